@@ -1,0 +1,21 @@
+"""The contract, version 1, as pydantic models. See `docs/contract.md` for the words around them."""
+
+from schemas.batch import Batch, BatchLine, BatchOutput
+from schemas.chat import ChatRequest
+from schemas.events import Event, FinalEvent
+from schemas.explain import explain
+from schemas.result import ChatCompletion
+
+CONTRACT_VERSION = 1
+
+__all__ = [
+    "CONTRACT_VERSION",
+    "Batch",
+    "BatchLine",
+    "BatchOutput",
+    "ChatCompletion",
+    "ChatRequest",
+    "Event",
+    "FinalEvent",
+    "explain",
+]

@@ -1,0 +1,62 @@
+"""Every name in Redis, in one place. `sluice/wire.py` says the same for backends; a test holds them equal."""
+
+import re
+from typing import Literal
+
+Lane = Literal["interactive", "batch"]
+LANES: tuple[Lane, ...] = ("interactive", "batch")
+
+MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+JOB_ID = r"[A-Za-z0-9._-]{1,128}"
+
+CONTROL = "sluice:control"
+DEAD = "sluice:dead"
+WORKERS = "sluice:worker:*"
+
+
+def queue(model: str, lane: Lane) -> str:
+    """Sorted set of job ids by the millisecond they were queued: arq's queue."""
+    return f"sluice:queue:{model}:{lane}"
+
+
+def log(job_id: str) -> str:
+    """List of the job's events; an event's `seq` is its index."""
+    return f"sluice:log:{job_id}"
+
+
+def channel(job_id: str) -> str:
+    """Channel on which each event is published when it is appended."""
+    return f"sluice:ch:{job_id}"
+
+
+def result(job_id: str) -> str:
+    """String: the chat.completion object, or the final event of a job that did not finish."""
+    return f"sluice:result:{job_id}"
+
+
+def job(job_id: str) -> str:
+    """Hash: state, attempt, lane, tenant, worker, times, and what resuming needs."""
+    return f"sluice:job:{job_id}"
+
+
+def cancel(job_id: str) -> str:
+    """String: set while somebody wants the job to end."""
+    return f"sluice:cancel:{job_id}"
+
+
+def wake(model: str) -> str:
+    """Channel that tells idle workers to look at the queue."""
+    return f"sluice:wake:{model}"
+
+
+def worker(name: str) -> str:
+    """Hash: a live worker's presence."""
+    return f"sluice:worker:{name}"
+
+
+def is_model_name(name: str) -> bool:
+    return re.fullmatch(MODEL_NAME, name) is not None
+
+
+def is_job_id(job_id: str) -> bool:
+    return re.fullmatch(JOB_ID, job_id) is not None

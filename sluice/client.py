@@ -1,0 +1,187 @@
+"""The client for web backends: `submit`, `stream`, `result`, `cancel`."""
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, Self
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from sluice import wire
+from sluice.errors import JobCancelled, JobFailed, UnknownJob
+from sluice.hub import Hub
+from sluice.wire import Event, JobError, Lane
+
+_SILENCE_S = 1.0  # then the list is read, whatever the channel says
+_QUEUED_S = 86_400  # a job that nobody took by then has expired: arq's default
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    id: str
+    new: bool  # False: there was a job of this id already, and nothing was queued
+    state: str  # of the job now: queued, running, finished, failed or cancelled
+
+
+class Client:
+    """Any number of jobs and streams over a handful of connections.
+
+        async with Client("redis://localhost:6379/0") as client:
+            job = await client.submit([{"role": "user", "content": "Hello!"}])
+            async for event in client.stream(job.id):
+                ...
+
+    Methods raise redis-py's errors where the server is away, but a stream rides an outage out.
+    """
+
+    def __init__(self, url: str = "redis://localhost:6379/0", *, redis: "Redis[bytes] | None" = None) -> None:
+        """`redis`: a client of yours to use instead; it must not decode responses, and you close it."""
+        self._owned = redis is None
+        self._redis: Redis[bytes] = redis or Redis.from_url(url, socket_connect_timeout=5)
+        self._hub = Hub(self._redis)
+        lua = (files("sluice") / "submit.lua").read_text()
+        self._submit = self._redis.register_script(lua)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        await self._hub.aclose()
+        if self._owned:
+            await self._redis.aclose()
+
+    async def submit(
+        self,
+        request: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        model: str = "default",
+        lane: Lane = "interactive",
+        id: str | None = None,
+    ) -> Submitted:
+        """Queue a chat: the body of an OpenAI chat completion, or just its messages.
+
+        Submitting an id twice queues one job, and the second call learns its state. The request is checked by
+        the worker; a bad one ends as `failed` with a sentence. Raises ValueError for a bad id, model or lane.
+        """
+        job_id = uuid.uuid4().hex if id is None else id
+        wire.check_job_id(job_id)
+        wire.check_model_name(model)
+        if lane not in wire.LANES:
+            raise ValueError(f"lane must be one of {', '.join(wire.LANES)}, not {lane!r}")
+        body = dict(request) if isinstance(request, Mapping) else {"messages": list(request)}
+        new, state = await self._submit(
+            keys=[
+                wire.body_key(job_id), wire.queue_key(model, lane), wire.job_key(job_id), wire.wake_channel(model)
+            ],
+            args=[job_id, _arq_job(body), _QUEUED_S * 1000, *_known_at_once(body, lane)],
+        )  # fmt: skip
+        return Submitted(job_id, bool(new), state.decode())
+
+    async def stream(
+        self, job_id: str, *, after: int = -1, unknown_s: float = 10.0
+    ) -> AsyncIterator[Event]:
+        """Every event after the given `seq`, once and in order, up to the final one.
+
+        Late, dropped and repeated subscribers all see the same. Raises `UnknownJob` when there has been no
+        trace of the job for `unknown_s` seconds.
+        """
+        wire.check_job_id(job_id)
+        next_seq, known_at = after + 1, time.monotonic()
+        async with self._hub.listen(wire.channel(job_id)) as mail:
+            while True:
+                news = [wire.parse_event(raw) for raw in await mail.take(_SILENCE_S)]
+                if not news or news[-1].seq - next_seq >= len(news):
+                    news = await self._read_log(job_id, next_seq)
+                for event in news:
+                    if event.seq == next_seq:
+                        yield event
+                        next_seq += 1
+                        if event.final:
+                            return
+                if news or await self._exists(job_id):
+                    known_at = time.monotonic()
+                elif time.monotonic() - known_at >= unknown_s:
+                    raise UnknownJob(f"no trace of job {job_id!r}: never submitted, or its events have expired")
+
+    async def result(self, job_id: str, *, timeout: float | None = None) -> dict[str, Any]:
+        """The `chat.completion` object, waiting for it if need be.
+
+        Raises `JobFailed`, `JobCancelled`, `UnknownJob`, or TimeoutError after `timeout` seconds.
+        """
+        wire.check_job_id(job_id)
+        async with asyncio.timeout(timeout):
+            stored = await self._redis.get(wire.result_key(job_id))
+            if stored is None:
+                async for _ in self.stream(job_id):
+                    pass
+                stored = await self._redis.get(wire.result_key(job_id))
+        if stored is None:
+            raise UnknownJob(f"the result of job {job_id!r} has expired")
+        return _completion(json.loads(stored))
+
+    async def cancel(self, job_id: str) -> None:
+        """Ask for the end of a job, queued or running. Its stream then ends with `cancelled`, unless it has
+        just finished."""
+        wire.check_job_id(job_id)
+        await self._redis.set(wire.cancel_key(job_id), "1", ex=wire.CANCEL_S)
+        await self._redis.publish(wire.CONTROL, job_id)
+
+    async def workers(self) -> list[dict[str, str]]:
+        """The live workers, as they describe themselves."""
+        found = [key async for key in self._redis.scan_iter(match=wire.WORKERS)]
+        hashes = [await self._redis.hgetall(key) for key in found]
+        return [{k.decode(): v.decode() for k, v in fields.items()} for fields in hashes if fields]
+
+    async def queued(self, model: str, lane: Lane) -> int:
+        """Jobs in the lane, those that run included."""
+        return int(await self._redis.zcard(wire.queue_key(model, lane)))
+
+    async def ping(self) -> None:
+        """Raises redis-py's error where no server answers."""
+        await self._redis.ping()
+
+    async def _read_log(self, job_id: str, first: int) -> list[Event]:
+        try:
+            return [wire.parse_event(raw) for raw in await self._redis.lrange(wire.log_key(job_id), first, -1)]
+        except (RedisError, OSError):
+            return []  # the stream goes on when the server is back
+
+    async def _exists(self, job_id: str) -> bool:
+        try:
+            return bool(await self._redis.exists(wire.body_key(job_id), wire.log_key(job_id)))
+        except (RedisError, OSError):
+            return True
+
+
+def _arq_job(request: dict[str, Any]) -> bytes:
+    """arq's wire format, with JSON in place of pickle."""
+    job = {"t": None, "f": "chat", "a": [request], "k": {}, "et": int(time.time() * 1000)}
+    return json.dumps(job, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _known_at_once(request: dict[str, Any], lane: Lane) -> list[str]:
+    """For the job's hash before any worker has seen it. What is not as it should be, the worker will refuse."""
+    tenant, deadline_s = request.get("tenant") or request.get("user"), request.get("deadline_s")
+    return [
+        lane,
+        tenant if isinstance(tenant, str) else "",
+        str(deadline_s) if isinstance(deadline_s, int | float) else "",
+    ]
+
+
+def _completion(stored: dict[str, Any]) -> dict[str, Any]:
+    match stored.get("type"):
+        case "failed":
+            error = stored["error"]
+            raise JobFailed(JobError(error["type"], error["message"], error["retryable"]))
+        case "cancelled":
+            raise JobCancelled(stored["reason"])
+    return stored

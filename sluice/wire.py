@@ -1,0 +1,193 @@
+"""The contract as a backend needs it: key names, and events as plain dataclasses.
+
+Says the same as the daemon's `schemas`, which a backend must not import (it often has its own module of that
+name); a test holds the two equal.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
+
+Lane = Literal["interactive", "batch"]
+LANES: tuple[Lane, ...] = ("interactive", "batch")
+
+MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+JOB_ID = r"[A-Za-z0-9._-]{1,128}"
+
+CONTROL = "sluice:control"
+WORKERS = "sluice:worker:*"
+CANCEL_S = 3600  # how long a wish to cancel is remembered
+
+
+def queue_key(model: str, lane: Lane) -> str:
+    return f"sluice:queue:{model}:{lane}"
+
+
+def log_key(job_id: str) -> str:
+    return f"sluice:log:{job_id}"
+
+
+def channel(job_id: str) -> str:
+    return f"sluice:ch:{job_id}"
+
+
+def result_key(job_id: str) -> str:
+    return f"sluice:result:{job_id}"
+
+
+def job_key(job_id: str) -> str:
+    return f"sluice:job:{job_id}"
+
+
+def cancel_key(job_id: str) -> str:
+    return f"sluice:cancel:{job_id}"
+
+
+def wake_channel(model: str) -> str:
+    return f"sluice:wake:{model}"
+
+
+def body_key(job_id: str) -> str:
+    """arq's key for a queued job."""
+    return f"arq:job:{job_id}"
+
+
+def check_model_name(name: str) -> None:
+    if not re.fullmatch(MODEL_NAME, name):
+        raise ValueError(f"a model name must match {MODEL_NAME}, and {name!r} does not")
+
+
+def check_job_id(job_id: str) -> None:
+    if not re.fullmatch(JOB_ID, job_id):
+        raise ValueError(f"a job id must match {JOB_ID}, and {job_id!r} does not")
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    kept_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds, but for the last."""
+
+    queue_s: float
+    prefill_s: float
+    ttft_s: float
+    decode_s: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobError:
+    type: str
+    message: str
+    retryable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """What every event carries. `seq` is its place in the job's whole life: 0, 1, 2 ..."""
+
+    type: str
+    id: str
+    seq: int
+    attempt: int
+    ts: float
+
+    @property
+    def final(self) -> bool:
+        return self.type in ("finished", "failed", "cancelled")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started(Event):
+    model: str
+    fingerprint: str
+    worker: str
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed(Started):
+    """A new attempt goes on after what was delivered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restarted(Started):
+    """A new attempt starts over: drop the text so far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress(Event):
+    phase: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta(Event):
+    token_ids: tuple[int, ...]
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: tuple[dict[str, Any], ...] | None = None
+    logprobs: tuple[dict[str, Any], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished(Event):
+    finish_reason: str
+    usage: Usage
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(Event):
+    error: JobError
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancelled(Event):
+    reason: str
+    usage: Usage
+
+
+EVENTS: dict[str, type[Event]] = {
+    "started": Started,
+    "progress": Progress,
+    "delta": Delta,
+    "resumed": Resumed,
+    "restarted": Restarted,
+    "finished": Finished,
+    "failed": Failed,
+    "cancelled": Cancelled,
+}
+_NESTED: dict[str, type[Usage] | type[Timings] | type[JobError]] = {
+    "usage": Usage,
+    "timings": Timings,
+    "error": JobError,
+}
+
+D = TypeVar("D")
+
+
+def parse_event(raw: bytes | str) -> Event:
+    """Fields that a later worker adds are left out, and an event type that it adds comes as a bare `Event`."""
+    said: dict[str, Any] = json.loads(raw)
+    for name, nested in _NESTED.items():
+        if name in said:
+            said[name] = _build(nested, said[name])
+    for name, value in said.items():
+        if isinstance(value, list):
+            said[name] = tuple(value)
+    return _build(EVENTS.get(said["type"], Event), said)
+
+
+def _build(cls: type[D], said: Mapping[str, Any]) -> D:
+    return cls(**{field.name: said[field.name] for field in fields(cls) if field.name in said})  # type: ignore[arg-type]

@@ -1,0 +1,45 @@
+"""A real server for every test that wants one, empty at the start of each."""
+
+import os
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import redis.asyncio
+
+from scripts.stack import Server, WorkerProcess
+from sluice import Client
+
+
+@pytest.fixture(scope="session")
+def server_url() -> Iterator[str]:
+    if url := os.environ.get("SLUICE_TEST_REDIS_URL"):
+        yield url
+        return
+    with Server() as server:
+        yield server.url
+
+
+@pytest.fixture
+def redis_url(server_url: str) -> str:
+    with redis.Redis.from_url(server_url) as client:
+        client.flushdb()
+    return server_url
+
+
+@pytest.fixture
+async def db(redis_url: str) -> AsyncIterator["redis.asyncio.Redis[bytes]"]:
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        yield client
+
+
+@pytest.fixture
+async def client(redis_url: str) -> AsyncIterator[Client]:
+    async with Client(redis_url) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def worker(server_url: str) -> Iterator[WorkerProcess]:
+    """One worker with the tiny model for all tests of a module. Its presence comes back after a flush."""
+    with WorkerProcess(server_url, lease_s=1) as process:
+        yield process

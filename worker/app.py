@@ -1,0 +1,71 @@
+"""Build, start, drain."""
+
+import asyncio
+import logging
+import os
+
+from arq.connections import ArqRedis
+from arq.worker import func
+from redis.asyncio import BlockingConnectionPool
+
+from worker.engine.model import open_model
+from worker.engine.thread import EngineThread
+from worker.errors import CannotStart
+from worker.jobs import chat
+from worker.queue.scripts import dumps, loads
+from worker.queue.worker import QueueWorker
+from worker.served import Served
+from worker.settings import Settings
+
+logger = logging.getLogger("sluice")
+
+EXIT_CANNOT_START = 2
+EXIT_ENGINE_DIED = 3
+
+
+async def serve(settings: Settings) -> None:
+    """Until SIGTERM or SIGINT. Raises `CannotStart`."""
+    engine = EngineThread(lambda: open_model(settings.model), step_s=settings.step_ms / 1000, died=_die)
+    logger.info("loading %s", settings.model)
+    try:
+        model = await engine.start()
+        served = Served(
+            settings, engine, model.tokenizer, model.fingerprint, model.context, model.vocab, model.generation
+        )
+        async with connect(settings) as redis:
+            worker = QueueWorker([func(chat, name="chat")], redis=redis, settings=settings, ctx={"served": served})
+            logger.info(
+                "%s serves %s (%s), %d rows",
+                settings.worker_name, settings.model_name, model.fingerprint, settings.max_rows,
+            )  # fmt: skip
+            await worker.main()
+    finally:
+        await engine.stop()
+    logger.info("stopped")
+
+
+def connect(settings: Settings) -> ArqRedis:
+    """Job ids may be any bytes; they must come back as they were."""
+    try:
+        pool = BlockingConnectionPool.from_url(
+            settings.redis_url,
+            max_connections=32,
+            timeout=None,
+            socket_connect_timeout=2,
+            socket_timeout=10,
+            socket_keepalive=not settings.redis_url.startswith("unix"),
+            encoding_errors="surrogateescape",
+        )
+    except ValueError as error:
+        raise CannotStart(f"SLUICE_REDIS_URL={settings.redis_url}: {error}") from None
+    return ArqRedis(pool_or_conn=pool, job_serializer=dumps, job_deserializer=loads)
+
+
+def _die() -> None:
+    """Without its engine a worker is only in the way; its jobs' leases run out and others take them."""
+    os._exit(EXIT_ENGINE_DIED)
+
+
+def run(settings: Settings) -> None:
+    logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname).1s %(name)s: %(message)s")
+    asyncio.run(serve(settings))

@@ -1,0 +1,57 @@
+"""One prompt on its way into a cache, a chunk at a time."""
+
+
+import mlx.nn as nn
+
+from worker.engine.cache import end_prefill
+from worker.engine.sampling import processors_for, sampler_for
+from worker.engine.upstream import (
+    GenerationBatch,
+    PromptProcessingBatch,
+    StopSequences,
+    make_prompt_cache,
+)
+from worker.schedule.sequence import Sequence
+
+_WHOLE = 1 << 30  # upstream's own chunking is off: the plan decides how long a chunk is
+
+
+class Prefill:
+    """All but the last token of the prompt are prefilled; the last one is the first that the row decodes."""
+
+    def __init__(self, network: nn.Module, sequence: Sequence, *, vocab: int, stop: StopSequences) -> None:
+        self.sequence, self.done, self.waited = sequence, 0, 0
+        # Every list is given: upstream's filter fails on one that is not.
+        self._batch = PromptProcessingBatch(
+            network,
+            [sequence.id],
+            [make_prompt_cache(network)],
+            tokens=[[]],
+            prefill_step_size=_WHOLE,
+            samplers=[sampler_for(sequence.sampling, vocab)],
+            logits_processors=[processors_for(sequence.sampling, len(sequence.prompt))],
+            stop_sequences=[stop],
+            max_tokens=[sequence.max_tokens],
+        )
+
+    @property
+    def total(self) -> int:
+        return len(self.sequence.prompt) - 1
+
+    @property
+    def remaining(self) -> int:
+        return self.total - self.done
+
+    def advance(self, tokens: int) -> None:
+        """Blocks until they are computed."""
+        if tokens:
+            self._batch.prompt([list(self.sequence.prompt[self.done : self.done + tokens])])
+            self.done += tokens
+        self.waited = 0
+
+    def row(self) -> GenerationBatch:
+        """A batch of one that has its first token under way. The prefill is spent."""
+        end_prefill(self._batch.prompt_cache)
+        return self._batch.generate([[self.sequence.prompt[-1]]])
+
+

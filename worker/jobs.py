@@ -1,0 +1,111 @@
+"""One job's life: job to request, request to sequence, sequence to events. Read this first."""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from schemas import ChatRequest
+from worker.errors import Refusal
+from worker.queue.job import Answer, Job
+from worker.record import Record
+from worker.request import output_tokens, read_request, sampling_of, seed_of
+from worker.schedule.sequence import Faulted, Outcome, Prefilled, Sampled, Sequence
+from worker.served import Served
+from worker.text.output import Output
+from worker.text.prompt import render
+
+logger = logging.getLogger("sluice.jobs")
+
+
+async def chat(ctx: dict[Any, Any], body: Any) -> Answer:
+    """The function that producers enqueue. Raises `Refusal` with what the client should change."""
+    return await Chat(ctx["job"], ctx["served"]).run(body)
+
+
+class Chat:
+    def __init__(self, job: Job, served: Served) -> None:
+        self._job, self._served = job, served
+        self._done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def run(self, body: Any) -> Answer:
+        job, served = self._job, self._served
+        request = read_request(body, served.settings.model_name)
+        with _deadline(job, request.deadline_s):
+            seed = seed_of(request, job.claim.job_id)
+            self._announce(seed)
+            prompt = await render(served.tokenizer, request)
+            sequence = self._sequence(request, prompt, seed)
+            self._output = Output(served.tokenizer.detokenizer, request.stop or ())
+            self._record = Record(job, len(prompt))
+            served.engine.submit(sequence, self)
+            try:
+                finish_reason = await self._done
+            finally:
+                served.engine.remove(sequence.id)
+        return self._record.answer(request, served, seed, finish_reason)
+
+    def _announce(self, seed: int) -> None:
+        """A log that holds events already belongs to an earlier attempt, whose text no longer counts."""
+        served, claim = self._served, self._job.claim
+        self._job.log.fields = {"seed": seed, "fingerprint": served.fingerprint}
+        self._job.log.say(
+            "restarted" if claim.events else "started",
+            model=served.settings.model_name,
+            fingerprint=served.fingerprint,
+            worker=served.settings.worker_name,
+            seed=seed,
+        )
+
+    def _sequence(self, request: ChatRequest, prompt: tuple[int, ...], seed: int) -> Sequence:
+        served, claim = self._served, self._job.claim
+        limit = output_tokens(
+            request,
+            prompt=len(prompt),
+            context=served.context,
+            default=served.settings.default_max_tokens,
+        )
+        sampling = sampling_of(request, served.generation, served.vocab, seed)
+        logger.info("%s admitted: %d prompt tokens, lane %s", claim.job_id, len(prompt), claim.lane)
+        return Sequence(claim.job_id, prompt, limit, sampling, claim.lane)
+
+    def heard(self, outcome: Outcome, rows: int) -> None:
+        """What the engine did for this row in one step, on the event loop."""
+        if self._done.done():
+            return
+        match outcome:
+            case Prefilled(done=done, total=total):
+                self._record.prefilled(done, total)
+            case Sampled(token=token, finish_reason=finish_reason):
+                self._sampled(token, finish_reason, rows)
+            case Faulted():
+                ours = "The engine failed on this row; the worker's log says why."
+                self._done.set_exception(Refusal("internal", ours, retryable=True))
+
+    def _sampled(self, token: int | None, finish_reason: str | None, rows: int) -> None:
+        text = "" if token is None else self._output.feed(token)
+        if self._output.stopped:
+            finish_reason = "stop"
+        elif finish_reason:
+            text += self._output.flush()
+        self._record.sampled(token, text, rows, last=finish_reason is not None)
+        if finish_reason:
+            self._done.set_result(finish_reason)
+
+
+@contextmanager
+def _deadline(job: Job, deadline_s: float | None) -> Iterator[None]:
+    """Seconds from submission, queue included."""
+    if deadline_s is None:
+        yield
+        return
+    left_s = job.claim.queued_at + deadline_s - job.log.clock.now()
+    late = Refusal("deadline", f"The job was not done {deadline_s:g} s after it was submitted.")
+    if left_s <= 0:
+        raise late
+    timer = asyncio.get_running_loop().call_later(left_s, job.interrupt, late)
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,48 @@
+"""A queued body: arq's `{t, f, a, k, et}`, as JSON, with one argument."""
+
+from typing import Any
+
+from arq.worker import Function
+
+from schemas import keys
+from worker.errors import Refusal
+from worker.queue.claims import Claim
+from worker.queue.scripts import loads
+
+
+def open_envelope(
+    claim: Claim, functions: dict[str, Function], most_bytes: int
+) -> tuple[Function, Any]:
+    """The function to call and its argument. Raises `Refusal`; runs nothing of what it reads."""
+    if not keys.is_job_id(claim.job_id):
+        raise Refusal("invalid_request", f"A job id must match {keys.JOB_ID}.")
+    if claim.body_bytes > most_bytes:
+        raise Refusal(
+            "too_large", f"The job is {claim.body_bytes:,} bytes; this worker takes {most_bytes:,} at most."
+        )
+    if not claim.body:
+        raise Refusal("invalid_request", "The job's body has expired or was deleted; submit it again.")
+    name, args = _read(claim.body)
+    if name not in functions:
+        known = ", ".join(sorted(functions))
+        raise Refusal("invalid_request", f"There is no function {name[:64]!r} here; this worker has: {known}.")
+    return functions[name], args[0]
+
+
+def _read(body: bytes) -> tuple[str, list[Any]]:
+    try:
+        envelope = loads(body)
+    except (ValueError, RecursionError):
+        raise Refusal(
+            "invalid_request",
+            "The job's body is not JSON: give arq's create_pool a JSON job_serializer, for example "
+            "lambda job: json.dumps(job).encode().",
+        ) from None
+    match envelope:
+        case {"f": str(name), "a": [_] as args, "k": {**kwargs}} if not kwargs:
+            return name, args
+        case {"f": str()}:
+            raise Refusal(
+                "invalid_request", "chat takes one positional argument, the request, and nothing by name."
+            )
+    raise Refusal("invalid_request", "The job's body is not an arq job: it has no function name.")

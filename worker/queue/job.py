@@ -1,0 +1,53 @@
+"""A claimed job while it runs, and the ways it can be stopped."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from worker.errors import Cancelled, HandBack, OwnershipLost, Refusal
+from worker.queue.channel import JobLog
+from worker.queue.claims import Claim
+
+Interruption = Cancelled | HandBack | OwnershipLost | Refusal
+
+
+@dataclass(slots=True)
+class Usage:
+    """Counted while the job runs, so that a failure tells what was spent."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    kept_tokens: int | None = None
+
+    def as_event(self) -> dict[str, int]:
+        counted = {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "cached_tokens": self.cached_tokens,
+        }
+        return counted if self.kept_tokens is None else {**counted, "kept_tokens": self.kept_tokens}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A job's good ending."""
+
+    finish_reason: str
+    timings: dict[str, float]
+    result: dict[str, object]
+
+
+@dataclass(slots=True)
+class Job:
+    claim: Claim
+    log: JobLog
+    task: asyncio.Task[None] | None = None
+    usage: Usage = field(default_factory=Usage)
+    interruption: Interruption | None = None
+    closing: bool = False  # its ending is being written: too late to stop it
+
+    def interrupt(self, why: Interruption) -> None:
+        """Stop it from outside: its task is cancelled, and ends by the first reason given."""
+        if self.interruption is None and self.task is not None and not self.closing:
+            self.interruption = why
+            self.task.cancel()

@@ -1,0 +1,37 @@
+"""The Lua scripts, and the two forms of JSON that go with them."""
+
+import json
+from functools import cache
+from importlib.resources import files
+from typing import Any, NoReturn
+
+from redis.asyncio import Redis
+from redis.commands.core import AsyncScript
+
+JOB_LIFE_MS = 86_400_000  # of a job that has not ended: arq's own default for a queued body
+
+
+@cache
+def source(name: str) -> str:
+    lua = files("worker.queue") / "lua"
+    return "\n".join((lua / f"{part}.lua").read_text() for part in ("lib", name))
+
+
+def script(redis: "Redis[bytes]", name: str) -> AsyncScript:
+    """Loads itself again when a server that was restarted or failed over has forgotten it."""
+    return redis.register_script(source(name))
+
+
+def dumps(value: object) -> bytes:
+    """Compact UTF-8. A lone surrogate, which UTF-8 has no bytes for, comes out as its JSON escape."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace")
+
+
+def loads(raw: bytes) -> Any:
+    """Raises ValueError (not JSON, or not UTF-8) or RecursionError (nested too deep)."""
+    return json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

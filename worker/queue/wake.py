@@ -1,0 +1,72 @@
+"""The worker's ear: one connection for wake-ups and cancellations."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError, ResponseError
+
+from schemas import keys
+
+logger = logging.getLogger("sluice.queue")
+
+
+class Listener:
+    """`wake` is called when there may be work, `cancel` with each id that somebody wants stopped, and `missed`
+    whenever the connection is new and something may have been said before."""
+
+    def __init__(
+        self,
+        redis: "Redis[bytes]",
+        model: str,
+        *,
+        keyspace_events: bool,
+        wake: Callable[[], None],
+        cancel: Callable[[str], Awaitable[None]],
+        missed: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._redis, self._model, self._keyspace_events = redis, model, keyspace_events
+        self._wake, self._cancel, self._missed = wake, cancel, missed
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await self._listen()
+            except (RedisError, OSError):
+                await asyncio.sleep(0.2)
+
+    async def _listen(self) -> None:
+        channels = [keys.wake(self._model), keys.CONTROL]
+        if self._keyspace_events and await allow_keyspace_events(self._redis):
+            channels += [self._keyspace_channel(keys.queue(self._model, lane)) for lane in keys.LANES]
+        async with self._redis.pubsub() as pubsub:
+            await pubsub.subscribe(*channels)
+            async for message in pubsub.listen():
+                await self._hear(message["type"], message["channel"], message["data"])
+
+    def _keyspace_channel(self, key: str) -> str:
+        db = self._redis.connection_pool.connection_kwargs.get("db", 0)
+        return f"__keyspace@{db}__:{key}"
+
+    async def _hear(self, type: str, channel: bytes, data: bytes) -> None:
+        if type == "subscribe":  # also when redis-py has connected again without telling
+            self._wake()
+            if channel == keys.CONTROL.encode():
+                await self._missed()
+        elif channel == keys.CONTROL.encode():
+            await self._cancel(data.decode("utf-8", "surrogateescape"))
+        elif channel == keys.wake(self._model).encode() or data == b"zadd":
+            self._wake()
+
+
+async def allow_keyspace_events(redis: "Redis[bytes]") -> bool:
+    """Add what we need to the server's flags. False where the server does not let us: polling remains."""
+    try:
+        flags = (await redis.config_get("notify-keyspace-events"))["notify-keyspace-events"]
+        if "K" not in flags or not {"z", "A"} & set(flags):
+            await redis.config_set("notify-keyspace-events", flags + "Kz")
+    except ResponseError as refused:
+        logger.info("the server keeps its keyspace events to itself (%s): plain producers wait for a poll", refused)
+        return False
+    return True

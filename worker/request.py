@@ -1,0 +1,87 @@
+"""From what was sent to what will run: read, refused or resolved against this worker's model."""
+
+import hashlib
+from typing import Any
+
+from pydantic import ValidationError
+
+from schemas import ChatRequest, explain
+from worker.errors import Refusal
+from worker.schedule.sequence import Sampling
+
+
+def read_request(body: Any, served: str) -> ChatRequest:
+    """Raises `Refusal` with a sentence that names the field."""
+    try:
+        request = ChatRequest.model_validate(body)
+    except ValidationError as error:
+        raise Refusal("invalid_request", explain(error)) from None
+    except RecursionError:
+        raise Refusal("invalid_request", "The request is nested too deeply.") from None
+    if request.model not in (None, served):
+        raise Refusal("invalid_request", f"model: this queue serves {served!r}, not {request.model!r}.")
+    _refuse_unsupported(request)
+    return request
+
+
+def _refuse_unsupported(request: ChatRequest) -> None:
+    """Nothing is silently ignored: what this worker cannot do yet is refused by name."""
+    wanted = {
+        "logprobs": request.logprobs,
+        "response_format": request.response_format and request.response_format.type != "text",
+        "tools": request.tools,
+        "specprefill": request.specprefill,
+        "specprefill_keep_pct": request.specprefill_keep_pct,
+        "on_disconnect": request.on_disconnect == "cancel",
+    }
+    if named := [name for name, value in wanted.items() if value]:
+        raise Refusal("unsupported", f"This worker does not support {', '.join(named)}; leave it out.")
+
+
+def output_tokens(request: ChatRequest, *, prompt: int, context: int, default: int) -> int:
+    """How long the answer may be. Raises `Refusal` when the prompt leaves no room for one."""
+    room = context - prompt
+    if room < 1:
+        raise Refusal(
+            "too_large",
+            f"The prompt has {prompt:,} tokens and the model's context is {context:,}, the answer included: "
+            f"shorten it by at least {1 - room:,}.",
+        )
+    return min(request.output_limit or default, room)
+
+
+def sampling_of(request: ChatRequest, generation: dict[str, Any], vocab: int, seed: int) -> Sampling:
+    """The request's wishes, else the model's generation config, else plain sampling."""
+
+    def wish(name: str, otherwise: Any) -> Any:
+        asked = getattr(request, name)
+        return asked if asked is not None else generation.get(name) or otherwise
+
+    temperature = wish("temperature", 1.0)
+    if request.temperature is None and generation.get("do_sample") is False:
+        temperature = 0.0
+    return Sampling(
+        temperature=temperature,
+        top_p=wish("top_p", 1.0),
+        top_k=wish("top_k", 0),
+        min_p=wish("min_p", 0.0),
+        repetition_penalty=request.repetition_penalty or 1.0,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        logit_bias=_bias(request.logit_bias or {}, vocab),
+        seed=seed,
+    )
+
+
+def _bias(wanted: dict[str, float], vocab: int) -> tuple[tuple[int, float], ...]:
+    pairs = tuple((int(token), value) for token, value in wanted.items())
+    if beyond := [token for token, _ in pairs if token >= vocab]:
+        raise Refusal("invalid_request", f"logit_bias: token {beyond[0]} is not in the vocabulary of {vocab:,}.")
+    return pairs
+
+
+def seed_of(request: ChatRequest, job_id: str) -> int:
+    """The request's, else one drawn from the job's id: every attempt at the job then draws the same tokens."""
+    if request.seed is not None:
+        return request.seed
+    return int.from_bytes(hashlib.blake2b(job_id.encode(), digest_size=7).digest())

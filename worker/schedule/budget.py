@@ -1,0 +1,25 @@
+"""How many prompt tokens fit into a step without holding up the rows that decode."""
+
+LEAST, MOST = 16, 2048  # MOST: beyond it a larger chunk is hardly faster, and a cancel would wait for it
+_WEIGHT = 0.2  # of the newest measurement
+
+
+class StepBudget:
+    """Keeps a step near its target, from the prefill speed and the decode time measured while running."""
+
+    def __init__(self, step_s: float, tokens_per_s: float = 2000.0) -> None:
+        self._step_s, self._tokens_per_s, self._decode_s = step_s, tokens_per_s, 0.0
+
+    def saw_prefill(self, tokens: int, seconds: float) -> None:
+        if tokens >= LEAST and seconds > 0:  # fewer measure the overhead, not the speed
+            self._tokens_per_s += _WEIGHT * (tokens / seconds - self._tokens_per_s)
+
+    def saw_decode(self, seconds: float) -> None:
+        self._decode_s += _WEIGHT * (seconds - self._decode_s)
+
+    def tokens(self, rows: int) -> int:
+        """For the next step, with `rows` decoding. Nobody waits where nobody decodes."""
+        if rows == 0:
+            return MOST
+        spare_s = self._step_s - self._decode_s
+        return max(LEAST, min(MOST, int(spare_s * self._tokens_per_s)))

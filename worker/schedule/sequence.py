@@ -1,0 +1,69 @@
+"""What passes between the event loop and the engine thread: frozen, and nothing of MLX in it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Lane = Literal["interactive", "batch"]
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a row's tokens are drawn. Draw k of a row depends on (seed, k) and its own logits alone."""
+
+    temperature: float = 0.0  # 0 is greedy
+    top_p: float = 1.0  # 1 is off
+    top_k: int = 0  # 0 is off
+    min_p: float = 0.0  # 0 is off
+    repetition_penalty: float = 1.0  # 1 is off; over prompt and answer
+    presence_penalty: float = 0.0  # over the answer
+    frequency_penalty: float = 0.0  # over the answer
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """A request as the engine sees it."""
+
+    id: str
+    prompt: tuple[int, ...]  # at least one token
+    max_tokens: int  # at least 1
+    sampling: Sampling = Sampling()
+    lane: Lane = "interactive"
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """So many of a prompt's tokens are in the cache."""
+
+    id: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One step of one row. `token` is None where the end of the sequence was drawn."""
+
+    id: str
+    token: int | None
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Faulted:
+    """The row is out of the engine, and it was our fault."""
+
+    id: str
+
+
+Outcome = Prefilled | Sampled | Faulted
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One engine step: what happened to each row, and how many decoded together."""
+
+    outcomes: tuple[Outcome, ...]
+    rows: int

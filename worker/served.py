@@ -1,0 +1,31 @@
+"""What this worker serves, as its jobs see it."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from worker.schedule.sequence import Outcome, Sequence
+from worker.settings import Settings
+from worker.text.tokenizer import Tokenizer
+
+
+class Listener(Protocol):
+    def heard(self, outcome: Outcome, rows: int) -> None:
+        """What a step did for the sequence, and how many rows decoded in it. On the event loop, in order."""
+
+
+class Engine(Protocol):
+    def submit(self, sequence: Sequence, listener: Listener) -> None: ...
+
+    def remove(self, sequence_id: str) -> None:
+        """Of a sequence in any state, or one that has ended: the row is free, the listener hears no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    settings: Settings
+    engine: Engine
+    tokenizer: Tokenizer
+    fingerprint: str
+    context: int  # tokens, prompt and answer together
+    vocab: int
+    generation: dict[str, Any]  # the model's own sampling defaults

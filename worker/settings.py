@@ -1,0 +1,95 @@
+"""Every setting, read from the environment and `.env` here and nowhere else. `.env.example` lists the same names."""
+
+import os
+import socket
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from schemas.keys import MODEL_NAME
+from worker.errors import CannotStart
+
+PREFIX = "SLUICE_"
+_NOT_OURS = {"SLUICE_TEST_REDIS_URL"}  # read by the tests
+
+
+def _worker_name() -> str:
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+class Settings(BaseSettings):
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_file=".env", extra="ignore", frozen=True)
+
+    redis_url: str = Field("redis://localhost:6379/0", description="redis://, rediss:// or unix://")
+    model: str = Field(description="A folder that mlx_lm.load opens, or a hub id.")
+    model_name: str = Field("default", pattern=f"^{MODEL_NAME}$", description="The name that jobs ask for.")
+    worker_name: str = Field(default_factory=_worker_name, description="Unique; host and pid by default.")
+
+    max_rows: int = Field(16, ge=1, le=512, description="Sequences in the engine at once.")
+    reserved_rows: int = Field(2, ge=0, description="Rows of those that offline jobs never take.")
+    step_ms: float = Field(100.0, gt=0, description="Target milliseconds between two tokens of a row.")
+    default_max_tokens: int = Field(1024, ge=1, description="Answer length where the request names none.")
+    max_request_bytes: int = Field(16_000_000, ge=1_000, description="Size of a queued job's body.")
+
+    lease_s: float = Field(10.0, ge=1, description="Seconds until a dead worker's jobs are taken over.")
+    grace_s: float = Field(30.0, ge=0, description="Seconds that running rows may go on after SIGTERM.")
+    poll_s: float = Field(1.0, gt=0, description="Look at the queue this often even when nothing woke us.")
+    keyspace_events: bool = Field(
+        True, description="Set notify-keyspace-events, so that plain arq producers wake the worker."
+    )
+
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Of the worker's log.")
+    log_ttl_s: int = Field(600, ge=1, description="Seconds that a job's events outlive it.")
+    result_ttl_s: int = Field(3600, ge=1, description="Seconds that its result and state do.")
+
+    @field_validator("reserved_rows")
+    @classmethod
+    def _leaves_a_row(cls, reserved: int, info: object) -> int:
+        rows = info.data.get("max_rows", reserved + 1)  # type: ignore[attr-defined]
+        if reserved >= rows:
+            raise ValueError(f"{reserved} of {rows} rows reserved leaves none for offline jobs")
+        return reserved
+
+
+def read_settings(**given: object) -> Settings:
+    """Raises `CannotStart` with a sentence that names the variable and what would be right."""
+    _refuse_unknown()
+    try:
+        return Settings(**given)  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise CannotStart(_in_terms_of_variables(error)) from None
+
+
+def _refuse_unknown() -> None:
+    """A misspelt setting that is silently ignored costs an afternoon."""
+    known = {variable(name) for name in Settings.model_fields}
+    for name in sorted(_set_names() - known - _NOT_OURS):
+        near = get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else "see .env.example for the names."
+        raise CannotStart(f"{name} is not a setting; {hint}")
+
+
+def _set_names() -> set[str]:
+    names = {name.upper() for name in os.environ}
+    dotenv = Path(str(Settings.model_config["env_file"]))
+    if dotenv.is_file():
+        lines = dotenv.read_text().splitlines()
+        names |= {line.split("=")[0].removeprefix("export ").strip().upper() for line in lines if "=" in line}
+    return {name for name in names if name.startswith(PREFIX)}
+
+
+def variable(field: str) -> str:
+    return PREFIX + field.upper()
+
+
+def _in_terms_of_variables(error: ValidationError) -> str:
+    return "; ".join(_sentence(str(e["loc"][0]), e["type"], e["msg"], e["input"]) for e in error.errors())
+
+
+def _sentence(field: str, kind: str, said: str, value: object) -> str:
+    if kind == "missing":
+        return f"{variable(field)} is not set: {Settings.model_fields[field].description}"
+    return f"{variable(field)}={value}: {said}"

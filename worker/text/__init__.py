@@ -1,0 +1,1 @@
+"""Words: messages in, text out. Knows neither MLX nor Redis."""

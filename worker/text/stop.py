@@ -1,0 +1,36 @@
+"""Stop strings, wherever the tokens cut them."""
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Holds back text that may yet turn out to be the start of a stop string. What it lets out does not depend
+    on how the text was cut into pieces: the stop string that is complete first ends the answer."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.stopped = False
+
+    def feed(self, text: str) -> str:
+        """The text that is out for good. Nothing more comes once `stopped`."""
+        if self.stopped:
+            return ""
+        text = self._held + text
+        if ends := [(text.index(s) + len(s), text.index(s)) for s in self._stops if s in text]:
+            self.stopped, self._held = True, ""
+            return text[: min(ends)[1]]
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """At the end of the answer what was held back was no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest proper start of `stop` that `text` ends with."""
+    longest = min(len(stop) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
