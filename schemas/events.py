@@ -7,9 +7,7 @@ from pydantic import Field
 from schemas.base import Sent
 
 FinishReason = Literal["stop", "length", "tool_calls"]
-ErrorType = Literal[
-    "invalid_request", "unsupported", "too_large", "overloaded", "deadline", "internal"
-]
+ErrorType = Literal["invalid_request", "unsupported", "too_large", "overloaded", "deadline", "internal"]
 FINAL = ("finished", "failed", "cancelled")
 
 

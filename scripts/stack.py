@@ -125,9 +125,7 @@ def _spawn(
     command: list[str], *, stdout: int | IO[bytes], env: dict[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
     """In a session of its own: Ctrl-C reaches us alone, and we end what we started in order."""
-    return subprocess.Popen(
-        command, stdout=stdout, stderr=subprocess.STDOUT, env=env, start_new_session=True, cwd=ROOT
-    )
+    return subprocess.Popen(command, stdout=stdout, stderr=subprocess.STDOUT, env=env, start_new_session=True, cwd=ROOT)
 
 
 def _end(process: subprocess.Popen[bytes] | None) -> None:
@@ -142,16 +140,14 @@ def _end(process: subprocess.Popen[bytes] | None) -> None:
         process.wait()
 
 
-def _answers(client: "redis.Redis[bytes]") -> bool:
+def _answers(client: "redis.Redis") -> bool:
     try:
         return bool(client.ping())
     except redis.RedisError:
         return False
 
 
-def _wait(
-    what: str, process: subprocess.Popen[bytes], ready: Callable[[], bool], log: Callable[[], str] = str
-) -> None:
+def _wait(what: str, process: subprocess.Popen[bytes], ready: Callable[[], bool], log: Callable[[], str] = str) -> None:
     deadline = time.monotonic() + _START_S
     while not ready():
         if process.poll() is not None or time.monotonic() > deadline:

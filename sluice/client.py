@@ -39,10 +39,10 @@ class Client:
     Methods raise redis-py's errors where the server is away, but a stream rides an outage out.
     """
 
-    def __init__(self, url: str = "redis://localhost:6379/0", *, redis: "Redis[bytes] | None" = None) -> None:
+    def __init__(self, url: str = "redis://localhost:6379/0", *, redis: Redis | None = None) -> None:
         """`redis`: a client of yours to use instead; it must not decode responses, and you close it."""
         self._owned = redis is None
-        self._redis: Redis[bytes] = redis or Redis.from_url(url, socket_connect_timeout=5)
+        self._redis: Redis = redis or Redis.from_url(url, socket_connect_timeout=5)
         self._hub = Hub(self._redis)
         lua = (files("sluice") / "submit.lua").read_text()
         self._submit = self._redis.register_script(lua)
@@ -85,9 +85,7 @@ class Client:
         )  # fmt: skip
         return Submitted(job_id, bool(new), state.decode())
 
-    async def stream(
-        self, job_id: str, *, after: int = -1, unknown_s: float = 10.0
-    ) -> AsyncIterator[Event]:
+    async def stream(self, job_id: str, *, after: int = -1, unknown_s: float = 10.0) -> AsyncIterator[Event]:
         """Every event after the given `seq`, once and in order, up to the final one.
 
         Late, dropped and repeated subscribers all see the same. Raises `UnknownJob` when there has been no
@@ -137,7 +135,7 @@ class Client:
     async def workers(self) -> list[dict[str, str]]:
         """The live workers, as they describe themselves."""
         found = [key async for key in self._redis.scan_iter(match=wire.WORKERS)]
-        hashes = [await self._redis.hgetall(key) for key in found]
+        hashes: list[dict[bytes, bytes]] = [await self._redis.hgetall(key) for key in found]  # type: ignore[misc]
         return [{k.decode(): v.decode() for k, v in fields.items()} for fields in hashes if fields]
 
     async def queued(self, model: str, lane: Lane) -> int:
@@ -150,9 +148,10 @@ class Client:
 
     async def _read_log(self, job_id: str, first: int) -> list[Event]:
         try:
-            return [wire.parse_event(raw) for raw in await self._redis.lrange(wire.log_key(job_id), first, -1)]
+            said: list[bytes] = await self._redis.lrange(wire.log_key(job_id), first, -1)  # type: ignore[misc]
         except (RedisError, OSError):
             return []  # the stream goes on when the server is back
+        return [wire.parse_event(raw) for raw in said]
 
     async def _exists(self, job_id: str) -> bool:
         try:
@@ -163,7 +162,7 @@ class Client:
 
 def _arq_job(request: dict[str, Any]) -> bytes:
     """arq's wire format, with JSON in place of pickle."""
-    job = {"t": None, "f": "chat", "a": [request], "k": {}, "et": int(time.time() * 1000)}
+    job: dict[str, Any] = {"t": None, "f": "chat", "a": [request], "k": {}, "et": int(time.time() * 1000)}
     return json.dumps(job, separators=(",", ":"), allow_nan=False).encode()
 
 

@@ -4,13 +4,10 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
+from redis.asyncio import Redis
+from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
-
-if TYPE_CHECKING:
-    from redis.asyncio import Redis
-    from redis.asyncio.client import PubSub
 
 _HOME = "sluice:hub"  # keeps the connection subscribed when no stream is open; nobody publishes here
 _MOST_WAITING = 4096  # events of one slow reader; beyond it the list is the better buffer
@@ -49,7 +46,7 @@ class Mail:
 
 
 class Hub:
-    def __init__(self, redis: "Redis[bytes]") -> None:
+    def __init__(self, redis: Redis) -> None:
         self._redis = redis
         self._readers: dict[str, set[Mail]] = {}
         self._pubsub: PubSub | None = None

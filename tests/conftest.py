@@ -27,7 +27,7 @@ def redis_url(server_url: str) -> str:
 
 
 @pytest.fixture
-async def db(redis_url: str) -> AsyncIterator["redis.asyncio.Redis[bytes]"]:
+async def db(redis_url: str) -> AsyncIterator["redis.asyncio.Redis"]:
     async with redis.asyncio.Redis.from_url(redis_url) as client:
         yield client
 

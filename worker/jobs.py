@@ -26,7 +26,7 @@ async def chat(ctx: dict[Any, Any], body: Any) -> Answer:
 
 class Chat:
     def __init__(self, job: Job, served: Served) -> None:
-        self._job, self._served = job, served
+        self._job, self._served, self._record = job, served, Record(job)
         self._done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def run(self, body: Any) -> Answer:
@@ -36,9 +36,9 @@ class Chat:
             seed = seed_of(request, job.claim.job_id)
             self._announce(seed)
             prompt = await render(served.tokenizer, request)
+            job.usage.prompt_tokens = len(prompt)
             sequence = self._sequence(request, prompt, seed)
             self._output = Output(served.tokenizer.detokenizer, request.stop or ())
-            self._record = Record(job, len(prompt))
             served.engine.submit(sequence, self)
             try:
                 finish_reason = await self._done

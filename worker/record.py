@@ -14,9 +14,8 @@ _GATHER_S = {"interactive": 0.0, "batch": 1.0}  # offline deltas are gathered, s
 
 
 class Record:
-    def __init__(self, job: Job, prompt_tokens: int) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
-        job.usage.prompt_tokens = prompt_tokens
         self._began = self._said_progress = self._said_delta = time.monotonic()
         self._began_at = job.log.clock.now()
         self._prefilled_at = self._first_at = self._last_at = self._began

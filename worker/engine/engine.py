@@ -38,9 +38,7 @@ class Engine:
         return len(self._prefills) + len(self._running)
 
     def add(self, sequence: Sequence) -> None:
-        self._prefills[sequence.id] = Prefill(
-            self._model.network, sequence, vocab=self._model.vocab, stop=self._stop
-        )
+        self._prefills[sequence.id] = Prefill(self._model.network, sequence, vocab=self._model.vocab, stop=self._stop)
 
     def remove(self, sequence_id: str) -> None:
         """Frees the row at once, in whatever state; an unknown id is one that has just ended."""

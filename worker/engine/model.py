@@ -101,7 +101,13 @@ def fingerprint(path: Path) -> str:
     """Of the config, the template, and each weight file's name, size and head (where safetensors keeps names,
     shapes and types) and tail: reading every gigabyte would hold up the start."""
     digest = hashlib.sha256()
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    ):
         if (path / name).is_file():
             digest.update(name.encode() + (path / name).read_bytes())
     for weights in sorted(path.glob("model*.safetensors")):

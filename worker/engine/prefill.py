@@ -1,6 +1,5 @@
 """One prompt on its way into a cache, a chunk at a time."""
 
-
 import mlx.nn as nn
 
 from worker.engine.cache import end_prefill
@@ -53,5 +52,3 @@ class Prefill:
         """A batch of one that has its first token under way. The prefill is spent."""
         end_prefill(self._batch.prompt_cache)
         return self._batch.generate([[self.sequence.prompt[-1]]])
-
-

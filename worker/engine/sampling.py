@@ -16,7 +16,7 @@ _MASK = (1 << 64) - 1
 def sampler_for(sampling: Sampling, vocab: int, *, drawn: int = 0) -> Sampler:
     """Greedy rows share one object, so that the whole batch is one call."""
     if sampling.temperature == 0:
-        return greedy_sampler
+        return greedy_sampler  # type: ignore[no-any-return]
     return SeededSampler(sampling, vocab, drawn)
 
 

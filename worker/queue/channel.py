@@ -67,7 +67,7 @@ class Publisher:
 
     def __init__(
         self,
-        redis: "Redis[bytes]",
+        redis: Redis,
         clock: ServerClock,
         model: str,
         *,
@@ -133,7 +133,7 @@ class Publisher:
 
     async def _append_step(self, logs: list[JobLog]) -> None:
         upto = [len(log.events) for log in logs]
-        args: list[object] = [JOB_LIFE_MS]
+        args: list[bytes | str | int] = [JOB_LIFE_MS]
         for log in logs:
             events = log.events[log.written :]
             flat = [part for item in log.fields.items() for part in item]

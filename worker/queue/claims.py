@@ -35,9 +35,7 @@ _FIELDS = 8  # values a job in claim.lua's answer
 
 
 class Claims:
-    def __init__(
-        self, redis: "Redis[bytes]", model: str, worker: str, *, lease_s: float, most_bytes: int
-    ) -> None:
+    def __init__(self, redis: Redis, model: str, worker: str, *, lease_s: float, most_bytes: int) -> None:
         self._model, self._worker, self._most_bytes = model, worker, most_bytes
         self._lease_ms = int(lease_s * 1000)
         self._claim = script(redis, "claim")

@@ -11,7 +11,7 @@ class ServerClock:
     def __init__(self) -> None:
         self._ahead_s = 0.0
 
-    async def sync(self, redis: "Redis[bytes]") -> None:
+    async def sync(self, redis: Redis) -> None:
         before = time.time()
         seconds, microseconds = await redis.time()
         middle = (before + time.time()) / 2

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from arq.cron import CronJob
 from arq.worker import Function
 
 from schemas import keys
@@ -11,15 +12,13 @@ from worker.queue.scripts import loads
 
 
 def open_envelope(
-    claim: Claim, functions: dict[str, Function], most_bytes: int
-) -> tuple[Function, Any]:
+    claim: Claim, functions: dict[str, Function | CronJob], most_bytes: int
+) -> tuple[Function | CronJob, Any]:
     """The function to call and its argument. Raises `Refusal`; runs nothing of what it reads."""
     if not keys.is_job_id(claim.job_id):
         raise Refusal("invalid_request", f"A job id must match {keys.JOB_ID}.")
     if claim.body_bytes > most_bytes:
-        raise Refusal(
-            "too_large", f"The job is {claim.body_bytes:,} bytes; this worker takes {most_bytes:,} at most."
-        )
+        raise Refusal("too_large", f"The job is {claim.body_bytes:,} bytes; this worker takes {most_bytes:,} at most.")
     if not claim.body:
         raise Refusal("invalid_request", "The job's body has expired or was deleted; submit it again.")
     name, args = _read(claim.body)
@@ -42,7 +41,5 @@ def _read(body: bytes) -> tuple[str, list[Any]]:
         case {"f": str(name), "a": [_] as args, "k": {**kwargs}} if not kwargs:
             return name, args
         case {"f": str()}:
-            raise Refusal(
-                "invalid_request", "chat takes one positional argument, the request, and nothing by name."
-            )
+            raise Refusal("invalid_request", "chat takes one positional argument, the request, and nothing by name.")
     raise Refusal("invalid_request", "The job's body is not an arq job: it has no function name.")

@@ -10,7 +10,7 @@ from worker.settings import Settings
 
 
 class Presence:
-    def __init__(self, redis: "Redis[bytes]", settings: Settings) -> None:
+    def __init__(self, redis: Redis, settings: Settings) -> None:
         self._redis, self._key = redis, keys.worker(settings.worker_name)
         self._lease_ms = int(settings.lease_s * 1000)
         self._fields: dict[str, str | int | float] = {

@@ -17,7 +17,7 @@ def source(name: str) -> str:
     return "\n".join((lua / f"{part}.lua").read_text() for part in ("lib", name))
 
 
-def script(redis: "Redis[bytes]", name: str) -> AsyncScript:
+def script(redis: Redis, name: str) -> AsyncScript:
     """Loads itself again when a server that was restarted or failed over has forgotten it."""
     return redis.register_script(source(name))
 

@@ -18,7 +18,7 @@ class Listener:
 
     def __init__(
         self,
-        redis: "Redis[bytes]",
+        redis: Redis,
         model: str,
         *,
         keyspace_events: bool,
@@ -60,7 +60,7 @@ class Listener:
             self._wake()
 
 
-async def allow_keyspace_events(redis: "Redis[bytes]") -> bool:
+async def allow_keyspace_events(redis: Redis) -> bool:
     """Add what we need to the server's flags. False where the server does not let us: polling remains."""
     try:
         flags = (await redis.config_get("notify-keyspace-events"))["notify-keyspace-events"]

@@ -86,10 +86,7 @@ class QueueWorker(Worker):
         """Until a signal; then what runs gets its grace, and what is left goes back to the queue."""
         await self._until_redis_answers(lambda: self.clock.sync(self.pool))
         async with asyncio.TaskGroup() as group:
-            services = [
-                group.create_task(service())
-                for service in (self.publisher.run, self.listener.run, self._keep)
-            ]
+            services = [group.create_task(service()) for service in (self.publisher.run, self.listener.run, self._keep)]
             await self._claim_until_stopping()
             await self._drain()
             for service in services:
@@ -135,20 +132,19 @@ class QueueWorker(Worker):
                 return
 
     async def _drain(self) -> None:
-        tasks = list(self.tasks.values())
-        if tasks:
-            hurry = asyncio.create_task(self._hurry.wait())
-            finished = asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.wait(
-                {hurry, finished}, timeout=self.settings.grace_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            hurry.cancel()
+        either = [asyncio.create_task(self._all_ended()), asyncio.create_task(self._hurry.wait())]
+        await asyncio.wait(either, timeout=self.settings.grace_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in either:
+            task.cancel()
         for job in list(self.jobs.values()):
             job.interrupt(HandBack())
-        if self.tasks:
-            await asyncio.wait(self.tasks.values(), timeout=_LAST_WORDS_S)
+        await asyncio.wait([asyncio.create_task(self._all_ended())], timeout=_LAST_WORDS_S)
         if self.tasks:
             logger.error("%d jobs could not be handed back; others take them when the lease is out", len(self.tasks))
+
+    async def _all_ended(self) -> None:
+        while self.tasks:
+            await asyncio.wait(list(self.tasks.values()))
 
     async def _leave(self) -> None:
         try:

@@ -28,6 +28,4 @@ def _apply(tokenizer: Tokenizer, conversation: list[dict[str, Any]], kwargs: dic
     except TemplateError as error:
         raise Refusal("invalid_request", f"The model's chat template refuses these messages: {error}") from None
     except (TypeError, KeyError, ValueError) as error:  # a template's own slip on a form it did not expect
-        raise Refusal(
-            "invalid_request", f"The model's chat template cannot render these messages: {error}"
-        ) from error
+        raise Refusal("invalid_request", f"The model's chat template cannot render these messages: {error}") from error

@@ -1,0 +1,79 @@
+"""Every row of a batch, through Redis, says what `mlx_lm.generate` says of the same prompt alone."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx.utils import tree_flatten, tree_map
+
+from scripts.stack import TINY_CHAT, WorkerProcess
+from sluice import Cancelled, Client, Delta, Finished
+from tests.engine.tiny import CONFIGS, write_checkpoint
+
+FAMILIES = ("tiny_chat", "qwen3", "qwen3_5", "gpt_oss", "gemma3")
+WORDS = "red key lamp river market 4 6 8 日本 🚀 é count capital Oslo Petra".split()
+
+
+def checkpoint(family: str, folder: Path) -> Path:
+    if family != "tiny_chat":
+        return write_checkpoint(CONFIGS[family], folder)
+    write_checkpoint(CONFIGS["qwen3"], folder)  # for the tokenizer's files
+    network, _ = mlx_lm.load(str(TINY_CHAT))
+    weights = tree_flatten(tree_map(lambda w: w.astype(mx.float32), network.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(weights), metadata={"format": "mlx"})
+    (folder / "config.json").write_bytes((TINY_CHAT / "config.json").read_bytes())
+    return folder
+
+
+def conversation(i: int) -> list[dict[str, str]]:
+    """Mixed lengths: from a word to some three hundred tokens."""
+    turns = [{"role": "user", "content": f"Count to {i + 3}." if i % 2 else "What is my name?"}]
+    if i % 3 == 0:
+        text = " ".join(WORDS[(i + k * k) % len(WORDS)] for k in range(20 * i))
+        turns = [{"role": "user", "content": f"Repeat after me: {text}"}]
+    if i % 4 == 1:
+        turns = [{"role": "system", "content": "Always mention NWP58."}, *turns]
+    return turns
+
+
+def alone(model: Any, i: int, max_tokens: int) -> str:
+    network, tokenizer = model
+    prompt = tokenizer.apply_chat_template(conversation(i), add_generation_prompt=True)
+    return mlx_lm.generate(network, tokenizer, prompt, max_tokens=max_tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_rows_say_what_they_say_alone(family: str, redis_url: str, client: Client, tmp_path: Path) -> None:
+    folder = checkpoint(family, tmp_path)
+    limits = {i: 20 + 7 * i for i in range(14)} | {4: 1500, 9: 1500}
+    cancelled = (4, 9)
+    no_end = {"logit_bias": {"2": -100}}  # those to be cancelled must not end by themselves
+
+    async def ask(i: int) -> tuple[str, str]:
+        await asyncio.sleep(0.03 * i)
+        request = {"messages": conversation(i), "max_tokens": limits[i], "temperature": 0}
+        job = await client.submit(request | no_end if i in cancelled else request)
+        text, ending = "", ""
+        async for event in client.stream(job.id):
+            match event:
+                case Delta(seq=seq, content=content):
+                    text += content or ""
+                    if i in cancelled and seq == 8:
+                        await client.cancel(job.id)
+                case Finished(finish_reason=ending):
+                    pass
+                case Cancelled():
+                    ending = "cancelled"
+        return text, ending
+
+    with WorkerProcess(redis_url, model=folder, max_rows=8, step_ms=20):
+        answers = await asyncio.wait_for(asyncio.gather(*(ask(i) for i in range(14))), 60)
+    model = mlx_lm.load(str(folder))
+    for i, (text, ending) in enumerate(answers):
+        if i in cancelled:
+            assert ending == "cancelled"
+        else:
+            assert text == alone(model, i, limits[i]), f"row {i}"

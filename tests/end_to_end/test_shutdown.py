@@ -1,0 +1,103 @@
+"""SIGTERM costs nothing: rows go on to their end within the grace, the rest returns to the queue."""
+
+import asyncio
+import signal
+
+import redis.asyncio
+
+from scripts.stack import WorkerProcess
+from sluice import Client, Delta, Event, Restarted
+from tests.keyspace import check_job_keys
+
+
+def endless(max_tokens: int) -> dict[str, object]:
+    """Runs to its limit: the end of the sequence cannot be drawn."""
+    return {
+        "messages": [{"role": "user", "content": "Count to 40."}],
+        "max_tokens": max_tokens,
+        "logit_bias": {"2": -100},
+    }
+
+
+async def until_decoding(client: Client, job_id: str) -> None:
+    async for event in client.stream(job_id):
+        if isinstance(event, Delta):
+            return
+
+
+async def rest(client: Client, job_id: str) -> list[Event]:
+    return [event async for event in client.stream(job_id)]
+
+
+async def test_running_rows_end_within_the_grace(redis_url: str, client: Client) -> None:
+    worker = WorkerProcess(redis_url, grace_s=30).start()
+    jobs = [await client.submit(endless(300)) for _ in range(4)]
+    await asyncio.gather(*(until_decoding(client, job.id) for job in jobs))
+    worker.signal(signal.SIGTERM)
+    later = await client.submit(endless(5))
+    for job in jobs:
+        events = await asyncio.wait_for(rest(client, job.id), 30)
+        assert events[-1].type == "finished"
+        assert {event.attempt for event in events} == {1}
+    assert await asyncio.to_thread(worker.wait) == 0
+    assert (await client.submit(endless(5), id=later.id)).state == "queued"
+    worker.stop()
+
+
+async def test_what_is_left_returns_to_the_queue_and_no_try_is_burned(
+    redis_url: str, client: Client, db: redis.asyncio.Redis
+) -> None:
+    worker = WorkerProcess(redis_url, grace_s=0).start()
+    job = await client.submit(endless(1500))
+    await until_decoding(client, job.id)
+    worker.signal(signal.SIGTERM)
+    assert await asyncio.to_thread(worker.wait) == 0
+    state = await db.hgetall(f"sluice:job:{job.id}")
+    assert (state[b"state"], state[b"attempt"], state[b"crashes"]) == (b"queued", b"1", b"0")
+    assert not await db.exists(f"arq:in-progress:{job.id}")
+
+    with WorkerProcess(redis_url):
+        events = await asyncio.wait_for(rest(client, job.id), 30)
+    assert [event.seq for event in events] == list(range(len(events)))
+    restarts = [i for i, event in enumerate(events) if isinstance(event, Restarted)]
+    assert len(restarts) == 1
+    again = [token for event in events[restarts[0] :] if isinstance(event, Delta) for token in event.token_ids]
+    assert len(again) == 1500
+    assert (await db.hget(f"sluice:job:{job.id}", "crashes")) == b"0"
+    await check_job_keys(db, job.id)
+    worker.stop()
+
+
+async def test_a_second_signal_ends_the_grace(redis_url: str, client: Client, db: redis.asyncio.Redis) -> None:
+    worker = WorkerProcess(redis_url, grace_s=600).start()
+    job = await client.submit(endless(20_000))
+    await until_decoding(client, job.id)
+    worker.signal(signal.SIGTERM)
+    await asyncio.sleep(0.3)
+    worker.signal(signal.SIGTERM)
+    assert await asyncio.to_thread(worker.wait, 10) == 0
+    assert await db.hget(f"sluice:job:{job.id}", "state") == b"queued"
+    worker.stop()
+
+
+async def test_twenty_stops_of_a_busy_worker_are_clean(redis_url: str, client: Client, db: redis.asyncio.Redis) -> None:
+    """The engine's thread owns streams that abort the process when it leaves them behind."""
+    job = await client.submit(endless(30_000))
+
+    async def stop_one(delay_s: float) -> tuple[int, str]:
+        worker = WorkerProcess(redis_url, grace_s=0)
+        await asyncio.to_thread(worker.start)
+        while await db.hget(f"sluice:job:{job.id}", "state") != b"running":
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(delay_s)
+        worker.signal(signal.SIGTERM)
+        code, log = await asyncio.to_thread(worker.wait), worker.log()
+        worker.stop()
+        return code, log
+
+    for run in range(20):
+        code, log = await stop_one(0.02 * run)
+        assert code == 0, log
+        assert "Traceback" not in log
+    assert await db.hget(f"sluice:job:{job.id}", "crashes") == b"0"
+    await client.cancel(job.id)

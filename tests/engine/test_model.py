@@ -1,0 +1,73 @@
+"""What is served is identified, and what cannot keep our promises is refused at start."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from scripts.stack import TINY_CHAT
+from tests.engine.tiny import CANNOT_BATCH, CONFIGS, write_checkpoint
+from worker.engine.model import fingerprint, open_model
+from worker.errors import CannotStart
+
+
+@pytest.mark.parametrize(("name", "reason"), [("llama4", "ChunkedKVCache"), ("dynamic_ntk", "Dynamic-NTK")])
+def test_a_model_that_cannot_batch_is_refused_with_the_reason(tmp_path: Path, name: str, reason: str) -> None:
+    folder = write_checkpoint(CANNOT_BATCH[name], tmp_path)
+    with pytest.raises(CannotStart, match=reason):
+        open_model(str(folder))
+
+
+def test_a_folder_that_is_not_there_is_refused_by_name() -> None:
+    with pytest.raises(CannotStart, match="./no/such/folder: there is no such folder"):
+        open_model("./no/such/folder")
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(CONFIGS["qwen3"], tmp_path)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CannotStart, match="No safetensors"):
+        open_model(str(folder))
+
+
+def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
+    folder = write_checkpoint(CONFIGS["qwen3"], tmp_path)
+    (folder / "config.json").write_text(json.dumps({**CONFIGS["qwen3"], "model_type": "nosuchmodel"}))
+    with pytest.raises(CannotStart, match="nosuchmodel"):
+        open_model(str(folder))
+
+
+def test_weights_that_do_not_fit_the_config_are_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(CONFIGS["qwen3"], tmp_path)
+    (folder / "config.json").write_text(json.dumps({**CONFIGS["qwen3"], "hidden_size": 128}))
+    with pytest.raises(CannotStart, match="cannot load"):
+        open_model(str(folder))
+
+
+def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(CONFIGS["qwen3"], tmp_path)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(CannotStart, match="chat template"):
+        open_model(str(folder))
+
+
+def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
+    folder = write_checkpoint(CONFIGS["qwen3"], tmp_path)
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (folder / "config.json").write_text(json.dumps({**CONFIGS["qwen3"], "model_file": "evil.py"}))
+    with pytest.raises(CannotStart, match=r"evil\.py"):
+        open_model(str(folder))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("changed", ["config.json", "tokenizer_config.json", "model.safetensors"])
+def test_a_fingerprint_changes_with_any_part_of_the_model(tmp_path: Path, changed: str) -> None:
+    folder = shutil.copytree(TINY_CHAT, tmp_path / "copy")
+    assert fingerprint(folder) == fingerprint(TINY_CHAT)
+    content = bytearray((folder / changed).read_bytes())
+    content[-2] ^= 1
+    (folder / changed).write_bytes(content)
+    assert fingerprint(folder) != fingerprint(TINY_CHAT)

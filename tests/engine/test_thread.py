@@ -1,0 +1,93 @@
+"""The engine thread as the event loop sees it."""
+
+import asyncio
+import subprocess
+import sys
+from dataclasses import dataclass, field
+
+import pytest
+
+from scripts.stack import ROOT, TINY_CHAT
+from tests.engine.tiny import prompt
+from worker.engine.model import Model, open_model
+from worker.engine.thread import EngineThread
+from worker.errors import CannotStart
+from worker.schedule.sequence import Outcome, Sampled, Sampling, Sequence
+
+
+@dataclass
+class Ear:
+    said: list[int | None] = field(default_factory=list)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def heard(self, outcome: Outcome, rows: int) -> None:
+        if isinstance(outcome, Sampled):
+            self.said.append(outcome.token)
+            if outcome.finish_reason:
+                self.ended.set()
+
+
+def tiny_chat() -> Model:
+    return open_model(str(TINY_CHAT))
+
+
+def unreached() -> None:
+    raise AssertionError("the engine thread died")
+
+
+async def test_a_model_that_cannot_be_loaded_is_told_to_whoever_starts_it() -> None:
+    engine = EngineThread(lambda: open_model("./nothing"), step_s=0.1, died=unreached)
+    with pytest.raises(CannotStart, match="no such folder"):
+        await engine.start()
+    await engine.stop()
+
+
+async def test_rows_are_heard_until_they_are_removed() -> None:
+    engine = EngineThread(tiny_chat, step_s=0.1, died=unreached)
+    await engine.start()
+    no_end = Sampling(logit_bias=((2, -100.0),))
+    stays, goes = Ear(), Ear()
+    engine.submit(Sequence("stays", prompt(5, 1), 300, no_end), stays)
+    engine.submit(Sequence("goes", prompt(5, 2), 10_000, no_end), goes)
+    while len(goes.said) < 3:
+        await asyncio.sleep(0.001)
+    engine.remove("goes")
+    heard = len(goes.said)
+    await asyncio.wait_for(stays.ended.wait(), 30)
+    assert len(goes.said) == heard
+    assert len(stays.said) == 300
+    await engine.stop()
+
+
+async def test_an_engine_that_breaks_calls_for_the_end_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    died = asyncio.Event()
+    engine = EngineThread(tiny_chat, step_s=0.1, died=died.set)
+    await engine.start()
+    monkeypatch.setattr("worker.engine.engine.Engine.step", lambda self: 1 / 0)
+    engine.submit(Sequence("a", prompt(5, 1), 5), Ear())
+    await asyncio.wait_for(died.wait(), 10)
+    await engine.stop()
+
+
+EXITS = """
+import asyncio
+from scripts.stack import TINY_CHAT
+from tests.engine.test_thread import Ear, tiny_chat, unreached
+from tests.engine.tiny import prompt
+from worker.engine.thread import EngineThread
+from worker.schedule.sequence import Sequence
+
+async def main():
+    engine = EngineThread(tiny_chat, step_s=0.1, died=unreached)
+    await engine.start()
+    engine.submit(Sequence("a", prompt(5, 1), 5000), Ear())
+    await asyncio.sleep(0.2)
+    await engine.stop()
+
+asyncio.run(main())
+"""
+
+
+def test_a_process_whose_engine_was_busy_exits_clean() -> None:
+    for _ in range(3):
+        subprocess.run([sys.executable, "-c", EXITS], check=True, cwd=ROOT)
