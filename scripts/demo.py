@@ -157,9 +157,8 @@ def main() -> int:
             console.print(closing_table(shown))
             tokens = sum(chat.result["usage"]["completion_tokens"] for chat in shown)
             first = min(chat.first_at for chat in shown) - began
-            console.print(
-                f"[dim]{len(shown)} chats, {tokens} tokens in {took:.1f} s; first token {first:.1f} s after the start.[/]"
-            )
+            console.print(f"[dim]{len(shown)} chats, {tokens} tokens in {took:.1f} s.[/]")
+            console.print(f"[dim]The first token came {first:.1f} s after the start.[/]")
     except KeyboardInterrupt:
         console.print("[dim]stopped, and everything that was started with it[/]")
         return 130

@@ -113,6 +113,30 @@ def test_the_end_of_sequence_is_not_among_the_tokens(qwen: Model) -> None:
     assert run.ended == {"a": "stop"}
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=1.0, seed=5),
+        Sampling(presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.3),
+    ],
+    ids=["greedy", "seeded", "penalties"],
+)
+@pytest.mark.parametrize("delivered", [1, 7, 23])
+def test_a_resumed_row_goes_on_as_if_it_had_never_stopped(model: Model, sampling: Sampling, delivered: int) -> None:
+    whole = Run(model)
+    whole.add("a", prompt(40, 3), max_tokens=24, sampling=sampling)
+    said = whole.drain()["a"]
+    if len(said) <= delivered:
+        return
+    resumed = Run(model)
+    resumed.add("beside", prompt(11, 4))
+    resumed.step()
+    resumed.said["a"] = said[:delivered]
+    resumed.engine.add(Sequence("a", prompt(40, 3), 24, sampling, delivered=tuple(said[:delivered])))
+    assert resumed.drain()["a"] == said
+
+
 DRAWN = Sampling(temperature=1.0, seed=7)
 
 

@@ -20,6 +20,7 @@ class Prefill:
 
     def __init__(self, network: nn.Module, sequence: Sequence, *, vocab: int, stop: StopSequences) -> None:
         self.sequence, self.done, self.waited = sequence, 0, 0
+        self._tokens = sequence.known
         # Every list is given: upstream's filter fails on one that is not.
         self._batch = PromptProcessingBatch(
             network,
@@ -27,15 +28,15 @@ class Prefill:
             [make_prompt_cache(network)],
             tokens=[[]],
             prefill_step_size=_WHOLE,
-            samplers=[sampler_for(sequence.sampling, vocab)],
+            samplers=[sampler_for(sequence.sampling, vocab, drawn=len(sequence.delivered))],
             logits_processors=[processors_for(sequence.sampling, len(sequence.prompt))],
             stop_sequences=[stop],
-            max_tokens=[sequence.max_tokens],
+            max_tokens=[sequence.max_tokens - len(sequence.delivered)],
         )
 
     @property
     def total(self) -> int:
-        return len(self.sequence.prompt) - 1
+        return len(self._tokens) - 1
 
     @property
     def remaining(self) -> int:
@@ -44,11 +45,11 @@ class Prefill:
     def advance(self, tokens: int) -> None:
         """Blocks until they are computed."""
         if tokens:
-            self._batch.prompt([list(self.sequence.prompt[self.done : self.done + tokens])])
+            self._batch.prompt([list(self._tokens[self.done : self.done + tokens])])
             self.done += tokens
         self.waited = 0
 
     def row(self) -> GenerationBatch:
         """A batch of one that has its first token under way. The prefill is spent."""
         end_prefill(self._batch.prompt_cache)
-        return self._batch.generate([[self.sequence.prompt[-1]]])
+        return self._batch.generate([[self._tokens[-1]]])

@@ -135,11 +135,8 @@ class Publisher:
         upto = [len(log.events) for log in logs]
         args: list[bytes | str | int] = [JOB_LIFE_MS]
         for log in logs:
-            events = log.events[log.written :]
-            flat = [part for item in log.fields.items() for part in item]
-            args += [log.claim.attempt, log.claim.events + log.written, len(events), *events, len(flat), *flat]
-        names = [key for log in logs for key in _row_keys(log)]
-        answer = await self._append(keys=names, args=args)
+            args += _row(log)
+        answer = await self._append(keys=[keys.job(log.claim.job_id) for log in logs], args=args)
         verdicts = dict(zip(answer[::2], answer[1::2], strict=True))
         for row, log in enumerate(logs):
             self._settle_row(log, upto[row], verdicts.get(row + 1))
@@ -148,7 +145,10 @@ class Publisher:
         job_id, upto = log.claim.job_id, len(log.events)
         doomed = [keys.cancel(job_id), job_key_prefix + job_id, lease_key(job_id), retry_key_prefix + job_id]
         verdict = await self._final(
-            keys=[*_row_keys(log), keys.result(job_id), keys.queue(self._model, log.claim.lane), *doomed],
+            keys=[
+                keys.job(job_id), keys.log(job_id), keys.channel(job_id), keys.result(job_id),
+                keys.queue(self._model, log.claim.lane), *doomed,
+            ],
             args=[
                 JOB_LIFE_MS, log.claim.attempt, log.claim.events + log.written, ending.state, ending.result,
                 self._log_ttl_ms, self._result_ttl_ms, *log.events[log.written :],
@@ -171,6 +171,7 @@ class Publisher:
             log.settled.set()
 
 
-def _row_keys(log: JobLog) -> tuple[str, str, str]:
-    job_id = log.claim.job_id
-    return keys.job(job_id), keys.log(job_id), keys.channel(job_id)
+def _row(log: JobLog) -> list[bytes | str | int]:
+    events = log.events[log.written :]
+    header = f"{log.claim.attempt} {log.claim.events + log.written} {len(events)} {len(log.fields)}"
+    return [header, *events, *(part for pair in log.fields.items() for part in pair)]

@@ -28,9 +28,15 @@ class Sequence:
 
     id: str
     prompt: tuple[int, ...]  # at least one token
-    max_tokens: int  # at least 1
+    max_tokens: int  # of the whole answer, at least 1
     sampling: Sampling = Sampling()
     lane: Lane = "interactive"
+    delivered: tuple[int, ...] = ()  # of the answer, by an earlier attempt; fewer than max_tokens
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """All tokens that are in the cache before the next one is drawn."""
+        return self.prompt + self.delivered
 
 
 @dataclass(frozen=True, slots=True)

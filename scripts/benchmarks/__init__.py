@@ -1,0 +1,1 @@
+"""Measurements. Each compares two things in one run, since machines are noisy, and prints a table."""

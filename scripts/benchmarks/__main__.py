@@ -1,0 +1,30 @@
+"""scripts/bench NAME [options]"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+
+from rich.console import Console
+
+from scripts.benchmarks import spine
+
+BENCHMARKS: dict[str, Callable[[Console], bool]] = {"spine": spine.main}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench", description="Measure, and compare with the bars that we hold."
+    )
+    parser.add_argument("name", choices=BENCHMARKS, help="spine: what the way through Redis costs")
+    name = parser.parse_args().name
+    console = Console(width=110)
+    blas = os.environ.get("LD_PRELOAD", "")
+    console.print(
+        f"[dim]{os.cpu_count()} cores, BLAS: {'OpenBLAS, preloaded' if 'blas' in blas else 'as mlx brings it'}[/]"
+    )
+    return 0 if BENCHMARKS[name](console) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

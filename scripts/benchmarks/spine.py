@@ -1,0 +1,121 @@
+"""What the way through Redis costs: tokens per second against the bare engine, and the publisher's own time."""
+
+import asyncio
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from scripts.benchmarks.models import random_checkpoint
+from scripts.stack import Server, WorkerProcess
+from sluice import Client, Finished
+from worker.engine.engine import Engine
+from worker.engine.model import Model, open_model
+from worker.queue.channel import Publisher
+from worker.queue.claims import Claim, Claims
+from worker.queue.clock import ServerClock
+from worker.schedule.sequence import Sampled, Sampling, Sequence
+
+ROWS, TOKENS, RUNS = 8, 120, 5
+NO_END = ((2, -100.0),)
+
+
+def main(console: Console) -> bool:
+    table = Table("measured", "bar", "figure", "holds", title="The spine", title_justify="left")
+    with tempfile.TemporaryDirectory() as folder, Server() as server:
+        checkpoint = random_checkpoint(Path(folder))
+        rates, step_s = asyncio.run(compare_throughput(server.url, checkpoint, console))
+        ratio = statistics.median(rates)
+        cost_us = asyncio.run(publishing_cost(server.url)) * 1e6
+    rows = [
+        (
+            f"tokens/s through Redis / bare engine, {ROWS} rows, step {step_s * 1000:.0f} ms, median of {RUNS}",
+            "≥ 0.95", f"{ratio:.3f}", ratio >= 0.95,
+        ),
+        ("worker time to say and publish one token, 32 rows a step", "≤ 10 µs", f"{cost_us:.1f} µs", cost_us <= 10),
+    ]  # fmt: skip
+    for measured, bar, figure, holds in rows:
+        table.add_row(measured, bar, figure, "[green]yes[/]" if holds else "[red]no[/]")
+    console.print(table)
+    return all(row[-1] for row in rows)
+
+
+async def compare_throughput(url: str, checkpoint: Path, console: Console) -> tuple[list[float], float]:
+    """Bare engine and worker in turn, the first pair not counted."""
+    model = open_model(str(checkpoint))
+    rates, step_s = [], 0.0
+    for run in range(RUNS + 1):
+        bare_s, step_s = bare(model)
+        with WorkerProcess(url, model=checkpoint, max_rows=ROWS, step_ms=1000) as _:
+            queued_s = await through_redis(url)
+        console.print(
+            f"[dim]run {run}: bare {ROWS * TOKENS / bare_s:.1f}/s, queued {ROWS * TOKENS / queued_s:.1f}/s[/]"
+        )
+        rates.append(bare_s / queued_s)
+    return rates[1:], step_s
+
+
+def bare(model: Model) -> tuple[float, float]:
+    """Seconds from the first token to the last, and per step."""
+    engine, first, last, steps = Engine(model, step_s=1.0), 0.0, 0.0, 0
+    for i in range(ROWS):
+        engine.add(Sequence(str(i), (5, 6, 7, 8 + i), TOKENS, Sampling(logit_bias=NO_END)))
+    while len(engine):
+        outcomes = engine.step().outcomes
+        if any(isinstance(outcome, Sampled) for outcome in outcomes):
+            last, steps = time.perf_counter(), steps + 1
+            first = first or last
+    return last - first, (last - first) / max(steps - 1, 1)
+
+
+async def through_redis(url: str) -> float:
+    """Seconds from the first token to the last, by the worker's own clock."""
+    async with Client(url) as client:
+        await finish(client, 4)  # warm
+        jobs = await asyncio.gather(*(finish(client, TOKENS) for _ in range(ROWS)))
+    return max(end for _, end in jobs) - min(begin for begin, _ in jobs)
+
+
+async def finish(client: Client, tokens: int) -> tuple[float, float]:
+    request = {
+        "messages": [{"role": "user", "content": "a"}], "max_tokens": tokens, "temperature": 0,
+        "logit_bias": {"2": -100},
+    }  # fmt: skip
+    job, begin = await client.submit(request), 0.0
+    async for event in client.stream(job.id):
+        if event.type == "delta":
+            begin = begin or event.ts
+        if isinstance(event, Finished):
+            return begin, event.ts
+    raise RuntimeError("the job did not finish")
+
+
+async def publishing_cost(url: str, *, rows: int = 32, steps: int = 300) -> float:
+    """CPU seconds of this process for one token: the event made, encoded, sent and acknowledged."""
+    async with Client(url) as client, client._redis as redis:
+        clock, claims = ServerClock(), Claims(redis, "bench", "bench", lease_s=60, most_bytes=1000)
+        for i in range(rows):
+            await client.submit({"messages": []}, model="bench", id=f"bench-{i}")
+        publisher = Publisher(redis, clock, "bench", log_ttl_s=60, result_ttl_s=60)
+        logs = [publisher.open(claim, lost=_lost) for claim in await _all(claims, rows)]
+        running = asyncio.create_task(publisher.run())
+        began = time.process_time()
+        for step in range(steps):
+            for log in logs:
+                log.say("delta", token_ids=[step], content=" word")
+            for log in logs:
+                await publisher.settle(log)
+        spent = time.process_time() - began
+        running.cancel()
+    return spent / (rows * steps)
+
+
+async def _all(claims: Claims, rows: int) -> list[Claim]:
+    return await claims.take("interactive", rows)
+
+
+def _lost() -> None:
+    raise RuntimeError("the bench owns its jobs")
