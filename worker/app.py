@@ -33,7 +33,14 @@ async def serve(settings: Settings) -> None:
             settings, engine, model.tokenizer, model.fingerprint, model.context, model.vocab, model.generation
         )
         async with connect(settings) as redis:
-            worker = QueueWorker([func(chat, name="chat")], redis=redis, settings=settings, ctx={"served": served})
+            worker = QueueWorker(
+                [func(chat, name="chat")],
+                redis=redis,
+                settings=settings,
+                ctx={"served": served},
+                pulses=[engine.pulse],
+                hold=engine.hold,
+            )
             logger.info(
                 "%s serves %s (%s), %d rows",
                 settings.worker_name, settings.model_name, model.fingerprint, settings.max_rows,

@@ -4,13 +4,15 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 from schemas import ChatRequest
-from worker.errors import Refusal
+from worker.errors import Cancelled, Refusal
 from worker.queue.job import Answer, Job
 from worker.record import Record
 from worker.request import output_tokens, read_request, sampling_of, seed_of
+from worker.resume import delivered, replay
 from worker.schedule.sequence import Faulted, Outcome, Prefilled, Sampled, Sequence
 from worker.served import Served
 from worker.text.output import Output
@@ -28,38 +30,62 @@ class Chat:
     def __init__(self, job: Job, served: Served) -> None:
         self._job, self._served, self._record = job, served, Record(job)
         self._done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._ended = False  # by an earlier attempt, all but for its final event
 
     async def run(self, body: Any) -> Answer:
         job, served = self._job, self._served
         request = read_request(body, served.settings.model_name)
+        if request.on_disconnect == "cancel":
+            job.log.deserted = partial(job.interrupt, Cancelled("disconnected"))
         with _deadline(job, request.deadline_s):
             seed = seed_of(request, job.claim.job_id)
-            self._announce(seed)
+            earlier = self._begin(request, seed)
             prompt = await render(served.tokenizer, request)
-            job.usage.prompt_tokens = len(prompt)
-            sequence = self._sequence(request, prompt, seed)
-            self._output = Output(served.tokenizer.detokenizer, request.stop or ())
-            served.engine.submit(sequence, self)
+            sequence = self._sequence(request, prompt, earlier, seed)
             try:
+                if self._ended or len(earlier) >= sequence.max_tokens:
+                    self._end_again(sequence)
+                else:
+                    served.engine.submit(sequence, self)
                 finish_reason = await self._done
             finally:
                 served.engine.remove(sequence.id)
+                self._record.flush()
         return self._record.answer(request, served, seed, finish_reason)
 
-    def _announce(self, seed: int) -> None:
-        """A log that holds events already belongs to an earlier attempt, whose text no longer counts."""
-        served, claim = self._served, self._job.claim
-        self._job.log.fields = {"seed": seed, "fingerprint": served.fingerprint}
+    def _begin(self, request: ChatRequest, seed: int) -> tuple[int, ...]:
+        """Say how this attempt begins. Returns the tokens that it goes on after."""
+        self._output = Output(self._served.tokenizer.detokenizer, request.stop or ())
+        earlier = delivered(self._job.log.events)
+        if earlier is None:
+            self._announce("started", seed)
+            return ()
+        same = (earlier.fingerprint, earlier.seed) == (self._served.fingerprint, seed)
+        match replay(earlier, self._output) if same else "differs":
+            case "differs":
+                self._output = Output(self._served.tokenizer.detokenizer, request.stop or ())
+                self._announce("restarted", seed)
+                return ()
+            case "has ended":
+                self._ended = True
+        self._announce("resumed", seed)
+        self._record.resume(earlier)
+        return earlier.tokens
+
+    def _announce(self, how: Literal["started", "resumed", "restarted"], seed: int) -> None:
+        served = self._served
+        self._job.log.fields |= {"seed": seed, "fingerprint": served.fingerprint}
         self._job.log.say(
-            "restarted" if claim.events else "started",
+            how,
             model=served.settings.model_name,
             fingerprint=served.fingerprint,
             worker=served.settings.worker_name,
             seed=seed,
         )
 
-    def _sequence(self, request: ChatRequest, prompt: tuple[int, ...], seed: int) -> Sequence:
+    def _sequence(self, request: ChatRequest, prompt: tuple[int, ...], earlier: tuple[int, ...], seed: int) -> Sequence:
         served, claim = self._served, self._job.claim
+        self._job.usage.prompt_tokens = len(prompt)
         limit = output_tokens(
             request,
             prompt=len(prompt),
@@ -68,7 +94,12 @@ class Chat:
         )
         sampling = sampling_of(request, served.generation, served.vocab, seed)
         logger.info("%s admitted: %d prompt tokens, lane %s", claim.job_id, len(prompt), claim.lane)
-        return Sequence(claim.job_id, prompt, limit, sampling, claim.lane)
+        return Sequence(claim.job_id, prompt, limit, sampling, claim.lane, earlier)
+
+    def _end_again(self, sequence: Sequence) -> None:
+        """The earlier worker died between the last token and the final event."""
+        ran_out = len(sequence.delivered) >= sequence.max_tokens and not self._output.stopped
+        self._done.set_result("length" if ran_out else "stop")
 
     def heard(self, outcome: Outcome, rows: int) -> None:
         """What the engine did for this row in one step, on the event loop."""

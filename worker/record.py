@@ -5,6 +5,7 @@ import time
 
 from schemas import ChatRequest
 from worker.queue.job import Answer, Job
+from worker.resume import Delivered
 from worker.served import Served
 
 logger = logging.getLogger("sluice.jobs")
@@ -25,6 +26,11 @@ class Record:
         self._whole: list[str] = []
         self._rows = self._steps = 0
 
+    def resume(self, earlier: Delivered) -> None:
+        """Count what was delivered before; timings are of this attempt alone."""
+        self._whole.append(earlier.content)
+        self._job.usage.completion_tokens = len(earlier.tokens)
+
     def prefilled(self, done: int, total: int) -> None:
         self._prefilled_at = now = time.monotonic()
         if done < total and now - self._said_progress >= _PROGRESS_EVERY_S:
@@ -38,18 +44,20 @@ class Record:
             logger.info("%s first token after %.3f s", self._job.claim.job_id, now - self._began)
         self._rows, self._steps = self._rows + rows, self._steps + 1
         self._text += text
+        self._job.made_progress()
         if token is not None:
             self._ids.append(token)
             self._job.usage.completion_tokens += 1
         if last or now - self._said_delta >= self._gather_s:
-            self._say_delta(now)
+            self.flush()
 
-    def _say_delta(self, now: float) -> None:
+    def flush(self) -> None:
+        """Say what was gathered."""
         if self._ids or self._text:
             content = {"content": self._text} if self._text else {}
             self._job.log.say("delta", token_ids=self._ids, **content)
         self._whole.append(self._text)
-        self._ids, self._text, self._said_delta = [], "", now
+        self._ids, self._text, self._said_delta = [], "", time.monotonic()
 
     def answer(self, request: ChatRequest, served: Served, seed: int, finish_reason: str) -> Answer:
         timings = self._timings()

@@ -32,7 +32,6 @@ def _refuse_unsupported(request: ChatRequest) -> None:
         "tools": request.tools,
         "specprefill": request.specprefill,
         "specprefill_keep_pct": request.specprefill_keep_pct,
-        "on_disconnect": request.on_disconnect == "cancel",
     }
     if named := [name for name, value in wanted.items() if value]:
         raise Refusal("unsupported", f"This worker does not support {', '.join(named)}; leave it out.")
@@ -58,7 +57,7 @@ def sampling_of(request: ChatRequest, generation: dict[str, Any], vocab: int, se
         return asked if asked is not None else generation.get(name) or otherwise
 
     temperature = wish("temperature", 1.0)
-    if request.temperature is None and generation.get("do_sample") is False:
+    if request.temperature is None and (generation.get("do_sample") is False or generation.get("temperature") == 0):
         temperature = 0.0
     return Sampling(
         temperature=temperature,
@@ -84,4 +83,5 @@ def seed_of(request: ChatRequest, job_id: str) -> int:
     """The request's, else one drawn from the job's id: every attempt at the job then draws the same tokens."""
     if request.seed is not None:
         return request.seed
-    return int.from_bytes(hashlib.blake2b(job_id.encode(), digest_size=7).digest())
+    # Six bytes, since a client in JavaScript has 53 bits to report it back with.
+    return int.from_bytes(hashlib.blake2b(job_id.encode(), digest_size=6).digest())

@@ -34,8 +34,14 @@ class Settings(BaseSettings):
     default_max_tokens: int = Field(1024, ge=1, description="Answer length where the request names none.")
     max_request_bytes: int = Field(16_000_000, ge=1_000, description="Size of a queued job's body.")
 
+    queue_limit: int = Field(10_000, ge=1, description="Jobs in a lane; beyond it our client's submit is refused.")
+
     lease_s: float = Field(10.0, ge=1, description="Seconds until a dead worker's jobs are taken over.")
+    hang_s: float = Field(
+        60.0, gt=0, description="End the process when its event loop or engine has not moved for so long."
+    )
     grace_s: float = Field(30.0, ge=0, description="Seconds that running rows may go on after SIGTERM.")
+    disconnect_grace_s: float = Field(10.0, ge=0, description="With on_disconnect: cancel, how long nobody may listen.")
     poll_s: float = Field(1.0, gt=0, description="Look at the queue this often even when nothing woke us.")
     keyspace_events: bool = Field(
         True, description="Set notify-keyspace-events, so that plain arq producers wake the worker."

@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from worker.engine.engine import Engine
 from worker.engine.model import Model
+from worker.pulse import Pulse
 from worker.schedule.sequence import Sequence, StepReport
 from worker.served import Listener
 
@@ -35,6 +36,11 @@ class _Remove:
 
 
 @dataclass(frozen=True, slots=True)
+class _Hold:
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Stop:
     pass
 
@@ -45,7 +51,9 @@ class EngineThread:
     def __init__(self, load: Callable[[], Model], *, step_s: float, died: Callable[[], None]) -> None:
         self._load, self._step_s, self._died = load, step_s, died
         self._loop = asyncio.get_running_loop()
-        self._mailbox: queue.SimpleQueue[_Add | _Remove | _Stop] = queue.SimpleQueue()
+        self._mailbox: queue.SimpleQueue[_Add | _Remove | _Hold | _Stop] = queue.SimpleQueue()
+        self._held = False
+        self.pulse = Pulse("engine")
         self._listeners: dict[str, Listener] = {}
         self._loaded: asyncio.Future[Model] = self._loop.create_future()
         self._thread = threading.Thread(target=self._main, name="engine")
@@ -67,6 +75,10 @@ class EngineThread:
         """The listener hears no more, from now on; the row is free after the step under way."""
         if self._listeners.pop(sequence_id, None) is not None:
             self._mailbox.put(_Remove(sequence_id))
+
+    def hold(self, on: bool) -> None:
+        """Compute nothing while nobody can take the tokens."""
+        self._mailbox.put(_Hold(on))
 
     def _deliver(self, report: StepReport) -> None:
         for outcome in report.outcomes:
@@ -90,12 +102,16 @@ class EngineThread:
         engine = Engine(model, step_s=self._step_s)
         self._tell(self._loaded.set_result, model)
         while self._obey(engine):
+            self.pulse.beat()
             self._tell(self._deliver, engine.step())
 
     def _obey(self, engine: Engine) -> bool:
         """Empty the mailbox; with nothing to compute, sleep on it. False ends the thread."""
-        while not self._mailbox.empty() or not len(engine):
+        while not self._mailbox.empty() or self._held or not len(engine):
+            self.pulse.rest()
             match self._mailbox.get():
+                case _Hold(on):
+                    self._held = on
                 case _Add(sequence):
                     engine.add(sequence)
                 case _Remove(id):

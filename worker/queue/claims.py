@@ -1,6 +1,7 @@
 """Who owns a job: claimed under a lease, kept, handed back."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from arq.constants import in_progress_key_prefix
@@ -9,6 +10,7 @@ from redis.asyncio import Redis
 from schemas import keys
 from schemas.keys import Lane
 from worker.queue.scripts import JOB_LIFE_MS, script
+from worker.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,9 @@ class Claim:
     events: int  # already in the log, from earlier attempts
     body: bytes  # empty when it has expired, or is larger than we take
     body_bytes: int
+    tenant: str = ""  # where the submit said so
+    lapses: int = 0  # times that its lease ran out: a worker died while it ran, through its fault or not
+    expired: bool = False  # its deadline has passed
 
 
 def lease_key(job_id: str) -> str:
@@ -31,31 +36,41 @@ def lease_key(job_id: str) -> str:
     return in_progress_key_prefix + job_id
 
 
-_FIELDS = 8  # values a job in claim.lua's answer
+_FIELDS = 11  # values a job in claim.lua's answer
 
 
 class Claims:
-    def __init__(self, redis: Redis, model: str, worker: str, *, lease_s: float, most_bytes: int) -> None:
-        self._model, self._worker, self._most_bytes = model, worker, most_bytes
-        self._lease_ms = int(lease_s * 1000)
+    def __init__(self, redis: Redis, settings: Settings) -> None:
+        self._model, self._worker = settings.model_name, settings.worker_name
+        self._lease_ms, self._most_bytes = int(settings.lease_s * 1000), settings.max_request_bytes
         self._claim = script(redis, "claim")
-        self._renew = script(redis, "renew")
         self._release = script(redis, "release")
 
-    async def take(self, lane: Lane, want: int, *, only: str = "") -> list[Claim]:
-        """Up to `want` jobs, oldest first; `only` that one if it is waiting. Raises RedisError, OSError."""
+    async def take(
+        self,
+        lane: Lane,
+        want: int,
+        *,
+        running: Collection[Claim] = (),
+        suspects: int = 0,
+        takeover: bool = True,
+        only: str = "",
+    ) -> list[Claim]:
+        """Up to `want` jobs, those past their deadline beside; `only` that one if it is waiting.
+
+        `running`: what this worker runs now, for the sake of fairness between tenants. `suspects`: how many of
+        them are on probation. Without `takeover` the jobs of a worker whose lease ran out are left alone.
+        Raises RedisError, OSError.
+        """
+        tenants = Counter(claim.tenant for claim in running)
         flat = await self._claim(
             keys=[keys.queue(self._model, lane)],
-            args=[want, self._lease_ms, self._worker, lane, JOB_LIFE_MS, self._most_bytes, only],
-        )
+            args=[
+                want, self._lease_ms, self._worker, lane, JOB_LIFE_MS, self._most_bytes, only, int(takeover),
+                suspects, *(part for pair in tenants.items() for part in pair),
+            ],
+        )  # fmt: skip
         return [_claim(lane, flat[i : i + _FIELDS]) for i in range(0, len(flat), _FIELDS)]
-
-    async def renew(self, held: Sequence[Claim]) -> list[Claim]:
-        """Returns those that somebody else owns by now."""
-        names = [k for c in held for k in (keys.job(c.job_id), lease_key(c.job_id), keys.log(c.job_id))]
-        attempts = [c.attempt for c in held]
-        lost = await self._renew(keys=names, args=[self._lease_ms, JOB_LIFE_MS, self._worker, *attempts])
-        return [held[i - 1] for i in lost]
 
     async def release(self, claim: Claim) -> None:
         """Hand it back; whoever is idle hears of it at once."""
@@ -66,7 +81,7 @@ class Claims:
 
 
 def _claim(lane: Lane, row: list[bytes]) -> Claim:
-    job_id, attempt, crashes, cancelled, queued_ms, events, body, body_bytes = row
+    job_id, attempt, crashes, cancelled, queued_ms, events, body, body_bytes, tenant, lapses, expired = row
     return Claim(
         job_id=job_id.decode("utf-8", "surrogateescape"),
         lane=lane,
@@ -77,4 +92,7 @@ def _claim(lane: Lane, row: list[bytes]) -> Claim:
         events=int(events),
         body=body,
         body_bytes=int(body_bytes),
+        tenant=tenant.decode("utf-8", "replace"),
+        lapses=int(lapses),
+        expired=bool(int(expired)),
     )

@@ -1,6 +1,7 @@
 """A claimed job while it runs, and the ways it can be stopped."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from worker.errors import Cancelled, HandBack, OwnershipLost, Refusal
@@ -45,6 +46,16 @@ class Job:
     usage: Usage = field(default_factory=Usage)
     interruption: Interruption | None = None
     closing: bool = False  # its ending is being written: too late to stop it
+
+    cleared: Callable[[], None] = lambda: None  # called when its probation is over
+    on_probation: bool = False
+
+    def made_progress(self) -> None:
+        """A new token: whatever killed the last worker, this job got past it. A second lapse is not forgiven."""
+        if self.on_probation and self.claim.lapses == 1:
+            self.on_probation = False
+            self.log.fields["probation"] = 0
+            self.cleared()
 
     def interrupt(self, why: Interruption) -> None:
         """Stop it from outside: its task is cancelled, and ends by the first reason given."""

@@ -1,6 +1,7 @@
 """That a worker is alive, and what it serves: a hash that runs out with the lease."""
 
 import time
+from collections import deque
 
 from redis.asyncio import Redis
 
@@ -8,24 +9,39 @@ from schemas import keys
 from worker import __version__
 from worker.settings import Settings
 
+_RATE_OVER_S = 60.0
+
 
 class Presence:
     def __init__(self, redis: Redis, settings: Settings) -> None:
         self._redis, self._key = redis, keys.worker(settings.worker_name)
         self._lease_ms = int(settings.lease_s * 1000)
+        self._ended: deque[float] = deque()
         self._fields: dict[str, str | int | float] = {
             "name": settings.worker_name,
             "model": settings.model_name,
             "max_rows": settings.max_rows,
+            "queue_limit": settings.queue_limit,
             "version": __version__,
-            "started_at": time.time(),
+            "started_at": round(time.time(), 3),
         }
 
+    def job_ended(self) -> None:
+        self._ended.append(time.monotonic())
+
     async def show(self, rows: int) -> None:
+        said = {**self._fields, "rows": rows, "jobs_per_s": round(self._jobs_per_s(), 3)}
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hset(self._key, mapping={**self._fields, "rows": rows})
+            pipe.hset(self._key, mapping=said)
             pipe.pexpire(self._key, self._lease_ms)
             await pipe.execute()
 
     async def remove(self) -> None:
         await self._redis.delete(self._key)
+
+    def _jobs_per_s(self) -> float:
+        """Of the last minute: from it a client tells how long a full queue takes to drain."""
+        since = time.monotonic() - _RATE_OVER_S
+        while self._ended and self._ended[0] < since:
+            self._ended.popleft()
+        return len(self._ended) / _RATE_OVER_S

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import signal
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from signal import Signals
 from typing import Any
@@ -14,11 +15,14 @@ from redis.exceptions import RedisError
 from schemas import keys
 from schemas.keys import Lane
 from worker.errors import Cancelled, HandBack, OwnershipLost, Refusal
+from worker.pulse import Pulse
 from worker.queue.channel import Publisher
 from worker.queue.claims import Claim, Claims
 from worker.queue.clock import ServerClock
+from worker.queue.endings import CULPRIT, MOST_CRASHES, Endings
 from worker.queue.envelope import open_envelope
 from worker.queue.job import Answer, Interruption, Job
+from worker.queue.lease import LeaseKeeper
 from worker.queue.presence import Presence
 from worker.queue.scripts import dumps
 from worker.queue.wake import Listener
@@ -43,7 +47,10 @@ class QueueWorker(Worker):
         redis: ArqRedis,
         settings: Settings,
         ctx: dict[Any, Any],
+        pulses: Sequence[Pulse] = (),
+        hold: Callable[[bool], None] = lambda on: None,
     ) -> None:
+        """`pulses`: more threads to watch beside the event loop. `hold`: see `Publisher`."""
         model = settings.model_name
         super().__init__(
             functions,
@@ -58,16 +65,10 @@ class QueueWorker(Worker):
             job_serializer=dumps,
         )
         self.settings, self.clock = settings, ServerClock()
-        self.claims = Claims(
-            redis,
-            model,
-            settings.worker_name,
-            lease_s=settings.lease_s,
-            most_bytes=settings.max_request_bytes,
-        )
-        self.publisher = Publisher(
-            redis, self.clock, model, log_ttl_s=settings.log_ttl_s, result_ttl_s=settings.result_ttl_s
-        )
+        self.jobs: dict[str, Job] = {}
+        self.claims = Claims(redis, settings)
+        self.publisher = Publisher(redis, self.clock, settings, hold)
+        self.endings = Endings(self.publisher, self.claims, model)
         self.presence = Presence(redis, settings)
         self.listener = Listener(
             redis,
@@ -77,20 +78,29 @@ class QueueWorker(Worker):
             cancel=self.cancel,
             missed=self._cancel_missed,
         )
-        self.jobs: dict[str, Job] = {}
+        self.pulse = Pulse("event loop")
+        self.leases = LeaseKeeper(settings, self._held, self._lost, [self.pulse, *pulses])
         self._awake, self._stopping, self._hurry = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        # Often enough that the jobs of a dead worker wait for their lease and hardly longer.
+        self._sweep_s = min(self.poll_delay_s, max(0.1, settings.lease_s / 20))
+        self._answered_at = self._swept_at = self._takeover_from = 0.0  # monotonic
 
     # The life of the worker
 
     async def main(self) -> None:
         """Until a signal; then what runs gets its grace, and what is left goes back to the queue."""
-        await self._until_redis_answers(lambda: self.clock.sync(self.pool))
-        async with asyncio.TaskGroup() as group:
-            services = [group.create_task(service()) for service in (self.publisher.run, self.listener.run, self._keep)]
-            await self._claim_until_stopping()
-            await self._drain()
-            for service in services:
-                service.cancel()
+        await self._until_redis_answers(self._meet)
+        self.leases.start()
+        try:
+            async with asyncio.TaskGroup() as group:
+                services = (self.publisher.run, self.listener.run, self._keep, self._beat)
+                running = [group.create_task(service()) for service in services]
+                await self._claim_until_stopping()
+                await self._drain()
+                for service in running:
+                    service.cancel()
+        finally:
+            self.leases.stop()
         await self._leave()
 
     def handle_sig(self, signum: Signals) -> None:
@@ -107,16 +117,25 @@ class QueueWorker(Worker):
     def wake(self) -> None:
         self._awake.set()
 
+    async def _meet(self) -> None:
+        """A server that has only just come back has seen every lease run out: leave their owners time."""
+        await self.clock.sync(self.pool)
+        up_s = (await self.pool.info("server"))["uptime_in_seconds"]
+        self._answered_at = time.monotonic()
+        if up_s < self.settings.lease_s:
+            self._takeover_from = self._answered_at + self.settings.lease_s
+
     async def _claim_until_stopping(self) -> None:
         while not self._stopping.is_set():
             self._awake.clear()
             await self._until_redis_answers(self._poll_iteration)
             try:
-                await asyncio.wait_for(self._awake.wait(), self.poll_delay_s)
+                await asyncio.wait_for(self._awake.wait(), self._sweep_s)
             except TimeoutError:
                 pass
 
-    async def _until_redis_answers(self, call: Callable[[], Awaitable[None]]) -> None:
+    async def _until_redis_answers(self, call: Callable[[], Awaitable[None]]) -> bool:
+        """False when the worker is told to stop before that."""
         waited = False
         while not self._stopping.is_set():
             try:
@@ -125,11 +144,12 @@ class QueueWorker(Worker):
                 if not waited:
                     logger.warning("waiting for redis: %s", error)
                 waited = True
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(0.2)
             else:
                 if waited:
                     logger.warning("redis is back")
-                return
+                return True
+        return False
 
     async def _drain(self) -> None:
         either = [asyncio.create_task(self._all_ended()), asyncio.create_task(self._hurry.wait())]
@@ -153,34 +173,61 @@ class QueueWorker(Worker):
             logger.info("redis is away: the worker's presence runs out by itself")
 
     async def _keep(self) -> None:
-        """Leases and presence, three times a lease."""
+        """Presence and clock, three times a lease."""
         while True:
             try:
-                held = [job.claim for job in self.jobs.values()]
-                for claim in await self.claims.renew(held) if held else []:
-                    self._interrupt(claim.job_id, OwnershipLost())
                 await self.presence.show(rows=len(self.jobs))
                 await self.clock.sync(self.pool)
             except (RedisError, OSError):
                 pass  # the publisher and the claim loop say what they wait for
             await asyncio.sleep(self.settings.lease_s / 3)
 
+    async def _beat(self) -> None:
+        while True:
+            self.pulse.beat()
+            await asyncio.sleep(0.5)
+
     # From the queue to a running job
 
     async def _poll_iteration(self) -> None:
+        """Claim for every free row; now and then also look for deadlines that have passed in the queue."""
+        self._notice_outage()
+        sweep = time.monotonic() - self._swept_at >= self._sweep_s
         for lane in keys.LANES:
-            if (want := self._free_rows(lane)) > 0:
-                for claim in await self.claims.take(lane, want):
+            want = max(0, self._free_rows(lane))
+            if want or sweep:
+                for claim in await self._take(lane, want):
                     self._start(claim)
+                self._answered_at = time.monotonic()
+        if sweep:
+            self._swept_at = time.monotonic()
+
+    async def _take(self, lane: Lane, want: int) -> list[Claim]:
+        return await self.claims.take(
+            lane,
+            want,
+            running=self._held(),
+            suspects=sum(job.on_probation for job in self.jobs.values()),
+            takeover=time.monotonic() >= self._takeover_from,
+        )
+
+    def _notice_outage(self) -> None:
+        """After a silence in which leases may have run out unrenewed, their owners come first."""
+        lease_s, now = self.settings.lease_s, time.monotonic()
+        if now - self._answered_at > lease_s / 2:
+            self._takeover_from = now + lease_s
 
     def _free_rows(self, lane: Lane) -> int:
         """Offline jobs leave the reserved rows free, so that an interactive one always finds a place."""
         free = self.max_jobs - len(self.jobs)
         return free if lane == "interactive" else free - self.settings.reserved_rows
 
+    def _held(self) -> list[Claim]:
+        return [job.claim for job in list(self.jobs.values())]
+
     def _start(self, claim: Claim) -> None:
         log = self.publisher.open(claim, lost=lambda: self._interrupt(claim.job_id, OwnershipLost()))
-        job = self.jobs[claim.job_id] = Job(claim, log)
+        job = self.jobs[claim.job_id] = Job(claim, log, on_probation=claim.lapses > 0, cleared=self.wake)
         job.task = self.loop.create_task(self.run_job(claim.job_id, int(claim.queued_at * 1000)))
         self.tasks[claim.job_id] = job.task
         job.task.add_done_callback(lambda task: self._ended(claim.job_id, task))
@@ -188,6 +235,7 @@ class QueueWorker(Worker):
     def _ended(self, job_id: str, task: asyncio.Task[None]) -> None:
         self.publisher.close(self.jobs.pop(job_id).log)
         del self.tasks[job_id]
+        self.presence.job_ended()
         self.wake()
         task.result()  # run_job never raises; if it does, the loop's handler shows it
 
@@ -195,68 +243,41 @@ class QueueWorker(Worker):
         """One claimed job to its one ending."""
         job = self.jobs[job_id]
         try:
+            await self._recall(job)
             answer = await self._call(job)
             job.closing = True
         except asyncio.CancelledError:
-            await self._end_badly(job, job.interruption or HandBack())
-        except (Refusal, Cancelled) as why:
-            await self._end_badly(job, why)
+            await self.endings.end(job, job.interruption or HandBack())
+        except (Refusal, Cancelled, HandBack) as why:
+            await self.endings.end(job, why)
         except Exception:  # the border of a job: whatever a request sets off ends that request alone
             logger.exception("job %s failed", job_id)
             ours = Refusal("internal", "The worker failed on this job; its log says why.", retryable=True)
-            await self._end_badly(job, ours)
+            await self.endings.end(job, ours)
         else:
-            await self._finish(job, answer)
+            await self.endings.finish(job, answer)
+
+    async def _recall(self, job: Job) -> None:
+        async def read() -> None:
+            said: list[bytes] = await self.pool.lrange(keys.log(job.claim.job_id), 0, -1)  # type: ignore[misc]
+            job.log.recall(said)
+
+        if job.claim.events and not await self._until_redis_answers(read):
+            raise HandBack
 
     async def _call(self, job: Job) -> Answer:
         if job.claim.cancelled:
             raise Cancelled("requested")
+        if job.claim.expired:
+            raise Refusal("deadline", "The job's deadline passed while it waited in the queue.", retryable=True)
+        if job.claim.crashes >= MOST_CRASHES:
+            raise CULPRIT
         function, request = open_envelope(job.claim, self.functions, self.settings.max_request_bytes)
         answer = await function.coroutine({**self.ctx, "job": job}, request)
         assert isinstance(answer, Answer), f"{function.name} must return an Answer"
         return answer
 
-    async def _finish(self, job: Job, answer: Answer) -> None:
-        await self._unless_lost(
-            job,
-            self.publisher.finish(
-                job.log,
-                "finished",
-                dumps(answer.result),
-                finish_reason=answer.finish_reason,
-                usage=job.usage.as_event(),
-                timings=answer.timings,
-            ),
-        )
-
-    async def _end_badly(self, job: Job, why: Interruption) -> None:
-        job.closing = True
-        finish, usage = self.publisher.finish, job.usage.as_event()
-        match why:
-            case Refusal():
-                error = {"type": why.type, "message": why.message, "retryable": why.retryable}
-                logger.info("job %s failed: %s", job.claim.job_id, why.type)
-                await self._unless_lost(job, finish(job.log, "failed", error=error, usage=usage))
-            case Cancelled():
-                logger.info("job %s cancelled: %s", job.claim.job_id, why.reason)
-                await self._unless_lost(job, finish(job.log, "cancelled", reason=why.reason, usage=usage))
-            case HandBack():
-                await self._unless_lost(job, self._hand_back(job))
-            case OwnershipLost():
-                logger.warning("job %s is another worker's now", job.claim.job_id)
-
-    async def _hand_back(self, job: Job) -> None:
-        await self.publisher.settle(job.log)
-        await self.claims.release(job.claim)
-        logger.info("job %s handed back", job.claim.job_id)
-
-    async def _unless_lost(self, job: Job, ending: Awaitable[None]) -> None:
-        try:
-            await ending
-        except OwnershipLost:
-            logger.warning("job %s is another worker's now", job.claim.job_id)
-
-    # Cancellation
+    # Interruption
 
     async def cancel(self, job_id: str) -> None:
         """A running job of ours is interrupted, a waiting one is claimed only to end."""
@@ -277,3 +298,7 @@ class QueueWorker(Worker):
     def _interrupt(self, job_id: str, why: Interruption) -> None:
         if job := self.jobs.get(job_id):
             job.interrupt(why)
+
+    def _lost(self, claim: Claim) -> None:
+        """From the leases' thread."""
+        self.loop.call_soon_threadsafe(self._interrupt, claim.job_id, OwnershipLost())

@@ -1,5 +1,6 @@
 """Messages in the form that chat templates take."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from schemas.chat import ImagePart, Message, TextPart
@@ -19,7 +20,7 @@ def _plain(message: Message) -> dict[str, Any]:
     return plain
 
 
-def _text(content: str | list[TextPart | ImagePart] | None) -> str:
+def _text(content: str | Sequence[TextPart | ImagePart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if any(isinstance(part, ImagePart) for part in content):

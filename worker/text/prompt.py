@@ -11,13 +11,17 @@ from worker.text.normalize import normalize
 from worker.text.tokenizer import Tokenizer
 
 _LONG_CHARACTERS = 20_000  # a few milliseconds of tokenizing; longer ones leave the event loop
+_TOKENIZERS_OWN = {"max_length", "padding", "return_dict", "return_tensors", "tokenizer_kwargs", "truncation"}
 
 
 async def render(tokenizer: Tokenizer, request: ChatRequest) -> tuple[int, ...]:
     """Raises `Refusal` with the template's own words."""
     conversation = normalize(request.messages)
     kwargs = request.chat_template_kwargs or {}
-    if sum(len(message["content"]) for message in conversation) < _LONG_CHARACTERS:
+    if taken := ", ".join(sorted(_TOKENIZERS_OWN & set(kwargs))):
+        sentence = f"chat_template_kwargs: {taken} is the tokenizer's, not the template's; leave it out."
+        raise Refusal("invalid_request", sentence)
+    if _characters(conversation) < _LONG_CHARACTERS:
         return _apply(tokenizer, conversation, kwargs)
     return await asyncio.to_thread(_apply, tokenizer, conversation, kwargs)
 
@@ -29,3 +33,9 @@ def _apply(tokenizer: Tokenizer, conversation: list[dict[str, Any]], kwargs: dic
         raise Refusal("invalid_request", f"The model's chat template refuses these messages: {error}") from None
     except (TypeError, KeyError, ValueError) as error:  # a template's own slip on a form it did not expect
         raise Refusal("invalid_request", f"The model's chat template cannot render these messages: {error}") from error
+
+
+def _characters(value: Any) -> int:
+    if isinstance(value, dict):
+        return _characters(list(value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list) else len(str(value))

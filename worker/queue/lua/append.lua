@@ -1,8 +1,9 @@
 -- The events of one decode step, all rows in one call.
 -- KEYS  a row: job
--- ARGV  life_ms; a row: 'attempt seq events fields', then so many events, then so many pairs for the job's hash.
+-- ARGV  life_ms; a row: 'attempt seq watch events fields', then so many events, then so many pairs for the job's hash.
 --       One header instead of four arguments: packing them is most of what a token costs the worker.
--- Returns two values for each row that was not written: its number from 1, and 'fenced' or the list's length.
+-- Returns two values for each row that was not written: its number from 1, and 'fenced' or the list's length;
+-- for one that was written and is watched (1), 'alone' when nobody heard it.
 local out, at = {}, 1  -- ARGV[1] is life_ms
 
 local function take(count)
@@ -14,13 +15,14 @@ end
 
 for row, job in ipairs(KEYS) do
   local id = string.sub(job, #'sluice:job:' + 1)
-  local attempt, seq, events, pairs = string.match(take(1)[1], '(%d+) (%d+) (%d+) (%d+)')
+  local attempt, seq, watch, events, pairs = string.match(take(1)[1], '(%d+) (%d+) (%d) (%d+) (%d+)')
   events, pairs = take(tonumber(events)), take(2 * tonumber(pairs))
-  local verdict = 'fenced'
+  local verdict, heard = 'fenced', 0
   if owns(job, attempt) then
-    verdict = append('sluice:log:' .. id, 'sluice:ch:' .. id, tonumber(seq), events, ARGV[1])
+    verdict, heard = append('sluice:log:' .. id, 'sluice:ch:' .. id, tonumber(seq), events, ARGV[1])
     if verdict == 'conflict' then verdict = 'fenced' end
     if not verdict and #pairs > 0 then redis.call('HSET', job, unpack(pairs)) end
+    if not verdict and watch == '1' and heard == 0 then verdict = 'alone' end
   end
   if verdict then
     out[#out + 1] = row

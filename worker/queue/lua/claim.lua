@@ -1,47 +1,102 @@
--- Take up to `want` waiting jobs of one queue, oldest first. A running job stays in the sorted set: when its
--- lease runs out it can be claimed again.
+-- Take up to `want` waiting jobs of one queue. A running job stays in the sorted set: when its lease runs out,
+-- it can be claimed again.
 -- KEYS  queue
--- ARGV  want, lease_ms, worker, lane, life_ms, most_body_bytes, only_id ('' for any)
--- Returns eight values a job: id, attempt, crashes, cancelled, queued_ms, events so far, body or '', body bytes.
-local want, lease_ms, worker, lane, life_ms, most = tonumber(ARGV[1]), ARGV[2], ARGV[3], ARGV[4], ARGV[5], tonumber(ARGV[6])
-local now, claimed, PAGE = milliseconds(), {}, 200
+-- ARGV  want, lease_ms, worker, lane, life_ms, most_body_bytes, only_id ('' for any), whether lapsed leases may be
+--       taken over (1 or 0), suspects on probation here, then tenant and its running rows, in pairs
+-- Returns eleven values a job: id, attempt, crashes, cancelled, queued_ms, events so far, body or '', body bytes,
+--       tenant or '', lapses, expired.
+--
+-- Of the oldest thousand that wait, each tenant's oldest in turn, beginning with the tenant that has the fewest
+-- rows on this worker. A job whose deadline has passed is taken at once and beyond `want`: it only has to end.
+-- A job that was running when its worker died is a suspect, on probation until the worker that took it over has
+-- made a new token of it (after a second lapse, until its end). A worker has one job on probation at a time, and
+-- a crash in that time counts: three, and the job is the culprit. Its neighbours' lapses do not.
+local queue, want, lane, takeover, suspects = KEYS[1], tonumber(ARGV[1]), ARGV[4], ARGV[8] == '1', tonumber(ARGV[9])
+local now, claimed, WINDOW, PAGE = milliseconds(), {}, 1000, 200
+local load = {}
+for i = 10, #ARGV, 2 do load[ARGV[i]] = tonumber(ARGV[i + 1]) end
 
-local function claim(id, score)
-  local job, lease, body_key = 'sluice:job:' .. id, 'arq:in-progress:' .. id, 'arq:job:' .. id
-  if redis.call('EXISTS', lease) == 1 then return end
-  local state = redis.call('HGET', job, 'state')
-  if FINAL[state] then  -- submitted again after it had ended: the ending stands
-    redis.call('ZREM', KEYS[1], id)
-    redis.call('DEL', body_key)
-    return
+-- What is known of a waiting job, or nil if it may not be taken now.
+local function look(id, score)
+  if redis.call('EXISTS', 'arq:in-progress:' .. id) == 1 then return nil end
+  local known = redis.call('HMGET', 'sluice:job:' .. id, 'state', 'lapses', 'probation', 'tenant', 'deadline')
+  if FINAL[known[1]] then -- submitted again after it had ended: the ending stands
+    redis.call('ZREM', queue, id)
+    redis.call('DEL', 'arq:job:' .. id)
+    return nil
   end
+  local lapsed = known[1] == 'running'
+  if lapsed and not takeover then return nil end
+  return { id = id, score = score, lapses = tonumber(known[2] or 0) + (lapsed and 1 or 0), tenant = known[4] or '',
+    guilty = lapsed and known[3] == '1', expired = known[5] and tonumber(known[5]) * 1000 < now }
+end
+
+local function claim(row)
+  local id = row.id
+  local job, body_key = 'sluice:job:' .. id, 'arq:job:' .. id
   local attempt = redis.call('HINCRBY', job, 'attempt', 1)
-  local crashes = redis.call('HINCRBY', job, 'crashes', state == 'running' and 1 or 0)
-  redis.call('SET', lease, worker .. ':' .. attempt, 'PX', lease_ms)
-  redis.call('HSET', job, 'state', 'running', 'worker', worker, 'lane', lane, 'started_at', now / 1000)
-  redis.call('PEXPIRE', job, life_ms)
-  redis.call('PEXPIRE', 'sluice:log:' .. id, life_ms)
+  local crashes = redis.call('HINCRBY', job, 'crashes', row.guilty and 1 or 0)
+  if row.lapses > 0 then redis.call('HSET', job, 'lapses', row.lapses, 'probation', 1) end
+  redis.call('SET', 'arq:in-progress:' .. id, ARGV[3] .. ':' .. attempt, 'PX', ARGV[2])
+  redis.call('HSET', job, 'state', 'running', 'worker', ARGV[3], 'lane', lane, 'started_at', now / 1000)
+  redis.call('PEXPIRE', job, ARGV[5])
+  redis.call('PEXPIRE', 'sluice:log:' .. id, ARGV[5])
   local bytes = redis.call('STRLEN', body_key)
-  local out = { id, attempt, crashes, redis.call('EXISTS', 'sluice:cancel:' .. id), score,
-    redis.call('LLEN', 'sluice:log:' .. id), bytes <= most and redis.call('GET', body_key) or '', bytes }
+  local out = { id, attempt, crashes, redis.call('EXISTS', 'sluice:cancel:' .. id), row.score,
+    redis.call('LLEN', 'sluice:log:' .. id), bytes <= tonumber(ARGV[6]) and redis.call('GET', body_key) or '', bytes,
+    row.tenant, row.lapses, row.expired and 1 or 0 }
   for _, value in ipairs(out) do claimed[#claimed + 1] = value end
-  want = want - 1
 end
 
 if ARGV[7] ~= '' then
-  local score = redis.call('ZSCORE', KEYS[1], ARGV[7])
-  if score then claim(ARGV[7], score) end
+  local score = redis.call('ZSCORE', queue, ARGV[7])
+  local row = score and look(ARGV[7], score)
+  if row then claim(row) end
   return claimed
 end
 
-local first = 0
-while want > 0 do
-  local page = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'WITHSCORES', 'LIMIT', first, PAGE)
-  local before = redis.call('ZCARD', KEYS[1])
+-- The waiting jobs by tenant, oldest first. Enough have been seen when `want` tenants without a row were.
+local lines, order, idle, seen, first = {}, {}, 0, 0, 0
+while seen < WINDOW and (idle < want or want == 0) do
+  local page = redis.call('ZRANGEBYSCORE', queue, '-inf', now, 'WITHSCORES', 'LIMIT', first, PAGE)
+  local before = redis.call('ZCARD', queue)
   for i = 1, #page, 2 do
-    if want > 0 then claim(page[i], page[i + 1]) end
+    local row = look(page[i], page[i + 1])
+    if row and row.expired then
+      claim(row)
+    elseif row then
+      seen = seen + 1
+      if not lines[row.tenant] then
+        lines[row.tenant] = { head = 1 }
+        order[#order + 1] = row.tenant
+        if (load[row.tenant] or 0) == 0 then idle = idle + 1 end
+      end
+      table.insert(lines[row.tenant], row)
+    end
   end
   if #page < 2 * PAGE then break end
-  first = first + PAGE - (before - redis.call('ZCARD', KEYS[1]))
+  first = first + PAGE - (before - redis.call('ZCARD', queue))
+end
+
+-- The next of a tenant's line that may run: a second suspect has to wait.
+local function head(line)
+  while line[line.head] and line[line.head].lapses > 0 and suspects > 0 do line.head = line.head + 1 end
+  return line[line.head]
+end
+
+while want > 0 do
+  local best, best_tenant = nil, nil
+  for _, tenant in ipairs(order) do
+    local row, lighter = head(lines[tenant]), (load[tenant] or 0) - (load[best_tenant] or 0)
+    if row and (not best or lighter < 0 or (lighter == 0 and tonumber(row.score) < tonumber(best.score))) then
+      best, best_tenant = row, tenant
+    end
+  end
+  if not best then break end
+  if best.lapses > 0 then suspects = suspects + 1 end
+  lines[best_tenant].head = lines[best_tenant].head + 1
+  load[best_tenant] = (load[best_tenant] or 0) + 1
+  claim(best)
+  want = want - 1
 end
 return claimed

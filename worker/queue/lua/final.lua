@@ -1,7 +1,8 @@
 -- The one ending of a job: its last events, its result, its state, and the clean-up of arq's keys.
 -- KEYS  job, log, channel, result, queue, and the keys to delete
--- ARGV  life_ms, attempt, seq, state, result, log_ttl_ms, result_ttl_ms, events ...
+-- ARGV  life_ms, attempt, seq, state, result, log_ttl_ms, result_ttl_ms, what to park with the dead or '', events ...
 -- Returns 'done', 'fenced', or the length of a list that lost events.
+local DEAD, MOST_DEAD = 'sluice:dead', 1000
 local job, log, channel, result, queue = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local life_ms, attempt, seq, state = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 
@@ -10,14 +11,28 @@ if not owns(job, attempt) then
   return redis.call('LINDEX', log, -1) == ARGV[#ARGV] and 'done' or 'fenced'
 end
 local events = {}
-for i = 8, #ARGV do events[#events + 1] = ARGV[i] end
+for i = 9, #ARGV do events[#events + 1] = ARGV[i] end
 local verdict = append(log, channel, seq, events, life_ms)
 if verdict then return verdict == 'conflict' and 'fenced' or verdict end
 
+local function park(id, letter)
+  if redis.call('HLEN', DEAD) >= MOST_DEAD then
+    local all, oldest, oldest_at = redis.call('HGETALL', DEAD), nil, math.huge
+    for i = 1, #all, 2 do
+      local at = cjson.decode(all[i + 1]).parked_at
+      if at < oldest_at then oldest, oldest_at = all[i], at end
+    end
+    redis.call('HDEL', DEAD, oldest)
+  end
+  redis.call('HSET', DEAD, id, letter)
+end
+
+local id = string.sub(job, #'sluice:job:' + 1)
+if ARGV[8] ~= '' then park(id, ARGV[8]) end
 redis.call('HSET', job, 'state', state, 'finished_at', milliseconds() / 1000)
 redis.call('SET', result, ARGV[5], 'PX', ARGV[7])
 redis.call('PEXPIRE', job, ARGV[7])
 redis.call('PEXPIRE', log, ARGV[6])
-redis.call('ZREM', queue, string.sub(job, #'sluice:job:' + 1))
+redis.call('ZREM', queue, id)
 for i = 6, #KEYS do redis.call('DEL', KEYS[i]) end
 return 'done'

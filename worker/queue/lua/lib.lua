@@ -9,21 +9,22 @@ local function owns(job, attempt)
 end
 
 -- Append events so that the first gets index `seq`. An equal event already there is skipped, so a call whose
--- answer was lost may be sent again. Returns nil, or the length of a list that is too short, or 'conflict'.
+-- answer was lost may be sent again. Returns nil, or the length of a list that is too short, or 'conflict'; and
+-- how many heard the last event.
 local function append(log, channel, seq, events, life_ms)
-  local length = redis.call('LLEN', log)
+  local length, heard = redis.call('LLEN', log), 0
   if length < seq then return length end
   for k, event in ipairs(events) do
     local at = seq + k - 1
     if at >= length then
       redis.call('RPUSH', log, event)
       if at == 0 then redis.call('PEXPIRE', log, life_ms) end
-      redis.call('PUBLISH', channel, event)
+      heard = redis.call('PUBLISH', channel, event)
     elseif redis.call('LINDEX', log, at - length) ~= event then
       return 'conflict'
     end
   end
-  return nil
+  return nil, heard
 end
 
 local function milliseconds()

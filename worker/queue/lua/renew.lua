@@ -6,7 +6,9 @@ local lost = {}
 for i = 1, #KEYS / 3 do
   local job, lease, log, attempt = KEYS[i * 3 - 2], KEYS[i * 3 - 1], KEYS[i * 3], ARGV[3 + i]
   if owns(job, attempt) then
-    redis.call('SET', lease, ARGV[3] .. ':' .. attempt, 'PX', ARGV[1])
+    if redis.call('PEXPIRE', lease, ARGV[1]) == 0 then -- which a full server does not refuse, as it does SET
+      redis.call('SET', lease, ARGV[3] .. ':' .. attempt, 'PX', ARGV[1])
+    end
     redis.call('PEXPIRE', job, ARGV[2])
     redis.call('PEXPIRE', log, ARGV[2])
   else

@@ -1,0 +1,89 @@
+"""The four ways a claim can end, each through one place."""
+
+import logging
+import time
+from collections.abc import Awaitable
+
+from worker.errors import Cancelled, HandBack, OwnershipLost, Refusal
+from worker.queue.channel import Publisher
+from worker.queue.claims import Claims
+from worker.queue.job import Answer, Interruption, Job
+from worker.queue.scripts import dumps
+
+logger = logging.getLogger("sluice.queue")
+
+MOST_CRASHES = 3  # of a worker that ran this job as its only suspect
+
+CULPRIT = Refusal(
+    "internal",
+    f"Workers died {MOST_CRASHES} times while this job was the only suspect; it is kept with the dead letters.",
+)
+
+
+class Endings:
+    def __init__(self, publisher: Publisher, claims: Claims, model: str) -> None:
+        self._publisher, self._claims, self._model = publisher, claims, model
+
+    async def finish(self, job: Job, answer: Answer) -> None:
+        await _unless_lost(
+            job,
+            self._publisher.finish(
+                job.log,
+                "finished",
+                dumps(answer.result),
+                finish_reason=answer.finish_reason,
+                usage=job.usage.as_event(),
+                timings=answer.timings,
+            ),
+        )
+
+    async def end(self, job: Job, why: Interruption) -> None:
+        job.closing = True
+        job_id, usage = job.claim.job_id, job.usage.as_event()
+        match why:
+            case Refusal():
+                logger.info("job %s failed: %s", job_id, why.type)
+                await _unless_lost(job, self._fail(job, why))
+            case Cancelled():
+                logger.info("job %s cancelled: %s", job_id, why.reason)
+                said = self._publisher.finish(job.log, "cancelled", reason=why.reason, usage=usage)
+                await _unless_lost(job, said)
+            case HandBack():
+                await _unless_lost(job, self._hand_back(job))
+            case OwnershipLost():
+                _say_lost(job)
+
+    async def _fail(self, job: Job, why: Refusal) -> None:
+        error = {"type": why.type, "message": why.message, "retryable": why.retryable}
+        parked = self._letter(job, error) if why is CULPRIT else b""
+        await self._publisher.finish(job.log, "failed", parked=parked, error=error, usage=job.usage.as_event())
+
+    def _letter(self, job: Job, error: dict[str, object]) -> bytes:
+        """What `sluice dead` shows, and what it submits again: a body that reached us is JSON text."""
+        return dumps(
+            {
+                "id": job.claim.job_id,
+                "model": self._model,
+                "lane": job.claim.lane,
+                "crashes": job.claim.crashes,
+                "parked_at": time.time(),
+                "error": error,
+                "body": job.claim.body.decode("utf-8", "replace"),
+            }
+        )
+
+    async def _hand_back(self, job: Job) -> None:
+        await self._publisher.settle(job.log)
+        await self._claims.release(job.claim)
+        logger.info("job %s handed back", job.claim.job_id)
+
+
+async def _unless_lost(job: Job, ending: Awaitable[None]) -> None:
+    try:
+        await ending
+    except OwnershipLost:
+        _say_lost(job)
+
+
+def _say_lost(job: Job) -> None:
+    logger.warning("job %s is another worker's now", job.claim.job_id)
