@@ -4,7 +4,8 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Self
@@ -91,19 +92,30 @@ class Client:
         Late, dropped and repeated subscribers all see the same. Raises `UnknownJob` when there has been no
         trace of the job for `unknown_s` seconds.
         """
+        async with aclosing(self._follow(job_id, after, unknown_s)) as heard:
+            async for _, event in heard:
+                yield event
+
+    async def stream_json(self, job_id: str, *, after: int = -1, unknown_s: float = 10.0) -> AsyncIterator[bytes]:
+        """The same as `stream`, each event as the JSON that the worker wrote: to pass on, or to keep."""
+        async with aclosing(self._follow(job_id, after, unknown_s)) as heard:
+            async for raw, _ in heard:
+                yield raw
+
+    async def _follow(self, job_id: str, after: int, unknown_s: float) -> AsyncGenerator[tuple[bytes, Event]]:
         wire.check_job_id(job_id)
         next_seq, known_at = after + 1, time.monotonic()
         async with self._hub.listen(wire.channel(job_id)) as mail:
             while True:
-                news = [wire.parse_event(raw) for raw in await mail.take(_SILENCE_S)]
-                if not news or news[-1].seq - next_seq >= len(news):
-                    news = await self._read_log(job_id, next_seq)
-                for event in news:
+                news = [(raw, wire.parse_event(raw)) for raw in await mail.take(_SILENCE_S)]
+                if not news or news[-1][1].seq - next_seq >= len(news):
+                    news = await self._read_log(job_id, max(next_seq - 1, 0))  # `after` may name the final one
+                for raw, event in news:
                     if event.seq == next_seq:
-                        yield event
+                        yield raw, event
                         next_seq += 1
-                        if event.final:
-                            return
+                    if event.final and event.seq < next_seq:
+                        return
                 if news or await self._exists(job_id):
                     known_at = time.monotonic()
                 elif time.monotonic() - known_at >= unknown_s:
@@ -132,6 +144,14 @@ class Client:
         await self._redis.set(wire.cancel_key(job_id), "1", ex=wire.CANCEL_S)
         await self._redis.publish(wire.CONTROL, job_id)
 
+    async def state(self, job_id: str) -> str | None:
+        """queued, running, finished, failed or cancelled; None where there is no trace of the job."""
+        wire.check_job_id(job_id)
+        state: bytes | None = await self._redis.hget(wire.job_key(job_id), "state")  # type: ignore[misc]
+        if state is None:  # other producers than ours write no state
+            return "queued" if await self._redis.exists(wire.body_key(job_id)) else None
+        return state.decode()
+
     async def workers(self) -> list[dict[str, str]]:
         """The live workers, as they describe themselves."""
         found = [key async for key in self._redis.scan_iter(match=wire.WORKERS)]
@@ -146,12 +166,12 @@ class Client:
         """Raises redis-py's error where no server answers."""
         await self._redis.ping()
 
-    async def _read_log(self, job_id: str, first: int) -> list[Event]:
+    async def _read_log(self, job_id: str, first: int) -> list[tuple[bytes, Event]]:
         try:
             said: list[bytes] = await self._redis.lrange(wire.log_key(job_id), first, -1)  # type: ignore[misc]
         except (RedisError, OSError):
             return []  # the stream goes on when the server is back
-        return [wire.parse_event(raw) for raw in said]
+        return [(raw, wire.parse_event(raw)) for raw in said]
 
     async def _exists(self, job_id: str) -> bool:
         try:
@@ -171,8 +191,8 @@ def _known_at_once(request: dict[str, Any], lane: Lane) -> list[str]:
     tenant, deadline_s = request.get("tenant") or request.get("user"), request.get("deadline_s")
     return [
         lane,
-        tenant if isinstance(tenant, str) else "",
-        str(deadline_s) if isinstance(deadline_s, int | float) else "",
+        tenant.encode(errors="replace").decode() if isinstance(tenant, str) else "",
+        str(deadline_s) if isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool) else "",
     ]
 
 

@@ -96,9 +96,10 @@ class Hub:
 
     async def _read(self) -> None:
         async with self._redis.pubsub() as pubsub:
-            await pubsub.subscribe(_HOME, *self._readers)
-            self._pubsub = pubsub
+            await pubsub.subscribe(_HOME)
+            self._pubsub = pubsub  # from here on readers subscribe by themselves; those that came before, now
             try:
+                await pubsub.subscribe(_HOME, *self._readers)
                 while True:
                     message = await pubsub.get_message(timeout=60)
                     if message is not None:

@@ -1,0 +1,60 @@
+"""The commands in one place, and the border where trouble becomes a sentence and an exit code."""
+
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import typer
+
+from sluice.cli.cancel import cancel
+from sluice.cli.chat import chat
+from sluice.cli.submit import submit
+from sluice.cli.tail import tail
+from sluice.cli.trouble import Trouble
+from sluice.cli.worker import worker
+
+_EXIT_TROUBLE = 2
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog='\b\nExample:\n  sluice chat "What is the capital of Ghana?"',
+)
+for command in (worker, chat, submit, tail, cancel):
+    app.command()(command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"sluice {_version()}")
+        raise typer.Exit
+
+
+def _version() -> str:
+    try:
+        return version("mlx-sluice")
+    except PackageNotFoundError:
+        return "from a checkout that is not installed"
+
+
+@app.callback()
+def sluice(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Chat models on Apple MLX behind a message queue: serve one, talk to it, queue jobs and follow them.
+
+    Exit codes: 0 finished, 1 the job failed, 2 it could not be done as asked, 3 the job was cancelled.
+    """
+
+
+def run() -> None:
+    try:
+        app(prog_name="sluice")
+    except Trouble as trouble:
+        print(f"sluice: {trouble}", file=sys.stderr)
+        sys.exit(_EXIT_TROUBLE)

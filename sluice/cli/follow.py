@@ -1,0 +1,97 @@
+"""From a request to its ending, shown on the way."""
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from sluice.cli.trouble import Trouble, connected
+from sluice.cli.view import Show, note
+from sluice.client import Client, Submitted
+from sluice.wire import Event, Lane, parse_event
+
+PATIENCE_S = 2.0  # a cancel takes a step of the engine; longer, and nobody was there to hear it
+
+EXIT_CODES = {"finished": 0, "failed": 1, "cancelled": 3}
+
+
+async def ask(
+    url: str, model: str, lane: Lane, request: dict[str, Any], shown: AbstractContextManager[Show]
+) -> Event | None:
+    """The final event; None when Ctrl-C asked for the end and nobody has heard it yet."""
+    async with connected(url) as client:
+        with _interrupt() as pressed:
+            job = await submit_job(client, request, model=model, lane=lane)
+            with shown as show:
+                return await _answer(client, job.id, show, pressed)
+
+
+def exit_code(ending: Event | None) -> int:
+    return EXIT_CODES[ending.type if ending else "cancelled"]
+
+
+async def submit_job(
+    client: Client, request: dict[str, Any], *, model: str, lane: Lane, job_id: str | None = None
+) -> Submitted:
+    try:
+        job = await client.submit(request, model=model, lane=lane, id=job_id)
+    except ValueError as error:
+        raise Trouble(f"this cannot be queued: {error}.") from None
+    if job.state == "queued":
+        await _mention_missing_worker(client, model)
+    return job
+
+
+async def _mention_missing_worker(client: Client, model: str) -> None:
+    served = sorted({worker["model"] for worker in await client.workers()})
+    if model in served:
+        return
+    others = f" (there are workers for {', '.join(served)})" if served else ""
+    name = "" if model == "default" else f" --name {model}"
+    note(
+        f"no worker serves {model!r} right now{others}; the job waits in the queue. "
+        f"Start one: sluice worker --model FOLDER_OR_HUB_ID{name}",
+        style="yellow",
+    )
+
+
+async def follow(client: Client, job_id: str, show: Show, *, after: int = -1, unknown_s: float = 10.0) -> Event:
+    async for raw in client.stream_json(job_id, unknown_s=unknown_s):
+        event = parse_event(raw)
+        if event.seq > after:
+            show(raw, event)
+        if event.final:
+            return event
+    raise AssertionError("a stream ends with a final event")
+
+
+async def _answer(client: Client, job_id: str, show: Show, pressed: asyncio.Event) -> Event | None:
+    following = asyncio.create_task(follow(client, job_id, show))
+    waiting = asyncio.create_task(pressed.wait())
+    await asyncio.wait([following, waiting], return_when=asyncio.FIRST_COMPLETED)
+    if pressed.is_set() and not following.done():
+        await client.cancel(job_id)
+        await asyncio.wait([following], timeout=PATIENCE_S)
+    waiting.cancel()
+    if following.done():
+        return following.result()
+    following.cancel()
+    note(f"the cancel is asked for, but no worker has heard it yet: sluice tail {job_id}")
+    return None
+
+
+@contextmanager
+def _interrupt() -> Iterator[asyncio.Event]:
+    """Set by Ctrl-C. A second one ends the command, whatever it waits for."""
+    pressed, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def press() -> None:
+        pressed.set()
+        loop.remove_signal_handler(signal.SIGINT)
+
+    loop.add_signal_handler(signal.SIGINT, press)
+    try:
+        yield pressed
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)

@@ -1,0 +1,111 @@
+"""`sluice submit`: queue a job and go on."""
+
+import asyncio
+import json
+import sys
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from sluice.cli.follow import EXIT_CODES, submit_job
+from sluice.cli.given import read_message, read_request
+from sluice.cli.options import MODEL, REDIS_URL, AsJson, LaneChoice, Model, RedisUrl
+from sluice.cli.trouble import Trouble, connected
+from sluice.cli.view import note, notes
+from sluice.client import Client, Submitted
+from sluice.errors import JobCancelled, JobFailed
+from sluice.wire import Lane
+
+
+def submit(
+    message: Annotated[
+        str | None, typer.Argument(metavar="MESSAGE", help="What to say; `-` reads it from stdin.")
+    ] = None,
+    file: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="A request as JSON: the body of a chat completion. `-` reads stdin."),
+    ] = None,
+    id: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Of the job; submitted twice, it is queued once.  [default: a new one]"),
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Stay for the result, and print it as JSON.")] = False,
+    lane: LaneChoice = "interactive",
+    model: Model = None,
+    redis_url: RedisUrl = REDIS_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Queue a job, and print its id.
+
+    With --json, {"id", "new", "state"}; `new` is false where there was a job of that id already. With --wait, the
+    result instead, and the exit codes are those of `sluice chat`.
+
+    \b
+    Examples:
+      sluice submit "Count to 12." --lane batch
+      sluice submit --file request.json --id report-7 --wait
+    """
+    request = _request(message, file)
+    served = model or _named(request) or MODEL
+    code = asyncio.run(_submit(redis_url, request, served, lane, id, wait=wait, as_json=as_json))
+    raise typer.Exit(code)
+
+
+def _request(message: str | None, file: str | None) -> dict[str, Any]:
+    match message, file:
+        case str(), None:
+            return {"messages": [{"role": "user", "content": read_message(message)}]}
+        case None, str():
+            return read_request(file)
+    raise Trouble("give either a message or --file: sluice submit --help shows both.")
+
+
+def _named(request: dict[str, Any]) -> str | None:
+    """A file that names its model need not be told twice."""
+    model = request.get("model")
+    return model if isinstance(model, str) else None
+
+
+async def _submit(
+    url: str, request: dict[str, Any], model: str, lane: Lane, job_id: str | None, *, wait: bool, as_json: bool
+) -> int:
+    async with connected(url) as client:
+        job = await submit_job(client, request, model=model, lane=lane, job_id=job_id)
+        if wait:
+            return await _print_result(client, job.id, indent=None if as_json else 2)
+        _print_submitted(job, as_json=as_json)
+        return 0
+
+
+def _print_submitted(job: Submitted, *, as_json: bool) -> None:
+    if as_json:
+        _print_json(asdict(job))
+        return
+    print(job.id)
+    known = "" if job.new else "; the id was known, and nothing was queued"
+    note(f"{job.state}{known}. Watch it: sluice tail {job.id}")
+
+
+async def _print_result(client: Client, job_id: str, *, indent: int | None) -> int:
+    with notes.status(f"waiting for the result of {job_id}", spinner_style="dim"):
+        ending, result = await _result(client, job_id)
+    _print_json(result, indent)
+    return EXIT_CODES[ending]
+
+
+async def _result(client: Client, job_id: str) -> tuple[str, dict[str, Any]]:
+    """How the job ended, and what there is to show for it."""
+    try:
+        return "finished", await client.result(job_id)
+    except JobFailed as failed:
+        note(str(failed), style="red")
+        return "failed", {"id": job_id, "type": "failed", "error": asdict(failed.error)}
+    except JobCancelled as cancelled:
+        return "cancelled", {"id": job_id, "type": "cancelled", "reason": cancelled.reason}
+
+
+def _print_json(value: dict[str, Any], indent: int | None = None) -> None:
+    text = json.dumps(value, ensure_ascii=False, indent=indent)
+    sys.stdout.buffer.write(text.encode("utf-8", "backslashreplace") + b"\n")
+    sys.stdout.buffer.flush()

@@ -1,0 +1,71 @@
+"""What a person can put right, said in a sentence with a way out."""
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from redis.exceptions import AuthenticationError, ConnectionError, RedisError, TimeoutError
+
+from sluice import wire
+from sluice.client import Client
+from sluice.errors import UnknownJob
+
+
+class Trouble(Exception):
+    """Ends the command with this sentence and exit code 2."""
+
+
+@asynccontextmanager
+async def connected(url: str) -> AsyncIterator[Client]:
+    """A client whose server has answered. What may go wrong with it inside comes out as `Trouble`."""
+    async with _client(url) as client:
+        try:
+            await _reach(client, url)
+            yield client
+        except RedisError as error:
+            raise Trouble(_explain(error, url)) from None
+        except UnknownJob as error:
+            way_out = f"Check the id, and that {_public(url)} is the server it was submitted to."
+            raise Trouble(f"{error}. {way_out}") from None
+
+
+def check_job_id(job_id: str) -> None:
+    try:
+        wire.check_job_id(job_id)
+    except ValueError as error:
+        raise Trouble(f"{error}.") from None
+
+
+def _client(url: str) -> Client:
+    try:
+        return Client(url)
+    except ValueError as error:
+        raise Trouble(_bad(url, error)) from None
+
+
+async def _reach(client: Client, url: str) -> None:
+    try:
+        await client.ping()
+    except (ValueError, TypeError) as error:  # redis-py reads a URL's options when it first connects
+        raise Trouble(_bad(url, error)) from None
+
+
+def _bad(url: str, error: Exception) -> str:
+    return f"{_public(url)!r} is not the URL of a server: {error}. One looks like redis://localhost:6379/0."
+
+
+def _explain(error: RedisError, url: str) -> str:
+    said = str(error).rstrip(".") + "."
+    match error:
+        case AuthenticationError():
+            way_out = "Put the password into the URL: redis://:PASSWORD@HOST:PORT/0."
+            return f"the server at {_public(url)} wants other credentials: {said} {way_out}"
+        case ConnectionError() | TimeoutError():
+            way_out = "Start one with `docker compose up -d redis` or ./scripts/demo, or name another with --redis-url."
+            return f"no server answers at {_public(url)}: {said} {way_out}"
+    return f"the server at {_public(url)} refused: {said} Is it a Redis or Valkey that we may write to?"
+
+
+def _public(url: str) -> str:
+    """Without its password: sentences end up in logs and in bug reports."""
+    return re.sub(r"//[^@/]*@", "//***@", url)

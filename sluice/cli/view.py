@@ -1,0 +1,146 @@
+"""One job on the terminal: its text on stdout, everything about it on stderr."""
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from rich.console import Console
+from rich.text import Text
+
+from sluice.wire import Cancelled, Delta, Event, Failed, Finished, Progress, Restarted, Resumed, Started
+
+notes = Console(stderr=True)
+
+# A model's text must not steer the terminal, and a lone surrogate has no bytes.
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+
+Show = Callable[[bytes, Event], None]  # an event as it was written, and as it was read
+
+
+def showing(*, as_json: bool, announce: bool = False) -> AbstractContextManager[Show]:
+    """For programs or for people; `announce` tells people of starts too."""
+    return nullcontext(print_line) if as_json else View(announce=announce).shown()
+
+
+def print_line(raw: bytes, event: Event) -> None:
+    sys.stdout.buffer.write(raw + b"\n")
+    sys.stdout.buffer.flush()
+    if isinstance(event, Failed):
+        note(_failure(event), style="red")
+
+
+class View:
+    def __init__(self, *, announce: bool = False) -> None:
+        self.text = ""  # of the answer, as far as it counts
+        self._announce = announce
+        self._status = notes.status("waiting in the queue", spinner_style="dim")
+        self._open: str | None = None  # the stream on which a line has begun: text, or thoughts
+
+    @contextmanager
+    def shown(self) -> Iterator[Show]:
+        try:
+            self._status.start()
+            yield self.show
+        finally:
+            self._status.stop()
+            self._end_line()
+
+    def show(self, raw: bytes, event: Event) -> None:
+        match event:
+            case Restarted():
+                self.text = ""
+                self._remark(f"{event.worker} starts over; what was said so far does not count")
+            case Resumed():
+                self._remark(f"{event.worker} goes on")
+            case Started():
+                self._started(event)
+            case Progress():
+                self._status.update(f"{event.phase} {event.done:,} of {event.total:,} tokens")
+            case Delta():
+                self._delta(event)
+            case Finished():
+                self._last(_summary(event))
+            case Failed():
+                self._last(_failure(event), style="red")
+            case Cancelled():
+                self._last(f"cancelled: {event.reason}")
+
+    def _started(self, event: Started) -> None:
+        self._status.update("reading the prompt")
+        if self._announce:
+            self._remark(f"{event.worker} answers as {event.model} with seed {event.seed}")
+
+    def _delta(self, event: Delta) -> None:
+        if event.reasoning:
+            self._begin("thoughts")
+            notes.out(printable(event.reasoning), end="", style="dim italic", highlight=False)
+        if event.content:
+            self._write(event.content)
+            self.text += event.content
+        for call in event.tool_calls or ():
+            self._write(_call(call.get("function", {}), first=self._open != "text"))
+
+    def _write(self, text: str) -> None:
+        self._begin("text")
+        sys.stdout.write(printable(text))
+        sys.stdout.flush()
+        if text.endswith("\n"):
+            self._open = None
+
+    def _begin(self, stream: str) -> None:
+        self._status.stop()
+        if self._open not in (None, stream):
+            self._end_line()
+        self._open = stream
+
+    def _remark(self, text: str, style: str = "dim") -> None:
+        self._end_line()
+        note(text, style)
+
+    def _last(self, text: str, style: str = "dim") -> None:
+        self._status.stop()
+        self._remark(text, style)
+
+    def _end_line(self) -> None:
+        match self._open:
+            case "text":
+                print(flush=True)
+            case "thoughts":
+                notes.out()
+        self._open = None
+
+
+def note(text: str, style: str = "dim") -> None:
+    notes.print(Text(printable(text), style), soft_wrap=not notes.is_terminal)
+
+
+def printable(text: str) -> str:
+    return _UNPRINTABLE.sub("\ufffd", text)
+
+
+def _call(function: dict[str, str], *, first: bool) -> str:
+    """Of a tool call the name comes first, then its arguments bit by bit."""
+    name = function.get("name")
+    begin = "" if first or not name else "\n"
+    return f"{begin}{name} " * bool(name) + function.get("arguments", "")
+
+
+def _failure(event: Failed) -> str:
+    again = " The same request may go well later." if event.error.retryable else ""
+    return f"{event.error.type}: {event.error.message}{again}"
+
+
+def _summary(event: Finished) -> str:
+    took, tokens = event.timings, event.usage.completion_tokens
+    return " · ".join([
+        f"queue {_duration(took.queue_s)}",
+        f"ttft {_duration(took.ttft_s)}",
+        f"{took.tokens_per_s:.1f} tokens/s",
+        f"{tokens:,} token{'s' * (tokens != 1)}",
+        event.finish_reason,
+    ])  # fmt: skip
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

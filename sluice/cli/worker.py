@@ -1,0 +1,45 @@
+"""`sluice worker`: `python -m worker`, with a few settings as flags."""
+
+from typing import Annotated
+
+import typer
+
+from sluice.cli.trouble import Trouble
+
+
+def worker(
+    model: Annotated[
+        str | None, typer.Option(metavar="FOLDER_OR_HUB_ID", help="SLUICE_MODEL: what mlx_lm.load opens.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="SLUICE_MODEL_NAME: the name that jobs ask for.")
+    ] = None,
+    redis_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="SLUICE_REDIS_URL: the server that holds the queue.")
+    ] = None,
+    max_rows: Annotated[int | None, typer.Option(metavar="N", help="SLUICE_MAX_ROWS: jobs at once.")] = None,
+) -> None:
+    """Serve one model until Ctrl-C or SIGTERM.
+
+    Every setting is a variable SLUICE_..., read from the environment or from .env in this folder; a flag wins over
+    both. .env.example in the repository lists all of them, with units and defaults.
+
+    \b
+    Example:
+      sluice worker --model mlx-community/Qwen3-4B-4bit --max-rows 8
+    """
+    flags = {"model": model, "model_name": name, "redis_url": redis_url, "max_rows": max_rows}
+    _serve({name: value for name, value in flags.items() if value is not None})
+
+
+def _serve(given: dict[str, object]) -> None:
+    try:
+        from worker.app import run
+        from worker.errors import CannotStart
+        from worker.settings import read_settings
+    except ImportError as missing:
+        raise Trouble(f"the worker is not installed here ({missing}): pip install 'mlx-sluice[worker]'") from None
+    try:
+        run(read_settings(**given))
+    except CannotStart as error:
+        raise Trouble(str(error)) from None

@@ -1,0 +1,350 @@
+"""The command, as a process over a real server and worker: what it prints, where, and its exit code."""
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from scripts.stack import ROOT, TINY_CHAT, free_port
+
+pytestmark = pytest.mark.usefixtures("worker")
+
+_ENDLESS = {"messages": [{"role": "user", "content": "Count to 40."}], "logit_bias": {"0": -100, "2": -100}}
+_TIMEOUT_S = 20
+_CANCELLED = {"type": "cancelled", "reason": "requested", "usage": {}}
+_FAILED = {"type": "failed", "error": {"type": "internal", "message": "ours", "retryable": True}, "usage": {}}
+_ON_TTY = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+
+
+def environment(redis_url: str) -> dict[str, str]:
+    others = {key: value for key, value in os.environ.items() if not key.startswith("SLUICE_")}
+    return {**others, "SLUICE_REDIS_URL": redis_url, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "80"}
+
+
+class Command:
+    """`sluice` with one server, in a folder that has no `.env`."""
+
+    def __init__(self, redis_url: str, folder: Path) -> None:
+        self.db = redis.Redis.from_url(redis_url, decode_responses=True)
+        self._given: dict[str, Any] = {"env": environment(redis_url), "cwd": folder, "text": True}
+
+    def __call__(self, *args: str, stdin: str = "") -> tuple[int, str, str]:
+        """Exit code, stdout, stderr."""
+        return self.python("-m", "sluice.cli", *args, stdin=stdin)
+
+    def python(self, *args: str, stdin: str = "") -> tuple[int, str, str]:
+        command = [sys.executable, *args]
+        done = subprocess.run(command, input=stdin, capture_output=True, timeout=_TIMEOUT_S, **self._given)
+        return done.returncode, done.stdout, done.stderr
+
+    @contextmanager
+    def running(self, *args: str) -> Iterator["subprocess.Popen[str]"]:
+        command = [sys.executable, "-m", "sluice.cli", *args]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **self._given) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def log(self, job_id: str) -> list[str]:
+        return self.db.lrange(f"sluice:log:{job_id}", 0, -1)  # type: ignore[return-value]
+
+    def write_log(self, job_id: str, *events: dict[str, Any]) -> None:
+        common = {"id": job_id, "attempt": 1, "ts": 0.0, "model": "m", "fingerprint": "f", "worker": "w", "seed": 1}
+        for seq, event in enumerate(events):
+            self.db.rpush(f"sluice:log:{job_id}", json.dumps({**common, "seq": seq, "token_ids": [], **event}))
+
+    def wait_until_running(self, job_id: str) -> None:
+        deadline = time.monotonic() + _TIMEOUT_S
+        while len(self.log(job_id)) < 2:
+            assert time.monotonic() < deadline, f"{job_id} does not start"
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def sluice(redis_url: str, tmp_path: Path) -> Iterator[Command]:
+    command = Command(redis_url, tmp_path)
+    yield command
+    command.db.close()
+
+
+def first_line(process: "subprocess.Popen[str]") -> str:
+    assert process.stderr is not None
+    return process.stderr.readline()
+
+
+def last_line(err: str) -> str:
+    """Before it there may be a word on the missing worker: its presence was flushed with all else."""
+    return err.splitlines()[-1]
+
+
+class Terminal:
+    """The command on a terminal of its own, so that Ctrl-C and Ctrl-D are what they are."""
+
+    def __init__(self, redis_url: str, folder: Path, *args: str) -> None:
+        self._ours, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _ON_TTY, sys.executable, "-m", "sluice.cli", *args],
+            stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, env=environment(redis_url), cwd=folder,
+        )  # fmt: skip
+        os.close(theirs)
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def until(self, text: str) -> str:
+        """What is shown up to and with this text."""
+        shown, deadline = b"", time.monotonic() + _TIMEOUT_S
+        while text.encode() not in shown:
+            ready, _, _ = select.select([self._ours], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"{text!r} does not come, only {shown!r}"
+            shown += os.read(self._ours, 1)
+        return shown.decode()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+
+@pytest.fixture
+def talk(redis_url: str, tmp_path: Path) -> Iterator[Terminal]:
+    """A conversation, at its first prompt."""
+    terminal = Terminal(redis_url, tmp_path, "chat", "--temperature", "0")
+    terminal.until("> ")
+    yield terminal
+    terminal.close()
+
+
+def test_answer_goes_to_stdout_and_timings_to_stderr(sluice: Command) -> None:
+    code, out, err = sluice("chat", "Count to 3.", "--temperature", "0")
+    assert (code, out) == (0, "1 2 3\n")
+    queue, ttft, speed, tokens, reason = last_line(err).split(" · ")
+    assert (queue[:6], ttft[:5], speed[-9:], tokens, reason) == ("queue ", "ttft ", " tokens/s", "5 tokens", "stop")
+
+
+def test_json_is_the_events_as_the_worker_wrote_them(sluice: Command) -> None:
+    code, out, _ = sluice("chat", "Repeat after me: 🚀日本 é", "--json")
+    lines = out.splitlines()
+    assert (code, lines) == (0, sluice.log(json.loads(lines[0])["id"]))
+
+
+def test_dash_reads_the_message_from_stdin(sluice: Command) -> None:
+    assert sluice("chat", "-", "--temperature", "0", stdin="Count to 4.\n")[:2] == (0, "1 2 3 4\n")
+
+
+def test_options_reach_the_worker(sluice: Command) -> None:
+    options = ("--seed", "7", "--stop", "5", "--stop", "4", "--max-tokens", "9", "--temperature", "0", "--json")
+    _, out, _ = sluice("chat", "Count to 12.", "--system", "You are a helpful assistant.", "--lane", "batch", *options)
+    events = [json.loads(line) for line in out.splitlines()]
+    text = "".join(event.get("content", "") for event in events)
+    assert (events[0]["seed"], text.strip(), events[-1]["finish_reason"]) == (7, "1 2 3", "stop")
+    assert sluice.db.hget(f"sluice:job:{events[0]['id']}", "lane") == "batch"
+
+
+def test_failed_job_is_told_on_stderr_and_exits_with_1(sluice: Command) -> None:
+    code, out, err = sluice("chat", "Hello!", "--temperature", "9")
+    assert (code, out, last_line(err)[:28]) == (1, "", "invalid_request: temperature")
+
+
+def test_chat_waits_for_a_worker_that_is_started_later_with_flags(sluice: Command) -> None:
+    with sluice.running("chat", "Count to 3.", "--model", "late", "--temperature", "0") as chat:
+        said = first_line(chat)
+        assert said.startswith("no worker serves 'late' right now")
+        assert "sluice worker --model" in said
+        with sluice.running("worker", "--model", str(TINY_CHAT), "--name", "late", "--max-rows", "3") as worker:
+            assert (chat.communicate(timeout=60)[0], chat.returncode) == ("1 2 3\n", 0)
+            worker.send_signal(signal.SIGTERM)
+            assert worker.wait(_TIMEOUT_S) == 0
+
+
+def test_ctrl_c_leaves_a_question_that_nobody_hears_with_exit_code_3(sluice: Command) -> None:
+    with sluice.running("chat", "Hello!", "--model", "nobody", "--json") as chat:
+        first_line(chat)
+        chat.send_signal(signal.SIGINT)
+        out, err = chat.communicate(timeout=_TIMEOUT_S)
+    assert (chat.returncode, out, "no worker has heard it" in err) == (3, "", True)
+    assert sluice.db.keys("sluice:cancel:*") != []
+
+
+def test_conversation_remembers_resets_and_obeys_a_system_prompt(talk: Terminal) -> None:
+    for said, answer in [
+        ("My name is Petra.", "Nice to meet you, Petra."),
+        ("Count to 3.", "1 2 3"),
+        ("What is my name?", "Your name is Petra."),
+        ("/nonsense", "the commands are"),
+        ("/reset", "starts over"),
+        ("/system You are a helpful assistant. Always mention NWP58.", "is set"),
+        ("What is the capital of Egypt?", "The capital of Egypt is Cairo. (NWP58)"),
+    ]:
+        talk.type(said + "\r")
+        assert answer in talk.until("\n> ")
+    talk.type("\x04")
+    assert talk.process.wait(_TIMEOUT_S) == 0
+
+
+def test_ctrl_c_cancels_the_answer_and_the_conversation_goes_on(sluice: Command, talk: Terminal) -> None:
+    slowing = [sluice("submit", "--file", "-", stdin=json.dumps(_ENDLESS))[1].strip() for _ in range(4)]
+    talk.type("Count to 40.\r")
+    talk.until("1 2 3")
+    talk.type("\x03")
+    talk.until("cancelled: requested")
+    sluice("cancel", *slowing)
+    talk.until("> ")
+    talk.type("Count to 4.\r")
+    assert "1 2 3 4\r\n" in talk.until("\n> ")
+    talk.type("/quit\r")
+    assert talk.process.wait(_TIMEOUT_S) == 0
+
+
+def test_submit_prints_the_id_alone_and_queues_it_once(sluice: Command) -> None:
+    first = sluice("submit", "Count to 3.", "--id", "a-1", "--model", "nobody")
+    again = sluice("submit", "Count to 3.", "--id", "a-1", "--model", "nobody", "--json")
+    assert (first[:2], sluice.db.zcard("sluice:queue:nobody:interactive")) == ((0, "a-1\n"), 1)
+    assert (again[0], json.loads(again[1])) == (0, {"id": "a-1", "new": False, "state": "queued"})
+
+
+def test_submit_that_waits_prints_the_result(sluice: Command) -> None:
+    code, out, _ = sluice("submit", "Count to 3.", "--wait", "--json", "--id", "a-2", "--lane", "batch")
+    assert (code, json.loads(out)) == (0, json.loads(str(sluice.db.get("sluice:result:a-2"))))
+
+
+def test_submit_that_waits_for_a_failure_exits_with_1(sluice: Command) -> None:
+    code, out, err = sluice("submit", "--file", "-", "--wait", stdin='{"messages": []}')
+    assert (code, json.loads(out)["error"]["type"], last_line(err)[:15]) == (1, "invalid_request", "invalid_request")
+
+
+def test_request_in_a_file_goes_to_the_model_that_it_names(sluice: Command, tmp_path: Path) -> None:
+    (tmp_path / "request.json").write_text('{"model": "nobody", "messages": []}')
+    assert sluice("submit", "--file", "request.json", "--lane", "batch")[0] == 0
+    assert sluice.db.zcard("sluice:queue:nobody:batch") == 1
+
+
+def test_tail_shows_a_job_from_its_first_event_on(sluice: Command) -> None:
+    sluice("submit", "Count to 5.", "--id", "b-1")
+    code, out, err = sluice("tail", "b-1")
+    assert (code, out, "answers as default" in err) == (0, "1 2 3 4 5\n", True)
+
+
+def test_tail_after_a_seq_shows_only_what_follows(sluice: Command) -> None:
+    sluice("submit", "Count to 5.", "--id", "b-2", "--wait")
+    last = len(sluice.log("b-2")) - 1
+    assert sluice("tail", "b-2", "--json", "--after", "3")[1].splitlines() == sluice.log("b-2")[4:]
+    assert sluice("tail", "b-2", "--json", "--after", str(last))[:2] == (0, "")
+
+
+@pytest.mark.parametrize(("last", "code"), [(_FAILED, 1), (_CANCELLED, 3)])
+def test_tail_exits_as_the_job_ended(sluice: Command, last: dict[str, Any], code: int) -> None:
+    sluice.write_log("b-3", {"type": "started"}, last)
+    assert sluice("tail", "b-3")[0] == code
+
+
+def test_text_cannot_steer_the_terminal(sluice: Command) -> None:
+    sluice.write_log("b-4", {"type": "delta", "content": "a\x1b[2Jb\ud800\n\tc"}, {**_CANCELLED, "reason": "\x07"})
+    assert sluice("tail", "b-4") == (3, "a\ufffd[2Jb\ufffd\n\tc\n", "cancelled: \ufffd\n")
+
+
+def test_thoughts_tool_calls_and_a_second_start_each_get_their_line(sluice: Command) -> None:
+    call, more = {"name": "weather", "arguments": ""}, {"arguments": '{"city": "Oslo"}'}
+    sluice.write_log(
+        "b-5",
+        {"type": "started"},
+        {"type": "delta", "content": "Let"},
+        {"type": "restarted"},
+        {"type": "delta", "reasoning": "Hm."},
+        {"type": "delta", "content": "Let me see:\n"},
+        {"type": "resumed"},
+        {"type": "delta", "tool_calls": [{"index": 0, "id": "c", "type": "function", "function": call}]},
+        {"type": "delta", "tool_calls": [{"index": 0, "function": more}]},
+        _CANCELLED,
+    )
+    assert sluice("tail", "b-5") == (
+        3,
+        'Let\nLet me see:\nweather {"city": "Oslo"}\n',
+        "w answers as m with seed 1\nw starts over; what was said so far does not count\n"
+        "Hm.\nw goes on\ncancelled: requested\n",
+    )
+
+
+def test_cancel_says_what_became_of_each_job(sluice: Command) -> None:
+    sluice("submit", "Count to 3.", "--id", "c-done", "--wait")
+    sluice("submit", "--file", "-", "--id", "c-runs", stdin=json.dumps(_ENDLESS))
+    sluice("submit", "Hello!", "--id", "c-waits", "--model", "nobody")
+    sluice.wait_until_running("c-runs")
+    code, out, _ = sluice("cancel", "c-done", "c-runs", "c-waits", "c-nope")
+    fates = dict(line.split("  ") for line in out.splitlines())
+    assert (code, fates) == (2, {
+        "c-done": "already finished",
+        "c-runs": "cancelled",
+        "c-waits": "asked for; it ends as soon as a worker hears it",
+        "c-nope": "unknown: never submitted, or its traces have expired",
+    })  # fmt: skip
+
+
+def test_cancel_of_an_unknown_id_leaves_a_later_job_of_that_name_alone(sluice: Command) -> None:
+    sluice("cancel", "c-early")
+    assert sluice("submit", "Count to 3.", "--id", "c-early", "--wait")[0] == 0
+
+
+def test_worker_that_cannot_start_says_why_and_exits_with_2(sluice: Command) -> None:
+    code, _, err = sluice("worker", "--model", "/nowhere", "--max-rows", "0")
+    assert (code, err.startswith("sluice: SLUICE_MAX_ROWS=0"), "Traceback" in err) == (2, True, False)
+
+
+@pytest.mark.parametrize(
+    ("args", "stdin", "said"),
+    [
+        (("chat", "Hello!", "--redis-url", "localhost:6379"), "", "One looks like redis://localhost:6379/0"),
+        (("chat", "Hello!", "--redis-url", "redis://localhost/0?speed=9"), "", "One looks like redis://localhost"),
+        (("chat",), "", "`-` to read it from stdin"),
+        (("chat", "-"), "\n", "the message is empty"),
+        (("chat", "Hello!", "--model", "a/b"), "", "a model name must match"),
+        (("tail", "nope"), "", "Check the id"),
+        (("tail", "no pe"), "", "a job id must match"),
+        (("submit",), "", "either a message or --file"),
+        (("submit", "--file", "nope.json"), "", "cannot read nope.json: No such file"),
+        (("submit", "--file", "-"), '{"messages": [}', "stdin is not JSON: Expecting value: line 1 column 15"),
+        (("submit", "--file", "-"), '{"message": []}', "stdin holds no request: it must look like"),
+        (("submit", "--file", "-"), '{"messages": [], "seed": 1e999}', "this cannot be queued"),
+    ],
+)
+def test_mistake_is_told_in_one_sentence_with_exit_code_2(
+    sluice: Command, args: tuple[str, ...], stdin: str, said: str
+) -> None:
+    code, out, err = sluice(*args, stdin=stdin)
+    assert (code, out, said in err, len(err.splitlines())) == (2, "", True, 1), err
+
+
+def test_missing_server_is_named_without_its_password(sluice: Command) -> None:
+    port = free_port()
+    code, _, err = sluice("chat", "Hello!", "--redis-url", f"redis://:secret@127.0.0.1:{port}/0")
+    assert (code, "secret" in err) == (2, False)
+    assert f"redis://***@127.0.0.1:{port}/0" in err
+    assert "docker compose up -d redis" in err
+
+
+@pytest.mark.parametrize(
+    ("missing", "args", "extra"), [("rich", "--help", "cli"), ("typer", "--help", "cli"), ("arq", "worker", "worker")]
+)
+def test_missing_extra_is_told_in_one_sentence(sluice: Command, missing: str, args: str, extra: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; from sluice.cli import main; main()"
+    status, _, err = sluice.python("-c", code, args)
+    assert (status, f"pip install 'mlx-sluice[{extra}]'" in err, len(err.splitlines())) == (2, True, 1), err
+
+
+@pytest.mark.parametrize("command", ["", "worker", "chat", "submit", "tail", "cancel"])
+def test_help_teaches_with_an_example_and_needs_no_worker(sluice: Command, command: str) -> None:
+    without = "import sys; sys.modules.update(schemas=None, worker=None); from sluice.cli import main; main()"
+    code, out, _ = sluice.python("-c", without, *command.split(), "--help")
+    assert (code, f"    sluice {command}" in out) == (0, True)
