@@ -1,0 +1,158 @@
+"""A web backend for chats: POST queues a job, GET streams its events to the browser, DELETE cancels it."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from redis.exceptions import RedisError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from sluice import Client, Event, UnknownJob
+
+PAGE = Path(__file__).with_name("index.html")
+HEARTBEAT_S = 15.0  # proxies cut a connection after 30 to 60 seconds of silence
+UNKNOWN_S = 2.0  # a job is known from its submission on
+RETRY_MS = 500  # left to themselves, browsers come back after 3 to 5 seconds
+HEARTBEAT = ": still here\n\n"
+UNKNOWN = 'event: unknown\ndata: {"message": "There is no such chat, or its events have expired."}\n\n'
+END = ""
+
+
+def create_app(redis_url: str, *, model: str = "default", leave_s: float = 5.0) -> Starlette:
+    """`leave_s`: how long a browser that left in the middle of an answer may take to come back."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[dict[str, Any]]:
+        async with Client(redis_url) as client:
+            yield {"client": client, "model": model, "leave_s": leave_s, "open_streams": Counter()}
+
+    routes = [
+        Route("/", page),
+        Route("/chat", submit, methods=["POST"]),
+        Route("/chat/{id:uuid}/events", events),
+        Route("/chat/{id:uuid}", cancel, methods=["DELETE"]),
+    ]
+    return Starlette(
+        routes=routes, lifespan=lifespan, exception_handlers={HTTPException: refused, RedisError: server_away}
+    )
+
+
+async def page(http: Request) -> Response:
+    return FileResponse(PAGE)
+
+
+async def submit(http: Request) -> Response:
+    body = await read_object(http)
+    try:
+        job = await http.state.client.submit(body, model=http.state.model, id=str(uuid4()))
+    except ValueError as error:
+        raise HTTPException(400, f"The job cannot be queued: {error}.") from None
+    return JSONResponse({"id": job.id}, 202)
+
+
+async def events(http: Request) -> Response:
+    return EventStream(http, str(http.path_params["id"]))
+
+
+async def cancel(http: Request) -> Response:
+    await http.state.client.cancel(str(http.path_params["id"]))
+    return Response(status_code=204)
+
+
+class EventStream(StreamingResponse):
+    """One job's events as Server-Sent Events."""
+
+    def __init__(self, http: Request, job_id: str) -> None:
+        self._state, self._job_id, self._after = http.state, job_id, last_seen(http)
+        self._waiting: asyncio.Queue[str] = asyncio.Queue()
+        self._ended = False
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(self._send(), media_type="text/event-stream", headers=headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A stream that broke off counts as open until its browser has had time to come back."""
+        with self._counted():
+            async with asyncio.TaskGroup() as tasks:
+                reading = tasks.create_task(self._read())
+                await super().__call__(scope, receive, send)
+                reading.cancel()
+            await asyncio.sleep(0 if self._ended else self._state.leave_s)
+        if not self._ended and not self._state.open_streams[self._job_id]:
+            await self._state.client.cancel(self._job_id)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        open_streams: Counter[str] = self._state.open_streams
+        open_streams[self._job_id] += 1
+        try:
+            yield
+        finally:
+            open_streams[self._job_id] -= 1
+            if not open_streams[self._job_id]:
+                del open_streams[self._job_id]
+
+    async def _read(self) -> None:
+        try:
+            stream = self._state.client.stream(self._job_id, after=self._after, unknown_s=UNKNOWN_S)
+            async with aclosing(stream):
+                async for event in stream:
+                    self._waiting.put_nowait(as_sse(event))
+        except UnknownJob:
+            self._waiting.put_nowait(UNKNOWN)
+        self._waiting.put_nowait(END)
+
+    async def _send(self) -> AsyncIterator[str]:
+        yield f"retry: {RETRY_MS}\n\n"
+        while (said := await self._next()) != END:
+            yield said
+        self._ended = True
+
+    async def _next(self) -> str:
+        try:
+            return await asyncio.wait_for(self._waiting.get(), HEARTBEAT_S)
+        except TimeoutError:
+            return HEARTBEAT
+
+
+def as_sse(event: Event) -> str:
+    said = {name: value for name, value in asdict(event).items() if value is not None}
+    return f"id: {event.seq}\nevent: {event.type}\ndata: {json.dumps(said)}\n\n"
+
+
+def last_seen(http: Request) -> int:
+    """The last event that the browser has; it says so itself when it comes back."""
+    said = http.headers.get("last-event-id") or http.query_params.get("after", "-1")
+    try:
+        return max(int(said), -1)
+    except ValueError:
+        raise HTTPException(400, f"Last-Event-ID must be the number of an event, not {said!r}.") from None
+
+
+async def read_object(http: Request) -> dict[str, Any]:
+    try:
+        body = await http.json()
+    except (ValueError, RecursionError):
+        raise HTTPException(400, "The body is not JSON.") from None
+    if not isinstance(body, dict):
+        raise HTTPException(400, 'The body must be an object, such as {"messages": [...]}.')
+    return body
+
+
+async def refused(http: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return JSONResponse({"error": {"message": error.detail}}, error.status_code, error.headers)
+
+
+async def server_away(http: Request, error: Exception) -> Response:
+    return JSONResponse({"error": {"message": "The queue's server does not answer. Try again in a moment."}}, 503)
