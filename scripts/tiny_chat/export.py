@@ -1,0 +1,46 @@
+"""A trained network as the folder that mlx_lm.load opens."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from tokenizers import Tokenizer
+
+from scripts.tiny_chat.tokenizer import PADDING, SPECIAL_TOKENS, TURN_END
+
+WEIGHTS = "model.safetensors"
+TOKENIZER = "tokenizer.json"
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
+
+
+def export(network: nn.Module, config: dict[str, Any], tokenizer: Tokenizer, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", {"eos_token_id": TURN_END, "do_sample": False})
+    _write_json(folder / "tokenizer_config.json", _tokenizer_config(config))
+    tokenizer.save(str(folder / TOKENIZER))
+    weights = {name: _stored(value) for name, value in tree_flatten(network.parameters())}
+    mx.save_safetensors(str(folder / WEIGHTS), weights, {"format": "mlx"})
+
+
+def _tokenizer_config(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": SPECIAL_TOKENS[TURN_END],
+        "pad_token": SPECIAL_TOKENS[PADDING],
+        "model_max_length": config["text_config"]["max_position_embeddings"],
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE.read_text(encoding="utf-8").rstrip(),
+    }
+
+
+def _stored(weight: mx.array) -> mx.array:
+    """Matrices in half precision; norms and decays are few and stay whole."""
+    return weight.astype(mx.float16) if weight.ndim >= 2 else weight
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")

@@ -1,0 +1,107 @@
+"""One run of training: a plan says what every step does, and a checkpoint where the run is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+from tokenizers import Tokenizer
+
+from scripts.tiny_chat import network
+from scripts.tiny_chat.batches import Batch, draw_batch
+from scripts.tiny_chat.checkpoint import Checkpoint, load, save
+from scripts.tiny_chat.export import TOKENIZER, WEIGHTS, export
+from scripts.tiny_chat.plan import Plan
+from scripts.tiny_chat.tokenizer import train_tokenizer
+
+CHECKPOINT = "checkpoint.safetensors"
+CLIP = 1.0
+
+
+class CannotTrain(ValueError):
+    """Into this folder, with this plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    index: int
+    length: int  # tokens of a row
+    tokens: int
+    loss: float  # a mean per token, by weight
+
+
+class Training:
+    def __init__(self, plan: Plan, tokenizer: Tokenizer) -> None:
+        self.plan = plan
+        self.tokenizer = tokenizer
+        self.done = 0  # steps
+        self.network = network.build(plan.size, plan.seed)
+        self._optimizer = optim.AdamW(0.0, betas=[0.9, 0.98], weight_decay=0.02, bias_correction=True)
+        self._gradient = nn.value_and_grad(self.network, partial(loss, self.network))
+
+    @property
+    def finished(self) -> bool:
+        return self.done >= self.plan.steps
+
+    def advance(self) -> Step:
+        index, lesson = self.done, self.plan.lesson(self.done)
+        batch = draw_batch(self.tokenizer, self.plan.dice(index), lesson)
+        self._optimizer.learning_rate = lesson.learning_rate
+        with network.trainable():
+            value = self._learn(batch)
+        self.done += 1
+        return Step(index, lesson.length, lesson.tokens, value)
+
+    def _learn(self, batch: Batch) -> float:
+        value, gradient = self._gradient(batch)
+        gradient, _ = optim.clip_grad_norm(gradient, CLIP)
+        self._optimizer.update(self.network, gradient)
+        mx.eval(value, self.network.parameters(), self._optimizer.state)
+        return float(value)
+
+    def save(self, path: Path) -> None:
+        save(path, Checkpoint(self.plan, self.done, self.network.parameters(), self._optimizer.state))
+
+    def resume(self, path: Path) -> None:
+        saved = load(path)
+        if saved.plan != self.plan:
+            raise CannotTrain(f"{path} belongs to another run: {saved.plan}, and this is {self.plan}.")
+        self.network.update(saved.parameters)
+        self._optimizer.state = saved.optimizer
+        self.done = saved.done
+
+
+def loss(model: nn.Module, batch: Batch) -> mx.array:
+    logits = model(batch.tokens[:, :-1])
+    losses = nn.losses.cross_entropy(logits, batch.tokens[:, 1:])
+    mean: mx.array = (losses * batch.weights).sum() / batch.weights.sum()
+    return mean
+
+
+def open_training(folder: Path, plan: Plan) -> Training:
+    """Goes on where the folder's checkpoint is. Raises `CannotTrain` rather than write over anything else."""
+    checkpoint = folder / CHECKPOINT
+    if (folder / WEIGHTS).exists() and not checkpoint.exists():
+        raise CannotTrain(f"{folder} holds a model that no run here made. Choose an empty folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    training = Training(plan, _tokenizer(folder / TOKENIZER))
+    if checkpoint.exists():
+        training.resume(checkpoint)
+    return training
+
+
+def _tokenizer(path: Path) -> Tokenizer:
+    if not path.exists():
+        train_tokenizer().save(str(path))
+    return Tokenizer.from_file(str(path))
+
+
+def run(training: Training, folder: Path, checkpoint_every: int, show: Callable[[Step], None]) -> None:
+    while not training.finished:
+        show(training.advance())
+        if training.finished or training.done % checkpoint_every == 0:
+            training.save(folder / CHECKPOINT)
+    export(training.network, network.config(training.plan.size), training.tokenizer, folder)
