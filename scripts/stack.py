@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Self
 
@@ -58,8 +58,12 @@ class Server:
         return self
 
     def stop(self) -> None:
-        _end(self.process)
+        self.leave()
         self._folder.cleanup()
+
+    def leave(self) -> None:
+        """Stop, but keep the data: `start` goes on with what the arguments made it write."""
+        _end(self.process)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -71,18 +75,28 @@ class Server:
 class WorkerProcess:
     """`python -m worker` with the given settings (`max_rows=4` is SLUICE_MAX_ROWS=4). The log goes to a file."""
 
-    def __init__(self, redis_url: str, *, model: Path | str = TINY_CHAT, name: str = "", **settings: object) -> None:
+    def __init__(
+        self,
+        redis_url: str,
+        *,
+        model: Path | str = TINY_CHAT,
+        name: str = "",
+        module: str = "worker",
+        more_env: Mapping[str, str] | None = None,
+        **settings: object,
+    ) -> None:
+        self._module = module
         self.name, self._url = name or f"worker-{free_port()}", redis_url
         given = {"redis_url": redis_url, "model": model, "worker_name": self.name, **settings}
         ours = {f"SLUICE_{key.upper()}": str(value) for key, value in given.items()}
         others = {key: value for key, value in os.environ.items() if not key.startswith("SLUICE_")}
-        self._env = {**others, **ours, "PYTHONPATH": str(ROOT)}
+        self._env = {**others, **ours, "PYTHONPATH": str(ROOT), **(more_env or {})}
         self.log_file = Path(tempfile.gettempdir()) / f"sluice-{self.name}.log"
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, *, wait: bool = True) -> Self:
-        with self.log_file.open("wb") as log:
-            self.process = _spawn([sys.executable, "-m", "worker"], env=self._env, stdout=log)
+        with self.log_file.open("ab") as log:
+            self.process = _spawn([sys.executable, "-m", self._module], env=self._env, stdout=log)
         if wait:
             self.wait_ready()
         return self
@@ -91,7 +105,7 @@ class WorkerProcess:
         assert self.process is not None
         with redis.Redis.from_url(self._url) as client:
             key = f"sluice:worker:{self.name}"
-            _wait("the worker", self.process, lambda: bool(client.exists(key)), self.log)
+            _wait("the worker", self.process, lambda: _exists(client, key), self.log)
 
     def log(self) -> str:
         return self.log_file.read_text(errors="replace")
@@ -143,6 +157,13 @@ def _end(process: subprocess.Popen[bytes] | None) -> None:
 def _answers(client: "redis.Redis") -> bool:
     try:
         return bool(client.ping())
+    except redis.RedisError:
+        return False
+
+
+def _exists(client: redis.Redis, key: str) -> bool:
+    try:
+        return bool(client.exists(key))
     except redis.RedisError:
         return False
 

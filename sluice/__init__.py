@@ -4,7 +4,8 @@ Needs redis-py and nothing else; the daemon's packages `worker` and `schemas` ar
 """
 
 from sluice.client import Client, Submitted
-from sluice.errors import JobCancelled, JobFailed, SluiceError, UnknownJob
+from sluice.errors import JobCancelled, JobFailed, QueueFull, SluiceError, UnknownJob
+from sluice.letters import DeadLetter
 from sluice.wire import (
     Cancelled,
     Delta,
@@ -23,6 +24,7 @@ from sluice.wire import (
 __all__ = [
     "Cancelled",
     "Client",
+    "DeadLetter",
     "Delta",
     "Event",
     "Failed",
@@ -31,6 +33,7 @@ __all__ = [
     "JobError",
     "JobFailed",
     "Progress",
+    "QueueFull",
     "Restarted",
     "Resumed",
     "SluiceError",

@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from importlib.resources import files
@@ -13,12 +13,15 @@ from typing import Any, Self
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from sluice import wire
-from sluice.errors import JobCancelled, JobFailed, UnknownJob
+from sluice import letters, wire
+from sluice.errors import JobCancelled, JobFailed, QueueFull, UnknownJob
 from sluice.hub import Hub
+from sluice.letters import DeadLetter
 from sluice.wire import Event, JobError, Lane
 
 _SILENCE_S = 1.0  # then the list is read, whatever the channel says
+_FULL = -1  # submit.lua's answer
+_DRAINS_UNKNOWN_S = 60.0  # nothing has ended in the last minute
 _QUEUED_S = 86_400  # a job that nobody took by then has expired: arq's default
 
 
@@ -70,7 +73,8 @@ class Client:
         """Queue a chat: the body of an OpenAI chat completion, or just its messages.
 
         Submitting an id twice queues one job, and the second call learns its state. The request is checked by
-        the worker; a bad one ends as `failed` with a sentence. Raises ValueError for a bad id, model or lane.
+        the worker; a bad one ends as `failed` with a sentence. Raises `QueueFull`, or ValueError for a bad id,
+        model or lane.
         """
         job_id = uuid.uuid4().hex if id is None else id
         wire.check_job_id(job_id)
@@ -78,15 +82,19 @@ class Client:
         if lane not in wire.LANES:
             raise ValueError(f"lane must be one of {', '.join(wire.LANES)}, not {lane!r}")
         body = dict(request) if isinstance(request, Mapping) else {"messages": list(request)}
-        new, state = await self._submit(
+        outcome, *said = await self._submit(
             keys=[
-                wire.body_key(job_id), wire.queue_key(model, lane), wire.job_key(job_id), wire.wake_channel(model)
+                wire.body_key(job_id), wire.queue_key(model, lane), wire.job_key(job_id), wire.wake_channel(model),
+                wire.model_key(model),
             ],
             args=[job_id, _arq_job(body), _QUEUED_S * 1000, *_known_at_once(body, lane)],
         )  # fmt: skip
-        return Submitted(job_id, bool(new), state.decode())
+        if outcome == _FULL:
+            length, limit, retry_after_s = said
+            raise QueueFull(length, limit, float(retry_after_s or _DRAINS_UNKNOWN_S))
+        return Submitted(job_id, bool(outcome), said[0].decode())
 
-    async def stream(self, job_id: str, *, after: int = -1, unknown_s: float = 10.0) -> AsyncIterator[Event]:
+    async def stream(self, job_id: str, *, after: int = -1, unknown_s: float = 10.0) -> AsyncGenerator[Event]:
         """Every event after the given `seq`, once and in order, up to the final one.
 
         Late, dropped and repeated subscribers all see the same. Raises `UnknownJob` when there has been no
@@ -96,7 +104,7 @@ class Client:
             async for _, event in heard:
                 yield event
 
-    async def stream_json(self, job_id: str, *, after: int = -1, unknown_s: float = 10.0) -> AsyncIterator[bytes]:
+    async def stream_json(self, job_id: str, *, after: int = -1, unknown_s: float = 10.0) -> AsyncGenerator[bytes]:
         """The same as `stream`, each event as the JSON that the worker wrote: to pass on, or to keep."""
         async with aclosing(self._follow(job_id, after, unknown_s)) as heard:
             async for raw, _ in heard:
@@ -108,7 +116,8 @@ class Client:
         async with self._hub.listen(wire.channel(job_id)) as mail:
             while True:
                 news = [(raw, wire.parse_event(raw)) for raw in await mail.take(_SILENCE_S)]
-                if not news or news[-1][1].seq - next_seq >= len(news):
+                fresh = {event.seq for _, event in news if event.seq >= next_seq}
+                if not news or (fresh and max(fresh) - next_seq >= len(fresh)):
                     news = await self._read_log(job_id, max(next_seq - 1, 0))  # `after` may name the final one
                 for raw, event in news:
                     if event.seq == next_seq:
@@ -154,9 +163,23 @@ class Client:
 
     async def workers(self) -> list[dict[str, str]]:
         """The live workers, as they describe themselves."""
-        found = [key async for key in self._redis.scan_iter(match=wire.WORKERS)]
+        found = [key async for key in self._redis.scan_iter(match=wire.WORKERS, count=1000)]
         hashes: list[dict[bytes, bytes]] = [await self._redis.hgetall(key) for key in found]  # type: ignore[misc]
         return [{k.decode(): v.decode() for k, v in fields.items()} for fields in hashes if fields]
+
+    async def dead_letters(self) -> list[DeadLetter]:
+        """The jobs that took workers down with them, oldest first."""
+        return await letters.read_all(self._redis)
+
+    async def retry(self, job_id: str) -> Submitted:
+        """Submit a dead letter again, under a new id, and drop the letter. Raises `UnknownJob`, `QueueFull`."""
+        letter = await letters.read(self._redis, job_id)
+        submitted = await self.submit(letter.request, model=letter.model, lane=letter.lane)
+        await letters.drop(self._redis, job_id)
+        return submitted
+
+    async def drop_dead_letter(self, job_id: str) -> None:
+        await letters.drop(self._redis, job_id)
 
     async def queued(self, model: str, lane: Lane) -> int:
         """Jobs in the lane, those that run included."""

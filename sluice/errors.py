@@ -11,6 +11,14 @@ class UnknownJob(SluiceError):
     """There is no such job: it was never submitted, or its events have expired."""
 
 
+class QueueFull(SluiceError):
+    """The lane is at the workers' limit, and nothing was queued. Try again after `retry_after_s`."""
+
+    def __init__(self, length: int, limit: int, retry_after_s: float) -> None:
+        super().__init__(f"{length:,} jobs are queued, {limit:,} is the limit; room is likely in {retry_after_s:.0f} s")
+        self.length, self.limit, self.retry_after_s = length, limit, retry_after_s
+
+
 class JobFailed(SluiceError):
     """The job ended as `failed`; `error` says why, and whether trying again can help."""
 

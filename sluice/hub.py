@@ -35,7 +35,8 @@ class Mail:
     async def take(self, silence_s: float) -> list[bytes]:
         """All that has come; nothing after a gap, or after so many seconds of silence."""
         try:
-            await asyncio.wait_for(self._news.wait(), silence_s)
+            async with asyncio.timeout(silence_s):  # until Python 3.12 wait_for loses cancellations
+                await self._news.wait()
         except TimeoutError:
             return []
         self._news.clear()
@@ -66,9 +67,9 @@ class Hub:
                 await self._unsubscribe(channel)
 
     async def aclose(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        while self._task is not None and not self._task.done():
+            self._task.cancel()  # again, if redis-py's wait_for has lost it
+            await asyncio.wait([self._task], timeout=0.1)
 
     async def _subscribe(self, channel: str) -> None:
         """Its acknowledgement reaches the reader as `miss`. Not connected: the next connection subscribes all."""

@@ -1,13 +1,28 @@
--- Queue one job and wake the workers, unless its id is known.
--- KEYS  body, queue, job, wake channel
+-- Queue one job and wake the workers, unless its id is known or the lane is full.
+-- KEYS  body, queue, job, wake channel, model
 -- ARGV  id, body, life_ms, lane, tenant or '', deadline_s or ''
--- Returns 1 or 0 for new or known, and the job's state.
+-- Returns 1 and 'queued'; 0 and the known job's state; or -1, the lane's length, its limit, and the seconds until
+-- there will be room ('' where nothing has ended lately).
 local state = redis.call('HGET', KEYS[3], 'state')
 if state then return { 0, state } end
 if redis.call('EXISTS', KEYS[1]) == 1 then return { 0, 'queued' } end
 
 local t = redis.call('TIME')
 local now_ms = t[1] * 1000 + math.floor(t[2] / 1000)
+
+-- Each worker of the model says its limit and its rate in this hash: 'limit jobs_per_s valid_until'.
+local length, limit, rate = redis.call('ZCARD', KEYS[2]), nil, 0
+for _, said in ipairs(redis.call('HVALS', KEYS[5])) do
+  local its_limit, its_rate, valid_until = string.match(said, '([%d.]+) ([%d.]+) (%d+)')
+  if tonumber(valid_until) * 1000 > now_ms then
+    limit = math.min(limit or math.huge, tonumber(its_limit))
+    rate = rate + tonumber(its_rate)
+  end
+end
+if limit and length >= limit then
+  return { -1, length, limit, rate > 0 and tostring((length - limit + 1) / rate) or '' }
+end
+
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
 redis.call('ZADD', KEYS[2], now_ms, ARGV[1])
 redis.call('HSET', KEYS[3], 'state', 'queued', 'lane', ARGV[4], 'queued_at', now_ms / 1000)

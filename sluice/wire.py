@@ -17,6 +17,7 @@ MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 JOB_ID = r"[A-Za-z0-9._-]{1,128}"
 
 CONTROL = "sluice:control"
+DEAD = "sluice:dead"
 WORKERS = "sluice:worker:*"
 CANCEL_S = 3600  # how long a wish to cancel is remembered
 
@@ -47,6 +48,11 @@ def cancel_key(job_id: str) -> str:
 
 def wake_channel(model: str) -> str:
     return f"sluice:wake:{model}"
+
+
+def model_key(model: str) -> str:
+    """Hash: what each live worker of the model says of its limit and its rate."""
+    return f"sluice:model:{model}"
 
 
 def body_key(job_id: str) -> str:

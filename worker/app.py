@@ -73,6 +73,10 @@ def _die() -> None:
     os._exit(EXIT_ENGINE_DIED)
 
 
-def run(settings: Settings) -> None:
+def set_up_logging(settings: Settings) -> None:
     logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname).1s %(name)s: %(message)s")
+
+
+def run(settings: Settings) -> None:
+    set_up_logging(settings)
     asyncio.run(serve(settings))

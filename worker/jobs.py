@@ -105,6 +105,12 @@ class Chat:
         """What the engine did for this row in one step, on the event loop."""
         if self._done.done():
             return
+        try:
+            self._hear(outcome, rows)
+        except Exception as error:  # its words cannot be made: this job ends, and the step's other rows are told
+            self._done.set_exception(error)
+
+    def _hear(self, outcome: Outcome, rows: int) -> None:
         match outcome:
             case Prefilled(done=done, total=total):
                 self._record.prefilled(done, total)
@@ -116,10 +122,10 @@ class Chat:
 
     def _sampled(self, token: int | None, finish_reason: str | None, rows: int) -> None:
         text = "" if token is None else self._output.feed(token)
+        if finish_reason and not self._output.stopped:
+            text += self._output.flush()
         if self._output.stopped:
             finish_reason = "stop"
-        elif finish_reason:
-            text += self._output.flush()
         self._record.sampled(token, text, rows, last=finish_reason is not None)
         if finish_reason:
             self._done.set_result(finish_reason)

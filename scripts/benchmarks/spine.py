@@ -18,6 +18,7 @@ from worker.queue.channel import Publisher
 from worker.queue.claims import Claim, Claims
 from worker.queue.clock import ServerClock
 from worker.schedule.sequence import Sampled, Sampling, Sequence
+from worker.settings import Settings
 
 ROWS, TOKENS, RUNS = 8, 120, 5
 NO_END = ((2, -100.0),)
@@ -96,10 +97,10 @@ async def finish(client: Client, tokens: int) -> tuple[float, float]:
 async def publishing_cost(url: str, *, rows: int = 32, steps: int = 300) -> float:
     """CPU seconds of this process for one token: the event made, encoded, sent and acknowledged."""
     async with Client(url) as client, client._redis as redis:
-        clock, claims = ServerClock(), Claims(redis, "bench", "bench", lease_s=60, most_bytes=1000)
+        settings, clock = Settings(model="bench", model_name="bench", lease_s=60), ServerClock()
+        claims, publisher = Claims(redis, settings), Publisher(redis, clock, settings)
         for i in range(rows):
             await client.submit({"messages": []}, model="bench", id=f"bench-{i}")
-        publisher = Publisher(redis, clock, "bench", log_ttl_s=60, result_ttl_s=60)
         logs = [publisher.open(claim, lost=_lost) for claim in await _all(claims, rows)]
         running = asyncio.create_task(publisher.run())
         began = time.process_time()

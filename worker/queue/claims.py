@@ -1,5 +1,6 @@
 """Who owns a job: claimed under a lease, kept, handed back."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ class Claims:
     def __init__(self, redis: Redis, settings: Settings) -> None:
         self._model, self._worker = settings.model_name, settings.worker_name
         self._lease_ms, self._most_bytes = int(settings.lease_s * 1000), settings.max_request_bytes
+        self._answer_lost, self._one_at_a_time = False, asyncio.Lock()
         self._claim = script(redis, "claim")
         self._release = script(redis, "release")
 
@@ -63,13 +65,17 @@ class Claims:
         Raises RedisError, OSError.
         """
         tenants = Counter(claim.tenant for claim in running)
-        flat = await self._claim(
-            keys=[keys.queue(self._model, lane)],
-            args=[
-                want, self._lease_ms, self._worker, lane, JOB_LIFE_MS, self._most_bytes, only, int(takeover),
-                suspects, *(part for pair in tenants.items() for part in pair),
-            ],
-        )  # fmt: skip
+        async with self._one_at_a_time:
+            known = [claim.job_id for claim in running] if self._answer_lost else []
+            lost, self._answer_lost = self._answer_lost, True  # until we hear this one
+            flat = await self._claim(
+                keys=[keys.queue(self._model, lane)],
+                args=[
+                    want, self._lease_ms, self._worker, lane, JOB_LIFE_MS, self._most_bytes, only, int(takeover),
+                    suspects, int(lost), len(known), *known, *(part for pair in tenants.items() for part in pair),
+                ],
+            )  # fmt: skip
+            self._answer_lost = False
         return [_claim(lane, flat[i : i + _FIELDS]) for i in range(0, len(flat), _FIELDS)]
 
     async def release(self, claim: Claim) -> None:

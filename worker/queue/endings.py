@@ -1,8 +1,11 @@
 """The four ways a claim can end, each through one place."""
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable
+
+from redis.exceptions import RedisError
 
 from worker.errors import Cancelled, HandBack, OwnershipLost, Refusal
 from worker.queue.channel import Publisher
@@ -24,13 +27,13 @@ class Endings:
     def __init__(self, publisher: Publisher, claims: Claims, model: str) -> None:
         self._publisher, self._claims, self._model = publisher, claims, model
 
-    async def finish(self, job: Job, answer: Answer) -> None:
+    async def finish(self, job: Job, answer: Answer, result: bytes) -> None:
         await _unless_lost(
             job,
             self._publisher.finish(
                 job.log,
                 "finished",
-                dumps(answer.result),
+                result,
                 finish_reason=answer.finish_reason,
                 usage=job.usage.as_event(),
                 timings=answer.timings,
@@ -74,8 +77,13 @@ class Endings:
 
     async def _hand_back(self, job: Job) -> None:
         await self._publisher.settle(job.log)
-        await self._claims.release(job.claim)
-        logger.info("job %s handed back", job.claim.job_id)
+        try:
+            await self._claims.release(job.claim)
+        except (RedisError, OSError):
+            await asyncio.sleep(0.1)  # the worker waits for the last words of its jobs, but not for ever
+            await self._hand_back(job)
+        else:
+            logger.info("job %s handed back", job.claim.job_id)
 
 
 async def _unless_lost(job: Job, ending: Awaitable[None]) -> None:

@@ -45,6 +45,7 @@ class Job:
     task: asyncio.Task[None] | None = None
     usage: Usage = field(default_factory=Usage)
     interruption: Interruption | None = None
+    began: bool = False  # before that a cancelled task would skip its ending, or end without what has been said
     closing: bool = False  # its ending is being written: too late to stop it
 
     cleared: Callable[[], None] = lambda: None  # called when its probation is over
@@ -61,4 +62,11 @@ class Job:
         """Stop it from outside: its task is cancelled, and ends by the first reason given."""
         if self.interruption is None and self.task is not None and not self.closing:
             self.interruption = why
-            self.task.cancel()
+            if self.began:
+                self.task.cancel()
+
+    def begin(self) -> None:
+        """From here on it can be stopped anywhere. Raises the reason if that was asked for before."""
+        self.began = True
+        if self.interruption is not None:
+            raise self.interruption

@@ -7,14 +7,18 @@ from redis.asyncio import Redis
 
 from schemas import keys
 from worker import __version__
+from worker.queue.clock import ServerClock
 from worker.settings import Settings
 
 _RATE_OVER_S = 60.0
 
 
 class Presence:
-    def __init__(self, redis: Redis, settings: Settings) -> None:
+    def __init__(self, redis: Redis, settings: Settings, clock: ServerClock) -> None:
+        self._clock = clock
         self._redis, self._key = redis, keys.worker(settings.worker_name)
+        self._name, self._queue_limit = settings.worker_name, settings.queue_limit
+        self._model_key = keys.model(settings.model_name)
         self._lease_ms = int(settings.lease_s * 1000)
         self._ended: deque[float] = deque()
         self._fields: dict[str, str | int | float] = {
@@ -30,14 +34,22 @@ class Presence:
         self._ended.append(time.monotonic())
 
     async def show(self, rows: int) -> None:
-        said = {**self._fields, "rows": rows, "jobs_per_s": round(self._jobs_per_s(), 3)}
+        rate = round(self._jobs_per_s(), 3)
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hset(self._key, mapping=said)
+            pipe.hset(self._key, mapping={**self._fields, "rows": rows, "jobs_per_s": rate})
             pipe.pexpire(self._key, self._lease_ms)
+            pipe.hset(self._model_key, self._name, f"{self._queue_limit} {rate} {self._until():.0f}")
+            pipe.pexpire(self._model_key, self._lease_ms)
             await pipe.execute()
 
+    def _until(self) -> float:
+        return self._clock.now() + self._lease_ms / 1000 + 1
+
     async def remove(self) -> None:
-        await self._redis.delete(self._key)
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.delete(self._key)
+            pipe.hdel(self._model_key, self._name)
+            await pipe.execute()
 
     def _jobs_per_s(self) -> float:
         """Of the last minute: from it a client tells how long a full queue takes to drain."""

@@ -3,6 +3,7 @@
 import json
 from functools import cache
 from importlib.resources import files
+from math import isfinite
 from typing import Any, NoReturn
 
 from pydantic_core import PydanticSerializationError, to_json
@@ -35,8 +36,14 @@ def dumps(value: object) -> bytes:
 
 def loads(raw: bytes) -> Any:
     """Raises ValueError (not JSON, or not UTF-8) or RecursionError (nested too deep)."""
-    return json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+    return json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(digits: str) -> float:
+    """1e999 would be read as infinity, which cannot be said back."""
+    number = float(digits)
+    return number if isfinite(number) else _refuse_constant(digits)

@@ -2,14 +2,19 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 from redis.asyncio import Redis
+from redis.asyncio.client import PubSub
+from redis.exceptions import ConnectionError as ConnectionLost
 from redis.exceptions import RedisError, ResponseError
 
 from schemas import keys
 
 logger = logging.getLogger("sluice.queue")
+
+_QUIET_S = 5.0  # then the connection is asked, and after as long again without an answer it is lost
 
 
 class Listener:
@@ -42,7 +47,7 @@ class Listener:
             channels += [self._keyspace_channel(keys.queue(self._model, lane)) for lane in keys.LANES]
         async with self._redis.pubsub() as pubsub:
             await pubsub.subscribe(*channels)
-            async for message in pubsub.listen():
+            async for message in _messages(pubsub):
                 await self._hear(message["type"], message["channel"], message["data"])
 
     def _keyspace_channel(self, key: str) -> str:
@@ -58,6 +63,20 @@ class Listener:
             await self._cancel(data.decode("utf-8", "surrogateescape"))
         elif channel == keys.wake(self._model).encode() or data == b"zadd":
             self._wake()
+
+
+async def _messages(pubsub: PubSub) -> AsyncIterator[dict[str, Any]]:
+    """A quiet connection is asked whether it is still there: `PubSub.listen` would drop it after `socket_timeout`,
+    and the moment until the next one is deaf."""
+    asked = False
+    while True:
+        message = await pubsub.get_message(timeout=_QUIET_S)
+        if message is None and asked:
+            raise ConnectionLost("no answer to a ping")
+        if asked := message is None:
+            await pubsub.ping()
+        else:
+            yield message
 
 
 async def allow_keyspace_events(redis: Redis) -> bool:

@@ -5,6 +5,7 @@ import logging
 import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from signal import Signals
 from typing import Any
 
@@ -69,14 +70,14 @@ class QueueWorker(Worker):
         self.claims = Claims(redis, settings)
         self.publisher = Publisher(redis, self.clock, settings, hold)
         self.endings = Endings(self.publisher, self.claims, model)
-        self.presence = Presence(redis, settings)
+        self.presence = Presence(redis, settings, self.clock)
         self.listener = Listener(
             redis,
             model,
             keyspace_events=settings.keyspace_events,
             wake=self.wake,
             cancel=self.cancel,
-            missed=self._cancel_missed,
+            missed=lambda: self._cancel_wanted(list(self.jobs)),
         )
         self.pulse = Pulse("event loop")
         self.leases = LeaseKeeper(settings, self._held, self._lost, [self.pulse, *pulses])
@@ -97,8 +98,11 @@ class QueueWorker(Worker):
                 running = [group.create_task(service()) for service in services]
                 await self._claim_until_stopping()
                 await self._drain()
-                for service in running:
-                    service.cancel()
+                while any(not service.done() for service in running):
+                    for service in running:
+                        service.cancel()
+                    # Until Python 3.12 a cancellation that hits asyncio.wait_for, and so redis-py, may be lost.
+                    await asyncio.wait(running, timeout=0.1)
         finally:
             self.leases.stop()
         await self._leave()
@@ -196,9 +200,12 @@ class QueueWorker(Worker):
         for lane in keys.LANES:
             want = max(0, self._free_rows(lane))
             if want or sweep:
-                for claim in await self._take(lane, want):
-                    self._start(claim)
+                claimed = await self._take(lane, want)
                 self._answered_at = time.monotonic()
+                for claim in claimed:
+                    await self._begin(claim)
+                # A wish that came while the answer to the claim was on its way found no job to stop.
+                await self._cancel_wanted([claim.job_id for claim in claimed])
         if sweep:
             self._swept_at = time.monotonic()
 
@@ -225,6 +232,17 @@ class QueueWorker(Worker):
     def _held(self) -> list[Claim]:
         return [job.claim for job in list(self.jobs.values())]
 
+    async def _begin(self, claim: Claim) -> None:
+        if claim.job_id not in self.jobs:
+            self._start(claim)
+            return
+        # Our own, whose lease was gone for a moment. The attempt that runs has lost it; the next one takes it anew.
+        self._interrupt(claim.job_id, OwnershipLost())
+        try:
+            await self.claims.release(claim)
+        except (RedisError, OSError):
+            pass  # then its lease runs out
+
     def _start(self, claim: Claim) -> None:
         log = self.publisher.open(claim, lost=lambda: self._interrupt(claim.job_id, OwnershipLost()))
         job = self.jobs[claim.job_id] = Job(claim, log, on_probation=claim.lapses > 0, cleared=self.wake)
@@ -244,18 +262,20 @@ class QueueWorker(Worker):
         job = self.jobs[job_id]
         try:
             await self._recall(job)
+            job.begin()
             answer = await self._call(job)
+            result = dumps(answer.result)
             job.closing = True
         except asyncio.CancelledError:
             await self.endings.end(job, job.interruption or HandBack())
-        except (Refusal, Cancelled, HandBack) as why:
+        except (Refusal, Cancelled, HandBack, OwnershipLost) as why:
             await self.endings.end(job, why)
         except Exception:  # the border of a job: whatever a request sets off ends that request alone
             logger.exception("job %s failed", job_id)
             ours = Refusal("internal", "The worker failed on this job; its log says why.", retryable=True)
             await self.endings.end(job, ours)
         else:
-            await self.endings.finish(job, answer)
+            await self.endings.finish(job, answer, result)
 
     async def _recall(self, job: Job) -> None:
         async def read() -> None:
@@ -284,12 +304,12 @@ class QueueWorker(Worker):
         if job_id in self.jobs:
             self._interrupt(job_id, Cancelled("requested"))
             return
-        for lane in keys.LANES:
+        for lane in keys.LANES if job_id else ():
             for claim in await self.claims.take(lane, 1, only=job_id):
-                self._start(claim)
+                await self._begin(replace(claim, cancelled=True))
 
-    async def _cancel_missed(self) -> None:
-        running = list(self.jobs)
+    async def _cancel_wanted(self, running: Sequence[str]) -> None:
+        """For when the word on the channel may not have been heard."""
         wanted = await self.pool.mget([keys.cancel(job_id) for job_id in running]) if running else []
         for job_id, flag in zip(running, wanted, strict=True):
             if flag is not None:

@@ -11,16 +11,12 @@ from worker.text.normalize import normalize
 from worker.text.tokenizer import Tokenizer
 
 _LONG_CHARACTERS = 20_000  # a few milliseconds of tokenizing; longer ones leave the event loop
-_TOKENIZERS_OWN = {"max_length", "padding", "return_dict", "return_tensors", "tokenizer_kwargs", "truncation"}
 
 
 async def render(tokenizer: Tokenizer, request: ChatRequest) -> tuple[int, ...]:
     """Raises `Refusal` with the template's own words."""
     conversation = normalize(request.messages)
     kwargs = request.chat_template_kwargs or {}
-    if taken := ", ".join(sorted(_TOKENIZERS_OWN & set(kwargs))):
-        sentence = f"chat_template_kwargs: {taken} is the tokenizer's, not the template's; leave it out."
-        raise Refusal("invalid_request", sentence)
     if _characters(conversation) < _LONG_CHARACTERS:
         return _apply(tokenizer, conversation, kwargs)
     return await asyncio.to_thread(_apply, tokenizer, conversation, kwargs)

@@ -2,7 +2,8 @@
 -- it can be claimed again.
 -- KEYS  queue
 -- ARGV  want, lease_ms, worker, lane, life_ms, most_body_bytes, only_id ('' for any), whether lapsed leases may be
---       taken over (1 or 0), suspects on probation here, then tenant and its running rows, in pairs
+--       taken over (1 or 0), suspects on probation here, whether an earlier answer may have been lost (1 or 0),
+--       number of jobs that this worker knows it runs, their ids, then tenant and its running rows, in pairs
 -- Returns eleven values a job: id, attempt, crashes, cancelled, queued_ms, events so far, body or '', body bytes,
 --       tenant or '', lapses, expired.
 --
@@ -13,12 +14,23 @@
 -- a crash in that time counts: three, and the job is the culprit. Its neighbours' lapses do not.
 local queue, want, lane, takeover, suspects = KEYS[1], tonumber(ARGV[1]), ARGV[4], ARGV[8] == '1', tonumber(ARGV[9])
 local now, claimed, WINDOW, PAGE = milliseconds(), {}, 1000, 200
-local load = {}
-for i = 10, #ARGV, 2 do load[ARGV[i]] = tonumber(ARGV[i + 1]) end
+local answer_lost, known_ids, load = ARGV[10] == '1', {}, {}
+for i = 12, 11 + tonumber(ARGV[11]) do known_ids[ARGV[i]] = true end
+for i = 12 + tonumber(ARGV[11]), #ARGV, 2 do load[ARGV[i]] = tonumber(ARGV[i + 1]) end
+
+-- A claim of ours whose answer was lost: the worker has never heard of it, so it has not begun.
+local function never_heard(id, lease)
+  local owner = redis.call('GET', lease)
+  if not answer_lost or known_ids[id] or string.sub(owner, 1, #ARGV[3] + 1) ~= ARGV[3] .. ':' then return false end
+  redis.call('HSET', 'sluice:job:' .. id, 'state', 'queued')
+  redis.call('DEL', lease)
+  return true
+end
 
 -- What is known of a waiting job, or nil if it may not be taken now.
 local function look(id, score)
-  if redis.call('EXISTS', 'arq:in-progress:' .. id) == 1 then return nil end
+  local lease = 'arq:in-progress:' .. id
+  if redis.call('EXISTS', lease) == 1 and not never_heard(id, lease) then return nil end
   local known = redis.call('HMGET', 'sluice:job:' .. id, 'state', 'lapses', 'probation', 'tenant', 'deadline')
   if FINAL[known[1]] then -- submitted again after it had ended: the ending stands
     redis.call('ZREM', queue, id)
@@ -28,7 +40,7 @@ local function look(id, score)
   local lapsed = known[1] == 'running'
   if lapsed and not takeover then return nil end
   return { id = id, score = score, lapses = tonumber(known[2] or 0) + (lapsed and 1 or 0), tenant = known[4] or '',
-    guilty = lapsed and known[3] == '1', expired = known[5] and tonumber(known[5]) * 1000 < now }
+    guilty = lapsed and known[3] == '1', expired = (tonumber(known[5] or '') or math.huge) * 1000 < now }
 end
 
 local function claim(row)

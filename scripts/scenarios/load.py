@@ -1,0 +1,116 @@
+"""Very many small jobs, and those that nobody would want."""
+
+import asyncio
+import json
+import pickle
+import random
+import signal
+from contextlib import ExitStack
+
+import redis.asyncio
+
+from scripts.scenarios.harness import Figure, ask, leaks, paced, watch
+from sluice import Client
+
+QUEUE = "sluice:queue:default:interactive"
+
+
+async def many_small_jobs(url: str, *, jobs: int, kill_every_s: float) -> list[Figure]:
+    """Two workers, one of them killed and started again at random, until all is done."""
+    dice = random.Random(2)
+    async with Client(url) as client, redis.asyncio.Redis.from_url(url) as db:
+        settings: dict[str, float] = {"lease_s": 1, "max_rows": 256, "step_ms": 1, "reserved_rows": 0}
+        kills = 0
+        with ExitStack() as stack:
+            workers = [paced(url, queue_limit=10**6, **settings) for _ in range(2)]
+            for worker in workers:
+                stack.callback(worker.stop)
+                await asyncio.to_thread(worker.start)
+            submitting = asyncio.create_task(_submit(client, jobs))
+            while not submitting.done() or await client.queued("default", "interactive"):
+                await asyncio.sleep(dice.uniform(0.5, 1.5) * kill_every_s)
+                victim = dice.choice(workers)
+                victim.signal(signal.SIGKILL)
+                await asyncio.to_thread(victim.wait)
+                await asyncio.to_thread(victim.start)
+                kills += 1
+        wrong = [job_id for job_id in _ids(jobs) if not await _ended_once(db, job_id)]
+        left = await leaks(db)
+    what = f"{jobs:,} small jobs, two workers, {kills} kills"
+    return [
+        Figure(f"{what}: jobs without exactly one ending", "0", str(len(wrong)), not wrong),
+        Figure(f"{what}: leaked keys", "0", str(len(left)), not left),
+    ]
+
+
+def _ids(jobs: int) -> list[str]:
+    return [f"small-{i:06}" for i in range(jobs)]
+
+
+async def _submit(client: Client, jobs: int) -> None:
+    for job_id in _ids(jobs):
+        await client.submit(ask(1), id=job_id)
+
+
+async def _ended_once(db: redis.asyncio.Redis, job_id: str) -> bool:
+    said: list[bytes] = await db.lrange(f"sluice:log:{job_id}", 0, -1)  # type: ignore[misc]
+    types = [json.loads(raw)["type"] for raw in said]
+    return types.count("finished") == 1 and types[-1] == "finished" and types.count("failed") == 0
+
+
+class Bomb:
+    """Unpickling it would write a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return open, (self.path, "w")
+
+
+def _arq(request: object) -> bytes:
+    return json.dumps({"t": None, "f": "chat", "a": [request], "k": {}, "et": 1}).encode()
+
+
+def hostile_bodies(bomb_path: str, *, megabytes: int) -> dict[bytes, bytes]:
+    deep = b'{"f":"chat","a":[' + b"[" * 200_000 + b"]" * 200_000 + b"]}"
+    return {
+        b"pickle": pickle.dumps({"f": "chat", "a": (Bomb(bomb_path),), "k": {}, "t": None, "et": 1}),
+        b"huge": _arq({"messages": [{"role": "user", "content": "x" * (megabytes << 20)}]}),
+        b"deep": deep,
+        b"..": _arq({"messages": []}),
+        b"new\nline": _arq(ask(1)),
+        b"\xff\xfe not utf-8": _arq(ask(1)),
+        b"4kB" * 1365: _arq(ask(1)),
+        b"wrong-function": b'{"t":null,"f":"os.system","a":["true"],"k":{},"et":1}',
+        b"spaces and : colons*": _arq(ask(1)),
+    }
+
+
+async def hostile(url: str, bomb_path: str, *, megabytes: int) -> list[Figure]:
+    """Each ends as `failed` with a sentence, nothing runs, and the worker goes on."""
+    bodies, ended = hostile_bodies(bomb_path, megabytes=megabytes), 0
+    async with Client(url) as client, redis.asyncio.Redis.from_url(url) as db:
+        for job_id, body in bodies.items():
+            await db.set(b"arq:job:" + job_id, body, ex=600)
+            await db.zadd(QUEUE, {job_id: 1})
+        with paced(url):
+            for job_id in bodies:
+                ended += await _fails(db, job_id)
+            alive = (await asyncio.wait_for(watch(client, (await client.submit(ask(3))).id), 20)).is_right(3)
+        left = await db.zcard(QUEUE)
+    return [
+        Figure("hostile payloads: failed by name, left in the queue", f"{len(bodies)}, 0", f"{ended}, {left}",
+               (ended, left) == (len(bodies), 0)),
+        Figure("hostile payloads: worker alive afterwards", "yes", "yes" if alive else "no", alive),
+    ]  # fmt: skip
+
+
+async def _fails(db: redis.asyncio.Redis, job_id: bytes) -> bool:
+    for _ in range(200):
+        last: bytes | None = await db.lindex(b"sluice:log:" + job_id, -1)  # type: ignore[misc, arg-type]
+        if last is not None:
+            event = json.loads(last)
+            return event["type"] == "failed" and bool(event["error"]["message"])
+        await asyncio.sleep(0.05)
+    return False

@@ -1,0 +1,117 @@
+"""A worker whose engine only keeps time: everything but MLX is real. `python -m scripts.scenarios.paced`
+
+PACED_STEP_MS is the time between two tokens. Token k of every row is k, and its text is " tk". A message may ask
+for trouble: "poison N" kills the process at token N, "block S" blocks the event loop for S seconds at token 5.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from typing import Any
+
+from arq.worker import func
+
+from worker.app import connect, set_up_logging
+from worker.jobs import chat
+from worker.queue.worker import QueueWorker
+from worker.schedule.sequence import Sampled, Sequence
+from worker.served import Listener, Served
+from worker.settings import Settings, read_settings
+
+_MARKS = {"poison": 1_000_000, "block": 2_000_000}  # in the prompt's first token, with the number
+
+
+class PacedDetokenizer:
+    def __init__(self) -> None:
+        self._said = ""
+
+    @property
+    def last_segment(self) -> str:
+        said, self._said = self._said, ""
+        return said
+
+    def add_token(self, token: int) -> None:
+        self._said += f" t{token}"
+
+    def finalize(self) -> None:
+        pass
+
+
+class PacedTokenizer:
+    @property
+    def detokenizer(self) -> PacedDetokenizer:
+        return PacedDetokenizer()
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> list[int]:
+        words = str(conversation[-1]["content"]).split()
+        mark = _MARKS.get(words[0], 0) if words else 0
+        return [mark + int(words[1]) if mark else 1]
+
+
+def expected_text(tokens: int) -> str:
+    return "".join(f" t{k}" for k in range(tokens))
+
+
+class PacedEngine:
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._rows: dict[str, tuple[Sequence, Listener]] = {}
+        self._next: dict[str, int] = {}
+        self._held, self._work = False, asyncio.Event()
+
+    def submit(self, sequence: Sequence, listener: Listener) -> None:
+        self._rows[sequence.id] = sequence, listener
+        self._next[sequence.id] = len(sequence.delivered)
+        self._work.set()
+
+    def remove(self, sequence_id: str) -> None:
+        self._rows.pop(sequence_id, None)
+        self._next.pop(sequence_id, None)
+
+    def hold(self, on: bool) -> None:
+        self._held = on
+
+    async def run(self) -> None:
+        while True:
+            if not self._rows:
+                self._work.clear()
+                await self._work.wait()
+            began = time.perf_counter()
+            if not self._held:
+                self._step()
+            await asyncio.sleep(max(0.0, self._step_s - (time.perf_counter() - began)))
+
+    def _step(self) -> None:
+        rows = len(self._rows)
+        for id, (sequence, listener) in list(self._rows.items()):
+            k = self._next[id]
+            _make_trouble(sequence.prompt[0], k)
+            self._next[id] = k + 1
+            listener.heard(Sampled(id, k, "length" if k + 1 >= sequence.max_tokens else None), rows)
+
+
+def _make_trouble(mark: int, k: int) -> None:
+    number = mark % 1_000_000
+    if mark >= _MARKS["block"] and k == 5:
+        time.sleep(number)
+    elif _MARKS["poison"] <= mark < _MARKS["block"] and k == number:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def serve(settings: Settings, step_s: float) -> None:
+    engine = PacedEngine(step_s)
+    served = Served(settings, engine, PacedTokenizer(), "paced", 1_000_000, 1_000_000, {})
+    stepping = asyncio.create_task(engine.run())
+    async with connect(settings) as redis:
+        worker = QueueWorker(
+            [func(chat, name="chat")], redis=redis, settings=settings, ctx={"served": served}, hold=engine.hold
+        )
+        await worker.main()
+    stepping.cancel()
+
+
+if __name__ == "__main__":
+    settings = read_settings()
+    set_up_logging(settings)
+    asyncio.run(serve(settings, float(os.environ.get("PACED_STEP_MS", "20")) / 1000))

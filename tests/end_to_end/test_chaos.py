@@ -1,0 +1,48 @@
+"""What can go wrong with the queue, at a modest size; scripts/chaos does it at full size."""
+
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from scripts.scenarios import crashes, load, outages, pickup
+from scripts.scenarios.harness import Figure
+from scripts.stack import Server
+
+Scenario = Callable[[Server], Awaitable[list[Figure]]]
+
+SCENARIOS: dict[str, Scenario] = {
+    "a killed worker's streams go on": lambda s: crashes.signalled(s.url, signal.SIGKILL, streams=12, tokens=120),
+    "a stopped worker hands its streams over": lambda s: crashes.signalled(
+        s.url, signal.SIGTERM, streams=12, tokens=120
+    ),
+    "a sleeper that wakes writes nothing stale": lambda s: crashes.signalled(
+        s.url, signal.SIGSTOP, streams=8, tokens=120
+    ),
+    "a blocked event loop keeps its leases": lambda s: crashes.blocked_loop(s.url),
+    "poison is parked and its neighbours are not": lambda s: crashes.poison(s.url, neighbours=7, tokens=40),
+    "the server restarts": lambda s: outages.restarted(away_s=2, streams=8, tokens=120),
+    "connections are killed": lambda s: outages.connections_killed(s.url, streams=8, tokens=100),
+    "subscribers are killed": lambda s: outages.subscribers_killed(s.url, streams=16, tokens=100),
+    "scripts are forgotten": lambda s: outages.scripts_forgotten(s.url, streams=8, tokens=50),
+    "the server is full": lambda s: outages.full_server(s.url, streams=8, tokens=100, full_s=1),
+    "answers are lost": lambda s: outages.answers_lost(s.port, cuts=40, streams=8, tokens=60),
+    "an idle worker is quiet": lambda s: pickup.idle_commands(s.url, seconds=3),
+    "many small jobs end once": lambda s: load.many_small_jobs(s.url, jobs=1500, kill_every_s=1),
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+async def test_nothing_is_lost_when(name: str) -> None:
+    with Server() as server:
+        figures = await SCENARIOS[name](server)
+    assert [figure for figure in figures if not figure.holds] == []
+
+
+async def test_hostile_payloads_fail_by_name_and_run_nothing(tmp_path: Path) -> None:
+    bomb = tmp_path / "bomb"
+    with Server() as server:
+        figures = await load.hostile(server.url, str(bomb), megabytes=20)
+    assert [figure for figure in figures if not figure.holds] == []
+    assert not bomb.exists()
