@@ -1,0 +1,141 @@
+"""Limits, lanes, fairness, deadlines: said at once, by name, and nobody else is harmed."""
+
+import asyncio
+import time
+
+import pytest
+import redis.asyncio
+
+from scripts.scenarios.harness import ask, leaks, paced, running, submit_all, until_decoding, watch, watch_all
+from sluice import Client, JobCancelled, JobFailed, QueueFull
+
+
+async def started_order(db: redis.asyncio.Redis, ids: list[str]) -> list[str]:
+    """The ids in the order in which they were claimed."""
+    at = {job_id: float(await db.hget(f"sluice:job:{job_id}", "started_at")) for job_id in ids}
+    return sorted(ids, key=at.__getitem__)
+
+
+async def test_a_tenant_with_many_jobs_does_not_shut_out_one_with_few(
+    redis_url: str, client: Client, db: redis.asyncio.Redis
+) -> None:
+    many = await submit_all(client, 200, ask(3, tenant="many"), prefix="many")
+    few = await submit_all(client, 3, ask(3, tenant="few"), prefix="few")
+    async with running(paced(redis_url, max_rows=4, reserved_rows=0, step_ms=5)):
+        await watch_all(client, [*many, *few])
+    order = await started_order(db, [*many, *few])
+    assert max(order.index(job_id) for job_id in few) < 12
+    assert [job_id for job_id in order if job_id in many] == many
+
+
+async def test_jobs_of_one_tenant_are_taken_oldest_first(
+    redis_url: str, client: Client, db: redis.asyncio.Redis
+) -> None:
+    ids = await submit_all(client, 30, ask(2))
+    async with running(paced(redis_url, max_rows=1, reserved_rows=0, step_ms=2)):
+        await watch_all(client, ids)
+    assert await started_order(db, ids) == ids
+
+
+async def test_offline_jobs_leave_the_reserved_rows_free(redis_url: str, client: Client) -> None:
+    batch = await submit_all(client, 10, ask(100_000), lane="batch", prefix="batch")
+    async with running(paced(redis_url, max_rows=6, reserved_rows=2)):
+        await until_decoding(client, batch[:4], 1)
+        await asyncio.sleep(0.5)
+        states = [await client.state(job_id) for job_id in batch]
+        assert states == ["running"] * 4 + ["queued"] * 6
+        began = time.monotonic()
+        seen = await watch_all(client, await submit_all(client, 2, ask(1)))
+        assert time.monotonic() - began < 1
+        assert all(stream.is_right(1) for stream in seen)
+        for job_id in batch:
+            await client.cancel(job_id)
+        await watch_all(client, batch)
+
+
+async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(redis_url: str, client: Client) -> None:
+    async with running(paced(redis_url, max_rows=2, reserved_rows=0, queue_limit=5, lease_s=1)):
+        await watch_all(client, await submit_all(client, 4, ask(1), prefix="done"))
+        await asyncio.sleep(0.7)  # the worker says its rate three times a lease
+        ids = await submit_all(client, 5, ask(100_000))
+        with pytest.raises(QueueFull) as full:
+            await client.submit(ask(1))
+        assert (full.value.length, full.value.limit) == (5, 5)
+        assert full.value.retry_after_s == pytest.approx(60 / 4, rel=0.01)  # four jobs in the last minute
+        assert (await client.submit(ask(1), id=ids[0])).state == "running", "a known id is not refused"
+        for job_id in ids:
+            await client.cancel(job_id)
+        await watch_all(client, ids)
+        assert (await client.submit(ask(1))).new
+
+
+async def test_a_deadline_that_passes_in_the_queue_ends_the_job_though_no_row_is_free(
+    redis_url: str, client: Client, db: redis.asyncio.Redis
+) -> None:
+    async with running(paced(redis_url, max_rows=1, reserved_rows=0)):
+        (busy,) = await submit_all(client, 1, ask(100_000), prefix="busy")
+        await until_decoding(client, [busy], 1)
+        began = time.monotonic()
+        late = await client.submit(ask(5, deadline_s=0.5))
+        with pytest.raises(JobFailed, match="deadline"):
+            await client.result(late.id, timeout=5)
+        assert 0.4 < time.monotonic() - began < 2
+        assert await client.state(busy) == "running"
+        await client.cancel(busy)
+        await watch(client, busy)
+    assert await leaks(db) == []
+
+
+async def test_a_deadline_that_passes_while_running_frees_the_row(redis_url: str, client: Client) -> None:
+    async with running(paced(redis_url, max_rows=1, reserved_rows=0)):
+        late = await client.submit(ask(100_000, deadline_s=0.5))
+        after = await client.submit(ask(3))
+        with pytest.raises(JobFailed, match="deadline"):
+            await client.result(late.id, timeout=5)
+        assert (await asyncio.wait_for(watch(client, after.id), 5)).is_right(3)
+
+
+async def test_a_job_that_nobody_listens_to_is_cancelled_where_it_asks_for_that(redis_url: str, client: Client) -> None:
+    async with running(paced(redis_url, disconnect_grace_s=0.5)):
+        wanted = await client.submit(ask(200))
+        left = await client.submit(ask(100_000, on_disconnect="cancel"))
+        heard = await client.submit(ask(200, on_disconnect="cancel"))
+        listening = asyncio.create_task(watch(client, heard.id))
+        await asyncio.sleep(3)
+        with pytest.raises(JobCancelled, match="disconnected"):
+            await client.result(left.id, timeout=5)
+        assert (await listening).is_right(200), "a subscriber kept it alive"
+        assert (await client.result(wanted.id, timeout=20))["usage"]["completion_tokens"] == 200
+
+
+async def test_a_subscriber_that_returns_in_time_keeps_the_job(redis_url: str, client: Client) -> None:
+    async with running(paced(redis_url, disconnect_grace_s=1.5)):
+        job = await client.submit(ask(200, on_disconnect="cancel"))
+        for _ in range(4):
+            async for event in client.stream(job.id):
+                if event.seq > 3:
+                    break
+            await asyncio.sleep(0.5)
+        assert (await asyncio.wait_for(watch(client, job.id), 20)).is_right(200)
+
+
+async def test_a_cancelled_job_that_waits_never_runs(redis_url: str, client: Client, db: redis.asyncio.Redis) -> None:
+    async with running(paced(redis_url, max_rows=1, reserved_rows=0)):
+        (busy,) = await submit_all(client, 1, ask(100_000), prefix="busy")
+        await until_decoding(client, [busy], 1)
+        waiting = await client.submit(ask(5))
+        await client.cancel(waiting.id)
+        seen = await asyncio.wait_for(watch(client, waiting.id), 5)
+        assert [event.type for event in seen.events] == ["cancelled"]
+        await client.cancel(busy)
+        await watch(client, busy)
+    assert await leaks(db) == []
+
+
+async def test_an_id_submitted_twice_is_one_job_and_tells_its_state(redis_url: str, client: Client) -> None:
+    first = await client.submit(ask(3), id="twice")
+    again = await client.submit(ask(99), id="twice")
+    assert (first.new, first.state, again.new, again.state) == (True, "queued", False, "queued")
+    async with running(paced(redis_url)):
+        assert (await watch(client, "twice")).is_right(3)
+    assert (await client.submit(ask(1), id="twice")).state == "finished"
