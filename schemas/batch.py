@@ -1,29 +1,32 @@
 """Offline files: one line in, one line out, and the object that says how a run goes. OpenAI's Batch forms."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
-from schemas.base import Sent, Strict
+from schemas.base import JsonObject, Sent, Strict
 
-BATCH_STATES = (
-    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled",
-)  # fmt: skip
+BatchState = Literal[
+    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+]
+BATCH_STATES: tuple[BatchState, ...] = get_args(BatchState)
 
 
 class BatchLine(Strict):
     """A line of the input file. `body` is a chat request; it is validated as one by itself."""
 
-    custom_id: Annotated[str, Field(min_length=1, max_length=512)]
+    custom_id: Annotated[str, Field(min_length=1, max_length=512)] = Field(
+        description="Yours; the line's answer carries it. Unique in the file."
+    )
     method: Literal["POST"]
     url: Literal["/v1/chat/completions"]
-    body: dict[str, Any]
+    body: JsonObject = Field(description="A Request.")
 
 
 class BatchResponse(Sent):
     status_code: int
     request_id: str
-    body: dict[str, Any]
+    body: dict[str, Any] = Field(description="A Result.")
 
 
 class BatchError(Sent):
@@ -32,7 +35,7 @@ class BatchError(Sent):
 
 
 class BatchOutput(Sent):
-    """A line of the output or the error file."""
+    """A line of the output file, which has `response`, or of the error file, which has `error`."""
 
     id: str
     custom_id: str
@@ -55,9 +58,7 @@ class Batch(Sent):
     errors: dict[str, Any] | None = None
     input_file_id: str
     completion_window: str
-    status: Literal[
-        "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
-    ]
+    status: BatchState
     output_file_id: str | None = None
     error_file_id: str | None = None
     created_at: int

@@ -1,10 +1,21 @@
 """The request: the body of OpenAI chat completions, and the few fields that are ours."""
 
+from itertools import islice
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
-from schemas.base import Strict
+from schemas.base import JsonObject, Strict, Text
 from schemas.keys import MODEL_NAME
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -12,7 +23,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 class TextPart(Strict):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class ImageUrl(Strict):
@@ -28,29 +39,25 @@ class ImagePart(Strict):
 Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
-def _shape(content: object) -> str:
-    return "parts" if isinstance(content, list) else "string"
+# Tags of our own are named as JSON Schema names the types: `place.py` follows them through the schema.
+def _json_type(value: object) -> str | None:
+    kinds: dict[type, str] = {str: "string", list: "array", dict: "object"}
+    return next((name for kind, name in kinds.items() if isinstance(value, kind)), None)
 
 
-def content_of(part: type[Any] | Any) -> Any:
-    """A string, or a list of `part`."""
-    return Annotated[
-        Annotated[str, Tag("string")] | Annotated[list[part], Tag("parts")],
-        Discriminator(_shape),
-    ]
-
-
-Content = content_of(Part)
-TextContent = content_of(TextPart)
+_STRING_OR_PARTS = Discriminator(_json_type, "wrong_type", "must be a string or a list of parts")
+_Whole = Annotated[Text, Tag("string")]
+Content = Annotated[_Whole | Annotated[list[Part], Field(fail_fast=True), Tag("array")], _STRING_OR_PARTS]
+TextContent = Annotated[_Whole | Annotated[list[TextPart], Field(fail_fast=True), Tag("array")], _STRING_OR_PARTS]
 
 
 class FunctionCall(Strict):
-    name: str
-    arguments: str = Field(description="JSON text, as the model wrote it.")
+    name: Text
+    arguments: Text = Field(description="JSON text, as the model wrote it.")
 
 
 class ToolCall(Strict):
-    id: str
+    id: Text
     type: Literal["function"] = "function"
     function: FunctionCall
     index: int | None = None
@@ -59,36 +66,40 @@ class ToolCall(Strict):
 class SystemMessage(Strict):
     role: Literal["system"]
     content: TextContent
-    name: str | None = None
+    name: Text | None = None
 
 
 class DeveloperMessage(Strict):
     role: Literal["developer"]
     content: TextContent
-    name: str | None = None
+    name: Text | None = None
 
 
 class UserMessage(Strict):
     role: Literal["user"]
     content: Content
-    name: str | None = None
+    name: Text | None = None
 
 
 class AssistantMessage(Strict):
     role: Literal["assistant"]
     content: TextContent | None = None
-    tool_calls: list[ToolCall] | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    refusal: str | None = None
-    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    reasoning: Text | None = None
+    reasoning_content: Text | None = Field(default=None, description="What other servers call `reasoning`.")
+    refusal: Text | None = None
+    name: Text | None = None
+    # OpenAI's libraries send the answer's empty fields back.
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
 
 
 class ToolMessage(Strict):
     role: Literal["tool"]
     content: TextContent
-    tool_call_id: str
-    name: str | None = None
+    tool_call_id: Text
+    name: Text | None = None
 
 
 Message = Annotated[
@@ -99,8 +110,8 @@ Message = Annotated[
 
 class Function(Strict):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
+    description: Text | None = None
+    parameters: JsonObject | None = Field(default=None, description="A JSON schema of the arguments.")
     strict: bool | None = None
 
 
@@ -110,7 +121,7 @@ class Tool(Strict):
 
 
 class NamedFunction(Strict):
-    name: str
+    name: Text
 
 
 class NamedTool(Strict):
@@ -119,15 +130,19 @@ class NamedTool(Strict):
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[NamedTool, Tag("named")],
-    Discriminator(lambda choice: "named" if isinstance(choice, dict | NamedTool) else "word"),
+    Annotated[Literal["none", "auto", "required"], Tag("string")] | Annotated[NamedTool, Tag("object")],
+    Discriminator(
+        lambda choice: "object" if isinstance(choice, NamedTool) else _json_type(choice),
+        "wrong_type",
+        "must be 'none', 'auto', 'required' or an object that names a function",
+    ),
 ]
 
 
 class JsonSchema(Strict):
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
-    description: str | None = None
-    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    description: Text | None = None
+    json_schema: JsonObject | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -156,85 +171,122 @@ class StreamOptions(Strict):
 
 
 def _listed(stop: object) -> object:
+    if not isinstance(stop, str | list | None):
+        raise PydanticCustomError("wrong_type", "must be a string or a list of strings")
     return [stop] if isinstance(stop, str) else stop
 
 
+def _in_parts(bias: object, read: ValidatorFunctionWrapHandler) -> object:
+    """Of many wrong entries a few are reported. From pydantic 2.14 on, `fail_fast` does this for objects too."""
+    if not isinstance(bias, dict):
+        return read(bias)
+    entries, whole = iter(bias.items()), dict[str, float]()
+    while part := dict(islice(entries, 4)):
+        whole |= read(part)
+    return whole
+
+
+Stop = Annotated[str, Field(min_length=1)]
+Stops = Annotated[list[Stop], Field(max_length=16, fail_fast=True)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=1)]
 TenantName = Annotated[str, Field(min_length=1, max_length=128)]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+# What `apply_chat_template` takes that is not a variable of the template.
+_THE_WORKER_S = {
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages",
+    "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "sanitize_control_tokens",
+    "tokenize", "tokenizer_kwargs", "tools", "truncation",
+}  # fmt: skip
 
 
 class ChatRequest(Strict):
-    """One chat. An absent field and `null` mean the same."""
+    """The body of a chat completion. An absent field and `null` mean the same."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
     model: str | None = Field(
         default=None, pattern=f"^{MODEL_NAME}$", description="The served name; absent: this worker's."
     )
 
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
-    stop: Annotated[
-        list[Annotated[str, Field(min_length=1)]] | None, BeforeValidator(_listed), Field(max_length=16)
-    ] = None
+    max_tokens: Count | None = Field(
+        default=None, description="Cut to what the context leaves. Absent: the worker's default, 1024."
+    )
+    max_completion_tokens: Count | None = Field(default=None, description="The same as max_tokens.")
+    stop: Annotated[Stops | None, BeforeValidator(_listed, json_schema_input_type=Stop | Stops | None)] = None
 
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
+        default=None, description="0 is greedy. Absent, as for top_p, top_k and min_p: the model's own default."
+    )
     top_p: Probability | None = None
     top_k: Annotated[int, Field(ge=0)] | None = Field(default=None, description="0 is off.")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(default=None, description="0 is off.")
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = Field(default=None, description="1 is off.")
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias] | None, WrapValidator(_in_parts)] = Field(
+        default=None, description="Token ids, as strings, to what is added to their logits."
+    )
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = Field(
+        default=None, description="Absent: drawn, and reported in `started`."
+    )
 
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(default=None, description="Needs logprobs: true.")
 
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = Field(
+        default=None, description="Variables of the model's chat template, such as enable_thinking."
+    )
 
-    specprefill: bool | None = None
+    specprefill: bool | None = Field(default=None, description="Absent: the worker's rule.")
     specprefill_keep_pct: Annotated[float, Field(ge=0.1, le=1)] | None = Field(
-        default=None, description="Of the prompt tokens that are not already cached."
+        default=None, description="Of the prompt tokens that are not already cached; 1 is all of them."
     )
 
     deadline_s: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="Seconds from submission until the job fails by `deadline`."
     )
-    on_disconnect: Literal["continue", "cancel"] | None = None
-    tenant: TenantName | None = None
-    user: TenantName | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
+    on_disconnect: Literal["continue", "cancel"] | None = Field(default=None, description="Absent: continue.")
+    tenant: TenantName | None = Field(default=None, description="Whose job it is. Echoed. Absent: `user`.")
+    user: TenantName | None = Field(default=None, description="Echoed.")
+    metadata: JsonObject | None = Field(default=None, description="Echoed.")
+    store: bool | None = Field(default=None, description="Echoed, without effect.")
 
     stream: bool | None = Field(default=None, description="Without effect: every job streams.")
-    stream_options: StreamOptions | None = None
-    n: Literal[1] | None = None
+    stream_options: StreamOptions | None = Field(default=None, description="Without effect.")
+    n: Annotated[int, Field(ge=1, le=1)] | None = Field(default=None, description="Only 1.")
 
     @field_validator("chat_template_kwargs")
     @classmethod
     def _leaves_the_conversation_alone(cls, kwargs: dict[str, Any] | None) -> dict[str, Any] | None:
-        ours = {"messages", "conversation", "tools", "add_generation_prompt", "tokenize", "chat_template"}
-        if taken := sorted(ours & set(kwargs or ())):
-            raise ValueError(f"{', '.join(taken)} is set by the worker; leave it out")
+        if taken := sorted(_THE_WORKER_S & set(kwargs or ())):
+            raise ValueError(f"cannot set {', '.join(taken)}; the worker does")
         return kwargs
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true beside it")
-        limits = {self.max_tokens, self.max_completion_tokens} - {None}
-        if len(limits) > 1:
-            raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
-        if self.tool_choice not in (None, "none", "auto") and not self.tools:
-            raise ValueError("tool_choice needs tools beside it")
+        if wrong := self._disagreement():
+            raise PydanticCustomError("disagreement", wrong)
         return self
+
+    def _disagreement(self) -> str | None:
+        if self.top_logprobs and not self.logprobs:
+            return "top_logprobs needs logprobs: true beside it"
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
+            return "max_tokens and max_completion_tokens differ; send one of them"
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            return "tool_choice needs tools beside it"
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in self._tool_names():
+            return "tool_choice names a function that is not among the tools"
+        return None
+
+    def _tool_names(self) -> set[str]:
+        return {tool.function.name for tool in self.tools or ()}
 
     @property
     def output_limit(self) -> int | None:

@@ -1,6 +1,6 @@
 """What a job says: one JSON object each, in a list and on a channel. `seq` is the index in the list."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
@@ -8,22 +8,27 @@ from schemas.base import Sent
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 ErrorType = Literal["invalid_request", "unsupported", "too_large", "overloaded", "deadline", "internal"]
-FINAL = ("finished", "failed", "cancelled")
+FinalType = Literal["finished", "failed", "cancelled"]
+FINAL: tuple[FinalType, ...] = get_args(FinalType)
+
+TokenCount = Annotated[int, Field(ge=0)]
 
 
 class Usage(Sent):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = Field(default=0, description="Prompt tokens taken from the prefix cache.")
-    kept_tokens: int | None = Field(default=None, description="Prompt tokens left by SpecPrefill.")
+    prompt_tokens: TokenCount
+    completion_tokens: TokenCount = Field(description="Sampled tokens, as in all `token_ids`.")
+    cached_tokens: TokenCount = Field(description="Prompt tokens taken from the prefix cache.")
+    kept_tokens: TokenCount | None = Field(
+        default=None, description="Prompt tokens that SpecPrefill kept; absent where it was off."
+    )
 
 
 class Timings(Sent):
-    queue_s: float
-    prefill_s: float
+    queue_s: float = Field(description="From submission to this attempt's claim.")
+    prefill_s: float = Field(description="From the claim to the end of the prompt.")
     ttft_s: float = Field(description="From the claim to the first token.")
-    decode_s: float
-    tokens_per_s: float
+    decode_s: float = Field(description="From the first token to the last.")
+    tokens_per_s: float = Field(description="While decoding.")
 
 
 class JobError(Sent):
@@ -34,43 +39,55 @@ class JobError(Sent):
 
 class _Event(Sent):
     id: str
-    seq: Annotated[int, Field(ge=0)]
-    attempt: Annotated[int, Field(ge=1)]
-    ts: float = Field(description="Unix seconds of the server's clock.")
+    seq: int = Field(ge=0, description="The index in the job's list: 0, 1, 2 ... through all attempts.")
+    attempt: int = Field(ge=1, description="The claim that said it.")
+    ts: float = Field(description="Unix seconds of the server's clock, as the worker knows it.")
 
 
 class _AttemptBegins(_Event):
     model: str
-    fingerprint: str
+    fingerprint: str = Field(description="Of the model: attempts of one fingerprint and seed draw the same tokens.")
     worker: str
-    seed: int
+    seed: int = Field(description="The request's, or the one that was drawn.")
 
 
 class Started(_AttemptBegins):
+    """The first attempt begins."""
+
     type: Literal["started"]
 
 
 class Progress(_Event):
+    """Before the first token; at most four a second."""
+
     type: Literal["progress"]
     phase: Literal["waiting", "scoring", "prefill"]
-    done: int
-    total: int
+    done: TokenCount
+    total: TokenCount
 
 
 class Delta(_Event):
+    """What was sampled since the last one. Text whose end may still turn out to be a stop string is held back."""
+
     type: Literal["delta"]
-    token_ids: list[int]
+    token_ids: list[int] = Field(
+        description="Each sampled token is in exactly one delta, whether its text is or not. None after a stop."
+    )
     content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    logprobs: list[dict[str, Any]] | None = None
+    tool_calls: list[dict[str, Any]] | None = Field(default=None, description="OpenAI's delta form.")
+    logprobs: list[dict[str, Any]] | None = Field(default=None, description="OpenAI's form, an entry a token.")
 
 
 class Resumed(_AttemptBegins):
+    """A new attempt goes on after what was delivered."""
+
     type: Literal["resumed"]
 
 
 class Restarted(_AttemptBegins):
+    """A new attempt starts over: drop the text so far."""
+
     type: Literal["restarted"]
 
 

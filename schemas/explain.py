@@ -1,101 +1,109 @@
 """A validation error as sentences: which field, what was wrong, what would be right."""
 
+import json
+import re
 from difflib import get_close_matches
-from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from schemas.chat import ChatRequest
+from schemas.place import locate, quoted
 
 _MOST = 3  # a body that is wrong all over is not worth a page
-_NUMBER = "a number"
-_VERBS = ("is ", "must ", "has ")
 
 _SENTENCES = {
-    "missing": "is missing",
-    "string_type": "must be a string, not {got}",
-    "string_too_short": "must not be empty",
-    "string_too_long": "is longer than {max_length} characters",
-    "string_pattern_mismatch": "{input} does not match {pattern}",
-    "bool_type": "must be true or false, not {got}",
-    "int_type": "must be a whole number, not {got}",
-    "int_from_float": "must be a whole number, not {got}",
-    "float_type": "must be a number, not {got}",
-    "finite_number": "must be a finite number",
-    "list_type": "must be a list, not {got}",
-    "dict_type": "must be an object, not {got}",
-    "model_type": "must be an object, not {got}",
-    "model_attributes_type": "must be an object, not {got}",
-    "too_short": "is empty; it needs at least {min_length} entry",
-    "too_long": "has {actual_length} entries; at most {max_length} are taken",
-    "literal_error": "{input} is not one of {expected}",
-    "union_tag_invalid": "{tag!r} is not supported; use one of {expected_tags}",
-    "union_tag_not_found": "has no {discriminator}",
-    "greater_than": "{input} is too small; it must be greater than {gt}",
-    "greater_than_equal": "{input} is too small; the least is {ge}",
-    "less_than": "{input} is too large; it must be less than {lt}",
-    "less_than_equal": "{input} is too large; the most is {le}",
-    "value_error": "{error}",
+    "missing": "{where} is missing",
+    "extra_forbidden": "{where} is not a field we know",
+    "wrong_type": "{where} {said}, not {got}",
+    "string_type": "{where} must be a string, not {got}",
+    "string_unicode": "{where} holds half of a surrogate pair, which is no character: {input}",
+    "string_too_short": "{where} must not be empty",
+    "string_too_long": "{where} is longer than {max_length} characters",
+    "string_pattern_mismatch": "{where}: {input} does not match {pattern}",
+    "bool_type": "{where} must be true or false, not {got}",
+    "int_type": "{where} must be a whole number, not {got}",
+    "float_type": "{where} must be a number, not {got}",
+    "float_too_large": "{where}: {input} is too large",
+    "finite_number": "{where} must be a finite number, not {got}",
+    "list_type": "{where} must be a list, not {got}",
+    "dict_type": "{where} must be an object, not {got}",
+    "model_type": "{where} must be an object, not {got}",
+    "model_attributes_type": "{where} must be an object, not {got}",
+    "none_required": "{where} is not supported; leave it out",
+    "too_short": "{where} must not be empty",
+    "too_long": "{where} has {actual_length} entries; at most {max_length} are taken",
+    "literal_error": "{where}: {input} is not supported; use {expected}",
+    "union_tag_not_found": "{where} is missing",
+    "union_tag_invalid": "{where}: {input} is not supported; use {expected_tags}",
+    "greater_than": "{where}: {input} is too small; it must be more than {gt}",
+    "greater_than_equal": "{where}: {input} is too small; the least is {ge}",
+    "less_than_equal": "{where}: {input} is too large; the most is {le}",
+    "value_error": "{where} {error}",
+    "disagreement": "{said}",
 }
+_OTHERWISE = "{where} is not valid: {said}"
 
 
 def explain(error: ValidationError) -> str:
-    """One sentence a problem, the first three of them. Never echoes more than a few words of the input."""
-    problems = error.errors(include_url=False)
+    """A sentence for each problem, the first three of them. Echoes no more than a few words of the input."""
+    problems = _telling(error.errors(include_url=False))
     said = [_sentence(problem) for problem in problems[:_MOST]]
     if len(problems) > _MOST:
-        said.append(f"and {len(problems) - _MOST} more")
-    return "; ".join(said) + "."
+        said.append(f"And {len(problems) - _MOST} more")
+    return " ".join(each if each.endswith("?") else f"{each}." for each in said)
+
+
+def _telling(problems: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Of an object that is of another type than we take, the other fields say nothing."""
+    others = {each["loc"][:-1] for each in problems if each["type"] == "literal_error" and each["loc"][-1] == "type"}
+    return [each for each in problems if each["loc"][-1:] == ("type",) or each["loc"][:-1] not in others]
 
 
 def _sentence(problem: ErrorDetails) -> str:
-    where = field_path(problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        return f"{where} is not a field we know{_hint(problem['loc'])}"
-    template = _SENTENCES.get(problem["type"])
-    if template is None:
-        said = problem["msg"]
-    else:
-        known = {**problem.get("ctx", {}), "input": _short(problem["input"]), "got": _kind(problem["input"])}
-        said = template.format(**known)
-    if not where:
-        return said if problem["type"] == "value_error" else f"the request {said}"
-    return f"{where} {said}" if said.startswith(_VERBS) else f"{where}: {said}"
+    kind, value, context = problem["type"], problem["input"], problem.get("ctx", {})
+    where = locate(_loc(problem)).path
+    if kind.startswith("union_tag") and isinstance(value, dict):
+        tag = context["discriminator"].strip("'")
+        where, value = f"{where}.{tag}", value.get(tag)
+    if kind == "float_type" and type(value) is int:
+        kind = "float_too_large"
+    sentence = _SENTENCES.get(kind, _OTHERWISE).format(
+        **{name: _readable(name, each) for name, each in context.items()},
+        where=where or "the request",
+        input=_shown(value),
+        got="a string" if isinstance(value, str) else _shown(value),
+        said=" ".join(problem["msg"].split())[:120],
+    )
+    return sentence + _hint(problem["loc"]) if kind == "extra_forbidden" else sentence
 
 
-def field_path(loc: tuple[int | str, ...]) -> str:
-    """`messages[0].content[1].text`: as the sender would write it, without pydantic's union tags."""
-    path = ""
-    for i, step in enumerate(loc):
-        if _is_tag(loc, i):
-            continue
-        path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else str(step)
-    return path
-
-
-def _is_tag(loc: tuple[int | str, ...], i: int) -> bool:
-    """Messages, parts and formats are unions: pydantic puts the chosen tag into the path after them."""
-    step, before = loc[i], loc[i - 1] if i else None
-    if not isinstance(step, str) or before is None:
-        return False
-    if isinstance(before, int):
-        return "tools" not in loc[i - 2 : i] and "tool_calls" not in loc[i - 2 : i]
-    return before in ("content", "tool_choice", "response_format")
+def _loc(problem: ErrorDetails) -> tuple[int | str, ...]:
+    """Where a name in an object is wrong, and not its value, pydantic's path ends in the name and a word of its own."""
+    loc = problem["loc"]
+    by_name = len(loc) > 2 and loc[-1] == "[key]" and problem["type"] != "extra_forbidden"
+    return loc[:-2] if by_name else loc
 
 
 def _hint(loc: tuple[int | str, ...]) -> str:
-    if len(loc) > 1:
-        return ""
-    near = get_close_matches(str(loc[0]), ChatRequest.model_fields, n=1)
+    snake = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(loc[-1])[:40]).lower()
+    near = get_close_matches(snake, locate(loc[:-1]).known, n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+def _readable(name: str, context: object) -> str:
+    """Bounds without a needless ".0", choices with an "or" before the last."""
+    if name == "expected_tags":
+        return " or ".join(str(context).rsplit(", ", 1))
+    return f"{context:g}" if isinstance(context, float) else str(context)
 
 
-def _kind(value: Any) -> str:
-    kinds = {str: "a string", bool: "true or false", int: _NUMBER, float: _NUMBER, list: "a list", dict: "an object"}
-    return kinds.get(type(value), "null" if value is None else type(value).__name__)
+def _shown(value: object) -> str:
+    if isinstance(value, str):
+        return quoted(value)
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    if isinstance(value, int) and value.bit_length() > 100:
+        return f"a number of some {value.bit_length() * 30103 // 100_000 + 1} digits"
+    if value is None or isinstance(value, bool | int | float):
+        return json.dumps(value)
+    return type(value).__name__

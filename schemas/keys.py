@@ -12,6 +12,7 @@ JOB_ID = r"[A-Za-z0-9._-]{1,128}"
 CONTROL = "sluice:control"
 DEAD = "sluice:dead"
 WORKERS = "sluice:worker:*"
+CANCEL_S = 3600  # how long a wish to cancel is remembered
 
 
 def queue(model: str, lane: Lane) -> str:
@@ -47,6 +48,11 @@ def cancel(job_id: str) -> str:
 def wake(model: str) -> str:
     """Channel that tells idle workers to look at the queue."""
     return f"sluice:wake:{model}"
+
+
+def model(name: str) -> str:
+    """Hash: a field for each live worker of the model, "queue_limit jobs_per_s valid_until"."""
+    return f"sluice:model:{name}"
 
 
 def worker(name: str) -> str:

@@ -5,14 +5,15 @@ from typing import Any, Literal
 from pydantic import Field
 
 from schemas.base import Sent
-from schemas.events import FinishReason, Timings
+from schemas.events import FinishReason, Timings, TokenCount
+from schemas.keys import Lane
 
 
 class CompletionUsage(Sent):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: dict[str, int]
+    prompt_tokens: TokenCount
+    completion_tokens: TokenCount
+    total_tokens: TokenCount
+    prompt_tokens_details: dict[str, int] = Field(description="cached_tokens.")
 
 
 class AnswerMessage(Sent):
@@ -27,20 +28,20 @@ class Choice(Sent):
     index: Literal[0] = 0
     message: AnswerMessage
     finish_reason: FinishReason
-    logprobs: dict[str, Any] | None = None
+    logprobs: dict[str, Any] | None = Field(default=None, description="OpenAI's form.")
 
 
 class SluiceDetails(Sent):
     """What OpenAI's object has no place for."""
 
-    lane: str
+    lane: Lane
     worker: str
-    attempt: int
+    attempt: int = Field(ge=1, description="The one that finished it.")
     seed: int
     fingerprint: str
     timings: Timings
     rows_mean: float = Field(description="Rows that decoded beside this one, itself included, per token.")
-    kept_tokens: int | None = None
+    kept_tokens: TokenCount | None = Field(default=None, description="As in the final event's usage.")
     tenant: str | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -48,9 +49,9 @@ class SluiceDetails(Sent):
 
 
 class ChatCompletion(Sent):
-    id: str
+    id: str = Field(description="The job's.")
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
+    created: int = Field(description="Unix seconds at the claim.")
     model: str
     system_fingerprint: str
     choices: list[Choice] = Field(min_length=1, max_length=1)
