@@ -138,7 +138,7 @@ def _deadline(job: Job, deadline_s: float | None) -> Iterator[None]:
         yield
         return
     left_s = job.claim.queued_at + deadline_s - job.log.clock.now()
-    late = Refusal("deadline", f"The job was not done {deadline_s:g} s after it was submitted.")
+    late = Refusal("deadline", f"The job was not done {deadline_s:g} s after it was submitted.", retryable=True)
     if left_s <= 0:
         raise late
     timer = asyncio.get_running_loop().call_later(left_s, job.interrupt, late)

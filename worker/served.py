@@ -3,14 +3,9 @@
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from worker.schedule.sequence import Outcome, Sequence
+from worker.schedule.sequence import Listener, Sequence
 from worker.settings import Settings
 from worker.text.tokenizer import Tokenizer
-
-
-class Listener(Protocol):
-    def heard(self, outcome: Outcome, rows: int) -> None:
-        """What a step did for the sequence, and how many rows decoded in it. On the event loop, in order."""
 
 
 class Engine(Protocol):

@@ -15,8 +15,8 @@ from arq.worker import func
 from worker.app import connect, set_up_logging
 from worker.jobs import chat
 from worker.queue.worker import QueueWorker
-from worker.schedule.sequence import Sampled, Sequence
-from worker.served import Listener, Served
+from worker.schedule.sequence import Listener, Sampled, Sequence
+from worker.served import Served
 from worker.settings import Settings, read_settings
 
 _MARKS = {"poison": 1_000_000, "block": 2_000_000}  # in the prompt's first token, with the number

@@ -17,8 +17,7 @@ import mlx.core as mx
 from worker.engine.engine import Engine
 from worker.engine.model import Model
 from worker.pulse import Pulse
-from worker.schedule.sequence import Sequence, StepReport
-from worker.served import Listener
+from worker.schedule.sequence import Listener, Sequence, StepReport
 
 logger = logging.getLogger("sluice.engine")
 

@@ -1,7 +1,7 @@
 """What passes between the event loop and the engine thread: frozen, and nothing of MLX in it."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 Lane = Literal["interactive", "batch"]
 FinishReason = Literal["stop", "length"]
@@ -65,6 +65,11 @@ class Faulted:
 
 
 Outcome = Prefilled | Sampled | Faulted
+
+
+class Listener(Protocol):
+    def heard(self, outcome: Outcome, rows: int) -> None:
+        """What a step did for the sequence, and how many rows decoded in it. On the event loop, in order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,123 @@
+"""docs/contract.md against the code: every field, event, key and error type is there, and no other."""
+
+import json
+import re
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+from pydantic import BaseModel
+
+import schemas
+from schemas import ChatRequest, keys
+from schemas.events import ErrorType, JobError, Timings, Usage
+from tests.schemas import page
+from tests.schemas.bodies import HELLO, LOOK, chat
+from worker.errors import Refusal
+from worker.queue.scripts import loads
+from worker.request import read_request
+
+
+def test_the_page_s_request_table_has_exactly_the_fields_of_the_request() -> None:
+    listed = [name for cells in page.rows("The request") for name in page.names(cells[0])]
+    roles = ["system", "developer", "user", "assistant", "tool"]
+    assert sorted(listed) == sorted([*ChatRequest.model_fields, *roles])
+
+
+BASE = {"id", "seq", "attempt", "type", "ts"}
+EVENTS = {get_args(kind.model_fields["type"].annotation)[0]: kind for kind in get_args(get_args(schemas.Event)[0])}
+
+
+def choices(model: type[BaseModel]) -> set[str]:
+    """The words that its fields may hold, but for its type."""
+    literals = [field.annotation for name, field in model.model_fields.items() if name != "type"]
+    return {word for each in literals if get_origin(each) is Literal for word in get_args(each)}
+
+
+@pytest.mark.parametrize("type", EVENTS)
+def test_the_page_s_event_table_has_what_each_event_carries(type: str) -> None:
+    (carried,) = [cells[1] for cells in page.rows("Events") if page.names(cells[0]) == [type]]
+    model = EVENTS[type]
+    own = model.model_fields.keys() - BASE | choices(model)
+    if type == "failed":
+        own |= JobError.model_fields.keys()
+    if type in ("resumed", "restarted"):
+        assert model.model_fields.keys() == EVENTS["started"].model_fields.keys()
+        own = {"started"}
+    assert set(page.names(carried)) == own
+
+
+def test_the_page_s_event_table_has_what_every_event_carries() -> None:
+    listed = [page.names(cells[0])[0] for cells in page.rows("Events") if page.names(cells[0])]
+    assert listed == ["id", "seq", "attempt", "type", "ts", *EVENTS]
+
+
+def test_the_page_names_what_is_in_usage_and_timings() -> None:
+    assert {*Usage.model_fields, *Timings.model_fields} <= set(page.names(page.section("Events")))
+
+
+def test_the_page_s_error_table_has_exactly_the_error_types() -> None:
+    assert [page.names(cells[0]) for cells in page.rows("Errors")] == [[], *([name] for name in get_args(ErrorType))]
+
+
+def test_the_page_s_key_table_has_every_key() -> None:
+    listed = {name for cells in page.rows("Keys") for name in page.names(cells[0])}
+    ours = [key("<id>") for key in (keys.log, keys.channel, keys.result, keys.job, keys.cancel)]
+    by_model = ["sluice:queue:<model>:<lane>", keys.wake("<model>"), keys.model("<model>"), keys.worker("<name>")]
+    assert listed - {"arq:job:<id>", "arq:in-progress:<id>"} == {*ours, *by_model, keys.CONTROL, keys.DEAD}
+
+
+def test_the_page_s_names_match_as_ours_do() -> None:
+    assert keys.JOB_ID in page.names(page.TEXT)
+    assert keys.MODEL_NAME in page.names(page.TEXT)
+
+
+def test_the_page_s_body_is_one_that_a_worker_reads() -> None:
+    (body,) = re.findall(r"^SET arq:job:chat-1 (\{.*\}) PX \d+$", page.TEXT, re.M)
+    envelope: dict[str, Any] = loads(body.encode())
+    assert list(envelope) == ["t", "f", "a", "k", "et"]
+    ChatRequest.model_validate(envelope["a"][0])
+
+
+WANTED: dict[str, dict[str, Any]] = {
+    "tools": {"tools": [LOOK]},
+    "response_format": {"response_format": {"type": "json_object"}},
+    "logprobs": {"logprobs": True},
+    "specprefill": {"specprefill": True},
+    "specprefill_keep_pct": {"specprefill_keep_pct": 0.5},
+    "on_disconnect": {"on_disconnect": "cancel"},
+    "deadline_s": {"deadline_s": 5},
+    "parallel_tool_calls": {"parallel_tool_calls": True},
+    "chat_template_kwargs": {"chat_template_kwargs": {"enable_thinking": True}},
+    "metadata": {"metadata": {}},
+}
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_what_the_page_says_is_refused_for_now_is_what_the_worker_refuses(name: str) -> None:
+    listed = {name for cells in page.rows("Refused for now") for name in page.names(cells[0])}
+    assert listed <= set(WANTED)
+    if name in listed:
+        with pytest.raises(Refusal) as raised:
+            read_request(chat(**WANTED[name]), "default")
+        assert (raised.value.type, name in raised.value.message) == ("unsupported", True)
+    else:
+        read_request(chat(**WANTED[name]), "default")
+
+
+def test_the_page_s_failed_event_is_what_that_request_gets() -> None:
+    with pytest.raises(Refusal) as raised:
+        read_request({"messages": HELLO, "temperature": 5}, "default")
+    refused = raised.value
+    said = {"type": refused.type, "message": refused.message, "retryable": refused.retryable}
+    assert page.EVENTS["failed"]["error"] == said
+
+
+def test_the_page_s_example_of_an_invalid_request_is_what_audio_gets() -> None:
+    body = {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}
+    with pytest.raises(Refusal) as raised:
+        read_request(body, "default")
+    assert f"`{raised.value.message}`" in page.section("Errors")
+
+
+def test_the_page_says_the_result_in_bytes_as_a_worker_writes_them() -> None:
+    assert json.dumps(page.RESULT, separators=(",", ":")) in page.TEXT
