@@ -171,15 +171,23 @@ class Client:
         """The jobs that took workers down with them, oldest first."""
         return await letters.read_all(self._redis)
 
+    async def dead_letter(self, job_id: str) -> DeadLetter:
+        """Raises `UnknownJob`."""
+        return await letters.read(self._redis, job_id)
+
     async def retry(self, job_id: str) -> Submitted:
         """Submit a dead letter again, under a new id, and drop the letter. Raises `UnknownJob`, `QueueFull`."""
-        letter = await letters.read(self._redis, job_id)
-        submitted = await self.submit(letter.request, model=letter.model, lane=letter.lane)
-        await letters.drop(self._redis, job_id)
-        return submitted
+        letter = await self.dead_letter(job_id)
+        await letters.take(self._redis, letter)
+        try:
+            return await self.submit(letter.request, model=letter.model, lane=letter.lane)
+        except BaseException:
+            await letters.put_back(self._redis, letter)
+            raise
 
     async def drop_dead_letter(self, job_id: str) -> None:
-        await letters.drop(self._redis, job_id)
+        """Raises `UnknownJob`."""
+        await letters.take(self._redis, await self.dead_letter(job_id))
 
     async def queued(self, model: str, lane: Lane) -> int:
         """Jobs in the lane, those that run included."""

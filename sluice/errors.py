@@ -1,5 +1,7 @@
 """What can go wrong for a backend, apart from redis-py's own errors."""
 
+import math
+
 from sluice.wire import JobError
 
 
@@ -15,7 +17,8 @@ class QueueFull(SluiceError):
     """The lane is at the workers' limit, and nothing was queued. Try again after `retry_after_s`."""
 
     def __init__(self, length: int, limit: int, retry_after_s: float) -> None:
-        super().__init__(f"{length:,} jobs are queued, {limit:,} is the limit; room is likely in {retry_after_s:.0f} s")
+        wait_s = max(1, math.ceil(retry_after_s))
+        super().__init__(f"the queue holds {length:,} of at most {limit:,} jobs; room is likely in {wait_s} s")
         self.length, self.limit, self.retry_after_s = length, limit, retry_after_s
 
 

@@ -1,7 +1,7 @@
 """The dead letters: jobs that took workers down with them, kept until somebody looks."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from redis.asyncio import Redis
@@ -29,7 +29,7 @@ class DeadLetter:
 async def read_all(redis: Redis) -> list[DeadLetter]:
     """Oldest first."""
     stored: list[bytes] = await redis.hvals(wire.DEAD)  # type: ignore[misc]
-    return sorted((DeadLetter(**json.loads(letter)) for letter in stored), key=lambda letter: letter.parked_at)
+    return sorted(map(_letter, stored), key=lambda letter: letter.parked_at)
 
 
 async def read(redis: Redis, job_id: str) -> DeadLetter:
@@ -37,8 +37,18 @@ async def read(redis: Redis, job_id: str) -> DeadLetter:
     stored: bytes | None = await redis.hget(wire.DEAD, job_id)  # type: ignore[misc]
     if stored is None:
         raise UnknownJob(f"there is no dead letter {job_id!r}")
-    return DeadLetter(**json.loads(stored))
+    return _letter(stored)
 
 
-async def drop(redis: Redis, job_id: str) -> None:
-    await redis.hdel(wire.DEAD, job_id)  # type: ignore[misc]
+async def take(redis: Redis, letter: DeadLetter) -> None:
+    """Drop it, and be the one who did. Raises `UnknownJob` when somebody else was."""
+    if not await redis.hdel(wire.DEAD, letter.id):  # type: ignore[misc]
+        raise UnknownJob(f"somebody else has just taken the dead letter {letter.id!r}")
+
+
+async def put_back(redis: Redis, letter: DeadLetter) -> None:
+    await redis.hset(wire.DEAD, letter.id, json.dumps(asdict(letter)))  # type: ignore[misc]
+
+
+def _letter(stored: bytes) -> DeadLetter:
+    return wire.build(DeadLetter, json.loads(stored))

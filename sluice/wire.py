@@ -188,12 +188,13 @@ def parse_event(raw: bytes | str) -> Event:
     said: dict[str, Any] = json.loads(raw)
     for name, nested in _NESTED.items():
         if name in said:
-            said[name] = _build(nested, said[name])
+            said[name] = build(nested, said[name])
     for name, value in said.items():
         if isinstance(value, list):
             said[name] = tuple(value)
-    return _build(EVENTS.get(said["type"], Event), said)
+    return build(EVENTS.get(said["type"], Event), said)
 
 
-def _build(cls: type[D], said: Mapping[str, Any]) -> D:
+def build(cls: type[D], said: Mapping[str, Any]) -> D:
+    """What a later worker adds is left out."""
     return cls(**{field.name: said[field.name] for field in fields(cls) if field.name in said})  # type: ignore[arg-type]

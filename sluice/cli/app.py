@@ -8,12 +8,12 @@ import typer
 
 from sluice.cli.cancel import cancel
 from sluice.cli.chat import chat
+from sluice.cli.dead import dead
 from sluice.cli.submit import submit
 from sluice.cli.tail import tail
 from sluice.cli.trouble import Trouble
 from sluice.cli.worker import worker
-
-_EXIT_TROUBLE = 2
+from sluice.cli.workers import workers
 
 app = typer.Typer(
     add_completion=False,
@@ -23,8 +23,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog='\b\nExample:\n  sluice chat "What is the capital of Ghana?"',
 )
-for command in (worker, chat, submit, tail, cancel):
+for command in (worker, chat, submit, tail, cancel, workers):
     app.command()(command)
+app.add_typer(dead, name="dead")
 
 
 def _print_version(wanted: bool) -> None:
@@ -48,7 +49,8 @@ def sluice(
 ) -> None:
     """Chat models on Apple MLX behind a message queue: serve one, talk to it, queue jobs and follow them.
 
-    Exit codes: 0 finished, 1 the job failed, 2 it could not be done as asked, 3 the job was cancelled.
+    Exit codes: 0 finished, 1 the job failed, 2 it could not be done as asked, 3 the job was cancelled, 4 the queue is
+    full.
     """
 
 
@@ -57,4 +59,4 @@ def run() -> None:
         app(prog_name="sluice")
     except Trouble as trouble:
         print(f"sluice: {trouble}", file=sys.stderr)
-        sys.exit(_EXIT_TROUBLE)
+        sys.exit(trouble.exit_code)

@@ -33,7 +33,7 @@ def chat(
     """Say something to a model and watch its answer come.
 
     The answer goes to stdout; progress, timings and whatever went wrong go to stderr. Ctrl-C cancels the job.
-    Exit codes: 0 finished, 1 failed, 3 cancelled.
+    Exit codes: 0 finished, 1 failed, 3 cancelled, 4 the queue is full and nothing was asked.
 
     \b
     Example:

@@ -39,11 +39,11 @@ async def submit_job(
     except ValueError as error:
         raise Trouble(f"this cannot be queued: {error}.") from None
     if job.state == "queued":
-        await _mention_missing_worker(client, model)
+        await mention_missing_worker(client, model)
     return job
 
 
-async def _mention_missing_worker(client: Client, model: str) -> None:
+async def mention_missing_worker(client: Client, model: str) -> None:
     served = sorted({worker["model"] for worker in await client.workers()})
     if model in served:
         return

@@ -1,8 +1,6 @@
 """`sluice submit`: queue a job and go on."""
 
 import asyncio
-import json
-import sys
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -11,6 +9,7 @@ import typer
 from sluice.cli.follow import EXIT_CODES, submit_job
 from sluice.cli.given import read_message, read_request
 from sluice.cli.options import MODEL, REDIS_URL, AsJson, LaneChoice, Model, RedisUrl
+from sluice.cli.printed import print_json
 from sluice.cli.trouble import Trouble, connected
 from sluice.cli.view import note, notes
 from sluice.client import Client, Submitted
@@ -39,7 +38,8 @@ def submit(
     """Queue a job, and print its id.
 
     With --json, {"id", "new", "state"}; `new` is false where there was a job of that id already. With --wait, the
-    result instead, and the exit codes are those of `sluice chat`.
+    result instead, and the exit codes are those of `sluice chat`. Exit code 4: the queue is full, and nothing was
+    queued.
 
     \b
     Examples:
@@ -80,7 +80,7 @@ async def _submit(
 
 def _print_submitted(job: Submitted, *, as_json: bool) -> None:
     if as_json:
-        _print_json(asdict(job))
+        print_json(asdict(job))
         return
     print(job.id)
     known = "" if job.new else "; the id was known, and nothing was queued"
@@ -90,7 +90,7 @@ def _print_submitted(job: Submitted, *, as_json: bool) -> None:
 async def _print_result(client: Client, job_id: str, *, indent: int | None) -> int:
     with notes.status(f"waiting for the result of {job_id}", spinner_style="dim"):
         ending, result = await _result(client, job_id)
-    _print_json(result, indent)
+    print_json(result, indent)
     return EXIT_CODES[ending]
 
 
@@ -103,9 +103,3 @@ async def _result(client: Client, job_id: str) -> tuple[str, dict[str, Any]]:
         return "failed", {"id": job_id, "type": "failed", "error": asdict(failed.error)}
     except JobCancelled as cancelled:
         return "cancelled", {"id": job_id, "type": "cancelled", "reason": cancelled.reason}
-
-
-def _print_json(value: dict[str, Any], indent: int | None = None) -> None:
-    text = json.dumps(value, ensure_ascii=False, indent=indent)
-    sys.stdout.buffer.write(text.encode("utf-8", "backslashreplace") + b"\n")
-    sys.stdout.buffer.flush()

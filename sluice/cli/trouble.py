@@ -1,5 +1,6 @@
 """What a person can put right, said in a sentence with a way out."""
 
+import math
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -8,11 +9,17 @@ from redis.exceptions import AuthenticationError, ConnectionError, RedisError, T
 
 from sluice import wire
 from sluice.client import Client
-from sluice.errors import UnknownJob
+from sluice.errors import QueueFull, UnknownJob
+
+_EXIT_QUEUE_FULL = 4
 
 
 class Trouble(Exception):
-    """Ends the command with this sentence and exit code 2."""
+    """Ends the command with this sentence and exit code."""
+
+    def __init__(self, sentence: str, *, exit_code: int = 2) -> None:
+        super().__init__(sentence)
+        self.exit_code = exit_code
 
 
 @asynccontextmanager
@@ -27,6 +34,8 @@ async def connected(url: str) -> AsyncIterator[Client]:
         except UnknownJob as error:
             way_out = f"Check the id, and that {_public(url)} is the server it was submitted to."
             raise Trouble(f"{error}. {way_out}") from None
+        except QueueFull as full:
+            raise Trouble(_explain_full(full), exit_code=_EXIT_QUEUE_FULL) from None
 
 
 def check_job_id(job_id: str) -> None:
@@ -64,6 +73,11 @@ def _explain(error: RedisError, url: str) -> str:
             way_out = "Start one with `docker compose up -d redis` or ./scripts/demo, or name another with --redis-url."
             return f"no server answers at {_public(url)}: {said} {way_out}"
     return f"the server at {_public(url)} refused: {said} Is it a Redis or Valkey that we may write to?"
+
+
+def _explain_full(full: QueueFull) -> str:
+    lengths = f"length {full.length:,}, limit {full.limit:,}"
+    return f"the queue is full ({lengths}), and nothing was queued. Try again in {math.ceil(full.retry_after_s):,} s."
 
 
 def _public(url: str) -> str:

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from arq.constants import job_key_prefix, retry_key_prefix
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from schemas import keys
 from worker.errors import OwnershipLost
-from worker.queue.claims import Claim, lease_key
+from worker.queue.claims import Claim, leftovers
 from worker.queue.clock import ServerClock
 from worker.queue.scripts import JOB_LIFE_MS, dumps, script
 from worker.settings import Settings
@@ -176,11 +175,10 @@ class Publisher:
     async def _append_final(self, log: JobLog, ending: Ending) -> None:
         job_id, sent = log.claim.job_id, (len(log.events), log.fields.copy())
         model, settings = self._settings.model_name, self._settings
-        doomed = [keys.cancel(job_id), job_key_prefix + job_id, lease_key(job_id), retry_key_prefix + job_id]
         verdict = await self._final(
             keys=[
                 keys.job(job_id), keys.log(job_id), keys.channel(job_id), keys.result(job_id),
-                keys.queue(model, log.claim.lane), *doomed,
+                keys.queue(model, log.claim.lane), *leftovers(job_id),
             ],
             args=[
                 JOB_LIFE_MS, log.claim.attempt, log.written, ending.state, ending.result,

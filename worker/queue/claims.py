@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from arq.constants import in_progress_key_prefix
+from arq.constants import in_progress_key_prefix, job_key_prefix, retry_key_prefix
 from redis.asyncio import Redis
 
 from schemas import keys
@@ -37,6 +37,11 @@ def lease_key(job_id: str) -> str:
     return in_progress_key_prefix + job_id
 
 
+def leftovers(job_id: str) -> list[str]:
+    """What a job that has ended leaves nobody a use for: arq's keys, and the wish to cancel it."""
+    return [keys.cancel(job_id), job_key_prefix + job_id, lease_key(job_id), retry_key_prefix + job_id]
+
+
 _FIELDS = 11  # values a job in claim.lua's answer
 
 
@@ -47,6 +52,8 @@ class Claims:
         self._answer_lost, self._one_at_a_time = False, asyncio.Lock()
         self._claim = script(redis, "claim")
         self._release = script(redis, "release")
+        self._cancel = script(redis, "cancel")
+        self._log_ttl_ms, self._result_ttl_ms = settings.log_ttl_s * 1000, settings.result_ttl_s * 1000
 
     async def take(
         self,
@@ -77,6 +84,17 @@ class Claims:
             )  # fmt: skip
             self._answer_lost = False
         return [_claim(lane, flat[i : i + _FIELDS]) for i in range(0, len(flat), _FIELDS)]
+
+    async def cancel_waiting(self, job_id: str) -> bool:
+        """End a job that waits in one of our lanes. False where it does not."""
+        doomed = leftovers(job_id)
+        names = [keys.job(job_id), keys.log(job_id), keys.channel(job_id), keys.result(job_id), lease_key(job_id)]
+        queues = [keys.queue(self._model, lane) for lane in keys.LANES]
+        ended = await self._cancel(
+            keys=[*names, *doomed, *queues],
+            args=[job_id, JOB_LIFE_MS, self._log_ttl_ms, self._result_ttl_ms, len(doomed)],
+        )
+        return bool(ended)
 
     async def release(self, claim: Claim) -> None:
         """Hand it back; whoever is idle hears of it at once."""

@@ -62,7 +62,7 @@ class Endings:
         await self._publisher.finish(job.log, "failed", parked=parked, error=error, usage=job.usage.as_event())
 
     def _letter(self, job: Job, error: dict[str, object]) -> bytes:
-        """What `sluice dead` shows, and what it submits again: a body that reached us is JSON text."""
+        """What `sluice dead` shows, and what it submits again: a body that was opened is JSON text."""
         return dumps(
             {
                 "id": job.claim.job_id,

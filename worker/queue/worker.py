@@ -5,7 +5,6 @@ import logging
 import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from signal import Signals
 from typing import Any
 
@@ -290,9 +289,9 @@ class QueueWorker(Worker):
             raise Cancelled("requested")
         if job.claim.expired:
             raise Refusal("deadline", "The job's deadline passed while it waited in the queue.", retryable=True)
+        function, request = open_envelope(job.claim, self.functions, self.settings.max_request_bytes)
         if job.claim.crashes >= MOST_CRASHES:
             raise CULPRIT
-        function, request = open_envelope(job.claim, self.functions, self.settings.max_request_bytes)
         answer = await function.coroutine({**self.ctx, "job": job}, request)
         assert isinstance(answer, Answer), f"{function.name} must return an Answer"
         return answer
@@ -300,13 +299,11 @@ class QueueWorker(Worker):
     # Interruption
 
     async def cancel(self, job_id: str) -> None:
-        """A running job of ours is interrupted, a waiting one is claimed only to end."""
+        """A running job of ours is interrupted, a waiting one ended on the spot."""
         if job_id in self.jobs:
             self._interrupt(job_id, Cancelled("requested"))
-            return
-        for lane in keys.LANES if job_id else ():
-            for claim in await self.claims.take(lane, 1, only=job_id):
-                await self._begin(replace(claim, cancelled=True))
+        elif job_id and await self.claims.cancel_waiting(job_id):
+            logger.info("job %s cancelled in the queue", job_id)
 
     async def _cancel_wanted(self, running: Sequence[str]) -> None:
         """For when the word on the channel may not have been heard."""
