@@ -51,4 +51,4 @@ async def put_back(redis: Redis, letter: DeadLetter) -> None:
 
 
 def _letter(stored: bytes) -> DeadLetter:
-    return wire.build(DeadLetter, json.loads(stored))
+    return wire.parse_as(DeadLetter, json.loads(stored))

@@ -188,13 +188,13 @@ def parse_event(raw: bytes | str) -> Event:
     said: dict[str, Any] = json.loads(raw)
     for name, nested in _NESTED.items():
         if name in said:
-            said[name] = build(nested, said[name])
+            said[name] = parse_as(nested, said[name])
     for name, value in said.items():
         if isinstance(value, list):
             said[name] = tuple(value)
-    return build(EVENTS.get(said["type"], Event), said)
+    return parse_as(EVENTS.get(said["type"], Event), said)
 
 
-def build(cls: type[D], said: Mapping[str, Any]) -> D:
+def parse_as(cls: type[D], said: Mapping[str, Any]) -> D:
     """What a later worker adds is left out."""
     return cls(**{field.name: said[field.name] for field in fields(cls) if field.name in said})  # type: ignore[arg-type]
