@@ -1,0 +1,245 @@
+"""Stand-ins: a tokenizer of bytes, an engine without a model, a chat that does what its request says, a bad line."""
+
+import asyncio
+import codecs
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from jinja2 import Environment, TemplateError
+
+from worker.queue.job import Answer, Job
+from worker.schedule.sequence import Listener, Outcome, Prefilled, Sampled, Sequence, StepReport
+from worker.served import Served
+from worker.settings import Settings
+
+PLAIN_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+class ByteDetokenizer:
+    """An id beyond the vocabulary raises."""
+
+    def __init__(self, vocab: list[bytes]) -> None:
+        self._vocab, self._segment = vocab, ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    @property
+    def last_segment(self) -> str:
+        segment, self._segment = self._segment, ""
+        return segment
+
+    def add_token(self, token: int) -> None:
+        self._segment += self._decoder.decode(self._vocab[token])
+
+    def finalize(self) -> None:
+        self._segment += self._decoder.decode(b"", final=True)
+
+
+class ByteTokenizer:
+    """A token is a byte, or one of the given pieces: a code point may take several, and one may cut two."""
+
+    def __init__(self, *pieces: bytes, template: str = PLAIN_TEMPLATE) -> None:
+        self.vocab = [*(bytes([value]) for value in range(256)), *pieces]
+        self._template, self.threads = template, set[threading.Thread]()
+
+    @property
+    def detokenizer(self) -> ByteDetokenizer:
+        return ByteDetokenizer(self.vocab)
+
+    def encode(self, text: str) -> list[int]:
+        """The longest piece first."""
+        rest, ids = text.encode(), []
+        by_length = sorted(range(len(self.vocab)), key=lambda token: -len(self.vocab[token]))
+        while rest:
+            ids.append(next(token for token in by_length if rest.startswith(self.vocab[token])))
+            rest = rest[len(self.vocab[ids[-1]]) :]
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return b"".join(self.vocab[token] for token in ids).decode("utf-8", "replace")
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> list[int]:
+        self.threads.add(threading.current_thread())
+        template = Environment().from_string(self._template)
+        return list(template.render(messages=conversation, raise_exception=_raise, **kwargs).encode())
+
+
+def _raise(words: str) -> None:
+    raise TemplateError(words)
+
+
+class FakeEngine:
+    """Says `answer(sequence)`, a token a step and row. Reports reach the loop as the engine thread's do."""
+
+    def __init__(self, answer: Callable[[Sequence], Iterable[int]], *, step_s: float = 0.001) -> None:
+        self._answer, self._step_s = answer, step_s
+        self._rows: dict[str, tuple[Sequence, Listener, Iterator[tuple[int, int]]]] = {}
+        self.sequences: list[Sequence] = []  # all that ever came
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+
+    @property
+    def running(self) -> set[str]:
+        return set(self._rows)
+
+    def submit(self, sequence: Sequence, listener: Listener) -> None:
+        assert sequence.id not in self._rows, "two sequences of one id would hear each other"
+        self.sequences.append(sequence)
+        numbered = list(enumerate(self._answer(sequence)))
+        self._rows[sequence.id] = (sequence, listener, iter(numbered[len(sequence.delivered) :]))
+        prompt = len(sequence.prompt)
+        self._deliver(StepReport((Prefilled(sequence.id, prompt, prompt),), 0))
+
+    def remove(self, sequence_id: str) -> None:
+        self._rows.pop(sequence_id, None)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._step_s)
+            outcomes = [_next(sequence, answer) for sequence, _, answer in self._rows.values()]
+            self._deliver(StepReport(tuple(outcomes), len(outcomes)))
+
+    def _deliver(self, report: StepReport) -> None:
+        asyncio.get_running_loop().call_soon(self._tell, report)
+
+    def _tell(self, report: StepReport) -> None:
+        for outcome in report.outcomes:
+            if row := self._rows.get(outcome.id):
+                row[1].heard(outcome, report.rows)
+
+
+def _next(sequence: Sequence, answer: Iterator[tuple[int, int]]) -> Outcome:
+    k, token = next(answer, (0, None))
+    if token is None:
+        return Sampled(sequence.id, None, "stop")
+    return Sampled(sequence.id, token, "length" if k + 1 == sequence.max_tokens else None)
+
+
+def served(settings: Settings, engine: FakeEngine, tokenizer: ByteTokenizer, **changed: Any) -> Served:
+    known = {"fingerprint": "fp_fake", "context": 2048, "vocab": len(tokenizer.vocab), "generation": {}}
+    return Served(settings, engine, tokenizer, **{**known, **changed})
+
+
+TIMINGS = {"queue_s": 0.0, "prefill_s": 0.0, "ttft_s": 0.0, "decode_s": 0.0, "tokens_per_s": 0.0}
+
+
+class FakeChat:
+    """In the place of `worker.jobs.chat`: the request itself says what to do.
+
+    `say`: words, a delta each; `pace_s` between them; `then`: an exception to raise, or "hang".
+    """
+
+    def __init__(self) -> None:
+        self.running: list[Job] = []
+        self.began: list[str] = []  # ids, an attempt each
+        self.most = 0  # jobs at once
+
+    async def chat(self, ctx: dict[Any, Any], request: dict[str, Any]) -> Answer:
+        job: Job = ctx["job"]
+        self.running.append(job)
+        self.began.append(job.claim.job_id)
+        self.most = max(self.most, len(self.running))
+        try:
+            return await self._talk(job, request)
+        finally:
+            self.running.remove(job)
+
+    async def _talk(self, job: Job, request: dict[str, Any]) -> Answer:
+        job.log.say(
+            "restarted" if job.claim.events else "started", model="default", fingerprint="fp_fake", worker="", seed=7
+        )
+        words = request.get("say", [])
+        for k, word in enumerate(words):
+            if k:
+                await asyncio.sleep(request.get("pace_s", 0))
+            job.usage.completion_tokens += 1
+            job.log.say("delta", token_ids=[k], content=word)
+        match request.get("then"):
+            case "hang":
+                await asyncio.Event().wait()
+            case str(words):
+                raise ValueError(words)
+        return Answer("stop", TIMINGS, {"object": "chat.completion", "said": "".join(words)})
+
+
+@dataclass
+class _Call:
+    """One connection through the line, both ends."""
+
+    near: asyncio.StreamWriter
+    far: asyncio.StreamWriter
+
+    def drop(self) -> None:
+        for end in (self.near, self.far):
+            end.transport.abort()
+
+
+class Line:
+    """The line to a server: it can go dead or mute and come back, and it can lose answers that were given."""
+
+    def __init__(self, server_url: str) -> None:
+        self._to = urlsplit(server_url)
+        self._calls: list[_Call] = []
+        self.loses: Callable[[], bool] = lambda: False  # asked for each piece of an answer
+        self.lost = 0
+        self.mute = False  # connections stay, and nothing comes through
+        self._dead = False
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self._port}{self._to.path}"
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", self._port)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.down()
+        self._server.close()
+        await self._server.wait_closed()
+
+    def down(self) -> None:
+        self._dead = True
+        self.cut()
+
+    def up(self) -> None:
+        self._dead = False
+
+    def cut(self) -> None:
+        for call in self._calls:
+            call.drop()
+        self._calls.clear()
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._dead:
+            writer.transport.abort()
+            return
+        far_reader, far_writer = await asyncio.open_connection(self._to.hostname, self._to.port)
+        call = _Call(writer, far_writer)
+        self._calls.append(call)
+        there = asyncio.create_task(self._pass_on(reader, far_writer, call, loses=lambda: False))
+        await self._pass_on(far_reader, writer, call, loses=lambda: self.loses())
+        await there
+
+    async def _pass_on(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, call: _Call, loses: Callable[[], bool]
+    ) -> None:
+        try:
+            while piece := await reader.read(65_536):
+                if self.mute:
+                    continue
+                if loses():
+                    self.lost += 1
+                    break
+                writer.write(piece)
+        except OSError:
+            pass
+        call.drop()

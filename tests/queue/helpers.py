@@ -1,0 +1,130 @@
+"""How these tests put jobs on the queue, run a worker in this process, and read what came of it."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from arq.worker import func
+from redis.asyncio import Redis
+
+from schemas import keys
+from schemas.events import FINAL
+from schemas.keys import Lane
+from worker.app import connect
+from worker.queue.claims import Claim, lease_key
+from worker.queue.scripts import script
+from worker.queue.worker import QueueWorker
+from worker.settings import Settings
+
+QUEUE = keys.queue("default", "interactive")
+BATCH = keys.queue("default", "batch")
+
+
+def settings(url: str, **given: Any) -> Settings:
+    return Settings(**{"redis_url": url, "model": "none", "worker_name": "ada", "max_rows": 8, "poll_s": 0.5, **given})
+
+
+def envelope(*args: Any, function: str = "chat", **kwargs: Any) -> bytes:
+    """As arq writes a job, in JSON."""
+    return json.dumps({"t": None, "f": function, "a": args, "k": kwargs, "et": 1}).encode()
+
+
+def as_bytes(job_id: str | bytes) -> bytes:
+    return job_id.encode("utf-8", "surrogateescape") if isinstance(job_id, str) else job_id
+
+
+async def put(
+    db: Redis, job_id: str | bytes, body: bytes | None, *, lane: Lane = "interactive", at_ms: int = 1
+) -> None:
+    """A job as any producer could queue it; `None` for a body that has expired."""
+    name = as_bytes(job_id)
+    async with db.pipeline() as pipe:
+        if body is not None:
+            pipe.set(b"arq:job:" + name, body, ex=60)
+        pipe.zadd(keys.queue("default", lane), {name: at_ms})
+        await pipe.execute()
+
+
+async def ask(db: Redis, job_id: str, request: Any, *, lane: Lane = "interactive", at_ms: int = 1) -> None:
+    await put(db, job_id, envelope(request), lane=lane, at_ms=at_ms)
+    await db.publish(keys.wake("default"), "")
+
+
+async def log(db: Redis, job_id: str | bytes) -> list[dict[str, Any]]:
+    """What the job has said, without the times."""
+    said = [json.loads(raw) for raw in await db.lrange(b"sluice:log:" + as_bytes(job_id), 0, -1)]
+    assert all(abs(event.pop("ts") - time.time()) < 60 for event in said)
+    return said
+
+
+async def ended(db: Redis, job_id: str | bytes, *, within_s: float = 10) -> list[dict[str, Any]]:
+    """The log of a job once it has ended."""
+
+    async def has_ended() -> bool:
+        said = await log(db, job_id)
+        return bool(said) and said[-1]["type"] in FINAL
+
+    await until(has_ended, within_s=within_s)
+    return await log(db, job_id)
+
+
+async def until_it_has_said(db: Redis, job_id: str, events: int) -> None:
+    async def enough() -> bool:
+        return bool(await db.llen(keys.log(job_id)) >= events)
+
+    await until(enough)
+
+
+async def listening(db: Redis, *, workers: int = 1) -> None:
+    """Until so many workers hear what is published."""
+
+    async def all_hear() -> bool:
+        return bool((await db.pubsub_numsub(keys.CONTROL))[0][1] == workers)
+
+    await until(all_hear)
+
+
+async def field(db: Redis, job_id: str, name: str) -> str | None:
+    """Of the job's hash."""
+    value = await db.hget(keys.job(job_id), name)
+    return None if value is None else value.decode()
+
+
+async def until(true: Callable[[], bool] | Callable[[], Awaitable[bool]], *, within_s: float = 10) -> None:
+    deadline = time.monotonic() + within_s
+    while True:
+        answer = true()
+        if answer if isinstance(answer, bool) else await answer:
+            return
+        assert time.monotonic() < deadline, f"not so within {within_s:g} s"
+        await asyncio.sleep(0.005)
+
+
+async def renew(redis: Redis, claim: Claim, *, lease_ms: int = 60_000) -> bool:
+    """True where somebody else owns the job by now."""
+    names = [keys.job(claim.job_id), lease_key(claim.job_id), keys.log(claim.job_id)]
+    return bool(await script(redis, "renew")(keys=names, args=[lease_ms, 86_400_000, "ada", claim.attempt]))
+
+
+def words(said: list[dict[str, Any]]) -> str:
+    return "".join(event.get("content", "") for event in said)
+
+
+@asynccontextmanager
+async def working(
+    given: Settings, chat: Callable[..., Awaitable[Any]], *, cls: type[QueueWorker] = QueueWorker, **ctx: Any
+) -> AsyncIterator[QueueWorker]:
+    """A worker until the end of the block; then it drains, and what is left is handed back at once."""
+    async with connect(given) as redis:
+        worker = cls([func(chat, name="chat")], redis=redis, settings=given, ctx=ctx)
+        main = asyncio.create_task(worker.main())
+        try:
+            yield worker
+        finally:
+            if not main.done():
+                worker.stop()
+                worker.stop()
+            await asyncio.wait_for(main, 20)

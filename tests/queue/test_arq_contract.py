@@ -1,0 +1,166 @@
+"""Every name, signature and behaviour of arq that we borrow. When an upgrade fails, it fails here first."""
+
+import asyncio
+import inspect
+import json
+import pickle
+from collections.abc import AsyncIterator, Callable
+from datetime import timedelta
+from importlib.metadata import version
+from typing import Any
+
+import arq
+import arq.constants
+import pytest
+from arq.connections import ArqRedis
+from arq.jobs import Job, JobStatus, serialize_job
+from arq.worker import Function, Worker, func
+from redis.asyncio import Redis
+
+from tests.fakes import FakeChat
+from tests.queue.helpers import QUEUE, ended, envelope, put, settings, until, working
+from worker.app import connect
+from worker.queue.scripts import JOB_LIFE_MS, dumps
+from worker.queue.worker import QueueWorker
+
+REQUEST = {"say": ["Hello"]}
+
+
+def parameters(of: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(of).parameters)
+
+
+@pytest.fixture
+async def arq_redis(redis_url: str) -> AsyncIterator[ArqRedis]:
+    async with connect(settings(redis_url)) as redis:
+        yield redis
+
+
+async def status(redis: ArqRedis, job_id: str) -> JobStatus:
+    return await Job(job_id, redis, _queue_name=QUEUE).status()
+
+
+def test_the_release_is_one_that_these_tests_were_written_against() -> None:
+    assert version("arq").rsplit(".", 1)[0] == "0.28"
+
+
+def test_the_worker_takes_what_we_give_it() -> None:
+    given = {
+        "functions", "queue_name", "redis_pool", "ctx", "max_jobs", "poll_delay", "keep_result", "retry_jobs",
+        "allow_abort_jobs", "job_serializer",
+    }  # fmt: skip
+    assert given <= set(parameters(Worker.__init__))
+
+
+@pytest.mark.parametrize(
+    ("name", "takes"),
+    [
+        ("main", ["self"]),
+        ("_poll_iteration", ["self"]),
+        ("run_job", ["self", "job_id", "score"]),
+        ("handle_sig", ["self", "signum"]),
+    ],
+)
+def test_what_we_override_is_still_there_in_the_same_form(name: str, takes: list[str]) -> None:
+    theirs, ours = vars(Worker)[name], vars(QueueWorker)[name]
+    assert parameters(theirs) == parameters(ours) == takes
+    assert inspect.iscoroutinefunction(theirs) == inspect.iscoroutinefunction(ours)
+
+
+def test_we_override_nothing_of_arq_by_accident() -> None:
+    ours = {name for name in vars(QueueWorker) if not name.startswith("__") and hasattr(Worker, name)}
+    assert ours == {"main", "_poll_iteration", "run_job", "handle_sig"}
+
+
+async def test_a_worker_has_the_parts_that_we_use(arq_redis: ArqRedis) -> None:
+    async def chat(ctx: dict[Any, Any]) -> None: ...
+
+    worker = Worker([func(chat, name="chat")], redis_pool=arq_redis, max_jobs=3, poll_delay=0.25, ctx={"a": 1})
+    assert worker.functions == {"chat": Function("chat", chat, None, None, None, None)}
+    assert (worker.pool, worker.max_jobs, worker.poll_delay_s, worker.ctx) == (arq_redis, 3, 0.25, {"a": 1})
+    assert (worker.tasks, worker.loop) == ({}, asyncio.get_running_loop())
+
+
+def test_the_prefixes_are_those_that_other_languages_were_told() -> None:
+    constants = arq.constants
+    assert [constants.job_key_prefix, constants.in_progress_key_prefix, constants.retry_key_prefix] == [
+        "arq:job:", "arq:in-progress:", "arq:retry:",
+    ]  # fmt: skip
+    assert constants.expires_extra_ms == JOB_LIFE_MS
+
+
+def test_the_wire_format_is_an_object_of_five() -> None:
+    wire = serialize_job("chat", ({"messages": []},), {}, None, 17, serializer=dumps)
+    assert json.loads(wire) == {"t": None, "f": "chat", "a": [{"messages": []}], "k": {}, "et": 17}
+
+
+def test_stock_arq_pickles() -> None:
+    """And so a plain pool is told to give a serializer, by name."""
+    assert pickle.loads(serialize_job("chat", (1,), {}, None, 17))["f"] == "chat"
+    assert "job_serializer" in parameters(arq.create_pool)
+
+
+async def test_enqueue_job_writes_the_two_keys_that_we_read(arq_redis: ArqRedis, db: Redis) -> None:
+    await arq_redis.enqueue_job("chat", REQUEST, _job_id="a", _queue_name=QUEUE)
+    assert set(await db.keys()) == {b"arq:job:a", QUEUE.encode()}
+    body = json.loads(await db.get("arq:job:a"))
+    assert body == {"t": None, "f": "chat", "a": [REQUEST], "k": {}, "et": body["et"]}
+    assert await db.zrange(QUEUE, 0, -1, withscores=True) == [(b"a", body["et"])]
+    assert 86_000_000 < await db.pttl("arq:job:a") <= JOB_LIFE_MS
+
+
+async def test_enqueue_job_takes_an_id_once_while_its_body_is_there(arq_redis: ArqRedis, db: Redis) -> None:
+    first = await arq_redis.enqueue_job("chat", {"n": 1}, _job_id="a", _queue_name=QUEUE)
+    second = await arq_redis.enqueue_job("chat", {"n": 2}, _job_id="a", _queue_name=QUEUE)
+    assert (first is None, second is None) == (False, True)
+    assert json.loads(await db.get("arq:job:a"))["a"] == [{"n": 1}]
+
+
+async def test_enqueue_job_gives_way_to_another_that_was_faster(arq_redis: ArqRedis, db: Redis) -> None:
+    """Its WATCH sees a body that appears between its look and its write."""
+
+    class Slow(ArqRedis):
+        def pipeline(self, *args: Any, **kwargs: Any) -> Any:
+            pipe = super().pipeline(*args, **kwargs)
+            exists = pipe.exists
+
+            async def exists_and_then(*names: str) -> Any:
+                found = await exists(*names)
+                await db.set("arq:job:a", b"the other's")
+                return found
+
+            pipe.exists = exists_and_then
+            return pipe
+
+    slow = Slow(pool_or_conn=arq_redis.connection_pool, job_serializer=dumps)
+    assert await slow.enqueue_job("chat", REQUEST, _job_id="a", _queue_name=QUEUE) is None
+    assert await db.get("arq:job:a") == b"the other's"
+    assert await db.zcard(QUEUE) == 0
+
+
+async def test_a_deferred_job_is_scored_by_its_time(arq_redis: ArqRedis, db: Redis) -> None:
+    await arq_redis.enqueue_job("chat", REQUEST, _job_id="a", _queue_name=QUEUE, _defer_by=timedelta(hours=1))
+    body = json.loads(await db.get("arq:job:a"))
+    assert await db.zscore(QUEUE, "a") == body["et"] + 3_600_000
+
+
+async def test_job_status_tells_the_truth_about_our_jobs(arq_redis: ArqRedis, redis_url: str, db: Redis) -> None:
+    assert await status(arq_redis, "a") == JobStatus.not_found
+    await arq_redis.enqueue_job("chat", {"then": "hang"}, _job_id="a", _queue_name=QUEUE)
+    await arq_redis.enqueue_job("chat", REQUEST, _job_id="later", _queue_name=QUEUE, _defer_by=3600)
+    assert [await status(arq_redis, id) for id in ("a", "later")] == [JobStatus.queued, JobStatus.deferred]
+    chat = FakeChat()
+    async with working(settings(redis_url), chat.chat) as worker:
+        await until(lambda: bool(chat.running))
+        assert await status(arq_redis, "a") == JobStatus.in_progress
+        await worker.cancel("a")
+        await ended(db, "a")
+        assert await status(arq_redis, "a") == JobStatus.not_found
+    assert await status(arq_redis, "later") == JobStatus.deferred
+
+
+async def test_a_job_of_ours_reads_as_a_job_of_arq_s(arq_redis: ArqRedis, db: Redis) -> None:
+    await put(db, "a", envelope(REQUEST))
+    info = await Job("a", arq_redis, _queue_name=QUEUE, _deserializer=json.loads).info()
+    assert info is not None
+    assert (info.function, info.args, info.kwargs, info.score) == ("chat", [REQUEST], {}, 1)

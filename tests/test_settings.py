@@ -1,0 +1,149 @@
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from scripts.stack import ROOT
+from worker.errors import CannotStart
+from worker.settings import Settings, read_settings, variable
+
+WITHOUT_DEFAULT = {"SLUICE_MODEL"}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An empty folder, and no variable of ours but the one that is required."""
+    for name in map(variable, Settings.model_fields):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLUICE_MODEL", "some/model")
+    monkeypatch.chdir(tmp_path)
+
+
+def sentence() -> str:
+    with pytest.raises(CannotStart) as raised:
+        read_settings()
+    return str(raised.value)
+
+
+def test_a_misspelt_variable_is_refused_with_the_one_that_was_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLUICE_MAX_ROW", "4")
+    assert sentence() == "SLUICE_MAX_ROW is not a setting; did you mean SLUICE_MAX_ROWS?"
+
+
+def test_a_variable_that_resembles_none_points_to_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLUICE_XYZZY", "4")
+    assert sentence() == "SLUICE_XYZZY is not a setting; see .env.example for the names."
+
+
+def test_a_misspelt_name_in_the_file_is_refused_too() -> None:
+    Path(".env").write_text("# SLUICE_COMMENT=1\nexport SLUICE_MAX_ROW = 4\n")
+    assert sentence() == "SLUICE_MAX_ROW is not a setting; did you mean SLUICE_MAX_ROWS?"
+
+
+def test_variables_of_others_are_none_of_our_business(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLUICEGATE", "open")
+    monkeypatch.setenv("SLUICE_TEST_REDIS_URL", "redis://elsewhere")
+    Path(".env").write_text("DATABASE_URL=postgres://\n")
+    read_settings()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("SLUICE_MAX_ROWS", "many", "SLUICE_MAX_ROWS=many: Input should be a valid integer"),
+        ("SLUICE_MAX_ROWS", "0", "SLUICE_MAX_ROWS=0: Input should be greater than or equal to 1"),
+        ("SLUICE_LEASE_S", "0.1", "SLUICE_LEASE_S=0.1: Input should be greater than or equal to 1"),
+        ("SLUICE_STEP_MS", "0", "SLUICE_STEP_MS=0: Input should be greater than 0"),
+        ("SLUICE_LOG_LEVEL", "LOUD", "SLUICE_LOG_LEVEL=LOUD: Input should be 'DEBUG', 'INFO', 'WARNING' or 'ERROR'"),
+        ("SLUICE_MODEL_NAME", "a b", "SLUICE_MODEL_NAME=a b: String should match pattern"),
+        ("SLUICE_KEYSPACE_EVENTS", "perhaps", "SLUICE_KEYSPACE_EVENTS=perhaps: Input should be a valid boolean"),
+        ("SLUICE_RESERVED_ROWS", "16", "SLUICE_RESERVED_ROWS=16: Value error, 16 of 16 rows reserved"),
+    ],
+)
+def test_a_bad_value_is_named_by_its_variable(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert sentence().startswith(said)
+
+
+def test_all_bad_values_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLUICE_MAX_ROWS", "0")
+    monkeypatch.setenv("SLUICE_GRACE_S", "-1")
+    assert re.findall(r"SLUICE_\w+", sentence()) == ["SLUICE_MAX_ROWS", "SLUICE_GRACE_S"]
+
+
+def test_fewer_rows_than_are_reserved_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLUICE_MAX_ROWS", "2")
+    assert "2 of 2 rows reserved leaves none for offline jobs" in sentence()
+
+
+def test_a_missing_model_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLUICE_MODEL")
+    assert sentence().startswith("SLUICE_MODEL is not set: ")
+
+
+def test_settings_come_from_the_file() -> None:
+    Path(".env").write_text("SLUICE_MAX_ROWS=4\nSLUICE_MODEL_NAME=tiny\n")
+    read = read_settings()
+    assert (read.max_rows, read.model_name) == (4, "tiny")
+
+
+def test_the_environment_wins_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path(".env").write_text("SLUICE_MAX_ROWS=4\n")
+    monkeypatch.setenv("SLUICE_MAX_ROWS", "8")
+    assert read_settings().max_rows == 8
+
+
+def test_two_workers_of_one_machine_have_different_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = read_settings().worker_name
+    assert name.startswith(f"{socket.gethostname()}-")
+    monkeypatch.setattr("os.getpid", lambda: 0)
+    assert read_settings().worker_name != name
+
+
+def test_settings_cannot_be_changed_once_read() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        read_settings().max_rows = 1  # type: ignore[misc]
+
+
+def example() -> dict[str, str]:
+    """Name to value, as they stand in the file; a value that is commented out has no default."""
+    lines = (ROOT / ".env.example").read_text().splitlines()
+    pairs = [re.fullmatch(r"(?:# )?(SLUICE_[A-Z_]+)=(.*)", line) for line in lines]
+    return {pair[1]: pair[2] for pair in pairs if pair}
+
+
+def test_the_example_lists_every_setting_in_order() -> None:
+    assert list(example()) == [variable(name) for name in Settings.model_fields]
+
+
+def test_the_example_shows_the_defaults() -> None:
+    Path(".env").write_text((ROOT / ".env.example").read_text())
+    shown, silent = read_settings().model_dump(), read_settings(_env_file=None).model_dump()
+    assert {k: v for k, v in shown.items() if variable(k) not in WITHOUT_DEFAULT} == {
+        k: v for k, v in silent.items() if variable(k) not in WITHOUT_DEFAULT
+    }
+
+
+def test_every_name_in_the_example_is_explained() -> None:
+    lines = (ROOT / ".env.example").read_text().splitlines()
+    for name in example():
+        at = next(i for i, line in enumerate(lines) if re.match(rf"(# )?{name}=", line))
+        assert lines[at - 1].startswith("# "), f"{name} stands there without a word"
+
+
+def test_the_environment_is_read_in_one_module_only() -> None:
+    """Else a setting could be read that is refused as unknown, or that nobody lists."""
+    readers = {name for name, code in modules().items() if re.search(r"os\.(environ|getenv)", code)}
+    assert readers == {"worker/settings.py"}
+
+
+def modules() -> dict[str, str]:
+    return {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "worker").rglob("*.py")}
+
+
+def test_every_setting_is_used_somewhere() -> None:
+    code = "".join(code for name, code in modules().items() if name != "worker/settings.py")
+    assert [name for name in Settings.model_fields if not re.search(rf"settings\.{name}\b", code)] == []
