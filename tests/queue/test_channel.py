@@ -51,7 +51,8 @@ class Desk:
 
     async def take(self, job_id: str) -> JobLog:
         """Claim the job, and take up its log."""
-        (claim,) = await self.claims.take("interactive", 1, only=job_id)
+        (claim,) = await self.claims.take("interactive", 1)
+        assert claim.job_id == job_id
         log = self.publisher.open(claim, lost=lambda: self.lost.append(claim))
         if claim.events:
             log.recall(await self.redis.lrange(keys.log(job_id), 0, -1))

@@ -13,9 +13,11 @@ from redis.asyncio import Redis
 
 from schemas import keys
 from schemas.keys import Lane
+from tests.keyspace import check_job_keys
 from tests.queue.helpers import BATCH, QUEUE, envelope, field, put, renew, settings
 from worker.app import connect
 from worker.queue.claims import Claim, Claims, lease_key
+from worker.queue.scripts import loads
 
 BODY = envelope({"n": 1})
 Claimer = Callable[..., Claims]
@@ -262,14 +264,30 @@ async def test_a_body_larger_than_we_take_stays_where_it_is(db: Redis, claims: C
     ]
 
 
-async def test_one_job_can_be_claimed_by_its_id(db: Redis, claims: Claims) -> None:
+async def test_only_a_job_that_waits_is_cancelled_in_its_queue(db: Redis, claims: Claims) -> None:
     seconds, _ = await db.time()
-    await put(db, "old", BODY)
+    await put(db, "runs", BODY)
+    assert ids(await claims.take("interactive", 1)) == ["runs"]
     await put(db, "deferred", BODY, at_ms=(seconds + 3600) * 1000)
-    assert await claims.take("interactive", 5, only="nobody") == []
-    assert ids(await claims.take("interactive", 5, only="deferred")) == ["deferred"]
-    assert ids(await claims.take("interactive", 5, only="deferred")) == [], "it runs"
-    assert ids(await claims.take("interactive", 5)) == ["old"]
+    assert not await claims.cancel_waiting("runs")
+    assert not await claims.cancel_waiting("nobody")
+    assert await claims.cancel_waiting("deferred")
+    assert not await claims.cancel_waiting("deferred"), "it has ended"
+    await check_job_keys(db, "deferred")
+    (event,) = [loads(raw) for raw in await db.lrange("sluice:log:deferred", 0, -1)]
+    assert (event["type"], event["seq"], event["attempt"]) == ("cancelled", 0, 1)
+    assert await db.get("sluice:result:deferred") == await db.lindex("sluice:log:deferred", 0)
+    assert await db.hget("sluice:job:deferred", "state") == b"cancelled"
+
+
+async def test_the_worker_that_ran_a_cancelled_job_before_is_fenced(db: Redis, claims: Claims) -> None:
+    await put(db, "job", BODY)
+    (claim,) = await claims.take("interactive", 1)
+    await claims.release(claim)
+    assert await claims.cancel_waiting("job")
+    assert int(await db.hget("sluice:job:job", "attempt") or 0) > claim.attempt
+    await claims.release(claim)
+    assert await db.hget("sluice:job:job", "state") == b"cancelled"
 
 
 async def test_a_claim_says_whether_somebody_wants_the_end(db: Redis, claims: Claims) -> None:

@@ -63,9 +63,8 @@ class Claims:
         running: Collection[Claim] = (),
         suspects: int = 0,
         takeover: bool = True,
-        only: str = "",
     ) -> list[Claim]:
-        """Up to `want` jobs, those past their deadline beside; `only` that one if it is waiting.
+        """Up to `want` jobs, those past their deadline beside.
 
         `running`: what this worker runs now, for the sake of fairness between tenants. `suspects`: how many of
         them are on probation. Without `takeover` the jobs of a worker whose lease ran out are left alone.
@@ -78,7 +77,7 @@ class Claims:
             flat = await self._claim(
                 keys=[keys.queue(self._model, lane)],
                 args=[
-                    want, self._lease_ms, self._worker, lane, JOB_LIFE_MS, self._most_bytes, only, int(takeover),
+                    want, self._lease_ms, self._worker, lane, JOB_LIFE_MS, self._most_bytes, int(takeover),
                     suspects, int(lost), len(known), *known, *(part for pair in tenants.items() for part in pair),
                 ],
             )  # fmt: skip

@@ -1,8 +1,8 @@
 -- Take up to `want` waiting jobs of one queue. A running job stays in the sorted set: when its lease runs out,
 -- it can be claimed again.
 -- KEYS  queue
--- ARGV  want, lease_ms, worker, lane, life_ms, most_body_bytes, only_id ('' for any), whether lapsed leases may be
---       taken over (1 or 0), suspects on probation here, whether an earlier answer may have been lost (1 or 0),
+-- ARGV  want, lease_ms, worker, lane, life_ms, most_body_bytes, whether lapsed leases may be taken over
+--       (1 or 0), suspects on probation here, whether an earlier answer may have been lost (1 or 0),
 --       number of jobs that this worker knows it runs, their ids, then tenant and its running rows, in pairs
 -- Returns eleven values a job: id, attempt, crashes, cancelled, queued_ms, events so far, body or '', body bytes,
 --       tenant or '', lapses, expired.
@@ -12,11 +12,11 @@
 -- A job that was running when its worker died is a suspect, on probation until the worker that took it over has
 -- made a new token of it (after a second lapse, until its end). A worker has one job on probation at a time, and
 -- a crash in that time counts: three, and the job is the culprit. Its neighbours' lapses do not.
-local queue, want, lane, takeover, suspects = KEYS[1], tonumber(ARGV[1]), ARGV[4], ARGV[8] == '1', tonumber(ARGV[9])
+local queue, want, lane, takeover, suspects = KEYS[1], tonumber(ARGV[1]), ARGV[4], ARGV[7] == '1', tonumber(ARGV[8])
 local now, claimed, WINDOW, PAGE = milliseconds(), {}, 1000, 200
-local answer_lost, known_ids, load = ARGV[10] == '1', {}, {}
-for i = 12, 11 + tonumber(ARGV[11]) do known_ids[ARGV[i]] = true end
-for i = 12 + tonumber(ARGV[11]), #ARGV, 2 do load[ARGV[i]] = tonumber(ARGV[i + 1]) end
+local answer_lost, known_ids, load = ARGV[9] == '1', {}, {}
+for i = 11, 10 + tonumber(ARGV[10]) do known_ids[ARGV[i]] = true end
+for i = 11 + tonumber(ARGV[10]), #ARGV, 2 do load[ARGV[i]] = tonumber(ARGV[i + 1]) end
 
 -- A claim of ours whose answer was lost: the worker has never heard of it, so it has not begun.
 local function never_heard(id, lease)
@@ -58,13 +58,6 @@ local function claim(row)
     redis.call('LLEN', 'sluice:log:' .. id), bytes <= tonumber(ARGV[6]) and redis.call('GET', body_key) or '', bytes,
     row.tenant, row.lapses, row.expired and 1 or 0 }
   for _, value in ipairs(out) do claimed[#claimed + 1] = value end
-end
-
-if ARGV[7] ~= '' then
-  local score = redis.call('ZSCORE', queue, ARGV[7])
-  local row = score and look(ARGV[7], score)
-  if row then claim(row) end
-  return claimed
 end
 
 -- The waiting jobs by tenant, oldest first. Enough have been seen when `want` tenants without a row were.
