@@ -235,7 +235,8 @@ async def test_a_job_of_an_earlier_attempt_is_cancelled_before_it_begins_again(r
     await db.hset(keys.job("a"), mapping={"state": "running", "attempt": 1})
     await db.rpush(keys.log("a"), json.dumps({"seq": 0, "type": "delta", "ts": time.time(), "content": "so far"}))
     chat = FakeChat()
-    async with working(settings(redis_url), chat.chat, cls=CancelsAtOnce):
+    # A short lease: on a server that has only just started, lapsed jobs are left to their owners for so long.
+    async with working(settings(redis_url, lease_s=1), chat.chat, cls=CancelsAtOnce):
         assert types(await ended(db, "a", within_s=3)) == ["delta", "cancelled"]
 
 
@@ -330,7 +331,7 @@ async def test_a_chat_that_lost_only_its_ending_is_ended_without_another_token(r
     await db.rpop(keys.log("a"))
     await put(db, "a", envelope({"messages": HELLO, "max_tokens": 8}))
     await db.hset(keys.job("a"), "state", "running")
-    async with chatting(redis_url) as engine:
+    async with chatting(redis_url, lease_s=1) as engine:
         said = await ended(db, "a")
     assert engine.sequences == []
     assert words(said) == words(whole) == ANSWER[:8]

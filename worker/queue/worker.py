@@ -25,6 +25,7 @@ from worker.queue.job import Answer, Interruption, Job
 from worker.queue.lease import LeaseKeeper
 from worker.queue.presence import Presence
 from worker.queue.scripts import dumps
+from worker.queue.takeover import Takeover
 from worker.queue.wake import Listener
 from worker.settings import Settings
 
@@ -83,7 +84,8 @@ class QueueWorker(Worker):
         self._awake, self._stopping, self._hurry = asyncio.Event(), asyncio.Event(), asyncio.Event()
         # Often enough that the jobs of a dead worker wait for their lease and hardly longer.
         self._sweep_s = min(self.poll_delay_s, max(0.1, settings.lease_s / 20))
-        self._answered_at = self._swept_at = self._takeover_from = 0.0  # monotonic
+        self._swept_at = 0.0  # monotonic
+        self._takeover = Takeover(settings.lease_s)
 
     # The life of the worker
 
@@ -121,12 +123,8 @@ class QueueWorker(Worker):
         self._awake.set()
 
     async def _meet(self) -> None:
-        """A server that has only just come back has seen every lease run out: leave their owners time."""
         await self.clock.sync(self.pool)
-        up_s = (await self.pool.info("server"))["uptime_in_seconds"]
-        self._answered_at = time.monotonic()
-        if up_s < self.settings.lease_s:
-            self._takeover_from = self._answered_at + self.settings.lease_s
+        self._takeover.met((await self.pool.info("server"))["uptime_in_seconds"])
 
     async def _claim_until_stopping(self) -> None:
         while not self._stopping.is_set():
@@ -194,13 +192,12 @@ class QueueWorker(Worker):
 
     async def _poll_iteration(self) -> None:
         """Claim for every free row; now and then also look for deadlines that have passed in the queue."""
-        self._notice_outage()
         sweep = time.monotonic() - self._swept_at >= self._sweep_s
         for lane in keys.LANES:
             want = max(0, self._free_rows(lane))
             if want or sweep:
                 claimed = await self._take(lane, want)
-                self._answered_at = time.monotonic()
+                self._takeover.answered()
                 for claim in claimed:
                     await self._begin(claim)
                 # A wish that came while the answer to the claim was on its way found no job to stop.
@@ -214,14 +211,8 @@ class QueueWorker(Worker):
             want,
             running=self._held(),
             suspects=sum(job.on_probation for job in self.jobs.values()),
-            takeover=time.monotonic() >= self._takeover_from,
+            takeover=self._takeover.allowed(),
         )
-
-    def _notice_outage(self) -> None:
-        """After a silence in which leases may have run out unrenewed, their owners come first."""
-        lease_s, now = self.settings.lease_s, time.monotonic()
-        if now - self._answered_at > lease_s / 2:
-            self._takeover_from = now + lease_s
 
     def _free_rows(self, lane: Lane) -> int:
         """Offline jobs leave the reserved rows free, so that an interactive one always finds a place."""
