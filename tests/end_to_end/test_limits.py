@@ -7,6 +7,7 @@ import pytest
 import redis.asyncio
 
 from scripts.scenarios.harness import ask, leaks, paced, running, submit_all, until_decoding, watch, watch_all
+from scripts.stack import WorkerProcess
 from sluice import Client, JobCancelled, JobFailed, QueueFull
 
 
@@ -129,6 +130,25 @@ async def test_a_cancelled_job_that_waits_never_runs(redis_url: str, client: Cli
         assert [event.type for event in seen.events] == ["cancelled"]
         await client.cancel(busy)
         await watch(client, busy)
+    assert await leaks(db) == []
+
+
+async def test_a_cancel_in_the_middle_of_a_long_prompt_frees_the_row(
+    redis_url: str, client: Client, db: redis.asyncio.Redis
+) -> None:
+    book = {"messages": [{"role": "user", "content": "The red key was left in the river. " * 3000}]}
+    async with running(WorkerProcess(redis_url, max_rows=1, reserved_rows=0, step_ms=50)):
+        job, after = await client.submit(book), await client.submit(ask(2))
+        async for event in client.stream(job.id):
+            if event.type == "progress":
+                break
+        began = time.monotonic()
+        await client.cancel(job.id)
+        seen = await asyncio.wait_for(watch(client, job.id), 20)
+        assert seen.events[-1].type == "cancelled"
+        assert not any(event.type == "delta" for event in seen.events)
+        await client.result(after.id, timeout=10)
+        assert time.monotonic() - began < 5
     assert await leaks(db) == []
 
 

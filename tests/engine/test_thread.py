@@ -59,6 +59,25 @@ async def test_rows_are_heard_until_they_are_removed() -> None:
     await engine.stop()
 
 
+async def test_an_engine_on_hold_makes_no_token_and_then_goes_on() -> None:
+    engine = EngineThread(tiny_chat, step_s=0.1, died=unreached)
+    await engine.start()
+    ear = Ear()
+    engine.submit(Sequence("a", prompt(5, 1), 200, Sampling(logit_bias=((2, -100.0),))), ear)
+    while len(ear.said) < 3:
+        await asyncio.sleep(0.001)
+    engine.hold(True)
+    await asyncio.sleep(0.1)
+    said = len(ear.said)
+    await asyncio.sleep(0.2)
+    assert len(ear.said) == said < 200
+    assert engine.pulse.silent_s() == 0, "an engine on hold is at rest, not hung"
+    engine.hold(False)
+    await asyncio.wait_for(ear.ended.wait(), 30)
+    assert len(ear.said) == 200
+    await engine.stop()
+
+
 async def test_an_engine_that_breaks_calls_for_the_end_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     died = asyncio.Event()
     engine = EngineThread(tiny_chat, step_s=0.1, died=died.set)

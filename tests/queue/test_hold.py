@@ -1,0 +1,44 @@
+"""What waits for a server that takes nothing is bounded: the engine waits too."""
+
+import asyncio
+
+import pytest
+from redis.asyncio import Redis
+
+from schemas import keys
+from tests.queue.helpers import envelope, put, settings
+from worker.app import connect
+from worker.queue import channel
+from worker.queue.channel import Publisher
+from worker.queue.claims import Claims
+from worker.queue.clock import ServerClock
+
+
+async def test_the_engine_is_held_while_too_many_events_wait_and_goes_on_after(
+    redis_url: str, db: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "_MOST_HELD", 10)
+    given, held = settings(redis_url), list[bool]()
+    await put(db, "a", envelope({}))
+    async with connect(given) as redis:
+        (claim,) = await Claims(redis, given).take("interactive", 1)
+        publisher = Publisher(redis, ServerClock(), given, held.append)
+        log = publisher.open(claim, lost=lambda: None)
+        running = asyncio.create_task(publisher.run())
+        await db.config_set("maxmemory", 1)
+        try:
+            for k in range(10):
+                log.say("delta", token_ids=[k])
+            await asyncio.sleep(0.5)
+            assert held == [], "ten may wait"
+            log.say("delta", token_ids=[10])
+            await asyncio.sleep(1.5)
+            assert held == [True]
+            assert publisher.held == 11
+        finally:
+            await db.config_set("maxmemory", 0)
+        await asyncio.wait_for(publisher.settle(log), 5)
+        await asyncio.sleep(0.1)
+        assert held == [True, False]
+        assert await db.llen(keys.log("a")) == 11
+        running.cancel()
