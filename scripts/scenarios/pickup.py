@@ -72,7 +72,7 @@ async def behind_a_backlog(url: str, *, backlog: int, samples: int) -> list[Figu
 
 async def beside_the_tiny_model(url: str, *, samples: int) -> list[Figure]:
     async with Client(url) as client, redis.asyncio.Redis.from_url(url) as db:
-        with WorkerProcess(url, max_rows=40, reserved_rows=0, step_ms=50) as worker:
+        with WorkerProcess(url, max_rows=64, reserved_rows=0, step_ms=50) as worker:
             endless = ask(30_000, logit_bias={"2": -100})
             long = [(await client.submit(endless, id=f"long-{i}")).id for i in range(32)]
             await until_decoding(client, long, 2)

@@ -133,6 +133,15 @@ async def test_a_late_subscriber_hears_the_same(db: Redis, client: Client, chat:
     assert late == await early == await heard(client, "a")
 
 
+async def test_a_late_subscriber_does_not_wait_for_what_was_said(
+    db: Redis, client: Client, chat: FakeChat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.client._SILENCE_S", 60)
+    await client.submit(TEN, id="a")
+    await ended(db, "a")
+    assert await asyncio.wait_for(seqs(client, "a"), 3) == list(range(12))
+
+
 async def test_a_subscriber_that_dropped_out_goes_on_after_what_it_saw(client: Client, chat: FakeChat) -> None:
     await client.submit(TEN, id="a")
     first = []

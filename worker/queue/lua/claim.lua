@@ -31,7 +31,7 @@ end
 local function look(id, score)
   local lease = 'arq:in-progress:' .. id
   if redis.call('EXISTS', lease) == 1 and not never_heard(id, lease) then return nil end
-  local known = redis.call('HMGET', 'sluice:job:' .. id, 'state', 'lapses', 'probation', 'tenant', 'deadline')
+  local known = redis.call('HMGET', 'sluice:job:' .. id, 'state', 'lapses', 'probation', 'tenant', 'deadline', 'crashes')
   if FINAL[known[1]] then -- submitted again after it had ended: the ending stands
     redis.call('ZREM', queue, id)
     redis.call('DEL', 'arq:job:' .. id)
@@ -39,8 +39,9 @@ local function look(id, score)
   end
   local lapsed = known[1] == 'running'
   if lapsed and not takeover then return nil end
+  local guilty = lapsed and known[3] == '1'
   return { id = id, score = score, lapses = tonumber(known[2] or 0) + (lapsed and 1 or 0), tenant = known[4] or '',
-    guilty = lapsed and known[3] == '1', expired = (tonumber(known[5] or '') or math.huge) * 1000 < now }
+    guilty = guilty, crashes = tonumber(known[6] or 0) + (guilty and 1 or 0), expired = (tonumber(known[5] or '') or math.huge) * 1000 < now }
 end
 
 local function claim(row)
@@ -60,8 +61,24 @@ local function claim(row)
   for _, value in ipairs(out) do claimed[#claimed + 1] = value end
 end
 
--- The waiting jobs by tenant, oldest first. Enough have been seen when `want` tenants without a row were.
-local lines, order, idle, seen, first = {}, {}, 0, 0, 0
+-- The waiting jobs by tenant, oldest first, and the suspects apart. Enough have been seen when `want` tenants
+-- without a row were.
+local lines, order, accused, idle, seen, first = {}, {}, {}, 0, 0, 0
+
+local function stand_in_line(row)
+  seen = seen + 1
+  if row.lapses > 0 then
+    table.insert(accused, row)
+    return
+  end
+  if not lines[row.tenant] then
+    lines[row.tenant] = { head = 1 }
+    order[#order + 1] = row.tenant
+    if (load[row.tenant] or 0) == 0 then idle = idle + 1 end
+  end
+  table.insert(lines[row.tenant], row)
+end
+
 while seen < WINDOW and (idle < want or want == 0) do
   local page = redis.call('ZRANGEBYSCORE', queue, '-inf', now, 'WITHSCORES', 'LIMIT', first, PAGE)
   local before = redis.call('ZCARD', queue)
@@ -70,38 +87,40 @@ while seen < WINDOW and (idle < want or want == 0) do
     if row and row.expired then
       claim(row)
     elseif row then
-      seen = seen + 1
-      if not lines[row.tenant] then
-        lines[row.tenant] = { head = 1 }
-        order[#order + 1] = row.tenant
-        if (load[row.tenant] or 0) == 0 then idle = idle + 1 end
-      end
-      table.insert(lines[row.tenant], row)
+      stand_in_line(row)
     end
   end
   if #page < 2 * PAGE then break end
   first = first + PAGE - (before - redis.call('ZCARD', queue))
 end
 
--- The next of a tenant's line that may run: a second suspect has to wait.
-local function head(line)
-  while line[line.head] and line[line.head].lapses > 0 and suspects > 0 do line.head = line.head + 1 end
-  return line[line.head]
+local function take(row)
+  load[row.tenant] = (load[row.tenant] or 0) + 1
+  claim(row)
+  want = want - 1
+end
+
+-- One suspect, those with the least against them first: should workers die for another reason, again and again,
+-- no job is tried twice while others wait.
+if want > 0 and suspects == 0 and #accused > 0 then
+  table.sort(accused, function(a, b)
+    if a.crashes ~= b.crashes then return a.crashes < b.crashes end
+    return tonumber(a.score) < tonumber(b.score)
+  end)
+  take(accused[1])
 end
 
 while want > 0 do
-  local best, best_tenant = nil, nil
+  local best = nil
   for _, tenant in ipairs(order) do
-    local row, lighter = head(lines[tenant]), (load[tenant] or 0) - (load[best_tenant] or 0)
+    local row = lines[tenant][lines[tenant].head]
+    local lighter = best and (load[tenant] or 0) - (load[best.tenant] or 0)
     if row and (not best or lighter < 0 or (lighter == 0 and tonumber(row.score) < tonumber(best.score))) then
-      best, best_tenant = row, tenant
+      best = row
     end
   end
   if not best then break end
-  if best.lapses > 0 then suspects = suspects + 1 end
-  lines[best_tenant].head = lines[best_tenant].head + 1
-  load[best_tenant] = (load[best_tenant] or 0) + 1
-  claim(best)
-  want = want - 1
+  lines[best.tenant].head = lines[best.tenant].head + 1
+  take(best)
 end
 return claimed
