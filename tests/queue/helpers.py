@@ -128,3 +128,9 @@ async def working(
                 worker.stop()
                 worker.stop()
             await asyncio.wait_for(main, 20)
+            assert [task for task in asyncio.all_tasks() if _runs_a_job_of(worker, task)] == [], "it forgot a job"
+
+
+def _runs_a_job_of(worker: QueueWorker, task: asyncio.Task[Any]) -> bool:
+    frame = getattr(task.get_coro(), "cr_frame", None)
+    return frame is not None and frame.f_code.co_name == "run_job" and frame.f_locals["self"] is worker

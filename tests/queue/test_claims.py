@@ -10,10 +10,12 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from schemas import keys
 from schemas.keys import Lane
-from tests.keyspace import check_job_keys
+from tests.fakes import Line
+from tests.keyspace import check_all_ended, check_job_keys
 from tests.queue.helpers import BATCH, QUEUE, envelope, field, put, renew, settings
 from worker.app import connect
 from worker.queue.claims import Claim, Claims, lease_key
@@ -278,6 +280,40 @@ async def test_only_a_job_that_waits_is_cancelled_in_its_queue(db: Redis, claims
     assert (event["type"], event["seq"], event["attempt"]) == ("cancelled", 0, 1)
     assert await db.get("sluice:result:deferred") == await db.lindex("sluice:log:deferred", 0)
     assert await db.hget("sluice:job:deferred", "state") == b"cancelled"
+
+
+@pytest.mark.parametrize("lane", keys.LANES)
+async def test_a_job_is_cancelled_in_whichever_lane_it_waits(db: Redis, claims: Claims, lane: Lane) -> None:
+    await put(db, "a", BODY, lane=lane)
+    assert await claims.cancel_waiting("a")
+    await check_all_ended(db)
+
+
+async def test_a_job_that_has_ended_is_not_cancelled_because_it_was_queued_again(db: Redis, claims: Claims) -> None:
+    await end(db, "a")
+    await put(db, "a", BODY)
+    assert not await claims.cancel_waiting("a")
+    assert await field(db, "a", "state") == "finished"
+
+
+async def test_jobs_whose_claim_was_never_heard_are_claimed_anew_and_those_that_run_are_not(
+    redis_url: str, db: Redis
+) -> None:
+    async with Line(redis_url) as line, connect(settings(line.url)) as redis:
+        claims = claims_of(redis)
+        for k in range(4):
+            await put(db, f"job-{k}", BODY, at_ms=k)
+        running = await claims.take("interactive", 1)
+        line.loses = lambda: True
+        with pytest.raises(RedisError):
+            await claims.take("interactive", 2, running=running)
+        line.loses = lambda: False
+        assert await claims.take("interactive", 9, running=running) == [
+            first_claim("job-1", at_ms=1, attempt=2),
+            first_claim("job-2", at_ms=2, attempt=2),
+            first_claim("job-3", at_ms=3),
+        ]
+        assert await claims.take("interactive", 9) == [], "nothing was lost this time"
 
 
 async def test_the_worker_that_ran_a_cancelled_job_before_is_fenced(db: Redis, claims: Claims) -> None:

@@ -338,6 +338,33 @@ async def test_a_chat_that_lost_only_its_ending_is_ended_without_another_token(r
     assert (types(said)[-2:], said[-1]["finish_reason"]) == (["resumed", "finished"], "length")
 
 
+async def test_a_chat_that_lost_only_its_ending_after_a_stop_string_was_stopped(redis_url: str, db: Redis) -> None:
+    request = {"messages": HELLO, "stop": " 4"}
+    async with chatting(redis_url):
+        await ask(db, "a", request)
+        await ended(db, "a")
+    await db.rpop(keys.log("a"))
+    await put(db, "a", envelope(request))
+    await db.hset(keys.job("a"), "state", "queued")
+    async with chatting(redis_url) as engine:
+        said = await ended(db, "a")
+    assert engine.sequences == []
+    assert (words(said), said[-1]["finish_reason"]) == ("I count slowly: 1 2 3", "stop")
+
+
+async def test_a_chat_goes_on_after_what_was_said_since_it_last_started_over(redis_url: str, db: Redis) -> None:
+    for events, fingerprint in ((5, "fp_old"), (10, "fp_new")):
+        async with chatting(redis_url, step_s=0.02, fingerprint=fingerprint):
+            if events == 5:
+                await ask(db, "a", {"messages": HELLO})
+            await until_it_has_said(db, "a", events)
+    async with chatting(redis_url, fingerprint="fp_new"):
+        said = await ended(db, "a")
+    assert [kind for kind in types(said) if kind != "delta"] == ["started", "restarted", "resumed", "finished"]
+    assert words(said[types(said).index("restarted") :]) == ANSWER
+    assert json.loads(await db.get(keys.result("a")))["choices"][0]["message"]["content"] == ANSWER
+
+
 async def test_a_chat_whose_model_has_changed_starts_over(redis_url: str, db: Redis) -> None:
     async with chatting(redis_url, step_s=0.02):
         await ask(db, "a", {"messages": HELLO})
@@ -599,6 +626,24 @@ async def test_a_hand_back_waits_for_a_server_that_is_away_for_a_moment(redis_ur
         line.up()
         await until(lambda: not worker.jobs)
     assert [await field(db, "a", name) for name in ("state", "crashes")] == ["queued", "0"]
+
+
+async def test_a_job_whose_past_could_not_be_read_goes_back_unharmed(redis_url: str, db: Redis) -> None:
+    class CutsTheLine(QueueWorker):
+        def _start(self, claim: Claim) -> None:
+            super()._start(claim)
+            line.down()
+
+    await put(db, "a", envelope({"say": ["never"]}))
+    await db.rpush(keys.log("a"), json.dumps({"seq": 0, "type": "delta", "ts": time.time(), "content": "so far"}))
+    before, chat = await log(db, "a"), FakeChat()
+    async with Line(redis_url) as line, working(settings(line.url), chat.chat, cls=CutsTheLine) as worker:
+        await until(lambda: bool(worker.jobs))
+        worker.stop()
+        await asyncio.sleep(0.3)
+        line.up()
+        await until(lambda: not worker.jobs)
+    assert (await field(db, "a", "state"), await log(db, "a"), chat.began) == ("queued", before, [])
 
 
 async def test_a_job_that_another_worker_took_is_let_go(redis_url: str, db: Redis) -> None:
