@@ -132,6 +132,16 @@ async def test_what_cannot_be_run_fails_once_and_says_why(redis_url: str, db: Re
     await check_all_ended(db)
 
 
+async def test_a_body_that_is_no_string_holds_up_nobody(redis_url: str, db: Redis) -> None:
+    async with at_work(redis_url):
+        await db.rpush("arq:job:bad", "a list")
+        await put(db, "bad", None)
+        await ask(db, "good", {"say": ["fine"]}, at_ms=2)
+        assert await ended(db, "bad") == [failed("bad", "invalid_request", EXPIRED)]
+        assert words(await ended(db, "good")) == "fine"
+    await check_all_ended(db)
+
+
 class Trap:
     """Unpickled, it leaves a file."""
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.schedule.budget import LEAST, MOST, StepBudget
+from worker.schedule.budget import ALONE_STEPS, LEAST, MOST, StepBudget
 
 
 def machine(step_s: float, *, tokens_per_s: float, decode_s: float, steps: int = 60) -> list[float]:
@@ -15,8 +15,9 @@ def machine(step_s: float, *, tokens_per_s: float, decode_s: float, steps: int =
     return lasted
 
 
-def test_nobody_waits_where_nobody_decodes() -> None:
-    assert StepBudget(0.001, tokens_per_s=1.0).tokens(rows=0) == MOST
+def test_a_step_may_take_longer_where_nobody_decodes() -> None:
+    budget = StepBudget(0.1, tokens_per_s=1000.0)
+    assert (budget.tokens(rows=0), budget.tokens(rows=1)) == (ALONE_STEPS * 100, 100)
 
 
 @given(st.floats(200, 15_000), st.floats(0, 0.06))

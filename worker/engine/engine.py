@@ -28,7 +28,7 @@ class Engine:
         self._stop = StopSequences([(token,) for token in model.tokenizer.eos_token_ids])
         self._prefills: dict[str, Prefill] = {}
         self._running = self._no_rows()
-        self._steps = 0
+        self._steps = self._turn = 0  # of decoding, of prefilling
 
     def _no_rows(self) -> GenerationBatch:
         return GenerationBatch.empty(self._model.network, greedy_sampler)
@@ -77,9 +77,10 @@ class Engine:
     def _prefill(self) -> Iterator[Outcome]:
         """Chunks of the prompts that the plan picks; those that are through join the running rows."""
         waiting = [Waiting(id, p.remaining, p.waited, p.sequence.lane) for id, p in self._prefills.items()]
+        self._turn += 1
         for prefill in self._prefills.values():
             prefill.waited += 1
-        for chunk in plan(waiting, self._budget.tokens(len(self._running))):
+        for chunk in plan(waiting, self._budget.tokens(len(self._running)), self._turn):
             yield self._advance(self._prefills[chunk.id], chunk)
 
     def _advance(self, prefill: Prefill, chunk: Chunk) -> Outcome:

@@ -47,7 +47,6 @@ class Prefill:
         if tokens:
             self._batch.prompt([list(self._tokens[self.done : self.done + tokens])])
             self.done += tokens
-        self.waited = 0
 
     def row(self) -> GenerationBatch:
         """A batch of one that has its first token under way. The prefill is spent."""

@@ -309,4 +309,12 @@ class QueueWorker(Worker):
 
     def _lost(self, claim: Claim) -> None:
         """From the leases' thread."""
-        self.loop.call_soon_threadsafe(self._interrupt, claim.job_id, OwnershipLost())
+        try:
+            self.loop.call_soon_threadsafe(self._disown, claim)
+        except RuntimeError:
+            pass  # the loop has closed: there is nothing left to stop
+
+    def _disown(self, claim: Claim) -> None:
+        job = self.jobs.get(claim.job_id)
+        if job is not None and job.claim is claim:
+            job.interrupt(OwnershipLost())

@@ -1,6 +1,8 @@
 """How many prompt tokens fit into a step without holding up the rows that decode."""
 
-LEAST, MOST = 16, 2048  # MOST: beyond it a larger chunk is hardly faster, and a cancel would wait for it
+LEAST, MOST = 16, 2048  # MOST: beyond it a larger chunk is hardly faster
+# Where nobody decodes, nobody waits for the step but those who come or cancel in it.
+ALONE_STEPS = 4
 _WEIGHT = 0.2  # of the newest measurement
 
 
@@ -18,8 +20,6 @@ class StepBudget:
         self._decode_s += _WEIGHT * (seconds - self._decode_s)
 
     def tokens(self, rows: int) -> int:
-        """For the next step, with `rows` decoding. Nobody waits where nobody decodes."""
-        if rows == 0:
-            return MOST
-        spare_s = self._step_s - self._decode_s
+        """For the next step, with `rows` decoding."""
+        spare_s = self._step_s - self._decode_s if rows else ALONE_STEPS * self._step_s
         return max(LEAST, min(MOST, int(spare_s * self._tokens_per_s)))

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from worker.schedule.sequence import Lane
 
-# A waiting step counts as so many tokens done already. A 32k prompt then passes a stream of 100-token ones
-# after about a thousand steps at the most, instead of never.
-AGING_TOKENS_PER_STEP = 32
+# One step in so many belongs to the prompt that has waited longest. A long one then takes four times as long
+# under an endless stream of short ones, instead of for ever, and a short one waits for one chunk more.
+OLDEST_FIRST_EVERY = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Waiting:
 
     id: str
     remaining: int  # tokens still to prefill
-    waited: int  # steps since it last advanced
+    waited: int  # steps since it came
     lane: Lane
 
 
@@ -26,14 +26,14 @@ class Chunk:
     tokens: int
 
 
-def plan(waiting: Iterable[Waiting], budget: int) -> list[Chunk]:
-    """Spend `budget` tokens on the prompts that are done soonest; interactive ones first.
+def plan(waiting: Iterable[Waiting], budget: int, step: int) -> list[Chunk]:
+    """Spend `budget` tokens on the prompts that are done soonest; interactive ones first. `step` counts up.
 
     Always one row a chunk: rows padded to one length would pay for the longest, and a recurrent state takes
     the padding in. A chunk of the last tokens costs one at least, so that a step stays bounded.
     """
     chunks = []
-    for row in sorted(waiting, key=_urgency):
+    for row in sorted(waiting, key=_age if step % OLDEST_FIRST_EVERY == 0 else _length):
         if budget <= 0:
             break
         tokens = min(row.remaining, budget)
@@ -42,5 +42,9 @@ def plan(waiting: Iterable[Waiting], budget: int) -> list[Chunk]:
     return chunks
 
 
-def _urgency(row: Waiting) -> tuple[bool, int]:
-    return row.lane == "batch", row.remaining - AGING_TOKENS_PER_STEP * row.waited
+def _length(row: Waiting) -> tuple[bool, int]:
+    return row.lane == "batch", row.remaining
+
+
+def _age(row: Waiting) -> tuple[bool, int]:
+    return row.lane == "batch", -row.waited

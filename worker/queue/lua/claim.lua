@@ -54,10 +54,11 @@ local function claim(row)
   redis.call('HSET', job, 'state', 'running', 'worker', ARGV[3], 'lane', lane, 'started_at', now / 1000)
   redis.call('PEXPIRE', job, ARGV[5])
   redis.call('PEXPIRE', 'sluice:log:' .. id, ARGV[5])
-  local bytes = redis.call('STRLEN', body_key)
+  local bytes = redis.pcall('STRLEN', body_key)
+  if type(bytes) ~= 'number' then bytes = 0 end -- not a string: an error here would hold up the whole queue
+  local body = bytes > 0 and bytes <= tonumber(ARGV[6]) and redis.call('GET', body_key) or ''
   local out = { id, attempt, crashes, redis.call('EXISTS', 'sluice:cancel:' .. id), row.score,
-    redis.call('LLEN', 'sluice:log:' .. id), bytes <= tonumber(ARGV[6]) and redis.call('GET', body_key) or '', bytes,
-    row.tenant, row.lapses, row.expired and 1 or 0 }
+    redis.call('LLEN', 'sluice:log:' .. id), body, bytes, row.tenant, row.lapses, row.expired and 1 or 0 }
   for _, value in ipairs(out) do claimed[#claimed + 1] = value end
 end
 

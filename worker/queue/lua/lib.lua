@@ -12,7 +12,8 @@ end
 -- answer was lost may be sent again. Returns nil, or the length of a list that is too short, or 'conflict'; and
 -- how many heard the last event.
 local function append(log, channel, seq, events, life_ms)
-  local length, heard = redis.call('LLEN', log), 0
+  local length, heard = redis.pcall('LLEN', log), 0
+  if type(length) ~= 'number' then return 'conflict' end -- a foreign value: it must not stop the other rows
   if length < seq then return length end
   for k, event in ipairs(events) do
     local at = seq + k - 1
