@@ -91,7 +91,7 @@ class FakeEngine:
         return set(self._rows)
 
     def submit(self, sequence: Sequence, listener: Listener) -> None:
-        assert sequence.id not in self._rows, "two sequences of one id would hear each other"
+        assert sequence.id not in {earlier.id for earlier in self.sequences}, "they would hear each other"
         self.sequences.append(sequence)
         numbered = list(enumerate(self._answer(sequence)))
         self._rows[sequence.id] = (sequence, listener, iter(numbered[len(sequence.delivered) :]))

@@ -94,7 +94,9 @@ class Chat:
         )
         sampling = sampling_of(request, served.generation, served.vocab, seed)
         logger.info("%s admitted: %d prompt tokens, lane %s", claim.job_id, len(prompt), claim.lane)
-        return Sequence(claim.job_id, prompt, limit, sampling, claim.lane, earlier)
+        # A step under way may still speak of an earlier attempt: it must find nobody of that name.
+        id = f"{claim.job_id}#{claim.attempt}"
+        return Sequence(id, prompt, limit, sampling, claim.lane, earlier)
 
     def _end_again(self, sequence: Sequence) -> None:
         """The earlier worker died between the last token and the final event."""

@@ -9,7 +9,8 @@ from worker.text.tokenizer import Tokenizer
 
 
 class Engine(Protocol):
-    def submit(self, sequence: Sequence, listener: Listener) -> None: ...
+    def submit(self, sequence: Sequence, listener: Listener) -> None:
+        """Under an id that was never used before."""
 
     def remove(self, sequence_id: str) -> None:
         """Of a sequence in any state, or one that has ended: the row is free, the listener hears no more."""

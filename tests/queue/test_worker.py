@@ -302,7 +302,7 @@ async def test_a_deadline_that_passes_while_the_job_runs_is_the_end(redis_url: s
         await ask(db, "a", {"messages": HELLO, "deadline_s": 1.5}, at_ms=at_ms)
         await ask(db, "b", {"messages": HELLO, "deadline_s": 60}, at_ms=at_ms)
         said = await ended(db, "a", within_s=5)
-        assert engine.running == {"b"}
+        assert engine.running == {"b#1"}
     assert types(said)[0] == "started"
     assert said[-1]["error"] == {
         "type": "deadline",
@@ -398,7 +398,7 @@ async def test_a_row_whose_words_cannot_be_made_harms_no_other(redis_url: str, d
     tokenizer, known = ByteTokenizer(), settings(redis_url)
 
     def answer(sequence: Any) -> list[int]:
-        return [*b"so far", 9999] if sequence.id == "a" else list(b"all is well")
+        return [*b"so far", 9999] if sequence.id == "a#1" else list(b"all is well")
 
     engine = FakeEngine(answer, step_s=0.005)
     async with engine, working(known, real_chat, served=served(known, engine, tokenizer)):
@@ -412,7 +412,7 @@ async def test_a_cancelled_offline_job_has_delivered_every_token_it_counted(redi
     """Its deltas are gathered, and the last ones must not be lost."""
     async with chatting(redis_url, step_s=0.01, answer="long " * 200) as engine:
         await ask(db, "a", {"messages": HELLO}, lane="batch")
-        await until(lambda: engine.running == {"a"})
+        await until(lambda: engine.running == {"a#1"})
         await asyncio.sleep(0.2)
         await cancel(db, "a")
         said = await ended(db, "a")
@@ -608,6 +608,18 @@ async def test_a_worker_that_claims_its_own_job_again_ends_it_once(redis_url: st
         assert words([event for event in said if event["attempt"] == said[-1]["attempt"]]) == "Hello"
         await until(lambda: not chat.running)
     await check_all_ended(db)
+
+
+async def test_a_worker_that_goes_on_with_its_own_job_says_every_token_once(redis_url: str, db: Redis) -> None:
+    """The engine may still be in a step of the attempt that lost the job: here each attempt has its own name."""
+    async with chatting(redis_url, step_s=0.05, lease_s=1) as engine:
+        await ask(db, "a", {"messages": HELLO})
+        for _ in range(20):
+            await db.delete(lease_key("a"))
+            await db.publish(keys.wake("default"), "")
+            await asyncio.sleep(0.05)
+        assert words(await ended(db, "a")) == ANSWER
+    assert len({sequence.id for sequence in engine.sequences}) == len(engine.sequences) > 1
 
 
 async def test_a_loop_that_was_blocked_for_longer_than_a_lease_keeps_its_job(redis_url: str, db: Redis) -> None:
