@@ -144,6 +144,20 @@ async def test_a_lapsed_lease_is_left_alone_where_no_takeover_is_allowed(db: Red
     assert ids(await claims.take("interactive", 1)) == ["a"]
 
 
+async def test_a_claim_whose_answer_was_lost_is_made_again_whatever_the_other_lane_answered(redis_url: str) -> None:
+    known = settings(redis_url)
+    async with Line(redis_url) as line, connect(known.model_copy(update={"redis_url": line.url})) as redis:
+        claims = claims_of(redis)
+        await put(redis, "a", BODY, lane="batch")
+        await claims.take("interactive", 1)  # the server has the script by now
+        line.loses = lambda: True
+        with pytest.raises((RedisError, OSError)):
+            await claims.take("batch", 1)
+        line.loses = lambda: False
+        assert await claims.take("interactive", 1) == []
+        assert await claims.take("batch", 1) == [first_claim("a", lane="batch", attempt=2)]
+
+
 async def test_a_job_handed_back_is_claimed_again_without_a_crash(db: Redis, claims: Claims) -> None:
     await put(db, "a", BODY)
     (claim,) = await claims.take("interactive", 1)

@@ -49,7 +49,7 @@ class Claims:
     def __init__(self, redis: Redis, settings: Settings) -> None:
         self._model, self._worker = settings.model_name, settings.worker_name
         self._lease_ms, self._most_bytes = int(settings.lease_s * 1000), settings.max_request_bytes
-        self._answer_lost, self._one_at_a_time = False, asyncio.Lock()
+        self._answer_lost, self._one_at_a_time = set[Lane](), asyncio.Lock()
         self._claim = script(redis, "claim")
         self._release = script(redis, "release")
         self._cancel = script(redis, "cancel")
@@ -72,8 +72,9 @@ class Claims:
         """
         tenants = Counter(claim.tenant for claim in running)
         async with self._one_at_a_time:
-            known = [claim.job_id for claim in running] if self._answer_lost else []
-            lost, self._answer_lost = self._answer_lost, True  # until we hear this one
+            lost = lane in self._answer_lost
+            known = [claim.job_id for claim in running] if lost else []
+            self._answer_lost.add(lane)  # until we hear this one
             flat = await self._claim(
                 keys=[keys.queue(self._model, lane)],
                 args=[
@@ -81,7 +82,7 @@ class Claims:
                     suspects, int(lost), len(known), *known, *(part for pair in tenants.items() for part in pair),
                 ],
             )  # fmt: skip
-            self._answer_lost = False
+            self._answer_lost.discard(lane)
         return [_claim(lane, flat[i : i + _FIELDS]) for i in range(0, len(flat), _FIELDS)]
 
     async def cancel_waiting(self, job_id: str) -> bool:
