@@ -266,6 +266,12 @@ async def test_a_deadline_that_is_no_number_holds_up_nobody(db: Redis, claims: C
     assert ids(await claims.take("interactive", 2)) == ["job-0", "job-1"]
 
 
+@pytest.mark.parametrize("score", ["-inf", -1])
+async def test_no_job_was_queued_before_time_began(db: Redis, claims: Claims, score: Any) -> None:
+    await put(db, "a", BODY, at_ms=score)
+    assert await claims.take("interactive", 1) == [first_claim("a", at_ms=0)]
+
+
 async def test_a_body_that_has_expired_comes_back_empty(db: Redis, claims: Claims) -> None:
     await put(db, "a", None)
     assert await claims.take("interactive", 1) == [first_claim("a", body=b"", body_bytes=0)]

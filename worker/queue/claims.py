@@ -23,7 +23,7 @@ class Claim:
     attempt: int
     crashes: int
     cancelled: bool
-    queued_at: float  # Unix seconds, by the clock of whoever queued it
+    queued_at: float  # Unix seconds from 0 on, by the clock of whoever queued it
     events: int  # already in the log, from earlier attempts
     body: bytes  # empty when it has expired, or is larger than we take
     body_bytes: int
@@ -112,7 +112,7 @@ def _claim(lane: Lane, row: list[bytes]) -> Claim:
         attempt=int(attempt),
         crashes=int(crashes),
         cancelled=bool(int(cancelled)),
-        queued_at=float(queued_ms) / 1000,
+        queued_at=max(0.0, float(queued_ms)) / 1000,  # a score may be -inf
         events=int(events),
         body=body,
         body_bytes=int(body_bytes),
