@@ -200,6 +200,8 @@ class Client:
     async def _read_log(self, job_id: str, first: int) -> list[tuple[bytes, Event]]:
         try:
             said: list[bytes] = await self._redis.lrange(wire.log_key(job_id), first, -1)  # type: ignore[misc]
+            if not said:  # it may have ended before `first`
+                said = await self._redis.lrange(wire.log_key(job_id), -1, -1)  # type: ignore[misc]
         except (RedisError, OSError):
             return []  # the stream goes on when the server is back
         return [(raw, wire.parse_event(raw)) for raw in said]

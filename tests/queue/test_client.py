@@ -158,6 +158,7 @@ async def test_a_stream_after_the_final_event_is_empty_and_ends(db: Redis, clien
     await ended(db, "a")
     assert await seqs(client, "a", after=10) == [11]
     assert await asyncio.wait_for(heard(client, "a", after=11), 3) == []
+    assert await asyncio.wait_for(heard(client, "a", after=1000), 3) == [], "a number of another job's"
 
 
 async def test_a_stream_can_begin_before_its_job(client: Client, chat: FakeChat) -> None:
