@@ -256,6 +256,7 @@ async def test_a_job_past_its_deadline_is_claimed_beyond_what_is_wanted(db: Redi
         await db.hset(keys.job(f"job-{k}"), mapping={"state": "queued", "deadline": deadline})
     taken = await claims.take("interactive", 0)
     assert [(claim.job_id, claim.expired) for claim in taken] == [("job-1", True), ("job-2", True)]
+    assert [claim.body for claim in taken] == [b"", b""], "which nobody would read"
     assert [(claim.job_id, claim.expired) for claim in await claims.take("interactive", 1)] == [("job-0", False)]
 
 
@@ -344,6 +345,25 @@ async def test_the_worker_that_ran_a_cancelled_job_before_is_fenced(db: Redis, c
     assert int(await db.hget("sluice:job:job", "attempt") or 0) > claim.attempt
     await claims.release(claim)
     assert await db.hget("sluice:job:job", "state") == b"cancelled"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        ("SET", "sluice:job:bad", "x"),
+        ("HSET", "sluice:job:bad", "attempt", "x"),
+        ("HSET", "sluice:job:bad", "crashes", "-1.5", "lapses", "many", "deadline", "nan"),
+        ("SET", "sluice:log:bad", "x"),
+        ("HSET", "arq:job:bad", "a", "b"),
+    ],
+)
+async def test_foreign_values_at_a_job_s_keys_hold_up_nobody(db: Redis, claims: Claims, spoil: tuple[str, ...]) -> None:
+    await db.execute_command(*spoil)
+    if spoil[1] != "arq:job:bad":
+        await db.set("arq:job:bad", BODY)
+    await db.zadd(QUEUE, {"bad": 1})
+    await put(db, "good", BODY, at_ms=2)
+    assert ids(await claims.take("interactive", 2)) == ["bad", "good"]
 
 
 async def test_a_claim_says_whether_somebody_wants_the_end(db: Redis, claims: Claims) -> None:

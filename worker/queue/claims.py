@@ -25,7 +25,7 @@ class Claim:
     cancelled: bool
     queued_at: float  # Unix seconds from 0 on, by the clock of whoever queued it
     events: int  # already in the log, from earlier attempts
-    body: bytes  # empty when it has expired, or is larger than we take
+    body: bytes  # empty when it or the job has expired, or it is larger than we take
     body_bytes: int
     tenant: str = ""  # where the submit said so
     lapses: int = 0  # times that its lease ran out: a worker died while it ran, through its fault or not

@@ -31,7 +31,14 @@ end
 local function look(id, score)
   local lease = 'arq:in-progress:' .. id
   if redis.call('EXISTS', lease) == 1 and not never_heard(id, lease) then return nil end
-  local known = redis.call('HMGET', 'sluice:job:' .. id, 'state', 'lapses', 'probation', 'tenant', 'deadline', 'crashes')
+  local known = redis.pcall('HMGET', 'sluice:job:' .. id,
+    'state', 'lapses', 'probation', 'tenant', 'deadline', 'crashes', 'attempt')
+  for _, count in ipairs({ 2, 6, 7 }) do
+    if known.err or (known[count] and not string.match(known[count], '^%d+$')) then
+      redis.call('DEL', 'sluice:job:' .. id) -- not what we wrote
+      known = {}
+    end
+  end
   if FINAL[known[1]] then -- submitted again after it had ended: the ending stands
     redis.call('ZREM', queue, id)
     redis.call('DEL', 'arq:job:' .. id)
@@ -54,11 +61,12 @@ local function claim(row)
   redis.call('HSET', job, 'state', 'running', 'worker', ARGV[3], 'lane', lane, 'started_at', now / 1000)
   redis.call('PEXPIRE', job, ARGV[5])
   redis.call('PEXPIRE', 'sluice:log:' .. id, ARGV[5])
-  local bytes = redis.pcall('STRLEN', body_key)
-  if type(bytes) ~= 'number' then bytes = 0 end -- not a string: an error here would hold up the whole queue
-  local body = bytes > 0 and bytes <= tonumber(ARGV[6]) and redis.call('GET', body_key) or ''
-  local out = { id, attempt, crashes, redis.call('EXISTS', 'sluice:cancel:' .. id), row.score,
-    redis.call('LLEN', 'sluice:log:' .. id), body, bytes, row.tenant, row.lapses, row.expired and 1 or 0 }
+  local events, bytes = redis.pcall('LLEN', 'sluice:log:' .. id), redis.pcall('STRLEN', body_key)
+  if type(events) ~= 'number' then redis.call('DEL', 'sluice:log:' .. id) events = 0 end -- foreign values: an error
+  if type(bytes) ~= 'number' then bytes = 0 end -- here would hold up the whole queue
+  local wanted = bytes > 0 and bytes <= tonumber(ARGV[6]) and not row.expired -- thousands may expire together
+  local out = { id, attempt, crashes, redis.call('EXISTS', 'sluice:cancel:' .. id), row.score, events,
+    wanted and redis.call('GET', body_key) or '', bytes, row.tenant, row.lapses, row.expired and 1 or 0 }
   for _, value in ipairs(out) do claimed[#claimed + 1] = value end
 end
 
