@@ -59,6 +59,7 @@ def test_variables_of_others_are_none_of_our_business(monkeypatch: pytest.Monkey
         ("SLUICE_MODEL_NAME", "a b", "SLUICE_MODEL_NAME=a b: String should match pattern"),
         ("SLUICE_KEYSPACE_EVENTS", "perhaps", "SLUICE_KEYSPACE_EVENTS=perhaps: Input should be a valid boolean"),
         ("SLUICE_RESERVED_ROWS", "16", "SLUICE_RESERVED_ROWS=16: Value error, 16 of 16 rows reserved"),
+        ("SLUICE_RESULT_TTL_S", "599", "SLUICE_RESULT_TTL_S=599: Value error, a job's state must be kept at least"),
     ],
 )
 def test_a_bad_value_is_named_by_its_variable(

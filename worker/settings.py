@@ -59,6 +59,15 @@ class Settings(BaseSettings):
             raise ValueError(f"{reserved} of {rows} rows reserved leaves none for offline jobs")
         return reserved
 
+    @field_validator("result_ttl_s")
+    @classmethod
+    def _outlives_the_events(cls, state_s: int, info: object) -> int:
+        """Else a new job of that id would go on after the events of the old one."""
+        events_s = info.data.get("log_ttl_s", state_s)  # type: ignore[attr-defined]
+        if state_s < events_s:
+            raise ValueError(f"a job's state must be kept at least as long as its events, {events_s} s")
+        return state_s
+
 
 def read_settings(**given: object) -> Settings:
     """Raises `CannotStart` with a sentence that names the variable and what would be right."""
