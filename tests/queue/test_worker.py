@@ -711,6 +711,21 @@ async def test_the_third_crash_of_a_suspect_is_its_last(redis_url: str, db: Redi
     await check_job_keys(db, "poison")
 
 
+@pytest.mark.parametrize("dead", ["no hash", "no letters"])
+async def test_a_culprit_ends_whatever_lies_with_the_dead(redis_url: str, db: Redis, dead: str) -> None:
+    if dead == "no hash":
+        await db.set(keys.DEAD, "x")
+    else:
+        good = {f"good-{k}": json.dumps({"id": "good", "parked_at": k + 1}) for k in range(999)}
+        await db.hset(keys.DEAD, mapping={**good, "bad": "no JSON"})
+    await put(db, "a", envelope({"say": ["never"]}))
+    await db.hset(keys.job("a"), mapping={"state": "queued", "attempt": 3, "lapses": 3, "crashes": 3})
+    async with at_work(redis_url):
+        await ended(db, "a")
+    assert await db.hexists(keys.DEAD, "a")
+    assert not await db.hexists(keys.DEAD, "bad")
+
+
 async def test_suspects_run_one_at_a_time_beside_the_innocent(redis_url: str, db: Redis) -> None:
     for k in range(3):
         await put(db, f"suspect-{k}", envelope({"say": ["a", "b"], "pace_s": 0.05}), at_ms=k)

@@ -16,10 +16,13 @@ local verdict = append(log, channel, seq, events, life_ms)
 if verdict then return verdict == 'conflict' and 'fenced' or verdict end
 
 local function park(id, letter)
-  if redis.call('HLEN', DEAD) >= MOST_DEAD then
+  local letters = redis.pcall('HLEN', DEAD)
+  if type(letters) ~= 'number' then redis.call('DEL', DEAD) -- no hash: somebody wrote over it
+  elseif letters >= MOST_DEAD then
     local all, oldest, oldest_at = redis.call('HGETALL', DEAD), nil, math.huge
     for i = 1, #all, 2 do
-      local at = cjson.decode(all[i + 1]).parked_at
+      local readable, said = pcall(cjson.decode, all[i + 1])
+      local at = readable and type(said) == 'table' and tonumber(said.parked_at) or 0
       if at < oldest_at then oldest, oldest_at = all[i], at end
     end
     redis.call('HDEL', DEAD, oldest)
