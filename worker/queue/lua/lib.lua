@@ -4,7 +4,7 @@ local FINAL = { finished = true, failed = true, cancelled = true }
 
 -- The fence: a claim's attempt still owns the job, and the job has not ended.
 local function owns(job, attempt)
-  local held = redis.call('HMGET', job, 'attempt', 'state')
+  local held = redis.pcall('HMGET', job, 'attempt', 'state') -- of a key that is no hash: nobody's
   return held[1] == attempt and held[2] == 'running'
 end
 
