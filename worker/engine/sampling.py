@@ -11,6 +11,7 @@ Sampler = Callable[[mx.array], mx.array]
 Processor = Callable[[mx.array, mx.array], mx.array]
 
 _MASK = (1 << 64) - 1
+_LEAST = 1e-30  # of a temperature and a top_p: what a float32 can still divide by, and compare with
 
 
 def sampler_for(sampling: Sampling, vocab: int, *, drawn: int = 0) -> Sampler:
@@ -27,19 +28,21 @@ class SeededSampler:
     def __init__(self, sampling: Sampling, vocab: int, drawn: int = 0) -> None:
         self._sampling, self._drawn = sampling, drawn
         self._top_k = sampling.top_k if sampling.top_k < vocab else 0
+        self._temperature, self._top_p = max(sampling.temperature, _LEAST), max(sampling.top_p, _LEAST)
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """logprobs (1, vocab) to a token (1,)."""
         how = self._sampling
-        if how.top_p < 1:
-            logprobs = apply_top_p(logprobs, how.top_p)
+        if self._top_p < 1:
+            logprobs = apply_top_p(logprobs, self._top_p)
         if how.min_p > 0:
             logprobs = apply_min_p(logprobs, how.min_p)
         if self._top_k > 0:
             logprobs = apply_top_k(logprobs, self._top_k)
         key = mx.random.key(draw_key(how.seed, self._drawn))
         self._drawn += 1
-        return mx.random.categorical(logprobs * (1 / how.temperature), key=key)
+        # In float16, which ends at 65504, a temperature of 1e-5 would leave no number at all.
+        return mx.random.categorical(logprobs.astype(mx.float32) * (1 / self._temperature), key=key)
 
 
 def draw_key(seed: int, k: int) -> int:
