@@ -47,6 +47,8 @@ class Client:
         """`redis`: a client of yours to use instead; it must not decode responses, and you close it."""
         self._owned = redis is None
         self._redis: Redis = redis or Redis.from_url(url, socket_connect_timeout=5)
+        if self._redis.get_encoder().decode_responses:
+            raise ValueError("a client with decode_responses=True cannot be used: give one without, or just the url")
         self._hub = Hub(self._redis)
         lua = (files("sluice") / "submit.lua").read_text()
         self._submit = self._redis.register_script(lua)

@@ -73,7 +73,7 @@ class Hub:
 
     async def _subscribe(self, channel: str) -> None:
         """Its acknowledgement reaches the reader as `miss`. Not connected: the next connection subscribes all."""
-        if self._task is None:
+        if self._task is None or self._task.done():  # closed, or its event loop was
             self._task = asyncio.create_task(self._run(), name="sluice-hub")
         if self._pubsub is not None:
             try:

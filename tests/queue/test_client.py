@@ -394,6 +394,21 @@ async def test_a_client_closes_at_any_moment(redis_url: str, turns: int) -> None
         await asyncio.wait_for(client.aclose(), 3)
 
 
+async def test_a_client_that_was_closed_hears_again(db: Redis, redis_url: str) -> None:
+    client = Client(redis_url)
+    for _ in range(2):
+        early = asyncio.create_task(seqs(client, "a"))
+        await until(lambda: client._hub._pubsub is not None, within_s=3)
+        early.cancel()
+        await client.aclose()
+
+
+async def test_a_client_that_decodes_is_refused(redis_url: str) -> None:
+    async with Redis.from_url(redis_url, decode_responses=True) as decodes:
+        with pytest.raises(ValueError, match="decode_responses"):
+            Client(redis=decodes)
+
+
 async def test_a_slow_reader_gets_what_it_missed_from_the_list() -> None:
     mail = Mail()
     for k in range(5000):
