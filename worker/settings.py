@@ -21,12 +21,16 @@ def _worker_name() -> str:
 
 
 class Settings(BaseSettings):
-    model_config = SettingsConfigDict(env_prefix=PREFIX, env_file=".env", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_file=".env", extra="ignore", frozen=True, allow_inf_nan=False
+    )
 
     redis_url: str = Field("redis://localhost:6379/0", description="redis://, rediss:// or unix://")
     model: str = Field(description="A folder that mlx_lm.load opens, or a hub id.")
     model_name: str = Field("default", pattern=f"^{MODEL_NAME}$", description="The name that jobs ask for.")
-    worker_name: str = Field(default_factory=_worker_name, description="Unique; host and pid by default.")
+    worker_name: str = Field(
+        default_factory=_worker_name, pattern=r"^[^:]{1,200}$", description="Unique; host and pid by default."
+    )
 
     max_rows: int = Field(16, ge=1, le=512, description="Sequences in the engine at once.")
     reserved_rows: int = Field(2, ge=0, description="Rows of those that offline jobs never take.")

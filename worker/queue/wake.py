@@ -82,7 +82,7 @@ async def _messages(pubsub: PubSub) -> AsyncIterator[dict[str, Any]]:
 async def allow_keyspace_events(redis: Redis) -> bool:
     """Add what we need to the server's flags. False where the server does not let us: polling remains."""
     try:
-        flags = (await redis.config_get("notify-keyspace-events"))["notify-keyspace-events"]
+        flags = (await redis.config_get("notify-keyspace-events")).get("notify-keyspace-events", "")
         if "K" not in flags or not {"z", "A"} & set(flags):
             await redis.config_set("notify-keyspace-events", flags + "Kz")
     except ResponseError as refused:

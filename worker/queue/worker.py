@@ -153,6 +153,7 @@ class QueueWorker(Worker):
         return False
 
     async def _drain(self) -> None:
+        await self._take_back_unheard()
         either = [asyncio.create_task(self._all_ended()), asyncio.create_task(self._hurry.wait())]
         await asyncio.wait(either, timeout=self.settings.grace_s, return_when=asyncio.FIRST_COMPLETED)
         for task in either:
@@ -162,6 +163,15 @@ class QueueWorker(Worker):
         await asyncio.wait([asyncio.create_task(self._all_ended())], timeout=_LAST_WORDS_S)
         if self.tasks:
             logger.error("%d jobs could not be handed back; others take them when the lease is out", len(self.tasks))
+
+    async def _take_back_unheard(self) -> None:
+        """A claim whose answer was lost would otherwise wait for its lease, and its job count as a suspect."""
+        try:
+            for lane in keys.LANES:
+                for claim in await self._take(lane, 0):
+                    await self._begin(claim)
+        except (RedisError, OSError):
+            pass  # then its lease runs out
 
     async def _all_ended(self) -> None:
         while self.tasks:
