@@ -6,8 +6,15 @@ from worker.app import EXIT_CANNOT_START, run
 from worker.errors import CannotStart
 from worker.settings import read_settings
 
+USAGE = """python -m worker takes no arguments: settings come from the environment and .env, and .env.example
+lists them. `sluice worker --help` shows the few that can be given on the command line."""
+
 
 def main() -> None:
+    if len(sys.argv) > 1:
+        asked = sys.argv[1] in ("-h", "--help")
+        print(USAGE, file=sys.stdout if asked else sys.stderr)
+        sys.exit(0 if asked else EXIT_CANNOT_START)
     try:
         run(read_settings())
     except CannotStart as error:

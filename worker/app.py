@@ -53,6 +53,7 @@ async def serve(settings: Settings) -> None:
 
 def connect(settings: Settings) -> ArqRedis:
     """Job ids may be any bytes; they must come back as they were."""
+    tcp = {} if settings.redis_url.startswith("unix:") else {"socket_keepalive": True}
     try:
         pool = BlockingConnectionPool.from_url(
             settings.redis_url,
@@ -60,8 +61,8 @@ def connect(settings: Settings) -> ArqRedis:
             timeout=None,
             socket_connect_timeout=2,
             socket_timeout=10,
-            socket_keepalive=not settings.redis_url.startswith("unix"),
             encoding_errors="surrogateescape",
+            **tcp,
         )
     except ValueError as error:
         raise CannotStart(f"SLUICE_REDIS_URL={settings.redis_url}: {error}") from None

@@ -70,7 +70,8 @@ def _explain(error: RedisError, url: str) -> str:
             way_out = "Put the password into the URL: redis://:PASSWORD@HOST:PORT/0."
             return f"the server at {_public(url)} wants other credentials: {said} {way_out}"
         case ConnectionError() | TimeoutError():
-            way_out = "Start one with `docker compose up -d redis` or ./scripts/demo, or name another with --redis-url."
+            start = "`docker compose up -d redis` or `redis-server --maxmemory-policy noeviction`"
+            way_out = f"Start one with {start}, or name another with --redis-url."
             return f"no server answers at {_public(url)}: {said} {way_out}"
     return f"the server at {_public(url)} refused: {said} Is it a Redis or Valkey that we may write to?"
 

@@ -24,6 +24,18 @@ def test_a_folder_that_is_not_there_is_refused_by_name() -> None:
         open_model("./no/such/folder")
 
 
+def test_a_file_in_place_of_a_folder_is_refused() -> None:
+    with pytest.raises(CannotStart, match="is a file"):
+        open_model(str(TINY_CHAT / "config.json"))
+
+
+def test_weights_that_were_cut_short_are_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(CONFIGS["qwen3"], tmp_path)
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:500])
+    with pytest.raises(CannotStart, match="cannot load"):
+        open_model(str(folder))
+
+
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     folder = write_checkpoint(CONFIGS["qwen3"], tmp_path)
     (folder / "model.safetensors").unlink()

@@ -39,7 +39,7 @@ def open_model(path_or_hub_id: str) -> Model:
     try:
         network, config = load_model(path)
         tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
-    except (ValueError, FileNotFoundError, KeyError, ImportError) as error:
+    except (ValueError, OSError, KeyError, TypeError, ImportError, RuntimeError) as error:
         raise CannotStart(f"mlx-lm cannot load {path_or_hub_id}: {error}") from error
     if not tokenizer.has_chat_template:
         raise CannotStart(f"{path_or_hub_id} has no chat template, so it cannot answer chats.")
@@ -58,6 +58,8 @@ def open_model(path_or_hub_id: str) -> Model:
 def _folder(path_or_hub_id: str) -> Path:
     if Path(path_or_hub_id).expanduser().is_dir():
         return Path(path_or_hub_id).expanduser()
+    if Path(path_or_hub_id).expanduser().exists():
+        raise CannotStart(f"SLUICE_MODEL={path_or_hub_id} is a file; give the folder that it lies in.")
     if path_or_hub_id.startswith((".", "/", "~")):
         raise CannotStart(f"SLUICE_MODEL={path_or_hub_id}: there is no such folder.")
     try:

@@ -20,7 +20,7 @@ def open_envelope(
     if claim.body_bytes > most_bytes:
         raise Refusal("too_large", f"The job is {claim.body_bytes:,} bytes; this worker takes {most_bytes:,} at most.")
     if not claim.body:
-        raise Refusal("invalid_request", "The job's body has expired or was deleted; submit it again.")
+        raise Refusal("invalid_request", "The job's body has expired or was deleted; submit it again.", retryable=True)
     name, args = _read(claim.body)
     if name not in functions:
         known = ", ".join(sorted(functions))
