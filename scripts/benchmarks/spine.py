@@ -107,8 +107,7 @@ async def publishing_cost(url: str, *, rows: int = 32, steps: int = 300) -> floa
         for step in range(steps):
             for log in logs:
                 log.say("delta", token_ids=[step], content=" word")
-            for log in logs:
-                await publisher.settle(log)
+            await publisher.settle(logs[-1])  # all rows of a step go in one call
         spent = time.process_time() - began
         running.cancel()
     return spent / (rows * steps)
