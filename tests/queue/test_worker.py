@@ -126,7 +126,7 @@ async def test_what_cannot_be_run_fails_once_and_says_why(redis_url: str, db: Re
     async with at_work(redis_url, max_request_bytes=250_000 if "deep" in name else 5_000) as chat:
         await put(db, "bad", body)
         await ask(db, "good", {"say": ["fine"]}, at_ms=2)
-        assert await ended(db, "bad") == [failed("bad", type, message)]
+        assert await ended(db, "bad") == [failed("bad", type, message, retryable=message == EXPIRED)]
         assert words(await ended(db, "good")) == "fine"
         assert chat.began == ["good"]
     await check_all_ended(db)
@@ -137,7 +137,7 @@ async def test_a_body_that_is_no_string_holds_up_nobody(redis_url: str, db: Redi
         await db.rpush("arq:job:bad", "a list")
         await put(db, "bad", None)
         await ask(db, "good", {"say": ["fine"]}, at_ms=2)
-        assert await ended(db, "bad") == [failed("bad", "invalid_request", EXPIRED)]
+        assert await ended(db, "bad") == [failed("bad", "invalid_request", EXPIRED, retryable=True)]
         assert words(await ended(db, "good")) == "fine"
     await check_all_ended(db)
 
