@@ -1,6 +1,6 @@
 """Offline files: one line in, one line out, and the object that says how a run goes. OpenAI's Batch forms."""
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -9,7 +9,6 @@ from schemas.base import JsonObject, Sent, Strict
 BatchState = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]
-BATCH_STATES: tuple[BatchState, ...] = get_args(BatchState)
 
 
 class BatchLine(Strict):

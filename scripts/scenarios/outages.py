@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import redis.asyncio
 
@@ -54,23 +54,25 @@ async def restarted(*, away_s: float, streams: int, tokens: int) -> list[Figure]
 
 async def connections_killed(url: str, *, streams: int, tokens: int) -> list[Figure]:
     """Every connection but the killer's is cut four times a second, the worker's among them."""
-    async with Client(url) as client, redis.asyncio.Redis.from_url(url) as db:
-        with paced(url, max_rows=streams, reserved_rows=0):
-            ids = await submit_all(client, streams, ask(tokens))
-            async with killing_connections(url, 0.25), killing_connections(url, 0.25, "pubsub"):
-                seen = await watch_all(client, ids)
-            await asyncio.sleep(0.5)
-            return await judge(db, f"all connections killed every 250 ms, {streams} streams", seen, tokens)
+    what = "all connections killed every 250 ms"
+    return await while_killing(url, ("normal", "pubsub"), what, streams=streams, tokens=tokens)
 
 
 async def subscribers_killed(url: str, *, streams: int, tokens: int) -> list[Figure]:
+    what = "pub/sub connections killed every 250 ms"
+    return await while_killing(url, ("pubsub",), what, streams=streams, tokens=tokens)
+
+
+async def while_killing(url: str, kinds: tuple[str, ...], what: str, *, streams: int, tokens: int) -> list[Figure]:
     async with Client(url) as client, redis.asyncio.Redis.from_url(url) as db:
         with paced(url, max_rows=streams, reserved_rows=0):
             ids = await submit_all(client, streams, ask(tokens))
-            async with killing_connections(url, 0.25, "pubsub"):
+            async with AsyncExitStack() as killing:
+                for kind in kinds:
+                    await killing.enter_async_context(killing_connections(url, 0.25, kind))
                 seen = await watch_all(client, ids)
             await asyncio.sleep(0.5)
-            return await judge(db, f"pub/sub connections killed every 250 ms, {streams} streams", seen, tokens)
+            return await judge(db, f"{what}, {streams} streams", seen, tokens)
 
 
 async def scripts_forgotten(url: str, *, streams: int, tokens: int) -> list[Figure]:

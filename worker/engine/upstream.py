@@ -10,7 +10,7 @@ from mlx_lm.generate import (
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import _download, load_config, load_model, load_tokenizer
+from mlx_lm.utils import _download, load_model, load_tokenizer
 
 download = _download
 
@@ -27,7 +27,6 @@ __all__ = [
     "download",
     "generation_stream",
     "greedy_sampler",
-    "load_config",
     "load_model",
     "load_tokenizer",
     "make_prompt_cache",
