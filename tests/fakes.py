@@ -2,6 +2,7 @@
 
 import asyncio
 import codecs
+import json
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -11,10 +12,14 @@ from urllib.parse import urlsplit
 
 from jinja2 import Environment, TemplateError
 
+from worker.engine.upstream import TextStateMachine
+from worker.engine.words import Splitter
 from worker.queue.job import Answer, Job
 from worker.schedule.sequence import Listener, Outcome, Prefilled, Sampled, Sequence, StepReport
 from worker.served import Served
 from worker.settings import Settings
+from worker.text.language import Language
+from worker.text.tokenizer import Conversation, Transitions
 
 PLAIN_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
@@ -23,31 +28,36 @@ class ByteDetokenizer:
     """An id beyond the vocabulary raises."""
 
     def __init__(self, vocab: list[bytes]) -> None:
-        self._vocab, self._segment = vocab, ""
+        self._vocab = vocab
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    @property
-    def last_segment(self) -> str:
-        segment, self._segment = self._segment, ""
-        return segment
+    def feed(self, token: int) -> str:
+        return self._decoder.decode(self._vocab[token])
 
-    def add_token(self, token: int) -> None:
-        self._segment += self._decoder.decode(self._vocab[token])
-
-    def finalize(self) -> None:
-        self._segment += self._decoder.decode(b"", final=True)
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
 
 
 class ByteTokenizer:
     """A token is a byte, or one of the given pieces: a code point may take several, and one may cut two."""
 
+    byte_level, definition = False, None
+    eos_token_ids = frozenset[int]()
+    think = tool = tool_format = None
+
     def __init__(self, *pieces: bytes, template: str = PLAIN_TEMPLATE) -> None:
         self.vocab = [*(bytes([value]) for value in range(256)), *pieces]
-        self._template, self.threads = template, set[threading.Thread]()
+        self.tokens = [f"<0x{token.hex()}>" for token in self.vocab]
+        self.template, self.threads = template, set[threading.Thread]()
 
-    @property
-    def detokenizer(self) -> ByteDetokenizer:
+    def streaming(self) -> ByteDetokenizer:
         return ByteDetokenizer(self.vocab)
+
+    def splitter(self, initial: str, transitions: Transitions | None = None) -> Splitter:
+        return Splitter(TextStateMachine(transitions), initial)
+
+    def parse_tool_call(self, text: str, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [json.loads(text)]
 
     def encode(self, text: str) -> list[int]:
         """The longest piece first."""
@@ -61,10 +71,12 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return b"".join(self.vocab[token] for token in ids).decode("utf-8", "replace")
 
-    def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> list[int]:
+    def render(
+        self, conversation: Conversation, *, tools: list[dict[str, Any]], continues: bool, variables: dict[str, Any]
+    ) -> str:
         self.threads.add(threading.current_thread())
-        template = Environment().from_string(self._template)
-        return list(template.render(messages=conversation, raise_exception=_raise, **kwargs).encode())
+        template = Environment().from_string(self.template)
+        return template.render(messages=conversation, tools=tools, raise_exception=_raise, **variables)
 
 
 def _raise(words: str) -> None:
@@ -124,8 +136,9 @@ def _next(sequence: Sequence, answer: Iterator[tuple[int, int]]) -> Outcome:
 
 
 def served(settings: Settings, engine: FakeEngine, tokenizer: ByteTokenizer, **changed: Any) -> Served:
-    known = {"fingerprint": "fp_fake", "context": 2048, "vocab": len(tokenizer.vocab), "generation": {}}
-    return Served(settings, engine, tokenizer, **{**known, **changed})
+    vocab = len(tokenizer.vocab)
+    known = {"fingerprint": "fp_fake", "context": 2048, "vocab": vocab, "generation": {}}
+    return Served(settings, engine, Language(tokenizer, vocab), **{**known, **changed})
 
 
 TIMINGS = {"queue_s": 0.0, "prefill_s": 0.0, "ttft_s": 0.0, "decode_s": 0.0, "tokens_per_s": 0.0}

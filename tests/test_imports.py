@@ -35,20 +35,20 @@ TABLE = {
     "worker.request":      May("schemas worker.errors worker.schedule", "pydantic"),
 
     "worker.schedule":     May(),
-    "worker.text":         May("schemas worker.errors", "jinja2 llguidance"),
+    "worker.text":         May("schemas worker.errors worker.schedule.sequence", "jinja2 llguidance pydantic"),
     "worker.engine":       May("worker.schedule worker.errors worker.pulse", "mlx mlx_lm mlx_vlm"),
     "worker.queue":        May("schemas worker.errors worker.pulse worker.settings", "arq pydantic_core redis"),
 
     # What a job needs to know of all of these, and then the job.
     "worker.served":       May("worker.schedule worker.settings worker.text"),
     "worker.resume":       May("worker.queue.scripts worker.text"),
-    "worker.record":       May("schemas worker.queue.job worker.resume worker.served"),
+    "worker.record":       May("schemas worker.queue.job worker.resume worker.served worker.text"),
     "worker.jobs":         May("schemas worker.errors worker.queue.job worker.record worker.request worker.resume "
                                "worker.schedule worker.served worker.text"),
 
     # The one place where engine and queue meet.
-    "worker.app":          May("worker.engine worker.errors worker.jobs worker.queue worker.served worker.settings",
-                               "arq redis"),
+    "worker.app":          May("worker.engine worker.errors worker.jobs worker.queue worker.served worker.settings "
+                               "worker.text", "arq redis"),
     "worker.__main__":     May("worker.app worker.errors worker.settings"),
 }  # fmt: skip
 

@@ -12,8 +12,8 @@ HELLO = [{"role": "user", "content": "Hello"}]
 PLAIN = Sampling(temperature=1.0, seed=7)
 
 
-def request(**fields: Any) -> ChatRequest:
-    return read_request({"messages": HELLO, **fields}, "tiny")
+def request(*, max_parts: int = 100, **fields: Any) -> ChatRequest:
+    return read_request({"messages": HELLO, **fields}, "tiny", max_parts=max_parts)
 
 
 def refusal(**fields: Any) -> tuple[str, str]:
@@ -95,20 +95,42 @@ def test_a_prompt_without_room_for_an_answer_is_told_by_how_much(prompt: int, ex
         limit(prompt)
     assert (raised.value.type, raised.value.message) == (
         "too_large",
-        f"The prompt has {prompt:,} tokens and the model's context is 4,096, the answer included: "
+        f"The prompt has {prompt:,} tokens and the context is 4,096, the answer included: "
         f"shorten it by at least {excess}.",
     )
+
+
+def test_an_answer_longer_than_the_worker_gives_is_told_by_how_much() -> None:
+    asked = request(max_tokens=600)
+    assert output_tokens(asked, prompt=1, context=4096, default=1024, most=600) == 600
+    with pytest.raises(Refusal) as raised:
+        output_tokens(asked, prompt=1, context=4096, default=1024, most=512)
+    assert (raised.value.type, raised.value.message) == (
+        "too_large", "max_tokens: 600 is 88 more than this worker gives, 512 at the most.",
+    )  # fmt: skip
+    assert output_tokens(request(), prompt=1, context=4096, default=1024, most=512) == 512
+
+
+def test_texts_images_and_tool_calls_all_count_as_parts() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    call = {"id": "1", "function": {"name": "look", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "What is this?"}, image]},
+        {"role": "assistant", "content": None, "tool_calls": [call, call]},
+        {"role": "tool", "tool_call_id": "1", "content": "a cat"},
+    ]
+    request(messages=messages, max_parts=6)
+    assert refusal(messages=messages, max_parts=4) == (
+        "too_large", "messages: 6 texts, images and tool calls are 2 more than this worker takes, 4.",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("named", "fields"),
     [
-        ("logprobs", {"logprobs": True}),
-        ("response_format", {"response_format": {"type": "json_object"}}),
-        ("tools", {"tools": [{"type": "function", "function": {"name": "look"}}]}),
         ("specprefill", {"specprefill": True}),
         ("specprefill_keep_pct", {"specprefill_keep_pct": 0.5}),
-        ("logprobs, specprefill", {"logprobs": True, "top_logprobs": 3, "specprefill": True}),
+        ("specprefill, specprefill_keep_pct", {"specprefill": True, "specprefill_keep_pct": 0.5}),
     ],
 )
 def test_what_the_worker_cannot_do_is_refused_by_name(named: str, fields: dict[str, Any]) -> None:
@@ -118,9 +140,6 @@ def test_what_the_worker_cannot_do_is_refused_by_name(named: str, fields: dict[s
 @pytest.mark.parametrize(
     "fields",
     [
-        {"logprobs": False},
-        {"response_format": {"type": "text"}},
-        {"tools": []},
         {"specprefill": False},
         {"on_disconnect": "cancel"},
         {"stream": True, "stream_options": {"include_usage": True}, "n": 1, "store": True},
@@ -152,7 +171,7 @@ def test_the_served_name_and_no_name_are_taken_and_another_is_refused() -> None:
 @pytest.mark.parametrize("body", ["hello", None, 3, [HELLO], {}])
 def test_what_is_no_request_is_refused_with_a_sentence(body: Any) -> None:
     with pytest.raises(Refusal) as raised:
-        read_request(body, "tiny")
+        read_request(body, "tiny", max_parts=100)
     assert raised.value.type == "invalid_request"
     assert raised.value.message.endswith(".")
 

@@ -10,12 +10,14 @@ from redis.asyncio import BlockingConnectionPool
 
 from worker.engine.model import open_model
 from worker.engine.thread import EngineThread
+from worker.engine.words import Words
 from worker.errors import CannotStart
 from worker.jobs import chat
 from worker.queue.scripts import dumps, loads
 from worker.queue.worker import QueueWorker
 from worker.served import Served
 from worker.settings import Settings
+from worker.text.language import Language
 
 logger = logging.getLogger("sluice")
 
@@ -30,7 +32,13 @@ async def serve(settings: Settings) -> None:
     try:
         model = await engine.start()
         served = Served(
-            settings, engine, model.tokenizer, model.fingerprint, model.context, model.vocab, model.generation
+            settings=settings,
+            engine=engine,
+            language=Language(Words(model.tokenizer), model.vocab),
+            fingerprint=model.fingerprint,
+            context=min(model.context, settings.context_tokens or model.context),
+            vocab=model.vocab,
+            generation=model.generation,
         )
         async with connect(settings) as redis:
             worker = QueueWorker(

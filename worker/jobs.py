@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -13,10 +14,10 @@ from worker.queue.job import Answer, Job
 from worker.record import Record
 from worker.request import output_tokens, read_request, sampling_of, seed_of
 from worker.resume import delivered, replay
-from worker.schedule.sequence import Faulted, Outcome, Prefilled, Sampled, Sequence
+from worker.schedule.sequence import Faulted, Guide, Outcome, Prefilled, Sampled, Sequence
 from worker.served import Served
-from worker.text.output import Output
-from worker.text.prompt import render
+from worker.text.output import Said
+from worker.text.prompt import Prompt
 
 logger = logging.getLogger("sluice.jobs")
 
@@ -30,18 +31,21 @@ class Chat:
     def __init__(self, job: Job, served: Served) -> None:
         self._job, self._served, self._record = job, served, Record(job)
         self._done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._guide: Guide | None = None
         self._ended = False  # by an earlier attempt, all but for its final event
 
     async def run(self, body: Any) -> Answer:
         job, served = self._job, self._served
-        request = read_request(body, served.settings.model_name)
+        request = read_request(body, served.settings.model_name, max_parts=served.settings.max_parts)
         if request.on_disconnect == "cancel":
             job.log.deserted = partial(job.interrupt, Cancelled("disconnected"))
         with _deadline(job, request.deadline_s):
             seed = seed_of(request, job.claim.job_id)
-            earlier = self._begin(request, seed)
-            prompt = await render(served.tokenizer, request)
-            sequence = self._sequence(request, prompt, earlier, seed)
+            prompt = await served.language.prompt(request)
+            sequence = self._sequence(request, prompt, seed)
+            self._guide = await served.language.guide(request, prompt)
+            earlier = self._begin(request, prompt, seed)
+            sequence = replace(sequence, guide=self._guide, delivered=earlier)
             try:
                 if self._ended or len(earlier) >= sequence.max_tokens:
                     self._end_again(sequence)
@@ -51,11 +55,12 @@ class Chat:
             finally:
                 served.engine.remove(sequence.id)
                 self._record.flush()
-        return self._record.answer(request, served, seed, finish_reason)
+        return self._record.answer(request, served, seed, finish_reason, self._output.voided)
 
-    def _begin(self, request: ChatRequest, seed: int) -> tuple[int, ...]:
+    def _begin(self, request: ChatRequest, prompt: Prompt, seed: int) -> tuple[int, ...]:
         """Say how this attempt begins. Returns the tokens that it goes on after."""
-        self._output = Output(self._served.tokenizer.detokenizer, request.stop or ())
+        afresh = partial(self._served.language.output, request, prompt, self._job.claim.job_id)
+        self._output = afresh()
         earlier = delivered(self._job.log.events)
         if earlier is None:
             self._announce("started", seed)
@@ -63,7 +68,7 @@ class Chat:
         same = (earlier.fingerprint, earlier.seed) == (self._served.fingerprint, seed)
         match replay(earlier, self._output) if same else "differs":
             case "differs":
-                self._output = Output(self._served.tokenizer.detokenizer, request.stop or ())
+                self._output = afresh()
                 self._announce("restarted", seed)
                 return ()
             case "has ended":
@@ -83,25 +88,27 @@ class Chat:
             seed=seed,
         )
 
-    def _sequence(self, request: ChatRequest, prompt: tuple[int, ...], earlier: tuple[int, ...], seed: int) -> Sequence:
+    def _sequence(self, request: ChatRequest, prompt: Prompt, seed: int) -> Sequence:
         served, claim = self._served, self._job.claim
-        self._job.usage.prompt_tokens = len(prompt)
+        self._job.usage.prompt_tokens = len(prompt.tokens)
         limit = output_tokens(
             request,
-            prompt=len(prompt),
+            prompt=len(prompt.tokens),
             context=served.context,
             default=served.settings.default_max_tokens,
+            most=served.settings.max_output_tokens,
         )
         sampling = sampling_of(request, served.generation, served.vocab, seed)
-        logger.info("%s admitted: %d prompt tokens, lane %s", claim.job_id, len(prompt), claim.lane)
+        logger.info("%s admitted: %d prompt tokens, lane %s", claim.job_id, len(prompt.tokens), claim.lane)
         # A step under way may still speak of an earlier attempt: it must find nobody of that name.
         id = f"{claim.job_id}#{claim.attempt}"
-        return Sequence(id, prompt, limit, sampling, claim.lane, earlier)
+        top = (request.top_logprobs or 0) if request.logprobs else None
+        return Sequence(id, prompt.tokens, limit, sampling, claim.lane, top_logprobs=top)
 
     def _end_again(self, sequence: Sequence) -> None:
         """The earlier worker died between the last token and the final event."""
         ran_out = len(sequence.delivered) >= sequence.max_tokens and not self._output.stopped
-        self._done.set_result("length" if ran_out else "stop")
+        self._done.set_result(self._output.finish_reason("length" if ran_out else "stop"))
 
     def heard(self, outcome: Outcome, rows: int) -> None:
         """What the engine did for this row in one step, on the event loop."""
@@ -116,21 +123,27 @@ class Chat:
         match outcome:
             case Prefilled(done=done, total=total):
                 self._record.prefilled(done, total)
-            case Sampled(token=token, finish_reason=finish_reason):
-                self._sampled(token, finish_reason, rows)
+            case Sampled():
+                self._sampled(outcome, rows)
             case Faulted():
                 ours = "The engine failed on this row; the worker's log says why."
                 self._done.set_exception(Refusal("internal", ours, retryable=True))
 
-    def _sampled(self, token: int | None, finish_reason: str | None, rows: int) -> None:
-        text = "" if token is None else self._output.feed(token)
-        if finish_reason and not self._output.stopped:
-            text += self._output.flush()
-        if self._output.stopped:
-            finish_reason = "stop"
-        self._record.sampled(token, text, rows, last=finish_reason is not None)
-        if finish_reason:
-            self._done.set_result(finish_reason)
+    def _sampled(self, step: Sampled, rows: int) -> None:
+        said = Said() if step.token is None else self._output.feed(step.token)
+        if step.finish_reason and not self._output.stopped:
+            said += self._output.flush(step.finish_reason)
+        ended = "stop" if self._output.stopped else step.finish_reason
+        self._record.sampled(step.token, said, self._logprobs(step), rows, last=ended is not None)
+        if self._guide and self._guide.broken:
+            raise Refusal("internal", f"The answer's grammar could not be held: {self._guide.broken}")
+        if ended:
+            self._done.set_result(self._output.finish_reason(ended))
+
+    def _logprobs(self, step: Sampled) -> dict[str, Any] | None:
+        if step.token is None or step.logprobs is None:
+            return None
+        return self._served.language.logprobs(step.token, step.logprobs)
 
 
 @contextmanager

@@ -2,13 +2,19 @@
 
 import logging
 import time
+from collections.abc import Container
+from typing import Any
 
 from schemas import ChatRequest
 from worker.queue.job import Answer, Job
 from worker.resume import Delivered
 from worker.served import Served
+from worker.text.calls import whole
+from worker.text.output import Said, together
 
 logger = logging.getLogger("sluice.jobs")
+
+Entry = dict[str, Any]  # of a token, in OpenAI's form
 
 _PROGRESS_EVERY_S = 0.25
 _GATHER_S = {"interactive": 0.0, "batch": 1.0}  # offline deltas are gathered, so that a file does not fill Redis
@@ -22,13 +28,16 @@ class Record:
         self._prefilled_at = self._first_at = self._last_at = self._began
         self._gather_s = _GATHER_S[job.claim.lane]
         self._ids: list[int] = []
-        self._text = ""
-        self._whole: list[str] = []
+        self._said = Said()  # gathered, and not told yet
+        self._logprobs: list[Entry] = []
+        self._told: list[Said] = []
+        self._told_logprobs: list[Entry] = []
         self._rows = self._steps = 0
 
     def resume(self, earlier: Delivered) -> None:
         """Count what was delivered before; timings are of this attempt alone."""
-        self._whole.append(earlier.content)
+        self._told.append(earlier.said)
+        self._told_logprobs += earlier.logprobs
         self._job.usage.completion_tokens = len(earlier.tokens)
 
     def prefilled(self, done: int, total: int) -> None:
@@ -37,33 +46,40 @@ class Record:
             self._said_progress = now
             self._job.log.say("progress", phase="prefill", done=done, total=total)
 
-    def sampled(self, token: int | None, text: str, rows: int, *, last: bool) -> None:
+    def sampled(self, token: int | None, said: Said, logprobs: Entry | None, rows: int, *, last: bool) -> None:
         self._last_at = now = time.monotonic()
         if self._steps == 0:
             self._first_at = now
             logger.info("%s first token after %.3f s", self._job.claim.job_id, now - self._began)
         self._rows, self._steps = self._rows + rows, self._steps + 1
-        self._text += text
+        self._said += said
         self._job.made_progress()
         if token is not None:
             self._ids.append(token)
             self._job.usage.completion_tokens += 1
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
         if last or now - self._said_delta >= self._gather_s:
             self.flush()
 
     def flush(self) -> None:
         """Say what was gathered."""
-        if self._ids or self._text:
-            content = {"content": self._text} if self._text else {}
-            self._job.log.say("delta", token_ids=self._ids, **content)
-        self._whole.append(self._text)
-        self._ids, self._text, self._said_delta = [], "", time.monotonic()
+        if self._ids or self._said:
+            logprobs = {"logprobs": self._logprobs} if self._logprobs else {}
+            self._job.log.say("delta", token_ids=self._ids, **_fields(self._said), **logprobs)
+        if self._said:
+            self._told.append(self._said)
+        self._told_logprobs += self._logprobs
+        self._ids, self._said, self._logprobs, self._said_delta = [], Said(), [], time.monotonic()
 
-    def answer(self, request: ChatRequest, served: Served, seed: int, finish_reason: str) -> Answer:
+    def answer(
+        self, request: ChatRequest, served: Served, seed: int, finish_reason: str, voided: Container[int]
+    ) -> Answer:
+        """`voided`: tool calls that were announced and turned out to be none."""
         timings = self._timings()
         spent = f"{self._job.usage.completion_tokens} tokens, {timings['tokens_per_s']:.1f}/s"
         logger.info("%s finished: %s, %s", self._job.claim.job_id, finish_reason, spent)
-        return Answer(finish_reason, timings, self._completion(request, served, seed, finish_reason, timings))
+        return Answer(finish_reason, timings, self._completion(request, served, seed, finish_reason, timings, voided))
 
     def _timings(self) -> dict[str, float]:
         decode_s = self._last_at - self._first_at
@@ -77,19 +93,31 @@ class Record:
         return {name: round(value, 6) for name, value in timings.items()}
 
     def _completion(
-        self, request: ChatRequest, served: Served, seed: int, finish_reason: str, timings: dict[str, float]
+        self,
+        request: ChatRequest,
+        served: Served,
+        seed: int,
+        finish_reason: str,
+        timings: dict[str, float],
+        voided: Container[int],
     ) -> dict[str, object]:
         """OpenAI's `chat.completion`, with what is ours under `sluice`."""
         claim, usage = self._job.claim, self._job.usage
-        message = {"role": "assistant", "content": "".join(self._whole), "refusal": None}
+        logprobs = {"content": self._told_logprobs, "refusal": None} if request.logprobs else None
         echoed = request.model_dump(include={"tenant", "user", "metadata", "store"}, exclude_none=True)
+        choice = {
+            "index": 0,
+            "message": _message(together(self._told), voided),
+            "finish_reason": finish_reason,
+            "logprobs": logprobs,
+        }
         return {
             "id": claim.job_id,
             "object": "chat.completion",
             "created": int(self._began_at),
             "model": served.settings.model_name,
             "system_fingerprint": served.fingerprint,
-            "choices": [{"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": None}],
+            "choices": [choice],
             "usage": {
                 "prompt_tokens": usage.prompt_tokens,
                 "completion_tokens": usage.completion_tokens,
@@ -107,3 +135,19 @@ class Record:
                 **echoed,
             },
         }
+
+
+def _fields(said: Said) -> dict[str, object]:
+    """Of a delta: those that are not empty."""
+    fields = {"content": said.content, "reasoning": said.reasoning, "tool_calls": said.tool_calls}
+    return {name: value for name, value in fields.items() if value}
+
+
+def _message(said: Said, voided: Container[int]) -> dict[str, object]:
+    """OpenAI says null for the content of a turn that only calls."""
+    calls = whole(said.tool_calls, voided)
+    content = None if calls and not said.content else said.content
+    beside = {"reasoning": said.reasoning, "tool_calls": calls}
+    return {
+        "role": "assistant", "content": content, **{k: v for k, v in beside.items() if v}, "refusal": None,
+    }  # fmt: skip

@@ -6,11 +6,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from schemas import ChatRequest, explain
+from schemas.chat import AssistantMessage, Message
 from worker.errors import Refusal
 from worker.schedule.sequence import Sampling
 
 
-def read_request(body: Any, served: str) -> ChatRequest:
+def read_request(body: Any, served: str, *, max_parts: int) -> ChatRequest:
     """Raises `Refusal` with a sentence that names the field."""
     try:
         request = ChatRequest.model_validate(body)
@@ -21,32 +22,47 @@ def read_request(body: Any, served: str) -> ChatRequest:
     if request.model not in (None, served):
         raise Refusal("invalid_request", f"model: this queue serves {served!r}, not {request.model!r}.")
     _refuse_unsupported(request)
+    _refuse_too_many(sum(map(_parts, request.messages)), max_parts)
     return request
 
 
 def _refuse_unsupported(request: ChatRequest) -> None:
     """Nothing is silently ignored: what this worker cannot do yet is refused by name."""
-    wanted = {
-        "logprobs": request.logprobs,
-        "response_format": request.response_format and request.response_format.type != "text",
-        "tools": request.tools,
-        "specprefill": request.specprefill,
-        "specprefill_keep_pct": request.specprefill_keep_pct,
-    }
+    wanted = {"specprefill": request.specprefill, "specprefill_keep_pct": request.specprefill_keep_pct}
     if named := [name for name, value in wanted.items() if value]:
         raise Refusal("unsupported", f"This worker does not support {', '.join(named)}; leave it out.")
 
 
-def output_tokens(request: ChatRequest, *, prompt: int, context: int, default: int) -> int:
-    """How long the answer may be. Raises `Refusal` when the prompt leaves no room for one."""
+def _parts(message: Message) -> int:
+    calls = message.tool_calls if isinstance(message, AssistantMessage) else None
+    return (len(message.content) if isinstance(message.content, list) else 1) + len(calls or ())
+
+
+def _refuse_too_many(parts: int, most: int) -> None:
+    if parts > most:
+        raise Refusal(
+            "too_large",
+            f"messages: {parts:,} texts, images and tool calls are {parts - most:,} more than this worker takes, "
+            f"{most:,}.",
+        )
+
+
+def output_tokens(request: ChatRequest, *, prompt: int, context: int, default: int, most: int | None = None) -> int:
+    """How long the answer may be. Raises `Refusal` when the prompt leaves no room for one, or when more is asked
+    for than `most`, this worker's own limit."""
     room = context - prompt
     if room < 1:
         raise Refusal(
             "too_large",
-            f"The prompt has {prompt:,} tokens and the model's context is {context:,}, the answer included: "
+            f"The prompt has {prompt:,} tokens and the context is {context:,}, the answer included: "
             f"shorten it by at least {1 - room:,}.",
         )
-    return min(request.output_limit or default, room)
+    asked = request.output_limit
+    if asked and most and asked > most:
+        raise Refusal(
+            "too_large", f"max_tokens: {asked:,} is {asked - most:,} more than this worker gives, {most:,} at the most."
+        )
+    return min(asked or default, most or room, room)
 
 
 def sampling_of(request: ChatRequest, generation: dict[str, Any], vocab: int, seed: int) -> Sampling:

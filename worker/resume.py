@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from worker.queue.scripts import loads
-from worker.text.output import Output
+from worker.text.output import Output, Said, together
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,30 +15,40 @@ class Delivered:
     fingerprint: str  # of the model that said it
     seed: int
     tokens: tuple[int, ...]
-    content: str
+    said: Said
+    logprobs: tuple[dict[str, Any], ...] = ()
 
 
 def delivered(log: Iterable[bytes]) -> Delivered | None:
     """None where no attempt has begun."""
-    fingerprint, seed, tokens, content = "", 0, list[int](), list[str]()
+    fingerprint, seed, deltas = "", 0, list[dict[str, Any]]()
     for event in map(loads, log):
         match event["type"]:
             case "started" | "restarted":
                 fingerprint, seed = event["fingerprint"], event["seed"]
-                tokens.clear()
-                content.clear()
+                deltas.clear()
             case "delta":
-                tokens += event["token_ids"]
-                content.append(event.get("content", ""))
-    return Delivered(fingerprint, seed, tuple(tokens), "".join(content)) if fingerprint else None
+                deltas.append(event)
+    if not fingerprint:
+        return None
+    tokens = tuple(token for delta in deltas for token in delta["token_ids"])
+    logprobs = tuple(entry for delta in deltas for entry in delta.get("logprobs", ()))
+    return Delivered(fingerprint, seed, tokens, together(map(_said, deltas)), logprobs)
+
+
+def _said(delta: dict[str, Any]) -> Said:
+    return Said(delta.get("content", ""), delta.get("reasoning", ""), tuple(delta.get("tool_calls", ())))
 
 
 def replay(earlier: Delivered, output: Output) -> Literal["goes on", "has ended", "differs"]:
     """Bring a fresh `output` to where the earlier attempt's was, by the tokens that it delivered.
 
-    "has ended": the answer's last text was let out, so the worker died between that and the final event.
+    "has ended": the answer's last words were let out, so the worker died between that and the final event.
     """
-    text = "".join(map(output.feed, earlier.tokens))
-    if text == earlier.content:
+    said = together(map(output.feed, earlier.tokens))
+    if said == earlier.said:
         return "has ended" if output.stopped else "goes on"
-    return "has ended" if text + output.flush() == earlier.content else "differs"
+    said += output.flush("length")
+    if said == earlier.said:
+        return "has ended"
+    return "has ended" if said + output.flush("stop") == earlier.said else "differs"

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from worker.schedule.sequence import Listener, Sequence
 from worker.settings import Settings
-from worker.text.tokenizer import Tokenizer
+from worker.text.language import Language
 
 
 class Engine(Protocol):
@@ -20,7 +20,7 @@ class Engine(Protocol):
 class Served:
     settings: Settings
     engine: Engine
-    tokenizer: Tokenizer
+    language: Language
     fingerprint: str
     context: int  # tokens, prompt and answer together
     vocab: int

@@ -35,7 +35,12 @@ class Settings(BaseSettings):
     max_rows: int = Field(16, ge=1, le=512, description="Sequences in the engine at once.")
     reserved_rows: int = Field(2, ge=0, description="Rows of those that offline jobs never take.")
     step_ms: float = Field(100.0, gt=0, description="Target milliseconds between two tokens of a row.")
+    context_tokens: int | None = Field(
+        None, ge=2, description="Prompt and answer together, where that is less than the model's own context."
+    )
     default_max_tokens: int = Field(1024, ge=1, description="Answer length where the request names none.")
+    max_output_tokens: int | None = Field(None, ge=1, description="The longest answer that a request may ask for.")
+    max_parts: int = Field(10_000, ge=1, description="Texts, images and tool calls of a conversation.")
     max_request_bytes: int = Field(16_000_000, ge=1_000, description="Size of a queued job's body.")
 
     queue_limit: int = Field(10_000, ge=1, description="Jobs in a lane; beyond it our client's submit is refused.")

@@ -7,16 +7,18 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from scripts.benchmarks import spine
+from scripts.benchmarks import sampling, spine
 
-BENCHMARKS: dict[str, Callable[[Console], bool]] = {"spine": spine.main}
+BENCHMARKS: dict[str, Callable[[Console], bool]] = {"spine": spine.main, "sampling": sampling.main}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/bench", description="Measure, and compare with the bars that we hold."
     )
-    parser.add_argument("name", choices=BENCHMARKS, help="spine: what the way through Redis costs")
+    parser.add_argument(
+        "name", choices=BENCHMARKS, help="spine: what the way through Redis costs; sampling: what drawing tokens costs"
+    )
     name = parser.parse_args().name
     console = Console(width=110)
     blas = os.environ.get("LD_PRELOAD", "")

@@ -8,7 +8,7 @@ import asyncio
 import os
 import signal
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 from arq.worker import func
 
@@ -18,33 +18,44 @@ from worker.queue.worker import QueueWorker
 from worker.schedule.sequence import Listener, Sampled, Sequence
 from worker.served import Served
 from worker.settings import Settings, read_settings
+from worker.text.language import Language
+from worker.text.tokenizer import Conversation, Splitter, Transitions
 
 _MARKS = {"poison": 1_000_000, "block": 2_000_000}  # in the prompt's first token, with the number
 
 
 class PacedDetokenizer:
-    def __init__(self) -> None:
-        self._said = ""
+    def feed(self, token: int) -> str:
+        return f" t{token}"
 
-    @property
-    def last_segment(self) -> str:
-        said, self._said = self._said, ""
-        return said
-
-    def add_token(self, token: int) -> None:
-        self._said += f" t{token}"
-
-    def finalize(self) -> None:
-        pass
+    def flush(self) -> str:
+        return ""
 
 
 class PacedTokenizer:
-    @property
-    def detokenizer(self) -> PacedDetokenizer:
+    """Any number is a token. Of a prompt only the trouble in its last message counts."""
+
+    byte_level, definition, template = False, None, ""
+    eos_token_ids = frozenset[int]()
+    think = tool = tool_format = None
+    tokens: ClassVar[list[str]] = []
+
+    def streaming(self) -> PacedDetokenizer:
         return PacedDetokenizer()
 
-    def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> list[int]:
-        words = str(conversation[-1]["content"]).split()
+    def splitter(self, initial: str, transitions: Transitions | None = None) -> Splitter:
+        raise NotImplementedError("the paced model has no markers")
+
+    def parse_tool_call(self, text: str, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        raise ValueError("the paced model calls no tools")
+
+    def render(
+        self, conversation: Conversation, *, tools: list[dict[str, Any]], continues: bool, variables: dict[str, Any]
+    ) -> str:
+        return str(conversation[-1]["content"])
+
+    def encode(self, text: str) -> list[int]:
+        words = text.split()
         mark = _MARKS.get(words[0], 0) if words else 0
         return [mark + int(words[1]) if mark else 1]
 
@@ -101,7 +112,7 @@ def _make_trouble(mark: int, k: int) -> None:
 
 async def serve(settings: Settings, step_s: float) -> None:
     engine = PacedEngine(step_s)
-    served = Served(settings, engine, PacedTokenizer(), "paced", 1_000_000, 1_000_000, {})
+    served = Served(settings, engine, Language(PacedTokenizer(), 1_000_000), "paced", 1_000_000, 1_000_000, {})
     stepping = asyncio.create_task(engine.run())
     async with connect(settings) as redis:
         worker = QueueWorker(

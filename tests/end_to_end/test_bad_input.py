@@ -72,11 +72,36 @@ CASES = {
         "unsupported",
         "text only",
     ),
-    "two users in a row": (arq({"messages": HELLO * 2}), "invalid_request", "Two user messages in a row"),
+    "a schema that means nothing": (
+        arq(
+            {
+                "messages": HELLO,
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "number", "minimum": 2, "maximum": 1}},
+                },
+            }
+        ),
+        "invalid_request",
+        "response_format",
+    ),
+    "a schema for the whole web": (
+        arq(
+            {
+                "messages": HELLO,
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"$ref": "https://example.org/schema.json"}},
+                },
+            }
+        ),
+        "invalid_request",
+        "example.org",
+    ),
     "too long": (
         arq({"messages": [{"role": "user", "content": "key " * 40_000}]}),
         "too_large",
-        "the model's context is 32,768",
+        "the context is 32,768",
     ),
     "deep": (arq({"messages": HELLO, "metadata": json.loads("[" * 900 + "]" * 900)}), "invalid_request", "metadata"),
     "deeper": (b'{"f":"chat","a":[' + b"[" * 100_000 + b"]" * 100_000 + b"]}", "invalid_request", "not JSON"),

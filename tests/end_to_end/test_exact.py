@@ -1,4 +1,4 @@
-"""Every row of a batch, through Redis, says what `mlx_lm.generate` says of the same prompt alone."""
+"""Every row of a batch, through Redis, draws the tokens that `mlx_lm` draws of the same prompt alone."""
 
 import asyncio
 from pathlib import Path
@@ -39,10 +39,11 @@ def conversation(i: int) -> list[dict[str, str]]:
     return turns
 
 
-def alone(model: Any, i: int, max_tokens: int) -> str:
+def alone(model: Any, i: int, max_tokens: int) -> list[int]:
     network, tokenizer = model
     prompt = tokenizer.apply_chat_template(conversation(i), add_generation_prompt=True)
-    return mlx_lm.generate(network, tokenizer, prompt, max_tokens=max_tokens)
+    steps = mlx_lm.stream_generate(network, tokenizer, prompt, max_tokens=max_tokens)
+    return [step.token for step in steps if step.token not in tokenizer.eos_token_ids]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -52,28 +53,28 @@ async def test_rows_say_what_they_say_alone(family: str, redis_url: str, client:
     cancelled = (4, 9)
     no_end = {"logit_bias": {"2": -100}}  # those to be cancelled must not end by themselves
 
-    async def ask(i: int) -> tuple[str, str]:
+    async def ask(i: int) -> tuple[list[int], str]:
         await asyncio.sleep(0.03 * i)
         request = {"messages": conversation(i), "max_tokens": limits[i], "temperature": 0}
         job = await client.submit(request | no_end if i in cancelled else request)
-        text, ending = "", ""
+        tokens, ending = list[int](), ""
         async for event in client.stream(job.id):
             match event:
-                case Delta(seq=seq, content=content):
-                    text += content or ""
+                case Delta(seq=seq, token_ids=drawn):
+                    tokens += drawn
                     if i in cancelled and seq == 8:
                         await client.cancel(job.id)
                 case Finished(finish_reason=ending):
                     pass
                 case Cancelled():
                     ending = "cancelled"
-        return text, ending
+        return tokens, ending
 
     with WorkerProcess(redis_url, model=folder, max_rows=8, step_ms=20):
         answers = await asyncio.wait_for(asyncio.gather(*(ask(i) for i in range(14))), 60)
     model = mlx_lm.load(str(folder))
-    for i, (text, ending) in enumerate(answers):
+    for i, (tokens, ending) in enumerate(answers):
         if i in cancelled:
             assert ending == "cancelled"
         else:
-            assert text == alone(model, i, limits[i]), f"row {i}"
+            assert tokens == alone(model, i, limits[i]), f"row {i}"

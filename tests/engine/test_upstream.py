@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from scripts.stack import TINY_CHAT
 from tests.engine.tiny import CONFIGS, prompt, write_checkpoint
 from worker.engine import upstream
 from worker.engine.cache import layers
@@ -119,5 +120,46 @@ def test_merged_recurrent_layers_carry_a_padding_until_they_are_finalized(networ
 
 def test_the_tokenizer_wrapper_has_what_the_words_use(network: Any) -> None:
     wrapper = upstream.TokenizerWrapper
-    for name in ("detokenizer", "eos_token_ids", "apply_chat_template"):
+    for name in (
+        "detokenizer", "eos_token_ids", "apply_chat_template", "has_thinking", "think_start", "think_end",
+        "has_tool_calling", "tool_call_start", "tool_call_end", "tool_parser", "response_initial_state",
+    ):  # fmt: skip
         assert name in vars(wrapper)
+    loaded = upstream.load_tokenizer(TINY_CHAT)
+    assert {"_tokenizer", "_chat_template", "_thinking_kwarg"} <= set(vars(loaded))
+    assert isinstance(loaded.detokenizer, upstream.BPEStreamingDetokenizer)
+    assert loaded.init_kwargs["tool_parser_type"] == "json_tools"
+
+
+def test_the_wrapper_switches_thinking_on_by_itself() -> None:
+    """Which is why templates are rendered without it."""
+    loaded = upstream.load_tokenizer(TINY_CHAT)
+    loaded._tokenizer.chat_template = "{{ enable_thinking }}"
+    assert loaded.apply_chat_template([{"role": "user", "content": ""}], tokenize=False) == "True"
+
+
+def test_a_detokenizer_gives_each_text_once() -> None:
+    detokenizer = upstream.load_tokenizer(TINY_CHAT).detokenizer
+    assert parameters(detokenizer.add_token) == ["token"]
+    detokenizer.add_token(40)
+    detokenizer.finalize()
+    assert (detokenizer.last_segment != "", detokenizer.last_segment) == (True, "")
+
+
+def test_the_state_machine_cuts_text_at_markers_and_holds_back_what_may_become_one() -> None:
+    machine = upstream.TextStateMachine({"normal": [("<a>", "other")], "other": [("</a>", "normal")]})
+    state, segments = upstream.TextStateMachine.split(machine.make_state("normal"), "x<a>y</")
+    assert segments == [("normal", "x"), ("other", "y")]
+    state, text, name = upstream.TextStateMachine.flush(state)
+    assert (text, name) == ("</", "other")
+
+
+def test_the_inferred_state_machine_knows_the_model_s_markers() -> None:
+    machine = upstream.make_text_state_machine(upstream.load_tokenizer(TINY_CHAT))
+    state, said = machine.make_state("normal"), []
+    for text in ("a<think>b</think>c", "<tool_call>d</tool_call>e"):
+        state, segments = upstream.TextStateMachine.split(state, text)
+        said += segments
+    assert [pair for pair in said if pair[1]] == [
+        ("normal", "a"), ("reasoning", "b"), ("normal", "c"), ("tool", "d"), ("normal", "e"),
+    ]  # fmt: skip

@@ -396,9 +396,11 @@ async def test_an_answer_as_long_as_allowed_that_ends_in_a_stop_string_was_stopp
 async def test_a_row_whose_words_cannot_be_made_harms_no_other(redis_url: str, db: Redis) -> None:
     """A vocabulary may have holes, and the detokenizer raises on them."""
     tokenizer, known = ByteTokenizer(), settings(redis_url)
+    hole = len(tokenizer.tokens)
+    tokenizer.tokens.append("a name without bytes")
 
     def answer(sequence: Any) -> list[int]:
-        return [*b"so far", 9999] if sequence.id == "a#1" else list(b"all is well")
+        return [*b"so far", hole] if sequence.id == "a#1" else list(b"all is well")
 
     engine = FakeEngine(answer, step_s=0.005)
     async with engine, working(known, real_chat, served=served(known, engine, tokenizer)):

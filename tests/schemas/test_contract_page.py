@@ -98,15 +98,15 @@ def test_what_the_page_says_is_refused_for_now_is_what_the_worker_refuses(name: 
     assert listed <= set(WANTED)
     if name in listed:
         with pytest.raises(Refusal) as raised:
-            read_request(chat(**WANTED[name]), "default")
+            read_request(chat(**WANTED[name]), "default", max_parts=100)
         assert (raised.value.type, name in raised.value.message) == ("unsupported", True)
     else:
-        read_request(chat(**WANTED[name]), "default")
+        read_request(chat(**WANTED[name]), "default", max_parts=100)
 
 
 def test_the_page_s_failed_event_is_what_that_request_gets() -> None:
     with pytest.raises(Refusal) as raised:
-        read_request({"messages": HELLO, "temperature": 5}, "default")
+        read_request({"messages": HELLO, "temperature": 5}, "default", max_parts=100)
     refused = raised.value
     said = {"type": refused.type, "message": refused.message, "retryable": refused.retryable}
     assert page.EVENTS["failed"]["error"] == said
@@ -115,7 +115,7 @@ def test_the_page_s_failed_event_is_what_that_request_gets() -> None:
 def test_the_page_s_example_of_an_invalid_request_is_what_audio_gets() -> None:
     body = {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}
     with pytest.raises(Refusal) as raised:
-        read_request(body, "default")
+        read_request(body, "default", max_parts=100)
     assert f"`{raised.value.message}`" in page.section("Errors")
 
 

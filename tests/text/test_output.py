@@ -1,83 +1,190 @@
-from pathlib import Path
+import json
+from random import Random
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.stack import TINY_CHAT
-from tests.fakes import ByteTokenizer
-from worker.text.output import Output
+from tests.text import speech
+from tests.text.speech import ANSWERS, ENGINES, PLACES, REQUESTS, THINKING, TOOLS, Heard, Model, hear, heard, output
+from worker.text.markers import Marked
+from worker.text.output import Said, together
 
-# A piece that begins inside an emoji, one that ends inside it, and ordinary ones.
-TOKENIZER = ByteTokenizer("🙂".encode()[:2], "🙂".encode()[2:] + b"!", b"the ", b"en", "né".encode()[:2])
-TEXTS = st.text("the n🙂é!d", max_size=30)
-STOPS = st.lists(st.text("the n🙂", min_size=1, max_size=4), max_size=2)
-
-
-def feed(output: Output, ids: list[int]) -> list[str]:
-    """What each token brings, and last what the end brings."""
-    return [*map(output.feed, ids), output.flush()]
+TINY = speech.model()
+WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
 
-def spoken(ids: list[int], stops: list[str] = ()) -> list[str]:  # type: ignore[assignment]
-    return feed(Output(TOKENIZER.detokenizer, stops), ids)
+@given(ANSWERS, PLACES, THINKING, ENGINES, REQUESTS)
+def test_how_the_text_is_cut_into_tokens_does_not_change_what_comes_out(
+    answer: tuple[Model, str], places: list[int], thinking: str, engine: str, fields: dict[str, Any]
+) -> None:
+    speaker, text = answer
+    whole, by_pieces = [
+        hear(output(speaker, thinking, **fields), tokens, engine)
+        for tokens in (speaker.words.encode(text), speech.cut(speaker, text, places))
+    ]
+    assert by_pieces == whole
 
 
-def is_text(segment: str) -> bool:
-    return "\N{REPLACEMENT CHARACTER}" not in segment
+@given(ANSWERS, st.lists(st.integers(0, 1100), max_size=30), st.randoms(), THINKING, ENGINES, REQUESTS)
+def test_no_tokens_make_it_fail(
+    answer: tuple[Model, str], ids: list[int], dice: Random, thinking: str, engine: str, fields: dict[str, Any]
+) -> None:
+    speaker, text = answer
+    tokens = [*speaker.words.encode(text), *ids]
+    dice.shuffle(tokens)
+    said = hear(output(speaker, thinking, **fields), tokens, engine).said
+    json.dumps([said.content, said.reasoning, said.tool_calls], ensure_ascii=False).encode()
 
 
-@given(TEXTS)
-def test_a_code_point_is_never_split(text: str) -> None:
-    assert all(map(is_text, spoken(TOKENIZER.encode(text))))
+@given(ANSWERS.filter(lambda answer: not any(mark in answer[1] for mark in ("think", "<|"))), ENGINES)
+def test_an_answer_without_markers_comes_out_as_it_is(answer: tuple[Model, str], engine: str) -> None:
+    speaker, text = answer
+    assert heard(speaker, text, engine=engine) == Heard(Said(text), engine)
 
 
-@given(st.lists(st.integers(0, len(TOKENIZER.vocab) - 1), max_size=20))
-def test_the_deltas_together_are_the_whole_answer(ids: list[int]) -> None:
-    assert "".join(spoken(ids)) == TOKENIZER.decode(ids)
-
-
-def test_a_code_point_that_never_became_whole_is_let_go_at_the_end() -> None:
-    half = list("🙂".encode()[:2])
-    assert spoken([*b"a", *half]) == ["a", "", "", "\N{REPLACEMENT CHARACTER}"]
-
-
-@given(TEXTS, STOPS, st.integers(0, 30))
-def test_delivered_tokens_bring_an_output_back_to_where_it_was(text: str, stops: list[str], delivered: int) -> None:
-    ids = TOKENIZER.encode(text)
-    resumed = Output(TOKENIZER.detokenizer, stops)
-    for token in ids[:delivered]:
-        resumed.feed(token)
-    assert feed(resumed, ids[delivered:]) == spoken(ids, stops)[min(delivered, len(ids)) :]
-    whole = Output(TOKENIZER.detokenizer, stops)
-    feed(whole, ids)
-    assert resumed.stopped == whole.stopped
-
-
-def test_a_stop_string_may_lie_across_tokens() -> None:
-    output = Output(TOKENIZER.detokenizer, ["the end"])
-    assert [output.feed(token) for token in TOKENIZER.encode("at the end, no")][:4] == ["a", "", "t ", ""]
-    assert output.stopped
-
-
-def test_a_stop_string_that_the_end_completes_is_not_let_out() -> None:
-    output = Output(TOKENIZER.detokenizer, ["\N{REPLACEMENT CHARACTER}"])
-    assert feed(output, [*b"a", *"🙂".encode()[:2]]) == ["a", "", "", ""]
-    assert output.stopped
-
-
-@pytest.fixture(scope="module")
-def real() -> Any:
-    pytest.importorskip("mlx_lm")
-    from worker.engine.upstream import load_tokenizer
-
-    return load_tokenizer(Path(TINY_CHAT))
+@given(st.lists(st.sampled_from(["word", " ", "\n", " more"])).map("".join))
+def test_whitespace_of_an_answer_with_tools_is_its_own_where_no_call_follows(text: str) -> None:
+    assert heard(TINY, text, tools=TOOLS).said == Said(text)
 
 
 @pytest.mark.parametrize(
-    "text", ["Hello, Ada! 1 2 3", "😀 né 日本語 🙂🙂", "some  spaces \n\n and\ttabs ", "a\ufffdb", ""]
+    ("thinking", "text", "said"),
+    [
+        ("none", "<think>\nHm.\n</think>\n\nOslo. \n", Said("Oslo. \n", "Hm.")),
+        ("none", "\n<think>Hm.", Said("", "Hm.")),
+        ("open", "\nHm, \n so.\n</think>\n\nOslo.", Said("Oslo.", "Hm, \n so.")),
+        ("open", "<think>\nHm.</think>Oslo.", Said("Oslo.", "Hm.")),
+        ("open", "Hm. It never ends \n", Said("", "Hm. It never ends \n")),
+        ("open", "</think>Oslo.", Said("Oslo.")),
+        ("closed", "\n Oslo.", Said("\n Oslo.")),
+        ("closed", "No.<think>Hm.</think>", Said("No.", "Hm.")),
+        ("none", "One \n<think>a</think>\n two <think>b</think>\n", Said("One \n\n two", "ab")),
+        ("none", "<think> </think> ", Said()),
+        ("none", "\u3000<think>\u3000a</think>\u3000b", Said("\u3000\u3000b", "\u3000a")),
+    ],
 )
-def test_a_real_tokenizer_says_what_it_would_decode_at_once(real: Any, text: str) -> None:
-    ids = real.encode(text, add_special_tokens=False)
-    assert "".join(feed(Output(real.detokenizer), ids)) == text == real.decode(ids)
+def test_reasoning_and_content_are_apart(thinking: str, text: str, said: Said) -> None:
+    assert heard(TINY, text, thinking).said == said
+
+
+def test_thoughts_that_the_prompt_broke_off_go_on_with_their_own_space() -> None:
+    begun = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>Let me"}]
+    assert heard(TINY, " see.</think> Yes.", "open", messages=begun).said == Said("Yes.", " see.")
+
+
+def test_text_comes_out_with_its_token_but_for_what_may_be_of_a_marker() -> None:
+    answer = output(TINY, "open")
+    pieces = ["H", "m", " ", "<", "b", "</think>", "\n", "Y", " "]
+    said = [answer.feed(*TINY.words.encode(piece)) for piece in pieces]
+    assert [one.reasoning for one in said] == ["H", "m", "", "", " <b", "", "", "", ""]
+    assert [one.content for one in said] == ["", "", "", "", "", "", "", "Y", ""]
+    assert answer.flush() == Said(" ")
+
+
+@pytest.mark.parametrize(("begins", "ends"), [("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>")])
+def test_think_markers_that_mlx_lm_does_not_know_are_known(begins: str, ends: str) -> None:
+    speaker = speech.model("mistral", begins, ends)
+    speaker.words._wrapper._think_start = None  # the tiny vocabulary has <think>, which theirs has not
+    dialect = type(speaker.dialect)(speaker.words)
+    speaker.words._wrapper._think_start = "<think>"
+    assert dialect.think == (begins, ends)
+    assert dialect.answer_begins == tuple(speaker.words.encode(ends))
+    assert dialect.think_start == tuple(speaker.words.encode(begins))
+
+
+def test_a_vocabulary_without_markers_needs_no_splitter() -> None:
+    speaker = speech.model("mistral", "none")
+    speaker.words._wrapper._think_start = None
+    dialect = type(speaker.dialect)(speaker.words)
+    assert (dialect.think, dialect.answer_begins, dialect.think_start) == (None, (), ())
+    assert dialect.reader("none", calls=False) is None
+    assert isinstance(dialect.reader("none", calls=True), Marked)
+
+
+# Stop strings
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "said"),
+    [
+        ("at the end, no", ["the end"], Said("at ")),
+        ("one\n\ntwo", ["\n\n"], Said("one")),
+        ("<think>the end</think>\n\nat \nthe end", ["the end"], Said("at \n", "the end")),
+        ("<think>Hm.</think>\n\nOslo.\n\nMore", ["\n\n"], Said("Oslo.", "Hm.")),
+        (f"at {WEATHER} the end", ["Oslo", "arguments"], Said("at  the end")),
+        ("the<think>Hm.</think>end", ["theend"], Said("theend", "Hm.")),
+    ],
+)
+def test_stop_strings_look_at_the_content_alone(text: str, stop: list[str], said: Said) -> None:
+    whole = heard(TINY, text, stop=stop, tools=TOOLS)
+    assert Said(whole.said.content, whole.said.reasoning) == said
+
+
+@given(ANSWERS, PLACES, st.lists(st.sampled_from(["END", "\n\n", "12", "a"]), min_size=1, max_size=3), st.booleans())
+def test_a_stop_string_is_never_let_out_of_one_stretch_of_content(
+    answer: tuple[Model, str], places: list[int], stops: list[str], tools: bool
+) -> None:
+    speaker, text = answer
+    if any(mark in text for mark in ("think", "<|")):  # a marker may stand within
+        return
+    said = hear(output(speaker, stop=stops, tools=TOOLS if tools else None), speech.cut(speaker, text, places))
+    if not said.calls:
+        assert [stop for stop in stops if stop in said.said.content] == []
+
+
+def test_a_stop_string_may_lie_across_tokens_and_nothing_comes_after_it() -> None:
+    answer = output(TINY, stop=["the end"])
+    said = [answer.feed(token) for token in speech.cut(TINY, "at the end, no", [1, 2, 3, 5, 8])]
+    assert "".join(one.content for one in said) == "at "
+    assert answer.stopped
+    assert answer.flush() == Said()
+    assert answer.finish_reason("stop") == "stop"
+
+
+def test_a_stop_string_that_the_end_completes_is_not_let_out() -> None:
+    half_a_smile = [token for token in range(1024) if TINY.vocabulary.bytes_of(token) in (b"\xf0", b"\x9f")]
+    answer = output(TINY, stop=["\ufffd"])
+    assert [answer.feed(token) for token in (*TINY.words.encode("a"), half_a_smile[0])] == [Said("a"), Said()]
+    assert answer.flush() == Said()
+    assert answer.stopped
+
+
+# Endings
+
+
+@pytest.mark.parametrize(
+    ("text", "engine", "fields", "finish_reason"),
+    [
+        ("Oslo.", "stop", {}, "stop"),
+        ("Oslo.", "length", {}, "length"),
+        (WEATHER, "stop", {}, "tool_calls"),
+        (f"{WEATHER} and so", "stop", {}, "tool_calls"),
+        (f"{WEATHER} and so", "length", {}, "length"),
+        (f"{WEATHER} END", "stop", {"stop": "END"}, "stop"),
+        (f"{WEATHER}{WEATHER}", "length", {"parallel_tool_calls": False}, "tool_calls"),
+        (WEATHER.replace("}", ""), "stop", {}, "stop"),
+        (WEATHER.replace("weather", "unknown"), "stop", {}, "stop"),
+        (WEATHER, "stop", {"tool_choice": "none"}, "stop"),
+        (WEATHER[:60], "length", {}, "length"),
+    ],
+)
+def test_the_finish_reason_is_a_call_only_where_a_whole_one_was_made(
+    text: str, engine: str, fields: dict[str, Any], finish_reason: str
+) -> None:
+    assert heard(TINY, text, engine=engine, **{"tools": TOOLS, **fields}).finish_reason == finish_reason
+
+
+@given(st.lists(st.builds(Said, st.text(max_size=2), st.text(max_size=2)), max_size=5))
+def test_parts_put_together_at_once_are_their_sum(parts: list[Said]) -> None:
+    assert together(parts) == sum(parts, Said())
+
+
+def test_fragments_of_a_call_put_together_are_one_call() -> None:
+    first = {"index": 0, "id": "x", "type": "function", "function": {"name": "now", "arguments": "{"}}
+    more = {"index": 0, "function": {"arguments": "}"}}
+    whole = {"index": 0, "id": "x", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    parts = [Said("a"), Said(tool_calls=(first,)), Said(tool_calls=(more,)), Said(reasoning="b")]
+    assert together(parts) == sum(parts, Said()) == Said("a", "b", (whole,))
+    assert [bool(one) for one in (*parts, Said())] == [True, True, True, True, False]

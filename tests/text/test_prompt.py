@@ -4,71 +4,60 @@ from typing import Any
 
 import pytest
 
-from schemas import ChatRequest
-from tests.fakes import PLAIN_TEMPLATE, ByteTokenizer
+from tests.fakes import ByteTokenizer
+from tests.text.conversations import Said, assistant, call, calling, developer, image, result, text, user
+from tests.text.templated import prompt, rendered, request
 from worker.errors import Refusal
-from worker.text.prompt import render
+from worker.text.prompt import Prompts
+from worker.text.tokenizer import Conversation
 
-STRICT = "{% if messages[0].role != 'user' %}{{ raise_exception('Begin with a user.') }}{% endif %}"
-
-
-def user(content: Any = "Hello") -> dict[str, Any]:
-    return {"role": "user", "content": content}
+HELLO = user("Hello")
+LOOK: Said = {"type": "function", "function": {"name": "look"}}
 
 
-def image() -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+async def plain(*messages: Said, **rest: Any) -> str:
+    """Through a template that takes anything."""
+    return bytes((await Prompts(ByteTokenizer()).render(request(*messages, **rest))).tokens).decode()
 
 
-def text(words: str) -> dict[str, Any]:
-    return {"type": "text", "text": words}
-
-
-async def prompt(*messages: dict[str, Any], template: str = PLAIN_TEMPLATE, **rest: Any) -> str:
-    request = ChatRequest.model_validate({"messages": list(messages), **rest})
-    return bytes(await render(ByteTokenizer(template=template), request)).decode()
-
-
-async def refusal(*messages: dict[str, Any], **given: Any) -> tuple[str, str]:
+async def refusal(template: str, *messages: Said, **rest: Any) -> tuple[str, str]:
     with pytest.raises(Refusal) as raised:
-        await prompt(*messages, **given)
+        await prompt(template, *messages, **rest)
     return raised.value.type, raised.value.message
 
 
 async def test_messages_go_through_the_template_in_order() -> None:
-    assistant = {"role": "assistant", "content": "Hello!"}
-    assert await prompt(user("Hi"), assistant, user("Bye")) == "<user>Hi<assistant>Hello!<user>Bye<assistant>"
+    said = [developer("Be brief."), user("Hi"), assistant("Hello!"), user("Bye")]
+    assert await plain(*said) == "<system>Be brief.<user>Hi<assistant>Hello!<user>Bye<assistant>"
 
 
-async def test_a_developer_is_the_template_s_system() -> None:
-    assert await prompt({"role": "developer", "content": "Be brief."}, user()) == (
-        "<system>Be brief.<user>Hello<assistant>"
-    )
+@pytest.mark.parametrize(
+    ("parts", "line"),
+    [
+        (["one", "two", "three"], "one\ntwo\nthree"),
+        (["one", "\n\n", "two"], "one\n\ntwo"),
+        (["one", " ", "two"], "one two"),
+        (["one ", "two"], "one \ntwo"),
+        (["", "one"], "one"),
+    ],
+)
+async def test_text_parts_are_lines_unless_space_keeps_them_apart(parts: list[str], line: str) -> None:
+    assert await plain(user([text(part) for part in parts])) == f"<user>{line}<assistant>"
 
 
-async def test_text_parts_are_joined_without_anything_between() -> None:
-    assert await prompt(user([text("Hel"), text("lo "), text("there")])) == "<user>Hello there<assistant>"
-
-
-async def test_an_assistant_that_only_called_a_tool_has_an_empty_text() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-    messages = [user(), {"role": "assistant", "tool_calls": [call]}]
-    template = (
-        "{{ messages[1].content is string }} {{ messages[1].content }}{{ messages[1].tool_calls[0].function.name }}"
-    )
-    assert await prompt(*messages, template=template) == "True look"
+async def test_parts_of_different_messages_are_paragraphs() -> None:
+    assert await plain(user("one"), user([text("two"), text("three")])) == "<user>one\n\ntwo\nthree<assistant>"
 
 
 async def test_an_image_is_refused_by_name() -> None:
-    assert await refusal(user([text("What is this?"), image()])) == (
+    assert await refusal("qwen", user([text("What is this?"), image("AA==")])) == (
         "unsupported", "This model takes text only: leave out the image_url parts.",
     )  # fmt: skip
 
 
 async def test_the_template_s_own_words_reach_the_client() -> None:
-    system = {"role": "system", "content": "Be brief."}
-    assert await refusal(system, template=STRICT) == (
-        "invalid_request", "The model's chat template refuses these messages: Begin with a user.",
+    assert await refusal("{{ raise_exception('Not today.') }}", HELLO) == (
+        "invalid_request", "The model's chat template refuses these messages: Not today.",
     )  # fmt: skip
 
 
@@ -81,43 +70,138 @@ async def test_the_template_s_own_words_reach_the_client() -> None:
     ],
 )
 async def test_a_template_s_slip_is_a_refusal(template: str, words: str) -> None:
-    type, message = await refusal(user(), template=template)
+    type, message = await refusal(template, HELLO)
     assert type == "invalid_request"
     assert message.startswith("The model's chat template ")
     assert words in message
 
 
+async def test_a_refusal_does_not_hold_the_whole_conversation() -> None:
+    template = "{{ raise_exception(messages[0].content) }}"
+    assert len((await refusal(template, user("no " * 1_000)))[1]) < 600
+
+
 async def test_what_the_client_sets_for_the_template_arrives_there() -> None:
-    template = "{{ 'deep' if enable_thinking else 'quick' }}"
-    assert await prompt(user(), template=template, chat_template_kwargs={"enable_thinking": True}) == "deep"
+    template = "{{ 'deep' if enable_thinking else 'quick' if enable_thinking is defined else 'unset' }}"
+    assert await rendered(template, HELLO) == "unset"
+    for thinks, said in ((True, "deep"), (False, "quick")):
+        assert await rendered(template, HELLO, chat_template_kwargs={"enable_thinking": thinks}) == said
 
 
-async def threads(**message: Any) -> set[threading.Thread]:
-    tokenizer = ByteTokenizer()
-    await render(tokenizer, ChatRequest.model_validate({"messages": [{**user(), **message}]}))
+async def test_tools_reach_the_template_as_they_were_sent() -> None:
+    parameters = {"type": "object", "properties": {"city": {"type": "string", "default": None}}}
+    tool = {"type": "function", "function": {"name": "look", "parameters": parameters, "description": None}}
+    expected = '[{"type": "function", "function": {"name": "look", "parameters": '
+    expected += '{"type": "object", "properties": {"city": {"type": "string", "default": null}}}}}]'
+    assert await rendered("{{ tools | tojson }}", HELLO, tools=[tool]) == expected
+
+
+@pytest.mark.parametrize("rest", [{}, {"tools": []}, {"tools": [LOOK], "tool_choice": "none"}])
+async def test_without_tools_the_template_hears_of_none(rest: Said) -> None:
+    assert await rendered("{{ tools is none }}", HELLO, **rest) == "True"
+
+
+@pytest.mark.parametrize("template", ["gemma", "forgetful"])
+@pytest.mark.parametrize("messages", [[HELLO], [user("look"), calling(call("1")), result("1", "Rain.")]])
+async def test_tools_are_refused_where_the_template_has_no_place_for_them(template: str, messages: list[Said]) -> None:
+    assert await refusal(template, *messages, tools=[LOOK]) == (
+        "unsupported", "The model's chat template takes no tools: leave them out.",
+    )  # fmt: skip
+
+
+async def test_an_assistant_s_message_at_the_end_is_gone_on_with() -> None:
+    assert (await rendered("qwen", HELLO, assistant("Hel"))).endswith("assistant\n<think>\n\n</think>\n\nHel")
+    assert (await rendered("gemma", HELLO, assistant("Hel"))).endswith("<start_of_turn>model\nHel")
+
+
+async def test_an_answer_that_was_only_thought_of_is_gone_on_with() -> None:
+    said = await prompt("qwen", HELLO, assistant("", reasoning="Greet."))
+    assert said.thinking == "closed"
+    assert (await rendered("qwen", HELLO, assistant("", reasoning="Greet."))).endswith("Greet.\n</think>")
+
+
+@pytest.mark.parametrize("template", ["qwen", "gemma"])
+async def test_an_empty_answer_at_the_end_is_none(template: str) -> None:
+    assert await prompt(template, HELLO, assistant(None)) == await prompt(template, HELLO)
+
+
+@pytest.mark.parametrize("last", [calling(call("1")), result("1", "Rain.")])
+async def test_behind_calls_and_results_comes_a_new_answer(last: Said) -> None:
+    assert (await rendered("qwen", HELLO, calling(call("1")), last)).endswith("<|im_start|>assistant\n<think>\n")
+
+
+@pytest.mark.parametrize(
+    ("begun", "end", "thinking"),
+    [
+        ("<think>\nWell", "assistant\n<think>\nWell", "open"),
+        ("\n<think>Well", "assistant\n\n<think>Well", "open"),
+        ("<think>Well.</think>So", "assistant\n<think>Well.</think>So", "closed"),
+        ("Well.</think>So", "assistant\n<think>\nWell.</think>So", "closed"),
+        ("<think>One.</think>Two. <think>Three", "<think>One.</think>Two. <think>Three", "open"),
+        ("So", "</think>\n\nSo", "none"),
+    ],
+)
+async def test_an_answer_goes_on_after_its_own_thoughts(begun: str, end: str, thinking: str) -> None:
+    assert (await rendered("qwen", HELLO, assistant(begun))).endswith(end)
+    assert (await prompt("qwen", HELLO, assistant(begun))).thinking == thinking
+
+
+async def thinking(template: str, *messages: Said, **variables: Any) -> str:
+    return (await prompt(template, *messages, chat_template_kwargs=variables)).thinking
+
+
+async def test_a_prompt_may_open_a_think_block_or_close_it() -> None:
+    assert await thinking("qwen", HELLO) == "open"
+    assert await thinking("qwen", HELLO, enable_thinking=False) == "closed"
+    assert await thinking("gemma", HELLO) == "none"
+
+
+@pytest.mark.parametrize("marker", ["<think>", "</think>", "<think>\n\n</think>"])
+async def test_a_user_s_own_think_block_does_not_count(marker: str) -> None:
+    assert await thinking("gemma", user(marker)) == "none"
+    assert await thinking("qwen", user(marker)) == "open"
+    assert await thinking("qwen", user(marker), enable_thinking=False) == "closed"
+
+
+async def test_a_model_without_think_markers_does_not_think() -> None:
+    tokenizer = ByteTokenizer(template="{{ messages[0].content }}<think>")
+    assert (await Prompts(tokenizer).render(request(HELLO))).thinking == "none"
+
+
+async def threads(*messages: Said, **rest: Any) -> set[threading.Thread]:
+    tokenizer = ByteTokenizer(template="{{ tools }}")
+    await Prompts(tokenizer).render(request(*messages, **rest))
     return tokenizer.threads
 
 
 async def test_a_short_prompt_stays_on_the_loop() -> None:
-    assert await threads() == {threading.current_thread()}
+    assert await threads(HELLO) == {threading.current_thread()}
 
 
-async def test_a_long_prompt_leaves_the_loop() -> None:
-    assert threading.current_thread() not in await threads(content="long " * 5_000)
+LONG = "long " * 5_000
 
 
-async def test_a_prompt_that_is_long_in_its_tool_calls_leaves_the_loop() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "write", "arguments": "long " * 5_000}}
-    assert threading.current_thread() not in await threads(role="assistant", content=None, tool_calls=[call])
+@pytest.mark.parametrize(
+    ("messages", "rest"),
+    [
+        ([user(LONG)], {}),
+        ([calling(call("1", LONG))], {}),
+        ([HELLO], {"tools": [{**LOOK, "function": {"name": "look", "description": LONG}}]}),
+        ([HELLO], {"chat_template_kwargs": {"documents": [LONG]}}),
+        ([HELLO, assistant("Hi")] * 200, {}),
+    ],
+    ids=["text", "a call", "a tool", "a variable", "many messages"],
+)
+async def test_a_long_prompt_leaves_the_loop(messages: list[Said], rest: Said) -> None:
+    assert threading.current_thread() not in await threads(*messages, **rest)
 
 
 async def test_the_loop_goes_on_while_a_long_prompt_is_rendered() -> None:
     class SlowTokenizer(ByteTokenizer):
-        def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> list[int]:
+        def render(self, conversation: Conversation, **how: Any) -> str:
             assert ticked.wait(5), "the loop stood still"
-            return super().apply_chat_template(conversation, **kwargs)
+            return super().render(conversation, **how)
 
     ticked = threading.Event()
     asyncio.get_running_loop().call_soon(ticked.set)
-    request = ChatRequest.model_validate({"messages": [user("long " * 5_000)]})
-    assert len(await render(SlowTokenizer(), request)) > 20_000
+    assert len((await Prompts(SlowTokenizer()).render(request(user(LONG)))).tokens) > 20_000

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 import mlx.core as mx
 
 from worker.engine.cache import settle_metadata
+from worker.engine.logprobs import asked_for
 from worker.engine.model import Model
 from worker.engine.prefill import Prefill
+from worker.engine.sampling import draw
 from worker.engine.upstream import GenerationBatch, StopSequences, generation_stream, greedy_sampler
 from worker.schedule.budget import StepBudget
 from worker.schedule.plan import Chunk, Waiting, plan
@@ -38,15 +40,16 @@ class Engine:
         return len(self._prefills) + len(self._running)
 
     def add(self, sequence: Sequence) -> None:
-        self._prefills[sequence.id] = Prefill(self._model.network, sequence, vocab=self._model.vocab, stop=self._stop)
+        self._prefills[sequence.id] = Prefill(self._model.network, sequence, stop=self._stop)
 
     def remove(self, sequence_id: str) -> None:
         """Frees the row at once, in whatever state; an unknown id is one that has just ended."""
         self._prefills.pop(sequence_id, None)
-        uids = self._running.uids
-        if sequence_id in uids:
+        rows = self._running.uids
+        kept = [i for i, row in enumerate(rows) if row.sequence.id != sequence_id]
+        if len(kept) < len(rows):
             with mx.stream(generation_stream):
-                self._running.filter([i for i, uid in enumerate(uids) if uid != sequence_id])
+                self._running.filter(kept)
 
     def step(self) -> StepReport:
         rows = len(self._running)
@@ -64,15 +67,17 @@ class Engine:
         except Exception:  # upstream's batch is in an unknown state: end its rows rather than guess
             logger.exception("a decode step of %d rows failed", len(running))
             self._running = self._no_rows()
-            yield from map(Faulted, running)
+            yield from (Faulted(row.sequence.id) for row in running)
             return
         self._steps += 1
         if self._steps % _SETTLE_EVERY == 0:
             settle_metadata(self._running.prompt_cache)
         self._budget.saw_decode(time.perf_counter() - began)
+        logprobs = asked_for(responses)
         for response in responses:
-            ended = response.finish_reason == "stop"
-            yield Sampled(response.uid, None if ended else response.token, response.finish_reason)
+            row, ended = response.uid, response.finish_reason == "stop"
+            token = None if ended else response.token
+            yield Sampled(row.sequence.id, token, response.finish_reason, logprobs.get(row))
 
     def _prefill(self) -> Iterator[Outcome]:
         """Chunks of the prompts that the plan picks; those that are through join the running rows."""
@@ -102,3 +107,8 @@ class Engine:
             self._running.extend(row)
         else:
             self._running = row
+        # One object for all, so that upstream samples them in one call.
+        self._running.samplers = [self._sample] * len(self._running)
+
+    def _sample(self, logprobs: mx.array) -> mx.array:
+        return draw(logprobs, self._running.uids)

@@ -3,7 +3,8 @@
 import mlx.nn as nn
 
 from worker.engine.cache import end_prefill
-from worker.engine.sampling import processors_for, sampler_for
+from worker.engine.guided import guided
+from worker.engine.sampling import Processor, Row, draw, processors_for
 from worker.engine.upstream import (
     GenerationBatch,
     PromptProcessingBatch,
@@ -18,18 +19,18 @@ _WHOLE = 1 << 30  # upstream's own chunking is off: the plan decides how long a 
 class Prefill:
     """All but the last token of the prompt are prefilled; the last one is the first that the row decodes."""
 
-    def __init__(self, network: nn.Module, sequence: Sequence, *, vocab: int, stop: StopSequences) -> None:
+    def __init__(self, network: nn.Module, sequence: Sequence, *, stop: StopSequences) -> None:
         self.sequence, self.done, self.waited = sequence, 0, 0
-        self._tokens = sequence.known
+        self._tokens, row = sequence.known, Row.of(sequence)
         # Every list is given: upstream's filter fails on one that is not.
         self._batch = PromptProcessingBatch(
             network,
-            [sequence.id],
+            [row],
             [make_prompt_cache(network)],
             tokens=[[]],
             prefill_step_size=_WHOLE,
-            samplers=[sampler_for(sequence.sampling, vocab, drawn=len(sequence.delivered))],
-            logits_processors=[processors_for(sequence.sampling, len(sequence.prompt))],
+            samplers=[lambda logprobs: draw(logprobs, [row])],
+            logits_processors=[_processors(sequence)],
             stop_sequences=[stop],
             max_tokens=[sequence.max_tokens - len(sequence.delivered)],
         )
@@ -52,3 +53,9 @@ class Prefill:
         """A batch of one that has its first token under way. The prefill is spent."""
         end_prefill(self._batch.prompt_cache)
         return self._batch.generate([[self._tokens[-1]]])
+
+
+def _processors(sequence: Sequence) -> tuple[Processor, ...]:
+    """The guide comes last: what it forbids, no bias brings back."""
+    others, prompt_tokens = processors_for(sequence.sampling, len(sequence.prompt)), len(sequence.prompt)
+    return (*others, guided(sequence.guide, prompt_tokens)) if sequence.guide else others

@@ -1,48 +1,119 @@
-"""From logits to a token, for one row."""
+"""From logits to a token, for each row of a batch."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 
-from worker.engine.upstream import apply_min_p, apply_top_k, apply_top_p, greedy_sampler
-from worker.schedule.sequence import Sampling
+from worker.schedule.sequence import Sampling, Sequence
 
-Sampler = Callable[[mx.array], mx.array]
 Processor = Callable[[mx.array, mx.array], mx.array]
 
 _MASK = (1 << 64) - 1
 _LEAST = 1e-30  # of a temperature and a top_p: what a float32 can still divide by, and compare with
 
 
-def sampler_for(sampling: Sampling, vocab: int, *, drawn: int = 0) -> Sampler:
-    """Greedy rows share one object, so that the whole batch is one call."""
-    if sampling.temperature == 0:
-        return greedy_sampler  # type: ignore[no-any-return]
-    return SeededSampler(sampling, vocab, drawn)
+class Kind(NamedTuple):
+    """Rows of one kind are drawn in one call. Their temperatures, seeds, top_p and min_p may differ."""
+
+    greedy: bool
+    top_k: int = 0
+    top_p: bool = False
+    min_p: bool = False
 
 
-class SeededSampler:
-    """Draw k is keyed by (seed, k), so a row says the same whatever else is in the batch, and goes on where it
-    was when it is resumed after `drawn` tokens. Filters in mlx-lm's order: top_p, min_p, top_k, temperature."""
+GREEDY = Kind(greedy=True)
 
-    def __init__(self, sampling: Sampling, vocab: int, drawn: int = 0) -> None:
-        self._sampling, self._drawn = sampling, drawn
-        self._top_k = sampling.top_k if sampling.top_k < vocab else 0
-        self._temperature, self._top_p = max(sampling.temperature, _LEAST), max(sampling.top_p, _LEAST)
 
-    def __call__(self, logprobs: mx.array) -> mx.array:
-        """logprobs (1, vocab) to a token (1,)."""
-        how = self._sampling
-        if self._top_p < 1:
-            logprobs = apply_top_p(logprobs, self._top_p)
-        if how.min_p > 0:
-            logprobs = apply_min_p(logprobs, how.min_p)
-        if self._top_k > 0:
-            logprobs = apply_top_k(logprobs, self._top_k)
-        key = mx.random.key(draw_key(how.seed, self._drawn))
-        self._drawn += 1
-        # In float16, which ends at 65504, a temperature of 1e-5 would leave no number at all.
-        return mx.random.categorical(logprobs.astype(mx.float32) * (1 / self._temperature), key=key)
+def kind_of(how: Sampling) -> Kind:
+    if how.temperature == 0 or how.top_k == 1:
+        return GREEDY
+    return Kind(False, how.top_k, how.top_p < 1, how.min_p > 0)
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A sequence in a batch. Upstream carries it as the row's uid, through joins and filters."""
+
+    sequence: Sequence
+    kind: Kind
+    drawn: int  # tokens of the answer, those of earlier attempts too
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> "Row":
+        return cls(sequence, kind_of(sequence.sampling), len(sequence.delivered))
+
+    def next_key(self) -> tuple[int, int]:
+        """Draw k is keyed by (seed, k), so a row goes on where it was when it is resumed."""
+        key = draw_key(self.sequence.sampling.seed, self.drawn)
+        self.drawn += 1
+        return key >> 32, key & 0xFFFFFFFF  # as mx.random.key lays it out
+
+
+def draw(logprobs: mx.array, rows: list[Row]) -> mx.array:
+    """logprobs (rows, vocab) to tokens (rows,). Each row draws what it would draw alone, to the bit."""
+    places: dict[Kind, list[int]] = {}
+    for place, row in enumerate(rows):
+        places.setdefault(row.kind, []).append(place)
+    if len(places) == 1:
+        return _draw_alike(rows[0].kind, logprobs, rows)
+    drawn = [_draw_alike(kind, logprobs[mx.array(at)], [rows[i] for i in at]) for kind, at in places.items()]
+    came_from = [place for at in places.values() for place in at]
+    back = sorted(range(len(rows)), key=came_from.__getitem__)
+    return mx.concatenate(drawn)[mx.array(back)]
+
+
+def _draw_alike(kind: Kind, logprobs: mx.array, rows: list[Row]) -> mx.array:
+    if kind.greedy:
+        return mx.argmax(logprobs, axis=-1)
+    hows = [row.sequence.sampling for row in rows]
+    logprobs = normalized(logprobs)
+    if kind.top_k or kind.top_p or kind.min_p:
+        logprobs = mx.where(logprobs < _threshold(kind, logprobs, hows), -math.inf, logprobs)
+    sharpness = _column(1 / max(how.temperature, _LEAST) for how in hows)
+    keys = mx.array([row.next_key() for row in rows], dtype=mx.uint32)
+    return _categorical(logprobs * sharpness, keys)
+
+
+_categorical = mx.vmap(lambda logits, key: mx.random.categorical(logits, key=key))
+
+
+def _threshold(kind: Kind, logprobs: mx.array, hows: list[Sampling]) -> mx.array:
+    """(rows, 1): what is less probable is not drawn. In mlx-lm's order: top_p of all, min_p, top_k, temperature.
+
+    Not by mlx-lm's own functions, which are compiled anew, in a second, for each number of rows and each top_p
+    (mlx-lm 0.32.2)."""
+    candidates, least = logprobs, mx.array(-math.inf)
+    if 0 < kind.top_k < logprobs.shape[-1]:
+        candidates = mx.topk(logprobs, kind.top_k, axis=-1)
+        least = mx.min(candidates, axis=-1, keepdims=True)
+    if kind.top_p:  # among the candidates is enough: a wider nucleus is cut to them anyway
+        least = mx.maximum(least, _nucleus(candidates, _column(max(how.top_p, _LEAST) for how in hows)))
+    if kind.min_p:
+        best = mx.max(candidates, axis=-1, keepdims=True)
+        least = mx.maximum(least, best + _column(math.log(how.min_p) for how in hows))
+    return least
+
+
+def _nucleus(candidates: mx.array, top_p: mx.array) -> mx.array:
+    """The least probable one that is not yet covered by those before it."""
+    ranked = mx.sort(candidates, axis=-1)
+    mass_before = mx.cumsum(mx.exp(ranked), axis=-1, reverse=True, inclusive=False)
+    return mx.min(mx.where(mass_before < top_p, ranked, math.inf), axis=-1, keepdims=True)
+
+
+def normalized(logprobs: mx.array) -> mx.array:
+    """In float32. In half precision, upstream's do not add up to one."""
+    if logprobs.dtype == mx.float32:
+        return logprobs
+    logprobs = logprobs.astype(mx.float32)
+    return logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
+
+
+def _column(values: Iterable[float]) -> mx.array:
+    return mx.array(list(values), dtype=mx.float32)[:, None]
 
 
 def draw_key(seed: int, k: int) -> int:

@@ -5,21 +5,25 @@ from mlx_lm.generate import (
     GenerationBatch,
     PromptProcessingBatch,
     StopSequences,
+    TextStateMachine,
     generation_stream,
+    make_text_state_machine,
 )
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, greedy_sampler
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from mlx_lm.utils import _download, load_model, load_tokenizer
 
 download = _download
 
 __all__ = [
     "ArraysCache",
+    "BPEStreamingDetokenizer",
     "CacheList",
     "GenerationBatch",
     "PromptProcessingBatch",
     "StopSequences",
+    "TextStateMachine",
     "TokenizerWrapper",
     "apply_min_p",
     "apply_top_k",
@@ -30,4 +34,5 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "make_prompt_cache",
+    "make_text_state_machine",
 ]

@@ -22,6 +22,21 @@ class Sampling:
     seed: int = 0
 
 
+class Guide(Protocol):
+    """Which tokens an answer may go on with: a grammar's place. It belongs to the engine thread once submitted."""
+
+    def accept(self, token: int) -> None:
+        """The answer has gone on with it. Never raises; see `broken`."""
+
+    def allowed(self) -> bytes | None:
+        """A bit for each token of the vocabulary, the lowest bit of the first byte being token 0, in whole
+        32-bit words. None: any token."""
+
+    @property
+    def broken(self) -> str | None:
+        """Why the grammar cannot go on; only the end of the sequence is allowed then."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sequence:
     """A request as the engine sees it."""
@@ -32,6 +47,8 @@ class Sequence:
     sampling: Sampling = Sampling()
     lane: Lane = "interactive"
     delivered: tuple[int, ...] = ()  # of the answer, by an earlier attempt; fewer than max_tokens
+    guide: Guide | None = None  # before the first token of the answer, the delivered ones included
+    top_logprobs: int | None = None  # alternatives to report with each token; None: no logprobs at all
 
     @property
     def known(self) -> tuple[int, ...]:
@@ -49,12 +66,21 @@ class Prefilled:
 
 
 @dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Natural logs of the row's probabilities, after penalties, bias and guide, before temperature and filters."""
+
+    token: float
+    top: tuple[tuple[int, float], ...] = ()  # (token, its own), the most probable first
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
     """One step of one row. `token` is None where the end of the sequence was drawn."""
 
     id: str
     token: int | None
     finish_reason: FinishReason | None = None
+    logprobs: Logprobs | None = None  # where the sequence asked for them, and there is a token
 
 
 @dataclass(frozen=True, slots=True)

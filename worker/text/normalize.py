@@ -1,28 +1,102 @@
-"""Messages in the form that chat templates take."""
+"""Conversations in the one form that chat templates take."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
-from schemas.chat import ImagePart, Message, TextPart
-from worker.errors import Refusal
+from pydantic import TypeAdapter
+
+from schemas.base import JsonObject
+from schemas.chat import AssistantMessage, Message
+from worker.text.tokenizer import Conversation
+
+BETWEEN = "\n\n"  # what stands between two messages that became one
+_ARGUMENTS = TypeAdapter(JsonObject)
 
 
-def normalize(messages: list[Message]) -> list[dict[str, Any]]:
-    """Plain dicts with string contents, `developer` as `system`. Raises `Refusal` for images."""
-    return [_plain(message) for message in messages]
+def normalize(messages: list[Message]) -> Conversation:
+    """One system message, at the front; then never two turns of one role in a row, but for calls and results.
+
+    Every text and image is in it once, in order within its role. What was well-formed stays as it is.
+    """
+    plain = [_assistant(each) if isinstance(each, AssistantMessage) else _plain(each) for each in messages]
+    return merged(sorted(plain, key=lambda message: message["role"] != "system"))
+
+
+def merged(conversation: Conversation) -> Conversation:
+    """Neighbours of one role as one message. Turns with tool calls, and tool results, stay apart."""
+
+    def run(message: dict[str, Any]) -> str | int:
+        return id(message) if message["role"] == "tool" or message.get("tool_calls") else str(message["role"])
+
+    return [_one(list(messages)) for _, messages in groupby(conversation, run)]
+
+
+def joined(contents: Iterable[Any]) -> Any:
+    """A string where all are strings, else a list of parts. No two words are glued together."""
+    spoken = [content for content in contents if content]
+    if all(isinstance(content, str) for content in spoken):
+        return BETWEEN.join(spoken)
+    parts: list[dict[str, Any]] = []
+    for content in spoken:
+        more = [_text(content)] if isinstance(content, str) else content
+        if parts and parts[-1]["type"] == more[0]["type"] == "text":
+            parts.append(_text(BETWEEN))
+        parts += more
+    return parts
+
+
+def _one(messages: Conversation) -> dict[str, Any]:
+    first, *rest = messages
+    if not rest:
+        return first
+    # A name stays where all have the same: whose words the others were can no longer be told.
+    one = {field: value for field, value in first.items() if all(each.get(field) == value for each in rest)}
+    one["content"] = joined(each["content"] for each in messages)
+    if thoughts := joined(each.get("reasoning_content") for each in messages):
+        one["reasoning_content"] = thoughts
+    return one
 
 
 def _plain(message: Message) -> dict[str, Any]:
     plain = message.model_dump(exclude_none=True)
-    plain["content"] = _text(message.content)
     if message.role == "developer":
         plain["role"] = "system"
+    return {**plain, "content": _content(plain.get("content"))}
+
+
+def _assistant(message: AssistantMessage) -> dict[str, Any]:
+    plain = _plain(message)
+    # What OpenAI's models say instead of a content. No template reads it.
+    plain["content"] = joined([plain["content"], plain.pop("refusal", None)])
+    # Other servers send the same thoughts under both names. Templates read the longer one.
+    thoughts = joined(dict.fromkeys([plain.pop("reasoning", None), plain.pop("reasoning_content", None)]))
+    if thoughts:
+        plain["reasoning_content"] = thoughts
+    if calls := plain.pop("tool_calls", None):
+        plain["tool_calls"] = [_call(call) for call in calls]
     return plain
 
 
-def _text(content: str | Sequence[TextPart | ImagePart] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if any(isinstance(part, ImagePart) for part in content):
-        raise Refusal("unsupported", "This model takes text only: leave out the image_url parts.")
-    return "".join(part.text for part in content if isinstance(part, TextPart))
+def _content(content: Any) -> Any:
+    if isinstance(content, list):
+        return [part for part in content if part.get("text") != ""] or ""
+    return content or ""
+
+
+def _text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    """Without its `index`, which only the pieces of a stream need."""
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    return {"id": call["id"], "type": call["type"], "function": {"name": name, "arguments": _arguments(arguments)}}
+
+
+def _arguments(text: str) -> Any:
+    """The object that the text is JSON of, as most templates want it; else the text."""
+    try:
+        return _ARGUMENTS.validate_json(text.strip() or "{}")
+    except ValueError:  # no JSON, no object, too deep, a number that is not finite, half of a surrogate pair
+        return text

@@ -1,26 +1,212 @@
-"""From an answer's tokens to the text a client may see."""
+"""From an answer's tokens to what a client may see: content, reasoning and tool calls."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
+from schemas import ChatRequest
+from worker.schedule.sequence import FinishReason
+from worker.text.calls import Calls, Delta, Settled, Tools, gathered
+from worker.text.detokenize import Vocabulary
+from worker.text.dialect import Dialect
+from worker.text.markers import Kind, Piece
+from worker.text.prompt import Thinking
 from worker.text.stop import StopStrings
-from worker.text.tokenizer import Detokenizer
+
+_BLANK = " \t\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[Delta, ...] = ()  # one for each call
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.tool_calls)
+
+    def __add__(self, later: "Said") -> "Said":
+        if not later:
+            return self
+        if not self:
+            return later
+        calls = gathered((*self.tool_calls, *later.tool_calls)) if later.tool_calls else self.tool_calls
+        return Said(self.content + later.content, self.reasoning + later.reasoning, calls)
+
+
+_NOTHING = Said()
+
+
+def together(parts: Iterable[Said]) -> Said:
+    """Their sum, in one go."""
+    said = list(parts)
+    calls = gathered(delta for part in said for delta in part.tool_calls)
+    return Said("".join(part.content for part in said), "".join(part.reasoning for part in said), calls)
 
 
 class Output:
-    """Detokenizer, then stop strings. Feeding it the delivered tokens again brings it back to where it was."""
+    """Feeding it the delivered tokens again brings it back to where it was.
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = ()) -> None:
-        self._detokenizer, self._stops = detokenizer, StopStrings(stops)
+    Stop strings look at the content alone, and end at markers. Whitespace that a marker parts from the words of its
+    kind is the template's, and is dropped; an answer without markers comes out as it is. A tool call that is none is
+    content, as the model wrote it. If it was announced before that showed, `voided` holds its index: a client has
+    fragments of it, but a result does not hold it, and it makes no finish reason.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, dialect: Dialect, request: ChatRequest, thinking: Thinking, job_id: str
+    ) -> None:
+        tools = _offered(request)
+        self._detokenizer = vocabulary.detokenizer()
+        self._reader = dialect.reader(thinking, calls=bool(tools))
+        self._calls = Calls(dialect.format, tools, job_id, parallel=request.parallel_tool_calls is not False)
+        self._content, self._reasoning = _Channel(request.stop or ()), _Channel(())
+        self._now: Literal["content", "reasoning"] = "content"
+        self._closing = ""  # what there is of the marker of a call that the answer's end cut off
+        if thinking == "open":
+            self._now = "reasoning"
+            # A turn that is gone on with has text behind the marker.
+            if request.messages[-1].role != "assistant":
+                self._reasoning.mark()
+
+    @property
+    def stopped(self) -> bool:
+        """By a stop string, or by the one call that the request allows."""
+        return self._content.stopped or self._calls.enough
+
+    @property
+    def voided(self) -> frozenset[int]:
+        return frozenset(self._calls.voided)
+
+    def finish_reason(self, engine: FinishReason) -> Literal["stop", "length", "tool_calls"]:
+        made_calls = self._calls.made and not self._content.stopped
+        return "tool_calls" if engine == "stop" and made_calls else engine
+
+    def feed(self, token: int) -> Said:
+        """What is out with this token. Nothing more comes once `stopped`."""
+        if self.stopped:
+            return _NOTHING
+        text = self._detokenizer.feed(token)
+        if self._reader is None:
+            return Said(self._content.say(text))
+        return self._hear(self._reader.feed(text)) if text else _NOTHING
+
+    def flush(self, engine: FinishReason = "stop") -> Said:
+        """The rest, at the end of the answer. A call that "length" cut off stays as far as it came; a flush for "stop"
+        after one for "length" says what only the former does."""
+        if self.stopped:
+            return _NOTHING
+        text = self._detokenizer.flush()
+        if self._reader is None:
+            return Said(self._content.say(text) + self._content.flush())
+        said = self._hear([*self._reader.feed(text), *self._reader.flush()])
+        return said if self.stopped else said + self._end(engine)
+
+    def _end(self, engine: FinishReason) -> Said:
+        said = _NOTHING
+        if self._calls.open:
+            said = self._let_out(self._channel.settle())
+            settled = self._calls.cut_off(self._closing, keep=engine == "length")
+            if settled is None:
+                return said
+            said += self._settle_call(settled)
+        return said if self.stopped else said + self._let_out(self._channel.flush())
+
+    @property
+    def _channel(self) -> "_Channel":
+        return self._content if self._now == "content" else self._reasoning
+
+    def _let_out(self, text: str) -> Said:
+        return Said(text) if self._now == "content" else Said(reasoning=text)
+
+    def _hear(self, pieces: list[Piece]) -> Said:
+        if len(pieces) == 1:
+            return self._hear_one(*pieces[0])
+        said = _NOTHING
+        for kind, text in pieces:
+            said += self._hear_one(kind, text)
+            if self.stopped:
+                break
+        return said
+
+    def _hear_one(self, kind: Kind, text: str) -> Said:
+        match kind:
+            case "content" | "reasoning":
+                crossed = self._cross(kind) if kind != self._now or not text else _NOTHING
+                return crossed + self._let_out(self._channel.feed(text))
+            case "begins":
+                self._calls.begin(text)
+            case "call":
+                return Said(tool_calls=tuple(self._calls.feed(text)))
+            case "ends":
+                return self._settle_call(self._calls.end(text))
+            case "cut":
+                self._closing += text
+        return _NOTHING
+
+    def _settle_call(self, settled: Settled) -> Said:
+        if settled.text:
+            return self._hear_one("content", settled.text)
+        return self._cross("content") + Said(tool_calls=gathered(settled.deltas))
+
+    def _cross(self, kind: Literal["content", "reasoning"]) -> Said:
+        """A marker stands here, and what follows is of this kind."""
+        said = self._let_out(self._channel.mark())
+        self._now = kind
+        self._channel.mark()
+        return said
+
+
+class _Channel:
+    """The text of one kind, with markers in between."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = StopStrings(stops)
+        self._begun = False  # with a word
+        self._blank = ""  # the text's own if a word follows, else it may be the template's
+        self._at_marker = False  # since the last word
 
     @property
     def stopped(self) -> bool:
         return self._stops.stopped
 
-    def feed(self, token: int) -> str:
-        self._detokenizer.add_token(token)
-        return self._stops.feed(self._detokenizer.last_segment)
+    def say(self, text: str) -> str:
+        """Where there are no markers at all."""
+        return self._stops.feed(text)
+
+    def feed(self, text: str) -> str:
+        if not self._begun:
+            if self._at_marker:
+                text = text.lstrip(_BLANK)
+            self._begun = bool(text.strip(_BLANK))
+        return self._hold(self._stops.feed(text))
+
+    def settle(self) -> str:
+        """No stop string goes on from here."""
+        return self._hold(self._stops.flush())
+
+    def mark(self) -> str:
+        """A marker stands here."""
+        text = self.settle()
+        self._blank, self._at_marker = self._blank if self._begun else "", True
+        return text
 
     def flush(self) -> str:
-        """The rest, at the end of the answer."""
-        self._detokenizer.finalize()
-        return self._stops.feed(self._detokenizer.last_segment) + self._stops.flush()
+        text, blank = self.settle(), "" if self._at_marker else self._blank
+        self._blank = ""
+        return text + blank
+
+    def _hold(self, text: str) -> str:
+        text = self._blank + text
+        said = text if self.stopped else text.rstrip(_BLANK)
+        self._blank = text[len(said) :]
+        if said:
+            self._at_marker = False
+        return said
+
+
+def _offered(request: ChatRequest) -> Tools:
+    offered = [] if request.tool_choice == "none" else request.tools or []
+    functions = [tool.function.model_dump(exclude_none=True) for tool in offered]
+    # Some of mlx-lm's parsers want parameters where a function has none.
+    return [{"type": "function", "function": {"parameters": {}, **function}} for function in functions]

@@ -9,6 +9,7 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
+        self._starts = frozenset(stop[0] for stop in stops)
         self._held = ""
         self.stopped = False
 
@@ -16,6 +17,8 @@ class StopStrings:
         """The text that is out for good. Nothing more comes once `stopped`."""
         if self.stopped:
             return ""
+        if not self._held and self._starts.isdisjoint(text):
+            return text
         text = self._held + text
         if ends := [(text.index(s) + len(s), text.index(s)) for s in self._stops if s in text]:
             self.stopped, self._held = True, ""

@@ -1,0 +1,153 @@
+"""What models write, and what comes out of it: the tiny tokenizer, told to speak other models' formats."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+from mlx_lm.chat_templates.muse_spark import RESPONSE_FORMAT
+
+from schemas import ChatRequest
+from scripts.stack import TINY_CHAT
+from worker.engine.upstream import TokenizerWrapper, load_tokenizer
+from worker.engine.words import Words
+from worker.text.calls import whole
+from worker.text.detokenize import Vocabulary
+from worker.text.dialect import Dialect
+from worker.text.harmony import MARKERS
+from worker.text.output import Output, Said, together
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+@dataclass(frozen=True)
+class Model:
+    words: Words
+    vocabulary: Vocabulary
+    dialect: Dialect
+
+
+@cache
+def model(tool_format: str = "json_tools", *tokens: str) -> Model:
+    """By mlx-lm's name for the format. With these tokens more, a model of its own."""
+    wrapper = load_tokenizer(Path(TINY_CHAT), {"tool_parser_type": tool_format})
+    wrapper._tokenizer.add_tokens(list(tokens), special_tokens=True)
+    wrapper = TokenizerWrapper(  # anew, because it looks at the vocabulary then
+        wrapper._tokenizer,
+        type(wrapper.detokenizer),
+        wrapper.eos_token_ids,
+        tool_call_start=wrapper.tool_call_start,
+        tool_call_end=wrapper.tool_call_end,
+        tool_parser=wrapper.tool_parser,
+        response_format=RESPONSE_FORMAT if tool_format == "muse_spark" else None,
+    )
+    words = Words(wrapper)
+    return Model(words, Vocabulary(words), Dialect(words))
+
+
+def gpt_oss() -> Model:
+    return model("json_tools", *MARKERS, "<|constrain|>")
+
+
+def kimi_k3() -> Model:
+    return model("kimi_k3", "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+
+
+def request(**fields: Any) -> ChatRequest:
+    return ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hi"}], **fields})
+
+
+def output(model: Model, thinking: Any = "none", **fields: Any) -> Output:
+    return Output(model.vocabulary, model.dialect, request(**fields), thinking, "job-1")
+
+
+def cut(model: Model, text: str, places: Iterable[int]) -> list[int]:
+    """The tokens of a text that is cut at these places, so that a marker may take several."""
+    edges = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    return [token for a, b in pairwise(edges) for token in model.words.encode(text[a:b])]
+
+
+@dataclass(frozen=True)
+class Heard:
+    said: Said
+    finish_reason: str
+    voided: frozenset[int] = frozenset()
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """As a result holds them, without their ids."""
+        return [call["function"] for call in whole(self.said.tool_calls, self.voided)]
+
+
+def hear(output: Output, tokens: Iterable[int], engine: Any = "stop") -> Heard:
+    """The whole answer, as a job makes it of what the engine does."""
+    said = []
+    for token in tokens:
+        said.append(output.feed(token))
+        if output.stopped:
+            break
+    else:
+        said.append(output.flush(engine))
+    return Heard(together(said), output.finish_reason("stop" if output.stopped else engine), output.voided)
+
+
+def heard(model: Model, text: str, thinking: Any = "none", engine: Any = "stop", **fields: Any) -> Heard:
+    return hear(output(model, thinking, **fields), model.words.encode(text), engine)
+
+
+PLACES = st.lists(st.integers(0, 400), max_size=30)
+THINKING = st.sampled_from(["open", "closed", "none"])
+ENGINES = st.sampled_from(["stop", "length"])
+WORDS = ["a", " ", "\n", "é", "🙂", "END", "<", "</", "{", "}", '"', "[", "null", "12", ": ", ",", "\\u00e9", "weather"]
+
+
+def texts(*fragments: str) -> st.SearchStrategy[str]:
+    """What a model might write that knows these fragments."""
+    known, any_word = st.sampled_from(fragments), st.sampled_from(WORDS)
+    return st.lists(known | known | any_word, max_size=12).map("".join)
+
+
+_OSLO = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+SPEAKERS = (
+    (model(), [
+        "<think>", "</think>", "<tool_call>", "</tool_call>", _OSLO, f"<tool_call>{_OSLO[:-5]}", _OSLO[-5:],
+        f"<tool_call>\n{_OSLO}\n</tool_call>", '<tool_call>{"arguments": {"days": [1, {}]}, "name": "now"}',
+    ]),
+    (model("mistral"), [
+        "<think>", "</think>", "[TOOL_CALLS]", "weather[ARGS]", '{"city": "Oslo"}', f"[TOOL_CALLS][{_OSLO}]",
+        "[TOOL_CALLS]now[ARGS]{}", '[TOOL_CALLS]weather[ARGS]{"city": "', '"}',
+    ]),
+    (model("qwen3_coder"), [
+        "<think>", "</think>", "<tool_call>", "</tool_call>", "<function=weather>", "</function>",
+        "<parameter=city>Oslo</parameter>", "<tool_call><function=now></function></tool_call>",
+    ]),
+    (gpt_oss(), [
+        "<|start|>", "assistant", "<|channel|>", "final", "analysis", "commentary", "<|message|>", "<|end|>",
+        "<|call|>", " to=functions.weather", '{"city": "Oslo"}', "<|return|>", "<|start|>assistant<|channel|>final",
+        '<|channel|>commentary to=functions.weather json<|message|>{"city": ', '"Oslo"}<|call|>',
+    ]),
+    (kimi_k3(), [
+        "<|open|>think<|sep|>", "<|close|>think<|sep|>", "<|open|>response<|sep|>", "<|open|>tools<|sep|>",
+        '<|open|>call tool="now"<|sep|><|close|>call<|sep|>', "<|close|>tools<|sep|>",
+    ]),
+)  # fmt: skip
+ANSWERS = st.sampled_from(SPEAKERS).flatmap(lambda speaker: st.tuples(st.just(speaker[0]), texts(*speaker[1])))
+REQUESTS = st.fixed_dictionaries(
+    {"tools": st.sampled_from([TOOLS, TOOLS, TOOLS, None])},
+    optional={
+        "stop": st.lists(st.sampled_from(["END", "\n\n", "a<", "}"]), min_size=1, max_size=2),
+        "parallel_tool_calls": st.booleans(),
+    },
+)

@@ -1,0 +1,44 @@
+"""The tiny model's tokenizer with other chat templates, rendered as in a worker."""
+
+import copy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from schemas import ChatRequest
+from scripts.stack import TINY_CHAT
+from worker.engine.upstream import load_tokenizer
+from worker.engine.words import Words
+from worker.text.prompt import Prompt, Prompts
+
+TEMPLATES = {file.stem: file.read_text(encoding="utf-8") for file in Path(__file__).parent.glob("templates/*.jinja")}
+
+
+def request(*messages: dict[str, Any], **rest: Any) -> ChatRequest:
+    return ChatRequest.model_validate({"messages": list(messages), **rest})
+
+
+async def prompt(template: str, *messages: dict[str, Any], **rest: Any) -> Prompt:
+    """`template` is the name of one of ours, or one itself."""
+    return await prompts(template).render(request(*messages, **rest))
+
+
+async def rendered(template: str, *messages: dict[str, Any], **rest: Any) -> str:
+    return str(_tiny().decode((await prompt(template, *messages, **rest)).tokens))
+
+
+def prompts(template: str) -> Prompts:
+    return Prompts(words(TEMPLATES.get(template, template)))
+
+
+@cache
+def words(source: str) -> Words:
+    wrapper = copy.copy(_tiny())
+    wrapper._tokenizer = copy.copy(wrapper._tokenizer)
+    wrapper._tokenizer.chat_template = source
+    return Words(wrapper)
+
+
+@cache
+def _tiny() -> Any:
+    return load_tokenizer(Path(TINY_CHAT))

@@ -1,0 +1,131 @@
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.text import speech
+from tests.text.speech import (
+    ANSWERS,
+    ENGINES,
+    PLACES,
+    REQUESTS,
+    THINKING,
+    TOOLS,
+    Heard,
+    Model,
+    cut,
+    hear,
+    output,
+    request,
+)
+from worker.resume import Delivered, delivered, replay
+from worker.text.output import Output, Said, together
+
+TINY = speech.model()
+BEGUN = {"fingerprint": "fp", "seed": 7}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+
+
+def log(*events: dict[str, Any]) -> list[bytes]:
+    return [json.dumps({"seq": seq, **event}).encode() for seq, event in enumerate(events)]
+
+
+def delta(tokens: list[int], said: Said, **more: Any) -> dict[str, Any]:
+    texts = {name: text for name, text in (("content", said.content), ("reasoning", said.reasoning)) if text}
+    calls = {"tool_calls": list(said.tool_calls)} if said.tool_calls else {}
+    return {"type": "delta", "token_ids": tokens, **texts, **calls, **more}
+
+
+def spoken(answer: Output, tokens: list[int], engine: Any = None) -> list[bytes]:
+    """What a first attempt says of these tokens, an event each. With an engine's reason it is at its end."""
+    events = [{"type": "started", **BEGUN}]
+    for token in tokens:
+        events.append(delta([token], answer.feed(token)))
+        if answer.stopped:
+            break
+    if engine and not answer.stopped:
+        events.append(delta([], answer.flush(engine)))
+    return log(*events)
+
+
+@given(ANSWERS, PLACES, THINKING, ENGINES, REQUESTS, st.integers(0, 60))
+def test_what_a_new_attempt_says_after_what_was_delivered_is_the_unbroken_answer(
+    answer: tuple[Model, str], places: list[int], thinking: str, engine: str, fields: dict[str, Any], at: int
+) -> None:
+    speaker, text = answer
+    tokens = cut(speaker, text, places)
+    unbroken = hear(output(speaker, thinking, **fields), tokens, engine)
+    first = output(speaker, thinking, **fields)
+    earlier = delivered(spoken(first, tokens[:at]))
+    assert earlier is not None
+    second = output(speaker, thinking, **fields)
+    assert replay(earlier, second) == ("has ended" if first.stopped else "goes on")
+    rest = hear(second, () if second.stopped else tokens[at:], engine)
+    assert Heard(together([earlier.said, rest.said]), rest.finish_reason, rest.voided) == unbroken
+
+
+@given(ANSWERS, PLACES, THINKING, ENGINES, REQUESTS)
+def test_an_answer_whose_last_words_were_let_out_has_ended(
+    answer: tuple[Model, str], places: list[int], thinking: str, engine: str, fields: dict[str, Any]
+) -> None:
+    speaker, text = answer
+    first, unended, second = (output(speaker, thinking, **fields) for _ in range(3))
+    tokens = cut(speaker, text, places)
+    earlier, before = delivered(spoken(first, tokens, engine)), delivered(spoken(unended, tokens))
+    assert earlier is not None
+    assert before is not None
+    ended = unended.stopped or earlier.said != before.said
+    assert replay(earlier, second) == ("has ended" if ended else "goes on")
+    if ended:
+        assert (second.voided, second.finish_reason(engine)) == (first.voided, first.finish_reason(engine))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        Said("Hello"),
+        Said("Hullo", "Hm."),
+        Said("Hello", "Hm"),
+        Said(
+            "Hello",
+            "Hm.",
+            ({"index": 0, "id": "x", "type": "function", "function": {"name": "now", "arguments": "{}"}},),
+        ),
+    ],
+)
+def test_an_answer_that_another_worker_told_in_other_words_differs(said: Said) -> None:
+    tokens = tuple(TINY.words.encode("<think>Hm.</think>Hello"))
+    assert replay(Delivered("fp", 7, tokens, Said("Hello", "Hm.")), output(TINY)) == "goes on"
+    assert replay(Delivered("fp", 7, tokens, said), output(TINY)) == "differs"
+
+
+def test_calls_of_another_id_differ() -> None:
+    another = Output(TINY.vocabulary, TINY.dialect, request(tools=TOOLS), "none", "job-2")
+    earlier = delivered(spoken(another, TINY.words.encode(CALL)))
+    assert earlier is not None
+    assert replay(earlier, output(TINY, tools=TOOLS)) == "differs"
+
+
+def test_what_was_delivered_is_gathered_since_an_attempt_last_started_over() -> None:
+    first = {"index": 0, "id": "x", "type": "function", "function": {"name": "now", "arguments": "{"}}
+    rest = {"index": 0, "function": {"arguments": "}"}}
+    events = log(
+        {"type": "started", "fingerprint": "old", "seed": 1},
+        delta([1], Said("gone")),
+        {"type": "restarted", **BEGUN},
+        {"type": "progress", "phase": "prefill", "done": 1, "total": 2},
+        delta([2, 3], Said("a", "b"), logprobs=[{"token": "a"}]),
+        delta([4], Said(tool_calls=(first,)), logprobs=[{"token": "b"}, {"token": "c"}]),
+        {"type": "resumed", **BEGUN},
+        delta([], Said(tool_calls=(rest,))),
+        delta([5], Said("c")),
+    )
+    call = {"index": 0, "id": "x", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    logprobs = ({"token": "a"}, {"token": "b"}, {"token": "c"})
+    assert delivered(events) == Delivered("fp", 7, (2, 3, 4, 5), Said("ac", "b", (call,)), logprobs)
+
+
+def test_a_log_without_an_attempt_delivers_nothing() -> None:
+    assert delivered([]) is None

@@ -1,0 +1,109 @@
+"""mlx-lm's tokenizer, its state machine and tool parsers, as `worker.text.tokenizer` asks for them."""
+
+from functools import cached_property
+from typing import Any
+
+from worker.engine.upstream import BPEStreamingDetokenizer, TextStateMachine, TokenizerWrapper, make_text_state_machine
+
+
+class Words:
+    def __init__(self, wrapper: TokenizerWrapper) -> None:
+        self._wrapper, self._tokenizer = wrapper, wrapper._tokenizer
+
+    @cached_property
+    def tokens(self) -> list[str]:
+        count = 1 + max(self._tokenizer.get_vocab().values())  # a vocabulary may have holes
+        return [token or "" for token in self._tokenizer.convert_ids_to_tokens(list(range(count)))]
+
+    @cached_property
+    def byte_level(self) -> bool:
+        return isinstance(self._wrapper.detokenizer, BPEStreamingDetokenizer)
+
+    @cached_property
+    def eos_token_ids(self) -> frozenset[int]:
+        return frozenset(self._wrapper.eos_token_ids)
+
+    @cached_property
+    def definition(self) -> str | None:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)  # a tokenizer in Python has none
+        return None if backend is None else str(backend.to_str())
+
+    @cached_property
+    def template(self) -> str:
+        source = self._tokenizer.chat_template
+        return source if isinstance(source, str) else ""
+
+    @property
+    def think(self) -> tuple[str, str] | None:
+        return (self._wrapper.think_start, self._wrapper.think_end) if self._wrapper.has_thinking else None
+
+    @property
+    def tool(self) -> tuple[str, str] | None:
+        wrapper = self._wrapper
+        return (wrapper.tool_call_start, wrapper.tool_call_end) if wrapper.has_tool_calling else None
+
+    @property
+    def tool_format(self) -> str | None:
+        name: str | None = self._tokenizer.init_kwargs.get("tool_parser_type")
+        return name
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def streaming(self) -> "Streaming":
+        return Streaming(self._wrapper.detokenizer)
+
+    def splitter(self, initial: str, transitions: dict[str, list[tuple[str, str]]] | None = None) -> "Splitter":
+        machine = TextStateMachine(transitions) if transitions else make_text_state_machine(self._wrapper)
+        return Splitter(machine, self._wrapper.response_initial_state or initial)
+
+    def parse_tool_call(self, text: str, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        parsed = self._wrapper.tool_parser(text, tools)
+        return parsed if isinstance(parsed, list) else [parsed]
+
+    def render(
+        self, conversation: list[dict[str, Any]], *, tools: list[dict[str, Any]], continues: bool,
+        variables: dict[str, Any],
+    ) -> str:  # fmt: skip
+        how = {"tokenize": False, "add_generation_prompt": not continues, "continue_final_message": continues}
+        if self._wrapper._chat_template is not None:  # Python, and written for the wrapper's own defaults
+            given = {"tools": tools} if tools else {}
+            return str(self._wrapper.apply_chat_template(conversation, **how, **given, **variables))
+        named = {self._thinking.get(name, name): value for name, value in variables.items()}
+        # Not through the wrapper, which switches thinking on by itself.
+        return str(self._tokenizer.apply_chat_template(conversation, tools=tools or None, **how, **named))
+
+    @cached_property
+    def _thinking(self) -> dict[str, str]:
+        """What the template calls `enable_thinking`."""
+        return {"enable_thinking": self._wrapper._thinking_kwarg}
+
+
+class Streaming:
+    """A detokenizer of mlx-lm's."""
+
+    def __init__(self, upstream: Any) -> None:
+        self._upstream = upstream
+
+    def feed(self, token: int) -> str:
+        self._upstream.add_token(token)
+        return str(self._upstream.last_segment)
+
+    def flush(self) -> str:
+        self._upstream.finalize()
+        return str(self._upstream.last_segment)
+
+
+class Splitter:
+    """One answer's way through a state machine of mlx-lm's."""
+
+    def __init__(self, machine: TextStateMachine, initial: str) -> None:
+        self._at = machine.make_state(initial)
+
+    def feed(self, text: str) -> list[tuple[str, str]]:
+        self._at, segments = TextStateMachine.split(self._at, text)
+        return list(segments)
+
+    def flush(self) -> tuple[str, str]:
+        self._at, text, state = TextStateMachine.flush(self._at)
+        return state, text

@@ -1,0 +1,136 @@
+"""Conversations as a chat template takes them, where it does not take them as they are."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from jinja2 import TemplateError
+
+from worker.text.adaptations import LADDERS, SYSTEM_FIRST, SYSTEM_IN_USER, Adaptation
+from worker.text.tokenizer import Conversation
+
+# A template's refusals, and its slips on what it did not expect. mlx-lm's own, which are in Python, assert.
+RAISED = (TemplateError, TypeError, KeyError, ValueError, AssertionError)
+TAKES_NO_TOOLS = "takes no tools"
+LEAVES_OUT = "leaves out system text, tool calls or results, however they come"
+
+Tools = list[dict[str, Any]]
+Render = Callable[[Conversation, Tools], str]
+
+
+def adapt(conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[str]]:
+    """The text, and what the template does that made changes necessary: nothing where it takes all as it is.
+
+    A template that leaves something out has not taken it. If it does so whatever we change, its first text is good
+    enough. Raises what it raised for the conversation as it is.
+    """
+    trials = _Trials(tools, render)
+    text = trials.whole(conversation)
+    if text is not None:
+        return text, []
+    for ladder in _ladders(tools):
+        needed = _that_matter(ladder, conversation)
+        text = trials.whole(_changed(conversation, needed))
+        if text is not None:
+            return trials.with_fewer(conversation, needed, text)
+    return trials.good_enough()
+
+
+class _Trials:
+    def __init__(self, tools: Tools, render: Render) -> None:
+        self._tools, self._render = tools, render
+        self._texts: list[tuple[str, list[str]]] = []  # each with what is wrong with it
+        self._errors: list[Exception] = []
+
+    def whole(self, conversation: Conversation) -> str | None:
+        """None where the template refuses, or leaves something out."""
+        try:
+            text = self._render(conversation, self._tools)
+        except RAISED as error:
+            self._errors.append(error)
+            return None
+        missing = self._missing(conversation, text)
+        self._texts.append((text, missing))
+        return None if missing else text
+
+    def with_fewer(self, conversation: Conversation, needed: list[Adaptation], text: str) -> tuple[str, list[str]]:
+        """Of the changes that led to `text`, take back those that the template can do without."""
+        for adaptation in reversed(needed):
+            fewer = [each for each in needed if each is not adaptation]
+            without = self.whole(_changed(conversation, fewer)) if fewer else None
+            if without is not None:
+                needed, text = fewer, without
+        return text, [adaptation.why for adaptation in needed]
+
+    def good_enough(self) -> tuple[str, list[str]]:
+        if not self._texts:
+            raise self._errors[0]
+        return self._texts[0]
+
+    def _missing(self, conversation: Conversation, text: str) -> list[str]:
+        fewer = _with_fewer_calls(conversation)
+        missing = []
+        if not _is_in(conversation, text) or (fewer != conversation and self._makes(text, fewer, self._tools)):
+            missing.append(LEAVES_OUT)
+        if self._tools and self._makes(text, conversation, []):
+            missing.append(TAKES_NO_TOOLS)
+        return missing
+
+    def _makes(self, text: str, conversation: Conversation, tools: Tools) -> bool:
+        """What makes no difference was left out. Names prove nothing: they may be a user's own words."""
+        try:
+            return self._render(conversation, tools) == text
+        except RAISED:
+            return False
+
+
+def _ladders(tools: Tools) -> Iterator[tuple[Adaptation, ...]]:
+    for ladder in LADDERS:
+        if tools:
+            yield (*ladder, SYSTEM_FIRST)
+        yield (*ladder, SYSTEM_IN_USER)
+
+
+def _that_matter(ladder: Iterable[Adaptation], conversation: Conversation) -> list[Adaptation]:
+    matter = []
+    for adaptation in ladder:
+        changed = adaptation.change(conversation)
+        if changed != conversation:
+            matter.append(adaptation)
+            conversation = changed
+    return matter
+
+
+def _changed(conversation: Conversation, adaptations: Iterable[Adaptation]) -> Conversation:
+    for adaptation in adaptations:
+        conversation = adaptation.change(conversation)
+    return conversation
+
+
+def _with_fewer_calls(conversation: Conversation) -> Conversation:
+    """Turns with their first call alone, which is all that gpt-oss's reads; where none has more, without."""
+    kept = 1 if any(len(turn.get("tool_calls", ())) > 1 for turn in conversation) else 0
+    return [
+        {**turn, "tool_calls": turn["tool_calls"][:kept]} if "tool_calls" in turn else turn for turn in conversation
+    ]
+
+
+def _is_in(conversation: Conversation, text: str) -> bool:
+    """System text and results, which some templates leave out without a word."""
+    by_role = {role: [each["content"] for each in conversation if each["role"] == role] for role in ("system", "tool")}
+    return all(_in_order(map(_sturdy, contents), text) for contents in by_role.values())
+
+
+def _sturdy(words: str) -> str:
+    """The longest piece that trimming, indenting and JSON leave as it is."""
+    return max(re.split(r'["\\\x00-\x1f]', words), key=len).strip()
+
+
+def _in_order(words: Iterable[str], text: str) -> bool:
+    """Each is looked for behind the one before: from the beginning it would take seconds in a long text."""
+    at = 0
+    for word in words:
+        at = text.find(word, at)
+        if at < 0:
+            return False
+    return True

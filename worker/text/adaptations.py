@@ -1,0 +1,178 @@
+"""What can be changed about a conversation so that a chat template takes it.
+
+No change drops a word, and each leaves a conversation alone that has no use for it. They are tried as ladders,
+all of one at once.
+"""
+
+import json
+from collections.abc import Callable
+from itertools import chain
+from typing import Any, NamedTuple
+
+from worker.text.normalize import joined, merged
+from worker.text.tokenizer import Conversation
+
+Message = dict[str, Any]
+
+
+class Adaptation(NamedTuple):
+    why: str  # what the template does, and what we do about it
+    change: Callable[[Conversation], Conversation]
+
+
+def _lone_results_said(conversation: Conversation) -> Conversation:
+    called, told = set[str](), []
+    for message in conversation:
+        called |= {call["id"] for call in _calls(message)}
+        lone = message["role"] == "tool" and message["tool_call_id"] not in called
+        told.append(_turn("user", message["content"]) if lone else message)
+    return merged(told)
+
+
+def _thoughts_in_content(conversation: Conversation) -> Conversation:
+    return [_thinking_aloud(turn) if _calls(turn) and turn["content"] else turn for turn in conversation]
+
+
+def _thinking_aloud(turn: Message) -> Message:
+    return {**_without("reasoning_content", turn), "content": joined([turn.get("reasoning_content"), turn["content"]])}
+
+
+def _one_call_a_turn(conversation: Conversation) -> Conversation:
+    exchanges: list[tuple[Message, list[Message]]] = []  # a message, and the results behind it
+    for message in conversation:
+        if message["role"] == "tool" and exchanges:
+            exchanges[-1][1].append(message)
+        else:
+            exchanges.append((message, []))
+    return [message for turn, results in exchanges for message in _call_by_call(turn, results)]
+
+
+def _call_by_call(turn: Message, results: list[Message]) -> Conversation:
+    """Each call with its own results behind it."""
+    if len(_calls(turn)) < 2:
+        return [turn, *results]
+    first, *further = _calls(turn)
+    own: dict[str, list[Message]] = {}
+    for result in results:
+        own.setdefault(result["tool_call_id"], []).append(result)
+    told = [{**turn, "tool_calls": [first]}, *own.pop(first["id"], ())]
+    for call in further:
+        told += [{**_turn("assistant"), "tool_calls": [call]}, *own.pop(call["id"], ())]
+    return [*told, *chain.from_iterable(own.values())]
+
+
+def _arguments_as_objects(conversation: Conversation) -> Conversation:
+    return _each_arguments(conversation, lambda given: {"arguments": given} if isinstance(given, str) else given)
+
+
+def _arguments_as_text(conversation: Conversation) -> Conversation:
+    return _each_arguments(conversation, lambda given: given if isinstance(given, str) else _json(given))
+
+
+def _each_arguments(conversation: Conversation, change: Callable[[Any], Any]) -> Conversation:
+    def changed(call: dict[str, Any]) -> dict[str, Any]:
+        return {**call, "function": {**call["function"], "arguments": change(call["function"]["arguments"])}}
+
+    return _each_call(conversation, changed)
+
+
+def _short_ids(conversation: Conversation) -> Conversation:
+    short: dict[str, str] = {}
+
+    def of(id: str) -> str:
+        return short.setdefault(id, f"call{len(short):05}")
+
+    renamed = _each_call(conversation, lambda call: {**call, "id": of(call["id"])})
+    return [{**each, "tool_call_id": of(each["tool_call_id"])} if each["role"] == "tool" else each for each in renamed]
+
+
+def _tools_said(conversation: Conversation) -> Conversation:
+    return merged([_said(message) for message in conversation])
+
+
+def _said(message: Message) -> Message:
+    if message["role"] == "tool":
+        return _turn("user", message["content"])
+    calls = "\n".join(_json(call["function"]) for call in _calls(message))
+    return {**_without("tool_calls", message), "content": joined([message["content"], calls])}
+
+
+def _system_first(conversation: Conversation) -> Conversation:
+    system, turns = _parted(conversation)
+    return conversation if system else [_turn("system"), *turns]
+
+
+def _user_first(conversation: Conversation) -> Conversation:
+    system, turns = _parted(conversation)
+    return conversation if turns and turns[0]["role"] == "user" else [*system, _turn("user"), *turns]
+
+
+def _turns_between(conversation: Conversation) -> Conversation:
+    # Mistral's pass over calls and results when they look whether the roles alternate.
+    told: Conversation = []
+    last = None
+    for message in conversation:
+        if message["role"] in ("user", "assistant") and not _calls(message):
+            if message["role"] == last:
+                told.append(_turn("assistant" if last == "user" else "user"))
+            last = message["role"]
+        told.append(message)
+    return told
+
+
+def _system_in_user(conversation: Conversation) -> Conversation:
+    system, turns = _parted(conversation)
+    if not system:
+        return conversation
+    user, *rest = turns if turns and turns[0]["role"] == "user" else [_turn("user"), *turns]
+    return [{**user, "content": joined([system[0]["content"], user["content"]])}, *rest]
+
+
+def _parted(conversation: Conversation) -> tuple[Conversation, Conversation]:
+    """The system message, if there is one, and the rest."""
+    start = 1 if conversation and conversation[0]["role"] == "system" else 0
+    return conversation[:start], conversation[start:]
+
+
+def _calls(message: Message) -> list[dict[str, Any]]:
+    calls: list[dict[str, Any]] = message.get("tool_calls", [])
+    return calls
+
+
+def _each_call(conversation: Conversation, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Conversation:
+    return [{**turn, "tool_calls": list(map(change, _calls(turn)))} if _calls(turn) else turn for turn in conversation]
+
+
+def _turn(role: str, content: Any = "") -> Message:
+    return {"role": role, "content": content}
+
+
+def _without(field: str, message: Message) -> Message:
+    return {name: value for name, value in message.items() if name != field}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+_IDS = Adaptation("takes tool call ids of nine letters and digits: calls are numbered", _short_ids)
+_THOUGHTS = Adaptation("takes no text beside the thoughts before a call: they come as one text", _thoughts_in_content)
+_ONE_CALL = Adaptation("takes one tool call a turn: each has its own, its result behind it", _one_call_a_turn)
+_OBJECTS = Adaptation("takes arguments as objects alone: what is no JSON object comes in one", _arguments_as_objects)
+_TEXT = Adaptation("takes arguments as text alone: they come as JSON", _arguments_as_text)
+_LONE = Adaptation("takes no tool result without a call: it comes as a user's words", _lone_results_said)
+_SAID = Adaptation("takes no tool calls: calls and results come as an assistant's and a user's words", _tools_said)
+_TURNS = (
+    Adaptation("wants a user first: an empty turn is added", _user_first),
+    Adaptation("wants user and assistant in turn: empty turns are added", _turns_between),
+)
+# In each, the later a change comes, the more it takes away from what the template could say itself.
+LADDERS = (
+    *((_IDS, _THOUGHTS, _ONE_CALL, arguments, _LONE, *_TURNS) for arguments in (_OBJECTS, _TEXT)),
+    (_SAID, *_TURNS),
+)
+# One of these ends a ladder.
+SYSTEM_FIRST = Adaptation("shows tools in a system message alone: an empty one is added", _system_first)
+SYSTEM_IN_USER = Adaptation(
+    "takes no system role: system text comes at the head of the first user message", _system_in_user
+)

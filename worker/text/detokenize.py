@@ -1,0 +1,70 @@
+"""From tokens to text. An answer's pieces, put together, are its whole decode."""
+
+import codecs
+import re
+
+from worker.text.tokenizer import Detokenizer, Tokenizer
+
+_HEX = re.compile(r"<0x((?:[0-9A-Fa-f]{2})+)>")
+
+
+def _alphabet() -> dict[str, int]:
+    """GPT-2's: bytes that print stand for themselves, the others for the characters from 256 on."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [value for value in range(256) if value not in shown]
+    return {chr(value): value for value in shown} | {chr(256 + n): value for n, value in enumerate(hidden)}
+
+
+_BYTES = _alphabet()
+
+
+class Vocabulary:
+    """What each token stands for. The network may have more ids than the tokenizer has tokens: those say nothing."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        read = _of_alphabet if tokenizer.byte_level else _of_text
+        self._bytes = [read(token) for token in tokenizer.tokens]
+
+    def bytes_of(self, token: int) -> bytes:
+        """It may be a part of a code point."""
+        return self._bytes[token] if token < len(self._bytes) else b""
+
+    def detokenizer(self) -> Detokenizer:
+        """For one answer. mlx-lm's own for byte-level vocabularies drops an answer's leading space."""
+        if self._tokenizer.byte_level:
+            return _ByteLevel(self._bytes)
+        return _Within(self._tokenizer.streaming(), len(self._bytes))
+
+
+class _ByteLevel:
+    def __init__(self, tokens: list[bytes]) -> None:
+        self._tokens, self._decode = tokens, codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def feed(self, token: int) -> str:
+        return self._decode(self._tokens[token]) if token < len(self._tokens) else ""
+
+    def flush(self) -> str:
+        return self._decode(b"", True)
+
+
+class _Within:
+    """mlx-lm's detokenizers fail beyond the vocabulary."""
+
+    def __init__(self, inner: Detokenizer, count: int) -> None:
+        self._inner, self._count, self.flush = inner, count, inner.flush
+
+    def feed(self, token: int) -> str:
+        return self._inner.feed(token) if token < self._count else ""
+
+
+def _of_alphabet(token: str) -> bytes:
+    """A token with a character outside of the alphabet was added as plain text."""
+    return bytes(map(_BYTES.__getitem__, token)) if _BYTES.keys() >= set(token) else token.encode()
+
+
+def _of_text(token: str) -> bytes:
+    """As SentencePiece writes them."""
+    if written := _HEX.fullmatch(token):
+        return bytes.fromhex(written[1])
+    return token.replace("▁", " ").encode()

@@ -1,0 +1,86 @@
+"""How a model marks what it says: its reasoning, its tool calls, its answer."""
+
+import json
+import re
+from typing import Any
+
+from worker.text import harmony
+from worker.text.calls import Format, Tools
+from worker.text.harmony import Harmony
+from worker.text.markers import Marked, Reader
+from worker.text.prompt import Thinking
+from worker.text.tokenizer import Tokenizer, Transitions
+
+# Magistral's and Seed-OSS's, which mlx-lm 0.32 does not know.
+_THINK = (("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+_MORE_MARKERS = ("kimi_k3", "muse_spark")  # formats with others besides, which mlx-lm knows
+_MISTRAL = re.compile(r"\s*([\w-]+)\s*\[ARGS\]\s*")
+_LONGEST_HEADER = 100  # characters; a function's name has at most 64
+
+
+class Dialect:
+    """A worker has one."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        tokens = frozenset(tokenizer.tokens)
+        self._tokenizer, self._harmony = tokenizer, tokens.issuperset(harmony.MARKERS)
+        self.think = tokenizer.think or next((pair for pair in _THINK if tokens.issuperset(pair)), None)
+        begins, ends = self.think or ("", "")
+        if self._harmony:
+            begins, ends = harmony.REASONING_BEGINS, harmony.ANSWER_BEGINS
+        # The tokens after which reasoning begins, and the answer proper. Empty where the model does not reason.
+        self.think_start = tuple(tokenizer.encode(begins)) if begins else ()
+        self.answer_begins = tuple(tokenizer.encode(ends)) if ends else ()
+        self.format = self._format()
+
+    def reader(self, thinking: Thinking, *, calls: bool) -> Reader | None:
+        """For one answer. `calls`: whether the request offers tools. None where there are no markers to look for."""
+        tokenizer, tool = self._tokenizer, self._tokenizer.tool
+        if self._harmony:
+            channel: harmony.Channel | None = {"open": "reasoning", "closed": "content", "none": None}[thinking]
+            return Harmony(tokenizer.splitter("<|start|>", harmony.TRANSITIONS), channel)
+        if not self.think and not (tool and calls):
+            return None
+        state = "reasoning" if thinking == "open" else "normal"
+        transitions = None if tokenizer.tool_format in _MORE_MARKERS else self._transitions(tool if calls else None)
+        return Marked(tokenizer.splitter(state, transitions), tool or ("", ""), calls=calls)
+
+    def _transitions(self, tool: tuple[str, str] | None) -> Transitions:
+        """Those that mlx-lm infers, and some more: a model may open again the reasoning that its prompt opened, and
+        where only the answer's end ends a call, another call ends it too."""
+        found: Transitions = {"normal": []}
+        if self.think:
+            start, end = self.think
+            found["normal"].append((start, "reasoning"))
+            found["reasoning"] = [(start, "reasoning"), (end, "normal")]
+        if tool:
+            start, end = tool
+            for edges in found.values():
+                edges.append((start, "tool"))
+            found["tool"] = [(end, "normal")] if end else [(start, "tool")]
+        return found
+
+    def _format(self) -> Format:
+        if self._harmony:
+            return Format(harmony.parse, lambda opening, text: _named(harmony.function_of(opening), text))
+        match self._tokenizer.tool_format:
+            case "json_tools":
+                return Format(self._parse, lambda opening, text: text)
+            case "mistral":
+                return Format(self._parse, _mistral)
+        return Format(self._parse)
+
+    def _parse(self, opening: str, text: str, tools: Tools) -> list[dict[str, Any]]:
+        return self._tokenizer.parse_tool_call(text, tools)
+
+
+def _mistral(opening: str, text: str) -> str | None:
+    if header := _MISTRAL.match(text, 0, _LONGEST_HEADER):
+        return _named(header[1], text[header.end() :])
+    if len(text) > _LONGEST_HEADER:
+        raise ValueError("This is none, or it is written as a list.")
+    return None
+
+
+def _named(function: str, arguments: str) -> str:
+    return f'{{"name": {json.dumps(function)}, "arguments": {arguments}'

@@ -1,0 +1,35 @@
+"""The model's language: how it takes a conversation and what its tokens mean. A worker has one."""
+
+from typing import Any
+
+from schemas import ChatRequest
+from worker.schedule.sequence import Guide, Logprobs
+from worker.text.detokenize import Vocabulary
+from worker.text.dialect import Dialect
+from worker.text.guide import Guides
+from worker.text.logprobs import entry
+from worker.text.output import Output
+from worker.text.prompt import Prompt, Prompts
+from worker.text.tokenizer import Tokenizer
+
+
+class Language:
+    def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
+        """`vocab` is the width of the network's logits, which may be more than the tokenizer has tokens."""
+        self._vocabulary, self._dialect = Vocabulary(tokenizer), Dialect(tokenizer)
+        self._prompts, self._guides = Prompts(tokenizer), Guides(tokenizer, vocab)
+
+    async def prompt(self, request: ChatRequest) -> Prompt:
+        """Raises `Refusal` with the template's own words."""
+        return await self._prompts.render(request)
+
+    async def guide(self, request: ChatRequest, prompt: Prompt) -> Guide | None:
+        """None where the answer may be anything. Raises `Refusal` for a schema that cannot be held."""
+        return await self._guides.guide(request, prompt, self._dialect)
+
+    def output(self, request: ChatRequest, prompt: Prompt, job_id: str) -> Output:
+        return Output(self._vocabulary, self._dialect, request, prompt.thinking, job_id)
+
+    def logprobs(self, token: int, sampled: Logprobs) -> dict[str, Any]:
+        """OpenAI's entry for a token."""
+        return entry(token, sampled, self._vocabulary.bytes_of)

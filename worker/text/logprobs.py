@@ -1,0 +1,21 @@
+"""Logprobs in OpenAI's form."""
+
+from collections.abc import Callable
+from typing import Any
+
+from worker.schedule.sequence import Logprobs
+
+_LEAST = -9999.0  # OpenAI's word for "cannot be"; JSON has none for minus infinity
+
+
+def entry(token: int, logprobs: Logprobs, bytes_of: Callable[[int], bytes]) -> dict[str, Any]:
+    """One of a choice's `logprobs.content`. A token may be a piece of a character: its `bytes` are exact, its
+    `token` is as good as text can be."""
+    return {
+        **_one(bytes_of(token), logprobs.token),
+        "top_logprobs": [_one(bytes_of(other), logprob) for other, logprob in logprobs.top],
+    }
+
+
+def _one(spelled: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": spelled.decode(errors="replace"), "logprob": max(logprob, _LEAST), "bytes": list(spelled)}

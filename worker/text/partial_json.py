@@ -1,0 +1,139 @@
+"""A JSON object that is still being written."""
+
+import json
+import re
+
+_BLANK = " \t\n\r"
+_SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
+_SCALAR_LETTERS = frozenset("-+.0123456789eEtrufalsn")
+_HEX = frozenset("0123456789abcdefABCDEF")
+_CLOSES = {"}": "{", "]": "["}
+_IN_STRING = ("string", "escape", "hex")
+
+
+class PartialJson:
+    """Says which text belongs to which member of the outermost object, where that is a string, a list or an object.
+
+    As strict as the standard, and a member may be there once only. From the first character on that cannot be, it is
+    broken and says no more.
+    """
+
+    def __init__(self) -> None:
+        self._open = list[str]()  # brackets, the outermost first
+        self._expects = "object"
+        self._then = ""  # what is expected after the string
+        self._token = ""  # a scalar, or a key of the outermost object, so far
+        self._hex = 0  # digits that an escape still wants
+        self._inside = False  # a member of the outermost object
+        self._key = ""
+        self.whole = set[str]()  # members that are complete
+        self.broken = False
+
+    def feed(self, text: str) -> list[tuple[str, str]]:
+        """(key, more of the member's own text), in order."""
+        pieces, begins = list[tuple[str, str]](), 0
+        if self.broken:
+            return pieces
+        for at, char in enumerate(text):
+            was = self._inside
+            try:
+                self._read(char)
+            except ValueError:
+                self.broken, text = True, text[:at]
+                break
+            self._inside = len(self._open) > 1 or (self._then == "next" and self._expects in _IN_STRING)
+            if self._inside and not was:
+                begins = at
+            elif was and not self._inside:
+                pieces.append((self._key, text[begins : at + 1]))
+                self.whole.add(self._key)
+        if self._inside and begins < len(text):
+            pieces.append((self._key, text[begins:]))
+        return pieces
+
+    def _read(self, char: str) -> None:
+        if self._expects in _IN_STRING:
+            self._in_string(char)
+        elif self._expects != "scalar":
+            self._structure(char)
+        elif char in _SCALAR_LETTERS:
+            self._token += char
+        else:
+            _must(_SCALAR.fullmatch(self._token) is not None)
+            self._expects = "next"
+            self._structure(char)
+
+    def _in_string(self, char: str) -> None:
+        if self._then == "colon" and len(self._open) == 1:
+            self._token += char
+        match self._expects:
+            case "string" if char == '"':
+                self._expects = self._then
+                if self._then == "colon" and len(self._open) == 1:
+                    self._name_member()
+            case "string" if char == "\\":
+                self._expects = "escape"
+            case "string":
+                _must(char >= " ")
+            case "escape":
+                _must(char in '"\\/bfnrtu')
+                self._expects, self._hex = ("hex", 4) if char == "u" else ("string", 0)
+            case _:
+                _must(char in _HEX)
+                self._hex -= 1
+                self._expects = "hex" if self._hex else "string"
+
+    def _name_member(self) -> None:
+        key = json.loads(self._token)
+        _must(key not in self.whole)
+        self._key = key
+
+    def _structure(self, char: str) -> None:
+        if char in _BLANK:
+            return
+        match self._expects:
+            case "object":
+                _must(char == "{")
+                self._enter(char)
+            case "value" | "item or end":
+                self._value(char)
+            case "key" | "key or end" if char == '"':
+                self._string(char, then="colon")
+            case "colon" if char == ":":
+                self._expects = "value"
+            case "next" if char == ",":
+                self._expects = "key" if self._open[-1] == "{" else "value"
+            case "next" | "key or end":
+                self._leave(char)
+            case _:
+                _must(False)
+
+    def _value(self, char: str) -> None:
+        if char in "{[":
+            self._enter(char)
+        elif char == '"':
+            self._string(char, then="next")
+        elif char == "]" and self._expects == "item or end":
+            self._leave(char)
+        else:
+            _must(char in _SCALAR_LETTERS)
+            if len(self._open) == 1:
+                self.whole.add(self._key)
+            self._expects, self._token = "scalar", char
+
+    def _string(self, quote: str, *, then: str) -> None:
+        self._expects, self._then, self._token = "string", then, quote
+
+    def _enter(self, bracket: str) -> None:
+        self._open.append(bracket)
+        self._expects = "key or end" if bracket == "{" else "item or end"
+
+    def _leave(self, bracket: str) -> None:
+        _must(_CLOSES.get(bracket) == self._open[-1])
+        self._open.pop()
+        self._expects = "next" if self._open else "nothing"
+
+
+def _must(holds: bool) -> None:
+    if not holds:
+        raise ValueError("This is no JSON.")
