@@ -1,8 +1,9 @@
-"""What a backend imports: submit a chat, stream its tokens, fetch its result, cancel it.
+"""What a backend imports: submit a chat, stream its tokens, fetch its result, cancel it; `openai` speaks OpenAI's form.
 
 Needs redis-py and nothing else; the daemon's packages `worker` and `schemas` are never imported.
 """
 
+from sluice import openai
 from sluice.client import Client, Submitted
 from sluice.errors import JobCancelled, JobFailed, QueueFull, SluiceError, UnknownJob
 from sluice.letters import DeadLetter
@@ -42,4 +43,5 @@ __all__ = [
     "Timings",
     "UnknownJob",
     "Usage",
+    "openai",
 ]

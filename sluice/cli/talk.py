@@ -61,4 +61,4 @@ def _turn(url: str, model: str, lane: Lane, conversation: Conversation, message:
         note(str(trouble), style="red")
     except KeyboardInterrupt:
         pass  # pressed again while the cancel was on its way: back to the prompt
-    conversation.add(message, view.text)
+    conversation.add(message, view.answer.text)

@@ -1,9 +1,12 @@
 """One job on the terminal: its text on stdout, everything about it on stderr."""
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -30,9 +33,44 @@ def print_line(raw: bytes, event: Event) -> None:
         note(_failure(event), style="red")
 
 
+@dataclass
+class Answer:
+    """As far as it counts."""
+
+    text: str = ""
+    thought: bool = False
+    called: bool = False
+
+    def why_silent(self, finish_reason: str) -> str:
+        if self.called:
+            return "the model asks for the result of a tool first"
+        if finish_reason == "length":
+            return "the limit came before it; give the model more max_tokens"
+        return "the model only thought" if self.thought else "the answer is empty"
+
+
+@dataclass
+class Call:
+    """Of a tool. Its name comes first, then its arguments bit by bit."""
+
+    function: str
+    arguments: str = ""
+
+    @property
+    def whole(self) -> bool:
+        """One that was cut off, or that proved to be none, is not."""
+        try:
+            json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            return False
+        return True
+
+
 class View:
     def __init__(self, *, announce: bool = False) -> None:
-        self.text = ""  # of the answer, as far as it counts
+        self.answer = Answer()
+        self._from_start = False  # has all of the answer been shown?
+        self._call: Call | None = None  # under way, to be shown when something else follows
         self._announce = announce
         self._status = notes.status("waiting in the queue", spinner_style="dim")
         self._open: str | None = None  # the stream on which a line has begun: text, or thoughts
@@ -49,7 +87,7 @@ class View:
     def show(self, raw: bytes, event: Event) -> None:
         match event:
             case Restarted():
-                self.text = ""
+                self._begin_anew()
                 self._remark(f"{event.worker} starts over; what was said so far does not count")
             case Resumed():
                 self._remark(f"{event.worker} goes on")
@@ -60,31 +98,69 @@ class View:
             case Delta():
                 self._delta(event)
             case Finished():
-                self._last(_summary(event))
+                self._finished(event)
             case Failed():
                 self._last(_failure(event), style="red")
             case Cancelled():
                 self._last(f"cancelled: {event.reason}")
 
+    def _begin_anew(self) -> None:
+        self.answer, self._call, self._from_start = Answer(), None, True
+
     def _started(self, event: Started) -> None:
+        self._begin_anew()
         self._status.update("reading the prompt")
         if self._announce:
             self._remark(f"{event.worker} answers as {event.model} with seed {event.seed}")
 
     def _delta(self, event: Delta) -> None:
         if event.reasoning:
-            self._begin("thoughts")
-            notes.out(printable(event.reasoning), end="", style="dim italic", highlight=False)
+            self._think(event.reasoning)
         if event.content:
-            self._write(event.content)
-            self.text += event.content
-        for call in event.tool_calls or ():
-            self._write(_call(call.get("function", {}), first=self._open != "text"))
+            self._say(event.content)
+        for fragment in event.tool_calls or ():
+            self._gather(fragment.get("function", {}))
+
+    def _think(self, text: str) -> None:
+        self._end_call()
+        self._begin("thoughts")
+        notes.out(printable(text), end="", style="dim italic", highlight=False)
+        self._end_line_with(text)
+        self.answer.thought = True
+
+    def _say(self, text: str) -> None:
+        self._end_call()
+        self._write(text)
+        self.answer.text += text
+
+    def _gather(self, function: dict[str, Any]) -> None:
+        if name := function.get("name"):
+            self._end_call()
+            self._call = Call(name)
+            self._status.update("writing a tool call")
+        if self._call:
+            self._call.arguments += function.get("arguments") or ""
+
+    def _end_call(self) -> None:
+        if self._call and self._call.whole:
+            self._end_line()
+            self._write(f"→ {self._call.function}({self._call.arguments})\n")
+            self.answer.called = True
+        self._call = None
+
+    def _finished(self, event: Finished) -> None:
+        self._end_call()
+        if self._from_start and not self.answer.text.strip():
+            self._last(f"no text: {self.answer.why_silent(event.finish_reason)}")
+        self._last(_summary(event))
 
     def _write(self, text: str) -> None:
         self._begin("text")
         sys.stdout.write(printable(text))
         sys.stdout.flush()
+        self._end_line_with(text)
+
+    def _end_line_with(self, text: str) -> None:
         if text.endswith("\n"):
             self._open = None
 
@@ -117,13 +193,6 @@ def note(text: str, style: str = "dim") -> None:
 
 def printable(text: str) -> str:
     return _UNPRINTABLE.sub("\ufffd", text)
-
-
-def _call(function: dict[str, str], *, first: bool) -> str:
-    """Of a tool call the name comes first, then its arguments bit by bit."""
-    name = function.get("name")
-    begin = "" if first or not name else "\n"
-    return f"{begin}{name} " * bool(name) + function.get("arguments", "")
 
 
 def _failure(event: Failed) -> str:

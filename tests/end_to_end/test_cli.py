@@ -22,8 +22,6 @@ pytestmark = pytest.mark.usefixtures("worker")
 
 _ENDLESS = {"messages": [{"role": "user", "content": "Count to 40."}], "logit_bias": {"0": -100, "2": -100}}
 _TIMEOUT_S = 20
-_CANCELLED = {"type": "cancelled", "reason": "requested", "usage": {}}
-_FAILED = {"type": "failed", "error": {"type": "internal", "message": "ours", "retryable": True}, "usage": {}}
 _ON_TTY = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
 
 
@@ -64,6 +62,22 @@ class Command:
         common = {"id": job_id, "attempt": 1, "ts": 0.0, "model": "m", "fingerprint": "f", "worker": "w", "seed": 1}
         for seq, event in enumerate(events):
             self.db.rpush(f"sluice:log:{job_id}", json.dumps({**common, "seq": seq, "token_ids": [], **event}))
+
+    def messages(self, job_id: str) -> list[dict[str, Any]]:
+        """Of a job that waits."""
+        messages: list[dict[str, Any]] = json.loads(str(self.db.get(f"arq:job:{job_id}")))["a"][0]["messages"]
+        return messages
+
+    def wait_for_request(self, model: str, last: str) -> str:
+        """The id of the job whose last message this is."""
+        deadline = time.monotonic() + _TIMEOUT_S
+        while True:
+            queued: list[str] = self.db.zrange(f"sluice:queue:{model}:interactive", 0, -1)  # type: ignore[assignment]
+            for job_id in queued:
+                if self.messages(job_id)[-1]["content"] == last:
+                    return job_id
+            assert time.monotonic() < deadline, f"{last!r} is not asked"
+            time.sleep(0.01)
 
     def wait_until_running(self, job_id: str) -> None:
         deadline = time.monotonic() + _TIMEOUT_S
@@ -242,39 +256,6 @@ def test_tail_after_a_seq_shows_only_what_follows(sluice: Command) -> None:
     last = len(sluice.log("b-2")) - 1
     assert sluice("tail", "b-2", "--json", "--after", "3")[1].splitlines() == sluice.log("b-2")[4:]
     assert sluice("tail", "b-2", "--json", "--after", str(last))[:2] == (0, "")
-
-
-@pytest.mark.parametrize(("last", "code"), [(_FAILED, 1), (_CANCELLED, 3)])
-def test_tail_exits_as_the_job_ended(sluice: Command, last: dict[str, Any], code: int) -> None:
-    sluice.write_log("b-3", {"type": "started"}, last)
-    assert sluice("tail", "b-3")[0] == code
-
-
-def test_text_cannot_steer_the_terminal(sluice: Command) -> None:
-    sluice.write_log("b-4", {"type": "delta", "content": "a\x1b[2Jb\ud800\n\tc"}, {**_CANCELLED, "reason": "\x07"})
-    assert sluice("tail", "b-4") == (3, "a\ufffd[2Jb\ufffd\n\tc\n", "cancelled: \ufffd\n")
-
-
-def test_thoughts_tool_calls_and_a_second_start_each_get_their_line(sluice: Command) -> None:
-    call, more = {"name": "weather", "arguments": ""}, {"arguments": '{"city": "Oslo"}'}
-    sluice.write_log(
-        "b-5",
-        {"type": "started"},
-        {"type": "delta", "content": "Let"},
-        {"type": "restarted"},
-        {"type": "delta", "reasoning": "Hm."},
-        {"type": "delta", "content": "Let me see:\n"},
-        {"type": "resumed"},
-        {"type": "delta", "tool_calls": [{"index": 0, "id": "c", "type": "function", "function": call}]},
-        {"type": "delta", "tool_calls": [{"index": 0, "function": more}]},
-        _CANCELLED,
-    )
-    assert sluice("tail", "b-5") == (
-        3,
-        'Let\nLet me see:\nweather {"city": "Oslo"}\n',
-        "w answers as m with seed 1\nw starts over; what was said so far does not count\n"
-        "Hm.\nw goes on\ncancelled: requested\n",
-    )
 
 
 def test_cancel_says_what_became_of_each_job(sluice: Command) -> None:

@@ -1,0 +1,172 @@
+"""A job's events in OpenAI's form, for a backend that serves OpenAI's clients.
+
+    lines = await openai.sse(openai.chunks(client.stream(job.id)))
+    return StreamingResponse(lines, media_type="text/event-stream")
+
+OpenAI has no field for reasoning. It comes as `reasoning`, beside `content`, as in our results and from vLLM.
+"""
+
+import json
+import math
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from sluice.errors import JobCancelled, JobFailed, QueueFull, SluiceError, UnknownJob
+from sluice.wire import Cancelled, Delta, Event, Failed, Finished, Restarted, Started, Usage
+
+Chunk = dict[str, Any]  # a `chat.completion.chunk`
+
+_STATUS = {
+    "invalid_request": 400,
+    "unsupported": 400,
+    "too_large": 400,  # OpenAI's for a prompt beyond the context
+    "overloaded": 503,
+    "deadline": 504,
+    "internal": 500,
+}
+_CANCELLED = 499  # what proxies log for a client that left; OpenAI's clients do not try it again
+
+
+class JobRestarted(SluiceError):
+    """The job starts over on another worker, and OpenAI's form cannot take back what was streamed.
+
+    The job itself goes on: `client.result` will have the whole answer.
+    """
+
+
+async def chunks(events: AsyncGenerator[Event], *, include_usage: bool = False) -> AsyncGenerator[Chunk]:
+    """The events of a whole job, from its first; they are closed with this. Waiting and resuming say nothing.
+
+    `include_usage` is that of OpenAI's `stream_options`. Raises `JobFailed`, `JobCancelled`, `JobRestarted`, and
+    what the stream of events does.
+    """
+    answer = _Answer(include_usage)
+    async with aclosing(events):
+        async for event in events:
+            for chunk in answer.chunks(event):
+                yield chunk
+
+
+async def sse(chunks: AsyncGenerator[Chunk]) -> AsyncGenerator[str]:
+    """The body of the HTTP answer, as server-sent events. Waits for the first chunk, up to the job's start.
+
+    What ends the job before that is raised here, while an HTTP status can still be chosen: see `error_reply`. What
+    ends it later is told in the stream, and OpenAI's clients raise it.
+    """
+    return _lines(await anext(chunks), chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReply:
+    """An HTTP answer; the headers tell OpenAI's clients whether to try again by themselves, and when."""
+
+    status: int
+    body: dict[str, Any]
+    headers: dict[str, str]
+
+
+def error_reply(error: SluiceError) -> ErrorReply:
+    match error:
+        case JobFailed(error=failed):
+            return _reply(_STATUS.get(failed.type, 500), failed.type, failed.message, retryable=failed.retryable)
+        case JobCancelled(reason=reason):
+            return _reply(_CANCELLED, "cancelled", f"The job was cancelled: {reason}.", retryable=False)
+        case UnknownJob():
+            return _reply(404, "unknown_job", str(error), retryable=False)
+        case QueueFull(retry_after_s=wait_s):
+            return _reply(503, "overloaded", str(error), retryable=True, wait_s=wait_s)
+    return _reply(500, "internal", str(error), retryable=True)
+
+
+class _Answer:
+    """What was told of one answer so far."""
+
+    def __init__(self, include_usage: bool) -> None:
+        self._include_usage = include_usage
+        self._head: Chunk = {}  # what all chunks have in common
+        self._told_any = False
+
+    def chunks(self, event: Event) -> list[Chunk]:
+        match event:
+            case Restarted() if self._told_any:
+                raise JobRestarted("the job starts over on another worker; what was streamed so far does not count")
+            case Started():
+                return self._begin(event)
+            case Delta():
+                return self._tell(event)
+            case Finished():
+                return self._end(event)
+            case Failed():
+                raise JobFailed(event.error)
+            case Cancelled():
+                raise JobCancelled(event.reason)
+        return []
+
+    def _begin(self, event: Started) -> list[Chunk]:
+        if self._head:  # a later attempt
+            self._head["system_fingerprint"] = event.fingerprint
+            return []
+        self._head = {
+            "id": event.id,
+            "object": "chat.completion.chunk",
+            "created": int(event.ts),
+            "model": event.model,
+            "system_fingerprint": event.fingerprint,
+        }
+        return [self._chunk({"role": "assistant"})]
+
+    def _tell(self, event: Delta) -> list[Chunk]:
+        said = {"reasoning": event.reasoning, "content": event.content, "tool_calls": list(event.tool_calls or ())}
+        delta = {name: value for name, value in said.items() if value}
+        if not delta and not event.logprobs:
+            return []  # the text of these tokens is held back
+        self._told_any = True
+        logprobs = {"content": list(event.logprobs), "refusal": None} if event.logprobs else None
+        return [self._chunk(delta, logprobs=logprobs)]
+
+    def _end(self, event: Finished) -> list[Chunk]:
+        last = self._chunk({}, finish_reason=event.finish_reason)
+        usage = {**self._head, "choices": [], "usage": _usage(event.usage)}
+        return [last, usage] if self._include_usage else [last]
+
+    def _chunk(
+        self, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+    ) -> Chunk:
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        no_usage = {"usage": None} if self._include_usage else {}
+        return {**self._head, "choices": [choice], **no_usage}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """As in the stored result."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+async def _lines(first: Chunk, rest: AsyncGenerator[Chunk]) -> AsyncGenerator[str]:
+    async with aclosing(rest):
+        yield _line(first)
+        try:
+            async for chunk in rest:
+                yield _line(chunk)
+        except SluiceError as error:
+            yield _line(error_reply(error).body)
+        else:
+            yield "data: [DONE]\n\n"
+
+
+def _line(said: dict[str, Any]) -> str:
+    return f"data: {json.dumps(said, separators=(',', ':'))}\n\n"
+
+
+def _reply(status: int, code: str, message: str, *, retryable: bool, wait_s: float | None = None) -> ErrorReply:
+    type = "server_error" if status >= 500 else "invalid_request_error"
+    error = {"message": message, "type": type, "param": None, "code": code}
+    wait = {} if wait_s is None else {"retry-after": str(max(1, math.ceil(wait_s)))}
+    return ErrorReply(status, {"error": error}, {"x-should-retry": str(retryable).lower(), **wait})

@@ -1,0 +1,227 @@
+"""OpenAI's own client against the README's backend: what it reads of answers, tool calls, reasoning and errors."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Literal
+
+import httpx
+import pytest
+from openai import APIError, AsyncOpenAI, BadRequestError
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import BaseModel
+from redis.asyncio import Redis
+
+from scripts.stack import ROOT, WorkerProcess, free_port
+from sluice import Client
+from tests.end_to_end.test_readme import OPENAI_BACKEND
+from tests.test_openai import surprises
+
+Said = dict[str, Any]
+
+COUNT: Said = {"messages": [{"role": "user", "content": "Count to 12."}]}
+THINK: Said = {"messages": [{"role": "user", "content": "Think: what is 8 plus 3?"}]}
+WEATHER: Said = {
+    "name": "get_weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+CALL: Said = {
+    "messages": [{"role": "user", "content": "Call the weather tool for Oslo."}],
+    "tools": [{"type": "function", "function": WEATHER}],
+}
+ENDLESS = {"0": -100, "2": -100}  # a bias against every end of the answer
+
+
+@pytest.fixture(scope="module")
+def backend(server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Its address."""
+    folder, port = tmp_path_factory.mktemp("backend"), free_port()
+    (folder / "main.py").write_text(OPENAI_BACKEND.replace("redis://localhost:6379", server_url))
+    command = [sys.executable, "-m", "uvicorn", "main:app", "--port", str(port), "--log-level", "warning"]
+    process = subprocess.Popen(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    try:
+        wait_until_it_answers(f"http://127.0.0.1:{port}")
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_until_it_answers(address: str) -> None:
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            httpx.get(address)
+            return
+        except httpx.TransportError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+@pytest.fixture
+async def openai(backend: str, worker: WorkerProcess, redis_url: str) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=backend, api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def whole(openai: AsyncOpenAI, request: Said, **fields: Any) -> ChatCompletion:
+    answer: ChatCompletion = await openai.chat.completions.create(model="default", temperature=0, **request, **fields)
+    return answer
+
+
+async def streamed(openai: AsyncOpenAI, request: Said, **fields: Any) -> ChatCompletion:
+    """Put together again by OpenAI's own helper."""
+    async with openai.chat.completions.stream(model="default", temperature=0, **request, **fields) as stream:
+        async for event in stream:
+            if event.type == "chunk":
+                assert_known(ChatCompletionChunk.model_validate(event.chunk.to_dict(), strict=True))
+        answer: ChatCompletion = await stream.get_final_completion()
+    return answer
+
+
+async def read_to_the_end(stream: AsyncIterator[object]) -> None:
+    async for _ in stream:
+        pass
+
+
+def assert_known(value: BaseModel) -> None:
+    """No fields that OpenAI's types do not know, but for what is documented."""
+    assert surprises(value) <= {"reasoning", "sluice"}
+
+
+def message(answer: ChatCompletion) -> Said:
+    """As the client would send it back. The helper adds what it has parsed."""
+    said = answer.choices[0].message.to_dict()
+    return {name: value for name, value in said.items() if value is not None and name != "parsed"}
+
+
+@pytest.mark.parametrize("how", [whole, streamed])
+async def test_an_answer_is_text_and_stops(openai: AsyncOpenAI, how: Any) -> None:
+    answer = await how(openai, COUNT)
+    assert message(answer) == {"role": "assistant", "content": "1 2 3 4 5 6 7 8 9 10 11 12"}
+    assert (answer.choices[0].finish_reason, answer.model) == ("stop", "default")
+
+
+@pytest.mark.parametrize("how", [whole, streamed])
+async def test_reasoning_is_apart_from_the_content(openai: AsyncOpenAI, how: Any) -> None:
+    answer = await how(openai, THINK)
+    assert message(answer) == {"role": "assistant", "reasoning": "8 and 3 make 11.", "content": "11"}
+    assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("how", [whole, streamed])
+async def test_a_tool_call_has_its_name_and_arguments_and_no_content(openai: AsyncOpenAI, how: Any) -> None:
+    answer = await how(openai, CALL)
+    (call,) = answer.choices[0].message.tool_calls
+    assert (call.type, call.function.name, call.function.arguments) == ("function", "get_weather", '{"city": "Oslo"}')
+    assert call.id
+    assert (answer.choices[0].finish_reason, answer.choices[0].message.content) == ("tool_calls", None)
+
+
+async def test_a_streamed_tool_call_is_announced_when_it_is_complete(openai: AsyncOpenAI) -> None:
+    async with openai.chat.completions.stream(model="default", temperature=0, **CALL) as stream:
+        done = [event async for event in stream if event.type == "tool_calls.function.arguments.done"]
+    assert [(event.name, event.arguments) for event in done] == [("get_weather", '{"city": "Oslo"}')]
+
+
+async def test_an_answer_with_a_tool_call_can_be_sent_back_with_its_result(openai: AsyncOpenAI) -> None:
+    asked = message(await whole(openai, CALL))
+    result = {"role": "tool", "tool_call_id": asked["tool_calls"][0]["id"], "content": "Rain."}
+    answer = await whole(openai, {**CALL, "messages": [*CALL["messages"], asked, result]}, max_tokens=20)
+    assert answer.choices[0].finish_reason in ("stop", "length", "tool_calls")
+
+
+async def test_a_named_tool_is_called_whatever_was_asked(openai: AsyncOpenAI) -> None:
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    answer = await whole(openai, {**CALL, **COUNT}, tool_choice=choice, max_tokens=100)
+    assert [call["function"]["name"] for call in message(answer)["tool_calls"]] == ["get_weather"]
+
+
+class Capital(BaseModel):
+    country: str
+    capital: str
+
+
+class Verdict(BaseModel):
+    """Without free text, in which the tiny model would not find an end."""
+
+    answer: Literal["yes", "no"]
+    sure: bool
+
+
+async def test_a_schema_is_answered_with_an_object_of_it(openai: AsyncOpenAI) -> None:
+    asked: Any = [{"role": "user", "content": "Answer in JSON. What is the capital of Norway?"}]
+    answer = await openai.chat.completions.parse(
+        model="default", messages=asked, temperature=0, response_format=Capital
+    )
+    assert answer.choices[0].message.parsed == Capital(country="Norway", capital="Oslo")
+
+
+async def test_a_schema_holds_where_the_model_would_have_counted(openai: AsyncOpenAI) -> None:
+    answer = await streamed(openai, COUNT, response_format=Verdict, max_tokens=200)
+    assert Verdict.model_validate_json(answer.choices[0].message.content or "")
+
+
+@pytest.mark.parametrize("how", [whole, streamed])
+async def test_logprobs_have_an_entry_for_each_token_of_the_text(openai: AsyncOpenAI, how: Any) -> None:
+    answer = await how(openai, COUNT, logprobs=True, top_logprobs=2)
+    entries = answer.choices[0].logprobs.content
+    assert "".join(entry.token for entry in entries) == answer.choices[0].message.content
+    assert {len(entry.top_logprobs) for entry in entries} == {2}
+    assert all(entry.top_logprobs[0].token == entry.token for entry in entries)  # at temperature 0
+
+
+async def test_streamed_logprobs_are_those_of_the_whole_answer(openai: AsyncOpenAI) -> None:
+    one, other = [await how(openai, THINK, logprobs=True, top_logprobs=2) for how in (whole, streamed)]
+    assert one.choices[0].logprobs is not None
+    assert one.choices[0].logprobs == other.choices[0].logprobs
+
+
+async def test_usage_comes_with_the_stream_that_asked_for_it(openai: AsyncOpenAI) -> None:
+    asked = await streamed(openai, COUNT, stream_options={"include_usage": True})
+    answer = await whole(openai, COUNT)
+    assert asked.usage is not None
+    assert answer.usage is not None
+    assert (asked.usage.completion_tokens, asked.usage.total_tokens) == (
+        answer.usage.completion_tokens,
+        answer.usage.total_tokens,
+    )
+    assert (await streamed(openai, COUNT)).usage is None
+
+
+@pytest.mark.parametrize("request_", [COUNT, THINK, CALL], ids=["text", "reasoning", "tool call"])
+async def test_a_stored_result_is_a_chat_completion(worker: WorkerProcess, client: Client, request_: Said) -> None:
+    job = await client.submit({**request_, "temperature": 0, "logprobs": True})
+    assert_known(ChatCompletion.model_validate(await client.result(job.id, timeout=20), strict=True))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_refusal_is_http_400_with_our_sentence(openai: AsyncOpenAI, stream: bool) -> None:
+    with pytest.raises(BadRequestError, match="temperature") as refused:
+        await openai.chat.completions.create(model="default", stream=stream, **{**COUNT, "temperature": 9})
+    assert (refused.value.type, refused.value.code) == ("invalid_request_error", "invalid_request")
+
+
+async def test_a_failure_after_the_first_text_is_raised_from_the_stream(openai: AsyncOpenAI) -> None:
+    stream = await openai.chat.completions.create(
+        model="default", stream=True, max_tokens=4000, logit_bias=ENDLESS, extra_body={"deadline_s": 2}, **COUNT
+    )
+    assert [(await anext(stream)).choices[0].delta.content for _ in range(3)] == [None, "1", " 2"]
+    with pytest.raises(APIError, match="not done 2 s after"):
+        await read_to_the_end(stream)
+
+
+async def test_a_client_that_leaves_is_no_listener_any_more(openai: AsyncOpenAI, client: Client, db: Redis) -> None:
+    stream = await openai.chat.completions.create(
+        model="default", stream=True, max_tokens=4000, logit_bias=ENDLESS, **COUNT
+    )
+    first = await anext(stream)
+    channel = f"sluice:ch:{first.id}"
+    assert dict(await db.pubsub_numsub(channel)) == {channel.encode(): 1}
+    await stream.close()
+    deadline = time.monotonic() + 5
+    while dict(await db.pubsub_numsub(channel)) != {channel.encode(): 0}:
+        assert time.monotonic() < deadline
+    await client.cancel(first.id)  # before the worker would end it by itself
