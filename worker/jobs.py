@@ -136,7 +136,7 @@ class Chat:
         ended = "stop" if self._output.stopped else step.finish_reason
         self._record.sampled(step.token, said, self._logprobs(step), rows, last=ended is not None)
         if self._guide and self._guide.broken:
-            raise Refusal("invalid_request", f"The schema is too much for an answer to be held to: {self._guide.broken}")
+            raise Refusal("invalid_request", f"An answer cannot be held to this schema: {self._guide.broken}")
         if ended:
             self._done.set_result(self._output.finish_reason(ended))
 
