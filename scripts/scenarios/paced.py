@@ -33,12 +33,12 @@ class PacedDetokenizer:
 
 
 class PacedTokenizer:
-    """Any number is a token. Of a prompt only the trouble in its last message counts."""
+    """Of a prompt only the trouble in its last message counts."""
 
     byte_level, definition, template = False, None, ""
     eos_token_ids = frozenset[int]()
     think = tool = tool_format = None
-    tokens: ClassVar[list[str]] = []
+    tokens: ClassVar[list[str]] = [f" t{k}" for k in range(100_000)]  # no answer is longer
 
     def streaming(self) -> PacedDetokenizer:
         return PacedDetokenizer()
