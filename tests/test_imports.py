@@ -42,7 +42,8 @@ TABLE = {
     # What a job needs to know of all of these, and then the job.
     "worker.served":       May("worker.schedule worker.settings worker.text"),
     "worker.resume":       May("worker.queue.scripts worker.text"),
-    "worker.record":       May("schemas worker.queue.job worker.resume worker.served worker.text"),
+    "worker.completion":   May("schemas worker.queue.job worker.served worker.text"),
+    "worker.record":       May("schemas worker.completion worker.queue.job worker.resume worker.served worker.text"),
     "worker.jobs":         May("schemas worker.errors worker.queue.job worker.record worker.request worker.resume "
                                "worker.schedule worker.served worker.text"),
 

@@ -1,4 +1,4 @@
-"""What is said and counted while a row runs: deltas and progress on the way, usage, timings and the result."""
+"""What is said and counted while a row runs: deltas and progress on the way, usage and timings."""
 
 import logging
 import time
@@ -6,10 +6,10 @@ from collections.abc import Container
 from typing import Any
 
 from schemas import ChatRequest
+from worker.completion import Answered, completion
 from worker.queue.job import Answer, Job
 from worker.resume import Delivered
 from worker.served import Served
-from worker.text.calls import whole
 from worker.text.output import Said, together
 
 logger = logging.getLogger("sluice.jobs")
@@ -79,7 +79,17 @@ class Record:
         timings = self._timings()
         spent = f"{self._job.usage.completion_tokens} tokens, {timings['tokens_per_s']:.1f}/s"
         logger.info("%s finished: %s, %s", self._job.claim.job_id, finish_reason, spent)
-        return Answer(finish_reason, timings, self._completion(request, served, seed, finish_reason, timings, voided))
+        answered = Answered(
+            said=together(self._told),
+            voided=voided,
+            logprobs=self._told_logprobs,
+            finish_reason=finish_reason,
+            seed=seed,
+            began_at=self._began_at,
+            timings=timings,
+            rows_mean=round(self._rows / max(self._steps, 1), 2),
+        )
+        return Answer(finish_reason, timings, completion(self._job, request, served, answered))
 
     def _timings(self) -> dict[str, float]:
         decode_s = self._last_at - self._first_at
@@ -92,62 +102,8 @@ class Record:
         }
         return {name: round(value, 6) for name, value in timings.items()}
 
-    def _completion(
-        self,
-        request: ChatRequest,
-        served: Served,
-        seed: int,
-        finish_reason: str,
-        timings: dict[str, float],
-        voided: Container[int],
-    ) -> dict[str, object]:
-        """OpenAI's `chat.completion`, with what is ours under `sluice`."""
-        claim, usage = self._job.claim, self._job.usage
-        logprobs = {"content": self._told_logprobs, "refusal": None} if request.logprobs else None
-        echoed = request.model_dump(include={"tenant", "user", "metadata", "store"}, exclude_none=True)
-        choice = {
-            "index": 0,
-            "message": _message(together(self._told), voided),
-            "finish_reason": finish_reason,
-            "logprobs": logprobs,
-        }
-        return {
-            "id": claim.job_id,
-            "object": "chat.completion",
-            "created": int(self._began_at),
-            "model": served.settings.model_name,
-            "system_fingerprint": served.fingerprint,
-            "choices": [choice],
-            "usage": {
-                "prompt_tokens": usage.prompt_tokens,
-                "completion_tokens": usage.completion_tokens,
-                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-                "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-            },
-            "sluice": {
-                "lane": claim.lane,
-                "worker": served.settings.worker_name,
-                "attempt": claim.attempt,
-                "seed": seed,
-                "fingerprint": served.fingerprint,
-                "timings": timings,
-                "rows_mean": round(self._rows / max(self._steps, 1), 2),
-                **echoed,
-            },
-        }
-
 
 def _fields(said: Said) -> dict[str, object]:
     """Of a delta: those that are not empty."""
     fields = {"content": said.content, "reasoning": said.reasoning, "tool_calls": said.tool_calls}
     return {name: value for name, value in fields.items() if value}
-
-
-def _message(said: Said, voided: Container[int]) -> dict[str, object]:
-    """OpenAI says null for the content of a turn that only calls."""
-    calls = whole(said.tool_calls, voided)
-    content = None if calls and not said.content else said.content
-    beside = {"reasoning": said.reasoning, "tool_calls": calls}
-    return {
-        "role": "assistant", "content": content, **{k: v for k, v in beside.items() if v}, "refusal": None,
-    }  # fmt: skip

@@ -1,0 +1,73 @@
+"""The stored result: OpenAI's `chat.completion`, with what is ours under `sluice`."""
+
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Any
+
+from schemas import ChatRequest
+from worker.queue.job import Job
+from worker.served import Served
+from worker.text.calls import whole
+from worker.text.output import Said
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What is told of an answer besides the job, the request and the worker."""
+
+    said: Said
+    voided: Container[int]  # tool calls that were announced and turned out to be none
+    logprobs: list[dict[str, Any]]  # an entry a token
+    finish_reason: str
+    seed: int
+    began_at: float  # Unix seconds
+    timings: dict[str, float]
+    rows_mean: float
+
+
+def completion(job: Job, request: ChatRequest, served: Served, answer: Answered) -> dict[str, object]:
+    choice = {
+        "index": 0,
+        "message": _message(answer.said, answer.voided),
+        "finish_reason": answer.finish_reason,
+        "logprobs": {"content": answer.logprobs, "refusal": None} if request.logprobs else None,
+    }
+    return {
+        "id": job.claim.job_id,
+        "object": "chat.completion",
+        "created": int(answer.began_at),
+        "model": served.settings.model_name,
+        "system_fingerprint": served.fingerprint,
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": job.usage.prompt_tokens,
+            "completion_tokens": job.usage.completion_tokens,
+            "total_tokens": job.usage.prompt_tokens + job.usage.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": job.usage.cached_tokens},
+        },
+        "sluice": _ours(job, request, served, answer),
+    }
+
+
+def _message(said: Said, voided: Container[int]) -> dict[str, object]:
+    """OpenAI says null for the content of a turn that only calls."""
+    calls = whole(said.tool_calls, voided)
+    message: dict[str, object] = {"role": "assistant", "content": None if calls and not said.content else said.content}
+    if said.reasoning:
+        message["reasoning"] = said.reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return {**message, "refusal": None}
+
+
+def _ours(job: Job, request: ChatRequest, served: Served, answer: Answered) -> dict[str, object]:
+    return {
+        "lane": job.claim.lane,
+        "worker": served.settings.worker_name,
+        "attempt": job.claim.attempt,
+        "seed": answer.seed,
+        "fingerprint": served.fingerprint,
+        "timings": answer.timings,
+        "rows_mean": answer.rows_mean,
+        **request.model_dump(include={"tenant", "user", "metadata", "store"}, exclude_none=True),
+    }
