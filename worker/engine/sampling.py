@@ -12,6 +12,7 @@ from worker.schedule.sequence import Sampling, Sequence
 Processor = Callable[[mx.array, mx.array], mx.array]
 
 _MASK = (1 << 64) - 1
+_LEAST_PENALTY = 1e-6  # what a logit may be divided by and stay a number, in float16 too
 _LEAST = 1e-30  # of a temperature and a top_p: what a float32 can still divide by, and compare with
 
 
@@ -143,6 +144,7 @@ def _bias(pairs: tuple[tuple[int, float], ...]) -> Processor:
 
 def _repetition(penalty: float) -> Processor:
     """Divides what has been said, prompt included (Keskar et al., arXiv 1909.05858)."""
+    penalty = max(penalty, _LEAST_PENALTY)
 
     def process(tokens: mx.array, logits: mx.array) -> mx.array:
         said = logits[:, tokens]
