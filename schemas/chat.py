@@ -289,6 +289,11 @@ class ChatRequest(Strict):
         return {tool.function.name for tool in self.tools or ()}
 
     @property
+    def offered_tools(self) -> list[Tool]:
+        """Those that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
     def output_limit(self) -> int | None:
         """The most tokens the client wants; None leaves it to the worker."""
         return self.max_completion_tokens or self.max_tokens

@@ -60,19 +60,14 @@ class Chat:
     def _begin(self, request: ChatRequest, prompt: Prompt, seed: int) -> tuple[int, ...]:
         """Say how this attempt begins. Returns the tokens that it goes on after."""
         afresh = partial(self._served.language.output, request, prompt, self._job.claim.job_id)
-        self._output = afresh()
         earlier = delivered(self._job.log.events)
-        if earlier is None:
-            self._announce("started", seed)
+        same = earlier is not None and (earlier.fingerprint, earlier.seed) == (self._served.fingerprint, seed)
+        replayed = replay(earlier, afresh) if earlier and same else None
+        if earlier is None or replayed is None:
+            self._output = afresh()
+            self._announce("restarted" if earlier else "started", seed)
             return ()
-        same = (earlier.fingerprint, earlier.seed) == (self._served.fingerprint, seed)
-        match replay(earlier, self._output) if same else "differs":
-            case "differs":
-                self._output = afresh()
-                self._announce("restarted", seed)
-                return ()
-            case "has ended":
-                self._ended = True
+        self._output, self._ended = replayed.output, replayed.ended
         self._announce("resumed", seed)
         self._record.resume(earlier)
         return earlier.tokens
@@ -135,8 +130,10 @@ class Chat:
             said += self._output.flush(step.finish_reason)
         ended = "stop" if self._output.stopped else step.finish_reason
         self._record.sampled(step.token, said, self._logprobs(step), rows, last=ended is not None)
-        if self._guide and self._guide.broken:
-            raise Refusal("invalid_request", f"An answer cannot be held to this schema: {self._guide.broken}")
+        if self._guide and (broken := self._guide.broken):
+            if broken.ours:
+                raise RuntimeError(f"The answer left its grammar: {broken.why}")
+            raise Refusal("invalid_request", f"An answer cannot be held to this schema: {broken.why}")
         if ended:
             self._done.set_result(self._output.finish_reason(ended))
 

@@ -1,11 +1,13 @@
 """What earlier attempts at a job have delivered, so that a new one goes on after it."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from worker.queue.scripts import loads
 from worker.text.output import Output, Said, together
+
+_ENDINGS: tuple[Literal["length", "stop"], ...] = ("length", "stop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +42,22 @@ def _said(delta: dict[str, Any]) -> Said:
     return Said(delta.get("content", ""), delta.get("reasoning", ""), tuple(delta.get("tool_calls", ())))
 
 
-def replay(earlier: Delivered, output: Output) -> Literal["goes on", "has ended", "differs"]:
-    """Bring a fresh `output` to where the earlier attempt's was, by the tokens that it delivered.
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    output: Output  # where the earlier attempt's was
+    # Its last words were let out: the worker died between that and the final event.
+    ended: bool
 
-    "has ended": the answer's last words were let out, so the worker died between that and the final event.
-    """
+
+def replay(earlier: Delivered, afresh: Callable[[], Output]) -> Replayed | None:
+    """By the tokens that were delivered. None where they say something else now."""
+    output = afresh()
     said = together(map(output.feed, earlier.tokens))
     if said == earlier.said:
-        return "has ended" if output.stopped else "goes on"
-    said += output.flush("length")
-    if said == earlier.said:
-        return "has ended"
-    return "has ended" if said + output.flush("stop") == earlier.said else "differs"
+        return Replayed(output, ended=output.stopped)
+    for ending in _ENDINGS:
+        output = afresh()
+        said = together([*map(output.feed, earlier.tokens), output.flush(ending)])
+        if said == earlier.said:
+            return Replayed(output, ended=True)
+    return None

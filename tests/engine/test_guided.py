@@ -40,6 +40,9 @@ class Told:
     def allowed(self) -> bytes | None:
         return self._mask
 
+    def rewind(self) -> None:
+        self.heard.clear()
+
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [50, 64, 100])
@@ -50,6 +53,13 @@ def test_what_is_not_allowed_is_impossible_and_the_rest_is_as_it_was(dtype: mx.D
     possible = [token for token, logit in enumerate(processed[0].tolist()) if logit != -float("inf")]
     assert possible == [token for token in (0, 31, 32, 49, 63) if token < width]
     assert mx.array_equal(processed[0, mx.array(possible)], logits[0, mx.array(possible)])
+
+
+def test_a_row_that_is_built_anew_begins_its_guide_anew() -> None:
+    guide = Told(None)
+    for known in ([7, 20], [7, 20, 21]):
+        guided(guide, 1)(mx.array(known), mx.zeros((1, 64)))
+    assert guide.heard == [20, 21]
 
 
 def test_where_anything_goes_the_logits_are_left_alone() -> None:
@@ -75,9 +85,9 @@ def vocabulary(model: Model) -> LLTokenizer:
     return LLTokenizer(str(Words(model.tokenizer).definition), n_vocab=VOCAB, eos_token=[EOS])
 
 
-def guide(vocabulary: LLTokenizer, asked: Schema) -> GrammarGuide:
+def guide(vocabulary: LLTokenizer, asked: Schema, ends: frozenset[int] = frozenset({EOS})) -> GrammarGuide:
     grammar = Grammar(vocabulary.tokenize_str)
-    return GrammarGuide(compiled(vocabulary, grammar.starting_with(grammar.json(asked))), frozenset({EOS}))
+    return GrammarGuide(compiled(vocabulary, grammar.starting_with(grammar.json(asked))), ends)
 
 
 def text(model: Model, heard: list[Sampled]) -> str:
@@ -169,9 +179,29 @@ WISHES = {
 }
 
 
+@pytest.fixture(scope="module")
+def chat() -> Model:
+    return open_model(str(TINY_CHAT))
+
+
+def test_every_answer_that_a_trained_model_finishes_is_valid(chat: Model) -> None:
+    ends, asked = frozenset(chat.tokenizer.eos_token_ids), {str(seed): schema(seed) for seed in range(200, 250)}
+    vocabulary = LLTokenizer(str(Words(chat.tokenizer).definition), n_vocab=chat.vocab, eos_token=sorted(ends))
+    messages = [{"role": "user", "content": "Answer in JSON."}]
+    said = tuple(chat.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    rows = [
+        Sequence(id, said, 100, Sampling(temperature=i % 2, seed=i), guide=guide(vocabulary, each, ends))
+        for i, (id, each) in enumerate(asked.items())
+    ]
+    together = answers(chat, rows)
+    finished = [id for id in asked if together[id][-1].finish_reason == "stop"]
+    for id in finished:
+        Draft202012Validator(asked[id]).validate(json.loads(text(chat, together[id])))
+    assert len(finished) >= 35
+
+
 @pytest.mark.parametrize("words", WISHES)
-async def test_an_answer_that_is_right_anyway_stays_as_it_was(words: str) -> None:
-    chat = open_model(str(TINY_CHAT))
+async def test_an_answer_that_is_right_anyway_stays_as_it_was(chat: Model, words: str) -> None:
     language = Language(Words(chat.tokenizer), chat.vocab)
     request = ChatRequest.model_validate({"messages": [{"role": "user", "content": words}], **WISHES[words]})
     rendered = await language.prompt(request)

@@ -9,6 +9,7 @@ from schemas import ChatRequest
 from scripts.stack import TINY_CHAT
 from worker.engine.upstream import load_tokenizer
 from worker.engine.words import Words
+from worker.text.dialect import Dialect
 from worker.text.prompt import Prompt, Prompts
 
 TEMPLATES = {file.stem: file.read_text(encoding="utf-8") for file in Path(__file__).parent.glob("templates/*.jinja")}
@@ -28,7 +29,8 @@ async def rendered(template: str, *messages: dict[str, Any], **rest: Any) -> str
 
 
 def prompts(template: str) -> Prompts:
-    return Prompts(words(TEMPLATES.get(template, template)))
+    told = words(TEMPLATES.get(template, template))
+    return Prompts(told, Dialect(told).think)
 
 
 @cache

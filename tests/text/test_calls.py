@@ -9,6 +9,7 @@ from openai.types.chat import ChatCompletionMessageToolCall
 from openai.types.chat.chat_completion_chunk import ChoiceDelta
 
 from tests.text.speech import PLACES, TOOLS, WORDS, Heard, Model, cut, gpt_oss, hear, heard, kimi_k3, model, output
+from worker.engine.words import Words
 from worker.text.calls import whole
 from worker.text.output import Said
 
@@ -245,6 +246,33 @@ def test_half_of_a_surrogate_pair_stays_an_escape() -> None:
     assert heard(model("longcat"), half, tools=TOOLS).calls == [
         {"name": "now", "arguments": '{"a": "\\ud83d \\u00e9"}'}
     ]
+
+
+HOSTILE = {
+    "function_gemma": "call:a{", "gemma4": "call:a{", "kimi_k3": "<|open|>call", "muse_spark": "<atem:invoke",
+    "glm47": "<arg_key>a</arg_key><arg_value>", "laguna": "<arg_key>a</arg_key><arg_value>",
+    "longcat": "a<longcat_arg_key>a</longcat_arg_key><longcat_arg_value>",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "piece"), HOSTILE.items())
+def test_a_text_that_a_parser_would_search_for_seconds_is_content(
+    name: str, piece: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parse(self: Words, text: str, tools: Any) -> Any:
+        raise AssertionError("It searches.")
+
+    monkeypatch.setattr(Words, "parse_tool_call", parse)
+    start, end = speaker(name).words.tool
+    text = f"{start}{piece * (20_000 // len(piece))}{end}"
+    assert heard(speaker(name), text, tools=TOOLS) == Heard(Said(text), "stop")
+
+
+@pytest.mark.parametrize(("name", "text"), FORMATS.items())
+def test_a_call_may_hold_a_long_text(name: str, text: str) -> None:
+    long = "Oslo " * 8_000 + "Oslo"
+    said = heard(speaker(name), text.replace("Oslo", long), tools=TOOLS)
+    assert read(said) == [{"name": "weather", "arguments": {"city": long, "days": 2}}, NOW]
 
 
 # The end of the answer within a call

@@ -49,11 +49,6 @@ def test_an_answer_without_a_header_is_not_held_back_for_long() -> None:
     assert hear(output(GPT_OSS), GPT_OSS.words.encode(header_like)).said == Said(header_like)
 
 
-@pytest.mark.parametrize(("thinking", "said"), [("open", Said("", "so on")), ("closed", Said("so on"))])
-def test_a_prompt_may_have_begun_a_message(thinking: str, said: Said) -> None:
-    assert heard(GPT_OSS, "so on", thinking).said == said
-
-
 @pytest.mark.parametrize(
     "header",
     [

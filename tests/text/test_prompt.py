@@ -1,13 +1,15 @@
 import asyncio
 import threading
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from tests.fakes import ByteTokenizer
 from tests.text.conversations import Said, assistant, call, calling, developer, image, result, text, user
-from tests.text.templated import prompt, rendered, request
+from tests.text.templated import TEMPLATES, prompt, rendered, request
 from worker.errors import Refusal
+from worker.text.language import Language
 from worker.text.prompt import Prompts
 from worker.text.tokenizer import Conversation
 
@@ -17,7 +19,7 @@ LOOK: Said = {"type": "function", "function": {"name": "look"}}
 
 async def plain(*messages: Said, **rest: Any) -> str:
     """Through a template that takes anything."""
-    return bytes((await Prompts(ByteTokenizer()).render(request(*messages, **rest))).tokens).decode()
+    return bytes((await Prompts(ByteTokenizer(), None).render(request(*messages, **rest))).tokens).decode()
 
 
 async def refusal(template: str, *messages: Said, **rest: Any) -> tuple[str, str]:
@@ -120,6 +122,17 @@ async def test_an_answer_that_was_only_thought_of_is_gone_on_with() -> None:
     assert (await rendered("qwen", HELLO, assistant("", reasoning="Greet."))).endswith("Greet.\n</think>")
 
 
+@pytest.mark.parametrize("template", sorted(TEMPLATES.keys() - {"qwen"}))
+async def test_where_a_template_shows_no_thoughts_a_turn_of_nothing_else_is_a_whole_new_one(template: str) -> None:
+    assert await rendered(template, HELLO, assistant("", reasoning="Greet.")) == await rendered(template, HELLO)
+
+
+@pytest.mark.parametrize("template", sorted(TEMPLATES))
+@pytest.mark.parametrize("last", [assistant(" \n"), assistant(None, reasoning=" \n")], ids=["said", "thought"])
+async def test_an_answer_of_nothing_but_space_is_a_whole_new_one(template: str, last: Said) -> None:
+    assert await rendered(template, HELLO, last) == await rendered(template, HELLO)
+
+
 @pytest.mark.parametrize("template", ["qwen", "gemma"])
 async def test_an_empty_answer_at_the_end_is_none(template: str) -> None:
     assert await prompt(template, HELLO, assistant(None)) == await prompt(template, HELLO)
@@ -163,14 +176,32 @@ async def test_a_user_s_own_think_block_does_not_count(marker: str) -> None:
     assert await thinking("qwen", user(marker), enable_thinking=False) == "closed"
 
 
+@pytest.mark.parametrize(("begins", "ends"), [("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>")])
+async def test_a_prompt_may_open_a_think_block_that_mlx_lm_does_not_know(begins: str, ends: str) -> None:
+    class Thinker(ByteTokenizer):
+        """It has the markers, and mlx-lm says nothing of them."""
+
+        def __init__(self, template: str) -> None:
+            super().__init__(begins.encode(), ends.encode(), template=template)
+            self.tokens[-2:] = [begins, ends]
+
+    async def thinking(template: str) -> str:
+        language = Language(Thinker(template), 258)
+        return (await language.prompt(request(HELLO))).thinking
+
+    assert await thinking(f"{{{{ messages[0].content }}}}<assistant>{begins}\n") == "open"
+    assert await thinking(f"{{{{ messages[0].content }}}}<assistant>{begins}\n{ends}\n") == "closed"
+    assert await thinking(f"{begins}{{{{ messages[0].content }}}}<assistant>") == "none"
+
+
 async def test_a_model_without_think_markers_does_not_think() -> None:
     tokenizer = ByteTokenizer(template="{{ messages[0].content }}<think>")
-    assert (await Prompts(tokenizer).render(request(HELLO))).thinking == "none"
+    assert (await Prompts(tokenizer, None).render(request(HELLO))).thinking == "none"
 
 
 async def threads(*messages: Said, **rest: Any) -> set[threading.Thread]:
     tokenizer = ByteTokenizer(template="{{ tools }}")
-    await Prompts(tokenizer).render(request(*messages, **rest))
+    await Prompts(tokenizer, None).render(request(*messages, **rest))
     return tokenizer.threads
 
 
@@ -178,7 +209,24 @@ async def test_a_short_prompt_stays_on_the_loop() -> None:
     assert await threads(HELLO) == {threading.current_thread()}
 
 
-LONG = "long " * 5_000
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('No.') if tools }}", "{{ messages[0].content if messages[0].role == 'user' }}"]
+)
+async def test_only_the_first_trial_of_a_short_prompt_is_on_the_loop(template: str) -> None:
+    class Counting(ByteTokenizer):
+        def render(self, conversation: Conversation, **how: Any) -> str:
+            on_the_loop.append(threading.current_thread() is threading.main_thread())
+            return super().render(conversation, **how)
+
+    on_the_loop = list[bool]()
+    with suppress(Refusal):
+        await Prompts(Counting(template=template), None).render(request(developer("Be brief."), HELLO, tools=[LOOK]))
+    assert on_the_loop == sorted(on_the_loop, reverse=True)
+    assert on_the_loop.count(True) <= 3  # as it is, with fewer calls, without tools
+    assert on_the_loop.count(False) > 3
+
+
+LONG = "long " * 500
 
 
 @pytest.mark.parametrize(
@@ -188,7 +236,7 @@ LONG = "long " * 5_000
         ([calling(call("1", LONG))], {}),
         ([HELLO], {"tools": [{**LOOK, "function": {"name": "look", "description": LONG}}]}),
         ([HELLO], {"chat_template_kwargs": {"documents": [LONG]}}),
-        ([HELLO, assistant("Hi")] * 200, {}),
+        ([HELLO, assistant("Hi")] * 10, {}),
     ],
     ids=["text", "a call", "a tool", "a variable", "many messages"],
 )
@@ -204,4 +252,4 @@ async def test_the_loop_goes_on_while_a_long_prompt_is_rendered() -> None:
 
     ticked = threading.Event()
     asyncio.get_running_loop().call_soon(ticked.set)
-    assert len((await Prompts(SlowTokenizer()).render(request(user(LONG)))).tokens) > 20_000
+    assert len((await Prompts(SlowTokenizer(), None).render(request(user(LONG)))).tokens) > len(LONG)

@@ -2,6 +2,7 @@
 says at its head what it refuses."""
 
 import re
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,6 +21,7 @@ from tests.text.conversations import (
     user,
 )
 from tests.text.templated import TEMPLATES, prompts, rendered, request, words
+from worker.engine.words import Words
 from worker.errors import Refusal
 
 LOOK: Said = {"type": "function", "function": {"name": "look"}}
@@ -198,6 +200,55 @@ async def test_what_every_template_takes_is_left_alone(template: str) -> None:
     said = [user(" Q"), assistant("A\n"), user("Q2")]
     as_it_is = words(TEMPLATES[template]).render(said, tools=[], continues=False, variables={})
     assert await rendered(template, *said) == as_it_is
+
+
+@pytest.mark.parametrize("begun", ["The capital", "One.\n\nTwo,", 'say "'])
+@pytest.mark.parametrize("before", [[user("Q")], [system("S"), user("Q")], [*CALL, assistant("A"), user("Q")], []])
+@pytest.mark.parametrize("template", TEMPLATES)
+async def test_a_prompt_ends_with_what_the_assistant_has_begun(template: str, before: list[Said], begun: str) -> None:
+    whole = await rendered(template, *before, assistant(begun))
+    assert whole.endswith(begun)
+    assert whole.count(begun) == 1
+
+
+TAGS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Oslo"
+
+
+@pytest.mark.parametrize("after", [[], [user("Q2")]])
+async def test_channels_within_a_text_for_gpt_oss_are_refused_in_its_own_words(after: list[Said]) -> None:
+    with pytest.raises(Refusal, match=r"refuses these messages: .*containing <\|channel\|> tags in the content"):
+        await rendered("gpt_oss", user("Q"), assistant(TAGS), *after)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(earlier=st.lists(of_any_text(), max_size=3), said=of_any_text(), tools=st.booleans())
+async def test_what_a_worker_has_rendered_before_changes_no_prompt(
+    template: str, earlier: list[list[Said]], said: list[Said], tools: bool
+) -> None:
+    offered = {"tools": [LOOK]} if tools and template in TAKE_TOOLS else {}
+    worker = prompts(template)
+    for each in earlier:
+        await worker.render(request(*each, **offered))
+    assert await worker.render(request(*said, **offered)) == await prompts(template).render(request(*said, **offered))
+
+
+async def test_what_a_worker_s_template_needed_before_is_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    renders = 0
+    render = Words.render
+
+    def counted(self: Words, *args: Any, **how: Any) -> str:
+        nonlocal renders
+        renders += 1
+        return render(self, *args, **how)
+
+    monkeypatch.setattr(Words, "render", counted)
+    deepseek, counts = prompts("deepseek"), []
+    for _ in range(2):
+        renders = 0
+        await deepseek.render(request(system("S"), *CALLS, assistant("A"), user("Q2"), tools=[LOOK]))
+        counts.append(renders)
+    assert counts[1] < counts[0] - 4
 
 
 async def test_tools_that_stand_in_the_system_message_alone_get_one() -> None:

@@ -11,6 +11,7 @@ from worker.schedule.sequence import Guide
 def guided(guide: Guide, prompt_tokens: int) -> Processor:
     """Tells the guide the answer's tokens as they come; those of an earlier attempt come all at once."""
     heard = prompt_tokens
+    guide.rewind()  # the row may have been here before, and lost its place
 
     def process(tokens: mx.array, logits: mx.array) -> mx.array:
         nonlocal heard

@@ -22,6 +22,14 @@ class Sampling:
     seed: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """Why a grammar cannot go on."""
+
+    why: str
+    ours: bool  # a token came that was not allowed; else the grammar was too much for its limits
+
+
 class Guide(Protocol):
     """Which tokens an answer may go on with: a grammar's place. It belongs to the engine thread once submitted."""
 
@@ -32,9 +40,12 @@ class Guide(Protocol):
         """A bit for each token of the vocabulary, the lowest bit of the first byte being token 0, in whole
         32-bit words. None: any token."""
 
+    def rewind(self) -> None:
+        """To before the answer's first token."""
+
     @property
-    def broken(self) -> str | None:
-        """Why the grammar cannot go on; only the end of the sequence is allowed then."""
+    def broken(self) -> Broken | None:
+        """Not None where the grammar cannot go on; only the end of the sequence is allowed then."""
 
 
 @dataclass(frozen=True, slots=True)

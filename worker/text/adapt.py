@@ -1,6 +1,7 @@
 """Conversations as a chat template takes them, where it does not take them as they are."""
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -14,26 +15,65 @@ RAISED = (TemplateError, TypeError, KeyError, ValueError, AssertionError)
 TAKES_NO_TOOLS = "takes no tools"
 LEAVES_OUT = "leaves out system text, tool calls or results, however they come"
 
+Ladder = tuple[Adaptation, ...]
 Tools = list[dict[str, Any]]
 Render = Callable[[Conversation, Tools], str]
+Adapt = Callable[[Conversation, Tools, Render], tuple[str, list[str]]]
 
 
-def adapt(conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[str]]:
-    """The text, and what the template does that made changes necessary: nothing where it takes all as it is.
+class NotTaken(Exception):
+    """The template refuses the conversation as it is, or leaves something out."""
 
-    A template that leaves something out has not taken it. If it does so whatever we change, its first text is good
-    enough. Raises what it raised for the conversation as it is.
-    """
-    trials = _Trials(tools, render)
-    text = trials.whole(conversation)
-    if text is not None:
+
+class Adapter:
+    """A worker has one. It remembers what its template made necessary, which saves trials and changes no result."""
+
+    def __init__(self) -> None:
+        self._needed = defaultdict[Ladder, set[Adaptation]](set)  # ever
+
+    def as_it_is(self, conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[str]]:
+        """As `adapt`, by one trial. Raises `NotTaken`."""
+        text = _Trials(tools, render).whole(conversation)
+        if text is None:
+            raise NotTaken
         return text, []
-    for ladder in _ladders(tools):
-        needed = _that_matter(ladder, conversation)
-        text = trials.whole(_changed(conversation, needed))
+
+    def adapt(self, conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[str]]:
+        """The text, and what the template does that made changes necessary: nothing where it takes all as it is.
+
+        A template that leaves something out has not taken it. If it does so whatever we change, its first text is
+        good enough. Raises what it raised for the conversation as it is.
+        """
+        trials = _Trials(tools, render)
+        text = trials.whole(conversation)
         if text is not None:
-            return trials.with_fewer(conversation, needed, text)
-    return trials.good_enough()
+            return text, []
+        for ladder in _ladders(tools):
+            if found := self._fewest(ladder, conversation, trials):
+                needed, text = found
+                self._needed[ladder].update(needed)
+                return text, [adaptation.why for adaptation in needed]
+        return trials.good_enough()
+
+    def _fewest(
+        self, ladder: Ladder, conversation: Conversation, trials: "_Trials"
+    ) -> tuple[list[Adaptation], str] | None:
+        """Of the ladder's changes, those that the template cannot do without. None where all of them do not help."""
+        changes = _that_matter(ladder, conversation)
+        text = trials.whole(_changed(conversation, changes))
+        if text is None:
+            return None
+        # If those that were needed before are enough, then so are they with some others beside them: most of the
+        # trials below are answered by this one.
+        likely = [each for each in changes if each in self._needed[ladder]]
+        enough = trials.whole(_changed(conversation, likely)) if likely else None
+        for adaptation in reversed(changes):
+            fewer = [each for each in changes if each is not adaptation]
+            if enough is not None and adaptation not in likely:
+                changes, text = fewer, enough
+            elif fewer and (without := trials.whole(_changed(conversation, fewer))) is not None:
+                changes, text, enough = fewer, without, None
+        return changes, text
 
 
 class _Trials:
@@ -52,15 +92,6 @@ class _Trials:
         missing = self._missing(conversation, text)
         self._texts.append((text, missing))
         return None if missing else text
-
-    def with_fewer(self, conversation: Conversation, needed: list[Adaptation], text: str) -> tuple[str, list[str]]:
-        """Of the changes that led to `text`, take back those that the template can do without."""
-        for adaptation in reversed(needed):
-            fewer = [each for each in needed if each is not adaptation]
-            without = self.whole(_changed(conversation, fewer)) if fewer else None
-            if without is not None:
-                needed, text = fewer, without
-        return text, [adaptation.why for adaptation in needed]
 
     def good_enough(self) -> tuple[str, list[str]]:
         if not self._texts:
@@ -84,14 +115,14 @@ class _Trials:
             return False
 
 
-def _ladders(tools: Tools) -> Iterator[tuple[Adaptation, ...]]:
+def _ladders(tools: Tools) -> Iterator[Ladder]:
     for ladder in LADDERS:
         if tools:
             yield (*ladder, SYSTEM_FIRST)
         yield (*ladder, SYSTEM_IN_USER)
 
 
-def _that_matter(ladder: Iterable[Adaptation], conversation: Conversation) -> list[Adaptation]:
+def _that_matter(ladder: Ladder, conversation: Conversation) -> list[Adaptation]:
     matter = []
     for adaptation in ladder:
         changed = adaptation.change(conversation)

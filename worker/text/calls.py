@@ -63,6 +63,11 @@ class Calls:
     def open(self) -> bool:
         return self._open is not None
 
+    @property
+    def quoting(self) -> bool:
+        """Whether what comes next is the open call's, even if it looks like a marker."""
+        return self._open is not None and self._open.quoting
+
     def begin(self, opening: str) -> None:
         self._open = _Written(opening, self._format.as_json)
 
@@ -82,8 +87,8 @@ class Calls:
         return self._settle(self._open, self._meant(self._open), closing)
 
     def cut_off(self, closing: str, *, keep: bool) -> Settled | None:
-        """The answer has ended within the open call. None, and it stays open: one to `keep`, if it was announced and
-        is sound as far as it came."""
+        """The answer has ended within the open call. None where it stays as far as it came: one to `keep`, if it was
+        announced and is sound."""
         call = self._open
         assert call is not None
         # Some parsers make a call of the first half of one, so only a format that says where it ends is asked.
@@ -179,6 +184,11 @@ class _Written:
     @property
     def _whole(self) -> bool:
         return self._json is not None and self._json.whole >= {"name", "arguments"}
+
+    @property
+    def quoting(self) -> bool:
+        """Whether it stands within a string."""
+        return self._json is not None and self._json.quoting
 
     @property
     def sound(self) -> bool:

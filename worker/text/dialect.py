@@ -15,6 +15,14 @@ from worker.text.tokenizer import Tokenizer, Transitions
 _THINK = (("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 _MORE_MARKERS = ("kimi_k3", "muse_spark")  # formats with others besides, which mlx-lm knows
 _MISTRAL = re.compile(r"\s*([\w-]+)\s*\[ARGS\]\s*")
+# mlx-lm's parsers of these formats look through the rest of the text from each of these on.
+_SEARCHED_FROM = {
+    "function_gemma": "call:", "gemma4": "call:", "glm47": "<arg_key>", "kimi_k3": "<|open|>", "laguna": "<arg_key>",
+    "longcat": "<longcat_arg_key>", "muse_spark": "<atem:",
+}  # fmt: skip
+# Characters, for each such place: some 50 ms on the event loop, where 20 kB of nothing else would take seconds. A call
+# with ten arguments may have 40 kB.
+_MOST_SEARCHED = 400_000
 _LONGEST_HEADER = 100  # characters; a function's name has at most 64
 
 
@@ -23,10 +31,10 @@ class Dialect:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         tokens = frozenset(tokenizer.tokens)
-        self._tokenizer, self._harmony = tokenizer, tokens.issuperset(harmony.MARKERS)
+        self._tokenizer, self.harmony = tokenizer, tokens.issuperset(harmony.MARKERS)
         self.think = tokenizer.think or next((pair for pair in _THINK if tokens.issuperset(pair)), None)
         begins, ends = self.think or ("", "")
-        if self._harmony:
+        if self.harmony:
             begins, ends = harmony.REASONING_BEGINS, harmony.ANSWER_BEGINS
         # The tokens after which reasoning begins, and the answer proper. Empty where the model does not reason.
         self.think_start = tuple(tokenizer.encode(begins)) if begins else ()
@@ -36,14 +44,13 @@ class Dialect:
     def reader(self, thinking: Thinking, *, calls: bool) -> Reader | None:
         """For one answer. `calls`: whether the request offers tools. None where there are no markers to look for."""
         tokenizer, tool = self._tokenizer, self._tokenizer.tool
-        if self._harmony:
-            channel: harmony.Channel | None = {"open": "reasoning", "closed": "content", "none": None}[thinking]
-            return Harmony(tokenizer.splitter("<|start|>", harmony.TRANSITIONS), channel)
+        if self.harmony:
+            return Harmony(tokenizer.splitter("<|start|>", harmony.TRANSITIONS))
         if not self.think and not (tool and calls):
             return None
         state = "reasoning" if thinking == "open" else "normal"
         transitions = None if tokenizer.tool_format in _MORE_MARKERS else self._transitions(tool if calls else None)
-        return Marked(tokenizer.splitter(state, transitions), tool or ("", ""), calls=calls)
+        return Marked(lambda at: tokenizer.splitter(at, transitions), state, tool or ("", ""), calls=calls)
 
     def _transitions(self, tool: tuple[str, str] | None) -> Transitions:
         """Those that mlx-lm infers, and some more: a model may open again the reasoning that its prompt opened, and
@@ -61,7 +68,7 @@ class Dialect:
         return found
 
     def _format(self) -> Format:
-        if self._harmony:
+        if self.harmony:
             return Format(harmony.parse, lambda opening, text: _named(harmony.function_of(opening), text))
         match self._tokenizer.tool_format:
             case "json_tools":
@@ -71,6 +78,9 @@ class Dialect:
         return Format(self._parse)
 
     def _parse(self, opening: str, text: str, tools: Tools) -> list[dict[str, Any]]:
+        searched_from = _SEARCHED_FROM.get(self._tokenizer.tool_format or "")
+        if searched_from and text.count(searched_from) * len(text) > _MOST_SEARCHED:
+            raise ValueError("A call with so many beginnings is none.")
         return self._tokenizer.parse_tool_call(text, tools)
 
 

@@ -1,12 +1,17 @@
 """From a request to the grammar of its answer."""
 
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from schemas import ChatRequest
 from schemas.chat import Function, JsonObjectFormat, JsonSchemaFormat, NamedTool
 from worker.errors import Refusal
-from worker.text import forced, harmony
+from worker.text import forced
+from worker.text.compiler import QUICK_CHARACTERS, is_quick
+from worker.text.dialect import Dialect
+from worker.text.harmony import MARKERS
 from worker.text.lark import Grammar, Schema
 from worker.text.tokenizer import Tokenizer
 
@@ -23,6 +28,12 @@ class Wish:
     def field(self) -> str:
         """The request's, that says so."""
         return "tool_choice" if self.schema is None else "response_format"
+
+    @property
+    def quick(self) -> bool:
+        """Whether it compiles in no time. What is merely any object always does."""
+        schemas = [self.schema or {}, *(function.parameters or {} for function in self.functions)]
+        return len(json.dumps(schemas)) < QUICK_CHARACTERS and all(map(is_quick, schemas))
 
     def parts(self) -> Iterator[tuple[str, "Wish"]]:
         """Each schema by itself, and where it stands in the request."""
@@ -56,11 +67,10 @@ def wish_of(request: ChatRequest) -> Wish | None:
 class Grammars:
     """Of a model's answers."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, dialect: Dialect) -> None:
         self._encode, self._has_calls = tokenizer.encode, tokenizer.tool is not None
-        # Its reasoning is a message among others, so the grammar holds it too.
-        self.harmony = frozenset(tokenizer.tokens).issuperset(harmony.MARKERS)
-        self._calls_as = "harmony" if self.harmony else tokenizer.tool_format
+        self._harmony = dialect.harmony  # its reasoning is a message among others, so the grammar holds it too
+        self._calls_as = "harmony" if self._harmony else tokenizer.tool_format
         self._form = forced.form_of(self._calls_as, tokenizer.template)
 
     def of(self, wish: Wish, *, reasoned: bool) -> str:
@@ -77,11 +87,11 @@ class Grammars:
             ways.append(self._answer(grammar, wish.schema))
         if wish.functions and (form := self._form_for(wish)):
             ways.append(form(grammar, wish.functions, wish.many))
-        before = _analysis(grammar) if self.harmony else "/[ \\n]{0,4}/" if reasoned else ""
+        before = _analysis(grammar) if self._harmony else "/[ \\n]{0,4}/" if reasoned else ""
         return grammar.starting_with(f"{before} ({' | '.join(ways)})")
 
     def _answer(self, grammar: Grammar, schema: Schema) -> str:
-        if self.harmony:
+        if self._harmony:
             return f'{grammar.marker("<|channel|>")} "final" {forced.harmony_json(grammar, schema)}'
         return grammar.json(schema)
 
@@ -97,5 +107,7 @@ class Grammars:
 
 
 def _analysis(grammar: Grammar) -> str:
+    """The reader of its text sees a marker wherever one is spelled out."""
     channel, text, end, start = map(grammar.marker, ("<|channel|>", "<|message|>", "<|end|>", "<|start|>"))
-    return grammar.rule(f'({channel} "analysis" {text} /(?s:.*)/ {end} {start} "assistant")*')
+    words = grammar.terminal(f"/(?s:.*)/ & ~/(?s:.*)({'|'.join(map(re.escape, MARKERS))})(?s:.*)/")
+    return grammar.rule(f'({channel} "analysis" {text} {words} {end} {start} "assistant")*')

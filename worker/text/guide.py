@@ -1,19 +1,26 @@
 """What an answer may go on with, where a client wants it in a form: each row has its own guide."""
 
 import asyncio
+import copy
 import logging
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 
 from llguidance import LLMatcher, LLTokenizer
 
 from schemas import ChatRequest
 from worker.errors import Refusal
+from worker.schedule.sequence import Broken
+from worker.text.compiler import Compiler
+from worker.text.definition import unmarked
+from worker.text.detokenize import Vocabulary
 from worker.text.dialect import Dialect
 from worker.text.grammar import Grammars, Wish, wish_of
+from worker.text.harmony import ANSWER_BEGINS
+from worker.text.normalize import normalize
 from worker.text.prompt import Prompt
+from worker.text.thoughts import Reasoning, Thoughts
 from worker.text.tokenizer import Tokenizer
-from worker.text.trial import Uncompilable, compiled, complaint, error_of
+from worker.text.trial import Uncompilable, error_of
 
 logger = logging.getLogger("sluice.text")
 
@@ -23,48 +30,75 @@ _LONGEST_REASON = 300  # characters; llguidance's may hold a whole pattern
 class Guides:
     """A worker has one."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, dialect: Dialect, vocab: int) -> None:
         """`vocab` is the width of the network's logits."""
         self._count = max(vocab, len(tokenizer.tokens))
-        self._ends = tokenizer.eos_token_ids
+        self._encode, self._ends, self._dialect = tokenizer.encode, tokenizer.eos_token_ids, dialect
         self._vocabulary = _vocabulary(tokenizer, self._count)
-        self._grammars = Grammars(tokenizer)
-        # Reasoning does not end the answer, nor go over into a call that no grammar holds.
-        begins = tokenizer.encode(tokenizer.tool[0]) if tokenizer.tool else []
-        self._reasonable = _all_but(self._ends | set(begins if len(begins) == 1 else []), self._count)
-        self._compilers = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+        self._grammars, self._compiler = Grammars(tokenizer, dialect), Compiler()
+        self._reasoning = _reasoning(tokenizer, dialect, self._count)
 
-    async def guide(self, request: ChatRequest, prompt: Prompt, dialect: Dialect) -> "GrammarGuide | None":
+    async def guide(self, request: ChatRequest, prompt: Prompt) -> "GrammarGuide | None":
         """None where the answer may be anything. Raises `Refusal` for what cannot be held to."""
         wish = wish_of(request)
         if wish is None:
             return None
         if self._vocabulary is None:
             raise Refusal("unsupported", f"{wish.field}: this model's tokenizer cannot be guided; leave it out.")
-        thoughts = self._thoughts(prompt, dialect)
-        run = asyncio.get_running_loop().run_in_executor
-        matcher = await run(self._compilers, self._matcher, self._vocabulary, wish, thoughts is not None)
-        return GrammarGuide(matcher, self._ends, thoughts)
+        begun = self._begun(self._vocabulary, request, prompt)
+        thoughts = None if begun else self._thoughts(prompt)
+        matcher = await self._matcher(self._vocabulary, wish, thoughts is not None)
+        guide = GrammarGuide(matcher, self._ends, thoughts, begun)
+        if guide.broken:
+            raise Refusal("invalid_request", f"{wish.field}: the last message begins no answer that it allows.")
+        return guide
 
-    def _thoughts(self, prompt: Prompt, dialect: Dialect) -> "Thoughts | None":
-        if self._grammars.harmony or prompt.thinking == "closed" or not dialect.answer_begins:
+    def _thoughts(self, prompt: Prompt) -> Thoughts | None:
+        if self._reasoning is None or prompt.thinking == "closed":
             return None
-        begun = prompt.thinking == "open"
-        return Thoughts(dialect.think_start[0], dialect.answer_begins, self._reasonable, begun=begun)
+        return Thoughts(self._reasoning, begun=prompt.thinking == "open")
 
-    def _matcher(self, vocabulary: LLTokenizer, wish: Wish, reasoned: bool) -> LLMatcher:
-        """Compiled anew for each row, in a thread: copies of a matcher share its lexer, and what breaks it."""
-        if (wrong := self._complaint(wish)) is None:
+    def _begun(self, vocabulary: LLTokenizer, request: ChatRequest, prompt: Prompt) -> list[int]:
+        """Of the answer proper, by the prompt."""
+        text, dialect = _last_words(request), self._dialect
+        if dialect.think:
+            text = text.rpartition(dialect.think[1])[2].lstrip()
+        if prompt.thinking == "open" or not text.strip():
+            return []
+        header = self._encode(ANSWER_BEGINS) if dialect.harmony else []
+        return [*header, *vocabulary.tokenize_str(text, parse_special=True)]
+
+    async def _matcher(self, vocabulary: LLTokenizer, wish: Wish, reasoned: bool) -> LLMatcher:
+        wrong = None if wish.quick else await self._complaint(wish)
+        if wrong is None:
             try:
-                return compiled(vocabulary, self._grammars.of(wish, reasoned=reasoned))
+                grammar = await asyncio.to_thread(self._grammars.of, wish, reasoned=reasoned)
+                return await self._compiler.compiled(vocabulary, grammar)
             except Uncompilable as error:
                 wrong = str(error)
-        where = next((where for where, part in wish.parts() if self._complaint(part)), wish.field)
+        where = wish.field
+        for place, part in wish.parts():
+            if await self._complaint(part):
+                where = place
+                break
         reason = " ".join(wrong.split())[:_LONGEST_REASON]
         raise Refusal("invalid_request", f"{where}: no answer can be held to this schema: {reason}")
 
-    def _complaint(self, wish: Wish) -> str | None:
-        return complaint(self._grammars.spelled(wish))
+    async def _complaint(self, wish: Wish) -> str | None:
+        return await self._compiler.complaint(await asyncio.to_thread(self._grammars.spelled, wish))
+
+
+def _last_words(request: ChatRequest) -> str:
+    """What the answer goes on after."""
+    last = normalize(request.messages)[-1]
+    if last["role"] != "assistant" or "tool_calls" in last:
+        return ""
+    content = last["content"]
+    if isinstance(content, str):
+        return content
+    if len(content) > 1:
+        raise Refusal("unsupported", "An answer in a form cannot go on after one in several parts: send one string.")
+    return "".join(part["text"] for part in content)
 
 
 def _vocabulary(tokenizer: Tokenizer, count: int) -> LLTokenizer | None:
@@ -73,49 +107,44 @@ def _vocabulary(tokenizer: Tokenizer, count: int) -> LLTokenizer | None:
     if tokenizer.definition is None:
         return None
     try:
-        return LLTokenizer(tokenizer.definition, n_vocab=count, eos_token=sorted(tokenizer.eos_token_ids))
+        return LLTokenizer(unmarked(tokenizer.definition), n_vocab=count, eos_token=sorted(tokenizer.eos_token_ids))
     except ValueError as error:
         logger.info("llguidance cannot read this tokenizer, so answers cannot be held to a form: %s", error)
         return None
 
 
-def _all_but(tokens: Iterable[int], count: int) -> bytes:
-    """A mask, as guides give it, of so many tokens without these."""
-    bits = (1 << count) - 1
-    for token in tokens:
-        bits &= ~(1 << token)
-    return bits.to_bytes(-(-count // 32) * 4, "little")
-
-
-class Thoughts:
-    """The reasoning before an answer."""
-
-    def __init__(self, begins: int, ends: tuple[int, ...], allowed: bytes, *, begun: bool) -> None:
-        """They begin with a token, if the prompt has not `begun` them, and end with the tokens that the answer proper
-        follows. `allowed` is the mask until then."""
-        self.begins, self._ends = begins, ends
-        self.allowed, self.begun, self.over = allowed, begun, False
-        self._last = tuple[int, ...]()
-
-    def take(self, token: int) -> bool:
-        """Whether it is one of theirs."""
-        self.begun = self.begun or token == self.begins
-        self._last = (*self._last, token)[-len(self._ends) :]
-        self.over = self._last == self._ends
-        return self.begun
+def _reasoning(tokenizer: Tokenizer, dialect: Dialect, count: int) -> Reasoning | None:
+    """None where the model does not reason, or does so within the grammar."""
+    if dialect.harmony or not dialect.think:
+        return None
+    begins, (_, ends), (call, _) = dialect.think_start[0], dialect.think, tokenizer.tool or ("", "")
+    banned = tokenizer.eos_token_ids
+    return Reasoning(Vocabulary(tokenizer), count, begins=begins, ends=ends, call=call, banned=banned)
 
 
 class GrammarGuide:
     """One row's. The engine thread's own, but for `broken`: llguidance raises where two threads meet in a matcher."""
 
-    def __init__(self, matcher: LLMatcher, ends: frozenset[int], thoughts: Thoughts | None = None) -> None:
-        """`ends` are the tokens that end a sequence."""
-        self._matcher, self._ends, self._thoughts = matcher, ends, thoughts
-        self._broken: str | None = None
+    def __init__(
+        self, matcher: LLMatcher, ends: frozenset[int], thoughts: Thoughts | None = None, begun: Sequence[int] = ()
+    ) -> None:
+        """`ends` are the tokens that end a sequence, `begun` those of the answer proper that the prompt holds."""
+        self._matcher, self._ends, self._begun, self._first_thoughts = matcher, ends, begun, thoughts
+        self._broken: Broken | None = None
+        self._begin()
 
     @property
-    def broken(self) -> str | None:
+    def broken(self) -> Broken | None:
         return self._broken
+
+    def rewind(self) -> None:
+        self._matcher.reset()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._thoughts = copy.copy(self._first_thoughts)
+        for token in self._begun:
+            self._consume(token)
 
     def accept(self, token: int) -> None:
         if token in self._ends:  # a batch computes a step more than its rows need
@@ -124,19 +153,27 @@ class GrammarGuide:
             self._thoughts = None if self._thoughts.over else self._thoughts
             return
         self._thoughts = None
-        self._matcher.consume_token(token)
-        self._look()
+        self._consume(token)
 
     def allowed(self) -> bytes:
         thoughts = self._thoughts
         if thoughts and thoughts.begun:
-            return thoughts.allowed
+            return thoughts.allowed()
         mask = self._matcher.compute_bitmask()
         self._look()
         return _with(mask, thoughts.begins) if thoughts else mask
 
+    def _consume(self, token: int) -> None:
+        if self._broken:
+            return
+        if not self._matcher.try_consume_tokens([token]) and not self._matcher.is_error():
+            self._broken = Broken(f"token {token} was not allowed.", ours=True)
+            self._matcher.consume_token(token)  # from here on it allows the end alone
+        self._look()
+
     def _look(self) -> None:
-        self._broken = self._broken or error_of(self._matcher)
+        if self._broken is None and (why := error_of(self._matcher)):
+            self._broken = Broken(why, ours=False)
 
 
 def _with(mask: bytes, token: int) -> bytes:

@@ -32,10 +32,10 @@ Channel = Literal["content", "reasoning", "call"]
 class Harmony:
     """A model that answers without a header, as one does that goes on with a message of the prompt, says content."""
 
-    def __init__(self, splitter: Splitter, channel: Channel | None = None) -> None:
-        """`splitter` by TRANSITIONS; `channel`: of the message that the prompt has begun."""
+    def __init__(self, splitter: Splitter) -> None:
+        """`splitter` by TRANSITIONS."""
         self._splitter = splitter
-        self._channel = channel  # None in a header
+        self._channel: Channel | None = None  # in a header
         self._header = ""
         self._spoken = set[Channel]()
         self._joint = ""  # before the text that comes next
@@ -46,6 +46,10 @@ class Harmony:
         for marker, more in segments[1:]:
             pieces += [*self._crossed(marker), *self._said(more)]
         return pieces
+
+    def reopen(self) -> str:
+        header, self._header, self._channel = self._header, "", "call"
+        return header
 
     def flush(self) -> list[Piece]:
         _, held = self._splitter.flush()
@@ -71,7 +75,7 @@ class Harmony:
 
     def _crossed(self, marker: str) -> list[Piece]:
         if marker == _TEXT:
-            return self._begin() if self._channel is None else []
+            return self._begin() if self._channel is None else [("call", marker)] if self._channel == "call" else []
         if marker == "<|channel|>" and self._channel is None:
             self._header += marker
             return []

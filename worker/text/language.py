@@ -17,7 +17,7 @@ class Language:
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
         """`vocab` is the width of the network's logits, which may be more than the tokenizer has tokens."""
         self._vocabulary, self._dialect = Vocabulary(tokenizer), Dialect(tokenizer)
-        self._prompts, self._guides = Prompts(tokenizer), Guides(tokenizer, vocab)
+        self._prompts, self._guides = Prompts(tokenizer, self._dialect.think), Guides(tokenizer, self._dialect, vocab)
 
     async def prompt(self, request: ChatRequest) -> Prompt:
         """Raises `Refusal` with the template's own words."""
@@ -25,7 +25,7 @@ class Language:
 
     async def guide(self, request: ChatRequest, prompt: Prompt) -> Guide | None:
         """None where the answer may be anything. Raises `Refusal` for a schema that cannot be held."""
-        return await self._guides.guide(request, prompt, self._dialect)
+        return await self._guides.guide(request, prompt)
 
     def output(self, request: ChatRequest, prompt: Prompt, job_id: str) -> Output:
         return Output(self._vocabulary, self._dialect, request, prompt.thinking, job_id)

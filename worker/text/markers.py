@@ -1,5 +1,6 @@
 """What an answer's text is, by the markers that stand in it."""
 
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 from worker.text.tokenizer import Splitter
@@ -16,8 +17,24 @@ class Reader(Protocol):
 
     def feed(self, text: str) -> list[Piece]: ...
 
+    def reopen(self) -> str:
+        """The marker that was fed last ends no call, but stands within one. Returns what "ends" did not hold of it."""
+
     def flush(self) -> list[Piece]:
         """No more text comes: what was held back. The next time there is nothing."""
+
+
+class Unmarked:
+    """Of text that is an answer whatever stands in it."""
+
+    def feed(self, text: str) -> list[Piece]:
+        return [("content", text)]
+
+    def reopen(self) -> str:
+        return ""
+
+    def flush(self) -> list[Piece]:
+        return []
 
 
 # Any other state of a splitter's is content; a header is muse_spark's, and nobody's text.
@@ -27,9 +44,9 @@ _CHANNELS: dict[str, Kind | None] = {"reasoning": "reasoning", "tool": "call", "
 class Marked:
     """Think and tool markers, by mlx-lm's state machine."""
 
-    def __init__(self, splitter: Splitter, tool: tuple[str, str], *, calls: bool) -> None:
-        """`calls`: whether a tool call is one; else it is content, its markers included."""
-        self._splitter, self._tool, self._calls = splitter, tool, calls
+    def __init__(self, splitter: Callable[[str], Splitter], state: str, tool: tuple[str, str], *, calls: bool) -> None:
+        """`splitter` begins in a state. `calls`: whether a tool call is one; else it is content, with its markers."""
+        self._begin, self._splitter, self._tool, self._calls = splitter, splitter(state), tool, calls
 
     def feed(self, text: str) -> list[Piece]:
         (state, text), *more = self._splitter.feed(text)
@@ -38,6 +55,10 @@ class Marked:
             pieces += [*self._crossed(state, entered), *self._said(entered, text)]
             state = entered
         return pieces
+
+    def reopen(self) -> str:
+        self._splitter = self._begin("tool")
+        return ""
 
     def flush(self) -> list[Piece]:
         state, held = self._splitter.flush()

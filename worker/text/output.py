@@ -1,19 +1,22 @@
 """From an answer's tokens to what a client may see: content, reasoning and tool calls."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from schemas import ChatRequest
+from schemas.chat import JsonObjectFormat, JsonSchemaFormat
 from worker.schedule.sequence import FinishReason
 from worker.text.calls import Calls, Delta, Settled, Tools, gathered
 from worker.text.detokenize import Vocabulary
 from worker.text.dialect import Dialect
-from worker.text.markers import Kind, Piece
+from worker.text.markers import Kind, Piece, Reader, Unmarked
 from worker.text.prompt import Thinking
 from worker.text.stop import StopStrings
 
 _BLANK = " \t\r\n"
+_TO_MARKERS = re.compile(r"[^>\]]*[>\]]|[^>\]]+")  # each part ends where a marker may
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +59,11 @@ class Output:
     def __init__(
         self, vocabulary: Vocabulary, dialect: Dialect, request: ChatRequest, thinking: Thinking, job_id: str
     ) -> None:
-        tools = _offered(request)
+        tools = _functions(request)
         self._detokenizer = vocabulary.detokenizer()
         self._reader = dialect.reader(thinking, calls=bool(tools))
+        # The guide keeps such an answer to JSON, and the JSON may hold what looks like a marker.
+        self._by_schema = isinstance(request.response_format, JsonObjectFormat | JsonSchemaFormat)
         self._calls = Calls(dialect.format, tools, job_id, parallel=request.parallel_tool_calls is not False)
         self._content, self._reasoning = _Channel(request.stop or ()), _Channel(())
         self._now: Literal["content", "reasoning"] = "content"
@@ -79,8 +84,8 @@ class Output:
         return frozenset(self._calls.voided)
 
     def finish_reason(self, engine: FinishReason) -> Literal["stop", "length", "tool_calls"]:
-        made_calls = self._calls.made and not self._content.stopped
-        return "tool_calls" if engine == "stop" and made_calls else engine
+        """A call that was made counts, whatever ended the answer after it: agents look at nothing else."""
+        return "tool_calls" if engine == "stop" and self._calls.made else engine
 
     def feed(self, token: int) -> Said:
         """What is out with this token. Nothing more comes once `stopped`."""
@@ -89,18 +94,31 @@ class Output:
         text = self._detokenizer.feed(token)
         if self._reader is None:
             return Said(self._content.say(text))
-        return self._hear(self._reader.feed(text)) if text else _NOTHING
+        return self._read(self._reader, text) if text else _NOTHING
 
     def flush(self, engine: FinishReason = "stop") -> Said:
-        """The rest, at the end of the answer. A call that "length" cut off stays as far as it came; a flush for "stop"
-        after one for "length" says what only the former does."""
+        """The rest, at the end of the answer. A call that "length" cut off stays as far as it came."""
         if self.stopped:
             return _NOTHING
         text = self._detokenizer.flush()
         if self._reader is None:
             return Said(self._content.say(text) + self._content.flush())
-        said = self._hear([*self._reader.feed(text), *self._reader.flush()])
+        said = self._read(self._reader, text)
+        if not self.stopped:
+            said += self._hear(self._reader.flush())
         return said if self.stopped else said + self._end(engine)
+
+    def _read(self, reader: Reader, text: str) -> Said:
+        said = _NOTHING
+        # Whether a marker ends the open call is known when all before it was heard.
+        for part in _TO_MARKERS.findall(text) if self._calls.open else [text]:
+            said += self._hear(reader.feed(part))
+            if self.stopped:
+                return said
+        if self._by_schema and self._content.begun:
+            self._by_schema, self._reader = False, Unmarked()
+            said += self._hear(reader.flush())
+        return said
 
     def _end(self, engine: FinishReason) -> Said:
         said = _NOTHING
@@ -134,10 +152,12 @@ class Output:
             case "content" | "reasoning":
                 crossed = self._cross(kind) if kind != self._now or not text else _NOTHING
                 return crossed + self._let_out(self._channel.feed(text))
-            case "begins":
+            case "begins" if not self._calls.open:
                 self._calls.begin(text)
-            case "call":
+            case "call" | "begins":
                 return Said(tool_calls=tuple(self._calls.feed(text)))
+            case "ends" if self._calls.quoting and self._reader:
+                return self._hear_one("call", text + self._reader.reopen())
             case "ends":
                 return self._settle_call(self._calls.end(text))
             case "cut":
@@ -162,7 +182,7 @@ class _Channel:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = StopStrings(stops)
-        self._begun = False  # with a word
+        self.begun = False  # with a word
         self._blank = ""  # the text's own if a word follows, else it may be the template's
         self._at_marker = False  # since the last word
 
@@ -175,10 +195,10 @@ class _Channel:
         return self._stops.feed(text)
 
     def feed(self, text: str) -> str:
-        if not self._begun:
+        if not self.begun:
             if self._at_marker:
                 text = text.lstrip(_BLANK)
-            self._begun = bool(text.strip(_BLANK))
+            self.begun = bool(text.strip(_BLANK))
         return self._hold(self._stops.feed(text))
 
     def settle(self) -> str:
@@ -188,7 +208,7 @@ class _Channel:
     def mark(self) -> str:
         """A marker stands here."""
         text = self.settle()
-        self._blank, self._at_marker = self._blank if self._begun else "", True
+        self._blank, self._at_marker = self._blank if self.begun else "", True
         return text
 
     def flush(self) -> str:
@@ -205,8 +225,7 @@ class _Channel:
         return said
 
 
-def _offered(request: ChatRequest) -> Tools:
-    offered = [] if request.tool_choice == "none" else request.tools or []
-    functions = [tool.function.model_dump(exclude_none=True) for tool in offered]
+def _functions(request: ChatRequest) -> Tools:
+    functions = [tool.function.model_dump(exclude_none=True) for tool in request.offered_tools]
     # Some of mlx-lm's parsers want parameters where a function has none.
     return [{"type": "function", "function": {"parameters": {}, **function}} for function in functions]

@@ -29,6 +29,11 @@ class PartialJson:
         self.whole = set[str]()  # members that are complete
         self.broken = False
 
+    @property
+    def quoting(self) -> bool:
+        """Whether any text may come next."""
+        return not self.broken and self._expects == "string"
+
     def feed(self, text: str) -> list[tuple[str, str]]:
         """(key, more of the member's own text), in order."""
         pieces, begins = list[tuple[str, str]](), 0

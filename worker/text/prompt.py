@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -10,17 +12,19 @@ from jinja2 import TemplateError
 
 from schemas import ChatRequest
 from worker.errors import Refusal
-from worker.text.adapt import RAISED, TAKES_NO_TOOLS, Render, Tools, adapt
+from worker.text.adapt import RAISED, TAKES_NO_TOOLS, Adapt, Adapter, NotTaken, Render, Tools
 from worker.text.normalize import normalize
 from worker.text.tokenizer import Conversation, Tokenizer
 
 logger = logging.getLogger("sluice.text")
 
-_LONG_CHARACTERS = 20_000  # a few milliseconds of tokenizing; longer ones leave the event loop
-_MESSAGE_CHARACTERS = 100  # a message takes about as long in the template, if that needs several trials
+# What takes longer than a millisecond leaves the event loop: 32 streams wait there for their tokens.
+_LONG_CHARACTERS = 2_000
+_MESSAGE_CHARACTERS = 100  # a message takes about as long in the template
 _LONGEST_REASON = 500  # characters; one of transformers' errors holds the whole conversation
 
 Thinking = Literal["open", "closed", "none"]
+Think = tuple[str, str] | None  # the markers around reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,35 +34,34 @@ class Prompt:
 
 
 class Prompts:
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, think: Think) -> None:
+        self._tokenizer, self._think = tokenizer, think
+        self._adapter = Adapter()
         self._logged = set[str]()
 
     async def render(self, request: ChatRequest) -> Prompt:
         """Raises `Refusal` with the template's own words."""
         conversation = _text_only(normalize(request.messages))
-        offered = [] if request.tool_choice == "none" else request.tools or []
-        tools = [tool.model_dump(exclude_none=True) for tool in offered]
+        tools = [tool.model_dump(exclude_none=True) for tool in request.offered_tools]
         variables = request.chat_template_kwargs or {}
         length = _characters([conversation, tools, variables]) + _MESSAGE_CHARACTERS * len(conversation)
         if length < _LONG_CHARACTERS:
-            return self._prompt(conversation, tools, variables)
-        return await asyncio.to_thread(self._prompt, conversation, tools, variables)
+            with suppress(NotTaken):  # else by many trials
+                return self._prompt(self._adapter.as_it_is, conversation, tools, variables)
+        return await asyncio.to_thread(self._prompt, self._adapter.adapt, conversation, tools, variables)
 
-    def _prompt(self, conversation: Conversation, tools: Tools, variables: dict[str, Any]) -> Prompt:
-        think = self._tokenizer.think
-        told, continues, begun = _opening(conversation, think)
+    def _prompt(self, adapt: Adapt, conversation: Conversation, tools: Tools, variables: dict[str, Any]) -> Prompt:
+        def text_of(conversation: Conversation, continues: bool) -> str:
+            def render(conversation: Conversation, tools: Tools) -> str:
+                return self._tokenizer.render(conversation, tools=tools, continues=continues, variables=variables)
 
-        def render(conversation: Conversation, tools: Tools) -> str:
-            return self._tokenizer.render(conversation, tools=tools, continues=continues, variables=variables)
+            return self._text(adapt, conversation, tools, render)
 
-        text = self._text(told, tools, render)
-        if think and begun.lstrip().startswith(think[0]) and text.rstrip().endswith(think[0]):
-            text = text.rstrip().removesuffix(think[0])  # one of the two is enough
+        text, begun = _opening(conversation, self._think, text_of)
         text += begun
-        return Prompt(tuple(self._tokenizer.encode(text)), _thinking(text, begun, think))
+        return Prompt(tuple(self._tokenizer.encode(text)), _thinking(text, begun, self._think))
 
-    def _text(self, conversation: Conversation, tools: Tools, render: Render) -> str:
+    def _text(self, adapt: Adapt, conversation: Conversation, tools: Tools, render: Render) -> str:
         try:
             text, whys = adapt(conversation, tools, render)
         except RAISED as error:
@@ -77,19 +80,29 @@ class Prompts:
             logger.info("The chat template %s.", why)
 
 
-def _opening(conversation: Conversation, think: tuple[str, str] | None) -> tuple[Conversation, bool, str]:
-    """What the template gets, whether its last turn stays open, and the beginning of the answer to put behind it."""
+def _opening(conversation: Conversation, think: Think, text_of: Callable[[Conversation, bool], str]) -> tuple[str, str]:
+    """The template's text, with its last turn open or a new one, and the beginning of the answer to put behind it."""
     *before, last = conversation
     if last["role"] != "assistant" or "tool_calls" in last:
-        return conversation, False, ""
+        return text_of(conversation, False), ""
     begun: str = last["content"]
     # Templates take thoughts out of what was said: an answer that goes on after its own must not go through them.
-    if any(marker in begun for marker in think or ()) or not (begun or "reasoning_content" in last):
-        return before, False, begun
-    return conversation, True, ""
+    if think and any(marker in begun for marker in think):
+        text, start = text_of(before, False), think[0]
+        if begun.lstrip().startswith(start) and text.rstrip().endswith(start):
+            text = text.rstrip().removesuffix(start)  # one of the two is enough
+        return text, begun
+    if begun.strip():
+        return text_of(conversation, True), ""
+    if think and (thoughts := last.get("reasoning_content", "").strip()):
+        text = text_of(conversation, True)
+        if thoughts in text and text.rstrip().endswith(think[1]):
+            return text, ""
+    # Nothing that the template shows was begun. To go on with that would cut the whitespace behind its header.
+    return text_of(before, False), ""
 
 
-def _thinking(text: str, begun: str, think: tuple[str, str] | None) -> Thinking:
+def _thinking(text: str, begun: str, think: Think) -> Thinking:
     if think is None:
         return "none"
     start, end = think

@@ -1,24 +1,23 @@
-"""Grammars, compiled by llguidance. What a client sends is tried in a process of its own first.
+"""Grammars, compiled by llguidance. What a client sends is tried first, by this module as a program of its own.
 
 A schema can overflow the compiler's stack, which ends the process, or keep it busy for minutes and fill gigabytes
 meanwhile. llguidance (1.9) has limits for neither, but a process can be ended.
 """
 
-import logging
+import random
 import resource
-import subprocess
 import sys
 import threading
-from functools import lru_cache
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-logger = logging.getLogger("sluice.text")
-
-_CPU_S = 2  # schemas from practice take a tenth of it, the start of the process included
+_CPU_S = 1  # schemas from practice take a tenth of it, the start of the process included
 _STACK_BYTES = 4 << 20  # half of what the worker's own threads have, or less
-_LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)  # the states take some 2 kB each
-_TOO_MUCH = "it is too large, too deep or too slow to compile."
+_BYTES = 2 << 30  # of addresses
+PANICKED = 3  # the exit status
+# States take some 2 kB each. A row of so many items, of some 1,500 optional properties, takes a mask 20 ms.
+_LIMITS = LLParserLimits(max_lexer_states=50_000, max_items_in_row=6_000, verbose_errors=False)
+_AHEAD = 8  # tokens: where a schema is too much for llguidance, that mostly shows at once
 
 
 class Uncompilable(ValueError):
@@ -28,40 +27,50 @@ class Uncompilable(ValueError):
 def compiled(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
     """Raises `Uncompilable`."""
     matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
-    if not matcher.is_error():
-        matcher.compute_bitmask()  # only this finds out that nothing satisfies a schema
+    _go_ahead(matcher)  # only this finds out that nothing satisfies a schema
     if wrong := error_of(matcher):
         raise Uncompilable(wrong)
     return matcher
+
+
+def _go_ahead(matcher: LLMatcher) -> None:
+    """A few tokens, and back."""
+    dice = random.Random(0)
+    for _ in range(_AHEAD):
+        if matcher.is_error() or matcher.is_stopped():
+            break
+        mask = matcher.compute_bitmask()
+        if not matcher.is_error():
+            matcher.consume_token(_one_of(mask, dice))
+    if not matcher.is_error():
+        matcher.reset()
+
+
+def _one_of(mask: bytes, dice: random.Random) -> int:
+    """Of the tokens that it allows."""
+    begin = dice.randrange(len(mask))
+    turned = (mask[begin:] + mask[:begin]).lstrip(b"\0")
+    place = (begin + len(mask) - len(turned)) % len(mask)
+    return place * 8 + (mask[place] & -mask[place]).bit_length() - 1
 
 
 def error_of(matcher: LLMatcher) -> str | None:
     return matcher.get_error().removesuffix("<non-verbose/>").strip() if matcher.is_error() else None
 
 
-@lru_cache(maxsize=64)
-def complaint(grammar: str) -> str | None:
-    """What is wrong with it. None where `compiled` may be called."""
-    tried = subprocess.run(
-        # A session of its own: an interrupt from the terminal is not the grammar's fault.
-        [sys.executable, "-P", __file__], input=grammar.encode(), capture_output=True, start_new_session=True
-    )  # fmt: skip
-    if tried.returncode:
-        logger.info("a schema's trial ended with %d: %s", tried.returncode, tried.stderr[-500:])
-        return _TOO_MUCH
-    return tried.stdout.decode() or None
-
-
 def _main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S + 1))
+    if sys.platform == "linux":  # macOS holds to no limit of this kind
+        resource.setrlimit(resource.RLIMIT_AS, (_BYTES, _BYTES))
     threading.stack_size(_STACK_BYTES)
     grammar, found = sys.stdin.buffer.read().decode(), list[str]()
     attempt = threading.Thread(target=lambda: found.append(_tried(grammar)))
     attempt.start()
     attempt.join()
-    (words,) = found  # none where llguidance panicked: then this fails, too
-    sys.stdout.buffer.write(words.encode())
+    if not found:
+        sys.exit(PANICKED)
+    sys.stdout.buffer.write(found[0].encode())
 
 
 def _tried(grammar: str) -> str:
