@@ -10,7 +10,6 @@ from hypothesis import settings
 from scripts.stack import Server, WorkerProcess
 from sluice import Client
 
-
 # What an example may take depends on what else the machine does; the suite has its own limit.
 settings.register_profile("sluice", deadline=None)
 settings.load_profile("sluice")
