@@ -1,0 +1,147 @@
+"""Guides for tokenizers of several formats, made of the tiny model's."""
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+from llguidance import LLTokenizer
+
+from schemas import ChatRequest
+from scripts.stack import TINY_CHAT
+from tests.text.structured import Schema, allowed
+from worker.engine.upstream import load_tokenizer
+from worker.engine.words import Words
+from worker.errors import Refusal
+from worker.text.detokenize import Vocabulary
+from worker.text.dialect import Dialect
+from worker.text.grammar import Grammars, wish_of
+from worker.text.guide import GrammarGuide, Guides
+from worker.text.harmony import MARKERS
+from worker.text.output import Output, Said
+from worker.text.prompt import Prompt, Thinking
+from worker.text.trial import compiled
+
+EOS, OTHER_EOS = 2, 0
+
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+
+
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+
+
+# Of formats, and the tokens that they need besides the tiny model's.
+ADDED = {
+    "json_tools": [],
+    "mistral": ["[TOOL_CALLS]", "[ARGS]"],
+    "mistral_list": ["[TOOL_CALLS]"],
+    "qwen3_coder": [],
+    "harmony": [*MARKERS, "<|constrain|>"],
+    "glm47": [],
+    "none": [],
+}
+
+
+FORCED = {
+    "json_tools": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
+    "mistral": '[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}',
+    "mistral_list": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}, "id": "a1B2c3D4e"}]',
+    "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>",
+    "harmony": '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Oslo"}',
+}
+
+
+class Model:
+    """The tiny model's tokenizer, were it another model's."""
+
+    def __init__(self, format: str) -> None:
+        self.tokenizer = Words(load_tokenizer(_folder(format), eos_token_ids=[EOS, OTHER_EOS]))
+        self.count = len(self.tokenizer.tokens)
+        self.dialect = Dialect(self.tokenizer)
+        self.guides = Guides(self.tokenizer, self.dialect, self.count)
+        self.vocabulary = LLTokenizer(str(self.tokenizer.definition), eos_token=[OTHER_EOS, EOS])
+
+    async def guide(self, thinking: Thinking = "closed", **fields: Any) -> GrammarGuide:
+        guide = await self.guides.guide(request(**fields), Prompt((1,), thinking))
+        assert guide
+        return guide
+
+    def quick_guide(self, asked: ChatRequest) -> GrammarGuide:
+        """Without the trial."""
+        wish = wish_of(asked)
+        assert wish
+        grammar = Grammars(self.tokenizer, self.dialect).of(wish, reasoned=False)
+        return GrammarGuide(compiled(self.vocabulary, grammar), frozenset({EOS, OTHER_EOS}))
+
+    def takes(self, guide: GrammarGuide, text: str) -> bool:
+        """Whether all of it is allowed, and may be the end."""
+        for token in self.tokenizer.encode(text):
+            if token not in allowed(guide, self.count):
+                return False
+            guide.accept(token)
+        return guide.broken is None and {EOS, OTHER_EOS} <= set(allowed(guide, self.count))
+
+    def said(self, asked: ChatRequest, tokens: list[int]) -> tuple[Said, str]:
+        output = Output(Vocabulary(self.tokenizer), self.dialect, asked, "none", "job")
+        said = sum((output.feed(token) for token in tokens), Said()) + output.flush()
+        return said, output.finish_reason("stop")
+
+
+def _folder(format: str) -> Path:
+    folder = Path(mkdtemp())
+    definition = json.loads((TINY_CHAT / "tokenizer.json").read_text())
+    for token in ADDED[format]:
+        entry = {**definition["added_tokens"][0], "id": 1014 + len(definition["added_tokens"]), "content": token}
+        definition["added_tokens"].append(entry)
+    config = json.loads((TINY_CHAT / "tokenizer_config.json").read_text())
+    if format in ("none", "harmony"):
+        config["chat_template"] = "{{ messages }}"
+    elif format.startswith("mistral"):
+        config["chat_template"] = "[TOOL_CALLS][ARGS]" if format == "mistral" else "[TOOL_CALLS]"
+    else:
+        config["tool_parser_type"] = format
+    (folder / "tokenizer.json").write_text(json.dumps(definition))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    shutil.copyfile(TINY_CHAT / "config.json", folder / "config.json")
+    return folder
+
+
+@cache
+def model(format: str = "json_tools") -> Model:
+    return Model(format)
+
+
+def request(**fields: Any) -> ChatRequest:
+    return ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hello"}], **fields})
+
+
+def by(asked: Schema) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": asked}}}
+
+
+ANY_OBJECT = {"response_format": {"type": "json_object"}}
+
+
+async def refusal(format: str = "json_tools", **fields: Any) -> Refusal:
+    with pytest.raises(Refusal) as refused:
+        await model(format).guide(**fields)
+    return refused.value
+
+
+def fresh() -> Guides:
+    return Guides(model().tokenizer, model().dialect, 1024)
+
+
+def spelled(text: str) -> list[int]:
+    """Without the tokens of markers."""
+    return [token for char in text for token in model().tokenizer.encode(char)]
+
+
+SIGNS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", *MARKERS, "<b>", "é", '"', " "]

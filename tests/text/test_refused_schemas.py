@@ -1,0 +1,225 @@
+"""What no answer can be held to is refused, and trying it out holds nobody up."""
+
+import asyncio
+import json
+import signal
+from typing import Any
+
+import pytest
+from llguidance import LLTokenizer
+
+from scripts.stack import TINY_CHAT
+from tests.text.guided import ANY_OBJECT, CITY, CLOCK, WEATHER, by, fresh, model, refusal, request
+from tests.text.structured import Schema, allowed
+from worker.engine.upstream import load_tokenizer
+from worker.engine.words import Words
+from worker.errors import Refusal
+from worker.text.definition import unmarked
+from worker.text.guide import Guides
+from worker.text.prompt import Prompt
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"type": "nonsense"}, "Invalid type: nonsense"),
+        ({"type": "object", "properties": {"a": 5}}, "must be an object or boolean"),
+        ({"type": "object", "required": "a"}, "Expected array for 'required'"),
+        ({"type": "string", "pattern": "["}, "unclosed character class"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ({"type": "string", "format": "binary"}, "Unknown format: binary"),
+        ({"$ref": "#/$defs/none"}, "'/$defs/none' does not exist"),
+        ({"$ref": "https://example.org/schema"}, "'https://example.org/schema' is not present"),
+        ({"$ref": "#"}, "NoExtension"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"not": {"type": "string"}}, '"not"'),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf constraints are not supported"),
+        ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum (5) is greater than maximum (3)"),
+        ({"enum": []}, "Unsatisfiable"),
+        ({"type": "object", "minProperties": 2}, "minProperties above 1"),
+        ({"type": "object", "x-guidance": {"lenient": True}}, "x-guidance"),
+    ],
+)
+async def test_a_schema_that_cannot_be_held_to_is_refused_with_the_reason(asked: Schema, words: str) -> None:
+    refused = await refusal(**by(asked))
+    assert refused.type == "invalid_request"
+    assert words in refused.message
+    assert len(refused.message) < 400
+
+
+async def test_a_refusal_says_where_the_schema_stands() -> None:
+    assert (await refusal(**by({"type": "nonsense"}))).message.startswith("response_format: ")
+    bad = {"type": "function", "function": {"name": "bad", "parameters": {"properties": {"a": {"type": "x"}}}}}
+    for fields in ({"tool_choice": "required"}, by(CITY)):
+        refused = await refusal(tools=[WEATHER, bad], **fields)
+        assert refused.message == "tools: bad: no answer can be held to this schema: Invalid type: x"
+
+
+def links(count: int) -> Schema:
+    chain: Schema = {f"d{i}": {"properties": {"n": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(count)}
+    return {"$defs": chain | {f"d{count}": {}}, "$ref": "#/$defs/d0"}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        links(8_000),  # overflows the stack
+        {"prefixItems": [{"type": "integer", "multipleOf": 99_991 - i} for i in range(50)]},  # takes a minute, and 2 GB
+    ],
+    ids=["deep", "slow"],
+)
+async def test_a_schema_that_would_end_the_process_or_hold_it_up_is_refused(asked: Schema) -> None:
+    refused = await refusal(**by({"type": "array", **asked}))
+    assert refused.message == (
+        "response_format: no answer can be held to this schema: it is too large, too deep or too slow to compile."
+    )
+    assert await model().guide(**ANY_OBJECT)
+
+
+SLOW: Schema = {"prefixItems": [{"type": "integer", "multipleOf": 99_991 - i} for i in range(50)]}
+
+
+async def test_one_clients_slow_schemas_do_not_hold_up_what_is_quick_or_known() -> None:
+    guides, prompt = fresh(), Prompt((1,), "closed")
+    known = request(**by({"type": "string", "pattern": "^a+$"}))
+    assert await guides.guide(known, prompt)
+    slow = [asyncio.ensure_future(guides.guide(request(**by({**SLOW, "title": str(i)})), prompt)) for i in range(8)]
+    await asyncio.sleep(0.05)
+    for quick in (request(**ANY_OBJECT), request(**by(CITY), tools=[WEATHER]), known):
+        assert await guides.guide(quick, prompt)
+    assert not any(task.done() for task in slow)
+    for task in slow:
+        task.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
+
+
+async def test_a_job_that_is_cancelled_takes_its_trial_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, trials = asyncio.create_subprocess_exec, asyncio.Queue[asyncio.subprocess.Process]()
+
+    async def watched(*args: Any, **how: Any) -> asyncio.subprocess.Process:
+        await trials.put(process := await begin(*args, **how))
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", watched)
+    guiding = asyncio.ensure_future(fresh().guide(request(**by(SLOW)), Prompt((1,), "closed")))
+    trial = await trials.get()
+    await asyncio.sleep(0)
+    guiding.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await guiding
+    assert trial.returncode == -signal.SIGKILL
+
+
+async def test_a_schema_is_tried_once_however_many_rows_bring_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, trials = asyncio.create_subprocess_exec, list[int]()
+
+    async def watched(*args: Any, **how: Any) -> asyncio.subprocess.Process:
+        trials.append(1)
+        return await begin(*args, **how)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", watched)
+    guides, asked = fresh(), request(**by({"type": "string", "pattern": "^b+$"}))
+    await guides.guide(asked, Prompt((1,), "closed"))
+    await asyncio.gather(*(guides.guide(asked, Prompt((1,), "closed")) for _ in range(20)))
+    assert len(trials) == 1
+
+
+async def test_a_schema_is_too_large_by_so_much() -> None:
+    refused = await refusal(**by({"enum": ["x" * 600_000]}))
+    assert refused.type == "too_large"
+    assert "characters too long" in refused.message
+
+
+async def test_json_schema_needs_a_schema() -> None:
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"name": "answer"}}}
+    assert (await refusal(**asked)).message == "response_format: json_schema needs a schema in it."
+
+
+@pytest.mark.parametrize("definition", [None, "{}", '{"model": 1}'])
+async def test_a_tokenizer_that_cannot_be_read_is_refused_by_the_field(definition: str | None) -> None:
+    tokenizer = Words(load_tokenizer(TINY_CHAT))
+    vars(tokenizer)["definition"] = definition
+    guides = Guides(tokenizer, model().dialect, 1024)
+    for fields, named in (
+        (ANY_OBJECT, "response_format"),
+        ({"tools": [CLOCK], "tool_choice": "required"}, "tool_choice"),
+    ):
+        with pytest.raises(Refusal) as refused:
+            await guides.guide(request(**fields), Prompt((1,), "none"))
+        assert refused.value.message == f"{named}: this model's tokenizer cannot be guided; leave it out."
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"properties": {f"p{i}": {"const": i} for i in range(700)}, "additionalProperties": False},
+        {"anyOf": [{"type": "object", "properties": {f"p{i}": {"type": "string"}}} for i in range(200)]},
+    ],
+    ids=["many properties", "many branches"],
+)
+async def test_a_schema_with_much_that_is_optional_is_held_to(asked: Schema) -> None:
+    guide = await model().guide(**by({"type": "object", **asked}))
+    for token in model().tokenizer.encode('{"p1": '):
+        assert token in allowed(guide, 1024)
+        guide.accept(token)
+
+
+async def test_a_schema_that_breaks_at_the_first_tokens_is_refused() -> None:
+    patterns = ["^(([a-z]{1,9} ){1,9}|.{3,60}[aeiou]){5,40}$", "[a-z]+x.{1,40}y", "b.{3,30}c"]
+    refused = await refusal(**by({"type": "string", "allOf": [{"pattern": pattern} for pattern in patterns]}))
+    assert "too many expressions" in refused.message
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"const": "a\u0001b"}, r"control character '\x01'"),
+        ({"enum": [[{"a": "\u001f"}]]}, r"control character '\x1f'"),
+        ({"properties": {"a\u0000": {}}}, r"control character '\x00'"),
+        ({"const": "\u007f"}, r"control character '\x7f'"),
+        ({"const": 2**53 + 1}, "9007199254740993"),
+        ({"items": {"enum": [{"a": -(2**63)}]}}, "-9223372036854775808"),
+    ],
+)
+async def test_what_cannot_be_written_as_it_is_is_refused(asked: Schema, words: str) -> None:
+    assert words in (await refusal(**by(asked))).message
+
+
+@pytest.mark.parametrize("ends", [signal.SIGKILL, signal.SIGTERM])
+async def test_a_trial_that_is_ended_from_outside_says_nothing_of_the_schema(
+    ends: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, guides, prompt = asyncio.create_subprocess_exec, fresh(), Prompt((1,), "closed")
+
+    async def ended(*args: Any, **how: Any) -> asyncio.subprocess.Process:
+        process = await begin(*args, **how)
+        process.send_signal(ends)
+        return process
+
+    asked = request(**by({"type": "string", "pattern": "^c+$"}))
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio, "create_subprocess_exec", ended)
+        with pytest.raises(Refusal) as refused:
+            await guides.guide(asked, prompt)
+    assert (refused.value.type, refused.value.retryable) == ("overloaded", True)
+    assert await guides.guide(asked, prompt)
+
+
+@pytest.mark.parametrize("unigram", [False, True], ids=["merges", "unigram"])
+def test_a_definition_whose_added_tokens_are_its_models_too_can_still_be_read(unigram: bool) -> None:
+    definition = json.loads(str(model().tokenizer.definition))
+    left, right = definition["model"]["merges"][0]
+    added = [{**definition["added_tokens"][0], "content": text} for text in (left + right, "  ")]
+    for entry in added:
+        entry["id"] = definition["model"]["vocab"].setdefault(entry["content"], 1024)
+    definition["added_tokens"] += added
+    if unigram:
+        vocab = sorted(definition["model"]["vocab"], key=definition["model"]["vocab"].get)
+        definition["model"] = {"type": "Unigram", "unk_id": 0, "vocab": [[token, -1.0] for token in vocab]}
+        definition["added_tokens"] = [each for each in definition["added_tokens"] if each["content"] in vocab]
+    read = json.loads(unmarked(json.dumps(definition)))
+    assert [each["id"] for each in read["added_tokens"]] == [each["id"] for each in definition["added_tokens"]]
+    texts = [each["content"] for each in read["added_tokens"]]
+    assert "  " in texts
+    assert left + right not in texts
+    assert LLTokenizer(json.dumps(read)).vocab_size == LLTokenizer(json.dumps(definition)).vocab_size
