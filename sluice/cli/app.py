@@ -8,6 +8,7 @@ import typer
 
 from sluice.cli.cancel import cancel
 from sluice.cli.chat import chat
+from sluice.cli.check import check
 from sluice.cli.dead import dead
 from sluice.cli.submit import submit
 from sluice.cli.tail import tail
@@ -23,7 +24,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog='\b\nExample:\n  sluice chat "What is the capital of Ghana?"',
 )
-for command in (worker, chat, submit, tail, cancel, workers):
+for command in (worker, check, chat, submit, tail, cancel, workers):
     app.command()(command)
 app.add_typer(dead, name="dead")
 

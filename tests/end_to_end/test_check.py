@@ -1,0 +1,88 @@
+"""`sluice check`, as a process: what it prints, where, and its exit code."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.stack import ROOT, TINY_CHAT
+from tests.engine.tiny import CANNOT_BATCH, CONFIGS, write_checkpoint
+
+_WITHOUT_WORKER = "import sys; sys.modules['worker'] = None; from sluice.cli import main; main()"
+
+
+def run(*args: str) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    done = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=60, env=env)
+    return done.returncode, done.stdout, done.stderr
+
+
+def check(*args: str) -> tuple[int, str, str]:
+    return run("-m", "sluice.cli", "check", *args)
+
+
+def cells(table: str) -> dict[str, str]:
+    """Of two columns."""
+    lines = [line.split("│") for line in table.splitlines() if line.count("│") == 3]
+    return {line[1].strip(): line[2].strip() for line in lines}
+
+
+def test_a_person_sees_what_a_model_gets_in_eighty_columns() -> None:
+    code, out, err = check(str(TINY_CHAT))
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    said = cells(out)
+    assert said["architecture"] == "qwen3_5"
+    assert said["weights"] == "2 MB, not quantized; computes in float32"
+    assert said["cache layers"] == "2 × recurrent, 2 × kv"
+    assert said["a row takes"] == "1 kB a token, 42 kB whatever its length"
+    assert said["reasoning"] == "<think> … </think>"
+    assert said["tool calls"] == "json_tools: <tool_call> … </tool_call>"
+    assert said["schemas"] == "yes"
+    assert int(said["32,768"].replace(",", "")) >= 1
+
+
+def test_windows_are_told_apart_from_what_grows(tmp_path: Path) -> None:
+    said = cells(check(str(write_checkpoint(CONFIGS["gpt_oss"], tmp_path)))[1])
+    assert said["cache layers"] == "2 × rotating of 16, 2 × kv"
+    assert said["a row takes"] == "512 B for each of the last 16, 512 B a token"
+
+
+def test_a_program_gets_one_object() -> None:
+    code, out, err = check(str(TINY_CHAT), "--json")
+    facts = json.loads(out)
+    assert (code, err) == (0, "")
+    assert (facts["servable"], facts["complaints"]) == (True, [])
+    assert (facts["weights_bytes"], facts["token_bytes"], facts["state_bytes"]) == (2_047_296, 1024, 41_984)
+    assert [layer["kind"] for layer in facts["layers"]] == ["recurrent", "kv"] * 2
+    assert [row["tokens"] for row in facts["rows"]] == [2048, 8192, 32_768]
+    assert sorted((row["rows"] for row in facts["rows"]), reverse=True) == [row["rows"] for row in facts["rows"]]
+
+
+@pytest.mark.parametrize("how", [[], ["--json"]])
+def test_a_model_that_would_not_be_served_is_told_and_the_exit_code_is_2(tmp_path: Path, how: list[str]) -> None:
+    code, out, err = check(str(write_checkpoint(CANNOT_BATCH["llama4"], tmp_path)), *how)
+    assert code == 2
+    assert "chunked" in out
+    assert f"sluice: {tmp_path} cannot be served. This model keeps its context in chunks" in err
+
+
+def test_what_is_no_model_is_a_sentence_and_no_traceback() -> None:
+    assert check("./no/such/folder") == (2, "", "sluice: ./no/such/folder: there is no such folder.\n")
+
+
+def test_without_the_worker_installed_the_way_out_is_said() -> None:
+    code, out, err = run("-c", _WITHOUT_WORKER, "check", str(TINY_CHAT))
+    assert (code, out) == (2, "")
+    assert "pip install 'mlx-sluice[worker]'" in err
+
+
+def test_help_has_an_example_and_the_exit_codes() -> None:
+    code, out, _ = check("--help")
+    assert code == 0
+    assert "sluice check models/tiny-chat" in out
+    assert "Exit codes" in out

@@ -1,0 +1,154 @@
+"""Who may come in. One row of 1,000 tokens costs what `cost(1000)` says, and nothing here computes."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.schedule.admission import PATIENCE, Admit, Decision, Refuse, Row, Wait, admit, admit_in_turn, lengths
+from worker.schedule.memory import Costs, Growing
+from worker.schedule.sequence import Lane
+
+COSTS = Costs(weights_bytes=1_000_000_000, growing=(Growing(token_bytes=100_000, layer_bytes=3_000),))
+
+
+def row(id: str, tokens: int = 1000, lane: Lane = "interactive", *, group: int = 0, passed: int = 0) -> Row:
+    return Row(id, lane, tokens - 100, 100, group, passed)
+
+
+def room_for(*rows: Row) -> int:
+    return COSTS.peak_bytes(lengths(rows))
+
+
+lanes: list[Lane] = ["interactive", "batch"]
+rows = st.lists(st.tuples(st.integers(101, 30_000), st.sampled_from(lanes), st.integers(0, 2)), max_size=8).map(
+    lambda given: [row(str(i), tokens, lane, group=group) for i, (tokens, lane, group) in enumerate(given)]
+)
+limits = st.integers(1_000_000_000, 20_000_000_000)
+
+
+def admitted(decisions: list[tuple[Row, Decision]]) -> list[Row]:
+    return [row for row, decision in decisions if isinstance(decision, Admit)]
+
+
+def test_what_fits_comes_in() -> None:
+    here, new = row("here"), row("new")
+    assert admit(new, [here], COSTS, room_for(here, new)) == Admit()
+
+
+def test_what_does_not_fit_beside_the_others_waits() -> None:
+    here, new = row("here"), row("new")
+    assert admit(new, [here], COSTS, room_for(here, new) - 1) == Wait()
+
+
+def test_what_would_not_even_fit_alone_is_refused_with_the_numbers() -> None:
+    new = Row("new", "interactive", 40_000, 1_024)
+    assert admit(new, [], COSTS, 3_200_000_000) == Refuse(
+        "This request needs 8.9 GB for 40,000 prompt and 1,024 answer tokens; this worker has 2.2 GB beside its model: "
+        "shorten the prompt or max_tokens by about 32,000 tokens."
+    )
+
+
+def test_a_request_shortened_as_told_is_not_refused() -> None:
+    long = Row("new", "interactive", 40_000, 1_024)
+    assert isinstance(admit(long, [], COSTS, 3_200_000_000), Refuse)
+    assert admit(replace(long, prompt_tokens=40_000 - 32_000), [], COSTS, 3_200_000_000) == Admit()
+
+
+def test_a_worker_without_room_says_that_no_request_would_fit() -> None:
+    assert admit(row("new"), [], COSTS, 1_000_100_000) == Refuse(
+        "This worker has 100 kB beside its model, too little for any answer."
+    )
+
+
+def test_an_interactive_row_parks_the_youngest_offline_rows_that_it_needs_and_no_more() -> None:
+    old, young, talk = row("old", 4000, "batch"), row("young", 4000, "batch"), row("talk")
+    assert admit(row("new", 4000), [old, young, talk], COSTS, room_for(old, talk, row("new", 4000))) == Admit(
+        park=("young",)
+    )
+
+
+def test_rows_are_parked_youngest_first() -> None:
+    running = [row("a", 4000, "batch"), row("b", 4000, "batch"), row("c", 4000, "batch")]
+    new = row("new", 4000)
+    assert admit(new, running, COSTS, room_for(new)) == Admit(park=("c", "b", "a"))
+
+
+def test_nobody_is_parked_where_that_would_not_be_enough() -> None:
+    talk, offline = row("talk", 8000), row("offline", 1000, "batch")
+    assert admit(row("new", 8000), [talk, offline], COSTS, room_for(talk)) == Wait()
+
+
+@given(rows, rows, limits)
+def test_what_comes_in_never_takes_more_than_there_is(waiting: list[Row], first: list[Row], limit: int) -> None:
+    running = admitted(admit_in_turn(first, [], COSTS, limit))
+    renamed = [replace(each, id=f"new {each.id}") for each in waiting]
+    decisions = admit_in_turn(renamed, running, COSTS, limit)
+    parked = {id for _, decision in decisions if isinstance(decision, Admit) for id in decision.park}
+    inside = [each for each in [*running, *admitted(decisions)] if each.id not in parked]
+    assert COSTS.peak_bytes(lengths(inside)) <= limit
+
+
+@given(rows, rows, limits)
+def test_who_is_refused_would_not_fit_alone_and_nobody_else_is(
+    waiting: list[Row], running: list[Row], limit: int
+) -> None:
+    for each, decision in admit_in_turn(waiting, running, COSTS, limit):
+        assert isinstance(decision, Refuse) == (room_for(each) > limit)
+
+
+@given(rows, rows.filter(bool), limits)
+def test_only_interactive_rows_park_and_only_offline_rows_are_parked(
+    running: list[Row], waiting: list[Row], limit: int
+) -> None:
+    for candidate in waiting:
+        decision = admit(replace(candidate, id="new"), running, COSTS, limit)
+        if isinstance(decision, Admit) and decision.park:
+            assert candidate.lane == "interactive"
+            assert {each.lane for each in running if each.id in decision.park} == {"batch"}
+
+
+@given(rows, rows.filter(bool), limits, st.integers(0, 10**10))
+def test_what_comes_in_would_come_in_with_more_memory(
+    running: list[Row], waiting: list[Row], limit: int, more: int
+) -> None:
+    candidate = replace(waiting[0], id="new")
+    if admit(candidate, running, COSTS, limit) == Admit():
+        assert admit(candidate, running, COSTS, limit + more) == Admit()
+
+
+def test_a_row_counts_how_many_came_in_before_it_that_stood_behind_it() -> None:
+    here, big = row("here", 4000), row("big", 4000, group=1, passed=3)
+    small, later = row("small", 200, group=2), row("later", 200, group=2)
+    decisions = admit_in_turn([big, small, later], [here], COSTS, room_for(here, small, later))
+    assert decisions == [(big, Wait(passed=5)), (small, Admit()), (later, Admit())]
+
+
+def test_a_row_that_was_passed_too_often_is_passed_no_more() -> None:
+    here, big, small = row("here", 4000), row("big", 4000, group=1, passed=PATIENCE), row("small", 200, group=2)
+    decisions = admit_in_turn([big, small], [here], COSTS, room_for(here, small))
+    assert decisions == [(big, Wait(passed=PATIENCE)), (small, Wait())]
+
+
+def test_an_offline_row_out_of_patience_does_not_hold_up_interactive_ones() -> None:
+    here, big = row("here", 4000), row("big", 4000, "batch", group=1, passed=PATIENCE)
+    offline, talk = row("offline", 200, "batch", group=2), row("talk", 200, group=2)
+    decisions = admit_in_turn([big, offline, talk], [here], COSTS, room_for(here, offline, talk))
+    assert decisions == [(talk, Admit()), (big, Wait(passed=PATIENCE)), (offline, Wait())]
+
+
+@pytest.mark.parametrize("lane", lanes)
+def test_a_large_row_comes_in_under_an_endless_stream_of_small_ones(lane: Lane) -> None:
+    running, waiting = [row(str(i), 400, lane) for i in range(3)], [row("big", 4000, lane)]
+    limit = room_for(row("big", 4000))
+    for turn in range(100):
+        waiting.append(row(f"small {turn}", 400, lane))
+        decisions = admit_in_turn(waiting, running, COSTS, limit)
+        running += admitted(decisions)
+        waiting = [replace(each, passed=d.passed) for each, d in decisions if isinstance(d, Wait)]
+        if any(each.id == "big" for each in running):
+            assert PATIENCE <= turn < 4 * PATIENCE
+            return
+        running = running[1:]  # the oldest has ended
+    pytest.fail("the large row never came in")

@@ -1,0 +1,132 @@
+"""What rows cost: sums, and how measurements correct them. Whether they are right is tested in tests/engine."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.schedule.memory import BUFFER_TOKENS, CHUNK, MOST_ROWS, Correction, Costs, Growing, room, size
+
+PLAIN = Costs(weights_bytes=1_000_000, growing=(Growing(token_bytes=100, layer_bytes=10),))
+HYBRID = Costs(
+    weights_bytes=1_000_000,
+    growing=(Growing(100, 10), Growing(40, 10, window=512)),
+    state_bytes=7_000,
+    chunk_token_bytes=50,
+    score_bytes=2,
+    draft_bytes=300_000,
+)
+
+costs = st.builds(
+    Costs,
+    weights_bytes=st.integers(0, 10**9),
+    growing=st.lists(
+        st.builds(Growing, st.integers(1, 10**5), st.integers(1, 10**4), st.none() | st.integers(1, 5000)), max_size=3
+    ).map(tuple),
+    state_bytes=st.integers(0, 10**6),
+    chunk_token_bytes=st.integers(0, 10**5),
+    score_bytes=st.integers(0, 100),
+    draft_bytes=st.integers(0, 10**8),
+    factor=st.floats(0.5, 4.0),
+)
+groups = st.lists(st.lists(st.integers(1, 20_000), max_size=6), max_size=4)
+
+
+def test_a_row_alone_has_up_to_a_step_to_spare() -> None:
+    assert PLAIN.row_bytes(1000) == 100 * (1000 + BUFFER_TOKENS - 1)
+
+
+def test_a_window_bounds_what_a_row_keeps_and_a_state_is_always_there() -> None:
+    assert HYBRID.row_bytes(10_000) == 100 * (10_000 + 255) + 40 * 512 + 7_000
+
+
+def test_every_row_of_a_group_pays_for_the_longest() -> None:
+    rows, tokens = room(3, 2000)
+    assert PLAIN.rectangle_bytes([10, 2000, 10]) == rows * tokens * 100
+    assert PLAIN.rectangle_bytes([10, 10]) + PLAIN.rectangle_bytes([2000]) < PLAIN.rectangle_bytes([10, 10, 2000])
+
+
+def test_a_longer_chunk_stretches_the_windows_and_the_scores() -> None:
+    assert HYBRID.chunk_bytes(256, 1000) == 256 * (50 + 40 + 2 * 1000)
+
+
+def test_without_rows_there_is_only_what_stays() -> None:
+    assert HYBRID.peak_bytes([]) == HYBRID.peak_bytes([[]]) == 1_300_000
+
+
+@given(costs, groups, st.integers(0, 3), st.integers(1, 20_000))
+def test_a_row_more_never_costs_less(costs: Costs, groups: list[list[int]], place: int, tokens: int) -> None:
+    more = [[*group, tokens] if i == place else group for i, group in enumerate([*groups, []])]
+    assert costs.peak_bytes(more) >= costs.peak_bytes(groups)
+
+
+@given(costs, groups.filter(any), st.integers(1, 5000))
+def test_longer_rows_never_cost_less(costs: Costs, groups: list[list[int]], more: int) -> None:
+    longer = [[tokens + more for tokens in group] for group in groups]
+    assert costs.peak_bytes(longer) >= costs.peak_bytes(groups)
+
+
+@given(costs, st.integers(0, 10**10))
+def test_the_longest_row_fits_and_a_longer_one_does_not(costs: Costs, limit: int) -> None:
+    most = costs.most_tokens(limit)
+    assert not most or costs.peak_bytes([[most]]) <= limit
+    assert most >= 1 << 31 or costs.peak_bytes([[most + 1]]) > limit
+
+
+def test_a_model_that_keeps_no_tokens_has_no_longest_row() -> None:
+    assert replace(PLAIN, growing=(), state_bytes=100).most_tokens(2_000_000) > 10**9
+
+
+@given(costs, st.integers(1, 5000), st.integers(0, 10**9))
+def test_so_many_rows_fit_and_one_more_does_not(costs: Costs, tokens: int, limit: int) -> None:
+    most = costs.most_rows(tokens, limit)
+    assert not most or costs.peak_bytes([[tokens] * most]) <= limit
+    assert most == MOST_ROWS or costs.peak_bytes([[tokens] * (most + 1)]) > limit
+
+
+def test_a_chunk_is_as_long_as_memory_lets_it() -> None:
+    limit = HYBRID.peak_bytes([[5000]], chunk=1000)
+    assert HYBRID.longest_chunk([[5000]], limit) == 1000
+
+
+def test_what_admission_promised_a_prompt_it_gets() -> None:
+    assert HYBRID.longest_chunk([[5000]], limit=0) == CHUNK
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (20_992, "21 kB"), (3_140_000_000, "3.1 GB"), (80_000_000, "80 MB")],
+)
+def test_sizes_are_said_in_a_unit_that_people_use(count: int, said: str) -> None:
+    assert size(count) == said
+
+
+@given(st.floats(0.6, 3.9), st.integers(1, 1000))
+def test_a_correction_finds_a_steady_error_from_either_side(error: float, seed: int) -> None:
+    correction = Correction(1.0 + seed % 3)
+    for _ in range(200):
+        correction = correction.saw(100_000_000, int(error * 100_000_000))
+    assert correction.factor == pytest.approx(error, rel=0.01)
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**11), st.integers(0, 10**12)), max_size=30))
+def test_a_correction_stays_within_bounds(seen: list[tuple[int, int]]) -> None:
+    correction = Correction()
+    for predicted, measured in seen:
+        correction = correction.saw(predicted, measured)
+    assert 0.5 <= correction.factor <= 4.0
+
+
+def test_a_correction_is_quick_to_ask_for_more_and_slow_to_ask_for_less() -> None:
+    up, down = Correction().saw(10**9, 15 * 10**8), Correction().saw(10**9, 5 * 10**8)
+    assert up.factor - 1.0 > 5 * (1.0 - down.factor) > 0
+
+
+def test_small_change_says_nothing() -> None:
+    assert Correction().saw(1_000_000, 9_000_000) == Correction()
+
+
+def test_a_correction_leaves_the_weights_alone() -> None:
+    corrected = replace(PLAIN, factor=2.0)
+    assert corrected.peak_bytes([[1000]]) - 1_000_000 == 2 * (PLAIN.peak_bytes([[1000]]) - 1_000_000)

@@ -1,0 +1,150 @@
+"""What a model will get from a worker, told from its config, its tokenizer and the heads of its weight files."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from worker.engine import device
+from worker.engine.layers import Anatomy, anatomy, weights_bytes, why_not_batched
+from worker.engine.upstream import download, load_model, load_tokenizer
+from worker.engine.words import Words
+from worker.errors import CannotStart
+from worker.schedule.memory import Costs, size
+
+# Of a hub's files all that we read; the weights stay where they are.
+_TEXTS = ["*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model", "tiktoken.model"]
+_MTP_LAYERS = "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"
+_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+# "without weights": the config tells of such layers and the files hold none; mlx-lm's conversions drop them.
+Mtp = Literal["yes", "no", "without weights"]
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    config: dict[str, Any]
+    anatomy: Anatomy
+    costs: Costs
+    batches: bool
+    device: str
+    limit: int  # bytes that it offers
+    words: Words
+    mtp: Mtp
+    complaints: tuple[str, ...]  # why no worker would serve it, with the way out
+
+    @property
+    def context(self) -> int | None:
+        """Tokens, where the config says so."""
+        said: int | None = self.config.get("text_config", self.config).get("max_position_embeddings")
+        return said
+
+    @property
+    def vision(self) -> bool:
+        return "vision_config" in self.config
+
+    @property
+    def bits(self) -> int | None:
+        """Of a quantized weight."""
+        bits: int | None = (self.config.get("quantization") or {}).get("bits")
+        return bits
+
+
+def check(folder_or_hub_id: str) -> Checked:
+    """Raises `CannotStart` where there is nothing that could be told."""
+    folder = _folder(folder_or_hub_id)
+    try:
+        names = [name for file in sorted(folder.glob("model*.safetensors")) for name in _names(file)]
+        network, config = load_model(folder, lazy=True, strict=bool(names))
+        if not names:
+            _assume(network, config)
+        tokenizer = load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
+        found = anatomy(network, config)
+        why_not = why_not_batched(network, config)
+    except (ValueError, OSError, KeyError, TypeError, ImportError, RuntimeError, AttributeError) as error:
+        raise CannotStart(f"mlx-lm cannot load {folder_or_hub_id}: {error}") from error
+    costs, limit = found.costs(weights_bytes=weights_bytes(network)), device.memory_limit()
+    no_template = None if tokenizer.has_chat_template else "It has no chat template, so it cannot answer chats."
+    return Checked(
+        config=config,
+        anatomy=found,
+        costs=costs,
+        batches=why_not is None,
+        device=device.describe(),
+        limit=limit,
+        words=Words(tokenizer),
+        mtp=_mtp(config, names),
+        complaints=tuple(filter(None, (why_not, no_template, _no_room(costs, limit)))),
+    )
+
+
+def _folder(folder_or_hub_id: str) -> Path:
+    folder = Path(folder_or_hub_id).expanduser()
+    if folder.is_dir():
+        if any(folder.glob("model*.safetensors")):
+            return folder
+        raise CannotStart(f"{folder_or_hub_id} holds no weights: mlx-lm looks for model*.safetensors.")
+    if folder.exists() or folder_or_hub_id.startswith((".", "/", "~")):
+        raise CannotStart(f"{folder_or_hub_id}: there is no such folder.")
+    try:
+        return Path(download(folder_or_hub_id, allow_patterns=_TEXTS))
+    except (OSError, ValueError) as error:
+        raise CannotStart(f"{folder_or_hub_id} is no folder here, and the hub did not give it: {error}") from error
+
+
+def _names(file: Path) -> Iterator[str]:
+    """Of the tensors in a safetensors file, of which only the head is read."""
+    with file.open("rb") as opened:
+        length, there = int.from_bytes(opened.read(8), "little"), file.stat().st_size
+        if 8 + length > there:
+            raise ValueError(f"{file.name} is no safetensors file, or only its beginning; git-lfs leaves such pointers")
+        head = json.loads(opened.read(length))
+    tensors = {name: entry for name, entry in head.items() if name != "__metadata__"}
+    whole = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+    if whole > there:
+        raise ValueError(f"{file.name} was cut short: {size(there)} of {size(whole)} are there")
+    yield from tensors
+
+
+def _assume(network: nn.Module, config: dict[str, Any]) -> None:
+    """What the weights would have told: how numbers are written."""
+    text = config.get("text_config", config)
+    said = (place.get(name) for place in (config, text) for name in ("dtype", "torch_dtype"))
+    network.set_dtype(_DTYPES.get(next(filter(None, said), ""), mx.bfloat16))
+    if (quantization := config.get("quantization")) is None:
+        return
+    nn.quantize(
+        network,
+        group_size=quantization["group_size"],
+        bits=quantization["bits"],
+        mode=quantization.get("mode", "affine"),
+        class_predicate=lambda path, layer: (
+            hasattr(layer, "to_quantized")
+            and quantization.get(path, layer.weight.shape[-1] % quantization["group_size"] == 0)
+        ),
+    )
+
+
+def _mtp(config: dict[str, Any], names: list[str]) -> Mtp:
+    text = config.get("text_config", config)
+    if not any(place.get(name) for place in (config, text) for name in _MTP_LAYERS):
+        return "no"
+    beyond = (re.search(r"layers\.(\d+)\.", name) for name in names)
+    held = any("mtp" in name for name in names) or any(
+        int(found[1]) >= text["num_hidden_layers"] for found in beyond if found
+    )
+    return "yes" if held else "without weights"
+
+
+def _no_room(costs: Costs, limit: int) -> str | None:
+    if costs.most_tokens(limit):
+        return None
+    return (
+        f"Its weights take {size(costs.weights_bytes)}, and {device.describe()} offers {size(limit)}, which leaves too "
+        "little for any answer. Serve a conversion with fewer bits, or a smaller model."
+    )

@@ -1,0 +1,126 @@
+"""Who may come in: never more than fits by prediction, and for good reasons only."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from worker.schedule.memory import Costs, size
+from worker.schedule.sequence import Lane
+
+# So many may overtake a row that is too large for now. Then those behind it wait too, and memory comes free for it.
+PATIENCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A sequence, as far as memory is concerned."""
+
+    id: str
+    lane: Lane
+    prompt_tokens: int
+    max_tokens: int  # of the answer
+    group: int = 0  # of the rows that it decodes with, or will
+    passed: int = 0  # by how many; see `Wait`
+
+    @property
+    def tokens(self) -> int:
+        """At its end, if it says all that it may."""
+        return self.prompt_tokens + self.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Now, once these have been parked."""
+
+    park: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """`passed` is what the row says when it asks again."""
+
+    passed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """It would not even fit alone."""
+
+    sentence: str
+
+
+Decision = Admit | Wait | Refuse
+
+
+def admit_in_turn(
+    waiting: Sequence[Row], running: Sequence[Row], costs: Costs, limit: int
+) -> list[tuple[Row, Decision]]:
+    """What becomes of each that waits: the interactive ones first, and else in the order given. `running` has the
+    oldest first, and prompts on their way too; `limit` is the bytes that the model and all rows may take."""
+    rows, verdicts, closed = list(running), list[tuple[Row, Decision]](), False
+    for candidate in sorted(waiting, key=lambda row: row.lane == "batch"):
+        decision = admit(candidate, rows, costs, limit)
+        if closed and isinstance(decision, Admit):
+            decision = Wait(candidate.passed)
+        match decision:
+            case Admit(park):
+                rows = [*(row for row in rows if row.id not in park), candidate]
+            case Wait() if candidate.passed >= PATIENCE:
+                closed = True  # interactive rows have all had their turn before an offline one can close
+        verdicts.append((candidate, decision))
+    return _count_passed(verdicts)
+
+
+def admit(candidate: Row, running: Sequence[Row], costs: Costs, limit: int) -> Decision:
+    """An interactive candidate may have offline rows parked, the youngest first."""
+    if not _fits([candidate], costs, limit):
+        return Refuse(_why(candidate, costs, limit))
+    if _fits([*running, candidate], costs, limit):
+        return Admit()
+    if candidate.lane == "batch":
+        return Wait(candidate.passed)
+    staying, parked = list(running), list[str]()
+    for youngest in [row for row in reversed(running) if row.lane == "batch"]:
+        staying.remove(youngest)
+        parked.append(youngest.id)
+        if _fits([*staying, candidate], costs, limit):
+            return Admit(tuple(parked))
+    return Wait(candidate.passed)
+
+
+def lengths(rows: Iterable[Row]) -> list[list[int]]:
+    """At the end, by group."""
+    groups = defaultdict[int, list[int]](list)
+    for row in rows:
+        groups[row.group].append(row.tokens)
+    return list(groups.values())
+
+
+def _fits(rows: Iterable[Row], costs: Costs, limit: int) -> bool:
+    return costs.peak_bytes(lengths(rows)) <= limit
+
+
+def _count_passed(verdicts: list[tuple[Row, Decision]]) -> list[tuple[Row, Decision]]:
+    counted, behind = list[tuple[Row, Decision]](), 0
+    for row, decision in reversed(verdicts):
+        counted.append((row, Wait(row.passed + behind) if isinstance(decision, Wait) else decision))
+        behind += isinstance(decision, Admit)
+    return counted[::-1]
+
+
+def _why(candidate: Row, costs: Costs, limit: int) -> str:
+    spare, most = limit - costs.resident_bytes, costs.most_tokens(limit)
+    if not most:
+        return f"This worker has {size(max(0, spare))} beside its model, too little for any answer."
+    needs = costs.peak_bytes(lengths([candidate])) - costs.resident_bytes
+    return (
+        f"This request needs {size(needs)} for {candidate.prompt_tokens:,} prompt and {candidate.max_tokens:,} answer "
+        f"tokens; this worker has {size(spare)} beside its model: shorten the prompt or max_tokens by about "
+        f"{_rounded_up(candidate.tokens - most):,} tokens."
+    )
+
+
+def _rounded_up(tokens: int) -> int:
+    """To two digits."""
+    unit = int(10 ** max(0, len(str(tokens)) - 2))
+    return -(-tokens // unit) * unit

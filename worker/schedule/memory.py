@@ -1,0 +1,121 @@
+"""What rows cost in bytes, before they are there."""
+
+from bisect import bisect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+BUFFER_TOKENS = 256  # buffers grow in steps of this, as mlx-lm's do
+# A prediction allows for prompt chunks of so many tokens. Longer ones are a matter of speed: see `longest_chunk`.
+CHUNK = 256
+
+MOST_ROWS = 512  # what SLUICE_MAX_ROWS can be
+_UNENDING = 1 << 32  # tokens; no device holds so many, unless the model keeps none
+
+
+def room(rows: int, tokens: int) -> tuple[int, int]:
+    """The size of a batch's buffers. A share to spare makes it rare that they grow, and are copied."""
+    return rows + rows // 4, -(-(tokens + tokens // 8) // BUFFER_TOKENS) * BUFFER_TOKENS
+
+
+def size(count: int) -> str:
+    """Of so many bytes, for people: `3.1 GB`."""
+    for unit, least in ("GB", 1e9), ("MB", 1e6), ("kB", 1e3):
+        if count >= least:
+            return f"{count / least:.1f}".removesuffix(".0") + f" {unit}"
+    return f"{count} B"
+
+
+@dataclass(frozen=True, slots=True)
+class Growing:
+    """Layers of one kind that keep each token, or the last `window` of them."""
+
+    token_bytes: int  # all these layers together
+    layer_bytes: int  # the largest one of them; both for each token
+    window: int | None = None
+
+    def kept(self, tokens: int) -> int:
+        return tokens if self.window is None else min(tokens, self.window)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Of a model, in bytes. Lengths are in tokens, prompt and answer together."""
+
+    weights_bytes: int
+    growing: tuple[Growing, ...] = ()
+    state_bytes: int = 0  # a row's recurrent state, whatever its length
+    chunk_token_bytes: int = 0  # activations, for each token of a chunk
+    score_bytes: int = 0  # attention scores, for each pair of a chunk's token and one before it; 0 where none are kept
+    draft_bytes: int = 0  # the weights of a draft model
+    factor: float = 1.0  # of what comes beside the weights: see `Correction`
+
+    @property
+    def resident_bytes(self) -> int:
+        return self.weights_bytes + self.draft_bytes
+
+    def row_bytes(self, tokens: int) -> int:
+        """A row alone, in mlx-lm's caches. They grow by whole steps from wherever they stand, so up to a step less
+        one is to spare."""
+        reach = tokens + BUFFER_TOKENS - 1
+        return self.state_bytes + sum(kind.token_bytes * kind.kept(reach) for kind in self.growing)
+
+    def rectangle_bytes(self, lengths: Sequence[int]) -> int:
+        """Rows that decode as one group: each has room for the longest."""
+        rows, tokens = room(len(lengths), max(lengths, default=0))
+        return len(lengths) * self.state_bytes + rows * sum(k.token_bytes * k.kept(tokens) for k in self.growing)
+
+    def _copy_bytes(self, lengths: Sequence[int]) -> int:
+        """When buffers grow, one layer after the other is there twice."""
+        rows, tokens = room(len(lengths), max(lengths, default=0))
+        return rows * max((kind.layer_bytes * kind.kept(tokens) for kind in self.growing), default=0)
+
+    def chunk_bytes(self, chunk: int, tokens: int) -> int:
+        """What a step's prompt chunk needs in passing, at the end of a row of so many tokens."""
+        windows = sum(kind.token_bytes for kind in self.growing if kind.window)  # stretched by the chunk
+        return chunk * (self.chunk_token_bytes + windows + self.score_bytes * tokens)
+
+    def beside_bytes(self, groups: Iterable[Sequence[int]], chunk: int = CHUNK) -> int:
+        """The most that rows of these lengths, by group, need beside the weights. One of them may not have joined its
+        group yet, and is there by itself, while its prompt advances or buffers grow. Not corrected by `factor`."""
+        groups = [group for group in groups if group]
+        if not groups:
+            return 0
+        longest = max(map(max, groups))
+        lasting = sum(map(self.rectangle_bytes, groups)) + self.row_bytes(longest)
+        return lasting + max(self.chunk_bytes(min(chunk, longest), longest), *map(self._copy_bytes, groups))
+
+    def peak_bytes(self, groups: Iterable[Sequence[int]], chunk: int = CHUNK) -> int:
+        return self.resident_bytes + round(self.factor * self.beside_bytes(groups, chunk))
+
+    def most_tokens(self, limit: int) -> int:
+        """The longest row that fits alone; 0 where none does, and a very large number where length costs nothing."""
+        return bisect(range(1, _UNENDING), limit, key=lambda tokens: self.peak_bytes([[tokens]]))
+
+    def most_rows(self, tokens: int, limit: int) -> int:
+        """So many rows of that length fit, in one group; `MOST_ROWS` where more would."""
+        return bisect(range(1, MOST_ROWS + 1), limit, key=lambda rows: self.peak_bytes([[tokens] * rows]))
+
+    def longest_chunk(self, groups: Sequence[Sequence[int]], limit: int) -> int:
+        """How many tokens a prompt may advance by in one step; `CHUNK` at least, which was promised at admission."""
+        fitting = bisect(range(1, 1 << 16), limit, key=lambda chunk: self.peak_bytes(groups, chunk))
+        return max(CHUNK, fitting)
+
+
+_NOISE_BYTES = 16_000_000  # a measurement below it says more about the allocator
+_UP, _DOWN = 0.5, 0.05  # weights of the newest measurement: too little memory is worse than some unused
+_LEAST, _MOST = 0.5, 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """How measurements compare with predictions."""
+
+    factor: float = 1.0
+
+    def saw(self, predicted: int, measured: int) -> "Correction":
+        """Both beside the weights, and at their highest: `Costs.beside_bytes` of what ran, and what it took."""
+        if predicted < _NOISE_BYTES:
+            return self
+        ratio = min(_MOST, max(_LEAST, measured / predicted))
+        weight = _UP if ratio > self.factor else _DOWN
+        return Correction(self.factor + weight * (ratio - self.factor))
