@@ -8,11 +8,13 @@ from arq.connections import ArqRedis
 from arq.worker import func
 from redis.asyncio import BlockingConnectionPool
 
+from worker.engine.device import memory_for_model
 from worker.engine.model import open_model
 from worker.engine.thread import EngineThread
 from worker.engine.words import Words
 from worker.errors import CannotStart
 from worker.jobs import chat
+from worker.metrics import Metrics
 from worker.queue.scripts import dumps, loads
 from worker.queue.worker import QueueWorker
 from worker.served import Served
@@ -27,7 +29,19 @@ EXIT_ENGINE_DIED = 3
 
 async def serve(settings: Settings) -> None:
     """Until SIGTERM or SIGINT. Raises `CannotStart`."""
-    engine = EngineThread(lambda: open_model(settings.model), step_s=settings.step_ms / 1000, died=_die)
+    metrics = Metrics(settings.model_name)
+    with metrics.served(settings.metrics_port):
+        await _serve(settings, metrics)
+
+
+async def _serve(settings: Settings, metrics: Metrics) -> None:
+    engine = EngineThread(
+        lambda: open_model(settings.model),
+        step_s=settings.step_ms / 1000,
+        memory=memory_for_model(settings.memory_gb, settings.memory_headroom_gb),
+        died=_die,
+        stepped=metrics.stepped,
+    )
     logger.info("loading %s", settings.model)
     try:
         model = await engine.start()
@@ -39,6 +53,7 @@ async def serve(settings: Settings) -> None:
             context=min(model.context, settings.context_tokens or model.context),
             vocab=model.vocab,
             generation=model.generation,
+            metrics=metrics,
         )
         async with connect(settings) as redis:
             worker = QueueWorker(
@@ -46,6 +61,7 @@ async def serve(settings: Settings) -> None:
                 redis=redis,
                 settings=settings,
                 ctx={"served": served},
+                metrics=metrics,
                 pulses=[engine.pulse],
                 hold=engine.hold,
             )

@@ -14,7 +14,7 @@ from worker.queue.job import Answer, Job
 from worker.record import Record
 from worker.request import output_tokens, read_request, sampling_of, seed_of
 from worker.resume import delivered, replay
-from worker.schedule.sequence import Faulted, Guide, Outcome, Prefilled, Sampled, Sequence
+from worker.schedule.sequence import Faulted, Guide, Outcome, Prefilled, Refused, Sampled, Sequence
 from worker.served import Served
 from worker.text.output import Said
 from worker.text.prompt import Prompt
@@ -29,7 +29,7 @@ async def chat(ctx: dict[Any, Any], body: Any) -> Answer:
 
 class Chat:
     def __init__(self, job: Job, served: Served) -> None:
-        self._job, self._served, self._record = job, served, Record(job)
+        self._job, self._served, self._record = job, served, Record(job, served.metrics)
         self._done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._guide: Guide | None = None
         self._ended = False  # by an earlier attempt, all but for its final event
@@ -120,6 +120,8 @@ class Chat:
                 self._record.prefilled(done, total)
             case Sampled():
                 self._sampled(outcome, rows)
+            case Refused(sentence=sentence):
+                self._done.set_exception(Refusal("too_large", sentence))
             case Faulted():
                 ours = "The engine failed on this row; the worker's log says why."
                 self._done.set_exception(Refusal("internal", ours, retryable=True))

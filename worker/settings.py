@@ -35,6 +35,10 @@ class Settings(BaseSettings):
     max_rows: int = Field(16, ge=1, le=512, description="Sequences in the engine at once.")
     reserved_rows: int = Field(2, ge=0, description="Rows of those that offline jobs never take.")
     step_ms: float = Field(100.0, gt=0, description="Target milliseconds between two tokens of a row.")
+    memory_gb: float | None = Field(
+        None, gt=0, description="Gigabytes that the model and all rows may take, where that is less than the device's."
+    )
+    memory_headroom_gb: float = Field(1.0, ge=0, description="Gigabytes of those that are left free.")
     context_tokens: int | None = Field(
         None, ge=2, description="Prompt and answer together, where that is less than the model's own context."
     )
@@ -56,6 +60,7 @@ class Settings(BaseSettings):
         True, description="Set notify-keyspace-events, so that plain arq producers wake the worker."
     )
 
+    metrics_port: int | None = Field(None, ge=1, le=65_535, description="Where Prometheus reads the metrics.")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Of the worker's log.")
     log_ttl_s: int = Field(600, ge=1, description="Seconds that a job's events outlive it.")
     result_ttl_s: int = Field(3600, ge=1, description="Seconds that its result and state do.")

@@ -4,15 +4,15 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_top_p
 from rich.console import Console
 from rich.table import Table
 
-from worker.engine.logprobs import asked_for
-from worker.engine.sampling import Row, draw
+from worker.engine.logprobs import logprobs_of
+from worker.engine.row import Row
+from worker.engine.sampling import draw
 from worker.schedule.sequence import Sampling, Sequence
 
 VOCAB, RUNS = 152_064, 5
@@ -38,7 +38,7 @@ def main(console: Console) -> bool:
         for name, hows in KINDS.items():
             if rows > 1 or len(hows) == 1:
                 table.add_row(str(rows), name, *compared(*draws(logprobs[:rows], hows)))
-    for name, top in (("no logprobs", None), ("logprobs", 0), ("logprobs, 5 alternatives", 5)):
+    for name, top in (("logprobs", 0), ("logprobs, 5 alternatives", 5)):
         table.add_row("32", name, *compared(*reports(logprobs, top)))
     console.print(table)
     return unseen_top_p(logprobs[:1], console)
@@ -56,21 +56,13 @@ def draws(logprobs: mx.array, hows: list[Sampling]) -> tuple[Callable[[], None],
     return together, apart
 
 
-def reports(logprobs: mx.array, top: int | None) -> tuple[Callable[[], None], Callable[[], None]]:
-    responses = [
-        SimpleNamespace(
-            uid=Row.of(Sequence(str(i), (1,), 1, top_logprobs=top)), token=i, logprobs=row, finish_reason=None
-        )
-        for i, row in enumerate(logprobs)
-    ]
-    mx.eval([response.logprobs for response in responses])
-
+def reports(logprobs: mx.array, top: int) -> tuple[Callable[[], None], Callable[[], None]]:
     def together() -> None:
-        asked_for(responses)
+        logprobs_of(logprobs, list(range(logprobs.shape[0])), [top] * logprobs.shape[0])
 
     def apart() -> None:
-        for response in responses:
-            asked_for([response])
+        for i in range(logprobs.shape[0]):
+            logprobs_of(logprobs[i : i + 1], [i], [top])
 
     return together, apart
 

@@ -1,10 +1,16 @@
-"""Drives an engine to its end."""
+"""Drives an engine, and keeps what is heard of it."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Sequences
+
+import mlx.core as mx
 
 from worker.engine.engine import Engine
 from worker.engine.model import Model
-from worker.schedule.sequence import Faulted, Sampled, Sequence
+from worker.engine.upstream import generation_stream
+from worker.schedule.grouping import StepCost
+from worker.schedule.sequence import Faulted, Guide, Lane, Prefilled, Refused, Sampled, Sampling, Sequence, StepReport
 
 
 def answers(model: Model, sequences: Iterable[Sequence], *, apart: int = 0) -> dict[str, list[Sampled]]:
@@ -28,3 +34,110 @@ def answer(model: Model, sequence: Sequence) -> list[Sampled]:
 
 def tokens(heard: list[Sampled]) -> list[int]:
     return [sampled.token for sampled in heard if sampled.token is not None]
+
+
+# Too short to leave less time for prompts.
+ONE_GROUP, EACH_ALONE = StepCost(group_s=1e-6), StepCost(cell_s=1e-9)
+
+
+class Fixed:
+    """What a step costs, whatever was measured."""
+
+    def __init__(self, cost: StepCost) -> None:
+        self._cost = cost
+
+    def saw(self, groups: Sequences[Sequences[int]], seconds: float) -> None:
+        pass
+
+    def cost(self) -> StepCost:
+        return self._cost
+
+
+class Run:
+    """An engine, and what each row said and how it ended."""
+
+    def __init__(self, model: Model, *, step_s: float = 0.02, memory: int | None = None) -> None:
+        self.engine = Engine(model, step_s=step_s, memory=memory)
+        self.said: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[float]] = {}
+        self.chunks = Counter[str]()  # of each row's prompt
+        self.ended: dict[str, str] = {}
+        self.refused: dict[str, str] = {}
+        self.steps = 0
+
+    def add(
+        self,
+        id: str,
+        tokens: tuple[int, ...],
+        *,
+        max_tokens: int = 20,
+        sampling: Sampling | None = None,
+        lane: Lane = "interactive",
+        guide: Guide | None = None,
+        top_logprobs: int | None = None,
+        delivered: Sequences[int] = (),
+    ) -> None:
+        self.said[id], self.logprobs[id] = list(delivered), []
+        how = sampling or Sampling()
+        self.engine.add(Sequence(id, tokens, max_tokens, how, lane, tuple(delivered), guide, top_logprobs))
+
+    def step(self) -> StepReport:
+        self.steps += 1
+        report = self.engine.step()
+        for outcome in report.outcomes:
+            assert outcome.id not in self.ended, "a row that has ended was heard of again"
+            match outcome:
+                case Sampled(id, token, finish_reason, logprobs):
+                    self.said[id] += [] if token is None else [token]
+                    self.logprobs[id] += [logprobs.token] if logprobs else []
+                    if finish_reason:
+                        self.ended[id] = finish_reason
+                case Faulted(id):
+                    self.ended[id] = "faulted"
+                case Refused(id, sentence):
+                    self.ended[id], self.refused[id] = "refused", sentence
+                case Prefilled(id):
+                    self.chunks[id] += 1
+        return report
+
+    def drain(self, *, most: int = 5000) -> dict[str, list[int]]:
+        self.until(lambda: not len(self.engine), most=most)
+        return self.said
+
+    def until(self, there: Callable[[], bool], *, most: int = 1000) -> None:
+        for _ in range(most):
+            if there():
+                return
+            self.step()
+        raise AssertionError(f"after {most} steps: {self.said}, {self.ended}")
+
+    @property
+    def inside(self) -> list[str]:
+        """Rows that prefill or decode, the oldest first."""
+        return list(self.engine._inside)
+
+    @property
+    def waiting(self) -> list[str]:
+        return list(self.engine._entry._waiting)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of those who wait with their caches."""
+        return self.engine._entry._held()
+
+    def park(self, id: str) -> None:
+        """As if to make room. It comes back when `stir` says that there is some, or somebody ends."""
+        with mx.stream(generation_stream):
+            self.engine._park(id)
+
+    def stir(self, *, keep: bool = True) -> None:
+        """Room for the rows that wait; their caches are kept, or computed again."""
+        for candidate in self.engine._entry._waiting.values():
+            if not keep:
+                candidate.forget()
+        self.engine._entry.stir()
+
+    def group_by(self, cost: StepCost) -> None:
+        """Rows are moved to suit it at the end of the next step."""
+        self.engine._running._cost = Fixed(cost)
+        self.engine._running._steps = -1  # groups are looked at now and then only, and now is then

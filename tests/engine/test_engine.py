@@ -1,13 +1,17 @@
 """Each row in a batch says what it would have said alone."""
 
+import random
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.engine.tiny import CONFIGS, VOCAB, alone, prompt, write_checkpoint
-from worker.engine.engine import Engine
+from tests.engine.driver import Run
+from tests.engine.tiny import CONFIGS, FAMILIES, VOCAB, alone, network, prompt, told_alone, write_checkpoint
+from tests.engine.tiny import model as family_model
 from worker.engine.model import Model, open_model
-from worker.schedule.sequence import Faulted, Prefilled, Sampled, Sampling, Sequence
+from worker.engine.rows import Rows
+from worker.schedule.sequence import Sampling
 
 LENGTHS = (1, 2, 37, 5, 64, 16, 3, 90, 17, 8, 33, 150, 4, 48)
 
@@ -23,55 +27,46 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return open_model(str(write_checkpoint(CONFIGS["qwen3_5"], tmp_path_factory.mktemp("qwen3_5"))))
 
 
-class Run:
-    """Drives an engine and keeps what each row said."""
-
-    def __init__(self, model: Model, *, step_s: float = 0.02) -> None:
-        self.engine = Engine(model, step_s=step_s)
-        self.said: dict[str, list[int]] = {}
-        self.ended: dict[str, str | None] = {}
-        self.steps = 0
-
-    def add(self, id: str, tokens: tuple[int, ...], *, max_tokens: int = 20, sampling: Sampling | None = None) -> None:
-        self.said[id] = []
-        self.engine.add(Sequence(id, tokens, max_tokens, sampling or Sampling()))
-
-    def step(self) -> None:
-        self.steps += 1
-        assert self.steps < 5000
-        for outcome in self.engine.step().outcomes:
-            match outcome:
-                case Sampled(id, token, finish_reason):
-                    assert id not in self.ended, "a row that has ended said more"
-                    self.said[id] += [] if token is None else [token]
-                    if finish_reason:
-                        self.ended[id] = finish_reason
-                case Faulted(id):
-                    self.ended[id] = "faulted"
-                case Prefilled():
-                    pass
-
-    def drain(self) -> dict[str, list[int]]:
-        while len(self.engine):
-            self.step()
-        return self.said
+TWELVE = tuple(range(12))
 
 
-def test_rows_that_come_and_go_say_what_they_say_alone(model: Model) -> None:
-    run, cancelled = Run(model), {"5": 9, "8": 14}
-    arrivals = {str(i): i * 2 for i in range(len(LENGTHS))}
-    while len(run.said) < len(LENGTHS) or len(run.engine):
-        for id, at in arrivals.items():
-            if at == run.steps:
-                run.add(id, prompt(LENGTHS[int(id)], int(id)), max_tokens=10 + 3 * int(id))
-        for id, at in cancelled.items():
-            if at == run.steps - arrivals[id]:
-                run.engine.remove(id)
+def asked(i: int) -> tuple[tuple[int, ...], int]:
+    """The prompt and max_tokens of row i."""
+    return prompt(LENGTHS[i], i), 8 + 7 * i % 17
+
+
+@cache
+def heard_alone(family: str, i: int) -> list[tuple[int, float]]:
+    return told_alone(network(family), *asked(i))
+
+
+@pytest.mark.parametrize("step_s", [0.0, 0.02, 1.0], ids=["no time to spare", "some", "plenty"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_that_come_go_pause_and_return_say_what_they_say_alone(family: str, step_s: float) -> None:
+    run, dice = Run(family_model(family), step_s=step_s), random.Random(f"{family} {step_s}")
+    cancelled, parked = {"3": dice.randrange(4, 20), "8": dice.randrange(4, 20)}, set[str]()
+    while len(run.said) < len(TWELVE) or len(run.engine):
+        if run.steps % 2 == 0 and (i := run.steps // 2) in TWELVE:
+            tokens, most = asked(i)
+            run.add(str(i), tokens, max_tokens=most, top_logprobs=0)
+        for id in [id for id, after in cancelled.items() if run.steps == 2 * int(id) + after]:
+            run.engine.remove(id)
+        if dice.random() < 0.3 and run.inside:
+            parked.add(id := dice.choice(run.inside))
+            run.park(id)
+        elif dice.random() < 0.3:
+            run.stir(keep=dice.random() < 0.7)
+        if not run.inside:
+            run.stir()
         run.step()
-    for id, said in run.said.items():
-        expected = alone(model.network, prompt(LENGTHS[int(id)], int(id)), 10 + 3 * int(id))
-        assert said == (expected[: len(said)] if id in cancelled else expected)
-    assert len(run.ended) >= len(LENGTHS) - len(cancelled)
+        assert run.steps < 2000
+    assert len(parked) > 3
+    for i in TWELVE:
+        expected, said = heard_alone(family, i), run.said[str(i)]
+        if str(i) in cancelled:
+            expected = expected[: len(said)]
+        assert said == [token for token, _ in expected], i
+        assert run.logprobs[str(i)] == pytest.approx([logprob for _, logprob in expected], abs=1e-4), i
 
 
 def test_a_long_prompt_is_cut_into_chunks_and_still_exact(model: Model) -> None:
@@ -132,8 +127,7 @@ def test_a_resumed_row_goes_on_as_if_it_had_never_stopped(model: Model, sampling
     resumed = Run(model)
     resumed.add("beside", prompt(11, 4))
     resumed.step()
-    resumed.said["a"] = said[:delivered]
-    resumed.engine.add(Sequence("a", prompt(40, 3), 24, sampling, delivered=tuple(said[:delivered])))
+    resumed.add("a", prompt(40, 3), max_tokens=24, sampling=sampling, delivered=said[:delivered])
     assert resumed.drain()["a"] == said
 
 
@@ -193,8 +187,9 @@ def test_a_decode_step_that_fails_ends_its_rows_and_leaves_the_engine_alive(
     run = Run(qwen)
     run.add("a", prompt(5, 1))
     run.step()
-    monkeypatch.setattr(run.engine._running, "next", _broken)
+    monkeypatch.setattr(Rows, "launch", _broken)
     run.step()
+    monkeypatch.undo()
     assert run.ended == {"a": "faulted"}
     run.add("b", prompt(5, 1))
     assert run.drain()["b"] == alone(qwen.network, prompt(5, 1), 20)
@@ -208,7 +203,7 @@ def test_a_prompt_that_cannot_be_prefilled_fails_alone(qwen: Model) -> None:
     assert run.ended["bad"] == "faulted"
 
 
-def _broken() -> None:
+def _broken(rows: Rows) -> None:
     raise RuntimeError("no such luck")
 
 

@@ -1,7 +1,6 @@
 """Logprobs: those of mlx-lm's single-request path, and the order of a full sort."""
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -12,9 +11,8 @@ from mlx_lm.generate import generate_step
 
 from tests.engine.driver import answer, answers, tokens
 from tests.engine.tiny import CONFIGS, EOS, prompt, write_checkpoint
-from worker.engine.logprobs import asked_for, logprobs_of
+from worker.engine.logprobs import logprobs_of
 from worker.engine.model import Model, open_model
-from worker.engine.sampling import Row
 from worker.schedule.sequence import Logprobs, Sampling, Sequence
 
 NO_END = ((EOS, -100.0),)
@@ -96,12 +94,6 @@ def test_only_rows_that_ask_are_told_and_of_every_token_the_first_too(qwen: Mode
 def test_an_end_of_sequence_has_no_logprobs(qwen: Model) -> None:
     (only,) = answer(qwen, Sequence("a", prompt(5, 1), 9, Sampling(logit_bias=((EOS, 100.0),)), top_logprobs=2))
     assert (only.token, only.logprobs) == (None, None)
-
-
-def test_nothing_is_computed_where_nobody_asks() -> None:
-    row = Row.of(Sequence("a", (5,), 9))
-    untouchable = object()
-    assert asked_for([SimpleNamespace(uid=row, token=1, finish_reason=None, logprobs=untouchable)]) == {}
 
 
 # Coarse, so that equal ones are common; half precision makes more of them.

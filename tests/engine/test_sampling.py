@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from tests.engine.driver import answer, answers, tokens
 from tests.engine.tiny import CONFIGS, EOS, prompt, write_checkpoint
-from worker.engine import engine as engine_module
-from worker.engine import prefill as prefill_module
+from worker.engine import rows as rows_module
 from worker.engine import sampling as sampling_module
 from worker.engine.model import Model, open_model
-from worker.engine.sampling import Kind, Row, draw, draw_key, kind_of
+from worker.engine.row import Row
+from worker.engine.sampling import Kind, draw, draw_key, kind_of
 from worker.schedule.sequence import Sampling, Sequence
 
 FLOATS = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -280,8 +280,7 @@ def test_the_rows_of_a_step_are_drawn_together_those_of_one_kind_in_one_call(
         return draw_alike(kind, logprobs, rows)
 
     draw_alike = sampling_module._draw_alike
-    monkeypatch.setattr(engine_module, "draw", step)
-    monkeypatch.setattr(prefill_module, "draw", step)
+    monkeypatch.setattr(rows_module, "draw", step)
     monkeypatch.setattr(sampling_module, "_draw_alike", call)
     hows = [
         Sampling(),
@@ -292,5 +291,4 @@ def test_the_rows_of_a_step_are_drawn_together_those_of_one_kind_in_one_call(
         Sampling(),
     ]
     answers(model, [sequence(how, id=str(i)) for i, how in enumerate(hows)])
-    assert steps[:6] == [[1]] * 6  # each row's first token, at the end of its prefill
-    assert steps[6:] == [[2, 2, 2]] * 24  # the last of them draws what nobody will hear
+    assert steps == [[2, 2, 2]] * 25  # the last of them draws what nobody will hear

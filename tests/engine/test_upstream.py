@@ -10,7 +10,6 @@ import pytest
 from scripts.stack import TINY_CHAT
 from tests.engine.tiny import CONFIGS, prompt, write_checkpoint
 from worker.engine import upstream
-from worker.engine.cache import layers
 
 
 def parameters(callable_: Any) -> list[str]:
@@ -21,38 +20,11 @@ def test_the_version_is_the_one_that_these_tests_were_written_against() -> None:
     assert version("mlx-lm") == "0.32.2"
 
 
-def test_prefill_batches_take_what_we_give_them() -> None:
-    assert parameters(upstream.PromptProcessingBatch) == [
-        "model", "uids", "caches", "tokens", "prefill_step_size", "samplers", "fallback_sampler",
-        "logits_processors", "stop_sequences", "max_tokens",
-    ]  # fmt: skip
-    assert parameters(upstream.PromptProcessingBatch.prompt) == ["self", "tokens"]
-    assert parameters(upstream.PromptProcessingBatch.generate) == ["self", "tokens"]
-
-
-def test_generation_batches_have_what_we_use() -> None:
-    batch = upstream.GenerationBatch
-    assert parameters(batch.empty) == ["model", "fallback_sampler"]
-    assert parameters(batch.extend) == ["self", "batch"]
-    assert parameters(batch.filter) == ["self", "keep"]
-    assert parameters(batch.next) == ["self"]
-    assert list(inspect.get_annotations(batch.Response)) == [
-        "uid", "token", "logprobs", "finish_reason", "prompt_cache", "all_tokens"
-    ]  # fmt: skip
-
-
 def test_the_loaders_take_what_we_give_them() -> None:
     assert parameters(upstream.load_model)[:1] == ["model_path"]
     assert parameters(upstream.load_tokenizer) == ["model_path", "tokenizer_config_extra", "eos_token_ids"]
     assert parameters(upstream.download)[:1] == ["path_or_hf_repo"]
     assert parameters(upstream.make_prompt_cache)[:1] == ["model"]
-    assert parameters(upstream.StopSequences) == ["stop_sequences"]
-
-
-def test_the_sampling_filters_take_what_we_give_them() -> None:
-    assert parameters(upstream.apply_top_p) == ["logprobs", "top_p"]
-    assert parameters(upstream.apply_min_p)[:2] == ["logprobs", "min_p"]
-    assert parameters(upstream.apply_top_k) == ["logprobs", "top_k"]
 
 
 @pytest.fixture(scope="module")
@@ -60,62 +32,52 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return upstream.load_model(write_checkpoint(CONFIGS["qwen3_5"], tmp_path_factory.mktemp("m")))[0]
 
 
-def started(network: Any, uid: str, tokens: tuple[int, ...], max_tokens: int = 5) -> Any:
-    prefill = upstream.PromptProcessingBatch(
-        network, [uid], [upstream.make_prompt_cache(network)], tokens=[[]], samplers=[upstream.greedy_sampler],
-        logits_processors=[()], stop_sequences=[upstream.StopSequences([(2,)])], max_tokens=[max_tokens],
-    )  # fmt: skip
-    return prefill.generate([list(tokens)])
+def prefilled(network: Any, tokens: int) -> list[Any]:
+    cache = upstream.make_prompt_cache(network)
+    network(mx.array([prompt(tokens, 1)]), cache=cache)
+    mx.eval([layer.state for layer in cache])
+    return cache
 
 
-def test_a_sampler_is_called_once_for_each_token_beginning_with_the_first(network: Any) -> None:
-    calls: list[int] = []
-
-    def counting(logprobs: mx.array) -> mx.array:
-        calls.append(logprobs.shape[0])
-        return mx.argmax(logprobs, axis=-1)
-
-    batch = upstream.PromptProcessingBatch(
-        network, ["a"], [upstream.make_prompt_cache(network)], tokens=[[]], samplers=[counting],
-        logits_processors=[()], stop_sequences=[upstream.StopSequences()], max_tokens=[3],
-    ).generate([[5, 6]])  # fmt: skip
-    assert calls == [1]
-    batch.next()
-    assert calls == [1, 1]
+def test_a_row_s_keys_and_values_are_as_long_as_its_offset_says(network: Any) -> None:
+    kept = next(layer for layer in prefilled(network, 9) if isinstance(layer, upstream.KVCache))
+    keys, values = kept.keys_and_values()
+    assert (kept.offset, keys.shape[2], values.shape[2]) == (9, 9, 9)
 
 
-def test_a_processor_sees_the_whole_prompt_and_then_each_token(network: Any) -> None:
-    seen: list[list[int]] = []
-
-    def watching(tokens: mx.array, logits: mx.array) -> mx.array:
-        seen.append(tokens.tolist())
-        return logits
-
-    batch = upstream.PromptProcessingBatch(
-        network, ["a"], [upstream.make_prompt_cache(network)], tokens=[[]], samplers=[upstream.greedy_sampler],
-        logits_processors=[(watching,)], stop_sequences=[upstream.StopSequences()], max_tokens=[3],
-    )  # fmt: skip
-    batch.prompt([[5, 6]])
-    row = batch.generate([[7]])
-    first = row.next()[0].token
-    assert seen == [[5, 6, 7], [5, 6, 7, first]]
+def test_a_recurrent_layer_of_one_row_has_no_padding_to_carry(network: Any) -> None:
+    """In a batch made by upstream's `merge` it has, and updates it at every step without anybody reading it."""
+    recurrent = next(layer for layer in prefilled(network, 9) if isinstance(layer, upstream.ArraysCache))
+    assert all(state.shape[0] == 1 for state in recurrent.cache)
+    assert (recurrent.left_padding, recurrent.lengths) == (None, None)
+    recurrent.cache[0] = None
+    assert recurrent.empty()
 
 
-def test_a_finished_row_leaves_the_batch_in_the_same_step(network: Any) -> None:
-    batch = started(network, "a", prompt(4, 1), max_tokens=1)
-    batch.extend(started(network, "b", prompt(9, 2), max_tokens=3))
-    assert [(r.uid, r.finish_reason) for r in batch.next()] == [("a", "length"), ("b", None)]
-    assert batch.uids == ["b"]
+def test_a_rotating_row_tells_its_window_and_its_order() -> None:
+    kept = upstream.RotatingKVCache(4)
+    for k in range(6):
+        kept.update_and_fetch(mx.full((1, 1, 1, 1), k), mx.full((1, 1, 1, 1), k))
+    assert (kept.max_size, kept.keep, kept.offset) == (4, 0, 6)
+    assert kept._temporal_order(kept.keys).flatten().tolist() == [2, 3, 4, 5]
 
 
-def test_merged_recurrent_layers_carry_a_padding_until_they_are_finalized(network: Any) -> None:
-    batch = upstream.PromptProcessingBatch(network, ["a"], [upstream.make_prompt_cache(network)])
-    recurrent = [c for c in layers(batch.prompt_cache) if isinstance(c, upstream.ArraysCache)]
-    assert recurrent
-    assert all(c.left_padding is not None for c in recurrent), "end_prefill has nothing to do any more"
-    for layer in recurrent:
-        layer.finalize()
-    assert all(c.left_padding is None for c in recurrent)
+@pytest.mark.parametrize(("batch", "row"), [("BatchKVCache", "KVCache"), ("BatchRotatingKVCache", "RotatingKVCache")])
+def test_a_batch_of_one_gives_its_row_and_its_position(batch: str, row: str) -> None:
+    merged = getattr(upstream, batch)(*([4] if "Rotating" in batch else []), [0])
+    merged.update_and_fetch(mx.zeros((1, 1, 3, 1)), mx.zeros((1, 1, 3, 1)))
+    assert (type(merged.extract(0)).__name__, merged.offset.tolist()) == (row, [3])
+
+
+def test_nested_caches_are_in_a_list() -> None:
+    nested = upstream.CacheList(upstream.KVCache(), upstream.KVCache())
+    assert [type(layer) for layer in nested.caches] == [upstream.KVCache] * 2
+
+
+def test_a_token_buffer_grows_without_waiting_for_its_tokens() -> None:
+    buffer = upstream.TokenBuffer([5, 6])
+    assert buffer.update_and_fetch(mx.array([7])).tolist() == [5, 6, 7]
+    assert upstream.TokenBuffer([]).update_and_fetch(mx.array([7])).tolist() == [7]
 
 
 def test_the_tokenizer_wrapper_has_what_the_words_use(network: Any) -> None:

@@ -14,6 +14,9 @@ from mlx_lm.generate import generate_step
 from mlx_lm.utils import _get_classes
 
 from scripts.stack import TINY_CHAT
+from worker.engine.layers import anatomy, weights_bytes
+from worker.engine.model import Model
+from worker.engine.upstream import load_tokenizer
 
 VOCAB = 1024
 EOS = 2
@@ -102,6 +105,140 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "eos_token_id": EOS,
     },
 }
+_SMALL = {
+    **_PLAIN,
+    "num_hidden_layers": 2,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+}
+_LATENT = {
+    **_SMALL,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    **CONFIGS,
+    # Experts for each token of its own.
+    "qwen3_moe": {
+        **_SMALL,
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    # A latent for keys, and none of the same width for values.
+    "deepseek_v3": {
+        **_LATENT,
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+    },
+    # Two caches a layer, of which one is searched for the tokens worth attending to.
+    "deepseek_v32": {
+        **_LATENT,
+        "model_type": "deepseek_v32",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "n_routed_experts": None,
+        "index_head_dim": 16,
+        "index_n_heads": 2,
+        "index_topk": 12,
+    },
+    # Convolutions and a state beside a latent.
+    "kimi_linear": {
+        **_LATENT,
+        "model_type": "kimi_linear",
+        "linear_attn_config": {"num_heads": 2, "head_dim": 16, "kda_layers": [1], "short_conv_kernel_size": 4},
+        "model_max_length": 2048,
+        "num_experts": 2,
+        "num_experts_per_token": 1,
+        "num_shared_experts": 1,
+        "num_key_value_heads": 4,
+    },
+    # Recurrent state and keys inside of one layer.
+    "falcon_h1": {
+        **_SMALL,
+        "model_type": "falcon_h1",
+        "mamba_d_head": 16,
+        "mamba_d_ssm": 32,
+        "mamba_d_state": 16,
+        "mamba_n_heads": 2,
+        "lm_head_multiplier": 1.0,
+        "embedding_multiplier": 1.0,
+    },
+    # Attention without positions.
+    "jamba": {
+        **_SMALL,
+        "model_type": "jamba",
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "expert_layer_offset": 3,
+        "expert_layer_period": 4,
+        "mamba_d_conv": 4,
+        "mamba_d_state": 16,
+        "mamba_expand": 2,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+    },
+    # Fewer caches than layers, and layers that read another's.
+    "gemma3n": {
+        "model_type": "gemma3n",
+        "text_config": {
+            **_SMALL,
+            "model_type": "gemma3n_text",
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": VOCAB,
+            "sliding_window": 16,
+            "rope_local_base_freq": 10000.0,
+            "final_logit_softcapping": 30.0,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "activation_sparsity_pattern": [0.0] * 4,
+            "hidden_size_per_layer_input": 8,
+            "altup_num_inputs": 2,
+            "altup_coef_clip": 120.0,
+            "altup_correct_scale": True,
+            "altup_active_idx": 0,
+            "laurel_rank": 8,
+        },
+    },
+    # To this one no state is not a state of zeros.
+    "recurrent_gemma": {
+        **_SMALL,
+        "model_type": "recurrent_gemma",
+        "attention_bias": False,
+        "conv1d_width": 4,
+        "logits_soft_cap": 30.0,
+        "attention_window_size": 16,
+        "block_types": ["recurrent", "attention"],
+        "num_key_value_heads": 1,
+    },
+    "rwkv7": {
+        "model_type": "rwkv7",
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "norm_eps": 1e-5,
+        "head_dim": 16,
+        "num_hidden_layers": 2,
+        "a_low_rank_dim": 8,
+        "v_low_rank_dim": 8,
+        "gate_low_rank_dim": 8,
+        "decay_low_rank_dim": 8,
+    },
+}
 CANNOT_BATCH: dict[str, dict[str, Any]] = {
     "llama4": {
         "model_type": "llama4",
@@ -126,7 +263,42 @@ CANNOT_BATCH: dict[str, dict[str, Any]] = {
         "bias": False,
         "rope_scaling": {"type": "dynamic", "factor": 2.0},
     },
+    # It writes its attention out, and takes the rows of a mask for heads.
+    "gemma2": {**_PLAIN, "model_type": "gemma2", "query_pre_attn_scalar": 16},
 }
+
+
+@cache
+def network(family: str) -> Any:
+    return build(FAMILIES[family])
+
+
+@cache
+def model(family: str) -> Model:
+    return model_of(network(family), FAMILIES[family])
+
+
+def build(config: dict[str, Any]) -> nn.Module:
+    """fp32 random weights, wide enough apart for varied greedy answers."""
+    model_class, args_class = _get_classes(config)
+    mx.random.seed(1)
+    built = model_class(args_class.from_dict(config))
+    built.update(tree_map(_widen, built.parameters()))
+    mx.eval(built.parameters())
+    return built
+
+
+def model_of(network: nn.Module, config: dict[str, Any]) -> Model:
+    """As the engine wants it, without files; its costs are not calibrated."""
+    return Model(
+        network=network,
+        tokenizer=load_tokenizer(TINY_CHAT, eos_token_ids=[EOS]),
+        fingerprint=config["model_type"],
+        context=2048,
+        vocab=VOCAB,
+        generation={},
+        costs=anatomy(network, config).costs(weights_bytes=weights_bytes(network)),
+    )
 
 
 def write_checkpoint(config: dict[str, Any], folder: Path, *, seed: int = 0) -> Path:
@@ -157,11 +329,15 @@ def prompt(tokens: int, seed: int) -> tuple[int, ...]:
     return tuple(dice.randrange(10, VOCAB) for _ in range(tokens))
 
 
-def alone(network: nn.Module, tokens: tuple[int, ...], max_tokens: int) -> list[int]:
-    """Greedy, by mlx-lm's single-request path, up to the end of the sequence."""
-    said: list[int] = []
-    for token, _ in generate_step(mx.array(tokens), network, max_tokens=max_tokens):
+def told_alone(network: nn.Module, tokens: tuple[int, ...], max_tokens: int) -> list[tuple[int, float]]:
+    """Greedy, by mlx-lm's single-request path, up to the end of the sequence: each token and its logprob."""
+    said: list[tuple[int, float]] = []
+    for token, logprobs in generate_step(mx.array(tokens), network, max_tokens=max_tokens):
         if int(token) == EOS:
             break
-        said.append(int(token))
+        said.append((int(token), logprobs[int(token)].item()))
     return said
+
+
+def alone(network: nn.Module, tokens: tuple[int, ...], max_tokens: int) -> list[int]:
+    return [token for token, _ in told_alone(network, tokens, max_tokens)]

@@ -5,110 +5,240 @@ Used by one thread only, the one that loaded the model.
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import mlx.core as mx
 
-from worker.engine.cache import settle_metadata
-from worker.engine.logprobs import asked_for
+from worker.engine.device import memory_limit
+from worker.engine.entry import Candidate, Entry, admitted
+from worker.engine.groups import Groups
 from worker.engine.model import Model
 from worker.engine.prefill import Prefill
-from worker.engine.sampling import draw
-from worker.engine.upstream import GenerationBatch, StopSequences, generation_stream, greedy_sampler
+from worker.engine.row import Row
+from worker.engine.rows import Told
+from worker.engine.upstream import generation_stream
+from worker.schedule.admission import Admit, Refuse
 from worker.schedule.budget import StepBudget
 from worker.schedule.plan import Chunk, Waiting, plan
-from worker.schedule.sequence import Faulted, Outcome, Prefilled, Sampled, Sequence, StepReport
+from worker.schedule.sequence import Faulted, Outcome, Prefilled, Refused, Sampled, Sequence, StepReport
 
 logger = logging.getLogger("sluice.engine")
 
-_SETTLE_EVERY = 64  # steps; see cache.settle_metadata
+_CLEAR_EVERY = 16_384  # tokens computed; until then the buffers of one step serve the next
+_MOST_FAILURES = 10  # in a row; then it is not the rows
+
+
+class EngineBroken(Exception):
+    """Step after step has failed, whoever was in it."""
 
 
 class Engine:
-    def __init__(self, model: Model, *, step_s: float) -> None:
+    def __init__(self, model: Model, *, step_s: float, memory: int | None = None) -> None:
+        """`memory`: bytes that all of it may take; None is what the device offers."""
         self._model, self._budget = model, StepBudget(step_s)
-        self._stop = StopSequences([(token,) for token in model.tokenizer.eos_token_ids])
+        self._entry = Entry(model.costs, memory or memory_limit())
+        self._inside: dict[str, Row] = {}  # in the order of admission
+        self._ends = frozenset(model.tokenizer.eos_token_ids)
         self._prefills: dict[str, Prefill] = {}
-        self._running = self._no_rows()
-        self._steps = self._turn = 0  # of decoding, of prefilling
-
-    def _no_rows(self) -> GenerationBatch:
-        return GenerationBatch.empty(self._model.network, greedy_sampler)
+        self._running = Groups(model.network, self._fit)
+        self._chunk = 0  # tokens of the longest one in this step
+        self._turn = self._failures = self._computed = self._preempted = 0
 
     def __len__(self) -> int:
-        """Sequences inside, prefilling or decoding."""
-        return len(self._prefills) + len(self._running)
+        """Sequences that wait, prefill or decode."""
+        return len(self._entry) + len(self._inside)
 
     def add(self, sequence: Sequence) -> None:
-        self._prefills[sequence.id] = Prefill(self._model.network, sequence, stop=self._stop)
+        self._entry.add(sequence)
 
     def remove(self, sequence_id: str) -> None:
         """Frees the row at once, in whatever state; an unknown id is one that has just ended."""
         self._prefills.pop(sequence_id, None)
-        rows = self._running.uids
-        kept = [i for i, row in enumerate(rows) if row.sequence.id != sequence_id]
-        if len(kept) < len(rows):
-            with mx.stream(generation_stream):
-                self._running.filter(kept)
+        self._inside.pop(sequence_id, None)
+        self._entry.remove(sequence_id)
+        with mx.stream(generation_stream):
+            self._leave()
 
     def step(self) -> StepReport:
-        rows = len(self._running)
+        """Raises `EngineBroken`."""
+        began, rows, outcomes = time.perf_counter(), len(self._running), list[Outcome]()
+        self._preempted = self._chunk = 0
         with mx.stream(generation_stream):
-            outcomes = [*self._decode(), *self._prefill()]
-        return StepReport(tuple(outcomes), rows)
+            for part in (self._admit, self._decode, self._prefill, self._settle):
+                self._recover(outcomes)
+                try:
+                    part(outcomes)
+                except EngineBroken:
+                    raise
+                except Exception:  # nothing of it may cost more than what the rows can compute again
+                    logger.exception("a step failed")
+                    self._running.clear()
+                    self._entry.stir()
+            memory = self._entry.look(self._lengths(), self._chunk)
+        return StepReport(
+            outcomes=tuple(outcomes),
+            rows=rows,
+            seconds=time.perf_counter() - began,
+            waiting=len(self._entry),
+            parked=self._entry.parked,
+            preempted=self._preempted,
+            promised=self._entry.promised,
+            memory=memory,
+        )
 
-    def _decode(self) -> Iterator[Outcome]:
+    def _admit(self, outcomes: list[Outcome]) -> None:
+        """Those who wait, as far as there is memory for them."""
+        if not self._entry.due:
+            return
+        groups = {row.id: number for number, row in self._running}
+        running = [admitted(row.sequence, groups.get(id)) for id, row in self._inside.items()]
+        for candidate, decision in self._entry.decide(running, self._running.nearest):
+            match decision:
+                case Admit(park):
+                    for id in park:
+                        self._park(id)
+                    self._entry.take(candidate)
+                    self._start(candidate, outcomes)
+                case Refuse(sentence):
+                    self._entry.take(candidate)
+                    outcomes.append(Refused(candidate.sequence.id, sentence))
+
+    def _start(self, candidate: Candidate, outcomes: list[Outcome]) -> None:
+        if candidate.parked is None:
+            self._begin(candidate.sequence, outcomes)
+        else:
+            self._inside[candidate.sequence.id] = candidate.parked.row
+            self._running.unpark(candidate.parked)
+
+    def _begin(self, sequence: Sequence, outcomes: list[Outcome], *, suspect: bool = False) -> None:
+        try:
+            prefill = Prefill(self._model.network, Row.of(sequence, suspect=suspect))
+        except Exception:  # it is about this sequence alone
+            logger.exception("%s could not begin", sequence.id)
+            self._fault(sequence.id, outcomes)
+        else:
+            self._inside[sequence.id], self._prefills[sequence.id] = prefill.row, prefill
+
+    def _park(self, id: str) -> None:
+        """To make room for another. It goes on later, where it was."""
+        row = self._inside[id]
+        parked = None if id in self._prefills else self._running.park(row)
+        del self._inside[id]
+        self._prefills.pop(id, None)
+        self._entry.put_back(Candidate(row.again(), parked, was_inside=True))
+        self._preempted += 1
+        logger.info("%s is parked", id)
+
+    def _decode(self, outcomes: list[Outcome]) -> None:
         """The next token of every running row."""
         if not len(self._running):
             return
-        began, running = time.perf_counter(), list(self._running.uids)
-        try:
-            responses = self._running.next()
-        except Exception:  # upstream's batch is in an unknown state: end its rows rather than guess
-            logger.exception("a decode step of %d rows failed", len(running))
-            self._running = self._no_rows()
-            yield from (Faulted(row.sequence.id) for row in running)
-            return
-        self._steps += 1
-        if self._steps % _SETTLE_EVERY == 0:
-            settle_metadata(self._running.prompt_cache)
-        self._budget.saw_decode(time.perf_counter() - began)
-        logprobs = asked_for(responses)
-        for response in responses:
-            row, ended = response.uid, response.finish_reason == "stop"
-            token = None if ended else response.token
-            yield Sampled(row.sequence.id, token, response.finish_reason, logprobs.get(row))
+        told, failed = self._running.step()
+        self._computed += len(told)
+        for news in told:
+            self._hear(news, outcomes)
+        self._leave()
+        for rows in failed:
+            if len(rows) == 1:
+                self._fault(rows[0].id, outcomes)
+            else:
+                self._again(rows, outcomes)
+        if told:
+            self._failures = 0
 
-    def _prefill(self) -> Iterator[Outcome]:
+    def _hear(self, news: Told, outcomes: list[Outcome]) -> None:
+        row = news.row
+        row.suspect = False
+        if not news.sound:
+            logger.error("%s: the model gave no numbers after %d tokens", row.id, row.length)
+            outcomes.append(Faulted(row.id))
+            self._end(row.id)
+            return
+        if news.token in self._ends:
+            sampled = Sampled(row.id, None, "stop")
+        else:
+            row.answer.append(news.token)
+            ended = len(row.answer) >= row.sequence.max_tokens
+            sampled = Sampled(row.id, news.token, "length" if ended else None, news.logprobs)
+        outcomes.append(sampled)
+        if sampled.finish_reason:
+            self._end(row.id)
+
+    def _leave(self) -> None:
+        self._running.leave({row for _, row in self._running if row.id not in self._inside})
+
+    def _end(self, id: str) -> None:
+        self._inside.pop(id, None)
+        self._entry.stir()
+
+    def _fault(self, id: str, outcomes: list[Outcome]) -> None:
+        outcomes.append(Faulted(id))
+        self._end(id)
+        self._failed()
+
+    def _failed(self) -> None:
+        self._failures += 1
+        if self._failures >= _MOST_FAILURES:
+            raise EngineBroken(f"{self._failures} steps in a row have failed")
+
+    def _recover(self, outcomes: list[Outcome]) -> None:
+        """Those who are inside, and neither prefill nor decode: something failed that no row is to blame for."""
+        if len(self._prefills) + len(self._running) < len(self._inside):
+            there = {*self._prefills, *(row.id for _, row in self._running)}
+            self._again([row for id, row in self._inside.items() if id not in there], outcomes)
+
+    def _again(self, rows: Iterable[Row], outcomes: list[Outcome]) -> None:
+        """Their caches are lost. Each comes again alone, from its tokens: one that is to blame then fails alone, and
+        the others lose nothing but time."""
+        self._failed()
+        for row in rows:
+            self._begin(row.again(), outcomes, suspect=True)
+
+    def _prefill(self, outcomes: list[Outcome]) -> None:
         """Chunks of the prompts that the plan picks; those that are through join the running rows."""
-        waiting = [Waiting(id, p.remaining, p.waited, p.sequence.lane) for id, p in self._prefills.items()]
+        if not self._prefills:
+            return
+        self._running.wait()
+        self._budget.forward_s = self._running.forward_s
+        waiting = [Waiting(id, p.remaining, p.waited, p.row.sequence.lane) for id, p in self._prefills.items()]
         self._turn += 1
         for prefill in self._prefills.values():
             prefill.waited += 1
-        for chunk in plan(waiting, self._budget.tokens(len(self._running)), self._turn):
-            yield self._advance(self._prefills[chunk.id], chunk)
+        budget = min(self._budget.tokens(len(self._running)), self._entry.longest_chunk)
+        for chunk in plan(waiting, budget, self._turn, self._budget.chunk_tokens):
+            self._advance(self._prefills[chunk.id], chunk, outcomes)
 
-    def _advance(self, prefill: Prefill, chunk: Chunk) -> Outcome:
+    def _advance(self, prefill: Prefill, chunk: Chunk, outcomes: list[Outcome]) -> None:
         began, id = time.perf_counter(), chunk.id
         try:
             prefill.advance(chunk.tokens)
             if prefill.remaining == 0:
                 del self._prefills[id]
-                self._join(prefill.row())
+                self._running.join(prefill.row, *prefill.finish())
         except Exception:  # the prompt computes alone, so it fails alone
             logger.exception("the prefill of %s failed", id)
             self._prefills.pop(id, None)
-            return Faulted(id)
+            self._fault(id, outcomes)
+            return
+        self._chunk = max(self._chunk, chunk.tokens)
         self._budget.saw_prefill(chunk.tokens, time.perf_counter() - began)
-        return Prefilled(id, prefill.done, prefill.total)
+        self._computed += chunk.tokens
+        outcomes.append(Prefilled(id, prefill.done, prefill.total))
 
-    def _join(self, row: GenerationBatch) -> None:
-        if len(self._running):
-            self._running.extend(row)
-        else:
-            self._running = row
-        # One object for all, so that upstream samples them in one call.
-        self._running.samplers = [self._sample] * len(self._running)
+    def _fit(self, groups: list[list[Row]]) -> bool:
+        """Whether all who are inside fit into memory, if these rows decode in these groups."""
+        numbers = {row.id: number for number, group in enumerate(groups) for row in group}
+        return self._entry.fits(admitted(row.sequence, numbers.get(id)) for id, row in self._inside.items())
 
-    def _sample(self, logprobs: mx.array) -> mx.array:
-        return draw(logprobs, self._running.uids)
+    def _lengths(self) -> list[list[int]]:
+        """Of all that is in memory, by group; a prompt on its way is by itself."""
+        return [*self._running.lengths, *([prefill.done] for prefill in self._prefills.values() if prefill.done)]
+
+    def _settle(self, outcomes: list[Outcome]) -> None:
+        """Between two steps."""
+        if self._running.step_s is not None:
+            self._budget.saw_decode(self._running.step_s)
+        self._running.settle()
+        if self._computed >= _CLEAR_EVERY:
+            self._computed = 0
+            mx.clear_cache()

@@ -1,32 +1,16 @@
 """The logprobs of a step's tokens, for the rows that ask for them."""
 
 import math
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 
-from worker.engine.sampling import Row, normalized
+from worker.engine.sampling import normalized
 from worker.schedule.sequence import Logprobs
 
 
-def asked_for(responses: Sequence[Any]) -> dict[Row, Logprobs]:
-    """Of upstream's responses to one step; their logprobs are computed already."""
-    asking = [r for r in responses if r.uid.sequence.top_logprobs is not None and r.finish_reason != "stop"]
-    if not asking:
-        return {}
-    # Not on the stream of the generation, where the next step is under way: this would wait for its end.
-    with mx.stream(mx.default_device()):
-        found = logprobs_of(
-            mx.stack([r.logprobs for r in asking]),
-            [r.token for r in asking],
-            [r.uid.sequence.top_logprobs for r in asking],
-        )
-    return {r.uid: logprobs for r, logprobs in zip(asking, found, strict=True)}
-
-
 def logprobs_of(logprobs: mx.array, tokens: list[int], alternatives: list[int]) -> list[Logprobs]:
-    """logprobs (rows, vocab). Alternatives that cannot be drawn are left out."""
+    """logprobs (rows, vocab), computed already. Alternatives that cannot be drawn are left out."""
     logprobs = mx.minimum(normalized(logprobs), 0.0)  # rounding may put a sure thing above
     wanted = mx.array(tokens, dtype=mx.uint32)[:, None]
     if most := min(max(alternatives), logprobs.shape[-1]):

@@ -9,16 +9,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from worker.engine.cache import cannot_batch
-from worker.engine.upstream import (
-    PromptProcessingBatch,
-    TokenizerWrapper,
-    download,
-    load_model,
-    load_tokenizer,
-    make_prompt_cache,
-)
+from worker.engine.layers import anatomy, calibrated, weights_bytes, why_not_batched
+from worker.engine.upstream import TokenizerWrapper, download, load_model, load_tokenizer
 from worker.errors import CannotStart
+from worker.schedule.memory import Costs
 
 _UNKNOWN_CONTEXT = 4096  # where a config does not say: short enough to be safe
 
@@ -31,19 +25,26 @@ class Model:
     context: int  # tokens, prompt and answer together
     vocab: int
     generation: dict[str, Any]  # the model's own defaults for sampling
+    costs: Costs  # in memory
 
 
 def open_model(path_or_hub_id: str) -> Model:
     """Must run on the thread that will compute. Raises `CannotStart` with the reason."""
     path = _folder(path_or_hub_id)
     try:
-        network, config = load_model(path)
+        network, config = load_model(path, lazy=True)
         tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
-    except (ValueError, OSError, KeyError, TypeError, ImportError, RuntimeError) as error:
+        # Before a weight is read, so that what cannot be served is refused at once.
+        why_not, costs = why_not_batched(network, config), _costs(network, config)
+        if why_not is None:
+            mx.eval(network.parameters())
+            costs = calibrated(costs, network)
+    except (ValueError, OSError, KeyError, TypeError, ImportError, RuntimeError, AttributeError) as error:
         raise CannotStart(f"mlx-lm cannot load {path_or_hub_id}: {error}") from error
+    if why_not:
+        raise CannotStart(why_not)
     if not tokenizer.has_chat_template:
         raise CannotStart(f"{path_or_hub_id} has no chat template, so it cannot answer chats.")
-    check_batching(network)
     text = config.get("text_config", config)
     return Model(
         network=network,
@@ -52,7 +53,12 @@ def open_model(path_or_hub_id: str) -> Model:
         context=text.get("max_position_embeddings") or _UNKNOWN_CONTEXT,
         vocab=text["vocab_size"],
         generation=_generation_config(path),
+        costs=costs,
     )
+
+
+def _costs(network: nn.Module, config: dict[str, Any]) -> Costs:
+    return anatomy(network, config).costs(weights_bytes=weights_bytes(network))
 
 
 def _folder(path_or_hub_id: str) -> Path:
@@ -68,35 +74,6 @@ def _folder(path_or_hub_id: str) -> Path:
         raise CannotStart(
             f"SLUICE_MODEL={path_or_hub_id} is no folder here, and the hub did not give it: {error}"
         ) from error
-
-
-def check_batching(network: nn.Module) -> None:
-    """Raises `CannotStart` for a model whose rows cannot share a batch."""
-    cache = make_prompt_cache(network)
-    if kinds := cannot_batch(cache):
-        raise CannotStart(
-            f"This model keeps its context in {', '.join(kinds)}, which mlx-lm cannot batch. "
-            "Serve another model or another conversion of this one."
-        )
-    try:
-        _try_two_rows(network)
-    except (ValueError, TypeError, NotImplementedError) as error:
-        raise CannotStart(
-            f"Two rows of different length do not run together through this model ({error}). "
-            "Dynamic-NTK rope scaling is one such case: set a fixed rope_scaling in its config.json."
-        ) from error
-
-
-def _try_two_rows(network: nn.Module) -> None:
-    """The cheapest proof: prefill one and two tokens, join the rows, decode once."""
-    rows = []
-    for uid, tokens in enumerate(([1], [1, 1])):
-        prefill = PromptProcessingBatch(network, [uid], [make_prompt_cache(network)], samplers=[None], max_tokens=[2])
-        prefill.logits_processors = [()]
-        rows.append(prefill.generate([tokens]))
-    rows[0].extend(rows[1])
-    rows[0].next()
-    mx.synchronize()
 
 
 def fingerprint(path: Path) -> str:

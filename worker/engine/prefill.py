@@ -1,39 +1,28 @@
 """One prompt on its way into a cache, a chunk at a time."""
 
+from typing import Any
+
+import mlx.core as mx
 import mlx.nn as nn
 
-from worker.engine.cache import end_prefill
-from worker.engine.guided import guided
-from worker.engine.sampling import Processor, Row, draw, processors_for
-from worker.engine.upstream import (
-    GenerationBatch,
-    PromptProcessingBatch,
-    StopSequences,
-    make_prompt_cache,
-)
+from worker.engine import slots
+from worker.engine.row import Row
+from worker.engine.rows import Drawn, forward
+from worker.engine.upstream import make_prompt_cache
 from worker.schedule.sequence import Sequence
-
-_WHOLE = 1 << 30  # upstream's own chunking is off: the plan decides how long a chunk is
 
 
 class Prefill:
-    """All but the last token of the prompt are prefilled; the last one is the first that the row decodes."""
+    """All but the last token of the prompt; that one is the first that the row is fed when it decodes."""
 
-    def __init__(self, network: nn.Module, sequence: Sequence, *, stop: StopSequences) -> None:
-        self.sequence, self.done, self.waited = sequence, 0, 0
-        self._tokens, row = sequence.known, Row.of(sequence)
-        # Every list is given: upstream's filter fails on one that is not.
-        self._batch = PromptProcessingBatch(
-            network,
-            [row],
-            [make_prompt_cache(network)],
-            tokens=[[]],
-            prefill_step_size=_WHOLE,
-            samplers=[lambda logprobs: draw(logprobs, [row])],
-            logits_processors=[_processors(sequence)],
-            stop_sequences=[stop],
-            max_tokens=[sequence.max_tokens - len(sequence.delivered)],
-        )
+    def __init__(self, network: nn.Module, row: Row) -> None:
+        self.row, self.done, self.waited = row, 0, 0
+        self._network, self._cache = network, make_prompt_cache(network)
+        self._tokens = row.sequence.known
+
+    @property
+    def sequence(self) -> Sequence:
+        return self.row.sequence
 
     @property
     def total(self) -> int:
@@ -46,16 +35,16 @@ class Prefill:
     def advance(self, tokens: int) -> None:
         """Blocks until they are computed."""
         if tokens:
-            self._batch.prompt([list(self._tokens[self.done : self.done + tokens])])
+            chunk = mx.array([self._tokens[self.done : self.done + tokens]])
+            self._network(chunk, cache=self._cache)
+            slots.settle(self._cache)
             self.done += tokens
 
-    def row(self) -> GenerationBatch:
-        """A batch of one that has its first token under way. The prefill is spent."""
-        end_prefill(self._batch.prompt_cache)
-        return self._batch.generate([[self._tokens[-1]]])
-
-
-def _processors(sequence: Sequence) -> tuple[Processor, ...]:
-    """The guide comes last: what it forbids, no bias brings back."""
-    others, prompt_tokens = processors_for(sequence.sampling, len(sequence.prompt)), len(sequence.prompt)
-    return (*others, guided(sequence.guide, prompt_tokens)) if sequence.guide else others
+    def finish(self) -> tuple[list[Any], Drawn]:
+        """The row's cache, and what it is fed next. The prefill is spent."""
+        last = mx.array([self._tokens[-1]])
+        if self.done:
+            return self._cache, Drawn(last, mx.array([True]), {})
+        # A cache without a single token cannot join others: to some models no state is not a state of zeros.
+        self.row.fresh = False
+        return self._cache, forward(self._network, self._cache, [self.row], last)

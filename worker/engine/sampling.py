@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence as Many
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -34,26 +34,17 @@ def kind_of(how: Sampling) -> Kind:
     return Kind(False, how.top_k, how.top_p < 1, how.min_p > 0)
 
 
-@dataclass(slots=True, eq=False)
-class Row:
-    """A sequence in a batch. Upstream carries it as the row's uid, through joins and filters."""
+class Drawing(Protocol):
+    """What a token is drawn for."""
 
     sequence: Sequence
     kind: Kind
-    drawn: int  # tokens of the answer, those of earlier attempts too
-
-    @classmethod
-    def of(cls, sequence: Sequence) -> "Row":
-        return cls(sequence, kind_of(sequence.sampling), len(sequence.delivered))
 
     def next_key(self) -> tuple[int, int]:
-        """Draw k is keyed by (seed, k), so a row goes on where it was when it is resumed."""
-        key = draw_key(self.sequence.sampling.seed, self.drawn)
-        self.drawn += 1
-        return key >> 32, key & 0xFFFFFFFF  # as mx.random.key lays it out
+        """Of the next draw: the two halves of 64 bits."""
 
 
-def draw(logprobs: mx.array, rows: list[Row]) -> mx.array:
+def draw(logprobs: mx.array, rows: Many[Drawing]) -> mx.array:
     """logprobs (rows, vocab) to tokens (rows,). Each row draws what it would draw alone, to the bit."""
     places: dict[Kind, list[int]] = {}
     for place, row in enumerate(rows):
@@ -66,7 +57,7 @@ def draw(logprobs: mx.array, rows: list[Row]) -> mx.array:
     return mx.concatenate(drawn)[mx.array(back)]
 
 
-def _draw_alike(kind: Kind, logprobs: mx.array, rows: list[Row]) -> mx.array:
+def _draw_alike(kind: Kind, logprobs: mx.array, rows: Many[Drawing]) -> mx.array:
     if kind.greedy:
         return mx.argmax(logprobs, axis=-1)
     hows = [row.sequence.sampling for row in rows]

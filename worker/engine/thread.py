@@ -47,8 +47,17 @@ class _Stop:
 class EngineThread:
     """All methods are for the event loop's thread."""
 
-    def __init__(self, load: Callable[[], Model], *, step_s: float, died: Callable[[], None]) -> None:
-        self._load, self._step_s, self._died = load, step_s, died
+    def __init__(
+        self,
+        load: Callable[[], Model],
+        *,
+        step_s: float,
+        memory: int | None = None,
+        died: Callable[[], None],
+        stepped: Callable[[StepReport], None] = lambda report: None,
+    ) -> None:
+        self._load, self._step_s, self._memory = load, step_s, memory
+        self._died, self._stepped = died, stepped
         self._loop = asyncio.get_running_loop()
         self._mailbox: queue.SimpleQueue[_Add | _Remove | _Hold | _Stop] = queue.SimpleQueue()
         self._held = False
@@ -80,6 +89,7 @@ class EngineThread:
         self._mailbox.put(_Hold(on))
 
     def _deliver(self, report: StepReport) -> None:
+        self._stepped(report)
         for outcome in report.outcomes:
             if listener := self._listeners.get(outcome.id):
                 listener.heard(outcome, report.rows)
@@ -98,7 +108,7 @@ class EngineThread:
 
     def _serve(self) -> None:
         model = self._load()
-        engine = Engine(model, step_s=self._step_s)
+        engine = Engine(model, step_s=self._step_s, memory=self._memory)
         self._tell(self._loaded.set_result, model)
         while self._obey(engine):
             self.pulse.beat()

@@ -26,8 +26,9 @@ class Chunk:
     tokens: int
 
 
-def plan(waiting: Iterable[Waiting], budget: int, step: int) -> list[Chunk]:
-    """Spend `budget` tokens on the prompts that are done soonest; interactive ones first. `step` counts up.
+def plan(waiting: Iterable[Waiting], budget: int, step: int, chunk_tokens: int = 0) -> list[Chunk]:
+    """Spend `budget` tokens on the prompts that are done soonest; interactive ones first. `step` counts
+    up. Every chunk but one costs `chunk_tokens` beside its own.
 
     Always one row a chunk: rows padded to one length would pay for the longest, and a recurrent state takes
     the padding in. A chunk of the last tokens costs one at least, so that a step stays bounded.
@@ -38,7 +39,7 @@ def plan(waiting: Iterable[Waiting], budget: int, step: int) -> list[Chunk]:
             break
         tokens = min(row.remaining, budget)
         chunks.append(Chunk(row.id, tokens))
-        budget -= max(tokens, 1)
+        budget -= max(tokens, 1) + chunk_tokens
     return chunks
 
 

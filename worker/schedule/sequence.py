@@ -101,7 +101,15 @@ class Faulted:
     id: str
 
 
-Outcome = Prefilled | Sampled | Faulted
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The row will never fit into this worker's memory; a sentence says by how much."""
+
+    id: str
+    sentence: str
+
+
+Outcome = Prefilled | Sampled | Faulted | Refused
 
 
 class Listener(Protocol):
@@ -115,3 +123,9 @@ class StepReport:
 
     outcomes: tuple[Outcome, ...]
     rows: int
+    seconds: float = 0.0
+    waiting: int = 0  # for memory
+    parked: int = 0  # of those: they were inside before
+    preempted: int = 0  # in this step
+    promised: tuple[int, int] | None = None  # bytes beside the model: what those inside may need, and what there is
+    memory: tuple[int, int] | None = None  # bytes beside the model: predicted, and measured since the last look

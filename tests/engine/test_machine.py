@@ -1,0 +1,88 @@
+"""Any order of whatever can happen to rows: each says what it says alone."""
+
+from functools import cache
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
+from tests.engine.tiny import alone, model, network, prompt
+from worker.schedule.grouping import StepCost
+from worker.schedule.sequence import Lane
+
+PROMPTS = [(tokens, seed) for tokens in (1, 9, 16, 40) for seed in (1, 2)]  # around the windows of 16
+MOST = 30
+IN_BETWEEN = StepCost(group_s=2e-6, cell_s=1e-9)
+
+
+@cache
+def lonely(family: str, asked: tuple[int, int]) -> list[int]:
+    return alone(network(family), prompt(*asked), MOST)
+
+
+class Life(RuleBasedStateMachine):
+    @initialize(
+        family=st.sampled_from(["gemma3", "qwen3_5", "falcon_h1"]),
+        step_s=st.sampled_from([0.0, 0.02]),
+        rows=st.sampled_from([2, 4, 40]),
+    )
+    def open(self, family: str, step_s: float, rows: int) -> None:
+        """`rows`: about so many fit."""
+        self.family, self.asked = family, dict[str, tuple[tuple[int, int], int]]()
+        memory = model(family).costs.peak_bytes([[PROMPTS[-1][0] + MOST] * rows])
+        self.run, self.gone = Run(model(family), step_s=step_s, memory=memory), set[str]()
+
+    @rule(asked=st.sampled_from(PROMPTS), most=st.integers(1, MOST), lane=st.sampled_from(["interactive", "batch"]))
+    def arrive(self, asked: tuple[int, int], most: int, lane: Lane) -> None:
+        id = str(len(self.asked))
+        self.asked[id] = asked, most
+        self.run.add(id, prompt(*asked), max_tokens=most, lane=lane)
+
+    @rule(steps=st.sampled_from([1, 2, 9]))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.run.step()
+
+    @precondition(lambda self: self.run.inside or self.run.waiting)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        id = data.draw(st.sampled_from(sorted(self.run.inside + self.run.waiting)))
+        self.gone.add(id)
+        self.run.engine.remove(id)
+
+    @precondition(lambda self: self.run.inside)
+    @rule(data=st.data())
+    def park(self, data: st.DataObject) -> None:
+        self.run.park(data.draw(st.sampled_from(self.run.inside)))
+
+    @rule(keep=st.booleans())
+    def make_room(self, keep: bool) -> None:
+        self.run.stir(keep=keep)
+
+    @rule(cost=st.sampled_from([ONE_GROUP, EACH_ALONE, IN_BETWEEN]))
+    def regroup(self, cost: StepCost) -> None:
+        self.run.group_by(cost)
+
+    @invariant()
+    def each_says_what_it_says_alone(self) -> None:
+        for id, (asked, most) in self.asked.items():
+            expected, said = lonely(self.family, asked)[:most], self.run.said[id]
+            assert said == (expected if id in self.run.ended else expected[: len(said)])
+
+    @invariant()
+    def nobody_is_in_two_places_or_in_none(self) -> None:
+        there = sorted([*self.run.inside, *self.run.waiting, *self.run.ended, *self.gone])
+        assert there == sorted(self.asked)
+        assert len(self.run.engine) == len(self.run.inside) + len(self.run.waiting)
+
+    def teardown(self) -> None:
+        if hasattr(self, "run"):
+            self.run.stir()
+            self.run.drain()
+            assert set(self.run.ended.values()) <= {"stop", "length"}
+            self.each_says_what_it_says_alone()
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)

@@ -1,0 +1,212 @@
+"""Rows that do not fit together wait for each other, and nobody is worse off for it but in time."""
+
+import gc
+from dataclasses import replace
+from functools import cache
+
+import mlx.core as mx
+import pytest
+
+from scripts.scenarios.churn import churn, growth
+from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
+from tests.engine.tiny import CONFIGS, alone, build, model, model_of, prompt
+from worker.engine.layers import calibrated
+from worker.engine.model import Model
+from worker.schedule.admission import PATIENCE
+
+# Its keys and values take far more than anything else.
+WIDE = {**CONFIGS["llama"], "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+PROMPT, ANSWER = 200, 24
+TOKENS = PROMPT + ANSWER
+
+
+@cache
+def built() -> Model:
+    network = build(WIDE)
+    guessed = model_of(network, WIDE)
+    return replace(guessed, costs=calibrated(guessed.costs, network))
+
+
+@pytest.fixture
+def wide() -> Model:
+    """What other tests have left in memory counts as its weights."""
+    gc.collect()
+    return replace(built(), costs=replace(built().costs, weights_bytes=mx.get_active_memory()))
+
+
+@cache
+def lonely(seed: int, answer: int = ANSWER) -> list[int]:
+    return alone(built().network, prompt(PROMPT, seed), answer)
+
+
+def room_for(wide: Model, rows: int) -> int:
+    """Bytes in which so many rows fit, and one of them may be parked with its cache."""
+    return wide.costs.peak_bytes([[TOKENS] * rows]) + wide.costs.row_bytes(1) - 1
+
+
+def run_in(wide: Model, memory: int) -> Run:
+    run = Run(wide, step_s=1.0, memory=memory)
+    run.group_by(ONE_GROUP)
+    return run
+
+
+def test_jobs_that_need_ten_times_the_memory_all_finish_within_it(wide: Model) -> None:
+    limit, jobs, answer, highest = room_for(wide, 3), 96, 4, 0
+    spare = limit - wide.costs.resident_bytes
+    assert wide.costs.rectangle_bytes([TOKENS] * jobs) > 10 * spare
+    run = Run(wide, memory=limit)
+    for i in range(jobs):
+        run.add(str(i), prompt(PROMPT, i % 6), max_tokens=answer, lane="batch" if i % 3 else "interactive")
+    while len(run.engine):
+        report = run.step()
+        highest = max(highest, mx.get_peak_memory())
+        if report.memory:  # the peak was reset
+            predicted, measured = report.memory
+            highest = max(highest, measured + wide.costs.resident_bytes)
+            assert measured < predicted
+        assert run.steps < 5000
+    assert all(run.said[str(i)] == lonely(i % 6, answer) for i in range(jobs))
+    assert limit - spare / 2 < highest < limit
+
+
+def test_rows_are_put_together_only_as_far_as_memory_goes(wide: Model) -> None:
+    """A short row in the group of a long one has room for as much."""
+    short = [30 + 100] * 6
+    memory = wide.costs.peak_bytes([[1000 + 40], short]) + wide.costs.row_bytes(1)
+    run = Run(wide, step_s=1.0, memory=memory)
+    run.group_by(EACH_ALONE)
+    run.add("long", prompt(1000, 9), max_tokens=40)
+    run.until(lambda: bool(run.engine._running.lengths))
+    for i in range(len(short)):
+        run.add(f"short {i}", prompt(30, i), max_tokens=100)
+    run.until(lambda: all(run.said.values()))
+    run.group_by(ONE_GROUP)
+    for _ in range(3):
+        run.step()
+        assert len(run.engine._running) == 7
+        assert [len(group) for group in run.engine._running.lengths if max(group) > 1000] == [1]
+    run.drain()
+    assert all(run.said[f"short {i}"] == alone(wide.network, prompt(30, i), 100) for i in range(6))
+
+
+def test_a_job_that_can_never_fit_is_refused_at_once_with_the_numbers(wide: Model) -> None:
+    run = run_in(wide, room_for(wide, 2))
+    run.add("fits", prompt(PROMPT, 1), max_tokens=ANSWER)
+    run.step()
+    run.add("never", prompt(PROMPT, 2), max_tokens=100_000)
+    run.step()
+    assert run.ended["never"] == "refused"
+    assert "200 prompt and 100,000 answer tokens" in run.refused["never"]
+    assert "MB beside its model" in run.refused["never"]
+    assert run.drain()["fits"] == lonely(1)
+
+
+def crowd(wide: Model, rows: int = 3) -> Run:
+    """So many offline rows that decode, and no room for another."""
+    run = run_in(wide, room_for(wide, rows))
+    for i in range(rows):
+        run.add(f"offline {i}", prompt(PROMPT, i), max_tokens=ANSWER, lane="batch")
+    run.until(lambda: all(run.said.values()))
+    return run
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["with its cache", "from its tokens"])
+def test_an_interactive_row_parks_the_youngest_offline_row_which_goes_on_exactly(wide: Model, keep: bool) -> None:
+    run = crowd(wide)
+    run.add("interactive", prompt(PROMPT, 7), max_tokens=6)
+    report = run.step()
+    assert (run.waiting, report.preempted, report.parked) == (["offline 2"], 1, 1)
+    assert 0 < len(run.said["offline 2"]) < ANSWER
+    assert run.held_bytes > 0
+    if not keep:
+        for candidate in run.engine._entry._waiting.values():
+            candidate.forget()
+        assert run.held_bytes == 0
+    before = run.chunks["offline 2"]
+    run.drain()
+    assert (run.chunks["offline 2"] == before) == keep
+    assert run.said == {**{f"offline {i}": lonely(i) for i in range(3)}, "interactive": lonely(7, 6)}
+
+
+def test_an_offline_row_parks_nobody(wide: Model) -> None:
+    run = crowd(wide, rows=2)
+    run.engine.remove("offline 1")
+    run.add("interactive", prompt(PROMPT, 7), max_tokens=ANSWER)
+    run.step()
+    assert run.inside == ["offline 0", "interactive"]
+    run.add("late", prompt(PROMPT, 3), max_tokens=4, lane="batch")
+    for _ in range(3):
+        assert run.step().preempted == 0
+        assert run.waiting == ["late"]
+    run.drain()
+    assert run.said["late"] == lonely(3, 4)
+
+
+def test_an_interactive_row_parks_no_interactive_row(wide: Model) -> None:
+    run = run_in(wide, room_for(wide, 2))
+    for i in range(4):
+        run.add(str(i), prompt(PROMPT, i), max_tokens=ANSWER)
+    run.step()
+    assert (run.inside, run.waiting) == (["0", "1"], ["2", "3"])
+    assert run.drain() == {str(i): lonely(i) for i in range(4)}
+
+
+def test_rows_of_one_lane_come_in_as_they_came(wide: Model) -> None:
+    run, began = run_in(wide, room_for(wide, 2)), list[str]()
+    for i in range(8):
+        run.add(f"offline {i}", prompt(PROMPT, i), max_tokens=3 + i, lane="batch")
+        run.add(f"interactive {i}", prompt(PROMPT, i), max_tokens=3 + i)
+    while len(run.engine):
+        run.step()
+        began += (id for id in run.inside if id not in began)
+    assert began == [*(f"interactive {i}" for i in range(8)), *(f"offline {i}" for i in range(8))]
+
+
+def test_small_rows_do_not_overtake_a_large_one_for_ever(wide: Model) -> None:
+    run = run_in(wide, room_for(wide, 4))
+    for i in range(2):
+        run.add(f"first {i}", prompt(20, i), max_tokens=4)
+    run.step()
+    run.add("large", prompt(2 * PROMPT, 1), max_tokens=ANSWER)
+    small = 0
+    while "large" not in run.ended:
+        while len(run.waiting) < 3:
+            run.add(f"small {(small := small + 1)}", prompt(20, small), max_tokens=4)
+        run.step()
+        assert run.steps < 1000
+    entered = [id for id in run.ended if id != "large"]
+    assert len(entered) < 3 * PATIENCE
+    run.drain()
+    assert set(run.ended.values()) <= {"length", "stop"}
+
+
+def test_a_row_that_waits_or_is_parked_can_be_cancelled(wide: Model) -> None:
+    run = crowd(wide)
+    run.add("interactive", prompt(PROMPT, 7), max_tokens=6)
+    run.add("waits", prompt(PROMPT, 8), max_tokens=6, lane="batch")
+    run.step()
+    assert run.waiting == ["offline 2", "waits"]
+    for id in run.waiting:
+        run.engine.remove(id)
+    assert (run.waiting, run.held_bytes, len(run.engine)) == ([], 0, 3)
+    run.drain()
+    assert set(run.ended) == {"offline 0", "offline 1", "interactive"}
+    assert run.said["offline 2"] == lonely(2)[: len(run.said["offline 2"])]
+
+
+def test_what_rows_needed_is_compared_with_what_was_predicted(wide: Model) -> None:
+    run, seen = run_in(wide, room_for(wide, 6)), list[tuple[int, int]]()
+    for i in range(4):
+        run.add(str(i), prompt(PROMPT, i), max_tokens=80)
+    while len(run.engine):
+        if memory := run.step().memory:
+            seen.append(memory)
+    assert seen
+    for predicted, measured in seen:
+        assert 0.4 * predicted < measured < 1.05 * predicted
+
+
+def test_memory_stays_flat_while_rows_come_and_go() -> None:
+    """scripts/chaos long-life does it for longer."""
+    seen = churn(model("qwen3_5"), steps=500, looks=20)
+    assert growth([each.resident for each in seen]) < 0.05

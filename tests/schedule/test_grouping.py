@@ -1,0 +1,103 @@
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.schedule.grouping import MeasuredCost, StepCost, partition, place, regroup
+
+# As measured on a small model: 8 rows of 64 tokens 8 ms, one row of 4,000 makes that 59.
+MACHINE = StepCost(group_s=0.004, row_s=0.0003, cell_s=1.5e-6)
+LENGTHS = st.lists(st.integers(1, 5000), min_size=1, max_size=7)
+COSTS = st.builds(StepCost, st.floats(0, 0.1), st.floats(0, 0.01), st.floats(0, 1e-5))
+
+
+def grouped(lengths: list[int], cost: StepCost) -> list[list[int]]:
+    return [[lengths[i] for i in group] for group in partition(lengths, cost)]
+
+
+def test_a_long_row_decodes_apart_from_many_short_ones() -> None:
+    assert sorted(grouped([64] * 7 + [4000], MACHINE)) == [[64] * 7, [4000]]
+
+
+def test_rows_of_like_length_decode_together() -> None:
+    assert len(grouped([60, 64, 80, 100], MACHINE)) == 1
+
+
+def test_rows_stay_together_where_length_costs_nothing() -> None:
+    assert len(grouped([64] * 7 + [4000], StepCost(group_s=0.004))) == 1
+
+
+def all_partitions(items: list[int]) -> list[list[list[int]]]:
+    if not items:
+        return [[]]
+    first, rest = items[0], items[1:]
+    return [
+        [[first, *(rest[i] for i in chosen)], *others]
+        for size in range(len(rest) + 1)
+        for chosen in combinations(range(len(rest)), size)
+        for others in all_partitions([rest[i] for i in range(len(rest)) if i not in chosen])
+    ]
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=5), COSTS)
+def test_no_other_grouping_is_cheaper(lengths: list[int], cost: StepCost) -> None:
+    best = min(cost.step_s(groups) for groups in all_partitions(lengths))
+    assert cost.step_s(grouped(lengths, cost)) == pytest.approx(best)
+
+
+@given(LENGTHS, COSTS)
+def test_every_row_is_in_one_group(lengths: list[int], cost: StepCost) -> None:
+    assert sorted(i for group in partition(lengths, cost) for i in group) == list(range(len(lengths)))
+
+
+def test_a_row_joins_those_of_its_length_or_opens_a_group() -> None:
+    groups = [[64, 70, 80], [4000]]
+    assert [place(length, groups, MACHINE) for length in (75, 4100, 70_000)] == [0, 1, 2]
+    assert place(5, [], MACHINE) == 0
+
+
+def test_rows_are_moved_only_where_it_pays() -> None:
+    assert regroup([[64] * 7, [4000]], MACHINE) is None
+    assert regroup([[64] * 7 + [150]], MACHINE) is None
+    better = regroup([[64] * 7 + [4000]], MACHINE)
+    assert better is not None
+    assert sorted(map(sorted, better)) == [[0, 1, 2, 3, 4, 5, 6], [7]]
+
+
+def test_groups_that_have_shrunk_are_put_together_again() -> None:
+    assert regroup([[64], [90], [70]], MACHINE) is not None
+
+
+STEPS = [[[64] * n] for n in range(1, 9)] + [[[400 * k] * 4] for k in range(1, 9)] + [[[64] * 5, [3000]]]
+
+
+def learned(machine: StepCost, steps: list[list[list[int]]], times: int = 20) -> StepCost:
+    measured = MeasuredCost()
+    for _ in range(times):
+        for groups in steps:
+            measured.saw(groups, machine.step_s(groups))
+    return measured.cost()
+
+
+@given(st.floats(0.001, 0.1), st.floats(0, 0.005), st.floats(1e-7, 1e-5))
+def test_the_cost_of_a_machine_is_learned_from_its_steps(group_s: float, row_s: float, cell_s: float) -> None:
+    machine = StepCost(group_s, row_s, cell_s)
+    found = learned(machine, STEPS)
+    for groups in ([[64] * 8], [[3000] * 2], [[64] * 7, [4000]]):
+        assert found.step_s(groups) == pytest.approx(machine.step_s(groups), rel=0.1, abs=5e-4)
+
+
+def test_rows_are_not_parted_before_it_was_seen_what_length_costs() -> None:
+    """All steps alike: nothing tells a group's share from a row's or a cell's."""
+    found = learned(MACHINE, [[[64] * 8]])
+    assert len(grouped([64] * 7 + [80], found)) == 1
+
+
+def test_a_machine_that_grew_slower_is_learned_anew() -> None:
+    measured, slower = MeasuredCost(), StepCost(0.008, 0.0006, 3e-6)
+    for machine, times in ((MACHINE, 30), (slower, 150)):
+        for _ in range(times):
+            for groups in STEPS:
+                measured.saw(groups, machine.step_s(groups))
+    assert measured.cost().step_s([[64] * 8]) == pytest.approx(slower.step_s([[64] * 8]), rel=0.05)

@@ -1,0 +1,132 @@
+"""Who may come into the engine: by what memory is predicted to be needed, and what was needed so far."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from worker.engine.rows import Parked
+from worker.schedule.admission import Admit, Decision, Row, Wait, admit_in_turn, lengths
+from worker.schedule.memory import CHUNK, Correction, Costs
+from worker.schedule.sequence import Sequence as Asked
+
+_LOOK_EVERY = 64  # steps between two looks at what was needed
+
+
+@dataclass(slots=True)
+class Candidate:
+    sequence: Asked
+    parked: Parked | None = None  # where it was, if it decoded before
+    passed: int = 0
+    was_inside: bool = False
+
+    def forget(self) -> None:
+        """Where it was: its cache is computed again when it comes back."""
+        if self.parked:
+            self.sequence, self.parked = self.parked.row.again(), None
+
+
+class Entry:
+    def __init__(self, costs: Costs, limit: int) -> None:
+        """`limit`: bytes that the model and all rows may take."""
+        self._costs, self._limit, self._correction = costs, limit, Correction()
+        self._waiting: dict[str, Candidate] = {}
+        self._stirred = False  # somebody came or went since it was last decided
+        self._steps = self._most = 0  # bytes that were predicted at the most since the last look
+        self.longest_chunk = CHUNK  # tokens that a prompt may advance by in one step
+        self.promised = 0, max(1, limit - costs.resident_bytes)  # bytes beside the model, and how many there are
+        mx.reset_peak_memory()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def parked(self) -> int:
+        """Of those who wait, those who were inside before."""
+        return sum(each.was_inside for each in self._waiting.values())
+
+    def add(self, sequence: Asked) -> None:
+        self._waiting[sequence.id] = Candidate(sequence)
+        self.stir()
+
+    def put_back(self, candidate: Candidate) -> None:
+        """Before all others of its lane."""
+        self._waiting = {candidate.sequence.id: candidate, **self._waiting}
+
+    def take(self, candidate: Candidate) -> None:
+        """It waits no longer."""
+        del self._waiting[candidate.sequence.id]
+
+    def remove(self, sequence_id: str) -> None:
+        self._waiting.pop(sequence_id, None)
+        self.stir()
+
+    def stir(self) -> None:
+        """Somebody left: there may be room."""
+        self._stirred = True
+
+    @property
+    def due(self) -> bool:
+        """Whether there is anything to decide."""
+        return self._stirred and bool(self._waiting)
+
+    def decide(self, running: Sequence[Row], group_of: Callable[[int], int]) -> list[tuple[Candidate, Decision]]:
+        """Who may come in and who never will; until they are taken, they wait with the others. `running` has the oldest
+        first, and `group_of` a length is the group of rows that it would decode with."""
+        self._stirred = False
+        order = sorted(self._waiting.values(), key=lambda candidate: candidate.sequence.lane == "batch")
+        rows = [self._row(each, group_of) for each in order]
+        decided = admit_in_turn(rows, running, self._corrected(), self._limit - self._held())
+        if self._held() and any(isinstance(decision, Wait) for _, decision in decided):
+            for candidate in order:
+                candidate.forget()
+            decided = admit_in_turn(rows, running, self._corrected(), self._limit)
+        self._promise(running, decided)
+        return [(self._waiting[row.id], decision) for row, decision in decided if not self._waits(row, decision)]
+
+    def _promise(self, running: Sequence[Row], decided: list[tuple[Row, Decision]]) -> None:
+        parked = {id for _, decision in decided if isinstance(decision, Admit) for id in decision.park}
+        inside = [row for row in running if row.id not in parked]
+        inside += (row for row, decision in decided if isinstance(decision, Admit))
+        costs, groups = self._corrected(), lengths(inside)
+        self.longest_chunk = costs.longest_chunk(groups, self._limit - self._held())
+        self.promised = costs.peak_bytes(groups) - costs.resident_bytes, self.promised[1]
+
+    def _waits(self, row: Row, decision: Decision) -> bool:
+        if isinstance(decision, Wait):
+            self._waiting[row.id].passed = decision.passed
+        return isinstance(decision, Wait)
+
+    def look(self, lengths: list[list[int]], chunk: int) -> tuple[int, int] | None:
+        """Compare, now and then, what the rows inside were predicted to need, beside the model, with what they did.
+        `chunk`: the tokens of this step's longest one."""
+        self._steps += 1
+        self._most = max(self._most, self._costs.beside_bytes(lengths, chunk) + self._held())
+        if self._steps % _LOOK_EVERY or not self._most:
+            return None
+        plain, measured = self._most, mx.get_peak_memory() - self._costs.resident_bytes
+        self._most = 0
+        mx.reset_peak_memory()
+        predicted = round(self._correction.factor * plain)
+        self._correction = self._correction.saw(plain, measured)
+        return predicted, measured
+
+    def fits(self, rows: Iterable[Row]) -> bool:
+        """All who are inside, in the groups that they would decode in."""
+        return self._corrected().peak_bytes(lengths(rows)) <= self._limit - self._held()
+
+    def _row(self, candidate: Candidate, group_of: Callable[[int], int]) -> Row:
+        row = admitted(candidate.sequence, None, candidate.passed)
+        return replace(row, group=group_of(row.tokens))
+
+    def _corrected(self) -> Costs:
+        return replace(self._costs, factor=self._correction.factor)
+
+    def _held(self) -> int:
+        """Bytes of those who wait with their caches."""
+        return sum(each.parked.kept.nbytes for each in self._waiting.values() if each.parked)
+
+
+def admitted(asked: Asked, group: int | None, passed: int = 0) -> Row:
+    """As admission sees it."""
+    return Row(asked.id, asked.lane, len(asked.prompt), asked.max_tokens, group or 0, passed)

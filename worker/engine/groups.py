@@ -1,0 +1,177 @@
+"""The rows that decode, in groups of like length."""
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+import mlx.nn as nn
+
+from worker.engine.row import Row
+from worker.engine.rows import Drawn, Parked, Rows, Told
+from worker.engine.stopwatch import Stopwatch
+from worker.schedule.grouping import MeasuredCost, place, regroup
+
+logger = logging.getLogger("sluice.engine")
+
+T = TypeVar("T")
+
+_LOOK_EVERY = 32  # steps, until it is looked at again whether other groups would be faster
+
+
+class Groups:
+    def __init__(self, network: nn.Module, fit: Callable[[list[list[Row]]], bool]) -> None:
+        """`fit`: whether rows in such groups stay within memory. Rows in groups of their own take the least."""
+        self._network, self._fit, self._cost, self._watch = network, fit, MeasuredCost(), Stopwatch()
+        self._groups: list[Rows] = []
+        self._under_way: list[list[int]] = []  # lengths, by group, in the step that the device computes
+        self._steps, self._settled = 0, True  # it is not yet time to look at the groups again
+        self.step_s: float | None = None  # of a decode step, if one could be timed since the last `step` began
+
+    def __len__(self) -> int:
+        return sum(len(group.rows) for group in self._groups)
+
+    def __iter__(self) -> Iterator[tuple[int, Row]]:
+        """Each row, and the number of its group."""
+        return ((number, row) for number, group in enumerate(self._groups) for row in group.rows)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(group.nbytes for group in self._groups)
+
+    def step(self) -> tuple[list[Told], list[list[Row]]]:
+        """What the rows are told, and the groups that failed: their rows are out, and their caches lost.
+
+        All groups are launched before the first is waited for."""
+        began, lengths = time.perf_counter(), self.lengths
+        self._steps, self.step_s = self._steps + 1, None
+        self._settled = self._steps % _LOOK_EVERY > 0
+        launched = [group for group in self._groups if _tried(group.launch)]
+        told, sound = list[Told](), list[Rows]()
+        for group in launched:
+            for news in _tried(group.collect):
+                told += news
+                sound.append(group)
+        failed = [group.rows for group in self._groups if group not in sound]
+        self._groups = sound
+        self._learn(self._watch.launched(began))
+        self._under_way = [] if failed else lengths
+        return told, failed
+
+    def wait(self) -> None:
+        """Until the step under way has ended: what the device does next can then be timed, and so can the step."""
+        if self._watch.running and all(_tried(group.wait) for group in self._groups):
+            self._learn(self._watch.ended())
+
+    def _learn(self, seconds: float | None) -> None:
+        if seconds is not None and self._under_way:
+            self._cost.saw(self._under_way, seconds)
+            self.step_s = seconds
+
+    @property
+    def forward_s(self) -> float:
+        """Of a step of a single row, without its cache."""
+        return self._cost.cost().of(1, 0)
+
+    @property
+    def lengths(self) -> list[list[int]]:
+        return [group.lengths for group in self._groups]
+
+    def nearest(self, length: int) -> int:
+        """The number of the group that a row of this length would decode in; a new one counts on."""
+        return place(length, self.lengths, self._cost.cost())
+
+    def join(self, row: Row, cache: list[Any], drawn: Drawn, position: int | None = None) -> None:
+        self._watch.disturbed()
+        group = self._group_for(row)
+        group.join(row, cache, drawn, position)
+        self._open(group)
+
+    def unpark(self, parked: Parked) -> None:
+        self._watch.disturbed()
+        group = self._group_for(parked.row)
+        group.unpark(parked)
+        self._open(group)
+
+    def park(self, row: Row) -> Parked:
+        self._watch.disturbed()
+        parked = self._group_of(row).park(row)
+        self._sweep()
+        return parked
+
+    def leave(self, gone: Collection[Row]) -> None:
+        """A group that fails to let them go is given up, and its other rows are here no more."""
+        if gone:
+            self._watch.disturbed()
+        for group in list(self._groups):
+            theirs = [row for row in group.rows if row in gone]
+            if theirs and not _tried(partial(group.leave, theirs)):
+                self._groups.remove(group)
+        self._sweep()
+
+    def clear(self) -> None:
+        """All rows are given up, and their caches."""
+        self._watch.disturbed()
+        self._groups = []
+
+    def settle(self) -> None:
+        """Move rows, now and then, to where they decode faster, if it pays."""
+        if self._settled:
+            return
+        self._settled = True
+        trusted = self._trusted()
+        better = regroup([group.lengths for group in trusted], self._cost.cost())
+        if better is None:
+            return
+        rows = [row for group in trusted for row in group.rows]
+        targets = [[rows[i] for i in group] for group in better]
+        if not self._fit(targets):
+            return
+        self._watch.disturbed()
+        for home, members in self._homes(targets, trusted):
+            for row in members:
+                if row not in home.rows:
+                    home.unpark(self._group_of(row).park(row))
+                    self._open(home)
+        self._sweep()
+
+    def _homes(self, targets: list[list[Row]], groups: list[Rows]) -> Iterator[tuple[Rows, list[Row]]]:
+        """The group that each is put together in: the one that holds most of them, or a new one."""
+        for members in sorted(targets, key=len, reverse=True):
+            home = max(groups, key=lambda group: sum(row in group.rows for row in members), default=None)
+            if home is None or not any(row in home.rows for row in members):
+                home = Rows(self._network)
+            else:
+                groups = [group for group in groups if group is not home]
+            yield home, members
+
+    def _group_for(self, row: Row) -> Rows:
+        """A suspect gets one of its own."""
+        groups = [] if row.suspect else self._trusted()
+        at = place(row.length, [group.lengths for group in groups], self._cost.cost())
+        together = [[*group.rows, *([row] if i == at else [])] for i, group in enumerate(groups)]
+        return groups[at] if at < len(groups) and self._fit(together) else Rows(self._network)
+
+    def _trusted(self) -> list[Rows]:
+        return [group for group in self._groups if not any(row.suspect for row in group.rows)]
+
+    def _group_of(self, row: Row) -> Rows:
+        return next(group for group in self._groups if row in group.rows)
+
+    def _open(self, group: Rows) -> None:
+        """It has a row now, if it had none before."""
+        if group not in self._groups:
+            self._groups.append(group)
+
+    def _sweep(self) -> None:
+        self._groups = [group for group in self._groups if group.rows]
+
+
+def _tried(act: Callable[[], T]) -> list[T]:
+    """What came of it; nothing where it failed. Whatever that was, it must not cost more than these rows."""
+    try:
+        return [act()]
+    except Exception:
+        logger.exception("a step failed")
+        return []

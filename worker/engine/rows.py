@@ -1,0 +1,149 @@
+"""Rows that decode together: one forward for all of them, a token each."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from worker.engine import slots
+from worker.engine.logprobs import logprobs_of
+from worker.engine.row import Row
+from worker.engine.sampling import draw
+from worker.schedule.sequence import Logprobs
+
+
+@dataclass(slots=True)
+class Drawn:
+    """The tokens that rows are fed next, one each; lazy."""
+
+    tokens: mx.array  # (rows,)
+    sound: mx.array  # (rows,): they were drawn from numbers
+    logprobs: dict[Row, mx.array]  # (1, vocab), of the rows that ask
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A row's next token; one that is not `sound` was drawn from NaN or infinity."""
+
+    row: Row
+    token: int
+    sound: bool
+    logprobs: Logprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """A row out of its batch, with all that it needs to go on."""
+
+    row: Row
+    kept: slots.Snapshot
+    drawn: Drawn
+
+
+class Rows:
+    """While the device computes the next tokens, the host tells of the last: `launch` feeds each row's token and
+    draws the next, lazily; `collect` waits for those that were fed.
+
+    A row that has just come is fed the last token of its prompt, which is no news. Rows come and go between
+    `collect` and `launch` only.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self._network = network
+        self.rows: list[Row] = []
+        self._cache: list[Any] = []
+        self._fed: Drawn | None = None
+        self._next: Drawn | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        return [row.length for row in self.rows]
+
+    @property
+    def nbytes(self) -> int:
+        return slots.bytes_of(self._cache)
+
+    def launch(self) -> None:
+        assert self._next is not None, "there is nobody"
+        self._fed = self._next
+        self._next = forward(self._network, self._cache, self.rows, self._fed.tokens)
+
+    def wait(self) -> None:
+        assert self._next is not None, "there is nobody"
+        mx.eval(self._next.tokens, self._next.sound)
+
+    def collect(self) -> list[Told]:
+        fed, self._fed = self._fed, None
+        assert fed is not None, "nothing was launched"
+        tokens: list[int] = fed.tokens.tolist()  # type: ignore[assignment]
+        sound: list[bool] = fed.sound.tolist()  # type: ignore[assignment]
+        news = [i for i, row in enumerate(self.rows) if not row.fresh]
+        logprobs = _logprobs({self.rows[i]: tokens[i] for i in news if self.rows[i].asks}, fed.logprobs)
+        for row in self.rows:
+            row.fresh = False
+        return [Told(self.rows[i], tokens[i], sound[i], logprobs.get(self.rows[i])) for i in news]
+
+    def join(self, row: Row, cache: list[Any], drawn: Drawn, position: int | None = None) -> None:
+        """`cache`: of this row alone, without the token that it is fed next; it is spent."""
+        if self._next is None:
+            self._cache, self._next = slots.batch_of(cache, position), drawn
+        else:
+            slots.join(self._cache, cache, position)
+            self._next = Drawn(
+                mx.concatenate([self._next.tokens, drawn.tokens]),
+                mx.concatenate([self._next.sound, drawn.sound]),
+                self._next.logprobs | drawn.logprobs,
+            )
+        self.rows.append(row)
+
+    def leave(self, gone: Collection[Row]) -> None:
+        places = slots.without(len(self.rows), {i for i, row in enumerate(self.rows) if row in gone})
+        self.rows = [self.rows[place] for place in places]
+        if not places:
+            self._cache, self._next = [], None
+            return
+        slots.keep(self._cache, places)
+        assert self._next is not None
+        kept = mx.array(places)
+        logprobs = {row: theirs for row, theirs in self._next.logprobs.items() if row not in gone}
+        self._next = Drawn(self._next.tokens[kept], self._next.sound[kept], logprobs)
+
+    def park(self, row: Row) -> Parked:
+        assert self._next is not None
+        at = self.rows.index(row)
+        place = slice(at, at + 1)
+        logprobs = {row: mx.contiguous(self._next.logprobs[row])} if row in self._next.logprobs else {}
+        drawn = Drawn(mx.contiguous(self._next.tokens[place]), mx.contiguous(self._next.sound[place]), logprobs)
+        mx.eval(drawn.tokens, drawn.sound, list(logprobs.values()))
+        kept = slots.snapshot(self._cache, at)
+        self.leave([row])
+        return Parked(row, kept, drawn)
+
+    def unpark(self, parked: Parked) -> None:
+        self.join(parked.row, slots.restore(parked.kept), parked.drawn, parked.kept.position)
+
+
+def forward(network: nn.Module, cache: list[Any], rows: list[Row], tokens: mx.array) -> Drawn:
+    """Feeds each row its token (rows,) and draws the next one. Under way when this returns."""
+    logits = network(tokens[:, None], cache=cache)[:, -1, :]
+    if any(row.processors for row in rows):
+        each = enumerate(rows)
+        logits = mx.concatenate([row.processed(logits[i : i + 1], tokens[i : i + 1]) for i, row in each])
+    norm = mx.logsumexp(logits, axis=-1, keepdims=True)
+    logprobs = logits - norm
+    asked = {row: logprobs[i : i + 1] for i, row in enumerate(rows) if row.asks}
+    drawn = Drawn(draw(logprobs, rows), mx.isfinite(norm[:, 0]), asked)
+    mx.async_eval(drawn.tokens, drawn.sound, list(asked.values()))
+    return drawn
+
+
+def _logprobs(tokens: dict[Row, int], found: dict[Row, mx.array]) -> dict[Row, Logprobs]:
+    if not tokens:
+        return {}
+    alternatives = [row.sequence.top_logprobs or 0 for row in tokens]
+    # Not on the stream of the generation, where the next step is under way: this would wait for its end.
+    with mx.stream(mx.default_device()):
+        told = logprobs_of(mx.concatenate([found[row] for row in tokens]), list(tokens.values()), alternatives)
+    return dict(zip(tokens, told, strict=True))

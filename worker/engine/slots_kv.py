@@ -1,0 +1,232 @@
+"""Keys and values of many rows, each in a slot of its own: one row is written or forgotten without the others.
+
+A row's tokens begin at the first column of its slot and end where they end; a mask hides what lies behind. Upstream's
+batch caches (mlx-lm 0.32.2) let all rows end at the same column instead, and so copy everything whenever a row joins,
+leaves, or is longer than the others were.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from worker.engine.upstream import BatchKVCache, BatchRotatingKVCache, KVCache, RotatingKVCache
+from worker.schedule.memory import room
+
+
+class SlotKVCache:
+    """What models ask of upstream's BatchKVCache, for one new token per row and step."""
+
+    def __init__(self) -> None:
+        self.keys: Any = None  # (rows, heads, columns, width), with room to spare in rows and columns
+        self.values: Any = None
+        self._seat([], [])
+
+    def _seat(self, lengths: list[int], positions: list[int]) -> None:
+        """From now on these are the rows: tokens in each slot, and the position that its next token has."""
+        self.rows, self._lengths, self._positions = len(lengths), lengths, positions
+        self._longest, self._even = max(lengths, default=0), len(set(lengths)) <= 1
+        self._slots = mx.arange(self.rows)
+        self._seated = mx.array(lengths, dtype=mx.int32), mx.array(positions, dtype=mx.int32)
+        self._steps = 0
+        self._advance(0)
+
+    def _advance(self, steps: int) -> None:
+        self._steps += steps
+        # From numbers that exist: adding to the last sum grows a graph without end in models that never read it.
+        lengths, positions = self._seated
+        self._next = lengths + self._steps
+        self._offset = self._next if self._lengths == self._positions else positions + self._steps
+
+    # What a model calls
+
+    @property
+    def offset(self) -> mx.array:
+        """(rows,) the position of each row's next token: beyond its length, for a row that left tokens out."""
+        return self._offset
+
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
+        """(rows, 1, 1, columns), or None where every row sees every column. N is 1."""
+        if self._even and window_size is None:
+            return None
+        columns, last = mx.arange(self._columns(1)), self._next[:, None]
+        mask = columns <= last
+        if window_size is not None:
+            mask = mask & (columns > last - window_size)
+        return mask[:, None, None]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Takes (rows, heads, 1, width) of each; gives views of all rows, as wide as the longest."""
+        self._make_room(self.rows, self._columns(1), keys, values)
+        self._write(keys, values)
+        self._advance(1)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        columns = self._columns()
+        return self.keys[: self.rows, :, :columns], self.values[: self.rows, :, :columns]
+
+    @property
+    def state(self) -> list[mx.array]:
+        return [] if self.keys is None else [self.keys, self.values]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.state)
+
+    def size(self) -> int:
+        return self._columns()
+
+    def empty(self) -> bool:
+        return self.rows == 0
+
+    def is_trimmable(self) -> bool:
+        return False
+
+    # Rows come and go
+
+    def extend(self, other: Any, position: int | None = None) -> None:
+        """Takes one row from upstream's cache of one; `position` of its next token, where that is not its offset.
+        A failure leaves the rows as they were."""
+        keys, values, offset = self._in_order(other)
+        length, (lengths, positions) = keys.shape[2], self._now()
+        self._make_room(self.rows + 1, max(self._columns(), length), keys, values)
+        slot = slice(self.rows, self.rows + 1)
+        for buffer, tokens in (self.keys, keys), (self.values, values):
+            buffer[slot, :, :length] = tokens
+            # A mask alone would not do: the last owner may have left a NaN, and zero times NaN is NaN.
+            buffer[slot, :, length:] = 0
+        self._seat([*lengths, length], [*positions, offset if position is None else position])
+
+    def moved(self, places: Sequence[int]) -> list[mx.array]:
+        """The rows that `filter` will write elsewhere, to be computed for all layers at once."""
+        sources = [place for i, place in enumerate(places) if place != i]
+        return [buffer[mx.array(sources)] for buffer in self.state] if sources else []
+
+    def filter(self, places: Sequence[int], moved: Sequence[mx.array] | None = None) -> None:
+        """Row i is from now on the one that was at places[i]. Only rows that change their place are copied."""
+        moved = self.moved(places) if moved is None else moved
+        mx.eval(moved)  # a buffer that something still has to read is not written in place
+        for buffer, rows in zip(self.state, moved, strict=False):
+            for row, to in enumerate(i for i, place in enumerate(places) if place != i):
+                buffer[to : to + 1] = rows[row : row + 1]
+        lengths, positions = self._now()
+        self._seat([lengths[place] for place in places], [positions[place] for place in places])
+        self._shrink()
+
+    def extract(self, place: int) -> Any:
+        """The row as upstream's cache of one. It holds the whole batch until it is evaluated."""
+        cache = KVCache()
+        cache.offset = self._lengths[place] + self._steps
+        cache.keys, cache.values = (mx.contiguous(b[place : place + 1, :, : cache.offset]) for b in self.state)
+        return cache
+
+    def position(self, place: int) -> int:
+        """Of the row's next token."""
+        return self._positions[place] + self._steps
+
+    def _now(self) -> tuple[list[int], list[int]]:
+        return [n + self._steps for n in self._lengths], [n + self._steps for n in self._positions]
+
+    def _in_order(self, row: Any) -> tuple[mx.array, mx.array, int]:
+        """Its keys and values, first token first, and the position of the next one."""
+        offset = row.offset
+        if isinstance(row, BatchKVCache):
+            offset, row = int(offset.item()), row.extract(0)
+        return *row.keys_and_values(), offset
+
+    def _write(self, keys: mx.array, values: mx.array) -> None:
+        """A token behind each row's last."""
+        if self._even:  # one place for all is several times cheaper on a CPU
+            column = self._column(self._longest + self._steps)
+            where: Any = (slice(self.rows), slice(None), slice(column, column + 1))
+        else:
+            where = (self._slots, slice(None), self._column(self._next))
+            keys, values = keys.squeeze(2), values.squeeze(2)
+        self.keys[where] = keys
+        if values.size:  # scattering nothing divides by zero (MLX 0.32.4), and MiniMax-M3 has values of no width
+            self.values[where] = values
+
+    # Where a row's tokens are
+
+    def _columns(self, more: int = 0) -> int:
+        """In use now, or after so many steps more."""
+        return self._longest + self._steps + more
+
+    def _column(self, token: Any) -> Any:
+        """Where in a slot the token of that number goes; a number or an array of them."""
+        return token
+
+    def _room(self, rows: int, columns: int) -> tuple[int, int]:
+        return room(rows, columns)
+
+    def _make_room(self, rows: int, columns: int, keys: mx.array, values: mx.array) -> None:
+        if self.keys is None or rows > self.keys.shape[0] or columns > self.keys.shape[2]:
+            self._rebuild(self._room(rows, columns), keys, values)
+
+    def _rebuild(self, size: tuple[int, int], keys: mx.array, values: mx.array) -> None:
+        """Buffers of that size for such keys and values, and in them what is in use."""
+        # The keys come last, because theirs is the size that is looked at: after a failure we begin again.
+        self.values = self._rebuilt(self.values, size, values)
+        self.keys = self._rebuilt(self.keys, size, keys)
+
+    def _rebuilt(self, old: mx.array | None, size: tuple[int, int], like: mx.array) -> mx.array:
+        new = mx.zeros((size[0], like.shape[1], size[1], like.shape[3]), dtype=like.dtype)
+        if old is not None:
+            columns = self._columns()
+            new[: self.rows, :, :columns] = old[: self.rows, :, :columns]
+        mx.eval(new)  # now, so that never more than one buffer is there twice
+        return new
+
+    def _shrink(self) -> None:
+        """Gives memory back once less than half of it would do, room to spare included."""
+        if self.rows == 0:
+            self.keys = self.values = None
+            return
+        rows, columns = self._room(self.rows, self._columns())
+        if 2 * rows * columns < self.keys.shape[0] * self.keys.shape[2]:
+            self._rebuild((rows, columns), self.keys, self.values)
+
+
+class SlotRotatingKVCache(SlotKVCache):
+    """The same for a sliding window: a slot is a ring of `max_size` columns, and each row is at a place of its own.
+    Of upstream's `keep` there is none, as in upstream's own batches."""
+
+    def __init__(self, max_size: int) -> None:
+        self.max_size = max_size
+        super().__init__()
+
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
+        window = min(window_size or self.max_size, self.max_size)
+        if self._even and window == self.max_size:
+            return None
+        age = (self._next[:, None] - mx.arange(self._columns(1))) % self.max_size  # 0 is the token of this step
+        return (age <= mx.minimum(self._next, window - 1)[:, None])[:, None, None]
+
+    def extract(self, place: int) -> Any:
+        tokens = self._lengths[place] + self._steps
+        cache = RotatingKVCache(self.max_size)
+        cache._idx = min(tokens, self.max_size)
+        # Only a full ring may say a position that is not its length: upstream takes one for the other until then.
+        cache.offset = self.position(place) if tokens >= self.max_size else tokens
+        cache.keys, cache.values = (
+            mx.contiguous(mx.roll(b[place : place + 1, :, : cache._idx], -tokens % cache._idx, 2)) for b in self.state
+        )
+        return cache
+
+    def _in_order(self, row: Any) -> tuple[mx.array, mx.array, int]:
+        offset = row.offset
+        if isinstance(row, BatchRotatingKVCache):
+            offset, row = int(offset.item()), row.extract(0)
+        keys, values = (row._temporal_order(b)[..., -self.max_size :, :] for b in (row.keys, row.values))
+        return keys, values, offset
+
+    def _columns(self, more: int = 0) -> int:
+        return min(super()._columns(more), self.max_size)
+
+    def _column(self, token: Any) -> Any:
+        return token % self.max_size
+
+    def _room(self, rows: int, columns: int) -> tuple[int, int]:
+        rows, columns = super()._room(rows, columns)
+        return rows, min(columns, self.max_size)

@@ -1,0 +1,104 @@
+"""Which rows decode together. A batch's KV is a rectangle, so one long row makes every row beside it pay for its
+length; a group of its own costs another pass over the weights instead."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_KEPT = 0.998  # of what earlier steps weigh: half of it is gone after some 350 steps
+_CELLS = 1e4  # cells are counted in these, so that all three unknowns are of one size
+# Rows are parted, and moved, only for a step shorter than this share: moving costs a copy, and a measurement is noisy.
+_LEAST_GAIN = 0.85
+# A belief that groups, rows and cells cost nothing, in steps that would say so. For groups it is faint: while all steps
+# look alike, it is the passes over the weights that cost, and rows are not parted before it was seen that length does.
+_BELIEF = 1e-3, 10.0, 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds of one decode step: so much for each group, each row, and each token position of a rectangle."""
+
+    group_s: float = 0.0
+    row_s: float = 0.0
+    cell_s: float = 0.0
+
+    def of(self, rows: int, longest: int) -> float:
+        return self.group_s + rows * (self.row_s + longest * self.cell_s) if rows else 0.0
+
+    def step_s(self, groups: Sequence[Sequence[int]]) -> float:
+        """Of groups of rows, each given by its length in tokens."""
+        return sum(self.of(len(group), max(group, default=0)) for group in groups)
+
+
+class MeasuredCost:
+    """Learns a `StepCost` from the steps as they run: least squares, in which old steps fade."""
+
+    def __init__(self) -> None:
+        self._squares = [[0.0] * 3 for _ in _BELIEF]
+        self._products = [0.0] * 3
+
+    def saw(self, groups: Sequence[Sequence[int]], seconds: float) -> None:
+        rows, cells = sum(map(len, groups)), sum(len(group) * max(group, default=0) for group in groups)
+        seen = (float(len(groups)), float(rows), cells / _CELLS)
+        for i, a in enumerate(seen):
+            self._products[i] = self._products[i] * _KEPT + a * seconds
+            self._squares[i] = [kept * _KEPT + a * b for kept, b in zip(self._squares[i], seen, strict=True)]
+
+    def cost(self) -> StepCost:
+        squares = [list(line) for line in self._squares]
+        for i, belief in enumerate(_BELIEF):
+            squares[i][i] += belief
+        group_s, row_s, cells_s = (max(0.0, unknown) for unknown in _solve(squares, self._products))
+        return StepCost(group_s, row_s, cells_s / _CELLS)
+
+
+def place(length: int, groups: Sequence[Sequence[int]], cost: StepCost) -> int:
+    """The group that a new row makes least dearer; `len(groups)` is a new one, where that is worth it."""
+
+    def dearer(group: Sequence[int]) -> float:
+        longest = max(group, default=0)
+        return cost.of(len(group) + 1, max(length, longest)) - cost.of(len(group), longest)
+
+    best = min(range(len(groups)), key=lambda i: dearer(groups[i]), default=0)
+    if not groups:
+        return best
+    before_s = cost.step_s(groups)
+    alone_s, together_s = before_s + cost.of(1, length), before_s + dearer(groups[best])
+    return len(groups) if alone_s < _LEAST_GAIN * together_s else best
+
+
+def regroup(groups: Sequence[Sequence[int]], cost: StepCost) -> list[list[int]] | None:
+    """Better groups, as indices into the flattened lengths; None where what there is does well enough."""
+    lengths = [length for group in groups for length in group]
+    best = partition(lengths, cost)
+    better_s = cost.step_s([[lengths[i] for i in group] for group in best])
+    return best if better_s < _LEAST_GAIN * cost.step_s(groups) else None
+
+
+def partition(lengths: Sequence[int], cost: StepCost) -> list[list[int]]:
+    """The cheapest groups of all, as indices. They are runs of the rows in order of length, since swapping two
+    rows between groups that overlap never makes a rectangle wider. Quadratic in the number of rows."""
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    cheapest, begins = [0.0], list[int]()  # of the first n rows; where the last group of those begins
+    for end in range(1, len(order) + 1):
+        longest = lengths[order[end - 1]]
+        costs = [cheapest[begin] + cost.of(end - begin, longest) for begin in range(end)]
+        begins.append(min(range(end), key=costs.__getitem__))
+        cheapest.append(costs[begins[-1]])
+    groups, end = list[list[int]](), len(order)
+    while end:
+        groups.append(order[begins[end - 1] : end])
+        end = begins[end - 1]
+    return groups[::-1]
+
+
+def _solve(squares: list[list[float]], products: list[float]) -> list[float]:
+    """Gauss, with the largest pivot. The squares are positive definite, so there is one."""
+    rows = [[*line, product] for line, product in zip(squares, products, strict=True)]
+    for k in range(len(rows)):
+        pivot = max(range(k, len(rows)), key=lambda i: abs(rows[i][k]))
+        rows[k], rows[pivot] = rows[pivot], rows[k]
+        for i in range(len(rows)):
+            if i != k:
+                factor = rows[i][k] / rows[k][k]
+                rows[i] = [a - factor * b for a, b in zip(rows[i], rows[k], strict=True)]
+    return [row[-1] / row[k] for k, row in enumerate(rows)]
