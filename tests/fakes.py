@@ -14,6 +14,7 @@ from jinja2 import Environment, TemplateError
 
 from worker.engine.upstream import TextStateMachine
 from worker.engine.words import Splitter
+from worker.metrics import Metrics
 from worker.queue.job import Answer, Job
 from worker.schedule.sequence import Listener, Outcome, Prefilled, Sampled, Sequence, StepReport
 from worker.served import Served
@@ -137,7 +138,7 @@ def _next(sequence: Sequence, answer: Iterator[tuple[int, int]]) -> Outcome:
 
 def served(settings: Settings, engine: FakeEngine, tokenizer: ByteTokenizer, **changed: Any) -> Served:
     vocab = len(tokenizer.vocab)
-    known = {"fingerprint": "fp_fake", "context": 2048, "vocab": vocab, "generation": {}}
+    known = {"fingerprint": "fp_fake", "context": 2048, "vocab": vocab, "generation": {}, "metrics": Metrics("default")}
     return Served(settings, engine, Language(tokenizer, vocab), **{**known, **changed})
 
 

@@ -32,24 +32,27 @@ TABLE = {
     "worker.errors":       May(),
     "worker.pulse":        May(),
     "worker.settings":     May("schemas worker.errors", "pydantic pydantic_settings"),
+    "worker.metrics":      May("schemas worker.errors worker.schedule.sequence", "prometheus_client"),
     "worker.request":      May("schemas worker.errors worker.schedule", "pydantic"),
 
     "worker.schedule":     May(),
     "worker.text":         May("schemas worker.errors worker.schedule.sequence", "jinja2 llguidance pydantic"),
     "worker.engine":       May("worker.schedule worker.errors worker.pulse", "mlx mlx_lm mlx_vlm"),
-    "worker.queue":        May("schemas worker.errors worker.pulse worker.settings", "arq pydantic_core redis"),
+    "worker.queue":        May("schemas worker.errors worker.metrics worker.pulse worker.settings",
+                               "arq pydantic_core redis"),
 
     # What a job needs to know of all of these, and then the job.
-    "worker.served":       May("worker.schedule worker.settings worker.text"),
+    "worker.served":       May("worker.metrics worker.schedule worker.settings worker.text"),
     "worker.resume":       May("worker.queue.scripts worker.text"),
     "worker.completion":   May("schemas worker.queue.job worker.served worker.text"),
-    "worker.record":       May("schemas worker.completion worker.queue.job worker.resume worker.served worker.text"),
+    "worker.record":       May("schemas worker.completion worker.metrics worker.queue.job worker.resume worker.served "
+                               "worker.text"),
     "worker.jobs":         May("schemas worker.errors worker.queue.job worker.record worker.request worker.resume "
                                "worker.schedule worker.served worker.text"),
 
     # The one place where engine and queue meet.
-    "worker.app":          May("worker.engine worker.errors worker.jobs worker.queue worker.served worker.settings "
-                               "worker.text", "arq redis"),
+    "worker.app":          May("worker.engine worker.errors worker.jobs worker.metrics worker.queue worker.served "
+                               "worker.settings worker.text", "arq redis"),
     "worker.__main__":     May("worker.app worker.errors worker.settings"),
 }  # fmt: skip
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from schemas import ChatRequest
 from worker.completion import Answered, completion
+from worker.metrics import Metrics
 from worker.queue.job import Answer, Job
 from worker.resume import Delivered
 from worker.served import Served
@@ -21,8 +22,8 @@ _GATHER_S = {"interactive": 0.0, "batch": 1.0}  # offline deltas are gathered, s
 
 
 class Record:
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, job: Job, metrics: Metrics) -> None:
+        self._job, self._metrics = job, metrics
         self._began = self._said_progress = self._said_delta = time.monotonic()
         self._began_at = job.log.clock.now()
         self._prefilled_at = self._first_at = self._last_at = self._began
@@ -47,20 +48,31 @@ class Record:
             self._job.log.say("progress", phase="prefill", done=done, total=total)
 
     def sampled(self, token: int | None, said: Said, logprobs: Entry | None, rows: int, *, last: bool) -> None:
-        self._last_at = now = time.monotonic()
+        now = time.monotonic()
+        gap_s, self._last_at = now - self._last_at if self._steps else None, now
         if self._steps == 0:
-            self._first_at = now
-            logger.info("%s first token after %.3f s", self._job.claim.job_id, now - self._began)
+            self._began_to_answer(now)
         self._rows, self._steps = self._rows + rows, self._steps + 1
         self._said += said
         self._job.made_progress()
         if token is not None:
             self._ids.append(token)
             self._job.usage.completion_tokens += 1
+            self._metrics.token(self._job.claim.lane, gap_s)
         if logprobs is not None:
             self._logprobs.append(logprobs)
         if last or now - self._said_delta >= self._gather_s:
             self.flush()
+
+    def _began_to_answer(self, now: float) -> None:
+        self._first_at = now
+        logger.info("%s first token after %.3f s", self._job.claim.job_id, now - self._began)
+        self._metrics.first_token(
+            self._job.claim.lane,
+            ttft_s=self._job.claim.age_s(self._began_at) + now - self._began,
+            prefill_s=self._prefilled_at - self._began,
+            prompt_tokens=self._job.usage.prompt_tokens,
+        )
 
     def flush(self) -> None:
         """Say what was gathered."""
@@ -94,7 +106,7 @@ class Record:
     def _timings(self) -> dict[str, float]:
         decode_s = self._last_at - self._first_at
         timings = {
-            "queue_s": max(0.0, self._began_at - self._job.claim.queued_at),
+            "queue_s": self._job.claim.age_s(self._began_at),
             "prefill_s": self._prefilled_at - self._began,
             "ttft_s": self._first_at - self._began,
             "decode_s": decode_s,

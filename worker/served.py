@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from worker.metrics import Metrics
 from worker.schedule.sequence import Listener, Sequence
 from worker.settings import Settings
 from worker.text.language import Language
@@ -25,3 +26,4 @@ class Served:
     context: int  # tokens, prompt and answer together
     vocab: int
     generation: dict[str, Any]  # the model's own sampling defaults
+    metrics: Metrics

@@ -14,6 +14,7 @@ from arq.worker import func
 
 from worker.app import connect, set_up_logging
 from worker.jobs import chat
+from worker.metrics import Metrics
 from worker.queue.worker import QueueWorker
 from worker.schedule.sequence import Listener, Sampled, Sequence
 from worker.served import Served
@@ -112,13 +113,21 @@ def _make_trouble(mark: int, k: int) -> None:
 
 async def serve(settings: Settings, step_s: float) -> None:
     engine = PacedEngine(step_s)
-    served = Served(settings, engine, Language(PacedTokenizer(), 1_000_000), "paced", 1_000_000, 1_000_000, {})
+    metrics = Metrics(settings.model_name)
+    language = Language(PacedTokenizer(), 1_000_000)
+    served = Served(settings, engine, language, "paced", 1_000_000, 1_000_000, {}, metrics)
     stepping = asyncio.create_task(engine.run())
-    async with connect(settings) as redis:
-        worker = QueueWorker(
-            [func(chat, name="chat")], redis=redis, settings=settings, ctx={"served": served}, hold=engine.hold
-        )
-        await worker.main()
+    with metrics.served(settings.metrics_port):
+        async with connect(settings) as redis:
+            worker = QueueWorker(
+                [func(chat, name="chat")],
+                redis=redis,
+                settings=settings,
+                ctx={"served": served},
+                metrics=metrics,
+                hold=engine.hold,
+            )
+            await worker.main()
     stepping.cancel()
 
 

@@ -14,6 +14,7 @@ from schemas import keys
 from schemas.events import FINAL
 from schemas.keys import Lane
 from worker.app import connect
+from worker.metrics import Metrics
 from worker.queue.claims import Claim, lease_key
 from worker.queue.scripts import script
 from worker.queue.worker import QueueWorker
@@ -119,7 +120,7 @@ async def working(
 ) -> AsyncIterator[QueueWorker]:
     """A worker until the end of the block; then it drains, and what is left is handed back at once."""
     async with connect(given) as redis:
-        worker = cls([func(chat, name="chat")], redis=redis, settings=given, ctx=ctx)
+        worker = cls([func(chat, name="chat")], redis=redis, settings=given, ctx=ctx, metrics=Metrics(given.model_name))
         main = asyncio.create_task(worker.main())
         try:
             yield worker

@@ -31,6 +31,10 @@ class Claim:
     lapses: int = 0  # times that its lease ran out: a worker died while it ran, through its fault or not
     expired: bool = False  # its deadline has passed
 
+    def age_s(self, now: float) -> float:
+        """Since it was queued; 0 where that was by a clock that goes ahead."""
+        return max(0.0, now - self.queued_at)
+
 
 def lease_key(job_id: str) -> str:
     """arq's own in-progress key, so that arq's `Job.status()` tells the truth about our jobs."""

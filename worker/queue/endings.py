@@ -8,6 +8,7 @@ from collections.abc import Awaitable
 from redis.exceptions import RedisError
 
 from worker.errors import Cancelled, HandBack, OwnershipLost, Refusal
+from worker.metrics import Metrics
 from worker.queue.channel import Publisher
 from worker.queue.claims import Claims
 from worker.queue.job import Answer, Interruption, Job
@@ -24,21 +25,27 @@ CULPRIT = Refusal(
 
 
 class Endings:
-    def __init__(self, publisher: Publisher, claims: Claims, model: str) -> None:
-        self._publisher, self._claims, self._model = publisher, claims, model
+    def __init__(self, publisher: Publisher, claims: Claims, model: str, metrics: Metrics) -> None:
+        self._publisher, self._claims, self._model, self._metrics = publisher, claims, model, metrics
 
     async def finish(self, job: Job, answer: Answer, result: bytes) -> None:
-        await _unless_lost(
-            job,
-            self._publisher.finish(
-                job.log,
-                "finished",
-                result,
-                finish_reason=answer.finish_reason,
-                usage=job.usage.as_event(),
-                timings=answer.timings,
-            ),
+        said = self._publisher.finish(
+            job.log,
+            "finished",
+            result,
+            finish_reason=answer.finish_reason,
+            usage=job.usage.as_event(),
+            timings=answer.timings,
         )
+        if await _unless_lost(job, said):
+            self._metrics.finished(
+                job.claim.lane,
+                answer.finish_reason,
+                e2e_s=job.claim.age_s(job.log.clock.now()),
+                decode_s=answer.timings["decode_s"],
+                prompt_tokens=job.usage.prompt_tokens,
+                completion_tokens=job.usage.completion_tokens,
+            )
 
     async def end(self, job: Job, why: Interruption) -> None:
         job.closing = True
@@ -46,11 +53,13 @@ class Endings:
         match why:
             case Refusal():
                 logger.info("job %s failed: %s", job_id, why.type)
-                await _unless_lost(job, self._fail(job, why))
+                if await _unless_lost(job, self._fail(job, why)):
+                    self._metrics.failed(job.claim.lane, why.type)
             case Cancelled():
                 logger.info("job %s cancelled: %s", job_id, why.reason)
                 said = self._publisher.finish(job.log, "cancelled", reason=why.reason, usage=usage)
-                await _unless_lost(job, said)
+                if await _unless_lost(job, said):
+                    self._metrics.cancelled(job.claim.lane)
             case HandBack():
                 await _unless_lost(job, self._hand_back(job))
             case OwnershipLost():
@@ -86,11 +95,14 @@ class Endings:
             logger.info("job %s handed back", job.claim.job_id)
 
 
-async def _unless_lost(job: Job, ending: Awaitable[None]) -> None:
+async def _unless_lost(job: Job, ending: Awaitable[None]) -> bool:
+    """Whether the ending is ours."""
     try:
         await ending
     except OwnershipLost:
         _say_lost(job)
+        return False
+    return True
 
 
 def _say_lost(job: Job) -> None:

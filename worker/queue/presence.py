@@ -1,16 +1,20 @@
 """That a worker is alive, and what it serves: a hash that runs out with the lease."""
 
+import re
 import time
 from collections import deque
+from collections.abc import Iterable, Mapping
 
 from redis.asyncio import Redis
 
 from schemas import keys
+from schemas.keys import LANES, Lane
 from worker import __version__
 from worker.queue.clock import ServerClock
 from worker.settings import Settings
 
 _RATE_OVER_S = 60.0
+_SAID = re.compile(rb"[\d.]+ [\d.]+ (\d+) (\d+) (\d+)")  # until when, and the jobs by lane
 
 
 class Presence:
@@ -19,6 +23,7 @@ class Presence:
         self._redis, self._key = redis, keys.worker(settings.worker_name)
         self._name, self._queue_limit = settings.worker_name, settings.queue_limit
         self._model_key = keys.model(settings.model_name)
+        self._queues = [keys.queue(settings.model_name, lane) for lane in LANES]
         self._lease_ms = int(settings.lease_s * 1000)
         self._ended: deque[float] = deque()
         self._fields: dict[str, str | int | float] = {
@@ -33,14 +38,21 @@ class Presence:
     def job_ended(self) -> None:
         self._ended.append(time.monotonic())
 
-    async def show(self, rows: int) -> None:
-        rate = round(self._jobs_per_s(), 3)
+    async def show(self, running: Mapping[Lane, int]) -> dict[Lane, int]:
+        """Returns how many jobs wait in each lane, by what all workers of the model say that they run."""
+        rate, now = round(self._jobs_per_s(), 3), self._clock.now()
+        rows = [running[lane] for lane in LANES]
+        said = f"{self._queue_limit} {rate} {self._until():.0f} {' '.join(map(str, rows))}"
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hset(self._key, mapping={**self._fields, "rows": rows, "jobs_per_s": rate})
+            pipe.hset(self._key, mapping={**self._fields, "rows": sum(rows), "jobs_per_s": rate})
             pipe.pexpire(self._key, self._lease_ms)
-            pipe.hset(self._model_key, self._name, f"{self._queue_limit} {rate} {self._until():.0f}")
+            pipe.hset(self._model_key, self._name, said)
             pipe.pexpire(self._model_key, self._lease_ms)
-            await pipe.execute()
+            pipe.hvals(self._model_key)
+            for queue in self._queues:
+                pipe.zcount(queue, "-inf", now * 1000)
+            *_, workers, interactive, batch = await pipe.execute()
+        return _less(dict(zip(LANES, (interactive, batch), strict=True)), workers, now)
 
     def _until(self) -> float:
         return self._clock.now() + self._lease_ms / 1000 + 1
@@ -57,3 +69,10 @@ class Presence:
         while self._ended and self._ended[0] < since:
             self._ended.popleft()
         return len(self._ended) / _RATE_OVER_S
+
+
+def _less(due: Mapping[Lane, int], workers: Iterable[bytes], now: float) -> dict[Lane, int]:
+    """Jobs that are due, less those that a living worker runs: they stay in the queue."""
+    said = [match.groups() for worker in workers if (match := _SAID.fullmatch(worker))]
+    alive = [running for until, *running in said if int(until) > now]
+    return {lane: max(0, due[lane] - sum(int(running[i]) for running in alive)) for i, lane in enumerate(LANES)}

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import signal
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from signal import Signals
 from typing import Any
@@ -15,6 +16,7 @@ from redis.exceptions import RedisError
 from schemas import keys
 from schemas.keys import Lane
 from worker.errors import Cancelled, HandBack, OwnershipLost, Refusal
+from worker.metrics import Metrics
 from worker.pulse import Pulse
 from worker.queue.channel import Publisher
 from worker.queue.claims import Claim, Claims
@@ -48,6 +50,7 @@ class QueueWorker(Worker):
         redis: ArqRedis,
         settings: Settings,
         ctx: dict[Any, Any],
+        metrics: Metrics,
         pulses: Sequence[Pulse] = (),
         hold: Callable[[bool], None] = lambda on: None,
     ) -> None:
@@ -69,7 +72,8 @@ class QueueWorker(Worker):
         self.jobs: dict[str, Job] = {}
         self.claims = Claims(redis, settings)
         self.publisher = Publisher(redis, self.clock, settings, hold)
-        self.endings = Endings(self.publisher, self.claims, model)
+        self._metrics = metrics
+        self.endings = Endings(self.publisher, self.claims, model, metrics)
         self.presence = Presence(redis, settings, self.clock)
         self.listener = Listener(
             redis,
@@ -187,7 +191,9 @@ class QueueWorker(Worker):
         """Presence and clock, three times a lease."""
         while True:
             try:
-                await self.presence.show(rows=len(self.jobs))
+                running = Counter(job.claim.lane for job in self.jobs.values())
+                for lane, jobs in (await self.presence.show(running)).items():
+                    self._metrics.waiting(lane, jobs)
                 await self.clock.sync(self.pool)
             except (RedisError, OSError):
                 pass  # the publisher and the claim loop say what they wait for
@@ -244,6 +250,7 @@ class QueueWorker(Worker):
             pass  # then its lease runs out
 
     def _start(self, claim: Claim) -> None:
+        self._metrics.claimed(claim.lane, queue_s=claim.age_s(self.clock.now()), lapses=claim.lapses)
         log = self.publisher.open(claim, lost=lambda: self._interrupt(claim.job_id, OwnershipLost()))
         job = self.jobs[claim.job_id] = Job(claim, log, on_probation=claim.lapses > 0, cleared=self.wake)
         job.task = self.loop.create_task(self.run_job(claim.job_id, int(claim.queued_at * 1000)))
@@ -251,7 +258,9 @@ class QueueWorker(Worker):
         job.task.add_done_callback(lambda task: self._ended(claim.job_id, task))
 
     def _ended(self, job_id: str, task: asyncio.Task[None]) -> None:
-        self.publisher.close(self.jobs.pop(job_id).log)
+        job = self.jobs.pop(job_id)
+        self.publisher.close(job.log)
+        self._metrics.left(job.claim.lane)
         del self.tasks[job_id]
         self.presence.job_ended()
         self.wake()

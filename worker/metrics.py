@@ -1,0 +1,263 @@
+"""What a worker counts, and the page on which Prometheus reads it.
+
+The names are vLLM's where it has one, with vLLM's meaning; what only we have begins with `sluice:`. Everything is
+counted all the time, and served where a port is set.
+"""
+
+import errno
+import logging
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from socketserver import ThreadingTCPServer
+from threading import Thread
+from typing import Any, TypeVar, get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, MetricsHandler
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+
+from schemas.keys import LANES, Lane
+from worker.errors import CannotStart, ErrorType
+from worker.schedule.sequence import StepReport
+
+logger = logging.getLogger("sluice.metrics")
+
+_Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
+
+# A token takes a Mac from 5 ms (a small model) to some 100 ms, the default target of a step; more is trouble.
+_TOKEN_S = (0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.125, 0.15, 0.2, 0.3, 0.5, 1, 2, 5)
+# From a job that is picked up at once to an offline one's day in the queue, with the minutes of a long prompt between.
+_JOB_S = (
+    0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 20, 30, 60, 120, 300, 600, 1800,
+    3600, 14_400, 86_400,
+)  # fmt: skip
+_TOKENS = tuple(digit * 10**zeros for zeros in range(6) for digit in (1, 2, 5))
+_ROWS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512)
+_RATIO = (0.5, 0.7, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.2, 1.5, 2, 4)
+
+_ENDINGS = ("stop", "length", "tool_calls", "abort", "error")  # the last two are vLLM's for cancelled and failed
+_NOT_ADMITTED: tuple[ErrorType, ...] = ("too_large", "overloaded")
+
+_BY_MODEL = ("model_name",)
+_BY_LANE = ("model_name", "lane")
+
+
+class Metrics:
+    """Of one worker. Seconds are never negative."""
+
+    def __init__(self, model_name: str) -> None:
+        self._registry = CollectorRegistry()
+        self._tokens = _Tokens(model_name)
+        self._registry.register(self._tokens)
+        make = _Families(self._registry, model_name)
+        self._of_jobs(make)
+        self._of_the_engine(make)
+
+    def _of_jobs(self, make: "_Families") -> None:
+        self._running = make.by_lane(Gauge, "vllm:num_requests_running", "Jobs that this worker runs.")
+        self._waiting = make.by_lane(
+            Gauge, "vllm:num_requests_waiting", "Jobs in the queue that nobody runs, the same on all workers."
+        )
+        self._queue_s = make.seconds("vllm:request_queue_time_seconds", "From submission to claim.")
+        self._ttft_s = make.seconds("vllm:time_to_first_token_seconds", "From submission to the first token.")
+        self._prefill_s = make.seconds("vllm:request_prefill_time_seconds", "From claim to the end of the prompt.")
+        self._decode_s = make.seconds("vllm:request_decode_time_seconds", "From the first token to the last.")
+        self._e2e_s = make.seconds("vllm:e2e_request_latency_seconds", "From submission to the end, of finished jobs.")
+        self._read = make.by_lane(Counter, "vllm:prompt_tokens", "Tokens of the prompts that were read.")
+        self._prompts = make.by_lane(
+            Histogram, "vllm:request_prompt_tokens", "Tokens of a finished job's prompt.", buckets=_TOKENS
+        )
+        self._answers = make.by_lane(
+            Histogram, "vllm:request_generation_tokens", "Tokens of a finished job's answer.", buckets=_TOKENS
+        )
+        self._ended = make.by_lane_and("finished_reason", _ENDINGS, "vllm:request_success", "Jobs that have ended.")
+        self._failed = make.by_lane_and(
+            "error_type", get_args(ErrorType), "sluice:request_failures", "Jobs that have failed."
+        )
+        self._rejected = make.by_lane_and(
+            "reason", _NOT_ADMITTED, "vllm:admission_rejections", "Jobs that failed because there is no room for them."
+        )
+        self._taken_over = make.by_lane(Counter, "sluice:takeovers", "Claims of jobs that a worker has died with.")
+
+    def _of_the_engine(self, make: "_Families") -> None:
+        self._queried = make.one(Counter, "vllm:prefix_cache_queries", "Prompt tokens looked for in the prefix cache.")
+        self._hit = make.one(Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self._step_s = make.one(Histogram, "sluice:step_seconds", "Of an engine step.", buckets=_TOKEN_S)
+        self._step_rows = make.one(Histogram, "sluice:step_rows", "Rows that decode in a step.", buckets=_ROWS)
+        self._no_room = make.one(Gauge, "sluice:rows_waiting", "Claimed jobs that wait for memory.")
+        self._parked = make.one(Gauge, "sluice:rows_parked", "Offline rows that made room for interactive ones.")
+        self._preempted = make.one(Counter, "vllm:num_preemptions", "Times that a row was parked.")
+        self._promised = make.one(Gauge, "vllm:kv_cache_usage_perc", "Memory promised to rows; 1 is all there is.")
+        self._predicted = make.one(Gauge, "sluice:memory_predicted_bytes", "The most that rows were to take.")
+        self._measured = make.one(Gauge, "sluice:memory_measured_bytes", "The most that these rows took.")
+        self._ratio = make.one(
+            Histogram, "sluice:memory_prediction_ratio", "Measured by predicted; above 1 is too little.", buckets=_RATIO
+        )
+
+    # A job's life
+
+    def claimed(self, lane: Lane, *, queue_s: float, lapses: int) -> None:
+        """`lapses`: how many workers have died while they ran it."""
+        self._running[lane].inc()
+        self._queue_s[lane].observe(queue_s)
+        if lapses:
+            self._taken_over[lane].inc()
+
+    def first_token(self, lane: Lane, *, ttft_s: float, prefill_s: float, prompt_tokens: int) -> None:
+        """Once an attempt, with its first draw, be that the end of the answer."""
+        self._ttft_s[lane].observe(ttft_s)
+        self._prefill_s[lane].observe(prefill_s)
+        self._read[lane].inc(prompt_tokens)
+
+    def token(self, lane: Lane, gap_s: float | None) -> None:
+        """Each token of each row, on the event loop. `gap_s`: since the one before, None for an attempt's first."""
+        self._tokens.saw(lane, gap_s)
+
+    def finished(
+        self, lane: Lane, reason: str, *, e2e_s: float, decode_s: float, prompt_tokens: int, completion_tokens: int
+    ) -> None:
+        self._ended[lane, reason].inc()
+        self._e2e_s[lane].observe(e2e_s)
+        self._decode_s[lane].observe(decode_s)
+        self._prompts[lane].observe(prompt_tokens)
+        self._answers[lane].observe(completion_tokens)
+
+    def failed(self, lane: Lane, error: ErrorType) -> None:
+        self._ended[lane, "error"].inc()
+        self._failed[lane, error].inc()
+        if error in _NOT_ADMITTED:
+            self._rejected[lane, error].inc()
+
+    def cancelled(self, lane: Lane) -> None:
+        self._ended[lane, "abort"].inc()
+
+    def left(self, lane: Lane) -> None:
+        """Each claimed job once, those that were handed back or lost too."""
+        self._running[lane].dec()
+
+    # How things stand
+
+    def waiting(self, lane: Lane, jobs: int) -> None:
+        self._waiting[lane].set(jobs)
+
+    def stepped(self, step: StepReport) -> None:
+        self._step_rows.observe(step.rows)
+        self._step_s.observe(step.seconds)
+        self._no_room.set(step.waiting)
+        self._parked.set(step.parked)
+        self._preempted.inc(step.preempted)
+        if step.promised:
+            used, there = step.promised
+            self._promised.set(used / there)
+        if step.memory:
+            self._saw_memory(*step.memory)
+
+    def prefix(self, *, queried_tokens: int, hit_tokens: int) -> None:
+        self._queried.inc(queried_tokens)
+        self._hit.inc(hit_tokens)
+
+    def _saw_memory(self, predicted: int, measured: int) -> None:
+        self._predicted.set(predicted)
+        self._measured.set(measured)
+        self._ratio.observe(measured / predicted)
+
+    # The page
+
+    @contextmanager
+    def served(self, port: int | None) -> Iterator[None]:
+        """While it is open, to whoever can reach this machine: numbers, no prompts and no ids. Without a port, nobody.
+
+        Raises `CannotStart` where the port is not to be had.
+        """
+        if port is None:
+            yield
+            return
+        try:
+            server = _Server(("", port), _Handler.factory(self._registry))
+        except OSError as error:
+            raise CannotStart(f"SLUICE_METRICS_PORT={port}: {_why(error)}") from None
+        with server:
+            thread = Thread(target=server.serve_forever, args=[_NOTICE_S], name="metrics")
+            thread.start()
+            try:
+                yield
+            finally:
+                server.shutdown()
+                thread.join()
+
+
+class _Families:
+    """Makes metrics with their labels, and all series at zero from the start: Prometheus sees no increase in one
+    that begins with its first event."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._registry, self._model = registry, model_name
+
+    def one(self, kind: type[_Kind], name: str, help: str, **more: Any) -> _Kind:
+        return kind(name, help, _BY_MODEL, registry=self._registry, **more).labels(self._model)
+
+    def by_lane(self, kind: type[_Kind], name: str, help: str, **more: Any) -> dict[Lane, _Kind]:
+        family = kind(name, help, _BY_LANE, registry=self._registry, **more)
+        return {lane: family.labels(self._model, lane) for lane in LANES}
+
+    def seconds(self, name: str, help: str) -> dict[Lane, Histogram]:
+        return self.by_lane(Histogram, name, help, buckets=_JOB_S)
+
+    def by_lane_and(self, label: str, values: tuple[str, ...], name: str, help: str) -> dict[tuple[Lane, str], Counter]:
+        family = Counter(name, help, (*_BY_LANE, label), registry=self._registry)
+        return {(lane, value): family.labels(self._model, lane, value) for lane in LANES for value in values}
+
+
+class _Tokens:
+    """Tokens and the time between them, counted by hand: prometheus-client's counter and histogram take 1.7 µs for
+    each, of the ten in which a token is to be said and published; this takes a third of that."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model = model_name
+        self._tokens = dict.fromkeys(LANES, 0)
+        self._gaps = {lane: [0] * (len(_TOKEN_S) + 1) for lane in LANES}
+        self._seconds = dict.fromkeys(LANES, 0.0)
+
+    def saw(self, lane: Lane, gap_s: float | None) -> None:
+        self._tokens[lane] += 1
+        if gap_s is not None:
+            self._gaps[lane][bisect_left(_TOKEN_S, gap_s)] += 1
+            self._seconds[lane] += gap_s
+
+    def collect(self) -> Iterator[Metric]:
+        """On the server's threads; the loop counts on meanwhile, so the numbers may be a token apart."""
+        tokens = CounterMetricFamily("vllm:generation_tokens", "Tokens of answers.", labels=_BY_LANE)
+        gaps = HistogramMetricFamily(
+            "vllm:inter_token_latency_seconds", "Between two tokens of an answer.", labels=_BY_LANE
+        )
+        bounds = [*(str(float(bound)) for bound in _TOKEN_S), "+Inf"]
+        for lane in LANES:
+            labels = (self._model, lane)
+            tokens.add_metric(labels, self._tokens[lane])
+            upto = accumulate(self._gaps[lane].copy())
+            gaps.add_metric(labels, list(zip(bounds, upto, strict=True)), self._seconds[lane])
+        yield from (tokens, gaps)
+
+
+_NOTICE_S = 0.1  # how often the server looks whether it shall close
+
+
+class _Server(ThreadingTCPServer):
+    """Not an HTTPServer: that one looks up this machine's name at start, which may take seconds."""
+
+    allow_reuse_address = True  # a worker that is started again finds its port free
+    daemon_threads = True  # a scrape does not hold up the end
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        logger.warning("a scrape of the metrics failed", exc_info=True)
+
+
+class _Handler(MetricsHandler):
+    timeout = 10.0  # whoever connects and asks nothing does not keep a thread
+
+
+def _why(error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return "the port is taken; each worker on a machine needs one of its own."
+    return f"the metrics cannot be served there: {error.strerror}."
