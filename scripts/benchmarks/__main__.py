@@ -7,9 +7,13 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from scripts.benchmarks import sampling, spine
+from scripts.benchmarks import engine, sampling, spine
 
-BENCHMARKS: dict[str, Callable[[Console], bool]] = {"spine": spine.main, "sampling": sampling.main}
+BENCHMARKS: dict[str, Callable[[Console], bool]] = {
+    "spine": spine.main,
+    "sampling": sampling.main,
+    "engine": engine.main,
+}
 
 
 def main() -> int:
@@ -17,7 +21,10 @@ def main() -> int:
         prog="scripts/bench", description="Measure, and compare with the bars that we hold."
     )
     parser.add_argument(
-        "name", choices=BENCHMARKS, help="spine: what the way through Redis costs; sampling: what drawing tokens costs"
+        "name",
+        choices=BENCHMARKS,
+        help="spine: what the way through Redis costs; sampling: what drawing tokens costs; "
+        "engine: continuous batches against mlx-lm's own",
     )
     name = parser.parse_args().name
     console = Console(width=110)

@@ -1,0 +1,251 @@
+"""The engine against mlx-lm's own: throughput, the longest gap, joining, and rows of very different length."""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from mlx_lm.generate import BatchGenerator
+from rich.console import Console
+from rich.table import Table
+
+from scripts.benchmarks.models import random_checkpoint
+from worker.engine.engine import Engine
+from worker.engine.groups import Groups
+from worker.engine.model import Model, open_model
+from worker.engine.row import Row
+from worker.engine.rows import Drawn
+from worker.engine.upstream import generation_stream, make_prompt_cache
+from worker.schedule.sequence import Sampled, Sequence
+
+RUNS = 5
+Line = tuple[str, str, str, bool | None]  # what, its bar, what it came to, and whether that holds
+
+
+def main(console: Console) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        model = open_model(str(random_checkpoint(Path(folder), hidden=512, layers=8)))
+    model.tokenizer.eos_token_ids = []  # a random model may end anywhere
+    table = Table("measured", "bar", "came to", "holds", title="The engine", title_justify="left")
+    holds = True
+    for part in (throughput, one_by_one, gaps, joins, company):
+        for what, bar, came_to, held in part(model):
+            table.add_row(what, bar, came_to, {True: "[green]yes", False: "[red]no", None: ""}[held])
+            holds = holds and held is not False
+    console.print(table)
+    return holds
+
+
+def prompt(tokens: int, seed: int) -> tuple[int, ...]:
+    dice = Random(seed)
+    return tuple(dice.randrange(10, 1024) for _ in range(tokens))
+
+
+def in_turn(*calls: Callable[[], float], runs: int = RUNS) -> list[list[float]]:
+    """What each call says, run after run; the first run warms up."""
+    rounds = [[call() for call in calls] for _ in range(runs + 1)][1:]
+    return [list(column) for column in zip(*rounds, strict=True)]
+
+
+def ratio(above: list[float], below: list[float]) -> float:
+    """Of what was measured next to each other: another process is as likely to disturb the one as the other."""
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+
+
+# Throughput: all requests are there from the beginning
+
+TOKENS, PROMPT = 96, 32
+
+
+def throughput(model: Model) -> Iterator[Line]:
+    for rows in (1, 2, 4, 8, 16, 32):
+        ours, theirs = in_turn(partial(engine_s, model, rows), partial(batch_generate_s, model, rows))
+        speed, rate = ratio(theirs, ours), rows * TOKENS / statistics.median(ours)
+        yield (
+            f"speed against batch_generate, {rows} rows",
+            "≥ 0.97",
+            f"{speed:.3f} ({rate:,.0f} tokens/s)",
+            speed >= 0.97,
+        )
+
+
+def one_by_one(model: Model) -> Iterator[Line]:
+    for rows in (8, 32):
+        ours, theirs = in_turn(partial(engine_s, model, rows), partial(generate_s, model, rows), runs=1)
+        yield f"speed against generate, one after the other, {rows} rows", "", f"{ratio(theirs, ours):.2f}", None
+
+
+def engine_s(model: Model, rows: int) -> float:
+    engine, began = Engine(model, step_s=10.0), time.perf_counter()
+    for i in range(rows):
+        engine.add(Sequence(str(i), prompt(PROMPT, i), TOKENS))
+    while len(engine):
+        engine.step()
+    return time.perf_counter() - began
+
+
+def batch_generate_s(model: Model, rows: int) -> float:
+    prompts, began = [list(prompt(PROMPT, i)) for i in range(rows)], time.perf_counter()
+    mlx_lm.batch_generate(model.network, model.tokenizer, prompts, max_tokens=TOKENS)
+    return time.perf_counter() - began
+
+
+def generate_s(model: Model, rows: int) -> float:
+    prompts, began = [list(prompt(PROMPT, i)) for i in range(rows)], time.perf_counter()
+    for tokens in prompts:
+        mlx_lm.generate(model.network, model.tokenizer, tokens, max_tokens=TOKENS)
+    return time.perf_counter() - began
+
+
+# The longest gap of a row while others' prompts arrive
+
+ARRIVING = (1536, *[24] * 8)
+STEP_S = 0.1
+
+
+def gaps(model: Model) -> Iterator[Line]:
+    engine = Engine(model, step_s=STEP_S)
+    default_s, _ = stock_gap(model)  # once is enough, and long
+    engine_gap(engine)  # it learns how fast it is
+    runs = [(engine_gap(engine), stock_gap(model, prefill_step_size=128)) for _ in range(RUNS)]
+    ours, fine = (statistics.median(gap for gap, _ in way) for way in zip(*runs, strict=True))
+    yield (
+        f"longest gap while 1×{ARRIVING[0]} and {len(ARRIVING) - 1}×{ARRIVING[1]} arrive, for a step of {STEP_S:.1f} s",
+        f"≤ {1.25 * STEP_S * 1000:.0f} ms",
+        f"{ours * 1000:.0f} ms (stock {default_s * 1000:,.0f}, at 128 {fine * 1000:.0f})",
+        ours <= 1.25 * STEP_S,
+    )
+    share = statistics.median(ours_s / theirs_s for (_, ours_s), (_, theirs_s) in runs)
+    yield "until all have answered, against stock at 128", "≤ 1.05", f"{share:.2f}", share <= 1.05
+
+
+ANSWER = 16
+
+
+def engine_gap(engine: Engine) -> tuple[float, float]:
+    """The longest time between two tokens of a running row, and until all others have answered."""
+    engine.add(Sequence("running", prompt(PROMPT, 0), 2000))
+    for _ in range(8):
+        engine.step()
+    began = last = time.perf_counter()
+    for i, tokens in enumerate(ARRIVING):
+        engine.add(Sequence(str(i), prompt(tokens, i), ANSWER))
+    longest = 0.0
+    while len(engine) > 1:
+        outcomes = engine.step().outcomes
+        now = time.perf_counter()
+        if any(isinstance(each, Sampled) and each.id == "running" for each in outcomes):
+            longest, last = max(longest, now - last), now
+    engine.remove("running")
+    return longest, last - began
+
+
+def stock_gap(model: Model, **settings: int) -> tuple[float, float]:
+    stock = BatchGenerator(model.network, **settings)
+    [running] = stock.insert([list(prompt(PROMPT, 0))], [2000])
+    for _ in range(8):
+        stock.next()
+    began = last = time.perf_counter()
+    unfinished = set(stock.insert([list(prompt(n, i)) for i, n in enumerate(ARRIVING)], [ANSWER] * len(ARRIVING)))
+    longest = 0.0
+    while unfinished:
+        _, told = stock.next()
+        now = time.perf_counter()
+        if any(each.uid == running for each in told):
+            longest, last = max(longest, now - last), now
+        unfinished -= {each.uid for each in told if each.finish_reason}
+    stock.close()
+    return longest, last - began
+
+
+# Joining, and rows of very different length. Their caches are filled by hand: what is in them changes no time
+
+
+class Batch:
+    """Rows as the engine carries them from step to step."""
+
+    def __init__(self, model: Model) -> None:
+        self._network, self._groups, self._rows = model.network, Groups(model.network, lambda groups: True), 0
+
+    def join(self, tokens: int) -> float:
+        """Seconds that it takes a row of this length to join."""
+        row = Row.of(Sequence(str(self._rows), prompt(tokens, self._rows), 10_000))
+        cache = filled(make_prompt_cache(self._network), self._network, tokens - 1)
+        self._rows += 1
+        began = time.perf_counter()
+        with mx.stream(generation_stream):
+            self._groups.join(row, cache, Drawn(mx.array([10]), mx.array([True]), {}))
+        return time.perf_counter() - began
+
+    def step(self) -> float:
+        began = time.perf_counter()
+        with mx.stream(generation_stream):
+            told, _ = self._groups.step()
+            for news in told:
+                news.row.answer.append(news.token)
+            self._groups.settle()
+        return time.perf_counter() - began
+
+    @property
+    def nbytes(self) -> int:
+        return self._groups.nbytes
+
+    def __str__(self) -> str:
+        return " + ".join(f"{len(group)}×{max(group)}" for group in self._groups.lengths)
+
+
+def filled(cache: list[Any], network: nn.Module, tokens: int) -> list[Any]:
+    heads, width = network.args.num_key_value_heads, network.args.head_dim
+    for layer in cache:
+        layer.keys, layer.values = (mx.random.normal((1, heads, tokens, width)) for _ in range(2))
+        layer.offset = tokens
+    mx.eval([layer.state for layer in cache])
+    return cache
+
+
+def joins(model: Model) -> Iterator[Line]:
+    batch = Batch(model)
+    for _ in range(24):
+        batch.join(2000)
+    for _ in range(5):
+        batch.step()
+    within, growing = list[float](), list[float]()
+    while len(growing) < 1:
+        decode_s, size = statistics.median(batch.step() for _ in range(5)), batch.nbytes
+        took_s = batch.join(2000) + batch.step()  # joining waits for the step under way
+        (within if batch.nbytes == size else growing).append(took_s / decode_s)
+    cost = statistics.median(within)
+    yield (
+        "a row joins 24×2,000, and all decode",
+        "≤ 1.5 steps",
+        f"{cost:.2f} (buffers grow: {growing[0]:.2f})",
+        cost <= 1.5,
+    )
+
+
+def company(model: Model) -> Iterator[Line]:
+    short, long, mixed = (batch_of(model, lengths) for lengths in ([64] * 7, [4000], [64] * 7))
+    for _ in range(40):
+        mixed.step()  # what a step costs without the long row
+    mixed.join(4000)
+    before_s = statistics.median(mixed.step() for _ in range(5))
+    for _ in range(100):
+        mixed.step()
+    together, *apart = in_turn(mixed.step, short.step, long.step, runs=30)
+    cost = ratio(together, [a + b for a, b in zip(*apart, strict=True)])
+    came_to = f"{cost:.2f} ({before_s * 1000:.0f} ms at first, then {statistics.median(together) * 1000:.0f}: {mixed})"
+    yield "a step of 7×64 and 1×4,000, against the two apart", "≤ 1.3", came_to, cost <= 1.3
+
+
+def batch_of(model: Model, lengths: list[int]) -> Batch:
+    batch = Batch(model)
+    for tokens in lengths:
+        batch.join(tokens)
+    return batch
