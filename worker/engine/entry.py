@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from worker.engine.rows import Parked
-from worker.schedule.admission import Admit, Decision, Row, Wait, admit_in_turn, lengths
+from worker.schedule.admission import Admit, Decision, Refuse, Row, Wait, admit_in_turn, lengths
 from worker.schedule.memory import CHUNK, Correction, Costs
 from worker.schedule.sequence import Sequence as Asked
 
@@ -81,8 +81,15 @@ class Entry:
             for candidate in order:
                 candidate.forget()
             decided = admit_in_turn(rows, running, self._corrected(), self._limit)
+        decided = [(row, self._kindly(row, decision, alone=not running)) for row, decision in decided]
         self._promise(running, decided)
         return [(self._waiting[row.id], decision) for row, decision in decided if not self._waits(row, decision)]
+
+    def _kindly(self, row: Row, decision: Decision, *, alone: bool) -> Decision:
+        """What was inside is not refused: a later correction shall not end an answer that has begun."""
+        if isinstance(decision, Refuse) and self._waiting[row.id].was_inside:
+            return Admit() if alone else Wait(row.passed)
+        return decision
 
     def _promise(self, running: Sequence[Row], decided: list[tuple[Row, Decision]]) -> None:
         parked = {id for _, decision in decided if isinstance(decision, Admit) for id in decision.park}
