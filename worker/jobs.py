@@ -46,6 +46,7 @@ class Chat:
             self._guide = await served.language.guide(request, prompt)
             earlier = self._begin(request, prompt, seed)
             sequence = replace(sequence, guide=self._guide, delivered=earlier)
+            logger.info("%s admitted: %d prompt tokens, lane %s", job.claim.job_id, len(prompt.tokens), job.claim.lane)
             try:
                 if self._ended or len(earlier) >= sequence.max_tokens:
                     self._end_again(sequence)
@@ -94,7 +95,6 @@ class Chat:
             most=served.settings.max_output_tokens,
         )
         sampling = sampling_of(request, served.generation, served.vocab, seed)
-        logger.info("%s admitted: %d prompt tokens, lane %s", claim.job_id, len(prompt.tokens), claim.lane)
         # A step under way may still speak of an earlier attempt: it must find nobody of that name.
         id = f"{claim.job_id}#{claim.attempt}"
         top = (request.top_logprobs or 0) if request.logprobs else None

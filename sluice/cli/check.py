@@ -61,7 +61,7 @@ def _look(model: str) -> Facts:
 
 def _facts(checked: "Checked") -> Facts:
     from worker.text.dialect import Dialect
-    from worker.text.guide import _vocabulary
+    from worker.text.guide import readable
 
     anatomy, dialect = checked.anatomy, Dialect(checked.words)
     return {
@@ -83,7 +83,7 @@ def _facts(checked: "Checked") -> Facts:
         "think": dialect.think,
         "tool": checked.words.tool,
         "tool_format": checked.words.tool_format,
-        "schemas": _vocabulary(checked.words, anatomy.vocab) is not None,
+        "schemas": readable(checked.words, anatomy.vocab) is not None,
         "attention_layers": anatomy.attention_calls,
         "mtp": checked.mtp,
         "vision": checked.vision,

@@ -13,9 +13,9 @@ import pytest
 from scripts.stack import TINY_CHAT
 from tests.engine.test_layers import ALL
 from tests.engine.tiny import CANNOT_BATCH, CONFIGS, write_checkpoint
-from worker.engine import check as module
 from worker.engine import device
-from worker.engine.check import check
+from worker.engine import model as opening
+from worker.engine.check import Checked, check
 from worker.errors import CannotStart
 
 
@@ -76,11 +76,11 @@ def test_a_quantized_model_says_its_bits_and_takes_less(tmp_path: Path) -> None:
     assert (quantized.bits, whole / 8 < quantized.costs.weights_bytes < whole / 5) == (4, True)
 
 
-def hub_has(folder: Path, **config: Any) -> module.Checked:
+def hub_has(folder: Path, **config: Any) -> Checked:
     checkpoint(folder, **config)
     (folder / "model.safetensors").unlink()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(module, "download", lambda name, allow_patterns: folder)
+        patched.setattr(opening, "download", lambda name, allow_patterns: folder)
         return check("someone/some-model")
 
 
@@ -102,7 +102,7 @@ def test_weights_of_a_hub_are_not_asked_for(tmp_path: Path, monkeypatch: pytest.
         asked.append((name, allow_patterns))
         return checkpoint(tmp_path)
 
-    monkeypatch.setattr(module, "download", download)
+    monkeypatch.setattr(opening, "download", download)
     check("someone/some-model")
     ((name, patterns),) = asked
     assert name == "someone/some-model"

@@ -65,7 +65,7 @@ class Model:
         self.tokenizer = Words(load_tokenizer(_folder(format), eos_token_ids=[EOS, OTHER_EOS]))
         self.count = len(self.tokenizer.tokens)
         self.dialect = Dialect(self.tokenizer)
-        self.guides = Guides(self.tokenizer, self.dialect, self.count)
+        self.guides = Guides(self.tokenizer, Vocabulary(self.tokenizer), self.dialect, self.count)
         self.vocabulary = LLTokenizer(str(self.tokenizer.definition), eos_token=[OTHER_EOS, EOS])
 
     async def guide(self, thinking: Thinking = "closed", **fields: Any) -> GrammarGuide:
@@ -136,7 +136,7 @@ async def refusal(format: str = "json_tools", **fields: Any) -> Refusal:
 
 
 def fresh() -> Guides:
-    return Guides(model().tokenizer, model().dialect, 1024)
+    return Guides(model().tokenizer, Vocabulary(model().tokenizer), model().dialect, 1024)
 
 
 def spelled(text: str) -> list[int]:

@@ -209,7 +209,8 @@ async def test_a_token_that_was_not_allowed_breaks_the_guide() -> None:
 
 
 async def test_a_network_may_be_wider_than_its_tokenizer() -> None:
-    guide = await Guides(model().tokenizer, model().dialect, 1100).guide(request(**ANY_OBJECT), Prompt((1,), "open"))
+    guides = Guides(model().tokenizer, Vocabulary(model().tokenizer), model().dialect, 1100)
+    guide = await guides.guide(request(**ANY_OBJECT), Prompt((1,), "open"))
     assert guide
     assert set(allowed(guide, 1100)) == set(range(1100)) - {EOS, OTHER_EOS, CALL}
     guide.accept(THOUGHT)

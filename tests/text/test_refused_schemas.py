@@ -15,6 +15,7 @@ from worker.engine.upstream import load_tokenizer
 from worker.engine.words import Words
 from worker.errors import Refusal
 from worker.text.definition import unmarked
+from worker.text.detokenize import Vocabulary
 from worker.text.guide import Guides
 from worker.text.prompt import Prompt
 
@@ -139,7 +140,7 @@ async def test_json_schema_needs_a_schema() -> None:
 async def test_a_tokenizer_that_cannot_be_read_is_refused_by_the_field(definition: str | None) -> None:
     tokenizer = Words(load_tokenizer(TINY_CHAT))
     vars(tokenizer)["definition"] = definition
-    guides = Guides(tokenizer, model().dialect, 1024)
+    guides = Guides(tokenizer, Vocabulary(tokenizer), model().dialect, 1024)
     for fields, named in (
         (ANY_OBJECT, "response_format"),
         ({"tools": [CLOCK], "tool_choice": "required"}, "tool_choice"),

@@ -12,7 +12,8 @@ import mlx.nn as nn
 
 from worker.engine import device
 from worker.engine.layers import Anatomy, anatomy, weights_bytes, why_not_batched
-from worker.engine.upstream import download, load_model, load_tokenizer
+from worker.engine.model import model_folder
+from worker.engine.upstream import load_model, load_tokenizer
 from worker.engine.words import Words
 from worker.errors import CannotStart
 from worker.schedule.memory import Costs, size
@@ -57,7 +58,9 @@ class Checked:
 
 def check(folder_or_hub_id: str) -> Checked:
     """Raises `CannotStart` where there is nothing that could be told."""
-    folder = _folder(folder_or_hub_id)
+    folder = model_folder(folder_or_hub_id, said=folder_or_hub_id, only=_TEXTS)
+    if Path(folder_or_hub_id).expanduser().is_dir() and not any(folder.glob("model*.safetensors")):
+        raise CannotStart(f"{folder_or_hub_id} holds no weights: mlx-lm looks for model*.safetensors.")
     try:
         names = [name for file in sorted(folder.glob("model*.safetensors")) for name in _names(file)]
         network, config = load_model(folder, lazy=True, strict=bool(names))
@@ -81,20 +84,6 @@ def check(folder_or_hub_id: str) -> Checked:
         mtp=_mtp(config, names),
         complaints=tuple(filter(None, (why_not, no_template, _no_room(costs, limit)))),
     )
-
-
-def _folder(folder_or_hub_id: str) -> Path:
-    folder = Path(folder_or_hub_id).expanduser()
-    if folder.is_dir():
-        if any(folder.glob("model*.safetensors")):
-            return folder
-        raise CannotStart(f"{folder_or_hub_id} holds no weights: mlx-lm looks for model*.safetensors.")
-    if folder.exists() or folder_or_hub_id.startswith((".", "/", "~")):
-        raise CannotStart(f"{folder_or_hub_id}: there is no such folder.")
-    try:
-        return Path(download(folder_or_hub_id, allow_patterns=_TEXTS))
-    except (OSError, ValueError) as error:
-        raise CannotStart(f"{folder_or_hub_id} is no folder here, and the hub did not give it: {error}") from error
 
 
 def _names(file: Path) -> Iterator[str]:

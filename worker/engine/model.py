@@ -30,7 +30,7 @@ class Model:
 
 def open_model(path_or_hub_id: str) -> Model:
     """Must run on the thread that will compute. Raises `CannotStart` with the reason."""
-    path = _folder(path_or_hub_id)
+    path = model_folder(path_or_hub_id, said=f"SLUICE_MODEL={path_or_hub_id}")
     try:
         network, config = load_model(path, lazy=True)
         tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
@@ -61,19 +61,19 @@ def _costs(network: nn.Module, config: dict[str, Any]) -> Costs:
     return anatomy(network, config).costs(weights_bytes=weights_bytes(network))
 
 
-def _folder(path_or_hub_id: str) -> Path:
-    if Path(path_or_hub_id).expanduser().is_dir():
-        return Path(path_or_hub_id).expanduser()
-    if Path(path_or_hub_id).expanduser().exists():
-        raise CannotStart(f"SLUICE_MODEL={path_or_hub_id} is a file; give the folder that it lies in.")
+def model_folder(path_or_hub_id: str, *, said: str, only: list[str] | None = None) -> Path:
+    """`said`: what the sentences call it; `only`: the files to fetch from a hub. Raises `CannotStart`."""
+    folder = Path(path_or_hub_id).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise CannotStart(f"{said} is a file, and there is no such folder; give the one that it lies in.")
     if path_or_hub_id.startswith((".", "/", "~")):
-        raise CannotStart(f"SLUICE_MODEL={path_or_hub_id}: there is no such folder.")
+        raise CannotStart(f"{said}: there is no such folder.")
     try:
-        return Path(download(path_or_hub_id))
+        return Path(download(path_or_hub_id, allow_patterns=only))
     except (OSError, ValueError) as error:
-        raise CannotStart(
-            f"SLUICE_MODEL={path_or_hub_id} is no folder here, and the hub did not give it: {error}"
-        ) from error
+        raise CannotStart(f"{said} is no folder here, and the hub did not give it: {error}") from error
 
 
 def fingerprint(path: Path) -> str:

@@ -19,7 +19,7 @@ _AT_ONCE = 4
 _KEPT = 64  # verdicts, under grammars of at most half a million characters
 # How a trial ends that is too much; any other end is not the grammar's fault.
 _ITS_OWN_FAULT = {trial.PANICKED, -signal.SIGXCPU, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
-_TOO_MUCH = "it is too large, too deep or too slow to compile."
+TOO_MUCH = "it is too large, too deep or too slow to compile."
 # Of some five thousand random schemas of these keywords and this size the slowest compiled in 13 ms.
 _QUICK = {
     "type", "properties", "required", "additionalProperties", "items", "anyOf", "enum", "const",
@@ -86,4 +86,4 @@ async def _tried(grammar: str) -> str | None:
     logger.info("a schema's trial ended with %d: %s", process.returncode, errors[-500:])
     if process.returncode not in _ITS_OWN_FAULT:
         raise Refusal("overloaded", "The server has no room to try the request's schema now.", retryable=True)
-    return _TOO_MUCH
+    return TOO_MUCH

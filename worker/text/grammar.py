@@ -45,15 +45,13 @@ class Wish:
 
 def wish_of(request: ChatRequest) -> Wish | None:
     """None where the answer may be anything. A call that must be comes before a schema."""
-    many, tools = request.parallel_tool_calls is not False, request.tools or []
-    functions = tuple(tool.function for tool in tools)
+    many = request.parallel_tool_calls is not False
+    functions = tuple(tool.function for tool in request.offered_tools)
     match request.tool_choice:
         case NamedTool(function=named):
             return Wish(None, tuple(each for each in functions if each.name == named.name)[:1], many=False)
         case "required":
             return Wish(None, functions, many)
-        case "none":
-            functions = ()
     match request.response_format:
         case JsonObjectFormat():
             return Wish({"type": "object"}, functions, many)

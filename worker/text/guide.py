@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 from schemas import ChatRequest
 from worker.errors import Refusal
 from worker.schedule.sequence import Broken
-from worker.text.compiler import Compiler
+from worker.text.compiler import TOO_MUCH, Compiler
 from worker.text.definition import unmarked
 from worker.text.detokenize import Vocabulary
 from worker.text.dialect import Dialect
@@ -30,24 +30,24 @@ _LONGEST_REASON = 300  # characters; llguidance's may hold a whole pattern
 class Guides:
     """A worker has one."""
 
-    def __init__(self, tokenizer: Tokenizer, dialect: Dialect, vocab: int) -> None:
-        """`vocab` is the width of the network's logits."""
-        self._count = max(vocab, len(tokenizer.tokens))
+    def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary, dialect: Dialect, width: int) -> None:
+        """`width` is that of the network's logits."""
+        self._count = max(width, len(tokenizer.tokens))
         self._encode, self._ends, self._dialect = tokenizer.encode, tokenizer.eos_token_ids, dialect
-        self._vocabulary = _vocabulary(tokenizer, self._count)
+        self._readable = readable(tokenizer, self._count)
         self._grammars, self._compiler = Grammars(tokenizer, dialect), Compiler()
-        self._reasoning = _reasoning(tokenizer, dialect, self._count)
+        self._reasoning = _reasoning(tokenizer, vocabulary, dialect, self._count)
 
     async def guide(self, request: ChatRequest, prompt: Prompt) -> "GrammarGuide | None":
         """None where the answer may be anything. Raises `Refusal` for what cannot be held to."""
         wish = wish_of(request)
         if wish is None:
             return None
-        if self._vocabulary is None:
+        if self._readable is None:
             raise Refusal("unsupported", f"{wish.field}: this model's tokenizer cannot be guided; leave it out.")
-        begun = self._begun(self._vocabulary, request, prompt)
+        begun = self._begun(self._readable, request, prompt)
         thoughts = None if begun else self._thoughts(prompt)
-        matcher = await self._matcher(self._vocabulary, wish, thoughts is not None)
+        matcher = await self._matcher(self._readable, wish, thoughts is not None)
         guide = GrammarGuide(matcher, self._ends, thoughts, begun)
         if guide.broken:
             raise Refusal("invalid_request", f"{wish.field}: the last message begins no answer that it allows.")
@@ -76,13 +76,17 @@ class Guides:
                 return await self._compiler.compiled(vocabulary, grammar)
             except Uncompilable as error:
                 wrong = str(error)
-        where = wish.field
-        for place, part in wish.parts():
-            if await self._complaint(part):
-                where = place
-                break
+        # A trial that took too long says nothing of its parts, and would be followed by one for each of them.
+        where = wish.field if wrong == TOO_MUCH else await self._where(wish)
         reason = " ".join(wrong.split())[:_LONGEST_REASON]
         raise Refusal("invalid_request", f"{where}: no answer can be held to this schema: {reason}")
+
+    async def _where(self, wish: Wish) -> str:
+        """In the request stands what no answer can be held to."""
+        for place, part in wish.parts():
+            if await self._complaint(part):
+                return place
+        return wish.field
 
     async def _complaint(self, wish: Wish) -> str | None:
         return await self._compiler.complaint(await asyncio.to_thread(self._grammars.spelled, wish))
@@ -101,7 +105,7 @@ def _last_words(request: ChatRequest) -> str:
     return "".join(part["text"] for part in content)
 
 
-def _vocabulary(tokenizer: Tokenizer, count: int) -> LLTokenizer | None:
+def readable(tokenizer: Tokenizer, count: int) -> LLTokenizer | None:
     """As llguidance reads it, which takes a second for a large one and lets no other thread run meanwhile, so it is
     done before the first job. None where it cannot."""
     if tokenizer.definition is None:
@@ -113,13 +117,13 @@ def _vocabulary(tokenizer: Tokenizer, count: int) -> LLTokenizer | None:
         return None
 
 
-def _reasoning(tokenizer: Tokenizer, dialect: Dialect, count: int) -> Reasoning | None:
+def _reasoning(tokenizer: Tokenizer, vocabulary: Vocabulary, dialect: Dialect, count: int) -> Reasoning | None:
     """None where the model does not reason, or does so within the grammar."""
     if dialect.harmony or not dialect.think:
         return None
     begins, (_, ends), (call, _) = dialect.think_start[0], dialect.think, tokenizer.tool or ("", "")
     banned = tokenizer.eos_token_ids
-    return Reasoning(Vocabulary(tokenizer), count, begins=begins, ends=ends, call=call, banned=banned)
+    return Reasoning(vocabulary, count, begins=begins, ends=ends, call=call, banned=banned)
 
 
 class GrammarGuide:

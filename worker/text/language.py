@@ -17,7 +17,8 @@ class Language:
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
         """`vocab` is the width of the network's logits, which may be more than the tokenizer has tokens."""
         self._vocabulary, self._dialect = Vocabulary(tokenizer), Dialect(tokenizer)
-        self._prompts, self._guides = Prompts(tokenizer, self._dialect.think), Guides(tokenizer, self._dialect, vocab)
+        self._prompts = Prompts(tokenizer, self._dialect.think)
+        self._guides = Guides(tokenizer, self._vocabulary, self._dialect, vocab)
 
     async def prompt(self, request: ChatRequest) -> Prompt:
         """Raises `Refusal` with the template's own words."""
