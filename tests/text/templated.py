@@ -9,6 +9,8 @@ from schemas import ChatRequest
 from scripts.stack import TINY_CHAT
 from worker.engine.upstream import load_tokenizer
 from worker.engine.words import Words
+from worker.text.boundaries import Boundaries
+from worker.text.detokenize import Vocabulary
 from worker.text.dialect import Dialect
 from worker.text.prompt import Prompt, Prompts
 
@@ -28,9 +30,9 @@ async def rendered(template: str, *messages: dict[str, Any], **rest: Any) -> str
     return str(_tiny().decode((await prompt(template, *messages, **rest)).tokens))
 
 
-def prompts(template: str) -> Prompts:
+def prompts(template: str, *, boundaries: bool = False) -> Prompts:
     told = words(TEMPLATES.get(template, template))
-    return Prompts(told, Dialect(told).think)
+    return Prompts(told, Dialect(told).think, _boundaries(told) if boundaries else None)
 
 
 @cache
@@ -39,6 +41,11 @@ def words(source: str) -> Words:
     wrapper._tokenizer = copy.copy(wrapper._tokenizer)
     wrapper._tokenizer.chat_template = source
     return Words(wrapper)
+
+
+@cache
+def _boundaries(told: Words) -> Boundaries:
+    return Boundaries(told, Vocabulary(told))
 
 
 @cache

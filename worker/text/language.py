@@ -4,6 +4,7 @@ from typing import Any
 
 from schemas import ChatRequest
 from worker.schedule.sequence import Guide, Logprobs
+from worker.text.boundaries import Boundaries
 from worker.text.detokenize import Vocabulary
 from worker.text.dialect import Dialect
 from worker.text.guide import Guides
@@ -14,10 +15,12 @@ from worker.text.tokenizer import Tokenizer
 
 
 class Language:
-    def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
-        """`vocab` is the width of the network's logits, which may be more than the tokenizer has tokens."""
+    def __init__(self, tokenizer: Tokenizer, vocab: int, *, boundaries: bool = True) -> None:
+        """`vocab` is the width of the network's logits, which may be more than the tokenizer has tokens.
+        `boundaries`: whether prompts come with theirs, of which a model whose prefixes end anywhere has no use."""
         self._vocabulary, self._dialect = Vocabulary(tokenizer), Dialect(tokenizer)
-        self._prompts = Prompts(tokenizer, self._dialect.think)
+        planned = Boundaries(tokenizer, self._vocabulary) if boundaries else None
+        self._prompts = Prompts(tokenizer, self._dialect.think, planned)
         self._guides = Guides(tokenizer, self._vocabulary, self._dialect, vocab)
 
     async def prompt(self, request: ChatRequest) -> Prompt:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -12,7 +13,9 @@ from jinja2 import TemplateError
 
 from schemas import ChatRequest
 from worker.errors import Refusal
-from worker.text.adapt import RAISED, TAKES_NO_TOOLS, Adapt, Adapter, NotTaken, Render, Tools
+from worker.text.adapt import RAISED, TAKES_NO_TOOLS, Adapt, Adapter, NotTaken, Tools
+from worker.text.adaptations import LADDERS, SYSTEM_FIRST, SYSTEM_IN_USER
+from worker.text.boundaries import Boundaries, Rendered
 from worker.text.normalize import normalize
 from worker.text.tokenizer import Conversation, Tokenizer
 
@@ -22,6 +25,8 @@ logger = logging.getLogger("sluice.text")
 _LONG_CHARACTERS = 2_000
 _MESSAGE_CHARACTERS = 100  # a message takes about as long in the template
 _LONGEST_REASON = 500  # characters; one of transformers' errors holds the whole conversation
+# What is done about each thing that a template does.
+_CHANGES = {each.why: each.change for ladder in LADDERS for each in (*ladder, SYSTEM_FIRST, SYSTEM_IN_USER)}
 
 Thinking = Literal["open", "closed", "none"]
 Think = tuple[str, str] | None  # the markers around reasoning
@@ -31,11 +36,12 @@ Think = tuple[str, str] | None  # the markers around reasoning
 class Prompt:
     tokens: tuple[int, ...]
     thinking: Thinking  # whether the answer begins inside a think block, or behind one that the prompt closed
+    boundaries: tuple[int, ...] = ()  # where later prompts may part from it: token counts, the most valuable first
 
 
 class Prompts:
-    def __init__(self, tokenizer: Tokenizer, think: Think) -> None:
-        self._tokenizer, self._think = tokenizer, think
+    def __init__(self, tokenizer: Tokenizer, think: Think, boundaries: Boundaries | None = None) -> None:
+        self._tokenizer, self._think, self._boundaries = tokenizer, think, boundaries
         self._adapter = Adapter()
         self._logged = set[str]()
 
@@ -51,33 +57,55 @@ class Prompts:
         return await asyncio.to_thread(self._prompt, self._adapter.adapt, conversation, tools, variables)
 
     def _prompt(self, adapt: Adapt, conversation: Conversation, tools: Tools, variables: dict[str, Any]) -> Prompt:
-        def text_of(conversation: Conversation, continues: bool) -> str:
-            def render(conversation: Conversation, tools: Tools) -> str:
-                return self._tokenizer.render(conversation, tools=tools, continues=continues, variables=variables)
-
-            return self._text(adapt, conversation, tools, render)
-
-        text, begun = _opening(conversation, self._think, text_of)
+        rendering = _Rendering(self._tokenizer, adapt, tools, variables)
+        text, begun = self._opened(conversation, rendering)
         text += begun
-        return Prompt(tuple(self._tokenizer.encode(text)), _thinking(text, begun, self._think))
+        tokens, thinking = tuple(self._tokenizer.encode(text)), _thinking(text, begun, self._think)
+        if self._boundaries is None:
+            return Prompt(tokens, thinking)
+        rendered = Rendered(conversation, tools, text, tokens, thinking == "open", rendering.imagined)
+        return Prompt(tokens, thinking, self._boundaries.plan(rendered))
 
-    def _text(self, adapt: Adapt, conversation: Conversation, tools: Tools, render: Render) -> str:
+    def _opened(self, conversation: Conversation, rendering: "_Rendering") -> tuple[str, str]:
         try:
-            text, whys = adapt(conversation, tools, render)
+            text, begun = _opening(conversation, self._think, rendering.text_of)
         except RAISED as error:
             does = "refuses" if isinstance(error, TemplateError) else "cannot render"
             reason = str(error)[:_LONGEST_REASON]
             raise Refusal("invalid_request", f"The model's chat template {does} these messages: {reason}") from error
-        for why in whys:
+        for why in rendering.whys:
             self._log_once(why)
-        if TAKES_NO_TOOLS in whys:
+        if TAKES_NO_TOOLS in rendering.whys:
             raise Refusal("unsupported", "The model's chat template takes no tools: leave them out.")
-        return text
+        return text, begun
 
     def _log_once(self, why: str) -> None:
         if why not in self._logged:
             self._logged.add(why)
             logger.info("The chat template %s.", why)
+
+
+class _Rendering:
+    """One request's way through the template."""
+
+    def __init__(self, tokenizer: Tokenizer, adapt: Adapt, tools: Tools, variables: dict[str, Any]) -> None:
+        self._tokenizer, self._adapt, self._tools, self._variables = tokenizer, adapt, tools, variables
+        self.whys: list[str] = []  # what the template does that made changes necessary
+
+    def text_of(self, conversation: Conversation, continues: bool) -> str:
+        text, whys = self._adapt(conversation, self._tools, partial(self._render, continues))
+        self.whys += whys
+        return text
+
+    def imagined(self, conversation: Conversation) -> str:
+        """What comes near the request's own conversation, by one trial: changed as that was."""
+        for why in self.whys:
+            if change := _CHANGES.get(why):
+                conversation = change(conversation)
+        return self._render(False, conversation, self._tools)
+
+    def _render(self, continues: bool, conversation: Conversation, tools: Tools) -> str:
+        return self._tokenizer.render(conversation, tools=tools, continues=continues, variables=self._variables)
 
 
 def _opening(conversation: Conversation, think: Think, text_of: Callable[[Conversation, bool], str]) -> tuple[str, str]:
