@@ -13,7 +13,7 @@ from scripts.stack import free_port
 from tests.scrape import Page, scrape
 from worker.errors import CannotStart
 from worker.metrics import Metrics
-from worker.schedule.sequence import StepReport
+from worker.schedule.sequence import PrefixUse, StepReport
 
 # As vLLM 0.32 documents them.
 VLLM = {
@@ -171,12 +171,14 @@ def test_what_stands_now_is_what_was_last_said() -> None:
     metrics = Metrics("m")
     metrics.waiting("batch", 12)
     metrics.waiting("batch", 5)
-    metrics.stepped(StepReport((), rows=1, promised=(3_000, 4_000)))
-    metrics.prefix(queried_tokens=100, hit_tokens=60)
+    used = PrefixUse(queried=50, hit=30, evicted=2, nbytes=700)
+    metrics.stepped(StepReport((), rows=1, promised=(3_000, 4_000), prefix=used))
+    metrics.stepped(StepReport((), rows=1, prefix=used))
     read = page(metrics)
     assert read("vllm:num_requests_waiting", lane="batch") == 5
     assert read("vllm:kv_cache_usage_perc") == 0.75
     assert (read("vllm:prefix_cache_queries_total"), read("vllm:prefix_cache_hits_total")) == (100, 60)
+    assert (read("sluice:prefix_cache_evictions_total"), read("sluice:prefix_cache_bytes")) == (4, 700)
 
 
 def test_two_workers_in_one_process_count_for_themselves() -> None:

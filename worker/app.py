@@ -39,6 +39,7 @@ async def _serve(settings: Settings, metrics: Metrics) -> None:
         lambda: open_model(settings.model),
         step_s=settings.step_ms / 1000,
         memory=memory_for_model(settings.memory_gb, settings.memory_headroom_gb),
+        prefix_bytes=None if settings.prefix_cache_gb is None else int(settings.prefix_cache_gb * 1e9),
         died=_die,
         stepped=metrics.stepped,
     )
@@ -48,7 +49,9 @@ async def _serve(settings: Settings, metrics: Metrics) -> None:
         served = Served(
             settings=settings,
             engine=engine,
-            language=Language(Words(model.tokenizer), model.vocab),
+            language=Language(
+                Words(model.tokenizer), model.vocab, boundaries=model.stateful and settings.prefix_cache_gb != 0
+            ),
             fingerprint=model.fingerprint,
             context=min(model.context, settings.context_tokens or model.context),
             vocab=model.vocab,

@@ -98,7 +98,16 @@ class Chat:
         # A step under way may still speak of an earlier attempt: it must find nobody of that name.
         id = f"{claim.job_id}#{claim.attempt}"
         top = (request.top_logprobs or 0) if request.logprobs else None
-        return Sequence(id, prompt.tokens, limit, sampling, claim.lane, top_logprobs=top)
+        return Sequence(
+            id,
+            prompt.tokens,
+            limit,
+            sampling,
+            claim.lane,
+            top_logprobs=top,
+            space=(request.tenant or request.user or "") if served.settings.prefix_cache_per_tenant else "",
+            boundaries=prompt.boundaries,
+        )
 
     def _end_again(self, sequence: Sequence) -> None:
         """The earlier worker died between the last token and the final event."""
@@ -116,8 +125,8 @@ class Chat:
 
     def _hear(self, outcome: Outcome, rows: int) -> None:
         match outcome:
-            case Prefilled(done=done, total=total):
-                self._record.prefilled(done, total)
+            case Prefilled(done=done, total=total, cached=cached):
+                self._record.prefilled(done, total, cached)
             case Sampled():
                 self._sampled(outcome, rows)
             case Refused(sentence=sentence):

@@ -83,6 +83,8 @@ class Metrics:
     def _of_the_engine(self, make: "_Families") -> None:
         self._queried = make.one(Counter, "vllm:prefix_cache_queries", "Prompt tokens looked for in the prefix cache.")
         self._hit = make.one(Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self._evicted = make.one(Counter, "sluice:prefix_cache_evictions", "Runs and states that made room.")
+        self._prefixes = make.one(Gauge, "sluice:prefix_cache_bytes", "What the prefix cache holds.")
         self._step_s = make.one(Histogram, "sluice:step_seconds", "Of an engine step.", buckets=_TOKEN_S)
         self._step_rows = make.one(Histogram, "sluice:step_rows", "Rows that decode in a step.", buckets=_ROWS)
         self._no_room = make.one(Gauge, "sluice:rows_waiting", "Claimed jobs that wait for memory.")
@@ -150,12 +152,12 @@ class Metrics:
         if step.promised:
             used, there = step.promised
             self._promised.set(used / there)
+        self._queried.inc(step.prefix.queried)
+        self._hit.inc(step.prefix.hit)
+        self._evicted.inc(step.prefix.evicted)
+        self._prefixes.set(step.prefix.nbytes)
         if step.memory:
             self._saw_memory(*step.memory)
-
-    def prefix(self, *, queried_tokens: int, hit_tokens: int) -> None:
-        self._queried.inc(queried_tokens)
-        self._hit.inc(hit_tokens)
 
     def _saw_memory(self, predicted: int, measured: int) -> None:
         self._predicted.set(predicted)

@@ -41,8 +41,10 @@ class Record:
         self._told_logprobs += earlier.logprobs
         self._job.usage.completion_tokens = len(earlier.tokens)
 
-    def prefilled(self, done: int, total: int) -> None:
+    def prefilled(self, done: int, total: int, cached: int) -> None:
         self._prefilled_at = now = time.monotonic()
+        if not self._steps:  # else a row came again, after a failure, and began with what it had computed itself
+            self._job.usage.cached_tokens = min(cached, self._job.usage.prompt_tokens)
         if done < total and now - self._said_progress >= _PROGRESS_EVERY_S:
             self._said_progress = now
             self._job.log.say("progress", phase="prefill", done=done, total=total)

@@ -39,6 +39,10 @@ class Settings(BaseSettings):
         None, gt=0, description="Gigabytes that the model and all rows may take, where that is less than the device's."
     )
     memory_headroom_gb: float = Field(1.0, ge=0, description="Gigabytes of those that are left free.")
+    prefix_cache_gb: float | None = Field(
+        None, ge=0, description="Gigabytes of those, at most, for prefixes that requests share; 0 keeps none."
+    )
+    prefix_cache_per_tenant: bool = Field(False, description="Whether no tenant's request finds another's prefixes.")
     context_tokens: int | None = Field(
         None, ge=2, description="Prompt and answer together, where that is less than the model's own context."
     )

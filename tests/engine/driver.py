@@ -56,8 +56,9 @@ class Fixed:
 class Run:
     """An engine, and what each row said and how it ended."""
 
-    def __init__(self, model: Model, *, step_s: float = 0.02, memory: int | None = None) -> None:
-        self.engine = Engine(model, step_s=step_s, memory=memory)
+    def __init__(self, model: Model, *, step_s: float = 0.02, memory: int | None = None, prefix_bytes: int = 0) -> None:
+        self.engine = Engine(model, step_s=step_s, memory=memory, prefix_bytes=prefix_bytes)
+        self.cached: dict[str, int] = {}  # tokens of each row that were found in the prefix cache
         self.said: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[float]] = {}
         self.chunks = Counter[str]()  # of each row's prompt
@@ -76,10 +77,14 @@ class Run:
         guide: Guide | None = None,
         top_logprobs: int | None = None,
         delivered: Sequences[int] = (),
+        space: str = "",
+        boundaries: Sequences[int] = (),
     ) -> None:
         self.said[id], self.logprobs[id] = list(delivered), []
         how = sampling or Sampling()
-        self.engine.add(Sequence(id, tokens, max_tokens, how, lane, tuple(delivered), guide, top_logprobs))
+        self.engine.add(
+            Sequence(id, tokens, max_tokens, how, lane, tuple(delivered), guide, top_logprobs, space, tuple(boundaries))
+        )
 
     def step(self) -> StepReport:
         self.steps += 1
@@ -96,8 +101,9 @@ class Run:
                     self.ended[id] = "faulted"
                 case Refused(id, sentence):
                     self.ended[id], self.refused[id] = "refused", sentence
-                case Prefilled(id):
+                case Prefilled(id, cached=cached):
                     self.chunks[id] += 1
+                    self.cached[id] = cached
         return report
 
     def drain(self, *, most: int = 5000) -> dict[str, list[int]]:

@@ -26,18 +26,20 @@ class Life(RuleBasedStateMachine):
         family=st.sampled_from(["gemma3", "qwen3_5", "falcon_h1"]),
         step_s=st.sampled_from([0.0, 0.02]),
         rows=st.sampled_from([2, 4, 40]),
+        prefix_bytes=st.sampled_from([0, 100_000, 1_000_000_000]),
     )
-    def open(self, family: str, step_s: float, rows: int) -> None:
+    def open(self, family: str, step_s: float, rows: int, prefix_bytes: int) -> None:
         """`rows`: about so many fit."""
         self.family, self.asked = family, dict[str, tuple[tuple[int, int], int]]()
         memory = model(family).costs.peak_bytes([[PROMPTS[-1][0] + MOST] * rows])
-        self.run, self.gone = Run(model(family), step_s=step_s, memory=memory), set[str]()
+        self.run = Run(model(family), step_s=step_s, memory=memory, prefix_bytes=prefix_bytes)
+        self.gone = set[str]()
 
     @rule(asked=st.sampled_from(PROMPTS), most=st.integers(1, MOST), lane=st.sampled_from(["interactive", "batch"]))
     def arrive(self, asked: tuple[int, int], most: int, lane: Lane) -> None:
         id = str(len(self.asked))
         self.asked[id] = asked, most
-        self.run.add(id, prompt(*asked), max_tokens=most, lane=lane)
+        self.run.add(id, prompt(*asked), max_tokens=most, lane=lane, boundaries=(9, 16))
 
     @rule(steps=st.sampled_from([1, 2, 9]))
     def step(self, steps: int) -> None:

@@ -14,6 +14,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.utils import _get_classes
 
 from scripts.stack import TINY_CHAT
+from worker.engine.kept import needs_states
 from worker.engine.layers import anatomy, weights_bytes
 from worker.engine.model import Model
 from worker.engine.upstream import load_tokenizer
@@ -298,6 +299,7 @@ def model_of(network: nn.Module, config: dict[str, Any]) -> Model:
         vocab=VOCAB,
         generation={},
         costs=anatomy(network, config).costs(weights_bytes=weights_bytes(network)),
+        stateful=needs_states(network),
     )
 
 

@@ -14,17 +14,28 @@ from worker.engine.entry import Candidate, Entry, admitted
 from worker.engine.groups import Groups
 from worker.engine.model import Model
 from worker.engine.prefill import Prefill
+from worker.engine.prefix import PrefixCache
 from worker.engine.row import Row
 from worker.engine.rows import Told
 from worker.engine.upstream import generation_stream
 from worker.schedule.admission import Admit, Refuse
 from worker.schedule.budget import StepBudget
 from worker.schedule.plan import Chunk, Waiting, plan
-from worker.schedule.sequence import Faulted, Outcome, Prefilled, Refused, Sampled, Sequence, StepReport
+from worker.schedule.sequence import (
+    Faulted,
+    Outcome,
+    Prefilled,
+    PrefixUse,
+    Refused,
+    Sampled,
+    Sequence,
+    StepReport,
+)
 
 logger = logging.getLogger("sluice.engine")
 
 _CLEAR_EVERY = 16_384  # tokens computed; until then the buffers of one step serve the next
+_PREFIX_SHARE = 4  # of the memory beside the model, one part
 _MOST_FAILURES = 10  # in a row; then it is not the rows
 
 
@@ -33,10 +44,16 @@ class EngineBroken(Exception):
 
 
 class Engine:
-    def __init__(self, model: Model, *, step_s: float, memory: int | None = None) -> None:
-        """`memory`: bytes that all of it may take; None is what the device offers."""
+    def __init__(
+        self, model: Model, *, step_s: float, memory: int | None = None, prefix_bytes: int | None = None
+    ) -> None:
+        """`memory`: bytes that all of it may take; None is what the device offers. `prefix_bytes` of them at most are
+        for prefixes, as far as rows leave them; 0 keeps none, and None is a share of what is beside the model."""
         self._model, self._budget = model, StepBudget(step_s)
         self._entry = Entry(model.costs, memory or memory_limit())
+        most = self._entry.spare // _PREFIX_SHARE if prefix_bytes is None else prefix_bytes
+        self._prefix = PrefixCache(model.network, most) if most > 0 else None
+        self._queried = self._hit = 0  # tokens, in this step
         self._inside: dict[str, Row] = {}  # in the order of admission
         self._ends = frozenset(model.tokenizer.eos_token_ids)
         self._prefills: dict[str, Prefill] = {}
@@ -53,16 +70,19 @@ class Engine:
 
     def remove(self, sequence_id: str) -> None:
         """Frees the row at once, in whatever state; an unknown id is one that has just ended."""
-        self._prefills.pop(sequence_id, None)
-        self._inside.pop(sequence_id, None)
-        self._entry.remove(sequence_id)
         with mx.stream(generation_stream):
+            self._prefills.pop(sequence_id, None)
+            row = self._inside.pop(sequence_id, None)
+            if row and not row.fresh:
+                self._keep(row)
+            self._entry.remove(sequence_id)
             self._leave()
 
     def step(self) -> StepReport:
         """Raises `EngineBroken`."""
         began, rows, outcomes = time.perf_counter(), len(self._running), list[Outcome]()
-        self._preempted = self._chunk = 0
+        self._preempted = self._chunk = self._queried = self._hit = 0
+        evicted = self._prefix.evicted if self._prefix else 0
         with mx.stream(generation_stream):
             for part in (self._admit, self._decode, self._prefill, self._settle):
                 self._recover(outcomes)
@@ -74,7 +94,7 @@ class Engine:
                     logger.exception("a step failed")
                     self._running.clear()
                     self._entry.stir()
-            memory = self._entry.look(self._lengths(), self._chunk)
+            memory = self._entry.look(self._lengths(), self._chunk, self._prefix.nbytes if self._prefix else 0)
         return StepReport(
             outcomes=tuple(outcomes),
             rows=rows,
@@ -84,7 +104,14 @@ class Engine:
             preempted=self._preempted,
             promised=self._entry.promised,
             memory=memory,
+            prefix=self._prefix_use(evicted),
         )
+
+    def _prefix_use(self, evicted: int) -> PrefixUse:
+        """`evicted` before the step."""
+        if self._prefix is None:
+            return PrefixUse()
+        return PrefixUse(self._queried, self._hit, self._prefix.evicted - evicted, self._prefix.nbytes)
 
     def _admit(self, outcomes: list[Outcome]) -> None:
         """Those who wait, as far as there is memory for them."""
@@ -92,7 +119,9 @@ class Engine:
             return
         groups = {row.id: number for number, row in self._running}
         running = [admitted(row.sequence, groups.get(id)) for id, row in self._inside.items()]
-        for candidate, decision in self._entry.decide(running, self._running.nearest):
+        decided = self._entry.decide(running, self._running.nearest)
+        self._make_room([candidate.sequence for candidate, decision in decided if isinstance(decision, Admit)])
+        for candidate, decision in decided:
             match decision:
                 case Admit(park):
                     for id in park:
@@ -103,6 +132,13 @@ class Engine:
                     self._entry.take(candidate)
                     outcomes.append(Refused(candidate.sequence.id, sentence))
 
+    def _make_room(self, coming: Iterable[Sequence]) -> None:
+        """Rows come before prefixes, but the prefixes that they begin with go last."""
+        if self._prefix:
+            for sequence in coming:
+                self._prefix.use(sequence.space, sequence.known)
+            self._prefix.make_room(self._entry.spare)
+
     def _start(self, candidate: Candidate, outcomes: list[Outcome]) -> None:
         if candidate.parked is None:
             self._begin(candidate.sequence, outcomes)
@@ -112,7 +148,7 @@ class Engine:
 
     def _begin(self, sequence: Sequence, outcomes: list[Outcome], *, suspect: bool = False) -> None:
         try:
-            prefill = Prefill(self._model.network, Row.of(sequence, suspect=suspect))
+            prefill = Prefill(self._model.network, Row.of(sequence, suspect=suspect), self._prefix)
         except Exception:  # it is about this sequence alone
             logger.exception("%s could not begin", sequence.id)
             self._fault(sequence.id, outcomes)
@@ -151,6 +187,8 @@ class Engine:
         row.suspect = False
         if not news.sound:
             logger.error("%s: the model gave no numbers after %d tokens", row.id, row.length)
+            if self._prefix:
+                self._prefix.forget_unsound(row.sequence.space, row.fed())
             outcomes.append(Faulted(row.id))
             self._end(row.id)
             return
@@ -162,7 +200,14 @@ class Engine:
             sampled = Sampled(row.id, news.token, "length" if ended else None, news.logprobs)
         outcomes.append(sampled)
         if sampled.finish_reason:
+            self._keep(row, *([news.token] if sampled.token is None else []))
             self._end(row.id)
+
+    def _keep(self, row: Row, *ending: int) -> None:
+        """Its prompt and answer, for those who begin with them. `ending`: what else it was fed."""
+        if self._prefix and row.sequence.lane == "interactive":  # a line of a file has no next turn
+            for cache, place in self._running.cache_of(row):
+                self._prefix.keep(row.sequence.space, row.fed(*ending), cache, place)
 
     def _leave(self) -> None:
         self._running.leave({row for _, row in self._running if row.id not in self._inside})
@@ -200,6 +245,8 @@ class Engine:
             return
         self._running.wait()
         self._budget.forward_s = self._running.forward_s
+        for prefill in self._prefills.values():
+            prefill.look()
         waiting = [Waiting(id, p.remaining, p.waited, p.row.sequence.lane) for id, p in self._prefills.items()]
         self._turn += 1
         for prefill in self._prefills.values():
@@ -209,8 +256,10 @@ class Engine:
             self._advance(self._prefills[chunk.id], chunk, outcomes)
 
     def _advance(self, prefill: Prefill, chunk: Chunk, outcomes: list[Outcome]) -> None:
-        began, id = time.perf_counter(), chunk.id
+        id = chunk.id
         try:
+            prefill.skip()
+            began = time.perf_counter()
             prefill.advance(chunk.tokens)
             if prefill.remaining == 0:
                 del self._prefills[id]
@@ -223,7 +272,9 @@ class Engine:
         self._chunk = max(self._chunk, chunk.tokens)
         self._budget.saw_prefill(chunk.tokens, time.perf_counter() - began)
         self._computed += chunk.tokens
-        outcomes.append(Prefilled(id, prefill.done, prefill.total))
+        if prefill.remaining == 0:
+            self._queried, self._hit = self._queried + prefill.total, self._hit + prefill.cached
+        outcomes.append(Prefilled(id, prefill.done, prefill.total, prefill.cached))
 
     def _fit(self, groups: list[list[Row]]) -> bool:
         """Whether all who are inside fit into memory, if these rows decode in these groups."""

@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from worker.engine.rows import Parked
 from worker.schedule.admission import Admit, Decision, Refuse, Row, Wait, admit_in_turn, lengths
+from worker.schedule.budget import MOST
 from worker.schedule.memory import CHUNK, Correction, Costs
 from worker.schedule.sequence import Sequence as Asked
 
@@ -33,6 +34,8 @@ class Entry:
         self._waiting: dict[str, Candidate] = {}
         self._stirred = False  # somebody came or went since it was last decided
         self._steps = self._most = 0  # bytes that were predicted at the most since the last look
+        self._prefixes: int | None = None  # bytes of the prefix cache, the least since then
+        self.spare = limit - costs.resident_bytes  # bytes that no row was promised
         self.longest_chunk = CHUNK  # tokens that a prompt may advance by in one step
         self.promised = 0, max(1, limit - costs.resident_bytes)  # bytes beside the model, and how many there are
         mx.reset_peak_memory()
@@ -68,7 +71,7 @@ class Entry:
     @property
     def due(self) -> bool:
         """Whether there is anything to decide."""
-        return self._stirred and bool(self._waiting)
+        return self._stirred
 
     def decide(self, running: Sequence[Row], group_of: Callable[[int], int]) -> list[tuple[Candidate, Decision]]:
         """Who may come in and who never will; until they are taken, they wait with the others. `running` has the oldest
@@ -98,21 +101,23 @@ class Entry:
         costs, groups = self._corrected(), lengths(inside)
         self.longest_chunk = costs.longest_chunk(groups, self._limit - self._held())
         self.promised = costs.peak_bytes(groups) - costs.resident_bytes, self.promised[1]
+        self.spare = self._limit - self._held() - costs.peak_bytes(groups, min(self.longest_chunk, MOST))
 
     def _waits(self, row: Row, decision: Decision) -> bool:
         if isinstance(decision, Wait):
             self._waiting[row.id].passed = decision.passed
         return isinstance(decision, Wait)
 
-    def look(self, lengths: list[list[int]], chunk: int) -> tuple[int, int] | None:
+    def look(self, lengths: list[list[int]], chunk: int, prefixes: int) -> tuple[int, int] | None:
         """Compare, now and then, what the rows inside were predicted to need, beside the model, with what they did.
-        `chunk`: the tokens of this step's longest one."""
+        `chunk`: the tokens of this step's longest one; `prefixes`: bytes of the prefix cache."""
         self._steps += 1
+        self._prefixes = prefixes if self._prefixes is None else min(self._prefixes, prefixes)
         self._most = max(self._most, self._costs.beside_bytes(lengths, chunk) + self._held())
         if self._steps % _LOOK_EVERY or not self._most:
             return None
-        plain, measured = self._most, mx.get_peak_memory() - self._costs.resident_bytes
-        self._most = 0
+        plain, measured = self._most, mx.get_peak_memory() - self._costs.resident_bytes - self._prefixes
+        self._most, self._prefixes = 0, None
         mx.reset_peak_memory()
         predicted = round(self._correction.factor * plain)
         self._correction = self._correction.saw(plain, measured)

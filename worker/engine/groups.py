@@ -82,6 +82,11 @@ class Groups:
         """The number of the group that a row of this length would decode in; a new one counts on."""
         return place(length, self.lengths, self._cost.cost())
 
+    def cache_of(self, row: Row) -> Iterator[tuple[list[Any], int]]:
+        """The cache that it is in, if it is in one, and its place there. To read it waits for the step under way."""
+        self._watch.disturbed()
+        return (group.cache_of(row) for group in self._groups if row in group.rows)
+
     def join(self, row: Row, cache: list[Any], drawn: Drawn, position: int | None = None) -> None:
         self._watch.disturbed()
         group = self._group_for(row)

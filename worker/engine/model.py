@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from worker.engine.kept import needs_states
 from worker.engine.layers import anatomy, calibrated, weights_bytes, why_not_batched
 from worker.engine.upstream import TokenizerWrapper, download, load_model, load_tokenizer
 from worker.errors import CannotStart
@@ -26,6 +27,7 @@ class Model:
     vocab: int
     generation: dict[str, Any]  # the model's own defaults for sampling
     costs: Costs  # in memory
+    stateful: bool  # prefixes can be taken up only where states were kept
 
 
 def open_model(path_or_hub_id: str) -> Model:
@@ -54,6 +56,7 @@ def open_model(path_or_hub_id: str) -> Model:
         vocab=text["vocab_size"],
         generation=_generation_config(path),
         costs=costs,
+        stateful=needs_states(network),
     )
 
 

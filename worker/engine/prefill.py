@@ -6,43 +6,72 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from worker.engine import slots
+from worker.engine.prefix import PrefixCache
 from worker.engine.row import Row
 from worker.engine.rows import Drawn, forward
 from worker.engine.upstream import make_prompt_cache
-from worker.schedule.sequence import Sequence
+from worker.schedule.prefix import LONGEST_RUN
 
 
 class Prefill:
     """All but the last token of the prompt; that one is the first that the row is fed when it decodes."""
 
-    def __init__(self, network: nn.Module, row: Row) -> None:
+    def __init__(self, network: nn.Module, row: Row, prefix: PrefixCache | None = None) -> None:
         self.row, self.done, self.waited = row, 0, 0
+        self.cached = 0  # tokens that were not computed, but found
+        *tokens, self._last = row.sequence.known
+        self._tokens, self._space = tuple(tokens), row.sequence.space
         self._network, self._cache = network, make_prompt_cache(network)
-        self._tokens = row.sequence.known
-
-    @property
-    def sequence(self) -> Sequence:
-        return self.row.sequence
+        self._prefix, self._seen, self._found, self._kept = prefix, -1, 0, 0
+        self._cuts = prefix.cuts(row.sequence.boundaries, self.total) if prefix else ()
 
     @property
     def total(self) -> int:
-        return len(self._tokens) - 1
+        return len(self._tokens)
 
     @property
     def remaining(self) -> int:
-        return self.total - self.done
+        """Tokens to compute."""
+        return self.total - max(self.done, self._found)
+
+    def look(self) -> None:
+        """Whether others have computed by now what would be computed here."""
+        if self._prefix and self._seen != self._prefix.version:
+            self._seen, self._found = self._prefix.version, self._prefix.length(self._space, self._tokens)
 
     def advance(self, tokens: int) -> None:
         """Blocks until they are computed."""
-        if tokens:
-            chunk = mx.array([self._tokens[self.done : self.done + tokens]])
-            self._network(chunk, cache=self._cache)
-            slots.settle(self._cache)
-            self.done += tokens
+        end = min(self.total, self.done + tokens)
+        while self.done < end:
+            self._compute(next((cut for cut in self._cuts if self.done < cut < end), end))
+            self._keep()
+
+    def skip(self) -> None:
+        """What is there already."""
+        if self._prefix and self._found > self.done:
+            cache, length = self._prefix.fetch(self._space, self._tokens)
+            if length > self.done:
+                self.cached += length - self.done
+                self._cache, self.done, self._kept = cache, length, length
+        self._found = 0
+
+    def _compute(self, end: int) -> None:
+        self._network(mx.array([self._tokens[self.done : end]]), cache=self._cache)
+        slots.settle(self._cache)
+        self.done = end
+
+    def _keep(self) -> None:
+        """For those who begin alike."""
+        if self._prefix and (self.done in self._cuts if self._prefix.stateful else self._is_worth_it()):
+            self._prefix.keep(self._space, self._tokens[: self.done], self._cache)
+            self._kept = self.done
+
+    def _is_worth_it(self) -> bool:
+        return self.done == self.total or self.done - self._kept >= LONGEST_RUN
 
     def finish(self) -> tuple[list[Any], Drawn]:
         """The row's cache, and what it is fed next. The prefill is spent."""
-        last = mx.array([self._tokens[-1]])
+        last = mx.array([self._last])
         if self.done:
             return self._cache, Drawn(last, mx.array([True]), {})
         # A cache without a single token cannot join others: to some models no state is not a state of zeros.

@@ -39,6 +39,10 @@ class Row:
         """In tokens."""
         return len(self.sequence.prompt) + len(self.answer)
 
+    def fed(self, *ending: int) -> tuple[int, ...]:
+        """All that is in its cache between two steps: what is known of it, and what else it was fed."""
+        return (*self.sequence.prompt, *self.answer, *ending)
+
     @property
     def asks(self) -> bool:
         return self.sequence.top_logprobs is not None

@@ -65,6 +65,10 @@ class Rows:
     def nbytes(self) -> int:
         return slots.bytes_of(self._cache)
 
+    def cache_of(self, row: Row) -> tuple[list[Any], int]:
+        """The cache that it is in, and its place there."""
+        return self._cache, self.rows.index(row)
+
     def launch(self) -> None:
         assert self._next is not None, "there is nobody"
         self._fed = self._next

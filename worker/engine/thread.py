@@ -53,10 +53,11 @@ class EngineThread:
         *,
         step_s: float,
         memory: int | None = None,
+        prefix_bytes: int | None = None,
         died: Callable[[], None],
         stepped: Callable[[StepReport], None] = lambda report: None,
     ) -> None:
-        self._load, self._step_s, self._memory = load, step_s, memory
+        self._load, self._step_s, self._memory, self._prefix_bytes = load, step_s, memory, prefix_bytes
         self._died, self._stepped = died, stepped
         self._loop = asyncio.get_running_loop()
         self._mailbox: queue.SimpleQueue[_Add | _Remove | _Hold | _Stop] = queue.SimpleQueue()
@@ -108,7 +109,7 @@ class EngineThread:
 
     def _serve(self) -> None:
         model = self._load()
-        engine = Engine(model, step_s=self._step_s, memory=self._memory)
+        engine = Engine(model, step_s=self._step_s, memory=self._memory, prefix_bytes=self._prefix_bytes)
         self._tell(self._loaded.set_result, model)
         while self._obey(engine):
             self.pulse.beat()

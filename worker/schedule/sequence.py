@@ -60,6 +60,8 @@ class Sequence:
     delivered: tuple[int, ...] = ()  # of the answer, by an earlier attempt; fewer than max_tokens
     guide: Guide | None = None  # before the first token of the answer, the delivered ones included
     top_logprobs: int | None = None  # alternatives to report with each token; None: no logprobs at all
+    space: str = ""  # whose prefixes it may use, and leaves its own to
+    boundaries: tuple[int, ...] = ()  # tokens of the prompt where others are likely to part; the likeliest first
 
     @property
     def known(self) -> tuple[int, ...]:
@@ -69,11 +71,12 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """So many of a prompt's tokens are in the cache."""
+    """So many of a prompt's tokens are in the row's cache, some of them from the prefix cache."""
 
     id: str
     done: int
     total: int
+    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,16 @@ class Listener(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixUse:
+    """Of the prefix cache, in one step."""
+
+    queried: int = 0  # tokens of the prompts that are through
+    hit: int = 0  # those that were found
+    evicted: int = 0  # runs of tokens, and states
+    nbytes: int = 0  # that it holds after the step
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """One engine step: what happened to each row, and how many decoded together."""
 
@@ -129,3 +142,4 @@ class StepReport:
     preempted: int = 0  # in this step
     promised: tuple[int, int] | None = None  # bytes beside the model: what those inside may need, and what there is
     memory: tuple[int, int] | None = None  # bytes beside the model: predicted, and measured since the last look
+    prefix: PrefixUse = PrefixUse()

@@ -1,0 +1,214 @@
+"""Which prefixes are kept: a tree of tokens, and what goes when there is too much.
+
+A node is a run of tokens behind its parent's, so what begins alike is there once. Tokens are compared, not hashes of
+them. What an engine keeps of a run can be had for any part of it; a state, which stands at the end of a node, is
+what it can only keep whole.
+"""
+
+from bisect import bisect
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Literal, Protocol, Self, TypeVar
+
+LONGEST_RUN = 1024  # tokens; so much comes and goes at once
+
+
+class Run(Protocol):
+    """What is kept of each token of a node."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def split(self, at: int) -> tuple[Self, Self]:
+        """Of its first `at` tokens, and of the others."""
+
+
+class State(Protocol):
+    """What is kept of all tokens up to the end of a node together."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def shortens(self) -> bool:
+        """Whether it can be made that of fewer tokens."""
+
+
+R = TypeVar("R", bound=Run)
+S = TypeVar("S", bound=State)
+
+
+@dataclass(slots=True, eq=False)
+class Node(Generic[R, S]):
+    parent: "Node[R, S] | None"  # None for what lies before the first token
+    tokens: tuple[int, ...]
+    end: int  # tokens from the very first to the node's last
+    run: R | None = None
+    state: S | None = None
+    children: "dict[int, Node[R, S]]" = field(default_factory=dict)  # by their first token
+
+
+@dataclass(frozen=True, slots=True)
+class Found(Generic[R, S]):
+    """The longest prefix that can be had."""
+
+    length: int = 0  # tokens
+    nodes: tuple[Node[R, S], ...] = ()  # the last one may reach further
+    holder: Node[R, S] | None = None  # of the state; further on, where that has to be shortened
+
+
+class Tree(Generic[R, S]):
+    """`space` is whose prefixes they are; nothing is found in another's."""
+
+    def __init__(self, *, stateful: bool) -> None:
+        """`stateful`: a prefix can be had only with a state."""
+        self._stateful = stateful
+        self._roots: dict[str, Node[R, S]] = {}
+        # Least recently used first. Whoever uses a node uses its parents after it, so the first run is a leaf's.
+        self._order: OrderedDict[tuple[Node[R, S], Literal["run", "state"]], None] = OrderedDict()
+        self.nbytes = self.evicted = 0
+        self.version = 0  # another one when more may be found
+
+    def find(self, space: str, tokens: tuple[int, ...]) -> Found[R, S]:
+        path, matched = self.walk(space, tokens)
+        if not path or not self._stateful:
+            return Found(matched, tuple(path))
+        if (holder := _shortening(path[-1])) is not None:
+            return Found(matched, tuple(path), holder)
+        for at, node in reversed([*enumerate(path, start=1)]):
+            if node.state is not None and node.end <= matched:
+                return Found(node.end, tuple(path[:at]), node)
+        return Found()
+
+    def walk(self, space: str, tokens: tuple[int, ...]) -> tuple[list[Node[R, S]], int]:
+        """The nodes along these tokens, and how many tokens they share; the last node may reach further."""
+        path, matched, node = list[Node[R, S]](), 0, self._roots.get(space)
+        while node is not None and matched < len(tokens) and (child := node.children.get(tokens[matched])):
+            path.append(child)
+            there = tokens[matched : child.end]
+            if there != child.tokens:
+                return path, matched + _shared(there, child.tokens)
+            matched, node = child.end, child
+        return path, matched
+
+    def use(self, found: Found[R, S]) -> None:
+        self._touch(found.nodes, found.holder)
+
+    def add(self, space: str, tokens: tuple[int, ...], take: Callable[[int, int], R], state: S | None = None) -> None:
+        """Keeps what is not there yet. `take` gives the run from one token to before another; `state` is that of
+        all the tokens."""
+        path, matched = self.walk(space, tokens)
+        ends = range(matched, len(tokens), LONGEST_RUN)
+        runs = [(tokens[at : at + LONGEST_RUN], take(at, min(at + LONGEST_RUN, len(tokens)))) for at in ends]
+        if path and matched < path[-1].end and (runs or state is not None):
+            path[-1] = self._cut(path[-1], matched)
+        for its_tokens, run in runs:
+            parent = path[-1] if path else self._roots.setdefault(space, Node(None, (), 0))
+            path.append(self._hang(parent, its_tokens, run))
+        if state is not None and path[-1].state is None:
+            self._set_state(path[-1], state)
+        self._touch(path, path[-1] if state is not None else None)
+        self.version += 1
+
+    def shrink(self, most: int) -> None:
+        """To so many bytes, the least recently used first."""
+        while self.nbytes > most and self._order:
+            node, what = next(iter(self._order))
+            self.evicted += 1
+            if what == "state":
+                self._drop_state(node)
+                self._prune(node)
+            else:
+                self._remove(node)
+        self._roots = {space: root for space, root in self._roots.items() if root.children}
+
+    def discard(self, node: Node[R, S]) -> None:
+        """With all that begins with it."""
+        doomed = [node]
+        for each in doomed:
+            doomed += each.children.values()
+        for each in reversed(doomed):
+            if (each, "run") in self._order:  # else it went with its last child
+                self._remove(each)
+
+    def _touch(self, path: Iterable[Node[R, S]], holder: Node[R, S] | None) -> None:
+        if holder is not None:
+            self._order.move_to_end((holder, "state"))
+        for node in reversed([*path]):
+            self._order.move_to_end((node, "run"))
+
+    def _hang(self, parent: Node[R, S], tokens: tuple[int, ...], run: R) -> Node[R, S]:
+        node = parent.children[tokens[0]] = Node(parent, tokens, parent.end + len(tokens), run)
+        self._order[node, "run"] = None
+        self.nbytes += run.nbytes
+        return node
+
+    def _cut(self, node: Node[R, S], end: int) -> Node[R, S]:
+        """Makes two of it; returns the one that ends there."""
+        assert node.parent is not None, "the root is never cut"
+        assert node.run is not None
+        at = end - node.parent.end
+        first, rest = node.run.split(at)
+        self.nbytes += rest.nbytes - node.run.nbytes
+        upper = self._hang(node.parent, node.tokens[:at], first)
+        node.parent, node.tokens, node.run = upper, node.tokens[at:], rest
+        upper.children[node.tokens[0]] = node
+        return upper
+
+    def _set_state(self, node: Node[R, S], state: S) -> None:
+        node.state = state
+        self._order[node, "state"] = None
+        self.nbytes += state.nbytes
+
+    def _drop_state(self, node: Node[R, S]) -> None:
+        if node.state is not None:
+            del self._order[node, "state"]
+            self.nbytes -= node.state.nbytes
+            node.state = None
+
+    def _remove(self, node: Node[R, S]) -> None:
+        """A leaf."""
+        assert not node.children, "others begin with it"
+        assert node.parent is not None, "the root stays"
+        assert node.run is not None
+        self._drop_state(node)
+        del self._order[node, "run"]
+        del node.parent.children[node.tokens[0]]
+        self.nbytes -= node.run.nbytes
+        self._prune(node.parent)
+
+    def _prune(self, node: Node[R, S]) -> None:
+        """Where nothing can be had without a state, a leaf without one is of no use."""
+        if self._stateful and node.parent is not None and not node.children and node.state is None:
+            self._remove(node)
+
+
+def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """How many tokens they begin with alike."""
+    return bisect(range(1, min(len(one), len(other)) + 1), False, key=lambda count: one[:count] != other[:count])
+
+
+def _shortening(node: Node[R, S]) -> Node[R, S] | None:
+    """The nearest state, here or further on, that can be made that of fewer tokens."""
+    if node.state is not None:
+        return node if node.state.shortens else None  # one further on is of more tokens, and cannot either
+    return next((found for child in node.children.values() if (found := _shortening(child))), None)
+
+
+_CLOSE = 16  # tokens: to compute them again takes hardly longer than to compute one
+_FREELY = 4  # boundaries; each takes a forward of its own, and a state's memory
+
+
+def cuts(boundaries: Sequence[int], tokens: int, grid: int) -> tuple[int, ...]:
+    """Where to keep a state of a prompt of so many tokens, in order: at the most valuable boundaries and its end, and
+    else where that is far from all others."""
+    chosen = list[int]()
+    for at in sorted([*boundaries[:_FREELY], tokens]):
+        # Of two that are close the first will do for both.
+        if _CLOSE <= at <= tokens and not (chosen and at - chosen[-1] < _CLOSE):
+            chosen.append(at)
+    for at in [*boundaries[_FREELY:], *range(grid, tokens, grid)]:
+        if at < tokens and all(abs(at - other) >= grid // 2 for other in [0, *chosen]):
+            chosen.append(at)
+    return tuple(sorted(chosen))
