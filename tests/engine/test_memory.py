@@ -57,7 +57,7 @@ def test_jobs_that_need_ten_times_the_memory_all_finish_within_it(wide: Model) -
     limit, jobs, answer, highest = room_for(wide, 3), 96, 4, 0
     spare = limit - wide.costs.resident_bytes
     assert wide.costs.rectangle_bytes([TOKENS] * jobs) > 10 * spare
-    run = Run(wide, memory=limit)
+    run = Run(wide, step_s=1.0, memory=limit)
     for i in range(jobs):
         run.add(str(i), prompt(PROMPT, i % 6), max_tokens=answer, lane="batch" if i % 3 else "interactive")
     while len(run.engine):

@@ -1,65 +1,132 @@
+from dataclasses import astuple, dataclass
+from math import isfinite
+from random import Random
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.schedule.budget import ALONE_STEPS, LEAST, MOST, StepBudget
+from worker.schedule.budget import ALONE_STEPS, LEAST, MOST, PromptCost, StepBudget
+
+STEP_S = 0.1
+COSTS = st.builds(PromptCost, st.floats(0, 0.05), st.floats(1e-6, 1e-2), st.floats(0, 1e-6))
 
 
-def machine(step_s: float, *, tokens_per_s: float, decode_s: float, steps: int = 60) -> list[float]:
-    """How long each step lasts on a machine of this speed, with rows decoding and a prompt without end."""
-    budget, lasted = StepBudget(step_s), []
-    for _ in range(steps):
-        chunk = budget.tokens(rows=1)
-        lasted.append(decode_s + chunk / tokens_per_s)
-        budget.saw_decode(decode_s)
-        budget.saw_prefill(chunk, chunk / tokens_per_s)
-    return lasted
+@dataclass
+class Machine:
+    """What prompts and decoding truly take, but for noise."""
+
+    cost: PromptCost
+    decode_s: float = 0.02
+    noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.budget, self._dice = StepBudget(STEP_S), Random(0)
+        self.budget.forward_s = self.cost.forward_s
+        for _ in range(20):
+            self.budget.saw_decode(self.decode_s)
+
+    def prefill(self, tokens: int, *, done: int = 0) -> list[float]:
+        """A prompt, as much of it in a step as there is time for: how long each step lasts."""
+        lasted = list[float]()
+        while done < tokens:
+            fitting = self.budget.cost.within(self.budget.spare_s(rows=1), done)
+            chunk = min(tokens - done, max(LEAST, fitting))
+            seconds = self.cost.of(chunk, done) * self._dice.uniform(1 - self.noise, 1 + self.noise)
+            self.budget.saw_chunk(chunk, done, seconds)
+            lasted.append(self.decode_s + seconds)
+            done += chunk
+        return lasted
+
+
+@given(COSTS, st.floats(0, 1), st.integers(0, 100_000))
+def test_the_longest_chunk_within_a_time_is_found(cost: PromptCost, seconds: float, done: int) -> None:
+    tokens = cost.within(seconds, done)
+    assert tokens == 0 or cost.of(tokens, done) <= seconds * 1.000001
+    assert tokens == MOST or cost.of(tokens + 1, done) > seconds * 0.999999
 
 
 def test_a_step_may_take_longer_where_nobody_decodes() -> None:
-    budget = StepBudget(0.1, tokens_per_s=1000.0)
-    assert (budget.tokens(rows=0), budget.tokens(rows=1)) == (ALONE_STEPS * 100, 100)
+    budget = StepBudget(STEP_S)
+    budget.saw_decode(STEP_S)
+    assert (budget.spare_s(rows=0), budget.spare_s(rows=1)) == (ALONE_STEPS * STEP_S, pytest.approx(0.8 * STEP_S))
 
 
-@given(st.floats(200, 15_000), st.floats(0, 0.06))
-def test_a_step_settles_at_its_target(tokens_per_s: float, decode_s: float) -> None:
-    least_s = decode_s + LEAST / tokens_per_s
-    assert all(s <= max(1.05 * 0.1, least_s) for s in machine(0.1, tokens_per_s=tokens_per_s, decode_s=decode_s)[40:])
+@given(st.floats(1_000, 15_000), st.floats(0, 0.06), st.floats(0, 0.02))
+def test_a_step_settles_at_its_target(tokens_per_s: float, decode_s: float, forward_s: float) -> None:
+    machine = Machine(PromptCost(forward_s, 1 / tokens_per_s), decode_s)
+    steps = machine.prefill(60_000)[20:-1]
+    assert all(0.9 * STEP_S <= step_s <= 1.05 * STEP_S for step_s in steps)
 
 
-@given(st.floats(1_000, 15_000), st.floats(0, 0.06))
-def test_a_step_s_time_is_used(tokens_per_s: float, decode_s: float) -> None:
-    """Else long prompts would wait for nothing."""
-    assert min(machine(0.1, tokens_per_s=tokens_per_s, decode_s=decode_s)[40:]) >= 0.9 * 0.1
+# As measured on two CPU cores: a token 1,500 tokens into its prompt takes three times as long as the first.
+SLOWER_AND_SLOWER = PromptCost(0.013, 0.5e-3, 0.8e-6)
+
+
+def test_a_step_keeps_its_target_while_a_prompt_grows_long() -> None:
+    machine = Machine(SLOWER_AND_SLOWER, noise=0.03)
+    machine.prefill(1500)
+    assert max(machine.prefill(1500)) < 1.1 * STEP_S
+
+
+def test_a_prompt_that_begins_far_behind_a_known_prefix_keeps_it_too() -> None:
+    machine = Machine(PromptCost(0.01, 0.1e-3, 0.02e-6), noise=0.03)
+    machine.prefill(6_000)
+    assert 0.8 * STEP_S < machine.prefill(20_500, done=20_000)[0] < 1.2 * STEP_S
+
+
+def test_after_a_very_long_prompt_it_is_still_known_what_a_short_one_takes() -> None:
+    machine = Machine(PromptCost(0.01, 0.1e-3, 0.01e-6), noise=0.03)
+    machine.prefill(60_000)
+    assert 0.8 * STEP_S < machine.prefill(2_000)[0] < 1.2 * STEP_S
+
+
+def test_a_device_that_grew_slower_is_known_within_ten_steps() -> None:
+    machine = Machine(SLOWER_AND_SLOWER)
+    for _ in range(10):
+        machine.prefill(1500)
+    machine.cost = PromptCost(0.013, 1e-3, 1.6e-6)
+    steps = machine.prefill(2000)
+    assert steps[0] > 1.5 * STEP_S
+    assert max(steps[10:] + machine.prefill(1000)) < 1.1 * STEP_S
 
 
 def test_a_prompt_advances_even_where_decoding_takes_all_the_time() -> None:
-    budget = StepBudget(0.05)
-    for _ in range(30):
-        budget.saw_decode(0.2)
-    assert budget.tokens(rows=16) == LEAST
+    assert max(Machine(PromptCost(token_s=1e-3), decode_s=0.2).prefill(100)) == pytest.approx(0.2 + LEAST * 1e-3)
 
 
-SEEN = st.lists(st.tuples(st.integers(0, 4096), st.floats(1e-6, 5)), max_size=30)  # tokens, seconds
+SEEN = st.lists(st.tuples(st.integers(0, 4096), st.integers(0, 10**6), st.floats(1e-6, 5)), max_size=30)
 
 
-@given(st.floats(0.001, 2), SEEN, st.integers(1, 64))
-def test_a_budget_has_its_bounds_whatever_was_measured(step_s: float, seen: list[tuple[int, float]], rows: int) -> None:
-    budget = StepBudget(step_s)
-    for tokens, seconds in seen:
-        budget.saw_prefill(tokens, seconds)
-        budget.saw_decode(seconds)
-    assert LEAST <= budget.tokens(rows) <= MOST
+@given(SEEN)
+def test_a_cost_is_a_number_whatever_was_measured(seen: list[tuple[int, int, float]]) -> None:
+    budget = StepBudget(STEP_S)
+    for tokens, done, seconds in seen:
+        budget.saw_chunk(tokens, done, seconds)
+        budget.saw_join(tokens + done, seconds)
+    assert all(isfinite(each) and each >= 0 for each in astuple(budget.cost))
+    assert 0 <= budget.cost.within(STEP_S, 1000) <= MOST
 
 
 def test_a_chunk_of_a_few_tokens_says_nothing_about_the_speed() -> None:
-    budget = StepBudget(0.1, tokens_per_s=1000.0)
-    before = budget.tokens(rows=1)
+    budget = StepBudget(STEP_S)
+    before = budget.cost
     for _ in range(50):
-        budget.saw_prefill(LEAST - 1, 1.0)
-    assert budget.tokens(rows=1) == before
+        budget.saw_chunk(LEAST - 1, 0, 1.0)
+    assert budget.cost == before
 
 
-def test_one_slow_step_does_not_halve_the_budget() -> None:
-    budget = StepBudget(0.1, tokens_per_s=5000.0)
-    budget.saw_prefill(500, 1.0)
-    assert budget.tokens(rows=1) > 250
+def test_one_slow_chunk_does_not_halve_the_next() -> None:
+    machine = Machine(PromptCost(token_s=1 / 5000))
+    machine.prefill(10_000)
+    before = machine.budget.cost.within(STEP_S, 0)
+    machine.budget.saw_chunk(400, 0, 0.4)
+    assert machine.budget.cost.within(STEP_S, 0) > before / 2
+
+
+def test_what_it_takes_to_join_is_learned_for_short_and_long_rows() -> None:
+    budget, true = StepBudget(STEP_S), PromptCost(join_s=0.002, joined_s=20e-6)
+    for tokens in (24, 24, 24, 1500, 24, 24, 24, 3000) * 3:
+        budget.saw_join(tokens, true.join(tokens))
+    assert budget.cost.join(24) == pytest.approx(true.join(24), rel=0.1)
+    assert budget.cost.join(2000) == pytest.approx(true.join(2000), rel=0.1)

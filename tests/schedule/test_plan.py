@@ -1,18 +1,37 @@
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from worker.schedule.budget import LEAST, PromptCost
 from worker.schedule.plan import OLDEST_FIRST_EVERY, Chunk, Waiting, plan
 from worker.schedule.sequence import Lane
 
+SECOND_A_TOKEN = PromptCost(token_s=1.0)
+UNBOUNDED = 10**9
 
-def waiting(id: str, remaining: int, *, waited: int = 0, lane: Lane = "interactive") -> Waiting:
-    return Waiting(id, remaining, waited, lane)
+
+def waiting(id: str, remaining: int, *, done: int = 0, waited: int = 0, lane: Lane = "interactive") -> Waiting:
+    return Waiting(id, done, remaining, waited, lane)
+
+
+def planned(rows: Iterable[Waiting], seconds: float, cost: PromptCost = SECOND_A_TOKEN, step: int = 1) -> list[Chunk]:
+    return plan(rows, seconds, cost, step, UNBOUNDED)
 
 
 def order(*rows: Waiting) -> list[str]:
-    return [chunk.id for chunk in plan(rows, budget=10**9, step=1)]
+    return [chunk.id for chunk in planned(rows, seconds=10**9)]
+
+
+def seconds_of(chunks: list[Chunk], rows: list[Waiting], cost: PromptCost) -> float:
+    done = {row.id: row.done for row in rows}
+    ends = {row.id: row.done + row.remaining for row in rows}
+    taken = 0.0
+    for chunk in chunks:
+        end = done[chunk.id] + chunk.tokens
+        taken += cost.of(max(chunk.tokens, 1), done[chunk.id]) + (cost.join(end) if end == ends[chunk.id] else 0)
+    return taken
 
 
 ROWS = st.lists(
@@ -20,46 +39,96 @@ ROWS = st.lists(
         Waiting,
         st.uuids().map(str),
         st.integers(0, 3000),
+        st.integers(0, 2000),
         st.integers(0, 200),
         st.sampled_from(["interactive", "batch"]),
     ),
     max_size=12,
 )
-BUDGETS = st.integers(0, 4000)
+BUDGETS = st.floats(0, 4000)
 STEPS = st.integers(0, 8)
+COSTS = st.builds(
+    PromptCost, st.floats(0, 100), st.floats(0.1, 2), st.floats(0, 0.01), st.floats(0, 10), st.floats(0, 0.1)
+)
 
 
-@given(ROWS, BUDGETS, STEPS)
-def test_the_budget_is_kept_and_a_row_without_tokens_costs_one(rows: list[Waiting], budget: int, step: int) -> None:
-    assert sum(max(chunk.tokens, 1) for chunk in plan(rows, budget, step)) <= budget
+@given(ROWS, BUDGETS, COSTS, STEPS)
+def test_the_time_is_kept_by_all_but_the_least_that_the_first_prompt_advances(
+    rows: list[Waiting], seconds: float, cost: PromptCost, step: int
+) -> None:
+    chunks = planned(rows, seconds, cost, step)
+    if seconds_of(chunks, rows, cost) > seconds * 1.000001:
+        assert len(chunks) == 1
+        assert chunks[0].tokens <= LEAST
 
 
-@given(ROWS, BUDGETS, STEPS)
-def test_no_budget_is_left_while_a_prompt_waits(rows: list[Waiting], budget: int, step: int) -> None:
-    chunks = {chunk.id: chunk.tokens for chunk in plan(rows, budget, step)}
-    left = budget - sum(max(tokens, 1) for tokens in chunks.values())
-    unserved = [row for row in rows if chunks.get(row.id) != row.remaining]
-    assert left == 0 or unserved == []
+@given(ROWS, BUDGETS, COSTS, STEPS)
+def test_no_time_is_left_that_the_next_prompt_could_use(
+    rows: list[Waiting], seconds: float, cost: PromptCost, step: int
+) -> None:
+    chunks = planned(rows, seconds, cost, step)
+    left = seconds - seconds_of(chunks, rows, cost)
+    for chunk in planned(rows, UNBOUNDED, cost, step)[len(chunks) :][:1]:
+        (row,) = (row for row in rows if row.id == chunk.id)
+        least = min(max(row.remaining, 1), LEAST)
+        assert left < cost.of(least, row.done) + cost.join(row.done + row.remaining)
 
 
-@given(ROWS, BUDGETS, STEPS)
-def test_a_row_has_one_chunk_at_most_and_never_more_than_it_needs(rows: list[Waiting], budget: int, step: int) -> None:
-    chunks, needs = plan(rows, budget, step), {row.id: row.remaining for row in rows}
+@given(ROWS, BUDGETS, COSTS, STEPS)
+def test_a_row_has_one_chunk_at_most_and_never_more_than_it_needs(
+    rows: list[Waiting], seconds: float, cost: PromptCost, step: int
+) -> None:
+    chunks, needs = planned(rows, seconds, cost, step), {row.id: row.remaining for row in rows}
     assert len({chunk.id for chunk in chunks}) == len(chunks)
     assert [chunk for chunk in chunks if not 0 <= chunk.tokens <= needs[chunk.id]] == []
 
 
 @given(ROWS, BUDGETS, STEPS)
-def test_only_the_last_chunk_is_cut_short(rows: list[Waiting], budget: int, step: int) -> None:
+def test_only_the_last_chunk_is_cut_short(rows: list[Waiting], seconds: float, step: int) -> None:
     needs = {row.id: row.remaining for row in rows}
-    assert [chunk for chunk in plan(rows, budget, step)[:-1] if chunk.tokens < needs[chunk.id]] == []
+    chunks = planned(rows, seconds, step=step)
+    assert [chunk for chunk in chunks[:-1] if chunk.tokens < needs[chunk.id]] == []
 
 
 @given(ROWS, BUDGETS, st.randoms())
-def test_the_plan_depends_on_the_rows_and_not_on_their_order(rows: list[Waiting], budget: int, dice: object) -> None:
+def test_the_plan_depends_on_the_rows_and_not_on_their_order(rows: list[Waiting], seconds: float, dice: object) -> None:
     distinct = [replace(row, remaining=1000 * i + row.remaining % 1000, waited=0) for i, row in enumerate(rows)]
     shuffled = sorted(distinct, key=lambda _: dice.random())  # type: ignore[attr-defined]
-    assert plan(shuffled, budget, 1) == plan(distinct, budget, 1)
+    assert planned(shuffled, seconds) == planned(distinct, seconds)
+
+
+def test_a_chunk_has_so_many_tokens_at_the_most() -> None:
+    rows = [waiting("a", 900), waiting("b", 900)]
+    assert plan(rows, 1000, SECOND_A_TOKEN, 1, longest=300) == [Chunk("a", 300), Chunk("b", 300)]
+
+
+def test_every_chunk_costs_a_pass_over_the_weights() -> None:
+    rows = [waiting(str(i), 20) for i in range(6)]
+    assert len(planned(rows, 100, PromptCost(token_s=1.0))) == 5
+    assert len(planned(rows, 100, PromptCost(forward_s=10.0, token_s=1.0))) == 3
+
+
+def test_a_chunk_deep_in_a_prompt_is_shorter() -> None:
+    cost = PromptCost(token_s=1.0, before_s=0.01)
+    chunks = [planned([waiting("a", 5000, done=done)], 200, cost)[0].tokens for done in (0, 1000, 4000)]
+    assert chunks == [123, 18, 16]
+
+
+def test_what_is_left_is_not_spent_on_a_chunk_of_a_few_tokens() -> None:
+    rows = [waiting("short", 50), waiting("long", 900)]
+    assert planned(rows, 50 + LEAST - 1) == [Chunk("short", 50)]
+    assert planned(rows, 50 + LEAST) == [Chunk("short", 50), Chunk("long", LEAST)]
+
+
+def test_a_prompt_joins_the_others_in_a_step_that_has_time_for_it() -> None:
+    cost = PromptCost(token_s=1.0, joined_s=0.1)
+    assert planned([waiting("a", 100, done=900)], 200, cost) == [Chunk("a", 100)]
+    assert planned([waiting("a", 100, done=900)], 199, cost) == [Chunk("a", 99)]
+    assert planned([waiting("a", 1, done=999)], 50, cost) == [Chunk("a", 1)]  # it will not get cheaper
+
+
+def test_a_prompt_of_one_token_costs_one() -> None:
+    assert len(planned([waiting(str(i), 0) for i in range(100)], 30)) == 30
 
 
 def test_the_prompt_that_is_done_soonest_is_first() -> None:
@@ -75,15 +144,13 @@ def test_offline_work_comes_after_interactive_work_however_short_or_old() -> Non
 
 
 def test_what_a_short_prompt_leaves_goes_to_the_next() -> None:
-    assert plan([waiting("long", 900), waiting("short", 10)], budget=64, step=1) == [
-        Chunk("short", 10),
-        Chunk("long", 54),
-    ]
+    rows = [waiting("long", 900), waiting("short", 10)]
+    assert planned(rows, 64) == [Chunk("short", 10), Chunk("long", 54)]
 
 
 def test_one_step_in_four_begins_with_the_prompt_that_has_waited_longest() -> None:
     rows = [waiting("book", 5000, waited=9), waiting("hello", 5, waited=2), waiting("file", 9, waited=99, lane="batch")]
-    firsts = [plan(rows, 100, step)[0].id for step in range(2 * OLDEST_FIRST_EVERY)]
+    firsts = [planned(rows, 100, step=step)[0].id for step in range(2 * OLDEST_FIRST_EVERY)]
     assert firsts == (["book"] + ["hello"] * (OLDEST_FIRST_EVERY - 1)) * 2
 
 
@@ -100,9 +167,8 @@ def steps_to_prefill(length: int, *, budget: int, short: int, most: int) -> int 
     prompts = [Prompt("long", length, "interactive")]
     for step in range(1, most + 1):
         prompts += [Prompt(f"{step}-{k}", short, "interactive") for k in range(budget // short)]
-        chunks = {
-            c.id: c.tokens for c in plan([Waiting(p.id, p.remaining, p.waited, p.lane) for p in prompts], budget, step)
-        }
+        rows = [waiting(p.id, p.remaining, waited=p.waited, lane=p.lane) for p in prompts]
+        chunks = {chunk.id: chunk.tokens for chunk in planned(rows, budget, step=step)}
         for prompt in prompts:
             prompt.waited += 1
             prompt.remaining -= chunks.get(prompt.id, 0)
@@ -119,5 +185,5 @@ def test_an_endless_stream_of_short_prompts_makes_a_long_one_four_times_as_long(
 
 
 def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
-    chunks = plan([waiting("book", 100_000, waited=100), waiting("hello", 20)], budget=64, step=1)
+    chunks = planned([waiting("book", 100_000, waited=100), waiting("hello", 20)], 64)
     assert chunks[0] == Chunk("hello", 20)

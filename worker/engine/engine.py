@@ -5,7 +5,8 @@ Used by one thread only, the one that loaded the model.
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import mlx.core as mx
 
@@ -147,12 +148,8 @@ class Engine:
             self._running.unpark(candidate.parked)
 
     def _begin(self, sequence: Sequence, outcomes: list[Outcome], *, suspect: bool = False) -> None:
-        try:
+        with self._by_itself(sequence.id, outcomes):
             prefill = Prefill(self._model.network, Row.of(sequence, suspect=suspect), self._prefix)
-        except Exception:  # it is about this sequence alone
-            logger.exception("%s could not begin", sequence.id)
-            self._fault(sequence.id, outcomes)
-        else:
             self._inside[sequence.id], self._prefills[sequence.id] = prefill.row, prefill
 
     def _park(self, id: str) -> None:
@@ -247,34 +244,42 @@ class Engine:
         self._budget.forward_s = self._running.forward_s
         for prefill in self._prefills.values():
             prefill.look()
-        waiting = [Waiting(id, p.remaining, p.waited, p.row.sequence.lane) for id, p in self._prefills.items()]
+        waiting = [
+            Waiting(id, p.total - p.remaining, p.remaining, p.waited, p.row.sequence.lane)
+            for id, p in self._prefills.items()
+        ]
         self._turn += 1
         for prefill in self._prefills.values():
             prefill.waited += 1
-        budget = min(self._budget.tokens(len(self._running)), self._entry.longest_chunk)
-        for chunk in plan(waiting, budget, self._turn, self._budget.chunk_tokens):
+        spare_s = self._budget.spare_s(len(self._running))
+        for chunk in plan(waiting, spare_s, self._budget.cost, self._turn, self._entry.longest_chunk):
             self._advance(self._prefills[chunk.id], chunk, outcomes)
 
     def _advance(self, prefill: Prefill, chunk: Chunk, outcomes: list[Outcome]) -> None:
-        id = chunk.id
-        try:
+        with self._by_itself(chunk.id, outcomes):
             prefill.skip()
-            began = time.perf_counter()
+            began, done = time.perf_counter(), prefill.done
             prefill.advance(chunk.tokens)
+            self._budget.saw_chunk(chunk.tokens, done, time.perf_counter() - began)
             if prefill.remaining == 0:
-                del self._prefills[id]
+                began = time.perf_counter()
+                del self._prefills[chunk.id]
                 self._running.join(prefill.row, *prefill.finish())
-        except Exception:  # the prompt computes alone, so it fails alone
+                self._budget.saw_join(prefill.total, time.perf_counter() - began)
+                self._queried, self._hit = self._queried + prefill.total, self._hit + prefill.cached
+            self._chunk = max(self._chunk, chunk.tokens)
+            self._computed += chunk.tokens
+            outcomes.append(Prefilled(chunk.id, prefill.done, prefill.total, prefill.cached))
+
+    @contextmanager
+    def _by_itself(self, id: str, outcomes: list[Outcome]) -> Iterator[None]:
+        """A prompt computes alone, so what fails here is about this sequence and no other."""
+        try:
+            yield
+        except Exception:
             logger.exception("the prefill of %s failed", id)
             self._prefills.pop(id, None)
             self._fault(id, outcomes)
-            return
-        self._chunk = max(self._chunk, chunk.tokens)
-        self._budget.saw_prefill(chunk.tokens, time.perf_counter() - began)
-        self._computed += chunk.tokens
-        if prefill.remaining == 0:
-            self._queried, self._hit = self._queried + prefill.total, self._hit + prefill.cached
-        outcomes.append(Prefilled(id, prefill.done, prefill.total, prefill.cached))
 
     def _fit(self, groups: list[list[Row]]) -> bool:
         """Whether all who are inside fit into memory, if these rows decode in these groups."""

@@ -1,32 +1,81 @@
-"""How many prompt tokens fit into a step without holding up the rows that decode."""
+"""How long prompts take, and how much time a step has for them without holding up the rows that decode."""
 
-LEAST, MOST = 16, 2048  # MOST: beyond it a larger chunk is hardly faster
+from dataclasses import dataclass
+from math import sqrt
+
+from worker.schedule.fitting import Fit
+
+LEAST, MOST = 16, 2048  # tokens of a chunk; beyond MOST a larger one is hardly faster
 # Where nobody decodes, nobody waits for the step but those who come or cancel in it.
 ALONE_STEPS = 4
 _WEIGHT = 0.2  # of the newest measurement
+_MANY = 1e3  # tokens are counted in these, so that all unknowns are of one size
+# That length costs nothing: while all prompts are alike, it is each token, and each row, that costs.
+_BELIEF = 0.0, 0.1
+_GUESS = 0.1  # of a measurement: what a guess weighs beside it, until there is one
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCost:
+    """Seconds of a prompt's chunk, and of its joining those who decode, which copies it."""
+
+    forward_s: float = 0.0  # of a chunk, before its first token: a pass over the weights
+    token_s: float = 0.0
+    before_s: float = 0.0  # for each token, and each one before it
+    join_s: float = 0.0
+    joined_s: float = 0.0  # for each token of the row
+
+    def of(self, tokens: int, done: int) -> float:
+        """A chunk; `done` tokens of its prompt are before it."""
+        return self.forward_s + tokens * (self.token_s + (done + tokens / 2) * self.before_s)
+
+    def join(self, tokens: int) -> float:
+        return self.join_s + tokens * self.joined_s
+
+    def within(self, seconds: float, done: int) -> int:
+        """Tokens of the longest chunk that takes no longer; 0 where none does."""
+        spare_s, first_s = seconds - self.forward_s, self.token_s + done * self.before_s
+        if spare_s <= 0:
+            return 0
+        # Where `of` says all of it, written so that `before_s` may be 0.
+        mean_s = (first_s + sqrt(first_s**2 + 2 * self.before_s * spare_s)) / 2
+        return int(min(MOST, spare_s / max(mean_s, 1e-9)))
 
 
 class StepBudget:
-    """Keeps a step near its target, from the prefill speed and the decode time measured while running."""
+    """Keeps a step near its target, from what prompts and decoding took while running."""
 
     def __init__(self, step_s: float, tokens_per_s: float = 2000.0) -> None:
-        self._step_s, self._tokens_per_s, self._decode_s = step_s, tokens_per_s, 0.0
-        self.forward_s = 0.0  # what a chunk costs before its first token: a pass over the weights
+        self._step_s, self._decode_s = step_s, 0.0
+        self._tokens, self._joins = Fit(_BELIEF), Fit(_BELIEF)
+        # Of the device just now: what a token takes in units of what it took on the whole. That part has to be known
+        # soon, while how much dearer a token is deep in a prompt is told only by long prompts, which are rare.
+        self._pace = 1.0
+        self._tokens.saw((_GUESS, 0.0), _GUESS / tokens_per_s)
+        self._joins.saw((_GUESS, 0.0), 0.0)
+        self.forward_s = 0.0
 
-    def saw_prefill(self, tokens: int, seconds: float) -> None:
-        if tokens >= LEAST and seconds > 0:  # fewer measure the overhead, not the speed
-            tokens_s = max(seconds - self.forward_s, seconds / 2)
-            self._tokens_per_s += _WEIGHT * (tokens / tokens_s - self._tokens_per_s)
+    def saw_chunk(self, tokens: int, done: int, seconds: float) -> None:
+        if tokens < LEAST or seconds <= 0:  # fewer measure the overhead, not the speed
+            return
+        token_s, before = max(seconds - self.forward_s, seconds / 2) / tokens, (done + tokens / 2) / _MANY
+        usual_s, before_s = self._tokens.costs()
+        pace = token_s / max(usual_s + before * before_s, 1e-9)
+        self._tokens.saw((1.0, before), token_s / self._pace)
+        self._pace += _WEIGHT * (min(pace, 2 * self._pace) - self._pace)
+
+    def saw_join(self, tokens: int, seconds: float) -> None:
+        self._joins.saw((1.0, tokens / _MANY), seconds)
 
     def saw_decode(self, seconds: float) -> None:
         self._decode_s += _WEIGHT * (seconds - self._decode_s)
 
-    def tokens(self, rows: int) -> int:
-        """For the next step, with `rows` decoding, if they are all of one prompt; see `chunk_tokens`."""
-        spare_s = self._step_s - self._decode_s if rows else ALONE_STEPS * self._step_s
-        return max(LEAST, min(MOST, int((spare_s - self.forward_s) * self._tokens_per_s)))
-
     @property
-    def chunk_tokens(self) -> int:
-        """So many tokens more could be computed in the time that another chunk costs before its first."""
-        return int(self.forward_s * self._tokens_per_s)
+    def cost(self) -> PromptCost:
+        token_s, before_s = (self._pace * cost for cost in self._tokens.costs())
+        join_s, joined_s = self._joins.costs()
+        return PromptCost(self.forward_s, token_s, before_s / _MANY, join_s, joined_s / _MANY)
+
+    def spare_s(self, rows: int) -> float:
+        """For the prompts of the next step, with `rows` decoding."""
+        return self._step_s - self._decode_s if rows else ALONE_STEPS * self._step_s

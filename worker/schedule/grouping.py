@@ -4,7 +4,8 @@ length; a group of its own costs another pass over the weights instead."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_KEPT = 0.998  # of what earlier steps weigh: half of it is gone after some 350 steps
+from worker.schedule.fitting import Fit
+
 _CELLS = 1e4  # cells are counted in these, so that all three unknowns are of one size
 # Rows are parted, and moved, only for a step shorter than this share: moving costs a copy, and a measurement is noisy.
 _LEAST_GAIN = 0.85
@@ -30,24 +31,17 @@ class StepCost:
 
 
 class MeasuredCost:
-    """Learns a `StepCost` from the steps as they run: least squares, in which old steps fade."""
+    """Learns a `StepCost` from the steps as they run."""
 
     def __init__(self) -> None:
-        self._squares = [[0.0] * 3 for _ in _BELIEF]
-        self._products = [0.0] * 3
+        self._fit = Fit(_BELIEF)
 
     def saw(self, groups: Sequence[Sequence[int]], seconds: float) -> None:
         rows, cells = sum(map(len, groups)), sum(len(group) * max(group, default=0) for group in groups)
-        seen = (float(len(groups)), float(rows), cells / _CELLS)
-        for i, a in enumerate(seen):
-            self._products[i] = self._products[i] * _KEPT + a * seconds
-            self._squares[i] = [kept * _KEPT + a * b for kept, b in zip(self._squares[i], seen, strict=True)]
+        self._fit.saw((len(groups), rows, cells / _CELLS), seconds)
 
     def cost(self) -> StepCost:
-        squares = [list(line) for line in self._squares]
-        for i, belief in enumerate(_BELIEF):
-            squares[i][i] += belief
-        group_s, row_s, cells_s = (max(0.0, unknown) for unknown in _solve(squares, self._products))
+        group_s, row_s, cells_s = self._fit.costs()
         return StepCost(group_s, row_s, cells_s / _CELLS)
 
 
@@ -89,16 +83,3 @@ def partition(lengths: Sequence[int], cost: StepCost) -> list[list[int]]:
         groups.append(order[begins[end - 1] : end])
         end = begins[end - 1]
     return groups[::-1]
-
-
-def _solve(squares: list[list[float]], products: list[float]) -> list[float]:
-    """Gauss, with the largest pivot. The squares are positive definite, so there is one."""
-    rows = [[*line, product] for line, product in zip(squares, products, strict=True)]
-    for k in range(len(rows)):
-        pivot = max(range(k, len(rows)), key=lambda i: abs(rows[i][k]))
-        rows[k], rows[pivot] = rows[pivot], rows[k]
-        for i in range(len(rows)):
-            if i != k:
-                factor = rows[i][k] / rows[k][k]
-                rows[i] = [a - factor * b for a, b in zip(rows[i], rows[k], strict=True)]
-    return [row[-1] / row[k] for k, row in enumerate(rows)]

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from worker.schedule.budget import LEAST, PromptCost
 from worker.schedule.sequence import Lane
 
 # One step in so many belongs to the prompt that has waited longest. A long one then takes four times as long
@@ -15,6 +16,7 @@ class Waiting:
     """A prompt that is not wholly in the cache."""
 
     id: str
+    done: int  # tokens in the cache
     remaining: int  # tokens still to prefill
     waited: int  # steps since it came
     lane: Lane
@@ -26,21 +28,31 @@ class Chunk:
     tokens: int
 
 
-def plan(waiting: Iterable[Waiting], budget: int, step: int, chunk_tokens: int = 0) -> list[Chunk]:
-    """Spend `budget` tokens on the prompts that are done soonest; interactive ones first. `step` counts
-    up. Every chunk but one costs `chunk_tokens` beside its own.
+def plan(waiting: Iterable[Waiting], spare_s: float, cost: PromptCost, step: int, longest: int) -> list[Chunk]:
+    """Spend so many seconds on the prompts that are done soonest; interactive ones first. `step` counts up, and
+    `longest` is what a chunk may have in tokens. The first prompt always advances, if only by a few tokens.
 
     Always one row a chunk: rows padded to one length would pay for the longest, and a recurrent state takes
-    the padding in. A chunk of the last tokens costs one at least, so that a step stays bounded.
+    the padding in.
     """
-    chunks = []
+    chunks = list[Chunk]()
     for row in sorted(waiting, key=_age if step % OLDEST_FIRST_EVERY == 0 else _length):
-        if budget <= 0:
+        tokens = min(row.remaining, longest, cost.within(spare_s, row.done))
+        if tokens == row.remaining and _seconds(row, tokens, cost) > spare_s:
+            tokens -= 1  # it joins the others in a step that has time for it
+        least = min(row.remaining, LEAST)
+        if chunks and tokens < least:
             break
-        tokens = min(row.remaining, budget)
+        tokens = max(tokens, least)
         chunks.append(Chunk(row.id, tokens))
-        budget -= max(tokens, 1) + chunk_tokens
+        spare_s -= _seconds(row, tokens, cost)
     return chunks
+
+
+def _seconds(row: Waiting, tokens: int, cost: PromptCost) -> float:
+    """A prompt of a single token has none to advance by, and costs one."""
+    joins = tokens == row.remaining
+    return cost.of(max(tokens, 1), row.done) + (cost.join(row.done + tokens) if joins else 0.0)
 
 
 def _length(row: Waiting) -> tuple[bool, int]:
