@@ -10,12 +10,9 @@ import pytest
 from scripts.scenarios.churn import churn, growth
 from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
 from tests.engine.tiny import CONFIGS, alone, build, model, model_of, prompt
-from worker.engine.entry import Candidate, Entry, admitted
 from worker.engine.layers import calibrated
 from worker.engine.model import Model
-from worker.schedule.admission import PATIENCE, Admit, Refuse
-from worker.schedule.memory import Costs, Growing
-from worker.schedule.sequence import Sequence
+from worker.schedule.admission import PATIENCE
 
 # Its keys and values take far more than anything else.
 WIDE = {**CONFIGS["llama"], "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
@@ -213,13 +210,3 @@ def test_memory_stays_flat_while_rows_come_and_go() -> None:
     """scripts/chaos long-life does it for longer."""
     seen = churn(model("qwen3_5"), steps=500, looks=20)
     assert growth([each.resident for each in seen]) < 0.05
-
-
-def test_a_row_that_was_inside_is_not_refused_when_a_correction_says_that_it_never_fits() -> None:
-    entry = Entry(Costs(weights_bytes=10, growing=(Growing(1000, 1000),)), limit=5_000)
-    entry.put_back(Candidate(Sequence("begun", (1,) * 40, 2000, lane="batch"), was_inside=True))
-    entry.add(Sequence("new", (1,) * 40, 2000))
-    running = [admitted(Sequence("other", (1,), 1), 0)]
-    assert [type(decision) for _, decision in entry.decide(running, lambda length: 0)] == [Refuse]
-    ((_, decision),) = [(c, d) for c, d in entry.decide([], lambda length: 0) if c.was_inside]
-    assert decision == Admit()

@@ -118,6 +118,35 @@ def test_what_comes_in_would_come_in_with_more_memory(
         assert admit(candidate, running, COSTS, limit + more) == Admit()
 
 
+def test_a_row_that_has_begun_is_not_refused_but_comes_in_when_nothing_else_is_there() -> None:
+    never, limit = replace(row("never", 4000), begun=True), 1_000_100_000
+    assert admit(never, [row("here")], COSTS, limit) == Wait()
+    assert admit(never, [], COSTS, limit, held_bytes=1) == Wait()
+    assert admit(never, [], COSTS, limit) == Admit()
+
+
+def test_a_row_that_has_begun_is_not_passed_for_ever() -> None:
+    never, small = replace(row("never", 4000, passed=PATIENCE), begun=True), row("small", 200)
+    decisions = admit_in_turn([never, small], [small], COSTS, room_for(small, small))
+    assert decisions == [(never, Wait(passed=PATIENCE)), (small, Wait())]
+
+
+def test_what_is_held_by_those_who_wait_is_not_free() -> None:
+    new, rest = row("new"), replace(row("rest", 9000), begun=True, held_bytes=500)
+    limit = room_for(row("here"), new)  # far from enough for the other one
+    assert admitted(admit_in_turn([new, rest], [row("here")], COSTS, limit + 499)) == []
+    assert admitted(admit_in_turn([new, rest], [row("here")], COSTS, limit + 500)) == [new]
+
+
+def test_nobody_is_refused_for_what_is_held() -> None:
+    assert admit(row("new"), [], COSTS, room_for(row("new")), held_bytes=10**9) == Wait()
+
+
+def test_what_a_row_holds_itself_does_not_keep_it_out() -> None:
+    rest = replace(row("rest"), held_bytes=10**9)
+    assert admitted(admit_in_turn([rest, row("new")], [], COSTS, room_for(rest, row("new")))) == [rest, row("new")]
+
+
 def test_a_row_counts_how_many_came_in_before_it_that_stood_behind_it() -> None:
     here, big = row("here", 4000), row("big", 4000, group=1, passed=3)
     small, later = row("small", 200, group=2), row("later", 200, group=2)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from worker.engine.rows import Parked
-from worker.schedule.admission import Admit, Decision, Refuse, Row, Wait, admit_in_turn, lengths
+from worker.schedule.admission import Admit, Decision, Row, Wait, admit_in_turn, lengths
 from worker.schedule.budget import MOST
 from worker.schedule.memory import CHUNK, Correction, Costs
 from worker.schedule.sequence import Sequence as Asked
@@ -79,20 +79,24 @@ class Entry:
         self._stirred = False
         order = sorted(self._waiting.values(), key=lambda candidate: candidate.sequence.lane == "batch")
         rows = [self._row(each, group_of) for each in order]
-        decided = admit_in_turn(rows, running, self._corrected(), self._limit - self._held())
-        if self._held() and any(isinstance(decision, Wait) for _, decision in decided):
-            for candidate in order:
-                candidate.forget()
-            decided = admit_in_turn(rows, running, self._corrected(), self._limit)
-        decided = [(row, self._kindly(row, decision, alone=not running)) for row, decision in decided]
+        decided = self._in_turn(rows, running)
         self._promise(running, decided)
         return [(self._waiting[row.id], decision) for row, decision in decided if not self._waits(row, decision)]
 
-    def _kindly(self, row: Row, decision: Decision, *, alone: bool) -> Decision:
-        """What was inside is not refused: a later correction shall not end an answer that has begun."""
-        if isinstance(decision, Refuse) and self._waiting[row.id].was_inside:
-            return Admit() if alone else Wait(row.passed)
-        return decision
+    def _in_turn(self, rows: Sequence[Row], running: Sequence[Row]) -> list[tuple[Row, Decision]]:
+        """Of the caches of those who wait, as many are given up as keep somebody out, that of the youngest first."""
+        costs, keeping = self._corrected(), [each for each in self._waiting.values() if each.parked]
+        decided = admit_in_turn(rows, running, costs, self._limit)
+        if not keeping:
+            return decided
+        without_caches = [replace(row, held_bytes=0) for row in rows]
+        best = _kinds(admit_in_turn(without_caches, running, costs, self._limit))
+        while _kinds(decided) != best:
+            gone = keeping.pop()  # who was parked first: see `put_back`
+            gone.forget()
+            rows = [replace(row, held_bytes=0) if row.id == gone.sequence.id else row for row in rows]
+            decided = admit_in_turn(rows, running, costs, self._limit)
+        return decided
 
     def _promise(self, running: Sequence[Row], decided: list[tuple[Row, Decision]]) -> None:
         parked = {id for _, decision in decided if isinstance(decision, Admit) for id in decision.park}
@@ -129,7 +133,8 @@ class Entry:
 
     def _row(self, candidate: Candidate, group_of: Callable[[int], int]) -> Row:
         row = admitted(candidate.sequence, None, candidate.passed)
-        return replace(row, group=group_of(row.tokens))
+        held_bytes = candidate.parked.kept.nbytes if candidate.parked else 0
+        return replace(row, group=group_of(row.tokens), begun=candidate.was_inside, held_bytes=held_bytes)
 
     def _corrected(self) -> Costs:
         return replace(self._costs, factor=self._correction.factor)
@@ -142,3 +147,7 @@ class Entry:
 def admitted(asked: Asked, group: int | None, passed: int = 0) -> Row:
     """As admission sees it."""
     return Row(asked.id, asked.lane, len(asked.prompt), asked.max_tokens, group or 0, passed)
+
+
+def _kinds(decided: Iterable[tuple[Row, Decision]]) -> list[type[Decision]]:
+    return [type(decision) for _, decision in decided]

@@ -21,6 +21,8 @@ class Row:
     max_tokens: int  # of the answer
     group: int = 0  # of the rows that it decodes with, or will
     passed: int = 0  # by how many; see `Wait`
+    begun: bool = False  # it was inside before: a later correction of the costs shall not end its answer
+    held_bytes: int = 0  # that it takes while it waits
 
     @property
     def tokens(self) -> int:
@@ -58,24 +60,30 @@ def admit_in_turn(
     """What becomes of each that waits: the interactive ones first, and else in the order given. `running` has the
     oldest first, and prompts on their way too; `limit` is the bytes that the model and all rows may take."""
     rows, verdicts, closed = list(running), list[tuple[Row, Decision]](), False
+    held_bytes = sum(row.held_bytes for row in waiting)
     for candidate in sorted(waiting, key=lambda row: row.lane == "batch"):
-        decision = admit(candidate, rows, costs, limit)
+        decision = admit(candidate, rows, costs, limit, held_bytes - candidate.held_bytes)
         if closed and isinstance(decision, Admit):
             decision = Wait(candidate.passed)
         match decision:
             case Admit(park):
                 rows = [*(row for row in rows if row.id not in park), candidate]
+                held_bytes -= candidate.held_bytes
             case Wait() if candidate.passed >= PATIENCE:
                 closed = True  # interactive rows have all had their turn before an offline one can close
         verdicts.append((candidate, decision))
     return _count_passed(verdicts)
 
 
-def admit(candidate: Row, running: Sequence[Row], costs: Costs, limit: int) -> Decision:
-    """An interactive candidate may have offline rows parked, the youngest first."""
+def admit(candidate: Row, running: Sequence[Row], costs: Costs, limit: int, held_bytes: int = 0) -> Decision:
+    """An interactive candidate may have offline rows parked, the youngest first. `held_bytes`: by others who wait; they
+    could be given up, so that nobody is refused for them."""
     if not _fits([candidate], costs, limit):
-        return Refuse(_why(candidate, costs, limit))
-    if _fits([*running, candidate], costs, limit):
+        if not candidate.begun:
+            return Refuse(_why(candidate, costs, limit))
+        return Wait(candidate.passed) if running or held_bytes else Admit()
+    free = limit - held_bytes
+    if _fits([*running, candidate], costs, free):
         return Admit()
     if candidate.lane == "batch":
         return Wait(candidate.passed)
@@ -83,7 +91,7 @@ def admit(candidate: Row, running: Sequence[Row], costs: Costs, limit: int) -> D
     for youngest in [row for row in reversed(running) if row.lane == "batch"]:
         staying.remove(youngest)
         parked.append(youngest.id)
-        if _fits([*staying, candidate], costs, limit):
+        if _fits([*staying, candidate], costs, free):
             return Admit(tuple(parked))
     return Wait(candidate.passed)
 

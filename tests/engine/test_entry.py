@@ -1,0 +1,97 @@
+"""Whom the engine lets in, and which parked caches it gives up for that. A token takes 1,000 bytes here."""
+
+import mlx.core as mx
+
+from worker.engine.entry import Candidate, Entry, admitted
+from worker.engine.row import Row
+from worker.engine.rows import Drawn, Parked
+from worker.engine.slots import Snapshot
+from worker.engine.upstream import KVCache
+from worker.schedule.admission import Admit, Decision, Refuse
+from worker.schedule.memory import Costs, Growing
+from worker.schedule.sequence import Lane, Sequence
+
+KILO = Costs(weights_bytes=10, growing=(Growing(1000, 1000),))
+
+
+def sized(id: str, tokens: int, lane: Lane = "interactive") -> Sequence:
+    """Prompt and answer together."""
+    return Sequence(id, (1,) * 40, tokens - 40, lane=lane)
+
+
+def begun(id: str, tokens: int) -> Candidate:
+    return Candidate(sized(id, tokens, "batch"), was_inside=True)
+
+
+def parked(id: str, tokens: int, held: int = 100) -> Candidate:
+    """It has so many tokens in its cache."""
+    layer = KVCache()
+    layer.keys = layer.values = mx.zeros((1, 1, held, 125))
+    layer.offset = held
+    kept = Parked(
+        Row.of(sized(id, tokens, "batch")), Snapshot([layer], None), Drawn(mx.array([1]), mx.array([True]), {})
+    )
+    return Candidate(kept.row.sequence, kept, was_inside=True)
+
+
+def decided(entry: Entry, *running: Sequence) -> dict[str, Decision]:
+    """Of those who do not wait any longer."""
+    return {
+        candidate.sequence.id: decision
+        for candidate, decision in entry.decide([admitted(each, 0) for each in running], lambda length: 0)
+    }
+
+
+def test_a_row_that_was_inside_is_not_refused_when_a_correction_says_that_it_never_fits() -> None:
+    entry = Entry(KILO, limit=5_000)
+    entry.put_back(begun("begun", 2000))
+    entry.add(sized("new", 2000))
+    assert [type(decision) for decision in decided(entry, sized("other", 41)).values()] == [Refuse]
+    assert decided(entry)["begun"] == Admit()
+
+
+def test_rows_that_never_fit_by_a_correction_come_back_one_at_a_time() -> None:
+    entry = Entry(KILO, limit=5_000)
+    for id in ("second", "first"):
+        entry.put_back(begun(id, 2000))
+    assert decided(entry) == {"first": Admit()}
+
+
+def holding(*candidates: Candidate, limit: int) -> Entry:
+    """The first of them is the oldest, and so was parked last."""
+    entry = Entry(KILO, limit)
+    for each in reversed(candidates):
+        entry.put_back(each)
+    return entry
+
+
+def caches(entry: Entry) -> list[str]:
+    return [id for id, candidate in entry._waiting.items() if candidate.parked]
+
+
+def test_of_parked_caches_as_few_are_given_up_as_let_another_in_and_the_youngest_first() -> None:
+    room = KILO.peak_bytes([[200, 200]])
+    for spare, kept in ((350_000, ["a", "b", "c"]), (250_000, ["a", "b"]), (150_000, ["a"]), (0, [])):
+        entry = holding(parked("a", 500), parked("b", 500), parked("c", 500), limit=room + spare)
+        entry.add(sized("new", 200))
+        assert decided(entry, sized("here", 200)) == {"new": Admit()}
+        assert caches(entry) == kept
+
+
+def test_no_cache_is_given_up_where_that_would_let_nobody_in() -> None:
+    entry = holding(parked("a", 500), parked("b", 500), limit=KILO.peak_bytes([[200]]) + 100_000)
+    entry.add(sized("new", 200))
+    assert decided(entry, sized("here", 200)) == {}
+    assert caches(entry) == ["a", "b"]
+
+
+def test_nobody_is_refused_for_what_parked_rows_hold() -> None:
+    entry = holding(parked("a", 500, held=400), limit=KILO.peak_bytes([[500]]))
+    entry.add(sized("new", 500))
+    assert decided(entry, sized("here", 200)) == {}
+
+
+def test_a_parked_row_comes_back_with_its_cache_into_the_memory_that_it_had() -> None:
+    entry = holding(parked("a", 500, held=400), limit=KILO.peak_bytes([[500, 500]]))
+    assert decided(entry, sized("here", 500)) == {"a": Admit()}
+    assert caches(entry) == ["a"]
