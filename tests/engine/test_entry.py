@@ -95,3 +95,12 @@ def test_a_parked_row_comes_back_with_its_cache_into_the_memory_that_it_had() ->
     entry = holding(parked("a", 500, held=400), limit=KILO.peak_bytes([[500, 500]]))
     assert decided(entry, sized("here", 500)) == {"a": Admit()}
     assert caches(entry) == ["a"]
+
+
+def test_a_row_is_parked_with_its_cache_only_where_that_fits_beside_who_takes_its_place() -> None:
+    for spare, kept in ((400_000, ["b"]), (399_999, [])):
+        entry = Entry(KILO, limit=KILO.peak_bytes([[500, 500]]) + spare)
+        entry.add(sized("new", 500))
+        assert decided(entry, sized("a", 500, "batch"), sized("b", 500, "batch")) == {"new": Admit(park=("b",))}
+        entry.put_back(parked("b", 500, held=400))
+        assert caches(entry) == kept

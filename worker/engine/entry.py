@@ -53,8 +53,11 @@ class Entry:
         self.stir()
 
     def put_back(self, candidate: Candidate) -> None:
-        """Before all others of its lane."""
+        """Before all others of its lane, and with its cache where there is memory for that too."""
         self._waiting = {candidate.sequence.id: candidate, **self._waiting}
+        keeping, (promised, room) = self._keeping(), self.promised
+        while keeping and promised + self._held() > room:
+            keeping.pop().forget()
 
     def take(self, candidate: Candidate) -> None:
         """It waits no longer."""
@@ -85,14 +88,14 @@ class Entry:
 
     def _in_turn(self, rows: Sequence[Row], running: Sequence[Row]) -> list[tuple[Row, Decision]]:
         """Of the caches of those who wait, as many are given up as keep somebody out, that of the youngest first."""
-        costs, keeping = self._corrected(), [each for each in self._waiting.values() if each.parked]
+        costs, keeping = self._corrected(), self._keeping()
         decided = admit_in_turn(rows, running, costs, self._limit)
         if not keeping:
             return decided
         without_caches = [replace(row, held_bytes=0) for row in rows]
         best = _kinds(admit_in_turn(without_caches, running, costs, self._limit))
         while _kinds(decided) != best:
-            gone = keeping.pop()  # who was parked first: see `put_back`
+            gone = keeping.pop()
             gone.forget()
             rows = [replace(row, held_bytes=0) if row.id == gone.sequence.id else row for row in rows]
             decided = admit_in_turn(rows, running, costs, self._limit)
@@ -138,6 +141,10 @@ class Entry:
 
     def _corrected(self) -> Costs:
         return replace(self._costs, factor=self._correction.factor)
+
+    def _keeping(self) -> list[Candidate]:
+        """Those who wait with their caches. The youngest is last: it was parked first, and each is put back before."""
+        return [each for each in self._waiting.values() if each.parked]
 
     def _held(self) -> int:
         """Bytes of those who wait with their caches."""
