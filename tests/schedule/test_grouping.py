@@ -1,3 +1,4 @@
+from dataclasses import dataclass, field
 from itertools import combinations
 
 import pytest
@@ -46,6 +47,36 @@ def test_no_other_grouping_is_cheaper(lengths: list[int], cost: StepCost) -> Non
     assert cost.step_s(grouped(lengths, cost)) == pytest.approx(best)
 
 
+def cheapest_runs_s(lengths: list[int], cost: StepCost) -> float:
+    """By trying every beginning of every group."""
+    ordered, best = sorted(lengths), [0.0]
+    for end in range(1, len(ordered) + 1):
+        best.append(min(best[begin] + cost.of(end - begin, ordered[end - 1]) for begin in range(end)))
+    return best[-1]
+
+
+@given(st.lists(st.integers(1, 5000), min_size=6, max_size=60), COSTS)
+def test_no_other_runs_of_many_rows_are_cheaper(lengths: list[int], cost: StepCost) -> None:
+    assert cost.step_s(grouped(lengths, cost)) == pytest.approx(cheapest_runs_s(lengths, cost))
+
+
+@dataclass(frozen=True, slots=True)
+class Counted(StepCost):
+    asked: list[int] = field(default_factory=list)
+
+    def of(self, rows: int, longest: int) -> float:
+        self.asked.append(longest)
+        return super(Counted, self).of(rows, longest)
+
+
+@given(st.lists(st.integers(1, 5000), min_size=200, max_size=512))
+def test_as_many_costs_are_looked_at_as_there_are_rows_but_for_a_factor(lengths: list[int]) -> None:
+    """Every 32 steps, so their square would be felt: 60 ms for 512 rows."""
+    cost = Counted(MACHINE.group_s, MACHINE.row_s, MACHINE.cell_s)
+    partition(lengths, cost)
+    assert len(cost.asked) <= 5 * len(lengths)
+
+
 @given(LENGTHS, COSTS)
 def test_every_row_is_in_one_group(lengths: list[int], cost: StepCost) -> None:
     assert sorted(i for group in partition(lengths, cost) for i in group) == list(range(len(lengths)))
@@ -55,6 +86,18 @@ def test_a_row_joins_those_of_its_length_or_opens_a_group() -> None:
     groups = [[64, 70, 80], [4000]]
     assert [place(length, groups, MACHINE) for length in (75, 4100, 70_000)] == [0, 1, 2]
     assert place(5, [], MACHINE) == 0
+
+
+def test_a_row_opens_a_group_only_where_that_is_well_worth_it() -> None:
+    """Groups are worth it beyond 445 tokens; but rows that hardly gain by it would come and go between them."""
+    together, groups = [64] * 7, [[64] * 7]
+    assert [len(grouped([*together, length], MACHINE)) for length in (440, 450)] == [1, 2]
+    assert [place(length, groups, MACHINE) for length in (450, 600, 700)] == [0, 0, 1]
+
+
+def test_rows_that_hardly_gain_by_other_groups_stay_where_they_are() -> None:
+    for length, moves in (450, False), (600, False), (700, True):
+        assert (regroup([[64] * 7 + [length]], MACHINE) is not None) == moves
 
 
 def test_rows_are_moved_only_where_it_pays() -> None:

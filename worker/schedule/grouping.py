@@ -70,16 +70,31 @@ def regroup(groups: Sequence[Sequence[int]], cost: StepCost) -> list[list[int]] 
 
 def partition(lengths: Sequence[int], cost: StepCost) -> list[list[int]]:
     """The cheapest groups of all, as indices. They are runs of the rows in order of length, since swapping two
-    rows between groups that overlap never makes a rectangle wider. Quadratic in the number of rows."""
+    rows between groups that overlap never makes a rectangle wider."""
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     cheapest, begins = [0.0], list[int]()  # of the first n rows; where the last group of those begins
+    hull = list[int]()  # beginnings that are, or may become, the best
+
+    def total(begin: int, end: int) -> float:
+        return cheapest[begin] + cost.of(end - begin, lengths[order[end - 1]])
+
     for end in range(1, len(order) + 1):
-        longest = lengths[order[end - 1]]
-        costs = [cheapest[begin] + cost.of(end - begin, longest) for begin in range(end)]
-        begins.append(min(range(end), key=costs.__getitem__))
-        cheapest.append(costs[begins[-1]])
+        # The longer its rows, the more a group saves by beginning later: what is better once stays better. And only
+        # corners of the lower hull of `cheapest` are ever the best.
+        while len(hull) > 1 and _bends_down(cheapest, hull[-2], hull[-1], end - 1):
+            hull.pop()
+        hull.append(end - 1)
+        while len(hull) > 1 and total(hull[1], end) <= total(hull[0], end):
+            del hull[0]
+        begins.append(hull[0])
+        cheapest.append(total(hull[0], end))
     groups, end = list[list[int]](), len(order)
     while end:
         groups.append(order[begins[end - 1] : end])
         end = begins[end - 1]
     return groups[::-1]
+
+
+def _bends_down(heights: Sequence[float], a: int, b: int, c: int) -> bool:
+    """Whether the line through a, b and c does so at b, or is straight there."""
+    return (heights[b] - heights[a]) * (c - b) >= (heights[c] - heights[b]) * (b - a)
