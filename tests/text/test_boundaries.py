@@ -186,10 +186,12 @@ async def test_thoughts_that_a_tool_loop_keeps_and_the_next_question_drops_are_t
     assert len(without_tools.tokens) - 1 not in without_tools.boundaries
 
 
-async def test_the_next_call_is_of_a_tool_that_is_offered() -> None:
+@pytest.mark.parametrize("arguments", ["string", "mapping"])
+async def test_the_next_call_is_of_a_tool_that_is_offered_as_the_template_takes_it(arguments: str) -> None:
     template = (
         "{{ tools }}{% for m in messages %}<{{ m.role }}>{% for call in m.tool_calls or [] %}to {{ call.function if "
         "call.function.name in tools | map(attribute='function.name') else raise_exception('No such tool.') }}"
+        f"{{{{ raise_exception('Not so.') if call.function.arguments is not {arguments} }}}}"
         "{% endfor %}{{ m.content }}{% endfor %}<assistant>to whom?"
     )
     prompt = await planned(template, user("Weather?"), tools=[LOOK | {"function": {"name": "weather"}}])
@@ -220,6 +222,10 @@ async def test_a_template_that_takes_nothing_imagined_leaves_no_boundaries() -> 
     template = "{{ raise_exception('No.') if messages[0].content != 'Hi' or messages | length > 1 }}Hi"
     prompt = await planned(template, user("Hi"))
     assert (prompt.tokens, prompt.boundaries) == (tuple(words(OWN).encode("Hi")), ())
+
+
+async def test_a_prompt_of_nothing_has_none() -> None:
+    assert await planned("{{ '' }}", user("Hi")) == Prompt((), "none")
 
 
 EVERY_MARK = "".join(map(chr, range(0xE000, 0xF900)))

@@ -74,11 +74,11 @@ class Tree(Generic[R, S]):
         path, matched = self.walk(space, tokens)
         if not path or not self._stateful:
             return Found(matched, tuple(path))
-        if (holder := _shortening(path[-1])) is not None:
-            return Found(matched, tuple(path), holder)
         for at, node in reversed([*enumerate(path, start=1)]):
-            if node.state is not None and node.end <= matched:
-                return Found(node.end, tuple(path[:at]), node)
+            length = min(node.end, matched)
+            holder = node if node.state is not None and node.end == length else _shortening(node)
+            if holder is not None:
+                return Found(length, tuple(path[:at]), holder)
         return Found()
 
     def walk(self, space: str, tokens: tuple[int, ...]) -> tuple[list[Node[R, S]], int]:
@@ -118,10 +118,11 @@ class Tree(Generic[R, S]):
             self.evicted += 1
             if what == "state":
                 self._drop_state(node)
-                self._prune(node)
+                if self._is_useless(node):
+                    self._remove(node)
             else:
                 self._remove(node)
-        self._roots = {space: root for space, root in self._roots.items() if root.children}
+        self._close_spaces()
 
     def discard(self, node: Node[R, S]) -> None:
         """With all that begins with it."""
@@ -131,6 +132,10 @@ class Tree(Generic[R, S]):
         for each in reversed(doomed):
             if (each, "run") in self._order:  # else it went with its last child
                 self._remove(each)
+        self._close_spaces()
+
+    def _close_spaces(self) -> None:
+        self._roots = {space: root for space, root in self._roots.items() if root.children}
 
     def _touch(self, path: Iterable[Node[R, S]], holder: Node[R, S] | None) -> None:
         if holder is not None:
@@ -168,20 +173,22 @@ class Tree(Generic[R, S]):
             node.state = None
 
     def _remove(self, node: Node[R, S]) -> None:
-        """A leaf."""
-        assert not node.children, "others begin with it"
-        assert node.parent is not None, "the root stays"
-        assert node.run is not None
-        self._drop_state(node)
-        del self._order[node, "run"]
-        del node.parent.children[node.tokens[0]]
-        self.nbytes -= node.run.nbytes
-        self._prune(node.parent)
+        """A leaf, and whatever is of no use without it."""
+        while True:
+            assert not node.children, "others begin with it"
+            assert node.parent is not None, "the root stays"
+            assert node.run is not None
+            self._drop_state(node)
+            del self._order[node, "run"]
+            del node.parent.children[node.tokens[0]]
+            self.nbytes -= node.run.nbytes
+            node = node.parent
+            if not self._is_useless(node):
+                return
 
-    def _prune(self, node: Node[R, S]) -> None:
-        """Where nothing can be had without a state, a leaf without one is of no use."""
-        if self._stateful and node.parent is not None and not node.children and node.state is None:
-            self._remove(node)
+    def _is_useless(self, node: Node[R, S]) -> bool:
+        """Where nothing can be had without a state, a leaf has to have one."""
+        return self._stateful and node.parent is not None and not node.children and node.state is None
 
 
 def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
@@ -191,9 +198,14 @@ def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 def _shortening(node: Node[R, S]) -> Node[R, S] | None:
     """The nearest state, here or further on, that can be made that of fewer tokens."""
-    if node.state is not None:
-        return node if node.state.shortens else None  # one further on is of more tokens, and cannot either
-    return next((found for child in node.children.values() if (found := _shortening(child))), None)
+    places = [node]
+    while places:
+        place = places.pop()
+        if place.state is None:
+            places += place.children.values()
+        elif place.state.shortens:
+            return place  # where it does not, one further on is of more tokens, and does not either
+    return None
 
 
 _CLOSE = 16  # tokens: to compute them again takes hardly longer than to compute one

@@ -137,7 +137,7 @@ def _answered(conversation: Conversation, rendered: Rendered) -> Conversation:
     if not _is_begun(last):
         return [*conversation, _ANSWER]
     # An answer that was begun within its thoughts may be told without them.
-    return conversation if _is_text(last) and not rendered.thinks else [*before, _ANSWER]
+    return [*before, _ANSWER] if rendered.thinks else conversation
 
 
 def _called(conversation: Conversation, rendered: Rendered) -> list[Conversation]:

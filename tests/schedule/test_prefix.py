@@ -1,0 +1,459 @@
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Self
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from worker.schedule import prefix
+from worker.schedule.prefix import LONGEST_RUN, Found, Node, Tree, cuts
+
+Tokens = tuple[int, ...]
+STATE_BYTES = 7
+
+
+@dataclass(frozen=True)
+class Spelt:
+    """A run that remembers its tokens; a byte each."""
+
+    tokens: Tokens
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.tokens)
+
+    def split(self, at: int) -> tuple[Self, Self]:
+        assert 0 < at < len(self.tokens)
+        return type(self)(self.tokens[:at]), type(self)(self.tokens[at:])
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A state that remembers all its tokens, and shortens while they are fewer than the window."""
+
+    tokens: Tokens
+    window: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return STATE_BYTES
+
+    @property
+    def shortens(self) -> bool:
+        return len(self.tokens) < self.window
+
+
+Spelling = Tree[Spelt, Whole]
+
+
+def add(tree: Spelling, tokens: Tokens, *, space: str = "", state: bool = False, window: int = 0) -> None:
+    tree.add(space, tokens, lambda start, end: Spelt(tokens[start:end]), Whole(tokens, window) if state else None)
+
+
+def plain(*kept: Tokens) -> Spelling:
+    tree = Spelling(stateful=False)
+    for tokens in kept:
+        add(tree, tokens)
+    return tree
+
+
+def stateful(*kept: Tokens, window: int = 0) -> Spelling:
+    tree = Spelling(stateful=True)
+    for tokens in kept:
+        add(tree, tokens, state=True, window=window)
+    return tree
+
+
+def spelt(found: Found[Spelt, Whole]) -> Tokens:
+    """What would be restored of the runs."""
+    runs = [node.run for node in found.nodes]
+    assert None not in runs
+    return tuple(token for run in runs if run for token in run.tokens)[: found.length]
+
+
+def held(tree: Spelling) -> list[Node[Spelt, Whole]]:
+    nodes = list(tree._roots.values())
+    for node in nodes:
+        nodes += node.children.values()
+    return [node for node in nodes if node.parent]
+
+
+def ends(tree: Spelling) -> list[int]:
+    return sorted(node.end for node in held(tree))
+
+
+def used(tree: Spelling, tokens: Tokens) -> None:
+    tree.use(tree.find("", tokens))
+
+
+ABC, ABD, XYZ = (1, 2, 3), (1, 2, 4), (7, 8, 9)
+
+
+def test_nothing_is_found_where_nothing_was_added() -> None:
+    assert plain().find("", ABC) == Found()
+    assert plain(ABC).find("", ()) == Found()
+    assert plain(ABC).find("", XYZ) == Found()
+
+
+def test_any_part_of_what_needs_no_state_is_found() -> None:
+    tree = plain((1, 2, 3, 4, 5))
+    asked = [(1,), (1, 2, 3), (1, 2, 3, 9), (1, 2, 3, 4, 5, 6)]
+    assert [tree.find("", tokens).length for tokens in asked] == [1, 3, 3, 5]
+    assert spelt(tree.find("", (1, 2, 3, 9))) == (1, 2, 3)
+
+
+def test_what_needs_a_state_is_found_only_where_there_is_one() -> None:
+    tree = stateful((1, 2, 3, 4, 5, 6), (1, 2, 3))
+    assert [tree.find("", tuple(range(1, 1 + count))).length for count in range(1, 8)] == [0, 0, 3, 3, 3, 6, 6]
+    found = tree.find("", (1, 2, 3, 4, 9))
+    assert found.holder
+    assert found.holder.state == Whole((1, 2, 3))
+    assert spelt(found) == (1, 2, 3)
+
+
+def test_the_tokens_count_and_not_how_many_they_are() -> None:
+    tree = stateful((1, 2, 3), (1, 2, 4))
+    found = tree.find("", (1, 2, 4, 5))
+    assert found.holder
+    assert found.holder.state == Whole((1, 2, 4))
+
+
+def test_spaces_share_nothing() -> None:
+    tree = plain(ABC)
+    add(tree, ABD, space="another's")
+    assert tree.find("another's", ABC).length == 2
+    assert tree.find("third", ABC).length == 0
+    assert tree.nbytes == 6
+
+
+def test_what_begins_alike_is_there_once() -> None:
+    tree = plain(ABC, ABD)
+    assert (tree.nbytes, ends(tree)) == (4, [2, 3, 3])
+    assert spelt(tree.find("", ABC)) == ABC
+    assert spelt(tree.find("", ABD)) == ABD
+
+
+def test_only_what_is_not_there_yet_is_taken() -> None:
+    tree, asked = plain(ABC), list[tuple[int, int]]()
+
+    def take(start: int, end: int) -> Spelt:
+        asked.append((start, end))
+        return Spelt((1, 2, 3, 4, 5)[start:end])
+
+    tree.add("", (1, 2, 3, 4, 5), take)
+    tree.add("", (1, 2, 3, 4), take)
+    assert asked == [(3, 5)]
+
+
+def test_a_part_of_what_is_there_needs_no_cut_without_a_state() -> None:
+    tree = plain((1, 2, 3, 4, 5))
+    add(tree, (1, 2, 3))
+    assert (ends(tree), tree.nbytes) == ([5], 5)
+
+
+def test_a_state_in_the_middle_of_a_run_cuts_it() -> None:
+    tree = stateful((1, 2, 3, 4, 5))
+    add(tree, (1, 2, 3), state=True)
+    assert (ends(tree), tree.nbytes) == ([3, 5], 5 + 2 * STATE_BYTES)
+    assert spelt(tree.find("", (1, 2, 3, 4, 5))) == (1, 2, 3, 4, 5)
+
+
+def test_a_state_is_kept_once() -> None:
+    tree = stateful(ABC, ABC)
+    assert tree.nbytes == 3 + STATE_BYTES
+
+
+def test_a_long_run_comes_in_pieces() -> None:
+    tokens = tuple(range(2 * LONGEST_RUN + 10))
+    tree = plain(tokens)
+    assert ends(tree) == [LONGEST_RUN, 2 * LONGEST_RUN, len(tokens)]
+    assert spelt(tree.find("", tokens)) == tokens
+    assert tree.find("", tokens[: LONGEST_RUN + 5]).length == LONGEST_RUN + 5
+
+
+def test_a_short_state_further_on_serves_for_fewer_tokens() -> None:
+    tree = stateful((1, 2, 3, 4, 5), window=6)
+    found = tree.find("", (1, 2, 3, 9))
+    assert found.holder
+    assert (found.length, found.holder.end) == (3, 5)
+    assert spelt(found) == (1, 2, 3)
+
+
+def test_a_state_that_is_too_long_to_be_shortened_serves_whole_or_not_at_all() -> None:
+    tree = stateful((1, 2, 3, 4, 5), window=5)
+    assert tree.find("", (1, 2, 3, 9)).length == 0
+    assert tree.find("", (1, 2, 3, 4, 5, 6)).length == 5
+
+
+def test_a_short_state_serves_those_who_part_from_a_longer_one_that_does_not() -> None:
+    tree = stateful((1, 2, 3, 4, 5), (1, 2, 6), window=4)
+    assert tree.find("", (1, 2, 3, 9)).length == 2
+
+
+def test_a_prefix_is_looked_for_however_many_turns_come_behind_it() -> None:
+    turns = 1200
+    tree = stateful(*(tuple(range(end)) for end in range(2, turns, 2)))
+    used(tree, tuple(range(turns)))
+    while len([node for node in held(tree) if node.state]) > 1:
+        tree.shrink(tree.nbytes - 1)
+    assert tree.find("", tuple(range(turns))).length == turns - 2
+    assert tree.find("", (*range(5), -1)).length == 0
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    tree = plain(ABC, XYZ)
+    used(tree, ABC)
+    tree.shrink(5)
+    assert (tree.find("", ABC).length, tree.find("", XYZ).length) == (3, 0)
+
+
+def test_a_look_is_no_use() -> None:
+    tree = plain(ABC, XYZ)
+    tree.find("", ABC)
+    tree.shrink(5)
+    assert (tree.find("", ABC).length, tree.find("", XYZ).length) == (0, 3)
+
+
+def test_ends_go_before_what_they_share() -> None:
+    tree = plain(ABC, ABD)
+    tree.shrink(3)
+    assert (tree.nbytes, tree.find("", ABC).length, tree.find("", ABD).length) == (3, 2, 3)
+    tree.shrink(2)
+    assert (tree.nbytes, tree.find("", ABD).length, tree.evicted) == (2, 2, 2)
+
+
+def test_a_state_that_nobody_used_goes_before_a_run_that_somebody_did() -> None:
+    tree = stateful((1, 2), (1, 2, 3, 4))
+    used(tree, (1, 2, 3, 4))
+    tree.shrink(tree.nbytes - 1)
+    assert [tree.find("", tokens).length for tokens in [(1, 2, 3), (1, 2, 3, 4)]] == [0, 4]
+
+
+def test_tokens_that_lead_to_no_state_go_with_it() -> None:
+    tree = stateful((1, 2), (1, 2, 3, 4))
+    used(tree, (1, 2))
+    tree.shrink(tree.nbytes - 1)
+    assert (tree.nbytes, ends(tree)) == (2 + STATE_BYTES, [2])
+
+
+def test_what_is_within_the_limit_stays() -> None:
+    tree = plain(ABC, XYZ)
+    tree.shrink(6)
+    assert (tree.nbytes, tree.evicted) == (6, 0)
+
+
+@pytest.mark.parametrize("empty", ["shrink", "discard"])
+def test_an_emptied_space_leaves_nothing(empty: str) -> None:
+    tree = stateful(ABC)
+    if empty == "shrink":
+        tree.shrink(0)
+    else:
+        tree.discard(held(tree)[0])
+    assert (tree.nbytes, tree._roots, [*tree._order]) == (0, {}, [])
+
+
+def test_a_node_is_discarded_with_all_that_begins_with_it() -> None:
+    tree = plain(ABC, ABD, (5, 6))
+    tree.discard(tree.walk("", (1, 2))[0][0])
+    assert (tree.nbytes, tree.find("", ABC).length, tree.find("", (5, 6)).length) == (2, 0, 2)
+
+
+def test_what_leads_only_to_a_discarded_node_goes_with_it() -> None:
+    tree = stateful(ABC, ABD)
+    for tokens in ABC, ABD:
+        tree.discard(tree.walk("", tokens)[0][-1])
+    assert (tree.nbytes, held(tree)) == (0, [])
+
+
+def test_the_version_tells_that_more_may_be_found() -> None:
+    tree = plain()
+    before = tree.version
+    add(tree, ABC)
+    assert tree.version != before
+
+
+def test_a_run_that_cannot_be_taken_leaves_all_as_it_was() -> None:
+    tree = plain(ABC)
+
+    def fails(start: int, end: int) -> Spelt:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        tree.add("", (1, 2, 9, 9), fails)
+    assert (tree.nbytes, ends(tree)) == (3, [3])
+    assert spelt(tree.find("", ABC)) == ABC
+
+
+LENGTHS = st.integers(1, 9000)
+PLACES = st.lists(st.integers(-5, 9000), max_size=12).map(tuple)
+CLOSE, FREELY, GRID = 16, 4, 2048
+
+
+def test_the_most_valuable_boundaries_the_end_and_a_grid_are_where_states_are_kept() -> None:
+    assert cuts((500, 100), 900, GRID) == (100, 500, 900)
+    assert cuts((), 5000, GRID) == (2048, 5000)  # 4096 is near enough to the end
+    assert cuts((), 7000, GRID) == (2048, 4096, 7000)
+    assert cuts((), 2048, GRID) == (2048,)
+
+
+def test_of_two_places_that_are_close_the_first_does_for_both() -> None:
+    assert cuts((100, 115, 84, 85), 300, GRID) == (84, 100, 300)
+    assert cuts((290,), 300, GRID) == (290,)
+    assert cuts((3, 15), 15, GRID) == ()
+    assert cuts((16,), 32, GRID) == (16, 32)
+
+
+def test_a_boundary_of_less_value_is_taken_where_it_is_far_from_all_others() -> None:
+    freely = (100, 200, 300, 400)
+    assert cuts((*freely, 500, 1424, 1900), 4000, GRID) == (*freely, 1424, 4000)
+
+
+@given(PLACES, LENGTHS)
+def test_cuts_are_in_order_and_within_the_prompt(boundaries: Tokens, tokens: int) -> None:
+    found = cuts(boundaries, tokens, GRID)
+    assert list(found) == sorted(set(found))
+    assert all(CLOSE <= at <= tokens for at in found)
+    assert all(at in (*boundaries, tokens) or at % GRID == 0 for at in found)
+    assert all(b - a >= CLOSE for a, b in pairwise(found))
+
+
+@given(PLACES, LENGTHS)
+def test_little_is_computed_again_behind_the_most_valuable_boundaries_and_the_end(
+    boundaries: Tokens, tokens: int
+) -> None:
+    found = cuts(boundaries, tokens, GRID)
+    for at in [*boundaries[:FREELY], tokens]:
+        if CLOSE <= at <= tokens:
+            assert any(at - CLOSE < cut <= at for cut in found)
+
+
+@given(PLACES, st.integers(1, 60_000))
+def test_no_stretch_of_a_long_prompt_is_without_a_state(boundaries: Tokens, tokens: int) -> None:
+    found = (0, *cuts(boundaries, tokens, GRID))
+    assert max(b - a for a, b in zip(found, (*found[1:], tokens), strict=True)) < 2 * GRID
+
+
+@given(st.lists(st.integers(1, 40_000), max_size=200).map(tuple), st.integers(1, 40_000))
+def test_however_many_boundaries_there_are_states_do_not_pile_up(boundaries: Tokens, tokens: int) -> None:
+    assert len(cuts(boundaries, tokens, GRID)) <= FREELY + 1 + tokens // (GRID // 2)
+
+
+SPACES = st.sampled_from(["", "b"])
+WORDS = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
+
+
+class Life(RuleBasedStateMachine):
+    """Beside a dict of what was added."""
+
+    @initialize(
+        window=st.sampled_from([None, 0, 4, 99]), longest=st.sampled_from([1, 3, LONGEST_RUN]), small=st.booleans()
+    )
+    def plant(self, window: int | None, longest: int, small: bool) -> None:
+        """`window`: in which states shorten; None is a tree without them. A `small` one has to let go."""
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(prefix, "LONGEST_RUN", longest)
+        self.stateful, self.window, self.small = window is not None, window or 0, small
+        self.tree = Spelling(stateful=self.stateful)
+        self.added: dict[str, set[Tokens]] = {"": set(), "b": set()}
+        self.whole = True  # nothing was evicted yet
+
+    def teardown(self) -> None:
+        if hasattr(self, "patch"):
+            self.patch.undo()
+
+    def possible(self, space: str, tokens: Tokens) -> Iterator[int]:
+        for kept in self.added[space]:
+            alike = next((i for i, (a, b) in enumerate(zip(kept, tokens, strict=False)) if a != b), len(kept))
+            alike = min(alike, len(tokens))
+            if not self.stateful or alike == len(kept) or len(kept) < self.window:
+                yield alike
+        yield 0
+
+    @rule(space=SPACES, tokens=WORDS)
+    def keep(self, space: str, tokens: Tokens) -> None:
+        before = self.tree.version
+        add(self.tree, tokens, space=space, state=self.stateful, window=self.window)
+        self.added[space].add(tokens)
+        assert self.tree.version != before
+        found = self.tree.find(space, tokens)
+        assert found.length == len(tokens)
+
+    @rule(space=SPACES, asked=st.lists(WORDS, min_size=1, max_size=8))
+    def find(self, space: str, asked: list[Tokens]) -> None:
+        for tokens in asked:
+            self.look(space, tokens)
+
+    def look(self, space: str, tokens: Tokens) -> None:
+        found = self.tree.find(space, tokens)
+        longest = max(self.possible(space, tokens))
+        assert found.length == longest if self.whole else found.length <= longest
+        assert spelt(found) == tokens[: found.length]
+        assert bool(found.length) == bool(found.nodes)
+        if self.stateful and found.length:
+            assert found.holder
+            state = found.holder.state
+            assert state
+            assert len(state.tokens) == found.holder.end
+            assert state.tokens[: found.length] == tokens[: found.length]
+            assert state.shortens or found.holder.end == found.length
+        else:
+            assert found.holder is None
+
+    @rule(space=SPACES, tokens=WORDS)
+    def use(self, space: str, tokens: Tokens) -> None:
+        found = self.tree.find(space, tokens)
+        self.tree.use(found)
+        if found.nodes:
+            assert next(reversed(self.tree._order)) == (found.nodes[0], "run")
+
+    @precondition(lambda self: self.small)
+    @rule(share=st.floats(0, 1))
+    def shrink(self, share: float) -> None:
+        most, before = int(share * self.tree.nbytes), self.tree.nbytes
+        self.tree.shrink(most)
+        assert self.tree.nbytes <= most
+        assert all(root.children for root in self.tree._roots.values())
+        self.whole &= self.tree.nbytes == before
+
+    @precondition(lambda self: self.small and held(self.tree))
+    @rule(data=st.data())
+    def discard(self, data: st.DataObject) -> None:
+        node = data.draw(st.sampled_from(held(self.tree)))
+        self.tree.discard(node)
+        assert node not in held(self.tree)
+        self.whole = False
+
+    @invariant()
+    def bytes_are_those_of_all_that_can_be_reached(self) -> None:
+        kept = [each for node in held(self.tree) for each in (node.run, node.state) if each]
+        assert self.tree.nbytes == sum(each.nbytes for each in kept)
+
+    @invariant()
+    def the_order_holds_just_what_can_be_reached(self) -> None:
+        nodes = held(self.tree)
+        there = {(id(node), "run") for node in nodes} | {(id(node), "state") for node in nodes if node.state}
+        assert {(id(node), what) for node, what in self.tree._order} == there
+
+    @invariant()
+    def whoever_begins_with_a_node_was_not_used_after_it(self) -> None:
+        runs = [node for node, what in self.tree._order if what == "run"]
+        last = {id(node): at for at, node in enumerate(runs)}
+        assert all(last[id(node)] < last[id(node.parent)] for node in runs if node.parent and node.parent.parent)
+        assert not runs or not runs[0].children
+
+    @invariant()
+    def nodes_hang_where_their_tokens_say(self) -> None:
+        for node in held(self.tree):
+            assert node.parent
+            assert node.run
+            assert node.parent.children[node.tokens[0]] is node
+            assert node.tokens == node.run.tokens
+            assert node.end == node.parent.end + len(node.tokens)
+            assert node.children or node.state or not self.stateful
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
