@@ -60,7 +60,8 @@ def test_a_step_under_way_behind_another_is_not_timed_by_waiting(clock: Clock) -
 def test_the_time_between_steps_counts_for_none(clock: Clock) -> None:
     watch = Stopwatch()
     launch(watch, clock, at=100, known_at=101)
-    clock.now = 108
+    launch(watch, clock, at=102, known_at=107)
+    clock.now = 112
     watch.ended()
     assert launch(watch, clock, at=500, known_at=501) is None
     clock.now = 507
