@@ -29,6 +29,7 @@ def check(
     reasons, calls tools, and can be held to a schema. Of a model on the hub the weights are not even downloaded.
 
     What fits is predicted, with the room that a batch keeps for growing; a running worker measures, and corrects.
+    SLUICE_MEMORY_GB and SLUICE_MEMORY_HEADROOM_GB count as they do for a worker.
     Exit codes: 0, or 2 where a worker would not serve the model.
 
     \b
@@ -50,11 +51,15 @@ def check(
 def _look(model: str) -> Facts:
     try:
         from worker.engine.check import check
+        from worker.engine.device import memory_for_model
         from worker.errors import CannotStart
+        from worker.settings import read_settings
     except ImportError as missing:
         raise Trouble(f"the worker is not installed here ({missing}): pip install 'mlx-sluice[worker]'") from None
     try:
-        return {"model": model, **_facts(check(model))}
+        settings = read_settings(model=model)
+        memory = memory_for_model(settings.memory_gb, settings.memory_headroom_gb)
+        return {"model": model, **_facts(check(model, memory=memory))}
     except CannotStart as error:
         raise Trouble(str(error)) from None
 

@@ -10,19 +10,20 @@ import pytest
 
 from scripts.stack import ROOT, TINY_CHAT
 from tests.engine.tiny import CANNOT_BATCH, CONFIGS, write_checkpoint
+from worker.engine.device import memory_for_model
 
 _WITHOUT_WORKER = "import sys; sys.modules['worker'] = None; from sluice.cli import main; main()"
 
 
-def run(*args: str) -> tuple[int, str, str]:
+def run(*args: str, **settings: str) -> tuple[int, str, str]:
     """Exit code, stdout, stderr."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", **settings}
     done = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=60, env=env)
     return done.returncode, done.stdout, done.stderr
 
 
-def check(*args: str) -> tuple[int, str, str]:
-    return run("-m", "sluice.cli", "check", *args)
+def check(*args: str, **settings: str) -> tuple[int, str, str]:
+    return run("-m", "sluice.cli", "check", *args, **settings)
 
 
 def cells(table: str) -> dict[str, str]:
@@ -61,6 +62,23 @@ def test_a_program_gets_one_object() -> None:
     assert [layer["kind"] for layer in facts["layers"]] == ["recurrent", "kv"] * 2
     assert [row["tokens"] for row in facts["rows"]] == [2048, 8192, 32_768]
     assert sorted((row["rows"] for row in facts["rows"]), reverse=True) == [row["rows"] for row in facts["rows"]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "memory"),
+    [
+        ({}, memory_for_model(None, 1.0)),
+        ({"SLUICE_MEMORY_HEADROOM_GB": "0.5"}, memory_for_model(None, 0.5)),
+        ({"SLUICE_MEMORY_GB": "2"}, 1_000_000_000),
+    ],
+)
+def test_the_memory_is_what_a_worker_with_these_settings_would_take(settings: dict[str, str], memory: int) -> None:
+    assert json.loads(check(str(TINY_CHAT), "--json", **settings)[1])["limit_bytes"] == memory
+
+
+def test_a_setting_that_a_worker_would_refuse_is_refused() -> None:
+    code, _, err = check(str(TINY_CHAT), SLUICE_MEMORY_HEADROM_GB="2")
+    assert (code, "did you mean SLUICE_MEMORY_HEADROOM_GB?" in err) == (2, True)
 
 
 @pytest.mark.parametrize("how", [[], ["--json"]])

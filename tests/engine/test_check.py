@@ -13,10 +13,14 @@ import pytest
 from scripts.stack import TINY_CHAT
 from tests.engine.test_layers import ALL
 from tests.engine.tiny import CANNOT_BATCH, CONFIGS, write_checkpoint
-from worker.engine import device
+from worker.engine import check as checking
 from worker.engine import model as opening
-from worker.engine.check import Checked, check
+from worker.engine.check import Checked
 from worker.errors import CannotStart
+
+
+def check(folder_or_hub_id: str, *, memory: int = 10**12) -> Checked:
+    return checking.check(folder_or_hub_id, memory=memory)
 
 
 def checkpoint(folder: Path, **more: Any) -> Path:
@@ -62,11 +66,10 @@ def test_a_model_without_a_chat_template_is_not_for_chats(tmp_path: Path) -> Non
     assert check(str(folder)).complaints == ("It has no chat template, so it cannot answer chats.",)
 
 
-def test_a_model_that_is_too_large_for_the_device_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "memory_limit", lambda: 2_100_000)
-    (complaint,) = check(str(TINY_CHAT)).complaints
-    assert "Its weights take 2 MB" in complaint
-    assert "offers 2.1 MB, which leaves too little for any answer" in complaint
+def test_a_model_that_is_too_large_for_a_worker_is_told_so() -> None:
+    (complaint,) = check(str(TINY_CHAT), memory=2_100_000).complaints
+    assert "Its weights take 2 MB, and a worker may take 2.1 MB on" in complaint
+    assert "which leaves too little for any answer" in complaint
 
 
 def test_a_quantized_model_says_its_bits_and_takes_less(tmp_path: Path) -> None:

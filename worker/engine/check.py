@@ -34,7 +34,7 @@ class Checked:
     costs: Costs
     batches: bool
     device: str
-    limit: int  # bytes that it offers
+    limit: int  # bytes that a worker may take of its memory
     words: Words
     mtp: Mtp
     complaints: tuple[str, ...]  # why no worker would serve it, with the way out
@@ -56,8 +56,8 @@ class Checked:
         return bits
 
 
-def check(folder_or_hub_id: str) -> Checked:
-    """Raises `CannotStart` where there is nothing that could be told."""
+def check(folder_or_hub_id: str, *, memory: int) -> Checked:
+    """`memory`: bytes that a worker may take. Raises `CannotStart` where there is nothing that could be told."""
     folder = model_folder(folder_or_hub_id, said=folder_or_hub_id, only=_TEXTS)
     if Path(folder_or_hub_id).expanduser().is_dir() and not any(folder.glob("model*.safetensors")):
         raise CannotStart(f"{folder_or_hub_id} holds no weights: mlx-lm looks for model*.safetensors.")
@@ -71,7 +71,7 @@ def check(folder_or_hub_id: str) -> Checked:
         why_not = why_not_batched(network, config)
     except (ValueError, OSError, KeyError, TypeError, ImportError, RuntimeError, AttributeError) as error:
         raise CannotStart(f"mlx-lm cannot load {folder_or_hub_id}: {error}") from error
-    costs, limit = found.costs(weights_bytes=weights_bytes(network)), device.memory_limit()
+    costs = found.costs(weights_bytes=weights_bytes(network))
     no_template = None if tokenizer.has_chat_template else "It has no chat template, so it cannot answer chats."
     return Checked(
         config=config,
@@ -79,10 +79,10 @@ def check(folder_or_hub_id: str) -> Checked:
         costs=costs,
         batches=why_not is None,
         device=device.describe(),
-        limit=limit,
+        limit=memory,
         words=Words(tokenizer),
         mtp=_mtp(config, names),
-        complaints=tuple(filter(None, (why_not, no_template, _no_room(costs, limit)))),
+        complaints=tuple(filter(None, (why_not, no_template, _no_room(costs, memory)))),
     )
 
 
@@ -134,6 +134,6 @@ def _no_room(costs: Costs, limit: int) -> str | None:
     if costs.most_tokens(limit):
         return None
     return (
-        f"Its weights take {size(costs.weights_bytes)}, and {device.describe()} offers {size(limit)}, which leaves too "
-        "little for any answer. Serve a conversion with fewer bits, or a smaller model."
+        f"Its weights take {size(costs.weights_bytes)}, and a worker may take {size(limit)} on {device.describe()}, "
+        "which leaves too little for any answer. Serve a conversion with fewer bits, or a smaller model."
     )
