@@ -102,5 +102,7 @@ def test_a_row_is_parked_with_its_cache_only_where_that_fits_beside_who_takes_it
         entry = Entry(KILO, limit=KILO.peak_bytes([[500, 500]]) + spare)
         entry.add(sized("new", 500))
         assert decided(entry, sized("a", 500, "batch"), sized("b", 500, "batch")) == {"new": Admit(park=("b",))}
+        before = entry.spare
         entry.put_back(parked("b", 500, held=400))
         assert caches(entry) == kept
+        assert before - entry.spare == 400_000 * len(kept)

@@ -121,12 +121,14 @@ class Engine:
         groups = {row.id: number for number, row in self._running}
         running = [admitted(row.sequence, groups.get(id)) for id, row in self._inside.items()]
         decided = self._entry.decide(running, self._running.nearest)
-        self._make_room([candidate.sequence for candidate, decision in decided if isinstance(decision, Admit)])
+        coming = [(candidate.sequence, decision.park) for candidate, decision in decided if isinstance(decision, Admit)]
+        for _, park in coming:
+            for id in park:
+                self._park(id)
+        self._make_room(sequence for sequence, _ in coming)
         for candidate, decision in decided:
             match decision:
-                case Admit(park):
-                    for id in park:
-                        self._park(id)
+                case Admit():
                     self._entry.take(candidate)
                     self._start(candidate, outcomes)
                 case Refuse(sentence):

@@ -35,6 +35,7 @@ class Entry:
         self._stirred = False  # somebody came or went since it was last decided
         self._steps = self._most = 0  # bytes that were predicted at the most since the last look
         self._prefixes: int | None = None  # bytes of the prefix cache, the least since then
+        self._inside = list[list[int]]()  # lengths at their end, by group, of those who are or come inside
         self.spare = limit - costs.resident_bytes  # bytes that no row was promised
         self.longest_chunk = CHUNK  # tokens that a prompt may advance by in one step
         self.promised = 0, max(1, limit - costs.resident_bytes)  # bytes beside the model, and how many there are
@@ -58,6 +59,7 @@ class Entry:
         keeping, (promised, room) = self._keeping(), self.promised
         while keeping and promised + self._held() > room:
             keeping.pop().forget()
+        self._share()
 
     def take(self, candidate: Candidate) -> None:
         """It waits no longer."""
@@ -105,10 +107,15 @@ class Entry:
         parked = {id for _, decision in decided if isinstance(decision, Admit) for id in decision.park}
         inside = [row for row in running if row.id not in parked]
         inside += (row for row, decision in decided if isinstance(decision, Admit))
-        costs, groups = self._corrected(), lengths(inside)
-        self.longest_chunk = costs.longest_chunk(groups, self._limit - self._held())
-        self.promised = costs.peak_bytes(groups) - costs.resident_bytes, self.promised[1]
-        self.spare = self._limit - self._held() - costs.peak_bytes(groups, min(self.longest_chunk, MOST))
+        self._inside = lengths(inside)
+        self.promised = self._corrected().peak_bytes(self._inside) - self._costs.resident_bytes, self.promised[1]
+        self._share()
+
+    def _share(self) -> None:
+        """What those inside and the caches of those who wait leave: to longer chunks, and then to others."""
+        costs, free = self._corrected(), self._limit - self._held()
+        self.longest_chunk = costs.longest_chunk(self._inside, free)
+        self.spare = free - costs.peak_bytes(self._inside, min(self.longest_chunk, MOST))
 
     def _waits(self, row: Row, decision: Decision) -> bool:
         if isinstance(decision, Wait):
