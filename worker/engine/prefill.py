@@ -1,6 +1,6 @@
 """One prompt on its way into a cache, a chunk at a time."""
 
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,6 +11,9 @@ from worker.engine.row import Row
 from worker.engine.rows import Drawn, forward
 from worker.engine.upstream import make_prompt_cache
 from worker.schedule.prefix import LONGEST_RUN
+from worker.schedule.sequence import Outcome, Prefilled
+
+Phase = Literal["scoring", "prefill"]
 
 
 class Prefill:
@@ -24,6 +27,10 @@ class Prefill:
         self._network, self._cache = network, make_prompt_cache(network)
         self._prefix, self._seen, self._found, self._kept = prefix, -1, 0, 0
         self._cuts = prefix.cuts(row.sequence.boundaries, self.total) if prefix else ()
+
+    @property
+    def phase(self) -> Phase:
+        return "prefill"
 
     @property
     def total(self) -> int:
@@ -69,11 +76,24 @@ class Prefill:
     def _is_worth_it(self) -> bool:
         return self.done == self.total or self.done - self._kept >= LONGEST_RUN
 
-    def finish(self) -> tuple[list[Any], Drawn]:
-        """The row's cache, and what it is fed next. The prefill is spent."""
+    def news(self) -> list[Outcome]:
+        """What came of it."""
+        return [Prefilled(self.row.id, self.done, self.total, self.cached)]
+
+    def end_at(self, tokens: int) -> None:
+        """Others compute what comes behind so many: see `taken`."""
+        self._tokens = self._tokens[:tokens]
+
+    def taken(self) -> tuple[list[Any], int]:
+        """The cache, and how many tokens are in it. The prefill is spent."""
+        return self._cache, self.done
+
+    def finish(self) -> tuple[list[Any], Drawn, int | None]:
+        """The row's cache, what it is fed next, and at which position, where that is not its length. The prefill is
+        spent."""
         last = mx.array([self._last])
         if self.done:
-            return self._cache, Drawn(last, mx.array([True]), {})
+            return self._cache, Drawn(last, mx.array([True]), {}), None
         # A cache without a single token cannot join others: to some models no state is not a state of zeros.
         self.row.fresh = False
-        return self._cache, forward(self._network, self._cache, [self.row], last)
+        return self._cache, forward(self._network, self._cache, [self.row], last), None

@@ -7,7 +7,7 @@ import mlx.core as mx
 from worker.engine.guided import guided
 from worker.engine.sampling import Kind, Processor, draw_key, kind_of, processors_for
 from worker.engine.upstream import TokenBuffer
-from worker.schedule.sequence import Sequence
+from worker.schedule.sequence import Range, Sequence
 
 
 @dataclass(slots=True, eq=False)
@@ -18,6 +18,7 @@ class Row:
     kind: Kind
     drawn: int  # tokens of the answer, those of earlier attempts and the one under way among them
     answer: list[int]  # the tokens that were told, those of earlier attempts among them
+    left_out: int = 0  # tokens of the prompt that are not in its cache
     suspect: bool = False  # it was in a step that failed, and has not been told anything since
     fresh: bool = True  # what it is fed next is the last token of what is known, and no news
 
@@ -26,9 +27,8 @@ class Row:
         processors = _processors(sequence)
         context = TokenBuffer(list(sequence.known[:-1])) if processors else None
         delivered = list(sequence.delivered)
-        return cls(
-            sequence, processors, context, kind_of(sequence.sampling), len(delivered), delivered, suspect=suspect
-        )
+        kind, left_out = kind_of(sequence.sampling), sequence.left_out
+        return cls(sequence, processors, context, kind, len(delivered), delivered, left_out, suspect=suspect)
 
     @property
     def id(self) -> str:
@@ -36,8 +36,13 @@ class Row:
 
     @property
     def length(self) -> int:
-        """In tokens."""
-        return len(self.sequence.prompt) + len(self.answer)
+        """In tokens that are computed."""
+        return len(self.sequence.prompt) - self.left_out + len(self.answer)
+
+    def leave_out(self, kept: tuple[Range, ...] | None) -> None:
+        """All of the prompt but these, or nothing: before its prefill, and whenever it comes again."""
+        self.sequence = replace(self.sequence, kept=kept)
+        self.left_out = self.sequence.left_out
 
     def fed(self, *ending: int) -> tuple[int, ...]:
         """All that is in its cache between two steps: what is known of it, and what else it was fed."""

@@ -5,6 +5,7 @@ from typing import Literal, Protocol
 
 Lane = Literal["interactive", "batch"]
 FinishReason = Literal["stop", "length"]
+Range = tuple[int, int]  # of tokens: the first, and the one behind the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,16 @@ class Guide(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Thinning:
+    """That a prompt need not be computed whole: SpecPrefill (arXiv 2502.02789)."""
+
+    keep: float  # share of the tokens that are not in the prefix cache
+    thinnable: tuple[Range, ...]  # all others stay
+    least: int  # tokens to compute: with fewer it is not worth it
+    asked: bool  # by the request: whether or not it pays
+
+
+@dataclass(frozen=True, slots=True)
 class Sequence:
     """A request as the engine sees it."""
 
@@ -62,11 +73,18 @@ class Sequence:
     top_logprobs: int | None = None  # alternatives to report with each token; None: no logprobs at all
     space: str = ""  # whose prefixes it may use, and leaves its own to
     boundaries: tuple[int, ...] = ()  # tokens of the prompt where others are likely to part; the likeliest first
+    thinning: Thinning | None = None
+    kept: tuple[Range, ...] | None = None  # of the prompt, where that is decided: the others are never computed
 
     @property
     def known(self) -> tuple[int, ...]:
         """All tokens that are in the cache before the next one is drawn."""
         return self.prompt + self.delivered
+
+    @property
+    def left_out(self) -> int:
+        """Tokens of the prompt that are never computed."""
+        return 0 if self.kept is None else len(self.prompt) - sum(end - start for start, end in self.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +95,32 @@ class Prefilled:
     done: int
     total: int
     cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """So many of a prompt's tokens has the draft been through."""
+
+    id: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Thinned:
+    """By the draft's scores these tokens are kept, and the others left out."""
+
+    id: str
+    kept: tuple[Range, ...]
+    seconds: float  # that the scoring took
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """The prompt is computed whole, though it might have been thinned."""
+
+    id: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +156,7 @@ class Refused:
     sentence: str
 
 
-Outcome = Prefilled | Sampled | Faulted | Refused
+Outcome = Prefilled | Scored | Thinned | Whole | Sampled | Faulted | Refused
 
 
 class Listener(Protocol):
