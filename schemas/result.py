@@ -31,6 +31,16 @@ class Choice(Sent):
     logprobs: dict[str, Any] | None = Field(default=None, description="OpenAI's form.")
 
 
+class SpecPrefill(Sent):
+    """The receipt for a long prompt: what was kept of it, or why it was computed whole."""
+
+    kept: float | None = Field(default=None, description="Share of the prompt's tokens.")
+    draft: str | None = Field(default=None, description="The model that scored it.")
+    scoring_s: float | None = Field(default=None, description="That the draft computed.")
+    prefill_s: float | None = Field(default=None, description="From the claim to the end of the prompt, else.")
+    skipped: str | None = Field(default=None, description="Why it was computed whole.")
+
+
 class SluiceDetails(Sent):
     """What OpenAI's object has no place for."""
 
@@ -42,6 +52,7 @@ class SluiceDetails(Sent):
     timings: Timings
     rows_mean: float = Field(description="Rows that decoded beside this one, itself included, per token.")
     kept_tokens: TokenCount | None = Field(default=None, description="As in the final event's usage.")
+    specprefill: SpecPrefill | None = None
     tenant: str | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None

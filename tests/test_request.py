@@ -134,7 +134,7 @@ def test_texts_images_and_tool_calls_all_count_as_parts() -> None:
     ],
 )
 def test_what_the_worker_cannot_do_is_refused_by_name(named: str, fields: dict[str, Any]) -> None:
-    assert refusal(**fields) == ("unsupported", f"This worker does not support {named}; leave it out.")
+    assert refusal(**fields) == ("unsupported", f"{named}: this worker has no draft model; leave it out.")
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,15 @@
 import asyncio
 import logging
 import os
+from functools import partial
 
 from arq.connections import ArqRedis
 from arq.worker import func
 from redis.asyncio import BlockingConnectionPool
 
 from worker.engine.device import memory_for_model
-from worker.engine.model import open_model
+from worker.engine.draft import with_draft
+from worker.engine.model import Model, open_model
 from worker.engine.thread import EngineThread
 from worker.engine.words import Words
 from worker.errors import CannotStart
@@ -36,7 +38,7 @@ async def serve(settings: Settings) -> None:
 
 async def _serve(settings: Settings, metrics: Metrics) -> None:
     engine = EngineThread(
-        lambda: open_model(settings.model),
+        partial(_open, settings),
         step_s=settings.step_ms / 1000,
         memory=memory_for_model(settings.memory_gb, settings.memory_headroom_gb),
         prefix_bytes=None if settings.prefix_cache_gb is None else int(settings.prefix_cache_gb * 1e9),
@@ -50,7 +52,10 @@ async def _serve(settings: Settings, metrics: Metrics) -> None:
             settings=settings,
             engine=engine,
             language=Language(
-                Words(model.tokenizer), model.vocab, boundaries=model.stateful and settings.prefix_cache_gb != 0
+                Words(model.tokenizer),
+                model.vocab,
+                boundaries=model.stateful and settings.prefix_cache_gb != 0,
+                thinnable=model.draft is not None,
             ),
             fingerprint=model.fingerprint,
             context=min(model.context, settings.context_tokens or model.context),
@@ -76,6 +81,11 @@ async def _serve(settings: Settings, metrics: Metrics) -> None:
     finally:
         await engine.stop()
     logger.info("stopped")
+
+
+def _open(settings: Settings) -> Model:
+    model, draft = open_model(settings.model), settings.specprefill_draft_model
+    return with_draft(model, draft) if draft else model
 
 
 def connect(settings: Settings) -> ArqRedis:

@@ -23,6 +23,7 @@ class Answered:
     began_at: float  # Unix seconds
     timings: dict[str, float]
     rows_mean: float
+    specprefill: dict[str, Any] | None = None  # the receipt
 
 
 def completion(job: Job, request: ChatRequest, served: Served, answer: Answered) -> dict[str, object]:
@@ -69,5 +70,7 @@ def _ours(job: Job, request: ChatRequest, served: Served, answer: Answered) -> d
         "fingerprint": served.fingerprint,
         "timings": answer.timings,
         "rows_mean": answer.rows_mean,
+        **({} if job.usage.kept_tokens is None else {"kept_tokens": job.usage.kept_tokens}),
+        **({"specprefill": answer.specprefill} if answer.specprefill else {}),
         **request.model_dump(include={"tenant", "user", "metadata", "store"}, exclude_none=True),
     }

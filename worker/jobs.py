@@ -14,10 +14,22 @@ from worker.queue.job import Answer, Job
 from worker.record import Record
 from worker.request import output_tokens, read_request, sampling_of, seed_of
 from worker.resume import delivered, replay
-from worker.schedule.sequence import Faulted, Guide, Outcome, Prefilled, Refused, Sampled, Sequence
+from worker.schedule.sequence import (
+    Faulted,
+    Guide,
+    Outcome,
+    Prefilled,
+    Refused,
+    Sampled,
+    Scored,
+    Sequence,
+    Thinned,
+    Whole,
+)
 from worker.served import Served
 from worker.text.output import Said
 from worker.text.prompt import Prompt
+from worker.thinning import recalled, thinning_of
 
 logger = logging.getLogger("sluice.jobs")
 
@@ -36,7 +48,9 @@ class Chat:
 
     async def run(self, body: Any) -> Answer:
         job, served = self._job, self._served
-        request = read_request(body, served.settings.model_name, max_parts=served.settings.max_parts)
+        settings = served.settings
+        drafted = settings.specprefill_draft_model is not None
+        request = read_request(body, settings.model_name, max_parts=settings.max_parts, drafted=drafted)
         if request.on_disconnect == "cancel":
             job.log.deserted = partial(job.interrupt, Cancelled("disconnected"))
         with _deadline(job, request.deadline_s):
@@ -45,7 +59,7 @@ class Chat:
             sequence = self._sequence(request, prompt, seed)
             self._guide = await served.language.guide(request, prompt)
             earlier = self._begin(request, prompt, seed)
-            sequence = replace(sequence, guide=self._guide, delivered=earlier)
+            sequence = replace(sequence, guide=self._guide, delivered=earlier, kept=self._record.receipt.kept)
             logger.info("%s admitted: %d prompt tokens, lane %s", job.claim.job_id, len(prompt.tokens), job.claim.lane)
             try:
                 if self._ended or len(earlier) >= sequence.max_tokens:
@@ -70,7 +84,7 @@ class Chat:
             return ()
         self._output, self._ended = replayed.output, replayed.ended
         self._announce("resumed", seed)
-        self._record.resume(earlier)
+        self._record.resume(earlier, recalled(self._job.claim.thinned, self._served.fingerprint))
         return earlier.tokens
 
     def _announce(self, how: Literal["started", "resumed", "restarted"], seed: int) -> None:
@@ -97,6 +111,7 @@ class Chat:
         sampling = sampling_of(request, served.generation, served.vocab, seed)
         # A step under way may still speak of an earlier attempt: it must find nobody of that name.
         id = f"{claim.job_id}#{claim.attempt}"
+        thinning, self._record.receipt = thinning_of(request, prompt, served.settings)
         top = (request.top_logprobs or 0) if request.logprobs else None
         return Sequence(
             id,
@@ -107,6 +122,7 @@ class Chat:
             top_logprobs=top,
             space=(request.tenant or request.user or "") if served.settings.prefix_cache_per_tenant else "",
             boundaries=prompt.boundaries,
+            thinning=thinning,
         )
 
     def _end_again(self, sequence: Sequence) -> None:
@@ -127,6 +143,10 @@ class Chat:
         match outcome:
             case Prefilled(done=done, total=total, cached=cached):
                 self._record.prefilled(done, total, cached)
+            case Scored(done=done, total=total):
+                self._record.progress("scoring", done, total)
+            case Thinned() | Whole():
+                self._record.decided(outcome, self._served.fingerprint)
             case Sampled():
                 self._sampled(outcome, rows)
             case Refused(sentence=sentence):

@@ -3,15 +3,17 @@
 import logging
 import time
 from collections.abc import Container
-from typing import Any
+from typing import Any, Literal
 
 from schemas import ChatRequest
 from worker.completion import Answered, completion
 from worker.metrics import Metrics
 from worker.queue.job import Answer, Job
 from worker.resume import Delivered
+from worker.schedule.sequence import Range, Thinned, Whole
 from worker.served import Served
 from worker.text.output import Said, together
+from worker.thinning import Receipt, stored
 
 logger = logging.getLogger("sluice.jobs")
 
@@ -34,20 +36,34 @@ class Record:
         self._told: list[Said] = []
         self._told_logprobs: list[Entry] = []
         self._rows = self._steps = 0
+        self.receipt = Receipt()
 
-    def resume(self, earlier: Delivered) -> None:
-        """Count what was delivered before; timings are of this attempt alone."""
+    def resume(self, earlier: Delivered, kept: tuple[Range, ...] | None) -> None:
+        """Count what was delivered before; timings are of this attempt alone. `kept`: of the prompt."""
+        self.receipt.kept = kept
+        self._job.usage.kept_tokens = self.receipt.kept_tokens
         self._told.append(earlier.said)
         self._told_logprobs += earlier.logprobs
         self._job.usage.completion_tokens = len(earlier.tokens)
 
     def prefilled(self, done: int, total: int, cached: int) -> None:
-        self._prefilled_at = now = time.monotonic()
+        self._prefilled_at = time.monotonic()
         if not self._steps:  # else a row came again, after a failure, and began with what it had computed itself
             self._job.usage.cached_tokens = min(cached, self._job.usage.prompt_tokens)
+        self.progress("prefill", done, total)
+
+    def progress(self, phase: Literal["scoring", "prefill"], done: int, total: int) -> None:
+        now = time.monotonic()
         if done < total and now - self._said_progress >= _PROGRESS_EVERY_S:
             self._said_progress = now
-            self._job.log.say("progress", phase="prefill", done=done, total=total)
+            self._job.log.say("progress", phase=phase, done=done, total=total)
+
+    def decided(self, outcome: Thinned | Whole, fingerprint: str) -> None:
+        """Which tokens of the prompt are computed. Told with the next events, and so before the first token is."""
+        self.receipt.saw(outcome)
+        self._job.usage.kept_tokens = self.receipt.kept_tokens
+        if self.receipt.kept is not None:
+            self._job.log.fields["specprefill"] = stored(self.receipt.kept, fingerprint)
 
     def sampled(self, token: int | None, said: Said, logprobs: Entry | None, rows: int, *, last: bool) -> None:
         now = time.monotonic()
@@ -101,6 +117,7 @@ class Record:
             seed=seed,
             began_at=self._began_at,
             timings=timings,
+            specprefill=self.receipt.told(self._job.usage.prompt_tokens, timings["prefill_s"]),
             rows_mean=round(self._rows / max(self._steps, 1), 2),
         )
         return Answer(finish_reason, timings, completion(self._job, request, served, answered))

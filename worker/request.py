@@ -11,8 +11,8 @@ from worker.errors import Refusal
 from worker.schedule.sequence import Sampling
 
 
-def read_request(body: Any, served: str, *, max_parts: int) -> ChatRequest:
-    """Raises `Refusal` with a sentence that names the field."""
+def read_request(body: Any, served: str, *, max_parts: int, drafted: bool = False) -> ChatRequest:
+    """`drafted`: this worker has a draft model. Raises `Refusal` with a sentence that names the field."""
     try:
         request = ChatRequest.model_validate(body)
     except ValidationError as error:
@@ -21,16 +21,17 @@ def read_request(body: Any, served: str, *, max_parts: int) -> ChatRequest:
         raise Refusal("invalid_request", "The request is nested too deeply.") from None
     if request.model not in (None, served):
         raise Refusal("invalid_request", f"model: this queue serves {served!r}, not {request.model!r}.")
-    _refuse_unsupported(request)
+    if not drafted:
+        _refuse_thinning(request)
     _refuse_too_many(sum(map(_parts, request.messages)), max_parts)
     return request
 
 
-def _refuse_unsupported(request: ChatRequest) -> None:
-    """Nothing is silently ignored: what this worker cannot do yet is refused by name."""
+def _refuse_thinning(request: ChatRequest) -> None:
+    """Nothing is silently ignored."""
     wanted = {"specprefill": request.specprefill, "specprefill_keep_pct": request.specprefill_keep_pct}
     if named := [name for name, value in wanted.items() if value]:
-        raise Refusal("unsupported", f"This worker does not support {', '.join(named)}; leave it out.")
+        raise Refusal("unsupported", f"{', '.join(named)}: this worker has no draft model; leave it out.")
 
 
 def _parts(message: Message) -> int:

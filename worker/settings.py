@@ -43,6 +43,12 @@ class Settings(BaseSettings):
         None, ge=0, description="Gigabytes of those, at most, for prefixes that requests share; 0 keeps none."
     )
     prefix_cache_per_tenant: bool = Field(False, description="Whether no tenant's request finds another's prefixes.")
+    specprefill_draft_model: str | None = Field(
+        None, description="A small model of the same tokens, as a folder or a hub id, that says what matters."
+    )
+    specprefill_threshold: int = Field(8192, ge=1, description="Tokens to compute from which a prompt is thinned.")
+    specprefill_max_tokens: int = Field(196_608, ge=1, description="Tokens beyond which it is not scored.")
+    specprefill_keep_pct: float = Field(0.3, ge=0.1, le=1, description="Share of a thinned prompt that is computed.")
     context_tokens: int | None = Field(
         None, ge=2, description="Prompt and answer together, where that is less than the model's own context."
     )

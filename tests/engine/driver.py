@@ -10,7 +10,22 @@ from worker.engine.engine import Engine
 from worker.engine.model import Model
 from worker.engine.upstream import generation_stream
 from worker.schedule.grouping import StepCost
-from worker.schedule.sequence import Faulted, Guide, Lane, Prefilled, Refused, Sampled, Sampling, Sequence, StepReport
+from worker.schedule.sequence import (
+    Faulted,
+    Guide,
+    Lane,
+    Prefilled,
+    Range,
+    Refused,
+    Sampled,
+    Sampling,
+    Scored,
+    Sequence,
+    StepReport,
+    Thinned,
+    Thinning,
+    Whole,
+)
 
 
 def answers(model: Model, sequences: Iterable[Sequence], *, apart: int = 0) -> dict[str, list[Sampled]]:
@@ -58,6 +73,9 @@ class Run:
 
     def __init__(self, model: Model, *, step_s: float = 0.02, memory: int | None = None, prefix_bytes: int = 0) -> None:
         self.engine = Engine(model, step_s=step_s, memory=memory, prefix_bytes=prefix_bytes)
+        self.kept: dict[str, tuple[Range, ...]] = {}  # of those that were thinned
+        self.whole: dict[str, str] = {}  # why others were not
+        self.scored = Counter[str]()  # chunks
         self.cached: dict[str, int] = {}  # tokens of each row that were found in the prefix cache
         self.said: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[float]] = {}
@@ -79,11 +97,25 @@ class Run:
         delivered: Sequences[int] = (),
         space: str = "",
         boundaries: Sequences[int] = (),
+        kept: tuple[Range, ...] | None = None,
+        thinning: Thinning | None = None,
     ) -> None:
         self.said[id], self.logprobs[id] = list(delivered), []
-        how = sampling or Sampling()
         self.engine.add(
-            Sequence(id, tokens, max_tokens, how, lane, tuple(delivered), guide, top_logprobs, space, tuple(boundaries))
+            Sequence(
+                id,
+                tokens,
+                max_tokens,
+                sampling or Sampling(),
+                lane,
+                tuple(delivered),
+                guide,
+                top_logprobs,
+                space,
+                tuple(boundaries),
+                thinning,
+                kept,
+            )
         )
 
     def step(self) -> StepReport:
@@ -101,6 +133,12 @@ class Run:
                     self.ended[id] = "faulted"
                 case Refused(id, sentence):
                     self.ended[id], self.refused[id] = "refused", sentence
+                case Thinned(id, kept):
+                    self.kept[id] = kept
+                case Whole(id, why):
+                    self.whole[id] = why
+                case Scored(id):
+                    self.scored[id] += 1
                 case Prefilled(id, cached=cached):
                     self.chunks[id] += 1
                     self.cached[id] = cached

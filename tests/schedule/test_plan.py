@@ -13,11 +13,11 @@ UNBOUNDED = 10**9
 
 
 def waiting(id: str, remaining: int, *, done: int = 0, waited: int = 0, lane: Lane = "interactive") -> Waiting:
-    return Waiting(id, done, remaining, waited, lane)
+    return Waiting(id, done, remaining, waited, lane, SECOND_A_TOKEN)
 
 
 def planned(rows: Iterable[Waiting], seconds: float, cost: PromptCost = SECOND_A_TOKEN, step: int = 1) -> list[Chunk]:
-    return plan(rows, seconds, cost, step, UNBOUNDED)
+    return plan([replace(row, cost=cost) for row in rows], seconds, step, UNBOUNDED)
 
 
 def order(*rows: Waiting) -> list[str]:
@@ -42,6 +42,7 @@ ROWS = st.lists(
         st.integers(0, 2000),
         st.integers(0, 200),
         st.sampled_from(["interactive", "batch"]),
+        st.just(SECOND_A_TOKEN),
     ),
     max_size=12,
 )
@@ -99,7 +100,7 @@ def test_the_plan_depends_on_the_rows_and_not_on_their_order(rows: list[Waiting]
 
 def test_a_chunk_has_so_many_tokens_at_the_most() -> None:
     rows = [waiting("a", 900), waiting("b", 900)]
-    assert plan(rows, 1000, SECOND_A_TOKEN, 1, longest=300) == [Chunk("a", 300), Chunk("b", 300)]
+    assert plan(rows, 1000, 1, longest=300) == [Chunk("a", 300), Chunk("b", 300)]
 
 
 def test_every_chunk_costs_a_pass_over_the_weights() -> None:
@@ -187,3 +188,8 @@ def test_an_endless_stream_of_short_prompts_makes_a_long_one_four_times_as_long(
 def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
     chunks = planned([waiting("book", 100_000, waited=100), waiting("hello", 20)], 64)
     assert chunks[0] == Chunk("hello", 20)
+
+
+def test_each_prompt_costs_what_its_own_model_takes() -> None:
+    draft = replace(waiting("scored", 500), cost=PromptCost(token_s=0.1))
+    assert plan([waiting("a", 60), draft], 100, 1, UNBOUNDED) == [Chunk("a", 60), Chunk("scored", 400)]

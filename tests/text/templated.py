@@ -12,6 +12,7 @@ from worker.engine.words import Words
 from worker.text.boundaries import Boundaries
 from worker.text.detokenize import Vocabulary
 from worker.text.dialect import Dialect
+from worker.text.places import Places
 from worker.text.prompt import Prompt, Prompts
 
 TEMPLATES = {file.stem: file.read_text(encoding="utf-8") for file in Path(__file__).parent.glob("templates/*.jinja")}
@@ -45,7 +46,7 @@ def words(source: str) -> Words:
 
 @cache
 def _boundaries(told: Words) -> Boundaries:
-    return Boundaries(told, Vocabulary(told))
+    return Boundaries(told, Places(Vocabulary(told), len(told.tokens)))
 
 
 @cache

@@ -308,14 +308,14 @@ async def test_boundaries_take_one_more_render_for_each_turn_that_may_come(
 
 async def test_a_short_prompt_with_boundaries_stays_on_the_loop() -> None:
     tokenizer = ByteTokenizer()
-    prompt = await Language(tokenizer, 256).prompt(request(RULES, user("Hi")))
+    prompt = await Language(tokenizer, 256, boundaries=True).prompt(request(RULES, user("Hi")))
     assert tokenizer.threads == {threading.current_thread()}
     assert len(prompt.boundaries) == 3
 
 
 async def test_a_model_whose_prefixes_end_anywhere_gets_none() -> None:
     asked = request(RULES, user("Hi"))
-    assert (await Language(ByteTokenizer(), 256, boundaries=False).prompt(asked)).boundaries == ()
+    assert (await Language(ByteTokenizer(), 256).prompt(asked)).boundaries == ()
 
 
 async def test_where_the_vocabulary_does_not_spell_the_text_the_best_boundaries_are_the_same() -> None:
@@ -325,7 +325,7 @@ async def test_where_the_vocabulary_does_not_spell_the_text_the_best_boundaries_
             self.tokens = ["?" * 5] * len(self.tokens)
 
     asked = request(RULES, user("\n Hi"), assistant("Yes?"), user("Well ..."), assistant("Yes?"), user("No."))
-    plain, secret = [await Language(kind(), 256).prompt(asked) for kind in (ByteTokenizer, Secret)]
+    plain, secret = [await Language(kind(), 256, boundaries=True).prompt(asked) for kind in (ByteTokenizer, Secret)]
     assert secret.boundaries == plain.boundaries[:3]
 
 

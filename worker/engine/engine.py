@@ -14,18 +14,16 @@ from worker.engine.device import memory_limit
 from worker.engine.entry import Candidate, Entry, admitted
 from worker.engine.groups import Groups
 from worker.engine.model import Model
-from worker.engine.prefill import Prefill
+from worker.engine.prefills import AnyPrefill, Prefills
 from worker.engine.prefix import PrefixCache
 from worker.engine.row import Row
 from worker.engine.rows import Told
+from worker.engine.scoring import Draft
 from worker.engine.upstream import generation_stream
 from worker.schedule.admission import Admit, Refuse
-from worker.schedule.budget import StepBudget
-from worker.schedule.plan import Chunk, Waiting, plan
 from worker.schedule.sequence import (
     Faulted,
     Outcome,
-    Prefilled,
     PrefixUse,
     Refused,
     Sampled,
@@ -37,6 +35,7 @@ logger = logging.getLogger("sluice.engine")
 
 _CLEAR_EVERY = 16_384  # tokens computed; until then the buffers of one step serve the next
 _PREFIX_SHARE = 4  # of the memory beside the model, one part
+_DRAFT_SHARE = 4  # of that, one part for the draft's own
 _MOST_FAILURES = 10  # in a row; then it is not the rows
 
 
@@ -50,17 +49,18 @@ class Engine:
     ) -> None:
         """`memory`: bytes that all of it may take; None is what the device offers. `prefix_bytes` of them at most are
         for prefixes, as far as rows leave them; 0 keeps none, and None is a share of what is beside the model."""
-        self._model, self._budget = model, StepBudget(step_s)
         self._entry = Entry(model.costs, memory or memory_limit())
         most = self._entry.spare // _PREFIX_SHARE if prefix_bytes is None else prefix_bytes
         self._prefix = PrefixCache(model.network, most) if most > 0 else None
+        self._draft = Draft(model.draft, most // _DRAFT_SHARE) if model.draft else None
         self._queried = self._hit = 0  # tokens, in this step
         self._inside: dict[str, Row] = {}  # in the order of admission
         self._ends = frozenset(model.tokenizer.eos_token_ids)
-        self._prefills: dict[str, Prefill] = {}
+        self._caches = [cache for cache in (self._prefix, self._draft and self._draft.prefix) if cache]
+        self._prefills = Prefills(model, step_s, self._prefix, self._draft)
         self._running = Groups(model.network, self._fit)
         self._chunk = 0  # tokens of the longest one in this step
-        self._turn = self._failures = self._computed = self._preempted = 0
+        self._failures = self._computed = self._preempted = 0
 
     def __len__(self) -> int:
         """Sequences that wait, prefill or decode."""
@@ -72,7 +72,7 @@ class Engine:
     def remove(self, sequence_id: str) -> None:
         """Frees the row at once, in whatever state; an unknown id is one that has just ended."""
         with mx.stream(generation_stream):
-            self._prefills.pop(sequence_id, None)
+            self._prefills.remove(sequence_id)
             row = self._inside.pop(sequence_id, None)
             if row and not row.fresh:
                 self._keep(row)
@@ -95,7 +95,7 @@ class Engine:
                     logger.exception("a step failed")
                     self._running.clear()
                     self._entry.stir()
-            memory = self._entry.look(self._lengths(), self._chunk, self._prefix.nbytes if self._prefix else 0)
+            memory = self._entry.look(self._lengths(), self._chunk, sum(cache.nbytes for cache in self._caches))
         return StepReport(
             outcomes=tuple(outcomes),
             rows=rows,
@@ -137,10 +137,14 @@ class Engine:
 
     def _make_room(self, coming: Iterable[Sequence]) -> None:
         """Rows come before prefixes, but the prefixes that they begin with go last."""
+        spare = self._entry.spare
+        if self._draft:
+            spare //= 2
+            self._draft.prefix.make_room(spare)
         if self._prefix:
             for sequence in coming:
                 self._prefix.use(sequence.space, sequence.known)
-            self._prefix.make_room(self._entry.spare)
+            self._prefix.make_room(spare)
 
     def _start(self, candidate: Candidate, outcomes: list[Outcome]) -> None:
         if candidate.parked is None:
@@ -151,15 +155,16 @@ class Engine:
 
     def _begin(self, sequence: Sequence, outcomes: list[Outcome], *, suspect: bool = False) -> None:
         with self._by_itself(sequence.id, outcomes):
-            prefill = Prefill(self._model.network, Row.of(sequence, suspect=suspect), self._prefix)
-            self._inside[sequence.id], self._prefills[sequence.id] = prefill.row, prefill
+            row = Row.of(sequence, suspect=suspect)
+            self._prefills.begin(row)
+            self._inside[row.id] = row
 
     def _park(self, id: str) -> None:
         """To make room for another. It goes on later, where it was."""
         row = self._inside[id]
         parked = None if id in self._prefills else self._running.park(row)
         del self._inside[id]
-        self._prefills.pop(id, None)
+        self._prefills.remove(id)
         self._entry.put_back(Candidate(row.again(), parked, was_inside=True))
         self._preempted += 1
         logger.info("%s is parked", id)
@@ -204,7 +209,8 @@ class Engine:
 
     def _keep(self, row: Row, *ending: int) -> None:
         """Its prompt and answer, for those who begin with them. `ending`: what else it was fed."""
-        if self._prefix and row.sequence.lane == "interactive":  # a line of a file has no next turn
+        # A line of a file has no next turn, and what was left out is missing to others.
+        if self._prefix and row.sequence.lane == "interactive" and row.sequence.kept is None:
             for cache, place in self._running.cache_of(row):
                 self._prefix.keep(row.sequence.space, row.fed(*ending), cache, place)
 
@@ -228,8 +234,8 @@ class Engine:
     def _recover(self, outcomes: list[Outcome]) -> None:
         """Those who are inside, and neither prefill nor decode: something failed that no row is to blame for."""
         if len(self._prefills) + len(self._running) < len(self._inside):
-            there = {*self._prefills, *(row.id for _, row in self._running)}
-            self._again([row for id, row in self._inside.items() if id not in there], outcomes)
+            there = [*self._prefills.rows, *(row for _, row in self._running)]
+            self._again([row for row in self._inside.values() if row not in there], outcomes)
 
     def _again(self, rows: Iterable[Row], outcomes: list[Outcome]) -> None:
         """Their caches are lost. Each comes again alone, from its tokens: one that is to blame then fails alone, and
@@ -240,38 +246,23 @@ class Engine:
 
     def _prefill(self, outcomes: list[Outcome]) -> None:
         """Chunks of the prompts that the plan picks; those that are through join the running rows."""
-        if not self._prefills:
+        if not len(self._prefills):
             return
         self._running.wait()
-        self._budget.forward_s = self._running.forward_s
-        for prefill in self._prefills.values():
-            prefill.look()
-        waiting = [
-            Waiting(id, p.total - p.remaining, p.remaining, p.waited, p.row.sequence.lane)
-            for id, p in self._prefills.items()
-        ]
-        self._turn += 1
-        for prefill in self._prefills.values():
-            prefill.waited += 1
-        spare_s = self._budget.spare_s(len(self._running))
-        for chunk in plan(waiting, spare_s, self._budget.cost, self._turn, self._entry.longest_chunk):
-            self._advance(self._prefills[chunk.id], chunk, outcomes)
+        self._prefills.budget.forward_s = self._running.forward_s
+        for chunk in self._prefills.plan(len(self._running), self._entry.longest_chunk):
+            with self._by_itself(chunk.id, outcomes):
+                outcomes += self._prefills.advance(chunk)
+                self._chunk = max(self._chunk, chunk.tokens)
+                self._computed += chunk.tokens
+                if prefill := self._prefills.through(chunk.id):
+                    self._join(prefill)
 
-    def _advance(self, prefill: Prefill, chunk: Chunk, outcomes: list[Outcome]) -> None:
-        with self._by_itself(chunk.id, outcomes):
-            prefill.skip()
-            began, done = time.perf_counter(), prefill.done
-            prefill.advance(chunk.tokens)
-            self._budget.saw_chunk(chunk.tokens, done, time.perf_counter() - began)
-            if prefill.remaining == 0:
-                began = time.perf_counter()
-                del self._prefills[chunk.id]
-                self._running.join(prefill.row, *prefill.finish())
-                self._budget.saw_join(prefill.total, time.perf_counter() - began)
-                self._queried, self._hit = self._queried + prefill.total, self._hit + prefill.cached
-            self._chunk = max(self._chunk, chunk.tokens)
-            self._computed += chunk.tokens
-            outcomes.append(Prefilled(chunk.id, prefill.done, prefill.total, prefill.cached))
+    def _join(self, prefill: AnyPrefill) -> None:
+        began = time.perf_counter()
+        self._running.join(prefill.row, *prefill.finish())
+        self._prefills.budget.saw_join(prefill.total, time.perf_counter() - began)
+        self._queried, self._hit = self._queried + prefill.total, self._hit + prefill.cached
 
     @contextmanager
     def _by_itself(self, id: str, outcomes: list[Outcome]) -> Iterator[None]:
@@ -280,7 +271,7 @@ class Engine:
             yield
         except Exception:
             logger.exception("the prefill of %s failed", id)
-            self._prefills.pop(id, None)
+            self._prefills.remove(id)
             self._fault(id, outcomes)
 
     def _fit(self, groups: list[list[Row]]) -> bool:
@@ -290,12 +281,12 @@ class Engine:
 
     def _lengths(self) -> list[list[int]]:
         """Of all that is in memory, by group; a prompt on its way is by itself."""
-        return [*self._running.lengths, *([prefill.done] for prefill in self._prefills.values() if prefill.done)]
+        return [*self._running.lengths, *([length] for length in self._prefills.lengths)]
 
     def _settle(self, outcomes: list[Outcome]) -> None:
         """Between two steps."""
         if self._running.step_s is not None:
-            self._budget.saw_decode(self._running.step_s)
+            self._prefills.budget.saw_decode(self._running.step_s)
         self._running.settle()
         if self._computed >= _CLEAR_EVERY:
             self._computed = 0

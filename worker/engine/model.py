@@ -28,6 +28,7 @@ class Model:
     generation: dict[str, Any]  # the model's own defaults for sampling
     costs: Costs  # in memory
     stateful: bool  # prefixes can be taken up only where states were kept
+    draft: nn.Module | None = None  # that says which tokens of a long prompt matter
 
 
 def open_model(path_or_hub_id: str) -> Model:

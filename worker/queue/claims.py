@@ -30,6 +30,7 @@ class Claim:
     tenant: str = ""  # where the submit said so
     lapses: int = 0  # times that its lease ran out: a worker died while it ran, through its fault or not
     expired: bool = False  # its deadline has passed
+    thinned: bytes = b""  # which tokens of its prompt an earlier attempt computed, where that were not all
 
     def age_s(self, now: float) -> float:
         """Since it was queued; 0 where that was by a clock that goes ahead."""
@@ -46,7 +47,7 @@ def leftovers(job_id: str) -> list[str]:
     return [keys.cancel(job_id), job_key_prefix + job_id, lease_key(job_id), retry_key_prefix + job_id]
 
 
-_FIELDS = 11  # values a job in claim.lua's answer
+_FIELDS = 12  # values a job in claim.lua's answer
 
 
 class Claims:
@@ -109,7 +110,7 @@ class Claims:
 
 
 def _claim(lane: Lane, row: list[bytes]) -> Claim:
-    job_id, attempt, crashes, cancelled, queued_ms, events, body, body_bytes, tenant, lapses, expired = row
+    job_id, attempt, crashes, cancelled, queued_ms, events, body, body_bytes, tenant, lapses, expired, thinned = row
     return Claim(
         job_id=job_id.decode("utf-8", "surrogateescape"),
         lane=lane,
@@ -123,4 +124,5 @@ def _claim(lane: Lane, row: list[bytes]) -> Claim:
         tenant=tenant.decode("utf-8", "replace"),
         lapses=int(lapses),
         expired=bool(int(expired)),
+        thinned=thinned,
     )

@@ -6,6 +6,7 @@ from math import sqrt
 from worker.schedule.fitting import Fit
 
 LEAST, MOST = 16, 2048  # tokens of a chunk; beyond MOST a larger one is hardly faster
+TOKENS_PER_S = 2000.0
 # Where nobody decodes, nobody waits for the step but those who come or cancel in it.
 ALONE_STEPS = 4
 _WEIGHT = 0.2  # of the newest measurement
@@ -45,7 +46,8 @@ class PromptCost:
 class StepBudget:
     """Keeps a step near its target, from what prompts and decoding took while running."""
 
-    def __init__(self, step_s: float, tokens_per_s: float = 2000.0) -> None:
+    def __init__(self, step_s: float, tokens_per_s: float = TOKENS_PER_S) -> None:
+        """`tokens_per_s`: a guess, until something was measured."""
         self._step_s, self._decode_s = step_s, 0.0
         self._tokens, self._joins = Fit(_BELIEF), Fit(_BELIEF)
         # Of the device just now: what a token takes in units of what it took on the whole. That part has to be known

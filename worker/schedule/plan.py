@@ -13,13 +13,14 @@ OLDEST_FIRST_EVERY = 4
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A prompt that is not wholly in the cache."""
+    """A prompt that is not wholly in the cache, of the model or of its draft."""
 
     id: str
     done: int  # tokens in the cache
     remaining: int  # tokens still to prefill
     waited: int  # steps since it came
     lane: Lane
+    cost: PromptCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Chunk:
     tokens: int
 
 
-def plan(waiting: Iterable[Waiting], spare_s: float, cost: PromptCost, step: int, longest: int) -> list[Chunk]:
+def plan(waiting: Iterable[Waiting], spare_s: float, step: int, longest: int) -> list[Chunk]:
     """Spend so many seconds on the prompts that are done soonest; interactive ones first. `step` counts up, and
     `longest` is what a chunk may have in tokens. The first prompt always advances, if only by a few tokens.
 
@@ -37,22 +38,22 @@ def plan(waiting: Iterable[Waiting], spare_s: float, cost: PromptCost, step: int
     """
     chunks = list[Chunk]()
     for row in sorted(waiting, key=_age if step % OLDEST_FIRST_EVERY == 0 else _length):
-        tokens = min(row.remaining, longest, cost.within(spare_s, row.done))
-        if tokens == row.remaining and _seconds(row, tokens, cost) > spare_s:
+        tokens = min(row.remaining, longest, row.cost.within(spare_s, row.done))
+        if tokens == row.remaining and _seconds(row, tokens) > spare_s:
             tokens -= 1  # it joins the others in a step that has time for it
         least = min(row.remaining, LEAST)
         if chunks and tokens < least:
             break
         tokens = max(tokens, least)
         chunks.append(Chunk(row.id, tokens))
-        spare_s -= _seconds(row, tokens, cost)
+        spare_s -= _seconds(row, tokens)
     return chunks
 
 
-def _seconds(row: Waiting, tokens: int, cost: PromptCost) -> float:
+def _seconds(row: Waiting, tokens: int) -> float:
     """A prompt of a single token has none to advance by, and costs one."""
     joins = tokens == row.remaining
-    return cost.of(max(tokens, 1), row.done) + (cost.join(row.done + tokens) if joins else 0.0)
+    return row.cost.of(max(tokens, 1), row.done) + (row.cost.join(row.done + tokens) if joins else 0.0)
 
 
 def _length(row: Waiting) -> tuple[bool, int]:

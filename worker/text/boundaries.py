@@ -4,26 +4,19 @@ Recurrent and rotating states can be taken up only where they were kept, so the 
 computed. None of them has to be right: tokens are compared before they are taken up.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
-from unicodedata import normalize
 
 from worker.text.adapt import RAISED, Tools
-from worker.text.detokenize import Vocabulary
+from worker.text.places import Places
 from worker.text.tokenizer import Conversation, Tokenizer
-
-Form = Callable[[str], str]
 
 # For private use, so no template looks for them and hardly a text has them.
 _MARKS = tuple(map(chr, range(0xE000, 0xE010)))
 # What a template may stumble over in a turn that was only imagined harms no one.
 _STUMBLES = (*RAISED, ArithmeticError, AttributeError, LookupError)
-_SPACE = b" \t\n\v\f\r"
-_FORMS: tuple[Form, ...] = (str, partial(normalize, "NFC"))  # in which tokens may spell a text: as it is, or as Qwen's
 _FEW = 3  # places that are worth a tokenization each: the next turn by a user, that by a tool, and the system's end
 
 _ANSWER = {"role": "assistant", "content": "…"}
@@ -45,9 +38,8 @@ class Rendered:
 class Boundaries:
     """A worker has one."""
 
-    def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
-        self._encode = tokenizer.encode
-        self._spelled = [_squeezed(vocabulary.bytes_of(token)) for token in range(len(tokenizer.tokens))]
+    def __init__(self, tokenizer: Tokenizer, places: Places) -> None:
+        self._encode, self._places = tokenizer.encode, places
 
     def plan(self, rendered: Rendered) -> tuple[int, ...]:
         """Token counts, the most valuable first, each of less than the whole and more than nothing."""
@@ -58,22 +50,11 @@ class Boundaries:
         return tuple(dict.fromkeys(count for count in counts if count > 0))
 
     def _counts(self, rendered: Rendered, places: list[int]) -> list[int]:
-        """The tokens before each place; one that reaches beyond it is not among them.
-
-        Space aside, which some tokenizers add or swallow. So the tokens of nothing but space that stand before a
-        place do not count either, which is as well: they often grow together with what follows.
-        """
-        text, tokens = rendered.text, list(rendered.tokens)
-        spelled = [self._spelled[token] for token in tokens]
-        whole = b"".join(spelled)
-        order = sorted({*places, len(text)})
-        for form in _FORMS:
-            pieces = [_squeezed(form(text[a:b]).encode("utf-8", "surrogatepass")) for a, b in pairwise([0, *order])]
-            if b"".join(pieces) == whole:
-                ends, lengths = _ends(spelled), dict(zip(order, _ends(pieces), strict=True))
-                return [_count(ends, lengths[place]) for place in places]
-        # Another normalizer changed it, or the vocabulary is written in an alphabet that we do not know.
-        return [_alike(self._encode(text[:place].rstrip()), tokens) for place in places[:_FEW]]
+        counts = self._places.counts(rendered.text, rendered.tokens, places)
+        if counts is not None:
+            return [counts[place] for place in places]
+        tokens = list(rendered.tokens)
+        return [_alike(self._encode(rendered.text[:place].rstrip()), tokens) for place in places[:_FEW]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,19 +139,6 @@ def _before_the_last_word(rendered: Rendered, starts: list[int], end: int) -> in
     if end < len(text) or not (_is_begun(last) and _is_text(last)):
         return end
     return max(len(text.rstrip().rsplit(None, 1)[0]), *starts[-1:])
-
-
-def _squeezed(written: bytes) -> bytes:
-    return written.translate(None, _SPACE)
-
-
-def _ends(pieces: list[bytes]) -> list[int]:
-    return list(accumulate(map(len, pieces)))
-
-
-def _count(ends: list[int], length: int) -> int:
-    reached = bisect_left(ends, length)
-    return reached + 1 if ends[reached] == length else reached
 
 
 def _alike(one: Sequence[object], other: Sequence[object]) -> int:

@@ -10,17 +10,25 @@ from worker.text.dialect import Dialect
 from worker.text.guide import Guides
 from worker.text.logprobs import entry
 from worker.text.output import Output
+from worker.text.places import Places
 from worker.text.prompt import Prompt, Prompts
+from worker.text.thinnable import Thinnable
 from worker.text.tokenizer import Tokenizer
 
 
 class Language:
-    def __init__(self, tokenizer: Tokenizer, vocab: int, *, boundaries: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab: int, *, boundaries: bool = False, thinnable: bool = False) -> None:
         """`vocab` is the width of the network's logits, which may be more than the tokenizer has tokens.
-        `boundaries`: whether prompts come with theirs, of which a model whose prefixes end anywhere has no use."""
+        `boundaries` and `thinnable`: whether prompts come with theirs. A model whose prefixes end anywhere has no use
+        for the one, and one without a draft none for the other."""
         self._vocabulary, self._dialect = Vocabulary(tokenizer), Dialect(tokenizer)
-        planned = Boundaries(tokenizer, self._vocabulary) if boundaries else None
-        self._prompts = Prompts(tokenizer, self._dialect.think, planned)
+        places = Places(self._vocabulary, len(tokenizer.tokens)) if boundaries or thinnable else None
+        self._prompts = Prompts(
+            tokenizer,
+            self._dialect.think,
+            Boundaries(tokenizer, places) if places and boundaries else None,
+            Thinnable(places) if places and thinnable else None,
+        )
         self._guides = Guides(tokenizer, self._vocabulary, self._dialect, vocab)
 
     async def prompt(self, request: ChatRequest) -> Prompt:

@@ -17,6 +17,7 @@ from worker.text.adapt import RAISED, TAKES_NO_TOOLS, Adapt, Adapter, NotTaken, 
 from worker.text.adaptations import LADDERS, SYSTEM_FIRST, SYSTEM_IN_USER
 from worker.text.boundaries import Boundaries, Rendered
 from worker.text.normalize import normalize
+from worker.text.thinnable import Thinnable
 from worker.text.tokenizer import Conversation, Tokenizer
 
 logger = logging.getLogger("sluice.text")
@@ -37,11 +38,19 @@ class Prompt:
     tokens: tuple[int, ...]
     thinking: Thinking  # whether the answer begins inside a think block, or behind one that the prompt closed
     boundaries: tuple[int, ...] = ()  # where later prompts may part from it: token counts, the most valuable first
+    thinnable: tuple[tuple[int, int], ...] = ()  # of which not every token needs to be computed: see `Thinning`
 
 
 class Prompts:
-    def __init__(self, tokenizer: Tokenizer, think: Think, boundaries: Boundaries | None = None) -> None:
-        self._tokenizer, self._think, self._boundaries = tokenizer, think, boundaries
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        think: Think,
+        boundaries: Boundaries | None = None,
+        thinnable: Thinnable | None = None,
+    ) -> None:
+        """Prompts come with boundaries, and with what may be thinned, where these are given."""
+        self._tokenizer, self._think, self._boundaries, self._thinnable = tokenizer, think, boundaries, thinnable
         self._adapter = Adapter()
         self._logged = set[str]()
 
@@ -61,10 +70,9 @@ class Prompts:
         text, begun = self._opened(conversation, rendering)
         text += begun
         tokens, thinking = tuple(self._tokenizer.encode(text)), _thinking(text, begun, self._think)
-        if self._boundaries is None:
-            return Prompt(tokens, thinking)
         rendered = Rendered(conversation, tools, text, tokens, thinking == "open", rendering.imagined)
-        return Prompt(tokens, thinking, self._boundaries.plan(rendered))
+        boundaries = self._boundaries.plan(rendered) if self._boundaries else ()
+        return Prompt(tokens, thinking, boundaries, self._thinnable.plan(rendered) if self._thinnable else ())
 
     def _opened(self, conversation: Conversation, rendering: "_Rendering") -> tuple[str, str]:
         try:

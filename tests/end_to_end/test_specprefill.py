@@ -1,0 +1,140 @@
+"""Long prompts through Redis: scored by a draft, computed in part, and said so."""
+
+import asyncio
+import signal
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from scripts.stack import WorkerProcess
+from scripts.tiny_chat.data import find_code
+from sluice import Cancelled, Client, Delta, Event, Failed, Finished, Progress
+from tests.end_to_end.test_exact import checkpoint
+from tests.engine.tiny import CONFIGS, write_checkpoint
+
+asked, right = find_code(Random(3), 100)
+LONG = [{"role": "user", "content": asked.text}]
+TOOL = {"type": "function", "function": {"name": "look"}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model in fp32, its own draft in these tests."""
+    return checkpoint("tiny_chat", tmp_path_factory.mktemp("tiny"))
+
+
+def worker(redis_url: str, model: Path, **settings: Any) -> WorkerProcess:
+    return WorkerProcess(redis_url, model=model, specprefill_draft_model=model, **settings)
+
+
+async def ask(client: Client, messages: list[dict[str, Any]] = LONG, **more: object) -> tuple[list[Event], Any]:
+    job = await client.submit({"messages": messages, "temperature": 0, "max_tokens": 30, **more})
+    events = [event async for event in client.stream(job.id)]
+    return events, await client.result(job.id)
+
+
+def usage(events: list[Event]) -> Any:
+    assert isinstance(events[-1], Finished), events[-1]
+    return events[-1].usage
+
+
+async def test_a_thinned_prompt_gets_its_answer_and_a_receipt(redis_url: str, client: Client, model: Path) -> None:
+    with worker(redis_url, model, step_ms=20):
+        events, result = await ask(client, specprefill=True)
+        kept, prompt = usage(events).kept_tokens, usage(events).prompt_tokens
+        assert kept == pytest.approx(0.3 * prompt, abs=40)
+        assert result["choices"][0]["message"]["content"] == right.text
+        receipt = result["sluice"]["specprefill"]
+        assert (receipt["kept"], receipt["draft"]) == (round(kept / prompt, 4), model.name)
+        assert receipt["scoring_s"] > 0
+        assert receipt["prefill_s"] > 0
+        assert result["sluice"]["kept_tokens"] == kept
+        phases = [event.phase for event in events if isinstance(event, Progress)]
+        assert phases[:1] == ["scoring"]
+        assert phases == sorted(phases, reverse=True)
+        events, _ = await ask(client, specprefill=True, specprefill_keep_pct=0.6)
+        assert usage(events).kept_tokens == pytest.approx(0.6 * prompt, abs=40)
+
+
+async def test_each_setting_has_its_effect(redis_url: str, client: Client, model: Path) -> None:
+    async def result(messages: list[dict[str, Any]] = LONG, **more: object) -> Any:
+        _, found = await ask(client, messages, **more)
+        return found["sluice"].get("specprefill")
+
+    with worker(redis_url, model, specprefill_threshold=500, specprefill_keep_pct=0.1, prefix_cache_gb=0):
+        # The draft is as slow as the model here, but so little is kept that it may pay or not: either is said.
+        assert set(await result()) in ({"kept", "draft", "scoring_s", "prefill_s"}, {"skipped"})
+        assert await result(specprefill=False) is None
+        assert await result([{"role": "user", "content": "Count to 5."}]) is None
+        assert (await result(tools=[TOOL]))["skipped"].startswith("The request offers tools")
+        assert (await result(response_format={"type": "json_object"}))["skipped"].startswith(
+            "The request asks for JSON"
+        )
+        code = [{"role": "user", "content": f"```\n{asked.text}\n```"}]
+        assert (await result(code))["skipped"].startswith("The prompt is mostly code")
+        assert (await result(specprefill=True))["kept"] < 0.22  # both ends of the last turn stay, whatever is asked
+        assert "kept" in await result(specprefill=True, tools=[TOOL])
+    with worker(redis_url, model, specprefill_max_tokens=500):
+        assert "scoring ends at 500" in (await result(specprefill=True))["skipped"]
+        assert await result() is None  # shorter than the threshold
+
+
+async def test_without_a_draft_the_wish_is_refused_by_name(redis_url: str, client: Client, model: Path) -> None:
+    with WorkerProcess(redis_url, model=model):
+        job = await client.submit({"messages": LONG, "specprefill": True})
+        events = [event async for event in client.stream(job.id)]
+        assert isinstance(events[-1], Failed)
+        assert events[-1].error.message == "specprefill: this worker has no draft model; leave it out."
+
+
+async def test_a_row_that_is_cancelled_while_it_is_scored_ends_at_once(
+    redis_url: str, client: Client, model: Path
+) -> None:
+    with worker(redis_url, model, step_ms=5, prefix_cache_gb=0):
+        job = await client.submit({"messages": LONG, "specprefill": True})
+        async for event in client.stream(job.id):
+            if isinstance(event, Progress):
+                await client.cancel(job.id)
+        assert isinstance(event, Cancelled)
+        events, _ = await ask(client, [{"role": "user", "content": "Count to 5."}])
+        assert isinstance(events[-1], Finished)
+
+
+async def test_a_killed_workers_thinned_answer_goes_on_with_the_same_tokens_left_out(
+    redis_url: str, client: Client, db: redis.asyncio.Redis, model: Path
+) -> None:
+    request = {"messages": LONG, "specprefill": True, "max_tokens": 150, "temperature": 1.0, "seed": 5}
+    request |= {"logit_bias": {"2": -100}}
+
+    async def tokens(job_id: str) -> tuple[list[int], list[Event]]:
+        events = [event async for event in client.stream(job_id)]
+        return [token for event in events if isinstance(event, Delta) for token in event.token_ids], events
+
+    settings = {"lease_s": 2, "prefix_cache_gb": 0}
+    with worker(redis_url, model, **settings) as first:
+        expected, events = await tokens((await client.submit(request)).id)
+        kept = usage(events).kept_tokens
+        job = await client.submit(request)
+        async for event in client.stream(job.id):
+            if isinstance(event, Delta):
+                first.signal(signal.SIGKILL)
+                break
+        with worker(redis_url, model, **settings):
+            said, events = await asyncio.wait_for(tokens(job.id), 60)
+    assert said == expected
+    assert any(event.type == "resumed" for event in events)
+    assert (usage(events).kept_tokens, usage(events).kept_tokens is not None) == (kept, True)
+
+
+def test_a_draft_with_other_tokens_is_refused_at_start(redis_url: str, model: Path, tmp_path: Path) -> None:
+    other = write_checkpoint({**CONFIGS["llama"], "vocab_size": 512}, tmp_path)
+    process = WorkerProcess(redis_url, model=model, specprefill_draft_model=other).start(wait=False)
+    try:
+        assert process.wait() == 2
+        assert "SLUICE_SPECPREFILL_DRAFT_MODEL" in process.log()
+        assert "draft knows 512 tokens" in process.log()
+    finally:
+        process.stop()

@@ -1,0 +1,169 @@
+"""Prompts that a draft scores in the engine, beside others."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from tests.engine.driver import Run
+from tests.engine.tiny import FAMILIES, alone, model, network, prompt
+from worker.engine.model import Model
+from worker.engine.scoring import Draft
+from worker.schedule.sequence import Range, Thinning
+
+LONG, ANSWER = 200, 10
+WISH = Thinning(keep=0.3, thinnable=((10, 180),), least=1, asked=True)
+
+
+@cache
+def drafted(family: str = "qwen3") -> Model:
+    """Another model with the same tokens is its draft."""
+    return replace(model(family), draft=network("llama"))
+
+
+def run(family: str = "qwen3", *, prefix_bytes: int = 1 << 24) -> Run:
+    return Run(drafted(family), prefix_bytes=prefix_bytes)
+
+
+def kept_alone(family: str, kept: tuple[Range, ...], seed: int = 1) -> list[int]:
+    one = Run(model(family))
+    one.add("x", prompt(LONG, seed), max_tokens=ANSWER, kept=kept)
+    return one.drain()["x"]
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_all_that_is_kept_is_the_whole(family: str) -> None:
+    one = run(family)
+    one.add("x", prompt(LONG, 1), max_tokens=ANSWER, thinning=replace(WISH, keep=1.0))
+    one.drain()
+    assert one.said["x"] == alone(network(family), prompt(LONG, 1), ANSWER)
+    assert one.kept["x"] == ((0, LONG),)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_5", "deepseek_v32"])
+def test_a_thinned_row_says_what_its_kept_tokens_say_and_the_others_what_they_say_alone(family: str) -> None:
+    some = run(family)
+    some.add("first", prompt(30, 2), max_tokens=60)
+    some.until(lambda: len(some.said["first"]) > 2)
+    some.add("thin", prompt(LONG, 1), max_tokens=ANSWER, thinning=WISH)
+    some.add("last", prompt(40, 3), max_tokens=30)
+    some.drain()
+    kept = some.kept["thin"]
+    assert sum(end - start for start, end in kept) == pytest.approx(0.3 * LONG, abs=16)
+    assert kept[0][0] == 0
+    assert kept[0][1] >= 10
+    assert kept[-1] == (180, LONG) or kept[-1][0] < 180
+    assert some.said["thin"] == kept_alone(family, kept)
+    assert some.said["first"] == alone(network(family), prompt(30, 2), 60)
+    assert some.said["last"] == alone(network(family), prompt(40, 3), 30)
+
+
+def test_scoring_takes_its_turns_beside_those_who_decode() -> None:
+    some = Run(drafted(), step_s=0.0)
+    some.add("first", prompt(30, 2), max_tokens=60)
+    some.until(lambda: len(some.said["first"]) > 2)
+    before = len(some.said["first"])
+    some.add("thin", prompt(LONG, 1), max_tokens=ANSWER, thinning=WISH)
+    some.until(lambda: "thin" in some.kept)
+    assert some.scored["thin"] > 5
+    assert len(some.said["first"]) - before >= some.scored["thin"]
+
+
+def test_an_equal_prompt_is_not_scored_again() -> None:
+    one = run(prefix_bytes=0)
+    for id in "ab":
+        one.add(id, prompt(LONG, 1), max_tokens=ANSWER, thinning=WISH)
+        one.drain()
+    assert (one.scored["a"] > 0, one.scored["b"]) == (True, 0)
+    assert (one.kept["a"], one.said["a"]) == (one.kept["b"], one.said["b"])
+
+
+def test_what_the_prefix_cache_has_is_used_as_it_is_and_the_rest_is_thinned() -> None:
+    one = run()
+    one.add("before", prompt(80, 1), max_tokens=2)
+    one.drain()
+    one.add("x", prompt(LONG, 1), max_tokens=ANSWER, thinning=WISH)
+    one.drain()
+    ((start, end), *_), rest = one.kept["x"], LONG - 80
+    assert (start, one.cached["x"]) == (0, 80)
+    assert end >= 80
+    assert sum(b - a for a, b in one.kept["x"]) - 80 == pytest.approx(0.3 * rest, abs=16)
+    assert one.said["x"] == kept_alone("qwen3", one.kept["x"])
+
+
+def test_the_first_tokens_that_stay_are_left_for_others_and_nothing_else() -> None:
+    one = run()
+    thinning = replace(WISH, thinnable=((60, 180),))
+    one.add("x", prompt(LONG, 1), max_tokens=ANSWER, thinning=thinning)
+    one.drain()
+    one.add("y", prompt(LONG, 1), max_tokens=ANSWER)
+    one.drain()
+    assert one.cached["y"] == one.kept["x"][0][1]
+    assert one.said["y"] == alone(network("qwen3"), prompt(LONG, 1), ANSWER)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_one_that_is_parked_leaves_out_the_same_when_it_comes_back(keep: bool) -> None:
+    one = run()
+    one.add("x", prompt(LONG, 1), max_tokens=ANSWER, thinning=WISH)
+    one.until(lambda: len(one.said["x"]) > 3)
+    one.park("x")
+    one.stir(keep=keep)
+    one.drain()
+    assert one.said["x"] == kept_alone("qwen3", one.kept["x"])
+
+
+def test_a_draft_that_fails_costs_time_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    one = run()
+    monkeypatch.setattr("worker.engine.scoring._pooled", fails)
+    one.add("x", prompt(LONG, 1), max_tokens=ANSWER, thinning=WISH)
+    one.drain()
+    assert one.said["x"] == alone(network("qwen3"), prompt(LONG, 1), ANSWER)
+    assert one.whole == {"x": "The draft failed; the worker's log says why."}
+
+
+def test_a_prefill_that_fails_where_it_is_sparse_begins_again_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise ValueError
+
+    one = run()
+    monkeypatch.setattr("worker.engine.sparse.SparsePrefill.advance", fails)
+    one.add("x", prompt(LONG, 1), max_tokens=ANSWER, thinning=WISH)
+    one.drain()
+    assert one.said["x"] == alone(network("qwen3"), prompt(LONG, 1), ANSWER)
+    assert list(one.whole) == ["x"]
+
+
+def test_one_that_has_little_to_compute_is_computed_whole() -> None:
+    one = run()
+    one.add("x", prompt(LONG, 1), max_tokens=ANSWER, thinning=replace(WISH, least=LONG))
+    one.drain()
+    assert one.whole == {"x": "199 tokens were left to compute, and it begins at 200."}
+    assert one.said["x"] == alone(network("qwen3"), prompt(LONG, 1), ANSWER)
+
+
+def test_a_draft_as_slow_as_the_model_does_not_pay_unless_it_is_asked_for() -> None:
+    one = run()
+    one.add("x", prompt(LONG, 1), max_tokens=ANSWER, thinning=replace(WISH, asked=False, keep=0.9))
+    one.drain()
+    assert one.whole == {"x": "The draft would have taken longer than it saves."}
+
+
+def test_a_row_that_is_removed_while_it_is_scored_leaves_nothing() -> None:
+    one = Run(drafted(), step_s=0.0)
+    one.add("x", prompt(LONG, 1), max_tokens=ANSWER, thinning=WISH)
+    one.until(lambda: one.scored["x"] > 1)
+    one.engine.remove("x")
+    assert len(one.engine) == 0
+    one.step()
+    assert "x" not in one.ended
+
+
+def test_a_draft_knows_what_it_has_scored_of_a_growing_conversation() -> None:
+    draft = Draft(network("llama"), 1 << 24)
+    first = draft.scoring("", prompt(150, 1))
+    first.advance(1000)
+    assert draft.scoring("", prompt(LONG, 1)).remaining < LONG - 140 + 10

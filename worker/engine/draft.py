@@ -1,0 +1,31 @@
+"""The draft model of SpecPrefill: loaded beside the model, and refused at start where the two do not go together."""
+
+from dataclasses import replace
+
+import mlx.core as mx
+
+from worker.engine.layers import weights_bytes
+from worker.engine.model import Model, model_folder
+from worker.engine.scoring import why_not_draft
+from worker.engine.sparse import why_not_sparse
+from worker.engine.upstream import load_model, load_tokenizer
+from worker.engine.words import Words
+from worker.errors import CannotStart
+
+
+def with_draft(model: Model, path_or_hub_id: str) -> Model:
+    """On the thread that will compute. Raises `CannotStart` with the reason."""
+    said = f"SLUICE_SPECPREFILL_DRAFT_MODEL={path_or_hub_id}"
+    path = model_folder(path_or_hub_id, said=said)
+    try:
+        draft, config = load_model(path, lazy=True)
+        tokens = Words(load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))).tokens
+        why_not = why_not_draft(Words(model.tokenizer).tokens, tokens, draft)
+        if why_not is None:
+            mx.eval(draft.parameters())
+            why_not = why_not_sparse(model.network, model.context)
+    except (ValueError, OSError, KeyError, TypeError, ImportError, RuntimeError, AttributeError) as error:
+        raise CannotStart(f"{said}: mlx-lm cannot load it: {error}") from error
+    if why_not:
+        raise CannotStart(f"{said}: {why_not}")
+    return replace(model, draft=draft, costs=replace(model.costs, draft_bytes=weights_bytes(draft)))

@@ -1,0 +1,157 @@
+"""A long prompt, of which a draft says what matters, and only that is computed: SpecPrefill.
+
+It has the face of `Prefill`. What the prefix cache has of the prompt is used as it is, and so are the first tokens that
+stay in any case: those are computed as ever, and others may find them. Whatever fails, the prompt is computed whole.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.nn as nn
+
+from worker.engine.prefill import Phase, Prefill
+from worker.engine.prefix import PrefixCache
+from worker.engine.row import Row
+from worker.engine.rows import Drawn
+from worker.engine.scoring import Draft, Scores, Scoring
+from worker.engine.sparse import SparsePrefill, front, window_of
+from worker.engine.upstream import make_prompt_cache
+from worker.schedule.selection import merged, outside, select
+from worker.schedule.sequence import Outcome, Prefilled, Range, Scored, Thinned, Thinning, Whole
+
+logger = logging.getLogger("sluice.engine")
+
+Pays = Callable[[int, float], bool]
+
+
+class ThinnedPrefill:
+    def __init__(
+        self, network: nn.Module, row: Row, thinning: Thinning, prefix: PrefixCache | None, draft: Draft, pays: Pays
+    ) -> None:
+        """`pays`: whether to score so many tokens, and to compute that share of them, is faster than to compute all."""
+        self.row, self.waited = row, 0
+        self._network, self._prefix, self._thinning = network, prefix, thinning
+        self._draft, self._pays = draft, pays
+        self._prefill = Prefill(network, row, prefix)  # of the whole, or of the first tokens that stay
+        self._scoring: Scoring | None = None
+        self._sparse: SparsePrefill | None = None
+        self._undecided, self._seconds = True, 0.0
+        self._told: list[Outcome] = []
+
+    @property
+    def phase(self) -> Phase:
+        return "scoring" if self._scoring else "prefill"
+
+    @property
+    def total(self) -> int:
+        """Of the draft while it scores, and so are the others."""
+        return self._scoring.total if self._scoring else len(self.row.sequence.known) - 1 - self.row.left_out
+
+    @property
+    def done(self) -> int:
+        return self.total - self.remaining
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to compute."""
+        if self._scoring:
+            return self._scoring.remaining
+        now = self._sparse or self._prefill
+        return self.total - (now.total - now.remaining)
+
+    @property
+    def cached(self) -> int:
+        return self._prefill.cached
+
+    def look(self) -> None:
+        self._prefill.look()
+        if self._undecided:
+            self._undecided = False
+            self._decide()
+
+    def skip(self) -> None:
+        self._prefill.skip()
+
+    def advance(self, tokens: int) -> None:
+        """Blocks until they are computed."""
+        if self._scoring:
+            with self._or_whole("The draft"):
+                self._score(self._scoring, tokens)
+        elif self.row.left_out:
+            with self._or_whole("The prefill of what was kept"):
+                self._compute(tokens)
+        else:
+            self._prefill.advance(tokens)
+
+    def news(self) -> list[Outcome]:
+        """What came of it."""
+        told, self._told = self._told, []
+        if self._scoring:
+            return [*told, Scored(self.row.id, self.done, self.total)]
+        return [*told, Prefilled(self.row.id, self.done, self.total, self.cached)]
+
+    def finish(self) -> tuple[list[Any], Drawn, int | None]:
+        return (self._rest() if self.row.left_out else self._prefill).finish()
+
+    def _decide(self) -> None:
+        thinning, rest = self._thinning, self._prefill.remaining
+        if rest < thinning.least:
+            self._leave_whole(f"{rest:,} tokens were left to compute, and it begins at {thinning.least:,}.")
+        elif not thinning.asked and not self._pays(rest, thinning.keep):
+            self._leave_whole("The draft would have taken longer than it saves.")
+        else:
+            asked = self.row.sequence
+            self._scoring = self._draft.scoring(asked.space, asked.prompt, asked.boundaries)
+
+    def _score(self, scoring: Scoring, tokens: int) -> None:
+        began = time.perf_counter()
+        scoring.advance(tokens)
+        self._seconds += time.perf_counter() - began
+        if scoring.scores is not None:
+            self._thin(scoring.scores)
+
+    def _thin(self, scores: Scores) -> None:
+        kept = self._kept(scores, self._prefill.done)
+        self._scoring = None
+        self.row.leave_out(kept)
+        self._prefill.end_at(front(kept))
+        self._told.append(Thinned(self.row.id, kept, self._seconds))
+
+    def _kept(self, scores: Scores, start: int) -> tuple[Range, ...]:
+        """`start`: tokens that are there already."""
+        end = len(scores) - max(1, window_of(make_prompt_cache(self._network)))
+        thinnable = [
+            (max(first, start) - start, min(behind, end) - start) for first, behind in self._thinning.thinnable
+        ]
+        chosen = select(scores[start:], self._thinning.keep, outside(thinnable, len(scores) - start))
+        return tuple(merged([(0, start), *((first + start, behind + start) for first, behind in chosen)], len(scores)))
+
+    def _compute(self, tokens: int) -> None:
+        head = min(tokens, self._prefill.remaining)
+        self._prefill.advance(head)
+        if not self._prefill.remaining:
+            self._rest().advance(tokens - head)
+
+    def _rest(self) -> SparsePrefill:
+        """What follows the first tokens that stay."""
+        if self._sparse is None:
+            assert self.row.sequence.kept is not None, "something is left out"
+            self._sparse = SparsePrefill(self._network, self.row, self.row.sequence.kept, *self._prefill.taken())
+        return self._sparse
+
+    @contextmanager
+    def _or_whole(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception:  # whatever it was, the prompt can still be computed as ever
+            logger.exception("%s is computed whole", self.row.id)
+            self._leave_whole(f"{what} failed; the worker's log says why.")
+            self._prefill, self._sparse = Prefill(self._network, self.row, self._prefix), None
+
+    def _leave_whole(self, why: str) -> None:
+        self._scoring = None
+        self.row.leave_out(None)
+        self._told.append(Whole(self.row.id, why))

@@ -1,0 +1,45 @@
+"""Which parts of a prompt may be thinned: the insides of long contents.
+
+All else always stays: what the template wrote, system prompt and tools, short messages, and the last turn's question,
+which stands at an end of it.
+"""
+
+from collections.abc import Iterator
+
+from worker.text.boundaries import Rendered
+from worker.text.places import Places
+from worker.text.tokenizer import Conversation
+
+_SHORT = 400  # characters; also what stays of either end of the last turn
+_NEVER = ("system", "developer")
+
+
+class Thinnable:
+    """A worker has one."""
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+
+    def plan(self, rendered: Rendered) -> tuple[tuple[int, int], ...]:
+        """From token to before token, in order."""
+        spans = list(_spans(rendered.conversation, rendered.text))
+        places = {place for span in spans for place in span}
+        counts = self._places.counts(rendered.text, rendered.tokens, places) if spans else None
+        if counts is None:
+            return ()
+        # A token over the beginning of a content may have some of the template's own text in it.
+        ranges = ((counts[start] + 1, counts[end]) for start, end in spans)
+        return tuple((start, end) for start, end in ranges if start < end)
+
+
+def _spans(conversation: Conversation, text: str) -> Iterator[tuple[int, int]]:
+    """Characters. A content that the template shows in other words is left as it is."""
+    reached, last = 0, conversation[-1]
+    for message in conversation:
+        content = message["content"].strip()
+        start = text.find(content, reached) if len(content) > _SHORT and message["role"] not in _NEVER else -1
+        if start >= 0:
+            reached = start + len(content)
+            ends = _SHORT if message is last else 0
+            if start + ends < reached - ends:
+                yield start + ends, reached - ends
