@@ -167,3 +167,14 @@ def test_a_draft_knows_what_it_has_scored_of_a_growing_conversation() -> None:
     first = draft.scoring("", prompt(150, 1))
     first.advance(1000)
     assert draft.scoring("", prompt(LONG, 1)).remaining < LONG - 140 + 10
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_what_others_leave_in_the_prefix_cache_meanwhile_is_used_and_changes_nothing(family: str) -> None:
+    some = Run(drafted(family), step_s=0.0, prefix_bytes=1 << 24)
+    some.add("thin", prompt(LONG, 1), max_tokens=ANSWER, thinning=WISH)
+    some.until(lambda: some.scored["thin"] > 1)
+    some.add("whole", prompt(LONG, 1), max_tokens=ANSWER, boundaries=(50, 120))
+    some.drain()
+    assert some.said["whole"] == alone(network(family), prompt(LONG, 1), ANSWER)
+    assert some.said["thin"] == kept_alone(family, some.kept["thin"])

@@ -82,7 +82,7 @@ class Prefill:
 
     def end_at(self, tokens: int) -> None:
         """Others compute what comes behind so many: see `taken`."""
-        self._tokens = self._tokens[:tokens]
+        self._tokens, self._seen, self._found = self._tokens[:tokens], -1, 0
 
     def taken(self) -> tuple[list[Any], int]:
         """The cache, and how many tokens are in it. The prefill is spent."""

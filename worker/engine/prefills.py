@@ -43,8 +43,8 @@ class Prefills:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens that are in the caches of those who have some."""
-        return [prefill.done for prefill in self._prefills.values() if prefill.done]
+        """Tokens that are in the model's caches of those who have some."""
+        return [prefill.done for prefill in self._prefills.values() if prefill.phase == "prefill" and prefill.done]
 
     def begin(self, row: Row) -> None:
         self._prefills[row.id] = self._prefill_of(row)
