@@ -15,6 +15,12 @@ settings.register_profile("sluice", deadline=None)
 settings.load_profile("sluice")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and ("server_url" in item.fixturenames or "end_to_end" in item.path.parts):
+            item.add_marker("live")
+
+
 @pytest.fixture(scope="session")
 def server_url() -> Iterator[str]:
     if url := os.environ.get("SLUICE_TEST_REDIS_URL"):
