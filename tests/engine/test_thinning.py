@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine.driver import Run
 from tests.engine.tiny import FAMILIES, alone, model, network, prompt
-from worker.engine.model import Model
+from worker.engine.model import DraftModel, Model
 from worker.engine.scoring import Draft
 from worker.schedule.sequence import Range, Thinning
 
@@ -18,7 +18,7 @@ WISH = Thinning(keep=0.3, thinnable=((10, 180),), least=1, asked=True)
 @cache
 def drafted(family: str = "qwen3") -> Model:
     """Another model with the same tokens is its draft."""
-    return replace(model(family), draft=network("llama"))
+    return replace(model(family), draft=DraftModel(network("llama"), context=1000))
 
 
 def run(family: str = "qwen3", *, prefix_bytes: int = 1 << 24) -> Run:
@@ -178,3 +178,12 @@ def test_what_others_leave_in_the_prefix_cache_meanwhile_is_used_and_changes_not
     some.drain()
     assert some.said["whole"] == alone(network(family), prompt(LONG, 1), ANSWER)
     assert some.said["thin"] == kept_alone(family, some.kept["thin"])
+
+
+def test_a_prompt_that_is_longer_than_the_draft_was_made_for_is_computed_whole() -> None:
+    short = replace(drafted(), draft=DraftModel(network("llama"), context=LONG + 7))
+    one = Run(short)
+    one.add("x", prompt(LONG, 1), max_tokens=ANSWER, thinning=WISH)
+    one.drain()
+    assert one.whole == {"x": "The draft was made for 207 tokens, and the prompt has more."}
+    assert one.said["x"] == alone(network("qwen3"), prompt(LONG, 1), ANSWER)

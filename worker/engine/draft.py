@@ -5,7 +5,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from worker.engine.layers import weights_bytes
-from worker.engine.model import Model, model_folder
+from worker.engine.model import DraftModel, Model, context_of, model_folder
 from worker.engine.scoring import why_not_draft
 from worker.engine.sparse import why_not_sparse
 from worker.engine.upstream import load_model, load_tokenizer
@@ -28,4 +28,5 @@ def with_draft(model: Model, path_or_hub_id: str) -> Model:
         raise CannotStart(f"{said}: mlx-lm cannot load it: {error}") from error
     if why_not:
         raise CannotStart(f"{said}: {why_not}")
-    return replace(model, draft=draft, costs=replace(model.costs, draft_bytes=weights_bytes(draft)))
+    costs = replace(model.costs, draft_bytes=weights_bytes(draft))
+    return replace(model, draft=DraftModel(draft, context_of(config)), costs=costs)

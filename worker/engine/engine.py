@@ -52,7 +52,7 @@ class Engine:
         self._entry = Entry(model.costs, memory or memory_limit())
         most = self._entry.spare // _PREFIX_SHARE if prefix_bytes is None else prefix_bytes
         self._prefix = PrefixCache(model.network, most) if most > 0 else None
-        self._draft = Draft(model.draft, most // _DRAFT_SHARE) if model.draft else None
+        self._draft = Draft(model.draft.network, most // _DRAFT_SHARE, model.draft.context) if model.draft else None
         self._queried = self._hit = 0  # tokens, in this step
         self._inside: dict[str, Row] = {}  # in the order of admission
         self._ends = frozenset(model.tokenizer.eos_token_ids)

@@ -19,6 +19,14 @@ _UNKNOWN_CONTEXT = 4096  # where a config does not say: short enough to be safe
 
 
 @dataclass(frozen=True, slots=True)
+class DraftModel:
+    """It says which tokens of a long prompt matter."""
+
+    network: nn.Module
+    context: int  # tokens
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     network: nn.Module
     tokenizer: TokenizerWrapper
@@ -28,7 +36,7 @@ class Model:
     generation: dict[str, Any]  # the model's own defaults for sampling
     costs: Costs  # in memory
     stateful: bool  # prefixes can be taken up only where states were kept
-    draft: nn.Module | None = None  # that says which tokens of a long prompt matter
+    draft: DraftModel | None = None
 
 
 def open_model(path_or_hub_id: str) -> Model:
@@ -53,12 +61,17 @@ def open_model(path_or_hub_id: str) -> Model:
         network=network,
         tokenizer=tokenizer,
         fingerprint=fingerprint(path),
-        context=text.get("max_position_embeddings") or _UNKNOWN_CONTEXT,
+        context=context_of(config),
         vocab=text["vocab_size"],
         generation=_generation_config(path),
         costs=costs,
         stateful=needs_states(network),
     )
+
+
+def context_of(config: dict[str, Any]) -> int:
+    tokens: int = config.get("text_config", config).get("max_position_embeddings") or _UNKNOWN_CONTEXT
+    return tokens
 
 
 def _costs(network: nn.Module, config: dict[str, Any]) -> Costs:

@@ -36,8 +36,9 @@ Scores = Sequence[float]  # one for each token of a prompt
 class Draft:
     """For the engine's thread."""
 
-    def __init__(self, network: nn.Module, prefix_bytes: int) -> None:
-        self.network, self.prefix = network, PrefixCache(network, prefix_bytes)
+    def __init__(self, network: nn.Module, prefix_bytes: int, context: int = 1 << 30) -> None:
+        """`context`: the tokens that it was made for."""
+        self.network, self.prefix, self.context = network, PrefixCache(network, prefix_bytes), context
         self._memo = OrderedDict[tuple[str, bytes], Scores]()
 
     def scoring(self, space: str, tokens: tuple[int, ...], boundaries: tuple[int, ...] = ()) -> "Scoring":

@@ -16,7 +16,7 @@ from worker.engine.prefill import Phase, Prefill
 from worker.engine.prefix import PrefixCache
 from worker.engine.row import Row
 from worker.engine.rows import Drawn
-from worker.engine.scoring import Draft, Scores, Scoring
+from worker.engine.scoring import LOOKAHEAD, Draft, Scores, Scoring
 from worker.engine.sparse import SparsePrefill, front, window_of
 from worker.engine.upstream import make_prompt_cache
 from worker.schedule.selection import merged, outside, select
@@ -100,6 +100,8 @@ class ThinnedPrefill:
         thinning, rest = self._thinning, self._prefill.remaining
         if rest < thinning.least:
             self._leave_whole(f"{rest:,} tokens were left to compute, and it begins at {thinning.least:,}.")
+        elif len(self.row.sequence.prompt) + LOOKAHEAD > self._draft.context:
+            self._leave_whole(f"The draft was made for {self._draft.context:,} tokens, and the prompt has more.")
         elif not thinning.asked and not self._pays(rest, thinning.keep):
             self._leave_whole("The draft would have taken longer than it saves.")
         else:
