@@ -90,8 +90,7 @@ async def overload(jobs: int) -> list[Figure]:
                     ended[id] = reason
                 case Faulted(id) | Refused(id):
                     ended[id] = "failed"
-        reset = report.memory[1] + costs.resident_bytes if report.memory else 0
-        highest = max(highest, mx.get_peak_memory(), reset)
+        highest = max(highest, mx.get_peak_memory())  # of this step
     answered = sum(ending != "failed" for ending in ended.values())
     used = (highest - costs.resident_bytes) / spare
     return [

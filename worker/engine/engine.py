@@ -82,6 +82,7 @@ class Engine:
     def step(self) -> StepReport:
         """Raises `EngineBroken`."""
         began, rows, outcomes = time.perf_counter(), len(self._running), list[Outcome]()
+        mx.reset_peak_memory()
         self._preempted = self._chunk = self._queried = self._hit = 0
         evicted = self._prefix.evicted if self._prefix else 0
         with mx.stream(generation_stream):
@@ -137,14 +138,15 @@ class Engine:
 
     def _make_room(self, coming: Iterable[Sequence]) -> None:
         """Rows come before prefixes, but the prefixes that they begin with go last."""
-        spare = self._entry.spare
-        if self._draft:
-            spare //= 2
-            self._draft.prefix.make_room(spare)
         if self._prefix:
             for sequence in coming:
                 self._prefix.use(sequence.space, sequence.known)
-            self._prefix.make_room(spare)
+        self._share(self._entry.spare)
+
+    def _share(self, spare: int) -> None:
+        """So many bytes are for prefixes."""
+        for cache in self._caches:
+            cache.make_room(spare // len(self._caches))
 
     def _start(self, candidate: Candidate, outcomes: list[Outcome]) -> None:
         if candidate.parked is None:
@@ -275,9 +277,12 @@ class Engine:
             self._fault(id, outcomes)
 
     def _fit(self, groups: list[list[Row]]) -> bool:
-        """Whether all who are inside fit into memory, if these rows decode in these groups."""
+        """Whether all who are inside fit into memory, if these rows decode in these groups. Prefixes make room."""
         numbers = {row.id: number for number, group in enumerate(groups) for row in group}
-        return self._entry.fits(admitted(row.sequence, numbers.get(id)) for id, row in self._inside.items())
+        left = self._entry.left(admitted(row.sequence, numbers.get(id)) for id, row in self._inside.items())
+        if left >= 0:
+            self._share(min(left, self._entry.spare))
+        return left >= 0
 
     def _lengths(self) -> list[list[int]]:
         """Of all that is in memory, by group; a prompt on its way is by itself."""

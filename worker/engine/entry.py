@@ -34,7 +34,8 @@ class Entry:
         self._waiting: dict[str, Candidate] = {}
         self._stirred = False  # somebody came or went since it was last decided
         self._steps = self._most = 0  # bytes that were predicted at the most since the last look
-        self._prefixes: int | None = None  # bytes of the prefix cache, the least since then
+        self._used = 0  # bytes that were measured at the most since then
+        self._prefixes = 0  # bytes of the prefix cache, at the end of the last step
         self._inside = list[list[int]]()  # lengths at their end, by group, of those who are or come inside
         self.spare = limit - costs.resident_bytes  # bytes that no row was promised
         self.longest_chunk = CHUNK  # tokens that a prompt may advance by in one step
@@ -124,22 +125,23 @@ class Entry:
 
     def look(self, lengths: list[list[int]], chunk: int, prefixes: int) -> tuple[int, int] | None:
         """Compare, now and then, what the rows inside were predicted to need, beside the model, with what they did.
-        `chunk`: the tokens of this step's longest one; `prefixes`: bytes of the prefix cache."""
+        `chunk`: the tokens of this step's longest one; `prefixes`: bytes of the prefix cache. The peak of MLX's memory
+        has to be that of the step."""
         self._steps += 1
-        self._prefixes = prefixes if self._prefixes is None else min(self._prefixes, prefixes)
+        used = mx.get_peak_memory() - self._costs.resident_bytes - min(prefixes, self._prefixes)
+        self._used, self._prefixes = max(self._used, used), prefixes
         self._most = max(self._most, self._costs.beside_bytes(lengths, chunk) + self._held())
         if self._steps % _LOOK_EVERY or not self._most:
             return None
-        plain, measured = self._most, mx.get_peak_memory() - self._costs.resident_bytes - self._prefixes
-        self._most, self._prefixes = 0, None
-        mx.reset_peak_memory()
+        plain, measured, self._most, self._used = self._most, self._used, 0, 0
         predicted = round(self._correction.factor * plain)
         self._correction = self._correction.saw(plain, measured)
         return predicted, measured
 
-    def fits(self, rows: Iterable[Row]) -> bool:
-        """All who are inside, in the groups that they would decode in."""
-        return self._corrected().peak_bytes(lengths(rows)) <= self._limit - self._held()
+    def left(self, rows: Iterable[Row]) -> int:
+        """Bytes, if these are all who are inside, in the groups that they would decode in; below 0 where they do not
+        fit."""
+        return self._limit - self._held() - self._corrected().peak_bytes(lengths(rows))
 
     def _row(self, candidate: Candidate, group_of: Callable[[int], int]) -> Row:
         row = admitted(candidate.sequence, None, candidate.passed)

@@ -109,18 +109,19 @@ def _alone(layer: Any, place: int) -> Any:
 def restored(cache: Sequence[Any], runs: Sequence[Run], wholes: Iterator[Any], length: int, *, room: int) -> list[Any]:
     """`cache`, empty, with the first `length` tokens of the runs in it, and buffers for `room` tokens."""
     buffers = zip(*(run.buffers for run in runs), strict=True)
+    joined = (_joined(parts, length, room) for parts in buffers)
+    return [_filled(layer, joined, wholes, length) for layer in cache]
 
-    def filled(layer: Any) -> Any:
-        if isinstance(layer, CacheList):
-            return CacheList(*map(filled, layer.caches))
-        if not by_token(layer):
-            return next(wholes)
-        keys, values = (_joined(next(buffers), length, room) for _ in range(2))
-        if keys.size:
-            layer.keys, layer.values, layer.offset = keys, values, length
-        return layer
 
-    return [filled(layer) for layer in cache]
+def _filled(layer: Any, joined: Iterator[mx.array], wholes: Iterator[Any], length: int) -> Any:
+    if isinstance(layer, CacheList):
+        return CacheList(*(_filled(each, joined, wholes, length) for each in layer.caches))
+    if not by_token(layer):
+        return next(wholes)
+    keys, values = next(joined), next(joined)
+    if keys.size:
+        layer.keys, layer.values, layer.offset = keys, values, length
+    return layer
 
 
 def _joined(parts: Sequence[mx.array], length: int, room: int) -> mx.array:

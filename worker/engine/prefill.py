@@ -91,6 +91,7 @@ class Prefill:
     def finish(self) -> tuple[list[Any], Drawn, int | None]:
         """The row's cache, what it is fed next, and at which position, where that is not its length. The prefill is
         spent."""
+        assert self.done == self.total, "tokens are missing"
         last = mx.array([self._last])
         if self.done:
             return self._cache, Drawn(last, mx.array([True]), {}), None

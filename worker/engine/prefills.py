@@ -1,6 +1,7 @@
 """The prompts on their way into a cache: which of them advance in a step, and how."""
 
 import time
+from functools import cached_property
 
 from worker.engine.layers import weights_bytes
 from worker.engine.model import Model
@@ -11,7 +12,7 @@ from worker.engine.scoring import Draft
 from worker.engine.sparse import SparsePrefill, front
 from worker.engine.thinning import ThinnedPrefill
 from worker.engine.upstream import make_prompt_cache
-from worker.schedule.budget import TOKENS_PER_S, StepBudget
+from worker.schedule.budget import StepBudget
 from worker.schedule.plan import Chunk, Waiting, plan
 from worker.schedule.sequence import Outcome
 
@@ -23,13 +24,17 @@ class Prefills:
         self._network, self._prefix, self._draft = model.network, prefix, draft
         self._prefills: dict[str, AnyPrefill] = {}
         self._turn = 0
-        self.budget = StepBudget(step_s)
-        # Until it is measured, a draft is as much faster as it is smaller.
-        ratio = model.costs.weights_bytes / max(1, weights_bytes(draft.network)) if draft else 1.0
-        self._budgets: dict[Phase, StepBudget] = {
-            "prefill": self.budget,
-            "scoring": StepBudget(step_s, TOKENS_PER_S * ratio),
-        }
+        self.budget, self._step_s = StepBudget(step_s), step_s
+        self._ratio = model.costs.weights_bytes / max(1, weights_bytes(draft.network)) if draft else 1.0
+
+    @cached_property
+    def _drafts(self) -> StepBudget:
+        """Until it is measured, it is as much faster than the model as it is smaller. First asked for when a prompt may
+        be scored, since by then the model is measured, most likely."""
+        return StepBudget(self._step_s, self._ratio / max(self.budget.cost.token_s, 1e-9))
+
+    def _budget(self, phase: Phase) -> StepBudget:
+        return self._drafts if phase == "scoring" else self.budget
 
     def __len__(self) -> int:
         return len(self._prefills)
@@ -63,7 +68,7 @@ class Prefills:
         return Prefill(self._network, row, self._prefix)
 
     def _pays(self, tokens: int, keep: float) -> bool:
-        target, draft = self.budget.cost, self._budgets["scoring"].cost
+        target, draft = self.budget.cost, self._drafts.cost
         return draft.of(tokens, 0) + target.of(int(keep * tokens), 0) < target.of(tokens, 0)
 
     def plan(self, running: int, longest: int) -> list[Chunk]:
@@ -71,7 +76,7 @@ class Prefills:
         for prefill in self._prefills.values():
             prefill.look()
         waiting = [
-            Waiting(id, p.total - p.remaining, p.remaining, p.waited, p.row.sequence.lane, self._budgets[p.phase].cost)
+            Waiting(id, p.total - p.remaining, p.remaining, p.waited, p.row.sequence.lane, self._budget(p.phase).cost)
             for id, p in self._prefills.items()
         ]
         self._turn += 1
@@ -85,7 +90,7 @@ class Prefills:
         prefill.skip()
         phase, began, done = prefill.phase, time.perf_counter(), prefill.done
         prefill.advance(chunk.tokens)
-        self._budgets[phase].saw_chunk(chunk.tokens, done, time.perf_counter() - began)
+        self._budget(phase).saw_chunk(chunk.tokens, done, time.perf_counter() - began)
         return prefill.news()
 
     def through(self, id: str) -> AnyPrefill | None:

@@ -77,17 +77,24 @@ class PrefixCache:
         self._tree.use(Found(matched, tuple(path)))
         if path and matched == len(tokens) and (not self.stateful or (path[-1].end == matched and path[-1].state)):
             return
-        state = whole(cache, place) if self.stateful else None
-        needs = token_bytes(cache) * (len(tokens) - matched) + (state.nbytes if state else 0)
-        if needs > self._room:
-            return
-        self._tree.shrink(self._room - needs)
         try:
-            if state:
-                slots.settle(state.layers)
-            self._tree.add(space, tokens, partial(taken, cache, place), state)
+            self._add(space, tokens, cache, place)
         except Exception:  # memory, most likely; the row has lost nothing
             logger.exception("a prefix of %d tokens could not be kept", len(tokens))
+
+    def _add(self, space: str, tokens: tuple[int, ...], cache: Sequence[Any], place: int) -> None:
+        state = whole(cache, place) if self.stateful else None
+
+        def needs() -> int:
+            _, matched = self._tree.walk(space, tokens)
+            return token_bytes(cache) * (len(tokens) - matched) + (state.nbytes if state else 0)
+
+        self._tree.shrink(self._room - needs())
+        if self.nbytes + needs() > self._room:  # what it begins with may have gone, too
+            return
+        if state:
+            slots.settle(state.layers)
+        self._tree.add(space, tokens, partial(taken, cache, place), state)
 
     def make_room(self, most: int) -> None:
         """It takes no more than so many bytes, until told otherwise."""
