@@ -17,6 +17,7 @@ from worker.engine.model import Model, open_model
 from worker.schedule.sequence import Faulted, Refused, Sampled, Sampling, Sequence
 
 _ROWS = 8
+_PREFIX_BYTES = 2_000_000  # full before the first look that counts: by default prefixes may take a quarter of it all
 _NO_END = ((2, -100.0),)  # the tiny model's end of sequence
 
 
@@ -37,8 +38,8 @@ def held() -> Held:
 
 def churn(model: Model, steps: int, looks: int) -> list[Held]:
     """Rows of all lengths that come, end and are cancelled, never all at once; a look now and then."""
-    engine, dice, ids, seen = Engine(model, step_s=0.02), random.Random(1), itertools.count(), list[Held]()
-    inside: list[str] = []
+    engine, dice = Engine(model, step_s=0.02, prefix_bytes=_PREFIX_BYTES), random.Random(1)
+    ids, inside, seen = itertools.count(), list[str](), list[Held]()
     for step in range(1, steps + 1):
         while len(engine) < _ROWS:
             inside.append(str(next(ids)))
