@@ -87,6 +87,7 @@ class Prefills:
     def advance(self, chunk: Chunk) -> list[Outcome]:
         """Blocks until it is computed."""
         prefill = self._prefills[chunk.id]
+        prefill.look()  # again: another prompt may have come further in this very step
         prefill.skip()
         phase, began, done = prefill.phase, time.perf_counter(), prefill.done
         prefill.advance(chunk.tokens)

@@ -67,6 +67,7 @@ class Tree(Generic[R, S]):
         self._roots: dict[str, Node[R, S]] = {}
         # Least recently used first. Whoever uses a node uses its parents after it, so the first run is a leaf's.
         self._order: OrderedDict[tuple[Node[R, S], Literal["run", "state"]], None] = OrderedDict()
+        self._shortening = 0  # states that can be made those of fewer tokens
         self.nbytes = self.evicted = 0
         self.version = 0  # another one when more may be found
 
@@ -76,7 +77,7 @@ class Tree(Generic[R, S]):
             return Found(matched, tuple(path))
         for at, node in reversed([*enumerate(path, start=1)]):
             length = min(node.end, matched)
-            holder = node if node.state is not None and node.end == length else _shortening(node)
+            holder = node if node.state is not None and node.end == length else self._longer(node)
             if holder is not None:
                 return Found(length, tuple(path[:at]), holder)
         return Found()
@@ -163,6 +164,7 @@ class Tree(Generic[R, S]):
 
     def _set_state(self, node: Node[R, S], state: S) -> None:
         node.state = state
+        self._shortening += state.shortens
         self._order[node, "state"] = None
         self.nbytes += state.nbytes
 
@@ -170,7 +172,19 @@ class Tree(Generic[R, S]):
         if node.state is not None:
             del self._order[node, "state"]
             self.nbytes -= node.state.nbytes
+            self._shortening -= node.state.shortens
             node.state = None
+
+    def _longer(self, node: Node[R, S]) -> Node[R, S] | None:
+        """The nearest state, here or further on, that can be made that of fewer tokens."""
+        places = [node] if self._shortening else []
+        while places:
+            place = places.pop()
+            if place.state is None:
+                places += place.children.values()
+            elif place.state.shortens:
+                return place  # where it does not, one further on is of more tokens, and does not either
+        return None
 
     def _remove(self, node: Node[R, S]) -> None:
         """A leaf, and whatever is of no use without it."""
@@ -194,18 +208,6 @@ class Tree(Generic[R, S]):
 def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     """How many tokens they begin with alike."""
     return bisect(range(1, min(len(one), len(other)) + 1), False, key=lambda count: one[:count] != other[:count])
-
-
-def _shortening(node: Node[R, S]) -> Node[R, S] | None:
-    """The nearest state, here or further on, that can be made that of fewer tokens."""
-    places = [node]
-    while places:
-        place = places.pop()
-        if place.state is None:
-            places += place.children.values()
-        elif place.state.shortens:
-            return place  # where it does not, one further on is of more tokens, and does not either
-    return None
 
 
 _CLOSE = 16  # tokens: to compute them again takes hardly longer than to compute one
