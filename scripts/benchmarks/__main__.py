@@ -7,12 +7,15 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from scripts.benchmarks import engine, sampling, spine
+from scripts.benchmarks import engine, prefix, quality, sampling, specprefill, spine
 
 BENCHMARKS: dict[str, Callable[[Console], bool]] = {
     "spine": spine.main,
     "sampling": sampling.main,
     "engine": engine.main,
+    "prefix": prefix.main,
+    "specprefill": specprefill.main,
+    "specprefill-quality": quality.main,
 }
 
 
@@ -24,7 +27,10 @@ def main() -> int:
         "name",
         choices=BENCHMARKS,
         help="spine: what the way through Redis costs; sampling: what drawing tokens costs; "
-        "engine: continuous batches against mlx-lm's own",
+        "engine: continuous batches against mlx-lm's own; "
+        "prefix: what a hit in the prefix cache costs, and how far it reaches; "
+        "specprefill: what thinning prompts saves, and what it costs those who decode; "
+        "specprefill-quality: what thinning prompts costs in answers",
     )
     name = parser.parse_args().name
     console = Console(width=110)

@@ -3,26 +3,49 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models import qwen3
+from mlx_lm.models import qwen3, qwen3_5
 
 from scripts.stack import TINY_CHAT
 
 
 def random_checkpoint(folder: Path, *, hidden: int = 1024, layers: int = 12) -> Path:
     """A dense qwen3 in fp32; the defaults take some 30 to 60 ms a step of eight rows on two cores."""
-    config = {
-        "model_type": "qwen3", "hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": 3 * hidden,
+    config = {**_dense(hidden, layers), "model_type": "qwen3", "eos_token_id": 2}
+    return _written(folder, config, qwen3.Model, qwen3.ModelArgs)
+
+
+def hybrid_checkpoint(folder: Path, *, hidden: int = 512, layers: int = 8) -> Path:
+    """A qwen3_5 in fp32: three layers of GatedDeltaNet, then one of attention."""
+    text = {
+        **_dense(hidden, layers), "model_type": "qwen3_5_text", "full_attention_interval": 4,
+        "linear_num_value_heads": hidden // 64, "linear_num_key_heads": hidden // 128,
+        "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4,
+        "rope_parameters": {
+            "type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e6, "partial_rotary_factor": 0.25,
+        },
+    }  # fmt: skip
+    config = {"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": False, "eos_token_id": 2}
+    return _written(folder, config, qwen3_5.Model, qwen3_5.ModelArgs)
+
+
+def _dense(hidden: int, layers: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": 3 * hidden,
         "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128, "head_dim": 64, "vocab_size": 1024,
         "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "rope_theta": 1e6, "tie_word_embeddings": False,
-        "eos_token_id": 2,
     }  # fmt: skip
+
+
+def _written(folder: Path, config: dict[str, Any], model: type[nn.Module], args: Any) -> Path:
     mx.random.seed(0)
-    model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
+    weights = dict(tree_flatten(model(args.from_dict(config)).parameters()))
     folder.mkdir(parents=True, exist_ok=True)
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copyfile(TINY_CHAT / name, folder / name)
