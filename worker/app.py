@@ -54,7 +54,7 @@ async def _serve(settings: Settings, metrics: Metrics) -> None:
             language=Language(
                 Words(model.tokenizer),
                 model.vocab,
-                boundaries=model.stateful and settings.prefix_cache_gb != 0,
+                boundaries=settings.prefix_cache_gb != 0 and _needs_boundaries(model),
                 thinnable=model.draft is not None,
             ),
             fingerprint=model.fingerprint,
@@ -81,6 +81,10 @@ async def _serve(settings: Settings, metrics: Metrics) -> None:
     finally:
         await engine.stop()
     logger.info("stopped")
+
+
+def _needs_boundaries(model: Model) -> bool:
+    return model.stateful or (model.draft is not None and model.draft.stateful)
 
 
 def _open(settings: Settings) -> Model:

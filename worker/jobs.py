@@ -27,9 +27,9 @@ from worker.schedule.sequence import (
     Whole,
 )
 from worker.served import Served
+from worker.specprefill import recalled, thinning_of
 from worker.text.output import Said
 from worker.text.prompt import Prompt
-from worker.thinning import recalled, thinning_of
 
 logger = logging.getLogger("sluice.jobs")
 
@@ -90,6 +90,8 @@ class Chat:
     def _announce(self, how: Literal["started", "resumed", "restarted"], seed: int) -> None:
         served = self._served
         self._job.log.fields |= {"seed": seed, "fingerprint": served.fingerprint}
+        if how != "resumed":
+            self._job.log.fields["specprefill"] = ""  # what an earlier attempt left out does not count any more
         self._job.log.say(
             how,
             model=served.settings.model_name,

@@ -10,10 +10,10 @@ from worker.completion import Answered, completion
 from worker.metrics import Metrics
 from worker.queue.job import Answer, Job
 from worker.resume import Delivered
-from worker.schedule.sequence import Range, Thinned, Whole
+from worker.schedule.sequence import Thinned, Whole
 from worker.served import Served
+from worker.specprefill import Receipt, stored
 from worker.text.output import Said, together
-from worker.thinning import Receipt, stored
 
 logger = logging.getLogger("sluice.jobs")
 
@@ -38,9 +38,9 @@ class Record:
         self._rows = self._steps = 0
         self.receipt = Receipt()
 
-    def resume(self, earlier: Delivered, kept: tuple[Range, ...] | None) -> None:
-        """Count what was delivered before; timings are of this attempt alone. `kept`: of the prompt."""
-        self.receipt.kept = kept
+    def resume(self, earlier: Delivered, receipt: Receipt | None) -> None:
+        """Count what was delivered before; timings are of this attempt alone."""
+        self.receipt = receipt or self.receipt
         self._job.usage.kept_tokens = self.receipt.kept_tokens
         self._told.append(earlier.said)
         self._told_logprobs += earlier.logprobs
@@ -62,8 +62,7 @@ class Record:
         """Which tokens of the prompt are computed. Told with the next events, and so before the first token is."""
         self.receipt.saw(outcome)
         self._job.usage.kept_tokens = self.receipt.kept_tokens
-        if self.receipt.kept is not None:
-            self._job.log.fields["specprefill"] = stored(self.receipt.kept, fingerprint)
+        self._job.log.fields["specprefill"] = stored(self.receipt, fingerprint)
 
     def sampled(self, token: int | None, said: Said, logprobs: Entry | None, rows: int, *, last: bool) -> None:
         now = time.monotonic()

@@ -24,7 +24,8 @@ from worker.engine.rows import Rows
 from worker.engine.scoring import LOOKAHEAD, Draft
 from worker.engine.sparse import SparsePrefill
 from worker.engine.upstream import make_prompt_cache
-from worker.schedule.selection import CHUNK, Range, select
+from worker.schedule.selection import CHUNK, select
+from worker.schedule.sequence import Range
 from worker.schedule.sequence import Sequence as Asked
 
 CASES = 300
@@ -102,7 +103,8 @@ def by_scores(case: Case, draft: Draft) -> Scores:
     scoring = draft.scoring("", case.prompt)
     with trainable():  # a prompt at once is several times faster; what follows comes token by token
         scoring.advance(scoring.remaining - LOOKAHEAD)
-    scoring.advance(LOOKAHEAD)
+    for _ in range(LOOKAHEAD):
+        scoring.advance(1)
     assert scoring.scores is not None, "nothing remains"
     return scoring.scores
 

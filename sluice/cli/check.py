@@ -154,7 +154,9 @@ def _marked(markers: tuple[str, str]) -> str:
 
 
 def _specprefill(attention_layers: int) -> str:
-    return f"yes: {attention_layers} attention layers to score by" if attention_layers else "no: no attention to score"
+    return (
+        f"as a draft: {attention_layers} attention layers to score by" if attention_layers else "no draft: no attention"
+    )
 
 
 def _print_rows(facts: Facts) -> None:

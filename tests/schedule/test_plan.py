@@ -192,4 +192,9 @@ def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
 
 def test_each_prompt_costs_what_its_own_model_takes() -> None:
     draft = replace(waiting("scored", 500), cost=PromptCost(token_s=0.1))
-    assert plan([waiting("a", 60), draft], 100, 1, UNBOUNDED) == [Chunk("a", 60), Chunk("scored", 400)]
+    assert plan([waiting("a", 40), draft], 80, 1, UNBOUNDED) == [Chunk("a", 40), Chunk("scored", 400)]
+
+
+def test_what_is_done_soonest_comes_first_and_not_what_has_the_fewest_tokens() -> None:
+    draft = replace(waiting("scored", 500), cost=PromptCost(token_s=0.1))
+    assert plan([waiting("a", 60), draft], 100, 1, UNBOUNDED) == [Chunk("scored", 500), Chunk("a", 50)]

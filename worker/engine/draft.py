@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
+from worker.engine.kept import needs_states
 from worker.engine.layers import weights_bytes
 from worker.engine.model import DraftModel, Model, context_of, model_folder
 from worker.engine.scoring import why_not_draft
@@ -29,4 +30,4 @@ def with_draft(model: Model, path_or_hub_id: str) -> Model:
     if why_not:
         raise CannotStart(f"{said}: {why_not}")
     costs = replace(model.costs, draft_bytes=weights_bytes(draft))
-    return replace(model, draft=DraftModel(draft, context_of(config)), costs=costs)
+    return replace(model, draft=DraftModel(draft, context_of(config), needs_states(draft)), costs=costs)

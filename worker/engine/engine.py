@@ -29,6 +29,7 @@ from worker.schedule.sequence import (
     Sampled,
     Sequence,
     StepReport,
+    Thinned,
 )
 
 logger = logging.getLogger("sluice.engine")
@@ -51,12 +52,14 @@ class Engine:
         for prefixes, as far as rows leave them; 0 keeps none, and None is a share of what is beside the model."""
         self._entry = Entry(model.costs, memory or memory_limit())
         most = self._entry.spare // _PREFIX_SHARE if prefix_bytes is None else prefix_bytes
-        self._prefix = PrefixCache(model.network, most) if most > 0 else None
-        self._draft = Draft(model.draft.network, most // _DRAFT_SHARE, model.draft.context) if model.draft else None
+        draft_bytes = most // _DRAFT_SHARE if model.draft else 0
+        self._prefix = PrefixCache(model.network, most - draft_bytes) if most > 0 else None
+        self._draft = Draft(model.draft.network, draft_bytes, model.draft.context) if model.draft else None
         self._queried = self._hit = 0  # tokens, in this step
         self._inside: dict[str, Row] = {}  # in the order of admission
         self._ends = frozenset(model.tokenizer.eos_token_ids)
-        self._caches = [cache for cache in (self._prefix, self._draft and self._draft.prefix) if cache]
+        self._caches = [self._prefix] if self._prefix else []
+        self._caches += [self._draft.prefix] if self._draft else []
         self._prefills = Prefills(model, step_s, self._prefix, self._draft)
         self._running = Groups(model.network, self._fit)
         self._chunk = 0  # tokens of the longest one in this step
@@ -84,7 +87,7 @@ class Engine:
         began, rows, outcomes = time.perf_counter(), len(self._running), list[Outcome]()
         mx.reset_peak_memory()
         self._preempted = self._chunk = self._queried = self._hit = 0
-        evicted = self._prefix.evicted if self._prefix else 0
+        evicted = self._evicted
         with mx.stream(generation_stream):
             for part in (self._admit, self._decode, self._prefill, self._settle):
                 self._recover(outcomes)
@@ -96,7 +99,7 @@ class Engine:
                     logger.exception("a step failed")
                     self._running.clear()
                     self._entry.stir()
-            memory = self._entry.look(self._lengths(), self._chunk, sum(cache.nbytes for cache in self._caches))
+            memory = self._entry.look(self._lengths(), self._chunk, self._prefix_bytes)
         return StepReport(
             outcomes=tuple(outcomes),
             rows=rows,
@@ -111,9 +114,15 @@ class Engine:
 
     def _prefix_use(self, evicted: int) -> PrefixUse:
         """`evicted` before the step."""
-        if self._prefix is None:
-            return PrefixUse()
-        return PrefixUse(self._queried, self._hit, self._prefix.evicted - evicted, self._prefix.nbytes)
+        return PrefixUse(self._queried, self._hit, self._evicted - evicted, self._prefix_bytes)
+
+    @property
+    def _evicted(self) -> int:
+        return sum(cache.evicted for cache in self._caches)
+
+    @property
+    def _prefix_bytes(self) -> int:
+        return sum(cache.nbytes for cache in self._caches)
 
     def _admit(self, outcomes: list[Outcome]) -> None:
         """Those who wait, as far as there is memory for them."""
@@ -144,9 +153,10 @@ class Engine:
         self._share(self._entry.spare)
 
     def _share(self, spare: int) -> None:
-        """So many bytes are for prefixes."""
-        for cache in self._caches:
-            cache.make_room(spare // len(self._caches))
+        """So many bytes are for prefixes: what the draft's take is not there for the model's."""
+        for cache in reversed(self._caches):
+            cache.make_room(spare)
+            spare -= cache.nbytes
 
     def _start(self, candidate: Candidate, outcomes: list[Outcome]) -> None:
         if candidate.parked is None:
@@ -212,7 +222,7 @@ class Engine:
     def _keep(self, row: Row, *ending: int) -> None:
         """Its prompt and answer, for those who begin with them. `ending`: what else it was fed."""
         # A line of a file has no next turn, and what was left out is missing to others.
-        if self._prefix and row.sequence.lane == "interactive" and row.sequence.kept is None:
+        if self._prefix and row.sequence.lane == "interactive" and not row.left_out:
             for cache, place in self._running.cache_of(row):
                 self._prefix.keep(row.sequence.space, row.fed(*ending), cache, place)
 
@@ -254,9 +264,11 @@ class Engine:
         self._prefills.budget.forward_s = self._running.forward_s
         for chunk in self._prefills.plan(len(self._running), self._entry.longest_chunk):
             with self._by_itself(chunk.id, outcomes):
-                outcomes += self._prefills.advance(chunk)
-                self._chunk = max(self._chunk, chunk.tokens)
-                self._computed += chunk.tokens
+                tokens, news = self._prefills.advance(chunk)
+                outcomes += news
+                self._chunk, self._computed = max(self._chunk, tokens), self._computed + tokens
+                if any(isinstance(outcome, Thinned) for outcome in news):
+                    self._entry.stir()  # it needs less than it was promised
                 if prefill := self._prefills.through(chunk.id):
                     self._join(prefill)
 

@@ -131,9 +131,11 @@ class Entry:
         used = mx.get_peak_memory() - self._costs.resident_bytes - min(prefixes, self._prefixes)
         self._used, self._prefixes = max(self._used, used), prefixes
         self._most = max(self._most, self._costs.beside_bytes(lengths, chunk) + self._held())
-        if self._steps % _LOOK_EVERY or not self._most:
+        if self._steps % _LOOK_EVERY:
             return None
         plain, measured, self._most, self._used = self._most, self._used, 0, 0
+        if not plain:
+            return None
         predicted = round(self._correction.factor * plain)
         self._correction = self._correction.saw(plain, measured)
         return predicted, measured
@@ -162,7 +164,7 @@ class Entry:
 
 def admitted(asked: Asked, group: int | None, passed: int = 0) -> Row:
     """As admission sees it."""
-    return Row(asked.id, asked.lane, len(asked.prompt), asked.max_tokens, group or 0, passed)
+    return Row(asked.id, asked.lane, len(asked.prompt) - asked.left_out, asked.max_tokens, group or 0, passed)
 
 
 def _kinds(decided: Iterable[tuple[Row, Decision]]) -> list[type[Decision]]:

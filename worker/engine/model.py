@@ -24,6 +24,7 @@ class DraftModel:
 
     network: nn.Module
     context: int  # tokens
+    stateful: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,10 @@ class Prefill:
         return "prefill"
 
     @property
+    def begun(self) -> bool:
+        return self.done > 0
+
+    @property
     def total(self) -> int:
         return len(self._tokens)
 

@@ -14,7 +14,7 @@ from worker.engine.thinning import ThinnedPrefill
 from worker.engine.upstream import make_prompt_cache
 from worker.schedule.budget import StepBudget
 from worker.schedule.plan import Chunk, Waiting, plan
-from worker.schedule.sequence import Outcome
+from worker.schedule.sequence import Outcome, Whole
 
 AnyPrefill = Prefill | SparsePrefill | ThinnedPrefill
 
@@ -48,8 +48,8 @@ class Prefills:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens that are in the model's caches of those who have some."""
-        return [prefill.done for prefill in self._prefills.values() if prefill.phase == "prefill" and prefill.done]
+        """Tokens that are in the caches of those who have some. In that of a draft they take as much, at the most."""
+        return [prefill.done for prefill in self._prefills.values() if prefill.done]
 
     def begin(self, row: Row) -> None:
         self._prefills[row.id] = self._prefill_of(row)
@@ -75,24 +75,34 @@ class Prefills:
         """For the next step, while so many rows decode. `longest`: tokens of a chunk."""
         for prefill in self._prefills.values():
             prefill.look()
+        scored = self._scored()
         waiting = [
             Waiting(id, p.total - p.remaining, p.remaining, p.waited, p.row.sequence.lane, self._budget(p.phase).cost)
             for id, p in self._prefills.items()
+            if p.phase == "prefill" or p is scored
         ]
         self._turn += 1
         for prefill in self._prefills.values():
             prefill.waited += 1
         return plan(waiting, self.budget.spare_s(running), self._turn, longest)
 
-    def advance(self, chunk: Chunk) -> list[Outcome]:
-        """Blocks until it is computed."""
+    def _scored(self) -> AnyPrefill | None:
+        """One prompt at a time: each takes the draft a cache of its length. The one under way, or else the shortest."""
+        scoring = [prefill for prefill in self._prefills.values() if prefill.phase == "scoring"]
+        return max(scoring, key=lambda prefill: (prefill.begun, -prefill.remaining), default=None)
+
+    def advance(self, chunk: Chunk) -> tuple[int, list[Outcome]]:
+        """How many tokens were computed, and what came of it. Blocks until they are."""
         prefill = self._prefills[chunk.id]
         prefill.look()  # again: another prompt may have come further in this very step
         prefill.skip()
-        phase, began, done = prefill.phase, time.perf_counter(), prefill.done
-        prefill.advance(chunk.tokens)
-        self._budget(phase).saw_chunk(chunk.tokens, done, time.perf_counter() - began)
-        return prefill.news()
+        phase, tokens, done = prefill.phase, min(chunk.tokens, prefill.remaining), prefill.done
+        began = time.perf_counter()
+        prefill.advance(tokens)
+        seconds, news = time.perf_counter() - began, prefill.news()
+        if not any(isinstance(outcome, Whole) for outcome in news):  # else it is not the chunk that took so long
+            self._budget(phase).saw_chunk(tokens, done, seconds)
+        return tokens, news
 
     def through(self, id: str) -> AnyPrefill | None:
         """The prompt, if nothing of it remains; it is here no more."""

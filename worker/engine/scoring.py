@@ -84,29 +84,31 @@ class Scoring:
         return self._lookahead.remaining if self._lookahead else self._prefill.remaining + LOOKAHEAD
 
     def advance(self, tokens: int) -> None:
-        """So many at most; blocks until they are computed. Each of the last `LOOKAHEAD` is a forward by itself.
+        """So many at most; blocks until they are computed. The last `LOOKAHEAD` come one at a time, since each is a
+        forward by itself.
 
         Raises ArithmeticError where the draft gave no numbers."""
         if self.scores is not None:
             return
         if self._lookahead is None:
-            tokens -= self._advance_prompt(tokens)
-        if self._lookahead is not None:
-            for _ in range(min(tokens, self._lookahead.remaining)):
-                self._lookahead.advance()
+            self._advance_prompt(tokens)
+        else:
+            self._lookahead.advance()
             if self._lookahead.remaining == 0:
                 self._finish(self._lookahead.most)
 
-    def _advance_prompt(self, tokens: int) -> int:
-        """How many it were."""
-        self._prefill.look()
-        self._prefill.skip()
-        tokens = min(tokens, self._prefill.remaining)
-        self._prefill.advance(tokens)
+    def skip(self) -> None:
+        """What the draft's prefix cache has of it."""
+        if self.scores is None and self._lookahead is None:
+            self._prefill.look()
+            self._prefill.skip()
+
+    def _advance_prompt(self, tokens: int) -> None:
+        self.skip()
+        self._prefill.advance(min(tokens, self._prefill.remaining))
         if self._prefill.remaining == 0:
             cache, drawn, _ = self._prefill.finish()
             self._lookahead = _Lookahead(self._draft.network, cache, drawn.tokens, len(self._asked.prompt))
-        return tokens
 
     def _finish(self, most: mx.array) -> None:
         scores: list[float] = _pooled(most).tolist()  # type: ignore[assignment]

@@ -19,9 +19,9 @@ from worker.engine.prefill import Phase
 from worker.engine.row import Row
 from worker.engine.rows import Drawn
 from worker.engine.upstream import RotatingKVCache, make_prompt_cache
-from worker.schedule.sequence import Outcome, Prefilled
+from worker.schedule.sequence import Outcome, Prefilled, Range
 
-Ranges = Sequence[tuple[int, int]]  # of tokens, from start to end, in order
+Ranges = Sequence[Range]  # in order
 
 _TRIAL = 4  # tokens
 
@@ -62,6 +62,10 @@ class SparsePrefill:
     @property
     def phase(self) -> Phase:
         return "prefill"
+
+    @property
+    def begun(self) -> bool:
+        return True
 
     def news(self) -> list[Outcome]:
         """What came of it."""

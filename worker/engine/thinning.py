@@ -46,6 +46,10 @@ class ThinnedPrefill:
         return "scoring" if self._scoring else "prefill"
 
     @property
+    def begun(self) -> bool:
+        return self._seconds > 0 or self._prefill.begun
+
+    @property
     def total(self) -> int:
         """Of the draft while it scores, and so are the others."""
         return self._scoring.total if self._scoring else len(self.row.sequence.known) - 1 - self.row.left_out
@@ -70,10 +74,14 @@ class ThinnedPrefill:
         self._prefill.look()
         if self._undecided:
             self._undecided = False
-            self._decide()
+            with self._or_whole("The draft"):
+                self._decide()
 
     def skip(self) -> None:
         self._prefill.skip()
+        if self._scoring:
+            with self._or_whole("The draft"):
+                self._scoring.skip()
 
     def advance(self, tokens: int) -> None:
         """Blocks until they are computed."""
@@ -97,7 +105,7 @@ class ThinnedPrefill:
         return (self._rest() if self.row.left_out else self._prefill).finish()
 
     def _decide(self) -> None:
-        thinning, rest = self._thinning, self._prefill.remaining
+        thinning, rest = self._thinning, self._prefill.remaining + 1  # and the last one, which is fed later
         if rest < thinning.least:
             self._leave_whole(f"{rest:,} tokens were left to compute, and it begins at {thinning.least:,}.")
         elif len(self.row.sequence.prompt) + LOOKAHEAD > self._draft.context:

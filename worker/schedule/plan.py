@@ -56,8 +56,8 @@ def _seconds(row: Waiting, tokens: int) -> float:
     return row.cost.of(max(tokens, 1), row.done) + (row.cost.join(row.done + tokens) if joins else 0.0)
 
 
-def _length(row: Waiting) -> tuple[bool, int]:
-    return row.lane == "batch", row.remaining
+def _length(row: Waiting) -> tuple[bool, float]:
+    return row.lane == "batch", row.cost.of(row.remaining, row.done)
 
 
 def _age(row: Waiting) -> tuple[bool, int]:

@@ -7,7 +7,7 @@ what it can only keep whole.
 
 from bisect import bisect
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, Self, TypeVar
 
@@ -94,7 +94,9 @@ class Tree(Generic[R, S]):
         return path, matched
 
     def use(self, found: Found[R, S]) -> None:
-        self._touch(found.nodes, found.holder)
+        if found.holder is not None:
+            self._order.move_to_end((found.holder, "state"))
+        self._touch(found.holder or (found.nodes[-1] if found.nodes else None))
 
     def add(self, space: str, tokens: tuple[int, ...], take: Callable[[int, int], R], state: S | None = None) -> None:
         """Keeps what is not there yet. `take` gives the run from one token to before another; `state` is that of
@@ -109,7 +111,7 @@ class Tree(Generic[R, S]):
             path.append(self._hang(parent, its_tokens, run))
         if state is not None and path[-1].state is None:
             self._set_state(path[-1], state)
-        self._touch(path, path[-1] if state is not None else None)
+        self._touch(path[-1] if path else None)
         self.version += 1
 
     def shrink(self, most: int) -> None:
@@ -138,11 +140,11 @@ class Tree(Generic[R, S]):
     def _close_spaces(self) -> None:
         self._roots = {space: root for space, root in self._roots.items() if root.children}
 
-    def _touch(self, path: Iterable[Node[R, S]], holder: Node[R, S] | None) -> None:
-        if holder is not None:
-            self._order.move_to_end((holder, "state"))
-        for node in reversed([*path]):
+    def _touch(self, node: Node[R, S] | None) -> None:
+        """It and all that is before it."""
+        while node is not None and node.parent is not None:
             self._order.move_to_end((node, "run"))
+            node = node.parent
 
     def _hang(self, parent: Node[R, S], tokens: tuple[int, ...], run: R) -> Node[R, S]:
         node = parent.children[tokens[0]] = Node(parent, tokens, parent.end + len(tokens), run)
@@ -176,7 +178,7 @@ class Tree(Generic[R, S]):
             node.state = None
 
     def _longer(self, node: Node[R, S]) -> Node[R, S] | None:
-        """The nearest state, here or further on, that can be made that of fewer tokens."""
+        """One that has a state, here or further on, that can be made that of fewer tokens."""
         places = [node] if self._shortening else []
         while places:
             place = places.pop()

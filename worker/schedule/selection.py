@@ -6,7 +6,7 @@ A chunk counts as much as its best token: what is asked for is often shorter tha
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
-Range = tuple[int, int]  # the first token, and the one behind the last
+from worker.schedule.sequence import Range, tokens_in
 
 # Tokens. On the tiny model 8 and 16 were alike, and 32 worse where little was kept.
 CHUNK = 16
@@ -23,7 +23,7 @@ def select(scores: Sequence[float], keep: float, protected: Iterable[Range] = ()
     kept = merged(protected, tokens)
     best = sorted(_pieces(kept, tokens), key=lambda piece: -max(scores[slice(*piece)]))
     floor = _floor(kept, best)
-    lacking = round(keep * tokens) - _tokens(kept) - _tokens(floor)
+    lacking = round(keep * tokens) - tokens_in(kept) - tokens_in(floor)
     return merged([*kept, *floor, *_first(lacking, best, set(floor))], tokens)
 
 
@@ -71,7 +71,3 @@ def _first(tokens: int, best: Iterable[Range], there: set[Range]) -> Iterator[Ra
         if (start, end) not in there:
             yield start, end
             tokens -= end - start
-
-
-def _tokens(ranges: Iterable[Range]) -> int:
-    return sum(end - start for start, end in ranges)

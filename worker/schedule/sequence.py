@@ -1,11 +1,16 @@
 """What passes between the event loop and the engine thread: frozen, and nothing of MLX in it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 Lane = Literal["interactive", "batch"]
 FinishReason = Literal["stop", "length"]
 Range = tuple[int, int]  # of tokens: the first, and the one behind the last
+
+
+def tokens_in(ranges: Iterable[Range]) -> int:
+    return sum(end - start for start, end in ranges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,7 @@ class Sequence:
     @property
     def left_out(self) -> int:
         """Tokens of the prompt that are never computed."""
-        return 0 if self.kept is None else len(self.prompt) - sum(end - start for start, end in self.kept)
+        return 0 if self.kept is None else len(self.prompt) - tokens_in(self.kept)
 
 
 @dataclass(frozen=True, slots=True)

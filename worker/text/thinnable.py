@@ -1,7 +1,7 @@
 """Which parts of a prompt may be thinned: the insides of long contents.
 
-All else always stays: what the template wrote, system prompt and tools, short messages, and the last turn's question,
-which stands at an end of it.
+All else always stays: what the template wrote, system prompt and tools, short messages, and the last question, which
+stands at an end of its message.
 """
 
 from collections.abc import Iterator
@@ -10,8 +10,7 @@ from worker.text.boundaries import Rendered
 from worker.text.places import Places
 from worker.text.tokenizer import Conversation
 
-_SHORT = 400  # characters; also what stays of either end of the last turn
-_NEVER = ("system", "developer")
+_SHORT = 400  # characters; so much stays of either end of the last question, too, and of what follows it
 
 
 class Thinnable:
@@ -34,12 +33,13 @@ class Thinnable:
 
 def _spans(conversation: Conversation, text: str) -> Iterator[tuple[int, int]]:
     """Characters. A content that the template shows in other words is left as it is."""
-    reached, last = 0, conversation[-1]
-    for message in conversation:
+    asked = max((at for at, message in enumerate(conversation) if message["role"] == "user"), default=0)
+    reached = 0
+    for at, message in enumerate(conversation):
         content = message["content"].strip()
-        start = text.find(content, reached) if len(content) > _SHORT and message["role"] not in _NEVER else -1
+        start = text.find(content, reached) if len(content) > _SHORT else -1
         if start >= 0:
             reached = start + len(content)
-            ends = _SHORT if message is last else 0
-            if start + ends < reached - ends:
+            ends = _SHORT if at >= asked else 0
+            if message["role"] != "system" and start + ends < reached - ends:
                 yield start + ends, reached - ends

@@ -1,13 +1,13 @@
 """SpecPrefill as a job sees it: whether its prompt may be thinned, and the receipt of what was done."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
 
 from schemas import ChatRequest
 from schemas.chat import JsonObjectFormat, JsonSchemaFormat, TextPart
-from worker.schedule.sequence import Range, Thinned, Thinning, Whole
+from worker.schedule.sequence import Range, Thinned, Thinning, Whole, tokens_in
 from worker.settings import Settings
 from worker.text.prompt import Prompt
 
@@ -25,7 +25,7 @@ class Receipt:
 
     @property
     def kept_tokens(self) -> int | None:
-        return None if self.kept is None else sum(end - start for start, end in self.kept)
+        return None if self.kept is None else tokens_in(self.kept)
 
     def saw(self, outcome: Thinned | Whole) -> None:
         match outcome:
@@ -90,16 +90,18 @@ def _texts(content: str | list[Any] | None) -> list[str]:
 # Between the attempts at a job
 
 
-def stored(kept: tuple[Range, ...], fingerprint: str) -> str:
+def stored(receipt: Receipt, fingerprint: str) -> str:
     """For the job's hash: a new attempt leaves out the same tokens, or it would not go on as the old one did."""
-    return json.dumps({"fingerprint": fingerprint, "kept": kept}, separators=(",", ":"))
+    return json.dumps({"fingerprint": fingerprint, **asdict(receipt)}, separators=(",", ":"))
 
 
-def recalled(told: bytes, fingerprint: str) -> tuple[Range, ...] | None:
-    """None where an earlier attempt left nothing out, or was made with another model."""
-    if not told:
+def recalled(told: bytes, fingerprint: str) -> Receipt | None:
+    """None where nothing was decided, or with another model; what is not ours counts as nothing."""
+    try:
+        earlier = json.loads(told or b"{}")
+        if earlier.pop("fingerprint", None) != fingerprint:
+            return None
+        kept = earlier.pop("kept")
+        return Receipt(**earlier, kept=None if kept is None else tuple((int(start), int(end)) for start, end in kept))
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
-    earlier = json.loads(told)
-    if earlier["fingerprint"] != fingerprint:
-        return None
-    return tuple((int(start), int(end)) for start, end in earlier["kept"])
