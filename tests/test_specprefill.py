@@ -92,21 +92,23 @@ def test_a_receipt_tells_what_was_kept() -> None:
 
 def test_another_attempt_recalls_what_was_decided_with_the_same_model() -> None:
     receipt = Receipt("small", "", ((0, 3), (7, 9)), 0.25)
-    assert recalled(stored(receipt, "fp").encode(), "fp") == receipt
-    assert recalled(stored(receipt, "fp").encode(), "other") is None
+    assert recalled(stored(receipt, "fp").encode(), "fp", 9) == receipt
+    assert recalled(stored(receipt, "fp").encode(), "other", 9) is None
     whole = Receipt("small", "It failed.")
-    assert recalled(stored(whole, "fp").encode(), "fp") == whole
+    assert recalled(stored(whole, "fp").encode(), "fp", 9) == whole
 
 
 NOT_OURS = [
     b"", b"{", b"[]", b"7", b"\xff", b'{"fingerprint":"fp"}', b'{"fingerprint":"fp","kept":[1]}',
-    b'{"fingerprint":"fp","kept":null,"more":1}',
+    b'{"fingerprint":"fp","kept":null,"more":1}', b'{"fingerprint":"fp","kept":[[0,5]]}', b"[" * 100_000,
+    b'{"fingerprint":"fp","kept":[[5,3],[4,9]]}', b'{"fingerprint":"fp","kept":[[0,1e400]]}',
+    b'{"fingerprint":"fp","kept":[]}',
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("told", NOT_OURS)
 def test_what_is_not_ours_is_as_good_as_nothing(told: bytes) -> None:
-    assert recalled(told, "fp") is None
+    assert recalled(told, "fp", 9) is None
 
 
 def test_it_is_stored_as_json() -> None:

@@ -49,7 +49,8 @@ class Chat:
     async def run(self, body: Any) -> Answer:
         job, served = self._job, self._served
         settings = served.settings
-        drafted = settings.specprefill_draft_model is not None
+        # What an earlier attempt has decided can be gone on with without a draft.
+        drafted = settings.specprefill_draft_model is not None or bool(job.claim.thinned)
         request = read_request(body, settings.model_name, max_parts=settings.max_parts, drafted=drafted)
         if request.on_disconnect == "cancel":
             job.log.deserted = partial(job.interrupt, Cancelled("disconnected"))
@@ -77,6 +78,9 @@ class Chat:
         afresh = partial(self._served.language.output, request, prompt, self._job.claim.job_id)
         earlier = delivered(self._job.log.events)
         same = earlier is not None and (earlier.fingerprint, earlier.seed) == (self._served.fingerprint, seed)
+        thinned = self._job.claim.thinned
+        receipt = recalled(thinned, self._served.fingerprint, len(prompt.tokens)) if thinned else None
+        same = same and (receipt is not None or not thinned)  # else nobody knows which tokens were left out
         replayed = replay(earlier, afresh) if earlier and same else None
         if earlier is None or replayed is None:
             self._output = afresh()
@@ -84,7 +88,7 @@ class Chat:
             return ()
         self._output, self._ended = replayed.output, replayed.ended
         self._announce("resumed", seed)
-        self._record.resume(earlier, recalled(self._job.claim.thinned, self._served.fingerprint))
+        self._record.resume(earlier, receipt)
         return earlier.tokens
 
     def _announce(self, how: Literal["started", "resumed", "restarted"], seed: int) -> None:

@@ -44,7 +44,9 @@ class Settings(BaseSettings):
     )
     prefix_cache_per_tenant: bool = Field(False, description="Whether no tenant's request finds another's prefixes.")
     specprefill_draft_model: str | None = Field(
-        None, description="A small model of the same tokens, as a folder or a hub id, that says what matters."
+        None,
+        min_length=1,
+        description="A small model of the same tokens, as a folder or a hub id, that says what matters.",
     )
     specprefill_threshold: int = Field(8192, ge=1, description="Tokens to compute from which a prompt is thinned.")
     specprefill_max_tokens: int = Field(196_608, ge=1, description="Tokens beyond which it is not scored.")

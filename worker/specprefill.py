@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import PurePath
 from typing import Any
 
@@ -95,13 +96,20 @@ def stored(receipt: Receipt, fingerprint: str) -> str:
     return json.dumps({"fingerprint": fingerprint, **asdict(receipt)}, separators=(",", ":"))
 
 
-def recalled(told: bytes, fingerprint: str) -> Receipt | None:
-    """None where nothing was decided, or with another model; what is not ours counts as nothing."""
+def recalled(told: bytes, fingerprint: str, prompt_tokens: int) -> Receipt | None:
+    """None where nothing was decided, or with another model, or what is there is not what we wrote."""
     try:
         earlier = json.loads(told or b"{}")
         if earlier.pop("fingerprint", None) != fingerprint:
             return None
         kept = earlier.pop("kept")
-        return Receipt(**earlier, kept=None if kept is None else tuple((int(start), int(end)) for start, end in kept))
-    except (ValueError, TypeError, KeyError, AttributeError):
+        ranges = None if kept is None else tuple((int(start), int(end)) for start, end in kept)
+        return Receipt(**earlier, kept=ranges) if ranges is None or _fit(ranges, prompt_tokens) else None
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
+
+
+def _fit(ranges: tuple[Range, ...], prompt_tokens: int) -> bool:
+    """In order, apart from each other, and to the end of the prompt."""
+    edges = [edge for span in ranges for edge in span]
+    return all(one < other for one, other in pairwise([-1, *edges])) and edges[-1:] == [prompt_tokens]

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from worker.engine.entry import Candidate, Entry, admitted
+from worker.engine.entry import Candidate, Entry
 from worker.engine.row import Row
 from worker.engine.rows import Drawn, Parked
 from worker.engine.slots import Snapshot
@@ -38,7 +38,7 @@ def decided(entry: Entry, *running: Sequence) -> dict[str, Decision]:
     """Of those who do not wait any longer."""
     return {
         candidate.sequence.id: decision
-        for candidate, decision in entry.decide([admitted(each, 0) for each in running], lambda length: 0)
+        for candidate, decision in entry.decide([entry.admitted(each, 0) for each in running], lambda length: 0)
     }
 
 

@@ -49,7 +49,7 @@ def test_a_thinned_row_says_what_its_kept_tokens_say_and_the_others_what_they_sa
     some.add("last", prompt(40, 3), max_tokens=30)
     some.drain()
     kept = some.kept["thin"]
-    assert sum(end - start for start, end in kept) == pytest.approx(0.3 * LONG, abs=16)
+    assert 0 <= sum(end - start for start, end in kept) - (30 + 0.3 * 170) <= 16  # all that stays, and a share
     assert kept[0][0] == 0
     assert kept[0][1] >= 10
     assert (kept[-1][0] <= 180, kept[-1][1]) == (True, LONG)
@@ -87,7 +87,7 @@ def test_what_the_prefix_cache_has_is_used_as_it_is_and_the_rest_is_thinned() ->
     ((start, end), *_), rest = one.kept["x"], LONG - 80
     assert (start, one.cached["x"]) == (0, 80)
     assert end >= 80
-    assert sum(b - a for a, b in one.kept["x"]) - 80 == pytest.approx(0.3 * rest, abs=16)
+    assert 0 <= sum(b - a for a, b in one.kept["x"]) - 80 - (20 + 0.3 * (rest - 20)) <= 16
     assert one.said["x"] == kept_alone("qwen3", one.kept["x"])
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from worker.engine.kept import needs_states
-from worker.engine.layers import weights_bytes
+from worker.engine.layers import anatomy, weights_bytes
 from worker.engine.model import DraftModel, Model, context_of, model_folder
 from worker.engine.scoring import why_not_draft
 from worker.engine.sparse import why_not_sparse
@@ -29,5 +29,6 @@ def with_draft(model: Model, path_or_hub_id: str) -> Model:
         raise CannotStart(f"{said}: mlx-lm cannot load it: {error}") from error
     if why_not:
         raise CannotStart(f"{said}: {why_not}")
-    costs = replace(model.costs, draft_bytes=weights_bytes(draft))
+    own = anatomy(draft, config).costs(weights_bytes=weights_bytes(draft))
+    costs = replace(model.costs, draft_bytes=own.weights_bytes, draft=own)
     return replace(model, draft=DraftModel(draft, context_of(config), needs_states(draft)), costs=costs)

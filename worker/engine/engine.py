@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import mlx.core as mx
 
 from worker.engine.device import memory_limit
-from worker.engine.entry import Candidate, Entry, admitted
+from worker.engine.entry import Candidate, Entry
 from worker.engine.groups import Groups
 from worker.engine.model import Model
 from worker.engine.prefills import AnyPrefill, Prefills
@@ -30,6 +30,7 @@ from worker.schedule.sequence import (
     Sequence,
     StepReport,
     Thinned,
+    Whole,
 )
 
 logger = logging.getLogger("sluice.engine")
@@ -129,7 +130,7 @@ class Engine:
         if not self._entry.due:
             return
         groups = {row.id: number for number, row in self._running}
-        running = [admitted(row.sequence, groups.get(id)) for id, row in self._inside.items()]
+        running = [self._entry.admitted(row.sequence, groups.get(id)) for id, row in self._inside.items()]
         decided = self._entry.decide(running, self._running.nearest)
         coming = [(candidate.sequence, decision.park) for candidate, decision in decided if isinstance(decision, Admit)]
         for _, park in coming:
@@ -267,7 +268,7 @@ class Engine:
                 tokens, news = self._prefills.advance(chunk)
                 outcomes += news
                 self._chunk, self._computed = max(self._chunk, tokens), self._computed + tokens
-                if any(isinstance(outcome, Thinned) for outcome in news):
+                if any(isinstance(outcome, Thinned | Whole) for outcome in news):
                     self._entry.stir()  # it needs less than it was promised
                 if prefill := self._prefills.through(chunk.id):
                     self._join(prefill)
@@ -291,7 +292,7 @@ class Engine:
     def _fit(self, groups: list[list[Row]]) -> bool:
         """Whether all who are inside fit into memory, if these rows decode in these groups. Prefixes make room."""
         numbers = {row.id: number for number, group in enumerate(groups) for row in group}
-        left = self._entry.left(admitted(row.sequence, numbers.get(id)) for id, row in self._inside.items())
+        left = self._entry.left(self._entry.admitted(row.sequence, numbers.get(id)) for id, row in self._inside.items())
         if left >= 0:
             self._share(min(left, self._entry.spare))
         return left >= 0

@@ -146,9 +146,15 @@ class Entry:
         return self._limit - self._held() - self._corrected().peak_bytes(lengths(rows))
 
     def _row(self, candidate: Candidate, group_of: Callable[[int], int]) -> Row:
-        row = admitted(candidate.sequence, None, candidate.passed)
+        row = self.admitted(candidate.sequence, None, candidate.passed)
         held_bytes = candidate.parked.kept.nbytes if candidate.parked else 0
         return replace(row, group=group_of(row.tokens), begun=candidate.was_inside, held_bytes=held_bytes)
+
+    def admitted(self, asked: Asked, group: int | None, passed: int = 0) -> Row:
+        """As admission sees it. Until it is thinned, a prompt that may be takes the draft a cache, too."""
+        scored = self._costs.draft_tokens(len(asked.prompt)) if asked.thinning and asked.kept is None else 0
+        tokens = len(asked.prompt) - asked.left_out + scored
+        return Row(asked.id, asked.lane, tokens, asked.max_tokens, group or 0, passed)
 
     def _corrected(self) -> Costs:
         return replace(self._costs, factor=self._correction.factor)
@@ -160,11 +166,6 @@ class Entry:
     def _held(self) -> int:
         """Bytes of those who wait with their caches."""
         return sum(each.parked.kept.nbytes for each in self._waiting.values() if each.parked)
-
-
-def admitted(asked: Asked, group: int | None, passed: int = 0) -> Row:
-    """As admission sees it."""
-    return Row(asked.id, asked.lane, len(asked.prompt) - asked.left_out, asked.max_tokens, group or 0, passed)
 
 
 def _kinds(decided: Iterable[tuple[Row, Decision]]) -> list[type[Decision]]:

@@ -21,7 +21,7 @@ AnyPrefill = Prefill | SparsePrefill | ThinnedPrefill
 
 class Prefills:
     def __init__(self, model: Model, step_s: float, prefix: PrefixCache | None, draft: Draft | None) -> None:
-        self._network, self._prefix, self._draft = model.network, prefix, draft
+        self._network, self._costs, self._prefix, self._draft = model.network, model.costs, prefix, draft
         self._prefills: dict[str, AnyPrefill] = {}
         self._turn = 0
         self.budget, self._step_s = StepBudget(step_s), step_s
@@ -48,8 +48,9 @@ class Prefills:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens that are in the caches of those who have some. In that of a draft they take as much, at the most."""
-        return [prefill.done for prefill in self._prefills.values() if prefill.done]
+        """Tokens that are in caches, for each that has some; those in a draft's by what they take of the model's."""
+        done = ((prefill.phase, prefill.done) for prefill in self._prefills.values() if prefill.done)
+        return [self._costs.draft_tokens(tokens) if phase == "scoring" else tokens for phase, tokens in done]
 
     def begin(self, row: Row) -> None:
         self._prefills[row.id] = self._prefill_of(row)

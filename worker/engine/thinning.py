@@ -20,7 +20,7 @@ from worker.engine.scoring import LOOKAHEAD, Draft, Scores, Scoring
 from worker.engine.sparse import SparsePrefill, front, window_of
 from worker.engine.upstream import make_prompt_cache
 from worker.schedule.selection import merged, outside, select
-from worker.schedule.sequence import Outcome, Prefilled, Range, Scored, Thinned, Thinning, Whole
+from worker.schedule.sequence import Outcome, Prefilled, Range, Scored, Thinned, Thinning, Whole, tokens_in
 
 logger = logging.getLogger("sluice.engine")
 
@@ -110,7 +110,7 @@ class ThinnedPrefill:
             self._leave_whole(f"{rest:,} tokens were left to compute, and it begins at {thinning.least:,}.")
         elif len(self.row.sequence.prompt) + LOOKAHEAD > self._draft.context:
             self._leave_whole(f"The draft was made for {self._draft.context:,} tokens, and the prompt has more.")
-        elif not thinning.asked and not self._pays(rest, thinning.keep):
+        elif not thinning.asked and not self._pays(rest, self._share(len(self.row.sequence.prompt) - rest)):
             self._leave_whole("The draft would have taken longer than it saves.")
         else:
             asked = self.row.sequence
@@ -132,12 +132,23 @@ class ThinnedPrefill:
 
     def _kept(self, scores: Scores, start: int) -> tuple[Range, ...]:
         """`start`: tokens that are there already."""
-        end = len(scores) - max(1, window_of(make_prompt_cache(self._network)))
-        thinnable = [
-            (max(first, start) - start, min(behind, end) - start) for first, behind in self._thinning.thinnable
-        ]
-        chosen = select(scores[start:], self._thinning.keep, outside(thinnable, len(scores) - start))
-        return tuple(merged([(0, start), *((first + start, behind + start) for first, behind in chosen)], len(scores)))
+        tokens = len(scores) - start
+        stays = [(first - start, end - start) for first, end in self._stays(start)]
+        chosen = select(scores[start:], self._share(start), stays)
+        return tuple(merged([(0, start), *((first + start, end + start) for first, end in chosen)], tokens + start))
+
+    def _stays(self, start: int) -> list[Range]:
+        """Whatever its tokens score."""
+        tokens = len(self.row.sequence.prompt)
+        end = tokens - max(1, window_of(make_prompt_cache(self._network)))
+        thinnable = [(max(first, start), min(behind, end)) for first, behind in self._thinning.thinnable]
+        return merged(((max(first, start), behind) for first, behind in outside(thinnable, tokens)), tokens)
+
+    def _share(self, start: int) -> float:
+        """To keep of the tokens from there on: those that stay, and of the others what was asked for. Else the scores
+        would have nothing to choose where much stays."""
+        tokens, stay = len(self.row.sequence.prompt) - start, tokens_in(self._stays(start))
+        return (stay + self._thinning.keep * (tokens - stay)) / max(1, tokens)
 
     def _compute(self, tokens: int) -> None:
         head = min(tokens, self._prefill.remaining)

@@ -47,11 +47,17 @@ class Costs:
     chunk_token_bytes: int = 0  # activations, for each token of a chunk
     score_bytes: int = 0  # attention scores, for each pair of a chunk's token and one before it; 0 where none are kept
     draft_bytes: int = 0  # the weights of a draft model
+    draft: "Costs | None" = None  # its own
     factor: float = 1.0  # of what comes beside the weights: see `Correction`
 
     @property
     def resident_bytes(self) -> int:
         return self.weights_bytes + self.draft_bytes
+
+    def draft_tokens(self, tokens: int) -> int:
+        """So many tokens in the model's cache take as much as these do in its draft's."""
+        each = sum(kind.token_bytes for kind in self.growing)
+        return -(-self.draft.row_bytes(tokens) // each) if self.draft and each else 0
 
     def row_bytes(self, tokens: int) -> int:
         """A row alone, in mlx-lm's caches. They grow by whole steps from wherever they stand, so up to a step less

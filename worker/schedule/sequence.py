@@ -58,7 +58,7 @@ class Guide(Protocol):
 class Thinning:
     """That a prompt need not be computed whole: SpecPrefill (arXiv 2502.02789)."""
 
-    keep: float  # share of the tokens that are not in the prefix cache
+    keep: float  # share of those that may be left out and are not in the prefix cache
     thinnable: tuple[Range, ...]  # all others stay
     least: int  # tokens to compute: with fewer it is not worth it
     asked: bool  # by the request: whether or not it pays

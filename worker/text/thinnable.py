@@ -32,14 +32,13 @@ class Thinnable:
 
 
 def _spans(conversation: Conversation, text: str) -> Iterator[tuple[int, int]]:
-    """Characters. A content that the template shows in other words is left as it is."""
+    """Characters. What the template shows in other words is left as it is, and so is what stands in the prompt more
+    than once: in the system prompt or a tool's, maybe."""
     asked = max((at for at, message in enumerate(conversation) if message["role"] == "user"), default=0)
-    reached = 0
     for at, message in enumerate(conversation):
         content = message["content"].strip()
-        start = text.find(content, reached) if len(content) > _SHORT else -1
-        if start >= 0:
-            reached = start + len(content)
-            ends = _SHORT if at >= asked else 0
-            if message["role"] != "system" and start + ends < reached - ends:
-                yield start + ends, reached - ends
+        if message["role"] == "system" or len(content) <= _SHORT or text.count(content) != 1:
+            continue
+        start, ends = text.find(content), _SHORT if at >= asked else 0
+        if 2 * ends < len(content):
+            yield start + ends, start + len(content) - ends
