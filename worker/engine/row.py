@@ -39,10 +39,14 @@ class Row:
         """In tokens that are computed."""
         return len(self.sequence.prompt) - self.left_out + len(self.answer)
 
-    def leave_out(self, kept: tuple[Range, ...] | None) -> None:
-        """All of the prompt but these, or nothing: before its prefill, and whenever it comes again."""
+    def leave_out(self, kept: tuple[Range, ...]) -> None:
+        """All of the prompt but these: before its prefill, and whenever it comes again."""
         self.sequence = replace(self.sequence, kept=kept)
         self.left_out = self.sequence.left_out
+
+    def leave_nothing_out(self) -> None:
+        """Nor be scored again, so admission need not allow for the draft's cache any more."""
+        self.sequence, self.left_out = replace(self.sequence, kept=None, thinning=None), 0
 
     def fed(self, *ending: int) -> tuple[int, ...]:
         """All that is in its cache between two steps: what is known of it, and what else it was fed."""

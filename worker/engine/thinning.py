@@ -174,5 +174,5 @@ class ThinnedPrefill:
 
     def _leave_whole(self, why: str) -> None:
         self._scoring = None
-        self.row.leave_out(None)
+        self.row.leave_nothing_out()
         self._told.append(Whole(self.row.id, why))

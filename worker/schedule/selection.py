@@ -47,9 +47,8 @@ def outside(ranges: Iterable[Range], tokens: int) -> list[Range]:
 
 def _pieces(kept: Sequence[Range], tokens: int) -> Iterator[Range]:
     """What is between, cut where chunks begin."""
-    for (_, start), (end, _) in pairwise([(0, 0), *kept, (tokens, tokens)]):
-        if start < end:
-            yield from pairwise([start, *range(start - start % CHUNK + CHUNK, end, CHUNK), end])
+    for start, end in outside(kept, tokens):
+        yield from pairwise([start, *range(start - start % CHUNK + CHUNK, end, CHUNK), end])
 
 
 def _floor(kept: Iterable[Range], best: Iterable[Range]) -> list[Range]:
