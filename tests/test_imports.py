@@ -38,6 +38,7 @@ TABLE = {
     "worker.schedule":     May(),
     "worker.text":         May("schemas worker.errors worker.schedule.sequence", "jinja2 llguidance pydantic"),
     "worker.engine":       May("worker.schedule worker.errors worker.pulse", "mlx mlx_lm mlx_vlm"),
+    "worker.images":       May("schemas worker.errors worker.settings", "PIL"),
     "worker.queue":        May("schemas worker.errors worker.metrics worker.pulse worker.settings",
                                "arq pydantic_core redis"),
 

@@ -1,0 +1,1 @@
+"""Images, from the parts of a request to pixels."""
