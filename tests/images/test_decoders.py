@@ -1,0 +1,164 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import PIL.Image
+import pytest
+
+from scripts.stack import ROOT
+from tests.images.pictures import patch, read, saved
+from worker.errors import Refusal
+from worker.images.decoder import Decoder, Task
+from worker.images.decoders import Decoders
+from worker.images.image import Image
+
+FILE = saved(patch())
+
+
+def task(source: bytes) -> Task:
+    return Task(len(source), is_url=False, max_bytes=1_000_000, max_pixels=25_000_000, low=False)
+
+
+@pytest.fixture
+async def decoders() -> AsyncIterator[Decoders]:
+    decoders = Decoders()
+    yield decoders
+    decoders.close()
+
+
+async def asked(decoders: Decoders, source: bytes = FILE) -> Image | tuple[str, str]:
+    try:
+        return await decoders.decode(task(source), source)
+    except Refusal as refusal:
+        return refusal.type, refusal.message
+
+
+def idle(decoders: Decoders) -> list[int]:
+    return [decoder.pid for decoder in decoders._idle]
+
+
+async def ended(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        async with asyncio.timeout(10):
+            while True:
+                os.kill(pid, 0)
+                await asyncio.sleep(0.001)
+
+
+async def test_an_image_is_decoded_in_another_process_as_it_would_be_here(decoders: Decoders) -> None:
+    image = await asked(decoders)
+    assert image == read(FILE)
+    assert isinstance(image, Image)
+    assert image.pixels == read(FILE).pixels
+    assert os.getpid() not in idle(decoders)
+
+
+async def test_a_process_stays_for_the_next_image(decoders: Decoders) -> None:
+    await asked(decoders)
+    before = idle(decoders)
+    assert await asked(decoders, b"no image") == (
+        "invalid_request", "this is not an image; send PNG, JPEG, WebP or GIF.",
+    )  # fmt: skip
+    assert await asked(decoders) == read(FILE)
+    assert idle(decoders) == before
+
+
+async def test_many_images_at_once_get_their_own_answers_from_two_processes(decoders: Decoders) -> None:
+    files = [saved(patch(side, 8)) for side in range(8, 28)]
+    images = await asyncio.gather(*(asked(decoders, file) for file in files))
+    assert images == [read(file) for file in files]
+    assert len(idle(decoders)) == 2
+
+
+async def test_the_event_loop_goes_on_while_a_large_image_is_decoded(decoders: Decoders) -> None:
+    large = saved(PIL.Image.effect_noise((3000, 2000), 50), compress_level=1)
+    decoding = asyncio.create_task(decoders.decode(Task(len(large), False, 10**8, 10**8, False), large))
+    turns = 0
+    while not decoding.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert (await decoding).width == 3000
+    assert turns >= 10
+
+
+async def test_a_process_that_was_killed_while_it_waited_is_replaced(decoders: Decoders) -> None:
+    await asked(decoders)
+    (pid,) = idle(decoders)
+    os.kill(pid, signal.SIGKILL)
+    while decoders._idle[0].alive:
+        await asyncio.sleep(0.001)
+    assert await asked(decoders) == read(FILE)
+    assert pid not in idle(decoders)
+
+
+async def stopped(decoders: Decoders) -> int:
+    """A process that waits for an image, and will do nothing with it."""
+    await asked(decoders)
+    (pid,) = idle(decoders)
+    os.kill(pid, signal.SIGSTOP)
+    return pid
+
+
+async def test_an_image_that_its_decoder_dies_on_fails_alone(decoders: Decoders) -> None:
+    pid = await stopped(decoders)
+    fatal = asyncio.create_task(asked(decoders))
+    await asyncio.sleep(0.05)
+    beside = asyncio.create_task(asked(decoders))
+    os.kill(pid, signal.SIGKILL)
+    assert await fatal == ("internal", "the image's decoder died on it; the worker's log says when.")
+    assert await beside == await asked(decoders) == read(FILE)
+
+
+async def test_an_image_that_takes_too_long_is_refused_and_its_process_ended(decoders: Decoders) -> None:
+    pid = await stopped(decoders)
+    decoders._seconds = 0.3
+    assert await asked(decoders) == ("too_large", "the image took longer to decode than 0.3 s.")
+    await ended(pid)
+    decoders._seconds = 30
+    assert await asked(decoders) == read(FILE)
+
+
+async def test_a_job_that_is_cancelled_takes_its_process_along(decoders: Decoders) -> None:
+    pid = await stopped(decoders)
+    cancelled = asyncio.create_task(asked(decoders))
+    await asyncio.sleep(0.05)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    await ended(pid)
+    assert await asyncio.gather(*(asked(decoders) for _ in range(4))) == [read(FILE)] * 4
+
+
+async def test_nobody_is_left_after_the_end(decoders: Decoders) -> None:
+    await asyncio.gather(*(asked(decoders) for _ in range(4)))
+    pids = idle(decoders)
+    decoders.close()
+    assert len(pids) == 2
+    for pid in pids:
+        await ended(pid)
+
+
+def test_a_process_goes_on_when_the_worker_is_told_to_stop() -> None:
+    decoder = Decoder()
+    assert decoder.decode(task(FILE), FILE) == read(FILE)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(decoder.pid, number)
+    assert decoder.decode(task(FILE), FILE) == read(FILE)
+    decoder.close()
+
+
+def test_a_process_ends_with_its_worker() -> None:
+    """Also where that was killed: nobody holds the other end of its pipe."""
+    ran = subprocess.run([sys.executable, "-m", "worker.images"], cwd=ROOT, input=b"", capture_output=True, timeout=20)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"")
+
+
+def test_a_task_that_was_cut_off_is_not_answered() -> None:
+    cut_off = b'{"length": 5, "is_url": false, "max_bytes": 9, "max_pixels": 9, "low": false}\nabc'
+    command = [sys.executable, "-m", "worker.images"]
+    ran = subprocess.run(command, cwd=ROOT, input=cut_off, capture_output=True, timeout=20)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"")

@@ -1,0 +1,80 @@
+"""The images of a conversation, from the parts of its messages."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from schemas.chat import ImagePart, ImageUrl, Message
+from worker.errors import Refusal
+from worker.images.decoder import Task
+from worker.images.decoders import Decoders
+from worker.images.fetch import Fetcher
+from worker.images.image import Image
+from worker.settings import Settings
+
+# All of a request's together may have so many times the pixels of one: they wait in memory for the model.
+_TOGETHER = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    place: str
+    image: ImageUrl
+
+
+class Images:
+    """What the requests of a worker with a vision model show."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._decoders = Decoders()
+        self._fetcher = Fetcher(settings.image_max_bytes) if settings.image_urls else None
+
+    async def of(self, messages: list[Message]) -> tuple[Image, ...]:
+        """In the order of the conversation, which is that of the prompt. Raises `Refusal` for the first that is not
+        as it should be. One after another: no request takes more than its share of memory and decoders."""
+        shown = list(shown_in(messages))
+        self._refuse_too_many(len(shown))
+        images, pixels, most = list[Image](), 0, _TOGETHER * self._settings.image_max_pixels
+        for each in shown:
+            image = await self._at(each)
+            pixels += image.width * image.height
+            if pixels > most:
+                raise Refusal("too_large", f"{each.place}: with this one the images have more than {most:,} pixels.")
+            images.append(image)
+        return tuple(images)
+
+    def _refuse_too_many(self, images: int) -> None:
+        most = self._settings.max_images
+        if images > most:
+            said = f"messages: {images:,} images are {images - most:,} more than this worker takes, {most:,}."
+            raise Refusal("too_large", said)
+
+    async def _at(self, shown: Shown) -> Image:
+        try:
+            return await self._image(shown.image)
+        except Refusal as refusal:
+            said = f"{shown.place}: {refusal.message}"
+            raise Refusal(refusal.type, said, retryable=refusal.retryable) from None
+
+    async def _image(self, image: ImageUrl) -> Image:
+        is_data = image.url[: len("data:")].lower() == "data:"
+        if is_data:
+            source = image.url.encode()
+        elif self._fetcher is None:
+            raise Refusal("unsupported", "this worker takes data: URLs only.")
+        else:
+            source = await self._fetcher.fetch(image.url)
+        most_bytes, most_pixels = self._settings.image_max_bytes, self._settings.image_max_pixels
+        task = Task(len(source), is_data, most_bytes, most_pixels, low=image.detail == "low")
+        return await self._decoders.decode(task, source)
+
+    def close(self) -> None:
+        """Ends the decoders, which none of the worker's jobs may use any more."""
+        self._decoders.close()
+
+
+def shown_in(messages: list[Message]) -> Iterator[Shown]:
+    for at, message in enumerate(messages):
+        for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if isinstance(part, ImagePart):
+                yield Shown(f"messages[{at}].content[{index}].image_url", part.image_url)

@@ -1,0 +1,64 @@
+"""The processes that decode, shared among all jobs."""
+
+import asyncio
+import logging
+
+from worker.errors import Refusal
+from worker.images.decoder import Decoder, DecoderDied, Task
+from worker.images.image import Image
+
+logger = logging.getLogger("sluice.images")
+
+_MOST = 2  # at once: each takes up to 24 bytes a pixel, a WebP's, while it works, and the engine wants its cores
+_LONGEST_S = 30.0  # a slow machine takes 5 s for the largest file that is let in
+
+
+class Decoders:
+    """Each is started when there is work for it, and stays."""
+
+    def __init__(self) -> None:
+        self._seconds = _LONGEST_S
+        self._room = asyncio.Semaphore(_MOST)
+        self._idle: list[Decoder] = []
+
+    async def decode(self, task: Task, source: bytes) -> Image:
+        """Raises `Refusal`."""
+        async with self._room:
+            answer = await self._answer(task, source)
+        if isinstance(answer, Refusal):
+            raise answer
+        return answer
+
+    async def _answer(self, task: Task, source: bytes) -> Image | Refusal:
+        decoder, answer = self._ready(), None
+        try:
+            async with asyncio.timeout(self._seconds):
+                answer = await asyncio.to_thread(decoder.decode, task, source)
+        except TimeoutError:
+            return Refusal("too_large", f"the image took longer to decode than {self._seconds:g} s.")
+        except DecoderDied:
+            logger.error("The decoder %d died on an image of %d bytes.", decoder.pid, task.length)
+            return Refusal("internal", "the image's decoder died on it; the worker's log says when.")
+        finally:
+            if answer is not None:
+                self._idle.append(decoder)
+            else:  # it may still be at work on what nobody waits for
+                self._end(decoder)
+        return answer
+
+    def _ready(self) -> Decoder:
+        while self._idle:
+            decoder = self._idle.pop()
+            if decoder.alive:
+                return decoder
+            self._end(decoder)
+        return Decoder()
+
+    def _end(self, decoder: Decoder) -> None:
+        decoder.kill()
+        # Until it has gone a moment passes, or seconds on a machine that swaps.
+        asyncio.get_running_loop().run_in_executor(None, decoder.close)
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
