@@ -2,8 +2,10 @@
 
 import time
 
+from worker.engine.encoding import FeatureCache
 from worker.engine.layers import weights_bytes
 from worker.engine.model import Model
+from worker.engine.pictured import PicturedPrefill
 from worker.engine.prefill import Phase, Prefill
 from worker.engine.prefix import PrefixCache
 from worker.engine.row import Row
@@ -15,12 +17,21 @@ from worker.schedule.budget import TOKENS_PER_S, StepBudget
 from worker.schedule.plan import Chunk, Waiting, plan
 from worker.schedule.sequence import Outcome
 
-AnyPrefill = Prefill | SparsePrefill | ThinnedPrefill
+AnyPrefill = Prefill | PicturedPrefill | SparsePrefill | ThinnedPrefill
 
 
 class Prefills:
-    def __init__(self, model: Model, step_s: float, prefix: PrefixCache | None, draft: Draft | None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        step_s: float,
+        prefix: PrefixCache | None,
+        draft: Draft | None,
+        features: FeatureCache | None = None,
+    ) -> None:
+        """`features`: of images, for a model that sees them."""
         self._network, self._prefix, self._draft = model.network, prefix, draft
+        self._vision, self._features = model.vision, features
         self._prefills: dict[str, AnyPrefill] = {}
         self._turn = 0
         self.budget = StepBudget(step_s)
@@ -29,6 +40,7 @@ class Prefills:
         self._budgets: dict[Phase, StepBudget] = {
             "prefill": self.budget,
             "scoring": StepBudget(step_s, TOKENS_PER_S * ratio),
+            "encoding": StepBudget(step_s),
         }
 
     def __len__(self) -> int:
@@ -54,8 +66,12 @@ class Prefills:
 
     def _prefill_of(self, row: Row) -> AnyPrefill:
         asked = row.sequence
+        if asked.pictures:
+            assert self._vision is not None, "a model that sees nothing is given no images"
+            assert self._features is not None
+            return PicturedPrefill(self._network, row, self._prefix, self._vision, self._features)
         if asked.kept is not None:
-            head = asked.known[:-1][: front(asked.kept)]
+            head = asked.keys(asked.known[:-1])[: front(asked.kept)]
             found = self._prefix.fetch(asked.space, head) if self._prefix else (make_prompt_cache(self._network), 0)
             return SparsePrefill(self._network, row, asked.kept, *found)
         if asked.thinning and self._draft and not asked.delivered:

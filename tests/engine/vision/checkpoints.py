@@ -1,0 +1,156 @@
+"""Tiny random models that see, as folders that the real loaders open: weights, tokenizer, template and processor."""
+
+import copy
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+# The first ids are the 256 bytes.
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+SPECIAL += ["<|video_pad|>", "<think>", "</think>"]
+IDS = {name: 256 + at for at, name in enumerate(SPECIAL)}
+VOCAB = 320
+EOS = IDS["<|im_end|>"]
+
+QWEN_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p.text }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_QWEN_TOWER = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "out_hidden_size": 64,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 64,
+    "in_channels": 3,
+}
+_QWEN = {
+    "image_token_id": IDS["<|image_pad|>"],
+    "video_token_id": IDS["<|video_pad|>"],
+    "vision_start_token_id": IDS["<|vision_start|>"],
+    "vision_end_token_id": IDS["<|vision_end|>"],
+    "vocab_size": VOCAB,
+    "eos_token_id": EOS,
+    "tie_word_embeddings": False,
+}
+_TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "eos_token_id": EOS,
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3_5": {
+        **_QWEN,
+        "model_type": "qwen3_5",
+        "text_config": {
+            **_TEXT,
+            "model_type": "qwen3_5_text",
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 16,
+            "linear_conv_kernel_dim": 4,
+            "full_attention_interval": 2,
+            "rope_parameters": {
+                "type": "default",
+                "mrope_section": [2, 1, 1],
+                "rope_theta": 10000,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+        "vision_config": {**_QWEN_TOWER, "model_type": "qwen3_5", "deepstack_visual_indexes": []},
+    },
+    "qwen3_vl": {
+        **_QWEN,
+        "model_type": "qwen3_vl",
+        "text_config": {
+            **_TEXT,
+            "model_type": "qwen3_vl_text",
+            "rope_theta": 10000.0,
+            "rope_scaling": {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True},
+        },
+        "vision_config": {**_QWEN_TOWER, "model_type": "qwen3_vl", "deepstack_visual_indexes": [0, 1]},
+    },
+}
+_QWEN_PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "processor_class": "Qwen3VLProcessor",
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "size": {"shortest_edge": 64, "longest_edge": 4096},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+
+
+def write_checkpoint(family: str, folder: Path, *, seed: int = 0) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = CONFIGS[family]
+    weights = dict(tree_flatten(build(config, seed).parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    _write(folder / "config.json", config)
+    _write(folder / "generation_config.json", {"eos_token_id": [EOS]})
+    _write(folder / "preprocessor_config.json", _QWEN_PROCESSOR)
+    (folder / "chat_template.jinja").write_text(QWEN_TEMPLATE)
+    write_tokenizer(folder)
+    return folder
+
+
+def build(config: dict[str, Any], seed: int) -> nn.Module:
+    """mlx-vlm's model, with fp32 random weights, wide enough apart for varied greedy answers."""
+    family = importlib.import_module(f"mlx_vlm.models.{config['model_type']}")
+    given = copy.deepcopy(config)
+    made = family.ModelConfig.from_dict(given)
+    made.text_config = family.TextConfig.from_dict(given["text_config"])
+    made.vision_config = family.VisionConfig.from_dict(given["vision_config"])
+    mx.random.seed(seed)
+    model = family.Model(made)
+    model.update(tree_map(_widen, model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+def _widen(weight: mx.array) -> mx.array:
+    if weight.ndim >= 2:
+        return weight.astype(mx.float32) * 1.8
+    return weight.astype(mx.float32) + 0.1 * mx.random.normal(weight.shape)
+
+
+def write_tokenizer(folder: Path) -> None:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: id for id, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    said = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    _write(folder / "tokenizer_config.json", {**said, "chat_template": QWEN_TEMPLATE})
+
+
+def _write(file: Path, content: Any) -> None:
+    file.write_text(json.dumps(content))
