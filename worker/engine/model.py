@@ -47,7 +47,7 @@ def open_model(path_or_hub_id: str, *, vision: bool = True, trusted: bool = Fals
     path = model_folder(path_or_hub_id, said=f"SLUICE_MODEL={path_or_hub_id}")
     try:
         network, config, sight = open_vision(path, trusted=trusted) if vision and sees(path) else _open_text(path)
-        tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+        tokenizer = load_tokenizer(path, _template_of(sight), eos_token_ids=config.get("eos_token_id"))
         # Before a weight is read, so that what cannot be served is refused at once.
         why_not, costs = why_not_batched(network, config), _costs(network, config, sight)
         if why_not is None:
@@ -87,6 +87,12 @@ def _costs(network: nn.Module, config: dict[str, Any], vision: Vision | None) ->
     return anatomy(network, config).costs(weights_bytes=weights_bytes(_whole(network, vision)))
 
 
+def _template_of(vision: Vision | None) -> dict[str, Any]:
+    """The processor's own, which shows images; that of the tokenizer may not, or not be there."""
+    template = vision.processor.chat_template if vision else None
+    return {"chat_template": template} if template else {}
+
+
 def _whole(network: nn.Module, vision: Vision | None) -> nn.Module:
     """With the vision tower; the language model's weights are in both, and are the same."""
     return vision.network if vision else network
@@ -117,6 +123,9 @@ def fingerprint(path: Path) -> str:
         "tokenizer.json",
         "tokenizer_config.json",
         "chat_template.jinja",
+        "chat_template.json",
+        "processor_config.json",
+        "preprocessor_config.json",
     ):
         if (path / name).is_file():
             digest.update(name.encode() + (path / name).read_bytes())

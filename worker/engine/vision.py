@@ -38,7 +38,7 @@ def sees(folder: Path) -> bool:
     config = _said(folder, "config.json")
     if not config.get("vision_config"):
         return False
-    names = (name for file in folder.glob("*.safetensors") for name in tensor_names(file))
+    names = (name for file in folder.glob("model*.safetensors") for name in tensor_names(file))
     there = any(tower in name for name in names for tower in _TOWERS)
     if there and config["model_type"] not in FAMILIES:
         logger.warning("Images are not served with a model of type %s, text is.", config["model_type"])
