@@ -108,10 +108,15 @@ _QWEN_PROCESSOR = {
 }
 
 
-def write_checkpoint(family: str, folder: Path, *, seed: int = 0) -> Path:
+def write_checkpoint(family: str, folder: Path, *, seed: int = 0, bits: int | None = None) -> Path:
+    """`bits`: of the language model's weights, where they are quantized."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = CONFIGS[family]
-    weights = dict(tree_flatten(build(config, seed).parameters()))
+    config, model = CONFIGS[family], build(CONFIGS[family], seed)
+    if bits:
+        how = {"group_size": 32, "bits": bits, "mode": "affine"}
+        nn.quantize(model, **how, class_predicate=_quantized)
+        config = {**config, "quantization": how}
+    weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     _write(folder / "config.json", config)
     _write(folder / "generation_config.json", {"eos_token_id": [EOS]})
@@ -133,6 +138,10 @@ def build(config: dict[str, Any], seed: int) -> nn.Module:
     model.update(tree_map(_widen, model.parameters()))
     mx.eval(model.parameters())
     return model
+
+
+def _quantized(path: str, layer: nn.Module) -> bool:
+    return path.startswith("language_model.") and hasattr(layer, "to_quantized")
 
 
 def _widen(weight: mx.array) -> mx.array:
