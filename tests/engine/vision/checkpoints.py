@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
+from mlx_vlm.utils import update_module_configs
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 # The first ids are the 256 bytes.
@@ -61,6 +62,11 @@ _TEXT = {
     "tie_word_embeddings": False,
     "eos_token_id": EOS,
 }
+_QWEN_2 = {
+    **{name: value for name, value in _TEXT.items() if name != "head_dim"},
+    "rope_theta": 10000.0,
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5": {
@@ -94,6 +100,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "rope_scaling": {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True},
         },
         "vision_config": {**_QWEN_TOWER, "model_type": "qwen3_vl", "deepstack_visual_indexes": [0, 1]},
+    },
+    # These write the language model's settings beside the others.
+    "qwen2_vl": {
+        **_QWEN,
+        **_QWEN_2,
+        "model_type": "qwen2_vl",
+        "vision_config": {**_QWEN_TOWER, "model_type": "qwen2_vl", "embed_dim": 32, "hidden_size": 64},
+    },
+    "qwen2_5_vl": {
+        **_QWEN,
+        **_QWEN_2,
+        "model_type": "qwen2_5_vl",
+        "vision_config": {
+            **_QWEN_TOWER,
+            "model_type": "qwen2_5_vl",
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+        },
     },
 }
 _QWEN_PROCESSOR = {
@@ -130,9 +154,7 @@ def build(config: dict[str, Any], seed: int) -> nn.Module:
     """mlx-vlm's model, with fp32 random weights, wide enough apart for varied greedy answers."""
     family = importlib.import_module(f"mlx_vlm.models.{config['model_type']}")
     given = copy.deepcopy(config)
-    made = family.ModelConfig.from_dict(given)
-    made.text_config = family.TextConfig.from_dict(given["text_config"])
-    made.vision_config = family.VisionConfig.from_dict(given["vision_config"])
+    made = update_module_configs(family.ModelConfig.from_dict(given), family, given, ["text", "vision"])
     mx.random.seed(seed)
     model = family.Model(made)
     model.update(tree_map(_widen, model.parameters()))

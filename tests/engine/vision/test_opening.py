@@ -11,11 +11,11 @@ import pytest
 from mlx.utils import tree_flatten
 
 from tests.engine.vision import seen
-from tests.engine.vision.checkpoints import write_checkpoint
+from tests.engine.vision.checkpoints import CONFIGS, write_checkpoint
 from worker.engine.model import fingerprint, open_model
 from worker.errors import CannotStart
 
-FAMILIES = ["qwen3_5", "qwen3_vl"]
+FAMILIES = [*CONFIGS]
 
 
 @pytest.fixture

@@ -7,11 +7,12 @@ from PIL import Image
 
 from schemas import ChatRequest
 from tests.engine.vision import seen
+from tests.engine.vision.checkpoints import CONFIGS
 from worker.engine.words import Words
 from worker.errors import Refusal
 from worker.text.language import Language
 
-FAMILIES = ["qwen3_5", "qwen3_vl"]
+FAMILIES = [*CONFIGS]
 SHOWN = [seen.image(1, 24, 16), seen.image(2, 40, 32), seen.image(3, 16, 16)]
 
 

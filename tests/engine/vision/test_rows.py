@@ -6,9 +6,10 @@ import pytest
 
 from tests.engine.driver import Run, answers, tokens
 from tests.engine.vision import seen
+from tests.engine.vision.checkpoints import CONFIGS
 from tests.engine.vision.seen import Prompt, prompt
 
-FAMILIES = ["qwen3_5", "qwen3_vl"]
+FAMILIES = [*CONFIGS]
 LONG = 24
 
 
