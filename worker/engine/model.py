@@ -87,10 +87,8 @@ def _costs(network: nn.Module, config: dict[str, Any], vision: Vision | None) ->
     return anatomy(network, config).costs(weights_bytes=weights_bytes(_whole(network, vision)))
 
 
-def _template_of(vision: Vision | None) -> dict[str, Any]:
-    """The processor's own, which shows images; that of the tokenizer may not, or not be there."""
-    template = vision.processor.chat_template if vision else None
-    return {"chat_template": template} if template else {}
+def _template_of(vision: Vision | None) -> dict[str, str]:
+    return {"chat_template": vision.template} if vision and vision.template else {}
 
 
 def _whole(network: nn.Module, vision: Vision | None) -> nn.Module:

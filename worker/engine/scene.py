@@ -64,7 +64,8 @@ class Scene:
         tokens = mx.array([self._tokens[start:end]])
         rows, seen = self._family.embeddings(tokens), [*self._seen(start, end)]
         for (first, last), features in seen:
-            rows[0, first:last] = features.rows
+            shows = (tokens[0, first:last] == self._family.placeholder)[:, None]
+            rows[0, first:last] = mx.where(shows, features.rows, rows[0, first:last])
         positions = None if self._positions is None else self._positions[:, :, start:end]
         self._family.read(cache, tokens, rows, positions, seen)
 

@@ -13,7 +13,8 @@ from typing import Any
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from worker.engine.families import FAMILIES
+from worker.engine.eyes import Eyes, GridEyes, RowEyes, SquareEyes
+from worker.engine.families import DeepQwen, Gemma3, MakeFamily, Mistral3, Pixtral, Qwen
 from worker.engine.heads import tensor_names
 from worker.engine.scene import Family
 from worker.engine.upstream import get_classes
@@ -23,13 +24,26 @@ logger = logging.getLogger("sluice.engine")
 
 _SAID_IN = "config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json"
 _TOWERS = "visual.", "vision_tower.", "vision_model.", "vision_encoder."
+# By the model_type of their configs.
+_KNOWN: dict[str, tuple[MakeFamily, type[Eyes]]] = {
+    "qwen2_vl": (Qwen, GridEyes),
+    "qwen2_5_vl": (Qwen, GridEyes),
+    "qwen3_vl": (DeepQwen, GridEyes),
+    "qwen3_vl_moe": (DeepQwen, GridEyes),
+    "qwen3_5": (DeepQwen, GridEyes),
+    "qwen3_5_moe": (DeepQwen, GridEyes),
+    "gemma3": (Gemma3, SquareEyes),
+    "pixtral": (Pixtral, RowEyes),
+    "mistral3": (Mistral3, RowEyes),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Vision:
     network: nn.Module  # mlx-vlm's, with the language model in it
     family: Family
-    processor: Any
+    eyes: Eyes
+    template: str | None  # the processor's own, which shows images; that of the tokenizer may not, or not be there
 
 
 def sees(folder: Path) -> bool:
@@ -40,9 +54,9 @@ def sees(folder: Path) -> bool:
         return False
     names = (name for file in folder.glob("model*.safetensors") for name in tensor_names(file))
     there = any(tower in name for name in names for tower in _TOWERS)
-    if there and config["model_type"] not in FAMILIES:
+    if there and config["model_type"] not in _KNOWN:
         logger.warning("Images are not served with a model of type %s, text is.", config["model_type"])
-    return there and config["model_type"] in FAMILIES
+    return there and config["model_type"] in _KNOWN
 
 
 def open_vision(folder: Path, *, trusted: bool) -> tuple[nn.Module, dict[str, Any], Vision]:
@@ -59,9 +73,12 @@ def open_vision(folder: Path, *, trusted: bool) -> tuple[nn.Module, dict[str, An
             "serve it for text alone with SLUICE_VISION=off."
         ) from error
     network, config = mlx_vlm.load_model(folder, lazy=True, trust_remote_code=trusted), _said(folder, "config.json")
-    family = FAMILIES[config["model_type"]](network, mlx_vlm.make_prompt_cache)
     processor = mlx_vlm.load_processor(folder, add_detokenizer=False, trust_remote_code=trusted)
-    return twin_of(network, config), config, Vision(network, family, processor)
+    twin = twin_of(network, config)
+    make_family, make_eyes = _KNOWN[config["model_type"]]
+    family = make_family(network, twin, mlx_vlm.make_prompt_cache)
+    template = processor.chat_template or processor.tokenizer.chat_template
+    return twin, config, Vision(network, family, make_eyes(processor, family.placeholder), template)
 
 
 def twin_of(seeing: nn.Module, config: dict[str, Any]) -> nn.Module:

@@ -14,15 +14,21 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 # The first ids are the 256 bytes.
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
-SPECIAL += ["<|video_pad|>", "<think>", "</think>"]
+SPECIAL += ["<|video_pad|>", "<think>", "</think>", "<start_of_image>", "<image_soft_token>", "<end_of_image>"]
+SPECIAL += ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
 IDS = {name: 256 + at for at, name in enumerate(SPECIAL)}
 VOCAB = 320
+_GEMMA_TOKENS = {
+    "boi_token": "<start_of_image>",
+    "image_token": "<image_soft_token>",
+    "eoi_token": "<end_of_image>",
+}
 EOS = IDS["<|im_end|>"]
 
-QWEN_TEMPLATE = (
+_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
-    "{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p.text }}{% endif %}"
+    "{% if p.type == 'image' %}IMAGE{% else %}{{ p.text }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -66,6 +72,20 @@ _QWEN_2 = {
     **{name: value for name, value in _TEXT.items() if name != "head_dim"},
     "rope_theta": 10000.0,
     "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+}
+_TOWER = {
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "image_size": 16,
+}
+_MISTRAL = {
+    "image_token_index": IDS["[IMG]"],
+    "vocab_size": VOCAB,
+    "eos_token_id": EOS,
+    "text_config": {**_TEXT, "model_type": "mistral", "head_dim": 16, "rope_theta": 10000.0},
 }
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -119,16 +139,78 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "fullatt_block_indexes": [1],
         },
     },
+    # Its image tokens lie in layers with a window, too.
+    "gemma3": {
+        "model_type": "gemma3",
+        "image_token_index": IDS["<image_soft_token>"],
+        "hidden_size": 64,
+        "vocab_size": VOCAB,
+        "eos_token_id": EOS,
+        "pad_token_id": IDS["<|endoftext|>"],
+        "text_config": {
+            **_TEXT,
+            "model_type": "gemma3_text",
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 24,
+            "sliding_window_pattern": 2,
+            "rope_theta": 10000.0,  # mlx-lm's name of the next
+            "rope_global_base_freq": 10000.0,
+            "rope_local_base_freq": 10000.0,
+            "mm_tokens_per_image": 4,
+        },
+        "vision_config": {**_TOWER, "model_type": "siglip_vision_model"},
+    },
+    "pixtral": {
+        **_MISTRAL,
+        "model_type": "pixtral",
+        "vision_config": {**_TOWER, "model_type": "pixtral", "head_dim": 8, "image_size": 64},
+    },
+    "mistral3": {
+        **_MISTRAL,
+        "model_type": "mistral3",
+        "spatial_merge_size": 2,
+        "vision_config": {**_TOWER, "model_type": "pixtral", "head_dim": 8, "image_size": 64},
+    },
 }
-_QWEN_PROCESSOR = {
-    "image_processor_type": "Qwen2VLImageProcessorFast",
-    "processor_class": "Qwen3VLProcessor",
-    "patch_size": 4,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "size": {"shortest_edge": 64, "longest_edge": 4096},
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
+_LOOKS = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+_QWEN_FILES = {
+    "image": "<|vision_start|><|image_pad|><|vision_end|>",
+    "preprocessor_config.json": {
+        **_LOOKS,
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "processor_class": "Qwen3VLProcessor",
+        "patch_size": 4,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "size": {"shortest_edge": 64, "longest_edge": 4096},
+    },
+}
+_PIXTRAL_FILES = {
+    "image": "[IMG]",
+    "preprocessor_config.json": {
+        **_LOOKS,
+        "image_processor_type": "PixtralImageProcessor",
+        "patch_size": {"height": 4, "width": 4},
+        "size": {"longest_edge": 64},
+    },
+    "processor_config.json": {"patch_size": 4, "spatial_merge_size": 1},
+}
+# What a family's template writes for an image, and the files of its processor.
+FILES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"], _QWEN_FILES),
+    "gemma3": {
+        "image": "<start_of_image>",
+        "preprocessor_config.json": {
+            **_LOOKS,
+            "image_processor_type": "Gemma3ImageProcessor",
+            "processor_class": "Gemma3Processor",
+            "size": {"height": 16, "width": 16},
+        },
+        "processor_config.json": {"image_seq_length": 4, "processor_class": "Gemma3Processor"},
+    },
+    "pixtral": _PIXTRAL_FILES,
+    "mistral3": {**_PIXTRAL_FILES, "processor_config.json": {"patch_size": 4, "spatial_merge_size": 2}},
 }
 
 
@@ -144,9 +226,12 @@ def write_checkpoint(family: str, folder: Path, *, seed: int = 0, bits: int | No
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     _write(folder / "config.json", config)
     _write(folder / "generation_config.json", {"eos_token_id": [EOS]})
-    _write(folder / "preprocessor_config.json", _QWEN_PROCESSOR)
-    (folder / "chat_template.jinja").write_text(QWEN_TEMPLATE)
-    write_tokenizer(folder)
+    image, files = FILES[family]["image"], {name: said for name, said in FILES[family].items() if name != "image"}
+    for name, said in files.items():
+        _write(folder / name, said)
+    template = _TEMPLATE.replace("IMAGE", image)
+    (folder / "chat_template.jinja").write_text(template)
+    write_tokenizer(folder, template)
     return folder
 
 
@@ -172,15 +257,21 @@ def _widen(weight: mx.array) -> mx.array:
     return weight.astype(mx.float32) + 0.1 * mx.random.normal(weight.shape)
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, template: str) -> None:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: id for id, letter in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
     tokenizer.save(str(folder / "tokenizer.json"))
-    said = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    _write(folder / "tokenizer_config.json", {**said, "chat_template": QWEN_TEMPLATE})
+    said = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "chat_template": template,
+        "extra_special_tokens": _GEMMA_TOKENS if "<start_of_image>" in template else {},
+    }
+    _write(folder / "tokenizer_config.json", said)
 
 
 def _write(file: Path, content: Any) -> None:

@@ -1,6 +1,7 @@
 """Images, prompts with images in them, and what mlx-vlm says to each alone."""
 
 import random
+from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from functools import cache
@@ -13,9 +14,10 @@ import numpy as np
 from mlx_vlm.generate import generate_step
 from PIL import Image
 
-from tests.engine.vision.checkpoints import EOS, IDS, write_checkpoint
+from tests.engine.vision.checkpoints import EOS, FILES, write_checkpoint
 from worker.engine.eyes import Eyes, Sight
 from worker.engine.model import Model, open_model
+from worker.engine.words import Words
 from worker.schedule.sequence import Sequence
 
 
@@ -29,7 +31,7 @@ def model(family: str, seed: int = 1) -> Model:
 def eyes(family: str) -> Eyes:
     vision = model(family).vision
     assert vision is not None
-    return Eyes(vision.processor, vision.family.placeholder)
+    return vision.eyes
 
 
 @cache
@@ -54,14 +56,13 @@ def prompt(family: str, *parts: int | tuple[int, int, int], seed: int = 0) -> Pr
             tokens += [dice.randrange(0, 256) for _ in range(part)]
         else:
             sights.append(eyes(family).look(image(*part)))
-            tokens += surrounded(family, sights[-1].tokens)
+            tokens += encoder(family)(FILES[family]["image"].replace(eyes(family).marker, sights[-1].text))
     return Prompt(tuple(tokens), tuple(sights))
 
 
-def surrounded(family: str, tokens: int) -> list[int]:
-    vision = model(family).vision
-    assert vision is not None
-    return [IDS["<|vision_start|>"], *[vision.family.placeholder] * tokens, IDS["<|vision_end|>"]]
+@cache
+def encoder(family: str) -> Callable[[str], list[int]]:
+    return Words(model(family).tokenizer).encode
 
 
 def asked(family: str, id: str, prompt: Prompt, max_tokens: int, **more: Any) -> Sequence:
@@ -85,8 +86,21 @@ def alone(family: str, prompt: Prompt, max_tokens: int) -> list[int]:
     return said
 
 
-def together(sights: Sequences[Sight]) -> tuple[mx.array | None, dict[str, mx.array]]:
+def together(sights: Sequences[Sight]) -> tuple[mx.array | None, dict[str, Any]]:
+    """As a processor gives several images of one prompt."""
     if not sights:
         return None, {}
-    pixels, grids = (np.concatenate([s.seen[name] for s in sights]) for name in ("pixel_values", "image_grid_thw"))
-    return mx.array(pixels), {"image_grid_thw": mx.array(grids)}
+    seen, how = [sight.seen for sight in sights], dict[str, Any]()
+    if "image_grid_thw" in seen[0]:
+        how["image_grid_thw"] = mx.array(np.concatenate([each["image_grid_thw"] for each in seen]))
+    if "image_sizes" in seen[0]:
+        how["image_sizes"] = [each["image_sizes"][0] for each in seen]
+    return mx.array(np.concatenate(_padded([each["pixel_values"] for each in seen]))), how
+
+
+def _padded(pixels: list[Any]) -> list[Any]:
+    """Images of different sizes, to the largest; patches as they are."""
+    if pixels[0].ndim < 4:
+        return pixels
+    height, width = (max(each.shape[axis] for each in pixels) for axis in (2, 3))
+    return [np.pad(p, [(0, 0), (0, 0), (0, height - p.shape[2]), (0, width - p.shape[3])]) for p in pixels]
