@@ -5,7 +5,7 @@ import codecs
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -73,11 +73,15 @@ class ByteTokenizer:
         return b"".join(self.vocab[token] for token in ids).decode("utf-8", "replace")
 
     def render(
-        self, conversation: Conversation, *, tools: list[dict[str, Any]], continues: bool, variables: dict[str, Any]
-    ) -> str:
+        self, conversation: Conversation, *, tools: list[dict[str, Any]], continues: bool, variables: dict[str, Any],
+        images: Mapping[str, str] | None = None,
+    ) -> str:  # fmt: skip
         self.threads.add(threading.current_thread())
         template = Environment().from_string(self.template)
-        return template.render(messages=conversation, tools=tools, raise_exception=_raise, **variables)
+        text = template.render(messages=conversation, tools=tools, raise_exception=_raise, **variables)
+        for mark, image in (images or {}).items():
+            text = text.replace(mark, image)
+        return text
 
 
 def _raise(words: str) -> None:

@@ -83,7 +83,7 @@ class Metrics:
     def _of_the_engine(self, make: "_Families") -> None:
         self._queried = make.one(Counter, "vllm:prefix_cache_queries", "Prompt tokens looked for in the prefix cache.")
         self._hit = make.one(Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
-        self._evicted = make.one(Counter, "sluice:prefix_cache_evictions", "Runs and states that made room.")
+        self._evicted = make.one(Counter, "sluice:prefix_cache_evictions", "Runs, states and images that made room.")
         self._prefixes = make.one(Gauge, "sluice:prefix_cache_bytes", "What the prefix cache holds.")
         self._step_s = make.one(Histogram, "sluice:step_seconds", "Of an engine step.", buckets=_TOKEN_S)
         self._step_rows = make.one(Histogram, "sluice:step_rows", "Rows that decode in a step.", buckets=_ROWS)

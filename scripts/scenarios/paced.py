@@ -8,6 +8,7 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from arq.worker import func
@@ -51,8 +52,9 @@ class PacedTokenizer:
         raise ValueError("the paced model calls no tools")
 
     def render(
-        self, conversation: Conversation, *, tools: list[dict[str, Any]], continues: bool, variables: dict[str, Any]
-    ) -> str:
+        self, conversation: Conversation, *, tools: list[dict[str, Any]], continues: bool, variables: dict[str, Any],
+        images: Mapping[str, str] | None = None,
+    ) -> str:  # fmt: skip
         return str(conversation[-1]["content"])
 
     def encode(self, text: str) -> list[int]:

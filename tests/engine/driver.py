@@ -11,6 +11,7 @@ from worker.engine.model import Model
 from worker.engine.upstream import generation_stream
 from worker.schedule.grouping import StepCost
 from worker.schedule.sequence import (
+    Encoded,
     Faulted,
     Guide,
     Lane,
@@ -79,6 +80,7 @@ class Run:
         self.cached: dict[str, int] = {}  # tokens of each row that were found in the prefix cache
         self.said: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[float]] = {}
+        self.encoded = Counter[str]()  # parts of each row's images
         self.chunks = Counter[str]()  # of each row's prompt
         self.ended: dict[str, str] = {}
         self.refused: dict[str, str] = {}
@@ -100,8 +102,7 @@ class Run:
         kept: tuple[Range, ...] | None = None,
         thinning: Thinning | None = None,
     ) -> None:
-        self.said[id], self.logprobs[id] = list(delivered), []
-        self.engine.add(
+        self.submit(
             Sequence(
                 id,
                 tokens,
@@ -117,6 +118,10 @@ class Run:
                 kept,
             )
         )
+
+    def submit(self, sequence: Sequence) -> None:
+        self.said[sequence.id], self.logprobs[sequence.id] = list(sequence.delivered), []
+        self.engine.add(sequence)
 
     def step(self) -> StepReport:
         self.steps += 1
@@ -139,6 +144,8 @@ class Run:
                     self.whole[id] = why
                 case Scored(id):
                     self.scored[id] += 1
+                case Encoded(id):
+                    self.encoded[id] += 1
                 case Prefilled(id, cached=cached):
                     self.chunks[id] += 1
                     self.cached[id] = cached

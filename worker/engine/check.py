@@ -1,8 +1,6 @@
 """What a model will get from a worker, told from its config, its tokenizer and the heads of its weight files."""
 
-import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from worker.engine import device
+from worker.engine.heads import tensor_names
 from worker.engine.layers import Anatomy, anatomy, weights_bytes, why_not_batched
 from worker.engine.model import model_folder
 from worker.engine.upstream import load_model, load_tokenizer
@@ -62,7 +61,7 @@ def check(folder_or_hub_id: str, *, memory: int) -> Checked:
     if Path(folder_or_hub_id).expanduser().is_dir() and not any(folder.glob("model*.safetensors")):
         raise CannotStart(f"{folder_or_hub_id} holds no weights: mlx-lm looks for model*.safetensors.")
     try:
-        names = [name for file in sorted(folder.glob("model*.safetensors")) for name in _names(file)]
+        names = [name for file in sorted(folder.glob("model*.safetensors")) for name in tensor_names(file)]
         network, config = load_model(folder, lazy=True, strict=bool(names))
         if not names:
             _assume(network, config)
@@ -84,20 +83,6 @@ def check(folder_or_hub_id: str, *, memory: int) -> Checked:
         mtp=_mtp(config, names),
         complaints=tuple(filter(None, (why_not, no_template, _no_room(costs, memory)))),
     )
-
-
-def _names(file: Path) -> Iterator[str]:
-    """Of the tensors in a safetensors file, of which only the head is read."""
-    with file.open("rb") as opened:
-        length, there = int.from_bytes(opened.read(8), "little"), file.stat().st_size
-        if 8 + length > there:
-            raise ValueError(f"{file.name} is no safetensors file, or only its beginning; git-lfs leaves such pointers")
-        head = json.loads(opened.read(length))
-    tensors = {name: entry for name, entry in head.items() if name != "__metadata__"}
-    whole = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-    if whole > there:
-        raise ValueError(f"{file.name} was cut short: {size(there)} of {size(whole)} are there")
-    yield from tensors
 
 
 def _assume(network: nn.Module, config: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import mlx.core as mx
 
 from worker.engine.device import memory_limit
+from worker.engine.encoding import FeatureCache
 from worker.engine.entry import Candidate, Entry
 from worker.engine.groups import Groups
 from worker.engine.model import Model
@@ -38,6 +39,7 @@ logger = logging.getLogger("sluice.engine")
 _CLEAR_EVERY = 16_384  # tokens computed; until then the buffers of one step serve the next
 _PREFIX_SHARE = 4  # of the memory beside the model, one part
 _DRAFT_SHARE = 4  # of that, one part for the draft's own
+_FEATURES_SHARE = 4  # and one for the features of images
 _MOST_FAILURES = 10  # in a row; then it is not the rows
 
 
@@ -59,9 +61,10 @@ class Engine:
         self._queried = self._hit = 0  # tokens, in this step
         self._inside: dict[str, Row] = {}  # in the order of admission
         self._ends = frozenset(model.tokenizer.eos_token_ids)
-        self._caches = [self._prefix] if self._prefix else []
-        self._caches += [self._draft.prefix] if self._draft else []
-        self._prefills = Prefills(model, step_s, self._prefix, self._draft)
+        self._features = FeatureCache(most // _FEATURES_SHARE) if model.vision else None
+        caches = (self._prefix, self._draft.prefix if self._draft else None, self._features)
+        self._caches = [cache for cache in caches if cache is not None]
+        self._prefills = Prefills(model, step_s, self._prefix, self._draft, self._features)
         self._running = Groups(model.network, self._fit)
         self._chunk = 0  # tokens of the longest one in this step
         self._failures = self._computed = self._preempted = 0
@@ -150,7 +153,7 @@ class Engine:
         """Rows come before prefixes, but the prefixes that they begin with go last."""
         if self._prefix:
             for sequence in coming:
-                self._prefix.use(sequence.space, sequence.known)
+                self._prefix.use(sequence.space, sequence.keys(sequence.known))
         self._share(self._entry.spare)
 
     def _share(self, spare: int) -> None:

@@ -12,6 +12,7 @@ import mlx.nn as nn
 from worker.engine.kept import needs_states
 from worker.engine.layers import anatomy, calibrated, weights_bytes, why_not_batched
 from worker.engine.upstream import TokenizerWrapper, download, load_model, load_tokenizer
+from worker.engine.vision import Vision, open_vision, sees
 from worker.errors import CannotStart
 from worker.schedule.memory import Costs
 
@@ -38,18 +39,20 @@ class Model:
     costs: Costs  # in memory
     stateful: bool  # prefixes can be taken up only where states were kept
     draft: DraftModel | None = None
+    vision: Vision | None = None  # where it sees images
 
 
-def open_model(path_or_hub_id: str) -> Model:
-    """Must run on the thread that will compute. Raises `CannotStart` with the reason."""
+def open_model(path_or_hub_id: str, *, vision: bool = True, trusted: bool = False) -> Model:
+    """Must run on the thread that will compute. `vision`: images are served too, where the model sees them; `trusted`:
+    code that comes with a model that sees may run. Raises `CannotStart` with the reason."""
     path = model_folder(path_or_hub_id, said=f"SLUICE_MODEL={path_or_hub_id}")
     try:
-        network, config = load_model(path, lazy=True)
-        tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+        network, config, sight = open_vision(path, trusted=trusted) if vision and sees(path) else _open_text(path)
+        tokenizer = load_tokenizer(path, _template_of(sight), eos_token_ids=config.get("eos_token_id"))
         # Before a weight is read, so that what cannot be served is refused at once.
-        why_not, costs = why_not_batched(network, config), _costs(network, config)
+        why_not, costs = why_not_batched(network, config), _costs(network, config, sight)
         if why_not is None:
-            mx.eval(network.parameters())
+            mx.eval(_whole(network, sight).parameters())
             costs = calibrated(costs, network)
     except (ValueError, OSError, KeyError, TypeError, ImportError, RuntimeError, AttributeError) as error:
         raise CannotStart(f"mlx-lm cannot load {path_or_hub_id}: {error}") from error
@@ -67,6 +70,7 @@ def open_model(path_or_hub_id: str) -> Model:
         generation=_generation_config(path),
         costs=costs,
         stateful=needs_states(network),
+        vision=sight,
     )
 
 
@@ -75,8 +79,22 @@ def context_of(config: dict[str, Any]) -> int:
     return tokens
 
 
-def _costs(network: nn.Module, config: dict[str, Any]) -> Costs:
-    return anatomy(network, config).costs(weights_bytes=weights_bytes(network))
+def _open_text(path: Path) -> tuple[nn.Module, dict[str, Any], Vision | None]:
+    network, config = load_model(path, lazy=True)
+    return network, config, None
+
+
+def _costs(network: nn.Module, config: dict[str, Any], vision: Vision | None) -> Costs:
+    return anatomy(network, config).costs(weights_bytes=weights_bytes(_whole(network, vision)))
+
+
+def _template_of(vision: Vision | None) -> dict[str, str]:
+    return {"chat_template": vision.template} if vision and vision.template else {}
+
+
+def _whole(network: nn.Module, vision: Vision | None) -> nn.Module:
+    """With the vision tower; the language model's weights are in both, and are the same."""
+    return vision.network if vision else network
 
 
 def model_folder(path_or_hub_id: str, *, said: str, only: list[str] | None = None) -> Path:
@@ -104,6 +122,9 @@ def fingerprint(path: Path) -> str:
         "tokenizer.json",
         "tokenizer_config.json",
         "chat_template.jinja",
+        "chat_template.json",
+        "processor_config.json",
+        "preprocessor_config.json",
     ):
         if (path / name).is_file():
             digest.update(name.encode() + (path / name).read_bytes())

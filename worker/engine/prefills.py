@@ -3,8 +3,10 @@
 import time
 from functools import cached_property
 
+from worker.engine.encoding import FeatureCache
 from worker.engine.layers import weights_bytes
 from worker.engine.model import Model
+from worker.engine.pictured import PicturedPrefill
 from worker.engine.prefill import Phase, Prefill
 from worker.engine.prefix import PrefixCache
 from worker.engine.row import Row
@@ -16,15 +18,25 @@ from worker.schedule.budget import StepBudget
 from worker.schedule.plan import Chunk, Waiting, plan
 from worker.schedule.sequence import Outcome, Whole
 
-AnyPrefill = Prefill | SparsePrefill | ThinnedPrefill
+AnyPrefill = Prefill | PicturedPrefill | SparsePrefill | ThinnedPrefill
 
 
 class Prefills:
-    def __init__(self, model: Model, step_s: float, prefix: PrefixCache | None, draft: Draft | None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        step_s: float,
+        prefix: PrefixCache | None,
+        draft: Draft | None,
+        features: FeatureCache | None = None,
+    ) -> None:
+        """`features`: of images, for a model that sees them."""
         self._network, self._costs, self._prefix, self._draft = model.network, model.costs, prefix, draft
+        self._vision, self._features = model.vision, features
         self._prefills: dict[str, AnyPrefill] = {}
         self._turn = 0
         self.budget, self._step_s = StepBudget(step_s), step_s
+        self._images = StepBudget(step_s, least=1)  # a layer of a vision tower is a few tokens' part of its work
         self._ratio = model.costs.weights_bytes / max(1, weights_bytes(draft.network)) if draft else 1.0
 
     @cached_property
@@ -34,7 +46,13 @@ class Prefills:
         return StepBudget(self._step_s, self._ratio / max(self.budget.cost.token_s, 1e-9))
 
     def _budget(self, phase: Phase) -> StepBudget:
-        return self._drafts if phase == "scoring" else self.budget
+        match phase:
+            case "encoding":
+                return self._images
+            case "scoring":
+                return self._drafts
+            case "prefill":
+                return self.budget
 
     def __len__(self) -> int:
         return len(self._prefills)
@@ -49,8 +67,8 @@ class Prefills:
     @property
     def lengths(self) -> list[int]:
         """Tokens that are in caches, for each that has some; those in a draft's by what they take of the model's."""
-        done = ((prefill.phase, prefill.done) for prefill in self._prefills.values() if prefill.done)
-        return [self._costs.draft_tokens(tokens) if phase == "scoring" else tokens for phase, tokens in done]
+        done = ((prefill.phase, prefill.done) for prefill in self._prefills.values() if prefill.phase != "encoding")
+        return [self._costs.draft_tokens(tokens) if phase == "scoring" else tokens for phase, tokens in done if tokens]
 
     def begin(self, row: Row) -> None:
         self._prefills[row.id] = self._prefill_of(row)
@@ -60,8 +78,12 @@ class Prefills:
 
     def _prefill_of(self, row: Row) -> AnyPrefill:
         asked = row.sequence
+        if asked.pictures:
+            assert self._vision is not None, "a model that sees nothing is given no images"
+            assert self._features is not None
+            return PicturedPrefill(self._network, row, self._prefix, self._vision, self._features)
         if asked.kept is not None:
-            head = asked.known[:-1][: front(asked.kept)]
+            head = asked.keys(asked.known[:-1])[: front(asked.kept)]
             found = self._prefix.fetch(asked.space, head) if self._prefix else (make_prompt_cache(self._network), 0)
             return SparsePrefill(self._network, row, asked.kept, *found)
         if asked.thinning and self._draft and not asked.delivered:
@@ -76,30 +98,31 @@ class Prefills:
         """For the next step, while so many rows decode. `longest`: tokens of a chunk."""
         for prefill in self._prefills.values():
             prefill.look()
-        scored = self._scored()
+        single = self._first_in("encoding"), self._first_in("scoring")
         waiting = [
             Waiting(id, p.total - p.remaining, p.remaining, p.waited, p.row.sequence.lane, self._budget(p.phase).cost)
             for id, p in self._prefills.items()
-            if p.phase == "prefill" or p is scored
+            if p.phase == "prefill" or p in single
         ]
         self._turn += 1
         for prefill in self._prefills.values():
             prefill.waited += 1
         return plan(waiting, self.budget.spare_s(running), self._turn, longest)
 
-    def _scored(self) -> AnyPrefill | None:
-        """One prompt at a time: each takes the draft a cache of its length. The one under way, or else the shortest."""
-        scoring = [prefill for prefill in self._prefills.values() if prefill.phase == "scoring"]
-        return max(scoring, key=lambda prefill: (prefill.begun, -prefill.remaining), default=None)
+    def _first_in(self, phase: Phase) -> AnyPrefill | None:
+        """One prompt at a time: each takes the draft a cache of its length, or the vision tower what its layers put
+        out. The one under way, or else the shortest."""
+        there = [prefill for prefill in self._prefills.values() if prefill.phase == phase]
+        return max(there, key=lambda prefill: (prefill.begun, -prefill.remaining), default=None)
 
     def advance(self, chunk: Chunk) -> tuple[int, list[Outcome]]:
         """How many tokens were computed, and what came of it. Blocks until they are."""
         prefill = self._prefills[chunk.id]
         prefill.look()  # again: another prompt may have come further in this very step
         prefill.skip()
-        phase, tokens, done = prefill.phase, min(chunk.tokens, prefill.remaining), prefill.done
+        phase, done = prefill.phase, prefill.done
         began = time.perf_counter()
-        prefill.advance(tokens)
+        tokens = prefill.advance(min(chunk.tokens, prefill.remaining))
         seconds, news = time.perf_counter() - began, prefill.news()
         if not any(isinstance(outcome, Whole) for outcome in news):  # else it is not the chunk that took so long
             self._budget(phase).saw_chunk(tokens, done, seconds)

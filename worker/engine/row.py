@@ -49,8 +49,9 @@ class Row:
         self.sequence, self.left_out = replace(self.sequence, kept=None, thinning=None), 0
 
     def fed(self, *ending: int) -> tuple[int, ...]:
-        """All that is in its cache between two steps: what is known of it, and what else it was fed."""
-        return (*self.sequence.prompt, *self.answer, *ending)
+        """What a prefix of all that is in its cache between two steps is found by: what is known of it, and what else
+        it was fed."""
+        return self.sequence.keys((*self.sequence.prompt, *self.answer, *ending))
 
     @property
     def asks(self) -> bool:

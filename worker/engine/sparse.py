@@ -77,14 +77,15 @@ class SparsePrefill:
     def skip(self) -> None:
         """So nothing is skipped."""
 
-    def advance(self, tokens: int) -> None:
-        """Blocks until they are computed. Raises `Misplaced`."""
+    def advance(self, tokens: int) -> int:
+        """Blocks until they are computed; says how many they were. Raises `Misplaced`."""
         positions = self._positions[self.done : self.done + tokens]
         if positions:
             with _placed(positions, self.done):
                 self._network(mx.array([[self._known[at] for at in positions]]), cache=self._cache)
             slots.settle(self._cache)
             self.done += len(positions)
+        return len(positions)
 
     def finish(self) -> tuple[list[Any], Drawn, int]:
         """The row's cache, what it is fed next, and at which position. The prefill is spent."""

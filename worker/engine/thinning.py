@@ -83,8 +83,8 @@ class ThinnedPrefill:
             with self._or_whole("The draft"):
                 self._scoring.skip()
 
-    def advance(self, tokens: int) -> None:
-        """Blocks until they are computed."""
+    def advance(self, tokens: int) -> int:
+        """Blocks until they are computed; says how many they were."""
         if self._scoring:
             with self._or_whole("The draft"):
                 self._score(self._scoring, tokens)
@@ -93,6 +93,7 @@ class ThinnedPrefill:
                 self._compute(tokens)
         else:
             self._prefill.advance(tokens)
+        return tokens
 
     def news(self) -> list[Outcome]:
         """What came of it."""

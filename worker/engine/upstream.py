@@ -13,9 +13,9 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
-from mlx_lm.utils import _download, load_model, load_tokenizer
+from mlx_lm.utils import _download, _get_classes, load_model, load_tokenizer
 
-download = _download
+download, get_classes = _download, _get_classes
 
 __all__ = [
     "ArraysCache",
@@ -30,6 +30,7 @@ __all__ = [
     "TokenizerWrapper",
     "download",
     "generation_stream",
+    "get_classes",
     "load_model",
     "load_tokenizer",
     "make_prompt_cache",

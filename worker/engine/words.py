@@ -1,14 +1,17 @@
 """mlx-lm's tokenizer, its state machine and tool parsers, as `worker.text.tokenizer` asks for them."""
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
+from worker.engine.marks import parted, shown
 from worker.engine.upstream import BPEStreamingDetokenizer, TextStateMachine, TokenizerWrapper, make_text_state_machine
 
 
 class Words:
-    def __init__(self, wrapper: TokenizerWrapper) -> None:
-        self._wrapper, self._tokenizer = wrapper, wrapper._tokenizer
+    def __init__(self, wrapper: TokenizerWrapper, marker: str = "") -> None:
+        """`marker`: an image, in the text of the template of a model that sees."""
+        self._wrapper, self._tokenizer, self._marker = wrapper, wrapper._tokenizer, marker
 
     @cached_property
     def tokens(self) -> list[str]:
@@ -63,8 +66,20 @@ class Words:
 
     def render(
         self, conversation: list[dict[str, Any]], *, tools: list[dict[str, Any]], continues: bool,
-        variables: dict[str, Any],
+        variables: dict[str, Any], images: Mapping[str, str] | None = None,
     ) -> str:  # fmt: skip
+        if not images:
+            return self._render(conversation, tools, continues, variables)
+        text = self._render(parted(conversation, images), tools, continues, variables)
+        return shown(text, self._marker, conversation, images)
+
+    def _render(
+        self,
+        conversation: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        continues: bool,
+        variables: dict[str, Any],
+    ) -> str:
         how = {"tokenize": False, "add_generation_prompt": not continues, "continue_final_message": continues}
         if self._wrapper._chat_template is not None:  # Python, and written for the wrapper's own defaults
             given = {"tools": tools} if tools else {}

@@ -46,9 +46,10 @@ class PromptCost:
 class StepBudget:
     """Keeps a step near its target, from what prompts and decoding took while running."""
 
-    def __init__(self, step_s: float, tokens_per_s: float = TOKENS_PER_S) -> None:
-        """`tokens_per_s`: a guess, until something was measured."""
-        self._step_s, self._decode_s = step_s, 0.0
+    def __init__(self, step_s: float, tokens_per_s: float = TOKENS_PER_S, *, least: int = LEAST) -> None:
+        """`tokens_per_s`: a guess, until something was measured. `least`: of a chunk, for its speed to be measured:
+        fewer tokens measure the overhead."""
+        self._step_s, self._decode_s, self._least = step_s, 0.0, least
         self._tokens, self._joins = Fit(_BELIEF), Fit(_BELIEF)
         # Of the device just now: what a token takes in units of what it took on the whole. That part has to be known
         # soon, while how much dearer a token is deep in a prompt is told only by long prompts, which are rare.
@@ -58,7 +59,7 @@ class StepBudget:
         self.forward_s = 0.0
 
     def saw_chunk(self, tokens: int, done: int, seconds: float) -> None:
-        if tokens < LEAST or seconds <= 0:  # fewer measure the overhead, not the speed
+        if tokens < self._least or seconds <= 0:
             return
         token_s, before = max(seconds - self.forward_s, seconds / 2) / tokens, (done + tokens / 2) / _MANY
         usual_s, before_s = self._tokens.costs()

@@ -1,8 +1,8 @@
 """What passes between the event loop and the engine thread: frozen, and nothing of MLX in it."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 Lane = Literal["interactive", "batch"]
 FinishReason = Literal["stop", "length"]
@@ -65,6 +65,24 @@ class Thinning:
 
 
 @dataclass(frozen=True, slots=True)
+class Picture:
+    """An image of a prompt."""
+
+    digest: bytes  # of what the model sees of it; equal ones are the same image
+    span: Range  # of the prompt, whose tokens there say nothing but that an image is
+    seen: Mapping[str, Any] = field(compare=False, repr=False)  # by the vision tower: see `Eyes`
+
+    @property
+    def tokens(self) -> int:
+        return self.span[1] - self.span[0]
+
+    @property
+    def key(self) -> int:
+        """What tells its tokens from those of other images; no token's id."""
+        return -1 - int.from_bytes(self.digest, "big")
+
+
+@dataclass(frozen=True, slots=True)
 class Sequence:
     """A request as the engine sees it."""
 
@@ -80,11 +98,22 @@ class Sequence:
     boundaries: tuple[int, ...] = ()  # tokens of the prompt where others are likely to part; the likeliest first
     thinning: Thinning | None = None
     kept: tuple[Range, ...] | None = None  # of the prompt, where that is decided: the others are never computed
+    pictures: tuple[Picture, ...] = ()  # in the order of the prompt
 
     @property
     def known(self) -> tuple[int, ...]:
         """All tokens that are in the cache before the next one is drawn."""
         return self.prompt + self.delivered
+
+    def keys(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """The same, for such tokens as begin with its prompt, or are the beginning of it, and yet not the same as those
+        of a prompt with other images: by these a prefix is found."""
+        for picture in self.pictures:
+            start, end = picture.span
+            if start < len(tokens):
+                inside = min(end, len(tokens)) - start
+                tokens = (*tokens[:start], *(picture.key,) * inside, *tokens[start + inside :])
+        return tokens
 
     @property
     def left_out(self) -> int:
@@ -100,6 +129,15 @@ class Prefilled:
     done: int
     total: int
     cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """So many of the tokens that a prompt's images stand for have been through the vision tower."""
+
+    id: str
+    done: int
+    total: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +199,7 @@ class Refused:
     sentence: str
 
 
-Outcome = Prefilled | Scored | Thinned | Whole | Sampled | Faulted | Refused
+Outcome = Prefilled | Encoded | Scored | Thinned | Whole | Sampled | Faulted | Refused
 
 
 class Listener(Protocol):
@@ -175,7 +213,7 @@ class PrefixUse:
 
     queried: int = 0  # tokens of the prompts that are through
     hit: int = 0  # those that were found
-    evicted: int = 0  # runs of tokens, and states
+    evicted: int = 0  # runs of tokens, states, and the features of images
     nbytes: int = 0  # that it holds after the step
 
 

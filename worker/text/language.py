@@ -1,5 +1,6 @@
 """The model's language: how it takes a conversation and what its tokens mean. A worker has one."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from schemas import ChatRequest
@@ -31,9 +32,10 @@ class Language:
         )
         self._guides = Guides(tokenizer, self._vocabulary, self._dialect, vocab)
 
-    async def prompt(self, request: ChatRequest) -> Prompt:
-        """Raises `Refusal` with the template's own words."""
-        return await self._prompts.render(request)
+    async def prompt(self, request: ChatRequest, images: Sequence[str] = ()) -> Prompt:
+        """`images`: what the model reads for each image of the messages, in order. Raises `Refusal` with the template's
+        own words."""
+        return await self._prompts.render(request, images)
 
     async def guide(self, request: ChatRequest, prompt: Prompt) -> Guide | None:
         """None where the answer may be anything. Raises `Refusal` for a schema that cannot be held."""

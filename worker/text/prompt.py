@@ -2,11 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import islice
 from typing import Any, Literal
 
 from jinja2 import TemplateError
@@ -25,6 +25,8 @@ logger = logging.getLogger("sluice.text")
 # What takes longer than a millisecond leaves the event loop: 32 streams wait there for their tokens.
 _LONG_CHARACTERS = 2_000
 _MESSAGE_CHARACTERS = 100  # a message takes about as long in the template
+# For private use, so hardly a text has them.
+_FOR_IMAGES = range(0x100000, 0x10FFFE)
 _LONGEST_REASON = 500  # characters; one of transformers' errors holds the whole conversation
 # What is done about each thing that a template does.
 _CHANGES = {each.why: each.change for ladder in LADDERS for each in (*ladder, SYSTEM_FIRST, SYSTEM_IN_USER)}
@@ -54,19 +56,21 @@ class Prompts:
         self._adapter = Adapter()
         self._logged = set[str]()
 
-    async def render(self, request: ChatRequest) -> Prompt:
-        """Raises `Refusal` with the template's own words."""
-        conversation = _text_only(normalize(request.messages))
+    async def render(self, request: ChatRequest, images: Sequence[str] = ()) -> Prompt:
+        """`images`: what the model reads for each image of the messages, in order; a model that sees nothing has none.
+        Raises `Refusal` with the template's own words."""
+        conversation, marked = _flattened(normalize(request.messages), images)
         tools = [tool.model_dump(exclude_none=True) for tool in request.offered_tools]
         variables = request.chat_template_kwargs or {}
-        length = _characters([conversation, tools, variables]) + _MESSAGE_CHARACTERS * len(conversation)
+        render = partial(self._tokenizer.render, variables=variables, images=marked)
+        length = _characters([conversation, tools, variables, *images]) + _MESSAGE_CHARACTERS * len(conversation)
         if length < _LONG_CHARACTERS:
             with suppress(NotTaken):  # else by many trials
-                return self._prompt(self._adapter.as_it_is, conversation, tools, variables)
-        return await asyncio.to_thread(self._prompt, self._adapter.adapt, conversation, tools, variables)
+                return self._prompt(self._adapter.as_it_is, conversation, tools, render)
+        return await asyncio.to_thread(self._prompt, self._adapter.adapt, conversation, tools, render)
 
-    def _prompt(self, adapt: Adapt, conversation: Conversation, tools: Tools, variables: dict[str, Any]) -> Prompt:
-        rendering = _Rendering(self._tokenizer, adapt, tools, variables)
+    def _prompt(self, adapt: Adapt, conversation: Conversation, tools: Tools, render: Callable[..., str]) -> Prompt:
+        rendering = _Rendering(render, adapt, tools)
         text, begun = self._opened(conversation, rendering)
         text += begun
         tokens, thinking = tuple(self._tokenizer.encode(text)), _thinking(text, begun, self._think)
@@ -96,8 +100,9 @@ class Prompts:
 class _Rendering:
     """One request's way through the template."""
 
-    def __init__(self, tokenizer: Tokenizer, adapt: Adapt, tools: Tools, variables: dict[str, Any]) -> None:
-        self._tokenizer, self._adapt, self._tools, self._variables = tokenizer, adapt, tools, variables
+    def __init__(self, template: Callable[..., str], adapt: Adapt, tools: Tools) -> None:
+        """`template`: a tokenizer's `render`, but for what differs from trial to trial."""
+        self._template, self._adapt, self._tools = template, adapt, tools
         self.whys: list[str] = []  # what the template does that made changes necessary
 
     def text_of(self, conversation: Conversation, continues: bool) -> str:
@@ -113,7 +118,7 @@ class _Rendering:
         return self._render(False, conversation, self._tools)
 
     def _render(self, continues: bool, conversation: Conversation, tools: Tools) -> str:
-        return self._tokenizer.render(conversation, tools=tools, continues=continues, variables=self._variables)
+        return self._template(conversation, tools=tools, continues=continues)
 
 
 def _opening(conversation: Conversation, think: Think, text_of: Callable[[Conversation, bool], str]) -> tuple[str, str]:
@@ -148,18 +153,36 @@ def _thinking(text: str, begun: str, think: Think) -> Thinking:
     return "open" if text.rstrip().endswith(start) else "closed" if text.rstrip().endswith(end) else "none"
 
 
-def _text_only(conversation: Conversation) -> Conversation:
-    """Strings for contents, since many templates take nothing else. Raises `Refusal` for images."""
-    return [{**message, "content": _flat(message["content"])} for message in conversation]
+def _flattened(conversation: Conversation, images: Sequence[str]) -> tuple[Conversation, dict[str, str]]:
+    """Strings for contents, since many templates take nothing else, and the texts of the images by the characters that
+    mark their places there. Raises `Refusal` for images where there are no texts."""
+    parts = [part for message in conversation if isinstance(message["content"], list) for part in message["content"]]
+    shown = sum(part["type"] != "text" for part in parts)
+    if shown > len(images):
+        raise Refusal("unsupported", "This model takes text only: leave out the image_url parts.")
+    marks = _unwritten(conversation, shown) if shown else []
+    unused = iter(marks)
+    flat = [{**message, "content": _flat(message["content"], unused)} for message in conversation]
+    return flat, dict(zip(marks, images, strict=True))
 
 
-def _flat(content: Any) -> str:
+def _unwritten(conversation: Conversation, count: int) -> list[str]:
+    """So many characters that no message has in it."""
+    written = set(str(conversation))
+    return list(islice((mark for mark in map(chr, _FOR_IMAGES) if mark not in written), count))
+
+
+def _flat(content: Any, marks: Iterator[str]) -> str:
     if isinstance(content, str):
         return content
-    if any(part["type"] != "text" for part in content):
-        raise Refusal("unsupported", "This model takes text only: leave out the image_url parts.")
-    texts: list[str] = [part["text"] for part in content]
-    return texts[0] + "".join(_gap(before, after) + after for before, after in pairwise(texts))
+    flat, before = "", ""
+    for part in content:
+        image = part["type"] != "text"
+        after = next(marks) if image else part["text"]
+        # A template puts what it wants between an image and a text.
+        flat += after if image or not before else _gap(before, after) + after
+        before = "" if image else after
+    return flat
 
 
 def _gap(before: str, after: str) -> str:

@@ -1,5 +1,6 @@
 """What we ask of a model's tokenizer. `worker.engine.words` gives it, from mlx-lm's."""
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 Conversation = list[dict[str, Any]]
@@ -76,7 +77,9 @@ class Tokenizer(Protocol):
         is no call, and not ValueError alone: see `worker.text.calls`."""
 
     def render(
-        self, conversation: Conversation, *, tools: list[dict[str, Any]], continues: bool, variables: dict[str, Any]
-    ) -> str:
+        self, conversation: Conversation, *, tools: list[dict[str, Any]], continues: bool, variables: dict[str, Any],
+        images: Mapping[str, str] | None = None,
+    ) -> str:  # fmt: skip
         """The chat template's text. `continues`: the last message, an assistant's, is left open, else the
-        template opens a new one. Raises what the template raises."""
+        template opens a new one. `images`: by the characters that mark their places in the contents, the texts
+        that the model reads for them. Raises what the template raises."""

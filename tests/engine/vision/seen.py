@@ -1,0 +1,106 @@
+"""Images, prompts with images in them, and what mlx-vlm says to each alone."""
+
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_vlm.generate import generate_step
+from PIL import Image
+
+from tests.engine.vision.checkpoints import EOS, FILES, write_checkpoint
+from worker.engine.eyes import Eyes, Sight
+from worker.engine.model import Model, open_model
+from worker.engine.words import Words
+from worker.schedule.sequence import Sequence
+
+
+@cache
+def model(family: str, seed: int = 1) -> Model:
+    folder = write_checkpoint(family, Path(mkdtemp(prefix="sluice-vision-")), seed=seed)
+    return open_model(str(folder))
+
+
+@cache
+def eyes(family: str) -> Eyes:
+    vision = model(family).vision
+    assert vision is not None
+    return vision.eyes
+
+
+@cache
+def image(seed: int, width: int, height: int) -> Image.Image:
+    """Of coarse squares: noise says less the smaller it is made."""
+    dice = np.random.default_rng(seed)
+    small = dice.integers(0, 256, (max(1, height // 8), max(1, width // 8), 3), dtype=np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.NEAREST)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    tokens: tuple[int, ...]
+    sights: tuple[Sight, ...] = ()
+
+
+def prompt(family: str, *parts: int | tuple[int, int, int], seed: int = 0) -> Prompt:
+    """Of so many tokens of text, and of images by seed, width and height."""
+    dice, tokens, sights = random.Random(seed), list[int](), list[Sight]()
+    for part in parts:
+        if isinstance(part, int):
+            tokens += [dice.randrange(0, 256) for _ in range(part)]
+        else:
+            sights.append(eyes(family).look(image(*part)))
+            tokens += encoder(family)(FILES[family]["image"].replace(eyes(family).marker, sights[-1].text))
+    return Prompt(tuple(tokens), tuple(sights))
+
+
+@cache
+def encoder(family: str) -> Callable[[str], list[int]]:
+    return Words(model(family).tokenizer).encode
+
+
+def asked(family: str, id: str, prompt: Prompt, max_tokens: int, **more: Any) -> Sequence:
+    return Sequence(id, prompt.tokens, max_tokens, pictures=eyes(family).pictures(prompt.tokens, prompt.sights), **more)
+
+
+def alone(family: str, prompt: Prompt, max_tokens: int) -> list[int]:
+    """Greedy, by mlx-vlm's single-request path, up to the end of the sequence."""
+    vision = model(family).vision
+    assert vision is not None
+    tokens, said = mx.array([prompt.tokens]), list[int]()
+    pixels, how = together(prompt.sights)
+    steps = generate_step(
+        tokens, vision.network, pixels, mx.ones_like(tokens), max_tokens=max_tokens, temperature=0.0,
+        prefill_step_size=None, **how,
+    )  # fmt: skip
+    for token, _ in steps:
+        if int(token) == EOS or len(said) == max_tokens:
+            break
+        said.append(int(token))
+    return said
+
+
+def together(sights: Sequences[Sight]) -> tuple[mx.array | None, dict[str, Any]]:
+    """As a processor gives several images of one prompt."""
+    if not sights:
+        return None, {}
+    seen, how = [sight.seen for sight in sights], dict[str, Any]()
+    if "image_grid_thw" in seen[0]:
+        how["image_grid_thw"] = mx.array(np.concatenate([each["image_grid_thw"] for each in seen]))
+    if "image_sizes" in seen[0]:
+        how["image_sizes"] = [each["image_sizes"][0] for each in seen]
+    return mx.array(np.concatenate(_padded([each["pixel_values"] for each in seen]))), how
+
+
+def _padded(pixels: list[Any]) -> list[Any]:
+    """Images of different sizes, to the largest; patches as they are."""
+    if pixels[0].ndim < 4:
+        return pixels
+    height, width = (max(each.shape[axis] for each in pixels) for axis in (2, 3))
+    return [np.pad(p, [(0, 0), (0, 0), (0, height - p.shape[2]), (0, width - p.shape[3])]) for p in pixels]

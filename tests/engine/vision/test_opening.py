@@ -1,0 +1,124 @@
+"""A folder of a model that sees is recognised, loaded once, and refused where it would run code of its own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+
+from tests.engine.vision import seen
+from tests.engine.vision.checkpoints import CONFIGS, write_checkpoint
+from worker.engine.model import fingerprint, open_model
+from worker.errors import CannotStart
+
+FAMILIES = [*CONFIGS]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_checkpoint("qwen3_5", tmp_path / "model")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_twin_s_weights_are_the_very_arrays_of_the_model_that_sees(family: str) -> None:
+    model = seen.model(family)
+    assert model.vision is not None
+    theirs = dict(tree_flatten(model.vision.network.parameters()))
+    assert all(array is theirs[name] for name, array in tree_flatten(model.network.parameters()))
+    assert model.costs.weights_bytes == sum(array.nbytes for array in theirs.values())
+
+
+def test_a_model_is_in_memory_once(folder: Path) -> None:
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    model = open_model(str(folder))
+    mx.clear_cache()
+    assert mx.get_active_memory() - before < 1.1 * model.costs.weights_bytes
+
+
+def test_a_quantized_model_has_a_quantized_twin(folder: Path) -> None:
+    write_checkpoint("qwen3_vl", folder, bits=4)
+    model = open_model(str(folder))
+    layers = dict(model.network.named_modules())
+    assert isinstance(layers["language_model.model.layers.0.mlp.up_proj"], nn.QuantizedLinear)
+    assert model.vision is not None
+    theirs = dict(tree_flatten(model.vision.network.parameters()))
+    assert all(array is theirs[name] for name, array in tree_flatten(model.network.parameters()))
+
+
+def test_images_can_be_switched_off(folder: Path) -> None:
+    model = open_model(str(folder), vision=False)
+    assert model.vision is None
+    assert model.costs.weights_bytes < seen.model("qwen3_5").costs.weights_bytes
+
+
+def test_a_conversion_without_the_tower_s_weights_is_served_for_text(folder: Path) -> None:
+    weights = mx.load(str(folder / "model.safetensors"))
+    kept = {name: array for name, array in weights.items() if name.startswith("language_model.")}
+    mx.save_safetensors(str(folder / "model.safetensors"), kept)
+    assert open_model(str(folder)).vision is None
+
+
+def test_text_is_served_where_the_family_s_images_are_unknown(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "qwen3_5_text_and_more"}))
+    with pytest.raises(CannotStart, match="qwen3_5_text_and_more"):  # by mlx-lm, which does not know it either
+        open_model(str(folder))
+    assert "Images are not served with a model of type qwen3_5_text_and_more" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("config.json", {"model_file": "evil.py"}),
+        ("config.json", {"auto_map": {"AutoModel": "evil.Model"}}),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}),
+        ("preprocessor_config.json", {"auto_map": {"AutoProcessor": "evil.Processor"}}),
+        ("processor_config.json", {"auto_map": {"AutoProcessor": "evil.Processor"}}),
+    ],
+)
+def test_code_of_a_checkpoint_is_refused_by_name_and_not_run(folder: Path, name: str, code: dict[str, object]) -> None:
+    (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+    said = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+    (folder / name).write_text(json.dumps({**said, **code}))
+    with pytest.raises(CannotStart, match=rf"{name} names code of its own .*evil.*SLUICE_TRUST_MODEL_CODE"):
+        open_model(str(folder))
+    assert not (folder / "ran").exists()
+
+
+def test_code_of_a_checkpoint_runs_where_it_is_trusted(folder: Path) -> None:
+    ran = folder / "ran"
+    (folder / "own.py").write_text(f"from mlx_vlm.models.qwen3_5 import *\nopen({str(ran)!r}, 'w')\n")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_file": "own.py"}))
+    assert open_model(str(folder), trusted=True).vision is not None
+    assert ran.exists()
+
+
+def test_without_mlx_vlm_the_way_out_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "worker.engine.upstream_vision", raising=False)
+    monkeypatch.delattr("worker.engine.upstream_vision", raising=False)
+    monkeypatch.setitem(sys.modules, "mlx_vlm.utils", None)
+    with pytest.raises(CannotStart, match=r"pip install 'mlx-sluice\[vision\]'.*SLUICE_VISION=off"):
+        open_model(str(folder))
+    assert open_model(str(folder), vision=False).vision is None
+
+
+def test_text_alone_never_imports_mlx_vlm(folder: Path) -> None:
+    program = (
+        "import sys; from worker.engine.model import open_model; from worker.engine.engine import Engine;"
+        f"Engine(open_model({str(folder)!r}, vision=False), step_s=0.1);"
+        "sys.exit(any(name.startswith('mlx_vlm') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "chat_template.jinja"])
+def test_a_fingerprint_changes_with_how_images_are_prepared(folder: Path, name: str) -> None:
+    before = fingerprint(folder)
+    (folder / name).write_text((folder / name).read_text() + " ")
+    assert fingerprint(folder) != before

@@ -1,0 +1,106 @@
+"""A conversation with images becomes the tokens that the model's own processor makes of it."""
+
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from schemas import ChatRequest
+from tests.engine.vision import seen
+from tests.engine.vision.checkpoints import CONFIGS
+from worker.engine.words import Words
+from worker.errors import Refusal
+from worker.text.language import Language
+
+FAMILIES = [*CONFIGS]
+SHOWN = [seen.image(1, 24, 16), seen.image(2, 40, 32), seen.image(3, 16, 16)]
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def picture() -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+
+
+CONVERSATION = [
+    {"role": "system", "content": "Say what you see."},
+    {"role": "user", "content": [text("What is this?"), picture()]},
+    {"role": "assistant", "content": "Squares."},
+    {"role": "user", "content": [picture(), text("And here, beside\nthat: "), picture(), text(" one \U000f0001?")]},
+]
+
+
+def language(family: str, **more: bool) -> Language:
+    model = seen.model(family)
+    return Language(Words(model.tokenizer, seen.eyes(family).marker), model.vocab, **more)
+
+
+async def tokens(family: str, messages: list[dict[str, Any]], images: list[Image.Image]) -> tuple[int, ...]:
+    texts = [seen.eyes(family).look(image).text for image in images]
+    request = ChatRequest.model_validate({"messages": messages})
+    return (await language(family).prompt(request, texts)).tokens
+
+
+def by_processor(family: str, images: list[Image.Image]) -> list[int]:
+    processor = seen.eyes(family)._processor
+    said = [
+        {**m, "content": [{"type": "image"} if p["type"] == "image_url" else p for p in m["content"]]}
+        if isinstance(m["content"], list)
+        else m
+        for m in CONVERSATION
+    ]
+    template = seen.model(family).vision.template  # type: ignore[union-attr]
+    text = processor.tokenizer.apply_chat_template(
+        said, chat_template=template, tokenize=False, add_generation_prompt=True
+    )
+    ids: list[int] = processor(text=[text], images=images)["input_ids"].tolist()[0]
+    return ids
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_images_of_several_turns_are_where_the_processor_puts_them(family: str) -> None:
+    prompt = await tokens(family, CONVERSATION, SHOWN)
+    assert list(prompt) == by_processor(family, SHOWN)
+    sights = [seen.eyes(family).look(image) for image in SHOWN]
+    pictures = seen.eyes(family).pictures(prompt, sights)
+    assert [picture.digest for picture in pictures] == [sight.digest for sight in sights]
+    placeholder = prompt[pictures[0].span[0]]
+    within = [prompt[start:end] for start, end in (picture.span for picture in pictures)]
+    assert all(each[0] == each[-1] == placeholder for each in within)
+    assert sum(each.count(placeholder) for each in within) == prompt.count(placeholder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_a_text_with_the_model_s_sign_for_an_image_is_refused_beside_images(family: str) -> None:
+    marker = seen.eyes(family).marker
+    messages = [{"role": "user", "content": [picture(), text(f"one {marker} more")]}]
+    with pytest.raises(Refusal) as raised:
+        await tokens(family, messages, SHOWN[:1])
+    assert raised.value.type == "invalid_request"
+    assert marker in raised.value.message
+
+
+async def test_places_where_later_prompts_part_are_planned_around_images() -> None:
+    family = "qwen3_5"
+    texts = [seen.eyes(family).look(image).text for image in SHOWN]
+    request = ChatRequest.model_validate({"messages": CONVERSATION})
+    prompt = await language(family, boundaries=True).prompt(request, texts)
+    longer = [*CONVERSATION, {"role": "assistant", "content": "Nothing."}, {"role": "user", "content": "Look again."}]
+    after = await language(family).prompt(ChatRequest.model_validate({"messages": longer}), texts)
+    shared = next(at for at in range(len(prompt.tokens) + 1) if prompt.tokens[: at + 1] != after.tokens[: at + 1])
+    assert max(prompt.boundaries) in (shared, shared - 1)
+
+
+def test_the_same_image_has_the_same_digest_and_another_does_not() -> None:
+    eyes, (one, other, _) = seen.eyes("qwen3_5"), SHOWN
+    assert eyes.look(one).digest == eyes.look(one.copy()).digest != eyes.look(other).digest
+    turned = one.transpose(Image.Transpose.ROTATE_90)
+    assert eyes.look(turned).digest != eyes.look(one).digest
+
+
+def test_low_detail_makes_a_large_image_smaller_and_leaves_a_small_one() -> None:
+    eyes, large, small = seen.eyes("qwen3_5"), seen.image(4, 1024, 32), seen.image(4, 16, 16)
+    assert eyes.look(large, "low").digest == eyes.look(large.resize((512, 16))).digest
+    assert eyes.look(small, "low").digest == eyes.look(small).digest

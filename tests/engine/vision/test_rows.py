@@ -1,0 +1,132 @@
+"""Rows with images beside rows of text: each says what it says alone."""
+
+from typing import Any
+
+import pytest
+
+from tests.engine.driver import Run, answers, tokens
+from tests.engine.vision import seen
+from tests.engine.vision.checkpoints import CONFIGS
+from tests.engine.vision.seen import Prompt, prompt
+
+FAMILIES = [*CONFIGS]
+LONG = 24
+
+
+def mixed(family: str) -> dict[str, Prompt]:
+    return {
+        "text": prompt(family, 23, seed=1),
+        "one": prompt(family, 5, (1, 24, 16), 9, seed=2),
+        "two": prompt(family, 4, (2, 32, 16), 6, (3, 16, 16), 11, seed=3),
+        "long text": prompt(family, 70, seed=4),
+        "large": prompt(family, 3, (4, 64, 56), 4, seed=5),
+        "two alike": prompt(family, 2, (1, 24, 16), 2, (1, 24, 16), 30, seed=6),
+    }
+
+
+def said(family: str, prompts: dict[str, Prompt], **how: Any) -> dict[str, list[int]]:
+    heard = answers(seen.model(family), [seen.asked(family, id, each, LONG) for id, each in prompts.items()], **how)
+    return {id: tokens(each) for id, each in heard.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_one_two_and_no_images_say_together_what_mlx_vlm_says_to_each_alone(family: str) -> None:
+    prompts = mixed(family)
+    expected = {id: seen.alone(family, each, LONG) for id, each in prompts.items()}
+    assert said(family, prompts) == expected
+    assert len({tuple(each) for each in expected.values()}) == len(expected), "a model that says the same to all"
+    assert said(family, prompts, apart=3) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_cut_images_and_text_anywhere(family: str) -> None:
+    prompts = mixed(family)
+    run = Run(seen.model(family), step_s=1e-6)
+    for id, each in prompts.items():
+        run.submit(seen.asked(family, id, each, LONG))
+        run.step()
+    assert run.drain() == {id: seen.alone(family, each, LONG) for id, each in prompts.items()}
+    assert run.chunks["long text"] >= 4
+    assert len(prompts["large"].tokens) < 40 or run.chunks["large"] >= 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_rows_that_differ_only_in_the_image_do_not_mix(family: str) -> None:
+    red, blue = (prompt(family, 40, (seed, 32, 32), 40) for seed in (1, 2))
+    assert red.tokens == blue.tokens
+    expected = {"red": seen.alone(family, red, LONG), "blue": seen.alone(family, blue, LONG)}
+    assert expected["red"] != expected["blue"]
+    before = seen.asked(family, "", red, LONG).pictures[0].span[0]
+    run = Run(seen.model(family), prefix_bytes=1 << 24)
+    for round in range(2):
+        for id, each in ("red", red), ("blue", blue):
+            run.submit(seen.asked(family, f"{id} {round}", each, LONG, boundaries=(before,)))
+            run.drain()
+            assert run.said[f"{id} {round}"] == expected[id]
+    assert run.cached["red 0"] == 0
+    assert run.cached["blue 0"] == before, "the text before the image, and no more"
+    assert run.cached["red 1"] == run.cached["blue 1"] == len(red.tokens) - 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_image_that_was_seen_is_not_encoded_again(family: str) -> None:
+    first, second = (prompt(family, 7, (1, 32, 32), 9, seed=seed) for seed in (1, 2))
+    run = Run(seen.model(family), prefix_bytes=1 << 24)
+    for id, each in ("first", first), ("second", second):
+        run.submit(seen.asked(family, id, each, LONG))
+        run.drain()
+        assert run.said[id] == seen.alone(family, each, LONG)
+    assert run.encoded["first"] > 0
+    assert run.encoded["second"] == run.cached["second"] == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_conversation_goes_on_with_text_and_with_another_image(family: str) -> None:
+    run = Run(seen.model(family), prefix_bytes=1 << 24)
+    begun = prompt(family, 20, (1, 32, 24), 20)
+    run.submit(seen.asked(family, "begun", begun, LONG))
+    run.drain()
+    answered = (*begun.tokens, *run.said["begun"])
+    text, picture = prompt(family, 15, seed=8), prompt(family, 6, (2, 24, 40), 5, seed=9)
+    for id, turn in ("text", text), ("picture", picture):
+        whole = Prompt((*answered, *turn.tokens), (*begun.sights, *turn.sights))
+        run.submit(seen.asked(family, id, whole, LONG))
+        run.drain()
+        assert run.said[id] == seen.alone(family, whole, LONG)
+        assert run.cached[id] >= len(answered) - 1
+    assert run.encoded["text"] == 0
+    assert run.encoded["picture"] > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("keep", [True, False], ids=["with its cache", "without it"])
+def test_a_row_that_was_parked_goes_on_where_it_was(family: str, keep: bool) -> None:
+    prompts = {id: mixed(family)[id] for id in ("text", "two")}
+    run = Run(seen.model(family))
+    for id, each in prompts.items():
+        run.submit(seen.asked(family, id, each, LONG, lane="batch"))
+    run.until(lambda: len(run.said.get("two", [])) == 7)
+    run.park("two")
+    run.step()
+    run.stir(keep=keep)
+    assert run.drain() == {id: seen.alone(family, each, LONG) for id, each in prompts.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_new_attempt_goes_on_after_what_was_delivered(family: str) -> None:
+    each = mixed(family)["two"]
+    expected = seen.alone(family, each, LONG)
+    run = Run(seen.model(family))
+    run.submit(seen.asked(family, "two", each, LONG, delivered=tuple(expected[:9])))
+    assert run.drain() == {"two": expected}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_whose_step_failed_are_computed_again(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = {id: mixed(family)[id] for id in ("text", "one", "two")}
+    run = Run(seen.model(family))
+    for id, each in prompts.items():
+        run.submit(seen.asked(family, id, each, LONG))
+    run.until(lambda: len(run.said.get("two", [])) == 5)
+    run.engine._running.clear()
+    assert run.drain() == {id: seen.alone(family, each, LONG) for id, each in prompts.items()}

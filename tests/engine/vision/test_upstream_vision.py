@@ -1,0 +1,21 @@
+"""Every name and signature of mlx-vlm that we borrow. When an upgrade fails, it fails here first."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from worker.engine import upstream_vision
+
+
+@pytest.mark.parametrize(
+    ("call", "parameters"),
+    [
+        (upstream_vision.load_model, ["model_path", "lazy", "kwargs"]),
+        (upstream_vision.load_processor, ["model_path", "add_detokenizer", "eos_token_ids", "kwargs"]),
+        (upstream_vision.make_prompt_cache, ["model", "max_kv_size"]),
+    ],
+)
+def test_a_borrowed_function_takes_what_it_took(call: Callable[..., Any], parameters: list[str]) -> None:
+    assert list(inspect.signature(call).parameters) == parameters

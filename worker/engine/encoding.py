@@ -1,0 +1,106 @@
+"""An image on its way through the vision tower, and the features of those that are through."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from worker.schedule.sequence import Picture
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What the language model gets of an image: a row for each token of its span."""
+
+    rows: mx.array  # (tokens, width), in place of the tokens' embeddings
+    deep: tuple[mx.array, ...] = ()  # the same shape; each is added behind a layer, from the first one on
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        return (self.rows, *self.deep)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+
+Encode = Callable[[Any, list[mx.array]], Features]
+
+
+class Encoding:
+    """The graph is built at once and computed in parts, a layer of the tower after the other, so that an image of many
+    patches holds up nobody for longer than a layer takes."""
+
+    def __init__(self, picture: Picture, encode: Encode) -> None:
+        """`encode`: from what is seen to the features, lazily; it lists what each layer of the tower put out."""
+        self.picture = picture
+        passed = list[mx.array]()
+        self._features = encode(picture.seen, passed)
+        self._ahead: list[tuple[mx.array, ...]] = [*((layer,) for layer in passed), self._features.arrays]
+        self._stages = len(self._ahead)
+
+    @property
+    def remaining(self) -> int:
+        """In tokens of its span, 0 only at the end."""
+        return -(-self.picture.tokens * len(self._ahead) // self._stages)
+
+    def advance(self, tokens: int) -> int:
+        """Blocks until at least a layer is computed, and by about so many tokens. Returns how many they were."""
+        before = self.remaining
+        while self._ahead:
+            mx.eval(self._ahead.pop(0))
+            if before - self.remaining >= tokens:
+                break
+        return before - self.remaining
+
+    @property
+    def features(self) -> Features | None:
+        """Once it is through."""
+        return None if self._ahead else self._features
+
+
+def noting(blocks: Iterable[Callable[..., mx.array]], passed: list[mx.array]) -> list[Callable[..., mx.array]]:
+    """The same blocks, that list what they put out."""
+
+    def noted(block: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        def call(*given: Any, **named: Any) -> mx.array:
+            passed.append(block(*given, **named))
+            return passed[-1]
+
+        return call
+
+    return [noted(block) for block in blocks]
+
+
+class FeatureCache:
+    """For the engine's thread: the features of images by their digests, the most recently used ones."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: bytes."""
+        self._most, self._room = most, most
+        self.nbytes = self.evicted = 0
+        self._kept = OrderedDict[bytes, Features]()
+
+    def find(self, digest: bytes) -> Features | None:
+        if digest in self._kept:
+            self._kept.move_to_end(digest)
+        return self._kept.get(digest)
+
+    def keep(self, digest: bytes, features: Features) -> None:
+        if digest not in self._kept and features.nbytes <= self._room:
+            self._kept[digest] = features
+            self.nbytes += features.nbytes
+            self._shrink()
+
+    def make_room(self, most: int) -> None:
+        """It takes no more than so many bytes, until told otherwise."""
+        self._room = max(0, min(self._most, most))
+        self._shrink()
+
+    def _shrink(self) -> None:
+        while self.nbytes > self._room:
+            _, features = self._kept.popitem(last=False)
+            self.nbytes -= features.nbytes
+            self.evicted += 1

@@ -1,0 +1,167 @@
+"""What differs between families of models that see: how an image becomes features, and how its tokens are computed."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from worker.engine.encoding import Features, noting
+from worker.engine.lent import lent
+from worker.engine.scene import Family, Seen
+from worker.schedule.sequence import Picture
+
+MakeCache = Callable[[nn.Module], list[Any]]  # mlx-vlm's, for a language model of its own
+MakeFamily = Callable[[nn.Module, nn.Module, MakeCache], Family]  # of what sees, and of its twin
+
+
+class Qwen:
+    """Qwen 2-VL to 3.5: an image's tokens have a row's and a column's position each, and all that follows it is nearer
+    than it is far behind. mlx-lm's classes know no such positions, so mlx-vlm's compute these prompts."""
+
+    def __init__(self, seeing: nn.Module, twin: nn.Module, make_cache: MakeCache) -> None:
+        self._tower, self._language, self._make_cache = seeing.vision_tower, seeing.language_model, make_cache
+        self._merge = seeing.config.vision_config.spatial_merge_size
+        self.placeholder: int = seeing.config.image_token_id
+
+    def encode(self, seen: Any, passed: list[mx.array]) -> Features:
+        pixels = mx.array(seen["pixel_values"]).astype(self._tower.patch_embed.proj.weight.dtype)
+        with _noted(self._tower, "blocks", passed):
+            put_out = self._tower(pixels, mx.array(seen["image_grid_thw"]))
+        return self._features(put_out)
+
+    def _features(self, put_out: Any) -> Features:
+        return Features(put_out)
+
+    def positions(self, tokens: int, pictures: Sequence[Picture]) -> tuple[mx.array | None, int]:
+        parts, place, position = list[mx.array](), 0, 0
+        for picture in pictures:
+            start, end = picture.span
+            parts.append(_straight(position, start - place))
+            position += start - place
+            ((frames, height, width),) = picture.seen["image_grid_thw"]
+            rows, columns = int(height) // self._merge, int(width) // self._merge
+            parts.append(position + _grid(int(frames), rows, columns))
+            position, place = position + max(int(frames), rows, columns), end
+        parts.append(_straight(position, tokens - place))
+        position += tokens - place
+        return mx.concatenate(parts, axis=1)[:, None], position - tokens
+
+    def embeddings(self, tokens: mx.array) -> mx.array:
+        rows: mx.array = self._language.model.embed_tokens(tokens)
+        return rows
+
+    def read(self, cache: list[Any], tokens: mx.array, rows: mx.array, positions: mx.array | None, seen: Seen) -> None:
+        theirs = self._make_cache(self._language)
+        with lent(cache, theirs):
+            self._language(tokens, inputs_embeds=rows, cache=theirs, position_ids=positions, **self._deep(tokens, seen))
+
+    def _deep(self, tokens: mx.array, seen: Seen) -> dict[str, Any]:
+        return {}
+
+
+class DeepQwen(Qwen):
+    """Qwen 3 and later: what lies deeper in the vision tower is added behind the first layers."""
+
+    def _features(self, put_out: Any) -> Features:
+        rows, deep = put_out
+        return Features(rows, tuple(deep))
+
+    def _deep(self, tokens: mx.array, seen: Seen) -> dict[str, Any]:
+        each = [features.deep for _, features in seen]
+        if not any(each):
+            return {}
+        return {
+            "visual_pos_masks": tokens == self.placeholder,
+            "deepstack_visual_embeds": [mx.concatenate(list(layer)) for layer in zip(*each, strict=True)],
+        }
+
+
+class Plain:
+    """An image's tokens are where they are, so mlx-lm's class can compute them: it is given the rows."""
+
+    def __init__(self, seeing: nn.Module, twin: nn.Module, make_cache: MakeCache) -> None:
+        self._tower, self._project, self._twin = seeing.vision_tower, seeing.multi_modal_projector, twin
+        self._embed, self._config = seeing.language_model.model.embed_tokens, seeing.config
+        self.placeholder: int = seeing.config.image_token_index
+
+    def positions(self, tokens: int, pictures: Sequence[Picture]) -> tuple[mx.array | None, int]:
+        return None, 0
+
+    def embeddings(self, tokens: mx.array) -> mx.array:
+        rows: mx.array = self._embed(tokens)
+        return rows
+
+    def read(self, cache: list[Any], tokens: mx.array, rows: mx.array, positions: mx.array | None, seen: Seen) -> None:
+        self._twin(tokens, cache=cache, input_embeddings=rows)
+
+
+class Gemma3(Plain):
+    def encode(self, seen: Any, passed: list[mx.array]) -> Features:
+        pixels = mx.array(seen["pixel_values"]).transpose(0, 2, 3, 1).astype(_dtype(self._embed))
+        with _noted(self._tower.vision_model.encoder, "layers", passed):
+            put_out, _, _ = self._tower(pixels, output_hidden_states=True)
+        # The language model makes all rows larger by this; images shall stay as they are.
+        return Features(self._project(put_out)[0] / self._config.text_config.hidden_size**0.5)
+
+
+class Pixtral(Plain):
+    """Behind each row of an image but the last is a token that says so: it has a row here too, which is not used."""
+
+    def encode(self, seen: Any, passed: list[mx.array]) -> Features:
+        pixels, sizes = mx.array(seen["pixel_values"]).transpose(0, 2, 3, 1), seen["image_sizes"]
+        with _noted(self._tower.vision_model.transformer, "layers", passed):
+            *_, layers = self._tower(pixels, output_hidden_states=True, image_sizes=sizes)
+        rows = self._projected(layers[self._config.vision_feature_layer][0], sizes)
+        height, _ = (side // self._patch for side in sizes[0])
+        apart = mx.pad(rows.reshape(height, -1, rows.shape[-1]), [(0, 0), (0, 1), (0, 0)])
+        return Features(apart.reshape(-1, rows.shape[-1])[:-1])
+
+    @property
+    def _patch(self) -> int:
+        """Pixels a side, of what a token stands for."""
+        side: int = self._config.vision_config.patch_size
+        return side
+
+    def _projected(self, rows: mx.array, sizes: Any) -> mx.array:
+        projected: mx.array = self._project(rows)
+        return projected
+
+
+class Mistral3(Pixtral):
+    @property
+    def _patch(self) -> int:
+        merged: int = self._config.spatial_merge_size
+        return super()._patch * merged
+
+    def _projected(self, rows: mx.array, sizes: Any) -> mx.array:
+        projected: mx.array = self._project(rows, sizes)
+        return projected
+
+
+def _dtype(embedding: nn.Module) -> mx.Dtype:
+    """Of the rows that it gives, quantized or not."""
+    row: mx.array = embedding(mx.array([0]))
+    return row.dtype
+
+
+@contextmanager
+def _noted(tower: nn.Module, name: str, passed: list[mx.array]) -> Iterator[None]:
+    """Whoever calls the tower's layers, which it has by that name, has what they put out listed."""
+    blocks = tower[name]
+    tower[name] = noting(blocks, passed)
+    try:
+        yield
+    finally:
+        tower[name] = blocks
+
+
+def _straight(position: int, tokens: int) -> mx.array:
+    return mx.broadcast_to(mx.arange(position, position + tokens, dtype=mx.int32), (3, tokens))
+
+
+def _grid(frames: int, rows: int, columns: int) -> mx.array:
+    """(3, tokens): of each its frame, row and column."""
+    axes = mx.meshgrid(*(mx.arange(size, dtype=mx.int32) for size in (frames, rows, columns)), indexing="ij")
+    return mx.stack([axis.reshape(-1) for axis in axes])

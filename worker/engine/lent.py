@@ -1,0 +1,27 @@
+"""Caches of mlx-lm, lent to mlx-vlm: the two have classes of the same names that do not pass for one another."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from worker.engine.upstream import ArraysCache
+
+
+@contextmanager
+def lent(cache: Sequence[Any], theirs: Sequence[Any]) -> Iterator[None]:
+    """`theirs`, mlx-vlm's and empty, have the arrays of `cache`, a row's alone; what is done to them there is done here
+    in the end."""
+    for ours, other in zip(cache, theirs, strict=True):
+        if type(ours).__name__ != type(other).__name__:
+            raise NotImplementedError(f"mlx-lm keeps a layer in a {type(ours).__name__}, mlx-vlm in {type(other)}")
+        _handed(ours, other)
+    yield
+    for ours, other in zip(cache, theirs, strict=True):
+        _handed(other, ours)
+
+
+def _handed(giver: Any, taker: Any) -> None:
+    if isinstance(giver, ArraysCache) or isinstance(taker, ArraysCache):
+        taker.cache = list(giver.cache)
+    else:
+        taker.keys, taker.values, taker.offset = giver.keys, giver.values, giver.offset

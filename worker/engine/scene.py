@@ -1,0 +1,90 @@
+"""A prompt's images, and how its tokens are computed with what the model sees of them in their places."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from worker.engine.encoding import FeatureCache, Features
+from worker.schedule.sequence import Picture
+from worker.schedule.sequence import Sequence as Asked
+
+Seen = Sequence[tuple[tuple[int, int], Features]]  # which of some tokens are an image's, and its features
+
+
+class Family(Protocol):
+    @property
+    def placeholder(self) -> int:
+        """The token that stands where an image is."""
+
+    def encode(self, seen: Any, passed: list[mx.array]) -> Features:
+        """Lazily. `passed` gets what each layer of the vision tower puts out, in order."""
+
+    def positions(self, tokens: int, pictures: Sequence[Picture]) -> tuple[mx.array | None, int]:
+        """(axes, 1, tokens), or None where a token's position is its place; and how far the next token's is from it."""
+
+    def embeddings(self, tokens: mx.array) -> mx.array:
+        """(1, tokens, width)"""
+
+    def read(self, cache: list[Any], tokens: mx.array, rows: mx.array, positions: mx.array | None, seen: Seen) -> None:
+        """Lazily: these rows are in the cache, upstream's of one, behind what is there."""
+
+
+class Scene:
+    """Of one prompt, alone in its cache. Tokens are counted from the prompt's first."""
+
+    def __init__(self, family: Family, sequence: Asked, found: FeatureCache) -> None:
+        """Raises ValueError where the images are not where the prompt has room for them."""
+        _check(sequence, family.placeholder)
+        self._family, self._pictures, self._found = family, sequence.pictures, found
+        self._tokens = sequence.known
+        self._positions, self.shift = family.positions(len(self._tokens), self._pictures)
+        self._features: dict[bytes, Features] = {}
+
+    @property
+    def tokens(self) -> int:
+        """That images stand for; an image that is there twice counts once."""
+        return sum({picture.digest: picture.tokens for picture in self._pictures}.values())
+
+    def missing(self, start: int) -> list[Picture]:
+        """Images without whose features the tokens from there on cannot be computed, each once."""
+        wanted = {picture.digest: picture for picture in self._pictures if picture.span[1] > start}
+        self._features = {digest: features for digest, features in self._features.items() if digest in wanted}
+        for digest in wanted.keys() - self._features.keys():
+            if features := self._found.find(digest):
+                self._features[digest] = features
+        return [picture for digest, picture in wanted.items() if digest not in self._features]
+
+    def show(self, picture: Picture, features: Features) -> None:
+        self._features[picture.digest] = features
+        self._found.keep(picture.digest, features)
+
+    def read(self, cache: list[Any], start: int, end: int) -> None:
+        """Lazily: the tokens from `start` to before `end` are in the cache then, behind those before them."""
+        tokens = mx.array([self._tokens[start:end]])
+        rows, seen = self._family.embeddings(tokens), [*self._seen(start, end)]
+        for (first, last), features in seen:
+            shows = (tokens[0, first:last] == self._family.placeholder)[:, None]
+            rows[0, first:last] = mx.where(shows, features.rows, rows[0, first:last])
+        positions = None if self._positions is None else self._positions[:, :, start:end]
+        self._family.read(cache, tokens, rows, positions, seen)
+
+    def _seen(self, start: int, end: int) -> Iterator[tuple[tuple[int, int], Features]]:
+        """Which of these tokens are images', counted from `start`, and their features."""
+        for picture in self._pictures:
+            first, last = max(start, picture.span[0]), min(end, picture.span[1])
+            if first < last:
+                yield (first - start, last - start), self._part(picture, first, last)
+
+    def _part(self, picture: Picture, first: int, last: int) -> Features:
+        features, at = self._features[picture.digest], picture.span[0]
+        rows, *deep = (array[first - at : last - at] for array in features.arrays)
+        return Features(rows, tuple(deep))
+
+
+def _check(sequence: Asked, placeholder: int) -> None:
+    edges = [edge for picture in sequence.pictures for edge in picture.span]
+    if edges != sorted(edges) or edges[-1] >= len(sequence.known):
+        raise ValueError("Images come in the order of the prompt, and a token is behind them.")
+    if any(placeholder not in sequence.prompt[slice(*picture.span)] for picture in sequence.pictures):
+        raise ValueError("An image is where the prompt has no room for one.")
