@@ -18,6 +18,9 @@ class Usage(Sent):
     prompt_tokens: TokenCount
     completion_tokens: TokenCount = Field(description="Sampled tokens, as in all `token_ids`.")
     cached_tokens: TokenCount = Field(description="Prompt tokens taken from the prefix cache.")
+    image_tokens: TokenCount | None = Field(
+        default=None, description="Prompt tokens that images stand for; absent where there were none."
+    )
     kept_tokens: TokenCount | None = Field(
         default=None, description="Prompt tokens that SpecPrefill kept; absent where it was off."
     )
@@ -61,7 +64,7 @@ class Progress(_Event):
     """Before the first token; at most four a second."""
 
     type: Literal["progress"]
-    phase: Literal["waiting", "scoring", "prefill"]
+    phase: Literal["waiting", "encoding", "scoring", "prefill"]
     done: TokenCount
     total: TokenCount
 

@@ -13,7 +13,7 @@ class CompletionUsage(Sent):
     prompt_tokens: TokenCount
     completion_tokens: TokenCount
     total_tokens: TokenCount
-    prompt_tokens_details: dict[str, int] = Field(description="cached_tokens.")
+    prompt_tokens_details: dict[str, int] = Field(description="cached_tokens; image_tokens where there were images.")
 
 
 class AnswerMessage(Sent):

@@ -141,11 +141,12 @@ class _Answer:
 
 def _usage(usage: Usage) -> dict[str, Any]:
     """As in the stored result."""
+    images = {} if usage.image_tokens is None else {"image_tokens": usage.image_tokens}
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, **images},
     }
 
 

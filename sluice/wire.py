@@ -75,6 +75,7 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    image_tokens: int | None = None
     kept_tokens: int | None = None
 
 

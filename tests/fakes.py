@@ -142,7 +142,14 @@ def _next(sequence: Sequence, answer: Iterator[tuple[int, int]]) -> Outcome:
 
 def served(settings: Settings, engine: FakeEngine, tokenizer: ByteTokenizer, **changed: Any) -> Served:
     vocab = len(tokenizer.vocab)
-    known = {"fingerprint": "fp_fake", "context": 2048, "vocab": vocab, "generation": {}, "metrics": Metrics("default")}
+    known = {
+        "sights": None,
+        "fingerprint": "fp_fake",
+        "context": 2048,
+        "vocab": vocab,
+        "generation": {},
+        "metrics": Metrics("default"),
+    }
     return Served(settings, engine, Language(tokenizer, vocab), **{**known, **changed})
 
 

@@ -43,18 +43,19 @@ TABLE = {
                                "arq pydantic_core redis"),
 
     # What a job needs to know of all of these, and then the job.
-    "worker.served":       May("worker.metrics worker.schedule worker.settings worker.text"),
+    "worker.sights":       May("schemas worker.errors worker.images worker.schedule.sequence worker.settings"),
+    "worker.served":       May("worker.metrics worker.schedule worker.settings worker.sights worker.text"),
     "worker.resume":       May("worker.queue.scripts worker.text"),
     "worker.specprefill":  May("schemas worker.schedule.sequence worker.settings worker.text.prompt"),
     "worker.completion":   May("schemas worker.queue.job worker.served worker.text"),
     "worker.record":       May("schemas worker.completion worker.metrics worker.queue.job worker.resume "
                                "worker.schedule.sequence worker.served worker.text worker.specprefill"),
     "worker.jobs":         May("schemas worker.errors worker.queue.job worker.record worker.request worker.resume "
-                               "worker.schedule worker.served worker.text worker.specprefill"),
+                               "worker.schedule worker.served worker.sights worker.text worker.specprefill"),
 
     # The one place where engine and queue meet.
     "worker.app":          May("worker.engine worker.errors worker.jobs worker.metrics worker.queue worker.served "
-                               "worker.settings worker.text", "arq redis"),
+                               "worker.settings worker.sights worker.text", "arq redis"),
     "worker.__main__":     May("worker.app worker.errors worker.settings"),
 }  # fmt: skip
 

@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 
 from arq.connections import ArqRedis
@@ -21,6 +23,7 @@ from worker.queue.scripts import dumps, loads
 from worker.queue.worker import QueueWorker
 from worker.served import Served
 from worker.settings import Settings
+from worker.sights import Sights
 from worker.text.language import Language
 
 logger = logging.getLogger("sluice")
@@ -48,39 +51,54 @@ async def _serve(settings: Settings, metrics: Metrics) -> None:
     logger.info("loading %s", settings.model)
     try:
         model = await engine.start()
-        served = Served(
-            settings=settings,
-            engine=engine,
-            language=Language(
-                Words(model.tokenizer),
-                model.vocab,
-                boundaries=settings.prefix_cache_gb != 0 and _needs_boundaries(model),
-                thinnable=model.draft is not None,
-            ),
-            fingerprint=model.fingerprint,
-            context=min(model.context, settings.context_tokens or model.context),
-            vocab=model.vocab,
-            generation=model.generation,
-            metrics=metrics,
-        )
-        async with connect(settings) as redis:
-            worker = QueueWorker(
-                [func(chat, name="chat")],
-                redis=redis,
-                settings=settings,
-                ctx={"served": served},
-                metrics=metrics,
-                pulses=[engine.pulse],
-                hold=engine.hold,
-            )
-            logger.info(
-                "%s serves %s (%s), %d rows",
-                settings.worker_name, settings.model_name, model.fingerprint, settings.max_rows,
-            )  # fmt: skip
-            await worker.main()
+        with _sights(settings, model) as sights:
+            async with connect(settings) as redis:
+                worker = QueueWorker(
+                    [func(chat, name="chat")],
+                    redis=redis,
+                    settings=settings,
+                    ctx={"served": _served(settings, engine, model, sights, metrics)},
+                    metrics=metrics,
+                    pulses=[engine.pulse],
+                    hold=engine.hold,
+                )
+                logger.info(
+                    "%s serves %s (%s), %d rows",
+                    settings.worker_name, settings.model_name, model.fingerprint, settings.max_rows,
+                )  # fmt: skip
+                await worker.main()
     finally:
         await engine.stop()
     logger.info("stopped")
+
+
+@contextmanager
+def _sights(settings: Settings, model: Model) -> Iterator[Sights | None]:
+    if model.vision is None:
+        yield None
+        return
+    with closing(Sights(settings, model.vision.eyes)) as sights:
+        yield sights
+
+
+def _served(settings: Settings, engine: EngineThread, model: Model, sights: Sights | None, metrics: Metrics) -> Served:
+    language = Language(
+        Words(model.tokenizer, model.vision.eyes.marker if model.vision else ""),
+        model.vocab,
+        boundaries=settings.prefix_cache_gb != 0 and _needs_boundaries(model),
+        thinnable=model.draft is not None,
+    )
+    return Served(
+        settings=settings,
+        engine=engine,
+        language=language,
+        sights=sights,
+        fingerprint=model.fingerprint,
+        context=min(model.context, settings.context_tokens or model.context),
+        vocab=model.vocab,
+        generation=model.generation,
+        metrics=metrics,
+    )
 
 
 def _needs_boundaries(model: Model) -> bool:
@@ -88,7 +106,8 @@ def _needs_boundaries(model: Model) -> bool:
 
 
 def _open(settings: Settings) -> Model:
-    model, draft = open_model(settings.model), settings.specprefill_draft_model
+    model = open_model(settings.model, vision=settings.vision == "auto", trusted=settings.trust_model_code)
+    draft = settings.specprefill_draft_model
     return with_draft(model, draft) if draft else model
 
 

@@ -33,6 +33,7 @@ def completion(job: Job, request: ChatRequest, served: Served, answer: Answered)
         "finish_reason": answer.finish_reason,
         "logprobs": {"content": answer.logprobs, "refusal": None} if request.logprobs else None,
     }
+    images = {} if job.usage.image_tokens is None else {"image_tokens": job.usage.image_tokens}
     return {
         "id": job.claim.job_id,
         "object": "chat.completion",
@@ -44,7 +45,7 @@ def completion(job: Job, request: ChatRequest, served: Served, answer: Answered)
             "prompt_tokens": job.usage.prompt_tokens,
             "completion_tokens": job.usage.completion_tokens,
             "total_tokens": job.usage.prompt_tokens + job.usage.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": job.usage.cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": job.usage.cached_tokens, **images},
         },
         "sluice": _ours(job, request, served, answer),
     }

@@ -15,9 +15,11 @@ from worker.record import Record
 from worker.request import output_tokens, read_request, sampling_of, seed_of
 from worker.resume import delivered, replay
 from worker.schedule.sequence import (
+    Encoded,
     Faulted,
     Guide,
     Outcome,
+    Picture,
     Prefilled,
     Refused,
     Sampled,
@@ -27,6 +29,7 @@ from worker.schedule.sequence import (
     Whole,
 )
 from worker.served import Served
+from worker.sights import told_from_others
 from worker.specprefill import recalled, thinning_of
 from worker.text.output import Said
 from worker.text.prompt import Prompt
@@ -44,6 +47,7 @@ class Chat:
         self._job, self._served, self._record = job, served, Record(job, served.metrics)
         self._done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._guide: Guide | None = None
+        self._shown = ""  # what tells the request's images from others
         self._ended = False  # by an earlier attempt, all but for its final event
 
     async def run(self, body: Any) -> Answer:
@@ -56,8 +60,8 @@ class Chat:
             job.log.deserted = partial(job.interrupt, Cancelled("disconnected"))
         with _deadline(job, request.deadline_s):
             seed = seed_of(request, job.claim.job_id)
-            prompt = await served.language.prompt(request)
-            sequence = self._sequence(request, prompt, seed)
+            prompt, pictures = await self._prompt(request)
+            sequence = self._sequence(request, prompt, pictures, seed)
             self._guide = await served.language.guide(request, prompt)
             earlier = self._begin(request, prompt, seed)
             sequence = replace(sequence, guide=self._guide, delivered=earlier, kept=self._record.receipt.kept)
@@ -73,6 +77,15 @@ class Chat:
                 self._record.flush()
         return self._record.answer(request, served, seed, finish_reason, self._output.voided)
 
+    async def _prompt(self, request: ChatRequest) -> tuple[Prompt, tuple[Picture, ...]]:
+        sights = await self._served.sights.of(request.messages) if self._served.sights else ()
+        prompt = await self._served.language.prompt(request, [sight.text for sight in sights])
+        if not (self._served.sights and sights):
+            return prompt, ()
+        self._shown = told_from_others(sights)
+        self._job.usage.image_tokens = sum(sight.placeholders for sight in sights)
+        return prompt, self._served.sights.placed(prompt.tokens, sights)
+
     def _begin(self, request: ChatRequest, prompt: Prompt, seed: int) -> tuple[int, ...]:
         """Say how this attempt begins. Returns the tokens that it goes on after."""
         afresh = partial(self._served.language.output, request, prompt, self._job.claim.job_id)
@@ -81,6 +94,7 @@ class Chat:
         thinned = self._job.claim.thinned
         receipt = recalled(thinned, self._served.fingerprint, len(prompt.tokens)) if thinned else None
         same = same and (receipt is not None or not thinned)  # else nobody knows which tokens were left out
+        same = same and self._job.claim.shown.decode(errors="replace") == self._shown
         replayed = replay(earlier, afresh) if earlier and same else None
         if earlier is None or replayed is None:
             self._output = afresh()
@@ -95,7 +109,8 @@ class Chat:
         served = self._served
         self._job.log.fields |= {"seed": seed, "fingerprint": served.fingerprint}
         if how != "resumed":
-            self._job.log.fields["specprefill"] = ""  # what an earlier attempt left out does not count any more
+            # What an earlier attempt left out, or saw, does not count any more.
+            self._job.log.fields |= {"specprefill": "", "images": self._shown}
         self._job.log.say(
             how,
             model=served.settings.model_name,
@@ -104,7 +119,7 @@ class Chat:
             seed=seed,
         )
 
-    def _sequence(self, request: ChatRequest, prompt: Prompt, seed: int) -> Sequence:
+    def _sequence(self, request: ChatRequest, prompt: Prompt, pictures: tuple[Picture, ...], seed: int) -> Sequence:
         served, claim = self._served, self._job.claim
         self._job.usage.prompt_tokens = len(prompt.tokens)
         limit = output_tokens(
@@ -129,6 +144,7 @@ class Chat:
             space=(request.tenant or request.user or "") if served.settings.prefix_cache_per_tenant else "",
             boundaries=prompt.boundaries,
             thinning=thinning,
+            pictures=pictures,
         )
 
     def _end_again(self, sequence: Sequence) -> None:
@@ -149,6 +165,8 @@ class Chat:
         match outcome:
             case Prefilled(done=done, total=total, cached=cached):
                 self._record.prefilled(done, total, cached)
+            case Encoded(done=done, total=total):
+                self._record.progress("encoding", done, total)
             case Scored(done=done, total=total):
                 self._record.progress("scoring", done, total)
             case Thinned() | Whole():

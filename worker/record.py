@@ -52,7 +52,7 @@ class Record:
             self._job.usage.cached_tokens = min(cached, self._job.usage.prompt_tokens)
         self.progress("prefill", done, total)
 
-    def progress(self, phase: Literal["scoring", "prefill"], done: int, total: int) -> None:
+    def progress(self, phase: Literal["encoding", "scoring", "prefill"], done: int, total: int) -> None:
         now = time.monotonic()
         if done < total and now - self._said_progress >= _PROGRESS_EVERY_S:
             self._said_progress = now

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from worker.metrics import Metrics
 from worker.schedule.sequence import Listener, Sequence
 from worker.settings import Settings
+from worker.sights import Sights
 from worker.text.language import Language
 
 
@@ -22,6 +23,7 @@ class Served:
     settings: Settings
     engine: Engine
     language: Language
+    sights: Sights | None  # where the model sees images
     fingerprint: str
     context: int  # tokens, prompt and answer together
     vocab: int

@@ -117,7 +117,7 @@ async def serve(settings: Settings, step_s: float) -> None:
     engine = PacedEngine(step_s)
     metrics = Metrics(settings.model_name)
     language = Language(PacedTokenizer(), 1_000_000)
-    served = Served(settings, engine, language, "paced", 1_000_000, 1_000_000, {}, metrics)
+    served = Served(settings, engine, language, None, "paced", 1_000_000, 1_000_000, {}, metrics)
     stepping = asyncio.create_task(engine.run())
     with metrics.served(settings.metrics_port):
         async with connect(settings) as redis:

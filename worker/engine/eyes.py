@@ -1,37 +1,9 @@
 """Images as a model's own processor prepares them. Nothing here computes with MLX, so any thread may do it."""
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
-from worker.schedule.sequence import Picture
-
-Detail = Literal["auto", "low", "high"]
-
-_LOW = 512  # pixels a side at most, as OpenAI has it
-
-
-class Image(Protocol):
-    """Pillow's, in RGB."""
-
-    @property
-    def size(self) -> tuple[int, int]: ...
-
-    def tobytes(self) -> bytes: ...
-
-    def resize(self, size: tuple[int, int]) -> "Image": ...
-
-
-@dataclass(frozen=True, slots=True)
-class Sight:
-    """One image."""
-
-    digest: bytes
-    text: str  # what the template's marker for an image becomes
-    tokens: int  # from the first placeholder in it to the last
-    placeholders: int
-    seen: Any  # see `Picture`
+from worker.schedule.sequence import Picture, Sight
 
 
 class Eyes:
@@ -42,12 +14,9 @@ class Eyes:
         self._processor, self._placeholder = processor, placeholder
         self.marker: str = processor.image_token  # an image, in the template's text
 
-    def look(self, image: Image, detail: Detail = "auto") -> Sight:
-        """Takes its time. Raises ValueError for an image that the model's processor does not take."""
-        image = _smaller(image) if detail == "low" else image
-        return self._look(image, _digest(image))
-
-    def _look(self, image: Image, digest: bytes) -> Sight:
+    def look(self, image: Any, digest: bytes) -> Sight:
+        """`image`: Pillow's, in RGB, and `digest` what tells it from all others. Takes its time. Raises ValueError for
+        one that the model's processor does not take."""
         raise NotImplementedError
 
     def pictures(self, prompt: tuple[int, ...], sights: Sequence[Sight]) -> tuple[Picture, ...]:
@@ -65,7 +34,7 @@ class Eyes:
 class GridEyes(Eyes):
     """Qwen's: as many tokens as the image is large."""
 
-    def _look(self, image: Image, digest: bytes) -> Sight:
+    def look(self, image: Any, digest: bytes) -> Sight:
         process = self._processor.image_processor
         seen = process(images=[image])
         tokens = int(seen["image_grid_thw"].prod()) // process.merge_size**2
@@ -79,7 +48,7 @@ class SquareEyes(Eyes):
         super().__init__(processor, placeholder)
         self.marker = processor.boi_token
 
-    def _look(self, image: Image, digest: bytes) -> Sight:
+    def look(self, image: Any, digest: bytes) -> Sight:
         seen = self._processor.image_processor(images=[image], return_tensors="np")
         tokens = self._processor.image_seq_length
         return Sight(digest, self._processor.full_image_sequence, tokens, tokens, seen)
@@ -88,21 +57,10 @@ class SquareEyes(Eyes):
 class RowEyes(Eyes):
     """Pixtral's: each row of an image ends with a token that says so, and the last one with another."""
 
-    def _look(self, image: Image, digest: bytes) -> Sight:
+    def look(self, image: Any, digest: bytes) -> Sight:
         processor = self._processor
         side = processor.patch_size * processor.spatial_merge_size
         seen = processor.image_processor([image], patch_size=side)
         rows, columns = (pixels // side for pixels in seen["image_sizes"][0])
         text = processor.image_break_token.join([self.marker * columns] * rows) + processor.image_end_token
         return Sight(digest, text, rows * (columns + 1) - 1, rows * columns, seen)
-
-
-def _smaller(image: Image) -> Image:
-    width, height = image.size
-    scale = min(1.0, _LOW / max(width, height))
-    return image if scale == 1.0 else image.resize((max(1, round(scale * width)), max(1, round(scale * height))))
-
-
-def _digest(image: Image) -> bytes:
-    width, height = image.size
-    return hashlib.blake2b(f"{width}x{height}".encode() + image.tobytes(), digest_size=32).digest()

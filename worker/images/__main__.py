@@ -40,7 +40,7 @@ def _answer(task: Task, source: bytes, answers: IO[bytes]) -> None:
     told: dict[str, Any]
     try:
         image = _image(task, source)
-        told, pixels = {"width": image.width, "height": image.height, "digest": image.digest}, image.pixels
+        told, pixels = {"width": image.width, "height": image.height, "digest": image.digest.hex()}, image.pixels
     except Refusal as refusal:
         told, pixels = {"type": refusal.type, "message": refusal.message}, b""
     answers.write(json.dumps(told).encode() + b"\n")

@@ -79,4 +79,4 @@ def _answer(stdout: IO[bytes]) -> Image | Refusal:
     pixels = stdout.read(width * height * 3)
     if len(pixels) < width * height * 3:
         raise DecoderDied
-    return Image(width, height, told["digest"], pixels)
+    return Image(width, height, bytes.fromhex(told["digest"]), pixels)

@@ -31,6 +31,7 @@ class Claim:
     lapses: int = 0  # times that its lease ran out: a worker died while it ran, through its fault or not
     expired: bool = False  # its deadline has passed
     thinned: bytes = b""  # which tokens of its prompt an earlier attempt computed, where that were not all
+    shown: bytes = b""  # what tells the images that an earlier attempt saw from others
 
     def age_s(self, now: float) -> float:
         """Since it was queued; 0 where that was by a clock that goes ahead."""
@@ -47,7 +48,7 @@ def leftovers(job_id: str) -> list[str]:
     return [keys.cancel(job_id), job_key_prefix + job_id, lease_key(job_id), retry_key_prefix + job_id]
 
 
-_FIELDS = 12  # values a job in claim.lua's answer
+_FIELDS = 13  # values a job in claim.lua's answer
 
 
 class Claims:
@@ -110,7 +111,8 @@ class Claims:
 
 
 def _claim(lane: Lane, row: list[bytes]) -> Claim:
-    job_id, attempt, crashes, cancelled, queued_ms, events, body, body_bytes, tenant, lapses, expired, thinned = row
+    job_id, attempt, crashes, cancelled, queued_ms, events, body, body_bytes, tenant, lapses, expired, *earlier = row
+    thinned, shown = earlier
     return Claim(
         job_id=job_id.decode("utf-8", "surrogateescape"),
         lane=lane,
@@ -125,4 +127,5 @@ def _claim(lane: Lane, row: list[bytes]) -> Claim:
         lapses=int(lapses),
         expired=bool(int(expired)),
         thinned=thinned,
+        shown=shown,
     )

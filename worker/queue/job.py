@@ -18,6 +18,7 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    image_tokens: int | None = None
     kept_tokens: int | None = None
 
     def as_event(self) -> dict[str, int]:
@@ -25,8 +26,10 @@ class Usage:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "cached_tokens": self.cached_tokens,
+            "image_tokens": self.image_tokens,
+            "kept_tokens": self.kept_tokens,
         }
-        return counted if self.kept_tokens is None else {**counted, "kept_tokens": self.kept_tokens}
+        return {name: tokens for name, tokens in counted.items() if tokens is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,17 @@ class Thinning:
 
 
 @dataclass(frozen=True, slots=True)
+class Sight:
+    """An image as the model is shown it, wherever in a prompt that is."""
+
+    digest: bytes
+    text: str  # what the template's marker for an image becomes
+    tokens: int  # from the first placeholder in it to the last
+    placeholders: int
+    seen: Mapping[str, Any] = field(compare=False, repr=False)  # by the vision tower: see `Eyes`
+
+
+@dataclass(frozen=True, slots=True)
 class Picture:
     """An image of a prompt."""
 

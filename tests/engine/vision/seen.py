@@ -15,10 +15,10 @@ from mlx_vlm.generate import generate_step
 from PIL import Image
 
 from tests.engine.vision.checkpoints import EOS, FILES, write_checkpoint
-from worker.engine.eyes import Eyes, Sight
+from worker.engine.eyes import Eyes
 from worker.engine.model import Model, open_model
 from worker.engine.words import Words
-from worker.schedule.sequence import Sequence
+from worker.schedule.sequence import Sequence, Sight
 
 
 @cache
@@ -42,6 +42,11 @@ def image(seed: int, width: int, height: int) -> Image.Image:
     return Image.fromarray(small).resize((width, height), Image.Resampling.NEAREST)
 
 
+def sight(family: str, *which: int) -> Sight:
+    """Of `image`."""
+    return eyes(family).look(image(*which), repr(which).encode())
+
+
 @dataclass(frozen=True)
 class Prompt:
     tokens: tuple[int, ...]
@@ -55,7 +60,7 @@ def prompt(family: str, *parts: int | tuple[int, int, int], seed: int = 0) -> Pr
         if isinstance(part, int):
             tokens += [dice.randrange(0, 256) for _ in range(part)]
         else:
-            sights.append(eyes(family).look(image(*part)))
+            sights.append(sight(family, *part))
             tokens += encoder(family)(FILES[family]["image"].replace(eyes(family).marker, sights[-1].text))
     return Prompt(tuple(tokens), tuple(sights))
 

@@ -4,8 +4,9 @@
 -- ARGV  want, lease_ms, worker, lane, life_ms, most_body_bytes, whether lapsed leases may be taken over
 --       (1 or 0), suspects on probation here, whether an earlier answer may have been lost (1 or 0),
 --       number of jobs that this worker knows it runs, their ids, then tenant and its running rows, in pairs
--- Returns twelve values a job: id, attempt, crashes, cancelled, queued_ms, events so far, body or '', body bytes,
---       tenant or '', lapses, expired, what an earlier attempt left out of its prompt or ''.
+-- Returns thirteen values a job: id, attempt, crashes, cancelled, queued_ms, events so far, body or '', body bytes,
+--       tenant or '', lapses, expired, what an earlier attempt left out of its prompt or '', and what
+--       tells the images that it saw from others or ''.
 --
 -- Of the oldest thousand that wait, each tenant's oldest in turn, beginning with the tenant that has the fewest
 -- rows on this worker. A job whose deadline has passed is taken at once and beyond `want`: it only has to end.
@@ -67,7 +68,7 @@ local function claim(row)
   local wanted = bytes > 0 and bytes <= tonumber(ARGV[6]) and not row.expired -- thousands may expire together
   local out = { id, attempt, crashes, redis.call('EXISTS', 'sluice:cancel:' .. id), row.score, events,
     wanted and redis.call('GET', body_key) or '', bytes, row.tenant, row.lapses, row.expired and 1 or 0,
-    redis.call('HGET', job, 'specprefill') or '' }
+    redis.call('HGET', job, 'specprefill') or '', redis.call('HGET', job, 'images') or '' }
   for _, value in ipairs(out) do claimed[#claimed + 1] = value end
 end
 
