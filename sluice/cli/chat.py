@@ -8,7 +8,7 @@ import typer
 
 from sluice.cli.conversation import Conversation
 from sluice.cli.follow import ask, exit_code
-from sluice.cli.given import read_message
+from sluice.cli.given import read_image, read_message
 from sluice.cli.options import MODEL, REDIS_URL, AsJson, LaneChoice, Model, RedisUrl
 from sluice.cli.talk import talk
 from sluice.cli.trouble import Trouble
@@ -20,6 +20,7 @@ def chat(
         str | None,
         typer.Argument(metavar="MESSAGE", help="What to say; `-` reads it from stdin. Without it, a conversation."),
     ] = None,
+    image: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Show this; repeatable.")] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system prompt.")] = None,
     max_tokens: Annotated[int | None, typer.Option(metavar="N", help="The answer's length, at most.")] = None,
     temperature: Annotated[float | None, typer.Option(metavar="T", help="0 always takes the likeliest token.")] = None,
@@ -38,9 +39,11 @@ def chat(
     \b
     Example:
       sluice chat "What is the capital of Ghana?" --temperature 0
+      sluice chat "What is this?" --image cat.jpg
     """
     options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop": stop or None}
     conversation = Conversation(system, {name: value for name, value in options.items() if value is not None})
+    conversation.images += map(read_image, image or [])
     served = model or MODEL
     if message is None:
         _needs_terminal(as_json)

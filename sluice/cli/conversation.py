@@ -8,13 +8,19 @@ from typing import Any
 class Conversation:
     system: str | None = None
     options: dict[str, Any] = field(default_factory=dict)  # of every request: max_tokens, seed ...
-    turns: list[dict[str, str]] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)  # data: URLs, shown with the next message
+    turns: list[dict[str, Any]] = field(default_factory=list)
 
     def request(self, message: str) -> dict[str, Any]:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return {"messages": [*system, *self.turns, {"role": "user", "content": message}], **self.options}
+        return {"messages": [*system, *self.turns, self._turn(message)], **self.options}
 
     def add(self, message: str, answer: str) -> None:
         """A message that got no answer is dropped: most templates refuse two user messages in a row."""
         if answer:
-            self.turns += [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
+            self.turns += [self._turn(message), {"role": "assistant", "content": answer}]
+        self.images.clear()
+
+    def _turn(self, message: str) -> dict[str, Any]:
+        shown = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
+        return {"role": "user", "content": [*shown, {"type": "text", "text": message}] if shown else message}

@@ -1,6 +1,8 @@
 """What to ask, as it was given: on the command line, on stdin, in a file."""
 
+import base64
 import json
+import mimetypes
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,6 +16,17 @@ def read_message(given: str) -> str:
     if not message.strip():
         raise Trouble("the message is empty; there is nothing to answer.")
     return message
+
+
+def read_image(path: str) -> str:
+    """As a data: URL."""
+    kind, _ = mimetypes.guess_type(path)
+    if kind is None or not kind.startswith("image/"):
+        raise Trouble(f"{path} does not look like an image: its name must end in .png, .jpg, .webp or .gif.")
+    try:
+        return f"data:{kind};base64,{base64.b64encode(Path(path).read_bytes()).decode()}"
+    except OSError as error:
+        raise Trouble(f"cannot read {path}: {error.strerror}.") from None
 
 
 def read_request(path: str) -> dict[str, Any]:

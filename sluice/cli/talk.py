@@ -4,6 +4,7 @@ import asyncio
 
 from sluice.cli.conversation import Conversation
 from sluice.cli.follow import ask
+from sluice.cli.given import read_image
 from sluice.cli.trouble import Trouble, connected
 from sluice.cli.view import View, note
 from sluice.wire import Lane
@@ -13,7 +14,7 @@ try:
 except ImportError:
     pass
 
-_COMMANDS = "/system TEXT, /reset, /quit"
+_COMMANDS = "/image FILE, /system TEXT, /reset, /quit"
 
 
 def talk(url: str, model: str, lane: Lane, conversation: Conversation) -> None:
@@ -26,7 +27,10 @@ def talk(url: str, model: str, lane: Lane, conversation: Conversation) -> None:
                 return
             case ["/reset"]:
                 conversation.turns.clear()
+                conversation.images.clear()
                 note("the conversation starts over")
+            case ["/image", path]:
+                _show(conversation, path)
             case ["/system", *text]:
                 conversation.system = " ".join(text)
                 note("the system prompt is set" if text else "there is no system prompt now")
@@ -34,6 +38,14 @@ def talk(url: str, model: str, lane: Lane, conversation: Conversation) -> None:
                 note(f"there is no {word}; the commands are {_COMMANDS}")
             case _:
                 _turn(url, model, lane, conversation, line)
+
+
+def _show(conversation: Conversation, path: str) -> None:
+    try:
+        conversation.images.append(read_image(path))
+        note(f"{path} is shown with your next message")
+    except Trouble as trouble:
+        note(str(trouble), style="red")
 
 
 async def _greet(url: str, model: str) -> None:

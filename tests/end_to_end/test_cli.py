@@ -1,5 +1,6 @@
 """The command, as a process over a real server and worker: what it prints, where, and its exit code."""
 
+import base64
 import json
 import os
 import pty
@@ -68,7 +69,7 @@ class Command:
         messages: list[dict[str, Any]] = json.loads(str(self.db.get(f"arq:job:{job_id}")))["a"][0]["messages"]
         return messages
 
-    def wait_for_request(self, model: str, last: str) -> str:
+    def wait_for_request(self, model: str, last: str | list[dict[str, Any]]) -> str:
         """The id of the job whose last message this is."""
         deadline = time.monotonic() + _TIMEOUT_S
         while True:
@@ -206,6 +207,36 @@ def test_conversation_remembers_resets_and_obeys_a_system_prompt(talk: Terminal)
         assert answer in talk.until("\n> ")
     talk.type("\x04")
     assert talk.process.wait(_TIMEOUT_S) == 0
+
+
+def test_an_image_goes_along_with_the_next_message_and_with_those_after_it(
+    sluice: Command, talk: Terminal, tmp_path: Path
+) -> None:
+    """The tiny model sees nothing, so it says so; what was not answered is not sent again."""
+    (tmp_path / "cat.png").write_bytes(b"\x89PNG, nearly")
+    for said, answer in [
+        ("/image dog.png", "cannot read dog.png: No such file"),
+        ("/image notes.txt", "does not look like an image"),
+        ("/image cat.png", "is shown with your next message"),
+        ("What is this?", "This model takes text only"),
+        ("Count to 3.", "1 2 3"),
+    ]:
+        talk.type(said + "\r")
+        assert answer in talk.until("\n> ")
+
+
+def test_an_image_is_sent_as_what_its_name_says(sluice: Command, tmp_path: Path) -> None:
+    (tmp_path / "cat.jpg").write_bytes(b"meow")
+    (tmp_path / "dog.png").write_bytes(b"woof")
+    args = "--image", "cat.jpg", "--image", "dog.png", "--model", "nobody"
+    with sluice.running("chat", "What is this?", *args) as chat:
+        shown = [
+            {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{base64.b64encode(file).decode()}"}}
+            for kind, file in (("jpeg", b"meow"), ("png", b"woof"))
+        ]
+        sluice.wait_for_request("nobody", [*shown, {"type": "text", "text": "What is this?"}])
+        chat.send_signal(signal.SIGINT)
+        chat.communicate(timeout=_TIMEOUT_S)
 
 
 def test_ctrl_c_cancels_the_answer_and_the_conversation_goes_on(sluice: Command, talk: Terminal) -> None:

@@ -110,6 +110,10 @@ async def renew(redis: Redis, claim: Claim, *, lease_ms: int = 60_000) -> bool:
     return bool(await script(redis, "renew")(keys=names, args=[lease_ms, 86_400_000, "ada", claim.attempt]))
 
 
+def types(said: list[dict[str, Any]]) -> list[str]:
+    return [event["type"] for event in said]
+
+
 def words(said: list[dict[str, Any]]) -> str:
     return "".join(event.get("content", "") for event in said)
 

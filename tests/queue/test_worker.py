@@ -23,6 +23,7 @@ from tests.queue.helpers import (
     log,
     put,
     settings,
+    types,
     until,
     until_it_has_said,
     words,
@@ -50,10 +51,6 @@ def failed(job_id: str, type: str, message: str, *, retryable: bool = False, **u
     """The one event of a job that is refused at the door."""
     error = {"type": type, "message": message, "retryable": retryable}
     return {"id": job_id, "seq": 0, "attempt": 1, "type": "failed", "error": error, "usage": {**USAGE, **usage}}
-
-
-def types(said: list[dict[str, Any]]) -> list[str]:
-    return [event["type"] for event in said]
 
 
 @asynccontextmanager
