@@ -46,6 +46,16 @@ def test_a_score_comes_for_each_token_however_the_prompt_is_cut(family: str) -> 
     assert scored(draft(family), chunk=13) == pytest.approx(whole, rel=1e-3)
 
 
+def test_what_a_draft_is_not_shown_scores_nothing_and_the_rest_what_it_scores_without() -> None:
+    with_images = (*PROMPT[:20], *[VOCAB + 7] * 30, *PROMPT[20:60], VOCAB + 7, *PROMPT[60:])
+    blind = Draft(network("llama"), 10**9, unread=VOCAB + 7)
+    scoring = blind.scoring("", with_images, (20, 40, 60, 130))
+    assert (scoring.remaining, scoring._asked.boundaries) == (len(PROMPT) - 1 + LOOKAHEAD, (20, 20, 30, 99))
+    scores, whole = scored(blind, with_images), scored(draft("llama"))
+    assert list(scores) == [*whole[:20], *[0.0] * 30, *whole[20:60], 0.0, *whole[60:]]
+    assert scored(blind) == whole
+
+
 @pytest.mark.parametrize("tokens", [2, 12, 13, 14])
 def test_prompts_of_few_tokens_have_scores_too(tokens: int) -> None:
     assert len(scored(draft("llama"), prompt(tokens, 1))) == tokens

@@ -21,7 +21,7 @@ def with_draft(model: Model, path_or_hub_id: str) -> Model:
     try:
         draft, config = load_model(path, lazy=True)
         tokens = Words(load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))).tokens
-        why_not = why_not_draft(Words(model.tokenizer).tokens, tokens, draft)
+        why_not = why_not_draft(_shown(model), tokens, draft)
         if why_not is None:
             mx.eval(draft.parameters())
             why_not = why_not_sparse(model.network, model.context)
@@ -32,3 +32,11 @@ def with_draft(model: Model, path_or_hub_id: str) -> Model:
     own = anatomy(draft, config).costs(weights_bytes=weights_bytes(draft))
     costs = replace(model.costs, draft_bytes=own.weights_bytes, draft=own)
     return replace(model, draft=DraftModel(draft, context_of(config), needs_states(draft)), costs=costs)
+
+
+def _shown(model: Model) -> list[str]:
+    """The model's tokens by id, but for what stands where an image is: a draft is not shown it."""
+    tokens = Words(model.tokenizer).tokens
+    if model.vision:
+        tokens[model.vision.family.placeholder] = ""
+    return tokens

@@ -57,7 +57,7 @@ class Engine:
         most = self._entry.spare // _PREFIX_SHARE if prefix_bytes is None else prefix_bytes
         draft_bytes = most // _DRAFT_SHARE if model.draft else 0
         self._prefix = PrefixCache(model.network, most - draft_bytes) if most > 0 else None
-        self._draft = Draft(model.draft.network, draft_bytes, model.draft.context) if model.draft else None
+        self._draft = _draft_of(model, draft_bytes)
         self._queried = self._hit = 0  # tokens, in this step
         self._inside: dict[str, Row] = {}  # in the order of admission
         self._ends = frozenset(model.tokenizer.eos_token_ids)
@@ -312,3 +312,10 @@ class Engine:
         if self._computed >= _CLEAR_EVERY:
             self._computed = 0
             mx.clear_cache()
+
+
+def _draft_of(model: Model, prefix_bytes: int) -> Draft | None:
+    if model.draft is None:
+        return None
+    unread = model.vision.family.placeholder if model.vision else None
+    return Draft(model.draft.network, prefix_bytes, model.draft.context, unread)

@@ -72,8 +72,11 @@ class DeepQwen(Qwen):
         each = [features.deep for _, features in seen]
         if not any(each):
             return {}
+        shows = mx.zeros(tokens.shape, mx.bool_)  # not wherever a placeholder is: an answer may have one, too
+        for (first, last), _ in seen:
+            shows[:, first:last] = True
         return {
-            "visual_pos_masks": tokens == self.placeholder,
+            "visual_pos_masks": shows,
             "deepstack_visual_embeds": [mx.concatenate(list(layer)) for layer in zip(*each, strict=True)],
         }
 

@@ -1,35 +1,32 @@
-"""A prompt with images: each goes through the vision tower, unless it is known, and then all is computed in chunks.
+"""A prompt with images: each goes through the vision tower, unless it is known, and then the prompt is as any other.
 
 It has the face of `Prefill`. Images that lie within what the prefix cache has of the prompt are not even looked at.
 """
 
 from typing import Any
 
-import mlx.nn as nn
-
-from worker.engine.encoding import Encoding, FeatureCache
+from worker.engine.encoding import Encode, Encoding
 from worker.engine.prefill import Phase, Prefill
-from worker.engine.prefix import PrefixCache
-from worker.engine.row import Row
 from worker.engine.rows import Drawn
 from worker.engine.scene import Scene
-from worker.engine.vision import Vision
+from worker.engine.sparse import SparsePrefill
+from worker.engine.thinning import ThinnedPrefill
 from worker.schedule.sequence import Encoded, Outcome, Picture
+
+OfTokens = Prefill | SparsePrefill | ThinnedPrefill
 
 
 class PicturedPrefill:
-    def __init__(
-        self, network: nn.Module, row: Row, prefix: PrefixCache | None, vision: Vision, found: FeatureCache
-    ) -> None:
-        self.row, self.waited = row, 0
-        self._encode, self._scene = vision.family.encode, Scene(vision.family, row.sequence, found)
-        self._prefill = Prefill(network, row, prefix, self._scene)
+    def __init__(self, prefill: OfTokens, scene: Scene, encode: Encode) -> None:
+        """`prefill`: what follows, with the same scene."""
+        self.row, self.waited = prefill.row, 0
+        self._prefill, self._scene, self._encode = prefill, scene, encode
         self._encoding: Encoding | None = None
         self._told: list[Outcome] = []
 
     @property
     def phase(self) -> Phase:
-        return "encoding" if self._missing() else "prefill"
+        return "encoding" if self._missing() else self._prefill.phase
 
     @property
     def begun(self) -> bool:
@@ -59,7 +56,8 @@ class PicturedPrefill:
         self._prefill.look()
 
     def skip(self) -> None:
-        self._prefill.skip()
+        if not self._missing():  # until then nothing need be in memory
+            self._prefill.skip()
 
     def advance(self, tokens: int) -> int:
         """Blocks until about so many are computed; says how many they were."""
@@ -79,7 +77,7 @@ class PicturedPrefill:
         return self._prefill.finish()
 
     def _missing(self) -> list[Picture]:
-        return self._scene.missing(self._prefill.total - self._prefill.remaining)
+        return self._scene.missing(self._prefill.start)
 
     def _left(self, picture: Picture) -> int:
         begun = self._encoding and self._encoding.picture.digest == picture.digest

@@ -48,7 +48,12 @@ class Prefill:
     @property
     def remaining(self) -> int:
         """Tokens to compute."""
-        return self.total - max(self.done, self._found)
+        return self.total - self.start
+
+    @property
+    def start(self) -> int:
+        """Where the first token is that is neither there nor found."""
+        return max(self.done, self._found)
 
     def look(self) -> None:
         """Whether others have computed by now what would be computed here."""
@@ -74,7 +79,7 @@ class Prefill:
 
     def _compute(self, end: int) -> None:
         if self._scene:
-            self._scene.read(self._cache, self.done, end)
+            self._scene.read(self._cache, range(self.done, end))
         else:
             self._network(mx.array([self._tokens[self.done : end]]), cache=self._cache)
         slots.settle(self._cache)

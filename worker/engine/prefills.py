@@ -6,10 +6,11 @@ from functools import cached_property
 from worker.engine.encoding import FeatureCache
 from worker.engine.layers import weights_bytes
 from worker.engine.model import Model
-from worker.engine.pictured import PicturedPrefill
+from worker.engine.pictured import OfTokens, PicturedPrefill
 from worker.engine.prefill import Phase, Prefill
 from worker.engine.prefix import PrefixCache
 from worker.engine.row import Row
+from worker.engine.scene import Scene
 from worker.engine.scoring import Draft
 from worker.engine.sparse import SparsePrefill, front
 from worker.engine.thinning import ThinnedPrefill
@@ -18,7 +19,7 @@ from worker.schedule.budget import StepBudget
 from worker.schedule.plan import Chunk, Waiting, plan
 from worker.schedule.sequence import Outcome, Whole
 
-AnyPrefill = Prefill | PicturedPrefill | SparsePrefill | ThinnedPrefill
+AnyPrefill = OfTokens | PicturedPrefill
 
 
 class Prefills:
@@ -77,22 +78,27 @@ class Prefills:
         self._prefills.pop(id, None)
 
     def _prefill_of(self, row: Row) -> AnyPrefill:
+        if not row.sequence.pictures:
+            return self._of_tokens(row)
+        assert self._vision is not None, "a model that sees nothing is given no images"
+        assert self._features is not None
+        scene = Scene(self._vision.family, row.sequence, self._features)
+        return PicturedPrefill(self._of_tokens(row, scene), scene, self._vision.family.encode)
+
+    def _of_tokens(self, row: Row, scene: Scene | None = None) -> OfTokens:
         asked = row.sequence
-        if asked.pictures:
-            assert self._vision is not None, "a model that sees nothing is given no images"
-            assert self._features is not None
-            return PicturedPrefill(self._network, row, self._prefix, self._vision, self._features)
         if asked.kept is not None:
             head = asked.keys(asked.known[:-1])[: front(asked.kept)]
             found = self._prefix.fetch(asked.space, head) if self._prefix else (make_prompt_cache(self._network), 0)
-            return SparsePrefill(self._network, row, asked.kept, *found)
+            cache, length = found
+            return SparsePrefill(self._network, row, asked.kept, cache, length, scene)
         if asked.thinning and self._draft and not asked.delivered:
-            return ThinnedPrefill(self._network, row, asked.thinning, self._prefix, self._draft, self._pays)
-        return Prefill(self._network, row, self._prefix)
+            return ThinnedPrefill(self._network, row, asked.thinning, self._prefix, self._draft, self._pays, scene)
+        return Prefill(self._network, row, self._prefix, scene)
 
-    def _pays(self, tokens: int, keep: float) -> bool:
+    def _pays(self, scored: int, tokens: int, keep: float) -> bool:
         target, draft = self.budget.cost, self._drafts.cost
-        return draft.of(tokens, 0) + target.of(int(keep * tokens), 0) < target.of(tokens, 0)
+        return draft.of(scored, 0) + target.of(int(keep * tokens), 0) < target.of(tokens, 0)
 
     def plan(self, running: int, longest: int) -> list[Chunk]:
         """For the next step, while so many rows decode. `longest`: tokens of a chunk."""
@@ -130,4 +136,5 @@ class Prefills:
 
     def through(self, id: str) -> AnyPrefill | None:
         """The prompt, if nothing of it remains; it is here no more."""
-        return self._prefills.pop(id) if self._prefills[id].remaining == 0 else None
+        prefill = self._prefills[id]  # one whose scores are known already has nothing to score, and yet to heed them
+        return self._prefills.pop(id) if prefill.phase == "prefill" and prefill.remaining == 0 else None

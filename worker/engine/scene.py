@@ -1,5 +1,6 @@
 """A prompt's images, and how its tokens are computed with what the model sees of them in their places."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -59,26 +60,27 @@ class Scene:
         self._features[picture.digest] = features
         self._found.keep(picture.digest, features)
 
-    def read(self, cache: list[Any], start: int, end: int) -> None:
-        """Lazily: the tokens from `start` to before `end` are in the cache then, behind those before them."""
-        tokens = mx.array([self._tokens[start:end]])
-        rows, seen = self._family.embeddings(tokens), [*self._seen(start, end)]
+    def read(self, cache: list[Any], places: Sequence[int]) -> None:
+        """Lazily: the tokens there, in order, are in the cache then, behind what is in it. Where some before them are
+        left out, a family without positions of its own has to be told them: see `SparsePrefill`."""
+        tokens = mx.array([[self._tokens[place] for place in places]])
+        rows, seen = self._family.embeddings(tokens), [*self._seen(places)]
         for (first, last), features in seen:
             shows = (tokens[0, first:last] == self._family.placeholder)[:, None]
             rows[0, first:last] = mx.where(shows, features.rows, rows[0, first:last])
-        positions = None if self._positions is None else self._positions[:, :, start:end]
+        positions = None if self._positions is None else self._positions[:, :, mx.array([*places])]
         self._family.read(cache, tokens, rows, positions, seen)
 
-    def _seen(self, start: int, end: int) -> Iterator[tuple[tuple[int, int], Features]]:
-        """Which of these tokens are images', counted from `start`, and their features."""
+    def _seen(self, places: Sequence[int]) -> Iterator[tuple[tuple[int, int], Features]]:
+        """Which of these tokens are images', counted from the first, and their features."""
         for picture in self._pictures:
-            first, last = max(start, picture.span[0]), min(end, picture.span[1])
+            first, last = (bisect_left(places, edge) for edge in picture.span)
             if first < last:
-                yield (first - start, last - start), self._part(picture, first, last)
+                yield (first, last), self._part(picture, places[first:last])
 
-    def _part(self, picture: Picture, first: int, last: int) -> Features:
-        features, at = self._features[picture.digest], picture.span[0]
-        rows, *deep = (array[first - at : last - at] for array in features.arrays)
+    def _part(self, picture: Picture, places: Sequence[int]) -> Features:
+        features, within = self._features[picture.digest], mx.array([*places]) - picture.span[0]
+        rows, *deep = (array[within] for array in features.arrays)
         return Features(rows, tuple(deep))
 
 

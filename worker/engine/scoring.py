@@ -7,10 +7,11 @@ and masks as they are compared, so nothing here knows a family of models.
 import hashlib
 import math
 from array import array
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -36,14 +37,22 @@ Scores = Sequence[float]  # one for each token of a prompt
 class Draft:
     """For the engine's thread."""
 
-    def __init__(self, network: nn.Module, prefix_bytes: int, context: int = 1 << 30) -> None:
-        """`context`: the tokens that it was made for."""
+    def __init__(
+        self, network: nn.Module, prefix_bytes: int, context: int = 1 << 30, unread: int | None = None
+    ) -> None:
+        """`context`: the tokens that it was made for. `unread`: a token that it is not shown, and may not even know:
+        it says nothing but that an image is there, of which a draft can make nothing."""
         self.network, self.prefix, self.context = network, PrefixCache(network, prefix_bytes), context
+        self.unread = unread
         self._memo = OrderedDict[tuple[str, bytes], Scores]()
 
     def scoring(self, space: str, tokens: tuple[int, ...], boundaries: tuple[int, ...] = ()) -> "Scoring":
         """`tokens`: two at least. All are those of the prompt's own `Sequence`."""
         return Scoring(self, Asked("", tokens, LOOKAHEAD, space=space, boundaries=boundaries))
+
+    def reads(self, tokens: tuple[int, ...]) -> int:
+        """How many of them it is shown."""
+        return len(tokens) - tokens.count(self.unread)
 
     def recall(self, asked: Asked) -> Scores | None:
         if (scores := self._memo.get(_key(asked))) is not None:
@@ -65,11 +74,19 @@ class Scoring:
     has kept of it."""
 
     def __init__(self, draft: Draft, asked: Asked) -> None:
-        self._draft, self._asked = draft, asked
-        self.scores = draft.recall(asked)  # None until all is computed
-        self._prefill = Prefill(draft.network, Row.of(asked), draft.prefix)
+        self._draft, self._tokens, self._asked = draft, asked.prompt, _shown(asked, draft.unread)
+        self._scores = draft.recall(self._asked)
+        self._prefill = Prefill(draft.network, Row.of(self._asked), draft.prefix)
         self._prefill.look()
         self._lookahead: _Lookahead | None = None
+
+    @property
+    def scores(self) -> Scores | None:
+        """None until all is computed. What the draft is not shown scores nothing."""
+        if self._scores is None or len(self._scores) == len(self._tokens):
+            return self._scores
+        read = iter(self._scores)
+        return array("f", (0.0 if token == self._draft.unread else next(read) for token in self._tokens))
 
     @property
     def total(self) -> int:
@@ -79,7 +96,7 @@ class Scoring:
     @property
     def remaining(self) -> int:
         """Tokens for the draft to compute; 0 when there are scores."""
-        if self.scores is not None:
+        if self._scores is not None:
             return 0
         return self._lookahead.remaining if self._lookahead else self._prefill.remaining + LOOKAHEAD
 
@@ -88,7 +105,7 @@ class Scoring:
         forward by itself.
 
         Raises ArithmeticError where the draft gave no numbers."""
-        if self.scores is not None:
+        if self._scores is not None:
             return
         if self._lookahead is None:
             self._advance_prompt(tokens)
@@ -99,7 +116,7 @@ class Scoring:
 
     def skip(self) -> None:
         """What the draft's prefix cache has of it."""
-        if self.scores is None and self._lookahead is None:
+        if self._scores is None and self._lookahead is None:
             self._prefill.look()
             self._prefill.skip()
 
@@ -115,8 +132,16 @@ class Scoring:
         if not all(map(math.isfinite, scores)):
             self._draft.prefix.forget_unsound(self._asked.space, self._asked.prompt)
             raise ArithmeticError("The draft model gave no numbers for this prompt.")
-        self.scores = array("f", scores)
-        self._draft.remember(self._asked, self.scores)
+        self._scores = array("f", scores)
+        self._draft.remember(self._asked, self._scores)
+
+
+def _shown(asked: Asked, unread: int | None) -> Asked:
+    if unread not in asked.prompt:
+        return asked
+    places = [place for place, token in enumerate(asked.prompt) if token != unread]
+    boundaries = tuple(bisect_left(places, boundary) for boundary in asked.boundaries)
+    return replace(asked, prompt=tuple(asked.prompt[place] for place in places), boundaries=boundaries)
 
 
 class _Lookahead:

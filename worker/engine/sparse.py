@@ -18,6 +18,7 @@ from worker.engine.cache import layers
 from worker.engine.prefill import Phase
 from worker.engine.row import Row
 from worker.engine.rows import Drawn
+from worker.engine.scene import Scene
 from worker.engine.upstream import RotatingKVCache, make_prompt_cache
 from worker.schedule.sequence import Outcome, Prefilled, Range
 
@@ -33,9 +34,12 @@ class Misplaced(Exception):
 class SparsePrefill:
     """All but the last of the tokens that are kept; that one is the first that the row is fed when it decodes."""
 
-    def __init__(self, network: nn.Module, row: Row, kept: Ranges, cache: list[Any], length: int) -> None:
+    def __init__(
+        self, network: nn.Module, row: Row, kept: Ranges, cache: list[Any], length: int, scene: Scene | None = None
+    ) -> None:
         """`kept`: of the prompt; what follows it is kept anyway. `cache` holds the first `length` tokens, all of them
-        kept, and is spent. A row says the same whatever part of what is kept was in the cache.
+        kept, and is spent. A row says the same whatever part of what is kept was in the cache. `scene`: of a prompt
+        with images.
 
         Raises ValueError for ranges that will not do."""
         known, prompt = row.sequence.known, len(row.sequence.prompt)
@@ -43,11 +47,12 @@ class SparsePrefill:
         if length > front(kept):
             raise ValueError(f"{length} tokens are in the cache, and only the first {front(kept)} are all kept.")
         positions = [at for start, end in kept for at in range(start, end)] + [*range(prompt, len(known))]
-        *self._positions, self._last = positions
+        self._last: int = positions.pop()
+        self._positions: list[int] = positions
         if not length <= self.total > 0:
             raise ValueError("A row is fed a token behind another.")
         self.row, self.done, self.cached, self.waited = row, length, length, 0
-        self._network, self._cache, self._known = network, cache, known
+        self._network, self._cache, self._known, self._scene = network, cache, known, scene
 
     @property
     def total(self) -> int:
@@ -58,6 +63,11 @@ class SparsePrefill:
     def remaining(self) -> int:
         """Tokens to compute."""
         return self.total - self.done
+
+    @property
+    def start(self) -> int:
+        """Where the first token is that is kept, and not there."""
+        return self._positions[self.done] if self.remaining else self._last
 
     @property
     def phase(self) -> Phase:
@@ -82,14 +92,21 @@ class SparsePrefill:
         positions = self._positions[self.done : self.done + tokens]
         if positions:
             with _placed(positions, self.done):
-                self._network(mx.array([[self._known[at] for at in positions]]), cache=self._cache)
+                self._compute(positions)
             slots.settle(self._cache)
             self.done += len(positions)
         return len(positions)
 
+    def _compute(self, positions: list[int]) -> None:
+        if self._scene:  # where it has positions of its own, nobody asks MLX's rope
+            self._scene.read(self._cache, positions)
+        else:
+            self._network(mx.array([[self._known[at] for at in positions]]), cache=self._cache)
+
     def finish(self) -> tuple[list[Any], Drawn, int]:
         """The row's cache, what it is fed next, and at which position. The prefill is spent."""
-        return self._cache, Drawn(mx.array([self._known[self._last]]), mx.array([True]), {}), self._last
+        position = self._last + (self._scene.shift if self._scene else 0)
+        return self._cache, Drawn(mx.array([self._known[self._last]]), mx.array([True]), {}), position
 
 
 def front(kept: Ranges) -> int:

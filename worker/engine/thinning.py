@@ -16,6 +16,7 @@ from worker.engine.prefill import Phase, Prefill
 from worker.engine.prefix import PrefixCache
 from worker.engine.row import Row
 from worker.engine.rows import Drawn
+from worker.engine.scene import Scene
 from worker.engine.scoring import LOOKAHEAD, Draft, Scores, Scoring
 from worker.engine.sparse import SparsePrefill, front, window_of
 from worker.engine.upstream import make_prompt_cache
@@ -24,18 +25,26 @@ from worker.schedule.sequence import Outcome, Prefilled, Range, Scored, Thinned,
 
 logger = logging.getLogger("sluice.engine")
 
-Pays = Callable[[int, float], bool]
+Pays = Callable[[int, int, float], bool]
 
 
 class ThinnedPrefill:
     def __init__(
-        self, network: nn.Module, row: Row, thinning: Thinning, prefix: PrefixCache | None, draft: Draft, pays: Pays
+        self,
+        network: nn.Module,
+        row: Row,
+        thinning: Thinning,
+        prefix: PrefixCache | None,
+        draft: Draft,
+        pays: Pays,
+        scene: Scene | None = None,
     ) -> None:
-        """`pays`: whether to score so many tokens, and to compute that share of them, is faster than to compute all."""
+        """`pays`: whether to score so many tokens, and of so many to compute that share, is faster than to compute all;
+        `scene`: of a prompt with images, which stay."""
         self.row, self.waited = row, 0
-        self._network, self._prefix, self._thinning = network, prefix, thinning
+        self._network, self._prefix, self._thinning, self._scene = network, prefix, thinning, scene
         self._draft, self._pays = draft, pays
-        self._prefill = Prefill(network, row, prefix)  # of the whole, or of the first tokens that stay
+        self._prefill = Prefill(network, row, prefix, scene)  # of the whole, or of the first tokens that stay
         self._scoring: Scoring | None = None
         self._sparse: SparsePrefill | None = None
         self._undecided, self._seconds = True, 0.0
@@ -65,6 +74,11 @@ class ThinnedPrefill:
             return self._scoring.remaining
         now = self._sparse or self._prefill
         return self.total - (now.total - now.remaining)
+
+    @property
+    def start(self) -> int:
+        """Where the first token is that the row is to have in its cache, and that is neither there nor found."""
+        return (self._sparse or self._prefill).start
 
     @property
     def cached(self) -> int:
@@ -107,11 +121,15 @@ class ThinnedPrefill:
 
     def _decide(self) -> None:
         thinning, rest = self._thinning, self._prefill.remaining + 1  # and the last one, which is fed later
+        prompt, reads = self.row.sequence.prompt, self._draft.reads
+        start = len(prompt) - rest
         if rest < thinning.least:
             self._leave_whole(f"{rest:,} tokens were left to compute, and it begins at {thinning.least:,}.")
-        elif len(self.row.sequence.prompt) + LOOKAHEAD > self._draft.context:
+        elif tokens_in(self._stays(start)) == rest:
+            self._leave_whole(f"Of the {rest:,} tokens that were left to compute none may be left out.")
+        elif reads(prompt) + LOOKAHEAD > self._draft.context:
             self._leave_whole(f"The draft was made for {self._draft.context:,} tokens, and the prompt has more.")
-        elif not thinning.asked and not self._pays(rest, self._share(len(self.row.sequence.prompt) - rest)):
+        elif not thinning.asked and not self._pays(reads(prompt[start:]), rest, self._share(start)):
             self._leave_whole("The draft would have taken longer than it saves.")
         else:
             asked = self.row.sequence
@@ -143,7 +161,10 @@ class ThinnedPrefill:
         tokens = len(self.row.sequence.prompt)
         end = tokens - max(1, window_of(make_prompt_cache(self._network)))
         thinnable = [(max(first, start), min(behind, end)) for first, behind in self._thinning.thinnable]
-        return merged(((max(first, start), behind) for first, behind in outside(thinnable, tokens)), tokens)
+        # With what is right around them: the tokens that say where an image begins and ends.
+        images = [(picture.span[0] - 1, picture.span[1] + 1) for picture in self.row.sequence.pictures]
+        stays = [*outside(thinnable, tokens), *images]
+        return merged(((max(first, start), behind) for first, behind in stays), tokens)
 
     def _share(self, start: int) -> float:
         """To keep of the tokens from there on: those that stay, and of the others what was asked for. Else the scores
@@ -161,7 +182,8 @@ class ThinnedPrefill:
         """What follows the first tokens that stay."""
         if self._sparse is None:
             assert self.row.sequence.kept is not None, "something is left out"
-            self._sparse = SparsePrefill(self._network, self.row, self.row.sequence.kept, *self._prefill.taken())
+            kept, taken = self.row.sequence.kept, self._prefill.taken()
+            self._sparse = SparsePrefill(self._network, self.row, kept, *taken, self._scene)
         return self._sparse
 
     @contextmanager
@@ -171,7 +193,7 @@ class ThinnedPrefill:
         except Exception:  # whatever it was, the prompt can still be computed as ever
             logger.exception("%s is computed whole", self.row.id)
             self._leave_whole(f"{what} failed; the worker's log says why.")
-            self._prefill, self._sparse = Prefill(self._network, self.row, self._prefix), None
+            self._prefill, self._sparse = Prefill(self._network, self.row, self._prefix, self._scene), None
 
     def _leave_whole(self, why: str) -> None:
         self._scoring = None

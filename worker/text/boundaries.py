@@ -4,7 +4,7 @@ Recurrent and rotating states can be taken up only where they were kept, so the 
 computed. None of them has to be right: tokens are compared before they are taken up.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -33,6 +33,7 @@ class Rendered:
     tokens: Sequence[int]
     thinks: bool  # whether the text ends within a think block
     render: Callable[[Conversation], str]  # another conversation, beside the same tools
+    marks: Collection[str] = ()  # characters of the contents that the text has images for
 
 
 class Boundaries:

@@ -66,15 +66,16 @@ class Prompts:
         length = _characters([conversation, tools, variables, *images]) + _MESSAGE_CHARACTERS * len(conversation)
         if length < _LONG_CHARACTERS:
             with suppress(NotTaken):  # else by many trials
-                return self._prompt(self._adapter.as_it_is, conversation, tools, render)
-        return await asyncio.to_thread(self._prompt, self._adapter.adapt, conversation, tools, render)
+                return self._prompt(_Rendering(render, self._adapter.as_it_is, tools), conversation, tuple(marked))
+        rendering = _Rendering(render, self._adapter.adapt, tools)
+        return await asyncio.to_thread(self._prompt, rendering, conversation, tuple(marked))
 
-    def _prompt(self, adapt: Adapt, conversation: Conversation, tools: Tools, render: Callable[..., str]) -> Prompt:
-        rendering = _Rendering(render, adapt, tools)
+    def _prompt(self, rendering: "_Rendering", conversation: Conversation, marks: tuple[str, ...]) -> Prompt:
         text, begun = self._opened(conversation, rendering)
         text += begun
         tokens, thinking = tuple(self._tokenizer.encode(text)), _thinking(text, begun, self._think)
-        rendered = Rendered(conversation, tools, text, tokens, thinking == "open", rendering.imagined)
+        thinks, tools = thinking == "open", rendering.tools
+        rendered = Rendered(conversation, tools, text, tokens, thinks, rendering.imagined, marks)
         boundaries = self._boundaries.plan(rendered) if self._boundaries else ()
         return Prompt(tokens, thinking, boundaries, self._thinnable.plan(rendered) if self._thinnable else ())
 
@@ -102,11 +103,11 @@ class _Rendering:
 
     def __init__(self, template: Callable[..., str], adapt: Adapt, tools: Tools) -> None:
         """`template`: a tokenizer's `render`, but for what differs from trial to trial."""
-        self._template, self._adapt, self._tools = template, adapt, tools
+        self._template, self._adapt, self.tools = template, adapt, tools
         self.whys: list[str] = []  # what the template does that made changes necessary
 
     def text_of(self, conversation: Conversation, continues: bool) -> str:
-        text, whys = self._adapt(conversation, self._tools, partial(self._render, continues))
+        text, whys = self._adapt(conversation, self.tools, partial(self._render, continues))
         self.whys += whys
         return text
 
@@ -115,7 +116,7 @@ class _Rendering:
         for why in self.whys:
             if change := _CHANGES.get(why):
                 conversation = change(conversation)
-        return self._render(False, conversation, self._tools)
+        return self._render(False, conversation, self.tools)
 
     def _render(self, continues: bool, conversation: Conversation, tools: Tools) -> str:
         return self._template(conversation, tools=tools, continues=continues)

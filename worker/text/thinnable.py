@@ -1,14 +1,13 @@
-"""Which parts of a prompt may be thinned: the insides of long contents.
+"""Which parts of a prompt may be thinned: the insides of long contents, between their images.
 
-All else always stays: what the template wrote, system prompt and tools, short messages, and the last question, which
-stands at an end of its message.
+All else always stays: what the template wrote, system prompt and tools, images, short messages, and the last question,
+which stands at an end of its message or beside an image.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from worker.text.boundaries import Rendered
 from worker.text.places import Places
-from worker.text.tokenizer import Conversation
 
 _SHORT = 400  # characters; so much stays of either end of the last question, too, and of what follows it
 
@@ -21,7 +20,7 @@ class Thinnable:
 
     def plan(self, rendered: Rendered) -> tuple[tuple[int, int], ...]:
         """From token to before token, in order."""
-        spans = list(_spans(rendered.conversation, rendered.text))
+        spans = list(_spans(rendered))
         places = {place for span in spans for place in span}
         counts = self._places.counts(rendered.text, rendered.tokens, places) if spans else None
         if counts is None:
@@ -31,14 +30,22 @@ class Thinnable:
         return tuple((start, end) for start, end in ranges if start < end)
 
 
-def _spans(conversation: Conversation, text: str) -> Iterator[tuple[int, int]]:
+def _spans(rendered: Rendered) -> Iterator[tuple[int, int]]:
     """Characters. What the template shows in other words is left as it is, and so is what stands in the prompt more
     than once: in the system prompt or a tool's, maybe."""
+    conversation, text = rendered.conversation, rendered.text
     asked = max((at for at, message in enumerate(conversation) if message["role"] == "user"), default=0)
     for at, message in enumerate(conversation):
-        content = message["content"].strip()
-        if message["role"] == "system" or len(content) <= _SHORT or text.count(content) != 1:
-            continue
-        start, ends = text.find(content), _SHORT if at >= asked else 0
-        if 2 * ends < len(content):
-            yield start + ends, start + len(content) - ends
+        ends = _SHORT if at >= asked else 0
+        for piece in _pieces(message["content"], rendered.marks) if message["role"] != "system" else ():
+            if len(piece) > max(_SHORT, 2 * ends) and text.count(piece) == 1:
+                start = text.find(piece)
+                yield start + ends, start + len(piece) - ends
+
+
+def _pieces(content: str, marks: Collection[str]) -> list[str]:
+    """What stands between its images."""
+    pieces = [content]
+    for mark in marks:
+        pieces = [part for piece in pieces for part in piece.split(mark)]
+    return [piece.strip() for piece in pieces]

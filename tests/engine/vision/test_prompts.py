@@ -91,3 +91,23 @@ async def test_places_where_later_prompts_part_are_planned_around_images() -> No
     after = await language(family).prompt(ChatRequest.model_validate({"messages": longer}), texts)
     shared = next(at for at in range(len(prompt.tokens) + 1) if prompt.tokens[: at + 1] != after.tokens[: at + 1])
     assert max(prompt.boundaries) in (shared, shared - 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_long_texts_between_images_may_be_thinned_and_images_may_not(family: str) -> None:
+    river, garden, question = (" ".join(f"The {it} has {i} lamps." for i in range(50)) for it in ("river", "lawn", "?"))
+    messages = [
+        {"role": "user", "content": [text("Here: "), picture(), text(river), picture(), text(garden)]},
+        {"role": "assistant", "content": "I see."},
+        {"role": "user", "content": [text("Short."), picture(), text(question)]},
+    ]
+    sights = [seen.eyes(family).look(image, bytes([at])) for at, image in enumerate(SHOWN)]
+    request = ChatRequest.model_validate({"messages": messages})
+    prompt = await language(family, thinnable=True).prompt(request, [sight.text for sight in sights])
+    tokenizer = seen.model(family).tokenizer
+    inside = [str(tokenizer.decode(list(prompt.tokens[start:end]))) for start, end in prompt.thinnable]
+    for thinnable, whole in zip(inside, [river, garden, question[400:-400]], strict=True):
+        assert whole.endswith(thinnable.strip())
+        assert len(thinnable) >= len(whole) - 1
+    spans = [picture.span for picture in seen.eyes(family).pictures(prompt.tokens, sights)]
+    assert not any(start < end and first < behind for start, behind in prompt.thinnable for first, end in spans)

@@ -130,3 +130,17 @@ def test_rows_whose_step_failed_are_computed_again(family: str, monkeypatch: pyt
     run.until(lambda: len(run.said.get("two", [])) == 5)
     run.engine._running.clear()
     assert run.drain() == {id: seen.alone(family, each, LONG) for id, each in prompts.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_with_the_sign_for_an_image_in_it_is_computed_again_as_it_was(family: str) -> None:
+    vision, each, said = seen.model(family).vision, mixed(family)["one"], list[list[int]]()
+    assert vision is not None
+    for prefix_bytes in 0, 1 << 24:  # the image's tokens beside those of the answer, and before them
+        run = Run(seen.model(family), prefix_bytes=prefix_bytes)
+        run.submit(seen.asked(family, "before", each, 1))
+        run.drain()
+        run.submit(seen.asked(family, "again", each, LONG, delivered=(7, vision.family.placeholder, 9)))
+        said.append(run.drain()["again"])
+        assert (run.cached["again"] > 0) == (prefix_bytes > 0)
+    assert said[0] == said[1]

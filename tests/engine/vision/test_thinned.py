@@ -1,0 +1,331 @@
+"""Prompts with images of which a draft leaves text out. The oracle is mlx-vlm's: what it makes of the whole prompt and
+its images, and then only the tokens that are kept, each at its position in the whole."""
+
+from collections.abc import Sequence as Sequences
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from mlx_vlm.models.cache import make_prompt_cache
+
+from tests.engine import tiny
+from tests.engine.driver import Run
+from tests.engine.vision import seen
+from tests.engine.vision.checkpoints import CONFIGS, EOS, write_tokenizer
+from tests.engine.vision.seen import Prompt, prompt
+from worker.engine.draft import with_draft
+from worker.engine.encoding import Encode, Encoding
+from worker.engine.model import DraftModel, Model
+from worker.engine.scoring import LOOKAHEAD
+from worker.engine.sparse import why_not_sparse
+from worker.errors import CannotStart
+from worker.schedule.sequence import Picture, Range, Sequence, Thinning, tokens_in
+
+FAMILIES = pytest.mark.parametrize("family", [*CONFIGS])
+ANSWER = 12
+PARTS = 60, (1, 32, 24), 70, (2, 24, 16), 90  # tokens, and images by seed, width and height
+EVERYWHERE = Thinning(keep=0.3, thinnable=((10, 1000),), least=1, asked=True)  # over the images, too
+
+
+@cache
+def drafted(family: str) -> Model:
+    """A draft that knows nothing but bytes: no token of an image, and hardly a template's."""
+    return replace(seen.model(family), draft=DraftModel(tiny.network("llama"), context=1000))
+
+
+@cache
+def long(family: str, seed: int = 1) -> Prompt:
+    return prompt(family, *PARTS, seed=seed)
+
+
+def asked(family: str, id: str = "thin", each: Prompt | None = None, **more: Any) -> Sequence:
+    return seen.asked(family, id, each or long(family), ANSWER, **{"thinning": EVERYWHERE, **more})
+
+
+def spans(family: str) -> list[Range]:
+    return [picture.span for picture in asked(family).pictures]
+
+
+def some_kept(family: str) -> tuple[Range, ...]:
+    """Both images, and some of the text; all of what a window of the tiny models looks back."""
+    (one, one_end), (two, two_end) = spans(family)
+    tokens = len(long(family).tokens)
+    behind = (one_end + 20, one_end + 31), (two - 4, two_end + 9), (tokens - 30, tokens)
+    return (0, 12), (20, 31), (one - 1, one_end + 1), *behind
+
+
+def kept_by_mlx_vlm(family: str, each: Prompt, kept: Sequences[Range], count: int = ANSWER) -> list[int]:
+    """Greedy, up to the end of the sequence."""
+    network = seen.model(family).vision.network  # type: ignore[union-attr]
+    tokens, (pixels, how) = mx.array([each.tokens]), seen.together(each.sights)
+    given = network.get_input_embeddings(tokens, pixels, mask=mx.ones_like(tokens), **how)
+    if "image_grid_thw" in how:
+        logits, next_ = _placed_by_ids(network.language_model, tokens, given, how["image_grid_thw"], kept)
+    else:
+        logits, next_ = _run_by_run(network.language_model, tokens, given, kept)
+    said = list[int]()
+    while (token := int(logits[0, -1].argmax())) != EOS and len(said) < count:
+        said.append(token)
+        logits = next_(token, len(said) - 1)
+    return said
+
+
+def _placed_by_ids(language: Any, tokens: mx.array, given: Any, grid: mx.array, kept: Sequences[Range]) -> Any:
+    """In one forward. These take positions as they are told."""
+    positions, shift = language.get_rope_index(tokens, grid)
+    at, cache = mx.array([place for span in kept for place in range(*span)]), make_prompt_cache(language)
+    deep = given.deepstack_visual_embeds
+    how = {} if deep is None else {"deepstack_visual_embeds": deep, "visual_pos_masks": given.visual_pos_masks[:, at]}
+    first = language(
+        tokens[:, at], inputs_embeds=given.inputs_embeds[:, at], cache=cache, position_ids=positions[:, :, at], **how
+    )
+    begin = tokens.shape[1] + int(shift)
+
+    def next_(token: int, number: int) -> mx.array:
+        place = mx.full((3, 1, 1), begin + number)
+        logits: mx.array = language(mx.array([[token]]), cache=cache, position_ids=place).logits
+        return logits
+
+    return first.logits, next_
+
+
+def _run_by_run(language: Any, tokens: mx.array, given: Any, kept: Sequences[Range]) -> Any:
+    """In a forward for each run of tokens, with the offset of batch caches set to where the run begins."""
+    cache = [type(layer).merge([layer]) for layer in make_prompt_cache(language)]
+    for start, end in kept:
+        for layer in cache:
+            layer.offset = mx.array([start])
+        logits = language(tokens[:, start:end], inputs_embeds=given.inputs_embeds[:, start:end], cache=cache).logits
+
+    def next_(token: int, number: int) -> mx.array:
+        logits: mx.array = language(mx.array([[token]]), cache=cache).logits
+        return logits
+
+    return logits, next_
+
+
+@FAMILIES
+def test_the_oracle_says_of_all_tokens_what_mlx_vlm_says(family: str) -> None:
+    whole = long(family)
+    assert kept_by_mlx_vlm(family, whole, [(0, len(whole.tokens))]) == seen.alone(family, whole, ANSWER)
+
+
+@FAMILIES
+@pytest.mark.parametrize("step_s", [0.02, 1e-6], ids=["at once", "in chunks"])
+def test_what_is_kept_says_what_mlx_vlm_says_of_it(family: str, step_s: float) -> None:
+    kept = some_kept(family)
+    run = Run(seen.model(family), step_s=step_s)
+    run.submit(asked(family, kept=kept))
+    run.drain()
+    assert run.said["thin"] == kept_by_mlx_vlm(family, long(family), kept)
+    assert run.said["thin"] != seen.alone(family, long(family), ANSWER), "a model to which what is left out is nothing"
+
+
+@FAMILIES
+@pytest.mark.parametrize("step_s", [0.02, 1e-6], ids=["at once", "in chunks"])
+def test_a_thinned_row_with_images_says_beside_others_what_its_tokens_say_alone(family: str, step_s: float) -> None:
+    others = {"text": prompt(family, 30, seed=2), "seeing": prompt(family, 5, (3, 24, 24), 9, seed=3)}
+    run = Run(drafted(family), step_s=step_s, prefix_bytes=1 << 24)
+    run.submit(seen.asked(family, "text", others["text"], 30))
+    run.until(lambda: len(run.said["text"]) > 2)
+    run.submit(asked(family))
+    run.submit(asked(family, "other", long(family, 2)))
+    run.submit(seen.asked(family, "seeing", others["seeing"], 30))
+    run.drain()
+    for id, seed in ("thin", 1), ("other", 2):
+        assert run.said[id] == kept_by_mlx_vlm(family, long(family, seed), run.kept[id])
+        assert tokens_in(run.kept[id]) < len(long(family, seed).tokens) * 0.75
+    for id, each in others.items():
+        assert run.said[id] == seen.alone(family, each, 30)
+
+
+@st.composite
+def some_ranges(draw: st.DrawFn) -> tuple[Range, ...]:
+    edges = sorted(draw(st.sets(st.integers(0, 230), min_size=2, max_size=8)))
+    return tuple(zip(edges[::2], edges[1::2], strict=False))
+
+
+@FAMILIES
+@settings(max_examples=5, deadline=None)
+@given(thinnable=some_ranges(), keep=st.sampled_from([0.1, 0.5]), step_s=st.sampled_from([0.02, 1e-6]))
+@example(thinnable=((0, 1000),), keep=0.1, step_s=0.02)
+def test_images_are_kept_whole_with_the_tokens_around_them_whatever_may_be_left_out(
+    family: str, thinnable: tuple[Range, ...], keep: float, step_s: float
+) -> None:
+    run = Run(drafted(family), step_s=step_s)
+    run.submit(asked(family, thinning=Thinning(keep, thinnable, least=1, asked=True)))
+    run.drain()
+    kept = run.kept.get("thin", ((0, len(long(family).tokens)),))
+    assert run.said["thin"] == kept_by_mlx_vlm(family, long(family), kept)
+    for first, end in spans(family):
+        assert any(start < first and end < behind for start, behind in kept)
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The digests of the images that go through the vision tower."""
+    digests = list[bytes]()
+
+    def noted(picture: Picture, encode: Encode) -> Encoding:
+        digests.append(picture.digest)
+        return Encoding(picture, encode)
+
+    monkeypatch.setattr("worker.engine.pictured.Encoding", noted)
+    return digests
+
+
+def forget_features(run: Run) -> None:
+    assert run.engine._features is not None
+    run.engine._features._kept.clear()
+
+
+@FAMILIES
+def test_a_prefix_that_is_there_changes_nothing_and_its_images_are_not_encoded(
+    family: str, encoded: list[bytes]
+) -> None:
+    whole, (one, _) = long(family), spans(family)
+    head = Prompt(whole.tokens[: one[1] + 5], whole.sights[:1])
+    run = Run(drafted(family), prefix_bytes=1 << 24)
+    run.submit(seen.asked(family, "head", head, 1))
+    run.drain()
+    forget_features(run)
+    run.submit(asked(family))
+    run.drain()
+    assert encoded == [sight.digest for sight in whole.sights]
+    assert run.cached["thin"] >= len(head.tokens) - 1
+    assert run.said["thin"] == kept_by_mlx_vlm(family, whole, run.kept["thin"])
+
+
+@FAMILIES
+def test_what_stays_before_anything_is_left_out_is_left_to_others_and_nothing_else(family: str) -> None:
+    start = spans(family)[1][0] - 1
+    run = Run(drafted(family), prefix_bytes=1 << 24)
+    run.submit(asked(family, thinning=replace(EVERYWHERE, thinnable=((start, 1000),)), boundaries=(start,)))
+    run.drain()
+    run.submit(seen.asked(family, "whole", long(family), ANSWER))
+    run.drain()
+    assert run.cached["whole"] == start if drafted(family).stateful else run.kept["thin"][0][1]
+    assert run.said["whole"] == seen.alone(family, long(family), ANSWER)
+
+
+@FAMILIES
+def test_rows_that_differ_in_an_image_alone_are_scored_once_and_do_not_mix(family: str) -> None:
+    red, blue = (prompt(family, 60, (seed, 32, 24), 90, seed=1) for seed in (1, 2))
+    assert red.tokens == blue.tokens
+    run = Run(drafted(family), prefix_bytes=1 << 24)
+    for id, each in ("red", red), ("blue", blue):
+        run.submit(asked(family, id, each))
+        run.drain()
+        assert run.said[id] == kept_by_mlx_vlm(family, each, run.kept[id])
+    assert run.said["red"] != run.said["blue"]
+    assert run.scored["blue"] == 0
+
+
+@FAMILIES
+@pytest.mark.parametrize("keep", [True, False], ids=["with its cache", "without it"])
+def test_one_that_was_parked_goes_on_where_it_was(family: str, keep: bool) -> None:
+    run = Run(drafted(family), prefix_bytes=1 << 24)
+    run.submit(asked(family))
+    run.until(lambda: len(run.said["thin"]) > 3)
+    run.park("thin")
+    run.stir(keep=keep)
+    run.drain()
+    assert run.said["thin"] == kept_by_mlx_vlm(family, long(family), run.kept["thin"])
+
+
+@FAMILIES
+def test_a_new_attempt_leaves_out_the_same_and_goes_on_after_what_was_delivered(family: str) -> None:
+    expected = kept_by_mlx_vlm(family, long(family), some_kept(family))
+    for delivered in 0, 5:
+        run = Run(seen.model(family), prefix_bytes=1 << 24)
+        run.submit(asked(family, kept=some_kept(family), delivered=tuple(expected[:delivered])))
+        assert run.drain() == {"thin": expected}
+
+
+@FAMILIES
+def test_an_attempt_that_finds_its_images_in_the_prefix_cache_does_not_encode_them(
+    family: str, encoded: list[bytes]
+) -> None:
+    tokens = len(long(family).tokens)
+    kept = (0, tokens - 40), (tokens - 30, tokens)
+    run = Run(seen.model(family), prefix_bytes=1 << 24)
+    run.submit(seen.asked(family, "whole", long(family), 1, boundaries=(tokens - 40,)))
+    run.drain()
+    forget_features(run)
+    run.submit(asked(family, kept=kept))
+    run.drain()
+    assert run.cached["thin"] == tokens - 40
+    assert run.said["thin"] == kept_by_mlx_vlm(family, long(family), kept)
+    assert len(encoded) == 2
+
+
+@FAMILIES
+def test_rows_whose_step_failed_are_computed_again(family: str) -> None:
+    run = Run(drafted(family))
+    run.submit(asked(family))
+    run.submit(seen.asked(family, "text", prompt(family, 30, seed=2), 30))
+    run.until(lambda: len(run.said["thin"]) > 3)
+    run.engine._running.clear()
+    run.drain()
+    assert run.said["thin"] == kept_by_mlx_vlm(family, long(family), run.kept["thin"])
+    assert run.said["text"] == seen.alone(family, prompt(family, 30, seed=2), 30)
+
+
+@pytest.mark.parametrize("where", ["scoring._pooled", "sparse.SparsePrefill.advance"])
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3"])
+def test_whatever_fails_of_it_the_prompt_is_computed_whole(
+    family: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(f"worker.engine.{where}", fails)
+    run = Run(drafted(family), prefix_bytes=1 << 24)
+    run.submit(asked(family))
+    run.drain()
+    assert run.said["thin"] == seen.alone(family, long(family), ANSWER)
+    assert list(run.whole) == ["thin"]
+
+
+def test_where_nothing_but_images_may_be_left_out_nothing_is_scored() -> None:
+    run = Run(drafted("qwen3_5"))
+    run.submit(asked("qwen3_5", thinning=replace(EVERYWHERE, thinnable=tuple(spans("qwen3_5")))))
+    run.drain()
+    tokens = len(long("qwen3_5").tokens)
+    assert run.whole == {"thin": f"Of the {tokens} tokens that were left to compute none may be left out."}
+    assert (run.scored["thin"], run.said["thin"]) == (0, seen.alone("qwen3_5", long("qwen3_5"), ANSWER))
+
+
+@FAMILIES
+def test_a_model_that_sees_can_leave_out_text_if_its_language_model_can(family: str) -> None:
+    assert why_not_sparse(seen.model(family).network, 2048) is None
+
+
+@pytest.mark.parametrize(("less", "thinned"), [(0, True), (1, False)])
+def test_a_draft_reads_the_text_alone_so_the_images_may_be_beyond_its_context(less: int, thinned: bool) -> None:
+    images = sum(end - start for start, end in spans("qwen3_5"))
+    context = len(long("qwen3_5").tokens) - images + LOOKAHEAD - less
+    run = Run(replace(drafted("qwen3_5"), draft=DraftModel(tiny.network("llama"), context)))
+    run.submit(asked("qwen3_5"))
+    run.drain()
+    assert ("thin" in run.kept) is thinned
+
+
+@pytest.mark.parametrize(("other", "why_not"), [("<image_soft_token>", None), ("<end_of_image>", "Token 267 is")])
+def test_a_draft_need_not_know_what_stands_for_an_image_but_all_else(
+    other: str, why_not: str | None, tmp_path: Path
+) -> None:
+    folder = tiny.write_checkpoint(tiny.FAMILIES["llama"], tmp_path)
+    write_tokenizer(folder, "")
+    for name in "tokenizer.json", "tokenizer_config.json":
+        (folder / name).write_text((folder / name).read_text().replace(other, "<another>"))
+    if why_not is None:
+        assert with_draft(seen.model("gemma3"), str(folder)).draft is not None
+    else:
+        with pytest.raises(CannotStart, match=why_not):
+            with_draft(seen.model("gemma3"), str(folder))
