@@ -14,6 +14,7 @@ from worker.engine.row import Row
 from worker.engine.rows import Drawn
 from worker.engine.scene import Scene
 from worker.engine.vision import Vision
+from worker.schedule.memory import Images
 from worker.schedule.sequence import Encoded, Outcome, Picture
 
 
@@ -52,6 +53,11 @@ class PicturedPrefill:
         return sum(self._left(picture) for picture in missing)
 
     @property
+    def images(self) -> Images:
+        """That the prompt has still to be computed with."""
+        return Images(max((picture.tokens for picture in self._missing()), default=0), self._scene.tokens)
+
+    @property
     def cached(self) -> int:
         return self._prefill.cached
 
@@ -88,8 +94,9 @@ class PicturedPrefill:
     def _see(self, missing: list[Picture], tokens: int) -> int:
         computed = 0
         for picture in missing:
-            if computed < tokens:
-                computed += self._look_at(picture, tokens - computed)
+            computed += self._look_at(picture, tokens - computed)
+            if self._encoding or computed >= tokens:
+                break
         return computed
 
     def _look_at(self, picture: Picture, tokens: int) -> int:
