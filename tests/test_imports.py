@@ -37,7 +37,8 @@ TABLE = {
 
     "worker.schedule":     May(),
     "worker.text":         May("schemas worker.errors worker.schedule.sequence", "jinja2 llguidance pydantic"),
-    "worker.engine":       May("worker.schedule worker.errors worker.pulse", "mlx mlx_lm mlx_vlm"),
+    "worker.engine":       May("worker.schedule worker.errors worker.pulse", "mlx mlx_lm"),
+    "worker.engine.upstream_vision": May(others="mlx_vlm PIL"),
     "worker.images":       May("schemas worker.errors worker.settings", "PIL"),
     "worker.queue":        May("schemas worker.errors worker.metrics worker.pulse worker.settings",
                                "arq pydantic_core redis"),

@@ -1,5 +1,7 @@
 """Whom the engine lets in, and which parked caches it gives up for that. A token takes 1,000 bytes here."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 
 from worker.engine.entry import Candidate, Entry
@@ -8,8 +10,8 @@ from worker.engine.rows import Drawn, Parked
 from worker.engine.slots import Snapshot
 from worker.engine.upstream import KVCache
 from worker.schedule.admission import Admit, Decision, Refuse
-from worker.schedule.memory import Costs, Growing
-from worker.schedule.sequence import Lane, Sequence
+from worker.schedule.memory import NO_IMAGES, Costs, Growing, Images, Tower
+from worker.schedule.sequence import Lane, Picture, Sequence
 
 KILO = Costs(weights_bytes=10, growing=(Growing(1000, 1000),))
 
@@ -106,3 +108,31 @@ def test_a_row_is_parked_with_its_cache_only_where_that_fits_beside_who_takes_it
         entry.put_back(parked("b", 500, held=400))
         assert caches(entry) == kept
         assert before - entry.spare == 400_000 * len(kept)
+
+
+def test_an_image_that_needs_what_was_predicted_corrects_nothing() -> None:
+    mega = replace(KILO, weights_bytes=mx.get_active_memory(), tower=Tower(token_bytes=1_000_000))
+    entry, factors = Entry(mega, limit=10**12), list[float]()
+    for images in Images(40), NO_IMAGES:
+        for step in range(64):
+            mx.reset_peak_memory()
+            if step == 7:
+                mx.eval(mx.zeros(40_000_000, mx.uint8))
+            entry.look([[10]], 1, 0, images if step == 7 else NO_IMAGES)
+        factors.append(entry._correction.factor)
+    assert 0.95 < factors[0] < 1.05
+    assert factors[1] == factors[0], "too little to say anything"
+
+
+def test_what_an_image_needs_is_promised_until_it_is_known() -> None:
+    mega = replace(KILO, tower=Tower(token_bytes=1_000_000))
+    looks = replace(sized("looks", 100), pictures=(Picture(b"1", (1, 11), {}), Picture(b"2", (20, 40), {})))
+    entry = Entry(mega, limit=10**9)
+    entry.add(looks)
+    assert decided(entry) == {"looks": Admit()}
+    entry.take(Candidate(looks))
+    promised, spare = entry.promised[0], entry.spare
+    assert promised == mega.beside_bytes([[100]]) + 20 * 1_000_000
+    decided(entry, looks)  # its images are known by now
+    assert entry.promised[0] == promised - 20_000_000
+    assert entry.spare > spare

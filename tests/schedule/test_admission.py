@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.schedule.admission import PATIENCE, Admit, Decision, Refuse, Row, Wait, admit, admit_in_turn, lengths
-from worker.schedule.memory import Costs, Growing
+from worker.schedule.memory import NO_IMAGES, Costs, Growing, Images, Tower
 from worker.schedule.sequence import Lane
 
 COSTS = Costs(weights_bytes=1_000_000_000, growing=(Growing(token_bytes=100_000, layer_bytes=3_000),))
@@ -181,3 +181,42 @@ def test_a_large_row_comes_in_under_an_endless_stream_of_small_ones(lane: Lane) 
             return
         running = running[1:]  # the oldest has ended
     pytest.fail("the large row never came in")
+
+
+SEEING = replace(COSTS, tower=Tower(token_bytes=1_000_000, pair_bytes=500, feature_bytes=10_000))
+
+
+def looking(id: str, *tokens: int) -> Row:
+    """At images that stand for so many tokens each, with 1,000 of text."""
+    return Row(id, "interactive", 1_000 + sum(tokens), 100, images=Images(max(tokens), sum(tokens)))
+
+
+def test_an_image_that_never_fits_is_refused_with_the_numbers() -> None:
+    assert admit(looking("new", 2_000, 8_000), [], SEEING, 12_000_000_000) == Refuse(
+        "This request needs 42.5 GB while its images are looked at, of which the largest stands for 8,000 tokens; this "
+        "worker has 11 GB beside its model: make them smaller, to about 44 % of their pixels."
+    )
+
+
+@given(st.lists(st.integers(1, 20_000), min_size=1, max_size=4), st.integers(2_000_000_000, 40_000_000_000))
+def test_images_made_as_small_as_told_are_not_refused(tokens: list[int], limit: int) -> None:
+    refused = admit(looking("new", *tokens), [], SEEING, limit)
+    if isinstance(refused, Refuse):
+        percent = int(refused.sentence.split("about ")[1].split(" %")[0]) if "about" in refused.sentence else 0
+        smaller = [each * percent // 100 for each in tokens]
+        assert isinstance(admit(looking("new", *smaller), [], SEEING, limit), Admit)
+
+
+def test_images_of_two_rows_are_looked_at_one_after_the_other() -> None:
+    one, other = looking("one", 3_000), looking("other", 3_000)
+    blind = [replace(each, images=NO_IMAGES) for each in (one, other)]
+    both = SEEING.peak_bytes(lengths(blind)) + SEEING.tower.bytes_for(Images(3_000, 2 * 3_000))
+    assert admit(other, [one], SEEING, both) == Admit()
+    assert admit(other, [one], SEEING, both - 1) == Wait()
+
+
+def test_a_long_text_with_a_small_image_is_told_to_shorten_the_text() -> None:
+    long = replace(looking("long", 10), prompt_tokens=200_000)
+    refused = admit(long, [], SEEING, 12_000_000_000)
+    assert isinstance(refused, Refuse)
+    assert "shorten the prompt" in refused.sentence

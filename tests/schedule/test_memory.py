@@ -6,7 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.schedule.memory import BUFFER_TOKENS, CHUNK, MOST_ROWS, Correction, Costs, Growing, room, size
+from worker.schedule.memory import (
+    BUFFER_TOKENS,
+    CHUNK,
+    MOST_ROWS,
+    NO_IMAGES,
+    Correction,
+    Costs,
+    Growing,
+    Images,
+    Tower,
+    room,
+    size,
+)
 
 PLAIN = Costs(weights_bytes=1_000_000, growing=(Growing(token_bytes=100, layer_bytes=10),))
 HYBRID = Costs(
@@ -130,3 +142,37 @@ def test_small_change_says_nothing() -> None:
 def test_a_correction_leaves_the_weights_alone() -> None:
     corrected = replace(PLAIN, factor=2.0)
     assert corrected.peak_bytes([[1000]]) - 1_000_000 == 2 * (PLAIN.peak_bytes([[1000]]) - 1_000_000)
+
+
+sizes = st.tuples(st.integers(1, 5000), st.integers(1, 10**10))
+
+
+@given(sizes, sizes, st.integers(1, 10**4))
+def test_an_image_as_large_as_one_that_was_measured_is_not_predicted_to_need_less(
+    one: tuple[int, int], other: tuple[int, int], feature_bytes: int
+) -> None:
+    few, many = sorted([one, other])
+    tower = Tower.of(few, many if many[0] > few[0] else few, feature_bytes)
+    for tokens, needed in (few, many) if many[0] > few[0] else (few,):
+        assert tower.bytes_for(Images(tokens)) >= needed
+
+
+@given(st.integers(0, 10**6), st.integers(0, 1000), st.integers(1, 500), st.integers(501, 5000))
+def test_what_grows_with_an_image_and_with_its_square_is_told_from_two(
+    token_bytes: int, pair_bytes: int, few: int, many: int
+) -> None:
+    tower = Tower(token_bytes, pair_bytes, 8)
+    first, second = ((tokens, tower.bytes_for(Images(tokens))) for tokens in (few, many))
+    assert Tower.of(first, second, 8) == tower
+
+
+def test_where_all_images_are_of_one_size_each_token_costs_its_share() -> None:
+    assert Tower.of((256, 1_000_000), (256, 1_000_000), 8) == Tower(3907, 0, 8)
+
+
+def test_one_image_at_a_time_is_in_the_tower_and_what_comes_of_all_of_them_is_held() -> None:
+    seeing = replace(PLAIN, tower=Tower(token_bytes=1000, pair_bytes=10, feature_bytes=4))
+    several = Images(100, 100) + Images(300, 500) + NO_IMAGES
+    needed = 300 * 1000 + 300**2 * 10 + 600 * 4
+    assert seeing.peak_bytes([[1000]], images=several) == PLAIN.peak_bytes([[1000]]) + needed
+    assert seeing.peak_bytes([], images=several) == PLAIN.peak_bytes([]) + needed

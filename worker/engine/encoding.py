@@ -44,16 +44,21 @@ class Encoding:
     @property
     def remaining(self) -> int:
         """In tokens of its span, 0 only at the end."""
-        return -(-self.picture.tokens * len(self._ahead) // self._stages)
+        return self._behind(len(self._ahead))
 
     def advance(self, tokens: int) -> int:
-        """Blocks until at least a layer is computed, and by about so many tokens. Returns how many they were."""
+        """Blocks until so many tokens are computed, as far as layers go into them, but at least a layer. Returns how
+        many they were."""
         before = self.remaining
         while self._ahead:
             mx.eval(self._ahead.pop(0))
-            if before - self.remaining >= tokens:
+            if before - self._behind(len(self._ahead) - 1) > tokens:
                 break
         return before - self.remaining
+
+    def _behind(self, stages: int) -> int:
+        """Tokens, by so many stages that are to come."""
+        return -(-self.picture.tokens * stages // self._stages)
 
     @property
     def features(self) -> Features | None:

@@ -5,7 +5,7 @@ Used by one thread only, the one that loaded the model.
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import mlx.core as mx
@@ -22,7 +22,10 @@ from worker.engine.rows import Told
 from worker.engine.scoring import Draft
 from worker.engine.upstream import generation_stream
 from worker.schedule.admission import Admit, Refuse
+from worker.schedule.admission import Row as Admitted
+from worker.schedule.memory import NO_IMAGES
 from worker.schedule.sequence import (
+    Encoded,
     Faulted,
     Outcome,
     PrefixUse,
@@ -66,7 +69,7 @@ class Engine:
         self._caches = [cache for cache in caches if cache is not None]
         self._prefills = Prefills(model, step_s, self._prefix, self._draft, self._features)
         self._running = Groups(model.network, self._fit)
-        self._chunk = 0  # tokens of the longest one in this step
+        self._chunk, self._looked = 0, NO_IMAGES  # the longest chunk of this step, in tokens, and its images
         self._failures = self._computed = self._preempted = 0
 
     def __len__(self) -> int:
@@ -91,6 +94,7 @@ class Engine:
         began, rows, outcomes = time.perf_counter(), len(self._running), list[Outcome]()
         mx.reset_peak_memory()
         self._preempted = self._chunk = self._queried = self._hit = 0
+        self._looked = NO_IMAGES
         evicted = self._evicted
         with mx.stream(generation_stream):
             for part in (self._admit, self._decode, self._prefill, self._settle):
@@ -103,7 +107,7 @@ class Engine:
                     logger.exception("a step failed")
                     self._running.clear()
                     self._entry.stir()
-            memory = self._entry.look(self._lengths(), self._chunk, self._prefix_bytes)
+            memory = self._entry.look(self._lengths(), self._chunk, self._prefix_bytes, self._looked)
         return StepReport(
             outcomes=tuple(outcomes),
             rows=rows,
@@ -133,8 +137,7 @@ class Engine:
         if not self._entry.due:
             return
         groups = {row.id: number for number, row in self._running}
-        running = [self._entry.admitted(row.sequence, groups.get(id)) for id, row in self._inside.items()]
-        decided = self._entry.decide(running, self._running.nearest)
+        decided = self._entry.decide([*self._admitted(groups)], self._running.nearest)
         coming = [(candidate.sequence, decision.park) for candidate, decision in decided if isinstance(decision, Admit)]
         for _, park in coming:
             for id in park:
@@ -149,11 +152,19 @@ class Engine:
                     self._entry.take(candidate)
                     outcomes.append(Refused(candidate.sequence.id, sentence))
 
+    def _admitted(self, groups: Mapping[str, int]) -> Iterator[Admitted]:
+        """Those who are inside, if they decode in these groups."""
+        for id, row in self._inside.items():
+            yield self._entry.admitted(row.sequence, groups.get(id), self._prefills.images(id))
+
     def _make_room(self, coming: Iterable[Sequence]) -> None:
-        """Rows come before prefixes, but the prefixes that they begin with go last."""
-        if self._prefix:
-            for sequence in coming:
+        """Rows come before prefixes, but the prefixes that they begin with go last, and so do their images."""
+        for sequence in coming:
+            if self._prefix:
                 self._prefix.use(sequence.space, sequence.keys(sequence.known))
+            if self._features:
+                for picture in sequence.pictures:
+                    self._features.find(picture.digest)
         self._share(self._entry.spare)
 
     def _share(self, spare: int) -> None:
@@ -268,17 +279,22 @@ class Engine:
         self._prefills.budget.forward_s = self._running.forward_s
         for chunk in self._prefills.plan(len(self._running), self._entry.longest_chunk):
             with self._by_itself(chunk.id, outcomes):
+                images = self._prefills.images(chunk.id)
                 tokens, news = self._prefills.advance(chunk)
                 outcomes += news
                 self._chunk, self._computed = max(self._chunk, tokens), self._computed + tokens
-                if any(isinstance(outcome, Thinned | Whole) for outcome in news):
-                    self._entry.stir()  # it needs less than it was promised
+                if any(isinstance(outcome, Encoded) for outcome in news):
+                    self._looked += images
+                if any(map(_eases, news)):
+                    self._entry.stir()
                 if prefill := self._prefills.through(chunk.id):
                     self._join(prefill)
 
     def _join(self, prefill: AnyPrefill) -> None:
         began = time.perf_counter()
         self._running.join(prefill.row, *prefill.finish())
+        if prefill.row.sequence.pictures:
+            self._entry.stir()  # what the language model got of them is given up
         self._prefills.budget.saw_join(prefill.total, time.perf_counter() - began)
         self._queried, self._hit = self._queried + prefill.total, self._hit + prefill.cached
 
@@ -294,8 +310,7 @@ class Engine:
 
     def _fit(self, groups: list[list[Row]]) -> bool:
         """Whether all who are inside fit into memory, if these rows decode in these groups. Prefixes make room."""
-        numbers = {row.id: number for number, group in enumerate(groups) for row in group}
-        left = self._entry.left(self._entry.admitted(row.sequence, numbers.get(id)) for id, row in self._inside.items())
+        left = self._entry.left(self._admitted({row.id: n for n, group in enumerate(groups) for row in group}))
         if left >= 0:
             self._share(min(left, self._entry.spare))
         return left >= 0
@@ -319,3 +334,14 @@ def _draft_of(model: Model, prefix_bytes: int) -> Draft | None:
         return None
     unread = model.vision.family.placeholder if model.vision else None
     return Draft(model.draft.network, prefix_bytes, model.draft.context, unread)
+
+
+def _eases(outcome: Outcome) -> bool:
+    """Whether the row needs less from here on than it was promised."""
+    match outcome:
+        case Thinned() | Whole():
+            return True
+        case Encoded(done=done, total=total):
+            return done == total
+        case _:
+            return False

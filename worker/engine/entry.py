@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from worker.engine.rows import Parked
-from worker.schedule.admission import Admit, Decision, Row, Wait, admit_in_turn, lengths
+from worker.schedule.admission import Admit, Decision, Row, Wait, admit_in_turn, images, lengths
 from worker.schedule.budget import MOST
-from worker.schedule.memory import CHUNK, Correction, Costs
+from worker.schedule.memory import CHUNK, NO_IMAGES, Correction, Costs, Images
 from worker.schedule.sequence import Sequence as Asked
 
 _LOOK_EVERY = 64  # steps between two looks at what was needed
@@ -37,6 +37,7 @@ class Entry:
         self._used = 0  # bytes that were measured at the most since then
         self._prefixes = 0  # bytes of the prefix cache, at the end of the last step
         self._inside = list[list[int]]()  # lengths at their end, by group, of those who are or come inside
+        self._images = NO_IMAGES  # theirs
         self.spare = limit - costs.resident_bytes  # bytes that no row was promised
         self.longest_chunk = CHUNK  # tokens that a prompt may advance by in one step
         self.promised = 0, max(1, limit - costs.resident_bytes)  # bytes beside the model, and how many there are
@@ -108,29 +109,32 @@ class Entry:
         parked = {id for _, decision in decided if isinstance(decision, Admit) for id in decision.park}
         inside = [row for row in running if row.id not in parked]
         inside += (row for row, decision in decided if isinstance(decision, Admit))
-        self._inside = lengths(inside)
-        self.promised = self._corrected().peak_bytes(self._inside) - self._costs.resident_bytes, self.promised[1]
+        self._inside, self._images = lengths(inside), images(inside)
+        needed = self._corrected().peak_bytes(self._inside, images=self._images)
+        self.promised = needed - self._costs.resident_bytes, self.promised[1]
         self._share()
 
     def _share(self) -> None:
         """What those inside and the caches of those who wait leave: to longer chunks, and then to others."""
         costs, free = self._corrected(), self._limit - self._held()
-        self.longest_chunk = costs.longest_chunk(self._inside, free)
-        self.spare = free - costs.peak_bytes(self._inside, min(self.longest_chunk, MOST))
+        self.longest_chunk = costs.longest_chunk(self._inside, free, self._images)
+        self.spare = free - costs.peak_bytes(self._inside, min(self.longest_chunk, MOST), self._images)
 
     def _waits(self, row: Row, decision: Decision) -> bool:
         if isinstance(decision, Wait):
             self._waiting[row.id].passed = decision.passed
         return isinstance(decision, Wait)
 
-    def look(self, lengths: list[list[int]], chunk: int, prefixes: int) -> tuple[int, int] | None:
+    def look(
+        self, lengths: list[list[int]], chunk: int, prefixes: int, images: Images = NO_IMAGES
+    ) -> tuple[int, int] | None:
         """Compare, now and then, what the rows inside were predicted to need, beside the model, with what they did.
-        `chunk`: the tokens of this step's longest one; `prefixes`: bytes of the prefix cache. The peak of MLX's memory
-        has to be that of the step."""
+        `chunk`: the tokens of this step's longest one; `images`: those that were looked at in it; `prefixes`: bytes of
+        the prefix cache. The peak of MLX's memory has to be that of the step."""
         self._steps += 1
         used = mx.get_peak_memory() - self._costs.resident_bytes - min(prefixes, self._prefixes)
         self._used, self._prefixes = max(self._used, used), prefixes
-        self._most = max(self._most, self._costs.beside_bytes(lengths, chunk) + self._held())
+        self._most = max(self._most, self._costs.beside_bytes(lengths, chunk, images) + self._held())
         if self._steps % _LOOK_EVERY:
             return None
         plain, measured, self._most, self._used = self._most, self._used, 0, 0
@@ -143,18 +147,20 @@ class Entry:
     def left(self, rows: Iterable[Row]) -> int:
         """Bytes, if these are all who are inside, in the groups that they would decode in; below 0 where they do not
         fit."""
-        return self._limit - self._held() - self._corrected().peak_bytes(lengths(rows))
+        rows = [*rows]
+        return self._limit - self._held() - self._corrected().peak_bytes(lengths(rows), images=images(rows))
 
     def _row(self, candidate: Candidate, group_of: Callable[[int], int]) -> Row:
-        row = self.admitted(candidate.sequence, None, candidate.passed)
+        row = self.admitted(candidate.sequence, None, _images_of(candidate.sequence), candidate.passed)
         held_bytes = candidate.parked.kept.nbytes if candidate.parked else 0
         return replace(row, group=group_of(row.tokens), begun=candidate.was_inside, held_bytes=held_bytes)
 
-    def admitted(self, asked: Asked, group: int | None, passed: int = 0) -> Row:
-        """As admission sees it. Until it is thinned, a prompt that may be takes the draft a cache, too."""
+    def admitted(self, asked: Asked, group: int | None, images: Images = NO_IMAGES, passed: int = 0) -> Row:
+        """As admission sees it. Until it is thinned, a prompt that may be takes the draft a cache, too. `images`: that
+        it has still to be computed with."""
         scored = self._costs.draft_tokens(len(asked.prompt)) if asked.thinning and asked.kept is None else 0
         tokens = len(asked.prompt) - asked.left_out + scored
-        return Row(asked.id, asked.lane, tokens, asked.max_tokens, group or 0, passed)
+        return Row(asked.id, asked.lane, tokens, asked.max_tokens, group or 0, passed, images=images)
 
     def _corrected(self) -> Costs:
         return replace(self._costs, factor=self._correction.factor)
@@ -166,6 +172,12 @@ class Entry:
     def _held(self) -> int:
         """Bytes of those who wait with their caches."""
         return sum(each.parked.kept.nbytes for each in self._waiting.values() if each.parked)
+
+
+def _images_of(asked: Asked) -> Images:
+    """All of them, also those that are known: room for the row may be made at the cost of what is known of them."""
+    tokens = {picture.digest: picture.tokens for picture in asked.pictures}.values()
+    return Images(max(tokens, default=0), sum(tokens))
 
 
 def _kinds(decided: Iterable[tuple[Row, Decision]]) -> list[type[Decision]]:

@@ -11,6 +11,7 @@ import mlx.nn as nn
 
 from worker.engine.kept import needs_states
 from worker.engine.layers import anatomy, calibrated, weights_bytes, why_not_batched
+from worker.engine.tower import with_tower
 from worker.engine.upstream import TokenizerWrapper, download, load_model, load_tokenizer
 from worker.engine.vision import Vision, open_vision, sees
 from worker.errors import CannotStart
@@ -54,6 +55,7 @@ def open_model(path_or_hub_id: str, *, vision: bool = True, trusted: bool = Fals
         if why_not is None:
             mx.eval(_whole(network, sight).parameters())
             costs = calibrated(costs, network)
+            costs = with_tower(costs, sight) if sight else costs
     except (ValueError, OSError, KeyError, TypeError, ImportError, RuntimeError, AttributeError) as error:
         raise CannotStart(f"mlx-lm cannot load {path_or_hub_id}: {error}") from error
     if why_not:

@@ -11,6 +11,7 @@ from worker.engine.rows import Drawn
 from worker.engine.scene import Scene
 from worker.engine.sparse import SparsePrefill
 from worker.engine.thinning import ThinnedPrefill
+from worker.schedule.memory import Images
 from worker.schedule.sequence import Encoded, Outcome, Picture
 
 OfTokens = Prefill | SparsePrefill | ThinnedPrefill
@@ -47,6 +48,11 @@ class PicturedPrefill:
         if not (missing := self._missing()):
             return self._prefill.remaining
         return sum(self._left(picture) for picture in missing)
+
+    @property
+    def images(self) -> Images:
+        """That the prompt has still to be computed with."""
+        return Images(max((picture.tokens for picture in self._missing()), default=0), self._scene.tokens)
 
     @property
     def cached(self) -> int:
@@ -86,8 +92,9 @@ class PicturedPrefill:
     def _see(self, missing: list[Picture], tokens: int) -> int:
         computed = 0
         for picture in missing:
-            if computed < tokens:
-                computed += self._look_at(picture, tokens - computed)
+            computed += self._look_at(picture, tokens - computed)
+            if self._encoding or computed >= tokens:
+                break
         return computed
 
     def _look_at(self, picture: Picture, tokens: int) -> int:

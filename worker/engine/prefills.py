@@ -16,8 +16,11 @@ from worker.engine.sparse import SparsePrefill, front
 from worker.engine.thinning import ThinnedPrefill
 from worker.engine.upstream import make_prompt_cache
 from worker.schedule.budget import StepBudget
+from worker.schedule.memory import NO_IMAGES, Images
 from worker.schedule.plan import Chunk, Waiting, plan
 from worker.schedule.sequence import Outcome, Whole
+
+_UNKNOWN_TOWER = 100.0  # tokens a second
 
 AnyPrefill = OfTokens | PicturedPrefill
 
@@ -37,7 +40,8 @@ class Prefills:
         self._prefills: dict[str, AnyPrefill] = {}
         self._turn = 0
         self.budget, self._step_s = StepBudget(step_s), step_s
-        self._images = StepBudget(step_s, least=1)  # a layer of a vision tower is a few tokens' part of its work
+        # A layer of a vision tower is a few tokens' part of its work; until it is known how long one takes, it is one.
+        self._images = StepBudget(step_s, _UNKNOWN_TOWER, least=1)
         self._ratio = model.costs.weights_bytes / max(1, weights_bytes(draft.network)) if draft else 1.0
 
     @cached_property
@@ -70,6 +74,11 @@ class Prefills:
         """Tokens that are in caches, for each that has some; those in a draft's by what they take of the model's."""
         done = ((prefill.phase, prefill.done) for prefill in self._prefills.values() if prefill.phase != "encoding")
         return [self._costs.draft_tokens(tokens) if phase == "scoring" else tokens for phase, tokens in done if tokens]
+
+    def images(self, id: str) -> Images:
+        """That the row has still to be computed with."""
+        prefill = self._prefills.get(id)
+        return prefill.images if isinstance(prefill, PicturedPrefill) else NO_IMAGES
 
     def begin(self, row: Row) -> None:
         self._prefills[row.id] = self._prefill_of(row)

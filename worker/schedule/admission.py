@@ -1,10 +1,11 @@
 """Who may come in: never more than fits by prediction, and for good reasons only."""
 
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from worker.schedule.memory import Costs, size
+from worker.schedule.memory import NO_IMAGES, Costs, Images, size
 from worker.schedule.sequence import Lane
 
 # So many may overtake a row that is too large for now. Then those behind it wait too, and memory comes free for it.
@@ -23,6 +24,7 @@ class Row:
     passed: int = 0  # by how many; see `Wait`
     begun: bool = False  # it was inside before: a later correction of the costs shall not end its answer
     held_bytes: int = 0  # that it takes while it waits
+    images: Images = NO_IMAGES  # that its prompt has still to be computed with
 
     @property
     def tokens(self) -> int:
@@ -104,8 +106,17 @@ def lengths(rows: Iterable[Row]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _fits(rows: Iterable[Row], costs: Costs, limit: int) -> bool:
-    return costs.peak_bytes(lengths(rows)) <= limit
+def images(rows: Iterable[Row]) -> Images:
+    """Of all of them."""
+    return sum((row.images for row in rows), NO_IMAGES)
+
+
+def _fits(rows: Sequence[Row], costs: Costs, limit: int) -> bool:
+    return _peak_bytes(rows, costs) <= limit
+
+
+def _peak_bytes(rows: Sequence[Row], costs: Costs) -> int:
+    return costs.peak_bytes(lengths(rows), images=images(rows))
 
 
 def _count_passed(verdicts: list[tuple[Row, Decision]]) -> list[tuple[Row, Decision]]:
@@ -120,12 +131,31 @@ def _why(candidate: Row, costs: Costs, limit: int) -> str:
     spare, most = limit - costs.resident_bytes, costs.most_tokens(limit)
     if not most:
         return f"This worker has {size(max(0, spare))} beside its model, too little for any answer."
-    needs = costs.peak_bytes(lengths([candidate])) - costs.resident_bytes
+    if _fits([_with_images(candidate, 0)], costs, limit):
+        return _why_not_seen(candidate, costs, limit)
+    needs = _peak_bytes([candidate], costs) - costs.resident_bytes
     return (
         f"This request needs {size(needs)} for {candidate.prompt_tokens:,} prompt and {candidate.max_tokens:,} answer "
         f"tokens; this worker has {size(spare)} beside its model: shorten the prompt or max_tokens by about "
         f"{_rounded_up(candidate.tokens - most):,} tokens."
     )
+
+
+def _why_not_seen(candidate: Row, costs: Costs, limit: int) -> str:
+    needs = _peak_bytes([candidate], costs) - costs.resident_bytes
+    percent = bisect(range(1, 100), limit, key=lambda percent: _peak_bytes([_with_images(candidate, percent)], costs))
+    return (
+        f"This request needs {size(needs)} while its images are looked at, of which the largest stands for "
+        f"{candidate.images.largest:,} tokens; this worker has {size(limit - costs.resident_bytes)} beside its model: "
+        + (f"make them smaller, to about {percent} % of their pixels." if percent else "send no images.")
+    )
+
+
+def _with_images(candidate: Row, percent: int) -> Row:
+    """The same, if they had so much of their pixels."""
+    images = candidate.images.at(percent)
+    fewer = candidate.images.total - images.total
+    return replace(candidate, prompt_tokens=candidate.prompt_tokens - fewer, images=images)
 
 
 def _rounded_up(tokens: int) -> int:

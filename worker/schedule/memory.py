@@ -3,6 +3,7 @@
 from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 BUFFER_TOKENS = 256  # buffers grow in steps of this, as mlx-lm's do
 # A prediction allows for prompt chunks of so many tokens. Longer ones are a matter of speed: see `longest_chunk`.
@@ -38,6 +39,50 @@ class Growing:
 
 
 @dataclass(frozen=True, slots=True)
+class Images:
+    """Of prompts that are not through, in tokens that they stand for."""
+
+    largest: int = 0  # of those that go through the vision tower, one after the other
+    total: int = 0  # of all: what the language model gets of each is held until its prompt is through
+
+    def __add__(self, other: "Images") -> "Images":
+        return Images(max(self.largest, other.largest), self.total + other.total)
+
+    def at(self, percent: int) -> "Images":
+        """With so much of their pixels."""
+        return Images(self.largest * percent // 100, self.total * percent // 100)
+
+
+NO_IMAGES = Images()
+
+
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """What images need, in bytes."""
+
+    token_bytes: int = 0  # of the one that is in the tower, at the most, for each of its tokens
+    pair_bytes: int = 0  # and for each pair of them: attention scores, where the device holds them
+    feature_bytes: int = 0  # of what the language model gets, for each token
+
+    @classmethod
+    def of(cls, few: tuple[int, int], many: tuple[int, int], feature_bytes: int) -> "Tower":
+        """`few`: the tokens of an image, and the bytes that it took; `many`: of a larger one, or of the same where all
+        are of one size. Neither is predicted lower than it was."""
+        (tokens, needed), (more, needed_more) = few, many
+        each, each_of_more = needed / tokens, needed_more / more
+        pair_bytes = max(0, ceil((each_of_more - each) / (more - tokens))) if more > tokens else 0
+        left = each - pair_bytes * tokens, each_of_more - pair_bytes * more
+        return cls(max(0, *map(ceil, left)), pair_bytes, feature_bytes)
+
+    def bytes_for(self, images: Images) -> int:
+        looking = images.largest * (self.token_bytes + self.pair_bytes * images.largest)
+        return looking + self.feature_bytes * images.total
+
+
+NO_TOWER = Tower()
+
+
+@dataclass(frozen=True, slots=True)
 class Costs:
     """Of a model, in bytes. Lengths are in tokens, prompt and answer together."""
 
@@ -48,6 +93,7 @@ class Costs:
     score_bytes: int = 0  # attention scores, for each pair of a chunk's token and one before it; 0 where none are kept
     draft_bytes: int = 0  # the weights of a draft model
     draft: "Costs | None" = None  # its own
+    tower: Tower = NO_TOWER  # for images; its weights are among the others
     factor: float = 1.0  # of what comes beside the weights: see `Correction`
 
     @property
@@ -80,18 +126,18 @@ class Costs:
         windows = sum(kind.token_bytes for kind in self.growing if kind.window)  # stretched by the chunk
         return chunk * (self.chunk_token_bytes + windows + self.score_bytes * tokens)
 
-    def beside_bytes(self, groups: Iterable[Sequence[int]], chunk: int = CHUNK) -> int:
+    def beside_bytes(self, groups: Iterable[Sequence[int]], chunk: int = CHUNK, images: Images = NO_IMAGES) -> int:
         """The most that rows of these lengths, by group, need beside the weights. One of them may not have joined its
         group yet, and is there by itself, while its prompt advances or buffers grow. Not corrected by `factor`."""
-        groups = [group for group in groups if group]
+        groups, seeing = [group for group in groups if group], self.tower.bytes_for(images)
         if not groups:
-            return 0
+            return seeing
         longest = max(map(max, groups))
         lasting = sum(map(self.rectangle_bytes, groups)) + self.row_bytes(longest)
-        return lasting + max(self.chunk_bytes(min(chunk, longest), longest), *map(self._copy_bytes, groups))
+        return lasting + seeing + max(self.chunk_bytes(min(chunk, longest), longest), *map(self._copy_bytes, groups))
 
-    def peak_bytes(self, groups: Iterable[Sequence[int]], chunk: int = CHUNK) -> int:
-        return self.resident_bytes + round(self.factor * self.beside_bytes(groups, chunk))
+    def peak_bytes(self, groups: Iterable[Sequence[int]], chunk: int = CHUNK, images: Images = NO_IMAGES) -> int:
+        return self.resident_bytes + round(self.factor * self.beside_bytes(groups, chunk, images))
 
     def most_tokens(self, limit: int) -> int:
         """The longest row that fits alone; 0 where none does, and a very large number where length costs nothing."""
@@ -101,9 +147,9 @@ class Costs:
         """So many rows of that length fit, in one group; `MOST_ROWS` where more would."""
         return bisect(range(1, MOST_ROWS + 1), limit, key=lambda rows: self.peak_bytes([[tokens] * rows]))
 
-    def longest_chunk(self, groups: Sequence[Sequence[int]], limit: int) -> int:
+    def longest_chunk(self, groups: Sequence[Sequence[int]], limit: int, images: Images = NO_IMAGES) -> int:
         """How many tokens a prompt may advance by in one step; `CHUNK` at least, which was promised at admission."""
-        fitting = bisect(range(1, 1 << 16), limit, key=lambda chunk: self.peak_bytes(groups, chunk))
+        fitting = bisect(range(1, 1 << 16), limit, key=lambda chunk: self.peak_bytes(groups, chunk, images))
         return max(CHUNK, fitting)
 
 

@@ -1,0 +1,137 @@
+"""What images need in memory is known before they are looked at: those that do not fit wait, or are told why."""
+
+import gc
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from tests.engine.driver import ONE_GROUP, Run
+from tests.engine.vision import seen
+from tests.engine.vision.checkpoints import CONFIGS, write_checkpoint
+from worker.engine.encoding import Encoding
+from worker.engine.eyes import Sight
+from worker.engine.model import Model, open_model
+from worker.engine.tower import with_tower
+from worker.engine.vision import Vision, open_vision
+from worker.engine.words import Words
+from worker.schedule.memory import Costs, Images
+from worker.schedule.sequence import Picture, Sequence
+
+FAMILIES = [*CONFIGS]
+TINY = 200_000  # bytes: arrays of a fixed size show beside images that need no more
+
+
+def roomy(family: str, folder: Path, side: int) -> Path:
+    """A checkpoint that takes images of so many pixels a side as they are, where its family has images of any size."""
+    write_checkpoint(family, folder)
+    if family.startswith("qwen"):
+        _change(folder / "preprocessor_config.json", "size", longest_edge=side**2)
+    if family in ("pixtral", "mistral3"):
+        _change(folder / "preprocessor_config.json", "size", longest_edge=side)
+        _change(folder / "config.json", "vision_config", image_size=side)
+    return folder
+
+
+def _change(file: Path, part: str, **values: int) -> None:
+    said = json.loads(file.read_text())
+    file.write_text(json.dumps({**said, part: {**said[part], **values}}))
+
+
+def needed(vision: Vision, sight: Sight) -> int:
+    """Bytes, while the image is looked at as the engine does it."""
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    encoding = Encoding(Picture(sight.digest, (0, sight.tokens), sight.seen), vision.family.encode)
+    while encoding.features is None:
+        encoding.advance(1)
+    return mx.get_peak_memory() - before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_image_needs_about_what_was_predicted(family: str, tmp_path: Path) -> None:
+    _, _, vision = open_vision(roomy(family, tmp_path, side=128), trusted=False)
+    mx.eval(vision.network.parameters())
+    tower = with_tower(Costs(0), vision, sides=(48, 80)).tower
+    for width, height in (48, 32), (80, 80), (96, 64), (128, 112):
+        sight = vision.eyes.look(seen.image(1, width, height), b"")
+        predicted, measured = tower.bytes_for(Images(sight.tokens)), needed(vision, sight)
+        assert 0.8 * predicted - TINY < measured < 1.1 * predicted + TINY, (width, height)
+
+
+LARGE = 96  # pixels a side
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return open_model(str(roomy("qwen3_vl", tmp_path_factory.mktemp("large") / "model", side=LARGE)))
+
+
+@pytest.fixture
+def large(opened: Model) -> Model:
+    """What other tests have left in memory counts as its weights."""
+    gc.collect()
+    mx.clear_cache()
+    return replace(opened, costs=replace(opened.costs, weights_bytes=mx.get_active_memory()))
+
+
+def shown(model: Model, id: str, *seeds: int, max_tokens: int = 8) -> Sequence:
+    """A prompt with as many images."""
+    assert model.vision is not None
+    eyes, encode = model.vision.eyes, Words(model.tokenizer).encode
+    sights = [eyes.look(seen.image(seed, LARGE, LARGE), bytes([seed])) for seed in seeds]
+    prompt = (1, 2, 3, *(token for sight in sights for token in (*encode(sight.text), 4)), 5)
+    return Sequence(id, prompt, max_tokens, pictures=eyes.pictures(prompt, sights))
+
+
+def room_for(model: Model, sequence: Sequence) -> int:
+    """Bytes that it needs alone."""
+    images = Images(sequence.pictures[0].tokens, sum(picture.tokens for picture in sequence.pictures))
+    return model.costs.peak_bytes([[len(sequence.prompt) + sequence.max_tokens]], images=images)
+
+
+def test_images_are_looked_at_within_the_memory_that_was_promised(large: Model) -> None:
+    sequences = [shown(large, str(at), 2 * at, 2 * at + 1) for at in range(4)]
+    limit, highest = room_for(large, sequences[0]) * 11 // 10, 0
+    run = Run(large, memory=limit, prefix_bytes=1 << 24)
+    for sequence in sequences:
+        run.submit(sequence)
+    while len(run.engine):
+        run.step()
+        highest = max(highest, mx.get_peak_memory())
+    assert set(run.ended.values()) <= {"length", "stop"}
+    beside = limit - large.costs.resident_bytes
+    assert large.costs.tower.bytes_for(Images(sequences[0].pictures[0].tokens)) > beside / 3, "else it is nothing"
+    assert limit - 2 * beside / 3 < highest <= limit
+
+
+def test_an_image_that_never_fits_is_refused_with_a_sentence_and_harms_no_other(large: Model) -> None:
+    sequence = shown(large, "never", 1)
+    run = Run(large, memory=room_for(large, sequence) - 1)
+    run.add("text", (1, 2, 3), max_tokens=8)
+    run.step()
+    run.submit(sequence)
+    run.drain()
+    assert run.ended["never"] == "refused"
+    assert "while its images are looked at" in run.refused["never"]
+    assert run.encoded["never"] == 0
+    assert len(run.said["text"]) > 0
+
+
+def test_a_row_waits_while_another_s_images_need_its_memory_and_no_longer(large: Model) -> None:
+    first, second = (shown(large, id, seed, max_tokens=60) for id, seed in (("first", 1), ("second", 2)))
+    tokens, image = len(first.prompt) + 60, first.pictures[0].tokens
+    one_of_two = large.costs.peak_bytes([[tokens, tokens]], images=Images(image, image))
+    run = Run(large, step_s=1e-6, memory=one_of_two, prefix_bytes=0)
+    run.group_by(ONE_GROUP)
+    run.submit(first)
+    run.step()
+    run.submit(second)
+    run.step()
+    assert (run.inside, run.waiting) == (["first"], ["second"])
+    run.until(lambda: "second" in run.inside)
+    assert "first" not in run.ended
+    run.drain()
