@@ -13,8 +13,8 @@ from typing import Any
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from worker.engine.eyes import Eyes, GridEyes, RowEyes, SquareEyes
-from worker.engine.families import DeepQwen, Gemma3, MakeFamily, Mistral3, Pixtral, Qwen
+from worker.engine.eyes import Eyes, GridEyes, RowEyes, SoftEyes, SquareEyes
+from worker.engine.families import DeepQwen, Gemma3, Gemma4, MakeFamily, Mistral3, Pixtral, Qwen
 from worker.engine.heads import tensor_names
 from worker.engine.scene import Family
 from worker.engine.upstream import get_classes
@@ -33,6 +33,7 @@ _KNOWN: dict[str, tuple[MakeFamily, type[Eyes]]] = {
     "qwen3_5": (DeepQwen, GridEyes),
     "qwen3_5_moe": (DeepQwen, GridEyes),
     "gemma3": (Gemma3, SquareEyes),
+    "gemma4": (Gemma4, SoftEyes),
     "pixtral": (Pixtral, RowEyes),
     "mistral3": (Mistral3, RowEyes),
 }

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 # The first ids are the 256 bytes.
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
 SPECIAL += ["<|video_pad|>", "<think>", "</think>", "<start_of_image>", "<image_soft_token>", "<end_of_image>"]
-SPECIAL += ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+SPECIAL += ["[IMG]", "[IMG_BREAK]", "[IMG_END]", "<|image>", "<|image|>", "<image|>", "<|video|>", "<|audio|>"]
 IDS = {name: 256 + at for at, name in enumerate(SPECIAL)}
 VOCAB = 320
 _GEMMA_TOKENS = {
@@ -23,6 +23,9 @@ _GEMMA_TOKENS = {
     "image_token": "<image_soft_token>",
     "eoi_token": "<end_of_image>",
 }
+_GEMMA_4_TOKENS = {"boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>"}
+# By what the template writes for an image.
+_NAMED = {"<start_of_image>": _GEMMA_TOKENS, "<|image|>": _GEMMA_4_TOKENS}
 EOS = IDS["<|im_end|>"]
 
 _TEMPLATE = (
@@ -84,8 +87,44 @@ _TOWER = {
 _MISTRAL = {
     "image_token_index": IDS["[IMG]"],
     "vocab_size": VOCAB,
+    "tie_word_embeddings": False,
     "eos_token_id": EOS,
     "text_config": {**_TEXT, "model_type": "mistral", "head_dim": 16, "rope_theta": 10000.0},
+}
+_GEMMA_4 = {
+    "model_type": "gemma4",
+    "image_token_id": IDS["<|image|>"],
+    "video_token_id": IDS["<|video|>"],
+    "audio_token_id": IDS["<|audio|>"],
+    "hidden_size": 64,
+    "vocab_size": VOCAB,
+    "eos_token_id": [EOS],
+    "tie_word_embeddings": True,
+    "vision_soft_tokens_per_image": 16,
+    "vision_config": {
+        **_TOWER,
+        "model_type": "gemma4_vision",
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "pooling_kernel_size": 2,
+        "default_output_length": 16,
+        "position_embedding_size": 64,
+    },
+}
+_GEMMA_4_TEXT = {
+    **_TEXT,
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "sliding_window": 24,
+    "vocab_size_per_layer_input": VOCAB,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
 }
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -143,6 +182,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3": {
         "model_type": "gemma3",
         "image_token_index": IDS["<image_soft_token>"],
+        "tie_word_embeddings": False,
         "hidden_size": 64,
         "vocab_size": VOCAB,
         "eos_token_id": EOS,
@@ -160,6 +200,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "mm_tokens_per_image": 4,
         },
         "vision_config": {**_TOWER, "model_type": "siglip_vision_model"},
+    },
+    # As the smallest ones: layers have inputs of their own, and the last ones no keys and values.
+    "gemma4": {
+        **_GEMMA_4,
+        "text_config": {**_GEMMA_4_TEXT, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2},
+        "vision_config": {**_GEMMA_4["vision_config"], "use_clipped_linears": True},
+    },
+    # As the large ones: an image's tokens see one another.
+    "gemma4 with experts": {
+        **_GEMMA_4,
+        "text_config": {
+            **_GEMMA_4_TEXT,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "use_bidirectional_attention": "vision",
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+        "vision_config": {**_GEMMA_4["vision_config"], "standardize": True},
     },
     "pixtral": {
         **_MISTRAL,
@@ -196,6 +259,19 @@ _PIXTRAL_FILES = {
     },
     "processor_config.json": {"patch_size": 4, "spatial_merge_size": 1},
 }
+_GEMMA_4_FILES = {
+    "image": "<|image|>",
+    "processor_config.json": {
+        "processor_class": "Gemma4Processor",
+        "image_seq_length": 16,
+        "image_processor": {
+            "image_processor_type": "Gemma4ImageProcessor",
+            "patch_size": 4,
+            "max_soft_tokens": 16,
+            "pooling_kernel_size": 2,
+        },
+    },
+}
 # What a family's template writes for an image, and the files of its processor.
 FILES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"], _QWEN_FILES),
@@ -209,6 +285,7 @@ FILES: dict[str, dict[str, Any]] = {
         },
         "processor_config.json": {"image_seq_length": 4, "processor_class": "Gemma3Processor"},
     },
+    **dict.fromkeys(["gemma4", "gemma4 with experts"], _GEMMA_4_FILES),
     "pixtral": _PIXTRAL_FILES,
     "mistral3": {**_PIXTRAL_FILES, "processor_config.json": {"patch_size": 4, "spatial_merge_size": 2}},
 }
@@ -243,6 +320,9 @@ def build(config: dict[str, Any], seed: int) -> nn.Module:
     mx.random.seed(seed)
     model = family.Model(made)
     model.update(tree_map(_widen, model.parameters()))
+    if given["tie_word_embeddings"]:  # else it would say what it was told
+        norm = model.language_model.model.norm
+        norm.weight = mx.random.normal(norm.weight.shape)
     mx.eval(model.parameters())
     return model
 
@@ -269,7 +349,7 @@ def write_tokenizer(folder: Path, template: str) -> None:
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
         "chat_template": template,
-        "extra_special_tokens": _GEMMA_TOKENS if "<start_of_image>" in template else {},
+        "extra_special_tokens": next((named for sign, named in _NAMED.items() if sign in template), {}),
     }
     _write(folder / "tokenizer_config.json", said)
 
