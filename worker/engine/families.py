@@ -76,7 +76,7 @@ class DeepQwen(Qwen):
         if not any(each):
             return {}
         return {
-            "visual_pos_masks": tokens == self.placeholder,
+            "visual_pos_masks": _shown(tokens, seen),
             "deepstack_visual_embeds": [mx.concatenate(list(layer)) for layer in zip(*each, strict=True)],
         }
 
@@ -138,13 +138,13 @@ class Gemma4(Plain):
 
     def read(self, cache: list[Any], tokens: mx.array, rows: mx.array, positions: mx.array | None, seen: Seen) -> None:
         read = mutual(cache, tokens.size, [span for span, _ in seen]) if self.whole and seen else cache
-        self._twin(tokens, cache=read, input_embeddings=rows, per_layer_inputs=self._inputs(tokens))
+        self._twin(tokens, cache=read, input_embeddings=rows, per_layer_inputs=self._inputs(tokens, seen))
 
-    def _inputs(self, tokens: mx.array) -> mx.array | None:
+    def _inputs(self, tokens: mx.array, seen: Seen) -> mx.array | None:
         """Of each layer. Images have those of token 0."""
         if not self._text.hidden_size_per_layer_input:
             return None
-        inputs: mx.array = self._text.get_per_layer_inputs(mx.where(tokens == self.placeholder, 0, tokens))
+        inputs: mx.array = self._text.get_per_layer_inputs(mx.where(_shown(tokens, seen), 0, tokens))
         return inputs
 
 
@@ -180,6 +180,14 @@ class Mistral3(Pixtral):
     def _projected(self, rows: mx.array, sizes: Any) -> mx.array:
         projected: mx.array = self._seeing.multi_modal_projector(rows, sizes)
         return projected
+
+
+def _shown(tokens: mx.array, seen: Seen) -> mx.array:
+    """Which of these tokens are images'. Not any placeholder is: a model may say one, too."""
+    shown = mx.zeros(tokens.shape, mx.bool_)
+    for (first, last), _ in seen:
+        shown[:, first:last] = True
+    return shown
 
 
 def _dtype(embedding: nn.Module) -> mx.Dtype:

@@ -76,6 +76,7 @@ _QWEN_2 = {
     "rope_theta": 10000.0,
     "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
 }
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 _TOWER = {
     "num_hidden_layers": 2,
     "hidden_size": 16,
@@ -126,6 +127,18 @@ _GEMMA_4_TEXT = {
         "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
     },
 }
+
+
+def _of_experts(config: dict[str, Any], family: str, **more: Any) -> dict[str, Any]:
+    """The same, but for its layers' linear maps."""
+    text = {**config["text_config"], **_EXPERTS, **more, "model_type": f"{family}_text"}
+    return {
+        **config,
+        "model_type": family,
+        "text_config": text,
+        "vision_config": {**config["vision_config"], "model_type": family},
+    }
+
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5": {
@@ -272,9 +285,11 @@ _GEMMA_4_FILES = {
         },
     },
 }
+CONFIGS["qwen3_5_moe"] = _of_experts(CONFIGS["qwen3_5"], "qwen3_5_moe", shared_expert_intermediate_size=48)
+CONFIGS["qwen3_vl_moe"] = _of_experts(CONFIGS["qwen3_vl"], "qwen3_vl_moe", decoder_sparse_step=1, mlp_only_layers=[1])
 # What a family's template writes for an image, and the files of its processor.
 FILES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"], _QWEN_FILES),
+    **dict.fromkeys(["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"], _QWEN_FILES),
     "gemma3": {
         "image": "<start_of_image>",
         "preprocessor_config.json": {

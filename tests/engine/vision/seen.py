@@ -69,8 +69,8 @@ def asked(family: str, id: str, prompt: Prompt, max_tokens: int, **more: Any) ->
     return Sequence(id, prompt.tokens, max_tokens, pictures=eyes(family).pictures(prompt.tokens, prompt.sights), **more)
 
 
-def alone(family: str, prompt: Prompt, max_tokens: int) -> list[int]:
-    """Greedy, by mlx-vlm's single-request path, up to the end of the sequence."""
+def alone(family: str, prompt: Prompt, max_tokens: int, *, first: int | None = None) -> list[int]:
+    """Greedy, by mlx-vlm's single-request path, up to the end of the sequence. `first`: what it has to begin with."""
     vision = model(family).vision
     assert vision is not None
     tokens, said = mx.array([prompt.tokens]), list[int]()
@@ -79,13 +79,22 @@ def alone(family: str, prompt: Prompt, max_tokens: int) -> list[int]:
         how["mm_token_type_ids"] = (tokens == vision.family.placeholder).astype(mx.int32)
     steps = generate_step(
         tokens, vision.network, pixels, mx.ones_like(tokens), max_tokens=max_tokens, temperature=0.0,
-        prefill_step_size=None, **how,
+        prefill_step_size=None, logits_processors=_beginning(len(prompt.tokens), first), **how,
     )  # fmt: skip
     for token, _ in steps:
         if int(token) == EOS or len(said) == max_tokens:
             break
         said.append(int(token))
     return said
+
+
+def _beginning(prompt: int, token: int | None) -> list[Callable[[mx.array, mx.array], mx.array]]:
+    def process(tokens: mx.array, logits: mx.array) -> mx.array:
+        if tokens.size == prompt:
+            logits[:, token] = 1e9
+        return logits
+
+    return [] if token is None else [process]
 
 
 def together(sights: Sequences[Sight]) -> tuple[Any, dict[str, Any]]:

@@ -122,6 +122,16 @@ def test_a_new_attempt_goes_on_after_what_was_delivered(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_s_own_sign_for_an_image_in_its_answer_is_no_image(family: str) -> None:
+    each, sign = mixed(family)["two"], seen.eyes(family)._placeholder
+    expected = seen.alone(family, each, LONG, first=sign)
+    assert expected[0] == sign
+    run = Run(seen.model(family))
+    run.submit(seen.asked(family, "two", each, LONG, delivered=tuple(expected[:3])))
+    assert run.drain() == {"two": expected}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_rows_whose_step_failed_are_computed_again(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = {id: mixed(family)[id] for id in ("text", "one", "two")}
     run = Run(seen.model(family))
