@@ -137,8 +137,13 @@ class Gemma4(Plain):
         return Features(rows / self._text.embed_scale)  # see Gemma 3
 
     def read(self, cache: list[Any], tokens: mx.array, rows: mx.array, positions: mx.array | None, seen: Seen) -> None:
-        read = mutual(cache, tokens.size, [span for span, _ in seen]) if self.whole and seen else cache
-        self._twin(tokens, cache=read, input_embeddings=rows, per_layer_inputs=self._inputs(tokens, seen))
+        spans = [span for span, _ in seen] if self.whole else []
+        self._twin(
+            tokens,
+            cache=mutual(cache, tokens.size, spans),
+            input_embeddings=rows,
+            per_layer_inputs=self._inputs(tokens, seen),
+        )
 
     def _inputs(self, tokens: mx.array, seen: Seen) -> mx.array | None:
         """Of each layer. Images have those of token 0."""
