@@ -115,10 +115,10 @@ _GEMMA_4 = {
 _GEMMA_4_TEXT = {
     **_TEXT,
     "model_type": "gemma4_text",
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 4,
     "head_dim": 16,
     "global_head_dim": 32,
-    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
     "sliding_window": 24,
     "vocab_size_per_layer_input": VOCAB,
     "tie_word_embeddings": True,
@@ -214,11 +214,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "vision_config": {**_TOWER, "model_type": "siglip_vision_model"},
     },
-    # As the smallest ones: layers have inputs of their own, and the last ones no keys and values.
+    # As the smallest ones: layers have inputs of their own, the last ones no keys and values; and it hears.
     "gemma4": {
         **_GEMMA_4,
-        "text_config": {**_GEMMA_4_TEXT, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2},
+        "text_config": {**_GEMMA_4_TEXT, "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 2},
         "vision_config": {**_GEMMA_4["vision_config"], "use_clipped_linears": True},
+        "audio_config": {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "subsampling_conv_channels": [8, 4],
+            "output_proj_dims": 16,
+        },
     },
     # As the large ones: an image's tokens see one another.
     "gemma4 with experts": {
@@ -262,6 +269,20 @@ _QWEN_FILES = {
         "size": {"shortest_edge": 64, "longest_edge": 4096},
     },
 }
+# As the older ones say it.
+_QWEN_2_FILES = {
+    "image": _QWEN_FILES["image"],
+    "preprocessor_config.json": {
+        **_LOOKS,
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2VLProcessor",
+        "patch_size": 4,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "min_pixels": 64,
+        "max_pixels": 4096,
+    },
+}
 _PIXTRAL_FILES = {
     "image": "[IMG]",
     "preprocessor_config.json": {
@@ -289,7 +310,8 @@ CONFIGS["qwen3_5_moe"] = _of_experts(CONFIGS["qwen3_5"], "qwen3_5_moe", shared_e
 CONFIGS["qwen3_vl_moe"] = _of_experts(CONFIGS["qwen3_vl"], "qwen3_vl_moe", decoder_sparse_step=1, mlp_only_layers=[1])
 # What a family's template writes for an image, and the files of its processor.
 FILES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"], _QWEN_FILES),
+    **dict.fromkeys(["qwen2_vl", "qwen2_5_vl"], _QWEN_2_FILES),
+    **dict.fromkeys(["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"], _QWEN_FILES),
     "gemma3": {
         "image": "<start_of_image>",
         "preprocessor_config.json": {
@@ -306,10 +328,20 @@ FILES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_checkpoint(family: str, folder: Path, *, seed: int = 0, bits: int | None = None) -> Path:
-    """`bits`: of the language model's weights, where they are quantized."""
+def write_checkpoint(
+    family: str,
+    folder: Path,
+    *,
+    seed: int = 0,
+    bits: int | None = None,
+    dtype: mx.Dtype = mx.float32,
+    text: dict[str, Any] | None = None,
+) -> Path:
+    """`bits`: of the language model's weights, where they are quantized; `text`: other settings of it."""
     folder.mkdir(parents=True, exist_ok=True)
-    config, model = CONFIGS[family], build(CONFIGS[family], seed)
+    config = changed(CONFIGS[family], text or {})
+    model = build(config, seed)
+    model.set_dtype(dtype)
     if bits:
         how = {"group_size": 32, "bits": bits, "mode": "affine"}
         nn.quantize(model, **how, class_predicate=_quantized)
@@ -327,15 +359,22 @@ def write_checkpoint(family: str, folder: Path, *, seed: int = 0, bits: int | No
     return folder
 
 
+def changed(config: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+    """With other settings of the language model; those that are None are left out."""
+    if "text_config" in config:
+        return {**config, "text_config": changed(config["text_config"], text)}
+    return {name: value for name, value in {**config, **text}.items() if value is not None}
+
+
 def build(config: dict[str, Any], seed: int) -> nn.Module:
     """mlx-vlm's model, with fp32 random weights, wide enough apart for varied greedy answers."""
     family = importlib.import_module(f"mlx_vlm.models.{config['model_type']}")
     given = copy.deepcopy(config)
-    made = update_module_configs(family.ModelConfig.from_dict(given), family, given, ["text", "vision"])
+    made = update_module_configs(family.ModelConfig.from_dict(given), family, given, ["text", "vision", "audio"])
     mx.random.seed(seed)
     model = family.Model(made)
     model.update(tree_map(_widen, model.parameters()))
-    if given["tie_word_embeddings"]:  # else it would say what it was told
+    if not hasattr(model.language_model, "lm_head"):  # else it would say what it was told
         norm = model.language_model.model.norm
         norm.weight = mx.random.normal(norm.weight.shape)
     mx.eval(model.parameters())

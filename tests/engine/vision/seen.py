@@ -69,9 +69,11 @@ def asked(family: str, id: str, prompt: Prompt, max_tokens: int, **more: Any) ->
     return Sequence(id, prompt.tokens, max_tokens, pictures=eyes(family).pictures(prompt.tokens, prompt.sights), **more)
 
 
-def alone(family: str, prompt: Prompt, max_tokens: int, *, first: int | None = None) -> list[int]:
+def alone(
+    family: str, prompt: Prompt, max_tokens: int, *, first: int | None = None, by: Model | None = None
+) -> list[int]:
     """Greedy, by mlx-vlm's single-request path, up to the end of the sequence. `first`: what it has to begin with."""
-    vision = model(family).vision
+    vision = (by or model(family)).vision
     assert vision is not None
     tokens, said = mx.array([prompt.tokens]), list[int]()
     pixels, how = together(prompt.sights)
