@@ -54,6 +54,16 @@ class SquareEyes(Eyes):
         return Sight(digest, self._processor.full_image_sequence, tokens, tokens, seen)
 
 
+class SoftEyes(Eyes):
+    """Gemma 4's: as many tokens as the image's shape makes of those it may have at most."""
+
+    def look(self, image: Any, digest: bytes) -> Sight:
+        processor = self._processor
+        seen, (tokens,) = processor.image_processor(images=[image])
+        text = processor.boi_token + self.marker * tokens + processor.eoi_token
+        return Sight(digest, text, tokens, tokens, seen)
+
+
 class RowEyes(Eyes):
     """Pixtral's: each row of an image ends with a token that says so, and the last one with another."""
 

@@ -9,6 +9,7 @@ import mlx.nn as nn
 
 from worker.engine.encoding import Features, noting
 from worker.engine.lent import lent
+from worker.engine.mutual import mutual
 from worker.engine.scene import Family, Seen
 from worker.schedule.sequence import Picture
 
@@ -19,6 +20,8 @@ MakeFamily = Callable[[nn.Module, nn.Module, MakeCache], Family]  # of what sees
 class Qwen:
     """Qwen 2-VL to 3.5: an image's tokens have a row's and a column's position each, and all that follows it is nearer
     than it is far behind. mlx-lm's classes know no such positions, so mlx-vlm's compute these prompts."""
+
+    whole = False
 
     def __init__(self, seeing: nn.Module, twin: nn.Module, make_cache: MakeCache) -> None:
         self._tower, self._language, self._make_cache = seeing.vision_tower, seeing.language_model, make_cache
@@ -72,11 +75,8 @@ class DeepQwen(Qwen):
         each = [features.deep for _, features in seen]
         if not any(each):
             return {}
-        shows = mx.zeros(tokens.shape, mx.bool_)  # not wherever a placeholder is: an answer may have one, too
-        for (first, last), _ in seen:
-            shows[:, first:last] = True
         return {
-            "visual_pos_masks": shows,
+            "visual_pos_masks": _shown(tokens, seen),
             "deepstack_visual_embeds": [mx.concatenate(list(layer)) for layer in zip(*each, strict=True)],
         }
 
@@ -84,10 +84,16 @@ class DeepQwen(Qwen):
 class Plain:
     """An image's tokens are where they are, so mlx-lm's class can compute them: it is given the rows."""
 
+    whole = False
+
     def __init__(self, seeing: nn.Module, twin: nn.Module, make_cache: MakeCache) -> None:
-        self._tower, self._project, self._twin = seeing.vision_tower, seeing.multi_modal_projector, twin
+        self._seeing, self._tower, self._twin = seeing, seeing.vision_tower, twin
         self._embed, self._config = seeing.language_model.model.embed_tokens, seeing.config
-        self.placeholder: int = seeing.config.image_token_index
+
+    @property
+    def placeholder(self) -> int:
+        token: int = self._config.image_token_index
+        return token
 
     def positions(self, tokens: int, pictures: Sequence[Picture]) -> tuple[mx.array | None, int]:
         return None, 0
@@ -106,7 +112,45 @@ class Gemma3(Plain):
         with _noted(self._tower.vision_model.encoder, "layers", passed):
             put_out, _, _ = self._tower(pixels, output_hidden_states=True)
         # The language model makes all rows larger by this; images shall stay as they are.
-        return Features(self._project(put_out)[0] / self._config.text_config.hidden_size**0.5)
+        return Features(self._seeing.multi_modal_projector(put_out)[0] / self._config.text_config.hidden_size**0.5)
+
+
+class Gemma4(Plain):
+    """Layers of the small models have inputs of their own, of the tokens' ids; and in the large ones an image's tokens
+    see one another."""
+
+    def __init__(self, seeing: nn.Module, twin: nn.Module, make_cache: MakeCache) -> None:
+        super().__init__(seeing, twin, make_cache)
+        seeing.audio_tower = seeing.embed_audio = None  # nobody sends sound, so they take no memory
+        self._text = seeing.language_model.model
+        self.whole = self._config.text_config.use_bidirectional_attention == "vision"
+
+    @property
+    def placeholder(self) -> int:
+        token: int = self._config.image_token_id
+        return token
+
+    def encode(self, seen: Any, passed: list[mx.array]) -> Features:
+        with _noted(self._tower.encoder, "layers", passed):
+            put_out = self._tower(mx.array(seen["pixel_values"]))
+        rows = self._seeing.embed_vision(put_out)[0].astype(_dtype(self._embed))
+        return Features(rows / self._text.embed_scale)  # see Gemma 3
+
+    def read(self, cache: list[Any], tokens: mx.array, rows: mx.array, positions: mx.array | None, seen: Seen) -> None:
+        spans = [span for span, _ in seen] if self.whole else []
+        self._twin(
+            tokens,
+            cache=mutual(cache, tokens.size, spans),
+            input_embeddings=rows,
+            per_layer_inputs=self._inputs(tokens, seen),
+        )
+
+    def _inputs(self, tokens: mx.array, seen: Seen) -> mx.array | None:
+        """Of each layer. Images have those of token 0."""
+        if not self._text.hidden_size_per_layer_input:
+            return None
+        inputs: mx.array = self._text.get_per_layer_inputs(mx.where(_shown(tokens, seen), 0, tokens))
+        return inputs
 
 
 class Pixtral(Plain):
@@ -128,7 +172,7 @@ class Pixtral(Plain):
         return side
 
     def _projected(self, rows: mx.array, sizes: Any) -> mx.array:
-        projected: mx.array = self._project(rows)
+        projected: mx.array = self._seeing.multi_modal_projector(rows)
         return projected
 
 
@@ -139,8 +183,16 @@ class Mistral3(Pixtral):
         return super()._patch * merged
 
     def _projected(self, rows: mx.array, sizes: Any) -> mx.array:
-        projected: mx.array = self._project(rows, sizes)
+        projected: mx.array = self._seeing.multi_modal_projector(rows, sizes)
         return projected
+
+
+def _shown(tokens: mx.array, seen: Seen) -> mx.array:
+    """Which of these tokens are images'. Not any placeholder is: a model may say one, too."""
+    shown = mx.zeros(tokens.shape, mx.bool_)
+    for (first, last), _ in seen:
+        shown[:, first:last] = True
+    return shown
 
 
 def _dtype(embedding: nn.Module) -> mx.Dtype:

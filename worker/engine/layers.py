@@ -90,8 +90,8 @@ class Anatomy:
 
 
 def weights_bytes(network: nn.Module) -> int:
-    """Loaded or not."""
-    return sum(array.nbytes for _, array in tree_flatten(network.parameters()))
+    """Loaded or not. Some are in two places, as embeddings that are the head, too."""
+    return sum({id(array): array.nbytes for _, array in tree_flatten(network.parameters())}.values())
 
 
 def anatomy(network: nn.Module, config: dict[str, Any]) -> Anatomy:

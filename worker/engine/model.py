@@ -13,7 +13,7 @@ from worker.engine.kept import needs_states
 from worker.engine.layers import anatomy, calibrated, weights_bytes, why_not_batched
 from worker.engine.tower import with_tower
 from worker.engine.upstream import TokenizerWrapper, download, load_model, load_tokenizer
-from worker.engine.vision import Vision, open_vision, sees
+from worker.engine.vision import TEXT_ALONE, Vision, open_vision, refuse_unlike, sees
 from worker.errors import CannotStart
 from worker.schedule.memory import Costs
 
@@ -46,29 +46,33 @@ class Model:
 def open_model(path_or_hub_id: str, *, vision: bool = True, trusted: bool = False) -> Model:
     """Must run on the thread that will compute. `vision`: images are served too, where the model sees them; `trusted`:
     code that comes with a model that sees may run. Raises `CannotStart` with the reason."""
-    path = model_folder(path_or_hub_id, said=f"SLUICE_MODEL={path_or_hub_id}")
+    path, seeing = model_folder(path_or_hub_id, said=f"SLUICE_MODEL={path_or_hub_id}"), False
     try:
-        network, config, sight = open_vision(path, trusted=trusted) if vision and sees(path) else _open_text(path)
+        seeing = vision and sees(path)
+        network, config, sight = open_vision(path, trusted=trusted) if seeing else _open_text(path)
         tokenizer = load_tokenizer(path, _template_of(sight), eos_token_ids=config.get("eos_token_id"))
         # Before a weight is read, so that what cannot be served is refused at once.
-        why_not, costs = why_not_batched(network, config), _costs(network, config, sight)
+        why_not, found = why_not_batched(network, config), anatomy(network, config)
+        costs = found.costs(weights_bytes=weights_bytes(_whole(network, sight)))
         if why_not is None:
             mx.eval(_whole(network, sight).parameters())
+            if sight:
+                refuse_unlike(sight.network, network, found.vocab)
             costs = calibrated(costs, network)
             costs = with_tower(costs, sight) if sight else costs
     except (ValueError, OSError, KeyError, TypeError, ImportError, RuntimeError, AttributeError) as error:
-        raise CannotStart(f"mlx-lm cannot load {path_or_hub_id}: {error}") from error
+        by, way_out = ("mlx-vlm", f"; {TEXT_ALONE}") if seeing else ("mlx-lm", "")
+        raise CannotStart(f"{by} cannot load {path_or_hub_id}: {error}{way_out}") from error
     if why_not:
         raise CannotStart(why_not)
     if not tokenizer.has_chat_template:
         raise CannotStart(f"{path_or_hub_id} has no chat template, so it cannot answer chats.")
-    text = config.get("text_config", config)
     return Model(
         network=network,
         tokenizer=tokenizer,
         fingerprint=fingerprint(path),
         context=context_of(config),
-        vocab=text["vocab_size"],
+        vocab=found.vocab,
         generation=_generation_config(path),
         costs=costs,
         stateful=needs_states(network),
@@ -84,10 +88,6 @@ def context_of(config: dict[str, Any]) -> int:
 def _open_text(path: Path) -> tuple[nn.Module, dict[str, Any], Vision | None]:
     network, config = load_model(path, lazy=True)
     return network, config, None
-
-
-def _costs(network: nn.Module, config: dict[str, Any], vision: Vision | None) -> Costs:
-    return anatomy(network, config).costs(weights_bytes=weights_bytes(_whole(network, vision)))
 
 
 def _template_of(vision: Vision | None) -> dict[str, str]:

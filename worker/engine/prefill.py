@@ -62,11 +62,11 @@ class Prefill:
 
     def advance(self, tokens: int) -> int:
         """Blocks until they are computed; says how many they were."""
-        start, end = self.done, min(self.total, self.done + tokens)
+        start, end = self.done, self._end(min(self.total, self.done + tokens))
         while self.done < end:
-            self._compute(next((cut for cut in self._cuts if self.done < cut < end), end))
+            self._compute(self._end(next((cut for cut in self._cuts if self.done < cut < end), end)))
             self._keep()
-        return end - start
+        return self.done - start
 
     def skip(self) -> None:
         """What is there already."""
@@ -76,6 +76,9 @@ class Prefill:
                 self.cached += length - self.done
                 self._cache, self.done, self._kept = cache, length, length
         self._found = 0
+
+    def _end(self, end: int) -> int:
+        return self._scene.end(self.done, end) if self._scene else end
 
     def _compute(self, end: int) -> None:
         if self._scene:

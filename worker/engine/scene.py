@@ -18,6 +18,10 @@ class Family(Protocol):
     def placeholder(self) -> int:
         """The token that stands where an image is."""
 
+    @property
+    def whole(self) -> bool:
+        """An image's tokens see one another, so they are computed at once."""
+
     def encode(self, seen: Any, passed: list[mx.array]) -> Features:
         """Lazily. `passed` gets what each layer of the vision tower puts out, in order."""
 
@@ -55,6 +59,15 @@ class Scene:
             if features := self._found.find(digest):
                 self._features[digest] = features
         return [picture for digest, picture in wanted.items() if digest not in self._features]
+
+    def end(self, start: int, end: int) -> int:
+        """Where to stop that begins at `start` and would stop at `end`: before an image that must be computed at once,
+        or behind it where there is nothing else to compute."""
+        if self._family.whole:
+            for first, last in (picture.span for picture in self._pictures):
+                if first < end < last:
+                    return first if start < first else last
+        return end
 
     def show(self, picture: Picture, features: Features) -> None:
         self._features[picture.digest] = features

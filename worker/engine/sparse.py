@@ -6,6 +6,7 @@ slots know a row's position apart from its length: nothing is replaced while row
 """
 
 import copy
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -89,13 +90,19 @@ class SparsePrefill:
 
     def advance(self, tokens: int) -> int:
         """Blocks until they are computed; says how many they were. Raises `Misplaced`."""
-        positions = self._positions[self.done : self.done + tokens]
+        positions = self._positions[self.done : self._end(self.done + tokens)]
         if positions:
             with _placed(positions, self.done):
                 self._compute(positions)
             slots.settle(self._cache)
             self.done += len(positions)
         return len(positions)
+
+    def _end(self, end: int) -> int:
+        """Not inside of an image that must be computed at once."""
+        if self._scene is None or not self.done < end < self.total:
+            return end
+        return bisect_left(self._positions, self._scene.end(self._positions[self.done], self._positions[end]))
 
     def _compute(self, positions: list[int]) -> None:
         if self._scene:  # where it has positions of its own, nobody asks MLX's rope

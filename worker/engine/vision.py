@@ -4,23 +4,28 @@ The twin's weights are the same arrays, so it takes no memory. Rows decode with 
 comes near mlx-vlm.
 """
 
+import copy
 import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from worker.engine.eyes import Eyes, GridEyes, RowEyes, SquareEyes
-from worker.engine.families import DeepQwen, Gemma3, MakeFamily, Mistral3, Pixtral, Qwen
+from worker.engine.eyes import Eyes, GridEyes, RowEyes, SoftEyes, SquareEyes
+from worker.engine.families import DeepQwen, Gemma3, Gemma4, MakeFamily, Mistral3, Pixtral, Qwen
 from worker.engine.heads import tensor_names
 from worker.engine.scene import Family
 from worker.engine.upstream import get_classes
 from worker.errors import CannotStart
+from worker.schedule.sequence import Sight
 
 logger = logging.getLogger("sluice.engine")
+
+TEXT_ALONE = "serve it for text alone with SLUICE_VISION=off"  # what else can be done
 
 _SAID_IN = "config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json"
 _TOWERS = "visual.", "vision_tower.", "vision_model.", "vision_encoder."
@@ -33,9 +38,14 @@ _KNOWN: dict[str, tuple[MakeFamily, type[Eyes]]] = {
     "qwen3_5": (DeepQwen, GridEyes),
     "qwen3_5_moe": (DeepQwen, GridEyes),
     "gemma3": (Gemma3, SquareEyes),
+    "gemma4": (Gemma4, SoftEyes),
     "pixtral": (Pixtral, RowEyes),
     "mistral3": (Mistral3, RowEyes),
 }
+_TRIED_IMAGE = 160, 96  # pixels
+_TRIED_TOKENS, _COMPARED = 128, 16  # all logits of a large vocabulary would take much memory
+# The same arithmetic in bfloat16, in another order, made 0.003 of it; another base of the positions 0.7.
+_ALIKE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,39 +62,64 @@ def sees(folder: Path) -> bool:
     config = _said(folder, "config.json")
     if not config.get("vision_config"):
         return False
+    if (family := config.get("model_type")) not in _KNOWN:
+        logger.warning("Images are not served with a model of type %s, text is.", family)
+        return False
     names = (name for file in folder.glob("model*.safetensors") for name in tensor_names(file))
-    there = any(tower in name for name in names for tower in _TOWERS)
-    if there and config["model_type"] not in _KNOWN:
-        logger.warning("Images are not served with a model of type %s, text is.", config["model_type"])
-    return there and config["model_type"] in _KNOWN
+    return any(tower in name for name in names for tower in _TOWERS)
 
 
 def open_vision(folder: Path, *, trusted: bool) -> tuple[nn.Module, dict[str, Any], Vision]:
-    """The twin, its config, and what sees. Lazily: no weight is read. `trusted`: the folder's own code may run.
+    """The twin, its settings as a config has them, and what sees. Lazily: no weight is read. `trusted`: the folder's
+    own code may run.
 
     Raises `CannotStart`, and what loading raises."""
     if not trusted:
         _refuse_code(folder)
+    _refuse_unprepared(folder)
     try:
         from worker.engine import upstream_vision as mlx_vlm  # an extra of its own, and heavy
     except ImportError as error:
         raise CannotStart(
             f"This model sees images, and mlx-vlm cannot be imported ({error}): pip install 'mlx-sluice[vision]', or "
-            "serve it for text alone with SLUICE_VISION=off."
+            f"{TEXT_ALONE}."
         ) from error
-    network, config = mlx_vlm.load_model(folder, lazy=True, trust_remote_code=trusted), _said(folder, "config.json")
+    network = mlx_vlm.load_model(folder, lazy=True, trust_remote_code=trusted)
+    config = _filled(_said(folder, "config.json"), network.config.text_config)
     processor = mlx_vlm.load_processor(folder, add_detokenizer=False, trust_remote_code=trusted)
     twin = twin_of(network, config)
     make_family, make_eyes = _KNOWN[config["model_type"]]
     family = make_family(network, twin, mlx_vlm.make_prompt_cache)
-    template = processor.chat_template or processor.tokenizer.chat_template
-    return twin, config, Vision(network, family, make_eyes(processor, family.placeholder), template)
+    eyes = make_eyes(processor, family.placeholder)
+    _refuse_other_tokens(family, eyes.look(mlx_vlm.new_image("RGB", _TRIED_IMAGE), b"tried"))
+    return twin, config, Vision(network, family, eyes, processor.chat_template or processor.tokenizer.chat_template)
+
+
+def refuse_unlike(seeing: nn.Module, twin: nn.Module, vocab: int) -> None:
+    """Takes the weights in. Raises `CannotStart` where the two would not say the same: mlx-lm and mlx-vlm read some
+    settings under other names."""
+    tokens = (mx.arange(_TRIED_TOKENS) * 7919 % vocab)[None]
+    logits = twin(tokens), seeing.language_model(tokens).logits
+    ours, theirs = (each[:, -_COMPARED:].astype(mx.float32) for each in logits)
+    away = mx.linalg.norm(ours - theirs, axis=-1) / mx.linalg.norm(theirs, axis=-1)
+    if bool(mx.median(away) > _ALIKE):
+        raise CannotStart(
+            "mlx-lm computes something else with this model's weights and settings than mlx-vlm does, so answers about "
+            f"images would be wrong: {TEXT_ALONE}."
+        )
+
+
+def _filled(config: dict[str, Any], settings: Any) -> dict[str, Any]:
+    """With mlx-vlm's settings of the language model where the checkpoint says nothing: mlx-lm would take others."""
+    text = config.get("text_config", config)
+    text.update(copy.deepcopy({name: value for name, value in vars(settings).items() if name not in text}))
+    return config
 
 
 def twin_of(seeing: nn.Module, config: dict[str, Any]) -> nn.Module:
     """mlx-lm's model, with the very arrays of mlx-vlm's. Raises ValueError where the two have other weights."""
     model_class, args_class = get_classes(config)
-    twin = model_class(args_class.from_dict(json.loads(json.dumps(config))))  # some write into what they are given
+    twin = model_class(args_class.from_dict(copy.deepcopy(config)))  # some write into what they are given
     quantized = {path: layer for path, layer in seeing.named_modules() if hasattr(layer, "bits")}
 
     def as_there(path: str, layer: nn.Module) -> bool | dict[str, Any]:
@@ -109,6 +144,25 @@ def _refuse_code(folder: Path) -> None:
                     f"{folder / name} names code of its own ({field}: {json.dumps(named)}), which would run on this "
                     "machine. Where you trust it, allow it with SLUICE_TRUST_MODEL_CODE=true."
                 )
+
+
+def _refuse_unprepared(folder: Path) -> None:
+    """mlx-vlm would guess."""
+    if not (_said(folder, "preprocessor_config.json") or _said(folder, "processor_config.json").get("image_processor")):
+        raise CannotStart(
+            f"How this model's images are prepared is said in preprocessor_config.json or, as image_processor, in "
+            f"processor_config.json, and {folder} has neither: take it from the model's repository, or {TEXT_ALONE}."
+        )
+
+
+def _refuse_other_tokens(family: Family, sight: Sight) -> None:
+    """Nothing is computed: the shape is known before."""
+    if (rows := len(family.encode(sight.seen, []).rows)) != sight.tokens:
+        raise CannotStart(
+            f"The config of this model makes {rows} tokens of an image that its processor makes {sight.tokens} of: its "
+            "files are not of one model. Copy preprocessor_config.json and processor_config.json from its own "
+            f"repository, or {TEXT_ALONE}."
+        )
 
 
 def _said(folder: Path, name: str) -> dict[str, Any]:

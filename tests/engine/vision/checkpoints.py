@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 # The first ids are the 256 bytes.
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
 SPECIAL += ["<|video_pad|>", "<think>", "</think>", "<start_of_image>", "<image_soft_token>", "<end_of_image>"]
-SPECIAL += ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+SPECIAL += ["[IMG]", "[IMG_BREAK]", "[IMG_END]", "<|image>", "<|image|>", "<image|>", "<|video|>", "<|audio|>"]
 IDS = {name: 256 + at for at, name in enumerate(SPECIAL)}
 VOCAB = 320
 _GEMMA_TOKENS = {
@@ -23,6 +23,9 @@ _GEMMA_TOKENS = {
     "image_token": "<image_soft_token>",
     "eoi_token": "<end_of_image>",
 }
+_GEMMA_4_TOKENS = {"boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>"}
+# By what the template writes for an image.
+_NAMED = {"<start_of_image>": _GEMMA_TOKENS, "<|image|>": _GEMMA_4_TOKENS}
 EOS = IDS["<|im_end|>"]
 
 _TEMPLATE = (
@@ -73,6 +76,7 @@ _QWEN_2 = {
     "rope_theta": 10000.0,
     "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
 }
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 _TOWER = {
     "num_hidden_layers": 2,
     "hidden_size": 16,
@@ -84,9 +88,57 @@ _TOWER = {
 _MISTRAL = {
     "image_token_index": IDS["[IMG]"],
     "vocab_size": VOCAB,
+    "tie_word_embeddings": False,
     "eos_token_id": EOS,
     "text_config": {**_TEXT, "model_type": "mistral", "head_dim": 16, "rope_theta": 10000.0},
 }
+_GEMMA_4 = {
+    "model_type": "gemma4",
+    "image_token_id": IDS["<|image|>"],
+    "video_token_id": IDS["<|video|>"],
+    "audio_token_id": IDS["<|audio|>"],
+    "hidden_size": 64,
+    "vocab_size": VOCAB,
+    "eos_token_id": [EOS],
+    "tie_word_embeddings": True,
+    "vision_soft_tokens_per_image": 16,
+    "vision_config": {
+        **_TOWER,
+        "model_type": "gemma4_vision",
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "pooling_kernel_size": 2,
+        "default_output_length": 16,
+        "position_embedding_size": 64,
+    },
+}
+_GEMMA_4_TEXT = {
+    **_TEXT,
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 24,
+    "vocab_size_per_layer_input": VOCAB,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+}
+
+
+def _of_experts(config: dict[str, Any], family: str, **more: Any) -> dict[str, Any]:
+    """The same, but for its layers' linear maps."""
+    text = {**config["text_config"], **_EXPERTS, **more, "model_type": f"{family}_text"}
+    return {
+        **config,
+        "model_type": family,
+        "text_config": text,
+        "vision_config": {**config["vision_config"], "model_type": family},
+    }
+
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5": {
@@ -143,6 +195,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3": {
         "model_type": "gemma3",
         "image_token_index": IDS["<image_soft_token>"],
+        "tie_word_embeddings": False,
         "hidden_size": 64,
         "vocab_size": VOCAB,
         "eos_token_id": EOS,
@@ -160,6 +213,36 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "mm_tokens_per_image": 4,
         },
         "vision_config": {**_TOWER, "model_type": "siglip_vision_model"},
+    },
+    # As the smallest ones: layers have inputs of their own, the last ones no keys and values; and it hears.
+    "gemma4": {
+        **_GEMMA_4,
+        "text_config": {**_GEMMA_4_TEXT, "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 2},
+        "vision_config": {**_GEMMA_4["vision_config"], "use_clipped_linears": True},
+        "audio_config": {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "subsampling_conv_channels": [8, 4],
+            "output_proj_dims": 16,
+        },
+    },
+    # As the large ones: an image's tokens see one another.
+    "gemma4 with experts": {
+        **_GEMMA_4,
+        "text_config": {
+            **_GEMMA_4_TEXT,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "use_bidirectional_attention": "vision",
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+        "vision_config": {**_GEMMA_4["vision_config"], "standardize": True},
     },
     "pixtral": {
         **_MISTRAL,
@@ -186,6 +269,20 @@ _QWEN_FILES = {
         "size": {"shortest_edge": 64, "longest_edge": 4096},
     },
 }
+# As the older ones say it.
+_QWEN_2_FILES = {
+    "image": _QWEN_FILES["image"],
+    "preprocessor_config.json": {
+        **_LOOKS,
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2VLProcessor",
+        "patch_size": 4,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "min_pixels": 64,
+        "max_pixels": 4096,
+    },
+}
 _PIXTRAL_FILES = {
     "image": "[IMG]",
     "preprocessor_config.json": {
@@ -196,9 +293,25 @@ _PIXTRAL_FILES = {
     },
     "processor_config.json": {"patch_size": 4, "spatial_merge_size": 1},
 }
+_GEMMA_4_FILES = {
+    "image": "<|image|>",
+    "processor_config.json": {
+        "processor_class": "Gemma4Processor",
+        "image_seq_length": 16,
+        "image_processor": {
+            "image_processor_type": "Gemma4ImageProcessor",
+            "patch_size": 4,
+            "max_soft_tokens": 16,
+            "pooling_kernel_size": 2,
+        },
+    },
+}
+CONFIGS["qwen3_5_moe"] = _of_experts(CONFIGS["qwen3_5"], "qwen3_5_moe", shared_expert_intermediate_size=48)
+CONFIGS["qwen3_vl_moe"] = _of_experts(CONFIGS["qwen3_vl"], "qwen3_vl_moe", decoder_sparse_step=1, mlp_only_layers=[1])
 # What a family's template writes for an image, and the files of its processor.
 FILES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"], _QWEN_FILES),
+    **dict.fromkeys(["qwen2_vl", "qwen2_5_vl"], _QWEN_2_FILES),
+    **dict.fromkeys(["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"], _QWEN_FILES),
     "gemma3": {
         "image": "<start_of_image>",
         "preprocessor_config.json": {
@@ -209,15 +322,26 @@ FILES: dict[str, dict[str, Any]] = {
         },
         "processor_config.json": {"image_seq_length": 4, "processor_class": "Gemma3Processor"},
     },
+    **dict.fromkeys(["gemma4", "gemma4 with experts"], _GEMMA_4_FILES),
     "pixtral": _PIXTRAL_FILES,
     "mistral3": {**_PIXTRAL_FILES, "processor_config.json": {"patch_size": 4, "spatial_merge_size": 2}},
 }
 
 
-def write_checkpoint(family: str, folder: Path, *, seed: int = 0, bits: int | None = None) -> Path:
-    """`bits`: of the language model's weights, where they are quantized."""
+def write_checkpoint(
+    family: str,
+    folder: Path,
+    *,
+    seed: int = 0,
+    bits: int | None = None,
+    dtype: mx.Dtype = mx.float32,
+    text: dict[str, Any] | None = None,
+) -> Path:
+    """`bits`: of the language model's weights, where they are quantized; `text`: other settings of it."""
     folder.mkdir(parents=True, exist_ok=True)
-    config, model = CONFIGS[family], build(CONFIGS[family], seed)
+    config = changed(CONFIGS[family], text or {})
+    model = build(config, seed)
+    model.set_dtype(dtype)
     if bits:
         how = {"group_size": 32, "bits": bits, "mode": "affine"}
         nn.quantize(model, **how, class_predicate=_quantized)
@@ -235,14 +359,24 @@ def write_checkpoint(family: str, folder: Path, *, seed: int = 0, bits: int | No
     return folder
 
 
+def changed(config: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+    """With other settings of the language model; those that are None are left out."""
+    if "text_config" in config:
+        return {**config, "text_config": changed(config["text_config"], text)}
+    return {name: value for name, value in {**config, **text}.items() if value is not None}
+
+
 def build(config: dict[str, Any], seed: int) -> nn.Module:
     """mlx-vlm's model, with fp32 random weights, wide enough apart for varied greedy answers."""
     family = importlib.import_module(f"mlx_vlm.models.{config['model_type']}")
     given = copy.deepcopy(config)
-    made = update_module_configs(family.ModelConfig.from_dict(given), family, given, ["text", "vision"])
+    made = update_module_configs(family.ModelConfig.from_dict(given), family, given, ["text", "vision", "audio"])
     mx.random.seed(seed)
     model = family.Model(made)
     model.update(tree_map(_widen, model.parameters()))
+    if not hasattr(model.language_model, "lm_head"):  # else it would say what it was told
+        norm = model.language_model.model.norm
+        norm.weight = mx.random.normal(norm.weight.shape)
     mx.eval(model.parameters())
     return model
 
@@ -269,7 +403,7 @@ def write_tokenizer(folder: Path, template: str) -> None:
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
         "chat_template": template,
-        "extra_special_tokens": _GEMMA_TOKENS if "<start_of_image>" in template else {},
+        "extra_special_tokens": next((named for sign, named in _NAMED.items() if sign in template), {}),
     }
     _write(folder / "tokenizer_config.json", said)
 

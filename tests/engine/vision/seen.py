@@ -74,15 +74,19 @@ def asked(family: str, id: str, prompt: Prompt, max_tokens: int, **more: Any) ->
     return Sequence(id, prompt.tokens, max_tokens, pictures=eyes(family).pictures(prompt.tokens, prompt.sights), **more)
 
 
-def alone(family: str, prompt: Prompt, max_tokens: int) -> list[int]:
-    """Greedy, by mlx-vlm's single-request path, up to the end of the sequence."""
-    vision = model(family).vision
+def alone(
+    family: str, prompt: Prompt, max_tokens: int, *, first: int | None = None, by: Model | None = None
+) -> list[int]:
+    """Greedy, by mlx-vlm's single-request path, up to the end of the sequence. `first`: what it has to begin with."""
+    vision = (by or model(family)).vision
     assert vision is not None
     tokens, said = mx.array([prompt.tokens]), list[int]()
     pixels, how = together(prompt.sights)
+    if family.startswith("gemma4"):  # as its processor says it
+        how["mm_token_type_ids"] = (tokens == vision.family.placeholder).astype(mx.int32)
     steps = generate_step(
         tokens, vision.network, pixels, mx.ones_like(tokens), max_tokens=max_tokens, temperature=0.0,
-        prefill_step_size=None, **how,
+        prefill_step_size=None, logits_processors=_beginning(len(prompt.tokens), first), **how,
     )  # fmt: skip
     for token, _ in steps:
         if int(token) == EOS or len(said) == max_tokens:
@@ -91,21 +95,32 @@ def alone(family: str, prompt: Prompt, max_tokens: int) -> list[int]:
     return said
 
 
-def together(sights: Sequences[Sight]) -> tuple[mx.array | None, dict[str, Any]]:
+def _beginning(prompt: int, token: int | None) -> list[Callable[[mx.array, mx.array], mx.array]]:
+    def process(tokens: mx.array, logits: mx.array) -> mx.array:
+        if tokens.size == prompt:
+            logits[:, token] = 1e9
+        return logits
+
+    return [] if token is None else [process]
+
+
+def together(sights: Sequences[Sight]) -> tuple[Any, dict[str, Any]]:
     """As a processor gives several images of one prompt."""
     if not sights:
         return None, {}
     seen, how = [sight.seen for sight in sights], dict[str, Any]()
+    pixels = [each["pixel_values"] for each in seen]
     if "image_grid_thw" in seen[0]:
         how["image_grid_thw"] = mx.array(np.concatenate([each["image_grid_thw"] for each in seen]))
-    if "image_sizes" in seen[0]:
+    elif "image_sizes" in seen[0]:
         how["image_sizes"] = [each["image_sizes"][0] for each in seen]
-    return mx.array(np.concatenate(_padded([each["pixel_values"] for each in seen]))), how
+        pixels = _padded(pixels)
+    elif len({each.shape for each in pixels}) > 1:
+        return [mx.array(each[0]) for each in pixels], how
+    return mx.array(np.concatenate(pixels)), how
 
 
 def _padded(pixels: list[Any]) -> list[Any]:
-    """Images of different sizes, to the largest; patches as they are."""
-    if pixels[0].ndim < 4:
-        return pixels
+    """Images of different sizes, to the largest."""
     height, width = (max(each.shape[axis] for each in pixels) for axis in (2, 3))
     return [np.pad(p, [(0, 0), (0, 0), (0, height - p.shape[2]), (0, width - p.shape[3])]) for p in pixels]

@@ -10,10 +10,12 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
+from tests.engine.driver import answer, tokens
 from tests.engine.vision import seen
 from tests.engine.vision.checkpoints import CONFIGS, write_checkpoint
 from worker.engine.model import fingerprint, open_model
 from worker.errors import CannotStart
+from worker.schedule.sequence import Sequence
 
 FAMILIES = [*CONFIGS]
 
@@ -29,7 +31,7 @@ def test_the_twin_s_weights_are_the_very_arrays_of_the_model_that_sees(family: s
     assert model.vision is not None
     theirs = dict(tree_flatten(model.vision.network.parameters()))
     assert all(array is theirs[name] for name, array in tree_flatten(model.network.parameters()))
-    assert model.costs.weights_bytes == sum(array.nbytes for array in theirs.values())
+    assert model.costs.weights_bytes == sum({id(array): array.nbytes for array in theirs.values()}.values())
 
 
 def test_a_model_is_in_memory_once(folder: Path) -> None:
@@ -50,6 +52,13 @@ def test_a_quantized_model_has_a_quantized_twin(folder: Path) -> None:
     assert all(array is theirs[name] for name, array in tree_flatten(model.network.parameters()))
 
 
+def test_what_a_model_would_hear_with_takes_no_memory() -> None:
+    model = seen.model("gemma4")
+    assert "audio_config" in CONFIGS["gemma4"]
+    assert model.vision is not None
+    assert not any("audio" in name for name, _ in tree_flatten(model.vision.network.parameters()))
+
+
 def test_images_can_be_switched_off(folder: Path) -> None:
     model = open_model(str(folder), vision=False)
     assert model.vision is None
@@ -63,12 +72,50 @@ def test_a_conversion_without_the_tower_s_weights_is_served_for_text(folder: Pat
     assert open_model(str(folder)).vision is None
 
 
-def test_text_is_served_where_the_family_s_images_are_unknown(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_text_is_served_where_the_family_s_images_are_unknown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_checkpoint("mistral3", tmp_path, seed=1)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "qwen3_5_text_and_more"}))
-    with pytest.raises(CannotStart, match="qwen3_5_text_and_more"):  # by mlx-lm, which does not know it either
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "llava"}))  # mlx-lm takes it for a mistral3
+    model = open_model(str(folder))
+    assert model.vision is None
+    assert "Images are not served with a model of type llava, text is." in caplog.text
+    each = seen.prompt("mistral3", 20)
+    heard = answer(model, Sequence("text", each.tokens, 8))
+    assert tokens(heard) == seen.alone("mistral3", each, 8)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_that_does_not_say_how_images_are_prepared_is_refused(family: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(family, tmp_path)
+    (folder / "preprocessor_config.json").unlink(missing_ok=True)
+    said = folder / "processor_config.json"
+    if said.exists():
+        said.write_text(json.dumps({**json.loads(said.read_text()), "image_processor": None}))
+    with pytest.raises(CannotStart, match=r"preprocessor_config\.json or, as image_processor.*SLUICE_VISION=off"):
         open_model(str(folder))
-    assert "Images are not served with a model of type qwen3_5_text_and_more" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "said"),
+    [
+        ("gemma3", "processor_config.json", {"image_seq_length": 256}),
+        ("pixtral", "processor_config.json", {"patch_size": 8}),
+    ],
+)
+def test_a_processor_that_counts_other_tokens_than_the_model_is_refused(
+    family: str, name: str, said: dict[str, object], tmp_path: Path
+) -> None:
+    folder = write_checkpoint(family, tmp_path)
+    (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), **said}))
+    with pytest.raises(CannotStart, match=r"makes \d+ tokens of an image that its processor makes \d+ of"):
+        open_model(str(folder))
+
+
+def test_a_model_that_the_two_libraries_read_differently_is_refused(tmp_path: Path) -> None:
+    """mlx-vlm has another name for it."""
+    folder = write_checkpoint("gemma3", tmp_path, text={"rope_theta": 5e7})
+    with pytest.raises(CannotStart, match=r"mlx-lm computes something else .*SLUICE_VISION=off"):
+        open_model(str(folder))
 
 
 @pytest.mark.parametrize(

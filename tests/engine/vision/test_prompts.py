@@ -2,18 +2,33 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from schemas import ChatRequest
 from tests.engine.vision import seen
-from tests.engine.vision.checkpoints import CONFIGS
+from tests.engine.vision.checkpoints import CONFIGS, FILES
 from worker.engine.words import Words
 from worker.errors import Refusal
 from worker.text.language import Language
 
 FAMILIES = [*CONFIGS]
 SHOWN = [seen.image(1, 24, 16), seen.image(2, 40, 32), seen.image(3, 16, 16)]
+# The strips are too slim for some.
+SIZES = [
+    (1, 1),
+    (3, 1),
+    (1, 3),
+    (5, 7),
+    (3, 190),
+    (1, 2000),
+    (2000, 1),
+    (2000, 31),
+    (33, 17),
+    (1023, 767),
+    (1600, 1200),
+]
 
 
 def text(words: str) -> dict[str, Any]:
@@ -70,6 +85,24 @@ async def test_images_of_several_turns_are_where_the_processor_puts_them(family:
     within = [prompt[start:end] for start, end in (picture.span for picture in pictures)]
     assert all(each[0] == each[-1] == placeholder for each in within)
     assert sum(each.count(placeholder) for each in within) == prompt.count(placeholder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_an_image_of_any_size_is_what_the_processor_writes_for_it(family: str, width: int, height: int) -> None:
+    eyes, vision = seen.eyes(family), seen.model(family).vision
+    image, written = seen.image(1, width, height), FILES[family]["image"]
+    try:
+        processed = eyes._processor(text=[written], images=[image])
+    except ValueError as refused:
+        with pytest.raises(ValueError, match=str(refused)):
+            eyes.look(image, b"")
+        return
+    sight = eyes.look(image, b"")
+    assert seen.encoder(family)(written.replace(eyes.marker, sight.text)) == processed["input_ids"].tolist()[0]
+    assert np.array_equal(sight.seen["pixel_values"], processed["pixel_values"])
+    assert vision is not None
+    assert len(vision.family.encode(sight.seen, []).rows) == sight.tokens
 
 
 @pytest.mark.parametrize("family", FAMILIES)

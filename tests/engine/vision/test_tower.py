@@ -27,7 +27,10 @@ TINY = 200_000  # bytes: arrays of a fixed size show beside images that need no 
 def roomy(family: str, folder: Path, side: int) -> Path:
     """A checkpoint that takes images of so many pixels a side as they are, where its family has images of any size."""
     write_checkpoint(family, folder)
-    if family.startswith("qwen"):
+    if family in ("qwen2_vl", "qwen2_5_vl"):
+        file = folder / "preprocessor_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "max_pixels": side**2}))
+    elif family.startswith("qwen"):
         _change(folder / "preprocessor_config.json", "size", longest_edge=side**2)
     if family in ("pixtral", "mistral3"):
         _change(folder / "preprocessor_config.json", "size", longest_edge=side)

@@ -1,0 +1,36 @@
+"""Images whose tokens see one another, in a network that lets each see only those before it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+
+def mutual(cache: Sequence[Any], tokens: int, spans: Sequence[tuple[int, int]]) -> list[Any]:
+    """The same layers, for a forward of so many tokens. `spans`: of its images, counted from its first token."""
+    if all(last - first == 1 for first, last in spans):
+        return list(cache)
+    together = mx.zeros((tokens, tokens), mx.bool_)
+    for first, last in spans:
+        together[first:last, first:last] = True
+    return [_Mutual(layer, together) for layer in cache]
+
+
+class _Mutual:
+    """What mlx-lm's attention wants of a cache, and the mask is another."""
+
+    def __init__(self, layer: Any, together: mx.array) -> None:
+        self._layer, self._together = layer, together
+
+    @property
+    def offset(self) -> Any:
+        return self._layer.offset
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        fetched: tuple[mx.array, mx.array] = self._layer.update_and_fetch(keys, values)
+        return fetched
+
+    def make_mask(self, tokens: int, **how: Any) -> mx.array:
+        causal: mx.array = self._layer.make_mask(tokens, **{**how, "return_array": True})
+        before = causal.shape[-1] - tokens
+        return causal | mx.pad(self._together, [(0, 0), (before, 0)])
