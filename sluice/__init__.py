@@ -4,9 +4,10 @@ Needs redis-py and nothing else; the daemon's packages `worker` and `schemas` ar
 """
 
 from sluice import openai
-from sluice.client import Client, Submitted
+from sluice.client import Client
 from sluice.errors import JobCancelled, JobFailed, QueueFull, SluiceError, UnknownJob
 from sluice.letters import DeadLetter
+from sluice.submission import Submitted
 from sluice.wire import (
     Cancelled,
     Delta,

@@ -6,30 +6,19 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any, Self
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from sluice import letters, wire
-from sluice.errors import JobCancelled, JobFailed, QueueFull, UnknownJob
+from sluice.errors import JobCancelled, JobFailed, UnknownJob
 from sluice.hub import Hub
 from sluice.letters import DeadLetter
+from sluice.submission import NewJob, Submission, Submitted
 from sluice.wire import Event, JobError, Lane
 
 _SILENCE_S = 1.0  # then the list is read, whatever the channel says
-_FULL = -1  # submit.lua's answer
-_DRAINS_UNKNOWN_S = 60.0  # nothing has ended in the last minute
-_QUEUED_S = 86_400  # a job that nobody took by then has expired: arq's default
-
-
-@dataclass(frozen=True, slots=True)
-class Submitted:
-    id: str
-    new: bool  # False: there was a job of this id already, and nothing was queued
-    state: str  # of the job now: queued, running, finished, failed or cancelled
 
 
 class Client:
@@ -50,8 +39,7 @@ class Client:
         if self._redis.get_encoder().decode_responses:
             raise ValueError("a client with decode_responses=True cannot be used: give one without, or just the url")
         self._hub = Hub(self._redis)
-        lua = (files("sluice") / "submit.lua").read_text()
-        self._submit = self._redis.register_script(lua)
+        self._submission = Submission(self._redis)
 
     async def __aenter__(self) -> Self:
         return self
@@ -78,23 +66,9 @@ class Client:
         the worker; a bad one ends as `failed` with a sentence. Raises `QueueFull`, or ValueError for a bad id,
         model or lane.
         """
-        job_id = uuid.uuid4().hex if id is None else id
-        wire.check_job_id(job_id)
-        wire.check_model_name(model)
-        if lane not in wire.LANES:
-            raise ValueError(f"lane must be one of {', '.join(wire.LANES)}, not {lane!r}")
         body = dict(request) if isinstance(request, Mapping) else {"messages": list(request)}
-        outcome, *said = await self._submit(
-            keys=[
-                wire.body_key(job_id), wire.queue_key(model, lane), wire.job_key(job_id), wire.wake_channel(model),
-                wire.model_key(model),
-            ],
-            args=[job_id, _arq_job(body), _QUEUED_S * 1000, *_known_at_once(body, lane)],
-        )  # fmt: skip
-        if outcome == _FULL:
-            length, limit, retry_after_s = said
-            raise QueueFull(length, limit, float(retry_after_s or _DRAINS_UNKNOWN_S))
-        return Submitted(job_id, bool(outcome), said[0].decode())
+        job_id = uuid.uuid4().hex if id is None else id
+        return await self._submission.submit(NewJob(job_id, body, model, lane))
 
     async def stream(self, job_id: str, *, after: int = -1, unknown_s: float = 10.0) -> AsyncGenerator[Event]:
         """Every event after the given `seq`, once and in order, up to the final one.
@@ -213,22 +187,6 @@ class Client:
             return bool(await self._redis.exists(wire.body_key(job_id), wire.log_key(job_id)))
         except (RedisError, OSError):
             return True
-
-
-def _arq_job(request: dict[str, Any]) -> bytes:
-    """arq's wire format, with JSON in place of pickle."""
-    job: dict[str, Any] = {"t": None, "f": "chat", "a": [request], "k": {}, "et": int(time.time() * 1000)}
-    return json.dumps(job, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _known_at_once(request: dict[str, Any], lane: Lane) -> list[str]:
-    """For the job's hash before any worker has seen it. What is not as it should be, the worker will refuse."""
-    tenant, deadline_s = request.get("tenant") or request.get("user"), request.get("deadline_s")
-    return [
-        lane,
-        tenant.encode(errors="replace").decode() if isinstance(tenant, str) else "",
-        str(deadline_s) if isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool) else "",
-    ]
 
 
 def _completion(stored: dict[str, Any]) -> dict[str, Any]:
