@@ -4,14 +4,18 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any, Self
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from sluice import letters, wire
+from sluice.batch.board import Board
+from sluice.batch.place import Place, Wish
+from sluice.batch.status import Batch
 from sluice.errors import JobCancelled, JobFailed, UnknownJob
 from sluice.hub import Hub
 from sluice.letters import DeadLetter
@@ -39,7 +43,7 @@ class Client:
         if self._redis.get_encoder().decode_responses:
             raise ValueError("a client with decode_responses=True cannot be used: give one without, or just the url")
         self._hub = Hub(self._redis)
-        self._submission = Submission(self._redis)
+        self._submission, self._board = Submission(self._redis), Board(self._redis)
 
     async def __aenter__(self) -> Self:
         return self
@@ -165,6 +169,57 @@ class Client:
         """Raises `UnknownJob`."""
         await letters.take(self._redis, await self.dead_letter(job_id))
 
+    async def batch(
+        self,
+        input: str | Path,
+        output: str | Path,
+        *,
+        errors: str | Path | None = None,
+        models: Mapping[str, str] | None = None,
+        completion_window: str = "24h",
+        metadata: Mapping[str, str] | None = None,
+        window: int = 256,
+        on_progress: Callable[[Batch], None] = lambda batch: None,
+    ) -> Batch:
+        """Run an OpenAI Batch file to its end; outages of the server are waited out.
+
+        Called again after it was cancelled or died, it goes on where it was. `models` maps the names in the file to
+        served ones, "*" any other. A file with bad lines comes back as `failed`, with all of them in `errors`, and
+        nothing of it is run. `window` is how many lines of a model are queued or running at once.
+        Raises `BatchRefused`, ValueError, or OSError where a file cannot be written.
+        """
+        from sluice.batch.run import run  # it locks files as Unix does, and a backend may be developed elsewhere
+
+        place = Place.beside(Path(input), Path(output), Path(errors) if errors else None)
+        wish = Wish(models, completion_window, metadata, window)
+        return await run(self._redis, place, wish, on_progress)
+
+    async def batch_status(self, batch_id: str) -> Batch:
+        """How a run goes, wherever it is fed. Raises `UnknownBatch`."""
+        return await self._board.read(batch_id)
+
+    async def batches(self) -> list[Batch]:
+        """The runs that were heard of in the last week, oldest first."""
+        return await self._board.read_all()
+
+    async def cancel_batch(self, batch_id: str) -> Batch:
+        """Ask for the end of a run, and say how it is now. Raises `UnknownBatch`."""
+        batch = await self._board.read(batch_id)
+        if not batch.ended:
+            await self._board.ask_for_end(batch_id)
+        return batch
+
+    async def batch_events(self, batch_id: str) -> AsyncGenerator[Batch]:
+        """How the run is now, and again whenever that has changed, to its end. Raises `UnknownBatch`."""
+        last: Batch | None = None
+        async with self._hub.listen(wire.batch_channel(batch_id)) as mail:
+            while last is None or not last.ended:
+                told = [Batch.from_json(raw) for raw in await mail.take(0 if last is None else _SILENCE_S)]
+                for batch in told or await self._read_batch(batch_id):
+                    if batch != last:
+                        yield batch
+                        last = batch
+
     async def queued(self, model: str, lane: Lane) -> int:
         """Jobs in the lane, those that run included."""
         return int(await self._redis.zcard(wire.queue_key(model, lane)))
@@ -172,6 +227,12 @@ class Client:
     async def ping(self) -> None:
         """Raises redis-py's error where no server answers."""
         await self._redis.ping()
+
+    async def _read_batch(self, batch_id: str) -> list[Batch]:
+        try:
+            return [await self._board.read(batch_id)]
+        except (RedisError, OSError):
+            return []  # the events go on when the server is back
 
     async def _read_log(self, job_id: str, first: int) -> list[tuple[bytes, Event]]:
         try:
