@@ -1,5 +1,5 @@
-"""What a backend imports: submit a chat, stream its tokens, fetch its result, cancel it; run
-files of them offline; `openai` speaks OpenAI's form.
+"""What a backend imports: submit a chat, stream its tokens, fetch its result, cancel it; run files of chats offline;
+`openai` speaks OpenAI's form.
 
 Needs redis-py and nothing else; the daemon's packages `worker` and `schemas` are never imported.
 """

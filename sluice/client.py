@@ -188,11 +188,23 @@ class Client:
         nothing of it is run. `window` is how many lines of a model are queued or running at once.
         Raises `BatchRefused`, ValueError, or OSError where a file cannot be written.
         """
-        from sluice.batch.run import run  # it locks files as Unix does, and a backend may be developed elsewhere
+        from sluice.batch.run import run  # files are locked as Unix does it, and a backend may be written elsewhere
 
         place = Place.beside(Path(input), Path(output), Path(errors) if errors else None)
         wish = Wish(models, completion_window, metadata, window)
         return await run(self._redis, place, wish, on_progress)
+
+    async def submit_batch(self, input: str | Path, folder: str | Path) -> Batch:
+        """Leave a file in the folder that is workers' SLUICE_BATCH_DIR; they run it at its time. Raises OSError."""
+        from sluice.batch.folder import Folder, submit
+
+        return await submit(self._redis, Folder(Path(folder).absolute()), Path(input))
+
+    async def feed_batches(self, folder: str | Path, *, take: bool, models: Mapping[str, str]) -> None:
+        """One pass over such a folder: go on with what runs there, and `take` what lies in its inbox."""
+        from sluice.batch.folder import Folder, feed
+
+        await feed(self._redis, Folder(Path(folder).absolute()), take=take, models=models)
 
     async def batch_status(self, batch_id: str) -> Batch:
         """How a run goes, wherever it is fed. Raises `UnknownBatch`."""
@@ -214,7 +226,7 @@ class Client:
         last: Batch | None = None
         async with self._hub.listen(wire.batch_channel(batch_id)) as mail:
             while last is None or not last.ended:
-                told = [Batch.from_json(raw) for raw in await mail.take(0 if last is None else _SILENCE_S)]
+                told = [Batch.from_json(raw) for raw in await mail.take(_SILENCE_S)]
                 for batch in told or await self._read_batch(batch_id):
                     if batch != last:
                         yield batch

@@ -5,7 +5,7 @@ import logging
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Literal
@@ -20,9 +20,9 @@ from sluice.batch.feeder import POLL_S, Feeder
 from sluice.batch.files import Answers
 from sluice.batch.patience import patiently
 from sluice.batch.place import Place, Wish
-from sluice.batch.source import Line, Scan, Source, sorted_for_reuse
+from sluice.batch.source import Line, Source, sorted_for_reuse
 from sluice.batch.state import Saved, StateFile
-from sluice.batch.status import Batch, BatchDetails, Problems, RequestCounts, State
+from sluice.batch.status import Batch, BatchDetails, Problem, Problems, RequestCounts, State
 from sluice.errors import BatchRefused
 
 logger = logging.getLogger("sluice.batch")
@@ -38,7 +38,11 @@ _EARLY = {
 }
 
 
-async def run(redis: Redis, place: Place, wish: Wish, told: Told = lambda batch: None) -> Batch:
+def _nobody(_: Batch) -> None:
+    """Hears nothing."""
+
+
+async def run(redis: Redis, place: Place, wish: Wish, told: Told = _nobody) -> Batch:
     """Raises `BatchRefused`, or OSError where a file cannot be written. Cancelled, it can be gone on with.
 
     `told` hears how it goes, a few times a second.
@@ -62,13 +66,28 @@ async def tell_end(tell: Callable[[Batch], Awaitable[None]], batch: Batch) -> No
         logger.error("%s is %s, and the server could not be told: %s", batch.id, batch.status, error)
 
 
+def new_batch(place: Place, wish: Wish) -> Batch:
+    now = int(time.time())
+    return Batch(
+        id=wish.id,
+        input_file_id=str(place.input),
+        output_file_id=str(place.output),
+        completion_window=wish.completion_window,
+        status="validating",
+        created_at=now,
+        expires_at=now + window.seconds(wish.completion_window),
+        metadata=dict(wish.metadata) if wish.metadata else None,
+        sluice=BatchDetails(host=socket.gethostname()),
+    )
+
+
 class Run:
     """Of which the state file is ours."""
 
-    def __init__(self, redis: Redis, place: Place, wish: Wish, state: StateFile, told: Told) -> None:
+    def __init__(self, redis: Redis, place: Place, wish: Wish, state: StateFile, told: Told = _nobody) -> None:
         self._place, self._wish, self._state, self._told = place, wish, state, told
         self._board, self._children = Board(redis), Children(redis)
-        self._saved = self._begun() or Saved(self._new(), "", wish.models or {})
+        self._saved = self._begun() or Saved(new_batch(place, wish), "", wish.models or {})
         self._put_at = 0.0
 
     async def go(self) -> Batch:
@@ -80,10 +99,17 @@ class Run:
                 raise BatchRefused(f"{self._place.input} is not the file that {self._saved.batch.id} began with")
             self._saved = replace(self._saved, sha256=scan.sha256)
             if scan.problems:
-                self._fail(scan)
+                self.fail(scan.named())
             else:
                 with closing(await asyncio.to_thread(Answers, self._place.output, self._place.errors)) as answers:
                     await self._feed(source, scan.lines, answers)
+        return self._saved.batch
+
+    def fail(self, problems: Sequence[Problem]) -> Batch:
+        """Before it has run, or where it cannot be gone on with."""
+        output = str(self._place.output) if self._place.output.exists() else None
+        batch = replace(self._saved.batch, errors=Problems(tuple(problems)), output_file_id=output)
+        self._save(batch.enter("failed", time.time()))
         return self._saved.batch
 
     def _begun(self) -> Saved | None:
@@ -94,24 +120,6 @@ class Run:
         if self._wish.models not in (None, saved.models):
             raise BatchRefused(f"{saved.batch.id} began with other models, {saved.models}: go on with those")
         return saved
-
-    def _new(self) -> Batch:
-        now = int(time.time())
-        return Batch(
-            id=self._wish.id,
-            input_file_id=str(self._place.input),
-            output_file_id=str(self._place.output),
-            completion_window=self._wish.completion_window,
-            status="validating",
-            created_at=now,
-            expires_at=now + window.seconds(self._wish.completion_window),
-            metadata=dict(self._wish.metadata) if self._wish.metadata else None,
-            sluice=BatchDetails(host=socket.gethostname()),
-        )
-
-    def _fail(self, scan: Scan) -> None:
-        batch = replace(self._saved.batch, errors=Problems(scan.named()), output_file_id=None)
-        self._save(batch.enter("failed", time.time()))
 
     async def _feed(self, source: Source, lines: list[Line], answers: Answers) -> None:
         left = sorted_for_reuse([line for line in lines if line.digest not in answers.done])
