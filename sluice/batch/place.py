@@ -13,12 +13,16 @@ WINDOW = 256
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The files of a run."""
+    """The files of a run. Raises ValueError where two are one."""
 
     input: Path
     output: Path
     errors: Path
     state: Path
+
+    def __post_init__(self) -> None:
+        if len({path.resolve() for path in (self.input, self.output, self.errors, self.state)}) < 4:
+            raise ValueError("input, output and errors must be files of their own, not twice the same")
 
     @classmethod
     def beside(cls, input: Path, output: Path, errors: Path | None = None) -> Self:

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from sluice.batch.files import Appended
 from sluice.batch.status import Batch
-from sluice.errors import BatchTaken
+from sluice.errors import BatchRefused, BatchTaken
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,13 @@ class StateFile:
         self._file.close()
 
     def load(self) -> Saved | None:
-        return _saved(self._lines[-1]) if self._lines else None
+        """Raises `BatchRefused` where the file is none of a run."""
+        if not self._lines:
+            return None
+        try:
+            return _saved(self._lines[-1])
+        except (ValueError, KeyError, TypeError):
+            raise BatchRefused(f"{self._file.path} is there already, and no run wrote it") from None
 
     def save(self, saved: Saved) -> None:
         said = {

@@ -67,7 +67,9 @@ def run(
         print_json(asdict(done))
     elif done.status != "failed":
         print_report(done)
-    print_problems(done)
+    if done.errors:
+        note(f"{file} is refused, and nothing of it was run:", style="red")
+        print_problems(done)
     raise typer.Exit(_exit_code(done))
 
 

@@ -116,8 +116,6 @@ def print_report(batch: Batch) -> None:
 
 def print_problems(batch: Batch) -> None:
     problems = batch.errors.data if batch.errors else ()
-    if problems:
-        note("nothing is run until the file is in order:" if batch.request_counts.total == 0 else "it ended early:")
     for problem in problems[:_MOST_SHOWN]:
         place = f"line {problem.line:,}: " if problem.line else ""
         note(f"{place}{problem.code}: {problem.message}", style="red")

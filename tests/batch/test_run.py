@@ -307,10 +307,17 @@ async def test_a_full_queue_is_waited_for(redis_url: str, client: Client, db: Re
 async def test_an_output_that_is_not_the_run_s_is_never_touched(client: Client, tmp_path: Path, out: Path) -> None:
     many = write(tmp_path / "in.jsonl", says("a"))
     before = many.read_bytes()
-    for output, errors in ((many, None), (out, many)):
+    other = write(tmp_path / "other.jsonl", says("b"))
+    for output, errors in ((other, None), (out, other)):
         with pytest.raises(BatchRefused, match="is there already"):
             await client.batch(many, output, errors=errors)
-    assert (many.read_bytes(), sorted(tmp_path.iterdir())) == (before, [many])
+    for output, errors in ((many, None), (out, many), (out, out)):
+        with pytest.raises(ValueError, match="not twice the same"):
+            await client.batch(many, output, errors=errors)
+    assert (many.read_bytes(), sorted(tmp_path.iterdir())) == (before, [many, other])
+    out.with_name("out.jsonl.run").write_text('{"speed": 5}\n')
+    with pytest.raises(BatchRefused, match="no run wrote it"):
+        await client.batch(many, out)
 
 
 async def test_an_input_that_has_changed_is_refused_and_so_are_other_models(

@@ -105,7 +105,7 @@ def test_a_bad_file_is_refused_with_every_line_named(sluice: Command, tmp_path: 
     ("args", "sentence"),
     [
         (["missing.jsonl", "-o", "out.jsonl"], "cannot read"),
-        (["in.jsonl", "-o", "in.jsonl"], "is there already"),
+        (["in.jsonl", "-o", "in.jsonl"], "not twice the same"),
         (["in.jsonl", "-o", "nowhere/out.jsonl"], "No such file"),
         (["in.jsonl", "-o", "out.jsonl", "--map", "gpt-4o-mini"], "write NAME=SERVED"),
         (["in.jsonl", "-o", "out.jsonl", "--completion-window", "soon"], "such as 24h"),
