@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from sluice.cli.batch import batch
 from sluice.cli.cancel import cancel
 from sluice.cli.chat import chat
 from sluice.cli.check import check
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 for command in (worker, check, chat, submit, tail, cancel, workers):
     app.command()(command)
+app.add_typer(batch, name="batch")
 app.add_typer(dead, name="dead")
 
 

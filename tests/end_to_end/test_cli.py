@@ -48,9 +48,9 @@ class Command:
         return done.returncode, done.stdout, done.stderr
 
     @contextmanager
-    def running(self, *args: str) -> Iterator["subprocess.Popen[str]"]:
-        command = [sys.executable, "-m", "sluice.cli", *args]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **self._given) as process:
+    def running(self, *args: str, stdin: int | None = None) -> Iterator["subprocess.Popen[str]"]:
+        command, piped = [sys.executable, "-m", "sluice.cli", *args], subprocess.PIPE
+        with subprocess.Popen(command, stdin=stdin, stdout=piped, stderr=piped, **self._given) as process:
             try:
                 yield process
             finally:

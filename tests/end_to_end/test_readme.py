@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,8 @@ from scripts.stack import ROOT, WorkerProcess
 from worker.settings import Settings, variable
 
 README = (ROOT / "README.md").read_text()
-PLAIN_ARQ, OUR_CLIENT, OPENAI_BACKEND = re.findall(r"```python\n(.*?)```", README, re.DOTALL)  # test_openai serves it
+# test_openai serves the third.
+PLAIN_ARQ, OUR_CLIENT, OPENAI_BACKEND, BATCH = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 @pytest.mark.parametrize("code", [PLAIN_ARQ, OUR_CLIENT], ids=["plain arq", "our client"])
@@ -18,6 +20,17 @@ def test_an_example_prints_the_answer(worker: WorkerProcess, redis_url: str, cod
     code = code.replace("redis://localhost:6379", redis_url.removesuffix("/0"))
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert (ran.returncode, ran.stdout) == (0, "1 2 3 4 5 6 7 8 9 10 11 12"), ran.stderr
+
+
+def test_the_offline_examples_run_the_example_file(worker: WorkerProcess, redis_url: str, tmp_path: Path) -> None:
+    worker.wait_ready()
+    code = BATCH.replace("redis://localhost:6379", redis_url.removesuffix("/0"))
+    code = code.replace('"out.jsonl"', repr(str(tmp_path / "out.jsonl")))
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    counts = "RequestCounts(total=3, completed=3, failed=0)"
+    assert (ran.returncode, ran.stdout) == (0, f"completed {counts}\n"), ran.stderr
+    (shown,) = re.findall(r"^(\{\"custom_id\".*\})$", README, re.MULTILINE)
+    assert shown.removesuffix("}}") in (ROOT / "examples" / "batch.jsonl").read_text()
 
 
 def test_the_table_lists_every_setting_with_its_default() -> None:

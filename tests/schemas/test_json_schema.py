@@ -111,7 +111,13 @@ OUTPUT = {
 BATCH = {
     "id": "batch_1", "object": "batch", "endpoint": "/v1/chat/completions", "input_file_id": "in.jsonl",
     "completion_window": "24h", "status": "in_progress", "created_at": 1,
-    "request_counts": {"total": 2, "completed": 1, "failed": 0},
+    "request_counts": {"total": 2, "completed": 1, "failed": 0}, "model": "default",
+    "errors": {"object": "list", "data": [{"code": "invalid_url", "message": "no", "line": 3, "param": "url"}]},
+    "usage": {
+        "input_tokens": 9, "input_tokens_details": {"cached_tokens": 4}, "output_tokens": 6,
+        "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": 15,
+    },
+    "sluice": {"host": "mac-1", "seconds": 1.5, "models": {"default": 2}, "retried": 0, "failures": {"internal": 1}},
 }  # fmt: skip
 PARTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "started": (schemas.Event, "Event", page.EVENTS["started"]),

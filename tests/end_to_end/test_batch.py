@@ -1,0 +1,238 @@
+"""`sluice batch`, as a process over a real server and worker: answers, exit codes, and what survives."""
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types import Batch
+from openai.types.chat import ChatCompletion
+
+from scripts.stack import ROOT, Server, WorkerProcess
+from sluice import Client
+from tests.batch.helpers import ids, line, read, write
+from tests.end_to_end.test_cli import Command
+
+_TIMEOUT_S = 30
+EXAMPLE = ROOT / "examples" / "batch.jsonl"
+
+
+@pytest.fixture
+def sluice(redis_url: str, tmp_path: Path) -> Iterator[Command]:
+    command = Command(redis_url, tmp_path)
+    yield command
+    command.db.close()
+
+
+@pytest.fixture
+def alive(worker: WorkerProcess, redis_url: str) -> WorkerProcess:
+    worker.wait_ready()
+    return worker
+
+
+def count(k: int, **more: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": f"Count to {3 + k % 10}."}]
+    return line(f"r{k}", messages=messages, temperature=0, model="gpt-4o-mini", **more)
+
+
+def counted(k: int) -> str:
+    return " ".join(str(n) for n in range(1, 4 + k % 10))
+
+
+def texts(out: Path) -> dict[str, str]:
+    return {said["custom_id"]: said["response"]["body"]["choices"][0]["message"]["content"] for said in read(out)}
+
+
+def until_it_has(out: Path, lines: int) -> None:
+    deadline = time.monotonic() + _TIMEOUT_S
+    while not out.exists() or len(out.read_bytes().splitlines()) < lines:
+        assert time.monotonic() < deadline, f"{out} has no {lines} lines"
+        time.sleep(0.01)
+
+
+# Run
+
+
+@pytest.mark.usefixtures("alive")
+async def test_every_body_is_what_the_same_request_gets_by_itself(
+    sluice: Command, client: Client, tmp_path: Path
+) -> None:
+    code, out, err = sluice("batch", "run", str(EXAMPLE), "-o", "out.jsonl", "--json")
+    assert code == 0, err
+    batch = Batch.model_validate_json(out, strict=True)
+    assert batch.request_counts is not None
+    assert (batch.status, batch.request_counts.completed) == ("completed", 3)
+    asked = {said["custom_id"]: said["body"] for said in read(EXAMPLE)}
+    for said in read(tmp_path / "out.jsonl"):
+        body = said["response"]["body"]
+        alone = await client.result((await client.submit(asked.pop(said["custom_id"]))).id)
+        for name in ("object", "model", "system_fingerprint", "choices"):
+            assert body[name] == alone[name]
+        assert body["usage"]["total_tokens"] == alone["usage"]["total_tokens"]
+        assert (said["response"]["status_code"], said["response"]["request_id"]) == (200, body["id"])
+        ChatCompletion.model_validate(body, strict=True)
+    assert asked == {}
+
+
+@pytest.mark.usefixtures("alive")
+def test_the_report_is_a_table_and_the_progress_goes_to_stderr(sluice: Command, tmp_path: Path) -> None:
+    many = write(tmp_path / "in.jsonl", count(0), count(1), line("bad", temperature=9))
+    code, out, err = sluice("batch", "run", str(many), "-o", "out.jsonl", "--model", "default")
+    assert code == 1
+    assert "3: 2 answered, 1 failed" in out
+    assert "invalid_request × 1" in out
+    assert err.startswith("batch_in_")
+    (failed,) = read(tmp_path / "out.errors.jsonl")
+    assert (failed["custom_id"], failed["response"], failed["error"]["code"]) == ("bad", None, "invalid_request")
+    code, again, err = sluice("batch", "run", str(many), "-o", "out.jsonl", "--model", "default")
+    assert (code, again, "had ended before" in err) == (1, out, True)
+
+
+def test_a_bad_file_is_refused_with_every_line_named(sluice: Command, tmp_path: Path) -> None:
+    many = write(tmp_path / "in.jsonl", line("a"), line("a"), line("b", url="/v1/embeddings"))
+    code, out, err = sluice("batch", "run", str(many), "-o", "out.jsonl")
+    assert (code, out) == (2, "")
+    assert "line 2: duplicate_custom_id: the custom_id is that of line 1 too." in err
+    assert "line 3: invalid_url:" in err
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["missing.jsonl", "-o", "out.jsonl"], "cannot read"),
+        (["in.jsonl", "-o", "in.jsonl"], "not twice the same"),
+        (["in.jsonl", "-o", "nowhere/out.jsonl"], "No such file"),
+        (["in.jsonl", "-o", "out.jsonl", "--map", "gpt-4o-mini"], "write NAME=SERVED"),
+        (["in.jsonl", "-o", "out.jsonl", "--completion-window", "soon"], "such as 24h"),
+    ],
+)
+def test_what_cannot_be_done_is_a_sentence_and_exit_code_2(
+    sluice: Command, tmp_path: Path, args: list[str], sentence: str
+) -> None:
+    write(tmp_path / "in.jsonl", line("a"))
+    code, out, err = sluice("batch", "run", *args)
+    assert (code, out, sentence in err, "Traceback" in err) == (2, "", True, False), err
+
+
+@pytest.mark.usefixtures("alive")
+def test_ctrl_c_leaves_a_run_that_the_same_command_goes_on_with(sluice: Command, tmp_path: Path) -> None:
+    many = write(tmp_path / "in.jsonl", *(count(k) for k in range(60)))
+    command = ("batch", "run", str(many), "-o", "out.jsonl", "--map", "gpt-4o-mini=default", "--window", "12")
+    with sluice.running(*command) as process:
+        until_it_has(tmp_path / "out.jsonl", 1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=_TIMEOUT_S)
+    assert (process.returncode, "the same command goes on with it" in err) == (3, True)
+    assert len(read(tmp_path / "out.jsonl")) < 60
+    code, _, err = sluice(*command)
+    assert (code, "done before" in err) == (0, True)
+    assert texts(tmp_path / "out.jsonl") == {f"r{k}": counted(k) for k in range(60)}
+    assert len(read(tmp_path / "out.jsonl")) == 60
+
+
+def test_whatever_dies_each_line_is_answered_once(tmp_path: Path) -> None:
+    """The command three times, the worker once, and all that the server knew."""
+    many = write(tmp_path / "in.jsonl", *(count(k) for k in range(150)))
+    out = tmp_path / "out.jsonl"
+    with Server() as server, WorkerProcess(server.url, lease_s=1, reserved_rows=0) as worker:
+        sluice = Command(server.url, tmp_path)
+        command = ("batch", "run", str(many), "-o", "out.jsonl", "--model", "default", "--window", "40")
+        for kill_at in (5, 30, 60):
+            with sluice.running(*command) as process:
+                until_it_has(out, kill_at)
+                if kill_at == 30:
+                    sluice.db.flushall()
+                if kill_at == 60:
+                    worker.signal(signal.SIGKILL)
+                    worker.wait()
+                    worker.start(wait=False)
+                process.kill()
+                process.communicate()
+        with sluice.running(*command, "--json") as process:
+            said, err = process.communicate(timeout=_TIMEOUT_S)
+        sluice.db.close()
+    assert process.returncode == 0, err
+    assert sorted(ids(out)) == sorted(f"r{k}" for k in range(150))
+    assert texts(out) == {f"r{k}": counted(k) for k in range(150)}
+    assert json.loads(said)["request_counts"] == {"total": 150, "completed": 150, "failed": 0}
+
+
+# From elsewhere
+
+
+@pytest.mark.usefixtures("alive")
+def test_a_submitted_file_is_fed_and_can_be_asked_for_from_anywhere(sluice: Command, tmp_path: Path) -> None:
+    many = write(tmp_path / "in.jsonl", *(count(k) for k in range(4)), line("bad", temperature=9))
+    code, said, _ = sluice("batch", "submit", str(many), "--dir", "runs")
+    run_id = said.strip()
+    assert (code, json.loads(sluice("batch", "status", run_id, "--json")[1])["status"]) == (0, "validating")
+    code, said, err = sluice("batch", "feed", "runs", "--take", "--models", "gpt-4o-mini=default,*=default")
+    assert (code, said, f"{run_id} completed: 4 of 5 lines answered" in err) == (0, "", True), err
+    assert "5: 4 answered, 1 failed" in sluice("batch", "status", run_id)[1]
+    assert run_id in sluice("batch", "list")[1]
+    listed = Batch.model_validate_json(sluice("batch", "list", "--json")[1], strict=True)
+    assert (listed.id, listed.status) == (run_id, "completed")
+    code, answers, _ = sluice("batch", "results", run_id)
+    assert (code, len(answers.splitlines())) == (0, 4)
+    assert sluice("batch", "results", run_id, "--errors", "-o", "err.jsonl")[0] == 0
+    assert ids(tmp_path / "err.jsonl") == ["bad"]
+    assert sluice("batch", "cancel", run_id)[:2] == (0, f"{run_id}  already completed\n")
+
+
+def test_a_run_is_cancelled_from_elsewhere(sluice: Command, tmp_path: Path) -> None:
+    """No worker is needed: these lines wait for a model that nobody serves."""
+    many = write(tmp_path / "in.jsonl", *(count(k) for k in range(3)))
+    with sluice.running("batch", "run", str(many), "-o", "out.jsonl", "--model", "nobody") as process:
+        assert process.stderr is not None
+        run_id = process.stderr.readline().split(":")[0]
+        code, said, _ = sluice("batch", "cancel", run_id)
+        out, err = process.communicate(timeout=_TIMEOUT_S)
+    assert (code, "asked for" in said, process.returncode) == (0, True, 1)
+    assert "no worker serves 'nobody'" in err
+    assert "batch_cancelled × 3" in out
+
+
+@pytest.mark.parametrize("command", ["status", "cancel", "results"])
+def test_an_unknown_run_is_a_sentence_and_exit_code_2(sluice: Command, command: str) -> None:
+    code, out, err = sluice("batch", command, "batch_nope")
+    assert (code, out, err.startswith("sluice: there is no offline run 'batch_nope'")) == (2, "", True)
+
+
+def test_no_runs_are_a_sentence_and_no_failure(sluice: Command) -> None:
+    code, out, err = sluice("batch", "list")
+    assert (code, out, err.startswith("there are no offline runs")) == (0, "", True)
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "the end of stdin"])
+def test_a_feeder_that_is_told_to_stop_leaves_its_run_for_the_next(sluice: Command, tmp_path: Path, how: str) -> None:
+    sluice("batch", "submit", str(write(tmp_path / "in.jsonl", count(1))), "--dir", "runs")
+    command = ["batch", "feed", "runs", "--take", "--models", "*=nobody", "--until-eof"]
+    with sluice.running(*command, stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        until_it_has(next(wait_for(tmp_path, "runs/running/*/run")), 1)
+        if how == "the end of stdin":
+            process.stdin.close()
+        else:
+            process.send_signal(getattr(signal, how))
+        assert process.wait(_TIMEOUT_S) == 3
+    assert len(list((tmp_path / "runs" / "running").iterdir())) == 1
+
+
+def wait_for(folder: Path, pattern: str) -> Iterator[Path]:
+    deadline = time.monotonic() + _TIMEOUT_S
+    while not (found := list(folder.glob(pattern))):
+        assert time.monotonic() < deadline, f"there is no {pattern}"
+        time.sleep(0.01)
+    yield from found
+
+
+@pytest.mark.parametrize("command", ["run", "submit", "status", "list", "cancel", "results", "feed"])
+def test_help_teaches_with_an_example_and_needs_no_worker(sluice: Command, command: str) -> None:
+    without = "import sys; sys.modules.update(schemas=None, worker=None); from sluice.cli import main; main()"
+    code, out, _ = sluice.python("-c", without, "batch", command, "--help")
+    assert (code, f"    sluice batch {command}" in out) == (0, True)
