@@ -60,6 +60,11 @@ def worker(name: str) -> str:
     return f"sluice:worker:{name}"
 
 
+def slot(name: str, unix_s: int) -> str:
+    """String: the worker that has taken this slot of a cron job."""
+    return f"sluice:cron:{name}:{unix_s}"
+
+
 def is_model_name(name: str) -> bool:
     return re.fullmatch(MODEL_NAME, name) is not None
 

@@ -26,20 +26,26 @@ TABLE = {
     # These run in the daemon's environment, and import it when they are called.
     "sluice.cli.worker":   May("sluice worker", "rich typer"),
     "sluice.cli.check":    May("sluice worker", "rich typer"),
+    "sluice.cli.batch_schedule": May("sluice worker", "rich typer"),
 
     # Leaves: what everything else may know.
     "worker":              May(),
     "worker.errors":       May(),
     "worker.pulse":        May(),
-    "worker.settings":     May("schemas worker.errors", "pydantic pydantic_settings"),
+    "worker.timetable":    May(others="cronsim"),
+    "worker.settings":     May("schemas worker.errors worker.timetable", "pydantic pydantic_settings"),
     "worker.metrics":      May("schemas worker.errors worker.schedule.sequence", "prometheus_client"),
     "worker.request":      May("schemas worker.errors worker.schedule", "pydantic"),
 
     "worker.schedule":     May(),
     "worker.text":         May("schemas worker.errors worker.schedule.sequence", "jinja2 llguidance pydantic"),
     "worker.engine":       May("worker.schedule worker.errors worker.pulse", "mlx mlx_lm mlx_vlm"),
-    "worker.queue":        May("schemas worker.errors worker.metrics worker.pulse worker.settings",
+    "worker.queue":        May("schemas worker.errors worker.metrics worker.pulse worker.settings worker.timetable",
                                "arq pydantic_core redis"),
+
+    # Offline batches: when to feed, and the process that does.
+    "worker.feeder":       May(),
+    "worker.batches":      May("worker.errors worker.feeder worker.queue.cron worker.settings worker.timetable"),
 
     # What a job needs to know of all of these, and then the job.
     "worker.served":       May("worker.metrics worker.schedule worker.settings worker.text"),
@@ -52,8 +58,8 @@ TABLE = {
                                "worker.schedule worker.served worker.text worker.specprefill"),
 
     # The one place where engine and queue meet.
-    "worker.app":          May("worker.engine worker.errors worker.jobs worker.metrics worker.queue worker.served "
-                               "worker.settings worker.text", "arq redis"),
+    "worker.app":          May("worker.batches worker.engine worker.errors worker.jobs worker.metrics worker.queue "
+                               "worker.served worker.settings worker.text", "arq redis"),
     "worker.__main__":     May("worker.app worker.errors worker.settings"),
 }  # fmt: skip
 

@@ -22,7 +22,7 @@ KEYS = {
     "queue": "queue_key", "log": "log_key", "channel": "channel", "result": "result_key", "job": "job_key",
     "cancel": "cancel_key", "wake": "wake_channel", "model": "model_key",
 }  # fmt: skip
-FOR_WORKERS_ALONE = {"worker"}
+FOR_WORKERS_ALONE = {"worker", "slot"}
 TOLD = {"role": "assistant", "index": 0}
 WHOLE: dict[str, dict[str, Any]] = {
     "delta": {"content": "a", "reasoning": "b", "tool_calls": [TOLD], "logprobs": [TOLD, TOLD]},
