@@ -9,6 +9,7 @@ from arq.connections import ArqRedis
 from arq.worker import func
 from redis.asyncio import BlockingConnectionPool
 
+from worker.batches import Batches
 from worker.engine.device import memory_for_model
 from worker.engine.draft import with_draft
 from worker.engine.model import Model, open_model
@@ -37,6 +38,7 @@ async def serve(settings: Settings) -> None:
 
 
 async def _serve(settings: Settings, metrics: Metrics) -> None:
+    batches = Batches(settings.batch_dir, settings) if settings.batch_dir else None
     engine = EngineThread(
         partial(_open, settings),
         step_s=settings.step_ms / 1000,
@@ -70,6 +72,7 @@ async def _serve(settings: Settings, metrics: Metrics) -> None:
                 settings=settings,
                 ctx={"served": served},
                 metrics=metrics,
+                crons=[batches.cron] if batches else [],
                 pulses=[engine.pulse],
                 hold=engine.hold,
             )
@@ -77,10 +80,17 @@ async def _serve(settings: Settings, metrics: Metrics) -> None:
                 "%s serves %s (%s), %d rows",
                 settings.worker_name, settings.model_name, model.fingerprint, settings.max_rows,
             )  # fmt: skip
-            await worker.main()
+            await _work(worker, batches)
     finally:
         await engine.stop()
     logger.info("stopped")
+
+
+async def _work(worker: QueueWorker, batches: Batches | None) -> None:
+    async with asyncio.TaskGroup() as group:
+        if batches:
+            group.create_task(batches.run(worker.stopping, worker.hurry))
+        await worker.main()
 
 
 def _needs_boundaries(model: Model) -> bool:
