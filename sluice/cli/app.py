@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from sluice.cli.batch_schedule import schedule
 from sluice.cli.cancel import cancel
 from sluice.cli.chat import chat
 from sluice.cli.check import check
@@ -27,6 +28,9 @@ app = typer.Typer(
 for command in (worker, check, chat, submit, tail, cancel, workers):
     app.command()(command)
 app.add_typer(dead, name="dead")
+batch = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+batch.command()(schedule)
+app.add_typer(batch, name="batch")
 
 
 def _print_version(wanted: bool) -> None:
