@@ -108,6 +108,7 @@ def drop(folder: Path, name: str) -> None:
 def leave_a_run(folder: Path, name: str) -> None:
     """As a feeder that died leaves it."""
     (folder / "running" / name).mkdir(parents=True)
+    (folder / "running" / name / "input.jsonl").write_text("{}\n")
     (folder / "running" / name / "run").write_text("{}")
 
 
@@ -180,8 +181,9 @@ async def test_a_run_that_nobody_feeds_is_found_at_the_start(redis_url: str, fol
     assert [call["args"] for call in calls(folder)] == [["--until-eof"]]
 
 
-async def test_a_run_without_a_lock_to_hold_is_nobody_s(redis_url: str, folder: Path, clock: Clock) -> None:
-    (folder / "running" / "a").mkdir(parents=True)
+async def test_a_run_whose_feeder_died_before_it_began_is_fed(redis_url: str, folder: Path, clock: Clock) -> None:
+    leave_a_run(folder, "a")
+    (folder / "running" / "a" / "run").unlink()
     async with at_work(redis_url, folder, clock):
         await until(lambda: is_fed(folder, "a"))
 
@@ -189,6 +191,7 @@ async def test_a_run_without_a_lock_to_hold_is_nobody_s(redis_url: str, folder: 
 async def test_a_run_that_somebody_feeds_is_left_to_it(redis_url: str, folder: Path, clock: Clock) -> None:
     with held(folder, "a"):
         (folder / "running" / ".DS_Store").write_text("no run")
+        (folder / "running" / "without an input").mkdir()
         async with at_work(redis_url, folder, clock, look_s=0.05):
             await asyncio.sleep(0.5)
             assert calls(folder) == []
@@ -300,11 +303,12 @@ async def test_a_feeder_that_does_not_listen_is_ended_with_the_grace_or_by_a_sec
 
 WORKER = """
 import asyncio, sys
-from tests.queue.helpers import settings
 from worker.batches import Batches
+from worker.settings import Settings
 
 folder, url, *command = sys.argv[1:]
-asyncio.run(Batches(folder, settings(url), command=command).run(asyncio.Event(), asyncio.Event()))
+batches = Batches(folder, Settings(model="none", redis_url=url), command=command)
+asyncio.run(batches.run(asyncio.Event(), asyncio.Event()))
 """
 
 
@@ -312,7 +316,7 @@ async def test_a_feeder_ends_when_its_worker_is_killed(redis_url: str, folder: P
     leave_a_run(folder, "a")
     command = [sys.executable, "-c", WORKER, str(folder), redis_url, *feeder(folder.parent)]
     worker = await asyncio.create_subprocess_exec(*command, cwd=ROOT)
-    await until(lambda: is_fed(folder, "a"))
+    await until(lambda: is_fed(folder, "a"), within_s=60)
     worker.kill()
     await worker.wait()
     await until(lambda: not is_fed(folder, "a"))

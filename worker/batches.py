@@ -17,7 +17,7 @@ from worker.timetable import Crontab
 logger = logging.getLogger("sluice.batch")
 
 FEED = ("nice", sys.executable, "-m", "sluice.cli", "batch", "feed")
-_LOCK = "run"  # in a run's folder: the file that its feeder holds
+_INPUT, _LOCK = "*/input.jsonl", "run"  # of a run's folder; the second is held by its feeder
 _LOOK_S = 60.0
 
 
@@ -60,7 +60,7 @@ class Batches:
 def _is_left_alone(running: Path) -> bool:
     """Whether there is a run that nobody feeds."""
     try:
-        return running.is_dir() and any(run.is_dir() and _is_unlocked(run / _LOCK) for run in running.iterdir())
+        return any(_is_unlocked(input.with_name(_LOCK)) for input in running.glob(_INPUT))
     except OSError as error:
         logger.warning("cannot look for offline runs: %s", error)
         return False

@@ -46,8 +46,8 @@ async def feed(
     finally:
         if child.returncode is None:
             child.kill()
-    last, code = await words, await child.wait()
-    if code and not stopping.is_set():
+        last = await words
+    if (code := await child.wait()) and not stopping.is_set():
         logger.error("the feeder failed with code %d: %s", code, last)
 
 

@@ -96,9 +96,9 @@ def test_arq_looks_at_its_cron_jobs_in_the_heart_beat_that_ends_an_iteration() -
 async def test_a_worker_has_the_parts_that_we_use(arq_redis: ArqRedis) -> None:
     async def chat(ctx: dict[Any, Any]) -> None: ...
 
-    worker = Worker([func(chat, name="chat")], redis_pool=arq_redis, max_jobs=3, poll_delay=0.25, ctx={"a": 1})
+    worker = Worker([func(chat, name="chat")], redis_pool=arq_redis, poll_delay=0.25, ctx={"a": 1})
     assert worker.functions == {"chat": Function("chat", chat, None, None, None, None)}
-    assert (worker.pool, worker.max_jobs, worker.poll_delay_s, worker.ctx) == (arq_redis, 3, 0.25, {"a": 1})
+    assert (worker.pool, worker.poll_delay_s, worker.ctx) == (arq_redis, 0.25, {"a": 1})
     assert (worker.tasks, worker.loop) == ({}, asyncio.get_running_loop())
 
 

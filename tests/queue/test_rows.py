@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
+from schemas import keys
 from schemas.keys import Lane
 from tests.fakes import FakeChat
 from tests.queue.helpers import ask, settings, until, working
@@ -101,6 +102,7 @@ async def test_outside_of_their_hours_offline_jobs_have_the_rows_that_the_settin
             await ask(db, f"file-{k}", {"say": ["a", "b"], "pace_s": 0.02}, lane="batch", at_ms=k)
         await until(lambda: len(chat.began) == 6)
         assert chat.most == 2
+        assert await db.hget(keys.worker("ada"), "offline_rows") == b"2"
 
 
 async def test_when_the_hours_end_what_runs_goes_on_and_nothing_more_begins(redis_url: str, db: Redis) -> None:

@@ -228,7 +228,7 @@ class QueueWorker(Worker):
             await self.heart_beat()
 
     async def heart_beat(self) -> None:
-        """Of arq's, cron is left."""
+        """arq's place for cron; it would put a job on the queue for each slot, and we run what is due here."""
         for job in self._crons:
             await job.run_if_due(self.pool, self.settings.worker_name, self.clock.utc())
 
