@@ -27,7 +27,7 @@ class Batches:
         self._folder, self._settings, self._look_s = Path(folder).absolute(), settings, look_s
         models = ["--models", settings.batch_models] if settings.batch_models else []
         self._command = [*command, str(self._folder), "--until-eof", *models]
-        self._slot, self._feeding = asyncio.Event(), False
+        self._slot, self.feeding = asyncio.Event(), False
         self.cron = Cron(str(self._folder), self._taken, Crontab(settings.batch_schedule), free=self._is_free)
         try:
             (self._folder / "inbox").mkdir(parents=True, exist_ok=True)
@@ -44,17 +44,17 @@ class Batches:
             await either(self._slot.wait(), stopping.wait(), timeout_s=self._look_s)
 
     async def _feed(self, *more: str, stopping: asyncio.Event, hurry: asyncio.Event) -> None:
-        self._feeding = True
+        self.feeding = True
         self._slot.clear()
         env, grace_s = environment(self._settings.redis_url), self._settings.grace_s
         await feed([*self._command, *more], env, stopping=stopping, hurry=hurry, grace_s=grace_s)
-        self._feeding = False
+        self.feeding = False
 
     async def _taken(self, ctx: dict[Any, Any]) -> None:
         self._slot.set()
 
     def _is_free(self) -> bool:
-        return not self._feeding and not self._slot.is_set()
+        return not self.feeding and not self._slot.is_set()
 
 
 def _is_left_alone(running: Path) -> bool:
