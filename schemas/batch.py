@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from schemas.base import JsonObject, Sent, Strict
+from schemas.events import TokenCount
 
 BatchState = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
@@ -24,12 +25,12 @@ class BatchLine(Strict):
 
 class BatchResponse(Sent):
     status_code: int
-    request_id: str
+    request_id: str = Field(description="The job's id.")
     body: dict[str, Any] = Field(description="A Result.")
 
 
 class BatchError(Sent):
-    code: str
+    code: str = Field(description="The type of the job's error, or batch_expired, batch_cancelled, cancelled.")
     message: str
 
 
@@ -48,18 +49,61 @@ class RequestCounts(Sent):
     failed: int
 
 
+class InputTokens(Sent):
+    cached_tokens: TokenCount = Field(description="That lines shared, and that were not computed again.")
+
+
+class OutputTokens(Sent):
+    reasoning_tokens: TokenCount
+
+
+class BatchUsage(Sent):
+    """Of all answers together."""
+
+    input_tokens: TokenCount
+    output_tokens: TokenCount
+    total_tokens: TokenCount
+    input_tokens_details: InputTokens
+    output_tokens_details: OutputTokens
+
+
+class Problem(Sent):
+    """Why an input file is refused."""
+
+    code: str = Field(description="The name of the rule.")
+    message: str
+    line: int | None = Field(default=None, description="From 1; null where the file as a whole is meant.")
+    param: str | None = Field(default=None, description="The field.")
+
+
+class Problems(Sent):
+    object: Literal["list"] = "list"
+    data: list[Problem]
+
+
+class BatchDetails(Sent):
+    """What OpenAI's object has no place for."""
+
+    host: str = Field(description="The machine that has the files.")
+    seconds: float = Field(description="Since the first line was queued, pauses included.")
+    models: dict[str, int] = Field(description="Lines by the model that they go to.")
+    retried: int = Field(description="Lines that were queued more than once.")
+    failures: dict[str, int] = Field(description="Lines by their code in the error file.")
+
+
 class Batch(Sent):
-    """How a run goes. Times are Unix seconds."""
+    """How a run goes. Times are Unix seconds, and files are paths on the machine that feeds the run."""
 
     id: str
     object: Literal["batch"] = "batch"
     endpoint: Literal["/v1/chat/completions"] = "/v1/chat/completions"
-    errors: dict[str, Any] | None = None
+    model: str | None = Field(default=None, description="Where all lines go to one.")
+    errors: Problems | None = None
     input_file_id: str
-    completion_window: str
+    completion_window: str = Field(description="A number of s, m, h or d.")
     status: BatchState
     output_file_id: str | None = None
-    error_file_id: str | None = None
+    error_file_id: str | None = Field(default=None, description="Once a line has failed.")
     created_at: int
     in_progress_at: int | None = None
     expires_at: int | None = None
@@ -70,4 +114,6 @@ class Batch(Sent):
     cancelling_at: int | None = None
     cancelled_at: int | None = None
     request_counts: RequestCounts
+    usage: BatchUsage | None = None
     metadata: dict[str, str] | None = None
+    sluice: BatchDetails | None = None

@@ -12,6 +12,7 @@ JOB_ID = r"[A-Za-z0-9._-]{1,128}"
 CONTROL = "sluice:control"
 DEAD = "sluice:dead"
 WORKERS = "sluice:worker:*"
+BATCHES = "sluice:batch:*"
 CANCEL_S = 3600  # how long a wish to cancel is remembered
 
 
@@ -63,6 +64,21 @@ def worker(name: str) -> str:
 def slot(name: str, unix_s: int) -> str:
     """String: the worker that has taken this slot of a cron job."""
     return f"sluice:cron:{name}:{unix_s}"
+
+
+def batch(batch_id: str) -> str:
+    """String: how an offline run goes, as its feeder says once a second."""
+    return f"sluice:batch:{batch_id}"
+
+
+def batch_channel(batch_id: str) -> str:
+    """Channel on which that is published when the run's state changes."""
+    return f"sluice:batch:{batch_id}"
+
+
+def batch_cancel(batch_id: str) -> str:
+    """String: set while somebody wants the run to end."""
+    return f"sluice:batch:{batch_id}:cancel"
 
 
 def is_model_name(name: str) -> bool:

@@ -1,12 +1,24 @@
-"""What a backend imports: submit a chat, stream its tokens, fetch its result, cancel it; `openai` speaks OpenAI's form.
+"""What a backend imports: submit a chat, stream its tokens, fetch its result, cancel it; run files of chats offline;
+`openai` speaks OpenAI's form.
 
 Needs redis-py and nothing else; the daemon's packages `worker` and `schemas` are never imported.
 """
 
 from sluice import openai
-from sluice.client import Client, Submitted
-from sluice.errors import JobCancelled, JobFailed, QueueFull, SluiceError, UnknownJob
+from sluice.batch.status import Batch
+from sluice.client import Client
+from sluice.errors import (
+    BatchRefused,
+    BatchTaken,
+    JobCancelled,
+    JobFailed,
+    QueueFull,
+    SluiceError,
+    UnknownBatch,
+    UnknownJob,
+)
 from sluice.letters import DeadLetter
+from sluice.submission import Submitted
 from sluice.wire import (
     Cancelled,
     Delta,
@@ -23,6 +35,9 @@ from sluice.wire import (
 )
 
 __all__ = [
+    "Batch",
+    "BatchRefused",
+    "BatchTaken",
     "Cancelled",
     "Client",
     "DeadLetter",
@@ -41,6 +56,7 @@ __all__ = [
     "Started",
     "Submitted",
     "Timings",
+    "UnknownBatch",
     "UnknownJob",
     "Usage",
     "openai",

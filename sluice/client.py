@@ -4,32 +4,25 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from importlib.resources import files
+from pathlib import Path
 from typing import Any, Self
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from sluice import letters, wire
-from sluice.errors import JobCancelled, JobFailed, QueueFull, UnknownJob
+from sluice.batch.board import Board
+from sluice.batch.place import Place, Wish
+from sluice.batch.status import Batch
+from sluice.errors import JobCancelled, JobFailed, UnknownJob
 from sluice.hub import Hub
 from sluice.letters import DeadLetter
+from sluice.submission import NewJob, Submission, Submitted
 from sluice.wire import Event, JobError, Lane
 
 _SILENCE_S = 1.0  # then the list is read, whatever the channel says
-_FULL = -1  # submit.lua's answer
-_DRAINS_UNKNOWN_S = 60.0  # nothing has ended in the last minute
-_QUEUED_S = 86_400  # a job that nobody took by then has expired: arq's default
-
-
-@dataclass(frozen=True, slots=True)
-class Submitted:
-    id: str
-    new: bool  # False: there was a job of this id already, and nothing was queued
-    state: str  # of the job now: queued, running, finished, failed or cancelled
 
 
 class Client:
@@ -50,8 +43,7 @@ class Client:
         if self._redis.get_encoder().decode_responses:
             raise ValueError("a client with decode_responses=True cannot be used: give one without, or just the url")
         self._hub = Hub(self._redis)
-        lua = (files("sluice") / "submit.lua").read_text()
-        self._submit = self._redis.register_script(lua)
+        self._submission, self._board = Submission(self._redis), Board(self._redis)
 
     async def __aenter__(self) -> Self:
         return self
@@ -78,23 +70,9 @@ class Client:
         the worker; a bad one ends as `failed` with a sentence. Raises `QueueFull`, or ValueError for a bad id,
         model or lane.
         """
-        job_id = uuid.uuid4().hex if id is None else id
-        wire.check_job_id(job_id)
-        wire.check_model_name(model)
-        if lane not in wire.LANES:
-            raise ValueError(f"lane must be one of {', '.join(wire.LANES)}, not {lane!r}")
         body = dict(request) if isinstance(request, Mapping) else {"messages": list(request)}
-        outcome, *said = await self._submit(
-            keys=[
-                wire.body_key(job_id), wire.queue_key(model, lane), wire.job_key(job_id), wire.wake_channel(model),
-                wire.model_key(model),
-            ],
-            args=[job_id, _arq_job(body), _QUEUED_S * 1000, *_known_at_once(body, lane)],
-        )  # fmt: skip
-        if outcome == _FULL:
-            length, limit, retry_after_s = said
-            raise QueueFull(length, limit, float(retry_after_s or _DRAINS_UNKNOWN_S))
-        return Submitted(job_id, bool(outcome), said[0].decode())
+        job_id = uuid.uuid4().hex if id is None else id
+        return await self._submission.submit(NewJob(job_id, body, model, lane))
 
     async def stream(self, job_id: str, *, after: int = -1, unknown_s: float = 10.0) -> AsyncGenerator[Event]:
         """Every event after the given `seq`, once and in order, up to the final one.
@@ -191,6 +169,69 @@ class Client:
         """Raises `UnknownJob`."""
         await letters.take(self._redis, await self.dead_letter(job_id))
 
+    async def batch(
+        self,
+        input: str | Path,
+        output: str | Path,
+        *,
+        errors: str | Path | None = None,
+        models: Mapping[str, str] | None = None,
+        completion_window: str = "24h",
+        metadata: Mapping[str, str] | None = None,
+        window: int = 256,
+        on_progress: Callable[[Batch], None] = lambda batch: None,
+    ) -> Batch:
+        """Run an OpenAI Batch file to its end; outages of the server are waited out.
+
+        Called again after it was cancelled or died, it goes on where it was. `models` maps the names in the file to
+        served ones, "*" any other. A file with bad lines comes back as `failed`, with all of them in `errors`, and
+        nothing of it is run. `window` is how many lines of a model are queued or running at once.
+        Raises `BatchRefused`, ValueError, or OSError where a file cannot be written.
+        """
+        from sluice.batch.run import run  # files are locked as Unix does it, and a backend may be written elsewhere
+
+        place = Place.beside(Path(input), Path(output), Path(errors) if errors else None)
+        wish = Wish(models, completion_window, metadata, window)
+        return await run(self._redis, place, wish, on_progress)
+
+    async def submit_batch(self, input: str | Path, folder: str | Path) -> Batch:
+        """Leave a file in the folder that is workers' SLUICE_BATCH_DIR; they run it at its time. Raises OSError."""
+        from sluice.batch.folder import Folder, submit
+
+        return await submit(self._redis, Folder(Path(folder).absolute()), Path(input))
+
+    async def feed_batches(self, folder: str | Path, *, take: bool, models: Mapping[str, str]) -> None:
+        """One pass over such a folder: go on with what runs there, and `take` what lies in its inbox."""
+        from sluice.batch.folder import Folder, feed
+
+        await feed(self._redis, Folder(Path(folder).absolute()), take=take, models=models)
+
+    async def batch_status(self, batch_id: str) -> Batch:
+        """How a run goes, wherever it is fed. Raises `UnknownBatch`."""
+        return await self._board.read(batch_id)
+
+    async def batches(self) -> list[Batch]:
+        """The runs that were heard of in the last week, oldest first."""
+        return await self._board.read_all()
+
+    async def cancel_batch(self, batch_id: str) -> Batch:
+        """Ask for the end of a run, and say how it is now. Raises `UnknownBatch`."""
+        batch = await self._board.read(batch_id)
+        if not batch.ended:
+            await self._board.ask_for_end(batch_id)
+        return batch
+
+    async def batch_events(self, batch_id: str) -> AsyncGenerator[Batch]:
+        """How the run is now, and again whenever that has changed, to its end. Raises `UnknownBatch`."""
+        last: Batch | None = None
+        async with self._hub.listen(wire.batch_channel(batch_id)) as mail:
+            while last is None or not last.ended:
+                told = [Batch.from_json(raw) for raw in await mail.take(_SILENCE_S)]
+                for batch in told or await self._read_batch(batch_id):
+                    if batch != last:
+                        yield batch
+                        last = batch
+
     async def queued(self, model: str, lane: Lane) -> int:
         """Jobs in the lane, those that run included."""
         return int(await self._redis.zcard(wire.queue_key(model, lane)))
@@ -198,6 +239,12 @@ class Client:
     async def ping(self) -> None:
         """Raises redis-py's error where no server answers."""
         await self._redis.ping()
+
+    async def _read_batch(self, batch_id: str) -> list[Batch]:
+        try:
+            return [await self._board.read(batch_id)]
+        except (RedisError, OSError):
+            return []  # the events go on when the server is back
 
     async def _read_log(self, job_id: str, first: int) -> list[tuple[bytes, Event]]:
         try:
@@ -213,22 +260,6 @@ class Client:
             return bool(await self._redis.exists(wire.body_key(job_id), wire.log_key(job_id)))
         except (RedisError, OSError):
             return True
-
-
-def _arq_job(request: dict[str, Any]) -> bytes:
-    """arq's wire format, with JSON in place of pickle."""
-    job: dict[str, Any] = {"t": None, "f": "chat", "a": [request], "k": {}, "et": int(time.time() * 1000)}
-    return json.dumps(job, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _known_at_once(request: dict[str, Any], lane: Lane) -> list[str]:
-    """For the job's hash before any worker has seen it. What is not as it should be, the worker will refuse."""
-    tenant, deadline_s = request.get("tenant") or request.get("user"), request.get("deadline_s")
-    return [
-        lane,
-        tenant.encode(errors="replace").decode() if isinstance(tenant, str) else "",
-        str(deadline_s) if isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool) else "",
-    ]
 
 
 def _completion(stored: dict[str, Any]) -> dict[str, Any]:

@@ -36,3 +36,15 @@ class JobCancelled(SluiceError):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class UnknownBatch(SluiceError):
+    """There is no such offline run, or nothing has been heard of it for a week."""
+
+
+class BatchRefused(SluiceError):
+    """An offline run cannot be started or gone on with, and nothing was changed."""
+
+
+class BatchTaken(BatchRefused):
+    """Another process is feeding this run."""

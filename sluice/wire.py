@@ -19,6 +19,7 @@ JOB_ID = r"[A-Za-z0-9._-]{1,128}"
 CONTROL = "sluice:control"
 DEAD = "sluice:dead"
 WORKERS = "sluice:worker:*"
+BATCHES = "sluice:batch:*"
 CANCEL_S = 3600  # how long a wish to cancel is remembered
 
 
@@ -53,6 +54,19 @@ def wake_channel(model: str) -> str:
 def model_key(model: str) -> str:
     """Hash: what each live worker of the model says of its limit and its rate."""
     return f"sluice:model:{model}"
+
+
+def batch_key(batch_id: str) -> str:
+    """How an offline run goes."""
+    return f"sluice:batch:{batch_id}"
+
+
+def batch_channel(batch_id: str) -> str:
+    return f"sluice:batch:{batch_id}"
+
+
+def batch_cancel_key(batch_id: str) -> str:
+    return f"sluice:batch:{batch_id}:cancel"
 
 
 def body_key(job_id: str) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from sluice.cli.batch_schedule import schedule
+from sluice.cli.batch import batch
 from sluice.cli.cancel import cancel
 from sluice.cli.chat import chat
 from sluice.cli.check import check
@@ -27,10 +27,8 @@ app = typer.Typer(
 )
 for command in (worker, check, chat, submit, tail, cancel, workers):
     app.command()(command)
-app.add_typer(dead, name="dead")
-batch = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-batch.command()(schedule)
 app.add_typer(batch, name="batch")
+app.add_typer(dead, name="dead")
 
 
 def _print_version(wanted: bool) -> None:

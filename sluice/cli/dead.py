@@ -13,9 +13,10 @@ from sluice.cli.options import REDIS_URL, AsJson, RedisUrl
 from sluice.cli.printed import print_json, print_table, span
 from sluice.cli.trouble import Trouble, connected
 from sluice.cli.view import note
-from sluice.client import Client, Submitted
+from sluice.client import Client
 from sluice.errors import UnknownJob
 from sluice.letters import DeadLetter
+from sluice.submission import Submitted
 
 Id = Annotated[str, typer.Argument(help="The dead job's id, as `sluice dead list` shows it.", metavar="ID")]
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from sluice.cli.trouble import Trouble, connected
 from sluice.cli.view import Show, note
-from sluice.client import Client, Submitted
+from sluice.client import Client
+from sluice.submission import Submitted
 from sluice.wire import Event, Lane, parse_event
 
 PATIENCE_S = 2.0  # a cancel takes a step of the engine; longer, and nobody was there to hear it

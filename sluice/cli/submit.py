@@ -12,8 +12,9 @@ from sluice.cli.options import MODEL, REDIS_URL, AsJson, LaneChoice, Model, Redi
 from sluice.cli.printed import print_json
 from sluice.cli.trouble import Trouble, connected
 from sluice.cli.view import note, notes
-from sluice.client import Client, Submitted
+from sluice.client import Client
 from sluice.errors import JobCancelled, JobFailed
+from sluice.submission import Submitted
 from sluice.wire import Lane
 
 

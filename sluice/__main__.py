@@ -1,0 +1,5 @@
+"""`python -m sluice`: the command, where it is not installed."""
+
+from sluice.cli import main
+
+main()

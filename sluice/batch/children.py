@@ -1,0 +1,82 @@
+"""The jobs that a run's lines become, in Redis."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from redis.asyncio import Redis
+
+from sluice import wire
+from sluice.batch.patience import patiently
+from sluice.errors import QueueFull
+from sluice.submission import NewJob, Submission, Submitted
+
+_AT_ONCE = 64  # jobs, or results, in one round trip
+_BYTES_AT_ONCE = 4_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the server knows of a job: its result, or whether there is any trace of it."""
+
+    result: bytes | None
+    known: bool
+
+
+class Children:
+    """Each of these waits out the server's outages."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+        self._submission = Submission(redis)
+
+    async def submit(self, jobs: Sequence[NewJob]) -> list[Submitted | QueueFull]:
+        return await patiently(lambda: self._submission.submit_all(jobs))
+
+    async def look(self, ids: Sequence[str]) -> list[Found]:
+        found: list[Found] = []
+        for start in range(0, len(ids), _AT_ONCE):
+            found += await self._look(ids[start : start + _AT_ONCE])
+        return found
+
+    async def cancel(self, ids: Sequence[str]) -> None:
+        async def ask() -> None:
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for job_id in ids:
+                    pipe.set(wire.cancel_key(job_id), "1", ex=wire.CANCEL_S)
+                    pipe.publish(wire.CONTROL, job_id)
+                await pipe.execute()
+
+        await patiently(ask)
+
+    async def forget(self, jobs: Sequence[tuple[str, str]]) -> None:
+        """Leave nothing of these jobs, given by id and model: a large file must not fill the server. One that still
+        waits will not run, and what is still said of one that runs is said to nobody."""
+
+        async def ask() -> None:
+            async with self._redis.pipeline(transaction=True) as pipe:
+                for job_id, model in jobs:
+                    pipe.zrem(wire.queue_key(model, "batch"), job_id)
+                    pipe.unlink(*(name(job_id) for name in _TRACES))
+                await pipe.execute()
+
+        if jobs:
+            await patiently(ask)
+
+    async def _look(self, ids: Sequence[str]) -> list[Found]:
+        async def ask() -> tuple[list[bytes | None], int]:
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.mget([wire.result_key(job_id) for job_id in ids])
+                pipe.exists(*(wire.job_key(job_id) for job_id in ids))
+                results, known = await pipe.execute()
+            return results, known
+
+        results, known = await patiently(ask)
+        if known == len(ids):
+            return [Found(result, True) for result in results]
+        return [Found(result, await self._is_known(job_id)) for job_id, result in zip(ids, results, strict=True)]
+
+    async def _is_known(self, job_id: str) -> bool:
+        return bool(await patiently(lambda: self._redis.exists(wire.job_key(job_id))))
+
+
+_TRACES = (wire.body_key, wire.job_key, wire.log_key, wire.result_key)

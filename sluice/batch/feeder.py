@@ -1,0 +1,182 @@
+"""A run's lines on their way: queued a window at a time, and written down as they end."""
+
+import asyncio
+import json
+import random
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar
+
+from sluice.batch import names
+from sluice.batch.children import Children, Found
+from sluice.batch.files import Answers, Ended
+from sluice.batch.source import Line, Source
+from sluice.errors import QueueFull
+from sluice.submission import NewJob
+
+POLL_S = 0.25
+_MOST_BYTES = 64_000_000  # of lines in the window: a run must not fill the server
+_MOST_TRIES = 5
+_LONGEST_WAIT_S = 60.0
+_PATIENCE_S = 5.0  # for jobs whose end was asked for; longer, and no worker hears
+_PORTION, _PORTION_BYTES = 64, 4_000_000  # of jobs in one round trip
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Child:
+    """A line in the window, and which of its jobs is at work on it."""
+
+    line: Line
+    retry: int = 0
+    failures: int = 0
+    queued: bool = False
+    due: float = 0.0  # if it is not: when to queue it, by the monotonic clock
+
+    def again(self, wait_s: float = 0.0) -> None:
+        """Under a new id: an id is used once."""
+        self.retry, self.queued, self.due = self.retry + 1, False, time.monotonic() + wait_s
+
+
+class Feeder:
+    """`window`: lines of one model that are queued or running at once."""
+
+    def __init__(
+        self, run_id: str, source: Source, lines: Iterable[Line], children: Children, answers: Answers, window: int
+    ) -> None:
+        self._run_id, self._source, self._server, self._answers = run_id, source, children, answers
+        self._window = window
+        self._waiting = defaultdict[str, deque[Line]](deque)  # by model: a busy one keeps no other waiting
+        for line in lines:
+            self._waiting[line.model].append(line)
+        self._children: dict[int, _Child] = {}  # by line number
+        self._last_word: tuple[str, str] | None = None  # code and message, once the run is to end early
+
+    @property
+    def done(self) -> bool:
+        return not self._children and not any(self._waiting.values())
+
+    async def step(self) -> None:
+        self._fill()
+        await self._queue()
+        await self._collect()
+
+    async def end(self, code: str, message: str) -> None:
+        """What has not ended by now ends so; what ends just now keeps its answer."""
+        self._last_word = code, message
+        await self._server.cancel([self._job_id(child) for child in self._queued()])
+        deadline = time.monotonic() + _PATIENCE_S
+        while self._queued() and time.monotonic() < deadline:
+            await self._collect()
+            await asyncio.sleep(POLL_S)
+        await self._write([(child, self._failure(child, code, message)) for child in self._children.values()])
+        rest = (_Child(line) for lines in self._waiting.values() for line in lines)
+        while portion := list(islice(rest, _PORTION)):
+            await _to_its_end(self._answers.add, [self._failure(child, code, message) for child in portion])
+        self._waiting.clear()
+
+    def _fill(self) -> None:
+        bytes_queued = sum(child.line.length for child in self._children.values())
+        for model, lines in self._waiting.items():
+            room = self._window - sum(child.line.model == model for child in self._children.values())
+            while lines and room > 0 and (bytes_queued < _MOST_BYTES or not self._children):
+                line = lines.popleft()
+                self._children[line.number] = _Child(line)
+                bytes_queued += line.length
+                room -= 1
+
+    async def _queue(self) -> None:
+        now = time.monotonic()
+        due = [child for child in self._children.values() if not child.queued and child.due <= now]
+        for portion in _portions(due):
+            said = await self._server.submit([self._new_job(child) for child in portion])
+            for child, answer in zip(portion, said, strict=True):
+                if isinstance(answer, QueueFull):
+                    child.due = time.monotonic() + min(answer.retry_after_s, _LONGEST_WAIT_S)
+                else:
+                    child.queued = True
+
+    async def _collect(self) -> None:
+        queued = self._queued()
+        found = await self._server.look([self._job_id(child) for child in queued])
+        endings = ((child, self._ending(child, each)) for child, each in zip(queued, found, strict=True))
+        await self._write([(child, ended) for child, ended in endings if ended])
+
+    def _ending(self, child: _Child, found: Found) -> Ended | None:
+        """None while the line is on its way, by another job perhaps."""
+        if found.result is None:
+            if not found.known and not self._last_word:
+                child.again()  # the server has lost it
+            return None
+        match json.loads(found.result):
+            case {"type": "failed", "error": dict(error)}:
+                return self._failed(child, error)
+            case {"type": "cancelled", "reason": str(reason)}:
+                code, message = self._last_word or ("cancelled", f"The job was cancelled: {reason}.")
+                return self._failure(child, code, message)
+        return Ended(self._job_id(child), self._custom_id(child), result=found.result)
+
+    def _failed(self, child: _Child, error: dict[str, Any]) -> Ended | None:
+        # A deadline is the line's own wish: to try again would not be to keep it.
+        if not error["retryable"] or error["type"] == "deadline" or child.failures + 1 >= _MOST_TRIES:
+            return self._failure(child, error["type"], error["message"])
+        if self._last_word:
+            return self._failure(child, *self._last_word)
+        child.again(min(2**child.failures, _LONGEST_WAIT_S) * random.uniform(0.5, 1.5))
+        child.failures += 1
+        return None
+
+    async def _write(self, ended: Sequence[tuple[_Child, Ended]]) -> None:
+        """First the files, and only then the server forgets: whatever dies in between, nothing is lost."""
+        if not ended:
+            return
+        await _to_its_end(self._answers.add, [ending for _, ending in ended])
+        for child, _ in ended:
+            del self._children[child.line.number]
+        await self._server.forget([job for child, _ in ended for job in self._jobs(child)])
+
+    def _queued(self) -> list[_Child]:
+        return [child for child in self._children.values() if child.queued]
+
+    def _jobs(self, child: _Child) -> Iterator[tuple[str, str]]:
+        """All that the line has had, by id and model."""
+        for retry in range(child.retry + 1):
+            yield names.job(self._run_id, child.line.number, retry), child.line.model
+
+    def _job_id(self, child: _Child) -> str:
+        return names.job(self._run_id, child.line.number, child.retry)
+
+    def _custom_id(self, child: _Child) -> str:
+        return self._source.request(child.line).custom_id
+
+    def _new_job(self, child: _Child) -> NewJob:
+        return NewJob(self._job_id(child), self._source.request(child.line).as_job(), child.line.model, "batch")
+
+    def _failure(self, child: _Child, code: str, message: str) -> Ended:
+        return Ended(self._job_id(child), self._custom_id(child), code=code, message=message)
+
+
+def _portions(children: Sequence[_Child]) -> Iterator[list[_Child]]:
+    portion, size = list[_Child](), 0
+    for child in children:
+        if portion and (len(portion) == _PORTION or size + child.line.length > _PORTION_BYTES):
+            yield portion
+            portion, size = [], 0
+        portion.append(child)
+        size += child.line.length
+    if portion:
+        yield portion
+
+
+async def _to_its_end(do: Callable[[T], None], given: T) -> None:
+    """In a thread, since it waits for the disk; and to its end, for whoever is cancelled closes the files next."""
+    writing = asyncio.ensure_future(asyncio.to_thread(do, given))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await writing
+        raise

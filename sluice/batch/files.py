@@ -1,0 +1,128 @@
+"""What a run writes: the answers and the failures, a line each. These files are the truth about what is done."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sluice.batch.lines import digest
+from sluice.batch.tally import Tally
+from sluice.errors import BatchRefused
+
+
+class Appended:
+    """A file of whole lines. What is in it after `append` stays, whatever dies."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._end = os.fstat(self._file).st_size
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def lock(self) -> bool:
+        """Until it is closed, or the process dies. False where another process has it."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def raw_lines(self) -> Iterator[bytes]:
+        """To be read before the first `append`: half a line at the end, of a write that was cut off, is dropped."""
+        end = 0
+        with self.path.open("rb") as file:
+            for raw in file:
+                if raw.endswith(b"\n"):
+                    end += len(raw)
+                    yield raw
+        self._cut(end)
+
+    def append(self, lines: Sequence[bytes]) -> None:
+        """On the disk when it returns; raises OSError, and then nothing of it is in the file."""
+        left = memoryview(b"".join(lines))
+        try:
+            while left:
+                left = left[os.write(self._file, left) :]
+            os.fsync(self._file)
+        except OSError:
+            self._cut(self._end)
+            raise
+        self._end = os.fstat(self._file).st_size
+
+    def _cut(self, end: int) -> None:
+        os.ftruncate(self._file, end)
+        self._end = end
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A line's one ending: the result as a worker wrote it, or else what went wrong."""
+
+    job_id: str
+    custom_id: str
+    result: bytes = b""
+    code: str = ""
+    message: str = ""
+
+    def as_line(self) -> bytes:
+        head = f'{{"id":{json.dumps(self.job_id)},"custom_id":{json.dumps(self.custom_id)},"response":'
+        if self.code:
+            error = json.dumps({"code": self.code, "message": self.message})
+            return f'{head}null,"error":{error}}}\n'.encode()
+        answered = f'{{"status_code":200,"request_id":{json.dumps(self.job_id)},"body":'
+        result = self.result.replace(b"\n", b" ")  # between two tokens of JSON; within a string there is none
+        return b"".join([head.encode(), answered.encode(), result, b'},"error":null}\n'])
+
+
+class Answers:
+    """The output file and the error file. Each line of the input ends in one of them, once."""
+
+    def __init__(self, output: Path, errors: Path) -> None:
+        """Raises OSError, or `BatchRefused` where a file holds what no run writes."""
+        self._errors_path = errors
+        self._output = Appended(output)
+        self._errors = Appended(errors) if errors.exists() else None
+        self.tally, self.done = Tally(), set[bytes]()  # digests of custom_ids
+        try:
+            for file in filter(None, [self._output, self._errors]):
+                self._recall(file)
+        except BatchRefused:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for file in filter(None, [self._output, self._errors]):
+            file.close()
+
+    @property
+    def errors_path(self) -> Path | None:
+        return self._errors_path if self._errors else None
+
+    def add(self, ended: Sequence[Ended]) -> None:
+        """Raises OSError; what is not in the files by then counts as not ended."""
+        answers = [each.as_line() for each in ended if not each.code]
+        failures = [each.as_line() for each in ended if each.code]
+        if answers:
+            self._output.append(answers)
+            self._count(answers)
+        if failures:
+            self._errors = self._errors or Appended(self._errors_path)
+            self._errors.append(failures)
+            self._count(failures)
+
+    def _count(self, lines: Sequence[bytes]) -> None:
+        for raw in lines:
+            self.tally.add(json.loads(raw))
+
+    def _recall(self, file: Appended) -> None:
+        for number, raw in enumerate(file.raw_lines(), 1):
+            try:
+                said = json.loads(raw)
+                self.done.add(digest(said["custom_id"]))
+                self.tally.add(said)
+            except (ValueError, KeyError, TypeError):
+                raise BatchRefused(f"line {number:,} of {file.path} is none that a run writes") from None

@@ -1,0 +1,160 @@
+"""A folder of runs: files come into `inbox`, are fed in `running`, and end in `done` or in `failed`."""
+
+import asyncio
+import logging
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from redis.asyncio import Redis
+
+from sluice.batch import names
+from sluice.batch.board import Board
+from sluice.batch.place import Place, Wish
+from sluice.batch.run import Run, new_batch, tell_end
+from sluice.batch.state import StateFile
+from sluice.batch.status import Batch, Problem
+from sluice.errors import BatchRefused, BatchTaken
+
+logger = logging.getLogger("sluice.batch")
+
+_SETTLED_S = 2.0  # a file that has not grown for so long has been written
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    root: Path
+
+    @property
+    def inbox(self) -> Path:
+        return self.root / "inbox"
+
+    @property
+    def running(self) -> Path:
+        return self.root / "running"
+
+    @property
+    def done(self) -> Path:
+        return self.root / "done"
+
+    @property
+    def failed(self) -> Path:
+        return self.root / "failed"
+
+    def make(self) -> None:
+        for part in (self.inbox, self.running, self.done, self.failed):
+            part.mkdir(parents=True, exist_ok=True)
+
+    def has(self, run_id: str) -> bool:
+        return any(place_in(part / run_id).input.exists() for part in (self.running, self.done, self.failed))
+
+
+def place_in(home: Path) -> Place:
+    return Place(home / "input.jsonl", home / "output.jsonl", home / "errors.jsonl", home / "run")
+
+
+async def submit(redis: Redis, folder: Folder, file: Path) -> Batch:
+    """A copy into the inbox, seen there only when it is whole. Raises OSError."""
+    folder.make()
+    run_id = names.new_run(file.stem)
+    half, whole = folder.inbox / f".{run_id}.part", folder.inbox / f"{run_id}.jsonl"
+    try:
+        await asyncio.to_thread(shutil.copyfile, file, half)
+        batch = new_batch(place_in(folder.running / run_id), Wish(id=run_id))
+        await Board(redis).announce(batch)
+        half.rename(whole)
+    finally:
+        half.unlink(missing_ok=True)
+    return batch
+
+
+async def feed(redis: Redis, folder: Folder, *, take: bool, models: Mapping[str, str]) -> None:
+    """One pass: what runs and is fed by nobody, and then, to `take`, what lies in the inbox, oldest first."""
+    folder.make()
+    for each in _oldest_first(folder.running.iterdir()):
+        await _go_on(redis, folder, each, models)
+    for file in await _written(folder.inbox) if take else []:
+        if home := _taken(folder, file):
+            await _go_on(redis, folder, home, models)
+
+
+async def _go_on(redis: Redis, folder: Folder, home: Path, models: Mapping[str, str]) -> None:
+    if not place_in(home).input.exists():
+        return  # another feeder has moved it, or is about to begin with it
+    try:
+        with StateFile(place_in(home).state) as state:
+            await _feed(redis, folder, home, state, models)
+    except BatchTaken:
+        pass
+    except (BatchRefused, OSError) as error:
+        logger.error("%s waits for the next pass: %s", home.name, error)
+
+
+async def _feed(redis: Redis, folder: Folder, home: Path, state: StateFile, models: Mapping[str, str]) -> None:
+    saved = state.load()
+    batch = saved.batch if saved else None
+    if batch is None or not batch.ended:
+        logger.info("%s is %s", home.name, "gone on with" if saved else "taken")
+        run = Run(redis, place_in(home), Wish(None if saved else models, id=home.name), state)
+        try:
+            batch = await run.go()
+        except BatchRefused as error:
+            batch = run.fail([Problem("refused", f"{error}.")])
+    await _put_away(Board(redis), batch, home, (folder.done if batch.status == "completed" else folder.failed))
+
+
+async def _put_away(board: Board, batch: Batch, home: Path, shelf: Path) -> None:
+    """Told before the move, so that no crash hides the end, and after it, so that who hears of it finds the files."""
+    batch = _moved(batch, shelf / home.name)
+    await tell_end(board.put, batch)
+    home.rename(shelf / home.name)
+    await tell_end(board.announce, batch)
+    counts = batch.request_counts
+    logger.info("%s %s: %d of %d lines answered", batch.id, batch.status, counts.completed, counts.total)
+
+
+def _moved(batch: Batch, new: Path) -> Batch:
+    def there(path: str) -> str:
+        return str(new / Path(path).name)
+
+    return replace(
+        batch,
+        input_file_id=there(batch.input_file_id),
+        output_file_id=batch.output_file_id and there(batch.output_file_id),
+        error_file_id=batch.error_file_id and there(batch.error_file_id),
+    )
+
+
+def _taken(folder: Folder, file: Path) -> Path | None:
+    """Its home from now on; None where another feeder was faster."""
+    known = names.is_run(file.stem) and not folder.has(file.stem)
+    home = folder.running / (file.stem if known else names.new_run(file.stem))
+    home.mkdir(exist_ok=True)
+    try:
+        return file.rename(place_in(home).input).parent
+    except FileNotFoundError:
+        return None
+
+
+async def _written(inbox: Path) -> list[Path]:
+    """The files of which nobody is still writing. What `put` puts there is whole."""
+    files = [file for file in inbox.glob("*.jsonl") if not file.name.startswith(".")]
+    before = {file: _stamp(file) for file in files}
+    if any(not names.is_run(file.stem) and time.time() - _stamp(file)[0] < _SETTLED_S for file in files):
+        await asyncio.sleep(_SETTLED_S)
+    return _oldest_first(file for file in files if file.is_file() and _stamp(file) == before[file])
+
+
+def _oldest_first(paths: Iterable[Path]) -> list[Path]:
+    return sorted(paths, key=_stamp)
+
+
+def _stamp(path: Path) -> tuple[float, int]:
+    """When it was written, in Unix seconds, and its size; nothing where another feeder has just moved it."""
+    try:
+        said = path.stat()
+    except FileNotFoundError:
+        return 0.0, 0
+    return said.st_mtime, said.st_size

@@ -1,0 +1,136 @@
+"""A line of an input file: what it must be, and what is wrong with one that is not. README.md lists the rules."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from sluice import wire
+
+Models = Mapping[str, str]  # what a file calls a model, to the name it is served by; "*" is any other
+
+_METHOD, _URL = "POST", "/v1/chat/completions"
+_FIELDS = ("custom_id", "method", "url", "body")
+_MOST_CUSTOM_ID = 512  # characters
+_DEFAULT_MODEL = "default"
+
+
+class BadLine(Exception):
+    """Why a line cannot be run: the name of the rule, a sentence, and the field."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.message, self.param = code, message, param
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    custom_id: str
+    model: str  # that it is served by
+    body: dict[str, Any]
+
+    @property
+    def digest(self) -> bytes:
+        return digest(self.custom_id)
+
+    def as_job(self) -> dict[str, Any]:
+        """The body as it is queued. Nobody listens to a line while it runs, so it must not end for that."""
+        return {**self.body, "model": self.model, "on_disconnect": "continue"}
+
+
+def digest(custom_id: str) -> bytes:
+    """Stands for a custom_id where 50,000 are to be remembered."""
+    return hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
+
+
+def read_line(raw: bytes, models: Models) -> Request:
+    """Raises `BadLine`."""
+    said = _object(_text(raw))
+    for name in said:
+        if name not in _FIELDS:
+            raise BadLine("unknown_field", f"{_shown(name)} is not a field of a line; it has {_listed(_FIELDS)}.", name)
+    for name in _FIELDS:
+        if name not in said:
+            raise BadLine("missing_field", f"there is no {name}.", name)
+    if said["method"] != _METHOD:
+        raise BadLine("invalid_method", f'method must be "{_METHOD}", not {_shown(said["method"])}.', "method")
+    if said["url"] != _URL:
+        raise BadLine("invalid_url", f'url must be "{_URL}", not {_shown(said["url"])}.', "url")
+    body = _body(said["body"])
+    return Request(_custom_id(said["custom_id"]), _served(body.get("model"), models), body)
+
+
+def _text(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise BadLine("invalid_utf8", f"not UTF-8: {error.reason} at byte {error.start + 1:,}.") from None
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        said = json.loads(text, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise BadLine("invalid_json", f"not JSON: {error.msg} at character {error.pos + 1:,}.") from None
+    except RecursionError:
+        raise BadLine("invalid_json", "the JSON is nested too deeply.") from None
+    except ValueError as error:
+        raise BadLine("invalid_json", f"not JSON: {error}.") from None
+    if not isinstance(said, dict):
+        raise BadLine("invalid_json", f"a line must be a JSON object, not {_shown(said)}.")
+    return said
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"JSON has no word for {name}")
+
+
+def _custom_id(said: object) -> str:
+    if not isinstance(said, str) or not 1 <= len(said) <= _MOST_CUSTOM_ID:
+        why = f"custom_id must be a string of 1 to {_MOST_CUSTOM_ID} characters, not {_shown(said)}."
+        raise BadLine("invalid_custom_id", why, "custom_id")
+    try:
+        said.encode()
+    except UnicodeEncodeError:
+        raise BadLine("invalid_custom_id", "custom_id holds half of a surrogate pair.", "custom_id") from None
+    return said
+
+
+def _body(said: object) -> dict[str, Any]:
+    """What a worker cannot say later, or would say of each line alike; all else it says of the one line."""
+    if not isinstance(said, dict):
+        raise BadLine("invalid_body", f"body must be an object, not {_shown(said)}.", "body")
+    messages, answers = said.get("messages"), said.get("n")
+    if not isinstance(messages, list) or not messages:
+        raise BadLine("invalid_body", "body.messages must be a list of at least one message.", "body.messages")
+    if answers is not None and answers != 1:
+        raise BadLine("invalid_body", f"body.n must be 1, not {_shown(answers)}.", "body.n")
+    return said
+
+
+def _served(asked: object, models: Models) -> str:
+    if asked is None:
+        return models.get("*", _DEFAULT_MODEL)
+    if not isinstance(asked, str):
+        raise BadLine("invalid_model", f"body.model must be a string, not {_shown(asked)}.", "body.model")
+    name = models.get(asked) or models.get("*", asked)
+    try:
+        wire.check_model_name(name)
+    except ValueError as error:
+        raise BadLine("invalid_model", f"{error}; map it to a served name.", "body.model") from None
+    return name
+
+
+def _shown(value: object) -> str:
+    match value:
+        case dict():
+            return "an object"
+        case list():
+            return "a list"
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"

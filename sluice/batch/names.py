@@ -1,0 +1,25 @@
+"""Names of runs and of the jobs of their lines. Whoever goes on with a run finds its jobs by them."""
+
+import re
+import uuid
+
+_RUN = re.compile(r"batch_(?:[A-Za-z0-9._-]{1,40}_)?[0-9a-f]{12,32}")
+_RETRY = re.compile(r"-\d+-r\d+\Z")
+
+
+def new_run(stem: str = "") -> str:
+    """`stem`: of the input file, so that people know the run by sight."""
+    word = re.sub(r"[^A-Za-z0-9._-]+", "-", stem)[:40].strip("-")
+    return f"batch_{word}_{uuid.uuid4().hex[:12]}" if word else f"batch_{uuid.uuid4().hex}"
+
+
+def is_run(name: str) -> bool:
+    return _RUN.fullmatch(name) is not None
+
+
+def job(run_id: str, line: int, retry: int = 0) -> str:
+    return f"{run_id}-{line}-r{retry}" if retry else f"{run_id}-{line}"
+
+
+def is_retry(job_id: str) -> bool:
+    return _RETRY.search(job_id) is not None

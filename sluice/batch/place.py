@@ -1,0 +1,50 @@
+"""What a run is asked for: its files, and how it is to be made."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from sluice.batch import names, window
+from sluice.errors import BatchRefused
+
+WINDOW = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The files of a run."""
+
+    input: Path
+    output: Path
+    errors: Path
+    state: Path
+
+    @classmethod
+    def beside(cls, input: Path, output: Path, errors: Path | None = None) -> Self:
+        """All that is not named lies beside the output: out.jsonl has out.errors.jsonl and out.jsonl.run."""
+        failed = errors or output.with_name(f"{output.name.removesuffix('.jsonl')}.errors.jsonl")
+        state = output.with_name(f"{output.name}.run")
+        return cls(input.absolute(), output.absolute(), failed.absolute(), state.absolute())
+
+    def refuse_to_overwrite(self) -> None:
+        """Where no run has begun, what is there is somebody else's. Raises `BatchRefused`."""
+        for path in (self.output, self.errors):
+            if path.exists() and (not path.is_file() or path.stat().st_size):
+                raise BatchRefused(f"{path} is there already, and not of this run: name another, or remove it")
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """Raises ValueError. `models` None: as the run began, or by the names in the file."""
+
+    models: Mapping[str, str] | None = None
+    completion_window: str = "24h"
+    metadata: Mapping[str, str] | None = None
+    window: int = WINDOW  # lines of one model that are queued or running at once
+    id: str = field(default_factory=names.new_run)  # of a new run
+
+    def __post_init__(self) -> None:
+        window.seconds(self.completion_window)
+        if self.window < 1:
+            raise ValueError(f"window must be at least 1, not {self.window}")

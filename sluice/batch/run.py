@@ -1,0 +1,191 @@
+"""An offline run, from its file to its last line. Run again, it goes on; after its end it only says how it ended."""
+
+import asyncio
+import logging
+import socket
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Literal
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from sluice.batch import window
+from sluice.batch.board import Board
+from sluice.batch.children import Children
+from sluice.batch.feeder import POLL_S, Feeder
+from sluice.batch.files import Answers
+from sluice.batch.patience import patiently
+from sluice.batch.place import Place, Wish
+from sluice.batch.source import Line, Source, sorted_for_reuse
+from sluice.batch.state import Saved, StateFile
+from sluice.batch.status import Batch, BatchDetails, Problem, Problems, RequestCounts, State
+from sluice.errors import BatchRefused
+
+logger = logging.getLogger("sluice.batch")
+
+Told = Callable[[Batch], None]
+
+_PUT_S = 1.0
+_LAST_WORD_S = 60.0  # that a run which is over waits for the server
+
+_EARLY = {
+    "expired": ("batch_expired", "The completion window ran out before this line was done."),
+    "cancelled": ("batch_cancelled", "The run was cancelled before this line was done."),
+}
+
+
+def _nobody(_: Batch) -> None:
+    """Hears nothing."""
+
+
+async def run(redis: Redis, place: Place, wish: Wish, told: Told = _nobody) -> Batch:
+    """Raises `BatchRefused`, or OSError where a file cannot be written. Cancelled, it can be gone on with.
+
+    `told` hears how it goes, a few times a second.
+    """
+    if not place.state.exists():
+        place.refuse_to_overwrite()
+    with StateFile(place.state) as state:
+        saved = state.load()
+        if saved and saved.batch.ended and saved.batch.status != "failed":
+            return saved.batch
+        batch = await Run(redis, place, wish, state, told).go()
+        await tell_end(Board(redis).announce, batch)
+        return batch
+
+
+async def tell_end(tell: Callable[[Batch], Awaitable[None]], batch: Batch) -> None:
+    """The files say it too, so a server that stays away does not keep a run that is over."""
+    try:
+        await patiently(lambda: tell(batch), at_most_s=_LAST_WORD_S)
+    except (RedisError, OSError) as error:
+        logger.error("%s is %s, and the server could not be told: %s", batch.id, batch.status, error)
+
+
+def new_batch(place: Place, wish: Wish) -> Batch:
+    now = int(time.time())
+    return Batch(
+        id=wish.id,
+        input_file_id=str(place.input),
+        output_file_id=str(place.output),
+        completion_window=wish.completion_window,
+        status="validating",
+        created_at=now,
+        expires_at=now + window.seconds(wish.completion_window),
+        metadata=dict(wish.metadata) if wish.metadata else None,
+        sluice=BatchDetails(host=socket.gethostname()),
+    )
+
+
+class Run:
+    """Of which the state file is ours."""
+
+    def __init__(self, redis: Redis, place: Place, wish: Wish, state: StateFile, told: Told = _nobody) -> None:
+        self._place, self._wish, self._state, self._told = place, wish, state, told
+        self._board, self._children = Board(redis), Children(redis)
+        self._saved = self._begun() or Saved(new_batch(place, wish), "", wish.models or {})
+        self._put_at = 0.0
+
+    async def go(self) -> Batch:
+        """To its end, of which the server has not been told yet."""
+        await patiently(lambda: self._board.announce(self._saved.batch))
+        with Source(self._place.input, self._saved.models) as source:
+            scan = await asyncio.to_thread(source.scan)
+            if self._saved.sha256 not in ("", scan.sha256):
+                raise BatchRefused(f"{self._place.input} is not the file that {self._saved.batch.id} began with")
+            self._saved = replace(self._saved, sha256=scan.sha256)
+            if scan.problems:
+                self.fail(scan.named())
+            else:
+                with closing(await asyncio.to_thread(Answers, self._place.output, self._place.errors)) as answers:
+                    await self._feed(source, scan.lines, answers)
+        return self._saved.batch
+
+    def fail(self, problems: Sequence[Problem]) -> Batch:
+        """Before it has run, or where it cannot be gone on with."""
+        output = str(self._place.output) if self._place.output.exists() else None
+        batch = replace(self._saved.batch, errors=Problems(tuple(problems)), output_file_id=output)
+        self._save(batch.enter("failed", time.time()))
+        return self._saved.batch
+
+    def _begun(self) -> Saved | None:
+        saved = self._state.load()
+        if saved is None or saved.batch.status == "failed":
+            self._place.refuse_to_overwrite()
+            return None
+        if self._wish.models not in (None, saved.models):
+            raise BatchRefused(f"{saved.batch.id} began with other models, {saved.models}: go on with those")
+        return saved
+
+    async def _feed(self, source: Source, lines: list[Line], answers: Answers) -> None:
+        left = sorted_for_reuse([line for line in lines if line.digest not in answers.done])
+        feeder = Feeder(self._saved.batch.id, source, left, self._children, answers, self._wish.window)
+        since = self._saved.batch.in_progress_at or time.time()
+        models = Counter(line.model for line in lines)
+
+        def now(state: State | None = None) -> Batch:
+            batch = self._saved.batch if state is None else self._saved.batch.enter(state, time.time())
+            return _counted(batch, answers, models, time.time() - since)
+
+        begun = self._saved.batch.status != "validating"
+        await self._announce(now() if begun else now("in_progress"))
+        ending = await self._until_done(feeder, now)
+        if ending == "completed":
+            await self._announce(now("finalizing"))
+        else:
+            if ending == "cancelled":
+                await self._announce(now("cancelling"))
+            await feeder.end(*_EARLY[ending])
+        self._save(now(ending))
+
+    async def _until_done(
+        self, feeder: Feeder, now: Callable[[], Batch]
+    ) -> Literal["completed", "expired", "cancelled"]:
+        batch = self._saved.batch
+        while not feeder.done:
+            if batch.status == "cancelling" or await patiently(lambda: self._board.end_is_wished(batch.id)):
+                return "cancelled"
+            if batch.expires_at and time.time() >= batch.expires_at:
+                return "expired"
+            await feeder.step()
+            await self._tell(now())
+            if not feeder.done:
+                await asyncio.sleep(POLL_S)
+        return "completed"
+
+    async def _tell(self, batch: Batch) -> None:
+        self._told(batch)
+        if time.monotonic() - self._put_at >= _PUT_S:
+            await patiently(lambda: self._board.put(batch))
+            self._put_at = time.monotonic()
+
+    async def _announce(self, batch: Batch) -> None:
+        self._save(batch)
+        self._told(batch)
+        await patiently(lambda: self._board.announce(batch))
+
+    def _save(self, batch: Batch) -> None:
+        self._saved = replace(self._saved, batch=batch)
+        self._state.save(self._saved)
+
+
+def _counted(batch: Batch, answers: Answers, models: Counter[str], seconds: float) -> Batch:
+    tally = answers.tally
+    return replace(
+        batch,
+        model=next(iter(models)) if len(models) == 1 else None,
+        error_file_id=str(answers.errors_path) if answers.errors_path else None,
+        request_counts=RequestCounts(models.total(), tally.completed, tally.failed),
+        usage=tally.usage,
+        sluice=BatchDetails(
+            host=batch.sluice.host,
+            seconds=round(seconds, 3),
+            models=dict(models),
+            retried=tally.retried,
+            failures=dict(tally.failures),
+        ),
+    )

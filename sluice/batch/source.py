@@ -1,0 +1,174 @@
+"""An input file: read once from end to end, never whole in memory, and then line by line as they are queued."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Self
+
+from sluice.batch.lines import BadLine, Models, Request, read_line
+from sluice.batch.prefix import prefix_key
+from sluice.batch.status import Problem
+from sluice.errors import BatchRefused
+
+MOST_LINES = 50_000  # OpenAI's limits
+MOST_BYTES = 200 * 1024 * 1024
+MOST_LINE_BYTES = 16_000_000  # what a worker takes as a job, unless its SLUICE_MAX_REQUEST_BYTES says otherwise
+_MOST_PROBLEMS = 1_000  # that are named, so that the status object stays one that can be sent
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Where a request lies in the file."""
+
+    number: int  # from 1
+    offset: int
+    length: int
+    model: str
+    digest: bytes  # of its custom_id
+    prefix: bytes
+
+
+@dataclass(slots=True)
+class Scan:
+    """What is in a file. Where there are problems, nothing of it is run."""
+
+    lines: list[Line] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    unnamed: int = 0  # problems beyond the most that are named
+    sha256: str = ""
+
+    def add(self, problem: Problem) -> None:
+        if len(self.problems) < _MOST_PROBLEMS:
+            self.problems.append(problem)
+        else:
+            self.unnamed += 1
+
+    def named(self) -> tuple[Problem, ...]:
+        if not self.unnamed:
+            return tuple(self.problems)
+        return (*self.problems, Problem("more_errors", f"{self.unnamed:,} more lines are bad."))
+
+
+@dataclass(frozen=True, slots=True)
+class _Raw:
+    number: int
+    offset: int
+    text: bytes  # with its line break; cut where it is too long
+
+    @property
+    def whole(self) -> bool:
+        return self.text.endswith(b"\n")
+
+
+class Source:
+    """Raises `BatchRefused` where the file cannot be read."""
+
+    def __init__(self, path: Path, models: Models) -> None:
+        self._path, self._models = path, models
+        try:
+            self._file: BinaryIO = path.open("rb")
+        except OSError as error:
+            raise BatchRefused(f"cannot read {path}: {error.strerror}") from None
+        if not path.is_file():
+            self._file.close()
+            raise BatchRefused(f"{path} is not a file: its lines are read again as their turn comes")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def scan(self) -> Scan:
+        """Every line, in the order of the file."""
+        found, seen = Scan(), dict[bytes, int]()
+        if (size := os.fstat(self._file.fileno()).st_size) > MOST_BYTES:
+            found.add(Problem("file_too_large", f"the file is {size:,} bytes; at most {MOST_BYTES:,} are taken."))
+            return found
+        sha256 = hashlib.sha256()
+        for raw in self._raw_lines(sha256):
+            if not raw.text.strip():
+                continue
+            if len(found.lines) == MOST_LINES:
+                found.add(Problem("too_many_lines", f"there are more than {MOST_LINES:,} requests.", raw.number))
+                break
+            try:
+                found.lines.append(self._line(raw, seen))
+            except BadLine as bad:
+                found.add(Problem(bad.code, bad.message, raw.number, bad.param))
+        if not found.lines and not found.problems:
+            found.add(Problem("empty_file", "there is no request in the file."))
+        found.sha256 = sha256.hexdigest()
+        return found
+
+    def request(self, line: Line) -> Request:
+        """Raises `BatchRefused` where the file is no longer what was scanned."""
+        try:
+            request = read_line(os.pread(self._file.fileno(), line.length, line.offset), self._models)
+        except BadLine:
+            raise self._changed() from None
+        if request.digest != line.digest:
+            raise self._changed()
+        return request
+
+    def _changed(self) -> BatchRefused:
+        return BatchRefused(f"{self._path} was changed while it ran")
+
+    def _raw_lines(self, sha256: "hashlib._Hash") -> Iterator[_Raw]:
+        self._file.seek(0)
+        offset, number = self._skip_bom(sha256), 0
+        while text := self._file.readline(MOST_LINE_BYTES + 1):
+            number += 1
+            length = len(text)
+            sha256.update(text)
+            yield _Raw(number, offset, text)
+            if length > MOST_LINE_BYTES and not text.endswith(b"\n"):
+                length += self._skip_line(sha256)
+            offset += length
+
+    def _skip_bom(self, sha256: "hashlib._Hash") -> int:
+        first = self._file.read(len(_BOM))
+        if first == _BOM:
+            sha256.update(first)
+            return len(_BOM)
+        self._file.seek(0)
+        return 0
+
+    def _skip_line(self, sha256: "hashlib._Hash") -> int:
+        length = 0
+        while text := self._file.readline(MOST_LINE_BYTES):
+            sha256.update(text)
+            length += len(text)
+            if text.endswith(b"\n"):
+                break
+        return length
+
+    def _line(self, raw: _Raw, seen: dict[bytes, int]) -> Line:
+        request = self._read(raw)
+        first = seen.setdefault(request.digest, raw.number)
+        if first != raw.number:
+            raise BadLine("duplicate_custom_id", f"the custom_id is that of line {first:,} too.", "custom_id")
+        try:
+            prefix = prefix_key(request.body)
+        except (ValueError, RecursionError):
+            why = "body holds a number that is not finite, or is nested too deeply."
+            raise BadLine("invalid_json", why, "body") from None
+        return Line(raw.number, raw.offset, len(raw.text), request.model, request.digest, prefix)
+
+    def _read(self, raw: _Raw) -> Request:
+        if len(raw.text) > MOST_LINE_BYTES:
+            raise BadLine("line_too_long", f"the line is longer than {MOST_LINE_BYTES:,} bytes.")
+        try:
+            return read_line(raw.text, self._models)
+        except BadLine as bad:
+            if raw.whole or bad.code not in ("invalid_json", "invalid_utf8"):
+                raise
+            why = f"the last line has no end, and is cut off: {bad.message}"
+            raise BadLine("truncated_line", why) from None
+
+
+def sorted_for_reuse(lines: list[Line]) -> list[Line]:
+    return sorted(lines, key=lambda line: (line.prefix, line.number))

@@ -1,0 +1,65 @@
+"""The small file beside the output that holds a run together: what it is gone on with, and who feeds it."""
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from sluice.batch.files import Appended
+from sluice.batch.status import Batch
+from sluice.errors import BatchTaken
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    batch: Batch
+    sha256: str  # of the input
+    models: Mapping[str, str]
+
+
+class StateFile:
+    """A line for each state that the run came to, of which the last whole one counts.
+
+    Who has it locked feeds the run. The kernel lets go of the lock when that process ends, however it does.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError, or `BatchTaken`."""
+        self._file = Appended(path)
+        if not self._file.lock():
+            self._file.close()
+            raise BatchTaken(f"{_feeder(path)} is feeding this run: {path} is locked")
+        self._lines = list(self._file.raw_lines())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def load(self) -> Saved | None:
+        return _saved(self._lines[-1]) if self._lines else None
+
+    def save(self, saved: Saved) -> None:
+        said = {
+            "feeder": f"process {os.getpid()} on {socket.gethostname()}",
+            "sha256": saved.sha256,
+            "models": dict(saved.models),
+            "batch": json.loads(saved.batch.to_json()),
+        }
+        self._lines.append(json.dumps(said, separators=(",", ":")).encode() + b"\n")
+        self._file.append(self._lines[-1:])
+
+
+def _saved(raw: bytes) -> Saved:
+    said: dict[str, Any] = json.loads(raw)
+    return Saved(Batch.from_json(json.dumps(said["batch"])), said["sha256"], said["models"])
+
+
+def _feeder(path: Path) -> str:
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    last = whole.rpartition(b"\n")[2]
+    return str(json.loads(last)["feeder"]) if last else "another process"

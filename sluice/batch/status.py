@@ -1,0 +1,132 @@
+"""How an offline run goes: OpenAI's Batch object, with what is ours under `sluice`. `schemas.batch` says the same."""
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, Self
+
+from sluice.wire import parse_as
+
+State = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
+ENDED: frozenset[State] = frozenset({"failed", "completed", "expired", "cancelled"})
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCounts:
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class InputTokens:
+    cached_tokens: int = 0  # that lines shared, and that were not computed again
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTokens:
+    reasoning_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchUsage:
+    """Of the answers in the output file."""
+
+    input_tokens: int = 0
+    output_tokens: int = 0
+    total_tokens: int = 0
+    input_tokens_details: InputTokens = InputTokens()
+    output_tokens_details: OutputTokens = OutputTokens()
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why an input file is refused; `line` counts from 1, and is None where the file as a whole is meant."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Problems:
+    data: tuple[Problem, ...]
+    object: Literal["list"] = "list"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDetails:
+    """What OpenAI's object has no place for."""
+
+    host: str = ""  # where the files are
+    seconds: float = 0.0  # since the first line was queued, pauses included
+    models: dict[str, int] = field(default_factory=dict)  # lines by the model that they go to
+    retried: int = 0  # lines that were queued more than once
+    failures: dict[str, int] = field(default_factory=dict)  # lines by the code in the error file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Times are Unix seconds. Files are named by their paths on `sluice.host`."""
+
+    id: str
+    object: Literal["batch"] = "batch"
+    endpoint: Literal["/v1/chat/completions"] = "/v1/chat/completions"
+    model: str | None = None  # where all lines go to one
+    errors: Problems | None = None
+    input_file_id: str
+    completion_window: str
+    status: State
+    output_file_id: str | None = None
+    error_file_id: str | None = None  # once there is one
+    created_at: int
+    in_progress_at: int | None = None
+    expires_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: RequestCounts = RequestCounts()
+    usage: BatchUsage = BatchUsage()
+    metadata: dict[str, str] | None = None
+    sluice: BatchDetails = BatchDetails()
+
+    @property
+    def ended(self) -> bool:
+        return self.status in ENDED
+
+    def enter(self, state: State, now: float) -> Self:
+        """The same run in another state, from now on."""
+        since: dict[str, Any] = {f"{state}_at": int(now)}
+        return replace(self, status=state, **since)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, raw: str | bytes) -> Self:
+        """What a later version adds is left out."""
+        return parse_as(cls, _nested(json.loads(raw)))
+
+
+def _nested(said: dict[str, Any]) -> dict[str, Any]:
+    read = dict(said)
+    if errors := said.get("errors"):
+        read["errors"] = Problems(tuple(parse_as(Problem, each) for each in errors["data"]))
+    read["request_counts"] = parse_as(RequestCounts, said.get("request_counts") or {})
+    read["usage"] = _usage(said.get("usage") or {})
+    read["sluice"] = parse_as(BatchDetails, said.get("sluice") or {})
+    return read
+
+
+def _usage(said: dict[str, Any]) -> BatchUsage:
+    return parse_as(
+        BatchUsage,
+        {
+            **said,
+            "input_tokens_details": parse_as(InputTokens, said.get("input_tokens_details") or {}),
+            "output_tokens_details": parse_as(OutputTokens, said.get("output_tokens_details") or {}),
+        },
+    )

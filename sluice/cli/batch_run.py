@@ -1,0 +1,107 @@
+"""`sluice batch run`: a file of requests from here, watched to its end."""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sluice.batch.status import Batch
+from sluice.cli.batch_view import Watch, print_problems, print_report, read_models
+from sluice.cli.interrupted import stoppable
+from sluice.cli.options import REDIS_URL, AsJson, RedisUrl
+from sluice.cli.printed import print_json
+from sluice.cli.trouble import Trouble, connected
+from sluice.cli.view import note
+from sluice.errors import BatchRefused
+
+_EXIT_FAILED_LINES, _EXIT_REFUSED, _EXIT_LEFT = 1, 2, 3
+
+
+def run(
+    file: Annotated[Path, typer.Argument(metavar="IN.JSONL", help="The requests, a line each.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Where the answers go, a line each.")],
+    errors: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Where the failed lines go.  [default: beside the output, .errors.jsonl]"),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="Serve all lines by this model, but those of --map.")
+    ] = None,
+    map: Annotated[
+        list[str] | None,
+        typer.Option("--map", metavar="NAME=SERVED", help="Serve the lines for one model by another; repeatable."),
+    ] = None,
+    completion_window: Annotated[
+        str, typer.Option(metavar="TIME", help="After it, what is not done ends as expired; in s, m, h or d.")
+    ] = "24h",
+    window: Annotated[int, typer.Option(metavar="N", help="Lines of a model in the queue at once.")] = 256,
+    redis_url: RedisUrl = REDIS_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Run a file of requests offline, and watch it.
+
+    Whatever dies meanwhile, the same command goes on where the run was, and each line is answered once. Ctrl-C leaves
+    the run. The report goes to stdout, with --json as OpenAI's Batch object; all else goes to stderr.
+    Exit codes: 0 every line was answered, 1 some were not, 2 the file or the command was refused, 3 left by Ctrl-C.
+
+    \b
+    Examples:
+      sluice batch run in.jsonl -o out.jsonl
+      sluice batch run for-openai.jsonl -o out.jsonl --map gpt-4o-mini=default
+    """
+    models = read_models(map or [])
+    if model is not None:
+        models.setdefault("*", model)
+    wish = {"errors": errors, "models": models or None, "completion_window": completion_window, "window": window}
+    done = asyncio.run(stoppable(_run(redis_url, file, output, wish)))
+    if done is None:
+        note("left: the same command goes on with it.")
+        raise typer.Exit(_EXIT_LEFT)
+    if as_json:
+        print_json(asdict(done))
+    elif done.status != "failed":
+        print_report(done)
+    print_problems(done)
+    raise typer.Exit(_exit_code(done))
+
+
+async def _run(url: str, input: Path, output: Path, wish: dict[str, Any]) -> Batch:
+    async with connected(url) as client:
+        with Watch(client) as watch, _heard("sluice.batch"):
+            try:
+                batch = await client.batch(input, output, **wish, on_progress=watch.told)
+            except (BatchRefused, ValueError) as error:
+                raise Trouble(f"{error}.") from None
+            except OSError as error:
+                raise Trouble(f"{error.filename or output}: {error.strerror}. The run stays as it is.") from None
+        if batch.status != "failed" and not watch.begun:
+            note(f"{batch.id} had ended before: there was nothing left to do.")
+        return batch
+
+
+def _exit_code(batch: Batch) -> int:
+    if batch.status == "failed":
+        return _EXIT_REFUSED
+    counts = batch.request_counts
+    return 0 if counts.completed == counts.total else _EXIT_FAILED_LINES
+
+
+@contextmanager
+def _heard(name: str) -> Iterator[None]:
+    """What a logger has to say, among the notes."""
+
+    class Notes(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            note(record.getMessage(), style="yellow")
+
+    logger, handler = logging.getLogger(name), Notes()
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

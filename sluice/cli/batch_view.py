@@ -1,0 +1,139 @@
+"""An offline run on the terminal: on its way, and when it is over."""
+
+import asyncio
+import time
+from collections import deque
+from types import TracebackType
+from typing import Self
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from sluice.batch.status import Batch
+from sluice.cli.follow import mention_missing_worker
+from sluice.cli.printed import print_table, span
+from sluice.cli.trouble import Trouble
+from sluice.cli.view import note, notes
+from sluice.client import Client
+
+_PACE_OVER_S = 60.0
+_LINE_EVERY_S = 10.0  # where there is no terminal for a bar
+_MOST_SHOWN = 20  # problems on a terminal; the status object has more
+
+
+def read_models(given: list[str]) -> dict[str, str]:
+    """`gpt-4o-mini=default`, each."""
+    pairs = [(said.partition("=")) for said in given]
+    for name, equals, served in pairs:
+        if not (name and equals and served):
+            raise Trouble(f"{name + equals + served!r} maps no model: write NAME=SERVED, as in gpt-4o-mini=default.")
+    return {name.strip(): served.strip() for name, _, served in pairs}
+
+
+class Pace:
+    """Of the last minute."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int, int]] = deque()
+
+    def add(self, batch: Batch) -> None:
+        now = time.monotonic()
+        self._seen.append((now, _ended(batch), batch.usage.output_tokens))
+        while now - self._seen[0][0] > _PACE_OVER_S:
+            self._seen.popleft()
+
+    def tokens_per_s(self) -> float:
+        return self._per_s(2)
+
+    def left(self, lines: int) -> str:
+        rate = self._per_s(1)
+        return f"{span(lines / rate)} left" if rate else "time left unknown"
+
+    def _per_s(self, of: int) -> float:
+        first, last = self._seen[0], self._seen[-1]
+        return (last[of] - first[of]) / (last[0] - first[0]) if last[0] > first[0] else 0.0
+
+
+class Watch:
+    """A bar on a terminal, and elsewhere a line now and then."""
+
+    def __init__(self, client: Client) -> None:
+        self._client, self._pace = client, Pace()
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[more]}")
+        self._bar = Progress(*columns, console=notes, disable=not notes.is_terminal, transient=True)
+        self._task = self._bar.add_task("reading the file", total=None, more="")
+        self._line_at, self._asked = time.monotonic(), set[asyncio.Task[None]]()
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        self._bar.stop()
+
+    @property
+    def begun(self) -> bool:
+        return bool(self._asked)
+
+    def told(self, batch: Batch) -> None:
+        if not self.begun:
+            self._begin(batch)
+        self._pace.add(batch)
+        counts, done = batch.request_counts, _ended(batch)
+        left = self._pace.left(counts.total - done)
+        more = f"{counts.failed:,} failed · {self._pace.tokens_per_s():,.0f} tokens/s · {left}"
+        self._bar.update(self._task, description=batch.status, total=counts.total, completed=done, more=more)
+        if not notes.is_terminal and time.monotonic() - self._line_at >= _LINE_EVERY_S:
+            self._line_at = time.monotonic()
+            note(f"{done:,} of {counts.total:,} lines · {more}")
+
+    def _begin(self, batch: Batch) -> None:
+        done = _ended(batch)
+        known = f", {done:,} of them done before" if done else ""
+        note(f"{batch.id}: {batch.request_counts.total:,} lines{known}")
+        self._asked = {asyncio.ensure_future(self._mention(model)) for model in batch.sluice.models}
+
+    async def _mention(self, model: str) -> None:
+        await mention_missing_worker(self._client, model)
+
+
+def print_report(batch: Batch) -> None:
+    counts, usage, told = batch.request_counts, batch.usage, batch.sluice
+    rows = {
+        "status": batch.status,
+        "lines": f"{counts.total:,}: {counts.completed:,} answered, {counts.failed:,} failed",
+        "failures": ", ".join(f"{code} × {count:,}" for code, count in sorted(told.failures.items())),
+        "queued again": f"{told.retried:,} lines" if told.retried else "",
+        "time": _time(batch),
+        "prompt tokens": f"{usage.input_tokens:,}, {usage.input_tokens_details.cached_tokens:,} not computed again",
+        "answer tokens": _answer_tokens(batch),
+        "models": ", ".join(f"{name} × {lines:,}" for name, lines in told.models.items()),
+        "answers": batch.output_file_id or "",
+        "failed lines": batch.error_file_id or "",
+        "machine": told.host,
+    }
+    print_table(batch.id, {"": "left", "offline run": "left"}, [row for row in rows.items() if row[1]])
+
+
+def print_problems(batch: Batch) -> None:
+    problems = batch.errors.data if batch.errors else ()
+    if problems:
+        note("nothing is run until the file is in order:" if batch.request_counts.total == 0 else "it ended early:")
+    for problem in problems[:_MOST_SHOWN]:
+        place = f"line {problem.line:,}: " if problem.line else ""
+        note(f"{place}{problem.code}: {problem.message}", style="red")
+    if len(problems) > _MOST_SHOWN:
+        note(f"and {len(problems) - _MOST_SHOWN:,} more: --json has them.", style="red")
+
+
+def _ended(batch: Batch) -> int:
+    return batch.request_counts.completed + batch.request_counts.failed
+
+
+def _time(batch: Batch) -> str:
+    seconds = batch.sluice.seconds
+    return f"{seconds:.1f} s" if seconds < 60 else span(seconds)
+
+
+def _answer_tokens(batch: Batch) -> str:
+    rate = f", {batch.usage.output_tokens / batch.sluice.seconds:,.0f} a second" if batch.sluice.seconds else ""
+    return f"{batch.usage.output_tokens:,}{rate}"

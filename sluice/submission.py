@@ -1,0 +1,99 @@
+"""How a job gets onto its queue: one Lua call, alone or with many others in one round trip."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from redis.asyncio import Redis
+
+from sluice import wire
+from sluice.errors import QueueFull
+from sluice.wire import Lane
+
+_FULL = -1  # submit.lua's answer
+_DRAINS_UNKNOWN_S = 60.0  # nothing has ended in the last minute
+_QUEUED_S = 86_400  # a job that nobody took by then has expired: arq's default
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    id: str
+    new: bool  # False: there was a job of this id already, and nothing was queued
+    state: str  # of the job now: queued, running, finished, failed or cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class NewJob:
+    """Raises ValueError for a bad id, model or lane."""
+
+    id: str
+    request: dict[str, Any]
+    model: str
+    lane: Lane
+
+    def __post_init__(self) -> None:
+        wire.check_job_id(self.id)
+        wire.check_model_name(self.model)
+        if self.lane not in wire.LANES:
+            raise ValueError(f"lane must be one of {', '.join(wire.LANES)}, not {self.lane!r}")
+
+
+class Submission:
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+        self._script = redis.register_script((files("sluice") / "submit.lua").read_text())
+
+    async def submit(self, job: NewJob) -> Submitted:
+        """Raises `QueueFull`."""
+        said = _read(job, await self._script(keys=_keys(job), args=_args(job)))
+        if isinstance(said, QueueFull):
+            raise said
+        return said
+
+    async def submit_all(self, jobs: Sequence[NewJob]) -> list[Submitted | QueueFull]:
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for job in jobs:
+                await self._script(keys=_keys(job), args=_args(job), client=pipe)
+            answers = await pipe.execute()
+        return [_read(job, answer) for job, answer in zip(jobs, answers, strict=True)]
+
+
+def _keys(job: NewJob) -> list[str]:
+    return [
+        wire.body_key(job.id),
+        wire.queue_key(job.model, job.lane),
+        wire.job_key(job.id),
+        wire.wake_channel(job.model),
+        wire.model_key(job.model),
+    ]
+
+
+def _args(job: NewJob) -> list[str | bytes | int]:
+    return [job.id, _arq_job(job.request), _QUEUED_S * 1000, *_known_at_once(job.request, job.lane)]
+
+
+def _read(job: NewJob, answer: list[Any]) -> Submitted | QueueFull:
+    outcome, *said = answer
+    if outcome == _FULL:
+        length, limit, retry_after_s = said
+        return QueueFull(length, limit, float(retry_after_s or _DRAINS_UNKNOWN_S))
+    return Submitted(job.id, bool(outcome), said[0].decode())
+
+
+def _arq_job(request: dict[str, Any]) -> bytes:
+    """arq's wire format, with JSON in place of pickle."""
+    job: dict[str, Any] = {"t": None, "f": "chat", "a": [request], "k": {}, "et": int(time.time() * 1000)}
+    return json.dumps(job, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _known_at_once(request: dict[str, Any], lane: Lane) -> list[str]:
+    """For the job's hash before any worker has seen it. What is not as it should be, the worker will refuse."""
+    tenant, deadline_s = request.get("tenant") or request.get("user"), request.get("deadline_s")
+    return [
+        lane,
+        tenant.encode(errors="replace").decode() if isinstance(tenant, str) else "",
+        str(deadline_s) if isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool) else "",
+    ]
