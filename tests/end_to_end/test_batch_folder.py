@@ -3,6 +3,8 @@
 import asyncio
 import fcntl
 import json
+import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -63,6 +65,11 @@ def is_fed(run: Path) -> bool:
     return False
 
 
+def feeder_of(run: Path) -> int:
+    """Its process."""
+    return int(re.findall(rb"process (\d+) on", (run / "run").read_bytes())[-1])
+
+
 def is_at_it(run: Path) -> Callable[[], bool]:
     """Some lines are answered."""
     return lambda: (run / "output.jsonl").exists() and (run / "output.jsonl").stat().st_size > 0
@@ -91,9 +98,32 @@ async def test_a_file_for_openai_s_own_service_is_taken_in_at_its_time_and_answe
     assert not any((tmp_path / "inbox").iterdir())
 
 
+async def test_what_was_taken_in_is_answered_without_another_slot_though_the_feeder_died_at_the_first_file(
+    redis_url: str, tmp_path: Path
+) -> None:
+    for name, lines in (("a", 100), ("b", 5), ("c", 5)):
+        write(tmp_path / "inbox" / f"{name}.jsonl", lines)
+    known = settings(redis_url, model_name="nobody", poll_s=0.05, batch_models="*=default")
+    batches, clock = Batches(str(tmp_path), known, look_s=0.5), Clock()
+    async with working(known, FakeChat().chat, crons=[batches.cron], clock=clock) as keeper:
+        running = asyncio.create_task(batches.run(keeper.stopping, keeper.hurry))
+        await until(lambda: batches.cron.next_run is not None)
+        clock.moment += MINUTE
+        await until(lambda: any((tmp_path / "running").glob("*_a_*/output.jsonl")), within_s=_WITHIN_S)
+        os.kill(feeder_of(next((tmp_path / "running").glob("*_a_*"))), signal.SIGKILL)
+        await until(lambda: len(list((tmp_path / "done").glob("*"))) == 3, within_s=_WITHIN_S)
+        keeper.stop()
+        await running
+    assert {run.name.split("_")[1]: answers(run) for run in (tmp_path / "done").iterdir()} == {
+        "a": expected(100),
+        "b": expected(5),
+        "c": expected(5),
+    }
+
+
 def test_a_run_whose_worker_was_killed_is_gone_on_with_by_another(redis_url: str, tmp_path: Path) -> None:
     run = tmp_path / "running" / "batch_0123456789ab"
-    write(run / "input.jsonl", 200)
+    write(run / "input.jsonl", 100)
     given = {"batch_dir": tmp_path, "batch_models": "*=default", "model_name": "other", "lease_s": 1}
     with WorkerProcess(redis_url, **given) as ada:
         wait(is_at_it(run), ada.log)
@@ -102,14 +132,14 @@ def test_a_run_whose_worker_was_killed_is_gone_on_with_by_another(redis_url: str
     assert run.is_dir()
     with WorkerProcess(redis_url, **given) as ben:
         wait(ended(tmp_path, run.name), ben.log)
-    assert answers(tmp_path / "done" / run.name) == expected(200)
+    assert answers(tmp_path / "done" / run.name) == expected(100)
 
 
 def test_a_worker_that_is_told_to_stop_tells_its_feeder_and_the_run_waits_for_the_next(
     redis_url: str, tmp_path: Path
 ) -> None:
     run = tmp_path / "running" / "batch_0123456789ab"
-    write(run / "input.jsonl", 200)
+    write(run / "input.jsonl", 100)
     with WorkerProcess(redis_url, batch_dir=tmp_path, batch_models="*=default", model_name="other") as worker:
         wait(is_at_it(run), worker.log)
         began = time.monotonic()
