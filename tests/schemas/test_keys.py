@@ -16,6 +16,10 @@ NAMES = {
     keys.model("default"): "sluice:model:default",
     keys.worker("mac-1"): "sluice:worker:mac-1",
     keys.WORKERS: "sluice:worker:*",
+    keys.batch("batch_1"): "sluice:batch:batch_1",
+    keys.batch_channel("batch_1"): "sluice:batch:batch_1",
+    keys.batch_cancel("batch_1"): "sluice:batch:batch_1:cancel",
+    keys.BATCHES: "sluice:batch:*",
     keys.CONTROL: "sluice:control",
     keys.DEAD: "sluice:dead",
 }
