@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 
 from sluice import letters, wire
 from sluice.batch.board import Board
+from sluice.batch.names import new_run
 from sluice.batch.place import Place, Wish
 from sluice.batch.status import Batch
 from sluice.errors import JobCancelled, JobFailed, UnknownJob
@@ -176,7 +177,7 @@ class Client:
         *,
         errors: str | Path | None = None,
         models: Mapping[str, str] | None = None,
-        completion_window: str = "24h",
+        completion_window: str | None = None,
         metadata: Mapping[str, str] | None = None,
         window: int = 256,
         on_progress: Callable[[Batch], None] = lambda batch: None,
@@ -184,14 +185,15 @@ class Client:
         """Run an OpenAI Batch file to its end; outages of the server are waited out.
 
         Called again after it was cancelled or died, it goes on where it was. `models` maps the names in the file to
-        served ones, "*" any other. A file with bad lines comes back as `failed`, with all of them in `errors`, and
+        served ones, "*" any other. What is not done when the completion window ("90m"; 24h) has run out ends as
+        expired. A file with bad lines comes back as `failed`, with all of them in `errors`, and
         nothing of it is run. `window` is how many lines of a model are queued or running at once.
         Raises `BatchRefused`, ValueError, or OSError where a file cannot be written.
         """
         from sluice.batch.run import run  # files are locked as Unix does it, and a backend may be written elsewhere
 
         place = Place.beside(Path(input), Path(output), Path(errors) if errors else None)
-        wish = Wish(models, completion_window, metadata, window)
+        wish = Wish(models, completion_window, metadata, window, new_run(place.input.stem))
         return await run(self._redis, place, wish, on_progress)
 
     async def submit_batch(self, input: str | Path, folder: str | Path) -> Batch:

@@ -108,7 +108,7 @@ class Settings(BaseSettings):
     @classmethod
     def _names_served_models(cls, said: str | None) -> str | None:
         for pair in said.split(",") if said else ():
-            theirs, _, ours = pair.rpartition("=")
+            theirs, _, ours = pair.partition("=")
             if not theirs or theirs != theirs.strip() or not is_model_name(ours):
                 raise ValueError(f"{pair!r} must look like gpt-4o-mini=default")
         return said

@@ -21,6 +21,7 @@ POLL_S = 0.25
 _MOST_BYTES = 64_000_000  # of lines in the window: a run must not fill the server
 _MOST_TRIES = 5
 _LONGEST_WAIT_S = 60.0
+_LOST_WAIT_S = 0.5  # before a job is queued again of which the server has lost every trace
 _PATIENCE_S = 5.0  # for jobs whose end was asked for; longer, and no worker hears
 _PORTION, _PORTION_BYTES = 64, 4_000_000  # of jobs in one round trip
 
@@ -37,7 +38,7 @@ class _Child:
     queued: bool = False
     due: float = 0.0  # if it is not: when to queue it, by the monotonic clock
 
-    def again(self, wait_s: float = 0.0) -> None:
+    def again(self, wait_s: float) -> None:
         """Under a new id: an id is used once."""
         self.retry, self.queued, self.due = self.retry + 1, False, time.monotonic() + wait_s
 
@@ -110,7 +111,7 @@ class Feeder:
         """None while the line is on its way, by another job perhaps."""
         if found.result is None:
             if not found.known and not self._last_word:
-                child.again()  # the server has lost it
+                child.again(_LOST_WAIT_S)
             return None
         match json.loads(found.result):
             case {"type": "failed", "error": dict(error)}:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sluice.batch.lines import digest
 from sluice.batch.tally import Tally
@@ -120,9 +121,16 @@ class Answers:
 
     def _recall(self, file: Appended) -> None:
         for number, raw in enumerate(file.raw_lines(), 1):
-            try:
-                said = json.loads(raw)
-                self.done.add(digest(said["custom_id"]))
-                self.tally.add(said)
-            except (ValueError, KeyError, TypeError):
-                raise BatchRefused(f"line {number:,} of {file.path} is none that a run writes") from None
+            match _read(raw):
+                case {"id": str(), "custom_id": str(custom_id)} as said:
+                    self.done.add(digest(custom_id))
+                    self.tally.add(said)
+                case _:
+                    raise BatchRefused(f"line {number:,} of {file.path} is none that a run writes")
+
+
+def _read(raw: bytes) -> Any:
+    try:
+        return json.loads(raw)
+    except ValueError:
+        return None

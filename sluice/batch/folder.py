@@ -78,8 +78,8 @@ async def feed(redis: Redis, folder: Folder, *, take: bool, models: Mapping[str,
     folder.make()
     for file in await _written(folder.inbox) if take else []:
         _take(folder, file)
-    for home in _oldest_first(folder.running.iterdir()):
-        await _go_on(redis, folder, home, models)
+    for file in _oldest_first(folder.running.glob("*/input.jsonl")):
+        await _go_on(redis, folder, file.parent, models)
 
 
 async def _go_on(redis: Redis, folder: Folder, home: Path, models: Mapping[str, str]) -> None:

@@ -36,15 +36,15 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """Raises ValueError. `models` None: as the run began, or by the names in the file."""
+    """Raises ValueError. What is None is as the run began, or as it is by itself."""
 
-    models: Mapping[str, str] | None = None
-    completion_window: str = "24h"
+    models: Mapping[str, str] | None = None  # by the names in the file
+    completion_window: str | None = None  # 24h
     metadata: Mapping[str, str] | None = None
     window: int = WINDOW  # lines of one model that are queued or running at once
     id: str = field(default_factory=names.new_run)  # of a new run
 
     def __post_init__(self) -> None:
-        window.seconds(self.completion_window)
+        window.seconds(self.completion_window or window.DEFAULT)
         if self.window < 1:
             raise ValueError(f"window must be at least 1, not {self.window}")

@@ -67,17 +67,26 @@ async def tell_end(tell: Callable[[Batch], Awaitable[None]], batch: Batch) -> No
 
 
 def new_batch(place: Place, wish: Wish) -> Batch:
-    now = int(time.time())
-    return Batch(
+    batch = Batch(
         id=wish.id,
         input_file_id=str(place.input),
         output_file_id=str(place.output),
-        completion_window=wish.completion_window,
+        completion_window=window.DEFAULT,
         status="validating",
-        created_at=now,
-        expires_at=now + window.seconds(wish.completion_window),
-        metadata=dict(wish.metadata) if wish.metadata else None,
+        created_at=int(time.time()),
         sluice=BatchDetails(host=socket.gethostname()),
+    )
+    return _as_wished(batch, wish)
+
+
+def _as_wished(batch: Batch, wish: Wish) -> Batch:
+    """A run may be given more time when it is gone on with."""
+    given = wish.completion_window or batch.completion_window
+    return replace(
+        batch,
+        completion_window=given,
+        expires_at=batch.created_at + window.seconds(given),
+        metadata=batch.metadata if wish.metadata is None else dict(wish.metadata),
     )
 
 
@@ -119,7 +128,7 @@ class Run:
             return None
         if self._wish.models not in (None, saved.models):
             raise BatchRefused(f"{saved.batch.id} began with other models, {saved.models}: go on with those")
-        return saved
+        return replace(saved, batch=_as_wished(saved.batch, self._wish))
 
     async def _feed(self, source: Source, lines: list[Line], answers: Answers) -> None:
         left = sorted_for_reuse([line for line in lines if line.digest not in answers.done])

@@ -2,6 +2,8 @@
 
 import re
 
+DEFAULT = "24h"
+
 _UNITS_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 
 

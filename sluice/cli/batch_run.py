@@ -37,8 +37,9 @@ def run(
         typer.Option("--map", metavar="NAME=SERVED", help="Serve the lines for one model by another; repeatable."),
     ] = None,
     completion_window: Annotated[
-        str, typer.Option(metavar="TIME", help="After it, what is not done ends as expired; in s, m, h or d.")
-    ] = "24h",
+        str | None,
+        typer.Option(metavar="TIME", help="After it, what is not done ends as expired: 90m, 2d.  [default: 24h]"),
+    ] = None,
     window: Annotated[int, typer.Option(metavar="N", help="Lines of a model in the queue at once.")] = 256,
     redis_url: RedisUrl = REDIS_URL,
     as_json: AsJson = False,

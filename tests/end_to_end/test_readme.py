@@ -10,7 +10,9 @@ from scripts.stack import ROOT, WorkerProcess
 from worker.settings import Settings, variable
 
 README = (ROOT / "README.md").read_text()
-PLAIN_ARQ, OUR_CLIENT, OPENAI_BACKEND = re.findall(r"```python\n(.*?)```", README, re.DOTALL)  # test_openai serves it
+PLAIN_ARQ, OUR_CLIENT, OPENAI_BACKEND, BATCH = re.findall(
+    r"```python\n(.*?)```", README, re.DOTALL
+)  # test_openai serves it
 
 
 @pytest.mark.parametrize("code", [PLAIN_ARQ, OUR_CLIENT], ids=["plain arq", "our client"])

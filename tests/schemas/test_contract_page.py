@@ -64,7 +64,8 @@ def test_the_page_s_key_table_has_every_key() -> None:
     ours = [key("<id>") for key in (keys.log, keys.channel, keys.result, keys.job, keys.cancel)]
     ours.append("sluice:cron:<folder>:<unix>")  # keys.slot
     by_model = ["sluice:queue:<model>:<lane>", keys.wake("<model>"), keys.model("<model>"), keys.worker("<name>")]
-    assert listed - {"arq:job:<id>", "arq:in-progress:<id>"} == {*ours, *by_model, keys.CONTROL, keys.DEAD}
+    of_runs = [keys.batch("<run>"), keys.batch_cancel("<run>")]
+    assert listed - {"arq:job:<id>", "arq:in-progress:<id>"} == {*ours, *by_model, *of_runs, keys.CONTROL, keys.DEAD}
 
 
 def test_the_page_s_names_match_as_ours_do() -> None:

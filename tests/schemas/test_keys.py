@@ -17,6 +17,10 @@ NAMES = {
     keys.worker("mac-1"): "sluice:worker:mac-1",
     keys.slot("/srv/batch", 1795305600): "sluice:cron:/srv/batch:1795305600",
     keys.WORKERS: "sluice:worker:*",
+    keys.batch("batch_1"): "sluice:batch:batch_1",
+    keys.batch_channel("batch_1"): "sluice:batch:batch_1",
+    keys.batch_cancel("batch_1"): "sluice:batch:batch_1:cancel",
+    keys.BATCHES: "sluice:batch:*",
     keys.CONTROL: "sluice:control",
     keys.DEAD: "sluice:dead",
 }

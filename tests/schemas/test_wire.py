@@ -21,6 +21,7 @@ MODELS: dict[str, type[BaseModel]] = {
 KEYS = {
     "queue": "queue_key", "log": "log_key", "channel": "channel", "result": "result_key", "job": "job_key",
     "cancel": "cancel_key", "wake": "wake_channel", "model": "model_key",
+    "batch": "batch_key", "batch_channel": "batch_channel", "batch_cancel": "batch_cancel_key",
 }  # fmt: skip
 FOR_WORKERS_ALONE = {"worker", "slot"}
 TOLD = {"role": "assistant", "index": 0}
@@ -58,7 +59,9 @@ def test_no_key_is_known_to_one_side_only() -> None:
     assert named(wire) == {*KEYS.values(), "body_key"}
 
 
-@pytest.mark.parametrize("name", ["LANES", "MODEL_NAME", "JOB_ID", "CONTROL", "DEAD", "WORKERS", "CANCEL_S", "Lane"])
+@pytest.mark.parametrize(
+    "name", ["LANES", "MODEL_NAME", "JOB_ID", "CONTROL", "DEAD", "WORKERS", "BATCHES", "CANCEL_S", "Lane"]
+)
 def test_a_constant_is_the_same_on_both_sides(name: str) -> None:
     assert getattr(wire, name) == getattr(keys, name)
 

@@ -1,0 +1,46 @@
+"""Input files, what runs made of them, and a worker that does what the lines say."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from sluice.batch.lines import Models
+from sluice.batch.source import Scan, Source
+
+ANY: Models = {"*": "default"}
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def line(custom_id: str, **changed: Any) -> dict[str, Any]:
+    """`changed`: fields of the line, or of its body where it has none of that name."""
+    said: dict[str, Any] = {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions"}
+    body = {"messages": HELLO, **{name: value for name, value in changed.items() if name not in (*said, "body")}}
+    return {**said, "body": body, **{name: value for name, value in changed.items() if name in (*said, "body")}}
+
+
+def says(custom_id: str, words: str = "hi", **more: Any) -> dict[str, Any]:
+    """A line that `tests.fakes.FakeChat` answers."""
+    return line(custom_id, say=[words], **more)
+
+
+def as_bytes(lines: Iterable[Mapping[str, Any]]) -> bytes:
+    return b"".join(json.dumps(each).encode() + b"\n" for each in lines)
+
+
+def write(path: Path, *lines: Mapping[str, Any]) -> Path:
+    path.write_bytes(as_bytes(lines))
+    return path
+
+
+def scan(path: Path, models: Models = ANY) -> Scan:
+    with Source(path, models) as source:
+        return source.scan()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(raw) for raw in path.read_bytes().splitlines()]
+
+
+def ids(path: Path) -> list[str]:
+    return [said["custom_id"] for said in read(path)]

@@ -1,0 +1,388 @@
+"""Runs over a real server, with a worker in this process that does what the lines say."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from sluice import Batch, BatchRefused, BatchTaken, Client, UnknownBatch
+from sluice.batch import files, run
+from sluice.batch.state import StateFile
+from tests.batch.helpers import ANY, ids, read, says, write
+from tests.fakes import FakeChat, Line
+from tests.queue.helpers import BATCH, settings, until, working
+from worker.errors import Refusal
+
+
+class Chat(FakeChat):
+    """`refuse`: of which type its failure is; `fails`: so often at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: list[dict[str, Any]] = []
+        self._tries = Counter[str]()
+
+    async def chat(self, ctx: dict[Any, Any], request: dict[str, Any]) -> Any:
+        self.requests.append(request)
+        key = str(request.get("say"))
+        self._tries[key] += 1
+        if self._tries[key] <= request.get("fails", 0):
+            raise Refusal(request.get("refuse", "overloaded"), "No room.", retryable=request.get("retryable", True))
+        return await super().chat(ctx, request)
+
+
+@pytest.fixture
+async def chat(redis_url: str) -> AsyncIterator[Chat]:
+    chat = Chat()
+    async with working(settings(redis_url, max_rows=8, reserved_rows=0), chat.chat):
+        yield chat
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out.jsonl"
+
+
+def errors_of(out: Path) -> dict[str, str]:
+    return {said["custom_id"]: said["error"]["code"] for said in read(out.with_name("out.errors.jsonl"))}
+
+
+def answers_of(out: Path) -> dict[str, str]:
+    return {said["custom_id"]: said["response"]["body"]["said"] for said in read(out)}
+
+
+async def left(db: Redis) -> list[bytes]:
+    """What is on the server besides the worker and the runs."""
+    found = [key async for key in db.scan_iter()]
+    return [key for key in found if not key.startswith((b"sluice:worker:", b"sluice:model:", b"sluice:batch:"))]
+
+
+async def started(client: Client, many: Path, out: Path, **how: Any) -> asyncio.Task[Batch]:
+    """A run of which some lines have ended."""
+    task = asyncio.create_task(client.batch(many, out, models=ANY, **how))
+    await until(lambda: (out.exists() and out.stat().st_size > 0) or task.done())
+    return task
+
+
+async def leave(task: asyncio.Task[Batch]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+
+
+# A run
+
+
+async def test_a_run_answers_every_line_once_and_leaves_nothing_on_the_server(
+    client: Client, db: Redis, chat: Chat, tmp_path: Path, out: Path
+) -> None:
+    many = write(tmp_path / "in.jsonl", *(says(f"r{k}", f"word {k}", model="gpt-4o-mini") for k in range(100)))
+    batch = await client.batch(many, out, models=ANY, window=30, metadata={"why": "test"})
+    assert answers_of(out) == {f"r{k}": f"word {k}" for k in range(100)}
+    assert len(read(out)) == 100
+    assert (batch.status, batch.model, batch.metadata) == ("completed", "default", {"why": "test"})
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (100, 100, 0)
+    assert (batch.output_file_id, batch.error_file_id) == (str(out), None)
+    assert await left(db) == []
+    assert {request["model"] for request in chat.requests} == {"default"}
+
+
+async def test_a_window_is_never_exceeded(client: Client, db: Redis, tmp_path: Path, out: Path) -> None:
+    many = write(tmp_path / "in.jsonl", *(says(f"r{k}") for k in range(20)))
+    task = asyncio.create_task(client.batch(many, out, models=ANY, window=7))
+    await until(lambda: _has(db, 7))
+    await asyncio.sleep(0.1)
+    assert await db.zcard(BATCH) == 7
+    await leave(task)
+
+
+async def _has(db: Redis, jobs: int) -> bool:
+    return bool(await db.zcard(BATCH) >= jobs)
+
+
+async def test_a_model_without_a_worker_keeps_no_other_waiting(
+    client: Client, chat: Chat, tmp_path: Path, out: Path
+) -> None:
+    lines = [says(f"r{k}", f"word {k}", model="nobody" if k < 20 else "default") for k in range(30)]
+    task = asyncio.create_task(client.batch(write(tmp_path / "in.jsonl", *lines), out, window=5))
+    await until(lambda: out.exists() and len(read(out)) == 10)
+    assert sorted(ids(out)) == [f"r{k}" for k in range(20, 30)]
+    await leave(task)
+
+
+async def test_progress_and_events_tell_of_the_run_to_its_end(
+    client: Client, chat: Chat, tmp_path: Path, out: Path
+) -> None:
+    many = write(tmp_path / "in.jsonl", *(says(f"r{k}") for k in range(40)))
+    heard: list[Batch] = []
+    task = asyncio.create_task(client.batch(many, out, models=ANY, window=4, on_progress=heard.append))
+    await until(lambda: bool(heard))
+    events = [batch async for batch in client.batch_events(heard[0].id)]
+    done = await task
+    assert events[-1] == done == await client.batch_status(done.id)
+    assert await client.batches() == [done]
+    counts = [batch.request_counts.completed for batch in heard]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (0, 40)
+    assert [batch.status for batch in heard][-1] == "finalizing"
+
+
+async def test_of_an_unknown_run_there_is_no_status_no_event_and_no_cancel(client: Client, db: Redis) -> None:
+    for ask in (client.batch_status("batch_1"), client.cancel_batch("batch_1"), anext(client.batch_events("batch_1"))):
+        with pytest.raises(UnknownBatch):
+            await ask
+    assert await left(db) == []
+
+
+# Failures
+
+
+async def test_a_line_that_fails_stops_nothing_and_is_in_the_error_file(
+    client: Client, db: Redis, chat: Chat, tmp_path: Path, out: Path
+) -> None:
+    bad = [
+        says("no", "a", fails=9, refuse="invalid_request", retryable=False),
+        says("late", "b", fails=9, refuse="deadline"),
+    ]
+    many = write(tmp_path / "in.jsonl", says("r0", "c"), *bad, says("r1", "d"))
+    batch = await client.batch(many, out, models=ANY)
+    assert (sorted(ids(out)), errors_of(out)) == (["r0", "r1"], {"no": "invalid_request", "late": "deadline"})
+    assert (batch.status, batch.request_counts.failed, batch.sluice.retried) == ("completed", 2, 0)
+    assert batch.sluice.failures == {"invalid_request": 1, "deadline": 1}
+    assert await left(db) == []
+
+
+async def test_a_retryable_failure_is_tried_five_times_in_all(
+    client: Client, db: Redis, chat: Chat, tmp_path: Path, out: Path
+) -> None:
+    many = write(tmp_path / "in.jsonl", says("good", "a", fails=4), says("bad", "b", fails=5))
+    batch = await client.batch(many, out, models=ANY)
+    assert (ids(out), errors_of(out), batch.sluice.retried) == (["good"], {"bad": "overloaded"}, 2)
+    assert [said["id"] for said in read(out)] == [f"{batch.id}-1-r4"]
+    assert len(chat.requests) == 10
+    assert await left(db) == []
+
+
+async def test_a_job_that_somebody_cancels_is_that_line_s_failure(
+    client: Client, chat: Chat, tmp_path: Path, out: Path
+) -> None:
+    task = asyncio.create_task(
+        client.batch(write(tmp_path / "in.jsonl", says("a", then="hang"), says("b")), out, models=ANY)
+    )
+    await until(lambda: len(chat.running) == 1 and len(chat.began) == 2)
+    await client.cancel(chat.running[0].claim.job_id)
+    assert (await task).status == "completed"
+    assert (ids(out), errors_of(out)) == (["b"], {"a": "cancelled"})
+
+
+async def test_a_bad_file_is_failed_with_its_lines_and_the_corrected_one_runs(
+    client: Client, db: Redis, chat: Chat, tmp_path: Path, out: Path
+) -> None:
+    many = write(tmp_path / "in.jsonl", says("a"), says("a"))
+    bad = await client.batch(many, out, models=ANY)
+    assert bad.errors is not None
+    assert (bad.status, [problem.line for problem in bad.errors.data]) == ("failed", [2])
+    assert (chat.began, out.exists(), await client.batch_status(bad.id)) == ([], False, bad)
+    write(many, says("a"), says("b"))
+    good = await client.batch(many, out, models=ANY)
+    assert (good.status, good.errors, good.id == bad.id) == ("completed", None, False)
+
+
+# The end, before its time
+
+
+async def test_a_cancelled_run_keeps_its_answers_and_names_the_other_lines(
+    client: Client, db: Redis, chat: Chat, tmp_path: Path, out: Path
+) -> None:
+    lines = [says(f"r{k}", **({"then": "hang"} if k < 12 else {})) for k in range(30)]
+    task = await started(client, write(tmp_path / "in.jsonl", *lines), out, window=19)
+    await until(lambda: len(chat.running) == 8)
+    (waiting,) = await client.batches()
+    assert (await client.cancel_batch(waiting.id)).status == "in_progress"
+    batch = await task
+    assert sorted(ids(out) + list(errors_of(out))) == sorted(f"r{k}" for k in range(30))
+    assert set(errors_of(out).values()) == {"batch_cancelled"}
+    assert batch.status == "cancelled"
+    assert batch.cancelling_at is not None
+    assert batch.cancelled_at is not None
+    assert await until_left_is_wishes(db) == []
+    assert (await client.cancel_batch(batch.id)).status == "cancelled"
+
+
+async def until_left_is_wishes(db: Redis) -> list[bytes]:
+    """A wish to cancel that nobody has heard any more runs out by itself."""
+    return [key for key in await left(db) if not key.startswith(b"sluice:cancel:")]
+
+
+async def test_what_is_not_done_in_its_window_has_expired(client: Client, db: Redis, tmp_path: Path, out: Path) -> None:
+    batch = await client.batch(
+        write(tmp_path / "in.jsonl", says("a"), says("b")), out, models=ANY, completion_window="1s"
+    )
+    assert (batch.status, errors_of(out)) == ("expired", {"a": "batch_expired", "b": "batch_expired"})
+    assert await until_left_is_wishes(db) == []
+
+
+# Going on
+
+
+async def test_a_run_that_was_left_goes_on_with_what_its_jobs_did_meanwhile(
+    client: Client, db: Redis, chat: Chat, tmp_path: Path, out: Path
+) -> None:
+    many = write(tmp_path / "in.jsonl", *(says(f"r{k}") for k in range(60)))
+    await leave(await started(client, many, out, window=5))
+    before = ids(out)
+    assert 0 < len(before) < 60
+    await until(lambda: not chat.running)
+    batch = await client.batch(many, out, models=ANY, window=20)
+    assert (batch.status, sorted(ids(out)), ids(out)[: len(before)]) == (
+        "completed",
+        sorted(f"r{k}" for k in range(60)),
+        before,
+    )
+    assert len(chat.began) == 60, "no line was computed twice"
+    assert await left(db) == []
+
+
+async def test_after_its_end_a_run_only_says_how_it_ended(
+    client: Client, chat: Chat, tmp_path: Path, out: Path
+) -> None:
+    many = write(tmp_path / "in.jsonl", says("a"))
+    first = await client.batch(many, out, models=ANY)
+    before = out.read_bytes()
+    assert await client.batch(many, out, models=ANY) == first
+    assert (out.read_bytes(), len(chat.began)) == (before, 1)
+
+
+async def test_a_flushed_server_costs_a_run_nothing_but_time(
+    client: Client, db: Redis, chat: Chat, tmp_path: Path, out: Path
+) -> None:
+    many = write(tmp_path / "in.jsonl", *(says(f"r{k}") for k in range(60)))
+    task = await started(client, many, out, window=16)
+    for _ in range(3):
+        await db.flushall()
+        await asyncio.sleep(0.05)
+    batch = await asyncio.wait_for(task, 20)
+    assert (batch.status, sorted(ids(out))) == ("completed", sorted(f"r{k}" for k in range(60)))
+    assert await client.batch_status(batch.id) == batch
+
+
+async def test_a_server_that_is_away_is_waited_for(
+    redis_url: str, chat: Chat, tmp_path: Path, out: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    many = write(tmp_path / "in.jsonl", *(says(f"r{k}") for k in range(60)))
+    async with Line(redis_url) as way, Client(way.url) as client:
+        task = await started(client, many, out, window=8)
+        way.down()
+        await asyncio.sleep(0.5)
+        assert not task.done()
+        way.up()
+        assert (await asyncio.wait_for(task, 20)).status == "completed"
+    assert sorted(ids(out)) == sorted(f"r{k}" for k in range(60))
+    said = [record.getMessage() for record in caplog.records if record.name == "sluice.batch"]
+    assert [words.split(" (")[0].split(",")[0] for words in said] == [
+        "the server does not answer",
+        "the server answers again",
+    ]
+
+
+async def test_a_run_may_be_given_more_time_when_it_is_gone_on_with(
+    client: Client, chat: Chat, tmp_path: Path, out: Path
+) -> None:
+    many = write(tmp_path / "in.jsonl", says("a"), says("b", then="hang"))
+    await leave(await started(client, many, out, completion_window="1h"))
+    task = asyncio.create_task(client.batch(many, out, completion_window="2h"))
+    await until(lambda: b"2h" in out.with_name("out.jsonl.run").read_bytes())
+    await leave(task)
+    (batch,) = await client.batches()
+    assert (batch.completion_window, batch.expires_at) == ("2h", batch.created_at + 7_200)
+
+
+async def test_a_full_disk_ends_the_command_and_loses_nothing(
+    client: Client, db: Redis, chat: Chat, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = write(tmp_path / "in.jsonl", *(says(f"r{k}") for k in range(20)))
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        task = await started(client, many, out, window=4)
+        patched.setattr(files.os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            await task
+    assert (await client.batch(many, out, models=ANY)).status == "completed"
+    assert (sorted(ids(out)), await left(db)) == (sorted(f"r{k}" for k in range(20)), [])
+    assert len(chat.began) == 20
+
+
+# What is refused
+
+
+async def test_a_full_queue_is_waited_for(redis_url: str, client: Client, db: Redis, tmp_path: Path, out: Path) -> None:
+    chat = Chat()
+    async with working(settings(redis_url, max_rows=2, reserved_rows=0, queue_limit=2), chat.chat):
+        many = write(tmp_path / "in.jsonl", *(says(f"r{k}") for k in range(10)))
+        batch = await client.batch(many, out, models=ANY)
+    assert (batch.status, len(ids(out)), batch.sluice.retried) == ("completed", 10, 0)
+
+
+async def test_an_output_that_is_not_the_run_s_is_never_touched(client: Client, tmp_path: Path, out: Path) -> None:
+    many = write(tmp_path / "in.jsonl", says("a"))
+    before = many.read_bytes()
+    for output, errors in ((many, None), (out, many)):
+        with pytest.raises(BatchRefused, match="is there already"):
+            await client.batch(many, output, errors=errors)
+    assert (many.read_bytes(), sorted(tmp_path.iterdir())) == (before, [many])
+
+
+async def test_an_input_that_has_changed_is_refused_and_so_are_other_models(
+    client: Client, chat: Chat, tmp_path: Path, out: Path
+) -> None:
+    many = write(tmp_path / "in.jsonl", says("a"), says("b", then="hang"))
+    await leave(await started(client, many, out))
+    with pytest.raises(BatchRefused, match="began with other models"):
+        await client.batch(many, out, models={"*": "tiny"})
+    before = out.read_bytes()
+    write(many, says("a"), says("c"))
+    with pytest.raises(BatchRefused, match="is not the file that"):
+        await client.batch(many, out, models=ANY)
+    assert out.read_bytes() == before
+
+
+async def test_a_second_feeder_is_told_who_feeds_the_run(client: Client, chat: Chat, tmp_path: Path, out: Path) -> None:
+    many = write(tmp_path / "in.jsonl", says("a"), says("b", then="hang"))
+    task = await started(client, many, out)
+    with pytest.raises(BatchTaken, match=r"process \d+ on .* is feeding this run"):
+        await client.batch(many, out, models=ANY)
+    await leave(task)
+    with StateFile(out.with_name("out.jsonl.run")) as state:
+        assert state.load() is not None
+
+
+@pytest.mark.parametrize("wrong", [{"completion_window": "soon"}, {"window": 0}])
+async def test_a_bad_wish_is_refused_before_anything_is_written(
+    client: Client, tmp_path: Path, out: Path, wrong: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match="completion window|window must"):
+        await client.batch(write(tmp_path / "in.jsonl", says("a")), out, **wrong)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+async def test_the_last_word_does_not_wait_for_ever_for_a_server(
+    redis_url: str, chat: Chat, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "_LAST_WORD_S", 0.2)
+    async with Line(redis_url) as way, Client(way.url) as client:
+        done = Batch(id="batch_1", input_file_id="in", completion_window="24h", status="completed", created_at=1)
+        way.down()
+        await run.tell_end(client._board.announce, done)
+
+
+def test_a_line_is_json_whatever_its_custom_id(tmp_path: Path) -> None:
+    said = json.loads(files.Ended("batch_1-1", '"\\\n\u2028é', result=b"{}").as_line())
+    assert said["custom_id"] == '"\\\n\u2028é'

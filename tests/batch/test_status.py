@@ -1,0 +1,93 @@
+"""The status object: OpenAI's own types read it, and both of our sides say the same."""
+
+import json
+from dataclasses import asdict, fields, replace
+from typing import Any, get_args
+
+import pytest
+from openai.types import Batch as Theirs
+
+import schemas
+from schemas import batch as forms
+from sluice.batch import status, window
+from sluice.batch.files import Ended
+from sluice.batch.status import Batch, BatchDetails, BatchUsage, InputTokens, Problem, Problems, RequestCounts
+
+FRESH = Batch(id="batch_1", input_file_id="in.jsonl", completion_window="24h", status="validating", created_at=5)
+FULL = replace(
+    FRESH,
+    model="default",
+    status="failed",
+    errors=Problems((Problem("invalid_url", "no", 3, "url"), Problem("empty_file", "none"))),
+    output_file_id="/out.jsonl",
+    error_file_id="/out.errors.jsonl",
+    in_progress_at=6,
+    request_counts=RequestCounts(5, 3, 2),
+    usage=BatchUsage(9, 6, 15, InputTokens(4)),
+    metadata={"a": "b"},
+    sluice=BatchDetails("mac-1", 1.5, {"default": 5}, 1, {"internal": 2}),
+)
+PAIRS = {
+    "Batch": Batch, "RequestCounts": RequestCounts, "BatchUsage": BatchUsage, "InputTokens": InputTokens,
+    "OutputTokens": status.OutputTokens, "Problem": Problem, "Problems": Problems, "BatchDetails": BatchDetails,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_form_has_the_same_fields_on_both_sides(name: str) -> None:
+    ours: Any = PAIRS[name]
+    assert {field.name for field in fields(ours)} == getattr(forms, name).model_fields.keys()
+
+
+def test_both_sides_know_the_same_states() -> None:
+    assert get_args(status.State) == get_args(forms.BatchState)
+
+
+@pytest.mark.parametrize("batch", [FRESH, FULL])
+def test_what_is_written_is_read_with_the_same_values(batch: Batch) -> None:
+    assert Batch.from_json(batch.to_json()) == batch
+    assert schemas.Batch.model_validate_json(batch.to_json()).model_dump() == json.loads(json.dumps(asdict(batch)))
+
+
+def test_what_a_later_version_adds_is_left_out() -> None:
+    said = json.loads(FULL.to_json())
+    said["mood"] = said["sluice"]["mood"] = said["usage"]["mood"] = "good"
+    assert Batch.from_json(json.dumps(said)) == FULL
+
+
+@pytest.mark.parametrize("batch", [FRESH, FULL])
+def test_openai_s_own_type_reads_it(batch: Batch) -> None:
+    read = Theirs.model_validate_json(batch.to_json(), strict=True)
+    assert read.request_counts is not None
+    assert read.usage is not None
+    assert (read.id, read.status, read.model) == (batch.id, batch.status, batch.model)
+    assert asdict(batch.request_counts) == read.request_counts.model_dump()
+    assert asdict(batch.usage) == read.usage.model_dump()
+    assert (read.errors.model_dump() if read.errors else None) == (
+        json.loads(json.dumps(asdict(batch.errors))) if batch.errors else None
+    )
+
+
+@pytest.mark.parametrize(
+    "ended", [Ended("batch_1-1", "a", result=b'{"object": "x"}'), Ended("batch_1-1", "a", code="c", message="m")]
+)
+def test_a_line_of_the_output_is_one_of_the_contract(ended: Ended) -> None:
+    read = schemas.BatchOutput.model_validate_json(ended.as_line())
+    assert json.loads(read.model_dump_json()) == json.loads(ended.as_line())
+
+
+def test_a_state_is_entered_with_its_time() -> None:
+    entered = FRESH.enter("in_progress", 7.9)
+    assert (entered.status, entered.in_progress_at, entered.ended) == ("in_progress", 7, False)
+    assert FRESH.enter("expired", 8).ended
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("24h", 86_400), ("90m", 5_400), ("1s", 1), ("7d", 604_800)])
+def test_a_completion_window_is_a_number_of_a_unit(text: str, seconds: int) -> None:
+    assert window.seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "24", "h", "0h", "1.5h", "24 h", "24H", "-1h", "٣h", "24h\n", "9999999999d"])
+def test_anything_else_is_no_completion_window(text: str) -> None:
+    with pytest.raises(ValueError, match="such as 24h"):
+        window.seconds(text)
