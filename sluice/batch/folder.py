@@ -135,7 +135,15 @@ def _taken(folder: Folder, file: Path) -> Path | None:
     try:
         return file.rename(place_in(home).input).parent
     except FileNotFoundError:
+        _remove_if_empty(home)
         return None
+
+
+def _remove_if_empty(home: Path) -> None:
+    try:
+        home.rmdir()
+    except OSError:
+        pass  # it is the home that the other feeder made for the file
 
 
 async def _written(inbox: Path) -> list[Path]:
