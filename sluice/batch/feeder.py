@@ -17,7 +17,7 @@ from sluice.batch.source import Line, Source
 from sluice.errors import QueueFull
 from sluice.submission import NewJob
 
-POLL_S = 0.25
+_POLL_S = 0.25
 _MOST_BYTES = 64_000_000  # of lines in the window: a run must not fill the server
 _MOST_TRIES = 5
 _LONGEST_WAIT_S = 60.0
@@ -61,10 +61,13 @@ class Feeder:
     def done(self) -> bool:
         return not self._children and not any(self._waiting.values())
 
-    async def step(self) -> None:
+    async def step(self) -> float:
+        """How long the next one may wait: not at all where this one found much of the window at its end."""
         self._fill()
         await self._queue()
+        before = len(self._children)
         await self._collect()
+        return 0.0 if len(self._children) < before / 2 else _POLL_S
 
     async def end(self, code: str, message: str) -> None:
         """What has not ended by now ends so; what ends just now keeps its answer."""
@@ -73,7 +76,7 @@ class Feeder:
         deadline = time.monotonic() + _PATIENCE_S
         while self._queued() and time.monotonic() < deadline:
             await self._collect()
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(_POLL_S)
         await self._write([(child, self._failure(child, code, message)) for child in self._children.values()])
         rest = (_Child(line) for lines in self._waiting.values() for line in lines)
         while portion := list(islice(rest, _PORTION)):

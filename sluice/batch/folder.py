@@ -135,9 +135,15 @@ def _take(folder: Folder, file: Path) -> None:
     home.mkdir(exist_ok=True)
     try:
         file.rename(place_in(home).input)
-    except FileNotFoundError:  # another feeder was faster
-        if not known:
-            home.rmdir()
+    except FileNotFoundError:
+        _remove_if_empty(home)  # another feeder was faster
+
+
+def _remove_if_empty(home: Path) -> None:
+    try:
+        home.rmdir()
+    except OSError:
+        pass  # it is the home that the other feeder made for the file
 
 
 async def _written(inbox: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from sluice.batch import window
 from sluice.batch.board import Board
 from sluice.batch.children import Children
-from sluice.batch.feeder import POLL_S, Feeder
+from sluice.batch.feeder import Feeder
 from sluice.batch.files import Answers
 from sluice.batch.patience import patiently
 from sluice.batch.place import Place, Wish
@@ -160,10 +160,9 @@ class Run:
                 return "cancelled"
             if batch.expires_at and time.time() >= batch.expires_at:
                 return "expired"
-            await feeder.step()
+            wait_s = await feeder.step()
             await self._tell(now())
-            if not feeder.done:
-                await asyncio.sleep(POLL_S)
+            await asyncio.sleep(wait_s)
         return "completed"
 
     async def _tell(self, batch: Batch) -> None:

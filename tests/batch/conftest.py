@@ -1,12 +1,22 @@
+from collections.abc import AsyncIterator
+
 import pytest
 
 from sluice.batch import feeder
+from tests.batch.helpers import Chat
+from tests.queue.helpers import settings, working
 
 
 @pytest.fixture(autouse=True)
 def _no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeder, "POLL_S", 0.02)
-    monkeypatch.setattr("sluice.batch.run.POLL_S", 0.02)
+    monkeypatch.setattr(feeder, "_POLL_S", 0.02)
     monkeypatch.setattr(feeder, "_LONGEST_WAIT_S", 0.05)
     monkeypatch.setattr(feeder, "_LOST_WAIT_S", 0.05)
     monkeypatch.setattr(feeder, "_PATIENCE_S", 0.5)
+
+
+@pytest.fixture
+async def chat(redis_url: str) -> AsyncIterator[Chat]:
+    chat = Chat()
+    async with working(settings(redis_url, max_rows=8, reserved_rows=0), chat.chat):
+        yield chat

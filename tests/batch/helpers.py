@@ -1,12 +1,15 @@
 """Input files, what runs made of them, and a worker that does what the lines say."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from sluice.batch.lines import Models
 from sluice.batch.source import Scan, Source
+from tests.fakes import FakeChat
+from worker.errors import Refusal
 
 ANY: Models = {"*": "default"}
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -44,3 +47,20 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def ids(path: Path) -> list[str]:
     return [said["custom_id"] for said in read(path)]
+
+
+class Chat(FakeChat):
+    """`refuse`: of which type its failure is; `fails`: so often at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: list[dict[str, Any]] = []
+        self._tries = Counter[str]()
+
+    async def chat(self, ctx: dict[Any, Any], request: dict[str, Any]) -> Any:
+        self.requests.append(request)
+        key = str(request.get("say"))
+        self._tries[key] += 1
+        if self._tries[key] <= request.get("fails", 0):
+            raise Refusal(request.get("refuse", "overloaded"), "No room.", retryable=request.get("retryable", True))
+        return await super().chat(ctx, request)

@@ -1,0 +1,204 @@
+"""A folder of runs: what is taken, what is gone on with, and where it ends."""
+
+import asyncio
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from sluice import Batch, Client
+from sluice.batch import folder as folders
+from sluice.batch.folder import Folder
+from sluice.batch.state import StateFile
+from tests.batch.helpers import ANY, Chat, ids, says, write
+from tests.queue.helpers import until
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    made = Folder(tmp_path / "runs")
+    made.make()
+    return made
+
+
+def put(folder: Folder, name: str, *custom_ids: str, age_s: float = 60, **more: object) -> Path:
+    file = write(folder.inbox / name, *(says(custom_id, **more) for custom_id in custom_ids))
+    then = time.time() - age_s
+    os.utime(file, (then, then))
+    return file
+
+
+async def feed(client: Client, folder: Folder, *, take: bool = True) -> None:
+    await client.feed_batches(folder.root, take=take, models=ANY)
+
+
+def there(folder: Folder) -> dict[str, list[str]]:
+    """The runs and files by the part of the folder, as people know them."""
+    parts = (folder.inbox, folder.running, folder.done, folder.failed)
+    return {part.name: sorted(_stem(path.name) for path in part.iterdir()) for part in parts if any(part.iterdir())}
+
+
+def _stem(name: str) -> str:
+    return name.removeprefix("batch_").rpartition("_")[0] or name
+
+
+async def test_a_file_in_the_inbox_is_taken_fed_and_done(client: Client, chat: Chat, folder: Folder) -> None:
+    put(folder, "report.jsonl", "a", "b")
+    await feed(client, folder, take=False)
+    assert there(folder) == {"inbox": ["report.jsonl"]}
+    await feed(client, folder)
+    assert there(folder) == {"done": ["report"]}
+    (home,) = folder.done.iterdir()
+    (batch,) = await client.batches()
+    assert (batch.id, batch.status) == (home.name, "completed")
+    assert (batch.input_file_id, batch.output_file_id) == (str(home / "input.jsonl"), str(home / "output.jsonl"))
+    assert sorted(ids(home / "output.jsonl")) == ["a", "b"]
+
+
+async def test_who_hears_of_the_end_finds_the_answers(client: Client, chat: Chat, folder: Folder) -> None:
+    submitted = await client.submit_batch(put(folder, "../in.jsonl", "a"), folder.root)
+    feeding = asyncio.create_task(feed(client, folder))
+    events = [batch async for batch in client.batch_events(submitted.id)]
+    assert events[-1].output_file_id is not None
+    await feeding
+    assert ids(Path(events[-1].output_file_id)) == ["a"]
+
+
+async def test_a_submitted_file_keeps_the_id_that_its_submit_said(
+    client: Client, chat: Chat, folder: Folder, tmp_path: Path
+) -> None:
+    submitted = await client.submit_batch(write(tmp_path / "my file.jsonl", says("a")), folder.root)
+    assert (submitted.status, submitted.id.startswith("batch_my-file_")) == ("validating", True)
+    assert await client.batch_status(submitted.id) == submitted
+    assert [path.name for path in folder.inbox.iterdir()] == [f"{submitted.id}.jsonl"]
+    await feed(client, folder)
+    assert (await client.batch_status(submitted.id)).status == "completed"
+    assert [path.name for path in folder.done.iterdir()] == [submitted.id]
+
+
+async def test_an_id_that_comes_again_gets_another(client: Client, chat: Chat, folder: Folder) -> None:
+    name = "batch_again_0123456789ab"
+    for custom_id in ("a", "b"):
+        put(folder, f"{name}.jsonl", custom_id)
+        await feed(client, folder)
+    assert ids(folder.done / name / "output.jsonl") == ["a"]
+    assert len(list(folder.done.iterdir())) == 2
+
+
+async def test_a_run_that_waits_can_be_cancelled(client: Client, chat: Chat, folder: Folder, tmp_path: Path) -> None:
+    submitted = await client.submit_batch(write(tmp_path / "in.jsonl", says("a")), folder.root)
+    await client.cancel_batch(submitted.id)
+    await feed(client, folder)
+    assert (await client.batch_status(submitted.id)).status == "cancelled"
+    assert (there(folder), chat.began) == ({"failed": ["in"]}, [])
+
+
+async def test_a_bad_file_ends_in_failed_and_the_next_is_run(client: Client, chat: Chat, folder: Folder) -> None:
+    put(folder, "bad.jsonl", "a", "a", age_s=100)
+    put(folder, "good.jsonl", "a")
+    await feed(client, folder)
+    assert there(folder) == {"done": ["good"], "failed": ["bad"]}
+    assert {batch.status for batch in await client.batches()} == {"completed", "failed"}
+
+
+async def test_files_are_taken_oldest_first(client: Client, chat: Chat, folder: Folder) -> None:
+    for k in (2, 3, 1):
+        put(folder, f"{k}.jsonl", f"r{k}", age_s=100 - k, words=f"{k}")
+    await feed(client, folder)
+    assert [request["say"] for request in chat.requests] == [["1"], ["2"], ["3"]]
+
+
+async def test_a_file_that_is_still_written_is_left(
+    client: Client, chat: Chat, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "_SETTLED_S", 0.3)
+    for name in (".hidden.jsonl", "half.jsonl.part", "half.tmp", "notes.txt"):
+        put(folder, name, "a")
+    put(folder, "settled.jsonl", "a", age_s=0)
+    growing = put(folder, "growing.jsonl", "a", age_s=0)
+    feeding = asyncio.create_task(feed(client, folder))
+    await asyncio.sleep(0.1)
+    growing.write_bytes(growing.read_bytes() + json.dumps(says("b")).encode())
+    await feeding
+    assert there(folder)["done"] == ["settled"]
+    assert there(folder)["inbox"] == [".hidden.jsonl", "growing.jsonl", "half.jsonl.part", "half.tmp", "notes.txt"]
+
+
+async def test_a_run_that_nobody_feeds_is_gone_on_with_by_the_models_it_began_with(
+    client: Client, chat: Chat, folder: Folder
+) -> None:
+    put(folder, "in.jsonl", *(f"r{k}" for k in range(40)))
+    feeding = asyncio.create_task(feed(client, folder))
+    await until(lambda: len(chat.began) > 5)
+    await leave_pass(feeding)
+    assert there(folder) == {"running": ["in"]}
+    await client.feed_batches(folder.root, take=False, models={"*": "another"})
+    (home,) = folder.done.iterdir()
+    assert sorted(ids(home / "output.jsonl")) == sorted(f"r{k}" for k in range(40))
+    assert len(chat.began) == 40
+
+
+async def leave_pass(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_a_run_that_somebody_feeds_is_let_be(client: Client, chat: Chat, folder: Folder) -> None:
+    home = folder.running / "batch_in_0123456789ab"
+    home.mkdir()
+    write(home / "input.jsonl", says("a"))
+    with StateFile(home / "run"):
+        await feed(client, folder)
+        assert (there(folder), chat.began) == ({"running": ["in"]}, [])
+    await feed(client, folder)
+    assert there(folder) == {"done": ["in"]}
+
+
+async def test_of_many_feeders_each_file_is_taken_by_one(client: Client, chat: Chat, folder: Folder) -> None:
+    for k in range(6):
+        put(folder, f"{k}.jsonl", f"r{k}")
+    await asyncio.gather(*(feed(client, folder) for _ in range(4)))
+    await feed(client, folder, take=False)
+    assert there(folder) == {"done": [f"{k}" for k in range(6)]}
+    assert len(chat.began) == 6
+
+
+async def test_an_end_that_nobody_was_told_of_is_made_good_by_the_next_pass(
+    client: Client, db: Redis, chat: Chat, folder: Folder
+) -> None:
+    put(folder, "in.jsonl", "a")
+    await feed(client, folder)
+    (home,) = folder.done.iterdir()
+    home.rename(folder.running / home.name)
+    await db.flushdb()
+    await feed(client, folder, take=False)
+    batch: Batch = await client.batch_status(home.name)
+    assert (there(folder), batch.status, batch.output_file_id) == (
+        {"done": ["in"]},
+        "completed",
+        str(home / "output.jsonl"),
+    )
+    assert len(chat.began) == 1
+
+
+async def test_what_is_no_run_is_let_be(client: Client, folder: Folder) -> None:
+    (folder.running / "notes.txt").write_text("hello")
+    (folder.running / "empty").mkdir()
+    await feed(client, folder)
+    assert there(folder) == {"running": ["empty", "notes.txt"]}
+
+
+async def test_an_input_that_changed_while_the_run_lay_ends_it(client: Client, chat: Chat, folder: Folder) -> None:
+    put(folder, "in.jsonl", "a", then="hang")
+    feeding = asyncio.create_task(feed(client, folder))
+    await until(lambda: bool(chat.running))
+    await leave_pass(feeding)
+    (home,) = folder.running.iterdir()
+    write(home / "input.jsonl", says("b"))
+    await feed(client, folder)
+    batch = await client.batch_status(home.name)
+    assert batch.errors is not None
+    assert (batch.status, batch.errors.data[0].code, there(folder)) == ("failed", "refused", {"failed": ["in"]})
