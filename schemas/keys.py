@@ -61,6 +61,11 @@ def worker(name: str) -> str:
     return f"sluice:worker:{name}"
 
 
+def slot(name: str, unix_s: int) -> str:
+    """String: the worker that has taken this slot of a cron job."""
+    return f"sluice:cron:{name}:{unix_s}"
+
+
 def batch(batch_id: str) -> str:
     """String: how an offline run goes, as its feeder says once a second."""
     return f"sluice:batch:{batch_id}"

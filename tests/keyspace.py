@@ -12,6 +12,7 @@ NAMES = {  # prefix: does it outlive its job?
     b"sluice:job:": True,
     b"sluice:worker:": True,
     b"sluice:model:": True,
+    b"sluice:cron:": True,
     b"sluice:cancel:": True,  # a wish that came too late
     b"sluice:queue:": False,
     b"arq:job:": False,

@@ -26,12 +26,14 @@ TABLE = {
     # These run in the daemon's environment, and import it when they are called.
     "sluice.cli.worker":   May("sluice worker", "rich typer"),
     "sluice.cli.check":    May("sluice worker", "rich typer"),
+    "sluice.cli.batch_schedule": May("sluice worker", "rich typer"),
 
     # Leaves: what everything else may know.
     "worker":              May(),
     "worker.errors":       May(),
     "worker.pulse":        May(),
-    "worker.settings":     May("schemas worker.errors", "pydantic pydantic_settings"),
+    "worker.timetable":    May(others="cronsim"),
+    "worker.settings":     May("schemas worker.errors worker.timetable", "pydantic pydantic_settings"),
     "worker.metrics":      May("schemas worker.errors worker.schedule.sequence", "prometheus_client"),
     "worker.request":      May("schemas worker.errors worker.schedule", "pydantic"),
 
@@ -40,8 +42,12 @@ TABLE = {
     "worker.engine":       May("worker.schedule worker.errors worker.pulse", "mlx mlx_lm"),
     "worker.engine.upstream_vision": May(others="mlx_vlm PIL"),
     "worker.images":       May("schemas worker.errors worker.settings", "PIL"),
-    "worker.queue":        May("schemas worker.errors worker.metrics worker.pulse worker.settings",
+    "worker.queue":        May("schemas worker.errors worker.metrics worker.pulse worker.settings worker.timetable",
                                "arq pydantic_core redis"),
+
+    # Offline batches: when to feed, and the process that does.
+    "worker.feeder":       May(),
+    "worker.batches":      May("worker.errors worker.feeder worker.queue.cron worker.settings worker.timetable"),
 
     # What a job needs to know of all of these, and then the job.
     "worker.sights":       May("schemas worker.errors worker.images worker.schedule.sequence worker.settings"),
@@ -55,8 +61,8 @@ TABLE = {
                                "worker.schedule worker.served worker.sights worker.text worker.specprefill"),
 
     # The one place where engine and queue meet.
-    "worker.app":          May("worker.engine worker.errors worker.jobs worker.metrics worker.queue worker.served "
-                               "worker.settings worker.sights worker.text", "arq redis"),
+    "worker.app":          May("worker.batches worker.engine worker.errors worker.jobs worker.metrics worker.queue "
+                               "worker.served worker.settings worker.sights worker.text", "arq redis"),
     "worker.__main__":     May("worker.app worker.errors worker.settings"),
 }  # fmt: skip
 

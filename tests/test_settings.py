@@ -6,7 +6,7 @@ import pytest
 
 from scripts.stack import ROOT
 from worker.errors import CannotStart
-from worker.settings import Settings, read_settings, variable
+from worker.settings import Settings, environment, read_settings, variable
 
 WITHOUT_DEFAULT = {"SLUICE_MODEL"}
 
@@ -59,6 +59,25 @@ def test_variables_of_others_are_none_of_our_business(monkeypatch: pytest.Monkey
         ("SLUICE_MODEL_NAME", "a b", "SLUICE_MODEL_NAME=a b: String should match pattern"),
         ("SLUICE_KEYSPACE_EVENTS", "perhaps", "SLUICE_KEYSPACE_EVENTS=perhaps: Input should be a valid boolean"),
         ("SLUICE_RESERVED_ROWS", "16", "SLUICE_RESERVED_ROWS=16: Value error, 16 of 16 rows reserved"),
+        (
+            "SLUICE_BATCH_SCHEDULE",
+            "2:00",
+            "SLUICE_BATCH_SCHEDULE=2:00: Value error, a crontab expression has five fields, and this has 1: ",
+        ),
+        (
+            "SLUICE_BATCH_SCHEDULE",
+            "0 25 * * *",
+            "SLUICE_BATCH_SCHEDULE=0 25 * * *: Value error, its hour is none that a crontab may have: ",
+        ),
+        (
+            "SLUICE_BATCH_MODELS",
+            "a=b,gpt-4o",
+            "SLUICE_BATCH_MODELS=a=b,gpt-4o: Value error, 'gpt-4o' must look like gpt-4o-mini=default",
+        ),
+        ("SLUICE_BATCH_HOURS", "22-6", "SLUICE_BATCH_HOURS=22-6: Value error, hours look like 22:00-06:00"),
+        ("SLUICE_BATCH_HOURS", "", "SLUICE_BATCH_HOURS=: Value error, hours look like 22:00-06:00"),
+        ("SLUICE_BATCH_ROWS_OUTSIDE", "-1", "SLUICE_BATCH_ROWS_OUTSIDE=-1: Input should be greater than or equal to 0"),
+        ("SLUICE_BATCH_DIR", "", "SLUICE_BATCH_DIR=: String should have at least 1 character"),
         ("SLUICE_RESULT_TTL_S", "599", "SLUICE_RESULT_TTL_S=599: Value error, a job's state must be kept at least"),
     ],
 )
@@ -67,6 +86,27 @@ def test_a_bad_value_is_named_by_its_variable(
 ) -> None:
     monkeypatch.setenv(name, value)
     assert sentence().startswith(said)
+
+
+@pytest.mark.parametrize("pairs", ["", "=default", "gpt=", "gpt=a b", "a=b,", ",a=b", "a=b, c=d", " =b", "a=b=c"])
+def test_a_pair_of_models_needs_both_and_a_name_that_can_be_served(monkeypatch: pytest.MonkeyPatch, pairs: str) -> None:
+    monkeypatch.setenv("SLUICE_BATCH_MODELS", pairs)
+    assert sentence().startswith(f"SLUICE_BATCH_MODELS={pairs}: ")
+
+
+@pytest.mark.parametrize("pairs", ["*=default", "gpt-4o-mini=tiny,*=big", "ft:gpt-4o:org::id=tiny"])
+def test_pairs_of_models_are_kept_as_they_were_said(monkeypatch: pytest.MonkeyPatch, pairs: str) -> None:
+    monkeypatch.setenv("SLUICE_BATCH_MODELS", pairs)
+    assert read_settings().batch_models == pairs
+
+
+def test_a_child_has_our_server_in_its_environment_and_not_on_its_command_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SLUICE_REDIS_URL", "redis://elsewhere")
+    monkeypatch.setenv("OTHER", "stays")
+    given = environment("redis://:secret@here")
+    assert (given["SLUICE_REDIS_URL"], given["OTHER"]) == ("redis://:secret@here", "stays")
 
 
 def test_all_bad_values_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from arq.connections import ArqRedis
 from arq.worker import func
 from redis.asyncio import BlockingConnectionPool
 
+from worker.batches import Batches
 from worker.engine.device import memory_for_model
 from worker.engine.draft import with_draft
 from worker.engine.model import Model, open_model
@@ -40,6 +41,7 @@ async def serve(settings: Settings) -> None:
 
 
 async def _serve(settings: Settings, metrics: Metrics) -> None:
+    batches = Batches(settings.batch_dir, settings) if settings.batch_dir else None
     engine = EngineThread(
         partial(_open, settings),
         step_s=settings.step_ms / 1000,
@@ -59,6 +61,7 @@ async def _serve(settings: Settings, metrics: Metrics) -> None:
                     settings=settings,
                     ctx={"served": _served(settings, engine, model, sights, metrics)},
                     metrics=metrics,
+                    crons=[batches.cron] if batches else [],
                     pulses=[engine.pulse],
                     hold=engine.hold,
                 )
@@ -66,7 +69,7 @@ async def _serve(settings: Settings, metrics: Metrics) -> None:
                     "%s serves %s (%s), %d rows",
                     settings.worker_name, settings.model_name, model.fingerprint, settings.max_rows,
                 )  # fmt: skip
-                await worker.main()
+                await _work(worker, batches)
     finally:
         await engine.stop()
     logger.info("stopped")
@@ -99,6 +102,13 @@ def _served(settings: Settings, engine: EngineThread, model: Model, sights: Sigh
         generation=model.generation,
         metrics=metrics,
     )
+
+
+async def _work(worker: QueueWorker, batches: Batches | None) -> None:
+    async with asyncio.TaskGroup() as group:
+        if batches:
+            group.create_task(batches.run(worker.stopping, worker.hurry))
+        await worker.main()
 
 
 def _needs_boundaries(model: Model) -> bool:

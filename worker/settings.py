@@ -9,8 +9,9 @@ from typing import Literal
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from schemas.keys import MODEL_NAME
+from schemas.keys import MODEL_NAME, is_model_name
 from worker.errors import CannotStart
+from worker.timetable import Crontab, Hours
 
 PREFIX = "SLUICE_"
 _NOT_OURS = {"SLUICE_TEST_REDIS_URL"}  # read by the tests
@@ -69,6 +70,18 @@ class Settings(BaseSettings):
 
     queue_limit: int = Field(10_000, ge=1, description="Jobs in a lane; beyond it our client's submit is refused.")
 
+    batch_dir: str | None = Field(
+        None, min_length=1, description="The folder whose inbox is taken in: one for all workers that share the work."
+    )
+    batch_schedule: str = Field("* * * * *", description="When: a crontab expression, in UTC.")
+    batch_models: str | None = Field(
+        None, min_length=1, description="Served names for those in the files: theirs=ours,... with * for any other."
+    )
+    batch_hours: str | None = Field(
+        None, description="Of a day, in UTC, when offline jobs may take every row that is not reserved."
+    )
+    batch_rows_outside: int = Field(0, ge=0, description="Rows that they may take at other times.")
+
     lease_s: float = Field(10.0, ge=1, description="Seconds until a dead worker's jobs are taken over.")
     hang_s: float = Field(
         60.0, gt=0, description="End the process when its event loop or engine has not moved for so long."
@@ -92,6 +105,28 @@ class Settings(BaseSettings):
         if reserved >= rows:
             raise ValueError(f"{reserved} of {rows} rows reserved leaves none for offline jobs")
         return reserved
+
+    @field_validator("batch_schedule")
+    @classmethod
+    def _is_a_crontab(cls, expression: str) -> str:
+        Crontab(expression)
+        return expression
+
+    @field_validator("batch_models")
+    @classmethod
+    def _names_served_models(cls, said: str | None) -> str | None:
+        for pair in said.split(",") if said else ():
+            theirs, _, ours = pair.partition("=")
+            if not theirs or theirs != theirs.strip() or not is_model_name(ours):
+                raise ValueError(f"{pair!r} must look like gpt-4o-mini=default")
+        return said
+
+    @field_validator("batch_hours")
+    @classmethod
+    def _are_hours(cls, said: str | None) -> str | None:
+        if said is not None:
+            Hours.read(said)
+        return said
 
     @field_validator("result_ttl_s")
     @classmethod
@@ -132,6 +167,11 @@ def _set_names() -> set[str]:
 
 def variable(field: str) -> str:
     return PREFIX + field.upper()
+
+
+def environment(redis_url: str) -> dict[str, str]:
+    """Of a child that talks to our server: on a command line, everybody on the machine could read the password."""
+    return {**os.environ, variable("redis_url"): redis_url}
 
 
 def _in_terms_of_variables(error: ValidationError) -> str:

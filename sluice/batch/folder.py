@@ -71,13 +71,15 @@ async def submit(redis: Redis, folder: Folder, file: Path) -> Batch:
 
 
 async def feed(redis: Redis, folder: Folder, *, take: bool, models: Mapping[str, str]) -> None:
-    """One pass: what runs and is fed by nobody, and then, to `take`, what lies in the inbox, oldest first."""
+    """One pass: what is fed by nobody, oldest first; before that, to `take`, all that lies in the inbox is taken in.
+
+    Then others go on with all of it, should this feeder die; what stayed in the inbox would wait for the next slot.
+    """
     folder.make()
-    for each in _oldest_first(folder.running.iterdir()):
-        await _go_on(redis, folder, each, models)
     for file in await _written(folder.inbox) if take else []:
-        if home := _taken(folder, file):
-            await _go_on(redis, folder, home, models)
+        _take(folder, file)
+    for file in _oldest_first(folder.running.glob("*/input.jsonl")):
+        await _go_on(redis, folder, file.parent, models)
 
 
 async def _go_on(redis: Redis, folder: Folder, home: Path, models: Mapping[str, str]) -> None:
@@ -127,16 +129,14 @@ def _moved(batch: Batch, new: Path) -> Batch:
     )
 
 
-def _taken(folder: Folder, file: Path) -> Path | None:
-    """Its home from now on; None where another feeder was faster."""
+def _take(folder: Folder, file: Path) -> None:
     known = names.is_run(file.stem) and not folder.has(file.stem)
     home = folder.running / (file.stem if known else names.new_run(file.stem))
     home.mkdir(exist_ok=True)
     try:
-        return file.rename(place_in(home).input).parent
+        file.rename(place_in(home).input)
     except FileNotFoundError:
-        _remove_if_empty(home)
-        return None
+        _remove_if_empty(home)  # another feeder was faster
 
 
 def _remove_if_empty(home: Path) -> None:

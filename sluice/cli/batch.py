@@ -13,6 +13,7 @@ import typer
 from sluice.batch.status import Batch
 from sluice.cli.batch_feed import feed
 from sluice.cli.batch_run import run
+from sluice.cli.batch_schedule import schedule
 from sluice.cli.batch_view import print_problems, print_report
 from sluice.cli.options import REDIS_URL, AsJson, RedisUrl
 from sluice.cli.printed import print_json, print_table, span
@@ -41,6 +42,7 @@ def about() -> None:
 
 
 batch.command()(run)
+batch.command()(schedule)
 batch.command(hidden=True)(feed)
 
 

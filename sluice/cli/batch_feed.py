@@ -32,7 +32,8 @@ def feed(
     Example:
       sluice batch feed /var/lib/sluice --take
     """
-    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname).1s %(name)s: %(message)s")
+    stamp = "" if until_eof else "%(asctime)s %(levelname).1s %(name)s: "  # a worker's log has its own
+    logging.basicConfig(level="INFO", format=f"{stamp}%(message)s")
     given = read_models(models.split(",") if models else [])
     fed = asyncio.run(stoppable(_feed(redis_url, folder, take, given), at_eof=until_eof))
     raise typer.Exit(0 if fed else _EXIT_LEFT)

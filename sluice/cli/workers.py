@@ -17,6 +17,7 @@ _FIELDS = {
     "model": str,
     "rows": int,
     "max_rows": int,
+    "offline_rows": int,  # that the batch lane may take at this time
     "jobs_per_s": float,  # over the last minute
     "started_at": float,  # Unix seconds
     "version": str,
@@ -75,6 +76,7 @@ def _print_workers(alive: list[Worker]) -> None:
             "name": "left",
             "model": "left",
             "rows / max": "right",
+            "offline max": "right",
             "jobs/s": "right",
             "up for": "right",
             "version": "left",
@@ -84,6 +86,7 @@ def _print_workers(alive: list[Worker]) -> None:
                 worker["name"],
                 worker["model"],
                 f"{worker['rows']} / {worker['max_rows']}",
+                str(worker["offline_rows"]),
                 f"{worker['jobs_per_s']:.2f}",
                 span(time.time() - worker["started_at"]),
                 worker["version"],

@@ -36,7 +36,8 @@ class Command:
 
     def __init__(self, redis_url: str, folder: Path) -> None:
         self.db = redis.Redis.from_url(redis_url, decode_responses=True)
-        self._given: dict[str, Any] = {"env": environment(redis_url), "cwd": folder, "text": True}
+        self.env = environment(redis_url)
+        self._given: dict[str, Any] = {"env": self.env, "cwd": folder, "text": True}
 
     def __call__(self, *args: str, stdin: str = "") -> tuple[int, str, str]:
         """Exit code, stdout, stderr."""

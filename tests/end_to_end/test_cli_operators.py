@@ -103,7 +103,7 @@ def test_workers_are_shown_with_their_rows_and_the_jobs_of_each_lane(sluice: Com
     put_off(sluice, "batch", 1200)
     code, out, err = sluice("workers")
     ((*who, up_for, version),) = table(out, "Workers")
-    assert (code, who, version, err) == (0, [alive.name, "default", "0 / 16", "0.00"], __version__, "")
+    assert (code, who, version, err) == (0, [alive.name, "default", "0 / 16", "14", "0.00"], __version__, "")
     assert re.fullmatch(r"\d+ (s|min)( \d+ s)?", up_for)
     assert table(out, "Jobs queued and running") == [["default", "2", "1,200"]]
 
@@ -119,6 +119,7 @@ def test_workers_as_json_are_one_object_a_line_with_numbers(sluice: Command, ali
         "model": "default",
         "rows": 0,
         "max_rows": 16,
+        "offline_rows": 14,
         "jobs_per_s": 0.0,
         "queue_limit": 10_000,
         "version": __version__,

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,6 +16,8 @@ from schemas.keys import Lane
 from worker.app import connect
 from worker.metrics import Metrics
 from worker.queue.claims import Claim, lease_key
+from worker.queue.clock import ServerClock
+from worker.queue.cron import Cron
 from worker.queue.scripts import script
 from worker.queue.worker import QueueWorker
 from worker.settings import Settings
@@ -120,11 +122,25 @@ def words(said: list[dict[str, Any]]) -> str:
 
 @asynccontextmanager
 async def working(
-    given: Settings, chat: Callable[..., Awaitable[Any]], *, cls: type[QueueWorker] = QueueWorker, **ctx: Any
+    given: Settings,
+    chat: Callable[..., Awaitable[Any]],
+    *,
+    cls: type[QueueWorker] = QueueWorker,
+    crons: Sequence[Cron] = (),
+    clock: ServerClock | None = None,
+    **ctx: Any,
 ) -> AsyncIterator[QueueWorker]:
     """A worker until the end of the block; then it drains, and what is left is handed back at once."""
     async with connect(given) as redis:
-        worker = cls([func(chat, name="chat")], redis=redis, settings=given, ctx=ctx, metrics=Metrics(given.model_name))
+        worker = cls(
+            [func(chat, name="chat")],
+            redis=redis,
+            settings=given,
+            ctx=ctx,
+            metrics=Metrics(given.model_name),
+            crons=crons,
+            clock=clock,
+        )
         main = asyncio.create_task(worker.main())
         try:
             yield worker

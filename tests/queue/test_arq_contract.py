@@ -13,6 +13,7 @@ import arq
 import arq.constants
 import pytest
 from arq.connections import ArqRedis
+from arq.cron import CronJob, cron
 from arq.jobs import Job, JobStatus, serialize_job
 from arq.worker import Function, Worker, func
 from redis.asyncio import Redis
@@ -20,8 +21,10 @@ from redis.asyncio import Redis
 from tests.fakes import FakeChat
 from tests.queue.helpers import QUEUE, ended, envelope, put, settings, until, working
 from worker.app import connect
+from worker.queue.cron import Cron
 from worker.queue.scripts import JOB_LIFE_MS, dumps
 from worker.queue.worker import QueueWorker
+from worker.timetable import Crontab
 
 REQUEST = {"say": ["Hello"]}
 
@@ -57,6 +60,7 @@ def test_the_worker_takes_what_we_give_it() -> None:
     [
         ("main", ["self"]),
         ("_poll_iteration", ["self"]),
+        ("heart_beat", ["self"]),
         ("run_job", ["self", "job_id", "score"]),
         ("handle_sig", ["self", "signum"]),
     ],
@@ -69,15 +73,32 @@ def test_what_we_override_is_still_there_in_the_same_form(name: str, takes: list
 
 def test_we_override_nothing_of_arq_by_accident() -> None:
     ours = {name for name in vars(QueueWorker) if not name.startswith("__") and hasattr(Worker, name)}
-    assert ours == {"main", "_poll_iteration", "run_job", "handle_sig"}
+    assert ours == {"main", "_poll_iteration", "heart_beat", "run_job", "handle_sig"}
+
+
+async def night(ctx: dict[Any, Any]) -> None: ...
+
+
+def test_a_cron_job_is_arq_s_with_other_times() -> None:
+    ours, theirs = Cron("night", night, Crontab("* * * * *"), free=lambda: True), cron(night, name="night")
+    assert isinstance(ours, CronJob)
+    assert {name: vars(ours)[name] for name in vars(theirs)} == vars(theirs)
+    assert (theirs.name, theirs.coroutine, theirs.next_run) == ("night", night, None)
+    assert parameters(CronJob.calculate_next) == parameters(Cron.calculate_next) == ["self", "prev_run"]
+
+
+def test_arq_looks_at_its_cron_jobs_in_the_heart_beat_that_ends_an_iteration() -> None:
+    """We override both."""
+    assert inspect.getsource(Worker._poll_iteration).rstrip().endswith("await self.heart_beat()")
+    assert "await self.run_cron(" in inspect.getsource(Worker.heart_beat)
 
 
 async def test_a_worker_has_the_parts_that_we_use(arq_redis: ArqRedis) -> None:
     async def chat(ctx: dict[Any, Any]) -> None: ...
 
-    worker = Worker([func(chat, name="chat")], redis_pool=arq_redis, max_jobs=3, poll_delay=0.25, ctx={"a": 1})
+    worker = Worker([func(chat, name="chat")], redis_pool=arq_redis, poll_delay=0.25, ctx={"a": 1})
     assert worker.functions == {"chat": Function("chat", chat, None, None, None, None)}
-    assert (worker.pool, worker.max_jobs, worker.poll_delay_s, worker.ctx) == (arq_redis, 3, 0.25, {"a": 1})
+    assert (worker.pool, worker.poll_delay_s, worker.ctx) == (arq_redis, 0.25, {"a": 1})
     assert (worker.tasks, worker.loop) == ({}, asyncio.get_running_loop())
 
 

@@ -1,6 +1,7 @@
 """The server's clock, as this machine knows it."""
 
 import time
+from datetime import UTC, datetime
 
 from redis.asyncio import Redis
 
@@ -20,3 +21,6 @@ class ServerClock:
     def now(self) -> float:
         """Unix seconds."""
         return time.time() + self._ahead_s
+
+    def utc(self) -> datetime:
+        return datetime.fromtimestamp(self.now(), UTC)

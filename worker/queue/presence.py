@@ -11,6 +11,7 @@ from schemas import keys
 from schemas.keys import LANES, Lane
 from worker import __version__
 from worker.queue.clock import ServerClock
+from worker.queue.rows import offline_rows
 from worker.settings import Settings
 
 _RATE_OVER_S = 60.0
@@ -19,7 +20,7 @@ _SAID = re.compile(rb"[\d.]+ [\d.]+ (\d+) (\d+) (\d+)")  # until when, and the j
 
 class Presence:
     def __init__(self, redis: Redis, settings: Settings, clock: ServerClock) -> None:
-        self._clock = clock
+        self._clock, self._settings = clock, settings
         self._redis, self._key = redis, keys.worker(settings.worker_name)
         self._name, self._queue_limit = settings.worker_name, settings.queue_limit
         self._model_key = keys.model(settings.model_name)
@@ -42,9 +43,11 @@ class Presence:
         """Returns how many jobs wait in each lane, by what all workers of the model say that they run."""
         rate, now = round(self._jobs_per_s(), 3), self._clock.now()
         rows = [running[lane] for lane in LANES]
+        offline = offline_rows(self._settings, self._clock.utc())
+        now_shown = {"rows": sum(rows), "offline_rows": offline, "jobs_per_s": rate}
         said = f"{self._queue_limit} {rate} {self._until():.0f} {' '.join(map(str, rows))}"
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hset(self._key, mapping={**self._fields, "rows": sum(rows), "jobs_per_s": rate})
+            pipe.hset(self._key, mapping={**self._fields, **now_shown})
             pipe.pexpire(self._key, self._lease_ms)
             pipe.hset(self._model_key, self._name, said)
             pipe.pexpire(self._model_key, self._lease_ms)

@@ -21,11 +21,13 @@ from worker.pulse import Pulse
 from worker.queue.channel import Publisher
 from worker.queue.claims import Claim, Claims
 from worker.queue.clock import ServerClock
+from worker.queue.cron import Cron
 from worker.queue.endings import CULPRIT, MOST_CRASHES, Endings
 from worker.queue.envelope import open_envelope
 from worker.queue.job import Answer, Interruption, Job
 from worker.queue.lease import LeaseKeeper
 from worker.queue.presence import Presence
+from worker.queue.rows import free_rows
 from worker.queue.scripts import dumps
 from worker.queue.takeover import Takeover
 from worker.queue.wake import Listener
@@ -51,10 +53,13 @@ class QueueWorker(Worker):
         settings: Settings,
         ctx: dict[Any, Any],
         metrics: Metrics,
+        crons: Sequence[Cron] = (),
+        clock: ServerClock | None = None,
         pulses: Sequence[Pulse] = (),
         hold: Callable[[bool], None] = lambda on: None,
     ) -> None:
-        """`pulses`: more threads to watch beside the event loop. `hold`: see `Publisher`."""
+        """`crons` are no jobs: they run beside the rows, and nobody can queue one.
+        `pulses`: more threads to watch beside the event loop. `hold`: see `Publisher`."""
         model = settings.model_name
         super().__init__(
             functions,
@@ -68,7 +73,7 @@ class QueueWorker(Worker):
             allow_abort_jobs=False,
             job_serializer=dumps,
         )
-        self.settings, self.clock = settings, ServerClock()
+        self.settings, self.clock, self._crons = settings, clock or ServerClock(), crons
         self.jobs: dict[str, Job] = {}
         self.claims = Claims(redis, settings)
         self.publisher = Publisher(redis, self.clock, settings, hold)
@@ -85,7 +90,7 @@ class QueueWorker(Worker):
         )
         self.pulse = Pulse("event loop")
         self.leases = LeaseKeeper(settings, self._held, self._lost, [self.pulse, *pulses])
-        self._awake, self._stopping, self._hurry = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._awake, self.stopping, self.hurry = asyncio.Event(), asyncio.Event(), asyncio.Event()
         # Often enough that the jobs of a dead worker wait for their lease and hardly longer.
         self._sweep_s = min(self.poll_delay_s, max(0.1, settings.lease_s / 20))
         self._swept_at = 0.0  # monotonic
@@ -114,10 +119,10 @@ class QueueWorker(Worker):
 
     def handle_sig(self, signum: Signals) -> None:
         """The first signal starts the drain, a second one ends its grace."""
-        if self._stopping.is_set():
-            self._hurry.set()
+        if self.stopping.is_set():
+            self.hurry.set()
         logger.info("%s: stopping, %d jobs running", Signals(signum).name, len(self.jobs))
-        self._stopping.set()
+        self.stopping.set()
         self.wake()
 
     def stop(self) -> None:
@@ -131,7 +136,7 @@ class QueueWorker(Worker):
         self._takeover.met((await self.pool.info("server"))["uptime_in_seconds"])
 
     async def _claim_until_stopping(self) -> None:
-        while not self._stopping.is_set():
+        while not self.stopping.is_set():
             self._awake.clear()
             await self._until_redis_answers(self._poll_iteration)
             try:
@@ -142,7 +147,7 @@ class QueueWorker(Worker):
     async def _until_redis_answers(self, call: Callable[[], Awaitable[None]]) -> bool:
         """False when the worker is told to stop before that."""
         waited = False
-        while not self._stopping.is_set():
+        while not self.stopping.is_set():
             try:
                 await call()
             except (RedisError, OSError) as error:
@@ -158,7 +163,7 @@ class QueueWorker(Worker):
 
     async def _drain(self) -> None:
         await self._take_back_unheard()
-        either = [asyncio.create_task(self._all_ended()), asyncio.create_task(self._hurry.wait())]
+        either = [asyncio.create_task(self._all_ended()), asyncio.create_task(self.hurry.wait())]
         await asyncio.wait(either, timeout=self.settings.grace_s, return_when=asyncio.FIRST_COMPLETED)
         for task in either:
             task.cancel()
@@ -210,7 +215,7 @@ class QueueWorker(Worker):
         """Claim for every free row; now and then also look for deadlines that have passed in the queue."""
         sweep = time.monotonic() - self._swept_at >= self._sweep_s
         for lane in keys.LANES:
-            want = max(0, self._free_rows(lane))
+            want = max(0, free_rows(lane, self._held(), self.settings, self.clock.utc()))
             if want or sweep:
                 claimed = await self._take(lane, want)
                 self._takeover.answered()
@@ -220,6 +225,12 @@ class QueueWorker(Worker):
                 await self._cancel_wanted([claim.job_id for claim in claimed])
         if sweep:
             self._swept_at = time.monotonic()
+            await self.heart_beat()
+
+    async def heart_beat(self) -> None:
+        """arq's place for cron; it would put a job on the queue for each slot, and we run what is due here."""
+        for job in self._crons:
+            await job.run_if_due(self.pool, self.settings.worker_name, self.clock.utc())
 
     async def _take(self, lane: Lane, want: int) -> list[Claim]:
         return await self.claims.take(
@@ -229,11 +240,6 @@ class QueueWorker(Worker):
             suspects=sum(job.on_probation for job in self.jobs.values()),
             takeover=self._takeover.allowed(),
         )
-
-    def _free_rows(self, lane: Lane) -> int:
-        """Offline jobs leave the reserved rows free, so that an interactive one always finds a place."""
-        free = self.max_jobs - len(self.jobs)
-        return free if lane == "interactive" else free - self.settings.reserved_rows
 
     def _held(self) -> list[Claim]:
         return [job.claim for job in list(self.jobs.values())]

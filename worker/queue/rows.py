@@ -1,0 +1,30 @@
+"""How many more rows a lane may take."""
+
+from collections.abc import Collection
+from datetime import datetime
+
+from schemas.keys import Lane
+from worker.queue.claims import Claim
+from worker.settings import Settings
+from worker.timetable import Hours
+
+
+def free_rows(lane: Lane, running: Collection[Claim], settings: Settings, now: datetime) -> int:
+    """Negative where more run than may be begun.
+
+    Offline jobs leave the reserved rows free, so that an interactive one always finds a place, and outside of their
+    hours all but a few.
+    """
+    free = settings.max_rows - len(running)
+    if lane == "interactive":
+        return free
+    offline = sum(claim.lane == "batch" for claim in running)
+    return min(free - settings.reserved_rows, offline_rows(settings, now) - offline)
+
+
+def offline_rows(settings: Settings, now: datetime) -> int:
+    """As many as the lane may have at this time, were there no interactive jobs."""
+    hours = settings.batch_hours
+    inside = hours is None or now in Hours.read(hours)
+    most = settings.max_rows - settings.reserved_rows
+    return most if inside else min(most, settings.batch_rows_outside)

@@ -1,0 +1,63 @@
+"""When offline work begins, and when it may have the machine: a crontab expression and the hours of a day, in UTC."""
+
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Self
+
+from cronsim import CronSim, CronSimError
+
+_EXAMPLE = '"0 2 * * *" is every night at two'
+_HOURS = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-(?:([01]\d|2[0-3]):([0-5]\d)|24:00)", re.ASCII)
+_DAY_MIN = 24 * 60
+
+
+@dataclass(frozen=True, slots=True)
+class Crontab:
+    """The five fields of a crontab. As there, where day of month and day of week are both named, one is enough."""
+
+    expression: str
+
+    def __post_init__(self) -> None:
+        """Raises ValueError with a sentence."""
+        if (fields := len(self.expression.split())) != 5:  # the library would take a sixth, for seconds
+            raise ValueError(f"a crontab expression has five fields, and this has {fields}: {_EXAMPLE}")
+        try:
+            slot = next(CronSim(self.expression, datetime.now(UTC)), None)
+        except CronSimError as error:
+            field = str(error).removeprefix("Bad ")
+            raise ValueError(f"its {field} is none that a crontab may have: {_EXAMPLE}") from None
+        if slot is None:
+            raise ValueError(f"there is no such day in the next fifty years: {_EXAMPLE}")
+
+    def after(self, moment: datetime) -> datetime:
+        """The next slot, in UTC."""
+        return next(CronSim(self.expression, moment.astimezone(UTC)))
+
+
+@dataclass(frozen=True, slots=True)
+class Hours:
+    """Of each day from one minute to another; over midnight, where it begins later than it ends."""
+
+    begin_min: int
+    end_min: int
+
+    @classmethod
+    def read(cls, said: str) -> Self:
+        """Raises ValueError with a sentence."""
+        found = _HOURS.fullmatch(said)
+        if not found:
+            raise ValueError("hours look like 22:00-06:00")
+        begin_h, begin_min, end_h, end_min = found.groups()
+        begin = int(begin_h) * 60 + int(begin_min)
+        end = int(end_h) * 60 + int(end_min) if end_h else _DAY_MIN
+        if begin == end:
+            raise ValueError("the hours end where they begin; 00:00-24:00 is all day")
+        return cls(begin, end)
+
+    def __contains__(self, moment: datetime) -> bool:
+        utc = moment.astimezone(UTC)
+        minute = utc.hour * 60 + utc.minute
+        if self.begin_min < self.end_min:
+            return self.begin_min <= minute < self.end_min
+        return minute >= self.begin_min or minute < self.end_min
