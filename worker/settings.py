@@ -60,7 +60,7 @@ class Settings(BaseSettings):
     max_parts: int = Field(10_000, ge=1, description="Texts, images and tool calls of a conversation.")
     max_request_bytes: int = Field(16_000_000, ge=1_000, description="Size of a queued job's body.")
     vision: Literal["auto", "off"] = Field("auto", description="off serves a model that sees images for text alone.")
-    trust_model_code: bool = Field(False, description="Whether code that comes in a vision model's folder may run.")
+    trust_model_code: bool = Field(False, description="Whether code that comes in the model's folder may run.")
     max_images: int = Field(32, ge=1, description="Images of a conversation.")
     image_max_pixels: int = Field(
         25_000_000, ge=1, description="Pixels of an image; all of a request's together may have four times as many."

@@ -83,3 +83,15 @@ def test_a_fingerprint_changes_with_any_part_of_the_model(tmp_path: Path, change
     content[-2] ^= 1
     (folder / changed).write_bytes(content)
     assert fingerprint(folder) != fingerprint(TINY_CHAT)
+
+
+def test_code_of_a_checkpoint_runs_only_where_it_is_trusted(tmp_path: Path) -> None:
+    folder, ran = write_checkpoint(CONFIGS["qwen3"], tmp_path), tmp_path / "ran"
+    (folder / "own.py").write_text(f"from mlx_lm.models.qwen3 import *\nopen({str(ran)!r}, 'w')\n")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_file": "own.py"}))
+    with pytest.raises(CannotStart, match=r"config\.json names code of its own .*own.py.*SLUICE_TRUST_MODEL_CODE"):
+        open_model(str(folder))
+    assert not ran.exists()
+    assert open_model(str(folder), trusted=True).vocab > 0
+    assert ran.exists()

@@ -1,7 +1,6 @@
 """The model a worker serves: loaded, identified, and refused at start where it cannot do what we promise."""
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from worker.engine.folder import read_json, refuse_code
 from worker.engine.kept import needs_states
 from worker.engine.layers import anatomy, calibrated, weights_bytes, why_not_batched
 from worker.engine.tower import with_tower
@@ -45,11 +45,11 @@ class Model:
 
 def open_model(path_or_hub_id: str, *, vision: bool = True, trusted: bool = False) -> Model:
     """Must run on the thread that will compute. `vision`: images are served too, where the model sees them; `trusted`:
-    code that comes with a model that sees may run. Raises `CannotStart` with the reason."""
+    code that comes with it may run. Raises `CannotStart` with the reason."""
     path, seeing = model_folder(path_or_hub_id, said=f"SLUICE_MODEL={path_or_hub_id}"), False
     try:
         seeing = vision and sees(path)
-        network, config, sight = open_vision(path, trusted=trusted) if seeing else _open_text(path)
+        network, config, sight = open_vision(path, trusted=trusted) if seeing else _open_text(path, trusted)
         tokenizer = load_tokenizer(path, _template_of(sight), eos_token_ids=config.get("eos_token_id"))
         # Before a weight is read, so that what cannot be served is refused at once.
         why_not, found = why_not_batched(network, config), anatomy(network, config)
@@ -73,7 +73,7 @@ def open_model(path_or_hub_id: str, *, vision: bool = True, trusted: bool = Fals
         fingerprint=fingerprint(path),
         context=context_of(config),
         vocab=found.vocab,
-        generation=_generation_config(path),
+        generation=read_json(path, "generation_config.json"),
         costs=costs,
         stateful=needs_states(network),
         vision=sight,
@@ -85,8 +85,10 @@ def context_of(config: dict[str, Any]) -> int:
     return tokens
 
 
-def _open_text(path: Path) -> tuple[nn.Module, dict[str, Any], Vision | None]:
-    network, config = load_model(path, lazy=True)
+def _open_text(path: Path, trusted: bool) -> tuple[nn.Module, dict[str, Any], Vision | None]:
+    if not trusted:
+        refuse_code(path, "model_file")  # auto_map is for other libraries than mlx-lm
+    network, config = load_model(path, lazy=True, trust_remote_code=trusted)
     return network, config, None
 
 
@@ -141,8 +143,3 @@ def _ends(path: Path, most: int = 1 << 20) -> bytes:
         head = file.read(most)
         file.seek(max(most, path.stat().st_size - most))
         return head + file.read(most)
-
-
-def _generation_config(path: Path) -> dict[str, Any]:
-    file = path / "generation_config.json"
-    return json.loads(file.read_text()) if file.is_file() else {}

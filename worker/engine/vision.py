@@ -5,7 +5,6 @@ comes near mlx-vlm.
 """
 
 import copy
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from mlx.utils import tree_flatten
 
 from worker.engine.eyes import Eyes, GridEyes, RowEyes, SoftEyes, SquareEyes
 from worker.engine.families import DeepQwen, Gemma3, Gemma4, MakeFamily, Mistral3, Pixtral, Qwen
+from worker.engine.folder import read_json, refuse_code
 from worker.engine.heads import tensor_names
 from worker.engine.scene import Family
 from worker.engine.upstream import get_classes
@@ -27,7 +27,6 @@ logger = logging.getLogger("sluice.engine")
 
 TEXT_ALONE = "serve it for text alone with SLUICE_VISION=off"  # what else can be done
 
-_SAID_IN = "config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json"
 _TOWERS = "visual.", "vision_tower.", "vision_model.", "vision_encoder."
 # By the model_type of their configs.
 _KNOWN: dict[str, tuple[MakeFamily, type[Eyes]]] = {
@@ -59,7 +58,7 @@ class Vision:
 def sees(folder: Path) -> bool:
     """Whether there is a vision tower, not in the config alone: conversions for text drop its weights. A model of a
     family that we do not know sees nothing: its text can be served."""
-    config = _said(folder, "config.json")
+    config = read_json(folder, "config.json")
     if not config.get("vision_config"):
         return False
     if (family := config.get("model_type")) not in _KNOWN:
@@ -75,7 +74,7 @@ def open_vision(folder: Path, *, trusted: bool) -> tuple[nn.Module, dict[str, An
 
     Raises `CannotStart`, and what loading raises."""
     if not trusted:
-        _refuse_code(folder)
+        refuse_code(folder, "model_file", "auto_map")
     _refuse_unprepared(folder)
     try:
         from worker.engine import upstream_vision as mlx_vlm  # an extra of its own, and heavy
@@ -85,7 +84,7 @@ def open_vision(folder: Path, *, trusted: bool) -> tuple[nn.Module, dict[str, An
             f"{TEXT_ALONE}."
         ) from error
     network = mlx_vlm.load_model(folder, lazy=True, trust_remote_code=trusted)
-    config = _filled(_said(folder, "config.json"), network.config.text_config)
+    config = _filled(read_json(folder, "config.json"), network.config.text_config)
     processor = mlx_vlm.load_processor(folder, add_detokenizer=False, trust_remote_code=trusted)
     twin = twin_of(network, config)
     make_family, make_eyes = _KNOWN[config["model_type"]]
@@ -136,19 +135,12 @@ def twin_of(seeing: nn.Module, config: dict[str, Any]) -> nn.Module:
     return twin
 
 
-def _refuse_code(folder: Path) -> None:
-    for name in _SAID_IN:
-        for field in "model_file", "auto_map":
-            if named := _said(folder, name).get(field):
-                raise CannotStart(
-                    f"{folder / name} names code of its own ({field}: {json.dumps(named)}), which would run on this "
-                    "machine. Where you trust it, allow it with SLUICE_TRUST_MODEL_CODE=true."
-                )
-
-
 def _refuse_unprepared(folder: Path) -> None:
     """mlx-vlm would guess."""
-    if not (_said(folder, "preprocessor_config.json") or _said(folder, "processor_config.json").get("image_processor")):
+    if not (
+        read_json(folder, "preprocessor_config.json")
+        or read_json(folder, "processor_config.json").get("image_processor")
+    ):
         raise CannotStart(
             f"How this model's images are prepared is said in preprocessor_config.json or, as image_processor, in "
             f"processor_config.json, and {folder} has neither: take it from the model's repository, or {TEXT_ALONE}."
@@ -163,8 +155,3 @@ def _refuse_other_tokens(family: Family, sight: Sight) -> None:
             "files are not of one model. Copy preprocessor_config.json and processor_config.json from its own "
             f"repository, or {TEXT_ALONE}."
         )
-
-
-def _said(folder: Path, name: str) -> dict[str, Any]:
-    file = folder / name
-    return json.loads(file.read_text()) if file.is_file() else {}
