@@ -28,7 +28,7 @@ def roomy(family: str, folder: Path, side: int) -> Path:
     """A checkpoint that takes images of so many pixels a side as they are, where its family has images of any size."""
     write_checkpoint(family, folder)
     if family.startswith("qwen"):
-        _change(folder / "preprocessor_config.json", "size", longest_edge=side**2)
+        _change(folder / "preprocessor_config.json", "size", shortest_edge=64, longest_edge=side**2)
     if family in ("pixtral", "mistral3"):
         _change(folder / "preprocessor_config.json", "size", longest_edge=side)
         _change(folder / "config.json", "vision_config", image_size=side)
