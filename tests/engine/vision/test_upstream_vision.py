@@ -15,6 +15,7 @@ from worker.engine import upstream_vision
         (upstream_vision.load_model, ["model_path", "lazy", "kwargs"]),
         (upstream_vision.load_processor, ["model_path", "add_detokenizer", "eos_token_ids", "kwargs"]),
         (upstream_vision.make_prompt_cache, ["model", "max_kv_size"]),
+        (upstream_vision.new_image, ["mode", "size", "color"]),
     ],
 )
 def test_a_borrowed_function_takes_what_it_took(call: Callable[..., Any], parameters: list[str]) -> None:
