@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from scripts.benchmarks import engine, prefix, quality, sampling, specprefill, spine
+from scripts.benchmarks import engine, prefix, quality, sampling, specprefill, spine, vision
 
 BENCHMARKS: dict[str, Callable[[Console], bool]] = {
     "spine": spine.main,
@@ -16,6 +16,7 @@ BENCHMARKS: dict[str, Callable[[Console], bool]] = {
     "prefix": prefix.main,
     "specprefill": specprefill.main,
     "specprefill-quality": quality.main,
+    "vision": vision.main,
 }
 
 
@@ -30,7 +31,8 @@ def main() -> int:
         "engine: continuous batches against mlx-lm's own; "
         "prefix: what a hit in the prefix cache costs, and how far it reaches; "
         "specprefill: what thinning prompts saves, and what it costs those who decode; "
-        "specprefill-quality: what thinning prompts costs in answers",
+        "specprefill-quality: what thinning prompts costs in answers; "
+        "vision: images and text together against one by one, and what images cost those who decode",
     )
     name = parser.parse_args().name
     console = Console(width=110)

