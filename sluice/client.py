@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 from sluice import letters, wire
 from sluice.batch.board import Board
 from sluice.batch.names import new_run
-from sluice.batch.place import Place, Wish
+from sluice.batch.place import WINDOW, Place, Wish
 from sluice.batch.status import Batch
 from sluice.errors import JobCancelled, JobFailed, UnknownJob
 from sluice.hub import Hub
@@ -179,7 +179,7 @@ class Client:
         models: Mapping[str, str] | None = None,
         completion_window: str | None = None,
         metadata: Mapping[str, str] | None = None,
-        window: int = 256,
+        window: int = WINDOW,
         on_progress: Callable[[Batch], None] = lambda batch: None,
     ) -> Batch:
         """Run an OpenAI Batch file to its end; outages of the server are waited out.

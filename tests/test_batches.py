@@ -229,6 +229,12 @@ def test_a_folder_that_cannot_be_is_no_start(tmp_path: Path, name: str) -> None:
         Batches(str(tmp_path / name), settings(""))
 
 
+def test_without_the_command_s_extra_the_way_out_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(CannotStart, match=r"SLUICE_BATCH_DIR.*mlx-sluice\[cli\]"):
+        Batches(str(tmp_path), settings(""))
+
+
 # How it ends
 
 

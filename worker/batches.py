@@ -5,6 +5,7 @@ import fcntl
 import logging
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ class Batches:
         self._command = [*command, str(self._folder), "--until-eof", *models]
         self._slot, self.feeding = asyncio.Event(), False
         self.cron = Cron(str(self._folder), self._taken, Crontab(settings.batch_schedule), free=self._is_free)
+        if any(find_spec(name) is None for name in ("typer", "rich")):
+            way_out = "pip install 'mlx-sluice[cli]'"
+            raise CannotStart(f"SLUICE_BATCH_DIR: the command feeds its files, and it needs its extra: {way_out}")
         try:
             (self._folder / "inbox").mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -41,7 +41,7 @@ class Settings(BaseSettings):
     )
     memory_headroom_gb: float = Field(1.0, ge=0, description="Gigabytes of those that are left free.")
     prefix_cache_gb: float | None = Field(
-        None, ge=0, description="Gigabytes of those, at most, for prefixes that requests share; 0 keeps none."
+        None, ge=0, description="Gigabytes of those, at most, for shared prefixes and images that were seen; 0: none."
     )
     prefix_cache_per_tenant: bool = Field(False, description="Whether no tenant's request finds another's prefixes.")
     specprefill_draft_model: str | None = Field(

@@ -147,7 +147,7 @@ def _remove_if_empty(home: Path) -> None:
 
 
 async def _written(inbox: Path) -> list[Path]:
-    """The files of which nobody is still writing. What `put` puts there is whole."""
+    """The files of which nobody is still writing. What `submit` puts there is whole."""
     files = [file for file in inbox.glob("*.jsonl") if not file.name.startswith(".")]
     before = {file: _stamp(file) for file in files}
     if any(not names.is_run(file.stem) and time.time() - _stamp(file)[0] < _SETTLED_S for file in files):

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NoReturn
 
 from sluice import wire
@@ -13,6 +14,8 @@ Models = Mapping[str, str]  # what a file calls a model, to the name it is serve
 _METHOD, _URL = "POST", "/v1/chat/completions"
 _FIELDS = ("custom_id", "method", "url", "body")
 _MOST_CUSTOM_ID = 512  # characters
+# More than a worker takes. Python's own limit is nearer for a deeper caller: what was read once might not be again.
+_MOST_LEVELS = 100
 _DEFAULT_MODEL = "default"
 
 
@@ -79,7 +82,18 @@ def _object(text: str) -> dict[str, Any]:
         raise BadLine("invalid_json", f"not JSON: {error}.") from None
     if not isinstance(said, dict):
         raise BadLine("invalid_json", f"a line must be a JSON object, not {_shown(said)}.")
+    _refuse_too_deep(said)
     return said
+
+
+def _refuse_too_deep(said: dict[str, Any]) -> None:
+    level: list[Any] = [said]
+    for _ in range(_MOST_LEVELS):
+        items = chain.from_iterable(each.values() if isinstance(each, dict) else each for each in level)
+        level = [item for item in items if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise BadLine("invalid_json", f"the JSON is nested more than {_MOST_LEVELS} levels deep.")
 
 
 def _no_constant(name: str) -> NoReturn:

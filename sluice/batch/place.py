@@ -8,7 +8,7 @@ from typing import Self
 from sluice.batch import names, window
 from sluice.errors import BatchRefused
 
-WINDOW = 256
+WINDOW = 256  # lines: more than a worker has rows, so that the next ones wait where it finds them
 
 
 @dataclass(frozen=True, slots=True)

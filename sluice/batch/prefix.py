@@ -11,8 +11,8 @@ _BLOCKS = tuple(chain(repeat(64, 16), repeat(512, 16), repeat(4096, 16)))
 
 
 def prefix_key(body: dict[str, Any]) -> bytes:
-    """Sorts lines with a common beginning next to each other. Raises ValueError or RecursionError where the body
-    is none that JSON can hold: 1e999 reads as infinity."""
+    """Sorts lines with a common beginning next to each other. Raises ValueError where the body is none that JSON can
+    hold: 1e999 reads as infinity."""
     first = {"tools": body.get("tools"), "messages": body["messages"]}
     text = json.dumps({**first, **body}, separators=(",", ":"), allow_nan=False).encode()
     return b"".join(zlib.crc32(block).to_bytes(4) for block in _blocks(text))

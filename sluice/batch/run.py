@@ -101,8 +101,8 @@ class Run:
 
     async def go(self) -> Batch:
         """To its end, of which the server has not been told yet."""
-        await patiently(lambda: self._board.announce(self._saved.batch))
         with Source(self._place.input, self._saved.models) as source:
+            await patiently(lambda: self._board.announce(self._saved.batch))
             scan = await asyncio.to_thread(source.scan)
             if self._saved.sha256 not in ("", scan.sha256):
                 raise BatchRefused(f"{self._place.input} is not the file that {self._saved.batch.id} began with")

@@ -153,9 +153,8 @@ class Source:
             raise BadLine("duplicate_custom_id", f"the custom_id is that of line {first:,} too.", "custom_id")
         try:
             prefix = prefix_key(request.body)
-        except (ValueError, RecursionError):
-            why = "body holds a number that is not finite, or is nested too deeply."
-            raise BadLine("invalid_json", why, "body") from None
+        except ValueError:
+            raise BadLine("invalid_json", "body holds a number that is not finite.", "body") from None
         return Line(raw.number, raw.offset, len(raw.text), request.model, request.digest, prefix)
 
     def _read(self, raw: _Raw) -> Request:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sluice.batch.place import WINDOW
 from sluice.batch.status import Batch
 from sluice.cli.batch_view import Watch, print_problems, print_report, read_models
 from sluice.cli.interrupted import stoppable
@@ -40,7 +41,7 @@ def run(
         str | None,
         typer.Option(metavar="TIME", help="After it, what is not done ends as expired: 90m, 2d.  [default: 24h]"),
     ] = None,
-    window: Annotated[int, typer.Option(metavar="N", help="Lines of a model in the queue at once.")] = 256,
+    window: Annotated[int, typer.Option(metavar="N", help="Lines of a model in the queue at once.")] = WINDOW,
     redis_url: RedisUrl = REDIS_URL,
     as_json: AsJson = False,
 ) -> None:

@@ -22,7 +22,7 @@ _MOST_SHOWN = 20  # problems on a terminal; the status object has more
 
 def read_models(given: list[str]) -> dict[str, str]:
     """`gpt-4o-mini=default`, each."""
-    pairs = [(said.partition("=")) for said in given]
+    pairs = [said.partition("=") for said in given]
     for name, equals, served in pairs:
         if not (name and equals and served):
             raise Trouble(f"{name + equals + served!r} maps no model: write NAME=SERVED, as in gpt-4o-mini=default.")

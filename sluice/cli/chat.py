@@ -37,7 +37,7 @@ def chat(
     Exit codes: 0 finished, 1 failed, 3 cancelled, 4 the queue is full and nothing was asked.
 
     \b
-    Example:
+    Examples:
       sluice chat "What is the capital of Ghana?" --temperature 0
       sluice chat "What is this?" --image cat.jpg
     """

@@ -320,6 +320,12 @@ async def test_an_output_that_is_not_the_run_s_is_never_touched(client: Client, 
         await client.batch(many, out)
 
 
+async def test_of_a_file_that_cannot_be_read_no_run_is_heard_of(client: Client, tmp_path: Path, out: Path) -> None:
+    with pytest.raises(BatchRefused, match="cannot read"):
+        await client.batch(tmp_path / "missing.jsonl", out)
+    assert await client.batches() == []
+
+
 async def test_an_input_that_has_changed_is_refused_and_so_are_other_models(
     client: Client, chat: Chat, tmp_path: Path, out: Path
 ) -> None:

@@ -72,6 +72,10 @@ CASES: dict[str, tuple[bytes, list[tuple[int | None, str]]]] = {
     "NaN": (GOOD.replace(b'"messages"', b'"seed": NaN, "messages"'), [(1, "invalid_json"), (2, "invalid_json")]),
     "1e999": (GOOD.replace(b'"messages"', b'"seed": 1e999, "messages"'), [(1, "invalid_json"), (2, "invalid_json")]),
     "too deep": (b"[" * 100_000 + b"\n" + GOOD, [(1, "invalid_json")]),
+    "deeper than a worker takes": (
+        GOOD.replace(b'"messages"', b'"metadata": ' + b"[" * 200 + b"]" * 200 + b', "messages"'),
+        [(1, "invalid_json"), (2, "invalid_json")],
+    ),
     "endless digits": (b"1" * 5_000 + b"\n" + GOOD, [(1, "invalid_json")]),
     "truncated": (GOOD[:-10], [(2, "truncated_line")]),
     "truncated in a letter": (GOOD + '{"custom_id": "ü'.encode()[:-1], [(3, "truncated_line")]),

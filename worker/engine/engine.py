@@ -59,12 +59,13 @@ class Engine:
         self._entry = Entry(model.costs, memory or memory_limit())
         most = self._entry.spare // _PREFIX_SHARE if prefix_bytes is None else prefix_bytes
         draft_bytes = most // _DRAFT_SHARE if model.draft else 0
-        self._prefix = PrefixCache(model.network, most - draft_bytes) if most > 0 else None
+        features_bytes = most // _FEATURES_SHARE if model.vision else 0
+        self._prefix = PrefixCache(model.network, most - draft_bytes - features_bytes) if most > 0 else None
         self._draft = _draft_of(model, draft_bytes)
         self._queried = self._hit = 0  # tokens, in this step
         self._inside: dict[str, Row] = {}  # in the order of admission
         self._ends = frozenset(model.tokenizer.eos_token_ids)
-        self._features = FeatureCache(most // _FEATURES_SHARE) if model.vision else None
+        self._features = FeatureCache(features_bytes) if model.vision else None
         caches = (self._prefix, self._draft.prefix if self._draft else None, self._features)
         self._caches = [cache for cache in caches if cache is not None]
         self._prefills = Prefills(model, step_s, self._prefix, self._draft, self._features)

@@ -119,12 +119,13 @@ class Sequence:
     def keys(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         """The same, for such tokens as begin with its prompt, or are the beginning of it, and yet not the same as those
         of a prompt with other images: by these a prefix is found."""
+        if not self.pictures:
+            return tokens
+        keys = list(tokens)
         for picture in self.pictures:
             start, end = picture.span
-            if start < len(tokens):
-                inside = min(end, len(tokens)) - start
-                tokens = (*tokens[:start], *(picture.key,) * inside, *tokens[start + inside :])
-        return tokens
+            keys[start:end] = [picture.key] * (min(end, len(keys)) - start)
+        return tuple(keys)
 
     @property
     def left_out(self) -> int:

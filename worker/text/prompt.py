@@ -169,8 +169,17 @@ def _flattened(conversation: Conversation, images: Sequence[str]) -> tuple[Conve
 
 def _unwritten(conversation: Conversation, count: int) -> list[str]:
     """So many characters that no message has in it."""
-    written = set(str(conversation))
-    return list(islice((mark for mark in map(chr, _FOR_IMAGES) if mark not in written), count))
+    # What is ASCII has none of them, so that megabytes of base64 are not looked through.
+    texts = [text for text in _texts(conversation) if not text.isascii()]
+    return list(islice((mark for mark in map(chr, _FOR_IMAGES) if not any(mark in text for text in texts)), count))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _texts(each)
 
 
 def _flat(content: Any, marks: Iterator[str]) -> str:

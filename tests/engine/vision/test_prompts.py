@@ -43,7 +43,7 @@ CONVERSATION = [
     {"role": "system", "content": "Say what you see."},
     {"role": "user", "content": [text("What is this?"), picture()]},
     {"role": "assistant", "content": "Squares."},
-    {"role": "user", "content": [picture(), text("And here, beside\nthat: "), picture(), text(" one \U000f0001?")]},
+    {"role": "user", "content": [picture(), text("And here, beside\nthat: "), picture(), text(" one \U00100000?")]},
 ]
 
 
