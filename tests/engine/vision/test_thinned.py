@@ -185,6 +185,17 @@ def test_images_are_kept_whole_with_the_tokens_around_them_whatever_may_be_left_
         assert any(start < first and end < behind for start, behind in kept)
 
 
+def test_a_chunk_counts_the_tokens_that_were_computed_in_it() -> None:
+    family, chunks = "gemma4 with experts", list[int]()
+    run = Run(drafted(family), step_s=1e-6)
+    run.submit(asked(family))
+    run.until(lambda: "thin" in run.kept)
+    while not run.said["thin"]:
+        run.step()
+        chunks.append(run.engine._chunk)
+    assert sum(chunks) == tokens_in(run.kept["thin"]) - 1
+
+
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The digests of the images that go through the vision tower."""
