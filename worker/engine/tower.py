@@ -14,6 +14,8 @@ from worker.schedule.sequence import Picture, Sight
 # Pixels a side. Large enough for the scores to show, and small enough for a start: some 250 patches, and 1,000. What
 # follows is for processors that make them equal, which most do because all images are.
 _SIDES = 256, 512, 1024, 2048
+# Of the mask of an image whose tokens see one another, for each pair: see `mutual`. It is there twice while it is made.
+_MASK_BYTES = 2
 
 
 def with_tower(costs: Costs, vision: Vision, sides: Sequence[int] = _SIDES) -> Costs:
@@ -25,7 +27,9 @@ def with_tower(costs: Costs, vision: Vision, sides: Sequence[int] = _SIDES) -> C
     needed, features = _needed(vision, few)
     needed_more = _needed(vision, many)[0] if many is not few else needed
     tower = Tower.of((few.tokens, needed), (many.tokens, needed_more), -(-features // few.tokens))
-    return replace(costs, tower=tower)
+    if not vision.family.whole:
+        return replace(costs, tower=tower)
+    return replace(costs, tower=replace(tower, whole=True), score_bytes=costs.score_bytes + _MASK_BYTES)
 
 
 def _blank(vision: Vision, sides: Sequence[int]) -> Iterator[Sight]:
