@@ -26,10 +26,12 @@ def check(
     """Tell what a model will get from a worker on this machine, without loading its weights.
 
     How much memory it takes, and how many rows that leaves room for; whether rows can share a batch; whether it
-    reasons, calls tools, and can be held to a schema. Of a model on the hub the weights are not even downloaded.
+    reasons, sees images, calls tools, and can be held to a schema. Of a model on the hub the weights are not even
+    downloaded.
 
     What fits is predicted, with the room that a batch keeps for growing; a running worker measures, and corrects.
-    SLUICE_MEMORY_GB and SLUICE_MEMORY_HEADROOM_GB count as they do for a worker.
+    SLUICE_MEMORY_GB, SLUICE_MEMORY_HEADROOM_GB, SLUICE_VISION and SLUICE_TRUST_MODEL_CODE count as they do for a
+    worker.
     Exit codes: 0, or 2 where a worker would not serve the model.
 
     \b
@@ -59,7 +61,8 @@ def _look(model: str) -> Facts:
     try:
         settings = read_settings(model=model)
         memory = memory_for_model(settings.memory_gb, settings.memory_headroom_gb)
-        return {"model": model, **_facts(check(model, memory=memory))}
+        vision, trusted = settings.vision == "auto", settings.trust_model_code
+        return {"model": model, **_facts(check(model, memory=memory, vision=vision, trusted=trusted))}
     except CannotStart as error:
         raise Trouble(str(error)) from None
 
@@ -91,7 +94,9 @@ def _facts(checked: "Checked") -> Facts:
         "schemas": readable(checked.words, anatomy.vocab) is not None,
         "attention_layers": anatomy.attention_calls,
         "mtp": checked.mtp,
-        "vision": checked.vision,
+        "vision": checked.blind is None,
+        "vision_why_not": checked.blind,
+        "tower_bytes": checked.tower_bytes,
     }
 
 
@@ -121,7 +126,7 @@ def _print_model(facts: Facts) -> None:
         "schemas": "yes" if facts["schemas"] else "no: llguidance cannot read the tokenizer",
         "SpecPrefill": _specprefill(facts["attention_layers"]),
         "MTP": _MTP[facts["mtp"]],
-        "vision": "yes" if facts["vision"] else "no",
+        "vision": _vision(facts),
     }
     print_table(facts["model"], {"": "left", "what a worker finds": "left"}, lines.items())
 
@@ -151,6 +156,15 @@ def _row(facts: Facts) -> str:
 
 def _marked(markers: tuple[str, str]) -> str:
     return " … ".join(filter(None, markers))
+
+
+def _vision(facts: Facts) -> str:
+    from worker.schedule.memory import size
+
+    if not facts["vision"]:
+        return f"no. {facts['vision_why_not']}"
+    tower = size(facts["tower_bytes"]) + " of the weights" if facts["tower_bytes"] else "its weights are not counted"
+    return f"yes, as {facts['architecture']}; the tower: {tower}"
 
 
 def _specprefill(attention_layers: int) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from scripts.stack import ROOT, TINY_CHAT
 from tests.engine.tiny import CANNOT_BATCH, CONFIGS, write_checkpoint
+from tests.engine.vision.checkpoints import write_checkpoint as write_seeing
 from worker.engine.device import memory_for_model
 
 _WITHOUT_WORKER = "import sys; sys.modules['worker'] = None; from sluice.cli import main; main()"
@@ -51,6 +52,16 @@ def test_windows_are_told_apart_from_what_grows(tmp_path: Path) -> None:
     said = cells(check(str(write_checkpoint(CONFIGS["gpt_oss"], tmp_path)))[1])
     assert said["cache layers"] == "2 × rotating of 16, 2 × kv"
     assert said["a row takes"] == "512 B for each of the last 16, 512 B a token"
+
+
+def test_whether_images_are_served_is_told_as_a_worker_would_do_it(tmp_path: Path) -> None:
+    folder = str(write_seeing("mistral3", tmp_path))
+    assert cells(check(folder)[1])["vision"] == "yes, as mistral3; the tower: 45.4 kB of the weights"
+    assert cells(check(folder, SLUICE_VISION="off")[1])["vision"] == "no. SLUICE_VISION is off."
+    code, out, _ = check(folder, "--json", SLUICE_VISION="off")
+    facts = json.loads(out)
+    assert (code, facts["vision"], facts["vision_why_not"]) == (0, False, "SLUICE_VISION is off.")
+    assert facts["tower_bytes"] == 0
 
 
 def test_a_program_gets_one_object() -> None:

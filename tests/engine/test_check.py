@@ -39,7 +39,8 @@ def test_the_tiny_model_is_told() -> None:
     told = check(str(TINY_CHAT))
     assert Counter(layer.kind for layer in told.anatomy.layers) == {"recurrent": 2, "kv": 2}
     assert (told.costs.weights_bytes, told.anatomy.token_bytes, told.costs.state_bytes) == (2_047_296, 1024, 41_984)
-    assert (told.context, told.anatomy.vocab, told.bits, told.mtp, told.vision) == (32_768, 1024, None, "no", False)
+    assert (told.context, told.anatomy.vocab, told.bits, told.mtp) == (32_768, 1024, None, "no")
+    assert (told.blind, told.tower_bytes) == ("Its config tells of no vision tower.", 0)
     assert told.words.think == ("<think>", "</think>")
     assert told.batches
     assert told.complaints == ()
@@ -138,10 +139,6 @@ def test_mtp_needs_a_config_that_tells_of_it_and_weights(
     tmp_path: Path, name: str, tensor: str | None, text: dict[str, int], mtp: str
 ) -> None:
     assert with_mtp(tmp_path, name, tensor, **text) == mtp
-
-
-def test_vision_is_in_the_config(tmp_path: Path) -> None:
-    assert check(str(checkpoint(tmp_path, vision_config={"depth": 2}))).vision
 
 
 @pytest.mark.parametrize("kept", [4, 500, 100_000])

@@ -136,3 +136,11 @@ def test_what_an_image_needs_is_promised_until_it_is_known() -> None:
     decided(entry, looks)  # its images are known by now
     assert entry.promised[0] == promised - 20_000_000
     assert entry.spare > spare
+
+
+def test_an_image_that_is_computed_at_once_is_promised_its_chunk() -> None:
+    costs = replace(KILO, chunk_token_bytes=1_000, tower=Tower(whole=True))
+    entry = Entry(costs, limit=10**9)
+    entry.add(replace(sized("looks", 1_000), pictures=(Picture(b"1", (1, 11), {}), Picture(b"2", (20, 620), {}))))
+    assert decided(entry) == {"looks": Admit()}
+    assert entry.promised[0] == costs.beside_bytes([[1_000]], 600)

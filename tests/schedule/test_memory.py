@@ -176,3 +176,12 @@ def test_one_image_at_a_time_is_in_the_tower_and_what_comes_of_all_of_them_is_he
     needed = 300 * 1000 + 300**2 * 10 + 600 * 4
     assert seeing.peak_bytes([[1000]], images=several) == PLAIN.peak_bytes([[1000]]) + needed
     assert seeing.peak_bytes([], images=several) == PLAIN.peak_bytes([]) + needed
+
+
+@given(st.integers(0, 2 * CHUNK), st.integers(0, 3 * CHUNK), st.integers(1, 2000))
+def test_an_image_that_is_computed_at_once_is_promised_a_chunk_as_long(longest: int, chunk: int, length: int) -> None:
+    needed = HYBRID.peak_bytes([[length]], max(chunk, longest))
+    whole, cut = (replace(HYBRID, tower=Tower(whole=whole)) for whole in (True, False))
+    assert whole.peak_bytes([[length]], chunk, Images(longest=longest)) == needed
+    assert whole.beside_bytes([[length]], chunk, Images(longest=longest)) == HYBRID.beside_bytes([[length]], chunk)
+    assert cut.peak_bytes([[length]], chunk, Images(longest=longest)) == HYBRID.peak_bytes([[length]], chunk)

@@ -1,5 +1,6 @@
 """What a model will get from a worker, told from its config, its tokenizer and the heads of its weight files."""
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,9 @@ import mlx.nn as nn
 from worker.engine import device
 from worker.engine.heads import tensor_names
 from worker.engine.layers import Anatomy, anatomy, weights_bytes, why_not_batched
-from worker.engine.model import model_folder
+from worker.engine.model import model_folder, template_of, why_not_loaded
 from worker.engine.upstream import load_model, load_tokenizer
+from worker.engine.vision import Vision, open_vision, refuse_unready, why_blind
 from worker.engine.words import Words
 from worker.errors import CannotStart
 from worker.schedule.memory import Costs, size
@@ -36,6 +38,8 @@ class Checked:
     limit: int  # bytes that a worker may take of its memory
     words: Words
     mtp: Mtp
+    blind: str | None  # why images are not served; None where they are
+    tower_bytes: int  # of the weights, those that see; 0 where only files that are not here would tell
     complaints: tuple[str, ...]  # why no worker would serve it, with the way out
 
     @property
@@ -45,32 +49,41 @@ class Checked:
         return said
 
     @property
-    def vision(self) -> bool:
-        return "vision_config" in self.config
-
-    @property
     def bits(self) -> int | None:
         """Of a quantized weight."""
         bits: int | None = (self.config.get("quantization") or {}).get("bits")
         return bits
 
 
-def check(folder_or_hub_id: str, *, memory: int) -> Checked:
-    """`memory`: bytes that a worker may take. Raises `CannotStart` where there is nothing that could be told."""
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """Of a model's weights."""
+
+    here: bool
+    names: list[str] | None  # of all tensors; None where no file that is here tells
+    nbytes: int = 0  # by an index, which a hub may have beside those that are not here
+
+
+def check(folder_or_hub_id: str, *, memory: int, vision: bool = True, trusted: bool = False) -> Checked:
+    """`memory`: bytes that a worker may take; for the others see `open_model`. Raises `CannotStart` where there is
+    nothing that could be told."""
     folder = model_folder(folder_or_hub_id, said=folder_or_hub_id, only=_TEXTS)
     if Path(folder_or_hub_id).expanduser().is_dir() and not any(folder.glob("model*.safetensors")):
         raise CannotStart(f"{folder_or_hub_id} holds no weights: mlx-lm looks for model*.safetensors.")
+    seeing = False
     try:
-        names = [name for file in sorted(folder.glob("model*.safetensors")) for name in tensor_names(file)]
-        network, config = load_model(folder, lazy=True, strict=bool(names))
-        if not names:
-            _assume(network, config)
-        tokenizer = load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
+        files = _files(folder)
+        blind = _why_blind(folder, files, vision=vision)
+        seeing = blind is None
+        network, config, sight, refused = _opened(folder, files, seeing=seeing, trusted=trusted)
+        tokenizer = load_tokenizer(folder, template_of(sight), eos_token_ids=config.get("eos_token_id"))
         found = anatomy(network, config)
         why_not = why_not_batched(network, config)
     except (ValueError, OSError, KeyError, TypeError, ImportError, RuntimeError, AttributeError) as error:
-        raise CannotStart(f"mlx-lm cannot load {folder_or_hub_id}: {error}") from error
-    costs = found.costs(weights_bytes=weights_bytes(network))
+        raise CannotStart(why_not_loaded(folder_or_hub_id, error, seeing=seeing)) from error
+    blind = blind or refused
+    tower_bytes = 0 if blind else _tower_bytes(network, sight, files)
+    costs = found.costs(weights_bytes=weights_bytes(network) + tower_bytes)
     no_template = None if tokenizer.has_chat_template else "It has no chat template, so it cannot answer chats."
     return Checked(
         config=config,
@@ -80,9 +93,49 @@ def check(folder_or_hub_id: str, *, memory: int) -> Checked:
         device=device.describe(),
         limit=memory,
         words=Words(tokenizer),
-        mtp=_mtp(config, names),
-        complaints=tuple(filter(None, (why_not, no_template, _no_room(costs, memory)))),
+        mtp=_mtp(config, files.names or []),
+        blind=blind,
+        tower_bytes=tower_bytes,
+        complaints=tuple(filter(None, (refused, why_not, no_template, _no_room(costs, memory)))),
     )
+
+
+def _files(folder: Path) -> _Files:
+    if files := sorted(folder.glob("model*.safetensors")):
+        return _Files(True, [name for file in files for name in tensor_names(file)])
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return _Files(False, None)
+    said = json.loads(index.read_text())
+    return _Files(False, [*said["weight_map"]], int(said.get("metadata", {}).get("total_size", 0)))
+
+
+def _why_blind(folder: Path, files: _Files, *, vision: bool) -> str | None:
+    config = json.loads((folder / "config.json").read_text())
+    return why_blind(config, files.names) or (None if vision else "SLUICE_VISION is off.")
+
+
+def _opened(
+    folder: Path, files: _Files, *, seeing: bool, trusted: bool
+) -> tuple[nn.Module, dict[str, Any], Vision | None, str | None]:
+    """As a worker opens it; and why it would not, with what can be told all the same."""
+    refused = None
+    if seeing:
+        try:
+            if files.here:
+                return *open_vision(folder, trusted=trusted), None
+            refuse_unready(folder, trusted=trusted)
+        except CannotStart as error:
+            refused = str(error)
+    network, config = load_model(folder, lazy=True, strict=files.here)
+    if not files.here:
+        _assume(network, config)
+    return network, config, None, refused
+
+
+def _tower_bytes(network: nn.Module, sight: Vision | None, files: _Files) -> int:
+    whole = weights_bytes(sight.network) if sight else files.nbytes
+    return max(0, whole - weights_bytes(network))
 
 
 def _assume(network: nn.Module, config: dict[str, Any]) -> None:

@@ -177,7 +177,8 @@ class Entry:
 def _images_of(asked: Asked) -> Images:
     """All of them, also those that are known: room for the row may be made at the cost of what is known of them."""
     tokens = {picture.digest: picture.tokens for picture in asked.pictures}.values()
-    return Images(max(tokens, default=0), sum(tokens))
+    longest = max(tokens, default=0)
+    return Images(longest, sum(tokens), longest)
 
 
 def _kinds(decided: Iterable[tuple[Row, Decision]]) -> list[type[Decision]]:

@@ -50,7 +50,7 @@ def open_model(path_or_hub_id: str, *, vision: bool = True, trusted: bool = Fals
     try:
         seeing = vision and sees(path)
         network, config, sight = open_vision(path, trusted=trusted) if seeing else _open_text(path, trusted)
-        tokenizer = load_tokenizer(path, _template_of(sight), eos_token_ids=config.get("eos_token_id"))
+        tokenizer = load_tokenizer(path, template_of(sight), eos_token_ids=config.get("eos_token_id"))
         # Before a weight is read, so that what cannot be served is refused at once.
         why_not, found = why_not_batched(network, config), anatomy(network, config)
         costs = found.costs(weights_bytes=weights_bytes(_whole(network, sight)))
@@ -61,8 +61,7 @@ def open_model(path_or_hub_id: str, *, vision: bool = True, trusted: bool = Fals
             costs = calibrated(costs, network)
             costs = with_tower(costs, sight) if sight else costs
     except (ValueError, OSError, KeyError, TypeError, ImportError, RuntimeError, AttributeError) as error:
-        by, way_out = ("mlx-vlm", f"; {TEXT_ALONE}") if seeing else ("mlx-lm", "")
-        raise CannotStart(f"{by} cannot load {path_or_hub_id}: {error}{way_out}") from error
+        raise CannotStart(why_not_loaded(path_or_hub_id, error, seeing=seeing)) from error
     if why_not:
         raise CannotStart(why_not)
     if not tokenizer.has_chat_template:
@@ -92,7 +91,12 @@ def _open_text(path: Path, trusted: bool) -> tuple[nn.Module, dict[str, Any], Vi
     return network, config, None
 
 
-def _template_of(vision: Vision | None) -> dict[str, str]:
+def why_not_loaded(path_or_hub_id: str, error: Exception, *, seeing: bool) -> str:
+    by, way_out = ("mlx-vlm", f"; {TEXT_ALONE}") if seeing else ("mlx-lm", "")
+    return f"{by} cannot load {path_or_hub_id}: {error}{way_out}"
+
+
+def template_of(vision: Vision | None) -> dict[str, str]:
     return {"chat_template": vision.template} if vision and vision.template else {}
 
 

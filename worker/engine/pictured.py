@@ -52,7 +52,8 @@ class PicturedPrefill:
     @property
     def images(self) -> Images:
         """That the prompt has still to be computed with."""
-        return Images(max((picture.tokens for picture in self._missing()), default=0), self._scene.tokens)
+        largest = max((picture.tokens for picture in self._missing()), default=0)
+        return Images(largest, self._scene.tokens, self._scene.longest)
 
     @property
     def cached(self) -> int:

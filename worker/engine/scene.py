@@ -51,6 +51,11 @@ class Scene:
         """That images stand for; an image that is there twice counts once."""
         return sum({picture.digest: picture.tokens for picture in self._pictures}.values())
 
+    @property
+    def longest(self) -> int:
+        """Tokens that one of them stands for."""
+        return max(picture.tokens for picture in self._pictures)
+
     def missing(self, start: int) -> list[Picture]:
         """Images without whose features the tokens from there on cannot be computed, each once."""
         wanted = {picture.digest: picture for picture in self._pictures if picture.span[1] > start}

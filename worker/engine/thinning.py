@@ -104,9 +104,9 @@ class ThinnedPrefill:
                 self._score(self._scoring, tokens)
         elif self.row.left_out:
             with self._or_whole("The prefill of what was kept"):
-                self._compute(tokens)
+                return self._compute(tokens)
         else:
-            self._prefill.advance(tokens)
+            return self._prefill.advance(tokens)
         return tokens
 
     def news(self) -> list[Outcome]:
@@ -172,11 +172,11 @@ class ThinnedPrefill:
         tokens, stay = len(self.row.sequence.prompt) - start, tokens_in(self._stays(start))
         return (stay + self._thinning.keep * (tokens - stay)) / max(1, tokens)
 
-    def _compute(self, tokens: int) -> None:
-        head = min(tokens, self._prefill.remaining)
-        self._prefill.advance(head)
+    def _compute(self, tokens: int) -> int:
+        computed = self._prefill.advance(tokens)
         if not self._prefill.remaining:
-            self._rest().advance(tokens - head)
+            computed += self._rest().advance(max(0, tokens - computed))
+        return computed
 
     def _rest(self) -> SparsePrefill:
         """What follows the first tokens that stay."""

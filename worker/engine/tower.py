@@ -15,6 +15,8 @@ from worker.schedule.sequence import Picture, Sight
 # follows is for processors that make them equal, which most do because all images are.
 _SIDES = 256, 512, 1024, 2048
 _LOOKS = 2  # what is freed when is left to chance; a fifth more or less was seen, where all is small
+# Of the mask of an image whose tokens see one another, for each pair: see `mutual`. It is there twice while it is made.
+_MASK_BYTES = 2
 
 
 def with_tower(costs: Costs, vision: Vision, sides: Sequence[int] = _SIDES) -> Costs:
@@ -25,7 +27,9 @@ def with_tower(costs: Costs, vision: Vision, sides: Sequence[int] = _SIDES) -> C
     _look(vision, few)  # some towers make tables when they are first used
     (needed, features), (needed_more, _) = (max(_look(vision, sight) for _ in range(_LOOKS)) for sight in (few, many))
     tower = Tower.of((few.tokens, needed), (many.tokens, needed_more), -(-features // few.tokens))
-    return replace(costs, tower=tower)
+    if not vision.family.whole:
+        return replace(costs, tower=tower)
+    return replace(costs, tower=replace(tower, whole=True), score_bytes=costs.score_bytes + _MASK_BYTES)
 
 
 def _blank(vision: Vision, sides: Sequence[int]) -> Iterator[Sight]:

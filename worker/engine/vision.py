@@ -6,6 +6,7 @@ comes near mlx-vlm.
 
 import copy
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,16 +57,25 @@ class Vision:
 
 
 def sees(folder: Path) -> bool:
-    """Whether there is a vision tower, not in the config alone: conversions for text drop its weights. A model of a
-    family that we do not know sees nothing: its text can be served."""
+    """Whether images are served."""
     config = read_json(folder, "config.json")
-    if not config.get("vision_config"):
-        return False
-    if (family := config.get("model_type")) not in _KNOWN:
-        logger.warning("Images are not served with a model of type %s, text is.", family)
-        return False
     names = (name for file in folder.glob("model*.safetensors") for name in tensor_names(file))
-    return any(tower in name for name in names for tower in _TOWERS)
+    why_not = why_blind(config, names)
+    if why_not and config.get("vision_config"):
+        logger.warning(why_not)
+    return why_not is None
+
+
+def why_blind(config: dict[str, Any], names: Iterable[str] | None) -> str | None:
+    """Why images are not served with a model, while its text can be; None where they are. `names`: of its tensors, None
+    where those are not known."""
+    if not config.get("vision_config"):
+        return "Its config tells of no vision tower."
+    if (family := config.get("model_type")) not in _KNOWN:
+        return f"Images are not served with a model of type {family}, text is."
+    if names is not None and not any(tower in name for name in names for tower in _TOWERS):
+        return "Images are not served without the vision tower's weights, which conversions for text drop; text is."
+    return None
 
 
 def open_vision(folder: Path, *, trusted: bool) -> tuple[nn.Module, dict[str, Any], Vision]:
@@ -73,16 +83,9 @@ def open_vision(folder: Path, *, trusted: bool) -> tuple[nn.Module, dict[str, An
     own code may run.
 
     Raises `CannotStart`, and what loading raises."""
-    if not trusted:
-        refuse_code(folder, "model_file", "auto_map")
-    _refuse_unprepared(folder)
-    try:
-        from worker.engine import upstream_vision as mlx_vlm  # an extra of its own, and heavy
-    except ImportError as error:
-        raise CannotStart(
-            f"This model sees images, and mlx-vlm cannot be imported ({error}): pip install 'mlx-sluice[vision]', or "
-            f"{TEXT_ALONE}."
-        ) from error
+    refuse_unready(folder, trusted=trusted)
+    from worker.engine import upstream_vision as mlx_vlm
+
     network = mlx_vlm.load_model(folder, lazy=True, trust_remote_code=trusted)
     config = _filled(read_json(folder, "config.json"), network.config.text_config)
     processor = mlx_vlm.load_processor(folder, add_detokenizer=False, trust_remote_code=trusted)
@@ -92,6 +95,20 @@ def open_vision(folder: Path, *, trusted: bool) -> tuple[nn.Module, dict[str, An
     eyes = make_eyes(processor, family.placeholder)
     _refuse_other_tokens(family, eyes.look(mlx_vlm.new_image("RGB", _TRIED_IMAGE), b"tried"))
     return twin, config, Vision(network, family, eyes, processor.chat_template or processor.tokenizer.chat_template)
+
+
+def refuse_unready(folder: Path, *, trusted: bool) -> None:
+    """What can be told without the weights. Raises `CannotStart`."""
+    if not trusted:
+        refuse_code(folder, "model_file", "auto_map")
+    _refuse_unprepared(folder)
+    try:
+        import worker.engine.upstream_vision  # noqa: F401  an extra of its own, and heavy
+    except ImportError as error:
+        raise CannotStart(
+            f"This model sees images, and mlx-vlm cannot be imported ({error}): pip install 'mlx-sluice[vision]', or "
+            f"{TEXT_ALONE}."
+        ) from error
 
 
 def refuse_unlike(seeing: nn.Module, twin: nn.Module, vocab: int) -> None:
@@ -137,10 +154,8 @@ def twin_of(seeing: nn.Module, config: dict[str, Any]) -> nn.Module:
 
 def _refuse_unprepared(folder: Path) -> None:
     """mlx-vlm would guess."""
-    if not (
-        read_json(folder, "preprocessor_config.json")
-        or read_json(folder, "processor_config.json").get("image_processor")
-    ):
+    own, others = read_json(folder, "preprocessor_config.json"), read_json(folder, "processor_config.json")
+    if not (own or others.get("image_processor")):
         raise CannotStart(
             f"How this model's images are prepared is said in preprocessor_config.json or, as image_processor, in "
             f"processor_config.json, and {folder} has neither: take it from the model's repository, or {TEXT_ALONE}."

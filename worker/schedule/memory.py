@@ -44,13 +44,15 @@ class Images:
 
     largest: int = 0  # of those that go through the vision tower, one after the other
     total: int = 0  # of all: what the language model gets of each is held until its prompt is through
+    longest: int = 0  # of all: some models compute an image in one chunk
 
     def __add__(self, other: "Images") -> "Images":
-        return Images(max(self.largest, other.largest), self.total + other.total)
+        longest = max(self.longest, other.longest)
+        return Images(max(self.largest, other.largest), self.total + other.total, longest)
 
     def at(self, percent: int) -> "Images":
         """With so much of their pixels."""
-        return Images(self.largest * percent // 100, self.total * percent // 100)
+        return Images(*(tokens * percent // 100 for tokens in (self.largest, self.total, self.longest)))
 
 
 NO_IMAGES = Images()
@@ -63,6 +65,7 @@ class Tower:
     token_bytes: int = 0  # of the one that is in the tower, at the most, for each of its tokens
     pair_bytes: int = 0  # and for each pair of them: attention scores, where the device holds them
     feature_bytes: int = 0  # of what the language model gets, for each token
+    whole: bool = False  # the language model computes an image in one chunk
 
     @classmethod
     def of(cls, few: tuple[int, int], many: tuple[int, int], feature_bytes: int) -> "Tower":
@@ -137,6 +140,8 @@ class Costs:
         return lasting + seeing + max(self.chunk_bytes(min(chunk, longest), longest), *map(self._copy_bytes, groups))
 
     def peak_bytes(self, groups: Iterable[Sequence[int]], chunk: int = CHUNK, images: Images = NO_IMAGES) -> int:
+        """With the model; where it computes an image in one chunk, none is promised less than the longest takes."""
+        chunk = max(chunk, images.longest) if self.tower.whole else chunk
         return self.resident_bytes + round(self.factor * self.beside_bytes(groups, chunk, images))
 
     def most_tokens(self, limit: int) -> int:

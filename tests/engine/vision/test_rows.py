@@ -1,13 +1,17 @@
 """Rows with images beside rows of text: each says what it says alone."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine.driver import Run, answers, tokens
 from tests.engine.vision import seen
-from tests.engine.vision.checkpoints import CONFIGS, EOS
+from tests.engine.vision.checkpoints import CONFIGS, EOS, write_checkpoint
 from tests.engine.vision.seen import Prompt, prompt
+from worker.engine import prefill as prefill_module
+from worker.engine.model import open_model
+from worker.schedule import prefix as tree_module
 
 FAMILIES = [*CONFIGS]
 # Whose experts make no difference to what is kept of a row.
@@ -61,6 +65,24 @@ def test_a_place_to_keep_a_prefix_at_may_lie_within_an_image(family: str) -> Non
         run.submit(seen.asked(family, id, each, LONG, boundaries=within))
         run.drain()
     assert run.said == expected
+
+
+def test_an_image_whose_tokens_see_one_another_goes_on_where_a_prefix_ends_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in prefill_module, tree_module:
+        monkeypatch.setattr(module, "LONGEST_RUN", 8)
+    family, each = "gemma4 with experts", prompt("gemma4 with experts", 3, (1, 32, 32), 9)
+    # Of layers with a window nothing is kept but at a row's end.
+    folder = write_checkpoint(family, tmp_path, seed=1, text={"layer_types": ["full_attention"] * 4})
+    run = Run(model := open_model(str(folder)), prefix_bytes=1 << 24)
+    for id in "first", "second":
+        run.submit(asked := seen.asked(family, id, each, LONG))
+        run.drain()
+        assert run.said[id] == seen.alone(family, each, LONG, by=model)
+        run.engine._prefix._tree.shrink(run.engine._prefix._tree.nbytes // 4)  # type: ignore[union-attr]
+    start, end = asked.pictures[0].span
+    assert start < run.cached["second"] < end
 
 
 @pytest.mark.parametrize("family", OTHERS)

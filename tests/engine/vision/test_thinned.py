@@ -4,6 +4,7 @@ its images, and then only the tokens that are kept, each at its position in the 
 from collections.abc import Sequence as Sequences
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mlx_vlm.models.cache import make_prompt_cache
+from mlx_vlm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from tests.engine import tiny
 from tests.engine.driver import Run
@@ -26,7 +27,7 @@ from worker.engine.sparse import why_not_sparse
 from worker.errors import CannotStart
 from worker.schedule.sequence import Picture, Range, Sequence, Thinning, tokens_in
 
-FAMILIES = pytest.mark.parametrize("family", [name for name in CONFIGS if not name.startswith("gemma4")])
+FAMILIES = pytest.mark.parametrize("family", [*CONFIGS])
 ANSWER = 12
 PARTS = 60, (1, 32, 24), 70, (2, 24, 16), 90  # tokens, and images by seed, width and height
 EVERYWHERE = Thinning(keep=0.3, thinnable=((10, 1000),), least=1, asked=True)  # over the images, too
@@ -67,7 +68,8 @@ def kept_by_mlx_vlm(family: str, each: Prompt, kept: Sequences[Range], count: in
     if "image_grid_thw" in how:
         logits, next_ = _placed_by_ids(network.language_model, tokens, given, how["image_grid_thw"], kept)
     else:
-        logits, next_ = _run_by_run(network.language_model, tokens, given, kept)
+        shown = tokens == seen.model(family).vision.family.placeholder  # type: ignore[union-attr]
+        logits, next_ = _hidden(network.language_model, tokens, given, shown, kept)
     said = list[int]()
     while (token := int(logits[0, -1].argmax())) != EOS and len(said) < count:
         said.append(token)
@@ -94,19 +96,36 @@ def _placed_by_ids(language: Any, tokens: mx.array, given: Any, grid: mx.array, 
     return first.logits, next_
 
 
-def _run_by_run(language: Any, tokens: mx.array, given: Any, kept: Sequences[Range]) -> Any:
-    """In a forward for each run of tokens, with the offset of batch caches set to where the run begins."""
-    cache = [type(layer).merge([layer]) for layer in make_prompt_cache(language)]
-    for start, end in kept:
-        for layer in cache:
-            layer.offset = mx.array([start])
-        logits = language(tokens[:, start:end], inputs_embeds=given.inputs_embeds[:, start:end], cache=cache).logits
+def _hidden(language: Any, tokens: mx.array, given: Any, shown: mx.array, kept: Sequences[Range]) -> Any:
+    """In one forward of all tokens, each of which so has its place, while nobody sees those that are left out."""
+    cache: list[Any] = [_Hiding(kept, layer) for layer in make_prompt_cache(language)]
+    how = {"per_layer_inputs": given.per_layer_inputs, "mm_token_type_ids": shown.astype(mx.int32)}
+    logits = language(tokens, inputs_embeds=given.inputs_embeds, cache=cache, **how).logits
 
     def next_(token: int, number: int) -> mx.array:
         logits: mx.array = language(mx.array([[token]]), cache=cache).logits
         return logits
 
     return logits, next_
+
+
+class _Hiding(KVCache):
+    """Holds all tokens; a window counts those that are kept."""
+
+    def __init__(self, kept: Sequences[Range], layer: Any) -> None:
+        super().__init__()
+        self._kept, self._window = kept, layer.max_size if isinstance(layer, RotatingKVCache) else None
+
+    def make_mask(self, tokens: int, **_: Any) -> mx.array:
+        end = self.offset + tokens
+        kept, place = mx.ones(end, mx.bool_), mx.arange(end)
+        for (_, behind), (start, _) in pairwise([(0, 0), *self._kept]):
+            kept[behind:start] = False
+        number, here = mx.cumsum(kept.astype(mx.int32)), place[self.offset :, None]
+        seen = kept & (place <= here)
+        if self._window:
+            seen = seen & (number > number[self.offset :, None] - self._window)
+        return seen | (place == here)  # what sees nothing is no number
 
 
 @FAMILIES
@@ -164,6 +183,17 @@ def test_images_are_kept_whole_with_the_tokens_around_them_whatever_may_be_left_
     assert run.said["thin"] == kept_by_mlx_vlm(family, long(family), kept)
     for first, end in spans(family):
         assert any(start < first and end < behind for start, behind in kept)
+
+
+def test_a_chunk_counts_the_tokens_that_were_computed_in_it() -> None:
+    family, chunks = "gemma4 with experts", list[int]()
+    run = Run(drafted(family), step_s=1e-6)
+    run.submit(asked(family))
+    run.until(lambda: "thin" in run.kept)
+    while not run.said["thin"]:
+        run.step()
+        chunks.append(run.engine._chunk)
+    assert sum(chunks) == tokens_in(run.kept["thin"]) - 1
 
 
 @pytest.fixture

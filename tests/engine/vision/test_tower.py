@@ -18,7 +18,7 @@ from worker.engine.model import Model, open_model
 from worker.engine.tower import with_tower
 from worker.engine.vision import Vision, open_vision
 from worker.engine.words import Words
-from worker.schedule.memory import Costs, Images
+from worker.schedule.memory import CHUNK, Costs, Images
 from worker.schedule.sequence import Picture, Sequence
 
 FAMILIES = [*CONFIGS]
@@ -34,13 +34,15 @@ def roomy(family: str, folder: Path, side: int) -> Path:
         _change(folder / "preprocessor_config.json", sizes)
     if family in ("pixtral", "mistral3"):
         _change(folder / "preprocessor_config.json", {"size": {"longest_edge": side}})
-        vision = json.loads((folder / "config.json").read_text())["vision_config"]
-        _change(folder / "config.json", {"vision_config": {**vision, "image_size": side}})
+        _change(folder / "config.json", {"vision_config": {"image_size": side}})
     return folder
 
 
 def _change(file: Path, values: dict[str, Any]) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+    """Parts keep what is not named."""
+    said = json.loads(file.read_text())
+    parts = {name: {**said.get(name, {}), **value} for name, value in values.items() if isinstance(value, dict)}
+    file.write_text(json.dumps({**said, **values, **parts}))
 
 
 def needed(vision: Vision, sight: Sight) -> int:
@@ -75,10 +77,14 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.fixture
 def large(opened: Model) -> Model:
-    """What other tests have left in memory counts as its weights."""
+    return in_memory(opened)
+
+
+def in_memory(model: Model) -> Model:
+    """What other tests have left there counts as its weights."""
     gc.collect()
     mx.clear_cache()
-    return replace(opened, costs=replace(opened.costs, weights_bytes=mx.get_active_memory()))
+    return replace(model, costs=replace(model.costs, weights_bytes=mx.get_active_memory()))
 
 
 def shown(model: Model, id: str, *seeds: int, max_tokens: int = 8) -> Sequence:
@@ -109,6 +115,22 @@ def test_images_are_looked_at_within_the_memory_that_was_promised(large: Model) 
     beside = limit - large.costs.resident_bytes
     assert large.costs.tower.bytes_for(Images(sequences[0].pictures[0].tokens)) > beside / 3, "else it is nothing"
     assert limit - 2 * beside / 3 < highest <= limit
+
+
+def test_an_image_that_is_computed_at_once_is_promised_the_chunk_that_it_makes(tmp_path: Path) -> None:
+    folder = write_checkpoint("gemma4 with experts", tmp_path)
+    _change(folder / "processor_config.json", {"image_processor": {"max_soft_tokens": 2 * CHUNK}})
+    _change(folder / "config.json", {"vision_config": {"default_output_length": 2 * CHUNK}})
+    model = in_memory(open_model(str(folder)))
+    run, highest = Run(model), 0
+    run.submit(sequence := shown(model, "sees", 1))
+    run.until(lambda: "sees" in run.inside and run.engine._prefills.images("sees").largest == 0)
+    images, lengths = run.engine._prefills.images("sees"), [[len(sequence.prompt) + sequence.max_tokens]]
+    while not run.said["sees"]:
+        run.step()
+        highest = max(highest, mx.get_peak_memory())
+    less = model.costs.peak_bytes(lengths, images=replace(images, longest=CHUNK))
+    assert less < highest <= model.costs.peak_bytes(lengths, images=images)
 
 
 def test_an_image_that_never_fits_is_refused_with_a_sentence_and_harms_no_other(large: Model) -> None:

@@ -1,0 +1,114 @@
+"""What `check` tells of images: whether a worker would serve them, and else why not."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from tests.engine.vision import seen
+from tests.engine.vision.checkpoints import CONFIGS, write_checkpoint
+from worker.engine import check as checking
+from worker.engine import model as opening
+from worker.engine.check import Checked
+from worker.engine.layers import weights_bytes
+
+
+def check(folder: Path | str, **how: Any) -> Checked:
+    return checking.check(str(folder), memory=10**12, **how)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_checkpoint("mistral3", tmp_path)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_where_images_are_served_the_tower_is_counted_as_a_worker_counts_it(family: str, tmp_path: Path) -> None:
+    told, model = check(write_checkpoint(family, tmp_path)), seen.model(family)
+    assert (told.blind, told.complaints) == (None, ())
+    assert told.costs.weights_bytes == model.costs.weights_bytes
+    assert told.tower_bytes == model.costs.weights_bytes - weights_bytes(model.network)
+
+
+def test_no_weight_is_read_for_it(tmp_path: Path) -> None:
+    folder = write_checkpoint("mistral3", tmp_path, text={"intermediate_size": 2048})
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    assert check(folder).costs.weights_bytes > 5_000_000
+    assert mx.get_peak_memory() - before < 100_000
+
+
+def test_a_family_whose_images_are_not_served_is_named(folder: Path) -> None:
+    rewrite(folder / "config.json", model_type="llava")
+    text_alone(check(folder), "Images are not served with a model of type llava, text is.")
+
+
+def test_a_conversion_for_text_has_nothing_to_see_with(folder: Path) -> None:
+    weights = mx.load(str(folder / "model.safetensors"))
+    kept = {name: array for name, array in weights.items() if name.startswith("language_model.")}
+    mx.save_safetensors(str(folder / "model.safetensors"), kept, metadata={"format": "mlx"})
+    text_alone(check(folder), "Images are not served without the vision tower's weights")
+
+
+def test_where_images_are_switched_off_that_is_said(folder: Path) -> None:
+    text_alone(check(folder, vision=False), "SLUICE_VISION is off.")
+
+
+def text_alone(told: Checked, why: str) -> None:
+    assert told.blind is not None
+    assert why in told.blind
+    assert told.complaints == ()
+    assert told.tower_bytes == 0
+    assert told.costs.weights_bytes == weights_bytes(seen.model("mistral3").network)
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["here", "on the hub"])
+def test_a_worker_without_mlx_vlm_would_not_start(folder: Path, here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "worker.engine.upstream_vision", raising=False)
+    monkeypatch.delattr("worker.engine.upstream_vision", raising=False)
+    monkeypatch.setitem(sys.modules, "mlx_vlm.utils", None)
+    told = check(folder) if here else hub_has(folder, monkeypatch)
+    assert told.blind is not None
+    assert "pip install 'mlx-sluice[vision]'" in told.blind
+    assert told.complaints == (told.blind,)
+
+
+def test_a_worker_that_cannot_prepare_images_would_not_start(folder: Path) -> None:
+    (folder / "preprocessor_config.json").unlink()
+    told = check(folder)
+    assert told.blind is not None
+    assert "preprocessor_config.json" in told.blind
+    assert told.complaints == (told.blind,)
+
+
+def test_what_is_on_a_hub_is_told_by_its_index(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = check(folder)
+    index = folder / "model.safetensors.index.json"
+    names = dict.fromkeys(mx.load(str(folder / "model.safetensors")), "model.safetensors")
+    index.write_text(json.dumps({"metadata": {"total_size": here.costs.weights_bytes}, "weight_map": names}))
+    rewrite(folder / "config.json", dtype="float32")
+    there = hub_has(folder, monkeypatch)
+    assert (there.blind, there.tower_bytes, there.complaints) == (None, here.tower_bytes, ())
+    assert there.costs.weights_bytes == here.costs.weights_bytes
+    index.write_text(json.dumps({"weight_map": {"language_model.model.norm.weight": "model.safetensors"}}))
+    text_alone(hub_has(folder, monkeypatch), "Images are not served without the vision tower's weights")
+
+
+def test_where_only_weights_on_a_hub_would_tell_they_are_taken_to_see(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = hub_has(folder, monkeypatch)
+    assert (told.blind, told.tower_bytes, told.complaints) == (None, 0, ())
+
+
+def hub_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Checked:
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    monkeypatch.setattr(opening, "download", lambda name, allow_patterns: folder)
+    return check("someone/some-model")
+
+
+def rewrite(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
