@@ -34,6 +34,12 @@ class Eyes:
 class GridEyes(Eyes):
     """Qwen's: as many tokens as the image is large."""
 
+    def __init__(self, processor: Any, placeholder: int) -> None:
+        super().__init__(processor, placeholder)
+        # A film of one frame, not of two that are equal: a photo's have a hundred megabytes each, and numpy keeps the
+        # interpreter's lock while it makes the second. See `Qwen.encode`, which does.
+        processor.image_processor.temporal_patch_size = 1
+
     def look(self, image: Any, digest: bytes) -> Sight:
         process = self._processor.image_processor
         seen = process(images=[image])
