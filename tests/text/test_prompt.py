@@ -57,6 +57,20 @@ async def test_an_image_is_refused_by_name() -> None:
     )  # fmt: skip
 
 
+async def test_whatever_characters_a_text_has_images_are_where_they_were_shown() -> None:
+    private = "".join(map(chr, range(0x100000, 0x100010)))
+    shown = [text(private), image("AA=="), text("and"), image("AA==")]
+    asked = request(user(private), assistant("I see."), user(shown))
+    said = (await Prompts(ByteTokenizer(), None).render(asked, ["[one]", "[two]"])).tokens
+    assert bytes(said).decode() == f"<user>{private}<assistant>I see.<user>{private}[one]and[two]<assistant>"
+
+
+async def test_a_request_with_a_large_image_in_it_is_not_rendered_on_the_event_loop() -> None:
+    tokenizer = ByteTokenizer()
+    await Prompts(tokenizer, None).render(request(user([image("A" * 100_000)])), ["[one]"])
+    assert threading.main_thread() not in tokenizer.threads
+
+
 async def test_the_template_s_own_words_reach_the_client() -> None:
     assert await refusal("{{ raise_exception('Not today.') }}", HELLO) == (
         "invalid_request", "The model's chat template refuses these messages: Not today.",

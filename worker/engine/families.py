@@ -25,14 +25,21 @@ class Qwen:
 
     def __init__(self, seeing: nn.Module, twin: nn.Module, make_cache: MakeCache) -> None:
         self._tower, self._language, self._make_cache = seeing.vision_tower, seeing.language_model, make_cache
-        self._merge = seeing.config.vision_config.spatial_merge_size
+        self._see = seeing.config.vision_config
+        self._merge = self._see.spatial_merge_size
         self.placeholder: int = seeing.config.image_token_id
 
     def encode(self, seen: Any, passed: list[mx.array]) -> Features:
-        pixels = mx.array(seen["pixel_values"]).astype(self._tower.patch_embed.proj.weight.dtype)
         with _noted(self._tower, "blocks", passed):
-            put_out = self._tower(pixels, mx.array(seen["image_grid_thw"]))
+            put_out = self._tower(self._film(seen["pixel_values"]), mx.array(seen["image_grid_thw"]))
         return self._features(put_out)
+
+    def _film(self, patches: Any) -> mx.array:
+        """Of as many frames as the tower wants, all the same. A patch has one colour after the other, and of each one
+        frame after the other."""
+        colours = mx.array(patches).astype(self._tower.patch_embed.proj.weight.dtype)
+        apart = colours.reshape(len(patches), self._see.in_channels, 1, -1)
+        return mx.repeat(apart, self._see.temporal_patch_size, axis=2).reshape(len(patches), -1)
 
     def _features(self, put_out: Any) -> Features:
         return Features(put_out)

@@ -59,18 +59,22 @@ class Prompts:
     async def render(self, request: ChatRequest, images: Sequence[str] = ()) -> Prompt:
         """`images`: what the model reads for each image of the messages, in order; a model that sees nothing has none.
         Raises `Refusal` with the template's own words."""
-        conversation, marked = _flattened(normalize(request.messages), images)
+        conversation = normalize(request.messages)
         tools = [tool.model_dump(exclude_none=True) for tool in request.offered_tools]
         variables = request.chat_template_kwargs or {}
-        render = partial(self._tokenizer.render, variables=variables, images=marked)
+        prompt = partial(self._prompt, conversation, images, tools, variables)
         length = _characters([conversation, tools, variables, *images]) + _MESSAGE_CHARACTERS * len(conversation)
         if length < _LONG_CHARACTERS:
             with suppress(NotTaken):  # else by many trials
-                return self._prompt(_Rendering(render, self._adapter.as_it_is, tools), conversation, tuple(marked))
-        rendering = _Rendering(render, self._adapter.adapt, tools)
-        return await asyncio.to_thread(self._prompt, rendering, conversation, tuple(marked))
+                return prompt(self._adapter.as_it_is)
+        return await asyncio.to_thread(prompt, self._adapter.adapt)
 
-    def _prompt(self, rendering: "_Rendering", conversation: Conversation, marks: tuple[str, ...]) -> Prompt:
+    def _prompt(
+        self, parts: Conversation, images: Sequence[str], tools: Tools, variables: dict[str, Any], adapt: Adapt
+    ) -> Prompt:
+        conversation, marked = _flattened(parts, images)
+        render = partial(self._tokenizer.render, variables=variables, images=marked)
+        rendering, marks = _Rendering(render, adapt, tools), tuple(marked)
         text, begun = self._opened(conversation, rendering)
         text += begun
         tokens, thinking = tuple(self._tokenizer.encode(text)), _thinking(text, begun, self._think)
@@ -168,18 +172,13 @@ def _flattened(conversation: Conversation, images: Sequence[str]) -> tuple[Conve
 
 
 def _unwritten(conversation: Conversation, count: int) -> list[str]:
-    """So many characters that no message has in it."""
-    # What is ASCII has none of them, so that megabytes of base64 are not looked through.
-    texts = [text for text in _texts(conversation) if not text.isascii()]
-    return list(islice((mark for mark in map(chr, _FOR_IMAGES) if not any(mark in text for text in texts)), count))
+    """So many characters that no content has in it."""
+    written = set("".join(text for message in conversation for text in _texts(message["content"])))
+    return list(islice((mark for mark in map(chr, _FOR_IMAGES) if mark not in written), count))
 
 
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _texts(each)
+def _texts(content: Any) -> list[str]:
+    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
 
 
 def _flat(content: Any, marks: Iterator[str]) -> str:

@@ -22,9 +22,13 @@ from worker.schedule.sequence import Sequence, Sight
 
 
 @cache
+def folder(family: str, seed: int = 1) -> Path:
+    return write_checkpoint(family, Path(mkdtemp(prefix="sluice-vision-")), seed=seed)
+
+
+@cache
 def model(family: str, seed: int = 1) -> Model:
-    folder = write_checkpoint(family, Path(mkdtemp(prefix="sluice-vision-")), seed=seed)
-    return open_model(str(folder))
+    return open_model(str(folder(family, seed)))
 
 
 @cache
@@ -112,12 +116,18 @@ def together(sights: Sequences[Sight]) -> tuple[Any, dict[str, Any]]:
     pixels = [each["pixel_values"] for each in seen]
     if "image_grid_thw" in seen[0]:
         how["image_grid_thw"] = mx.array(np.concatenate([each["image_grid_thw"] for each in seen]))
+        pixels = [_filmed(each) for each in pixels]
     elif "image_sizes" in seen[0]:
         how["image_sizes"] = [each["image_sizes"][0] for each in seen]
         pixels = _padded(pixels)
     elif len({each.shape for each in pixels}) > 1:
         return [mx.array(each[0]) for each in pixels], how
     return mx.array(np.concatenate(pixels)), how
+
+
+def _filmed(patches: Any) -> Any:
+    """Of two frames, which are the same: see `GridEyes`."""
+    return patches.reshape(len(patches), 3, 1, -1).repeat(2, axis=2).reshape(len(patches), -1)
 
 
 def _padded(pixels: list[Any]) -> list[Any]:

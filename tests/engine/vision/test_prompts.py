@@ -9,6 +9,7 @@ from PIL import Image
 from schemas import ChatRequest
 from tests.engine.vision import seen
 from tests.engine.vision.checkpoints import CONFIGS, FILES
+from worker.engine.upstream_vision import load_processor
 from worker.engine.words import Words
 from worker.errors import Refusal
 from worker.text.language import Language
@@ -103,6 +104,18 @@ def test_an_image_of_any_size_is_what_the_processor_writes_for_it(family: str, w
     assert np.array_equal(sight.seen["pixel_values"], processed["pixel_values"])
     assert vision is not None
     assert len(vision.family.encode(sight.seen, []).rows) == sight.tokens
+
+
+def test_a_still_is_no_film_until_the_tower_gets_it() -> None:
+    """Half of what a photo takes in memory while its job runs."""
+    family, image = "qwen3_5", seen.image(1, 48, 32)
+    patches = seen.eyes(family).look(image, b"").seen["pixel_values"]
+    processor = load_processor(seen.folder(family), add_detokenizer=False)
+    films = processor.image_processor(images=[image])["pixel_values"]
+    assert patches.nbytes * 2 == films.nbytes
+    vision = seen.model(family).vision
+    assert vision is not None
+    assert np.array_equal(np.array(vision.family._film(patches)), films)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
