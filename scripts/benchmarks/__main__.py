@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from scripts.benchmarks import engine, prefix, quality, sampling, specprefill, spine, vision
+from scripts.benchmarks import batch, engine, prefix, quality, sampling, specprefill, spine, vision
 
 BENCHMARKS: dict[str, Callable[[Console], bool]] = {
     "spine": spine.main,
     "sampling": sampling.main,
     "engine": engine.main,
     "prefix": prefix.main,
+    "batch": batch.main,
     "specprefill": specprefill.main,
     "specprefill-quality": quality.main,
     "vision": vision.main,
@@ -30,6 +31,7 @@ def main() -> int:
         help="spine: what the way through Redis costs; sampling: what drawing tokens costs; "
         "engine: continuous batches against mlx-lm's own; "
         "prefix: what a hit in the prefix cache costs, and how far it reaches; "
+        "batch: offline runs against mlx-lm's batch_generate, and what sorting saves; "
         "specprefill: what thinning prompts saves, and what it costs those who decode; "
         "specprefill-quality: what thinning prompts costs in answers; "
         "vision: images and text together against one by one, and what images cost those who decode",

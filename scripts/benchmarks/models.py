@@ -2,21 +2,24 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+import mlx_lm
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import qwen3, qwen3_5
 
 from scripts.stack import TINY_CHAT
 
 
-def random_checkpoint(folder: Path, *, hidden: int = 1024, layers: int = 12) -> Path:
-    """A dense qwen3 in fp32; the defaults take some 30 to 60 ms a step of eight rows on two cores."""
+def random_checkpoint(folder: Path, *, hidden: int = 1024, layers: int = 12, silent: Sequence[int] = ()) -> Path:
+    """A dense qwen3 in fp32; the defaults take some 30 to 60 ms a step of eight rows on two cores. `silent`: tokens
+    that it never says of its own will."""
     config = {**_dense(hidden, layers), "model_type": "qwen3", "eos_token_id": 2}
-    return _written(folder, config, qwen3.Model, qwen3.ModelArgs)
+    return _written(folder, config, qwen3.Model, qwen3.ModelArgs, silent)
 
 
 def hybrid_checkpoint(folder: Path, *, hidden: int = 512, layers: int = 8) -> Path:
@@ -33,6 +36,12 @@ def hybrid_checkpoint(folder: Path, *, hidden: int = 512, layers: int = 8) -> Pa
     return _written(folder, config, qwen3_5.Model, qwen3_5.ModelArgs)
 
 
+def tiny_chat_in_fp32(folder: Path) -> Path:
+    network, _ = mlx_lm.load(str(TINY_CHAT))
+    weights = dict(tree_flatten(tree_map(lambda array: array.astype(mx.float32), network.parameters())))
+    return _saved(folder, weights, (TINY_CHAT / "config.json").read_text())
+
+
 def _dense(hidden: int, layers: int) -> dict[str, Any]:
     return {
         "hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": 3 * hidden,
@@ -41,12 +50,20 @@ def _dense(hidden: int, layers: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _written(folder: Path, config: dict[str, Any], model: type[nn.Module], args: Any) -> Path:
+def _written(
+    folder: Path, config: dict[str, Any], model: type[nn.Module], args: Any, silent: Sequence[int] = ()
+) -> Path:
     mx.random.seed(0)
     weights = dict(tree_flatten(model(args.from_dict(config)).parameters()))
+    if silent:
+        weights["lm_head.weight"][mx.array([*silent])] = 0  # and others are above 0
+    return _saved(folder, weights, json.dumps(config))
+
+
+def _saved(folder: Path, weights: dict[str, mx.array], config: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(config)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copyfile(TINY_CHAT / name, folder / name)
     return folder

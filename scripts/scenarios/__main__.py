@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from scripts.scenarios import churn, crashes, load, outages, pickup
+from scripts.scenarios import beside, churn, crashes, load, offline, outages, pickup
 from scripts.scenarios.harness import Figure
 from scripts.stack import Server
 
@@ -43,6 +43,8 @@ SCENARIOS: dict[str, Scenario] = {
     "idle": lambda s: pickup.idle_commands(s.url, seconds=10),
     "cancel": lambda s: pickup.cancelled(s.url, samples=50),
     "many": lambda s: load.many_small_jobs(s.url, jobs=20_000, kill_every_s=2),
+    "batch": lambda s: offline.killed(offline.two_tiny, lines=5_000, distinct=60, kills=8, seed=4),
+    "beside": lambda s: beside.beside_a_run(s.url, beside.tiny(s.url), rounds=5, phase_s=10, streams=4),
     "long-life": lambda s: churn.long_life(steps=20_000),
     "overload": lambda s: churn.overload(jobs=500),
     "hostile": lambda s: load.hostile(s.url, _bomb(), megabytes=50),

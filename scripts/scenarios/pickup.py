@@ -26,10 +26,10 @@ async def pickups(client: Client, db: redis.asyncio.Redis, samples: int, *, ever
         ids.append((await client.submit(ask(tokens), id=f"quick-{i:05}")).id)
         await asyncio.sleep(every_s)
     await watch_all(client, ids)
-    return [await _waited(db, job_id) for job_id in ids]
+    return [await waited(db, job_id) for job_id in ids]
 
 
-async def _waited(db: redis.asyncio.Redis, job_id: str) -> float:
+async def waited(db: redis.asyncio.Redis, job_id: str) -> float:
     times: list[bytes] = await db.hmget(f"sluice:job:{job_id}", ["queued_at", "started_at"])  # type: ignore[misc]
     return float(times[1]) - float(times[0])
 

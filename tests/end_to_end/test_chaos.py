@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.scenarios import crashes, load, outages, pickup
+from scripts.scenarios import crashes, load, offline, outages, pickup
 from scripts.scenarios.harness import Figure
 from scripts.stack import Server
 
@@ -29,6 +29,7 @@ SCENARIOS: dict[str, Scenario] = {
     "the server is full": lambda s: outages.full_server(s.url, streams=8, tokens=100, full_s=1),
     "answers are lost": lambda s: outages.answers_lost(s.port, cuts=40, streams=8, tokens=60),
     "an idle worker is quiet": lambda s: pickup.idle_commands(s.url, seconds=3),
+    "an offline run is killed": lambda s: offline.killed(offline.two_paced, lines=300, distinct=12, kills=3, seed=1),
     "many small jobs end once": lambda s: load.many_small_jobs(s.url, jobs=1500, kill_every_s=1),
 }
 

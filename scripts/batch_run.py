@@ -1,0 +1,76 @@
+"""`sluice batch run` as a child process, for the scenarios and the benchmarks."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from scripts.stack import ROOT
+from sluice.batch.status import Batch
+
+_RUN_S = 1800.0  # more than any run here takes
+
+
+class BatchRun:
+    """It can be killed and started again. Its files are in a folder, its report and its notes among them."""
+
+    def __init__(self, url: str, folder: Path, bodies: Sequence[Mapping[str, object]]) -> None:
+        folder.mkdir(exist_ok=True)
+        self.output, self._report, self._notes = (folder / name for name in ("out.jsonl", "report.json", "notes.txt"))
+        input = folder / "in.jsonl"
+        input.write_text("".join(f"{json.dumps(_line(number, body))}\n" for number, body in enumerate(bodies)))
+        files = str(input), "-o", str(self.output)
+        self._command = [sys.executable, "-m", "sluice.cli", "batch", "run", *files, "--redis-url", url, "--json"]
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Self:
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        with self._report.open("wb") as report, self._notes.open("ab") as notes:
+            self.process = subprocess.Popen(self._command, stdout=report, stderr=notes, env=env, start_new_session=True)
+        return self
+
+    def kill(self) -> None:
+        """Nothing where it has ended."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def wait(self) -> int:
+        assert self.process is not None
+        return self.process.wait(_RUN_S)
+
+    def report(self) -> Batch:
+        return Batch.from_json(self._report.read_text())
+
+    def answered(self) -> int:
+        """Lines, so far."""
+        return self.output.read_bytes().count(b"\n") if self.output.exists() else 0
+
+    def wait_for(self, lines: int) -> None:
+        """Until so many are answered, or it has ended."""
+        while self.running and self.answered() < lines:
+            time.sleep(0.05)
+
+    def answers(self) -> Iterator[dict[str, Any]]:
+        with self.output.open() as file:
+            yield from map(json.loads, file)
+
+
+def _line(number: int, body: Mapping[str, object]) -> dict[str, object]:
+    return {"custom_id": custom_id(number), "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def custom_id(number: int) -> str:
+    return f"line-{number:05}"
+
+
+def number_of(answer: Mapping[str, str]) -> int:
+    return int(answer["custom_id"].removeprefix("line-"))

@@ -1,0 +1,167 @@
+"""An offline run whose feeder, workers and server die under it."""
+
+import asyncio
+import random
+import signal
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis.asyncio
+
+from scripts.batch_run import BatchRun, custom_id, number_of
+from scripts.benchmarks.models import tiny_chat_in_fp32
+from scripts.scenarios.harness import Figure, ask, leaks, paced
+from scripts.scenarios.outages import DURABLE
+from scripts.stack import Server, WorkerProcess
+from sluice import Client
+
+Body = dict[str, object]
+
+
+def some_bodies(distinct: int) -> list[Body]:
+    """Greedy ones and drawn ones, with and without a system prompt, to their end and cut off."""
+    system = {"role": "system", "content": "You are a helpful assistant. Always mention NWP58."}
+    countries = "France", "Italy", "Norway", "Japan", "Kenya", "Peru", "Cuba", "Ghana"
+    bodies = list[Body]()
+    for i in range(distinct):
+        drawing = {"temperature": 1.2, "seed": i} if i % 3 == 0 else {"temperature": 0}
+        if i % 2:
+            body = ask(6 + i, f"Count to {3 + i % 20}.", **drawing)
+        else:
+            body = ask(40, f"What is the capital of {countries[i // 2 % len(countries)]}?", **drawing)
+        messages: Any = body["messages"]
+        bodies.append({**body, "messages": [system, *messages]} if i % 4 < 2 else body)
+    return bodies
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    server: Server
+    workers: list[WorkerProcess]
+    run: BatchRun
+
+    async def kill(self, victim: str) -> None:
+        """And somebody starts it again."""
+        if victim == "feeder":
+            await asyncio.to_thread(self.run.kill)
+            self.run.start()
+        elif victim == "server":
+            # A feeder that finds no server as it starts says so and ends. This is about one that runs.
+            await asyncio.to_thread(self.run.wait_for, self.run.answered() + 1)
+            await asyncio.to_thread(self.server.leave)
+            await asyncio.sleep(2)
+            await asyncio.to_thread(self.server.start)
+        else:
+            worker = self.workers[int(victim)]
+            worker.signal(signal.SIGKILL)
+            await asyncio.to_thread(worker.wait)
+            worker.start(wait=False)
+
+
+Workers = Callable[[str, Path], list[WorkerProcess]]  # given the server, and a folder to write to
+
+
+def two_paced(url: str, _: Path) -> list[WorkerProcess]:
+    return [paced(url, max_rows=16, lease_s=1) for _ in range(2)]
+
+
+def two_tiny(url: str, folder: Path) -> list[WorkerProcess]:
+    """In fp32: elsewhere the rows beside it decide how a near tie between two tokens is rounded."""
+    model = tiny_chat_in_fp32(folder / "model")
+    return [WorkerProcess(url, model=model, lease_s=2) for _ in range(2)]
+
+
+async def killed(workers_of: Workers, *, lines: int, distinct: int, kills: int, seed: int) -> list[Figure]:
+    """The feeder or one of two workers is killed at random so many times, and once in between the server restarts."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-batch-")))
+        server = stack.enter_context(Server(args=DURABLE))
+        workers = workers_of(server.url, folder)
+        for each in workers:
+            stack.callback(each.stop)
+            await asyncio.to_thread(each.start)
+        bodies = some_bodies(distinct)
+        expected = [await asked_directly(server.url, body) for body in bodies]
+        run = BatchRun(server.url, folder / "run", [bodies[number % distinct] for number in range(lines)])
+        scene = Scene(server, workers, run.start())
+        stack.callback(run.kill)
+        done = await kill_at_random(scene, lines, kills, random.Random(seed))
+        exit_code = await asyncio.to_thread(run.wait)
+        what = f"{lines:,} lines, two workers"
+        came_to = f"{done.total() - done['server']} ({done['feeder']} of the feeder), {done['server']}, {exit_code}"
+        all_done = done.total() == kills + 1 and exit_code == 0
+        return [
+            Figure(f"{what}: kills, restarts of the server, exit code", f"{kills}, 1, 0", came_to, all_done),
+            *judge_output(what, run, [expected[number % distinct] for number in range(lines)]),
+            *await judge_status(what, scene, lines),
+        ]
+
+
+async def kill_at_random(scene: Scene, lines: int, kills: int, dice: random.Random) -> Counter[str]:
+    """Returns how often whom: fewer than asked for where the run was over first."""
+    victims = [("feeder", "0", "1")[i % 3] for i in range(kills)]
+    dice.shuffle(victims)
+    victims.insert(len(victims) // 2, "server")
+    moments, done = sorted(dice.sample(range(lines * 3 // 4), len(victims))), Counter[str]()
+    for moment, victim in zip(moments, victims, strict=True):
+        await asyncio.to_thread(scene.run.wait_for, moment)
+        await asyncio.sleep(dice.uniform(0, 0.5))  # else always just when it has written
+        if not scene.run.running:
+            break
+        await scene.kill(victim)
+        done[victim] += 1
+    return done
+
+
+async def asked_directly(url: str, body: Body) -> dict[str, Any]:
+    async with Client(url) as client:
+        job = await client.submit(body)
+        return said(await client.result(job.id, timeout=60))
+
+
+def said(completion: dict[str, Any]) -> dict[str, Any]:
+    """What does not depend on what else the worker had to do."""
+    usage = {name: tokens for name, tokens in completion["usage"].items() if name != "prompt_tokens_details"}
+    return {"choices": completion["choices"], "usage": usage, "model": completion["model"]}
+
+
+def judge_output(what: str, run: BatchRun, expected: list[dict[str, Any]]) -> list[Figure]:
+    lines = list(run.answers())
+    seen = Counter(line["custom_id"] for line in lines)
+    missing = sum(seen[custom_id(number)] == 0 for number in range(len(expected)))
+    more = sum(count - 1 for count in seen.values())
+    wrong = 0
+    for line in lines:
+        answered = line["response"]["status_code"] == 200 and line["error"] is None
+        wrong += not (answered and said(line["response"]["body"]) == expected[number_of(line)])
+    return [
+        Figure(f"{what}: lines missing, repeated", "0, 0", f"{missing}, {more}", not (missing or more)),
+        Figure(f"{what}: answers unlike a direct request's", "0", str(wrong), wrong == 0),
+    ]
+
+
+async def judge_status(what: str, scene: Scene, lines: int) -> list[Figure]:
+    report = scene.run.report()
+    async with Client(scene.server.url) as client, redis.asyncio.Redis.from_url(scene.server.url) as db:
+        told = await client.batch_status(report.id)
+        left = [key for key in await leaks(db) if not key.startswith("sluice:batch:")]
+        kept = sum([1 async for _ in db.scan_iter(match=f"*{report.id}-*", count=1000)])
+    tokens = sum(line["response"]["body"]["usage"]["total_tokens"] for line in scene.run.answers())
+    counts = report.request_counts
+    right = (
+        report == told
+        and (report.status, report.errors, report.error_file_id) == ("completed", None, None)
+        and (counts.total, counts.completed, counts.failed) == (lines, lines, 0)
+        and report.usage.total_tokens == tokens
+    )
+    came_to = f"{report.status}, {counts.completed:,} + {counts.failed:,} of {counts.total:,}"
+    return [
+        Figure(f"{what}: status, in {report.sluice.seconds:.0f} s", f"completed, {lines:,} + 0 of {lines:,}", came_to,
+               right),
+        Figure(f"{what}: leaked keys (of lines, until they expire: {kept})", "0", str(len(left)), not left),
+    ]  # fmt: skip
