@@ -45,6 +45,7 @@ async def _serve(settings: Settings, metrics: Metrics) -> None:
     engine = EngineThread(
         partial(_open, settings),
         step_s=settings.step_ms / 1000,
+        rows=settings.max_rows,
         memory=memory_for_model(settings.memory_gb, settings.memory_headroom_gb),
         prefix_bytes=None if settings.prefix_cache_gb is None else int(settings.prefix_cache_gb * 1e9),
         died=_die,

@@ -10,6 +10,7 @@ from worker.engine.engine import Engine
 from worker.engine.model import Model
 from worker.engine.upstream import generation_stream
 from worker.schedule.grouping import StepCost
+from worker.schedule.memory import MOST_ROWS
 from worker.schedule.sequence import (
     Encoded,
     Faulted,
@@ -72,8 +73,16 @@ class Fixed:
 class Run:
     """An engine, and what each row said and how it ended."""
 
-    def __init__(self, model: Model, *, step_s: float = 0.02, memory: int | None = None, prefix_bytes: int = 0) -> None:
-        self.engine = Engine(model, step_s=step_s, memory=memory, prefix_bytes=prefix_bytes)
+    def __init__(
+        self,
+        model: Model,
+        *,
+        step_s: float = 0.02,
+        rows: int = MOST_ROWS,
+        memory: int | None = None,
+        prefix_bytes: int = 0,
+    ) -> None:
+        self.engine = Engine(model, step_s=step_s, rows=rows, memory=memory, prefix_bytes=prefix_bytes)
         self.kept: dict[str, tuple[Range, ...]] = {}  # of those that were thinned
         self.whole: dict[str, str] = {}  # why others were not
         self.scored = Counter[str]()  # chunks

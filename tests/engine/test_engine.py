@@ -69,6 +69,22 @@ def test_rows_that_come_go_pause_and_return_say_what_they_say_alone(family: str,
         assert run.logprobs[str(i)] == pytest.approx([logprob for _, logprob in expected], abs=1e-4), i
 
 
+def test_an_interactive_row_has_an_offline_one_put_aside_where_rows_are_short(model: Model) -> None:
+    run, offline = Run(model, rows=2), {id: prompt(20, seed) for seed, id in enumerate(("old", "young"))}
+    for id, tokens in offline.items():
+        run.add(id, tokens, max_tokens=30, lane="batch")
+    while not all(run.said.values()):
+        run.step()
+    run.add("talk", prompt(20, 9), max_tokens=5)
+    run.step()
+    assert sorted(run.inside) == ["old", "talk"]
+    while "talk" not in run.ended:
+        run.step()
+    run.drain()
+    for id, tokens in offline.items():
+        assert run.said[id] == [token for token, _ in told_alone(model.network, tokens, 30)], id
+
+
 def test_a_long_prompt_is_cut_into_chunks_and_still_exact(model: Model) -> None:
     run = Run(model, step_s=0.0)  # no time to spare: the least budget at every step
     run.add("short", prompt(4, 1), max_tokens=40)

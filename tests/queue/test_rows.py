@@ -31,12 +31,12 @@ def claims(interactive: int, batch: int) -> list[Claim]:
     ("interactive", "batch", "now", "free"),
     [
         (0, 0, NIGHT, (8, 6)),
-        (1, 2, NIGHT, (5, 3)),
-        (0, 6, NIGHT, (2, 0)),
-        (7, 1, NIGHT, (0, -2)),
+        (1, 2, NIGHT, (7, 3)),
+        (0, 6, NIGHT, (8, 0)),
+        (7, 1, NIGHT, (1, -2)),
         (0, 0, NOON, (8, 1)),
-        (0, 1, NOON, (7, 0)),
-        (0, 6, NOON, (2, -5)),
+        (0, 1, NOON, (8, 0)),
+        (0, 6, NOON, (8, -5)),
         (6, 0, NOON, (2, 0)),
     ],
 )

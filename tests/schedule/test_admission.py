@@ -75,6 +75,27 @@ def test_rows_are_parked_youngest_first() -> None:
     assert admit(new, running, COSTS, room_for(new)) == Admit(park=("c", "b", "a"))
 
 
+def test_an_interactive_row_takes_the_place_of_the_youngest_offline_one_where_all_are_taken() -> None:
+    running, plenty = [row("a", 400, "batch"), row("talk"), row("b", 400, "batch")], 10**12
+    assert admit(row("new"), running, COSTS, plenty, most=4) == Admit()
+    assert admit(row("new"), running, COSTS, plenty, most=3) == Admit(park=("b",))
+    assert admit(row("offline", 400, "batch"), running, COSTS, plenty, most=3) == Wait()
+    assert admit(row("new"), [row("talk"), row("more")], COSTS, plenty, most=2) == Wait()
+
+
+@given(rows, rows, st.integers(1, 8))
+def test_no_more_come_in_than_there_may_be(waiting: list[Row], first: list[Row], most: int) -> None:
+    plenty = 10**12
+    running = admitted(admit_in_turn(first, [], COSTS, plenty, most))
+    renamed = [replace(each, id=f"new {each.id}") for each in waiting]
+    decisions = admit_in_turn(renamed, running, COSTS, plenty, most)
+    parked = {id for _, decision in decisions if isinstance(decision, Admit) for id in decision.park}
+    inside = [each for each in [*running, *admitted(decisions)] if each.id not in parked]
+    assert len(inside) <= most
+    if any(each.lane == "interactive" and decision == Wait() for each, decision in decisions):
+        assert all(each.lane == "interactive" for each in inside)
+
+
 def test_nobody_is_parked_where_that_would_not_be_enough() -> None:
     talk, offline = row("talk", 8000), row("offline", 1000, "batch")
     assert admit(row("new", 8000), [talk, offline], COSTS, room_for(talk)) == Wait()

@@ -23,7 +23,7 @@ from worker.engine.scoring import Draft
 from worker.engine.upstream import generation_stream
 from worker.schedule.admission import Admit, Refuse
 from worker.schedule.admission import Row as Admitted
-from worker.schedule.memory import NO_IMAGES
+from worker.schedule.memory import MOST_ROWS, NO_IMAGES
 from worker.schedule.sequence import (
     Encoded,
     Faulted,
@@ -52,11 +52,18 @@ class EngineBroken(Exception):
 
 class Engine:
     def __init__(
-        self, model: Model, *, step_s: float, memory: int | None = None, prefix_bytes: int | None = None
+        self,
+        model: Model,
+        *,
+        step_s: float,
+        rows: int = MOST_ROWS,
+        memory: int | None = None,
+        prefix_bytes: int | None = None,
     ) -> None:
-        """`memory`: bytes that all of it may take; None is what the device offers. `prefix_bytes` of them at most are
-        for prefixes, as far as rows leave them; 0 keeps none, and None is a share of what is beside the model."""
-        self._entry = Entry(model.costs, memory or memory_limit())
+        """`rows`: at once, at the most; an interactive one takes the place of an offline one. `memory`: bytes that all
+        of it may take; None is what the device offers. `prefix_bytes` of them at most are for prefixes, as far as rows
+        leave them; 0 keeps none, and None is a share of what is beside the model."""
+        self._entry = Entry(model.costs, memory or memory_limit(), rows)
         most = self._entry.spare // _PREFIX_SHARE if prefix_bytes is None else prefix_bytes
         draft_bytes = most // _DRAFT_SHARE if model.draft else 0
         features_bytes = most // _FEATURES_SHARE if model.vision else 0

@@ -8,7 +8,7 @@ import mlx.core as mx
 from worker.engine.rows import Parked
 from worker.schedule.admission import Admit, Decision, Row, Wait, admit_in_turn, images, lengths
 from worker.schedule.budget import MOST
-from worker.schedule.memory import CHUNK, NO_IMAGES, Correction, Costs, Images
+from worker.schedule.memory import CHUNK, MOST_ROWS, NO_IMAGES, Correction, Costs, Images
 from worker.schedule.sequence import Sequence as Asked
 
 _LOOK_EVERY = 64  # steps between two looks at what was needed
@@ -28,9 +28,9 @@ class Candidate:
 
 
 class Entry:
-    def __init__(self, costs: Costs, limit: int) -> None:
-        """`limit`: bytes that the model and all rows may take."""
-        self._costs, self._limit, self._correction = costs, limit, Correction()
+    def __init__(self, costs: Costs, limit: int, rows: int = MOST_ROWS) -> None:
+        """`limit`: bytes that the model and all rows may take; `rows`: as many at once."""
+        self._costs, self._limit, self._rows, self._correction = costs, limit, rows, Correction()
         self._waiting: dict[str, Candidate] = {}
         self._stirred = False  # somebody came or went since it was last decided
         self._steps = self._most = 0  # bytes that were predicted at the most since the last look
@@ -93,16 +93,16 @@ class Entry:
     def _in_turn(self, rows: Sequence[Row], running: Sequence[Row]) -> list[tuple[Row, Decision]]:
         """Of the caches of those who wait, as many are given up as keep somebody out, that of the youngest first."""
         costs, keeping = self._corrected(), self._keeping()
-        decided = admit_in_turn(rows, running, costs, self._limit)
+        decided = admit_in_turn(rows, running, costs, self._limit, self._rows)
         if not keeping:
             return decided
         without_caches = [replace(row, held_bytes=0) for row in rows]
-        best = _kinds(admit_in_turn(without_caches, running, costs, self._limit))
+        best = _kinds(admit_in_turn(without_caches, running, costs, self._limit, self._rows))
         while _kinds(decided) != best:
             gone = keeping.pop()
             gone.forget()
             rows = [replace(row, held_bytes=0) if row.id == gone.sequence.id else row for row in rows]
-            decided = admit_in_turn(rows, running, costs, self._limit)
+            decided = admit_in_turn(rows, running, costs, self._limit, self._rows)
         return decided
 
     def _promise(self, running: Sequence[Row], decided: list[tuple[Row, Decision]]) -> None:

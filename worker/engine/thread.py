@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import mlx.core as mx
@@ -17,6 +18,7 @@ import mlx.core as mx
 from worker.engine.engine import Engine
 from worker.engine.model import Model
 from worker.pulse import Pulse
+from worker.schedule.memory import MOST_ROWS
 from worker.schedule.sequence import Listener, Sequence, StepReport
 
 logger = logging.getLogger("sluice.engine")
@@ -52,12 +54,14 @@ class EngineThread:
         load: Callable[[], Model],
         *,
         step_s: float,
+        rows: int = MOST_ROWS,
         memory: int | None = None,
         prefix_bytes: int | None = None,
         died: Callable[[], None],
         stepped: Callable[[StepReport], None] = lambda report: None,
     ) -> None:
-        self._load, self._step_s, self._memory, self._prefix_bytes = load, step_s, memory, prefix_bytes
+        self._load = load
+        self._engine_of = partial(Engine, step_s=step_s, rows=rows, memory=memory, prefix_bytes=prefix_bytes)
         self._died, self._stepped = died, stepped
         self._loop = asyncio.get_running_loop()
         self._mailbox: queue.SimpleQueue[_Add | _Remove | _Hold | _Stop] = queue.SimpleQueue()
@@ -109,7 +113,7 @@ class EngineThread:
 
     def _serve(self) -> None:
         model = self._load()
-        engine = Engine(model, step_s=self._step_s, memory=self._memory, prefix_bytes=self._prefix_bytes)
+        engine = self._engine_of(model)
         self._tell(self._loaded.set_result, model)
         while self._obey(engine):
             self.pulse.beat()

@@ -12,13 +12,13 @@ from worker.timetable import Hours
 def free_rows(lane: Lane, running: Collection[Claim], settings: Settings, now: datetime) -> int:
     """Negative where more run than may be begun.
 
-    Offline jobs leave the reserved rows free, so that an interactive one always finds a place, and outside of their
-    hours all but a few.
+    Interactive jobs have the offline ones put aside where rows are short, see `worker.schedule.admission`. Offline jobs
+    leave the reserved rows free, so that the first few need not even do that, and outside of their hours all but a few.
     """
-    free = settings.max_rows - len(running)
-    if lane == "interactive":
-        return free
     offline = sum(claim.lane == "batch" for claim in running)
+    if lane == "interactive":
+        return settings.max_rows - (len(running) - offline)
+    free = settings.max_rows - len(running)
     return min(free - settings.reserved_rows, offline_rows(settings, now) - offline)
 
 

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from worker.schedule.memory import NO_IMAGES, Costs, Images, size
+from worker.schedule.memory import MOST_ROWS, NO_IMAGES, Costs, Images, size
 from worker.schedule.sequence import Lane
 
 # So many may overtake a row that is too large for now. Then those behind it wait too, and memory comes free for it.
@@ -57,14 +57,15 @@ Decision = Admit | Wait | Refuse
 
 
 def admit_in_turn(
-    waiting: Sequence[Row], running: Sequence[Row], costs: Costs, limit: int
+    waiting: Sequence[Row], running: Sequence[Row], costs: Costs, limit: int, most: int = MOST_ROWS
 ) -> list[tuple[Row, Decision]]:
     """What becomes of each that waits: the interactive ones first, and else in the order given. `running` has the
-    oldest first, and prompts on their way too; `limit` is the bytes that the model and all rows may take."""
+    oldest first, and prompts on their way too; `limit` is the bytes that the model and all rows may take, and `most`
+    how many rows there may be."""
     rows, verdicts, closed = list(running), list[tuple[Row, Decision]](), False
     held_bytes = sum(row.held_bytes for row in waiting)
     for candidate in sorted(waiting, key=lambda row: row.lane == "batch"):
-        decision = admit(candidate, rows, costs, limit, held_bytes - candidate.held_bytes)
+        decision = admit(candidate, rows, costs, limit, held_bytes - candidate.held_bytes, most)
         if closed and isinstance(decision, Admit):
             decision = Wait(candidate.passed)
         match decision:
@@ -77,7 +78,9 @@ def admit_in_turn(
     return _count_passed(verdicts)
 
 
-def admit(candidate: Row, running: Sequence[Row], costs: Costs, limit: int, held_bytes: int = 0) -> Decision:
+def admit(
+    candidate: Row, running: Sequence[Row], costs: Costs, limit: int, held_bytes: int = 0, most: int = MOST_ROWS
+) -> Decision:
     """An interactive candidate may have offline rows parked, the youngest first. `held_bytes`: by others who wait; they
     could be given up, so that nobody is refused for them."""
     if not _fits([candidate], costs, limit):
@@ -85,7 +88,7 @@ def admit(candidate: Row, running: Sequence[Row], costs: Costs, limit: int, held
             return Refuse(_why(candidate, costs, limit))
         return Wait(candidate.passed) if running or held_bytes else Admit()
     free = limit - held_bytes
-    if _fits([*running, candidate], costs, free):
+    if _fits([*running, candidate], costs, free, most):
         return Admit()
     if candidate.lane == "batch":
         return Wait(candidate.passed)
@@ -93,7 +96,7 @@ def admit(candidate: Row, running: Sequence[Row], costs: Costs, limit: int, held
     for youngest in [row for row in reversed(running) if row.lane == "batch"]:
         staying.remove(youngest)
         parked.append(youngest.id)
-        if _fits([*staying, candidate], costs, free):
+        if _fits([*staying, candidate], costs, free, most):
             return Admit(tuple(parked))
     return Wait(candidate.passed)
 
@@ -111,8 +114,8 @@ def images(rows: Iterable[Row]) -> Images:
     return sum((row.images for row in rows), NO_IMAGES)
 
 
-def _fits(rows: Sequence[Row], costs: Costs, limit: int) -> bool:
-    return _peak_bytes(rows, costs) <= limit
+def _fits(rows: Sequence[Row], costs: Costs, limit: int, most: int = MOST_ROWS) -> bool:
+    return len(rows) <= most and _peak_bytes(rows, costs) <= limit
 
 
 def _peak_bytes(rows: Sequence[Row], costs: Costs) -> int:
