@@ -25,6 +25,11 @@ class Features:
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays)
 
+    @property
+    def sound(self) -> bool:
+        """Whether they are numbers. Blocks."""
+        return all(bool(mx.isfinite(array).all()) for array in self.arrays)
+
 
 Encode = Callable[[Any, list[mx.array]], Features]
 
@@ -98,6 +103,12 @@ class FeatureCache:
             self._kept[digest] = features
             self.nbytes += features.nbytes
             self._shrink()
+
+    def forget_unsound(self, pictures: Iterable[Picture]) -> None:
+        """Whatever gave a row no numbers is not given to others."""
+        for digest in self._kept.keys() & {picture.digest for picture in pictures}:
+            if not self._kept[digest].sound:
+                self.nbytes -= self._kept.pop(digest).nbytes
 
     def make_room(self, most: int) -> None:
         """It takes no more than so many bytes, until told otherwise."""

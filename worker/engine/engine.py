@@ -228,6 +228,8 @@ class Engine:
             logger.error("%s: the model gave no numbers after %d tokens", row.id, row.length)
             if self._prefix:
                 self._prefix.forget_unsound(row.sequence.space, row.fed())
+            if self._features:
+                self._features.forget_unsound(row.sequence.pictures)
             outcomes.append(Faulted(row.id))
             self._end(row.id)
             return

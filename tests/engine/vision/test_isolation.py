@@ -1,0 +1,64 @@
+"""An image that the vision tower fails on harms its own row and no other."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from tests.engine.driver import Run
+from tests.engine.vision import seen
+from tests.engine.vision.seen import asked, prompt
+from worker.engine.encoding import Features
+
+FAMILIES = "qwen3_5", "gemma3", "pixtral"
+BAD, GOOD = (1, 24, 16), (2, 32, 16)
+
+Encode = Callable[[Any, list[mx.array]], Features]
+
+
+class Failing:
+    """A tower that does not take one of the images, so many times."""
+
+    def __init__(self, encode: Encode, bad: Any, fail: Callable[[Features], Features], times: int) -> None:
+        self._encode, self._bad, self._fail, self._left = encode, bad, fail, times
+
+    def __call__(self, what: Any, passed: list[mx.array]) -> Features:
+        features = self._encode(what, passed)
+        if what is not self._bad or self._left == 0:
+            return features
+        self._left -= 1
+        return self._fail(features)
+
+
+def raises(features: Features) -> Features:
+    raise RuntimeError("[metal::malloc] Unable to allocate 1000000000 bytes.")
+
+
+def no_numbers(features: Features) -> Features:
+    return Features(features.rows * float("nan"), features.deep)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("fail", [raises, no_numbers])
+def test_an_image_that_the_tower_fails_on_fails_its_row_alone_and_is_looked_at_anew(
+    family: str, fail: Callable[[Features], Features], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = {
+        "text": prompt(family, 9, seed=1),
+        "other image": prompt(family, 5, GOOD, 4, seed=2),
+        "bad": prompt(family, 5, GOOD, 3, BAD, 4, seed=3),
+    }
+    expected = {id: seen.alone(family, each, 12) for id, each in prompts.items()}
+    vision = seen.model(family).vision
+    assert vision is not None
+    bad = prompts["bad"].sights[1].seen
+    monkeypatch.setattr(vision.family, "encode", Failing(vision.family.encode, bad, fail, times=1))
+    run = Run(seen.model(family), prefix_bytes=1 << 24)
+    for id, each in prompts.items():
+        run.submit(asked(family, id, each, 12))
+    run.drain()
+    assert run.ended.pop("bad") == "faulted"
+    run.submit(asked(family, "again", prompts["bad"], 12))
+    run.drain()
+    assert run.said == {**expected, "bad": [], "again": expected["bad"]}
