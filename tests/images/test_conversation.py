@@ -12,6 +12,7 @@ from tests.text import conversations
 from tests.text.conversations import Said, assistant, system, text, user
 from worker.errors import Refusal
 from worker.images.conversation import Images, shown_in
+from worker.images.image import Image
 from worker.settings import Settings
 from worker.text.normalize import normalize
 
@@ -37,14 +38,18 @@ async def images() -> AsyncIterator[Images]:
     images.close()
 
 
+async def all_of(images: Images, *said: Said) -> tuple[Image, ...]:
+    return tuple([image async for _, image in images.of(conversations.read([*said]))])
+
+
 async def refused(images: Images, *said: Said) -> tuple[str, str]:
     with pytest.raises(Refusal) as raised:
-        await images.of(conversations.read(list(said)))
+        await all_of(images, *said)
     return raised.value.type, raised.value.message
 
 
 async def test_a_conversation_without_images_has_none(images: Images) -> None:
-    assert await images.of(conversations.read([system("Be brief."), user("Hello."), user([text("Hi.")])])) == ()
+    assert await all_of(images, system("Be brief."), user("Hello."), user([text("Hi.")])) == ()
 
 
 async def test_images_come_in_the_order_of_the_conversation(images: Images) -> None:
@@ -55,7 +60,7 @@ async def test_images_come_in_the_order_of_the_conversation(images: Images) -> N
         user("And now?"),
         user([text("Here."), shown(FILES[2]), shown(FILES[0])]),
     ]
-    assert await images.of(conversations.read(said)) == tuple(read(FILES[at]) for at in (0, 1, 2, 0))
+    assert await all_of(images, *said) == tuple(read(FILES[at]) for at in (0, 1, 2, 0))
 
 
 def urls_of_prompt(said: list[Said]) -> list[str]:
@@ -98,7 +103,7 @@ async def test_a_bad_image_is_named_by_its_place(images: Images) -> None:
 
 async def test_a_data_url_may_be_written_in_capitals_and_percent_encoded(images: Images) -> None:
     url = "DATA:Image/PNG;Base64," + data_url(FILES[0]).partition(",")[2].replace("=", "%3D").replace("+", "%2b")
-    assert await images.of(conversations.read([user([linked(url)])])) == (read(FILES[0]),)
+    assert await all_of(images, user([linked(url)])) == (read(FILES[0]),)
 
 
 async def test_more_images_than_are_allowed_are_refused_before_any_is_read() -> None:
@@ -111,7 +116,7 @@ async def test_more_images_than_are_allowed_are_refused_before_any_is_read() -> 
 
 async def test_a_file_that_is_longer_than_allowed_is_refused() -> None:
     images = images_with(image_max_bytes=len(FILES[0]))
-    assert await images.of(conversations.read([user([shown(FILES[0])])])) == (read(FILES[0]),)
+    assert await all_of(images, user([shown(FILES[0])])) == (read(FILES[0]),)
     longer = saved(patch(64, 64))
     said = f"the image's file is longer than this worker takes, {len(FILES[0])} bytes."
     assert await refused(images, user([shown(longer)])) == (
@@ -123,7 +128,7 @@ async def test_a_file_that_is_longer_than_allowed_is_refused() -> None:
 async def test_all_images_together_have_no_more_than_four_times_the_pixels_of_one() -> None:
     images = images_with(image_max_pixels=64)
     eight = shown(saved(patch(8, 8)))
-    assert len(await images.of(conversations.read([user([eight] * 4)]))) == 4
+    assert len(await all_of(images, user([eight] * 4))) == 4
     assert await refused(images, user([eight] * 4), user([eight])) == (
         "too_large", "messages[1].content[0].image_url: with this one the images have more than 256 pixels.",
     )  # fmt: skip
@@ -132,7 +137,7 @@ async def test_all_images_together_have_no_more_than_four_times_the_pixels_of_on
 
 @pytest.mark.parametrize(("detail", "side"), [("low", 512), ("high", 600), ("auto", 600), (None, 600)])
 async def test_low_detail_makes_an_image_smaller_and_no_other_does(images: Images, detail: Any, side: int) -> None:
-    (image,) = await images.of(conversations.read([user([shown(saved(patch(600, 600)), detail=detail)])]))
+    (image,) = await all_of(images, user([shown(saved(patch(600, 600)), detail=detail)]))
     assert (image.width, image.height) == (side, side)
 
 
@@ -166,7 +171,7 @@ async def test_a_fetched_image_is_read_as_what_it_is() -> None:
     images = images_with(image_urls=True)
     images._fetcher = Shelf()  # type: ignore[assignment]
     part = {"type": "image_url", "image_url": {"url": "https://example.org/a.png", "detail": "low"}}
-    (image,) = await images.of(conversations.read([user([part])]))
+    (image,) = await all_of(images, user([part]))
     assert (image.width, image.height) == (512, 512)
     images.close()
 
@@ -175,6 +180,6 @@ async def test_what_may_go_well_later_is_told_as_such() -> None:
     images = images_with(image_urls=True)
     images._fetcher = Shelf()  # type: ignore[assignment]
     with pytest.raises(Refusal) as raised:
-        await images.of(conversations.read([user([linked("https://example.org/late.png")])]))
+        await all_of(images, user([linked("https://example.org/late.png")]))
     assert raised.value.retryable
     assert raised.value.message == "messages[0].content[0].image_url: the image did not come within 10 s."

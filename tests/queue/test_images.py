@@ -26,7 +26,7 @@ class DimEyes:
     def look(self, image: Any, digest: bytes) -> Sight:
         if image.width > 100:
             raise ValueError("it is too wide for this model")
-        return Sight(digest + self._salt, SIGN, len(SIGN), len(SIGN), {"size": image.size})
+        return Sight(digest + self._salt, SIGN, len(SIGN), len(SIGN), {"size": image.size}, 1_000)
 
     def pictures(self, prompt: tuple[int, ...], sights: Sequence[Sight]) -> tuple[Picture, ...]:
         text = bytes(prompt).decode()

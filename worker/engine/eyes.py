@@ -38,7 +38,7 @@ class GridEyes(Eyes):
         process = self._processor.image_processor
         seen = process(images=[image])
         tokens = int(seen["image_grid_thw"].prod()) // process.merge_size**2
-        return Sight(digest, self.marker * tokens, tokens, tokens, seen)
+        return Sight(digest, self.marker * tokens, tokens, tokens, seen, seen["pixel_values"].nbytes)
 
 
 class SquareEyes(Eyes):
@@ -51,7 +51,7 @@ class SquareEyes(Eyes):
     def look(self, image: Any, digest: bytes) -> Sight:
         seen = self._processor.image_processor(images=[image], return_tensors="np")
         tokens = self._processor.image_seq_length
-        return Sight(digest, self._processor.full_image_sequence, tokens, tokens, seen)
+        return Sight(digest, self._processor.full_image_sequence, tokens, tokens, seen, seen["pixel_values"].nbytes)
 
 
 class SoftEyes(Eyes):
@@ -61,7 +61,7 @@ class SoftEyes(Eyes):
         processor = self._processor
         seen, (tokens,) = processor.image_processor(images=[image])
         text = processor.boi_token + self.marker * tokens + processor.eoi_token
-        return Sight(digest, text, tokens, tokens, seen)
+        return Sight(digest, text, tokens, tokens, seen, seen["pixel_values"].nbytes)
 
 
 class RowEyes(Eyes):
@@ -73,4 +73,4 @@ class RowEyes(Eyes):
         seen = processor.image_processor([image], patch_size=side)
         rows, columns = (pixels // side for pixels in seen["image_sizes"][0])
         text = processor.image_break_token.join([self.marker * columns] * rows) + processor.image_end_token
-        return Sight(digest, text, rows * (columns + 1) - 1, rows * columns, seen)
+        return Sight(digest, text, rows * (columns + 1) - 1, rows * columns, seen, seen["pixel_values"].nbytes)

@@ -1,6 +1,6 @@
 """The images of a conversation, from the parts of its messages."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
 from schemas.chat import ImagePart, ImageUrl, Message
@@ -11,7 +11,7 @@ from worker.images.fetch import Fetcher
 from worker.images.image import Image
 from worker.settings import Settings
 
-# All of a request's together may have so many times the pixels of one: they wait in memory for the model.
+# All of a request's together may have so many times the pixels of one: prepared, they wait in memory for the model.
 _TOGETHER = 4
 
 
@@ -29,19 +29,19 @@ class Images:
         self._decoders = Decoders()
         self._fetcher = Fetcher(settings.image_max_bytes) if settings.image_urls else None
 
-    async def of(self, messages: list[Message]) -> tuple[Image, ...]:
-        """In the order of the conversation, which is that of the prompt. Raises `Refusal` for the first that is not
-        as it should be. One after another: no request takes more than its share of memory and decoders."""
+    async def of(self, messages: list[Message]) -> AsyncIterator[tuple[str, Image]]:
+        """With their places, in the order of the conversation, which is that of the prompt. Raises `Refusal` for the
+        first that is not as it should be. Each is decoded when it is asked for, so that no request takes more than its
+        share of memory and decoders."""
         shown = list(shown_in(messages))
         self._refuse_too_many(len(shown))
-        images, pixels, most = list[Image](), 0, _TOGETHER * self._settings.image_max_pixels
+        pixels, most = 0, _TOGETHER * self._settings.image_max_pixels
         for each in shown:
             image = await self._at(each)
             pixels += image.width * image.height
             if pixels > most:
                 raise Refusal("too_large", f"{each.place}: with this one the images have more than {most:,} pixels.")
-            images.append(image)
-        return tuple(images)
+            yield each.place, image
 
     def _refuse_too_many(self, images: int) -> None:
         most = self._settings.max_images

@@ -73,6 +73,7 @@ class Sight:
     tokens: int  # from the first placeholder in it to the last
     placeholders: int
     seen: Mapping[str, Any] = field(compare=False, repr=False)  # by the vision tower: see `Eyes`
+    nbytes: int  # of what is seen
 
 
 @dataclass(frozen=True, slots=True)

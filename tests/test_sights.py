@@ -1,0 +1,92 @@
+"""Images on their way from a request to the engine."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from tests.images.pictures import data_url, patch, saved
+from tests.text import conversations
+from tests.text.conversations import Said, user
+from worker.schedule.sequence import Picture, Sight
+from worker.settings import Settings
+from worker.sights import Known, Sights
+
+
+class Watched:
+    """Eyes that do with each image what the test says."""
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        self._meanwhile, self.looking = meanwhile, 0
+        self.seen, self.most = list[tuple[int, int]](), 0  # sizes; and at once
+
+    def look(self, image: Any, digest: bytes) -> Sight:
+        self.looking += 1
+        self.most = max(self.most, self.looking)
+        self._meanwhile()
+        self.seen.append(image.size)
+        self.looking -= 1
+        return Sight(digest, "<image>", 1, 1, {}, 100)
+
+    def pictures(self, prompt: tuple[int, ...], sights: Sequence[Sight]) -> tuple[Picture, ...]:
+        return ()
+
+
+@asynccontextmanager
+async def seeing(eyes: Watched) -> AsyncIterator[Sights]:
+    sights = Sights(Settings(model="tiny", _env_file=None), eyes)  # type: ignore[call-arg]
+    yield sights
+    sights.close()
+
+
+def image(width: int) -> Said:
+    return {"type": "image_url", "image_url": {"url": data_url(saved(patch(width)))}}
+
+
+def showing(*widths: int) -> Any:
+    return conversations.read([user([image(width) for width in widths])])
+
+
+async def test_one_image_is_looked_at_at_a_time_whoever_shows_it_and_whoever_leaves() -> None:
+    eyes = Watched(lambda: time.sleep(0.01))
+    async with seeing(eyes) as sights:
+        jobs = [asyncio.create_task(sights.of(showing(width, width + 8))) for width in range(24, 32)]
+        await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
+        for job in jobs[::2]:
+            job.cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
+    assert eyes.most == 1
+    assert len(eyes.seen) > 1
+
+
+async def test_a_look_that_takes_long_keeps_no_thread_from_others() -> None:
+    go_on = threading.Event()
+    eyes = Watched(go_on.wait)
+    async with seeing(eyes) as sights:
+        jobs = [asyncio.create_task(sights.of(showing(width))) for width in range(24, 64)]
+        while not eyes.looking:
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(5):
+            assert await asyncio.to_thread(lambda: "here") == "here"
+        go_on.set()
+        await asyncio.gather(*jobs)
+
+
+async def test_an_image_that_is_shown_again_is_not_looked_at_again() -> None:
+    eyes = Watched(lambda: None)
+    async with seeing(eyes) as sights:
+        first = await sights.of(showing(24, 30, 24))
+        assert await sights.of(showing(30, 32, 24)) == (first[1], (await sights.of(showing(32)))[0], first[0])
+    assert eyes.seen == [(24, 16), (30, 16), (32, 16)]
+
+
+def test_what_was_seen_is_forgotten_when_it_takes_too_much_memory_that_used_last_goes_last() -> None:
+    known, sights = Known(250), {name: Sight(name, "", 1, 1, {}, 100) for name in (b"a", b"b", b"c")}
+    for name in (b"a", b"b"):
+        known.keep(name, sights[name])
+    assert known.find(b"a") is sights[b"a"]
+    known.keep(b"c", sights[b"c"])
+    known.keep(b"d", Sight(b"d", "", 1, 1, {}, 251))
+    assert [known.find(name) for name in (b"a", b"b", b"c", b"d")] == [sights[b"a"], None, sights[b"c"], None]
