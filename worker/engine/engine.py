@@ -165,7 +165,7 @@ class Engine:
                 self._prefix.use(sequence.space, sequence.keys(sequence.known))
             if self._features:
                 for picture in sequence.pictures:
-                    self._features.find(picture.digest)
+                    self._features.find(sequence.space, picture.digest)
         self._share(self._entry.spare)
 
     def _share(self, spare: int) -> None:
