@@ -176,3 +176,10 @@ def test_one_image_at_a_time_is_in_the_tower_and_what_comes_of_all_of_them_is_he
     needed = 300 * 1000 + 300**2 * 10 + 600 * 4
     assert seeing.peak_bytes([[1000]], images=several) == PLAIN.peak_bytes([[1000]]) + needed
     assert seeing.peak_bytes([], images=several) == PLAIN.peak_bytes([]) + needed
+
+
+def test_images_as_they_are_prepared_take_what_they_take_whatever_mlx_needs() -> None:
+    costs, images = replace(PLAIN, factor=2.0), Images(prepared_bytes=700)
+    assert costs.peak_bytes([[1000]], images=images) == costs.peak_bytes([[1000]]) + 700
+    assert costs.beside_bytes([[1000]], images=images) == costs.beside_bytes([[1000]])
+    assert (images + images).at(50) == images
