@@ -10,9 +10,9 @@ from typing import Any
 from tests.images.pictures import data_url, patch, saved
 from tests.text import conversations
 from tests.text.conversations import Said, user
-from worker.schedule.sequence import Picture, Sight
+from worker.schedule.sequence import Lane, Picture, Sight
 from worker.settings import Settings
-from worker.sights import Known, Sights
+from worker.sights import Ahead, Known, Sights
 
 
 class Watched:
@@ -35,8 +35,8 @@ class Watched:
 
 
 @asynccontextmanager
-async def seeing(eyes: Watched) -> AsyncIterator[Sights]:
-    sights = Sights(Settings(model="tiny", _env_file=None), eyes)  # type: ignore[call-arg]
+async def seeing(eyes: Watched, **given: Any) -> AsyncIterator[Sights]:
+    sights = Sights(Settings(model="tiny", _env_file=None, **given), eyes)  # type: ignore[call-arg]
     yield sights
     sights.close()
 
@@ -45,14 +45,17 @@ def image(width: int) -> Said:
     return {"type": "image_url", "image_url": {"url": data_url(saved(patch(width)))}}
 
 
-def showing(*widths: int) -> Any:
-    return conversations.read([user([image(width) for width in widths])])
+async def show(
+    sights: Sights, *widths: int, id: str = "job", lane: Lane = "interactive", space: str = ""
+) -> tuple[Sight, ...]:
+    messages: Any = conversations.read([user([image(width) for width in widths])])
+    return await sights.of(messages, id, lane, space)
 
 
 async def test_one_image_is_looked_at_at_a_time_whoever_shows_it_and_whoever_leaves() -> None:
     eyes = Watched(lambda: time.sleep(0.01))
     async with seeing(eyes) as sights:
-        jobs = [asyncio.create_task(sights.of(showing(width, width + 8))) for width in range(24, 32)]
+        jobs = [asyncio.create_task(show(sights, width, width + 8, id=str(width))) for width in range(24, 32)]
         await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
         for job in jobs[::2]:
             job.cancel()
@@ -65,7 +68,7 @@ async def test_a_look_that_takes_long_keeps_no_thread_from_others() -> None:
     go_on = threading.Event()
     eyes = Watched(go_on.wait)
     async with seeing(eyes) as sights:
-        jobs = [asyncio.create_task(sights.of(showing(width))) for width in range(24, 64)]
+        jobs = [asyncio.create_task(show(sights, width, id=str(width))) for width in range(24, 64)]
         while not eyes.looking:
             await asyncio.sleep(0.01)
         async with asyncio.timeout(5):
@@ -77,16 +80,60 @@ async def test_a_look_that_takes_long_keeps_no_thread_from_others() -> None:
 async def test_an_image_that_is_shown_again_is_not_looked_at_again() -> None:
     eyes = Watched(lambda: None)
     async with seeing(eyes) as sights:
-        first = await sights.of(showing(24, 30, 24))
-        assert await sights.of(showing(30, 32, 24)) == (first[1], (await sights.of(showing(32)))[0], first[0])
+        first = await show(sights, 24, 30, 24, id="first")
+        (new,) = await show(sights, 32, id="new")
+        assert await show(sights, 30, 32, 24, id="next") == (first[1], new, first[0])
     assert eyes.seen == [(24, 16), (30, 16), (32, 16)]
+
+
+async def test_an_image_that_another_tenant_has_shown_is_looked_at_again() -> None:
+    eyes = Watched(lambda: None)
+    async with seeing(eyes) as sights:
+        for space in "a", "b", "a":
+            await show(sights, 24, space=space)
+    assert len(eyes.seen) == 2
+
+
+async def test_what_is_prepared_ahead_of_the_engine_has_no_more_than_so_many_pixels_but_for_the_first_job() -> None:
+    sizes: list[tuple[str, int]] = [("first", 40), ("second", 50), ("third", 20), ("first", 90), ("fourth", 1)]
+    ahead, inside, jobs = Ahead(100), list[str](), list[asyncio.Task[None]]()
+
+    async def enters(id: str, pixels: int) -> None:
+        await ahead.enter(id, pixels)
+        inside.append(id)
+
+    async def turn(*leaving: str) -> list[str]:
+        for id in leaving:
+            ahead.leave(id)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        came = inside.copy()
+        inside.clear()
+        return came
+
+    jobs += [asyncio.create_task(enters(*each)) for each in sizes]
+    assert await turn() == ["first", "second", "first"]
+    assert await turn("second") == []
+    assert await turn("first", "first") == ["third", "fourth"]
+    await asyncio.gather(*jobs)
+
+
+async def test_a_job_waits_until_the_engine_has_taken_in_the_images_of_another_of_its_lane() -> None:
+    async with seeing(Watched(lambda: None), image_max_pixels=24 * 16) as sights:
+        await show(sights, 24, 24, id="first")
+        waiting = asyncio.create_task(show(sights, 24, id="second"))
+        done, _ = await asyncio.wait([waiting], timeout=0.2)
+        assert not done
+        assert len(await show(sights, 24, id="offline", lane="batch")) == 1
+        sights.taken_in("first")
+        assert len(await waiting) == 1
 
 
 def test_what_was_seen_is_forgotten_when_it_takes_too_much_memory_that_used_last_goes_last() -> None:
     known, sights = Known(250), {name: Sight(name, "", 1, 1, {}, 100) for name in (b"a", b"b", b"c")}
     for name in (b"a", b"b"):
-        known.keep(name, sights[name])
-    assert known.find(b"a") is sights[b"a"]
-    known.keep(b"c", sights[b"c"])
-    known.keep(b"d", Sight(b"d", "", 1, 1, {}, 251))
-    assert [known.find(name) for name in (b"a", b"b", b"c", b"d")] == [sights[b"a"], None, sights[b"c"], None]
+        known.keep("", name, sights[name])
+    assert known.find("", b"a") is sights[b"a"]
+    known.keep("", b"c", sights[b"c"])
+    known.keep("", b"d", Sight(b"d", "", 1, 1, {}, 251))
+    assert [known.find("", name) for name in (b"a", b"b", b"c", b"d")] == [sights[b"a"], None, sights[b"c"], None]

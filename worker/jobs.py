@@ -39,12 +39,18 @@ logger = logging.getLogger("sluice.jobs")
 
 async def chat(ctx: dict[Any, Any], body: Any) -> Answer:
     """The function that producers enqueue. Raises `Refusal` with what the client should change."""
-    return await Chat(ctx["job"], ctx["served"]).run(body)
+    attempt = Chat(ctx["job"], ctx["served"])
+    try:
+        return await attempt.run(body)
+    finally:
+        attempt.make_room()
 
 
 class Chat:
     def __init__(self, job: Job, served: Served) -> None:
         self._job, self._served, self._record = job, served, Record(job, served.metrics)
+        # A step under way may still speak of an earlier attempt: it must find nobody of that name.
+        self._id = f"{job.claim.job_id}#{job.claim.attempt}"
         self._done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._guide: Guide | None = None
         self._shown = ""  # what tells the request's images from others
@@ -78,13 +84,18 @@ class Chat:
         return self._record.answer(request, served, seed, finish_reason, self._output.voided)
 
     async def _prompt(self, request: ChatRequest) -> tuple[Prompt, tuple[Picture, ...]]:
-        sights = await self._served.sights.of(request.messages) if self._served.sights else ()
+        seeing, lane, space = self._served.sights, self._job.claim.lane, self._space(request)
+        sights = await seeing.of(request.messages, self._id, lane, space) if seeing else ()
         prompt = await self._served.language.prompt(request, [sight.text for sight in sights])
-        if not (self._served.sights and sights):
+        if not (seeing and sights):
             return prompt, ()
         self._shown = told_from_others(sights)
         self._job.usage.image_tokens = sum(sight.placeholders for sight in sights)
-        return prompt, self._served.sights.placed(prompt.tokens, sights)
+        return prompt, seeing.placed(prompt.tokens, sights)
+
+    def _space(self, request: ChatRequest) -> str:
+        """Whose prefixes and images it may find, and leaves its own to."""
+        return (request.tenant or request.user or "") if self._served.settings.prefix_cache_per_tenant else ""
 
     def _begin(self, request: ChatRequest, prompt: Prompt, seed: int) -> tuple[int, ...]:
         """Say how this attempt begins. Returns the tokens that it goes on after."""
@@ -130,18 +141,16 @@ class Chat:
             most=served.settings.max_output_tokens,
         )
         sampling = sampling_of(request, served.generation, served.vocab, seed)
-        # A step under way may still speak of an earlier attempt: it must find nobody of that name.
-        id = f"{claim.job_id}#{claim.attempt}"
         thinning, self._record.receipt = thinning_of(request, prompt, served.settings)
         top = (request.top_logprobs or 0) if request.logprobs else None
         return Sequence(
-            id,
+            self._id,
             prompt.tokens,
             limit,
             sampling,
             claim.lane,
             top_logprobs=top,
-            space=(request.tenant or request.user or "") if served.settings.prefix_cache_per_tenant else "",
+            space=self._space(request),
             boundaries=prompt.boundaries,
             thinning=thinning,
             pictures=pictures,
@@ -161,7 +170,13 @@ class Chat:
         except Exception as error:  # its words cannot be made: this job ends, and the step's other rows are told
             self._done.set_exception(error)
 
+    def make_room(self) -> None:
+        """For other jobs' images. Once the engine speaks of the row, it counts what ours take."""
+        if self._served.sights:
+            self._served.sights.taken_in(self._id)
+
     def _hear(self, outcome: Outcome, rows: int) -> None:
+        self.make_room()
         match outcome:
             case Prefilled(done=done, total=total, cached=cached):
                 self._record.prefilled(done, total, cached)

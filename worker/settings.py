@@ -63,7 +63,10 @@ class Settings(BaseSettings):
     trust_model_code: bool = Field(False, description="Whether code that comes in the model's folder may run.")
     max_images: int = Field(32, ge=1, description="Images of a conversation.")
     image_max_pixels: int = Field(
-        25_000_000, ge=1, description="Pixels of an image; all of a request's together may have four times as many."
+        25_000_000,
+        ge=1,
+        le=175_000_000,  # Pillow takes 178,956,970 at the most
+        description="Pixels of an image; all of a request's together may have four times as many.",
     )
     image_max_bytes: int = Field(20_000_000, ge=1, description="Size of an image's file.")
     image_urls: bool = Field(False, description="Whether images are fetched from http(s) URLs, of public addresses.")

@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from schemas.chat import Message
+from schemas.keys import LANES
 from worker.errors import Refusal
 from worker.images.conversation import Images
 from worker.images.image import Image
-from worker.schedule.sequence import Picture, Sight
+from worker.schedule.sequence import Lane, Picture, Sight
 from worker.settings import Settings
 
 _KNOWN_BYTES = 300_000_000  # two photos of 12 megapixels, as Qwen's processor prepares them
@@ -30,23 +31,35 @@ class Sights:
 
     def __init__(self, settings: Settings, eyes: Eyes) -> None:
         self._images, self._eyes, self._known = Images(settings), eyes, Known(_KNOWN_BYTES)
+        # Each lane has its own: an offline job may wait long for the engine, and no interactive one waits for it.
+        self._ahead: dict[Lane, Ahead] = {lane: Ahead(settings.image_max_pixels) for lane in LANES}
         # One at a time, also when jobs are cancelled: for a large image a model's own preprocessing takes seconds, a
         # gigabyte and, now and then, the interpreter's lock. And no thread that others wait for.
         self._looking = ThreadPoolExecutor(1, "looking")
 
-    async def of(self, messages: list[Message]) -> tuple[Sight, ...]:
-        """In the order of the conversation. Raises `Refusal` for the first image that is not as it should be."""
-        looking, look = asyncio.get_running_loop().run_in_executor, self._look
-        return tuple([await looking(self._looking, look, *each) async for each in self._images.of(messages)])
+    async def of(self, messages: list[Message], id: str, lane: Lane, space: str) -> tuple[Sight, ...]:
+        """In the order of the conversation. Waits while too much is prepared for others: see `taken_in`. `id`: of the
+        job's attempt; `space`: whose images may be known. Raises `Refusal` for the first image that is not as it should
+        be."""
+        looking, sights = asyncio.get_running_loop().run_in_executor, list[Sight]()
+        async for place, image in self._images.of(messages):
+            await self._ahead[lane].enter(id, image.width * image.height)
+            sights.append(await looking(self._looking, self._look, space, place, image))
+        return tuple(sights)
 
-    def _look(self, place: str, image: Image) -> Sight:
-        if known := self._known.find(image.digest):
+    def taken_in(self, id: str) -> None:
+        """By the engine, which counts its images from then on; or the job is over. It may be told more than once."""
+        for ahead in self._ahead.values():
+            ahead.leave(id)
+
+    def _look(self, space: str, place: str, image: Image) -> Sight:
+        if known := self._known.find(space, image.digest):
             return known
         try:
             sight = self._eyes.look(image.picture(), image.digest)
         except ValueError as error:
             raise Refusal("invalid_request", f"{place}: the model's own preprocessing refuses it: {error}") from None
-        self._known.keep(image.digest, sight)
+        self._known.keep(space, image.digest, sight)
         return sight
 
     def placed(self, prompt: tuple[int, ...], sights: Sequence[Sight]) -> tuple[Picture, ...]:
@@ -64,25 +77,45 @@ class Sights:
         self._looking.shutdown(wait=False, cancel_futures=True)
 
 
+class Ahead:
+    """Of images for jobs that the engine has not taken in yet: until then nobody else counts what they take."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: pixels. The job that came first may have more, so that one can always go on."""
+        self._most, self._pixels, self._left = most, dict[str, int](), asyncio.Event()
+
+    async def enter(self, id: str, pixels: int) -> None:
+        """With so many more. Waits until there is room."""
+        self._pixels.setdefault(id, 0)
+        while sum(self._pixels.values()) + pixels > self._most and next(iter(self._pixels)) != id:
+            self._left.clear()
+            await self._left.wait()
+        self._pixels[id] += pixels
+
+    def leave(self, id: str) -> None:
+        self._pixels.pop(id, None)
+        self._left.set()
+
+
 class Known:
-    """For one thread: what was seen of images, by their digests, the most recently used ones. The next turn shows them
-    again."""
+    """For one thread: what was seen of images, the most recently used ones, since the next turn shows them again. What
+    was seen in one space is found in no other."""
 
     def __init__(self, most: int) -> None:
         """`most`: bytes."""
         self._most, self._nbytes = most, 0
-        self._kept = OrderedDict[bytes, Sight]()
+        self._kept = OrderedDict[tuple[str, bytes], Sight]()
 
-    def find(self, digest: bytes) -> Sight | None:
-        if digest in self._kept:
-            self._kept.move_to_end(digest)
-        return self._kept.get(digest)
+    def find(self, space: str, digest: bytes) -> Sight | None:
+        if (key := (space, digest)) in self._kept:
+            self._kept.move_to_end(key)
+        return self._kept.get(key)
 
-    def keep(self, digest: bytes, sight: Sight) -> None:
+    def keep(self, space: str, digest: bytes, sight: Sight) -> None:
         """One that was not found."""
         if sight.nbytes > self._most:
             return
-        self._kept[digest] = sight
+        self._kept[space, digest] = sight
         self._nbytes += sight.nbytes
         while self._nbytes > self._most:
             _, oldest = self._kept.popitem(last=False)

@@ -124,6 +124,18 @@ def test_an_image_that_needs_what_was_predicted_corrects_nothing() -> None:
     assert factors[1] == factors[0], "too little to say anything"
 
 
+def test_images_as_they_were_prepared_are_promised_as_long_as_the_row_is_there_and_each_once() -> None:
+    one, other = (Picture(bytes([at]), (at, at + 1), {}, 1_000_000 * (1 + at)) for at in (0, 1))
+    looks = replace(sized("looks", 100), pictures=(one, other, replace(one, span=(5, 6))))
+    entry = Entry(KILO, limit=10**9)
+    entry.add(looks)
+    assert decided(entry) == {"looks": Admit()}
+    entry.take(Candidate(looks))
+    assert entry.promised[0] == KILO.beside_bytes([[100]]) + 3_000_000
+    decided(entry, looks)  # they are known by now
+    assert entry.promised[0] == KILO.beside_bytes([[100]]) + 3_000_000
+
+
 def test_what_an_image_needs_is_promised_until_it_is_known() -> None:
     mega = replace(KILO, tower=Tower(token_bytes=1_000_000))
     looks = replace(sized("looks", 100), pictures=(Picture(b"1", (1, 11), {}), Picture(b"2", (20, 40), {})))

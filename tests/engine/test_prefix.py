@@ -212,7 +212,7 @@ def test_a_step_tells_what_was_asked_for_and_found() -> None:
         while len(run.engine):
             use.append(run.step().prefix)
     assert (sum(each.queried for each in use), sum(each.hit for each in use)) == (2 * 60, 40)
-    assert use[-1].nbytes == run.engine._prefix.nbytes > 0
+    assert use[-1].nbytes == run.engine._caches.prefix.nbytes > 0
 
 
 @SOME
@@ -236,10 +236,10 @@ def test_what_was_found_last_stays_longest(family: str) -> None:
     run, other = opened(family), prompt(40, 89)
     say(run, family, SYSTEM)
     say(run, family, other)
-    assert run.engine._prefix
-    run.engine._prefix.fetch("", SYSTEM)
-    run.engine._prefix.make_room(run.engine._prefix.nbytes // 2)
-    assert run.engine._prefix.length("", other) < 39
+    assert run.engine._caches.prefix
+    run.engine._caches.prefix.fetch("", SYSTEM)
+    run.engine._caches.prefix.make_room(run.engine._caches.prefix.nbytes // 2)
+    assert run.engine._caches.prefix.length("", other) < 39
     assert say(run, family, SYSTEM) == 39
 
 
@@ -460,8 +460,8 @@ def test_a_prefix_that_cannot_be_fetched_costs_its_own_row_at_most(
 
 def found(run: Run, tokens: Tokens) -> list[mx.array]:
     """All numbers that these tokens would begin with."""
-    assert run.engine._prefix
-    cache, length = run.engine._prefix.fetch("", tokens)
+    assert run.engine._caches.prefix
+    cache, length = run.engine._caches.prefix.fetch("", tokens)
     assert length == len(tokens)
     states = [state for layer in layers(cache) for state in layer.state]
     arrays = [each for state in states for each in (state if isinstance(state, list) else [state])]
@@ -536,11 +536,11 @@ def test_rows_that_are_put_together_and_the_prefixes_stay_within_memory(wide: Mo
     for i in range(short):
         run.add(str(i), prompt(30, 140 + i), max_tokens=100)
     run.until(lambda: all(run.said.values()))
-    assert run.engine._prefix
+    assert run.engine._caches.prefix
     for i in range(100):  # as by other conversations
-        if run.engine._prefix.nbytes < 0.9 * run.engine._entry.spare:
+        if run.engine._caches.prefix.nbytes < 0.9 * run.engine._entry.spare:
             (cache, place), *_ = run.engine._running.cache_of(run.engine._inside["long"])
-            run.engine._prefix.keep(f"space {i}", run.engine._inside["long"].fed(), cache, place)
+            run.engine._caches.prefix.keep(f"space {i}", run.engine._inside["long"].fed(), cache, place)
     mx.reset_peak_memory()
     run.group_by(ONE_GROUP)
     for _ in range(3):
@@ -573,10 +573,10 @@ def test_what_is_kept_of_a_row_owns_its_memory(wide: Model) -> None:
     run.drain()
     held, before = run.step().prefix.nbytes, mx.get_active_memory()
     assert held > 5 * test_memory.PROMPT * 8192
-    assert run.engine._prefix
-    run.engine._prefix.make_room(held // 2)
+    assert run.engine._caches.prefix
+    run.engine._caches.prefix.make_room(held // 2)
     assert mx.get_active_memory() <= before - held // 2 + 100_000
-    run.engine._prefix.make_room(0)
+    run.engine._caches.prefix.make_room(0)
     assert mx.get_active_memory() == pytest.approx(before - held, abs=100_000)
 
 
@@ -585,16 +585,16 @@ def test_what_was_fetched_is_let_go_at_once(family: str) -> None:
     """And not when Python comes to collect its garbage."""
     run = opened(family)
     say(run, family, SYSTEM)
-    assert run.engine._prefix
+    assert run.engine._caches.prefix
     gc.collect()
     gc.disable()
     try:
         before = mx.get_active_memory()
         for _ in range(5):
-            run.engine._prefix.fetch("", SYSTEM)
+            run.engine._caches.prefix.fetch("", SYSTEM)
         assert mx.get_active_memory() == before
-        held = run.engine._prefix.nbytes
-        run.engine._prefix.make_room(0)
+        held = run.engine._caches.prefix.nbytes
+        run.engine._caches.prefix.make_room(0)
         assert mx.get_active_memory() <= before - 0.9 * held
     finally:
         gc.enable()

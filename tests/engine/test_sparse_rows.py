@@ -52,8 +52,8 @@ def test_nothing_of_a_sparse_row_is_kept_for_others(family: str) -> None:
     run.until(lambda: "sparse" in run.ended)
     run.engine.remove("gone")
     run.drain()
-    assert run.engine._prefix is not None
-    assert run.engine._prefix.nbytes == 0
+    assert run.engine._caches.prefix is not None
+    assert run.engine._caches.prefix.nbytes == 0
     run.add("dense", prompt(LONG, 1), max_tokens=5)
     run.drain()
     assert (run.cached["dense"], run.said["dense"]) == (0, alone(network(family), prompt(LONG, 1), 5))

@@ -166,6 +166,9 @@ class Shelf:
             raise Refusal("invalid_request", "the image did not come within 10 s.", retryable=True)
         return saved(patch(600, 600), "JPEG")
 
+    def close(self) -> None:
+        pass
+
 
 async def test_a_fetched_image_is_read_as_what_it_is() -> None:
     images = images_with(image_urls=True)

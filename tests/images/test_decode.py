@@ -25,7 +25,9 @@ from tests.images.pictures import (
     saved,
     with_chunk,
 )
+from worker.errors import CannotStart
 from worker.images.image import Image
+from worker.settings import read_settings
 
 # Pillow's, about what is odd in a file: the process that decodes does not say them either.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::PIL.Image.DecompressionBombWarning")
@@ -284,6 +286,15 @@ def test_100_megapixels_are_refused_from_the_header(format: str) -> None:
 def test_more_than_pillow_itself_takes_is_too_large_as_well(width: int, height: int) -> None:
     said = "the image has more pixels than this worker takes, 25,000,000."
     assert refused(sized("PNG", width, height), max_pixels=25_000_000) == ("too_large", said)
+
+
+def test_pillow_takes_as_many_pixels_as_a_worker_may_be_set_to_take() -> None:
+    most = 175_000_000
+    read_settings(model="tiny", image_max_pixels=most)
+    with pytest.raises(CannotStart, match="SLUICE_IMAGE_MAX_PIXELS=175000001: .* less than or equal to 175000000"):
+        read_settings(model="tiny", image_max_pixels=most + 1)
+    damaged = ("invalid_request", "the image, a PNG, is damaged, cut off or empty.")
+    assert refused(sized("PNG", 14_000, 12_500), max_pixels=most) == damaged
 
 
 def test_as_many_pixels_as_are_allowed_are_read_and_not_one_more() -> None:

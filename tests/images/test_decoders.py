@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import suppress
 
@@ -101,6 +102,43 @@ async def stopped(decoders: Decoders) -> int:
     (pid,) = idle(decoders)
     os.kill(pid, signal.SIGSTOP)
     return pid
+
+
+@pytest.fixture
+def go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Until then no process starts."""
+    go_on = threading.Event()
+
+    class Slow(Decoder):
+        def __init__(self) -> None:
+            assert go_on.wait(5), "whoever would let it go on waits for it"
+            super().__init__()
+
+    monkeypatch.setattr("worker.images.decoders.Decoder", Slow)
+    return go_on
+
+
+async def test_the_event_loop_goes_on_while_a_process_is_started(decoders: Decoders, go_on: threading.Event) -> None:
+    decoding = asyncio.create_task(asked(decoders))
+    await asyncio.sleep(0.01)
+    assert not decoding.done()
+    go_on.set()
+    assert await decoding == read(FILE)
+
+
+async def test_a_process_is_there_for_the_next_whose_job_is_cancelled_while_it_starts(
+    decoders: Decoders, go_on: threading.Event
+) -> None:
+    cancelled = asyncio.create_task(asked(decoders))
+    await asyncio.sleep(0.01)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    go_on.set()
+    while not (started := idle(decoders)):
+        await asyncio.sleep(0.001)
+    assert await asked(decoders) == read(FILE)
+    assert idle(decoders) == started
 
 
 async def test_an_image_that_its_decoder_dies_on_fails_alone(decoders: Decoders) -> None:

@@ -1,5 +1,6 @@
 import asyncio
 import ssl
+import threading
 from asyncio import StreamWriter
 from collections.abc import Iterable
 from contextlib import suppress
@@ -290,6 +291,28 @@ async def test_the_next_address_is_tried_where_one_does_not_answer() -> None:
     internet.dead = {ANOTHER}
     assert await internet.fetch("http://two.example/a.png") == FILE
     assert internet.connected == [ANOTHER, ADDRESS]
+
+
+async def test_names_that_take_long_keep_no_thread_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    looking, go_on = list[str](), threading.Event()
+
+    def silent(host: str, port: int, **how: object) -> list[object]:
+        looking.append(host)
+        go_on.wait(10)
+        return []
+
+    monkeypatch.setattr("worker.images.fetch.getaddrinfo", silent)
+    fetcher = Fetcher(1000, seconds=0.5)
+    names = [f"http://{number}.example/" for number in range(64)]
+    fetching = asyncio.gather(*map(fetcher.fetch, names), return_exceptions=True)
+    while not looking:
+        await asyncio.sleep(0.001)
+    async with asyncio.timeout(5):
+        assert await asyncio.to_thread(lambda: "here") == "here"
+    assert {str(refusal) for refusal in await fetching} == {"the image did not come within 0.5 s."}
+    assert len(looking) < len(names)
+    go_on.set()
+    fetcher.close()
 
 
 async def test_a_server_that_cannot_be_reached_may_be_later() -> None:

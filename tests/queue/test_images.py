@@ -76,6 +76,20 @@ async def test_the_engine_gets_each_image_where_it_is_and_the_usage_counts_them(
     assert words(said) == ANSWER
 
 
+async def test_images_wait_for_those_of_others_until_the_engine_has_them_or_their_job_is_over(
+    redis_url: str, db: Redis
+) -> None:
+    """As many pixels as the largest has may be prepared ahead, and each job's are more than half of them."""
+    async with seeing(redis_url, step_s=60, image_max_pixels=200 * 16) as engine:
+        await ask(db, "over", asking(*[image(100)] * 3, image(200)))
+        assert types(await ended(db, "over")) == ["failed"]
+        for id in "first", "second":
+            await ask(db, id, asking(*[image(100)] * 3))
+        async with asyncio.timeout(10):
+            while len(engine.sequences) < 2:
+                await asyncio.sleep(0.01)
+
+
 async def test_an_image_that_the_model_does_not_take_fails_its_job_with_its_place(redis_url: str, db: Redis) -> None:
     async with seeing(redis_url) as engine:
         await ask(db, "a", asking(image(24), image(200)))

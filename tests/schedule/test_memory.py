@@ -185,3 +185,10 @@ def test_an_image_that_is_computed_at_once_is_promised_a_chunk_as_long(longest: 
     assert whole.peak_bytes([[length]], chunk, Images(longest=longest)) == needed
     assert whole.beside_bytes([[length]], chunk, Images(longest=longest)) == HYBRID.beside_bytes([[length]], chunk)
     assert cut.peak_bytes([[length]], chunk, Images(longest=longest)) == HYBRID.peak_bytes([[length]], chunk)
+
+
+def test_images_as_they_are_prepared_take_what_they_take_whatever_mlx_needs() -> None:
+    costs, images = replace(PLAIN, factor=2.0), Images(prepared_bytes=700)
+    assert costs.peak_bytes([[1000]], images=images) == costs.peak_bytes([[1000]]) + 700
+    assert costs.beside_bytes([[1000]], images=images) == costs.beside_bytes([[1000]])
+    assert (images + images).at(50) == images

@@ -85,30 +85,31 @@ def noting(blocks: Iterable[Callable[..., mx.array]], passed: list[mx.array]) ->
 
 
 class FeatureCache:
-    """For the engine's thread: the features of images by their digests, the most recently used ones."""
+    """For the engine's thread: the features of images, the most recently used ones. What was seen in one space is found
+    in no other: how soon an answer comes would tell a tenant what another has shown."""
 
     def __init__(self, most: int) -> None:
         """`most`: bytes."""
         self._most, self._room = most, most
         self.nbytes = self.evicted = 0
-        self._kept = OrderedDict[bytes, Features]()
+        self._kept = OrderedDict[tuple[str, bytes], Features]()
 
-    def find(self, digest: bytes) -> Features | None:
-        if digest in self._kept:
-            self._kept.move_to_end(digest)
-        return self._kept.get(digest)
+    def find(self, space: str, digest: bytes) -> Features | None:
+        if (key := (space, digest)) in self._kept:
+            self._kept.move_to_end(key)
+        return self._kept.get(key)
 
-    def keep(self, digest: bytes, features: Features) -> None:
-        if digest not in self._kept and features.nbytes <= self._room:
-            self._kept[digest] = features
+    def keep(self, space: str, digest: bytes, features: Features) -> None:
+        if (key := (space, digest)) not in self._kept and features.nbytes <= self._room:
+            self._kept[key] = features
             self.nbytes += features.nbytes
             self._shrink()
 
-    def forget_unsound(self, pictures: Iterable[Picture]) -> None:
+    def forget_unsound(self, space: str, pictures: Iterable[Picture]) -> None:
         """Whatever gave a row no numbers is not given to others."""
-        for digest in self._kept.keys() & {picture.digest for picture in pictures}:
-            if not self._kept[digest].sound:
-                self.nbytes -= self._kept.pop(digest).nbytes
+        for key in self._kept.keys() & {(space, picture.digest) for picture in pictures}:
+            if not self._kept[key].sound:
+                self.nbytes -= self._kept.pop(key).nbytes
 
     def make_room(self, most: int) -> None:
         """It takes no more than so many bytes, until told otherwise."""

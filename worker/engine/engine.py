@@ -10,16 +10,14 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
+from worker.engine.caches import Caches
 from worker.engine.device import memory_limit
-from worker.engine.encoding import FeatureCache
 from worker.engine.entry import Candidate, Entry
 from worker.engine.groups import Groups
 from worker.engine.model import Model
 from worker.engine.prefills import AnyPrefill, Prefills
-from worker.engine.prefix import PrefixCache
 from worker.engine.row import Row
 from worker.engine.rows import Told
-from worker.engine.scoring import Draft
 from worker.engine.upstream import generation_stream
 from worker.schedule.admission import Admit, Refuse
 from worker.schedule.admission import Row as Admitted
@@ -41,8 +39,6 @@ logger = logging.getLogger("sluice.engine")
 
 _CLEAR_EVERY = 16_384  # tokens computed; until then the buffers of one step serve the next
 _PREFIX_SHARE = 4  # of the memory beside the model, one part
-_DRAFT_SHARE = 4  # of that, one part for the draft's own
-_FEATURES_SHARE = 4  # and one for the features of images
 _MOST_FAILURES = 10  # in a row; then it is not the rows
 
 
@@ -65,17 +61,11 @@ class Engine:
         leave them; 0 keeps none, and None is a share of what is beside the model."""
         self._entry = Entry(model.costs, memory or memory_limit(), rows)
         most = self._entry.spare // _PREFIX_SHARE if prefix_bytes is None else prefix_bytes
-        draft_bytes = most // _DRAFT_SHARE if model.draft else 0
-        features_bytes = most // _FEATURES_SHARE if model.vision else 0
-        self._prefix = PrefixCache(model.network, most - draft_bytes - features_bytes) if most > 0 else None
-        self._draft = _draft_of(model, draft_bytes)
+        self._caches = Caches(model, most)
         self._queried = self._hit = 0  # tokens, in this step
         self._inside: dict[str, Row] = {}  # in the order of admission
         self._ends = frozenset(model.tokenizer.eos_token_ids)
-        self._features = FeatureCache(features_bytes) if model.vision else None
-        caches = (self._prefix, self._draft.prefix if self._draft else None, self._features)
-        self._caches = [cache for cache in caches if cache is not None]
-        self._prefills = Prefills(model, step_s, self._prefix, self._draft, self._features)
+        self._prefills = Prefills(model, step_s, self._caches)
         self._running = Groups(model.network, self._fit)
         self._chunk, self._looked = 0, NO_IMAGES  # the longest chunk of this step, in tokens, and its images
         self._failures = self._computed = self._preempted = 0
@@ -103,7 +93,7 @@ class Engine:
         mx.reset_peak_memory()
         self._preempted = self._chunk = self._queried = self._hit = 0
         self._looked = NO_IMAGES
-        evicted = self._evicted
+        evicted = self._caches.evicted
         with mx.stream(generation_stream):
             for part in (self._admit, self._decode, self._prefill, self._settle):
                 self._recover(outcomes)
@@ -115,7 +105,7 @@ class Engine:
                     logger.exception("a step failed")
                     self._running.clear()
                     self._entry.stir()
-            memory = self._entry.look(self._lengths(), self._chunk, self._prefix_bytes, self._looked)
+            memory = self._entry.look(self._lengths(), self._chunk, self._caches.nbytes, self._looked)
         return StepReport(
             outcomes=tuple(outcomes),
             rows=rows,
@@ -130,15 +120,7 @@ class Engine:
 
     def _prefix_use(self, evicted: int) -> PrefixUse:
         """`evicted` before the step."""
-        return PrefixUse(self._queried, self._hit, self._evicted - evicted, self._prefix_bytes)
-
-    @property
-    def _evicted(self) -> int:
-        return sum(cache.evicted for cache in self._caches)
-
-    @property
-    def _prefix_bytes(self) -> int:
-        return sum(cache.nbytes for cache in self._caches)
+        return PrefixUse(self._queried, self._hit, self._caches.evicted - evicted, self._caches.nbytes)
 
     def _admit(self, outcomes: list[Outcome]) -> None:
         """Those who wait, as far as there is memory for them."""
@@ -150,7 +132,8 @@ class Engine:
         for _, park in coming:
             for id in park:
                 self._park(id)
-        self._make_room(sequence for sequence, _ in coming)
+        self._caches.use(sequence for sequence, _ in coming)
+        self._caches.make_room(self._entry.spare)  # rows come before prefixes
         for candidate, decision in decided:
             match decision:
                 case Admit():
@@ -164,22 +147,6 @@ class Engine:
         """Those who are inside, if they decode in these groups."""
         for id, row in self._inside.items():
             yield self._entry.admitted(row.sequence, groups.get(id), self._prefills.images(id))
-
-    def _make_room(self, coming: Iterable[Sequence]) -> None:
-        """Rows come before prefixes, but the prefixes that they begin with go last, and so do their images."""
-        for sequence in coming:
-            if self._prefix:
-                self._prefix.use(sequence.space, sequence.keys(sequence.known))
-            if self._features:
-                for picture in sequence.pictures:
-                    self._features.find(picture.digest)
-        self._share(self._entry.spare)
-
-    def _share(self, spare: int) -> None:
-        """So many bytes are for prefixes: what the draft's take is not there for the model's."""
-        for cache in reversed(self._caches):
-            cache.make_room(spare)
-            spare -= cache.nbytes
 
     def _start(self, candidate: Candidate, outcomes: list[Outcome]) -> None:
         if candidate.parked is None:
@@ -226,10 +193,7 @@ class Engine:
         row.suspect = False
         if not news.sound:
             logger.error("%s: the model gave no numbers after %d tokens", row.id, row.length)
-            if self._prefix:
-                self._prefix.forget_unsound(row.sequence.space, row.fed())
-            if self._features:
-                self._features.forget_unsound(row.sequence.pictures)
+            self._caches.forget_unsound(row)
             outcomes.append(Faulted(row.id))
             self._end(row.id)
             return
@@ -247,9 +211,9 @@ class Engine:
     def _keep(self, row: Row, *ending: int) -> None:
         """Its prompt and answer, for those who begin with them. `ending`: what else it was fed."""
         # A line of a file has no next turn, and what was left out is missing to others.
-        if self._prefix and row.sequence.lane == "interactive" and not row.left_out:
+        if (prefix := self._caches.prefix) and row.sequence.lane == "interactive" and not row.left_out:
             for cache, place in self._running.cache_of(row):
-                self._prefix.keep(row.sequence.space, row.fed(*ending), cache, place)
+                prefix.keep(row.sequence.space, row.fed(*ending), cache, place)
 
     def _leave(self) -> None:
         self._running.leave({row for _, row in self._running if row.id not in self._inside})
@@ -324,7 +288,7 @@ class Engine:
         """Whether all who are inside fit into memory, if these rows decode in these groups. Prefixes make room."""
         left = self._entry.left(self._admitted({row.id: n for n, group in enumerate(groups) for row in group}))
         if left >= 0:
-            self._share(min(left, self._entry.spare))
+            self._caches.make_room(min(left, self._entry.spare))
         return left >= 0
 
     def _lengths(self) -> list[list[int]]:
@@ -339,13 +303,6 @@ class Engine:
         if self._computed >= _CLEAR_EVERY:
             self._computed = 0
             mx.clear_cache()
-
-
-def _draft_of(model: Model, prefix_bytes: int) -> Draft | None:
-    if model.draft is None:
-        return None
-    unread = model.vision.family.placeholder if model.vision else None
-    return Draft(model.draft.network, prefix_bytes, model.draft.context, unread)
 
 
 def _eases(outcome: Outcome) -> bool:

@@ -157,10 +157,10 @@ class Entry:
 
     def admitted(self, asked: Asked, group: int | None, images: Images = NO_IMAGES, passed: int = 0) -> Row:
         """As admission sees it. Until it is thinned, a prompt that may be takes the draft a cache, too. `images`: that
-        it has still to be computed with."""
+        it has still to be computed with. All of them stay as they were prepared: it may have to be computed again."""
         scored = self._costs.draft_tokens(len(asked.prompt)) if asked.thinning and asked.kept is None else 0
         tokens = len(asked.prompt) - asked.left_out + scored
-        return Row(asked.id, asked.lane, tokens, asked.max_tokens, group or 0, passed, images=images)
+        return Row(asked.id, asked.lane, tokens, asked.max_tokens, group or 0, passed, images=images + _prepared(asked))
 
     def _corrected(self) -> Costs:
         return replace(self._costs, factor=self._correction.factor)
@@ -179,6 +179,11 @@ def _images_of(asked: Asked) -> Images:
     tokens = {picture.digest: picture.tokens for picture in asked.pictures}.values()
     longest = max(tokens, default=0)
     return Images(longest, sum(tokens), longest)
+
+
+def _prepared(asked: Asked) -> Images:
+    each = {picture.digest: picture.nbytes for picture in asked.pictures}.values()
+    return Images(prepared_bytes=sum(each))
 
 
 def _kinds(decided: Iterable[tuple[Row, Decision]]) -> list[type[Decision]]:

@@ -27,7 +27,7 @@ class Eyes:
         for sight in sights:
             start = prompt.index(self._placeholder, at)
             at = start + sight.tokens
-            pictures.append(Picture(sight.digest, (start, at), sight.seen))
+            pictures.append(Picture(sight.digest, (start, at), sight.seen, sight.nbytes))
         return tuple(pictures)
 
 

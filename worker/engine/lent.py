@@ -10,10 +10,11 @@ from worker.engine.upstream import ArraysCache
 @contextmanager
 def lent(cache: Sequence[Any], theirs: Sequence[Any]) -> Iterator[None]:
     """`theirs`, mlx-vlm's and empty, have the arrays of `cache`, a row's alone; what is done to them there is done here
-    in the end."""
+    in the end. Raises NotImplementedError where they are of other kinds."""
     for ours, other in zip(cache, theirs, strict=True):
-        if type(ours).__name__ != type(other).__name__:
-            raise NotImplementedError(f"mlx-lm keeps a layer in a {type(ours).__name__}, mlx-vlm in {type(other)}")
+        kind, their_kind = type(ours).__name__, type(other).__name__
+        if kind != their_kind:
+            raise NotImplementedError(f"mlx-lm keeps a layer as {kind}, mlx-vlm as {their_kind}")
         _handed(ours, other)
     yield
     for ours, other in zip(cache, theirs, strict=True):

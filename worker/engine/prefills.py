@@ -3,15 +3,13 @@
 import time
 from functools import cached_property
 
-from worker.engine.encoding import FeatureCache
+from worker.engine.caches import Caches
 from worker.engine.layers import weights_bytes
 from worker.engine.model import Model
 from worker.engine.pictured import OfTokens, PicturedPrefill
 from worker.engine.prefill import Phase, Prefill
-from worker.engine.prefix import PrefixCache
 from worker.engine.row import Row
 from worker.engine.scene import Scene
-from worker.engine.scoring import Draft
 from worker.engine.sparse import SparsePrefill, front
 from worker.engine.thinning import ThinnedPrefill
 from worker.engine.upstream import make_prompt_cache
@@ -26,23 +24,15 @@ AnyPrefill = OfTokens | PicturedPrefill
 
 
 class Prefills:
-    def __init__(
-        self,
-        model: Model,
-        step_s: float,
-        prefix: PrefixCache | None,
-        draft: Draft | None,
-        features: FeatureCache | None = None,
-    ) -> None:
-        """`features`: of images, for a model that sees them."""
-        self._network, self._costs, self._prefix, self._draft = model.network, model.costs, prefix, draft
-        self._vision, self._features = model.vision, features
+    def __init__(self, model: Model, step_s: float, caches: Caches) -> None:
+        self._network, self._costs, self._vision = model.network, model.costs, model.vision
+        self._prefix, self._draft, self._features = caches.prefix, caches.draft, caches.features
         self._prefills: dict[str, AnyPrefill] = {}
         self._turn = 0
         self.budget, self._step_s = StepBudget(step_s), step_s
         # A layer of a vision tower is a few tokens' part of its work; until it is known how long one takes, it is one.
         self._images = StepBudget(step_s, _UNKNOWN_TOWER, least=1)
-        self._ratio = model.costs.weights_bytes / max(1, weights_bytes(draft.network)) if draft else 1.0
+        self._ratio = model.costs.weights_bytes / max(1, weights_bytes(model.draft.network)) if model.draft else 1.0
 
     @cached_property
     def _drafts(self) -> StepBudget:

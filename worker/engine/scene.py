@@ -42,7 +42,7 @@ class Scene:
         """Raises ValueError where the images are not where the prompt has room for them."""
         _check(sequence, family.placeholder)
         self._family, self._pictures, self._found = family, sequence.pictures, found
-        self._tokens = sequence.known
+        self._tokens, self._space = sequence.known, sequence.space
         self._positions, self.shift = family.positions(len(self._tokens), self._pictures)
         self._features: dict[bytes, Features] = {}
 
@@ -61,7 +61,7 @@ class Scene:
         wanted = {picture.digest: picture for picture in self._pictures if picture.span[1] > start}
         self._features = {digest: features for digest, features in self._features.items() if digest in wanted}
         for digest in wanted.keys() - self._features.keys():
-            if features := self._found.find(digest):
+            if features := self._found.find(self._space, digest):
                 self._features[digest] = features
         return [picture for digest, picture in wanted.items() if digest not in self._features]
 
@@ -76,7 +76,7 @@ class Scene:
 
     def show(self, picture: Picture, features: Features) -> None:
         self._features[picture.digest] = features
-        self._found.keep(picture.digest, features)
+        self._found.keep(self._space, picture.digest, features)
 
     def read(self, cache: list[Any], places: Sequence[int]) -> None:
         """Lazily: the tokens there, in order, are in the cache then, behind what is in it. Where some before them are

@@ -20,7 +20,7 @@ from worker.engine.families import DeepQwen, Gemma3, Gemma4, MakeFamily, Mistral
 from worker.engine.folder import read_json, refuse_code
 from worker.engine.heads import tensor_names
 from worker.engine.scene import Family
-from worker.engine.upstream import get_classes
+from worker.engine.upstream import get_classes, make_prompt_cache
 from worker.errors import CannotStart
 from worker.schedule.sequence import Sight
 
@@ -92,6 +92,7 @@ def open_vision(folder: Path, *, trusted: bool) -> tuple[nn.Module, dict[str, An
     twin = twin_of(network, config)
     make_family, make_eyes = _KNOWN[config["model_type"]]
     family = make_family(network, twin, mlx_vlm.make_prompt_cache)
+    _refuse_other_caches(family, twin)
     eyes = make_eyes(processor, family.placeholder)
     _refuse_other_tokens(family, eyes.look(mlx_vlm.new_image("RGB", _TRIED_IMAGE), b"tried"))
     return twin, config, Vision(network, family, eyes, processor.chat_template or processor.tokenizer.chat_template)
@@ -160,6 +161,15 @@ def _refuse_unprepared(folder: Path) -> None:
             f"How this model's images are prepared is said in preprocessor_config.json or, as image_processor, in "
             f"processor_config.json, and {folder} has neither: take it from the model's repository, or {TEXT_ALONE}."
         )
+
+
+def _refuse_other_caches(family: Family, twin: nn.Module) -> None:
+    """What one library computes, the other one goes on from. Nothing is computed here: see `lent`."""
+    token, (positions, _) = mx.array([[0]]), family.positions(1, [])
+    try:
+        family.read(make_prompt_cache(twin), token, family.embeddings(token), positions, [])
+    except NotImplementedError as error:
+        raise CannotStart(f"Prompts with images cannot be computed: {error}. You can {TEXT_ALONE}.") from error
 
 
 def _refuse_other_tokens(family: Family, sight: Sight) -> None:

@@ -69,8 +69,10 @@ class Images:
         return await self._decoders.decode(task, source)
 
     def close(self) -> None:
-        """Ends the decoders, which none of the worker's jobs may use any more."""
+        """None of the worker's jobs may use them any more."""
         self._decoders.close()
+        if self._fetcher:
+            self._fetcher.close()
 
 
 def shown_in(messages: list[Message]) -> Iterator[Shown]:

@@ -42,7 +42,7 @@ def decode(data: bytes, *, max_pixels: int, declared: str | None = None, low: bo
         with Pillow.open(BytesIO(data), formats=[kind]) as file:
             _refuse_by_header(file, kind, data, max_pixels)
             picture = _upright(_opaque(file, kind, data), file)
-    except Pillow.DecompressionBombError:  # Pillow's own limit, where that is less than ours
+    except Pillow.DecompressionBombError:  # Pillow's own limit; ours is below it
         raise Refusal("too_large", f"the image has more pixels than this worker takes, {max_pixels:,}.") from None
     except _DAMAGED:
         raise Refusal("invalid_request", f"the image, a {kind}, is damaged, cut off or empty.") from None

@@ -30,7 +30,7 @@ class Decoders:
         return answer
 
     async def _answer(self, task: Task, source: bytes) -> Image | Refusal:
-        decoder, answer = self._ready(), None
+        decoder, answer = await self._ready(), None
         try:
             async with asyncio.timeout(self._seconds):
                 answer = await asyncio.to_thread(decoder.decode, task, source)
@@ -46,13 +46,19 @@ class Decoders:
                 self._end(decoder)
         return answer
 
-    def _ready(self) -> Decoder:
+    async def _ready(self) -> Decoder:
         while self._idle:
             decoder = self._idle.pop()
             if decoder.alive:
                 return decoder
             self._end(decoder)
-        return Decoder()
+        # Off the event loop: with many gigabytes in memory, it takes a moment to start another process.
+        starting = asyncio.get_running_loop().run_in_executor(None, Decoder)
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(lambda started: self._idle.append(started.result()))
+            raise
 
     def _end(self, decoder: Decoder) -> None:
         decoder.kill()

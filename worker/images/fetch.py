@@ -4,7 +4,9 @@ import asyncio
 import ssl
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Awaitable, Callable
-from socket import SOCK_STREAM
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from socket import SOCK_STREAM, getaddrinfo
 from urllib.parse import urljoin
 
 from worker.errors import Refusal
@@ -14,15 +16,10 @@ from worker.images.http import HEAD_BYTES, Redirected, Target, read_answer
 _MOST_REDIRECTS = 3
 _FETCH_S = 10.0  # from the first look-up of a name to the last byte, all redirects included
 _CONNECT_S = 3.0  # with one of a name's addresses, for the next may answer
+_MOST_LOOK_UPS = 8  # of names, at once
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 Connect = Callable[[str, Target, ssl.SSLContext | None], Awaitable[tuple[StreamReader, StreamWriter]]]
-
-
-async def _resolve(host: str, port: int) -> list[str]:
-    """A name's addresses. Also of what is one, in any of the ways in which one can be written."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=SOCK_STREAM)
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
 async def _connect(address: str, target: Target, tls: ssl.SSLContext | None) -> tuple[StreamReader, StreamWriter]:
@@ -32,9 +29,12 @@ async def _connect(address: str, target: Target, tls: ssl.SSLContext | None) -> 
 
 class Fetcher:
     def __init__(
-        self, max_bytes: int, *, seconds: float = _FETCH_S, resolve: Resolve = _resolve, connect: Connect = _connect
+        self, max_bytes: int, *, seconds: float = _FETCH_S, resolve: Resolve | None = None, connect: Connect = _connect
     ) -> None:
-        self._max_bytes, self._seconds, self._resolve, self._connect = max_bytes, seconds, resolve, connect
+        self._max_bytes, self._seconds, self._connect = max_bytes, seconds, connect
+        # A look-up cannot be stopped, and a name whose server is silent takes half a minute: no thread of others'.
+        self._names = ThreadPoolExecutor(_MOST_LOOK_UPS, "names")
+        self._resolve = resolve or self._look_up
         self._tls = ssl.create_default_context()
 
     async def fetch(self, url: str) -> bytes:
@@ -83,3 +83,12 @@ class Fetcher:
             except OSError:  # a TimeoutError is one
                 continue
         return await self._connect(last, target, tls)
+
+    async def _look_up(self, host: str, port: int) -> list[str]:
+        """A name's addresses. Also of what is one, in any of the ways in which one can be written."""
+        look_up = partial(getaddrinfo, host, port, type=SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(self._names, look_up)
+        return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+    def close(self) -> None:
+        self._names.shutdown(wait=False, cancel_futures=True)

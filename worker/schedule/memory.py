@@ -2,7 +2,7 @@
 
 from bisect import bisect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import ceil
 
 BUFFER_TOKENS = 256  # buffers grow in steps of this, as mlx-lm's do
@@ -40,19 +40,24 @@ class Growing:
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """Of prompts that are not through, in tokens that they stand for."""
+    """Of rows, in tokens that they stand for; those of prompts that are through count for nothing but their bytes."""
 
     largest: int = 0  # of those that go through the vision tower, one after the other
     total: int = 0  # of all: what the language model gets of each is held until its prompt is through
     longest: int = 0  # of all: some models compute an image in one chunk
+    prepared_bytes: int = 0  # of what the tower looks at: not MLX's, and held as long as the row is there
 
     def __add__(self, other: "Images") -> "Images":
-        longest = max(self.longest, other.longest)
-        return Images(max(self.largest, other.largest), self.total + other.total, longest)
+        return Images(
+            max(self.largest, other.largest),
+            self.total + other.total,
+            max(self.longest, other.longest),
+            self.prepared_bytes + other.prepared_bytes,
+        )
 
     def at(self, percent: int) -> "Images":
         """With so much of their pixels."""
-        return Images(*(tokens * percent // 100 for tokens in (self.largest, self.total, self.longest)))
+        return Images(*(each * percent // 100 for each in astuple(self)))
 
 
 NO_IMAGES = Images()
@@ -131,7 +136,8 @@ class Costs:
 
     def beside_bytes(self, groups: Iterable[Sequence[int]], chunk: int = CHUNK, images: Images = NO_IMAGES) -> int:
         """The most that rows of these lengths, by group, need beside the weights. One of them may not have joined its
-        group yet, and is there by itself, while its prompt advances or buffers grow. Not corrected by `factor`."""
+        group yet, and is there by itself, while its prompt advances or buffers grow. As MLX measures it: images as they
+        are prepared are not its own. Not corrected by `factor`."""
         groups, seeing = [group for group in groups if group], self.tower.bytes_for(images)
         if not groups:
             return seeing
@@ -142,7 +148,8 @@ class Costs:
     def peak_bytes(self, groups: Iterable[Sequence[int]], chunk: int = CHUNK, images: Images = NO_IMAGES) -> int:
         """With the model; where it computes an image in one chunk, none is promised less than the longest takes."""
         chunk = max(chunk, images.longest) if self.tower.whole else chunk
-        return self.resident_bytes + round(self.factor * self.beside_bytes(groups, chunk, images))
+        beside_bytes = round(self.factor * self.beside_bytes(groups, chunk, images))
+        return self.resident_bytes + beside_bytes + images.prepared_bytes
 
     def most_tokens(self, limit: int) -> int:
         """The longest row that fits alone; 0 where none does, and a very large number where length costs nothing."""

@@ -83,6 +83,7 @@ class Picture:
     digest: bytes  # of what the model sees of it; equal ones are the same image
     span: Range  # of the prompt, whose tokens there say nothing but that an image is
     seen: Mapping[str, Any] = field(compare=False, repr=False)  # by the vision tower: see `Eyes`
+    nbytes: int = 0  # of what is seen
 
     @property
     def tokens(self) -> int:

@@ -28,7 +28,7 @@ def features(width: int, deep: int = 0) -> Features:
 
 # A cache of features
 
-images = st.integers(0, 5).map(lambda number: bytes([number]))
+images = st.tuples(st.sampled_from(["", "a"]), st.integers(0, 5).map(lambda number: bytes([number])))
 uses = st.lists(
     st.tuples(st.just("find"), images)
     | st.tuples(st.just("keep"), images)
@@ -39,16 +39,16 @@ uses = st.lists(
 
 @given(st.integers(0, 200), uses)
 def test_the_features_used_last_are_kept_as_far_as_there_is_room(most: int, uses: list[tuple[str, Any]]) -> None:
-    cache, model, room = FeatureCache(most), OrderedDict[bytes, Features](), most
+    cache, model, room = FeatureCache(most), OrderedDict[tuple[str, bytes], Features](), most
     for use, what in uses:
         match use:
             case "find":
-                assert cache.find(what) is model.get(what)
+                assert cache.find(*what) is model.get(what)
                 if what in model:
                     model.move_to_end(what)
             case "keep":
-                new = features(what[0] * 4)
-                cache.keep(what, new)
+                new = features(what[1][0] * 4)
+                cache.keep(*what, new)
                 if new.nbytes <= room:
                     model.setdefault(what, new)
             case "room":
@@ -57,12 +57,12 @@ def test_the_features_used_last_are_kept_as_far_as_there_is_room(most: int, uses
         while sum(each.nbytes for each in model.values()) > room:
             model.popitem(last=False)
         assert cache.nbytes == sum(each.nbytes for each in model.values()) <= most
-    assert all(cache.find(digest) is each for digest, each in model.items())
+    assert all(cache.find(*what) is each for what, each in model.items())
 
 
 def test_what_lies_deeper_in_the_tower_is_counted_too() -> None:
     cache = FeatureCache(1000)
-    cache.keep(b"1", features(10, deep=3))
+    cache.keep("", b"1", features(10, deep=3))
     assert cache.nbytes == 4 * 40
 
 
@@ -168,11 +168,21 @@ def test_an_image_costs_nothing_in_the_next_turn_nor_in_another_conversation(
     run.drain()
     heard = [token for token in run.said["first"] if token < 256]  # some say the sign for an image, too
     next_turn = Prompt((*first.tokens, *heard, *prompt(family, 6, seed=5).tokens), first.sights)
-    for id, each, space in ("next turn", next_turn, ""), ("another", prompt(family, 4, LARGE, 5, seed=8), "other"):
-        run.submit(asked(family, id, each, 12, space=space))
+    for id, each in ("next turn", next_turn), ("another", prompt(family, 4, LARGE, 5, seed=8)):
+        run.submit(asked(family, id, each, 12))
         run.drain()
         assert run.said[id] == seen.alone(family, each, 12)
     assert len(looked) == 1
+
+
+def test_what_was_seen_of_an_image_is_found_by_no_other_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = counted("qwen3_5", monkeypatch)
+    run = Run(seen.model("qwen3_5"), prefix_bytes=1 << 24)
+    for id, space in ("a", "a"), ("b", "b"), ("a again", "a"):
+        run.submit(asked("qwen3_5", id, prompt("qwen3_5", 4, LARGE, 5, seed=len(id)), 4, space=space))
+        run.drain()
+    assert len(looked) == 2
+    assert [run.encoded[id] > 0 for id in ("a", "b", "a again")] == [True, True, False]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from tests.engine.driver import answer, tokens
 from tests.engine.vision import seen
 from tests.engine.vision.checkpoints import CONFIGS, write_checkpoint
+from worker.engine import upstream_vision
 from worker.engine.model import fingerprint, open_model
 from worker.errors import CannotStart
 from worker.schedule.sequence import Sequence
@@ -115,6 +116,16 @@ def test_a_model_that_the_two_libraries_read_differently_is_refused(tmp_path: Pa
     """mlx-vlm has another name for it."""
     folder = write_checkpoint("gemma3", tmp_path, text={"rope_theta": 5e7})
     with pytest.raises(CannotStart, match=r"mlx-lm computes something else .*SLUICE_VISION=off"):
+        open_model(str(folder))
+
+
+def test_a_model_whose_cache_the_two_libraries_keep_otherwise_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = upstream_vision.make_prompt_cache
+    monkeypatch.setattr(upstream_vision, "make_prompt_cache", lambda network: there(network)[::-1])
+    said = r"mlx-lm keeps a layer as ArraysCache, mlx-vlm as KVCache.*SLUICE_VISION=off"
+    with pytest.raises(CannotStart, match=said):
         open_model(str(folder))
 
 

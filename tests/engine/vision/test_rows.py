@@ -80,7 +80,7 @@ def test_an_image_whose_tokens_see_one_another_goes_on_where_a_prefix_ends_in_it
         run.submit(asked := seen.asked(family, id, each, LONG))
         run.drain()
         assert run.said[id] == seen.alone(family, each, LONG, by=model)
-        run.engine._prefix._tree.shrink(run.engine._prefix._tree.nbytes // 4)  # type: ignore[union-attr]
+        run.engine._caches.prefix._tree.shrink(run.engine._caches.prefix._tree.nbytes // 4)  # type: ignore[union-attr]
     start, end = asked.pictures[0].span
     assert start < run.cached["second"] < end
 

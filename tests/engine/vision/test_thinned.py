@@ -210,8 +210,8 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 def forget_features(run: Run) -> None:
-    assert run.engine._features is not None
-    run.engine._features._kept.clear()
+    assert run.engine._caches.features is not None
+    run.engine._caches.features._kept.clear()
 
 
 @FAMILIES

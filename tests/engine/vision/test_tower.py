@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from tests.engine.driver import ONE_GROUP, Run
@@ -67,6 +68,13 @@ def test_an_image_needs_about_what_was_predicted(family: str, tmp_path: Path) ->
         assert 0.7 * predicted - TINY < measured < 1.3 * predicted + TINY, (width, height)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_picture_tells_what_it_takes_as_it_was_prepared(family: str) -> None:
+    (picture,) = seen.asked(family, "", seen.prompt(family, 3, (1, 64, 56), 4), 1).pictures
+    arrays = [each for each in picture.seen.values() if isinstance(each, np.ndarray)]
+    assert 0.99 < picture.nbytes / sum(array.nbytes for array in arrays) <= 1
+
+
 LARGE = 96  # pixels a side
 
 
@@ -98,7 +106,8 @@ def shown(model: Model, id: str, *seeds: int, max_tokens: int = 8) -> Sequence:
 
 def room_for(model: Model, sequence: Sequence) -> int:
     """Bytes that it needs alone."""
-    images = Images(sequence.pictures[0].tokens, sum(picture.tokens for picture in sequence.pictures))
+    tokens = [picture.tokens for picture in sequence.pictures]
+    images = Images(tokens[0], sum(tokens), prepared_bytes=sum(picture.nbytes for picture in sequence.pictures))
     return model.costs.peak_bytes([[len(sequence.prompt) + sequence.max_tokens]], images=images)
 
 
@@ -149,7 +158,8 @@ def test_an_image_that_never_fits_is_refused_with_a_sentence_and_harms_no_other(
 def test_a_row_waits_while_another_s_images_need_its_memory_and_no_longer(large: Model) -> None:
     first, second = (shown(large, id, seed, max_tokens=60) for id, seed in (("first", 1), ("second", 2)))
     tokens, image = len(first.prompt) + 60, first.pictures[0].tokens
-    one_of_two = large.costs.peak_bytes([[tokens, tokens]], images=Images(image, image))
+    images = Images(image, image, prepared_bytes=2 * first.pictures[0].nbytes)
+    one_of_two = large.costs.peak_bytes([[tokens, tokens]], images=images)
     run = Run(large, step_s=1e-6, memory=one_of_two, prefix_bytes=0)
     run.group_by(ONE_GROUP)
     run.submit(first)
