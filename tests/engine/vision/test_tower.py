@@ -61,6 +61,7 @@ def needed(vision: Vision, sight: Sight) -> int:
 def test_an_image_needs_about_what_was_predicted(family: str, tmp_path: Path) -> None:
     _, _, vision = open_vision(roomy(family, tmp_path, side=128), trusted=False)
     mx.eval(vision.network.parameters())
+    gc.collect()  # what other tests have left would go while it is measured
     tower = with_tower(Costs(0), vision, sides=(48, 80)).tower
     for width, height in (48, 32), (80, 80), (96, 64), (128, 112):
         sight = vision.eyes.look(seen.image(1, width, height), b"")
@@ -138,8 +139,12 @@ def test_an_image_that_is_computed_at_once_is_promised_the_chunk_that_it_makes(t
     while not run.said["sees"]:
         run.step()
         highest = max(highest, mx.get_peak_memory())
-    less = model.costs.peak_bytes(lengths, images=replace(images, longest=CHUNK))
-    assert less < highest <= model.costs.peak_bytes(lengths, images=images)
+    beside = highest - model.costs.resident_bytes
+    promised, less = (
+        model.costs.peak_bytes(lengths, images=each) - model.costs.resident_bytes
+        for each in (images, replace(images, longest=CHUNK))
+    )
+    assert 1.2 * less < beside < 1.1 * promised, (less, beside, promised)
 
 
 def test_an_image_that_never_fits_is_refused_with_a_sentence_and_harms_no_other(large: Model) -> None:
