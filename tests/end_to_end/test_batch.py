@@ -13,7 +13,8 @@ from openai.types import Batch
 from openai.types.chat import ChatCompletion
 
 from scripts.stack import ROOT, Server, WorkerProcess
-from sluice import Client
+from sluice import Batch as BatchStatus
+from sluice import Client, wire
 from tests.batch.helpers import ids, line, read, write
 from tests.end_to_end.test_cli import Command
 
@@ -195,6 +196,37 @@ def test_a_run_is_cancelled_from_elsewhere(sluice: Command, tmp_path: Path) -> N
     assert (code, "asked for" in said, process.returncode) == (0, True, 1)
     assert "no worker serves 'nobody'" in err
     assert "batch_cancelled × 3" in out
+
+
+@pytest.mark.parametrize("own", ["in.jsonl", "out.jsonl", "err.jsonl"])
+def test_results_are_never_written_over_a_file_of_their_run(sluice: Command, tmp_path: Path, own: str) -> None:
+    names = {name: str(tmp_path / f"{name}.jsonl") for name in ("in", "out", "err")}
+    for path in names.values():
+        Path(path).write_text("precious\n")
+    run = ended_run(input_file_id=names["in"], output_file_id=names["out"], error_file_id=names["err"])
+    sluice.db.set(wire.batch_key(run.id), run.to_json())
+    for errors in ([], ["--errors"]):
+        code, _, err = sluice("batch", "results", run.id, *errors, "-o", own)
+        assert (code, err.startswith(f"sluice: {own} is a file of the run itself")) == (2, True)
+    assert [Path(path).read_text() for path in names.values()] == ["precious\n"] * 3
+
+
+def test_who_has_read_enough_of_the_results_hears_no_complaint(sluice: Command, tmp_path: Path) -> None:
+    answers = tmp_path / "out.jsonl"
+    answers.write_bytes(b"x" * 79 + b"\n" * 100_000)
+    run = ended_run(output_file_id=str(answers))
+    sluice.db.set(wire.batch_key(run.id), run.to_json())
+    with sluice.running("batch", "results", run.id) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
+def ended_run(**files: str) -> BatchStatus:
+    told: dict[str, Any] = {"input_file_id": "in.jsonl", **files}
+    return BatchStatus(id="batch_1", completion_window="24h", status="completed", created_at=1, **told)
 
 
 @pytest.mark.parametrize("command", ["status", "cancel", "results"])
