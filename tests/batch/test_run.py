@@ -369,6 +369,26 @@ async def test_a_full_queue_is_waited_for(redis_url: str, client: Client, db: Re
     assert (batch.status, len(ids(out)), batch.sluice.retried) == ("completed", 10, 0)
 
 
+async def test_a_full_server_is_left_room_in_which_its_workers_end_what_there_is(
+    redis_url: str, client: Client, db: Redis, tmp_path: Path, out: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret = "the words of a prompt"
+    many = write(tmp_path / "in.jsonl", *(says(f"r{k}", "x" * 30_000, user=secret) for k in range(100)))
+    await db.config_set("maxmemory", (await db.info("memory"))["used_memory"] + 2_000_000)
+    try:
+        task = asyncio.create_task(client.batch(many, out, models=ANY))
+        await until(lambda: "out of memory" in caplog.text or task.done())
+        chat = Chat()
+        async with working(settings(redis_url, reserved_rows=0), chat.chat):
+            assert (await asyncio.wait_for(task, 20)).status == "completed"
+    finally:
+        await db.config_set("maxmemory", 0)
+    assert sorted(ids(out)) == sorted(f"r{k}" for k in range(100))
+    assert "out of memory" in caplog.text
+    assert secret not in caplog.text
+    assert all([await db.ttl(key) > 0 for key in await left(db)]), "the lease of a job that was taken back runs out"
+
+
 async def test_an_output_that_is_not_the_run_s_is_never_touched(client: Client, tmp_path: Path, out: Path) -> None:
     many = write(tmp_path / "in.jsonl", says("a"))
     before = many.read_bytes()
