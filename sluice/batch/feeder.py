@@ -7,6 +7,7 @@ import random
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ _LONGEST_WAIT_S = 60.0
 _LOST_WAIT_S = 0.5  # before a job is queued again of which the server has lost every trace
 _FULL_WAIT_S = 5.0  # before a full server is asked to take a line again
 _PATIENCE_S = 5.0  # for jobs whose end was asked for; longer, and no worker hears
+_LEAVE_S = 1.0  # that a run which is left waits for the server
 _PORTION, _PORTION_BYTES = 64, 4_000_000  # of jobs in one round trip
 
 logger = logging.getLogger("sluice.batch")
@@ -162,11 +164,17 @@ class Feeder:
         """First the files, and only then the server forgets: whatever dies in between, nothing is lost."""
         if not ended:
             return
-        await _to_its_end(self._answers.add, [ending for _, ending in ended])
-        for child, _ in ended:
-            del self._children[child.line.number]
-        self._most += len(ended)
-        await self._server.forget([job for child, _ in ended for job in self._jobs(child)])
+        jobs = [job for child, _ in ended for job in self._jobs(child)]
+        try:
+            await _to_its_end(self._answers.add, [ending for _, ending in ended])
+            for child, _ in ended:
+                del self._children[child.line.number]
+            self._most += len(ended)
+            await self._server.forget(jobs)
+        except asyncio.CancelledError:  # the lines are in the files, so nobody would ask for these jobs again
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._server.forget(jobs), _LEAVE_S)
+            raise
 
     def _queued(self) -> list[_Child]:
         return [child for child in self._children.values() if child.queued]

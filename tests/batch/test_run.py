@@ -5,6 +5,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from redis.asyncio import Redis
 from sluice import Batch, BatchRefused, BatchTaken, Client, UnknownBatch
 from sluice.batch import files, run
 from sluice.batch.board import Board
+from sluice.batch.children import Children
 from sluice.batch.prefix import prefix_key
 from sluice.batch.source import Scan, Source
 from sluice.batch.state import StateFile
@@ -232,6 +234,24 @@ async def test_a_run_that_was_left_goes_on_with_what_its_jobs_did_meanwhile(
     )
     assert len(chat.began) == 60, "no line was computed twice"
     assert all([await db.ttl(key) > 0 for key in await left(db)]), "what was left between file and server runs out"
+
+
+async def test_a_run_that_is_left_while_it_writes_leaves_nothing_of_what_it_wrote(
+    client: Client, db: Redis, chat: Chat, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, forget = asyncio.Event(), Children.forget
+
+    async def hang_at_first(self: Children, jobs: Sequence[tuple[str, str]]) -> None:
+        if reached.is_set():
+            return await forget(self, jobs)
+        reached.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Children, "forget", hang_at_first)
+    task = await started(client, write(tmp_path / "in.jsonl", says("a")), out)
+    await reached.wait()
+    await leave(task)
+    assert (ids(out), await left(db)) == (["a"], [])
 
 
 async def test_after_its_end_a_run_only_says_how_it_ended(
