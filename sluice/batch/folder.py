@@ -147,8 +147,13 @@ def _remove_if_empty(home: Path) -> None:
 
 
 async def _written(inbox: Path) -> list[Path]:
-    """The files of which nobody is still writing. What `put` puts there is whole."""
-    files = [file for file in inbox.glob("*.jsonl") if not file.name.startswith(".")]
+    """The files of which nobody is still writing. What `submit` puts there is whole. A link may lead nowhere once it
+    is moved."""
+    found = [file for file in inbox.glob("*.jsonl") if not file.name.startswith(".")]
+    odd = {file for file in found if file.is_symlink() or (file.exists() and not file.is_file())}
+    for other in odd:
+        logger.warning("%s stays in the inbox: it is a link, or no file at all", other.name)
+    files = [file for file in found if file not in odd]
     before = {file: _stamp(file) for file in files}
     if any(not names.is_run(file.stem) and time.time() - _stamp(file)[0] < _SETTLED_S for file in files):
         await asyncio.sleep(_SETTLED_S)
