@@ -175,7 +175,7 @@ async def _submit(url: str, file: Path, folder: Path) -> Batch:
         try:
             return await client.submit_batch(file, folder)
         except OSError as error:
-            raise Trouble(f"{error.filename}: {error.strerror}.") from None
+            raise Trouble(f"{error.filename or file}: {error.strerror or error}.") from None
 
 
 async def _read(url: str, id: str) -> Batch:

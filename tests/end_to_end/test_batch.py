@@ -1,6 +1,7 @@
 """`sluice batch`, as a process over a real server and worker: answers, exit codes, and what survives."""
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -253,6 +254,16 @@ def test_a_feeder_that_is_told_to_stop_leaves_its_run_for_the_next(sluice: Comma
             process.send_signal(getattr(signal, how))
         assert process.wait(_TIMEOUT_S) == 3
     assert len(list((tmp_path / "runs" / "running").iterdir())) == 1
+
+
+@pytest.mark.parametrize("name", ["missing", "folder", "pipe"])
+def test_what_cannot_be_submitted_is_named(sluice: Command, tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    code, out, err = sluice("batch", "submit", name, "--dir", "runs")
+    assert (code, out, name in err, "None" in err) == (2, "", True, False)
+    assert list((tmp_path / "runs" / "inbox").iterdir()) == []
+    assert sluice("batch", "list", "--json")[1] == ""
 
 
 def wait_for(folder: Path, pattern: str) -> Iterator[Path]:
