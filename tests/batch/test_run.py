@@ -14,7 +14,7 @@ import pytest
 from redis.asyncio import Redis
 
 from sluice import Batch, BatchRefused, BatchTaken, Client, UnknownBatch
-from sluice.batch import files, run
+from sluice.batch import files, patience, run
 from sluice.batch.board import Board
 from sluice.batch.children import Children
 from sluice.batch.prefix import prefix_key
@@ -346,6 +346,21 @@ async def test_a_server_that_is_away_is_waited_for(
         "the server does not answer",
         "the server answers again",
     ]
+
+
+async def test_a_server_that_hangs_is_asked_again_and_said_to_be_silent(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(patience, "_ANSWER_S", 0.05)
+    asked: list[None] = []
+
+    async def ask() -> int:
+        asked.append(None)
+        await asyncio.sleep(3600 if len(asked) == 1 else 0)
+        return len(asked)
+
+    assert await patience.patiently(ask) == 2
+    assert "does not answer (not a word in 0 s)" in caplog.text
 
 
 async def test_a_run_may_be_given_more_time_when_it_is_gone_on_with(
