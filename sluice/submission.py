@@ -8,6 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from redis.asyncio import Redis
+from redis.exceptions import OutOfMemoryError, RedisError
 
 from sluice import wire
 from sluice.errors import QueueFull
@@ -53,12 +54,13 @@ class Submission:
             raise said
         return said
 
-    async def submit_all(self, jobs: Sequence[NewJob]) -> list[Submitted | QueueFull]:
+    async def submit_all(self, jobs: Sequence[NewJob]) -> list[Submitted | QueueFull | OutOfMemoryError]:
+        """After an error that is raised, some of them may be queued."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for job in jobs:
                 await self._script(keys=_keys(job), args=_args(job), client=pipe)
-            answers = await pipe.execute()
-        return [_read(job, answer) for job, answer in zip(jobs, answers, strict=True)]
+            answers = await pipe.execute(raise_on_error=False)  # raised there, it would quote the whole request
+        return [_read_or_raise(job, answer) for job, answer in zip(jobs, answers, strict=True)]
 
 
 def _keys(job: NewJob) -> list[str]:
@@ -73,6 +75,15 @@ def _keys(job: NewJob) -> list[str]:
 
 def _args(job: NewJob) -> list[str | bytes | int]:
     return [job.id, _arq_job(job.request), _QUEUED_S * 1000, *_known_at_once(job.request, job.lane)]
+
+
+def _read_or_raise(job: NewJob, answer: list[Any] | RedisError) -> Submitted | QueueFull | OutOfMemoryError:
+    match answer:
+        case OutOfMemoryError():
+            return answer
+        case RedisError():
+            raise answer
+    return _read(job, answer)
 
 
 def _read(job: NewJob, answer: list[Any]) -> Submitted | QueueFull:

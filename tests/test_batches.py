@@ -252,6 +252,36 @@ async def test_a_feeder_that_fails_is_in_the_log_with_its_words_and_harms_nothin
     assert said[-2:] == ["ValueError: the disk is full", "the feeder failed with code 1: ValueError: the disk is full"]
 
 
+async def test_a_slot_whose_feeder_fails_at_its_start_is_not_lost(redis_url: str, folder: Path, clock: Clock) -> None:
+    drop(folder, "a.jsonl")
+    fails_once = f"""
+    import os, sys
+    tried = sys.argv[1] + "/tried"
+    if not os.path.exists(tried):
+        open(tried, "w").close()
+        sys.exit("no memory")
+    {textwrap.indent(FEEDER, "    ").strip()}
+    """
+    async with at_work(redis_url, folder, clock, look_s=0.05, code=fails_once):
+        clock.moment += MINUTE
+        await until(lambda: is_fed(folder, "a"))
+        assert (folder / "tried").exists()
+        assert [call["args"] for call in calls(folder)] == [["--until-eof", "--take"]]
+
+
+async def test_a_feeder_that_dies_later_has_had_its_slot(
+    redis_url: str, folder: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.batches._START_S", 0.0)
+    drop(folder, "a.jsonl")
+    async with at_work(redis_url, folder, clock, look_s=0.05):
+        clock.moment += MINUTE
+        await until(lambda: is_fed(folder, "a"))
+        os.kill(calls(folder)[0]["pid"], signal.SIGKILL)
+        await until(lambda: len(calls(folder)) == 2)
+        assert "--take" not in calls(folder)[1]["args"]
+
+
 async def test_a_feeder_that_is_not_there_is_in_the_log(
     redis_url: str, folder: Path, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import logging
 import sys
+import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ logger = logging.getLogger("sluice.batch")
 FEED = ("nice", sys.executable, "-m", "sluice.cli", "batch", "feed")
 _INPUT, _LOCK = "*/input.jsonl", "run"  # of a run's folder; the second is held by its feeder
 _LOOK_S = 60.0
+_START_S = 60.0  # a feeder that fails sooner may have taken nothing in
 
 
 class Batches:
@@ -40,19 +42,23 @@ class Batches:
 
     async def run(self, stopping: asyncio.Event, hurry: asyncio.Event) -> None:
         """Until `stopping`. A feeder at work has the worker's grace then, and none when there is a `hurry`."""
+        owed = False  # a slot that is ours, and that we have made nothing of
         while not stopping.is_set():
-            if self._slot.is_set():
-                await self._feed("--take", stopping=stopping, hurry=hurry)
+            if owed or self._slot.is_set():
+                began = time.monotonic()
+                taken = await self._feed("--take", stopping=stopping, hurry=hurry)
+                owed = not taken and time.monotonic() - began < _START_S
             elif await asyncio.to_thread(_is_left_alone, self._folder / "running"):
                 await self._feed(stopping=stopping, hurry=hurry)
             await either(self._slot.wait(), stopping.wait(), timeout_s=self._look_s)
 
-    async def _feed(self, *more: str, stopping: asyncio.Event, hurry: asyncio.Event) -> None:
+    async def _feed(self, *more: str, stopping: asyncio.Event, hurry: asyncio.Event) -> bool:
         self.feeding = True
         self._slot.clear()
         env, grace_s = environment(self._settings.redis_url), self._settings.grace_s
-        await feed([*self._command, *more], env, stopping=stopping, hurry=hurry, grace_s=grace_s)
+        well = await feed([*self._command, *more], env, stopping=stopping, hurry=hurry, grace_s=grace_s)
         self.feeding = False
+        return well
 
     async def _taken(self, ctx: dict[Any, Any]) -> None:
         self._slot.set()

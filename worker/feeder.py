@@ -21,8 +21,8 @@ async def feed(
     stopping: asyncio.Event,
     hurry: asyncio.Event,
     grace_s: float,
-) -> None:
-    """Until it has ended, by itself or because of `stopping`. How it fails is in the log, and nowhere else."""
+) -> bool:
+    """Until it has ended, by itself or because of `stopping`. False where it failed: how, is in the log alone."""
     try:
         child = await asyncio.create_subprocess_exec(
             *command,
@@ -35,7 +35,7 @@ async def feed(
         )
     except OSError as error:
         logger.error("no feeder can be started: %s", error)
-        return
+        return False
     assert child.stdin is not None
     assert child.stdout is not None
     words = asyncio.create_task(_pass_on(child.stdout))
@@ -49,6 +49,8 @@ async def feed(
         last = await words
     if (code := await child.wait()) and not stopping.is_set():
         logger.error("the feeder failed with code %d: %s", code, last)
+        return False
+    return True
 
 
 async def _pass_on(lines: asyncio.StreamReader) -> str:

@@ -28,6 +28,11 @@ class Board:
                 pipe.delete(wire.batch_cancel_key(batch.id))
             await pipe.execute()
 
+    async def announce_late(self, batch: Batch) -> None:
+        """Unless it is known: whoever came to this state may have died before a word of it."""
+        if await self._redis.get(wire.batch_key(batch.id)) != batch.to_json().encode():
+            await self.announce(batch)
+
     async def read(self, batch_id: str) -> Batch:
         """Raises `UnknownBatch`."""
         said: bytes | None = await self._redis.get(wire.batch_key(batch_id))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from redis.asyncio import Redis
+from redis.exceptions import OutOfMemoryError
 
 from sluice import wire
 from sluice.batch.patience import patiently
@@ -23,13 +24,14 @@ class Found:
 
 
 class Children:
-    """Each of these waits out the server's outages."""
+    """Each of these waits out the server's outages. None is a transaction: a full server takes none, not even one
+    that makes room."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
         self._submission = Submission(redis)
 
-    async def submit(self, jobs: Sequence[NewJob]) -> list[Submitted | QueueFull]:
+    async def submit(self, jobs: Sequence[NewJob]) -> list[Submitted | QueueFull | OutOfMemoryError]:
         return await patiently(lambda: self._submission.submit_all(jobs))
 
     async def look(self, ids: Sequence[str]) -> list[Found]:
@@ -53,7 +55,7 @@ class Children:
         waits will not run, and what is still said of one that runs is said to nobody."""
 
         async def ask() -> None:
-            async with self._redis.pipeline(transaction=True) as pipe:
+            async with self._redis.pipeline(transaction=False) as pipe:
                 for job_id, model in jobs:
                     pipe.zrem(wire.queue_key(model, "batch"), job_id)
                     pipe.unlink(*(name(job_id) for name in _TRACES))
@@ -64,7 +66,7 @@ class Children:
 
     async def _look(self, ids: Sequence[str]) -> list[Found]:
         async def ask() -> tuple[list[bytes | None], int]:
-            async with self._redis.pipeline(transaction=True) as pipe:
+            async with self._redis.pipeline(transaction=False) as pipe:
                 pipe.mget([wire.result_key(job_id) for job_id in ids])
                 pipe.exists(*(wire.job_key(job_id) for job_id in ids))
                 results, known = await pipe.execute()

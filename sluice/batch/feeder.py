@@ -2,13 +2,17 @@
 
 import asyncio
 import json
+import logging
 import random
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
+
+from redis.exceptions import OutOfMemoryError
 
 from sluice.batch import names
 from sluice.batch.children import Children, Found
@@ -19,11 +23,16 @@ from sluice.submission import NewJob
 
 _POLL_S = 0.25
 _MOST_BYTES = 64_000_000  # of lines in the window: a run must not fill the server
+_MOST_QUEUED = 1 << 20  # lines, as long as the server has room
 _MOST_TRIES = 5
 _LONGEST_WAIT_S = 60.0
 _LOST_WAIT_S = 0.5  # before a job is queued again of which the server has lost every trace
+_FULL_WAIT_S = 5.0  # before a full server is asked to take a line again
 _PATIENCE_S = 5.0  # for jobs whose end was asked for; longer, and no worker hears
+_LEAVE_S = 1.0  # that a run which is left waits for the server
 _PORTION, _PORTION_BYTES = 64, 4_000_000  # of jobs in one round trip
+
+logger = logging.getLogger("sluice.batch")
 
 T = TypeVar("T")
 
@@ -50,7 +59,7 @@ class Feeder:
         self, run_id: str, source: Source, lines: Iterable[Line], children: Children, answers: Answers, window: int
     ) -> None:
         self._run_id, self._source, self._server, self._answers = run_id, source, children, answers
-        self._window = window
+        self._window, self._most = window, _MOST_QUEUED
         self._waiting = defaultdict[str, deque[Line]](deque)  # by model: a busy one keeps no other waiting
         for line in lines:
             self._waiting[line.model].append(line)
@@ -94,15 +103,32 @@ class Feeder:
                 room -= 1
 
     async def _queue(self) -> None:
-        now = time.monotonic()
+        now, room = time.monotonic(), self._most - len(self._queued())
         due = [child for child in self._children.values() if not child.queued and child.due <= now]
-        for portion in _portions(due):
+        for portion in _portions(due[: max(room, 0)]):
             said = await self._server.submit([self._new_job(child) for child in portion])
             for child, answer in zip(portion, said, strict=True):
-                if isinstance(answer, QueueFull):
-                    child.due = time.monotonic() + min(answer.retry_after_s, _LONGEST_WAIT_S)
-                else:
-                    child.queued = True
+                match answer:
+                    case QueueFull():
+                        child.due = time.monotonic() + min(answer.retry_after_s, _LONGEST_WAIT_S)
+                    case OutOfMemoryError():
+                        child.due = time.monotonic() + _FULL_WAIT_S
+                    case _:
+                        child.queued = True
+            if any(isinstance(answer, OutOfMemoryError) for answer in said):
+                await self._take_back([child for child in portion if child.queued])
+                return
+
+    async def _take_back(self, newest: Sequence[_Child]) -> None:
+        """A full server needs room for what its workers say, or nothing on it would ever end. So half of the window
+        has to do, and a line more for each that ends."""
+        queued = len(self._queued())
+        self._most = max(queued // 2, 1)
+        logger.warning("the server is out of memory: of %d lines, %d stay in its queue", queued, self._most)
+        back = newest[max(len(newest) - (queued - self._most), 0) :]
+        await self._server.forget([job for child in back for job in self._jobs(child)])
+        for child in back:
+            child.again(_FULL_WAIT_S)
 
     async def _collect(self) -> None:
         queued = self._queued()
@@ -138,10 +164,17 @@ class Feeder:
         """First the files, and only then the server forgets: whatever dies in between, nothing is lost."""
         if not ended:
             return
-        await _to_its_end(self._answers.add, [ending for _, ending in ended])
-        for child, _ in ended:
-            del self._children[child.line.number]
-        await self._server.forget([job for child, _ in ended for job in self._jobs(child)])
+        jobs = [job for child, _ in ended for job in self._jobs(child)]
+        try:
+            await _to_its_end(self._answers.add, [ending for _, ending in ended])
+            for child, _ in ended:
+                del self._children[child.line.number]
+            self._most += len(ended)
+            await self._server.forget(jobs)
+        except asyncio.CancelledError:  # the lines are in the files, so nobody would ask for these jobs again
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._server.forget(jobs), _LEAVE_S)
+            raise
 
     def _queued(self) -> list[_Child]:
         return [child for child in self._children.values() if child.queued]

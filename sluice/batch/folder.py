@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from sluice.batch import names
 from sluice.batch.board import Board
 from sluice.batch.place import Place, Wish
-from sluice.batch.run import Run, new_batch, tell_end
+from sluice.batch.run import Run, new_batch, tell
 from sluice.batch.state import StateFile
 from sluice.batch.status import Batch, Problem
 from sluice.errors import BatchRefused, BatchTaken
@@ -110,9 +110,9 @@ async def _feed(redis: Redis, folder: Folder, home: Path, state: StateFile, mode
 async def _put_away(board: Board, batch: Batch, home: Path, shelf: Path) -> None:
     """Told before the move, so that no crash hides the end, and after it, so that who hears of it finds the files."""
     batch = _moved(batch, shelf / home.name)
-    await tell_end(board.put, batch)
+    await tell(board.put, batch)
     home.rename(shelf / home.name)
-    await tell_end(board.announce, batch)
+    await tell(board.announce, batch)
     counts = batch.request_counts
     logger.info("%s %s: %d of %d lines answered", batch.id, batch.status, counts.completed, counts.total)
 
@@ -147,8 +147,13 @@ def _remove_if_empty(home: Path) -> None:
 
 
 async def _written(inbox: Path) -> list[Path]:
-    """The files of which nobody is still writing. What `submit` puts there is whole."""
-    files = [file for file in inbox.glob("*.jsonl") if not file.name.startswith(".")]
+    """The files of which nobody is still writing. What `submit` puts there is whole. A link may lead nowhere once it
+    is moved."""
+    found = [file for file in inbox.glob("*.jsonl") if not file.name.startswith(".")]
+    odd = {file for file in found if file.is_symlink() or (file.exists() and not file.is_file())}
+    for other in odd:
+        logger.warning("%s stays in the inbox: it is a link, or no file at all", other.name)
+    files = [file for file in found if file not in odd]
     before = {file: _stamp(file) for file in files}
     if any(not names.is_run(file.stem) and time.time() - _stamp(file)[0] < _SETTLED_S for file in files):
         await asyncio.sleep(_SETTLED_S)

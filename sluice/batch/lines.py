@@ -52,7 +52,9 @@ def read_line(raw: bytes, models: Models) -> Request:
     said = _object(_text(raw))
     for name in said:
         if name not in _FIELDS:
-            raise BadLine("unknown_field", f"{_shown(name)} is not a field of a line; it has {_listed(_FIELDS)}.", name)
+            raise BadLine(
+                "unknown_field", f"{_shown(name)} is not a field of a line; it has {_listed(_FIELDS)}.", _cut(name)
+            )
     for name in _FIELDS:
         if name not in said:
             raise BadLine("missing_field", f"there is no {name}.", name)
@@ -131,8 +133,9 @@ def _served(asked: object, models: Models) -> str:
     name = models.get(asked) or models.get("*", asked)
     try:
         wire.check_model_name(name)
-    except ValueError as error:
-        raise BadLine("invalid_model", f"{error}; map it to a served name.", "body.model") from None
+    except ValueError:
+        why = f"a model name must match {wire.MODEL_NAME}, and {_shown(name)} does not; map it to a served name."
+        raise BadLine("invalid_model", why, "body.model") from None
     return name
 
 
@@ -142,7 +145,11 @@ def _shown(value: object) -> str:
             return "an object"
         case list():
             return "a list"
-    text = json.dumps(value)
+    return _cut(json.dumps(value))
+
+
+def _cut(text: str) -> str:
+    """A problem is told in the status object, of which a line of 16 MB must not become a part."""
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

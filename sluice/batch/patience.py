@@ -27,7 +27,8 @@ async def patiently(ask: Callable[[], Awaitable[T]], *, at_most_s: float = float
             if time.monotonic() - began >= at_most_s:
                 raise
             if wait_s == _FIRST_WAIT_S:
-                logger.warning("the server does not answer (%s); going on as soon as it does", error)
+                why = str(error) or f"not a word in {_ANSWER_S:.0f} s"
+                logger.warning("the server does not answer (%s); going on as soon as it does", why)
         else:
             if wait_s != _FIRST_WAIT_S:
                 logger.warning("the server answers again, after %.1f s", time.monotonic() - began)

@@ -6,7 +6,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Literal
 
@@ -30,7 +30,7 @@ logger = logging.getLogger("sluice.batch")
 Told = Callable[[Batch], None]
 
 _PUT_S = 1.0
-_LAST_WORD_S = 60.0  # that a run which is over waits for the server
+_TELL_S = 60.0
 
 _EARLY = {
     "expired": ("batch_expired", "The completion window ran out before this line was done."),
@@ -52,16 +52,17 @@ async def run(redis: Redis, place: Place, wish: Wish, told: Told = _nobody) -> B
     with StateFile(place.state) as state:
         saved = state.load()
         if saved and saved.batch.ended and saved.batch.status != "failed":
+            await tell(Board(redis).announce_late, saved.batch)
             return saved.batch
         batch = await Run(redis, place, wish, state, told).go()
-        await tell_end(Board(redis).announce, batch)
+        await tell(Board(redis).announce, batch)
         return batch
 
 
-async def tell_end(tell: Callable[[Batch], Awaitable[None]], batch: Batch) -> None:
-    """The files say it too, so a server that stays away does not keep a run that is over."""
+async def tell(how: Callable[[Batch], Awaitable[None]], batch: Batch) -> None:
+    """The files say it too, so a server that stays away, or is full, keeps no run from its end."""
     try:
-        await patiently(lambda: tell(batch), at_most_s=_LAST_WORD_S)
+        await patiently(lambda: how(batch), at_most_s=_TELL_S)
     except (RedisError, OSError) as error:
         logger.error("%s is %s, and the server could not be told: %s", batch.id, batch.status, error)
 
@@ -70,20 +71,21 @@ def new_batch(place: Place, wish: Wish) -> Batch:
     batch = Batch(
         id=wish.id,
         input_file_id=str(place.input),
-        output_file_id=str(place.output),
         completion_window=window.DEFAULT,
         status="validating",
         created_at=int(time.time()),
-        sluice=BatchDetails(host=socket.gethostname()),
     )
-    return _as_wished(batch, wish)
+    return _as_wished(batch, place, wish)
 
 
-def _as_wished(batch: Batch, wish: Wish) -> Batch:
-    """A run may be given more time when it is gone on with."""
+def _as_wished(batch: Batch, place: Place, wish: Wish) -> Batch:
+    """A run may be given more time when it is gone on with, and elsewhere, if its files have moved."""
     given = wish.completion_window or batch.completion_window
     return replace(
         batch,
+        input_file_id=str(place.input),
+        output_file_id=str(place.output),
+        sluice=replace(batch.sluice, host=socket.gethostname()),
         completion_window=given,
         expires_at=batch.created_at + window.seconds(given),
         metadata=batch.metadata if wish.metadata is None else dict(wish.metadata),
@@ -96,13 +98,14 @@ class Run:
     def __init__(self, redis: Redis, place: Place, wish: Wish, state: StateFile, told: Told = _nobody) -> None:
         self._place, self._wish, self._state, self._told = place, wish, state, told
         self._board, self._children = Board(redis), Children(redis)
-        self._saved = self._begun() or Saved(new_batch(place, wish), "", wish.models or {})
+        self._saved = self._begun()
         self._put_at = 0.0
 
     async def go(self) -> Batch:
         """To its end, of which the server has not been told yet."""
         with Source(self._place.input, self._saved.models) as source:
-            await patiently(lambda: self._board.announce(self._saved.batch))
+            self._save(self._saved.batch)
+            await tell(self._board.announce, self._saved.batch)
             scan = await asyncio.to_thread(source.scan)
             if self._saved.sha256 not in ("", scan.sha256):
                 raise BatchRefused(f"{self._place.input} is not the file that {self._saved.batch.id} began with")
@@ -121,14 +124,16 @@ class Run:
         self._save(batch.enter("failed", time.time()))
         return self._saved.batch
 
-    def _begun(self) -> Saved | None:
-        saved = self._state.load()
+    def _begun(self) -> Saved:
+        """As it was left, or new."""
+        saved, models = self._state.load(), self._wish.models
         if saved is None or saved.batch.status == "failed":
             self._place.refuse_to_overwrite()
-            return None
-        if self._wish.models not in (None, saved.models):
+            return Saved(new_batch(self._place, self._wish), "", models or {})
+        if models not in (None, saved.models) and saved.batch.status != "validating":
             raise BatchRefused(f"{saved.batch.id} began with other models, {saved.models}: go on with those")
-        return replace(saved, batch=_as_wished(saved.batch, self._wish))
+        batch = _as_wished(saved.batch, self._place, self._wish)
+        return Saved(batch, saved.sha256, saved.models if models is None else models)
 
     async def _feed(self, source: Source, lines: list[Line], answers: Answers) -> None:
         left = sorted_for_reuse([line for line in lines if line.digest not in answers.done])
@@ -168,13 +173,14 @@ class Run:
     async def _tell(self, batch: Batch) -> None:
         self._told(batch)
         if time.monotonic() - self._put_at >= _PUT_S:
-            await patiently(lambda: self._board.put(batch))
+            with suppress(RedisError, OSError):  # a second later there is more to say
+                await patiently(lambda: self._board.put(batch), at_most_s=0)
             self._put_at = time.monotonic()
 
     async def _announce(self, batch: Batch) -> None:
         self._save(batch)
         self._told(batch)
-        await patiently(lambda: self._board.announce(batch))
+        await tell(self._board.announce, batch)
 
     def _save(self, batch: Batch) -> None:
         self._saved = replace(self._saved, batch=batch)

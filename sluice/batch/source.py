@@ -69,12 +69,11 @@ class Source:
     def __init__(self, path: Path, models: Models) -> None:
         self._path, self._models = path, models
         try:
+            if path.exists() and not path.is_file():  # asked first: to open a pipe is to wait for who writes to it
+                raise BatchRefused(f"{path} is not a file: its lines are read again as their turn comes")
             self._file: BinaryIO = path.open("rb")
         except OSError as error:
             raise BatchRefused(f"cannot read {path}: {error.strerror}") from None
-        if not path.is_file():
-            self._file.close()
-            raise BatchRefused(f"{path} is not a file: its lines are read again as their turn comes")
 
     def __enter__(self) -> Self:
         return self

@@ -144,7 +144,13 @@ def results(
     if path is None:
         note(f"{id} has no {'failed' if errors else 'answered'} lines.")
         return
+    if output and output.resolve() in _files(found):
+        raise Trouble(f"{output} is a file of the run itself, and would be lost: name another with -o.")
     _copy(Path(path), output, found)
+
+
+def _files(run: Batch) -> set[Path]:
+    return {Path(name).resolve() for name in (run.input_file_id, run.output_file_id, run.error_file_id) if name}
 
 
 def _copy(path: Path, output: Path | None, found: Batch) -> None:
@@ -155,6 +161,8 @@ def _copy(path: Path, output: Path | None, found: Batch) -> None:
             else:
                 with output.open("wb") as there:
                     shutil.copyfileobj(file, there)
+    except BrokenPipeError:
+        raise  # who reads stdout has had enough, and typer knows how to leave
     except OSError as error:
         raise Trouble(
             f"{error.filename} cannot be opened: {error.strerror}. {found.id} is {found.status}, and its files are on "
@@ -167,7 +175,7 @@ async def _submit(url: str, file: Path, folder: Path) -> Batch:
         try:
             return await client.submit_batch(file, folder)
         except OSError as error:
-            raise Trouble(f"{error.filename}: {error.strerror}.") from None
+            raise Trouble(f"{error.filename or file}: {error.strerror or error}.") from None
 
 
 async def _read(url: str, id: str) -> Batch:

@@ -12,6 +12,7 @@ def _no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeder, "_POLL_S", 0.02)
     monkeypatch.setattr(feeder, "_LONGEST_WAIT_S", 0.05)
     monkeypatch.setattr(feeder, "_LOST_WAIT_S", 0.05)
+    monkeypatch.setattr(feeder, "_FULL_WAIT_S", 0.1)
     monkeypatch.setattr(feeder, "_PATIENCE_S", 0.5)
 
 

@@ -202,3 +202,17 @@ async def test_an_input_that_changed_while_the_run_lay_ends_it(client: Client, c
     batch = await client.batch_status(home.name)
     assert batch.errors is not None
     assert (batch.status, batch.errors.data[0].code, there(folder)) == ("failed", "refused", {"failed": ["in"]})
+
+
+async def test_what_is_no_file_stays_in_the_inbox_and_is_named(
+    client: Client, chat: Chat, folder: Folder, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder.inbox / "folder.jsonl").mkdir()
+    os.mkfifo(folder.inbox / "pipe.jsonl")
+    write(folder.root / "elsewhere.jsonl", says("a"))
+    (folder.inbox / "link.jsonl").symlink_to("../elsewhere.jsonl")
+    await feed(client, folder)
+    assert sorted(path.name for path in folder.inbox.iterdir()) == ["folder.jsonl", "link.jsonl", "pipe.jsonl"]
+    assert list(folder.running.iterdir()) == []
+    said = {record.getMessage().split(" stays in the inbox")[0] for record in caplog.records}
+    assert said == {"folder.jsonl", "link.jsonl", "pipe.jsonl"}

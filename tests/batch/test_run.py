@@ -2,6 +2,11 @@
 
 import asyncio
 import json
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +14,13 @@ import pytest
 from redis.asyncio import Redis
 
 from sluice import Batch, BatchRefused, BatchTaken, Client, UnknownBatch
-from sluice.batch import files, run
+from sluice.batch import files, patience, run
+from sluice.batch.board import Board
+from sluice.batch.children import Children
+from sluice.batch.prefix import prefix_key
+from sluice.batch.source import Scan, Source
 from sluice.batch.state import StateFile
+from sluice.wire import batch_cancel_key
 from tests.batch.helpers import ANY, Chat, ids, read, says, write
 from tests.fakes import Line
 from tests.queue.helpers import BATCH, settings, until, working
@@ -172,9 +182,10 @@ async def test_a_bad_file_is_failed_with_its_lines_and_the_corrected_one_runs(
 async def test_a_cancelled_run_keeps_its_answers_and_names_the_other_lines(
     client: Client, db: Redis, chat: Chat, tmp_path: Path, out: Path
 ) -> None:
-    lines = [says(f"r{k}", **({"then": "hang"} if k < 12 else {})) for k in range(30)]
-    task = await started(client, write(tmp_path / "in.jsonl", *lines), out, window=19)
-    await until(lambda: len(chat.running) == 8)
+    first, last = sorted(("a", "b"), key=lambda word: prefix_key(asks(word)))
+    lines = [says(f"r{k}", **(asks(last, then="hang") if k < 12 else asks(first))) for k in range(30)]
+    task = await started(client, write(tmp_path / "in.jsonl", *lines), out, window=10)
+    await until(lambda: len(chat.running) == 8 and len(read(out)) == 18)
     (waiting,) = await client.batches()
     assert (await client.cancel_batch(waiting.id)).status == "in_progress"
     batch = await task
@@ -185,6 +196,10 @@ async def test_a_cancelled_run_keeps_its_answers_and_names_the_other_lines(
     assert batch.cancelled_at is not None
     assert await until_left_is_wishes(db) == []
     assert (await client.cancel_batch(batch.id)).status == "cancelled"
+
+
+def asks(word: str, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": word * 64}], **more}
 
 
 async def until_left_is_wishes(db: Redis) -> list[bytes]:
@@ -221,6 +236,24 @@ async def test_a_run_that_was_left_goes_on_with_what_its_jobs_did_meanwhile(
     assert all([await db.ttl(key) > 0 for key in await left(db)]), "what was left between file and server runs out"
 
 
+async def test_a_run_that_is_left_while_it_writes_leaves_nothing_of_what_it_wrote(
+    client: Client, db: Redis, chat: Chat, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, forget = asyncio.Event(), Children.forget
+
+    async def hang_at_first(self: Children, jobs: Sequence[tuple[str, str]]) -> None:
+        if reached.is_set():
+            return await forget(self, jobs)
+        reached.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Children, "forget", hang_at_first)
+    task = await started(client, write(tmp_path / "in.jsonl", says("a")), out)
+    await reached.wait()
+    await leave(task)
+    assert (ids(out), await left(db)) == (["a"], [])
+
+
 async def test_after_its_end_a_run_only_says_how_it_ended(
     client: Client, chat: Chat, tmp_path: Path, out: Path
 ) -> None:
@@ -229,6 +262,58 @@ async def test_after_its_end_a_run_only_says_how_it_ended(
     before = out.read_bytes()
     assert await client.batch(many, out, models=ANY) == first
     assert (out.read_bytes(), len(chat.began)) == (before, 1)
+
+
+async def test_a_run_that_was_left_while_its_file_was_read_goes_on_as_the_same_run(
+    client: Client, chat: Chat, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many, started_reading = write(tmp_path / "in.jsonl", says("a", model="gpt-4o-mini")), threading.Event()
+
+    def slow(self: Source) -> Scan:
+        started_reading.set()
+        time.sleep(0.1)
+        return Scan()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Source, "scan", slow)
+        task = asyncio.create_task(client.batch(many, out, models={"*": "wrong"}))
+        await until(started_reading.is_set)
+        await leave(task)
+    (left_behind,) = await client.batches()
+    assert left_behind.status == "validating"
+    batch = await client.batch(many, out, models=ANY, metadata={"why": "again"})
+    assert (batch.id, batch.status, batch.metadata) == (left_behind.id, "completed", {"why": "again"})
+    assert await client.batches() == [batch]
+
+
+async def test_an_end_of_which_nobody_was_told_is_told_by_the_next(
+    client: Client, db: Redis, chat: Chat, tmp_path: Path, out: Path
+) -> None:
+    many = write(tmp_path / "in.jsonl", says("a"))
+    batch = await client.batch(many, out, models=ANY)
+    await Board(db).announce(replace(batch, status="finalizing", completed_at=None))
+    await db.set(batch_cancel_key(batch.id), "1")
+    assert await client.batch(many, out, models=ANY) == batch
+    assert [await client.batch_status(batch.id), await client.batches()] == [batch, [batch]]
+    assert not await db.exists(batch_cancel_key(batch.id))
+
+
+async def test_a_run_whose_files_were_moved_names_them_where_they_are(
+    client: Client, chat: Chat, tmp_path: Path
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    many = write(old / "in.jsonl", says("a"), says("b", then="hang"))
+    await leave(await started(client, many, old / "out.jsonl"))
+    old.rename(new)
+    task = asyncio.create_task(client.batch(new / "in.jsonl", new / "out.jsonl"))
+
+    async def told() -> bool:
+        (batch,) = await client.batches()
+        return (batch.input_file_id, batch.output_file_id) == (str(new / "in.jsonl"), str(new / "out.jsonl"))
+
+    await until(told)
+    await leave(task)
 
 
 async def test_a_flushed_server_costs_a_run_nothing_but_time(
@@ -261,6 +346,21 @@ async def test_a_server_that_is_away_is_waited_for(
         "the server does not answer",
         "the server answers again",
     ]
+
+
+async def test_a_server_that_hangs_is_asked_again_and_said_to_be_silent(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(patience, "_ANSWER_S", 0.05)
+    asked: list[None] = []
+
+    async def ask() -> int:
+        asked.append(None)
+        await asyncio.sleep(3600 if len(asked) == 1 else 0)
+        return len(asked)
+
+    assert await patience.patiently(ask) == 2
+    assert "does not answer (not a word in 0 s)" in caplog.text
 
 
 async def test_a_run_may_be_given_more_time_when_it_is_gone_on_with(
@@ -304,6 +404,26 @@ async def test_a_full_queue_is_waited_for(redis_url: str, client: Client, db: Re
     assert (batch.status, len(ids(out)), batch.sluice.retried) == ("completed", 10, 0)
 
 
+async def test_a_full_server_is_left_room_in_which_its_workers_end_what_there_is(
+    redis_url: str, client: Client, db: Redis, tmp_path: Path, out: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret = "the words of a prompt"
+    many = write(tmp_path / "in.jsonl", *(says(f"r{k}", "x" * 30_000, user=secret) for k in range(100)))
+    await db.config_set("maxmemory", (await db.info("memory"))["used_memory"] + 2_000_000)
+    try:
+        task = asyncio.create_task(client.batch(many, out, models=ANY))
+        await until(lambda: "out of memory" in caplog.text or task.done())
+        chat = Chat()
+        async with working(settings(redis_url, reserved_rows=0), chat.chat):
+            assert (await asyncio.wait_for(task, 20)).status == "completed"
+    finally:
+        await db.config_set("maxmemory", 0)
+    assert sorted(ids(out)) == sorted(f"r{k}" for k in range(100))
+    assert "out of memory" in caplog.text
+    assert secret not in caplog.text
+    assert all([await db.ttl(key) > 0 for key in await left(db)]), "the lease of a job that was taken back runs out"
+
+
 async def test_an_output_that_is_not_the_run_s_is_never_touched(client: Client, tmp_path: Path, out: Path) -> None:
     many = write(tmp_path / "in.jsonl", says("a"))
     before = many.read_bytes()
@@ -340,6 +460,17 @@ async def test_an_input_that_has_changed_is_refused_and_so_are_other_models(
     assert out.read_bytes() == before
 
 
+async def test_an_input_that_cannot_be_read_is_refused_at_once_and_is_no_run(
+    client: Client, tmp_path: Path, out: Path
+) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("missing", "folder", "pipe"):
+        with pytest.raises(BatchRefused, match="cannot read|is not a file"):
+            await client.batch(tmp_path / name, out)
+    assert await client.batches() == []
+
+
 async def test_a_second_feeder_is_told_who_feeds_the_run(client: Client, chat: Chat, tmp_path: Path, out: Path) -> None:
     many = write(tmp_path / "in.jsonl", says("a"), says("b", then="hang"))
     task = await started(client, many, out)
@@ -362,11 +493,11 @@ async def test_a_bad_wish_is_refused_before_anything_is_written(
 async def test_the_last_word_does_not_wait_for_ever_for_a_server(
     redis_url: str, chat: Chat, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "_LAST_WORD_S", 0.2)
+    monkeypatch.setattr(run, "_TELL_S", 0.2)
     async with Line(redis_url) as way, Client(way.url) as client:
         done = Batch(id="batch_1", input_file_id="in", completion_window="24h", status="completed", created_at=1)
         way.down()
-        await run.tell_end(client._board.announce, done)
+        await run.tell(client._board.announce, done)
 
 
 def test_a_line_is_json_whatever_its_custom_id(tmp_path: Path) -> None:

@@ -118,6 +118,15 @@ def test_a_problem_says_in_a_sentence_what_would_be_right(tmp_path: Path) -> Non
     assert (second.param, second.message) == ("url", 'url must be "/v1/chat/completions", not "/v1/embeddings".')
 
 
+def test_a_problem_is_short_however_long_what_is_wrong(tmp_path: Path) -> None:
+    long = "x" * 100_000
+    bad = [line(long), line("a") | {long: 1}, line("b", model=long), line("c", n=long)]
+    (tmp_path / "in.jsonl").write_bytes(as_bytes([*bad, line("d", method=long), line("e", url=long)]))
+    problems = scan(tmp_path / "in.jsonl", {}).problems
+    assert len(problems) == 6
+    assert max(len(problem.message) + len(problem.param or "") for problem in problems) < 300
+
+
 def test_a_line_of_ten_megabytes_is_taken_and_one_that_no_worker_would_take_is_named(tmp_path: Path) -> None:
     long = [{"role": "user", "content": "x" * 10_000_000}]
     longer = [{"role": "user", "content": "x" * 16_000_000}]

@@ -1,6 +1,7 @@
 """`sluice batch`, as a process over a real server and worker: answers, exit codes, and what survives."""
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -13,7 +14,8 @@ from openai.types import Batch
 from openai.types.chat import ChatCompletion
 
 from scripts.stack import ROOT, Server, WorkerProcess
-from sluice import Client
+from sluice import Batch as BatchStatus
+from sluice import Client, wire
 from tests.batch.helpers import ids, line, read, write
 from tests.end_to_end.test_cli import Command
 
@@ -197,6 +199,37 @@ def test_a_run_is_cancelled_from_elsewhere(sluice: Command, tmp_path: Path) -> N
     assert "batch_cancelled × 3" in out
 
 
+@pytest.mark.parametrize("own", ["in.jsonl", "out.jsonl", "err.jsonl"])
+def test_results_are_never_written_over_a_file_of_their_run(sluice: Command, tmp_path: Path, own: str) -> None:
+    names = {name: str(tmp_path / f"{name}.jsonl") for name in ("in", "out", "err")}
+    for path in names.values():
+        Path(path).write_text("precious\n")
+    run = ended_run(input_file_id=names["in"], output_file_id=names["out"], error_file_id=names["err"])
+    sluice.db.set(wire.batch_key(run.id), run.to_json())
+    for errors in ([], ["--errors"]):
+        code, _, err = sluice("batch", "results", run.id, *errors, "-o", own)
+        assert (code, err.startswith(f"sluice: {own} is a file of the run itself")) == (2, True)
+    assert [Path(path).read_text() for path in names.values()] == ["precious\n"] * 3
+
+
+def test_who_has_read_enough_of_the_results_hears_no_complaint(sluice: Command, tmp_path: Path) -> None:
+    answers = tmp_path / "out.jsonl"
+    answers.write_bytes(b"x" * 79 + b"\n" * 100_000)
+    run = ended_run(output_file_id=str(answers))
+    sluice.db.set(wire.batch_key(run.id), run.to_json())
+    with sluice.running("batch", "results", run.id) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
+def ended_run(**files: str) -> BatchStatus:
+    told: dict[str, Any] = {"input_file_id": "in.jsonl", **files}
+    return BatchStatus(id="batch_1", completion_window="24h", status="completed", created_at=1, **told)
+
+
 @pytest.mark.parametrize("command", ["status", "cancel", "results"])
 def test_an_unknown_run_is_a_sentence_and_exit_code_2(sluice: Command, command: str) -> None:
     code, out, err = sluice("batch", command, "batch_nope")
@@ -221,6 +254,16 @@ def test_a_feeder_that_is_told_to_stop_leaves_its_run_for_the_next(sluice: Comma
             process.send_signal(getattr(signal, how))
         assert process.wait(_TIMEOUT_S) == 3
     assert len(list((tmp_path / "runs" / "running").iterdir())) == 1
+
+
+@pytest.mark.parametrize("name", ["missing", "folder", "pipe"])
+def test_what_cannot_be_submitted_is_named(sluice: Command, tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    code, out, err = sluice("batch", "submit", name, "--dir", "runs")
+    assert (code, out, name in err, "None" in err) == (2, "", True, False)
+    assert list((tmp_path / "runs" / "inbox").iterdir()) == []
+    assert sluice("batch", "list", "--json")[1] == ""
 
 
 def wait_for(folder: Path, pattern: str) -> Iterator[Path]:
