@@ -83,6 +83,16 @@ async def at_work(
         await asyncio.wait_for(running, 10)
 
 
+def test_a_folder_has_an_identity_of_its_own_that_all_who_use_it_find(tmp_path: Path) -> None:
+    known = settings("redis://unused")
+    for name in "one", "other":
+        (tmp_path / name).mkdir()
+    (tmp_path / "mounted").symlink_to(tmp_path / "one")
+    one, other, again = (Batches(str(tmp_path / name), known).cron.name for name in ("one", "other", "mounted"))
+    assert one == again != other
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == [".id", "inbox"]
+
+
 def calls(folder: Path) -> list[dict[str, Any]]:
     file = folder / "calls"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

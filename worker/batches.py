@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from worker.errors import CannotStart
 from worker.feeder import either, feed
@@ -31,14 +32,15 @@ class Batches:
         models = ["--models", settings.batch_models] if settings.batch_models else []
         self._command = [*command, str(self._folder), "--until-eof", *models]
         self._slot, self.feeding = asyncio.Event(), False
-        self.cron = Cron(str(self._folder), self._taken, Crontab(settings.batch_schedule), free=self._is_free)
         if any(find_spec(name) is None for name in ("typer", "rich")):
             way_out = "pip install 'mlx-sluice[cli]'"
             raise CannotStart(f"SLUICE_BATCH_DIR: the command feeds its files, and it needs its extra: {way_out}")
         try:
             (self._folder / "inbox").mkdir(parents=True, exist_ok=True)
+            name = _identity(self._folder)
         except OSError as error:
             raise CannotStart(f"SLUICE_BATCH_DIR={folder}: it can have no inbox: {error.strerror}") from None
+        self.cron = Cron(name, self._taken, Crontab(settings.batch_schedule), free=self._is_free)
 
     async def run(self, stopping: asyncio.Event, hurry: asyncio.Event) -> None:
         """Until `stopping`. A feeder at work has the worker's grace then, and none when there is a `hurry`."""
@@ -65,6 +67,21 @@ class Batches:
 
     def _is_free(self) -> bool:
         return not self.feeding and not self._slot.is_set()
+
+
+def _identity(folder: Path) -> str:
+    """Of the folder, wherever it is mounted: machines that have one each at the same path share no slot. Made by
+    whoever comes first. Raises OSError."""
+    known, new = folder / ".id", uuid4().hex
+    mine = folder / f".id.{new}"
+    mine.write_text(new)
+    try:
+        known.hardlink_to(mine)  # there at once with what is in it
+    except OSError:
+        pass  # it is there already, or the file system has no links
+    finally:
+        mine.unlink()
+    return known.read_text() if known.exists() else str(folder)
 
 
 def _is_left_alone(running: Path) -> bool:

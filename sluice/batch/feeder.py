@@ -44,6 +44,7 @@ class _Child:
     line: Line
     retry: int = 0
     failures: int = 0
+    custom_id: str = ""  # known when it is queued
     queued: bool = False
     due: float = 0.0  # if it is not: when to queue it, by the monotonic clock
 
@@ -106,7 +107,7 @@ class Feeder:
         now, room = time.monotonic(), self._most - len(self._queued())
         due = [child for child in self._children.values() if not child.queued and child.due <= now]
         for portion in _portions(due[: max(room, 0)]):
-            said = await self._server.submit([self._new_job(child) for child in portion])
+            said = await self._server.submit(await asyncio.to_thread(self._new_jobs, portion))
             for child, answer in zip(portion, said, strict=True):
                 match answer:
                     case QueueFull():
@@ -188,10 +189,16 @@ class Feeder:
         return names.job(self._run_id, child.line.number, child.retry)
 
     def _custom_id(self, child: _Child) -> str:
-        return self._source.request(child.line).custom_id
+        return child.custom_id or self._source.request(child.line).custom_id
+
+    def _new_jobs(self, children: Sequence[_Child]) -> list[NewJob]:
+        """For a thread: lines may be large, and a backend has others to serve meanwhile."""
+        return [self._new_job(child) for child in children]
 
     def _new_job(self, child: _Child) -> NewJob:
-        return NewJob(self._job_id(child), self._source.request(child.line).as_job(), child.line.model, "batch")
+        request = self._source.request(child.line)
+        child.custom_id = request.custom_id
+        return NewJob(self._job_id(child), request.as_job(), child.line.model, "batch")
 
     def _failure(self, child: _Child, code: str, message: str) -> Ended:
         return Ended(self._job_id(child), self._custom_id(child), code=code, message=message)

@@ -15,11 +15,12 @@ from sluice.batch.board import Board
 from sluice.batch.place import Place, Wish
 from sluice.batch.run import Run, new_batch, tell
 from sluice.batch.state import StateFile
-from sluice.batch.status import Batch, Problem
+from sluice.batch.status import Batch, Problem, Problems
 from sluice.errors import BatchRefused, BatchTaken
 
 logger = logging.getLogger("sluice.batch")
 
+_SIDE_BY_SIDE = 8  # runs: one whose model nobody serves holds up no other
 _SETTLED_S = 2.0  # a file that has not grown for so long has been written
 
 
@@ -78,8 +79,15 @@ async def feed(redis: Redis, folder: Folder, *, take: bool, models: Mapping[str,
     folder.make()
     for file in await _written(folder.inbox) if take else []:
         _take(folder, file)
-    for file in _oldest_first(folder.running.glob("*/input.jsonl")):
-        await _go_on(redis, folder, file.parent, models)
+    turn = asyncio.Semaphore(_SIDE_BY_SIDE)
+
+    async def in_turn(home: Path) -> None:
+        async with turn:
+            await _go_on(redis, folder, home, models)
+
+    async with asyncio.TaskGroup() as group:
+        for file in _oldest_first(folder.running.glob("*/input.jsonl")):
+            group.create_task(in_turn(file.parent))
 
 
 async def _go_on(redis: Redis, folder: Folder, home: Path, models: Mapping[str, str]) -> None:
@@ -90,7 +98,9 @@ async def _go_on(redis: Redis, folder: Folder, home: Path, models: Mapping[str, 
             await _feed(redis, folder, home, state, models)
     except BatchTaken:
         pass
-    except (BatchRefused, OSError) as error:
+    except BatchRefused as error:  # else each pass would find it so
+        await _put_away(Board(redis), _refused(home, error), home, folder.failed)
+    except OSError as error:
         logger.error("%s waits for the next pass: %s", home.name, error)
 
 
@@ -103,8 +113,18 @@ async def _feed(redis: Redis, folder: Folder, home: Path, state: StateFile, mode
         try:
             batch = await run.go()
         except BatchRefused as error:
-            batch = run.fail([Problem("refused", f"{error}.")])
+            batch = run.fail([_problem(error)])
     await _put_away(Board(redis), batch, home, (folder.done if batch.status == "completed" else folder.failed))
+
+
+def _refused(home: Path, error: BatchRefused) -> Batch:
+    """With files in it that no run wrote."""
+    batch = replace(new_batch(place_in(home), Wish(id=home.name)), errors=Problems((_problem(error),)))
+    return batch.enter("failed", time.time())
+
+
+def _problem(error: BatchRefused) -> Problem:
+    return Problem("refused", f"{error}.")
 
 
 async def _put_away(board: Board, batch: Batch, home: Path, shelf: Path) -> None:

@@ -104,11 +104,38 @@ async def test_a_bad_file_ends_in_failed_and_the_next_is_run(client: Client, cha
     assert {batch.status for batch in await client.batches()} == {"completed", "failed"}
 
 
-async def test_files_are_taken_oldest_first(client: Client, chat: Chat, folder: Folder) -> None:
+async def test_files_are_taken_oldest_first(
+    client: Client, chat: Chat, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "_SIDE_BY_SIDE", 1)
     for k in (2, 3, 1):
         put(folder, f"{k}.jsonl", f"r{k}", age_s=100 - k, words=f"{k}")
     await feed(client, folder)
     assert [request["say"] for request in chat.requests] == [["1"], ["2"], ["3"]]
+
+
+async def test_a_run_whose_model_nobody_serves_holds_up_no_other(client: Client, chat: Chat, folder: Folder) -> None:
+    put(folder, "early.jsonl", "a", age_s=100, model="nobody")
+    put(folder, "late.jsonl", "b")
+    feeding = asyncio.create_task(client.feed_batches(folder.root, take=True, models={}))
+    await until(lambda: there(folder) == {"running": ["early"], "done": ["late"]})
+    await leave_pass(feeding)
+
+
+async def test_a_run_with_a_file_in_it_that_no_run_wrote_ends_as_failed(
+    client: Client, chat: Chat, folder: Folder
+) -> None:
+    for name, file in ("batch_one_0123456789ab", "run"), ("batch_two_0123456789ab", "output.jsonl"):
+        home = folder.running / name
+        home.mkdir()
+        write(home / "input.jsonl", says("a"))
+        (home / file).write_text("Somebody's notes.\n")
+    await feed(client, folder)
+    assert (there(folder), chat.began) == ({"failed": ["one", "two"]}, [])
+    for batch in await client.batches():
+        assert batch.status == "failed"
+        assert batch.errors is not None
+        assert batch.errors.data[0].code == "refused"
 
 
 async def test_a_file_that_is_still_written_is_left(

@@ -15,7 +15,7 @@ NAMES = {
     keys.wake("default"): "sluice:wake:default",
     keys.model("default"): "sluice:model:default",
     keys.worker("mac-1"): "sluice:worker:mac-1",
-    keys.slot("/srv/batch", 1795305600): "sluice:cron:/srv/batch:1795305600",
+    keys.slot("5f2c", 1795305600): "sluice:cron:5f2c:1795305600",
     keys.WORKERS: "sluice:worker:*",
     keys.batch("batch_1"): "sluice:batch:batch_1",
     keys.batch_channel("batch_1"): "sluice:batch:batch_1",
