@@ -29,7 +29,7 @@ from worker.schedule.sequence import (
     Whole,
 )
 from worker.served import Served
-from worker.sights import told_from_others
+from worker.sights import images_digest
 from worker.specprefill import recalled, thinning_of
 from worker.text.output import Said
 from worker.text.prompt import Prompt
@@ -89,7 +89,7 @@ class Chat:
         prompt = await self._served.language.prompt(request, [sight.text for sight in sights])
         if not (seeing and sights):
             return prompt, ()
-        self._shown = told_from_others(sights)
+        self._shown = images_digest(sights)
         self._job.usage.image_tokens = sum(sight.placeholders for sight in sights)
         return prompt, seeing.placed(prompt.tokens, sights)
 

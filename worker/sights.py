@@ -122,6 +122,6 @@ class Known:
             self._nbytes -= oldest.nbytes
 
 
-def told_from_others(sights: Sequence[Sight]) -> str:
+def images_digest(sights: Sequence[Sight]) -> str:
     """Images by URL may be others when a new attempt fetches them: it must not go on after what was said of these."""
     return hashlib.sha256(b"".join(sight.digest for sight in sights)).hexdigest() if sights else ""

@@ -15,11 +15,11 @@ class Features:
     """What the language model gets of an image: a row for each token of its span."""
 
     rows: mx.array  # (tokens, width), in place of the tokens' embeddings
-    deep: tuple[mx.array, ...] = ()  # the same shape; each is added behind a layer, from the first one on
+    deepstack: tuple[mx.array, ...] = ()  # the same shape; each is added behind a layer, from the first one on
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        return (self.rows, *self.deep)
+        return (self.rows, *self.deepstack)
 
     @property
     def nbytes(self) -> int:

@@ -7,9 +7,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from worker.engine.bidirectional import bidirectional
 from worker.engine.encoding import Features, noting
 from worker.engine.lent import lent
-from worker.engine.mutual import mutual
 from worker.engine.scene import Family, Seen
 from worker.schedule.sequence import Picture
 
@@ -75,11 +75,11 @@ class DeepQwen(Qwen):
     """Qwen 3 and later: what lies deeper in the vision tower is added behind the first layers."""
 
     def _features(self, put_out: Any) -> Features:
-        rows, deep = put_out
-        return Features(rows, tuple(deep))
+        rows, deepstack = put_out
+        return Features(rows, tuple(deepstack))
 
     def _deep(self, tokens: mx.array, seen: Seen) -> dict[str, Any]:
-        each = [features.deep for _, features in seen]
+        each = [features.deepstack for _, features in seen]
         if not any(each):
             return {}
         return {
@@ -147,7 +147,7 @@ class Gemma4(Plain):
         spans = [span for span, _ in seen] if self.whole else []
         self._twin(
             tokens,
-            cache=mutual(cache, tokens.size, spans),
+            cache=bidirectional(cache, tokens.size, spans),
             input_embeddings=rows,
             per_layer_inputs=self._inputs(tokens, seen),
         )

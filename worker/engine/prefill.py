@@ -116,7 +116,7 @@ class Prefill:
         assert self.done == self.total, "tokens are missing"
         last = mx.array([self._last])
         if self.done:
-            position = self.total + self._scene.shift if self._scene else None
+            position = self.total + self._scene.rope_delta if self._scene else None
             return self._cache, Drawn(last, mx.array([True]), {}), position
         # A cache without a single token cannot join others: to some models no state is not a state of zeros.
         self.row.fresh = False

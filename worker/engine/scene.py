@@ -43,7 +43,7 @@ class Scene:
         _check(sequence, family.placeholder)
         self._family, self._pictures, self._found = family, sequence.pictures, found
         self._tokens, self._space = sequence.known, sequence.space
-        self._positions, self.shift = family.positions(len(self._tokens), self._pictures)
+        self._positions, self.rope_delta = family.positions(len(self._tokens), self._pictures)
         self._features: dict[bytes, Features] = {}
 
     @property
@@ -98,8 +98,8 @@ class Scene:
 
     def _part(self, picture: Picture, places: Sequence[int]) -> Features:
         features, within = self._features[picture.digest], mx.array([*places]) - picture.span[0]
-        rows, *deep = (array[within] for array in features.arrays)
-        return Features(rows, tuple(deep))
+        rows, *deepstack = (array[within] for array in features.arrays)
+        return Features(rows, tuple(deepstack))
 
 
 def _check(sequence: Asked, placeholder: int) -> None:

@@ -112,7 +112,7 @@ class SparsePrefill:
 
     def finish(self) -> tuple[list[Any], Drawn, int]:
         """The row's cache, what it is fed next, and at which position. The prefill is spent."""
-        position = self._last + (self._scene.shift if self._scene else 0)
+        position = self._last + (self._scene.rope_delta if self._scene else 0)
         return self._cache, Drawn(mx.array([self._known[self._last]]), mx.array([True]), {}), position
 
 

@@ -15,7 +15,8 @@ from worker.schedule.sequence import Picture, Sight
 # follows is for processors that make them equal, which most do because all images are.
 _SIDES = 256, 512, 1024, 2048
 _LOOKS = 2  # what is freed when is left to chance; a fifth more or less was seen, where all is small
-# Of the mask of an image whose tokens see one another, for each pair: see `mutual`. It is there twice while it is made.
+# Of the mask of an image whose tokens see one another, for each pair: see `bidirectional`. While it is made, it is
+# there twice.
 _MASK_BYTES = 2
 
 

@@ -36,7 +36,7 @@ def raises(features: Features) -> Features:
 
 
 def no_numbers(features: Features) -> Features:
-    return Features(features.rows * float("nan"), features.deep)
+    return Features(features.rows * float("nan"), features.deepstack)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,17 +6,17 @@ from typing import Any
 import mlx.core as mx
 
 
-def mutual(cache: Sequence[Any], tokens: int, spans: Sequence[tuple[int, int]]) -> list[Any]:
+def bidirectional(cache: Sequence[Any], tokens: int, spans: Sequence[tuple[int, int]]) -> list[Any]:
     """The same layers, for a forward of so many tokens. `spans`: of its images, counted from its first token."""
     if all(last - first == 1 for first, last in spans):
         return list(cache)
     together = mx.zeros((tokens, tokens), mx.bool_)
     for first, last in spans:
         together[first:last, first:last] = True
-    return [_Mutual(layer, together) for layer in cache]
+    return [_Bidirectional(layer, together) for layer in cache]
 
 
-class _Mutual:
+class _Bidirectional:
     """What mlx-lm's attention wants of a cache, and the mask is another."""
 
     def __init__(self, layer: Any, together: mx.array) -> None:
