@@ -45,11 +45,14 @@ class Life(RuleBasedStateMachine):
         self.parked = set[str]()
 
     def teardown(self) -> None:
-        if hasattr(self, "run"):
+        if not hasattr(self, "run"):
+            return
+        try:
             self.run.stir()
             self.run.drain()
             assert set(self.run.ended.values()) <= {"stop", "length"}
             self.each_says_what_it_says_alone()
+        finally:  # an example may be given up in the middle of a rule, and then nothing here holds
             self.patch.undo()
 
     def ask(self, data: st.DataObject, tokens: Tokens) -> None:
