@@ -319,13 +319,14 @@ async def test_a_run_whose_files_were_moved_names_them_where_they_are(
 async def test_a_flushed_server_costs_a_run_nothing_but_time(
     client: Client, db: Redis, chat: Chat, tmp_path: Path, out: Path
 ) -> None:
-    many = write(tmp_path / "in.jsonl", *(says(f"r{k}") for k in range(60)))
+    many = write(tmp_path / "in.jsonl", *(says(f"r{k}") for k in range(500)))
     task = await started(client, many, out, window=16)
     for _ in range(3):
         await db.flushall()
-        await asyncio.sleep(0.05)
+        assert not task.done()
+        await asyncio.sleep(0.03)
     batch = await asyncio.wait_for(task, 20)
-    assert (batch.status, sorted(ids(out))) == ("completed", sorted(f"r{k}" for k in range(60)))
+    assert (batch.status, sorted(ids(out))) == ("completed", sorted(f"r{k}" for k in range(500)))
     assert await client.batch_status(batch.id) == batch
 
 
