@@ -116,9 +116,9 @@ class Prefills:
 
     def _first_in(self, phase: Phase) -> AnyPrefill | None:
         """One prompt at a time: each takes the draft a cache of its length, or the vision tower what its layers put
-        out. The one under way, or else the shortest."""
+        out. The one under way, or else the shortest, of the interactive ones first."""
         there = [prefill for prefill in self._prefills.values() if prefill.phase == phase]
-        return max(there, key=lambda prefill: (prefill.begun, -prefill.remaining), default=None)
+        return max(there, key=lambda p: (p.begun, p.row.sequence.lane == "interactive", -p.remaining), default=None)
 
     def advance(self, chunk: Chunk) -> tuple[int, list[Outcome]]:
         """How many tokens were computed, and what came of it. Blocks until they are."""
