@@ -94,10 +94,10 @@ def about(model: Model, sight: Sight, *, seed: int, text: int = TEXT) -> Prompt:
     return Prompt((*before, *Words(model.tokenizer).encode(sight.text), *after), (sight,))
 
 
-def asked(model: Model, id: str, prompt: Prompt, tokens: int, space: str = "") -> Asked:
+def asked(model: Model, id: str, prompt: Prompt, tokens: int) -> Asked:
     assert model.vision is not None
     pictures = model.vision.eyes.pictures(prompt.tokens, prompt.sights)
-    return Asked(id, prompt.tokens, tokens, pictures=pictures, space=space)
+    return Asked(id, prompt.tokens, tokens, pictures=pictures)
 
 
 # Throughput: all requests are there from the beginning
@@ -214,7 +214,7 @@ def again(model: Model) -> Iterator[Line]:
         elsewhere = about(model, first.sights[0], seed=50 + at)
         first_s, _ = first_token(engine, asked(model, "first", first, 1))
         second_s, looked = first_token(engine, asked(model, "second", second, 1))
-        elsewhere_s, looked_too = first_token(engine, asked(model, "elsewhere", elsewhere, 1, space="other"))
+        elsewhere_s, looked_too = first_token(engine, asked(model, "elsewhere", elsewhere, 1))
         parts += looked + looked_too
         rounds.append((first_s, second_s, elsewhere_s))
     new, second_turn, known = ([*column] for column in zip(*rounds[1:], strict=True))
