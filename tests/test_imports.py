@@ -50,7 +50,7 @@ TABLE = {
     "worker.batches":      May("worker.errors worker.feeder worker.queue.cron worker.settings worker.timetable"),
 
     # What a job needs to know of all of these, and then the job.
-    "worker.sights":       May("schemas worker.errors worker.images worker.schedule.sequence worker.settings"),
+    "worker.sights":       May("schemas worker.errors worker.images worker.schedule worker.settings"),
     "worker.served":       May("worker.metrics worker.schedule worker.settings worker.sights worker.text"),
     "worker.resume":       May("worker.queue.scripts worker.text"),
     "worker.specprefill":  May("schemas worker.schedule.sequence worker.settings worker.text.prompt"),

@@ -10,9 +10,10 @@ from typing import Any
 from tests.images.pictures import data_url, patch, saved
 from tests.text import conversations
 from tests.text.conversations import Said, user
+from worker.schedule.recent import Recent
 from worker.schedule.sequence import Lane, Picture, Sight
 from worker.settings import Settings
-from worker.sights import Ahead, Known, Sights
+from worker.sights import Ahead, Sights
 
 
 class Watched:
@@ -130,7 +131,7 @@ async def test_a_job_waits_until_the_engine_has_taken_in_the_images_of_another_o
 
 
 def test_what_was_seen_is_forgotten_when_it_takes_too_much_memory_that_used_last_goes_last() -> None:
-    known, sights = Known(250), {name: Sight(name, "", 1, 1, {}, 100) for name in (b"a", b"b", b"c")}
+    known, sights = Recent[Sight](250), {name: Sight(name, "", 1, 1, {}, 100) for name in (b"a", b"b", b"c")}
     for name in (b"a", b"b"):
         known.keep("", name, sights[name])
     assert known.find("", b"a") is sights[b"a"]

@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ from schemas.keys import LANES
 from worker.errors import Refusal
 from worker.images.conversation import Images
 from worker.images.image import Image
+from worker.schedule.recent import Recent
 from worker.schedule.sequence import Lane, Picture, Sight
 from worker.settings import Settings
 
@@ -30,7 +30,7 @@ class Sights:
     """Of a worker with a vision model."""
 
     def __init__(self, settings: Settings, eyes: Eyes) -> None:
-        self._images, self._eyes, self._known = Images(settings), eyes, Known(_KNOWN_BYTES)
+        self._images, self._eyes, self._known = Images(settings), eyes, Recent[Sight](_KNOWN_BYTES)
         # Each lane has its own: an offline job may wait long for the engine, and no interactive one waits for it.
         self._ahead: dict[Lane, Ahead] = {lane: Ahead(settings.image_max_pixels) for lane in LANES}
         # One at a time, also when jobs are cancelled: for a large image a model's own preprocessing takes seconds, a
@@ -95,31 +95,6 @@ class Ahead:
     def leave(self, id: str) -> None:
         self._pixels.pop(id, None)
         self._left.set()
-
-
-class Known:
-    """For one thread: what was seen of images, the most recently used ones, since the next turn shows them again. What
-    was seen in one space is found in no other."""
-
-    def __init__(self, most: int) -> None:
-        """`most`: bytes."""
-        self._most, self._nbytes = most, 0
-        self._kept = OrderedDict[tuple[str, bytes], Sight]()
-
-    def find(self, space: str, digest: bytes) -> Sight | None:
-        if (key := (space, digest)) in self._kept:
-            self._kept.move_to_end(key)
-        return self._kept.get(key)
-
-    def keep(self, space: str, digest: bytes, sight: Sight) -> None:
-        """One that was not found."""
-        if sight.nbytes > self._most:
-            return
-        self._kept[space, digest] = sight
-        self._nbytes += sight.nbytes
-        while self._nbytes > self._most:
-            _, oldest = self._kept.popitem(last=False)
-            self._nbytes -= oldest.nbytes
 
 
 def images_digest(sights: Sequence[Sight]) -> str:

@@ -1,12 +1,12 @@
 """An image on its way through the vision tower, and the features of those that are through."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
+from worker.schedule.recent import Recent
 from worker.schedule.sequence import Picture
 
 
@@ -84,40 +84,12 @@ def noting(blocks: Iterable[Callable[..., mx.array]], passed: list[mx.array]) ->
     return [noted(block) for block in blocks]
 
 
-class FeatureCache:
-    """For the engine's thread: the features of images, the most recently used ones. What was seen in one space is found
-    in no other: how soon an answer comes would tell a tenant what another has shown."""
-
-    def __init__(self, most: int) -> None:
-        """`most`: bytes."""
-        self._most, self._room = most, most
-        self.nbytes = self.evicted = 0
-        self._kept = OrderedDict[tuple[str, bytes], Features]()
-
-    def find(self, space: str, digest: bytes) -> Features | None:
-        if (key := (space, digest)) in self._kept:
-            self._kept.move_to_end(key)
-        return self._kept.get(key)
-
-    def keep(self, space: str, digest: bytes, features: Features) -> None:
-        if (key := (space, digest)) not in self._kept and features.nbytes <= self._room:
-            self._kept[key] = features
-            self.nbytes += features.nbytes
-            self._shrink()
+class FeatureCache(Recent[Features]):
+    """For the engine's thread. How soon an answer comes would tell a tenant what another has shown, so each has a space
+    of its own where tenants are kept apart."""
 
     def forget_unsound(self, space: str, pictures: Iterable[Picture]) -> None:
         """Whatever gave a row no numbers is not given to others."""
         for key in self._kept.keys() & {(space, picture.digest) for picture in pictures}:
             if not self._kept[key].sound:
                 self.nbytes -= self._kept.pop(key).nbytes
-
-    def make_room(self, most: int) -> None:
-        """It takes no more than so many bytes, until told otherwise."""
-        self._room = max(0, min(self._most, most))
-        self._shrink()
-
-    def _shrink(self) -> None:
-        while self.nbytes > self._room:
-            _, features = self._kept.popitem(last=False)
-            self.nbytes -= features.nbytes
-            self.evicted += 1

@@ -1,12 +1,13 @@
 """Images as a model's own processor prepares them. Nothing here computes with MLX, so any thread may do it."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 from worker.schedule.sequence import Picture, Sight
 
 
-class Eyes:
+class Eyes(ABC):
     """Of one model; a worker has one pair."""
 
     def __init__(self, processor: Any, placeholder: int) -> None:
@@ -14,10 +15,10 @@ class Eyes:
         self._processor, self._placeholder = processor, placeholder
         self.marker: str = processor.image_token  # an image, in the template's text
 
+    @abstractmethod
     def look(self, image: Any, digest: bytes) -> Sight:
         """`image`: Pillow's, in RGB, and `digest` what tells it from all others. Takes its time. Raises ValueError for
         one that the model's processor does not take."""
-        raise NotImplementedError
 
     def pictures(self, prompt: tuple[int, ...], sights: Sequence[Sight]) -> tuple[Picture, ...]:
         """Where they are in a prompt that has their texts in it. Raises ValueError where it has other placeholders."""
