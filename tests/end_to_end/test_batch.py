@@ -23,19 +23,6 @@ _TIMEOUT_S = 30
 EXAMPLE = ROOT / "examples" / "batch.jsonl"
 
 
-@pytest.fixture
-def sluice(redis_url: str, tmp_path: Path) -> Iterator[Command]:
-    command = Command(redis_url, tmp_path)
-    yield command
-    command.db.close()
-
-
-@pytest.fixture
-def alive(worker: WorkerProcess, redis_url: str) -> WorkerProcess:
-    worker.wait_ready()
-    return worker
-
-
 def count(k: int, **more: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": f"Count to {3 + k % 10}."}]
     return line(f"r{k}", messages=messages, temperature=0, model="gpt-4o-mini", **more)

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -12,13 +11,6 @@ from tests.end_to_end.test_cli import Command
 from tests.end_to_end.test_cli_operators import table
 
 NIGHTS = "0 2 * * *"
-
-
-@pytest.fixture
-def sluice(redis_url: str, tmp_path: Path) -> Iterator[Command]:
-    command = Command(redis_url, tmp_path)
-    yield command
-    command.db.close()
 
 
 def settings(folder: Path, *lines: str) -> None:

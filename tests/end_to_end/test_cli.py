@@ -88,13 +88,6 @@ class Command:
             time.sleep(0.01)
 
 
-@pytest.fixture
-def sluice(redis_url: str, tmp_path: Path) -> Iterator[Command]:
-    command = Command(redis_url, tmp_path)
-    yield command
-    command.db.close()
-
-
 def first_line(process: "subprocess.Popen[str]") -> str:
     assert process.stderr is not None
     return process.stderr.readline()

@@ -4,7 +4,6 @@ import json
 import re
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,20 +16,6 @@ from worker import __version__
 HOUR_S = 3600
 _TIMEOUT_S = 30
 _ERROR = {"type": "internal", "message": "Workers died 3 times.", "retryable": False}
-
-
-@pytest.fixture
-def sluice(redis_url: str, tmp_path: Path) -> Iterator[Command]:
-    command = Command(redis_url, tmp_path)
-    yield command
-    command.db.close()
-
-
-@pytest.fixture
-def alive(worker: WorkerProcess, redis_url: str) -> WorkerProcess:
-    """The module's worker, once it has said again that it is there."""
-    worker.wait_ready()
-    return worker
 
 
 @pytest.fixture(scope="module")

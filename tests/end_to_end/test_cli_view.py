@@ -1,6 +1,5 @@
 """What the command shows of a job. The job's events are written by hand, and no worker is there."""
 
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,6 @@ _FINISHED = {"type": "finished", "finish_reason": "stop", "usage": {"completion_
 _FAILED = {"type": "failed", "error": {"type": "internal", "message": "ours", "retryable": True}, "usage": {}}
 _THOUGHT: list[dict[str, Any]] = [{"type": "delta", "reasoning": "Hm.\n"}]
 _DIM = "\x1b[2;3m"
-
-
-@pytest.fixture
-def sluice(redis_url: str, tmp_path: Path) -> Iterator[Command]:
-    command = Command(redis_url, tmp_path)
-    yield command
-    command.db.close()
 
 
 @pytest.mark.parametrize(("last", "code"), [(_FAILED, 1), (_CANCELLED, 3)])
