@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from schemas import ChatRequest, explain
-from schemas.chat import AssistantMessage, Message
+from schemas.messages import AssistantMessage, Message
 from worker.errors import Refusal
 from worker.schedule.sequence import Sampling
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from schemas.chat import Message
 from schemas.keys import LANES
+from schemas.messages import Message
 from worker.errors import Refusal
 from worker.images.conversation import Images
 from worker.images.image import Image

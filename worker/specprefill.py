@@ -7,7 +7,8 @@ from pathlib import PurePath
 from typing import Any
 
 from schemas import ChatRequest
-from schemas.chat import JsonObjectFormat, JsonSchemaFormat, TextPart
+from schemas.chat import JsonObjectFormat, JsonSchemaFormat
+from schemas.messages import TextPart
 from worker.schedule.sequence import Range, Thinned, Thinning, Whole, tokens_in
 from worker.settings import Settings
 from worker.text.prompt import Prompt

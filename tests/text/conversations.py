@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from schemas.chat import Message
+from schemas.messages import Message
 
 Said = dict[str, Any]
 

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
-from schemas.chat import ImagePart, ImageUrl, Message
+from schemas.messages import ImagePart, ImageUrl, Message
 from worker.errors import Refusal
 from worker.images.decoder import Task
 from worker.images.decoders import Decoders

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from schemas.base import JsonObject
-from schemas.chat import AssistantMessage, Message
+from schemas.messages import AssistantMessage, Message
 from worker.text.tokenizer import Conversation
 
 BETWEEN = "\n\n"  # what stands between two messages that became one

@@ -1,0 +1,96 @@
+"""The messages of a conversation, in OpenAI's form."""
+
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from schemas.base import Strict, Text
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: Text
+
+
+class ImageUrl(Strict):
+    url: str = Field(min_length=1, description="A data: URL; http(s) only where the worker allows it.")
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class ImagePart(Strict):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+
+
+# Tags of our own are named as JSON Schema names the types: `place.py` follows them through the schema.
+def json_type(value: object) -> str | None:
+    kinds: dict[type, str] = {str: "string", list: "array", dict: "object"}
+    return next((name for kind, name in kinds.items() if isinstance(value, kind)), None)
+
+
+_STRING_OR_PARTS = Discriminator(json_type, "wrong_type", "must be a string or a list of parts")
+_Whole = Annotated[Text, Tag("string")]
+Content = Annotated[_Whole | Annotated[list[Part], Field(fail_fast=True), Tag("array")], _STRING_OR_PARTS]
+TextContent = Annotated[_Whole | Annotated[list[TextPart], Field(fail_fast=True), Tag("array")], _STRING_OR_PARTS]
+
+
+class FunctionCall(Strict):
+    name: Text
+    arguments: Text = Field(description="JSON text, as the model wrote it.")
+
+
+class ToolCall(Strict):
+    id: Text
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class SystemMessage(Strict):
+    role: Literal["system"]
+    content: TextContent
+    name: Text | None = None
+
+
+class DeveloperMessage(Strict):
+    role: Literal["developer"]
+    content: TextContent
+    name: Text | None = None
+
+
+class UserMessage(Strict):
+    role: Literal["user"]
+    content: Content
+    name: Text | None = None
+
+
+class AssistantMessage(Strict):
+    role: Literal["assistant"]
+    content: TextContent | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    reasoning: Text | None = None
+    reasoning_content: Text | None = Field(default=None, description="What other servers call `reasoning`.")
+    refusal: Text | None = None
+    name: Text | None = None
+    # OpenAI's libraries send the answer's empty fields back.
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+
+
+class ToolMessage(Strict):
+    role: Literal["tool"]
+    content: TextContent
+    tool_call_id: Text
+    name: Text | None = None
+
+
+Message = Annotated[
+    SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage,
+    Field(discriminator="role"),
+]
