@@ -5,7 +5,7 @@ import logging
 import signal
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from signal import Signals
 from typing import Any
 
@@ -22,20 +22,21 @@ from worker.queue.channel import Publisher
 from worker.queue.claims import Claim, Claims
 from worker.queue.clock import ServerClock
 from worker.queue.cron import Cron
+from worker.queue.drain import drain
 from worker.queue.endings import CULPRIT, MOST_CRASHES, Endings
 from worker.queue.envelope import open_envelope
 from worker.queue.job import Answer, Interruption, Job
 from worker.queue.lease import LeaseKeeper
+from worker.queue.outage import until_redis_answers
 from worker.queue.presence import Presence
 from worker.queue.rows import free_rows
 from worker.queue.scripts import dumps
+from worker.queue.services import running_services
 from worker.queue.takeover import Takeover
 from worker.queue.wake import Listener
 from worker.settings import Settings
 
 logger = logging.getLogger("sluice.queue")
-
-_LAST_WORDS_S = 5.0  # for the last writes of a worker that leaves, should Redis be away just then
 
 
 class QueueWorker(Worker):
@@ -100,19 +101,13 @@ class QueueWorker(Worker):
 
     async def main(self) -> None:
         """Until a signal; then what runs gets its grace, and what is left goes back to the queue."""
-        await self._until_redis_answers(self._meet)
+        await until_redis_answers(self._meet, self.stopping)
         self.leases.start()
         try:
-            async with asyncio.TaskGroup() as group:
-                services = (self.publisher.run, self.listener.run, self._keep, self._beat)
-                running = [group.create_task(service()) for service in services]
+            async with running_services(self.publisher.run, self.listener.run, self._keep, self._beat):
                 await self._claim_until_stopping()
-                await self._drain()
-                while any(not service.done() for service in running):
-                    for service in running:
-                        service.cancel()
-                    # Until Python 3.12 a cancellation that hits asyncio.wait_for, and so redis-py, may be lost.
-                    await asyncio.wait(running, timeout=0.1)
+                await self._take_back_unheard()
+                await drain(self.jobs.values, self.settings.grace_s, self.hurry)
         finally:
             self.leases.stop()
         await self._leave()
@@ -138,40 +133,11 @@ class QueueWorker(Worker):
     async def _claim_until_stopping(self) -> None:
         while not self.stopping.is_set():
             self._awake.clear()
-            await self._until_redis_answers(self._poll_iteration)
+            await until_redis_answers(self._poll_iteration, self.stopping)
             try:
                 await asyncio.wait_for(self._awake.wait(), self._sweep_s)
             except TimeoutError:
                 pass
-
-    async def _until_redis_answers(self, call: Callable[[], Awaitable[None]]) -> bool:
-        """False when the worker is told to stop before that."""
-        waited = False
-        while not self.stopping.is_set():
-            try:
-                await call()
-            except (RedisError, OSError) as error:
-                if not waited:
-                    logger.warning("waiting for redis: %s", error)
-                waited = True
-                await asyncio.sleep(0.2)
-            else:
-                if waited:
-                    logger.warning("redis is back")
-                return True
-        return False
-
-    async def _drain(self) -> None:
-        await self._take_back_unheard()
-        either = [asyncio.create_task(self._all_ended()), asyncio.create_task(self.hurry.wait())]
-        await asyncio.wait(either, timeout=self.settings.grace_s, return_when=asyncio.FIRST_COMPLETED)
-        for task in either:
-            task.cancel()
-        for job in list(self.jobs.values()):
-            job.interrupt(HandBack())
-        await asyncio.wait([asyncio.create_task(self._all_ended())], timeout=_LAST_WORDS_S)
-        if self.tasks:
-            logger.error("%d jobs could not be handed back; others take them when the lease is out", len(self.tasks))
 
     async def _take_back_unheard(self) -> None:
         """A claim whose answer was lost would otherwise wait for its lease, and its job count as a suspect."""
@@ -181,10 +147,6 @@ class QueueWorker(Worker):
                     await self._begin(claim)
         except (RedisError, OSError):
             pass  # then its lease runs out
-
-    async def _all_ended(self) -> None:
-        while self.tasks:
-            await asyncio.wait(list(self.tasks.values()))
 
     async def _leave(self) -> None:
         try:
@@ -297,7 +259,7 @@ class QueueWorker(Worker):
             said: list[bytes] = await self.pool.lrange(keys.log(job.claim.job_id), 0, -1)  # type: ignore[misc]
             job.log.recall(said)
 
-        if job.claim.events and not await self._until_redis_answers(read):
+        if job.claim.events and not await until_redis_answers(read, self.stopping):
             raise HandBack
 
     async def _call(self, job: Job) -> Answer:

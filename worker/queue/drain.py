@@ -1,0 +1,30 @@
+"""The end of a worker: running jobs get their grace, and what is left goes back to the queue."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+
+from worker.errors import HandBack
+from worker.queue.job import Job
+
+logger = logging.getLogger("sluice.queue")
+
+_LAST_WRITES_S = 5.0  # for the last writes of a worker that leaves, if Redis is away just then
+
+
+async def drain(jobs: Callable[[], Collection[Job]], grace_s: float, hurry: asyncio.Event) -> None:
+    """`jobs` returns those that have not ended; `hurry` ends the grace."""
+    either = [asyncio.create_task(_all_ended(jobs)), asyncio.create_task(hurry.wait())]
+    await asyncio.wait(either, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+    for task in either:
+        task.cancel()
+    for job in list(jobs()):
+        job.interrupt(HandBack())
+    await asyncio.wait([asyncio.create_task(_all_ended(jobs))], timeout=_LAST_WRITES_S)
+    if left := jobs():
+        logger.error("%d jobs could not be handed back; others take them when the lease is out", len(left))
+
+
+async def _all_ended(jobs: Callable[[], Collection[Job]]) -> None:
+    while tasks := [job.task for job in jobs() if job.task is not None]:
+        await asyncio.wait(tasks)
