@@ -51,6 +51,16 @@ ToolChoice = Annotated[
 ]
 
 
+FunctionChoice = Annotated[
+    Annotated[Literal["none", "auto"], Tag("string")] | Annotated[NamedFunction, Tag("object")],
+    Discriminator(
+        lambda choice: "object" if isinstance(choice, NamedFunction) else json_type(choice),
+        "wrong_type",
+        "must be 'none', 'auto' or an object that names a function",
+    ),
+]
+
+
 class JsonSchema(Strict):
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
     description: Text | None = None
@@ -104,6 +114,9 @@ Probability = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=1)]
 TenantName = Annotated[str, Field(min_length=1, max_length=128)]
+CacheKey = Annotated[str, Field(min_length=1, max_length=256)]
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 # What `apply_chat_template` takes that is not a variable of the template.
@@ -112,6 +125,10 @@ _THE_WORKER_S = {
     "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "sanitize_control_tokens",
     "tokenize", "tokenizer_kwargs", "tools", "truncation",
 }  # fmt: skip
+
+
+# Fields of OpenAI's whose values go to the chat template, under the same names.
+TEMPLATE_FIELDS = ("reasoning_effort", "verbosity")
 
 
 class ChatRequest(Strict):
@@ -151,9 +168,18 @@ class ChatRequest(Strict):
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    functions: Annotated[list[Function], Field(fail_fast=True)] | None = Field(
+        default=None, description="The older form of tools. Calls come back as tool_calls."
+    )
+    function_call: FunctionChoice | None = Field(default=None, description="The older form of tool_choice.")
     chat_template_kwargs: JsonObject | None = Field(
         default=None, description="Variables of the model's chat template, such as enable_thinking."
     )
+
+    reasoning_effort: Effort | None = Field(
+        default=None, description="For the chat template, if it reads it; otherwise without effect."
+    )
+    verbosity: Literal["low", "medium", "high"] | None = Field(default=None, description="As reasoning_effort.")
 
     specprefill: bool | None = Field(default=None, description="Absent: the worker's rule.")
     specprefill_keep_pct: Annotated[float, Field(ge=0.1, le=1)] | None = Field(
@@ -164,13 +190,27 @@ class ChatRequest(Strict):
         default=None, description="Seconds from submission until the job fails by `deadline`."
     )
     on_disconnect: Literal["continue", "cancel"] | None = Field(default=None, description="Absent: continue.")
-    tenant: TenantName | None = Field(default=None, description="Whose job it is. Echoed. Absent: `user`.")
+    tenant: TenantName | None = Field(
+        default=None, description="Whose job it is. Echoed. Absent: `safety_identifier`, else `user`."
+    )
+    safety_identifier: TenantName | None = Field(default=None, description="Echoed.")
     user: TenantName | None = Field(default=None, description="Echoed.")
+    prompt_cache_key: CacheKey | None = Field(
+        default=None, description="Kept with the job: requests of one key are likely to share a prefix."
+    )
+    service_tier: ServiceTier | None = Field(
+        default=None, description="Our submit takes the lane from it: `flex` is the batch lane. Echoed in the result."
+    )
     metadata: JsonObject | None = Field(default=None, description="Echoed.")
     store: bool | None = Field(default=None, description="Echoed, without effect.")
 
     stream: bool | None = Field(default=None, description="Without effect: every job streams.")
     stream_options: StreamOptions | None = Field(default=None, description="Without effect.")
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, fail_fast=True)] | None = Field(
+        default=None, description='Only ["text"].'
+    )
+    audio: None = Field(default=None, description="Not supported: answers are text.")
+    web_search_options: None = Field(default=None, description="Not supported: a worker searches nothing.")
     n: Annotated[int, Field(ge=1, le=1)] | None = Field(default=None, description="Only 1.")
 
     @field_validator("chat_template_kwargs")
@@ -191,14 +231,33 @@ class ChatRequest(Strict):
             return "top_logprobs needs logprobs: true beside it"
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             return "max_tokens and max_completion_tokens differ; send one of them"
+        return self._tools_disagreement() or self._functions_disagreement() or self._template_disagreement()
+
+    def _tools_disagreement(self) -> str | None:
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             return "tool_choice needs tools beside it"
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in self._tool_names():
+        names = {tool.function.name for tool in self.tools or ()}
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
             return "tool_choice names a function that is not among the tools"
         return None
 
-    def _tool_names(self) -> set[str]:
-        return {tool.function.name for tool in self.tools or ()}
+    def _functions_disagreement(self) -> str | None:
+        if self.functions and self.tools:
+            return "functions is the older form of tools; send tools alone"
+        if isinstance(self.function_call, NamedFunction):
+            if self.function_call.name not in {function.name for function in self.functions or ()}:
+                return "function_call names a function that is not among the functions"
+            if self.tool_choice is not None:
+                return "function_call is the older form of tool_choice; send tool_choice alone"
+        return None
+
+    def _template_disagreement(self) -> str | None:
+        kwargs = self.chat_template_kwargs or {}
+        for name in TEMPLATE_FIELDS:
+            value = getattr(self, name)
+            if value is not None and kwargs.get(name, value) != value:
+                return f"{name} and chat_template_kwargs.{name} differ; send one of them"
+        return None
 
     @property
     def offered_tools(self) -> list[Tool]:
@@ -212,5 +271,5 @@ class ChatRequest(Strict):
 
     @property
     def billed_to(self) -> str | None:
-        """The tenant: `tenant`, else `user`."""
-        return self.tenant or self.user
+        """The tenant: `tenant`, else `safety_identifier`, else `user`."""
+        return self.tenant or self.safety_identifier or self.user

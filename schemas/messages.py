@@ -1,12 +1,10 @@
 """The messages of a conversation, in OpenAI's form."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from schemas.base import Strict, Text
-
-Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class TextPart(Strict):
@@ -78,9 +76,9 @@ class AssistantMessage(Strict):
     refusal: Text | None = None
     name: Text | None = None
     # OpenAI's libraries send the answer's empty fields back.
-    annotations: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
-    function_call: None = None
+    function_call: FunctionCall | None = Field(default=None, description="The older form of one tool call.")
 
 
 class ToolMessage(Strict):
@@ -90,7 +88,15 @@ class ToolMessage(Strict):
     name: Text | None = None
 
 
+class FunctionMessage(Strict):
+    """The older form of a tool's result."""
+
+    role: Literal["function"]
+    content: TextContent | None = None
+    name: Text
+
+
 Message = Annotated[
-    SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage,
+    SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage,
     Field(discriminator="role"),
 ]

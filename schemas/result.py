@@ -54,7 +54,9 @@ class SluiceDetails(Sent):
     kept_tokens: TokenCount | None = Field(default=None, description="As in the final event's usage.")
     specprefill: SpecPrefill | None = None
     tenant: str | None = None
+    safety_identifier: str | None = None
     user: str | None = None
+    prompt_cache_key: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
 
@@ -65,6 +67,9 @@ class ChatCompletion(Sent):
     created: int = Field(description="Unix seconds at the claim.")
     model: str
     system_fingerprint: str
+    service_tier: Literal["default", "flex"] = Field(
+        default="default", description="The request's: `flex`, or `default` for all others. Absent: as the lane."
+    )
     choices: list[Choice] = Field(min_length=1, max_length=1)
     usage: CompletionUsage
     sluice: SluiceDetails

@@ -20,7 +20,7 @@ from sluice.batch.status import Batch
 from sluice.errors import JobCancelled, JobFailed, UnknownJob
 from sluice.hub import Hub
 from sluice.letters import DeadLetter
-from sluice.submission import NewJob, Submission, Submitted
+from sluice.submission import NewJob, Submission, Submitted, lane_of
 from sluice.wire import Event, JobError, Lane
 
 _SILENCE_S = 1.0  # then the list is read, whatever the channel says
@@ -62,10 +62,12 @@ class Client:
         request: Mapping[str, Any] | Sequence[Mapping[str, Any]],
         *,
         model: str = "default",
-        lane: Lane = "interactive",
+        lane: Lane | None = None,
         id: str | None = None,
     ) -> Submitted:
         """Queue a chat: the body of an OpenAI chat completion, or just its messages.
+
+        Without a `lane`, the request's `service_tier` decides: "flex" is the batch lane, all else is interactive.
 
         Submitting an id twice queues one job, and the second call learns its state. The request is checked by
         the worker; a bad one ends as `failed` with a sentence. Raises `QueueFull`, or ValueError for a bad id,
@@ -73,7 +75,7 @@ class Client:
         """
         body = dict(request) if isinstance(request, Mapping) else {"messages": list(request)}
         job_id = uuid.uuid4().hex if id is None else id
-        return await self._submission.submit(NewJob(job_id, body, model, lane))
+        return await self._submission.submit(NewJob(job_id, body, model, lane or lane_of(body)))
 
     async def stream(self, job_id: str, *, after: int = -1, unknown_s: float = 10.0) -> AsyncGenerator[Event]:
         """Every event after the given `seq`, once and in order, up to the final one.

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -102,9 +102,20 @@ def _arq_job(request: dict[str, Any]) -> bytes:
 
 def _known_at_once(request: dict[str, Any], lane: Lane) -> list[str]:
     """For the job's hash before any worker has seen it. What is not as it should be, the worker will refuse."""
-    tenant, deadline_s = request.get("tenant") or request.get("user"), request.get("deadline_s")
+    tenant = request.get("tenant") or request.get("safety_identifier") or request.get("user")
+    deadline_s, cache_key = request.get("deadline_s"), request.get("prompt_cache_key")
     return [
         lane,
-        tenant.encode(errors="replace").decode() if isinstance(tenant, str) else "",
+        _writable(tenant),
         str(deadline_s) if isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool) else "",
+        _writable(cache_key),
     ]
+
+
+def _writable(value: object) -> str:
+    return value.encode(errors="replace").decode() if isinstance(value, str) else ""
+
+
+def lane_of(request: Mapping[str, Any]) -> Lane:
+    """Return the lane that OpenAI's `service_tier` asks for."""
+    return "batch" if request.get("service_tier") == "flex" else "interactive"

@@ -1,6 +1,6 @@
 -- Queue one job and wake the workers, unless its id is known or the lane is full.
 -- KEYS  body, queue, job, wake channel, model
--- ARGV  id, body, life_ms, lane, tenant or '', deadline_s or ''
+-- ARGV  id, body, life_ms, lane, tenant or '', deadline_s or '', prompt_cache_key or ''
 -- Returns 1 and 'queued'; 0 and the known job's state; or -1, the lane's length, its limit, and the seconds until
 -- there will be room ('' where nothing has ended lately).
 local state = redis.call('HGET', KEYS[3], 'state')
@@ -28,6 +28,7 @@ redis.call('ZADD', KEYS[2], now_ms, ARGV[1])
 redis.call('HSET', KEYS[3], 'state', 'queued', 'lane', ARGV[4], 'queued_at', now_ms / 1000)
 if ARGV[5] ~= '' then redis.call('HSET', KEYS[3], 'tenant', ARGV[5]) end
 if ARGV[6] ~= '' then redis.call('HSET', KEYS[3], 'deadline', now_ms / 1000 + ARGV[6]) end
+if ARGV[7] ~= '' then redis.call('HSET', KEYS[3], 'prompt_cache_key', ARGV[7]) end
 redis.call('PEXPIRE', KEYS[3], ARGV[3])
 redis.call('PUBLISH', KEYS[4], '')
 return { 1, 'queued' }

@@ -35,7 +35,8 @@ TABLE = {
     "worker.timetable":    May(others="cronsim"),
     "worker.settings":     May("schemas worker.errors worker.timetable", "pydantic pydantic_settings"),
     "worker.metrics":      May("schemas worker.errors worker.schedule.sequence", "prometheus_client"),
-    "worker.request":      May("schemas worker.errors worker.schedule", "pydantic"),
+    "worker.functions":    May("schemas"),
+    "worker.request":      May("schemas worker.errors worker.functions worker.schedule", "pydantic"),
 
     "worker.schedule":     May(),
     "worker.text":         May("schemas worker.errors worker.schedule.sequence", "jinja2 llguidance pydantic"),

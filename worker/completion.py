@@ -5,10 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from schemas import ChatRequest
+from schemas.keys import Lane
 from worker.queue.job import Job
 from worker.served import Served
 from worker.text.calls import whole
 from worker.text.output import Said
+
+_ECHOED = {"tenant", "safety_identifier", "user", "prompt_cache_key", "metadata", "store"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ def completion(job: Job, request: ChatRequest, served: Served, answer: Answered)
         "created": int(answer.began_at),
         "model": served.settings.model_name,
         "system_fingerprint": served.fingerprint,
+        "service_tier": _service_tier(request.service_tier, job.claim.lane),
         "choices": [choice],
         "usage": {
             "prompt_tokens": job.usage.prompt_tokens,
@@ -49,6 +53,13 @@ def completion(job: Job, request: ChatRequest, served: Served, answer: Answered)
         },
         "sluice": _ours(job, request, served, answer),
     }
+
+
+def _service_tier(asked: str | None, lane: Lane) -> str:
+    """Return OpenAI's name for how the job was run: `flex` or `default`."""
+    if asked is None:
+        return "flex" if lane == "batch" else "default"
+    return "flex" if asked == "flex" else "default"
 
 
 def _message(said: Said, voided: Container[int]) -> dict[str, object]:
@@ -73,5 +84,5 @@ def _ours(job: Job, request: ChatRequest, served: Served, answer: Answered) -> d
         "rows_mean": answer.rows_mean,
         **({} if job.usage.kept_tokens is None else {"kept_tokens": job.usage.kept_tokens}),
         **({"specprefill": answer.specprefill} if answer.specprefill else {}),
-        **request.model_dump(include={"tenant", "user", "metadata", "store"}, exclude_none=True),
+        **request.model_dump(include=_ECHOED, exclude_none=True),
     }

@@ -66,6 +66,7 @@ class Chat:
             job.log.deserted = partial(job.interrupt, Cancelled("disconnected"))
         with _deadline(job, request.deadline_s):
             seed = seed_of(request, job.claim.job_id)
+            job.log.fields |= request.model_dump(include={"prompt_cache_key"}, exclude_none=True)
             prompt, pictures = await self._prompt(request)
             sequence = self._sequence(request, prompt, pictures, seed)
             self._guide = await served.language.guide(request, prompt)
@@ -95,7 +96,7 @@ class Chat:
 
     def _space(self, request: ChatRequest) -> str:
         """Whose prefixes and images it may find, and leaves its own to."""
-        return (request.tenant or request.user or "") if self._served.settings.prefix_cache_per_tenant else ""
+        return (request.billed_to or "") if self._served.settings.prefix_cache_per_tenant else ""
 
     def _begin(self, request: ChatRequest, prompt: Prompt, seed: int) -> tuple[int, ...]:
         """Say how this attempt begins. Returns the tokens that it goes on after."""

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from schemas import ChatRequest, explain
 from schemas.messages import AssistantMessage, Message
 from worker.errors import Refusal
+from worker.functions import with_tools
 from worker.schedule.sequence import Sampling
 
 
@@ -24,7 +25,7 @@ def read_request(body: Any, served: str, *, max_parts: int, drafted: bool = Fals
     if not drafted:
         _refuse_thinning(request)
     _refuse_too_many(sum(map(_parts, request.messages)), max_parts)
-    return request
+    return with_tools(request)
 
 
 def _refuse_thinning(request: ChatRequest) -> None:

@@ -26,7 +26,7 @@ def chat(
     temperature: Annotated[float | None, typer.Option(metavar="T", help="0 always takes the likeliest token.")] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Draw the same tokens again.")] = None,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text; repeatable.")] = None,
-    lane: LaneChoice = "interactive",
+    lane: LaneChoice = None,
     model: Model = None,
     redis_url: RedisUrl = REDIS_URL,
     as_json: AsJson = False,

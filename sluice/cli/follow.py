@@ -18,7 +18,7 @@ EXIT_CODES = {"finished": 0, "failed": 1, "cancelled": 3}
 
 
 async def ask(
-    url: str, model: str, lane: Lane, request: dict[str, Any], shown: AbstractContextManager[Show]
+    url: str, model: str, lane: Lane | None, request: dict[str, Any], shown: AbstractContextManager[Show]
 ) -> Event | None:
     """The final event; None when Ctrl-C asked for the end and nobody has heard it yet."""
     async with connected(url) as client:
@@ -33,7 +33,7 @@ def exit_code(ending: Event | None) -> int:
 
 
 async def submit_job(
-    client: Client, request: dict[str, Any], *, model: str, lane: Lane, job_id: str | None = None
+    client: Client, request: dict[str, Any], *, model: str, lane: Lane | None, job_id: str | None = None
 ) -> Submitted:
     try:
         job = await client.submit(request, model=model, lane=lane, id=job_id)

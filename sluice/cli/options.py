@@ -15,7 +15,14 @@ Model = Annotated[
         "--model", metavar="NAME", envvar="SLUICE_MODEL_NAME", help="The name a model is served by.  [default: default]"
     ),
 ]
-LaneChoice = Annotated[Lane, typer.Option("--lane", help="Offline work goes into `batch`, behind the interactive.")]
+LaneChoice = Annotated[
+    Lane | None,
+    typer.Option(
+        "--lane",
+        help="Offline work goes into `batch`, behind the interactive.  [default: interactive, or batch for a request "
+        "whose service_tier is flex]",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, one object a line; all else on stderr.")]
 
 REDIS_URL = "redis://localhost:6379/0"

@@ -31,7 +31,7 @@ def submit(
         typer.Option(metavar="ID", help="Of the job; submitted twice, it is queued once.  [default: a new one]"),
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Stay for the result, and print it as JSON.")] = False,
-    lane: LaneChoice = "interactive",
+    lane: LaneChoice = None,
     model: Model = None,
     redis_url: RedisUrl = REDIS_URL,
     as_json: AsJson = False,
@@ -69,7 +69,7 @@ def _named(request: dict[str, Any]) -> str | None:
 
 
 async def _submit(
-    url: str, request: dict[str, Any], model: str, lane: Lane, job_id: str | None, *, wait: bool, as_json: bool
+    url: str, request: dict[str, Any], model: str, lane: Lane | None, job_id: str | None, *, wait: bool, as_json: bool
 ) -> int:
     async with connected(url) as client:
         job = await submit_job(client, request, model=model, lane=lane, job_id=job_id)

@@ -17,7 +17,7 @@ except ImportError:
 _COMMANDS = "/image FILE, /system TEXT, /reset, /quit"
 
 
-def talk(url: str, model: str, lane: Lane, conversation: Conversation) -> None:
+def talk(url: str, model: str, lane: Lane | None, conversation: Conversation) -> None:
     asyncio.run(_greet(url, model))
     while (line := _read_line()) is not None:
         match line.split(maxsplit=1):
@@ -65,7 +65,7 @@ def _read_line() -> str | None:
         return None
 
 
-def _turn(url: str, model: str, lane: Lane, conversation: Conversation, message: str) -> None:
+def _turn(url: str, model: str, lane: Lane | None, conversation: Conversation, message: str) -> None:
     view = View()
     try:
         asyncio.run(ask(url, model, lane, conversation.request(message), view.shown()))

@@ -135,6 +135,37 @@ async def test_a_tool_call_is_announced_by_name_and_its_arguments_follow_in_frag
     assert [(event.name, event.arguments) for event in done] == [("get_weather", '{"city": "Oslo"}')]
 
 
+async def test_the_fields_that_openai_s_clients_send_are_taken(openai: AsyncOpenAI) -> None:
+    answer = await whole(
+        openai,
+        COUNT,
+        reasoning_effort="low",
+        verbosity="low",
+        prompt_cache_key="session-9",
+        safety_identifier="u-1",
+        service_tier="priority",
+        modalities=["text"],
+        store=False,
+        metadata={"chat": "7"},
+    )
+    assert message(answer)["content"] == "1 2 3 4 5 6 7 8 9 10 11 12"
+    assert answer.service_tier == "default"
+    ours = answer.to_dict()["sluice"]
+    assert (ours["safety_identifier"], ours["prompt_cache_key"]) == ("u-1", "session-9")
+    assert ours["lane"] == "interactive"
+
+
+async def test_a_flexible_request_runs_in_the_batch_lane(openai: AsyncOpenAI) -> None:
+    answer = await whole(openai, COUNT, service_tier="flex")
+    assert (answer.service_tier, answer.to_dict()["sluice"]["lane"]) == ("flex", "batch")
+
+
+async def test_a_function_of_the_older_form_is_called_as_a_tool(openai: AsyncOpenAI) -> None:
+    answer = await whole(openai, {"messages": CALL["messages"], "functions": [WEATHER]})
+    (call,) = answer.choices[0].message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Oslo"}')
+
+
 async def test_an_answer_with_a_tool_call_can_be_sent_back_with_its_result(openai: AsyncOpenAI) -> None:
     asked = message(await whole(openai, CALL))
     result = {"role": "tool", "tool_call_id": asked["tool_calls"][0]["id"], "content": "Rain."}

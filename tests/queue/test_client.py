@@ -65,6 +65,34 @@ async def test_the_user_is_the_tenant_where_none_is_given(db: Redis, client: Cli
     assert await field(db, job.id, "tenant") == "ada"
 
 
+async def test_the_safety_identifier_comes_before_the_user_as_tenant(db: Redis, client: Client) -> None:
+    job = await client.submit({"messages": HELLO, "safety_identifier": "u-1", "user": "ada"})
+    assert await db.hget(keys.job(job.id), "tenant") == b"u-1"
+
+
+async def test_the_cache_key_is_kept_with_the_job(db: Redis, client: Client) -> None:
+    job = await client.submit({"messages": HELLO, "prompt_cache_key": "session-9"})
+    assert await db.hget(keys.job(job.id), "prompt_cache_key") == b"session-9"
+
+
+@pytest.mark.parametrize(
+    ("fields", "given", "lane"),
+    [
+        ({"service_tier": "flex"}, None, "batch"),
+        ({"service_tier": "flex"}, "interactive", "interactive"),
+        ({"service_tier": "priority"}, None, "interactive"),
+        ({"service_tier": "priority"}, "batch", "batch"),
+        ({}, None, "interactive"),
+    ],
+)
+async def test_the_service_tier_chooses_the_lane_unless_one_is_given(
+    db: Redis, client: Client, fields: dict[str, Any], given: keys.Lane | None, lane: keys.Lane
+) -> None:
+    job = await client.submit({"messages": HELLO, **fields}, lane=given)
+    assert await db.zscore(keys.queue("default", lane), job.id) is not None
+    assert await db.hget(keys.job(job.id), "lane") == lane.encode()
+
+
 async def test_an_id_that_is_known_is_queued_once(db: Redis, client: Client) -> None:
     assert await client.submit({"messages": HELLO, "seed": 1}, id="a") == Submitted("a", new=True, state="queued")
     before = await db.get("arq:job:a")

@@ -73,17 +73,27 @@ FULL: dict[str, Any] = {
     "tools": [WEATHER, LOOK],
     "tool_choice": {"type": "function", "function": {"name": "look"}},
     "parallel_tool_calls": False,
+    "functions": None,
+    "function_call": None,
     "chat_template_kwargs": {"enable_thinking": False},
+    "reasoning_effort": "low",
+    "verbosity": "high",
     "specprefill": True,
     "specprefill_keep_pct": 0.3,
     "deadline_s": 30,
     "on_disconnect": "cancel",
     "tenant": "acme",
+    "safety_identifier": "u-17",
     "user": "ada",
+    "prompt_cache_key": "session-9",
+    "service_tier": "flex",
     "metadata": {"chat": 7, "tags": ["a", {"b": None}]},
     "store": True,
     "stream": True,
     "stream_options": {"include_usage": True, "include_obfuscation": False},
+    "modalities": ["text"],
+    "audio": None,
+    "web_search_options": None,
     "n": 1,
 }
 
@@ -121,10 +131,23 @@ ACCEPTED: dict[str, dict[str, Any]] = {
             | {"annotations": None, "audio": None, "function_call": None, "tool_calls": None}
         ]
     },
+    "an answer with no annotations": {"messages": [{"role": "assistant", "content": "Hi", "annotations": []}]},
+    "functions": chat(functions=[LOOK["function"]], function_call={"name": "look"}),
+    "functions with auto": chat(functions=[LOOK["function"]], function_call="auto"),
+    "a call and its result in the older form": {
+        "messages": [
+            *HELLO,
+            {"role": "assistant", "content": None, "function_call": {"name": "look", "arguments": "{}"}},
+            {"role": "function", "name": "look", "content": "Rain."},
+        ]
+    },
+    "a result of nothing in the older form": {"messages": [{"role": "function", "name": "look", "content": None}]},
+    "an effort in both places": chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "low"}),
+    **{f"the tier {tier}": chat(service_tier=tier) for tier in ("auto", "default", "scale", "priority", "fast")},
     "metadata of sixty-four levels": chat(metadata=json.loads('{"a":' * 64 + "1" + "}" * 64)),
 }
 
-ROLES = "'system', 'developer', 'user', 'assistant' or 'tool'"
+ROLES = "'system', 'developer', 'user', 'assistant', 'tool' or 'function'"
 # The whole sentence each of these gets.
 REFUSED: dict[str, tuple[Any, str]] = {
     "nothing": ({}, "messages is missing."),
@@ -313,6 +336,47 @@ REFUSED: dict[str, tuple[Any, str]] = {
         chat(tools=[LOOK], tool_choice={"type": "function", "function": {"name": "look", "nam": 1}}),
         "tool_choice.function.nam is not a field we know; did you mean name?",
     ),
+    "functions beside tools": (
+        chat(functions=[LOOK["function"]], tools=[LOOK]),
+        "functions is the older form of tools; send tools alone.",
+    ),
+    "a call of another function": (
+        chat(functions=[WEATHER["function"]], function_call={"name": "look"}),
+        "function_call names a function that is not among the functions.",
+    ),
+    "a choice in both forms": (
+        chat(functions=[LOOK["function"]], function_call={"name": "look"}, tool_choice="auto"),
+        "function_call is the older form of tool_choice; send tool_choice alone.",
+    ),
+    "a call that must be": (
+        chat(functions=[LOOK["function"]], function_call="required"),
+        "function_call: 'required' is not supported; use 'none' or 'auto'.",
+    ),
+    "a result without a name": (
+        {"messages": [{"role": "function", "content": "x"}]},
+        "messages[0].name is missing.",
+    ),
+    "an answer with annotations": (
+        {"messages": [{"role": "assistant", "content": "x", "annotations": [{}]}]},
+        "messages[0].annotations has 1 entries; at most 0 are taken.",
+    ),
+    "an unknown effort": (
+        chat(reasoning_effort="hgih"),
+        "reasoning_effort: 'hgih' is not supported; use 'none', 'minimal', 'low', 'medium', 'high', 'xhigh' or 'max'.",
+    ),
+    "two efforts": (
+        chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}),
+        "reasoning_effort and chat_template_kwargs.reasoning_effort differ; send one of them.",
+    ),
+    "an unknown tier": (
+        chat(service_tier="gold"),
+        "service_tier: 'gold' is not supported; use 'auto', 'default', 'flex', 'scale', 'priority' or 'fast'.",
+    ),
+    "speech": (chat(modalities=["text", "audio"]), "modalities[1]: 'audio' is not supported; use 'text'."),
+    "speech alone": (chat(modalities=["audio"]), "modalities[0]: 'audio' is not supported; use 'text'."),
+    "a voice": (chat(audio={"voice": "alloy", "format": "wav"}), "audio is not supported; leave it out."),
+    "a search": (chat(web_search_options={}), "web_search_options is not supported; leave it out."),
+    "a key without a name": (chat(prompt_cache_key=""), "prompt_cache_key must not be empty."),
     "the template's own": (
         chat(chat_template_kwargs={"enable_thinking": True, "tools": [], "return_dict": True}),
         "chat_template_kwargs cannot set return_dict, tools; the worker does.",

@@ -63,9 +63,17 @@ def test_either_limit_is_the_limit(fields: dict[str, Any], limit: int | None) ->
 
 @pytest.mark.parametrize(
     ("fields", "billed_to"),
-    [({}, None), ({"user": "ada"}, "ada"), ({"tenant": "acme"}, "acme"), ({"tenant": "acme", "user": "ada"}, "acme")],
+    [
+        ({}, None),
+        ({"user": "ada"}, "ada"),
+        ({"tenant": "acme"}, "acme"),
+        ({"tenant": "acme", "safety_identifier": "u-1", "user": "ada"}, "acme"),
+        ({"safety_identifier": "u-1", "user": "ada"}, "u-1"),
+    ],
 )
-def test_the_user_is_the_tenant_if_none_is_given(fields: dict[str, Any], billed_to: str | None) -> None:
+def test_the_safety_identifier_or_the_user_is_the_tenant_if_none_is_given(
+    fields: dict[str, Any], billed_to: str | None
+) -> None:
     assert ChatRequest.model_validate(chat(**fields)).billed_to == billed_to
 
 

@@ -19,7 +19,7 @@ from worker.request import read_request
 
 def test_the_page_s_request_table_has_exactly_the_fields_of_the_request() -> None:
     listed = [name for cells in page.rows("The request") for name in page.names(cells[0])]
-    roles = ["system", "developer", "user", "assistant", "tool"]
+    roles = ["system", "developer", "user", "assistant", "tool", "function"]
     assert sorted(listed) == sorted([*ChatRequest.model_fields, *roles])
 
 

@@ -17,6 +17,7 @@ from worker.text.adapt import RAISED, TAKES_NO_TOOLS, Adapt, Adapter, NotTaken, 
 from worker.text.adaptations import LADDERS, SYSTEM_FIRST, SYSTEM_IN_USER
 from worker.text.boundaries import Boundaries, Rendered
 from worker.text.normalize import normalize
+from worker.text.template_variables import template_variables
 from worker.text.thinnable import Thinnable
 from worker.text.tokenizer import Conversation, Tokenizer
 
@@ -61,7 +62,9 @@ class Prompts:
         Raises `Refusal` with the template's own words."""
         conversation = normalize(request.messages)
         tools = [tool.model_dump(exclude_none=True) for tool in request.offered_tools]
-        variables = request.chat_template_kwargs or {}
+        variables, unread = template_variables(request, self._tokenizer.template)
+        for name in unread:
+            self._log_once(f"has no {name}: requests that set it are answered without")
         prompt = partial(self._prompt, conversation, images, tools, variables)
         length = _characters([conversation, tools, variables, *images]) + _MESSAGE_CHARACTERS * len(conversation)
         if length < _LONG_CHARACTERS:
