@@ -82,21 +82,24 @@ class WorkerProcess:
         model: Path | str = TINY_CHAT,
         name: str = "",
         module: str = "worker",
+        root: Path = ROOT,
         more_env: Mapping[str, str] | None = None,
         **settings: object,
     ) -> None:
-        self._module = module
+        """`root`: the checkout whose code runs, with this one's packages."""
+        self._module, self._root = module, root
         self.name, self._url = name or f"worker-{free_port()}", redis_url
         given = {"redis_url": redis_url, "model": model, "worker_name": self.name, **settings}
         ours = {f"SLUICE_{key.upper()}": str(value) for key, value in given.items()}
         others = {key: value for key, value in os.environ.items() if not key.startswith("SLUICE_")}
-        self._env = {**others, **ours, "PYTHONPATH": str(ROOT), **(more_env or {})}
+        self._env = {**others, **ours, "PYTHONPATH": str(root), **(more_env or {})}
         self.log_file = Path(tempfile.gettempdir()) / f"sluice-{self.name}.log"
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, *, wait: bool = True) -> Self:
         with self.log_file.open("ab") as log:
-            self.process = _spawn([sys.executable, "-m", self._module], env=self._env, stdout=log)
+            command = [sys.executable, "-m", self._module]
+            self.process = _spawn(command, env=self._env, stdout=log, cwd=self._root)
         if wait:
             self.wait_ready()
         return self
@@ -136,10 +139,10 @@ def free_port() -> int:
 
 
 def _spawn(
-    command: list[str], *, stdout: int | IO[bytes], env: dict[str, str] | None = None
+    command: list[str], *, stdout: int | IO[bytes], env: dict[str, str] | None = None, cwd: Path = ROOT
 ) -> subprocess.Popen[bytes]:
     """In a session of its own: Ctrl-C reaches us alone, and we end what we started in order."""
-    return subprocess.Popen(command, stdout=stdout, stderr=subprocess.STDOUT, env=env, start_new_session=True, cwd=ROOT)
+    return subprocess.Popen(command, stdout=stdout, stderr=subprocess.STDOUT, env=env, start_new_session=True, cwd=cwd)
 
 
 def _end(process: subprocess.Popen[bytes] | None) -> None:

@@ -15,15 +15,19 @@ from mlx_lm.models import qwen3, qwen3_5
 from scripts.stack import TINY_CHAT
 
 
-def random_checkpoint(folder: Path, *, hidden: int = 1024, layers: int = 12, silent: Sequence[int] = ()) -> Path:
+def random_checkpoint(
+    folder: Path, *, hidden: int = 1024, layers: int = 12, kv_heads: int | None = None, silent: Sequence[int] = ()
+) -> Path:
     """A dense qwen3 in fp32; the defaults take some 30 to 60 ms a step of eight rows on two cores. `silent`: tokens
     that it never says of its own will."""
     config = {**_dense(hidden, layers), "model_type": "qwen3", "eos_token_id": 2}
+    if kv_heads:
+        config["num_key_value_heads"] = kv_heads
     return _written(folder, config, qwen3.Model, qwen3.ModelArgs, silent)
 
 
-def hybrid_checkpoint(folder: Path, *, hidden: int = 512, layers: int = 8) -> Path:
-    """A qwen3_5 in fp32: three layers of GatedDeltaNet, then one of attention."""
+def hybrid_checkpoint(folder: Path, *, hidden: int = 512, layers: int = 8, silent: Sequence[int] = ()) -> Path:
+    """A qwen3_5 in fp32: three layers of GatedDeltaNet, then one of attention. `silent`: as above."""
     text = {
         **_dense(hidden, layers), "model_type": "qwen3_5_text", "full_attention_interval": 4,
         "linear_num_value_heads": hidden // 64, "linear_num_key_heads": hidden // 128,
@@ -33,7 +37,7 @@ def hybrid_checkpoint(folder: Path, *, hidden: int = 512, layers: int = 8) -> Pa
         },
     }  # fmt: skip
     config = {"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": False, "eos_token_id": 2}
-    return _written(folder, config, qwen3_5.Model, qwen3_5.ModelArgs)
+    return _written(folder, config, qwen3_5.Model, qwen3_5.ModelArgs, silent)
 
 
 def tiny_chat_in_fp32(folder: Path) -> Path:
@@ -56,7 +60,8 @@ def _written(
     mx.random.seed(0)
     weights = dict(tree_flatten(model(args.from_dict(config)).parameters()))
     if silent:
-        weights["lm_head.weight"][mx.array([*silent])] = 0  # and others are above 0
+        [head] = (weight for name, weight in weights.items() if name.endswith("lm_head.weight"))
+        head[mx.array([*silent])] = 0  # and others are above 0
     return _saved(folder, weights, json.dumps(config))
 
 

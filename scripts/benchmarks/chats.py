@@ -1,0 +1,149 @@
+"""Chats that are sent all at once, to a worker through the queue or to an OpenAI server, and what their clients saw."""
+
+import asyncio
+import http.client
+import json
+import statistics
+import string
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Any
+
+from scripts.tiny_chat.data import ITEMS, PLACES
+from sluice import Client, Delta, Finished
+
+WORDS = 5, 60  # of a prompt, the fewest and the most
+_VOCABULARY = " ".join([*ITEMS, *PLACES]).split()
+_RETRY_S = 0.01
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one client saw; seconds count from the moment at which all chats were sent."""
+
+    tokens: int
+    arrivals: tuple[float, ...]  # of the pieces in which the tokens came
+
+    @property
+    def longest_gap_s(self) -> float:
+        return max((b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One burst in numbers."""
+
+    tokens_per_s: float
+    first_median_s: float
+    first_last_s: float
+    longest_gap_s: float
+
+    @classmethod
+    def of(cls, answers: Sequence[Answer]) -> "Figures":
+        firsts = [answer.arrivals[0] for answer in answers]
+        return cls(
+            sum(answer.tokens for answer in answers) / max(answer.arrivals[-1] for answer in answers),
+            statistics.median(firsts),
+            max(firsts),
+            max(answer.longest_gap_s for answer in answers),
+        )
+
+    @classmethod
+    def median(cls, rounds: Sequence["Figures"]) -> "Figures":
+        return cls(
+            statistics.median(each.tokens_per_s for each in rounds),
+            statistics.median(each.first_median_s for each in rounds),
+            statistics.median(each.first_last_s for each in rounds),
+            statistics.median(each.longest_gap_s for each in rounds),
+        )
+
+
+class Prompts:
+    """Texts of 5 to 60 words. Each begins with a made-up word that no other has: nothing of it is in a prefix cache."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._dice, self._used = Random(seed), set[str]()
+
+    def draw(self, number: int) -> list[str]:
+        return [" ".join([self._new_word(), *self._others()]) for _ in range(number)]
+
+    def _others(self) -> list[str]:
+        return self._dice.choices(_VOCABULARY, k=self._dice.randint(*WORDS) - 1)
+
+    def _new_word(self) -> str:
+        while (word := "".join(self._dice.choices(string.ascii_lowercase, k=7))) in self._used:
+            pass
+        self._used.add(word)
+        return word
+
+
+def body_of(text: str, tokens: int) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": tokens, "temperature": 0}
+
+
+# Through the queue
+
+
+async def through_queue(url: str, model: str, texts: Sequence[str], tokens: int) -> list[Answer]:
+    """One client, and so one connection that hears all channels."""
+    async with Client(url) as client:
+        began = time.perf_counter()
+        return await asyncio.gather(*(_queued(client, model, body_of(text, tokens), began) for text in texts))
+
+
+async def _queued(client: Client, model: str, body: dict[str, Any], began: float) -> Answer:
+    job, arrivals, tokens = await client.submit(body, model=model), list[float](), 0
+    async for event in client.stream(job.id):
+        if isinstance(event, Delta):
+            arrivals.append(time.perf_counter() - began)
+            tokens += len(event.token_ids)
+        if isinstance(event, Finished):
+            return Answer(tokens, tuple(arrivals))
+    raise RuntimeError(f"job {job.id} did not finish")
+
+
+# Through HTTP
+
+
+def through_http(port: int, texts: Sequence[str], tokens: int) -> list[Answer]:
+    """A thread for each chat: fewer would queue them in the client."""
+    with ThreadPoolExecutor(max_workers=max(len(texts), 256)) as pool:
+        began = time.perf_counter()
+        return list(pool.map(partial(_posted, port, began), [body_of(text, tokens) for text in texts]))
+
+
+def _posted(port: int, began: float, body: dict[str, Any]) -> Answer:
+    request = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}})
+    while True:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT_S)
+        try:
+            connection.request("POST", "/v1/chat/completions", request, {"Content-Type": "application/json"})
+            return _read(connection.getresponse(), began)
+        except (ConnectionError, http.client.BadStatusLine):
+            # A short listen backlog refuses or resets some of many connections that come at once.
+            time.sleep(_RETRY_S)
+        finally:
+            connection.close()
+
+
+def _read(response: http.client.HTTPResponse, began: float) -> Answer:
+    if response.status != 200:
+        raise RuntimeError(f"the server answered {response.status}: {response.read().decode(errors='replace')}")
+    arrivals, tokens = list[float](), 0
+    for event in _events(response):
+        if any(choice["delta"].get("content") or choice["delta"].get("reasoning") for choice in event["choices"]):
+            arrivals.append(time.perf_counter() - began)
+        tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+    return Answer(tokens, tuple(arrivals))
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    for line in response:
+        data = line.removeprefix(b"data: ").strip()
+        if line.startswith(b"data: ") and data != b"[DONE]":
+            yield json.loads(data)
