@@ -17,6 +17,7 @@ from sluice.batch.board import Board
 from sluice.batch.names import new_run
 from sluice.batch.place import WINDOW, Place, Wish
 from sluice.batch.status import Batch
+from sluice.connection import connect
 from sluice.errors import JobCancelled, JobFailed, UnknownJob
 from sluice.hub import Hub
 from sluice.letters import DeadLetter
@@ -38,10 +39,13 @@ class Client:
     """
 
     def __init__(self, url: str = "redis://localhost:6379/0", *, redis: Redis | None = None) -> None:
-        """`redis`: a client of yours to use instead; it must not decode responses, and you close it."""
+        """`redis`: a client of yours to use instead; it must not decode responses, and you close it.
+
+        Raises ValueError if the URL cannot be read; its password is not in the sentence.
+        """
         self._owned = redis is None
-        self._redis: Redis = redis or Redis.from_url(url, socket_connect_timeout=5)
-        if self._redis.get_encoder().decode_responses:
+        self._redis: Redis = redis or connect(url)
+        if self._redis.get_encoder().decode_responses:  # type: ignore[no-untyped-call]
             raise ValueError("a client with decode_responses=True cannot be used: give one without, or just the url")
         self._hub = Hub(self._redis)
         self._submission, self._board = Submission(self._redis), Board(self._redis)

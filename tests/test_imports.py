@@ -32,8 +32,9 @@ TABLE = {
     "worker":              May(),
     "worker.errors":       May(),
     "worker.pulse":        May(),
+    "worker.redis_url":    May(),
     "worker.timetable":    May(others="cronsim"),
-    "worker.settings":     May("schemas worker.errors worker.timetable", "pydantic pydantic_settings"),
+    "worker.settings":     May("schemas worker.errors worker.redis_url worker.timetable", "pydantic pydantic_settings"),
     "worker.metrics":      May("schemas worker.errors worker.schedule.sequence", "prometheus_client"),
     "worker.functions":    May("schemas"),
     "worker.request":      May("schemas worker.errors worker.functions worker.schedule", "pydantic"),
@@ -63,7 +64,7 @@ TABLE = {
 
     # The one place where engine and queue meet.
     "worker.app":          May("worker.batches worker.engine worker.errors worker.jobs worker.metrics worker.queue "
-                               "worker.served worker.settings worker.sights worker.text", "arq redis"),
+                               "worker.redis_url worker.served worker.settings worker.sights worker.text", "arq redis"),
     "worker.__main__":     May("worker.app worker.errors worker.settings"),
 }  # fmt: skip
 

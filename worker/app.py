@@ -9,7 +9,8 @@ from functools import partial
 
 from arq.connections import ArqRedis
 from arq.worker import func
-from redis.asyncio import BlockingConnectionPool
+from redis.asyncio import BlockingConnectionPool, ConnectionPool
+from redis.exceptions import RedisError
 
 from worker.batches import Batches
 from worker.engine.device import memory_for_model
@@ -22,6 +23,7 @@ from worker.jobs import chat
 from worker.metrics import Metrics
 from worker.queue.scripts import dumps, loads
 from worker.queue.worker import QueueWorker
+from worker.redis_url import BAD_OPTION, UNREADABLE, public
 from worker.served import Served
 from worker.settings import Settings
 from worker.sights import Sights
@@ -123,10 +125,17 @@ def _open(settings: Settings) -> Model:
 
 
 def connect(settings: Settings) -> ArqRedis:
-    """Job ids may be any bytes; they must come back as they were."""
+    """Job ids may be any bytes; they must come back as they were. Raises `CannotStart`."""
+    pool = _pool(settings)
+    if not _options_fit(pool):
+        raise _bad_url(settings, BAD_OPTION)
+    return ArqRedis(pool_or_conn=pool, job_serializer=dumps, job_deserializer=loads)
+
+
+def _pool(settings: Settings) -> BlockingConnectionPool:
     tcp = {} if settings.redis_url.startswith("unix:") else {"socket_keepalive": True}
     try:
-        pool = BlockingConnectionPool.from_url(
+        return BlockingConnectionPool.from_url(
             settings.redis_url,
             max_connections=32,
             timeout=None,
@@ -135,9 +144,23 @@ def connect(settings: Settings) -> ArqRedis:
             encoding_errors="surrogateescape",
             **tcp,
         )
-    except ValueError as error:
-        raise CannotStart(f"SLUICE_REDIS_URL={settings.redis_url}: {error}") from None
-    return ArqRedis(pool_or_conn=pool, job_serializer=dumps, job_deserializer=loads)
+    except ValueError:
+        raise _bad_url(settings, UNREADABLE) from None
+
+
+def _options_fit(pool: ConnectionPool) -> bool:
+    """Whether redis-py can make a connection of what the URL asks for; by itself it tries with the first command."""
+    try:
+        pool.connection_class(**pool.connection_kwargs)
+        encoder = pool.get_encoder()  # type: ignore[no-untyped-call]
+        encoder.encode("")
+    except (RedisError, ValueError, TypeError, LookupError, AttributeError, NameError):
+        return False
+    return not encoder.decode_responses
+
+
+def _bad_url(settings: Settings, why: str) -> CannotStart:
+    return CannotStart(f"SLUICE_REDIS_URL={public(settings.redis_url)}: {why}")
 
 
 def _die() -> None:

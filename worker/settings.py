@@ -11,6 +11,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from schemas.keys import MODEL_NAME, is_model_name
 from worker.errors import CannotStart
+from worker.redis_url import problem, public
 from worker.timetable import Crontab, Hours
 
 PREFIX = "SLUICE_"
@@ -26,7 +27,7 @@ class Settings(BaseSettings):
         env_prefix=PREFIX, env_file=".env", extra="ignore", frozen=True, allow_inf_nan=False
     )
 
-    redis_url: str = Field("redis://localhost:6379/0", description="redis://, rediss:// or unix://")
+    redis_url: str = Field("redis://localhost:6379/0", repr=False, description="redis://, rediss:// or unix://")
     model: str = Field(description="A folder that mlx_lm.load opens, or a hub id.")
     model_name: str = Field("default", pattern=f"^{MODEL_NAME}$", description="The name that jobs ask for.")
     worker_name: str = Field(
@@ -100,6 +101,13 @@ class Settings(BaseSettings):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Of the worker's log.")
     log_ttl_s: int = Field(600, ge=1, description="Seconds that a job's events outlive it.")
     result_ttl_s: int = Field(3600, ge=1, description="Seconds that its result and state do.")
+
+    @field_validator("redis_url")
+    @classmethod
+    def _can_be_read(cls, url: str) -> str:
+        if said := problem(url):
+            raise ValueError(said)
+        return url
 
     @field_validator("reserved_rows")
     @classmethod
@@ -184,4 +192,5 @@ def _in_terms_of_variables(error: ValidationError) -> str:
 def _sentence(field: str, kind: str, said: str, value: object) -> str:
     if kind == "missing":
         return f"{variable(field)} is not set: {Settings.model_fields[field].description}"
-    return f"{variable(field)}={value}: {said}"
+    shown = public(str(value)) if field == "redis_url" else value
+    return f"{variable(field)}={shown}: {said}"

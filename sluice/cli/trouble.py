@@ -1,7 +1,6 @@
 """What a person can put right, said in a sentence with a way out."""
 
 import math
-import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,6 +9,7 @@ from redis.exceptions import AuthenticationError, ConnectionError, RedisError, T
 from sluice import wire
 from sluice.client import Client
 from sluice.errors import QueueFull, UnknownJob
+from sluice.redis_url import UNREADABLE, public
 
 _EXIT_QUEUE_FULL = 4
 
@@ -32,7 +32,7 @@ async def connected(url: str) -> AsyncIterator[Client]:
         except RedisError as error:
             raise Trouble(_explain(error, url)) from None
         except UnknownJob as error:
-            way_out = f"Check the id, and that {_public(url)} is the server it was submitted to."
+            way_out = f"Check the id, and that {public(url)} is the server it was submitted to."
             raise Trouble(f"{error}. {way_out}") from None
         except QueueFull as full:
             raise Trouble(_explain_full(full), exit_code=_EXIT_QUEUE_FULL) from None
@@ -49,18 +49,14 @@ def _client(url: str) -> Client:
     try:
         return Client(url)
     except ValueError as error:
-        raise Trouble(_bad(url, error)) from None
+        raise Trouble(f"{error}.") from None
 
 
 async def _reach(client: Client, url: str) -> None:
     try:
         await client.ping()
-    except (ValueError, TypeError) as error:  # redis-py reads a URL's options when it first connects
-        raise Trouble(_bad(url, error)) from None
-
-
-def _bad(url: str, error: Exception) -> str:
-    return f"{_public(url)!r} is not the URL of a server: {error}. One looks like redis://localhost:6379/0."
+    except (ValueError, TypeError):  # of a host's name, or of an option that is read at the first connection
+        raise Trouble(f"{public(url)!r} is not the URL of a server: {UNREADABLE}.") from None
 
 
 def _explain(error: RedisError, url: str) -> str:
@@ -68,19 +64,14 @@ def _explain(error: RedisError, url: str) -> str:
     match error:
         case AuthenticationError():
             way_out = "Put the password into the URL: redis://:PASSWORD@HOST:PORT/0."
-            return f"the server at {_public(url)} wants other credentials: {said} {way_out}"
+            return f"the server at {public(url)} wants other credentials: {said} {way_out}"
         case ConnectionError() | TimeoutError():
             start = "`docker compose up -d redis` or `redis-server --maxmemory-policy noeviction`"
             way_out = f"Start one with {start}, or name another with --redis-url."
-            return f"no server answers at {_public(url)}: {said} {way_out}"
-    return f"the server at {_public(url)} refused: {said} Is it a Redis or Valkey that we may write to?"
+            return f"no server answers at {public(url)}: {said} {way_out}"
+    return f"the server at {public(url)} refused: {said} Is it a Redis or Valkey that we may write to?"
 
 
 def _explain_full(full: QueueFull) -> str:
     lengths = f"length {full.length:,}, limit {full.limit:,}"
     return f"the queue is full ({lengths}), and nothing was queued. Try again in {math.ceil(full.retry_after_s):,} s."
-
-
-def _public(url: str) -> str:
-    """Without its password: sentences end up in logs and in bug reports."""
-    return re.sub(r"//[^@/]*@", "//***@", url)

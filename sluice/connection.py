@@ -1,0 +1,34 @@
+"""A Redis client of a URL, or a sentence on what is wrong with it in which no part of a password is quoted."""
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from sluice.redis_url import BAD_OPTION, UNREADABLE, problem, public
+
+
+def connect(url: str) -> Redis:
+    """Connects with the first command. Raises ValueError."""
+    if why := problem(url):
+        raise _bad(url, why)
+    try:
+        redis: Redis = Redis.from_url(url, socket_connect_timeout=5)
+    except ValueError:
+        raise _bad(url, UNREADABLE) from None
+    if not _options_fit(redis):
+        raise _bad(url, BAD_OPTION)
+    return redis
+
+
+def _options_fit(redis: Redis) -> bool:
+    """Whether redis-py can make a connection of what the URL asks for; by itself it tries with the first command."""
+    pool = redis.connection_pool
+    try:
+        pool.connection_class(**pool.connection_kwargs)
+        redis.get_encoder().encode("")  # type: ignore[no-untyped-call]
+    except (RedisError, ValueError, TypeError, LookupError, AttributeError, NameError):
+        return False
+    return True
+
+
+def _bad(url: str, why: str) -> ValueError:
+    return ValueError(f"{public(url)!r} is not the URL of a server: {why}. One looks like redis://localhost:6379/0")

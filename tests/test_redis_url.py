@@ -1,0 +1,195 @@
+"""A URL's password appears nowhere: not in a sentence, not in a log, not on a terminal, however odd the URL is."""
+
+import logging
+import sys
+import traceback
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scripts.stack import ROOT, free_port
+from sluice import Client
+from sluice.cli.app import run
+from sluice.redis_url import problem, public
+from tests.fakes import FakeChat
+from tests.queue.helpers import settings, until, working
+from worker.app import connect
+from worker.errors import CannotStart
+from worker.settings import Settings, read_settings, variable
+
+# Every word of four letters or digits that is a part of a password. No other part of these URLs or sentences has one.
+SECRETS = ("kumquat", "zebra", "48151", "62342")
+UNREADABLE = [
+    "redis://:kumquat@localhost:abc/0",
+    "redis://:kumquat@localhost:zebra/0",
+    "redis://:kumquat@localhost:99999/0",
+    "redis://:kumquat@localhost:-1/0",
+    "redis://:kumquat@localhost:6379:6379/0",
+    "redis://:kumquat/zebra@localhost:6379/0",
+    "redis://:48151/62342@localhost:6379/0",
+    "redis://:kumquat#zebra@localhost:6379/0",
+    "redis://:48151#62342@localhost:6379/0",
+    "redis://:kumquat?zebra@localhost:6379/0",
+    "redis://:48151?62342@localhost:6379/0",
+    "redis://:48151?zebra=kumquat@localhost:6379/0",
+    "redis://:kumquat[zebra@localhost:6379/0",
+    "redis://:[kumquat]@localhost:6379/0",
+    "redis://:kum\u2100kumquat@localhost:6379/0",
+    "redis://:kumquat\nzebra@localhost:6379/0",
+    "redis://:kumquat@localhost:6379/0?zebra=1",
+    "redis://:kumquat@localhost:6379/0?zebra",
+    "redis://:kumquat@localhost:6379/0?db=zebra",
+    "redis://:kumquat@localhost:6379/0?socket_timeout=zebra",
+    "redis://:kumquat@localhost:6379/0?protocol=zebra",
+    "redis://:kumquat@localhost:6379/0?protocol=9",
+    "redis://:kumquat@localhost:6379/0?retry=zebra",
+    "redis://:kumquat@localhost:6379/0?encoding=zebra",
+    "redis://:kumquat@localhost:6379/0?decode_responses=true",
+    "redis://:kumquat@localhost:6379/zebra",
+    "redis://localhost:6379/0?password=kumquat&db=zebra",
+    "redis://localhost:6379/0?password=kum@kumquat&zebra=1",
+    "rediss://:kumquat@localhost:6379/0?ssl_cert_reqs=zebra",
+    "unix://:kumquat@/tmp/none.sock?zebra=1",
+    "redis://user:zebra",
+    "http://:kumquat@localhost:6379/0",
+    "redis:/:kumquat@localhost:6379/0",
+    ":kumquat@localhost:6379",
+    "REDIS://:kumquat@localhost",
+]
+NOT_THERE = [
+    "redis://:kumquat@localhost:{port}/0",
+    "redis://zebra:kumquat@localhost:{port}/0",
+    "redis://:kumquat@zebra@localhost:{port}/0",
+    "redis://:kumquat:zebra@localhost:{port}/0",
+    "redis://:kumquat%2Fzebra@localhost:{port}/0",
+    "redis://:kumquat zebra@localhost:{port}/0",
+    "redis://localhost:{port}/0?password=kumquat",
+    "redis://localhost:{port}/0?username=zebra&password=kumquat%26zebra",
+    "redis://localhost:{port}/0?password=48151@62342",
+    "unix://:kumquat@/tmp/sluice-none-{port}.sock",
+    "unix:///tmp/sluice-none-{port}.sock?password=kumquat",
+]
+
+
+def refuse_secrets(text: str) -> None:
+    assert not [secret for secret in SECRETS if secret in text], text
+
+
+@pytest.fixture(autouse=True)
+def _nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in map(variable, Settings.model_fields):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(params=[*UNREADABLE, *NOT_THERE])
+def url(request: pytest.FixtureRequest) -> str:
+    return str(request.param).format(port=free_port())
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["sluice", *args])
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_both_sides_have_the_same_text() -> None:
+    assert (ROOT / "worker/redis_url.py").read_text() == (ROOT / "sluice/redis_url.py").read_text()
+
+
+@pytest.mark.parametrize("args", [["workers"], ["batch", "feed", "runs"], ["batch", "run", "in", "-o", "out"]])
+def test_a_command_tells_no_password(
+    url: str, args: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLUICE_REDIS_URL", url)
+    code = command(monkeypatch, *args)
+    out, err = capfd.readouterr()
+    refuse_secrets(out + err)
+    assert (code, len(err.splitlines())) == (2, 1), err
+
+
+@pytest.mark.parametrize("bad", UNREADABLE)
+@pytest.mark.parametrize("args", [["worker"], ["check", "some/model"], ["batch", "schedule"]])
+def test_a_command_of_the_worker_tells_no_password(
+    bad: str, args: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLUICE_REDIS_URL", bad)
+    monkeypatch.setenv("SLUICE_MODEL", "./no/such/folder")
+    monkeypatch.setenv("SLUICE_MAX_ROWS", "none")
+    code = command(monkeypatch, *args)
+    refuse_secrets("".join(capfd.readouterr()))
+    assert code == 2
+
+
+def started(url: str) -> str:
+    """What keeps a worker with this URL from its start; empty if it would begin to wait for its server."""
+    try:
+        connect(read_settings(model="none", redis_url=url))
+    except CannotStart as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("bad", UNREADABLE)
+def test_a_worker_with_a_url_that_cannot_be_read_is_told_so(bad: str) -> None:
+    refuse_secrets(started(bad))
+    assert started(bad).startswith("SLUICE_REDIS_URL=")
+
+
+@pytest.mark.parametrize("bad", UNREADABLE)
+async def test_a_client_with_a_url_that_cannot_be_read_is_refused(bad: str) -> None:
+    with pytest.raises(ValueError, match=r".") as raised:
+        Client(bad)
+    refuse_secrets("".join(traceback.format_exception(raised.value, limit=0)))
+
+
+@pytest.mark.parametrize("away", NOT_THERE)
+async def test_a_worker_that_waits_for_its_server_logs_no_password(away: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    given = settings(away.format(port=free_port()))
+    async with working(given, FakeChat().chat):
+        await until(lambda: "waiting for redis" in caplog.text)
+    refuse_secrets(caplog.text + repr(given))
+
+
+LOCAL = "localhost:6379/0"
+CHARACTERS = st.text(st.sampled_from("/?#@[]:%&=\\ +\u2100\n\"'") | st.characters(codec="utf-8"), max_size=6)
+
+
+@given(st.lists(CHARACTERS, min_size=2, max_size=3), st.sampled_from(SECRETS), st.sampled_from(SECRETS))
+def test_whatever_stands_in_a_password_none_of_it_is_shown(odd: list[str], first: str, second: str) -> None:
+    password = "".join((odd[0], first, odd[1], second, *odd[2:]))
+    for url in (
+        f"redis://:{password}@{LOCAL}",
+        f"redis://user:{password}@{LOCAL}",
+        f"redis://{LOCAL}?password={password}",
+    ):
+        refuse_secrets(public(url))
+        refuse_secrets(problem(url) or "")
+
+
+@given(st.lists(CHARACTERS, min_size=2, max_size=3))
+def test_a_url_without_a_problem_leads_to_its_server_and_nowhere_else(odd: list[str]) -> None:
+    """Else the server's name in an error would be a part of the password."""
+    url = f"redis://:{'kumquat'.join(odd)}@{LOCAL}"
+    if problem(url) is None:
+        try:
+            parts = urlsplit(url)
+        except ValueError:
+            return  # it may quote the password, and what it says is told to nobody
+        assert (parts.hostname, parts.port, parts.path) == ("localhost", 6379, "/0")
+
+
+def test_what_is_no_secret_is_shown() -> None:
+    assert public("redis://localhost:6379/0") == "redis://localhost:6379/0"
+    assert public("redis://user:kumquat@[::1]:6379/12") == "redis://***@[::1]:6379/12"
+    assert public("unix://:kumquat@/run/redis.sock?db=1") == "unix://***@/run/redis.sock"
+    assert public("redis://:kumquat@localhost:zebra/0") == "redis://***@localhost:***/0"
+    assert [
+        problem(url) for url in ("redis://", "redis://h/", "rediss://u:p@h:1/2/", "unix:///a@b", "redis://h?db=1")
+    ] == [None] * 5

@@ -1,0 +1,71 @@
+"""URLs of Redis servers: what is wrong with one, and how to show one without its password.
+
+`sluice/redis_url.py` and `worker/redis_url.py` are the same text, held equal by a test: a backend installs no worker.
+"""
+
+import re
+from urllib.parse import parse_qsl
+
+_SCHEMES = ("redis", "rediss", "unix")
+_HOST = r"(?P<host>[^\s/?#@:\[\]]*|\[[0-9A-Fa-f:.]+\])"
+_PLACE = re.compile(_HOST + r"(?::(?P<port>\d*))?")
+_MOST_PORT = 65_535
+
+UNREADABLE = "it cannot be read: in a password / is written as %2F, ? as %3F, # as %23, @ as %40, [ as %5B"
+BAD_OPTION = "an option after the ? is unknown to redis-py, or has a bad value"
+
+
+def problem(url: str) -> str | None:
+    """Say what is wrong with the URL, quoting nothing of it; None if redis-py can try it.
+
+    redis-py and urllib quote what they cannot read, and that may be a part of a password.
+    """
+    scheme, found, rest = url.partition("://")
+    if not found or scheme not in _SCHEMES:
+        return "it must begin with redis://, rediss:// or unix://"
+    rest, _, query = rest.partition("?")
+    if scheme != "unix" and (wrong := _wrong_server(rest)):
+        return wrong
+    try:
+        parse_qsl(query, strict_parsing=bool(query), keep_blank_values=True)
+    except ValueError:
+        return UNREADABLE
+    return None
+
+
+def _wrong_server(rest: str) -> str | None:
+    authority, slash, path = rest.partition("/")
+    if "@" in path or "#" in rest or not authority.isprintable():
+        return UNREADABLE
+    place = _PLACE.fullmatch(authority.rpartition("@")[2])
+    if place is None or int(place["port"] or 0) > _MOST_PORT:
+        return f"the port must be a number up to {_MOST_PORT}"
+    if slash and not re.fullmatch(r"\d*/?", path):
+        return "what follows the host must be the number of a database"
+    return None
+
+
+def public(url: str) -> str:
+    """Show the URL without user, password and query. What might be a part of a password is `***`."""
+    scheme, found, rest = url.partition("://")
+    if not found or scheme not in _SCHEMES:
+        return "***"
+    before, at, place = rest.rpartition("@")
+    hidden = "***@" if at else ""
+    if "?" in before:  # the last @ may stand in a password that is an option
+        return f"{scheme}://***"
+    place = re.split(r"[?#]", place)[0]
+    if scheme == "unix":
+        return f"unix://{hidden}{place if place.startswith('/') else '***'}"
+    return f"{scheme}://{hidden}{_public_place(place)}"
+
+
+def _public_place(place: str) -> str:
+    server, slash, database = place.partition("/")
+    host, _, port = server.rpartition(":") if re.search(r":[^\]]*$", server) else (server, "", "")
+    shown = host if re.fullmatch(_HOST, host) else "***"
+    if port:
+        shown += f":{port}" if re.fullmatch(r"\d{1,5}", port) else ":***"
+    if slash:
+        shown += f"/{database}" if re.fullmatch(r"\d{0,4}", database) else "/***"
+    return shown
