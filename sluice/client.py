@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -10,21 +9,21 @@ from pathlib import Path
 from typing import Any, Self
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import OutOfMemoryError
 
-from sluice import letters, wire
+from sluice import wire
 from sluice.batch.board import Board
 from sluice.batch.names import new_run
 from sluice.batch.place import WINDOW, Place, Wish
 from sluice.batch.status import Batch
 from sluice.connection import connect
-from sluice.errors import JobCancelled, JobFailed, UnknownJob
+from sluice.errors import CancelNotStored, JobCancelled, JobFailed, UnknownJob
 from sluice.hub import Hub
-from sluice.letters import DeadLetter
+from sluice.letters import DeadLetter, Letters
+from sluice.retries import Retries
+from sluice.streams import SILENCE_S, Streams
 from sluice.submission import NewJob, Submission, Submitted, lane_of
 from sluice.wire import Event, JobError, Lane
-
-_SILENCE_S = 1.0  # then the list is read, whatever the channel says
 
 
 class Client:
@@ -35,11 +34,21 @@ class Client:
             async for event in client.stream(job.id):
                 ...
 
-    Methods raise redis-py's errors where the server is away, but a stream rides an outage out.
+    No connection is waited for in vain: a silent one is dropped within a few seconds, and a new one made. Calls are
+    tried again for about five seconds; what waits for a job or a run (`stream`, `result`, `batch_events`) rides out
+    an outage of up to `outage_s` seconds. Then `ServerUnreachable` is raised. What the server refuses, for a
+    wrong password or a missing permission, is raised at once, as redis-py's error.
     """
 
-    def __init__(self, url: str = "redis://localhost:6379/0", *, redis: Redis | None = None) -> None:
-        """`redis`: a client of yours to use instead; it must not decode responses, and you close it.
+    def __init__(
+        self,
+        url: str = "redis://localhost:6379/0",
+        *,
+        redis: Redis | None = None,
+        outage_s: float | None = 60.0,
+    ) -> None:
+        """`redis`: a client of yours to use instead; it must not decode responses, and you close it. `outage_s`: None
+        waits for ever.
 
         Raises ValueError if the URL cannot be read; its password is not in the sentence.
         """
@@ -47,8 +56,10 @@ class Client:
         self._redis: Redis = redis or connect(url)
         if self._redis.get_encoder().decode_responses:  # type: ignore[no-untyped-call]
             raise ValueError("a client with decode_responses=True cannot be used: give one without, or just the url")
-        self._hub = Hub(self._redis)
-        self._submission, self._board = Submission(self._redis), Board(self._redis)
+        self._retries, self._hub = Retries(self._redis, outage_s), Hub(self._redis)
+        self._streams = Streams(self._redis, self._hub, self._retries)
+        self._submission, self._board = Submission(self._redis, self._retries), Board(self._redis)
+        self._letters = Letters(self._redis, self._retries)
 
     async def __aenter__(self) -> Self:
         return self
@@ -85,96 +96,89 @@ class Client:
         """Every event after the given `seq`, once and in order, up to the final one.
 
         Late, dropped and repeated subscribers all see the same. Raises `UnknownJob` when there has been no
-        trace of the job for `unknown_s` seconds.
+        trace of the job for `unknown_s` seconds, `ServerUnreachable` after an outage of the client's `outage_s`, and
+        ValueError where `after` is not an integer from -1 to 2**53.
         """
-        async with aclosing(self._follow(job_id, after, unknown_s)) as heard:
+        async with aclosing(self._streams.follow(job_id, after, unknown_s)) as heard:
             async for _, event in heard:
                 yield event
 
     async def stream_json(self, job_id: str, *, after: int = -1, unknown_s: float = 10.0) -> AsyncGenerator[bytes]:
         """The same as `stream`, each event as the JSON that the worker wrote: to pass on, or to keep."""
-        async with aclosing(self._follow(job_id, after, unknown_s)) as heard:
+        async with aclosing(self._streams.follow(job_id, after, unknown_s)) as heard:
             async for raw, _ in heard:
                 yield raw
-
-    async def _follow(self, job_id: str, after: int, unknown_s: float) -> AsyncGenerator[tuple[bytes, Event]]:
-        wire.check_job_id(job_id)
-        next_seq, known_at = after + 1, time.monotonic()
-        async with self._hub.listen(wire.channel(job_id)) as mail:
-            while True:
-                news = [(raw, wire.parse_event(raw)) for raw in await mail.take(_SILENCE_S)]
-                fresh = {event.seq for _, event in news if event.seq >= next_seq}
-                if not news or (fresh and max(fresh) - next_seq >= len(fresh)):
-                    news = await self._read_log(job_id, max(next_seq - 1, 0))  # `after` may name the final one
-                for raw, event in news:
-                    if event.seq == next_seq:
-                        yield raw, event
-                        next_seq += 1
-                    if event.final and event.seq < next_seq:
-                        return
-                if news or await self._exists(job_id):
-                    known_at = time.monotonic()
-                elif time.monotonic() - known_at >= unknown_s:
-                    raise UnknownJob(f"no trace of job {job_id!r}: never submitted, or its events have expired")
 
     async def result(self, job_id: str, *, timeout: float | None = None) -> dict[str, Any]:
         """The `chat.completion` object, waiting for it if need be.
 
-        Raises `JobFailed`, `JobCancelled`, `UnknownJob`, or TimeoutError after `timeout` seconds.
+        Raises `JobFailed`, `JobCancelled`, `UnknownJob`, TimeoutError after `timeout` seconds, or
+        `ServerUnreachable`.
         """
         wire.check_job_id(job_id)
         async with asyncio.timeout(timeout):
-            stored = await self._redis.get(wire.result_key(job_id))
+            stored = await self._stored_result(job_id)
             if stored is None:
                 async for _ in self.stream(job_id):
                     pass
-                stored = await self._redis.get(wire.result_key(job_id))
+                stored = await self._stored_result(job_id)
         if stored is None:
             raise UnknownJob(f"the result of job {job_id!r} has expired")
         return _completion(json.loads(stored))
 
     async def cancel(self, job_id: str) -> None:
         """Ask for the end of a job, queued or running. Its stream then ends with `cancelled`, unless it has
-        just finished."""
+        just finished. Raises `CancelNotStored` where the server is full: the workers were told all the same."""
         wire.check_job_id(job_id)
-        await self._redis.set(wire.cancel_key(job_id), "1", ex=wire.CANCEL_S)
-        await self._redis.publish(wire.CONTROL, job_id)
+        stored, told = await self._retries.run(lambda: self._ask_for_end(job_id))
+        if isinstance(told, Exception):
+            raise told
+        if isinstance(stored, OutOfMemoryError):
+            raise CancelNotStored(f"the server is full and did not keep the request to cancel {job_id!r}") from stored
+        if isinstance(stored, Exception):
+            raise stored
+
+    async def _ask_for_end(self, job_id: str) -> list[Any]:
+        """What came of each of two commands: a worker that misses the message finds the key when it claims the job."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.set(wire.cancel_key(job_id), "1", ex=wire.CANCEL_S)
+            pipe.publish(wire.CONTROL, job_id)
+            return await pipe.execute(raise_on_error=False)
 
     async def state(self, job_id: str) -> str | None:
         """queued, running, finished, failed or cancelled; None where there is no trace of the job."""
         wire.check_job_id(job_id)
-        state: bytes | None = await self._redis.hget(wire.job_key(job_id), "state")  # type: ignore[misc]
+        state: bytes | None = await self._retries.run(lambda: self._redis.hget(wire.job_key(job_id), "state"))
         if state is None:  # other producers than ours write no state
-            return "queued" if await self._redis.exists(wire.body_key(job_id)) else None
+            return "queued" if await self._retries.run(lambda: self._redis.exists(wire.body_key(job_id))) else None
         return state.decode()
 
     async def workers(self) -> list[dict[str, str]]:
         """The live workers, as they describe themselves."""
-        found = [key async for key in self._redis.scan_iter(match=wire.WORKERS, count=1000)]
-        hashes: list[dict[bytes, bytes]] = [await self._redis.hgetall(key) for key in found]  # type: ignore[misc]
-        return [{k.decode(): v.decode() for k, v in fields.items()} for fields in hashes if fields]
+        found = [await self._worker(key.decode()) for key in await self._retries.scan(wire.WORKERS)]
+        return [worker for worker in found if worker]
 
     async def dead_letters(self) -> list[DeadLetter]:
         """The jobs that took workers down with them, oldest first."""
-        return await letters.read_all(self._redis)
+        return await self._letters.read_all()
 
     async def dead_letter(self, job_id: str) -> DeadLetter:
         """Raises `UnknownJob`."""
-        return await letters.read(self._redis, job_id)
+        return await self._letters.read(job_id)
 
     async def retry(self, job_id: str) -> Submitted:
         """Submit a dead letter again, under a new id, and drop the letter. Raises `UnknownJob`, `QueueFull`."""
         letter = await self.dead_letter(job_id)
-        await letters.take(self._redis, letter)
+        await self._letters.take(letter)
         try:
             return await self.submit(letter.request, model=letter.model, lane=letter.lane)
         except BaseException:
-            await letters.put_back(self._redis, letter)
+            await self._letters.put_back(letter)
             raise
 
     async def drop_dead_letter(self, job_id: str) -> None:
         """Raises `UnknownJob`."""
-        await letters.take(self._redis, await self.dead_letter(job_id))
+        await self._letters.take(await self.dead_letter(job_id))
 
     async def batch(
         self,
@@ -188,13 +192,14 @@ class Client:
         window: int = WINDOW,
         on_progress: Callable[[Batch], None] = lambda batch: None,
     ) -> Batch:
-        """Run an OpenAI Batch file to its end; outages of the server are waited out.
+        """Run an OpenAI Batch file to its end; outages of the server are waited out, however long.
 
         Called again after it was cancelled or died, it goes on where it was. `models` maps the names in the file to
         served ones, "*" any other. What is not done when the completion window ("90m"; 24h) has run out ends as
         expired. A file with bad lines comes back as `failed`, with all of them in `errors`, and
         nothing of it is run. `window` is how many lines of a model are queued or running at once.
-        Raises `BatchRefused`, ValueError, or OSError where a file cannot be written.
+        Raises `BatchRefused`, ValueError, OSError where a file cannot be written, or redis-py's error where the
+        server refuses.
         """
         from sluice.batch.run import run  # files are locked as Unix does it, and a backend may be written elsewhere
 
@@ -216,58 +221,49 @@ class Client:
 
     async def batch_status(self, batch_id: str) -> Batch:
         """How a run goes, wherever it is fed. Raises `UnknownBatch`."""
-        return await self._board.read(batch_id)
+        batch: Batch = await self._retries.run(lambda: self._board.read(batch_id))
+        return batch
 
     async def batches(self) -> list[Batch]:
         """The runs that were heard of in the last week, oldest first."""
-        return await self._board.read_all()
+        keys = await self._retries.scan(wire.BATCHES)
+        batches: list[Batch] = await self._retries.run(lambda: self._board.read_all(keys))
+        return batches
 
     async def cancel_batch(self, batch_id: str) -> Batch:
         """Ask for the end of a run, and say how it is now. Raises `UnknownBatch`."""
-        batch = await self._board.read(batch_id)
+        batch = await self.batch_status(batch_id)
         if not batch.ended:
-            await self._board.ask_for_end(batch_id)
+            await self._retries.run(lambda: self._board.ask_for_end(batch_id))
         return batch
 
     async def batch_events(self, batch_id: str) -> AsyncGenerator[Batch]:
-        """How the run is now, and again whenever that has changed, to its end. Raises `UnknownBatch`."""
+        """How the run is now, and again whenever that has changed, to its end. Raises `UnknownBatch`, and
+        `ServerUnreachable` after an outage of the client's `outage_s`."""
         last: Batch | None = None
         async with self._hub.listen(wire.batch_channel(batch_id)) as mail:
             while last is None or not last.ended:
-                told = [Batch.from_json(raw) for raw in await mail.take(_SILENCE_S)]
-                for batch in told or await self._read_batch(batch_id):
+                told = [Batch.from_json(raw) for raw in await mail.take(SILENCE_S)]
+                for batch in told or [await self._retries.ride_out(lambda: self._board.read(batch_id))]:
                     if batch != last:
                         yield batch
                         last = batch
 
     async def queued(self, model: str, lane: Lane) -> int:
         """Jobs in the lane, those that run included."""
-        return int(await self._redis.zcard(wire.queue_key(model, lane)))
+        return int(await self._retries.run(lambda: self._redis.zcard(wire.queue_key(model, lane))))
 
     async def ping(self) -> None:
-        """Raises redis-py's error where no server answers."""
-        await self._redis.ping()
+        """Raises `ServerUnreachable` where no server answers."""
+        await self._retries.run_for(self._redis.ping, 0.0)
 
-    async def _read_batch(self, batch_id: str) -> list[Batch]:
-        try:
-            return [await self._board.read(batch_id)]
-        except (RedisError, OSError):
-            return []  # the events go on when the server is back
+    async def _worker(self, key: str) -> dict[str, str]:
+        fields: dict[bytes, bytes] = await self._retries.run(lambda: self._redis.hgetall(key))
+        return {name.decode(): value.decode() for name, value in fields.items()}
 
-    async def _read_log(self, job_id: str, first: int) -> list[tuple[bytes, Event]]:
-        try:
-            said: list[bytes] = await self._redis.lrange(wire.log_key(job_id), first, -1)  # type: ignore[misc]
-            if not said:  # it may have ended before `first`
-                said = await self._redis.lrange(wire.log_key(job_id), -1, -1)  # type: ignore[misc]
-        except (RedisError, OSError):
-            return []  # the stream goes on when the server is back
-        return [(raw, wire.parse_event(raw)) for raw in said]
-
-    async def _exists(self, job_id: str) -> bool:
-        try:
-            return bool(await self._redis.exists(wire.body_key(job_id), wire.log_key(job_id)))
-        except (RedisError, OSError):
-            return True
+    async def _stored_result(self, job_id: str) -> bytes | None:
+        stored: bytes | None = await self._retries.ride_out(lambda: self._redis.get(wire.result_key(job_id)))
+        return stored
 
 
 def _completion(stored: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,10 @@
 """A Redis client of a URL, or a sentence on what is wrong with it in which no part of a password is quoted."""
 
+from typing import Any
+
 from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from sluice.redis_url import BAD_OPTION, UNREADABLE, problem, public
@@ -11,12 +15,18 @@ def connect(url: str) -> Redis:
     if why := problem(url):
         raise _bad(url, why)
     try:
-        redis: Redis = Redis.from_url(url, socket_connect_timeout=5)
+        redis: Redis = Redis.from_url(url, **_options(url))
     except ValueError:
         raise _bad(url, UNREADABLE) from None
     if not _options_fit(redis):
         raise _bad(url, BAD_OPTION)
     return redis
+
+
+def _options(url: str) -> dict[str, Any]:
+    """Time limits and tries are those of `Retries`; redis-py's own differ from release to release."""
+    options: dict[str, Any] = {"socket_connect_timeout": 5, "socket_timeout": None, "retry": Retry(NoBackoff(), 0)}
+    return options if url.startswith("unix:") else {**options, "socket_keepalive": True}
 
 
 def _options_fit(redis: Redis) -> bool:

@@ -2,11 +2,17 @@
 
 import math
 
+from redis.exceptions import ConnectionError
+
 from sluice.wire import JobError
 
 
 class SluiceError(Exception):
     """Base of all of these."""
+
+
+class ServerUnreachable(SluiceError, ConnectionError):
+    """The server has not answered for as long as the caller is ready to wait; its cause is redis-py's last error."""
 
 
 class UnknownJob(SluiceError):
@@ -36,6 +42,11 @@ class JobCancelled(SluiceError):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class CancelNotStored(SluiceError):
+    """Every worker was told to cancel the job, but the server is out of memory and did not keep the request: a job
+    that no worker knows yet will still run, unless it is cancelled again."""
 
 
 class UnknownBatch(SluiceError):

@@ -1,15 +1,21 @@
 """One pub/sub connection for any number of streams: a connection each costs ten times the latency at 256."""
 
 import asyncio
+import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from sluice.retries import ANSWER_S, is_transient, time_limit
 
 _HOME = "sluice:hub"  # keeps the connection subscribed when no stream is open; nobody publishes here
+_QUIET_S = 1.0  # after which the connection has to show that it is alive
+_CLOSE_S = 0.5
 _MOST_WAITING = 4096  # events of one slow reader; beyond it the list is the better buffer
 
 
@@ -19,6 +25,7 @@ class Mail:
     def __init__(self) -> None:
         self._waiting: deque[bytes] = deque()
         self._missed, self._news = False, asyncio.Event()
+        self._failure: Exception | None = None
 
     def put(self, payload: bytes) -> None:
         if len(self._waiting) >= _MOST_WAITING:
@@ -32,13 +39,20 @@ class Mail:
         self._missed = True
         self._news.set()
 
+    def fail(self, error: Exception) -> None:
+        """The server refuses to be subscribed to."""
+        self._failure = error
+        self._news.set()
+
     async def take(self, silence_s: float) -> list[bytes]:
-        """All that has come; nothing after a gap, or after so many seconds of silence."""
+        """All that has come; nothing after a gap, or after so many seconds of silence. Raises the server's refusal."""
         try:
             async with asyncio.timeout(silence_s):  # until Python 3.12 wait_for loses cancellations
                 await self._news.wait()
         except TimeoutError:
             return []
+        if self._failure:
+            raise self._failure
         self._news.clear()
         taken = [] if self._missed else list(self._waiting)
         self._missed = False
@@ -76,37 +90,55 @@ class Hub:
         if self._task is None or self._task.done():  # closed, or its event loop was
             self._task = asyncio.create_task(self._run(), name="sluice-hub")
         if self._pubsub is not None:
-            try:
-                await self._pubsub.subscribe(channel)
-            except (RedisError, OSError):
-                pass  # the reading side sees the broken connection too, and starts over
+            await _send(self._pubsub.subscribe, channel)
 
     async def _unsubscribe(self, channel: str) -> None:
         if self._pubsub is not None:
-            try:
-                await self._pubsub.unsubscribe(channel)
-            except (RedisError, OSError):
-                pass
+            await _send(self._pubsub.unsubscribe, channel)
 
     async def _run(self) -> None:
         while True:
             try:
                 await self._read()
-            except (RedisError, OSError):
+            except (RedisError, OSError) as error:
+                if not is_transient(error):
+                    return self._fail(error)
                 await asyncio.sleep(0.1)
 
+    def _fail(self, error: Exception) -> None:
+        for readers in self._readers.values():
+            for mail in readers:
+                mail.fail(error)
+
     async def _read(self) -> None:
-        async with self._redis.pubsub() as pubsub:
-            await pubsub.subscribe(_HOME)
+        pubsub = self._redis.pubsub()
+        try:
+            async with time_limit(ANSWER_S):
+                await pubsub.subscribe(_HOME)
             self._pubsub = pubsub  # from here on readers subscribe by themselves; those that came before, now
-            try:
+            async with time_limit(ANSWER_S):
                 await pubsub.subscribe(_HOME, *self._readers)
-                while True:
-                    message = await pubsub.get_message(timeout=60)
-                    if message is not None:
-                        self._pass_on(message["type"], message["channel"].decode(), message["data"])
-            finally:
-                self._pubsub = None
+            await self._listen(pubsub)
+        finally:
+            self._pubsub = None
+            await _close(pubsub)
+
+    async def _listen(self, pubsub: PubSub) -> None:
+        """Raises redis-py's TimeoutError when a quiet connection turns out to be dead."""
+        asked_at: float | None = None
+        while True:
+            async with time_limit(_QUIET_S + ANSWER_S):  # redis-py may connect again in it
+                message = await pubsub.get_message(timeout=_QUIET_S)
+            if message is not None:
+                asked_at = None
+                if message["channel"] is not None:
+                    self._pass_on(message["type"], message["channel"].decode(), message["data"])
+            elif asked_at is None:
+                asked_at = time.monotonic()
+                async with time_limit(ANSWER_S):
+                    await pubsub.subscribe(_HOME)  # is acknowledged, and needs no permission that a PING might lack
+            elif time.monotonic() - asked_at >= ANSWER_S:
+                raise RedisTimeoutError("a quiet connection does not answer")
 
     def _pass_on(self, type: str, channel: str, data: bytes) -> None:
         for mail in self._readers.get(channel, ()):
@@ -114,3 +146,20 @@ class Hub:
                 mail.put(data)
             elif type == "subscribe":  # the first, and any that redis-py sent again by itself
                 mail.miss()
+
+
+async def _send(command: Callable[[str], Awaitable[None]], channel: str) -> None:
+    try:
+        async with time_limit(ANSWER_S):
+            await command(channel)
+    except (RedisError, OSError):
+        pass  # the reading side sees the broken connection too, and starts over
+
+
+async def _close(pubsub: PubSub) -> None:
+    """Closing a dead connection of TLS takes half a minute if it is let."""
+    try:
+        async with asyncio.timeout(_CLOSE_S):
+            await pubsub.aclose()  # type: ignore[no-untyped-call]
+    except (RedisError, OSError):
+        await pubsub.aclose()  # type: ignore[no-untyped-call]  # redis-py has let go of the socket; back to its pool

@@ -8,6 +8,7 @@ from redis.asyncio import Redis
 
 from sluice import wire
 from sluice.errors import UnknownJob
+from sluice.retries import Retries
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,28 +27,39 @@ class DeadLetter:
         return request
 
 
-async def read_all(redis: Redis) -> list[DeadLetter]:
-    """Oldest first."""
-    stored: list[bytes] = await redis.hvals(wire.DEAD)  # type: ignore[misc]
-    return sorted(map(_letter, stored), key=lambda letter: letter.parked_at)
+class Letters:
+    def __init__(self, redis: Redis, retries: Retries) -> None:
+        self._redis, self._retries = redis, retries
 
+    async def read_all(self) -> list[DeadLetter]:
+        """Oldest first."""
+        stored: list[bytes] = await self._retries.run(lambda: self._redis.hvals(wire.DEAD))
+        return sorted(map(_letter, stored), key=lambda letter: letter.parked_at)
 
-async def read(redis: Redis, job_id: str) -> DeadLetter:
-    """Raises `UnknownJob`."""
-    stored: bytes | None = await redis.hget(wire.DEAD, job_id)  # type: ignore[misc]
-    if stored is None:
-        raise UnknownJob(f"there is no dead letter {job_id!r}")
-    return _letter(stored)
+    async def read(self, job_id: str) -> DeadLetter:
+        """Raises `UnknownJob`."""
+        stored: bytes | None = await self._retries.run(lambda: self._redis.hget(wire.DEAD, job_id))
+        if stored is None:
+            raise UnknownJob(f"there is no dead letter {job_id!r}")
+        return _letter(stored)
 
+    async def take(self, letter: DeadLetter) -> None:
+        """Drop it, and be the one who did. Raises `UnknownJob` when somebody else was."""
+        tries = 0
 
-async def take(redis: Redis, letter: DeadLetter) -> None:
-    """Drop it, and be the one who did. Raises `UnknownJob` when somebody else was."""
-    if not await redis.hdel(wire.DEAD, letter.id):  # type: ignore[misc]
-        raise UnknownJob(f"somebody else has just taken the dead letter {letter.id!r}")
+        async def drop() -> int:
+            nonlocal tries
+            tries += 1
+            dropped: int = await self._redis.hdel(wire.DEAD, letter.id)  # type: ignore[misc]
+            return dropped
 
+        # A letter that is gone at a second try was taken by the first, whose answer was lost.
+        if not await self._retries.run(drop) and tries == 1:
+            raise UnknownJob(f"somebody else has just taken the dead letter {letter.id!r}")
 
-async def put_back(redis: Redis, letter: DeadLetter) -> None:
-    await redis.hset(wire.DEAD, letter.id, json.dumps(asdict(letter)))  # type: ignore[misc]
+    async def put_back(self, letter: DeadLetter) -> None:
+        stored = json.dumps(asdict(letter))
+        await self._retries.run(lambda: self._redis.hset(wire.DEAD, letter.id, stored))
 
 
 def _letter(stored: bytes) -> DeadLetter:

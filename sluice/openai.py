@@ -13,7 +13,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from sluice.errors import JobCancelled, JobFailed, QueueFull, SluiceError, UnknownJob
+from redis.exceptions import RedisError
+
+from sluice.errors import JobCancelled, JobFailed, QueueFull, ServerUnreachable, SluiceError, UnknownJob
 from sluice.wire import Cancelled, Delta, Event, Failed, Finished, Restarted, Started, Usage
 
 Chunk = dict[str, Any]  # a `chat.completion.chunk`
@@ -77,6 +79,8 @@ def error_reply(error: SluiceError) -> ErrorReply:
             return _reply(404, "unknown_job", str(error), retryable=False)
         case QueueFull(retry_after_s=wait_s):
             return _reply(503, "overloaded", str(error), retryable=True, wait_s=wait_s)
+        case ServerUnreachable():
+            return _reply(503, "overloaded", "The queue does not answer at the moment.", retryable=True)
     return _reply(500, "internal", str(error), retryable=True)
 
 
@@ -158,6 +162,10 @@ async def _lines(first: Chunk, rest: AsyncGenerator[Chunk]) -> AsyncGenerator[st
                 yield _line(chunk)
         except SluiceError as error:
             yield _line(error_reply(error).body)
+        except RedisError:
+            refused = "The server of the queue refused a request; the backend's log says why."
+            yield _line(_reply(500, "internal", refused, retryable=False).body)
+            raise
         else:
             yield "data: [DONE]\n\n"
 

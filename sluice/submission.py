@@ -2,6 +2,7 @@
 
 import json
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -12,6 +13,7 @@ from redis.exceptions import OutOfMemoryError, RedisError
 
 from sluice import wire
 from sluice.errors import QueueFull
+from sluice.retries import Retries
 from sluice.wire import Lane
 
 _FULL = -1  # submit.lua's answer
@@ -43,13 +45,14 @@ class NewJob:
 
 
 class Submission:
-    def __init__(self, redis: Redis) -> None:
-        self._redis = redis
+    def __init__(self, redis: Redis, retries: Retries) -> None:
+        self._redis, self._retries = redis, retries
         self._script = redis.register_script((files("sluice") / "submit.lua").read_text())
 
     async def submit(self, job: NewJob) -> Submitted:
         """Raises `QueueFull`."""
-        said = _read(job, await self._script(keys=_keys(job), args=_args(job)))
+        args = _args(job, submission=uuid.uuid4().hex)
+        said = _read(job, await self._retries.run(lambda: self._script(keys=_keys(job), args=args)))
         if isinstance(said, QueueFull):
             raise said
         return said
@@ -73,8 +76,9 @@ def _keys(job: NewJob) -> list[str]:
     ]
 
 
-def _args(job: NewJob) -> list[str | bytes | int]:
-    return [job.id, _arq_job(job.request), _QUEUED_S * 1000, *_known_at_once(job.request, job.lane)]
+def _args(job: NewJob, *, submission: str = "") -> list[str | bytes | int]:
+    """`submission`: by which the script knows that a job of this id is the one that it queued before."""
+    return [job.id, _arq_job(job.request), _QUEUED_S * 1000, *_known_at_once(job.request, job.lane), submission]
 
 
 def _read_or_raise(job: NewJob, answer: list[Any] | RedisError) -> Submitted | QueueFull | OutOfMemoryError:

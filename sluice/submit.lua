@@ -1,10 +1,13 @@
 -- Queue one job and wake the workers, unless its id is known or the lane is full.
 -- KEYS  body, queue, job, wake channel, model
--- ARGV  id, body, life_ms, lane, tenant or '', deadline_s or '', prompt_cache_key or ''
+-- ARGV  id, body, life_ms, lane, tenant or '', deadline_s or '', prompt_cache_key or '', submission or ''
 -- Returns 1 and 'queued'; 0 and the known job's state; or -1, the lane's length, its limit, and the seconds until
 -- there will be room ('' where nothing has ended lately).
 local state = redis.call('HGET', KEYS[3], 'state')
-if state then return { 0, state } end
+if state then  -- the same submission again, because the answer to it was lost, is as new as it was
+  local is_ours = ARGV[8] ~= '' and redis.call('HGET', KEYS[3], 'submission') == ARGV[8]
+  return { is_ours and 1 or 0, state }
+end
 if redis.call('EXISTS', KEYS[1]) == 1 then return { 0, 'queued' } end
 
 local t = redis.call('TIME')
@@ -29,6 +32,7 @@ redis.call('HSET', KEYS[3], 'state', 'queued', 'lane', ARGV[4], 'queued_at', now
 if ARGV[5] ~= '' then redis.call('HSET', KEYS[3], 'tenant', ARGV[5]) end
 if ARGV[6] ~= '' then redis.call('HSET', KEYS[3], 'deadline', now_ms / 1000 + ARGV[6]) end
 if ARGV[7] ~= '' then redis.call('HSET', KEYS[3], 'prompt_cache_key', ARGV[7]) end
+if ARGV[8] ~= '' then redis.call('HSET', KEYS[3], 'submission', ARGV[8]) end
 redis.call('PEXPIRE', KEYS[3], ARGV[3])
 redis.call('PUBLISH', KEYS[4], '')
 return { 1, 'queued' }

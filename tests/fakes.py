@@ -201,6 +201,7 @@ class _Call:
 
     near: asyncio.StreamWriter
     far: asyncio.StreamWriter
+    swallowed: bool = False  # both ends stay open, and nothing that either sends arrives
 
     def drop(self) -> None:
         for end in (self.near, self.far):
@@ -238,6 +239,11 @@ class Line:
     def up(self) -> None:
         self._dead = False
 
+    def swallow(self) -> None:
+        """What NAT and load balancers do to connections: those of now are dead for ever, and nobody is told."""
+        for call in self._calls:
+            call.swallowed = True
+
     def cut(self) -> None:
         for call in self._calls:
             call.drop()
@@ -259,7 +265,7 @@ class Line:
     ) -> None:
         try:
             while piece := await reader.read(65_536):
-                if self.mute:
+                if self.mute or call.swallowed:
                     continue
                 if loses():
                     self.lost += 1
@@ -267,4 +273,5 @@ class Line:
                 writer.write(piece)
         except OSError:
             pass
-        call.drop()
+        if not call.swallowed:  # the other end of a black hole is not even told that this one has left
+            call.drop()

@@ -11,8 +11,9 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 from openai.types.shared import ErrorObject
 from pydantic import BaseModel
+from redis.exceptions import NoPermissionError
 
-from sluice import Event, JobCancelled, JobError, JobFailed, QueueFull, SluiceError, UnknownJob
+from sluice import Event, JobCancelled, JobError, JobFailed, QueueFull, ServerUnreachable, SluiceError, UnknownJob
 from sluice.openai import JobRestarted, chunks, error_reply, sse
 from sluice.wire import parse_event
 
@@ -231,6 +232,21 @@ async def test_a_failure_on_the_way_is_the_last_line_and_nothing_is_done() -> No
     }
 
 
+async def test_a_refusal_by_the_server_ends_the_lines_with_an_error_that_hides_its_words() -> None:
+    async def refused() -> AsyncGenerator[Event]:
+        async for event in Events(STARTED).stream():
+            yield event
+        raise NoPermissionError("user app has no permissions to run 'lrange'")
+
+    lines = await sse(chunks(refused()))
+    heard = [await anext(lines), await anext(lines)]
+    error = json.loads(heard[-1].removeprefix("data: "))["error"]
+    assert (error["type"], error["code"]) == ("server_error", "internal")
+    assert "lrange" not in error["message"]
+    with pytest.raises(NoPermissionError):  # for the backend's own log
+        await anext(lines)
+
+
 async def test_lines_that_are_closed_close_the_stream_of_the_job() -> None:
     events = Events(STARTED, delta(content="1"), FINISHED)
     told = await sse(chunks(events.stream()))
@@ -256,6 +272,7 @@ REPLIES: list[tuple[SluiceError, int, str, str, str]] = [
     (failed("of a later worker", retryable=True), 500, "server_error", "of a later worker", "true"),
     (JobCancelled("requested"), 499, "invalid_request_error", "cancelled", "false"),
     (UnknownJob("no trace"), 404, "invalid_request_error", "unknown_job", "false"),
+    (ServerUnreachable("no answer"), 503, "server_error", "overloaded", "true"),
     (JobRestarted("starts over"), 500, "server_error", "internal", "true"),
 ]
 

@@ -1,5 +1,7 @@
 """Where runs are told of in Redis: how each goes, that its end is wished for, and each change of its state."""
 
+from collections.abc import Sequence
+
 from redis.asyncio import Redis
 
 from sluice import wire
@@ -40,12 +42,11 @@ class Board:
             raise UnknownBatch(f"there is no offline run {batch_id!r}")
         return Batch.from_json(said)
 
-    async def read_all(self) -> list[Batch]:
-        """Oldest first."""
-        found = [key async for key in self._redis.scan_iter(match=wire.BATCHES, count=1000)]
-        names = [key for key in found if not key.endswith(b":cancel")]
-        said: list[bytes | None] = await self._redis.mget(names) if names else []
-        batches = [Batch.from_json(each) for each in said if each is not None]
+    async def read_all(self, keys: Sequence[bytes]) -> list[Batch]:
+        """Those of the given keys that are runs, oldest first."""
+        names = [key for key in keys if not key.endswith(b":cancel")]
+        stored: list[bytes | None] = await self._redis.mget(names) if names else []
+        batches = [Batch.from_json(each) for each in stored if each is not None]
         return sorted(batches, key=lambda batch: (batch.created_at, batch.id))
 
     async def ask_for_end(self, batch_id: str) -> None:

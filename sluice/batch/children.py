@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError
 
 from sluice import wire
-from sluice.batch.patience import patiently
 from sluice.errors import QueueFull
+from sluice.retries import Retries
 from sluice.submission import NewJob, Submission, Submitted
 
 _AT_ONCE = 64  # jobs, or results, in one round trip
@@ -27,12 +28,15 @@ class Children:
     """Each of these waits out the server's outages. None is a transaction: a full server takes none, not even one
     that makes room."""
 
-    def __init__(self, redis: Redis) -> None:
-        self._redis = redis
-        self._submission = Submission(redis)
+    def __init__(self, redis: Redis, retries: Retries) -> None:
+        self._redis, self._retries = redis, retries
+        self._submission = Submission(redis, retries)
 
     async def submit(self, jobs: Sequence[NewJob]) -> list[Submitted | QueueFull | OutOfMemoryError]:
-        return await patiently(lambda: self._submission.submit_all(jobs))
+        answers: list[Submitted | QueueFull | OutOfMemoryError] = await self._retries.ride_out(
+            lambda: self._submission.submit_all(jobs)
+        )
+        return answers
 
     async def look(self, ids: Sequence[str]) -> list[Found]:
         found: list[Found] = []
@@ -46,9 +50,9 @@ class Children:
                 for job_id in ids:
                     pipe.set(wire.cancel_key(job_id), "1", ex=wire.CANCEL_S)
                     pipe.publish(wire.CONTROL, job_id)
-                await pipe.execute()
+                _raise_first(await pipe.execute(raise_on_error=False))
 
-        await patiently(ask)
+        await self._retries.ride_out(ask)
 
     async def forget(self, jobs: Sequence[tuple[str, str]]) -> None:
         """Leave nothing of these jobs, given by id and model: a large file must not fill the server. One that still
@@ -62,7 +66,7 @@ class Children:
                 await pipe.execute()
 
         if jobs:
-            await patiently(ask)
+            await self._retries.ride_out(ask)
 
     async def _look(self, ids: Sequence[str]) -> list[Found]:
         async def ask() -> tuple[list[bytes | None], int]:
@@ -72,13 +76,20 @@ class Children:
                 results, known = await pipe.execute()
             return results, known
 
-        results, known = await patiently(ask)
+        results, known = await self._retries.ride_out(ask)
         if known == len(ids):
             return [Found(result, True) for result in results]
         return [Found(result, await self._is_known(job_id)) for job_id, result in zip(ids, results, strict=True)]
 
     async def _is_known(self, job_id: str) -> bool:
-        return bool(await patiently(lambda: self._redis.exists(wire.job_key(job_id))))
+        return bool(await self._retries.ride_out(lambda: self._redis.exists(wire.job_key(job_id))))
+
+
+def _raise_first(answers: Sequence[Any]) -> None:
+    """A full server keeps no request to cancel; its workers were told all the same."""
+    for answer in answers:
+        if isinstance(answer, Exception) and not isinstance(answer, OutOfMemoryError):
+            raise answer
 
 
 _TRACES = (wire.body_key, wire.job_key, wire.log_key, wire.result_key)

@@ -9,14 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from sluice.batch import names
 from sluice.batch.board import Board
 from sluice.batch.place import Place, Wish
-from sluice.batch.run import Run, new_batch, tell
+from sluice.batch.run import Run, new_batch, patient, tell
 from sluice.batch.state import StateFile
 from sluice.batch.status import Batch, Problem, Problems
 from sluice.errors import BatchRefused, BatchTaken
+from sluice.retries import Retries
 
 logger = logging.getLogger("sluice.batch")
 
@@ -64,7 +66,7 @@ async def submit(redis: Redis, folder: Folder, file: Path) -> Batch:
     try:
         await asyncio.to_thread(shutil.copyfile, file, half)
         batch = new_batch(place_in(folder.running / run_id), Wish(id=run_id))
-        await Board(redis).announce(batch)
+        await Retries(redis, None).run(lambda: Board(redis).announce(batch))
         half.rename(whole)
     finally:
         half.unlink(missing_ok=True)
@@ -99,8 +101,8 @@ async def _go_on(redis: Redis, folder: Folder, home: Path, models: Mapping[str, 
     except BatchTaken:
         pass
     except BatchRefused as error:  # else each pass would find it so
-        await _put_away(Board(redis), _refused(home, error), home, folder.failed)
-    except OSError as error:
+        await _put_away(redis, _refused(home, error), home, folder.failed)
+    except (RedisError, OSError) as error:
         logger.error("%s waits for the next pass: %s", home.name, error)
 
 
@@ -114,7 +116,7 @@ async def _feed(redis: Redis, folder: Folder, home: Path, state: StateFile, mode
             batch = await run.go()
         except BatchRefused as error:
             batch = run.fail([_problem(error)])
-    await _put_away(Board(redis), batch, home, (folder.done if batch.status == "completed" else folder.failed))
+    await _put_away(redis, batch, home, (folder.done if batch.status == "completed" else folder.failed))
 
 
 def _refused(home: Path, error: BatchRefused) -> Batch:
@@ -127,12 +129,12 @@ def _problem(error: BatchRefused) -> Problem:
     return Problem("refused", f"{error}.")
 
 
-async def _put_away(board: Board, batch: Batch, home: Path, shelf: Path) -> None:
+async def _put_away(redis: Redis, batch: Batch, home: Path, shelf: Path) -> None:
     """Told before the move, so that no crash hides the end, and after it, so that who hears of it finds the files."""
-    batch = _moved(batch, shelf / home.name)
-    await tell(board.put, batch)
+    batch, board, retries = _moved(batch, shelf / home.name), Board(redis), patient(redis)
+    await tell(retries, board.put, batch)
     home.rename(shelf / home.name)
-    await tell(board.announce, batch)
+    await tell(retries, board.announce, batch)
     counts = batch.request_counts
     logger.info("%s %s: %d of %d lines answered", batch.id, batch.status, counts.completed, counts.total)
 

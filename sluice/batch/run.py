@@ -11,19 +11,19 @@ from dataclasses import replace
 from typing import Literal
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import OutOfMemoryError, RedisError
 
 from sluice.batch import window
 from sluice.batch.board import Board
 from sluice.batch.children import Children
 from sluice.batch.feeder import Feeder
 from sluice.batch.files import Answers
-from sluice.batch.patience import patiently
 from sluice.batch.place import Place, Wish
 from sluice.batch.source import Line, Source, sorted_for_reuse
 from sluice.batch.state import Saved, StateFile
 from sluice.batch.status import Batch, BatchDetails, Problem, Problems, RequestCounts, State
 from sluice.errors import BatchRefused
+from sluice.retries import Retries
 
 logger = logging.getLogger("sluice.batch")
 
@@ -50,19 +50,24 @@ async def run(redis: Redis, place: Place, wish: Wish, told: Told = _nobody) -> B
     if not place.state.exists():
         place.refuse_to_overwrite()
     with StateFile(place.state) as state:
-        saved = state.load()
+        saved, board, retries = state.load(), Board(redis), patient(redis)
         if saved and saved.batch.ended and saved.batch.status != "failed":
-            await tell(Board(redis).announce_late, saved.batch)
+            await tell(retries, board.announce_late, saved.batch)
             return saved.batch
         batch = await Run(redis, place, wish, state, told).go()
-        await tell(Board(redis).announce, batch)
+        await tell(retries, board.announce, batch)
         return batch
 
 
-async def tell(how: Callable[[Batch], Awaitable[None]], batch: Batch) -> None:
+def patient(redis: Redis) -> Retries:
+    """A run outlives its server's outages, and waits for room on a full server."""
+    return Retries(redis, None, waits_for=(OutOfMemoryError,), log=logger)
+
+
+async def tell(retries: Retries, how: Callable[[Batch], Awaitable[None]], batch: Batch) -> None:
     """The files say it too, so a server that stays away, or is full, keeps no run from its end."""
     try:
-        await patiently(lambda: how(batch), at_most_s=_TELL_S)
+        await retries.run_for(lambda: how(batch), _TELL_S)
     except (RedisError, OSError) as error:
         logger.error("%s is %s, and the server could not be told: %s", batch.id, batch.status, error)
 
@@ -97,7 +102,8 @@ class Run:
 
     def __init__(self, redis: Redis, place: Place, wish: Wish, state: StateFile, told: Told = _nobody) -> None:
         self._place, self._wish, self._state, self._told = place, wish, state, told
-        self._board, self._children = Board(redis), Children(redis)
+        self._retries = patient(redis)
+        self._board, self._children = Board(redis), Children(redis, self._retries)
         self._saved = self._begun()
         self._put_at = 0.0
 
@@ -105,7 +111,7 @@ class Run:
         """To its end, of which the server has not been told yet."""
         with Source(self._place.input, self._saved.models) as source:
             self._save(self._saved.batch)
-            await tell(self._board.announce, self._saved.batch)
+            await tell(self._retries, self._board.announce, self._saved.batch)
             scan = await asyncio.to_thread(source.scan)
             if self._saved.sha256 not in ("", scan.sha256):
                 raise BatchRefused(f"{self._place.input} is not the file that {self._saved.batch.id} began with")
@@ -161,7 +167,7 @@ class Run:
     ) -> Literal["completed", "expired", "cancelled"]:
         batch = self._saved.batch
         while not feeder.done:
-            if batch.status == "cancelling" or await patiently(lambda: self._board.end_is_wished(batch.id)):
+            if batch.status == "cancelling" or await self._end_is_wished():
                 return "cancelled"
             if batch.expires_at and time.time() >= batch.expires_at:
                 return "expired"
@@ -170,17 +176,21 @@ class Run:
             await asyncio.sleep(wait_s)
         return "completed"
 
+    async def _end_is_wished(self) -> bool:
+        batch_id = self._saved.batch.id
+        return bool(await self._retries.ride_out(lambda: self._board.end_is_wished(batch_id)))
+
     async def _tell(self, batch: Batch) -> None:
         self._told(batch)
         if time.monotonic() - self._put_at >= _PUT_S:
             with suppress(RedisError, OSError):  # a second later there is more to say
-                await patiently(lambda: self._board.put(batch), at_most_s=0)
+                await self._retries.run_for(lambda: self._board.put(batch), 0.0)
             self._put_at = time.monotonic()
 
     async def _announce(self, batch: Batch) -> None:
         self._save(batch)
         self._told(batch)
-        await tell(self._board.announce, batch)
+        await tell(self._retries, self._board.announce, batch)
 
     def _save(self, batch: Batch) -> None:
         self._saved = replace(self._saved, batch=batch)

@@ -9,7 +9,7 @@ from sluice.cli.follow import PATIENCE_S, follow
 from sluice.cli.options import REDIS_URL, RedisUrl
 from sluice.cli.trouble import check_job_id, connected
 from sluice.client import Client
-from sluice.errors import UnknownJob
+from sluice.errors import CancelNotStored, UnknownJob
 
 _UNKNOWN = "unknown: never submitted, or its traces have expired"
 
@@ -45,10 +45,17 @@ async def _cancel(client: Client, job_id: str) -> str:
         case None:
             return _UNKNOWN
         case "queued" | "running":
-            await client.cancel(job_id)
-            return await _fate(client, job_id)
+            return await _ask_for_end(client, job_id)
         case state:
             return f"already {state}"
+
+
+async def _ask_for_end(client: Client, job_id: str) -> str:
+    try:
+        await client.cancel(job_id)
+    except CancelNotStored:
+        return f"{await _fate(client, job_id)} (the server is full: the workers were told, but it is not kept)"
+    return await _fate(client, job_id)
 
 
 async def _fate(client: Client, job_id: str) -> str:

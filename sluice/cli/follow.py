@@ -3,12 +3,13 @@
 import asyncio
 import signal
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 from sluice.cli.trouble import Trouble, connected
 from sluice.cli.view import Show, note
 from sluice.client import Client
+from sluice.errors import CancelNotStored
 from sluice.submission import Submitted
 from sluice.wire import Event, Lane, parse_event
 
@@ -72,7 +73,8 @@ async def _answer(client: Client, job_id: str, show: Show, pressed: asyncio.Even
     waiting = asyncio.create_task(pressed.wait())
     await asyncio.wait([following, waiting], return_when=asyncio.FIRST_COMPLETED)
     if pressed.is_set() and not following.done():
-        await client.cancel(job_id)
+        with suppress(CancelNotStored):  # the workers were told
+            await client.cancel(job_id)
         await asyncio.wait([following], timeout=PATIENCE_S)
     waiting.cancel()
     if following.done():

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import NoPermissionError
 
 from sluice import Batch, BatchRefused, BatchTaken, Client, UnknownBatch
-from sluice.batch import files, patience, run
+from sluice.batch import files, run
 from sluice.batch.board import Board
 from sluice.batch.children import Children
 from sluice.batch.prefix import prefix_key
@@ -349,19 +350,31 @@ async def test_a_server_that_is_away_is_waited_for(
     ]
 
 
-async def test_a_server_that_hangs_is_asked_again_and_said_to_be_silent(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_a_run_goes_on_within_seconds_of_a_black_hole(
+    redis_url: str, chat: Chat, tmp_path: Path, out: Path
 ) -> None:
-    monkeypatch.setattr(patience, "_ANSWER_S", 0.05)
-    asked: list[None] = []
+    many = write(tmp_path / "in.jsonl", *(says(f"r{k}") for k in range(60)))
+    async with Line(redis_url) as way, Client(way.url) as client:
+        task = await started(client, many, out, window=8)
+        way.swallow()
+        assert (await asyncio.wait_for(task, 10)).status == "completed"
+    assert sorted(ids(out)) == sorted(f"r{k}" for k in range(60))
 
-    async def ask() -> int:
-        asked.append(None)
-        await asyncio.sleep(3600 if len(asked) == 1 else 0)
-        return len(asked)
 
-    assert await patience.patiently(ask) == 2
-    assert "does not answer (not a word in 0 s)" in caplog.text
+async def test_a_run_ends_with_the_error_of_a_server_that_refuses_it(
+    client: Client, db: Redis, chat: Chat, tmp_path: Path, out: Path
+) -> None:
+    many = write(tmp_path / "in.jsonl", *(says(f"r{k}") for k in range(60)))
+    task = await started(client, many, out, window=2)
+    (batch,) = await client.batches()
+    await db.execute_command("ACL", "SETUSER", "default", "-mget")
+    try:
+        with pytest.raises(NoPermissionError):
+            await asyncio.wait_for(task, 5)
+    finally:
+        await db.execute_command("ACL", "SETUSER", "default", "+mget")
+    done = await client.batch(many, out)
+    assert (done.id, done.status) == (batch.id, "completed")
 
 
 async def test_a_run_may_be_given_more_time_when_it_is_gone_on_with(
@@ -498,7 +511,7 @@ async def test_the_last_word_does_not_wait_for_ever_for_a_server(
     async with Line(redis_url) as way, Client(way.url) as client:
         done = Batch(id="batch_1", input_file_id="in", completion_window="24h", status="completed", created_at=1)
         way.down()
-        await run.tell(client._board.announce, done)
+        await run.tell(run.patient(client._redis), client._board.announce, done)
 
 
 def test_a_line_is_json_whatever_its_custom_id(tmp_path: Path) -> None:

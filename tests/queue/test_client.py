@@ -50,6 +50,7 @@ async def test_a_submitted_job_is_on_the_queue_as_arq_would_have_put_it(db: Redi
     hash = {name.decode(): value.decode() for name, value in (await db.hgetall(keys.job(job.id))).items()}
     assert float(hash.pop("queued_at")) == pytest.approx(queued_ms / 1000, abs=0.001)
     assert float(hash.pop("deadline")) == pytest.approx(queued_ms / 1000 + 60, abs=0.001)
+    assert len(hash.pop("submission")) == 32
     assert hash == {"state": "queued", "lane": "batch", "tenant": "acme"}
     for key in (f"arq:job:{job.id}", keys.job(job.id)):
         assert 86_000 < await db.ttl(key) <= 86_400
@@ -164,7 +165,7 @@ async def test_a_late_subscriber_hears_the_same(db: Redis, client: Client, chat:
 async def test_a_late_subscriber_does_not_wait_for_what_was_said(
     db: Redis, client: Client, chat: FakeChat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sluice.client._SILENCE_S", 60)
+    monkeypatch.setattr("sluice.streams.SILENCE_S", 60)
     await client.submit(TEN, id="a")
     await ended(db, "a")
     assert await asyncio.wait_for(seqs(client, "a"), 3) == list(range(12))
@@ -204,7 +205,7 @@ async def test_a_stream_as_json_is_the_log_itself(db: Redis, client: Client, cha
 
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sluice.client._SILENCE_S", 0.1)
+    monkeypatch.setattr("sluice.streams.SILENCE_S", 0.1)
 
 
 @pytest.mark.usefixtures("_impatient")
