@@ -3,13 +3,13 @@
 import asyncio
 import logging
 import signal
-import sys
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
+from worker.child import run_child
 from worker.errors import Refusal
 from worker.text import trial
 
@@ -70,20 +70,10 @@ def is_quick(schema: Any) -> bool:
 
 
 async def _tried(grammar: str) -> str | None:
-    # A session of its own: an interrupt from the terminal is not the grammar's fault.
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", trial.__file__, start_new_session=True,
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        words, errors = await process.communicate(grammar.encode())
-    finally:
-        if process.returncode is None:  # nobody waits for it any more
-            process.kill()
-            await process.wait()
-    if not process.returncode:
-        return words.decode() or None
-    logger.info("a schema's trial ended with %d: %s", process.returncode, errors[-500:])
-    if process.returncode not in _ITS_OWN_FAULT:
+    ended = await run_child("worker.text.trial", grammar.encode())
+    if not ended.status:
+        return ended.output.decode() or None
+    logger.info("a schema's trial ended with %d: %s", ended.status, ended.errors[-500:])
+    if ended.status not in _ITS_OWN_FAULT:
         raise Refusal("overloaded", "The server has no room to try the request's schema now.", retryable=True)
     return TOO_MUCH

@@ -5,11 +5,12 @@ meanwhile. llguidance (1.9) has limits for neither, but a process can be ended.
 """
 
 import random
-import resource
 import sys
 import threading
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from worker.rlimits import limit_resources
 
 _CPU_S = 1  # schemas from practice take a tenth of it, the start of the process included
 _STACK_BYTES = 4 << 20  # half of what the worker's own threads have, or less
@@ -59,10 +60,7 @@ def error_of(matcher: LLMatcher) -> str | None:
 
 
 def _main() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S + 1))
-    if sys.platform == "linux":  # macOS holds to no limit of this kind
-        resource.setrlimit(resource.RLIMIT_AS, (_BYTES, _BYTES))
+    limit_resources(cpu_s=_CPU_S, address_bytes=_BYTES)
     threading.stack_size(_STACK_BYTES)
     grammar, found = sys.stdin.buffer.read().decode(), list[str]()
     attempt = threading.Thread(target=lambda: found.append(_tried(grammar)))

@@ -1,0 +1,12 @@
+"""Limits of a child process."""
+
+import resource
+import sys
+
+
+def limit_resources(*, cpu_s: int, address_bytes: int) -> None:
+    """Bound the process that calls this. It ends by SIGXCPU when its time is spent."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
+    if sys.platform == "linux":  # macOS does not enforce this one
+        resource.setrlimit(resource.RLIMIT_AS, (address_bytes, address_bytes))
