@@ -34,17 +34,22 @@ TABLE = {
     "worker.pulse":        May(),
     "worker.redis_url":    May(),
     "worker.timetable":    May(others="cronsim"),
+    "worker.child":        May(),
+    "worker.rlimits":      May(),
+    "worker.reading":      May("worker.child worker.errors worker.rlimits"),
     "worker.settings":     May("schemas worker.errors worker.redis_url worker.timetable", "pydantic pydantic_settings"),
     "worker.metrics":      May("schemas worker.errors worker.schedule.sequence", "prometheus_client"),
     "worker.functions":    May("schemas"),
     "worker.request":      May("schemas worker.errors worker.functions worker.schedule", "pydantic"),
 
     "worker.schedule":     May(),
-    "worker.text":         May("schemas worker.errors worker.schedule.sequence", "jinja2 llguidance pydantic"),
+    "worker.text":         May("schemas worker.child worker.errors worker.rlimits worker.schedule.sequence",
+                               "jinja2 llguidance pydantic"),
     "worker.engine":       May("worker.schedule worker.errors worker.pulse", "mlx mlx_lm"),
     "worker.engine.upstream_vision": May(others="mlx_vlm PIL"),
     "worker.images":       May("schemas worker.errors worker.settings", "PIL"),
-    "worker.queue":        May("schemas worker.errors worker.metrics worker.pulse worker.settings worker.timetable",
+    "worker.queue":        May("schemas worker.errors worker.metrics worker.pulse worker.reading worker.settings "
+                               "worker.timetable",
                                "arq pydantic_core redis"),
 
     # Offline batches: when to feed, and the process that does.
@@ -53,8 +58,9 @@ TABLE = {
 
     # What a job needs to know of all of these, and then the job.
     "worker.sights":       May("schemas worker.errors worker.images worker.schedule worker.settings"),
-    "worker.served":       May("worker.metrics worker.schedule worker.settings worker.sights worker.text"),
-    "worker.resume":       May("worker.queue.scripts worker.text"),
+    "worker.served":       May("worker.metrics worker.reading worker.schedule worker.settings worker.sights "
+                               "worker.text"),
+    "worker.resume":       May("worker.reading.strict worker.text"),
     "worker.specprefill":  May("schemas worker.schedule.sequence worker.settings worker.text.prompt"),
     "worker.completion":   May("schemas worker.queue.job worker.served worker.text"),
     "worker.record":       May("schemas worker.completion worker.metrics worker.queue.job worker.resume "
@@ -64,7 +70,8 @@ TABLE = {
 
     # The one place where engine and queue meet.
     "worker.app":          May("worker.batches worker.engine worker.errors worker.jobs worker.metrics worker.queue "
-                               "worker.redis_url worker.served worker.settings worker.sights worker.text", "arq redis"),
+                               "worker.reading worker.redis_url worker.served worker.settings worker.sights "
+                               "worker.text", "arq redis"),
     "worker.__main__":     May("worker.app worker.errors worker.settings"),
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Build, start, drain."""
 
 import asyncio
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -21,8 +22,9 @@ from worker.engine.words import Words
 from worker.errors import CannotStart
 from worker.jobs import chat
 from worker.metrics import Metrics
-from worker.queue.scripts import dumps, loads
+from worker.queue.scripts import dumps
 from worker.queue.worker import QueueWorker
+from worker.reading.strict import loads
 from worker.redis_url import BAD_OPTION, UNREADABLE, public
 from worker.served import Served
 from worker.settings import Settings
@@ -57,16 +59,19 @@ async def _serve(settings: Settings, metrics: Metrics) -> None:
     try:
         model = await engine.start()
         with _sights(settings, model) as sights:
+            served = _served(settings, engine, model, sights, metrics)
+            gc.freeze()  # a full collection goes over none of this again: it would hold up every row
             async with connect(settings) as redis:
                 worker = QueueWorker(
                     [func(chat, name="chat")],
                     redis=redis,
                     settings=settings,
-                    ctx={"served": _served(settings, engine, model, sights, metrics)},
+                    ctx={"served": served},
                     metrics=metrics,
                     crons=[batches.cron] if batches else [],
                     pulses=[engine.pulse],
                     hold=engine.hold,
+                    reader=served.reader,
                 )
                 logger.info(
                     "%s serves %s (%s), %d rows",

@@ -61,7 +61,8 @@ class Chat:
         settings = served.settings
         # What an earlier attempt has decided can be gone on with without a draft.
         drafted = settings.specprefill_draft_model is not None or bool(job.claim.thinned)
-        request = read_request(body, settings.model_name, max_parts=settings.max_parts, drafted=drafted)
+        reading = partial(read_request, body, settings.model_name, max_parts=settings.max_parts, drafted=drafted)
+        request = await served.reader.run(reading, size=job.claim.body_bytes, lane=job.claim.lane)
         if request.on_disconnect == "cancel":
             job.log.deserted = partial(job.interrupt, Cancelled("disconnected"))
         with _deadline(job, request.deadline_s):

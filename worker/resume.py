@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from worker.queue.scripts import loads
+from worker.reading.strict import loads
 from worker.text.output import Output, Said, together
 
 _ENDINGS: tuple[Literal["length", "stop"], ...] = ("length", "stop")

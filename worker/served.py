@@ -1,9 +1,10 @@
 """What this worker serves, as its jobs see it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from worker.metrics import Metrics
+from worker.reading.reader import Reader
 from worker.schedule.sequence import Listener, Sequence
 from worker.settings import Settings
 from worker.sights import Sights
@@ -29,3 +30,4 @@ class Served:
     vocab: int
     generation: dict[str, Any]  # the model's own sampling defaults
     metrics: Metrics
+    reader: Reader = field(default_factory=Reader)

@@ -51,7 +51,11 @@ def sync_db(redis_url: str) -> redis.Redis:
 CASES = {
     "not JSON": (b"\x80\x04hello", "invalid_request", "not JSON"),
     "a pickle": (pickle.dumps({"f": "chat", "a": [1]}), "invalid_request", "not JSON"),
-    "NaN": (b'{"t":null,"f":"chat","a":[NaN],"k":{},"et":1}', "invalid_request", "not JSON"),
+    "NaN": (
+        b'{"t":null,"f":"chat","a":[NaN],"k":{},"et":1}',
+        "invalid_request",
+        "NaN, which is not JSON; send a number",
+    ),
     "not an envelope": (b"[1, 2]", "invalid_request", "not an arq job"),
     "another function": (b'{"t":null,"f":"rm","a":[1],"k":{},"et":1}', "invalid_request", "'rm'"),
     "two arguments": (b'{"t":null,"f":"chat","a":[1,2],"k":{},"et":1}', "invalid_request", "one positional"),
@@ -104,7 +108,8 @@ CASES = {
         "the context is 32,768",
     ),
     "deep": (arq({"messages": HELLO, "metadata": json.loads("[" * 900 + "]" * 900)}), "invalid_request", "metadata"),
-    "deeper": (b'{"f":"chat","a":[' + b"[" * 100_000 + b"]" * 100_000 + b"]}", "invalid_request", "not JSON"),
+    "deeper": (b'{"f":"chat","a":[' + b"[" * 50_000 + b"]" * 50_000 + b"]}", "invalid_request", "too deeply"),
+    "deepest": (b'{"f":"chat","a":[' + b"[" * 150_000 + b"]" * 150_000 + b"]}", "too_large", "150,003 JSON values"),
 }
 
 

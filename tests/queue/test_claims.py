@@ -19,7 +19,7 @@ from tests.keyspace import check_all_ended, check_job_keys
 from tests.queue.helpers import BATCH, QUEUE, envelope, field, put, renew, settings
 from worker.app import connect
 from worker.queue.claims import Claim, Claims, lease_key
-from worker.queue.scripts import loads
+from worker.reading.strict import loads
 
 BODY = envelope({"n": 1})
 Claimer = Callable[..., Claims]
@@ -27,15 +27,15 @@ Claimer = Callable[..., Claims]
 
 def claims_of(redis: Redis, **changed: Any) -> Claims:
     """Leases may be shorter than a setting allows."""
-    return Claims(redis, settings("", max_request_bytes=1000).model_copy(update=changed))
+    return Claims(redis, settings("redis://unused", max_request_bytes=1000).model_copy(update=changed))
 
 
 @pytest.fixture
 async def claimer(redis_url: str) -> AsyncIterator[Claimer]:
     async with connect(settings(redis_url)) as redis:
 
-        def make(worker: str = "ada", *, lease_s: float = 5.0) -> Claims:
-            return claims_of(redis, worker_name=worker, lease_s=lease_s)
+        def make(worker: str = "ada", *, lease_s: float = 5.0, **changed: Any) -> Claims:
+            return claims_of(redis, worker_name=worker, lease_s=lease_s, **changed)
 
         yield make
 
@@ -285,6 +285,27 @@ async def test_a_body_larger_than_we_take_stays_where_it_is(db: Redis, claims: C
         first_claim("fits", body=b"x" * 1000, body_bytes=1000),
         first_claim("huge", body=b"", body_bytes=1001),
     ]
+
+
+async def test_a_large_body_does_not_come_with_its_claim_and_is_got_by_itself(db: Redis, claimer: Claimer) -> None:
+    claims = claimer(max_request_bytes=100_000)
+    for at_ms, (job_id, size) in enumerate((("small", 65_536), ("large", 65_537), ("too-large", 100_001))):
+        await put(db, job_id, b"x" * size, at_ms=at_ms)
+    small, large, too_large = await claims.take("interactive", 3)
+    assert (len(small.body), large.body, too_large.body) == (65_536, b"", b"")
+    assert await claims.body(small) == b"x" * 65_536
+    assert await claims.body(large) == b"x" * 65_537
+    assert await claims.body(too_large) == b""
+
+
+@pytest.mark.parametrize("spoil", ["DEL", "LPUSH"])
+async def test_a_large_body_that_has_gone_meanwhile_is_empty(db: Redis, claims: Claims, spoil: str) -> None:
+    await put(db, "a", b"x" * 70_000)
+    claim = replace((await claims.take("interactive", 1))[0], body_bytes=500)
+    await db.delete("arq:job:a")
+    if spoil == "LPUSH":
+        await db.lpush("arq:job:a", "a list")
+    assert await claims.body(claim) == b""
 
 
 async def test_only_a_job_that_waits_is_cancelled_in_its_queue(db: Redis, claims: Claims) -> None:

@@ -13,7 +13,7 @@ from schemas.events import ErrorType, JobError, Timings, Usage
 from tests.schemas import page
 from tests.schemas.bodies import HELLO, LOOK, chat
 from worker.errors import Refusal
-from worker.queue.scripts import loads
+from worker.reading.strict import loads
 from worker.request import read_request
 
 

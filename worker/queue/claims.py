@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from arq.constants import in_progress_key_prefix, job_key_prefix, retry_key_prefix
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from schemas import keys
 from schemas.keys import Lane
@@ -25,7 +26,7 @@ class Claim:
     cancelled: bool
     queued_at: float  # Unix seconds from 0 on, by the clock of whoever queued it
     events: int  # already in the log, from earlier attempts
-    body: bytes  # empty when it or the job has expired, or it is larger than we take
+    body: bytes  # empty when it or the job has expired, or it is large: see `Claims.body`
     body_bytes: int
     tenant: str = ""  # where the submit said so
     lapses: int = 0  # times that its lease ran out: a worker died while it ran, through its fault or not
@@ -49,12 +50,16 @@ def leftovers(job_id: str) -> list[str]:
 
 
 _FIELDS = 13  # values a job in claim.lua's answer
+# Bodies up to this size come with the claim. Larger ones would hold up the other jobs of the same answer, and the
+# server while it puts the answer together.
+_INLINE_BYTES = 65_536
 
 
 class Claims:
     def __init__(self, redis: Redis, settings: Settings) -> None:
         self._model, self._worker = settings.model_name, settings.worker_name
         self._lease_ms, self._most_bytes = int(settings.lease_s * 1000), settings.max_request_bytes
+        self._inline_bytes, self._redis = min(_INLINE_BYTES, self._most_bytes), redis
         self._answer_lost, self._one_at_a_time = set[Lane](), asyncio.Lock()
         self._claim = script(redis, "claim")
         self._release = script(redis, "release")
@@ -84,12 +89,22 @@ class Claims:
             flat = await self._claim(
                 keys=[keys.queue(self._model, lane)],
                 args=[
-                    want, self._lease_ms, self._worker, lane, JOB_LIFE_MS, self._most_bytes, int(takeover),
+                    want, self._lease_ms, self._worker, lane, JOB_LIFE_MS, self._inline_bytes, int(takeover),
                     suspects, int(lost), len(known), *known, *(part for pair in tenants.items() for part in pair),
                 ],
             )  # fmt: skip
             self._answer_lost.discard(lane)
         return [_claim(lane, flat[i : i + _FIELDS]) for i in range(0, len(flat), _FIELDS)]
+
+    async def body(self, claim: Claim) -> bytes:
+        """Return the job's body; empty if it is gone, or larger than we take. Raises RedisError, OSError."""
+        if claim.body or not 0 < claim.body_bytes <= self._most_bytes:
+            return claim.body
+        try:
+            found = await self._redis.get(job_key_prefix + claim.job_id)
+        except ResponseError:  # a foreign value stands there by now
+            return b""
+        return bytes(found or b"")
 
     async def cancel_waiting(self, job_id: str) -> bool:
         """End a job that waits in one of our lanes. False where it does not."""

@@ -67,7 +67,8 @@ class Endings:
 
     async def _fail(self, job: Job, why: Refusal) -> None:
         error = {"type": why.type, "message": why.message, "retryable": why.retryable}
-        parked = self._letter(job, error) if why is CULPRIT else b""
+        # In a thread: a letter is as large as the job's body.
+        parked = await asyncio.to_thread(self._letter, job, error) if why is CULPRIT else b""
         await self._publisher.finish(job.log, "failed", parked=parked, error=error, usage=job.usage.as_event())
 
     def _letter(self, job: Job, error: dict[str, object]) -> bytes:
@@ -80,7 +81,7 @@ class Endings:
                 "crashes": job.claim.crashes,
                 "parked_at": time.time(),
                 "error": error,
-                "body": job.claim.body.decode("utf-8", "replace"),
+                "body": job.body.decode("utf-8", "replace"),
             }
         )
 

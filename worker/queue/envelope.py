@@ -1,5 +1,6 @@
 """A queued body: arq's `{t, f, a, k, et}`, as JSON, with one argument."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from arq.cron import CronJob
@@ -8,35 +9,29 @@ from arq.worker import Function
 from schemas import keys
 from worker.errors import Refusal
 from worker.queue.claims import Claim
-from worker.queue.scripts import loads
+from worker.reading.reader import Reader
+
+Functions = Mapping[str, Function | CronJob]
 
 
-def open_envelope(
-    claim: Claim, functions: dict[str, Function | CronJob], most_bytes: int
+async def open_envelope(
+    claim: Claim, body: bytes, reader: Reader, functions: Functions, most_bytes: int
 ) -> tuple[Function | CronJob, Any]:
     """The function to call and its argument. Raises `Refusal`; runs nothing of what it reads."""
     if not keys.is_job_id(claim.job_id):
         raise Refusal("invalid_request", f"A job id must match {keys.JOB_ID}.")
     if claim.body_bytes > most_bytes:
         raise Refusal("too_large", f"The job is {claim.body_bytes:,} bytes; this worker takes {most_bytes:,} at most.")
-    if not claim.body:
+    if not body:
         raise Refusal("invalid_request", "The job's body has expired or was deleted; submit it again.", retryable=True)
-    name, args = _read(claim.body)
+    name, args = _named(await reader.parse(body, claim.lane))
     if name not in functions:
         known = ", ".join(sorted(functions))
         raise Refusal("invalid_request", f"There is no function {name[:64]!r} here; this worker has: {known}.")
     return functions[name], args[0]
 
 
-def _read(body: bytes) -> tuple[str, list[Any]]:
-    try:
-        envelope = loads(body)
-    except (ValueError, RecursionError):
-        raise Refusal(
-            "invalid_request",
-            "The job's body is not JSON: give arq's create_pool a JSON job_serializer, for example "
-            "lambda job: json.dumps(job).encode().",
-        ) from None
+def _named(envelope: Any) -> tuple[str, list[Any]]:
     match envelope:
         case {"f": str(name), "a": [_] as args, "k": {**kwargs}} if not kwargs:
             return name, args

@@ -53,6 +53,11 @@ class Job:
 
     cleared: Callable[[], None] = lambda: None  # called when its probation is over
     on_probation: bool = False
+    body: bytes = b""  # of a job that will be parked
+
+    def keep_body(self, body: bytes) -> None:
+        """For the dead letters."""
+        self.body = body
 
     def made_progress(self) -> None:
         """A new token: whatever killed the last worker, this job got past it. A second lapse is not forgiven."""

@@ -1,10 +1,8 @@
-"""The Lua scripts, and the two forms of JSON that go with them."""
+"""The Lua scripts, and the JSON that goes with them."""
 
 import json
 from functools import cache
 from importlib.resources import files
-from math import isfinite
-from typing import Any, NoReturn
 
 from pydantic_core import PydanticSerializationError, to_json
 from redis.asyncio import Redis
@@ -32,18 +30,3 @@ def dumps(value: object) -> bytes:
         # A lone surrogate, which UTF-8 has no bytes for, comes out as its JSON escape.
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
         return text.encode("utf-8", "backslashreplace")
-
-
-def loads(raw: bytes) -> Any:
-    """Raises ValueError (not JSON, or not UTF-8) or RecursionError (nested too deep)."""
-    return json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _finite(digits: str) -> float:
-    """1e999 would be read as infinity, which cannot be said back."""
-    number = float(digits)
-    return number if isfinite(number) else _refuse_constant(digits)

@@ -34,6 +34,7 @@ from worker.queue.scripts import dumps
 from worker.queue.services import running_services
 from worker.queue.takeover import Takeover
 from worker.queue.wake import Listener
+from worker.reading.reader import Reader
 from worker.settings import Settings
 
 logger = logging.getLogger("sluice.queue")
@@ -58,6 +59,7 @@ class QueueWorker(Worker):
         clock: ServerClock | None = None,
         pulses: Sequence[Pulse] = (),
         hold: Callable[[bool], None] = lambda on: None,
+        reader: Reader | None = None,
     ) -> None:
         """`crons` are no jobs: they run beside the rows, and nobody can queue one.
         `pulses`: more threads to watch beside the event loop. `hold`: see `Publisher`."""
@@ -78,7 +80,7 @@ class QueueWorker(Worker):
         self.jobs: dict[str, Job] = {}
         self.claims = Claims(redis, settings)
         self.publisher = Publisher(redis, self.clock, settings, hold)
-        self._metrics = metrics
+        self._metrics, self._reader = metrics, reader or Reader()
         self.endings = Endings(self.publisher, self.claims, model, metrics)
         self.presence = Presence(redis, settings, self.clock)
         self.listener = Listener(
@@ -267,12 +269,26 @@ class QueueWorker(Worker):
             raise Cancelled("requested")
         if job.claim.expired:
             raise Refusal("deadline", "The job's deadline passed while it waited in the queue.", retryable=True)
-        function, request = open_envelope(job.claim, self.functions, self.settings.max_request_bytes)
+        body, most_bytes = await self._body(job.claim), self.settings.max_request_bytes
+        function, request = await open_envelope(job.claim, body, self._reader, self.functions, most_bytes)
         if job.claim.crashes >= MOST_CRASHES:
+            job.keep_body(body)
             raise CULPRIT
+        del body  # a large one would stay in memory until the job ends
         answer = await function.coroutine({**self.ctx, "job": job}, request)
         assert isinstance(answer, Answer), f"{function.name} must return an Answer"
         return answer
+
+    async def _body(self, claim: Claim) -> bytes:
+        body = claim.body
+
+        async def fetch() -> None:
+            nonlocal body
+            body = await self.claims.body(claim)
+
+        if not body and claim.body_bytes and not await until_redis_answers(fetch, self.stopping):
+            raise HandBack
+        return body
 
     # Interruption
 

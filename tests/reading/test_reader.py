@@ -1,0 +1,130 @@
+"""Large bodies are read, or refused, without holding up what runs beside them."""
+
+import asyncio
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from worker.errors import Refusal
+from worker.reading import reader as module
+from worker.reading.reader import SMALL_BYTES, Reader
+from worker.reading.size import MOST_VALUES
+
+MEGABYTE = 1_000_000
+
+
+def lists(count: int) -> bytes:
+    return b'{"metadata":{"a":[' + b",".join([b"[]"] * count) + b"]}}"
+
+
+async def refusal(body: bytes) -> Refusal:
+    with pytest.raises(Refusal) as raised:
+        await Reader().parse(body, "interactive")
+    return raised.value
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The length of each body that a child process was given."""
+    given, run_child = list[int](), module.run_child
+
+    async def watched(name: str, body: bytes) -> Any:
+        given.append(len(body))
+        return await run_child(name, body)
+
+    monkeypatch.setattr(module, "run_child", watched)
+    return given
+
+
+async def test_more_values_than_a_worker_reads_are_refused_by_their_number(children: list[int]) -> None:
+    why = await refusal(lists(MOST_VALUES))
+    assert why.type == "too_large"
+    assert f"{2 * MOST_VALUES + 2:,}" in why.message
+    assert f"{MOST_VALUES:,}" in why.message
+    assert len(children) == 1
+
+
+async def test_as_many_values_as_a_worker_reads_are_read_without_a_process(children: list[int]) -> None:
+    body = lists(MOST_VALUES // 2 - 2)
+    assert await Reader().parse(body, "interactive") == json.loads(body)
+    assert children == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a, [b] and {c}. " * MEGABYTE,
+        "one line\n" * MEGABYTE,
+        "a" * 5 * MEGABYTE + "\U0001f600",
+        "\U0001f600" * MEGABYTE,
+    ],
+    ids=["commas", "escapes", "one wide character", "wide characters"],
+)
+async def test_a_long_string_is_read_whole_whatever_is_in_it(text: str) -> None:
+    for ascii_only in (True, False):
+        body = json.dumps({"a": [text, 0.5, None, 10**30]}, ensure_ascii=ascii_only).encode()
+        assert await Reader().parse(body, "interactive") == {"a": [text, 0.5, None, 10**30]}
+
+
+async def test_a_dear_body_that_is_wrong_is_refused_with_the_same_sentence() -> None:
+    for end in (b"NaN]", b"9" * 5000 + b"]", b"1e999]", b"oops"):
+        small, large = b'["",' + end, b'["' + b"\\n" * 1_100_000 + b'",' + end
+        assert (await refusal(small)).message == (await refusal(large)).message
+        assert (await refusal(large)).type == "invalid_request"
+
+
+async def test_half_of_a_surrogate_pair_in_a_dear_body_is_refused_by_its_place(children: list[int]) -> None:
+    text = b'"\\ud83d' + b"\\n" * 1_100_000 + b'"'
+    why = await refusal(b'{"f":"chat","a":[{"messages":[{"role":"user","content":' + text + b"}]}]}")
+    assert why.type == "invalid_request"
+    assert why.message.startswith("messages[0].content holds half of a surrogate pair")
+    assert len(children) == 1
+
+
+async def test_a_body_of_sixteen_megabytes_of_lists_stops_the_loop_for_no_longer_than_a_moment() -> None:
+    reading = asyncio.ensure_future(refusal(lists(5_300_000)))
+    longest_s, last = 0.0, time.monotonic()
+    while not reading.done():
+        await asyncio.sleep(0.001)
+        longest_s, last = max(longest_s, time.monotonic() - last), time.monotonic()
+    assert (await reading).type == "too_large"
+    assert longest_s < 0.5, "json.loads stops it for seconds"
+
+
+async def test_a_dear_body_keeps_no_ordinary_one_and_no_other_lane_waiting(children: list[int]) -> None:
+    reader = Reader()
+    dear = [asyncio.ensure_future(reader.parse(lists(MOST_VALUES), "batch")) for _ in range(3)]
+    while not children:
+        await asyncio.sleep(0.01)
+    for lane in ("batch", "interactive"):
+        assert await reader.parse(b"[" + b" " * SMALL_BYTES + b"]", lane) == []
+    assert children == [len(lists(MOST_VALUES))], "the others wait for the first"
+    for task in dear:
+        task.cancel()
+    await asyncio.gather(*dear, return_exceptions=True)
+
+
+async def test_large_work_leaves_the_event_loop_s_thread_and_small_work_does_not() -> None:
+    reader, ours = Reader(), threading.current_thread()
+    assert await reader.run(threading.current_thread, size=SMALL_BYTES, lane="batch") is ours
+    assert await reader.run(threading.current_thread, size=SMALL_BYTES + 1, lane="batch") is not ours
+
+
+async def test_a_body_that_a_process_cannot_read_in_its_time_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def killed(name: str, body: bytes) -> Any:
+        return module.Ended(-module.signal.SIGXCPU, b"", b"")
+
+    monkeypatch.setattr(module, "run_child", killed)
+    assert (await refusal(lists(MOST_VALUES))).type == "too_large"
+
+
+async def test_a_process_that_fails_by_itself_is_not_the_request_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def failed(name: str, body: bytes) -> Any:
+        return module.Ended(1, b"", b"MemoryError")
+
+    monkeypatch.setattr(module, "run_child", failed)
+    why = await refusal(lists(MOST_VALUES))
+    assert (why.type, why.retryable) == ("overloaded", True)

@@ -1,0 +1,43 @@
+"""The process that reads one dear body from stdin and writes a marshalled verdict to stdout: see `reader`."""
+
+import marshal
+import sys
+from typing import Any
+
+from worker.reading.size import MOST_VALUES, count_values, limits
+from worker.reading.strict import NotJson, loads
+from worker.reading.surrogates import place_of_half
+from worker.rlimits import limit_resources
+
+
+def verdict(body: bytes) -> tuple[str, Any]:
+    """Return "json" and the value, "refused" and a sentence, or "too many" and the number of values."""
+    values = count_values(body)
+    if values > MOST_VALUES:
+        return "too many", values
+    try:
+        value = loads(body)
+    except NotJson as why:
+        return "refused", str(why)
+    # The worker would take a second to read two million of these back.
+    if (place := place_of_half(_request(value))) is not None:
+        return "refused", f"{place or 'The request'} holds half of a surrogate pair, which is no character."
+    return "json", value
+
+
+def _request(envelope: Any) -> Any:
+    match envelope:
+        case {"a": [request]}:
+            return request
+    return envelope
+
+
+def main() -> None:
+    body = sys.stdin.buffer.read()
+    cpu_s, address_bytes = limits(len(body))
+    limit_resources(cpu_s=cpu_s, address_bytes=address_bytes)
+    sys.stdout.buffer.write(marshal.dumps(verdict(body)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Reads what clients send, without holding up the event loop or, for long, the interpreter's lock.
+
+A small body is read at once. A large one is read in a thread of its lane, so that offline jobs keep no interactive one
+waiting. `json.loads` holds the interpreter's lock all the while, so a body that would take it long is read by a child
+process; it counts the values first, and sends back a refusal or the values in a form that is quickly read.
+"""
+
+import asyncio
+import logging
+import marshal
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from worker.child import Ended, run_child
+from worker.errors import Refusal
+from worker.reading.size import MOST_VALUES, is_dear
+from worker.reading.strict import NotJson, loads
+
+logger = logging.getLogger("sluice.reading")
+
+SMALL_BYTES = 16_384  # takes at most some 5 ms to read and to validate
+_TOO_MUCH = {-signal.SIGXCPU, -signal.SIGSEGV, -signal.SIGABRT}
+_T = TypeVar("_T")
+
+
+class Reader:
+    """A worker has one: a thread and a child process, at most, for each lane."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[str, _Lane] = {}
+
+    async def parse(self, body: bytes, lane: str) -> Any:
+        """Return the JSON value. Raises `Refusal`."""
+        if len(body) <= SMALL_BYTES:
+            return _parsed(body)
+        dear = await self.run(is_dear, body, size=len(body), lane=lane)
+        if not dear:
+            return await self.run(_parsed, body, size=len(body), lane=lane)
+        async with self._lane(lane).child:
+            return await _parsed_by_child(body)
+
+    async def run(self, function: Callable[..., _T], *args: object, size: int, lane: str) -> _T:
+        """Call it, in the lane's thread if the body that it works on is not small."""
+        if size <= SMALL_BYTES:
+            return function(*args)
+        return await asyncio.get_running_loop().run_in_executor(self._lane(lane).thread, function, *args)
+
+    def _lane(self, lane: str) -> "_Lane":
+        return self._lanes.setdefault(lane, _Lane(lane))
+
+
+class _Lane:
+    def __init__(self, name: str) -> None:
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"read-{name}")  # starts when it is first used
+        self.child = asyncio.Semaphore(1)
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return loads(body)
+    except NotJson as why:
+        raise Refusal("invalid_request", str(why)) from None
+
+
+async def _parsed_by_child(body: bytes) -> Any:
+    return _value_of(await run_child("worker.reading", body), len(body))
+
+
+def _value_of(ended: Ended, size: int) -> Any:
+    if ended.status in _TOO_MUCH:
+        raise Refusal("too_large", "The request takes too long to read: split it, or shorten its lists and objects.")
+    if ended.status:
+        logger.error("reading a body of %d bytes ended with %d: %s", size, ended.status, ended.errors[-500:])
+        raise Refusal("overloaded", "The server has no room to read a request of this size now.", retryable=True)
+    verdict, said = marshal.loads(ended.output)
+    match verdict:
+        case "json":
+            return said
+        case "refused":
+            raise Refusal("invalid_request", said)
+    raise Refusal(
+        "too_large",
+        f"The request holds {said:,} JSON values; this worker reads {MOST_VALUES:,}. "
+        "Shorten its lists and objects, or send them as text.",
+    )
