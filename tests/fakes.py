@@ -39,6 +39,16 @@ class ByteDetokenizer:
         return self._decoder.decode(b"", final=True)
 
 
+class NoControlTokens:
+    """A tokenizer's that has none."""
+
+    def __init__(self, encode: Callable[[str], list[int]]) -> None:
+        self.encode, self.mark, self.unmark = encode, str, str
+
+    def found_in(self, text: str) -> bool:
+        return False
+
+
 class ByteTokenizer:
     """A token is a byte, or one of the given pieces: a code point may take several, and one may cut two."""
 
@@ -50,6 +60,7 @@ class ByteTokenizer:
         self.vocab = [*(bytes([value]) for value in range(256)), *pieces]
         self.tokens = [f"<0x{token.hex()}>" for token in self.vocab]
         self.template, self.threads = template, set[threading.Thread]()
+        self.control_tokens = NoControlTokens(self.encode)
 
     def streaming(self) -> ByteDetokenizer:
         return ByteDetokenizer(self.vocab)

@@ -46,6 +46,7 @@ TABLE = {
     "worker.text":         May("schemas worker.child worker.errors worker.rlimits worker.schedule.sequence",
                                "jinja2 llguidance pydantic"),
     "worker.engine":       May("worker.schedule worker.errors worker.pulse", "mlx mlx_lm"),
+    "worker.engine.upstream_transformers": May(others="transformers"),
     "worker.engine.upstream_vision": May(others="mlx_vlm PIL"),
     "worker.images":       May("schemas worker.errors worker.settings", "PIL"),
     "worker.queue":        May("schemas worker.errors worker.metrics worker.pulse worker.reading worker.settings "

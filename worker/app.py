@@ -98,6 +98,7 @@ def _served(settings: Settings, engine: EngineThread, model: Model, sights: Sigh
         model.vocab,
         boundaries=settings.prefix_cache_gb != 0 and _needs_boundaries(model),
         thinnable=model.draft is not None,
+        control_tokens=settings.allow_control_tokens,
     )
     return Served(
         settings=settings,

@@ -60,6 +60,9 @@ class Settings(BaseSettings):
     max_output_tokens: int | None = Field(None, ge=1, description="The longest answer that a request may ask for.")
     max_parts: int = Field(10_000, ge=1, description="Texts, images and tool calls of a conversation.")
     max_request_bytes: int = Field(16_000_000, ge=1_000, description="Size of a queued job's body.")
+    allow_control_tokens: bool = Field(
+        False, description="Whether control tokens in a client's text count; without it, they are text there."
+    )
     vision: Literal["auto", "off"] = Field("auto", description="off serves a model that sees images for text alone.")
     trust_model_code: bool = Field(False, description="Whether code that comes in the model's folder may run.")
     max_images: int = Field(32, ge=1, description="Images of a conversation.")

@@ -34,12 +34,26 @@ class PacedDetokenizer:
         return ""
 
 
+class NoControlTokens:
+    def found_in(self, text: str) -> bool:
+        return False
+
+    def mark(self, text: str) -> str:
+        return text
+
+    unmark = mark
+
+    def encode(self, text: str) -> list[int]:
+        raise NotImplementedError("nothing was marked")
+
+
 class PacedTokenizer:
     """Of a prompt only the trouble in its last message counts."""
 
     byte_level, definition, template = False, None, ""
     eos_token_ids = frozenset[int]()
     think = tool = tool_format = None
+    control_tokens = NoControlTokens()
     tokens: ClassVar[list[str]] = [f" t{k}" for k in range(100_000)]  # no answer is longer
 
     def streaming(self) -> PacedDetokenizer:

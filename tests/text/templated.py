@@ -14,6 +14,7 @@ from worker.text.detokenize import Vocabulary
 from worker.text.dialect import Dialect
 from worker.text.places import Places
 from worker.text.prompt import Prompt, Prompts
+from worker.text.quoting import Quoting
 
 TEMPLATES = {file.stem: file.read_text(encoding="utf-8") for file in Path(__file__).parent.glob("templates/*.jinja")}
 
@@ -33,7 +34,8 @@ async def rendered(template: str, *messages: dict[str, Any], **rest: Any) -> str
 
 def prompts(template: str, *, boundaries: bool = False) -> Prompts:
     told = words(TEMPLATES.get(template, template))
-    return Prompts(told, Dialect(told).think, _boundaries(told) if boundaries else None)
+    quoting = Quoting(told.control_tokens, (*(told.think or ()), *(told.tool or ())))
+    return Prompts(told, Dialect(told).think, _boundaries(told) if boundaries else None, quoting=quoting)
 
 
 @cache
@@ -46,7 +48,7 @@ def words(source: str) -> Words:
 
 @cache
 def _boundaries(told: Words) -> Boundaries:
-    return Boundaries(told, Places(Vocabulary(told), len(told.tokens)))
+    return Boundaries(Places(Vocabulary(told), len(told.tokens)))
 
 
 @cache

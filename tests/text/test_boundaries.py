@@ -4,7 +4,7 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 from unicodedata import is_normalized, normalize
@@ -19,13 +19,14 @@ from tests.text.conversations import Said, assistant, call, calling, conversatio
 from tests.text.templated import TEMPLATES, prompts, request, words
 from worker.errors import Refusal
 from worker.text.boundaries import _alike
+from worker.text.detokenize import Vocabulary
 from worker.text.language import Language
 from worker.text.prompt import Prompt, Prompts
 
 OWN = json.loads((Path(TINY_CHAT) / "tokenizer_config.json").read_text())["chat_template"]
 ALL = {**TEMPLATES, "tiny_chat": OWN}
 TAKE_TOOLS = sorted(ALL.keys() - {"forgetful", "gemma"})
-SPOKEN = words(OWN)._tokenizer
+SPOKEN, VOCABULARY = words(OWN)._tokenizer, Vocabulary(words(OWN))
 LOOK: Said = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "title": "Subject"}}}
 RULES = system("Be brief, be kind. Answer in English.")
 
@@ -270,9 +271,10 @@ async def test_a_boundary_is_the_last_token_before_a_content_space_aside(content
     assume(is_normalized("NFC", "".join(contents)))  # else the tokenizer's own places are not the text's
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     prompt = await planned(template, *((user, assistant)[place % 2](each) for place, each in enumerate(contents)))
-    text = "".join(contents)
-    ends = [end for _, end in SPOKEN(text, return_offsets_mapping=True)["offset_mapping"]]
-    starts = [len("".join(contents[:place])) + len(each) - len(each.lstrip()) for place, each in enumerate(contents)]
+    text = "".join(contents).encode()
+    ends = list(accumulate(len(VOCABULARY.bytes_of(token)) for token in prompt.tokens))
+    before = ["".join(contents[:place]) + each[: len(each) - len(each.lstrip())] for place, each in enumerate(contents)]
+    starts = [len(characters.encode()) for characters in before]
     for count in prompt.boundaries[1:]:
         assert any(
             ends[count - 1] <= start and (ends[count] > start or not text[ends[count - 1] : start].strip())

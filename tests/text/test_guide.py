@@ -11,6 +11,7 @@ from jsonschema import Draft202012Validator
 
 from tests.text.guided import ANY_OBJECT, CITY, EOS, OTHER_EOS, SIGNS, WEATHER, by, model, refusal, request, spelled
 from tests.text.structured import Schema, allowed, walk
+from worker.text.definition import unmarked
 from worker.text.detokenize import Vocabulary
 from worker.text.guide import Guides
 from worker.text.prompt import Prompt, Thinking
@@ -105,6 +106,13 @@ async def test_an_answer_goes_on_with_the_json_that_its_message_began(begun: Any
 async def test_harmony_goes_on_with_json_in_the_final_message() -> None:
     spoken = model("harmony")
     assert spoken.takes(await spoken.guide("none", **by(CITY), **after('{"city": "Os')), 'lo"}')
+
+
+async def test_no_text_that_is_gone_on_with_is_read_as_a_control_token() -> None:
+    named = unmarked(str(model().tokenizer.definition))  # as the guide reads it
+    name = next(entry["content"] for entry in json.loads(named)["added_tokens"] if entry["id"] == EOS)
+    for text in (name, "<|im_end|>", "<tool_call>"):
+        assert model().takes(await model().guide("none", **by(CITY), **after(f'{{"city": "{text}')), '"}')
 
 
 async def test_after_space_alone_nothing_has_begun() -> None:

@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from worker.engine.upstream_transformers import CONTROL_TOKEN_START
+
 Images = Mapping[str, str]  # by their marks, the texts that the model reads for them
 
 
@@ -18,7 +20,8 @@ def shown(text: str, marker: str, conversation: list[dict[str, Any]], images: Im
     it does not show each image once."""
     pieces = [piece for message in conversation for piece in _pieces(message["content"], images)]
     wanted = [images[piece] for piece in pieces if piece in images]
-    first, *others = text.split(marker)
+    # A client's own text may have the marker in it, if that is marked as text.
+    first, *others = re.split(f"(?<!{CONTROL_TOKEN_START}){re.escape(marker)}", text)
     if len(others) != len(wanted):
         raise ValueError(
             f"it has {len(others)} images in place of {len(wanted)}; no text may have {marker} in it, which is the "

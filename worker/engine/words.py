@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
+from worker.engine.control_tokens import ControlTokens
 from worker.engine.marks import parted, shown
 from worker.engine.upstream import BPEStreamingDetokenizer, TextStateMachine, TokenizerWrapper, make_text_state_machine
 
@@ -49,6 +50,18 @@ class Words:
     def tool_format(self) -> str | None:
         name: str | None = self._tokenizer.init_kwargs.get("tool_parser_type")
         return name
+
+    @cached_property
+    def control_tokens(self) -> ControlTokens:
+        markers = (*(self.think or ()), *(self.tool or ()), self._marker)
+        return ControlTokens(self._tokenizer, self._template_source, markers, self.encode)
+
+    @property
+    def _template_source(self) -> str:
+        if self._wrapper._chat_template is not None:
+            return ""
+        source = self._tokenizer.chat_template  # of several, by name, each may be used
+        return "\0".join(source.values()) if isinstance(source, dict) else source or ""
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))

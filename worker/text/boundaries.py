@@ -11,7 +11,7 @@ from typing import Any
 
 from worker.text.adapt import RAISED, Tools
 from worker.text.places import Places
-from worker.text.tokenizer import Conversation, Tokenizer
+from worker.text.tokenizer import Conversation
 
 # For private use, so no template looks for them and hardly a text has them.
 _MARKS = tuple(map(chr, range(0xE000, 0xE010)))
@@ -26,6 +26,14 @@ _NO_ARGUMENTS: tuple[Any, ...] = ({}, "{}")  # some templates take text alone
 
 
 @dataclass(frozen=True, slots=True)
+class Codec:
+    """How a template's text becomes tokens."""
+
+    encode: Callable[[str], list[int]]
+    plain: Callable[[str], str] = str  # what a piece of the text says: contents may have control tokens marked
+
+
+@dataclass(frozen=True, slots=True)
 class Rendered:
     conversation: Conversation
     tools: Tools
@@ -33,14 +41,15 @@ class Rendered:
     tokens: Sequence[int]
     thinks: bool  # whether the text ends within a think block
     render: Callable[[Conversation], str]  # another conversation, beside the same tools
-    marks: Collection[str] = ()  # characters of the contents that the text has images for
+    marks: Collection[str]  # characters of the contents that the text has images for
+    codec: Codec
 
 
 class Boundaries:
     """A worker has one."""
 
-    def __init__(self, tokenizer: Tokenizer, places: Places) -> None:
-        self._encode, self._places = tokenizer.encode, places
+    def __init__(self, places: Places) -> None:
+        self._places = places
 
     def plan(self, rendered: Rendered) -> tuple[int, ...]:
         """Token counts, the most valuable first, each of less than the whole and more than nothing."""
@@ -51,11 +60,11 @@ class Boundaries:
         return tuple(dict.fromkeys(count for count in counts if count > 0))
 
     def _counts(self, rendered: Rendered, places: list[int]) -> list[int]:
-        counts = self._places.counts(rendered.text, rendered.tokens, places)
+        counts = self._places.counts(rendered.text, rendered.tokens, places, rendered.codec.plain)
         if counts is not None:
             return [counts[place] for place in places]
         tokens = list(rendered.tokens)
-        return [_alike(self._encode(rendered.text[:place].rstrip()), tokens) for place in places[:_FEW]]
+        return [_alike(rendered.codec.encode(rendered.text[:place].rstrip()), tokens) for place in places[:_FEW]]
 
 
 @dataclass(frozen=True, slots=True)

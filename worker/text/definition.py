@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+NAME_BEGINS = "\ue000"  # a marker's name; for private use, so hardly a text has it
 _BLANK = " \t\r\n▁"
 _NORMAL_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
 
@@ -36,7 +37,7 @@ def _literal(normalizer: Any) -> Any:
 
 
 def _name(token: int) -> str:
-    return f"\ue000{token}\ue001"
+    return f"{NAME_BEGINS}{token}\ue001"
 
 
 def _renamed(entry: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import logging
+import re
 from collections.abc import Sequence
 
 from llguidance import LLMatcher, LLTokenizer
@@ -11,7 +12,7 @@ from schemas import ChatRequest
 from worker.errors import Refusal
 from worker.schedule.sequence import Broken
 from worker.text.compiler import TOO_MUCH, Compiler
-from worker.text.definition import unmarked
+from worker.text.definition import NAME_BEGINS, unmarked
 from worker.text.detokenize import Vocabulary
 from worker.text.dialect import Dialect
 from worker.text.grammar import Grammars, Wish, wish_of
@@ -66,7 +67,7 @@ class Guides:
         if prompt.thinking == "open" or not text.strip():
             return []
         header = self._encode(ANSWER_BEGINS) if dialect.harmony else []
-        return [*header, *vocabulary.tokenize_str(text, parse_special=True)]
+        return [*header, *_as_text(vocabulary, text)]
 
     async def _matcher(self, vocabulary: LLTokenizer, wish: Wish, reasoned: bool) -> LLMatcher:
         wrong = None if wish.quick else await self._complaint(wish)
@@ -90,6 +91,12 @@ class Guides:
 
     async def _complaint(self, wish: Wish) -> str | None:
         return await self._compiler.complaint(await asyncio.to_thread(self._grammars.spelled, wish))
+
+
+def _as_text(vocabulary: LLTokenizer, text: str) -> list[int]:
+    """Cut where a control token's name would begin: llguidance (1.9) reads names whatever it is told."""
+    parts = re.split(f"({NAME_BEGINS})", text)
+    return [token for part in parts for token in vocabulary.tokenize_str(part, parse_special=False)]
 
 
 def _last_words(request: ChatRequest) -> str:

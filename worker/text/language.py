@@ -13,22 +13,33 @@ from worker.text.logprobs import entry
 from worker.text.output import Output
 from worker.text.places import Places
 from worker.text.prompt import Prompt, Prompts
+from worker.text.quoting import Quoting
 from worker.text.thinnable import Thinnable
 from worker.text.tokenizer import Tokenizer
 
 
 class Language:
-    def __init__(self, tokenizer: Tokenizer, vocab: int, *, boundaries: bool = False, thinnable: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab: int,
+        *,
+        boundaries: bool = False,
+        thinnable: bool = False,
+        control_tokens: bool = False,
+    ) -> None:
         """`vocab` is the width of the network's logits, which may be more than the tokenizer has tokens.
         `boundaries` and `thinnable`: whether prompts come with theirs. A model whose prefixes end anywhere has no use
-        for the one, and one without a draft none for the other."""
+        for the one, and one without a draft none for the other. `control_tokens`: whether a client's text may hold
+        some; else they are text there."""
         self._vocabulary, self._dialect = Vocabulary(tokenizer), Dialect(tokenizer)
         places = Places(self._vocabulary, len(tokenizer.tokens)) if boundaries or thinnable else None
         self._prompts = Prompts(
             tokenizer,
             self._dialect.think,
-            Boundaries(tokenizer, places) if places and boundaries else None,
+            Boundaries(places) if places and boundaries else None,
             Thinnable(places) if places and thinnable else None,
+            None if control_tokens else _quoting(tokenizer, self._dialect),
         )
         self._guides = Guides(tokenizer, self._vocabulary, self._dialect, vocab)
 
@@ -47,3 +58,8 @@ class Language:
     def logprobs(self, token: int, sampled: Logprobs) -> dict[str, Any]:
         """OpenAI's entry for a token."""
         return entry(token, sampled, self._vocabulary.bytes_of)
+
+
+def _quoting(tokenizer: Tokenizer, dialect: Dialect) -> Quoting:
+    own = () if dialect.harmony else (*(dialect.think or ()), *(tokenizer.tool or ()))  # gpt-oss's end turns
+    return Quoting(tokenizer.control_tokens, own)

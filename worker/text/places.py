@@ -21,9 +21,11 @@ class Places:
         """`tokens`: how many the tokenizer has."""
         self._spelled = [_squeezed(vocabulary.bytes_of(token)) for token in range(tokens)]
 
-    def counts(self, text: str, tokens: Sequence[int], places: Collection[int]) -> dict[int, int] | None:
+    def counts(
+        self, text: str, tokens: Sequence[int], places: Collection[int], plain: Form = str
+    ) -> dict[int, int] | None:
         """By place, in characters, the tokens before it; one that reaches beyond it is not among them. None where
-        these tokens do not spell this text.
+        these tokens do not spell this text. `plain` tells what a piece of it says.
 
         Space aside, which some tokenizers add or swallow. So the tokens of nothing but space that stand before a
         place do not count either, which is as well: they often grow together with what follows.
@@ -32,7 +34,8 @@ class Places:
         whole = b"".join(spelled)
         order = sorted({*places, len(text)})
         for form in _FORMS:
-            pieces = [_squeezed(form(text[a:b]).encode("utf-8", "surrogatepass")) for a, b in pairwise([0, *order])]
+            said = (form(plain(text[a:b])) for a, b in pairwise([0, *order]))
+            pieces = [_squeezed(piece.encode("utf-8", "surrogatepass")) for piece in said]
             if b"".join(pieces) == whole:
                 ends = _ends(spelled)
                 return {place: _count(ends, length) for place, length in zip(order, _ends(pieces), strict=True)}

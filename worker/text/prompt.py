@@ -15,8 +15,9 @@ from schemas import ChatRequest
 from worker.errors import Refusal
 from worker.text.adapt import RAISED, TAKES_NO_TOOLS, Adapt, Adapter, NotTaken, Tools
 from worker.text.adaptations import LADDERS, SYSTEM_FIRST, SYSTEM_IN_USER
-from worker.text.boundaries import Boundaries, Rendered
+from worker.text.boundaries import Boundaries, Codec, Rendered
 from worker.text.normalize import normalize
+from worker.text.quoting import Inputs, Quoting
 from worker.text.template_variables import template_variables
 from worker.text.thinnable import Thinnable
 from worker.text.tokenizer import Conversation, Tokenizer
@@ -51,10 +52,12 @@ class Prompts:
         think: Think,
         boundaries: Boundaries | None = None,
         thinnable: Thinnable | None = None,
+        quoting: Quoting | None = None,
     ) -> None:
-        """Prompts come with boundaries, and with what may be thinned, where these are given."""
+        """Prompts come with boundaries, and with what may be thinned, where these are given. Without `quoting`, control
+        tokens count wherever they stand."""
         self._tokenizer, self._think, self._boundaries, self._thinnable = tokenizer, think, boundaries, thinnable
-        self._adapter = Adapter()
+        self._quoting, self._adapter = quoting, Adapter()
         self._logged = set[str]()
 
     async def render(self, request: ChatRequest, images: Sequence[str] = ()) -> Prompt:
@@ -67,7 +70,7 @@ class Prompts:
             self._log_once(f"has no {name}: requests that set it are answered without")
         prompt = partial(self._prompt, conversation, images, tools, variables)
         length = _characters([conversation, tools, variables, *images]) + _MESSAGE_CHARACTERS * len(conversation)
-        if length < _LONG_CHARACTERS:
+        if length < _LONG_CHARACTERS and not self._quotes(Inputs(conversation, tools, variables)):
             with suppress(NotTaken):  # else by many trials
                 return prompt(self._adapter.as_it_is)
         return await asyncio.to_thread(prompt, self._adapter.adapt)
@@ -75,23 +78,35 @@ class Prompts:
     def _prompt(
         self, parts: Conversation, images: Sequence[str], tools: Tools, variables: dict[str, Any], adapt: Adapt
     ) -> Prompt:
-        conversation, marked = _flattened(parts, images)
-        render = partial(self._tokenizer.render, variables=variables, images=marked)
-        rendering, marks = _Rendering(render, adapt, tools), tuple(marked)
-        text, begun = self._opened(conversation, rendering)
+        flat, shown = _flattened(parts, images)
+        inputs, codec = self._quoted(Inputs(flat, tools, variables))
+        conversation = inputs.conversation
+        render = partial(self._tokenizer.render, variables=inputs.variables, images=shown)
+        rendering, marks = _Rendering(render, adapt, inputs.tools), tuple(shown)
+        text, begun = self._opened(conversation, rendering, codec)
         text += begun
-        tokens, thinking = tuple(self._tokenizer.encode(text)), _thinking(text, begun, self._think)
+        tokens, thinking = tuple(_encoded(text, codec)), _thinking(text, begun, self._think)
         thinks, tools = thinking == "open", rendering.tools
-        rendered = Rendered(conversation, tools, text, tokens, thinks, rendering.imagined, marks)
+        rendered = Rendered(conversation, tools, text, tokens, thinks, rendering.imagined, marks, codec)
         boundaries = self._boundaries.plan(rendered) if self._boundaries else ()
         return Prompt(tokens, thinking, boundaries, self._thinnable.plan(rendered) if self._thinnable else ())
 
-    def _opened(self, conversation: Conversation, rendering: "_Rendering") -> tuple[str, str]:
+    def _quotes(self, inputs: Inputs) -> bool:
+        return self._quoting is not None and self._quoting.needed(inputs)
+
+    def _quoted(self, inputs: Inputs) -> tuple[Inputs, Codec]:
+        """What the template gets, and how its text becomes tokens."""
+        if self._quoting is None or not self._quoting.needed(inputs):
+            return inputs, Codec(self._tokenizer.encode)
+        tokens = self._tokenizer.control_tokens
+        return self._quoting.marked(inputs), Codec(tokens.encode, tokens.unmark)
+
+    def _opened(self, conversation: Conversation, rendering: "_Rendering", codec: Codec) -> tuple[str, str]:
         try:
             text, begun = _opening(conversation, self._think, rendering.text_of)
         except RAISED as error:
             does = "refuses" if isinstance(error, TemplateError) else "cannot render"
-            reason = str(error)[:_LONGEST_REASON]
+            reason = codec.plain(str(error))[:_LONGEST_REASON]
             raise Refusal("invalid_request", f"The model's chat template {does} these messages: {reason}") from error
         for why in rendering.whys:
             self._log_once(why)
@@ -149,6 +164,14 @@ def _opening(conversation: Conversation, think: Think, text_of: Callable[[Conver
             return text, ""
     # Nothing that the template shows was begun. To go on with that would cut the whitespace behind its header.
     return text_of(before, False), ""
+
+
+def _encoded(text: str, codec: Codec) -> list[int]:
+    try:
+        return codec.encode(text)
+    except ValueError as error:
+        reason = str(error)[:_LONGEST_REASON]
+        raise Refusal("invalid_request", f"messages: hold a control token that must not be one; {reason}") from error
 
 
 def _thinking(text: str, begun: str, think: Think) -> Thinking:

@@ -22,7 +22,7 @@ class Thinnable:
         """From token to before token, in order."""
         spans = list(_spans(rendered))
         places = {place for span in spans for place in span}
-        counts = self._places.counts(rendered.text, rendered.tokens, places) if spans else None
+        counts = self._places.counts(rendered.text, rendered.tokens, places, rendered.codec.plain) if spans else None
         if counts is None:
             return ()
         # A token over the beginning of a content may have some of the template's own text in it.

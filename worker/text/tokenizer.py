@@ -31,6 +31,22 @@ class Splitter(Protocol):
         """The present state, and what was held back."""
 
 
+class ControlTokens(Protocol):
+    """The tokens that structure a chat, in texts that merely quote them."""
+
+    def found_in(self, text: str) -> bool: ...
+
+    def mark(self, text: str) -> str:
+        """Return the text with its control tokens marked, so that `encode` reads them as text."""
+
+    def unmark(self, text: str) -> str:
+        """Return what a marked text, or a piece of one, says."""
+
+    def encode(self, text: str) -> list[int]:
+        """Encode a template's text of marked contents: of its control tokens, those that are marked are text. Raises
+        ValueError for one that the tokenizer cannot write as text."""
+
+
 class Tokenizer(Protocol):
     @property
     def tokens(self) -> list[str]:
@@ -62,6 +78,9 @@ class Tokenizer(Protocol):
     @property
     def tool_format(self) -> str | None:
         """mlx-lm's name of the way this model writes its calls: json_tools, qwen3_coder, mistral ..."""
+
+    @property
+    def control_tokens(self) -> ControlTokens: ...
 
     def encode(self, text: str) -> list[int]:
         """Markers and control tokens are read as such; none are added."""

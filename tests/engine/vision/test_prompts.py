@@ -119,11 +119,24 @@ def test_a_still_is_no_film_until_the_tower_gets_it() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_a_text_with_the_model_s_sign_for_an_image_is_refused_beside_images(family: str) -> None:
-    marker = seen.eyes(family).marker
-    messages = [{"role": "user", "content": [picture(), text(f"one {marker} more")]}]
+async def test_a_text_with_the_model_s_sign_for_an_image_shows_none(family: str) -> None:
+    model, marker = seen.model(family), seen.eyes(family).marker
+    messages = [{"role": "user", "content": [text(f"{marker} one"), picture(), text(f"two {marker}{marker}")]}]
+    harmless = [{"role": "user", "content": [text("x one"), picture(), text("two xx")]}]
+    assert model.vision is not None
+    placeholder = model.vision.family.placeholder
+    for shown in (SHOWN[:1], []):
+        said = [[{**m, "content": m["content"][:: 1 if shown else 2]} for m in each] for each in (messages, harmless)]
+        quoted, plain = [await tokens(family, each, shown) for each in said]
+        assert quoted.count(placeholder) == plain.count(placeholder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_where_control_tokens_are_allowed_such_a_text_beside_images_is_refused(family: str) -> None:
+    marker, sight = seen.eyes(family).marker, seen.eyes(family).look(SHOWN[0], b"")
+    asked = {"messages": [{"role": "user", "content": [picture(), text(f"one {marker} more")]}]}
     with pytest.raises(Refusal) as raised:
-        await tokens(family, messages, SHOWN[:1])
+        await language(family, control_tokens=True).prompt(ChatRequest.model_validate(asked), [sight.text])
     assert raised.value.type == "invalid_request"
     assert marker in raised.value.message
 

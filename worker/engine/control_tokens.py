@@ -1,0 +1,170 @@
+"""Control tokens that a client's text quotes: `<|im_end|>` within a message is ten characters, not the end of a turn.
+
+Before a chat template sees a client's text, the control tokens in it are put between two private-use characters. In the
+template's text, what stands between these is encoded as text, and all else as ever. The functions for that are
+transformers'. They would drop a client's own characters of that kind, so these are escaped.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from typing import Any
+
+from worker.engine.upstream_transformers import (
+    CONTROL_TOKEN_END,
+    CONTROL_TOKEN_START,
+    encode_marked_chat,
+    mark_control_tokens,
+)
+
+_ESCAPE = "\U0010ffff"  # a noncharacter: no text to be exchanged has it
+# The escape itself comes first, so that no escape is escaped.
+_ESCAPED = {_ESCAPE: f"{_ESCAPE}0", CONTROL_TOKEN_START: f"{_ESCAPE}1", CONTROL_TOKEN_END: f"{_ESCAPE}2"}
+# As a template's `tojson(ensure_ascii=True)` writes them.
+_IN_JSON = {r"\udb80\udc00": CONTROL_TOKEN_START, r"\udb80\udc01": CONTROL_TOKEN_END}
+# A delimiter by its form. A template may put it together from a role's name, so its source does not show it.
+_DELIMITER = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
+
+# Characters that one call of a library takes at once: it holds the interpreter's lock meanwhile, some milliseconds.
+_SLICE = 1 << 16
+
+Encode = Callable[[str], list[int]]
+Trie = dict[str, "Trie"]
+
+
+class ControlTokens:
+    def __init__(self, tokenizer: Any, template: str, markers: Iterable[str], encode: Encode) -> None:
+        """`tokenizer`: transformers' own. `template`: the chat template's source, empty where that is no text.
+        `markers`: texts that are control tokens whatever the tokenizer says of them."""
+        self._tokenizer, self._encode = tokenizer, encode
+        tokens = _control_tokens(tokenizer, template) | {marker for marker in markers if marker}
+        self._pattern, self._longest = _pattern(tokens), max(map(len, tokens), default=0)
+
+    def found_in(self, text: str) -> bool:
+        return any(self._found(self._normalized(text)))
+
+    def mark(self, text: str) -> str:
+        """Return the text with its control tokens marked, so that `encode` reads them as text."""
+        for char, escaped in _ESCAPED.items():
+            text = text.replace(char, escaped)
+        text, pieces, end = self._normalized(text), list[str](), 0
+        for found in self._found(text):
+            pieces += [text[end : found.start()], mark_control_tokens(found[0], self._pattern)]
+            end = found.end()
+        return "".join(pieces) + text[end:]
+
+    def unmark(self, text: str) -> str:
+        """Return what the marked text, or a piece of one, says."""
+        text = text.replace(CONTROL_TOKEN_START, "").replace(CONTROL_TOKEN_END, "")
+        for char, escaped in reversed(_ESCAPED.items()):
+            text = text.replace(escaped, char)
+        return text
+
+    def encode(self, text: str) -> list[int]:
+        """Encode a template's text of marked contents. Raises ValueError for a control token that this tokenizer cannot
+        write as text."""
+        for escaped, char in _IN_JSON.items():
+            text = text.replace(escaped, char)
+        return [token for part in _slices(text) for token in encode_marked_chat(self._marked, part)]
+
+    def _found(self, text: str) -> Iterator[re.Match[str]]:
+        start = 0
+        while start < len(text):
+            found = self._pattern.search(text, start, start + _SLICE + self._longest)
+            if found and found.start() < start + _SLICE:
+                yield found
+                start = found.end()
+            else:
+                start += _SLICE
+
+    @cached_property
+    def _marked(self) -> "_Marked":
+        return _Marked(self._tokenizer, lambda text: self._encode(self.unmark(text)))
+
+    def _normalized(self, text: str) -> str:
+        """A tokenizer may look for some control tokens in the normalized text alone: full-width letters spell one."""
+        if self._normalizer is None:
+            return text
+        normalized = str(self._normalizer.normalize_str(text))
+        more = sum(1 for _ in self._found(normalized)) > sum(1 for _ in self._found(text))
+        return normalized if more else text
+
+    @cached_property
+    def _normalizer(self) -> Any:
+        if not any(token.normalized for token in self._tokenizer.added_tokens_decoder.values()):
+            return None
+        return getattr(getattr(self._tokenizer, "backend_tokenizer", None), "normalizer", None)
+
+
+class _Marked:
+    """A tokenizer as `encode_marked_chat` uses one. What it asks again and again is computed once."""
+
+    def __init__(self, tokenizer: Any, encode: Encode) -> None:
+        self._tokenizer, self._encode = tokenizer, encode
+        self._as_text = dict[str, list[int]]()
+        self.added_tokens_encoder: dict[str, int] = tokenizer.added_tokens_encoder
+        self.convert_tokens_to_ids = tokenizer.convert_tokens_to_ids
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self._encode(text)
+
+    def _encode_without_added_tokens(self, text: str) -> list[int]:
+        if text not in self._as_text:
+            self._as_text[text] = self._spelled(text)
+        return self._as_text[text]
+
+    def _spelled(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer._encode_without_added_tokens(text)
+        if self._added.isdisjoint(ids):
+            return ids
+        # A vocabulary may hold the control token's text as a piece like any other. Taken apart, it is none.
+        middle = len(text) - len(text.lstrip()) + 1
+        return [
+            token
+            for part in (text[:middle], text[middle:])
+            for token in self._tokenizer._encode_without_added_tokens(part)
+        ]
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        return frozenset(id for text, id in self.added_tokens_encoder.items() if not text.isspace())
+
+
+def _slices(text: str) -> Iterator[str]:
+    """Each but the first begins with a marked token, where `encode_marked_chat` would cut the text itself."""
+    start = 0
+    while start < len(text):
+        end = text.find(CONTROL_TOKEN_START, start + _SLICE)
+        end = len(text) if end < 0 else end
+        yield text[start:end]
+        start = end
+
+
+def _control_tokens(tokenizer: Any, template: str) -> set[str]:
+    """Return the added tokens that structure a chat. Others, such as Gemma's `<table>`, are text that happens to be one
+    token each, and stay that."""
+    added = {token.content: token.special for token in tokenizer.added_tokens_decoder.values() if token.content.strip()}
+    if not template:  # in Python, so its source is out of reach
+        return set(added)
+    inferred = tokenizer._get_control_tokens(template)
+    return {text for text in added if text in inferred or _DELIMITER.fullmatch(text)}
+
+
+def _pattern(texts: Iterable[str]) -> re.Pattern[str]:
+    """Match the longest of these texts. By a trie, since Llama has 256 control tokens that begin alike, and to try each
+    at every "<" of a long text would take minutes."""
+    trie: Trie = {}
+    for text in texts:
+        node = trie
+        for char in text:
+            node = node.setdefault(char, {})
+        node[""] = {}
+    return re.compile(_branches(trie) if trie else r"(?!)")
+
+
+def _branches(trie: Trie) -> str:
+    longer = [re.escape(char) + _branches(rest) for char, rest in sorted(trie.items()) if char]
+    if not longer:
+        return ""
+    either = longer[0] if len(longer) == 1 and "" not in trie else f"(?:{'|'.join(longer)})"
+    return f"{either}?" if "" in trie else either
