@@ -4,6 +4,8 @@
 Needs redis-py and nothing else; the daemon's packages `worker` and `schemas` are never imported.
 """
 
+__version__ = "0.1.0"
+
 from sluice import openai
 from sluice.batch.status import Batch
 from sluice.client import Client
@@ -63,5 +65,6 @@ __all__ = [
     "UnknownBatch",
     "UnknownJob",
     "Usage",
+    "__version__",
     "openai",
 ]

@@ -236,13 +236,13 @@ async def test_a_folder_that_vanishes_harms_nothing(redis_url: str, folder: Path
 def test_a_folder_that_cannot_be_is_no_start(tmp_path: Path, name: str) -> None:
     (tmp_path / "a file").write_text("")
     with pytest.raises(CannotStart, match=f"SLUICE_BATCH_DIR={tmp_path}/{name}: it can have no inbox: "):
-        Batches(str(tmp_path / name), settings(""))
+        Batches(str(tmp_path / name), settings("redis://"))
 
 
 def test_without_the_command_s_extra_the_way_out_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "typer", None)
-    with pytest.raises(CannotStart, match=r"SLUICE_BATCH_DIR.*mlx-sluice\[cli\]"):
-        Batches(str(tmp_path), settings(""))
+    with pytest.raises(CannotStart, match=r"SLUICE_BATCH_DIR.*pip install './sluice\[cli\]'"):
+        Batches(str(tmp_path), settings("redis://"))
 
 
 # How it ends

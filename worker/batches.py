@@ -32,9 +32,11 @@ class Batches:
         models = ["--models", settings.batch_models] if settings.batch_models else []
         self._command = [*command, str(self._folder), "--until-eof", *models]
         self._slot, self.feeding = asyncio.Event(), False
-        if any(find_spec(name) is None for name in ("typer", "rich")):
-            way_out = "pip install 'mlx-sluice[cli]'"
-            raise CannotStart(f"SLUICE_BATCH_DIR: the command feeds its files, and it needs its extra: {way_out}")
+        if any(find_spec(name) is None for name in ("sluice", "typer", "rich")):
+            raise CannotStart(
+                "SLUICE_BATCH_DIR: the command `sluice` reads its files and is not installed here: in a checkout of "
+                "Sluice, pip install './sluice[cli]'"
+            )
         try:
             (self._folder / "inbox").mkdir(parents=True, exist_ok=True)
             name = _identity(self._folder)

@@ -1,11 +1,11 @@
 """The commands in one place, and the border where trouble becomes a sentence and an exit code."""
 
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
 
+from sluice import __version__
 from sluice.cli.batch import batch
 from sluice.cli.cancel import cancel
 from sluice.cli.chat import chat
@@ -33,15 +33,8 @@ app.add_typer(dead, name="dead")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"sluice {_version()}")
+        print(f"sluice {__version__}")
         raise typer.Exit
-
-
-def _version() -> str:
-    try:
-        return version("mlx-sluice")
-    except PackageNotFoundError:
-        return "from a checkout that is not installed"
 
 
 @app.callback()

@@ -7,7 +7,7 @@ import typer
 
 from sluice.cli.options import AsJson
 from sluice.cli.printed import print_json, print_table, span
-from sluice.cli.trouble import Trouble
+from sluice.cli.trouble import INSTALL_WORKER, Trouble
 from sluice.cli.view import note
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def _read(given: dict[str, str | None]) -> "Settings":
         from worker.errors import CannotStart
         from worker.settings import read_settings
     except ImportError as missing:
-        raise Trouble(f"the worker is not installed here ({missing}): pip install 'mlx-sluice[worker]'") from None
+        raise Trouble(f"the worker is not installed here ({missing}): {INSTALL_WORKER}") from None
     try:
         # No model is opened, so none need be set.
         return read_settings(model="any", **{name: value for name, value in given.items() if value is not None})

@@ -8,7 +8,7 @@ import typer
 
 from sluice.cli.options import AsJson
 from sluice.cli.printed import print_json, print_table
-from sluice.cli.trouble import Trouble
+from sluice.cli.trouble import INSTALL_WORKER, Trouble
 
 if TYPE_CHECKING:
     from worker.engine.check import Checked
@@ -57,7 +57,7 @@ def _look(model: str) -> Facts:
         from worker.errors import CannotStart
         from worker.settings import read_settings
     except ImportError as missing:
-        raise Trouble(f"the worker is not installed here ({missing}): pip install 'mlx-sluice[worker]'") from None
+        raise Trouble(f"the worker is not installed here ({missing}): {INSTALL_WORKER}") from None
     try:
         settings = read_settings(model=model)
         memory = memory_for_model(settings.memory_gb, settings.memory_headroom_gb)

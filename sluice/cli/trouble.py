@@ -11,6 +11,7 @@ from sluice.client import Client
 from sluice.errors import QueueFull, UnknownJob
 from sluice.redis_url import UNREADABLE, public
 
+INSTALL_WORKER = "in a checkout of Sluice, pip install './sluice[cli]' '.[worker]'"
 _EXIT_QUEUE_FULL = 4
 
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from sluice.cli.trouble import Trouble
+from sluice.cli.trouble import INSTALL_WORKER, Trouble
 
 
 def worker(
@@ -38,7 +38,7 @@ def _serve(given: dict[str, object]) -> None:
         from worker.errors import CannotStart
         from worker.settings import read_settings
     except ImportError as missing:
-        raise Trouble(f"the worker is not installed here ({missing}): pip install 'mlx-sluice[worker]'") from None
+        raise Trouble(f"the worker is not installed here ({missing}): {INSTALL_WORKER}") from None
     try:
         run(read_settings(**given))
     except CannotStart as error:

@@ -107,8 +107,8 @@ def refuse_unready(folder: Path, *, trusted: bool) -> None:
         import worker.engine.upstream_vision  # noqa: F401  an extra of its own, and heavy
     except ImportError as error:
         raise CannotStart(
-            f"This model sees images, and mlx-vlm cannot be imported ({error}): pip install 'mlx-sluice[vision]', or "
-            f"{TEXT_ALONE}."
+            f"This model sees images, and mlx-vlm cannot be imported ({error}): "
+            f"pip install 'mlx-vlm>=0.7.10' 'pillow>=12', or {TEXT_ALONE}."
         ) from error
 
 

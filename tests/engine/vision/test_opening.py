@@ -161,7 +161,7 @@ def test_without_mlx_vlm_the_way_out_is_told(folder: Path, monkeypatch: pytest.M
     monkeypatch.delitem(sys.modules, "worker.engine.upstream_vision", raising=False)
     monkeypatch.delattr("worker.engine.upstream_vision", raising=False)
     monkeypatch.setitem(sys.modules, "mlx_vlm.utils", None)
-    with pytest.raises(CannotStart, match=r"pip install 'mlx-sluice\[vision\]'.*SLUICE_VISION=off"):
+    with pytest.raises(CannotStart, match=r"pip install 'mlx-vlm>=.*SLUICE_VISION=off"):
         open_model(str(folder))
     assert open_model(str(folder), vision=False).vision is None
 

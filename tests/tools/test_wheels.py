@@ -1,0 +1,71 @@
+"""What the two distributions put into a site-packages."""
+
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+import sluice
+import worker
+from scripts.stack import ROOT
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Both, by the name of the distribution, built from a copy of the checkout: setuptools leaves its work behind."""
+    checkout, folder = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("wheels")
+    for top in ("schemas", "sluice", "worker"):
+        shutil.copytree(ROOT / top, checkout / top, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout)
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder)]
+    subprocess.run([*build, "./sluice", "."], cwd=checkout, check=True, capture_output=True, timeout=300)
+    return {file.name.split("-")[0]: file for file in folder.glob("*.whl")}
+
+
+def packages(wheel: Path) -> set[str]:
+    names = {name.split("/")[0] for name in ZipFile(wheel).namelist()}
+    return {name for name in names if not name.endswith(".dist-info")}
+
+
+def test_the_client_installs_one_package_and_the_worker_its_own_two(wheels: dict[str, Path]) -> None:
+    assert {name: packages(wheel) for name, wheel in wheels.items()} == {
+        "mlx_sluice": {"sluice"},
+        "mlx_sluice_worker": {"schemas", "worker"},
+    }
+
+
+def test_every_module_and_script_is_in_a_wheel(wheels: dict[str, Path]) -> None:
+    shipped = {name for wheel in wheels.values() for name in ZipFile(wheel).namelist()}
+    files = (file for top in ("schemas", "sluice", "worker") for file in (ROOT / top).rglob("*"))
+    wanted = {file.relative_to(ROOT).as_posix() for file in files if file.suffix in (".py", ".lua", ".typed")}
+    assert wanted - shipped == set()
+
+
+def test_the_client_alone_can_be_imported_and_says_its_version(wheels: dict[str, Path], tmp_path: Path) -> None:
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path)]
+    subprocess.run([*install, str(wheels["mlx_sluice"])], check=True, capture_output=True, timeout=120)
+    top = {each.name for each in tmp_path.iterdir() if each.is_dir() and each.name != "bin"}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"sluice"}
+    code = "import sys; sys.modules.update(typer=None, rich=None); from sluice.cli import main; main()"
+    ran = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}", "--version"],
+        capture_output=True, text=True, cwd=tmp_path, timeout=60,
+    )  # fmt: skip
+    assert (ran.returncode, ran.stdout) == (0, f"sluice {sluice.__version__}\n"), ran.stderr
+
+
+def test_no_distribution_asks_an_index_for_one_of_ours() -> None:
+    for file in ("pyproject.toml", "sluice/pyproject.toml"):
+        project = tomllib.loads((ROOT / file).read_text())["project"]
+        extras = [name for each in project.get("optional-dependencies", {}).values() for name in each]
+        asked = {name for name in [*project.get("dependencies", ()), *extras] if name.startswith("mlx-sluice")}
+        assert all(name.startswith(f"{project['name']}[") for name in asked), file
+
+
+def test_both_distributions_have_one_version() -> None:
+    assert sluice.__version__ == worker.__version__
