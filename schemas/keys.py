@@ -13,12 +13,18 @@ CONTROL = "sluice:control"
 DEAD = "sluice:dead"
 WORKERS = "sluice:worker:*"
 BATCHES = "sluice:batch:*"
+INDEX = ("lines", "suspects", "leases", "deadlines")
 CANCEL_S = 3600  # how long a wish to cancel is remembered
 
 
 def queue(model: str, lane: Lane) -> str:
     """Sorted set of job ids by the millisecond they were queued: arq's queue."""
     return f"sluice:queue:{model}:{lane}"
+
+
+def index(model: str, lane: Lane) -> str:
+    """Sorted set: a copy of the queue. With the names of `INDEX` behind it: the rest of the queue's index by tenant."""
+    return f"sluice:index:{model}:{lane}"
 
 
 def log(job_id: str) -> str:

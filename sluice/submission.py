@@ -5,7 +5,6 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
 
 from redis.asyncio import Redis
@@ -14,6 +13,7 @@ from redis.exceptions import OutOfMemoryError, RedisError
 from sluice import wire
 from sluice.errors import QueueFull
 from sluice.retries import Retries
+from sluice.scripts import source
 from sluice.wire import Lane
 
 _FULL = -1  # submit.lua's answer
@@ -47,7 +47,7 @@ class NewJob:
 class Submission:
     def __init__(self, redis: Redis, retries: Retries) -> None:
         self._redis, self._retries = redis, retries
-        self._script = redis.register_script((files("sluice") / "submit.lua").read_text())
+        self._script = redis.register_script(source("submit"))
 
     async def submit(self, job: NewJob) -> Submitted:
         """Raises `QueueFull`."""

@@ -15,6 +15,7 @@ NAMES = {  # prefix: does it outlive its job?
     b"sluice:cron:": True,
     b"sluice:cancel:": True,  # a wish that came too late
     b"sluice:queue:": False,
+    b"sluice:index:": False,
     b"arq:job:": False,
     b"arq:in-progress:": False,
     b"arq:retry:": False,

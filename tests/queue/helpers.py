@@ -112,6 +112,13 @@ async def renew(redis: Redis, claim: Claim, *, lease_ms: int = 60_000) -> bool:
     return bool(await script(redis, "renew")(keys=names, args=[lease_ms, 86_400_000, "ada", claim.attempt]))
 
 
+async def lapse(db: Redis, *job_ids: str) -> None:
+    """Their leases run out, and the time to look at them again has come."""
+    await db.delete(*map(lease_key, job_ids))
+    for lane in keys.LANES:
+        await db.zadd(f"{keys.index('default', lane)}:leases", dict.fromkeys(job_ids, 0), xx=True)
+
+
 def types(said: list[dict[str, Any]]) -> list[str]:
     return [event["type"] for event in said]
 

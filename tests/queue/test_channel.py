@@ -20,7 +20,7 @@ from schemas import keys
 from scripts.stack import Server
 from tests.fakes import Line
 from tests.keyspace import check_all_ended, check_job_keys
-from tests.queue.helpers import envelope, field, put, renew, settings
+from tests.queue.helpers import envelope, field, lapse, put, renew, settings
 from worker.app import connect
 from worker.errors import OwnershipLost
 from worker.queue.channel import JobLog, Publisher
@@ -85,11 +85,6 @@ async def contents(db: Redis, job_id: str = "a") -> list[str]:
     said = [json.loads(raw) for raw in await db.lrange(keys.log(job_id), 0, -1)]
     assert [event["seq"] for event in said] == list(range(len(said)))
     return [event.get("content", event["type"]) for event in said]
-
-
-async def lapse(db: Redis, job_id: str = "a") -> None:
-    """The lease runs out."""
-    await db.delete(lease_key(job_id))
 
 
 @asynccontextmanager
@@ -163,7 +158,7 @@ async def test_an_old_attempt_writes_nothing_more(redis_url: str, db: Redis, ada
     async with desk(redis_url, "ben") as ben:
         old = await ada.queue("a")
         await ada.tell(old, "old")
-        await lapse(db)
+        await lapse(db, "a")
         new = await ben.take("a")
         await ben.tell(new, "new")
         with pytest.raises(OwnershipLost):
@@ -181,7 +176,7 @@ async def test_an_old_attempt_writes_nothing_more(redis_url: str, db: Redis, ada
 
 async def test_a_lease_that_ran_out_unnoticed_is_taken_again_by_its_owner(db: Redis, ada: Desk) -> None:
     log = await ada.queue("a")
-    await lapse(db)
+    await lapse(db, "a")
     assert not await renew(db, log.claim)
     assert await db.get(lease_key("a")) == b"ada:1"
     assert await ada.claims.take("interactive", 1) == []
@@ -190,7 +185,7 @@ async def test_a_lease_that_ran_out_unnoticed_is_taken_again_by_its_owner(db: Re
 async def test_the_first_final_event_wins(redis_url: str, db: Redis, ada: Desk) -> None:
     async with desk(redis_url, "ben") as ben:
         old = await ada.queue("a")
-        await lapse(db)
+        await lapse(db, "a")
         new = await ben.take("a")
         endings = await asyncio.gather(
             ada.publisher.finish(old, "finished", b"{}", usage=USAGE),
@@ -294,7 +289,7 @@ async def test_a_list_that_lost_what_an_earlier_attempt_said_is_filled_again(
 ) -> None:
     async with desk(redis_url, "ben") as ben:
         await ada.tell(await ada.queue("a"), "one", "two")
-        await lapse(db)
+        await lapse(db, "a")
         log = await ben.take("a")
         await ben.tell(log, "three")
         await db.ltrim(keys.log("a"), 0, 0)

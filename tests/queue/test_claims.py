@@ -16,7 +16,7 @@ from schemas import keys
 from schemas.keys import Lane
 from tests.fakes import Line
 from tests.keyspace import check_all_ended, check_job_keys
-from tests.queue.helpers import BATCH, QUEUE, envelope, field, put, renew, settings
+from tests.queue.helpers import BATCH, QUEUE, envelope, field, lapse, put, renew, settings
 from worker.app import connect
 from worker.queue.claims import Claim, Claims, lease_key
 from worker.reading.strict import loads
@@ -121,7 +121,7 @@ async def test_only_crashes_on_probation_count(db: Redis, claims: Claims) -> Non
         taken += await claims.take("interactive", 1)
         if attempt == 1:
             await db.hset(keys.job("a"), "probation", 0)  # as a job does that gets past what killed the last worker
-        await db.delete(lease_key("a"))
+        await lapse(db, "a")
     assert [(claim.lapses, claim.crashes) for claim in taken] == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 2)]
 
 
@@ -129,7 +129,7 @@ async def test_a_worker_has_one_suspect_at_a_time(db: Redis, claims: Claims) -> 
     for k in range(4):
         await put(db, f"job-{k}", BODY, at_ms=k)
     await claims.take("interactive", 3)
-    await db.delete(*(lease_key(f"job-{k}") for k in range(3)))
+    await lapse(db, *(f"job-{k}" for k in range(3)))
     first = await claims.take("interactive", 9)
     assert [(claim.job_id, claim.lapses) for claim in first] == [("job-0", 1), ("job-3", 0)]
     assert await claims.take("interactive", 9, running=first, suspects=1) == []
@@ -139,7 +139,7 @@ async def test_a_worker_has_one_suspect_at_a_time(db: Redis, claims: Claims) -> 
 async def test_a_lapsed_lease_is_left_alone_where_no_takeover_is_allowed(db: Redis, claims: Claims) -> None:
     await put(db, "a", BODY)
     await claims.take("interactive", 1)
-    await db.delete(lease_key("a"))
+    await lapse(db, "a")
     assert await claims.take("interactive", 1, takeover=False) == []
     assert ids(await claims.take("interactive", 1)) == ["a"]
 
@@ -170,7 +170,7 @@ async def test_a_job_handed_back_is_claimed_again_without_a_crash(db: Redis, cla
 async def test_only_its_owner_hands_a_job_back(db: Redis, claims: Claims) -> None:
     await put(db, "a", BODY)
     (first,) = await claims.take("interactive", 1)
-    await db.delete(lease_key("a"))
+    await lapse(db, "a")
     (second,) = await claims.take("interactive", 1)
     await claims.release(first)
     assert await field(db, "a", "state") == "running"
@@ -219,7 +219,10 @@ async def test_thousands_of_running_jobs_at_the_head_do_not_starve_the_next(db: 
             pipe.set(lease_key(f"running-{k}"), "ben:1", px=60_000)
         await pipe.execute()
     await put(db, "next", BODY, at_ms=5000)
-    assert await claims.take("interactive", 3) == [first_claim("next", at_ms=5000)]
+    taken = await claims.take("interactive", 3)
+    while claims.to_mend("interactive"):
+        taken += await claims.take("interactive", 3)
+    assert taken == [first_claim("next", at_ms=5000)]
 
 
 async def test_no_job_is_skipped_where_ended_and_running_ones_lie_between(db: Redis, claims: Claims) -> None:
@@ -474,7 +477,8 @@ class ClaimsMachine(RuleBasedStateMachine):
 
     @rule(job=JOBS)
     def lease_runs_out(self, job: str) -> None:
-        if self.db("DEL", lease_key(job)):
+        if self.db("EXISTS", lease_key(job)):
+            self.runner.run(lapse(self.redis, job))
             self.waiting.add(job)
 
     @rule(job=JOBS, attempt=ATTEMPTS)

@@ -1,6 +1,7 @@
 """Who owns a job: claimed under a lease, kept, handed back."""
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from schemas import keys
 from schemas.keys import Lane
 from worker.queue.scripts import JOB_LIFE_MS, script
 from worker.settings import Settings
+
+logger = logging.getLogger("sluice.queue")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,6 @@ def leftovers(job_id: str) -> list[str]:
     return [keys.cancel(job_id), job_key_prefix + job_id, lease_key(job_id), retry_key_prefix + job_id]
 
 
-_FIELDS = 13  # values a job in claim.lua's answer
 # Bodies up to this size come with the claim. Larger ones would hold up the other jobs of the same answer, and the
 # server while it puts the answer together.
 _INLINE_BYTES = 65_536
@@ -61,6 +63,7 @@ class Claims:
         self._lease_ms, self._most_bytes = int(settings.lease_s * 1000), settings.max_request_bytes
         self._inline_bytes, self._redis = min(_INLINE_BYTES, self._most_bytes), redis
         self._answer_lost, self._one_at_a_time = set[Lane](), asyncio.Lock()
+        self._to_mend = set[Lane]()
         self._claim = script(redis, "claim")
         self._release = script(redis, "release")
         self._cancel = script(redis, "cancel")
@@ -86,7 +89,7 @@ class Claims:
             lost = lane in self._answer_lost
             known = [claim.job_id for claim in running] if lost else []
             self._answer_lost.add(lane)  # until we hear this one
-            flat = await self._claim(
+            more, foreign, rows = await self._claim(
                 keys=[keys.queue(self._model, lane)],
                 args=[
                     want, self._lease_ms, self._worker, lane, JOB_LIFE_MS, self._inline_bytes, int(takeover),
@@ -94,7 +97,14 @@ class Claims:
                 ],
             )  # fmt: skip
             self._answer_lost.discard(lane)
-        return [_claim(lane, flat[i : i + _FIELDS]) for i in range(0, len(flat), _FIELDS)]
+        (self._to_mend.add if more else self._to_mend.discard)(lane)
+        for found in foreign:
+            logger.warning("deleted a foreign value: %s", found.decode("utf-8", "backslashreplace"))
+        return [_claim(lane, row) for row in rows]
+
+    def to_mend(self, lane: Lane) -> bool:
+        """The lane's index lacks jobs of its queue: claim again at once, whether rows are free or not."""
+        return lane in self._to_mend
 
     async def body(self, claim: Claim) -> bytes:
         """Return the job's body; empty if it is gone, or larger than we take. Raises RedisError, OSError."""
@@ -120,27 +130,26 @@ class Claims:
     async def release(self, claim: Claim) -> None:
         """Hand it back; whoever is idle hears of it at once."""
         await self._release(
-            keys=[keys.job(claim.job_id), lease_key(claim.job_id)],
+            keys=[keys.job(claim.job_id), lease_key(claim.job_id), keys.queue(self._model, claim.lane)],
             args=[claim.attempt, keys.wake(self._model)],
         )
 
 
 def _claim(lane: Lane, row: list[bytes]) -> Claim:
-    job_id, attempt, crashes, cancelled, queued_ms, events, body, body_bytes, tenant, lapses, expired, *earlier = row
-    thinned, shown = earlier
+    said = dict(zip(row[::2], row[1::2], strict=True))
     return Claim(
-        job_id=job_id.decode("utf-8", "surrogateescape"),
+        job_id=said[b"id"].decode("utf-8", "surrogateescape"),
         lane=lane,
-        attempt=int(attempt),
-        crashes=int(crashes),
-        cancelled=bool(int(cancelled)),
-        queued_at=max(0.0, float(queued_ms)) / 1000,  # a score may be -inf
-        events=int(events),
-        body=body,
-        body_bytes=int(body_bytes),
-        tenant=tenant.decode("utf-8", "replace"),
-        lapses=int(lapses),
-        expired=bool(int(expired)),
-        thinned=thinned,
-        shown=shown,
+        attempt=int(said[b"attempt"]),
+        crashes=int(said[b"crashes"]),
+        cancelled=bool(int(said[b"cancelled"])),
+        queued_at=max(0.0, float(said[b"queued_ms"])) / 1000,  # a score may be -inf
+        events=int(said[b"events"]),
+        body=said[b"body"],
+        body_bytes=int(said[b"body_bytes"]),
+        tenant=said[b"tenant"].decode("utf-8", "replace"),
+        lapses=int(said[b"lapses"]),
+        expired=bool(int(said[b"expired"])),
+        thinned=said[b"thinned"],
+        shown=said[b"shown"],
     )

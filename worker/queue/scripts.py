@@ -8,13 +8,22 @@ from pydantic_core import PydanticSerializationError, to_json
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
+from sluice.scripts import SHARED, shared
+from sluice.scripts import source as shared_source
+
 JOB_LIFE_MS = 86_400_000  # of a job that has not ended: arq's own default for a queued body
+
+
+_PARTS = {"claim": ("places", "mend"), "release": ("places",)}  # of ours that a script calls, besides what is shared
 
 
 @cache
 def source(name: str) -> str:
+    if name in SHARED:
+        return shared_source(name)
     lua = files("worker.queue") / "lua"
-    return "\n".join((lua / f"{part}.lua").read_text() for part in ("lib", name))
+    ours = [(lua / f"{part}.lua").read_text() for part in (*_PARTS.get(name, ()), name)]
+    return "\n".join([shared("lib"), shared("index"), *ours])
 
 
 def script(redis: Redis, name: str) -> AsyncScript:

@@ -180,13 +180,15 @@ class QueueWorker(Worker):
         sweep = time.monotonic() - self._swept_at >= self._sweep_s
         for lane in keys.LANES:
             want = max(0, free_rows(lane, self._held(), self.settings, self.clock.utc()))
-            if want or sweep:
+            if want or sweep or self.claims.to_mend(lane):
                 claimed = await self._take(lane, want)
                 self._takeover.answered()
                 for claim in claimed:
                     await self._begin(claim)
                 # A wish that came while the answer to the claim was on its way found no job to stop.
                 await self._cancel_wanted([claim.job_id for claim in claimed])
+            if self.claims.to_mend(lane):
+                self.wake()
         if sweep:
             self._swept_at = time.monotonic()
             await self.heart_beat()

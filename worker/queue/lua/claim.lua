@@ -1,137 +1,206 @@
--- Take up to `want` waiting jobs of one queue. A running job stays in the sorted set: when its lease runs out,
--- it can be claimed again.
+-- Take up to `want` waiting jobs of one queue, at a cost that does not depend on its length.
 -- KEYS  queue
 -- ARGV  want, lease_ms, worker, lane, life_ms, most_body_bytes, whether lapsed leases may be taken over
 --       (1 or 0), suspects on probation here, whether an earlier answer may have been lost (1 or 0),
 --       number of jobs that this worker knows it runs, their ids, then tenant and its running rows, in pairs
--- Returns thirteen values a job: id, attempt, crashes, cancelled, queued_ms, events so far, body or '', body bytes,
---       tenant or '', lapses, expired, what an earlier attempt left out of its prompt or '', and what
---       tells the images that it saw from others or ''.
+-- Returns whether there is more of the index to mend (1 or 0); the foreign values that were found; and for each claimed
+-- job a list of names and values, those of `Claim`.
 --
--- Of the oldest thousand that wait, each tenant's oldest in turn, beginning with the tenant that has the fewest
--- rows on this worker. A job whose deadline has passed is taken at once and beyond `want`: it only has to end.
+-- Each tenant's oldest in turn, beginning with the tenant that has the fewest rows on this worker. A job whose deadline
+-- has passed is taken at once and beyond `want`: it only has to end.
 -- A job that was running when its worker died is a suspect, on probation until the worker that took it over has
 -- made a new token of it (after a second lapse, until its end). A worker has one job on probation at a time, and
 -- a crash in that time counts: three, and the job is the culprit. Its neighbours' lapses do not.
-local queue, want, lane, takeover, suspects = KEYS[1], tonumber(ARGV[1]), ARGV[4], ARGV[7] == '1', tonumber(ARGV[8])
-local now, claimed, WINDOW, PAGE = milliseconds(), {}, 1000, 200
-local answer_lost, known_ids, load = ARGV[9] == '1', {}, {}
-for i = 11, 10 + tonumber(ARGV[10]) do known_ids[ARGV[i]] = true end
-for i = 11 + tonumber(ARGV[10]), #ARGV, 2 do load[ARGV[i]] = tonumber(ARGV[i + 1]) end
-
--- A claim of ours whose answer was lost: the worker has never heard of it, so it has not begun.
-local function never_heard(id, lease)
-  local owner = redis.call('GET', lease)
-  if not answer_lost or known_ids[id] or string.sub(owner, 1, #ARGV[3] + 1) ~= ARGV[3] .. ':' then return false end
-  redis.call('HSET', 'sluice:job:' .. id, 'state', 'queued')
-  redis.call('DEL', lease)
-  return true
+local index, want, lease_ms, worker, lane = index_of(KEYS[1]), tonumber(ARGV[1]), ARGV[2], ARGV[3], ARGV[4]
+local most_bytes, takeover, suspects, answer_lost = tonumber(ARGV[6]), ARGV[7] == '1', tonumber(ARGV[8]), ARGV[9] == '1'
+local now, claimed, heard_of, load = milliseconds(), {}, {}, {}
+for i = 11, 10 + tonumber(ARGV[10]) do heard_of[ARGV[i]] = true end
+for i = 11 + tonumber(ARGV[10]), #ARGV, 2 do
+  local line = line_of(ARGV[i])
+  load[line] = (load[line] or 0) + tonumber(ARGV[i + 1])
 end
 
--- What is known of a waiting job, or nil if it may not be taken now.
-local function look(id, score)
-  local lease = 'arq:in-progress:' .. id
-  if redis.call('EXISTS', lease) == 1 and not never_heard(id, lease) then return nil end
-  local known = redis.pcall('HMGET', 'sluice:job:' .. id,
-    'state', 'lapses', 'probation', 'tenant', 'deadline', 'crashes', 'attempt')
-  for _, count in ipairs({ 2, 6, 7 }) do
-    if known.err or (known[count] and not string.match(known[count], '^%d+$')) then
-      redis.call('DEL', 'sluice:job:' .. id) -- not what we wrote
-      known = {}
-    end
-  end
-  if FINAL[known[1]] then -- submitted again after it had ended: the ending stands
-    redis.call('ZREM', queue, id)
-    redis.call('DEL', 'arq:job:' .. id)
-    return nil
-  end
-  local lapsed = known[1] == 'running'
-  if lapsed and not takeover then return nil end
-  local guilty = lapsed and known[3] == '1'
-  return { id = id, score = score, lapses = tonumber(known[2] or 0) + (lapsed and 1 or 0), tenant = known[4] or '',
-    guilty = guilty, crashes = tonumber(known[6] or 0) + (guilty and 1 or 0), expired = (tonumber(known[5] or '') or math.huge) * 1000 < now }
+local function watch_lease(id, left_ms)
+  redis.call('ZADD', index.leases, now + math.min(left_ms, RECHECK_MS), id)
 end
 
-local function claim(row)
-  local id = row.id
-  local job, body_key = 'sluice:job:' .. id, 'arq:job:' .. id
+local function body_of(id, expired)
+  local key = 'arq:job:' .. id
+  local bytes = redis.pcall('STRLEN', key)
+  if type(bytes) ~= 'number' then bytes = 0 end -- a foreign value: the job ends as one without a body
+  local wanted = bytes > 0 and bytes <= most_bytes and not expired -- thousands may expire together
+  return wanted and redis.call('GET', key) or '', bytes
+end
+
+local function events_of(id)
+  local key = 'sluice:log:' .. id
+  local events = redis.pcall('LLEN', key)
+  if type(events) == 'number' then return events end
+  found_foreign(key, 'no list')
+  return 0
+end
+
+-- The job is this worker's from here on.
+local function claim(id, score, known)
+  local job = 'sluice:job:' .. id
+  leave_index(index, id)
+  redis.call('ZADD', index.jobs, score, id)
+  watch_lease(id, tonumber(lease_ms))
   local attempt = redis.call('HINCRBY', job, 'attempt', 1)
-  local crashes = redis.call('HINCRBY', job, 'crashes', row.guilty and 1 or 0)
-  if row.lapses > 0 then redis.call('HSET', job, 'lapses', row.lapses, 'probation', 1) end
-  redis.call('SET', 'arq:in-progress:' .. id, ARGV[3] .. ':' .. attempt, 'PX', ARGV[2])
-  redis.call('HSET', job, 'state', 'running', 'worker', ARGV[3], 'lane', lane, 'started_at', now / 1000)
+  local crashes = redis.call('HINCRBY', job, 'crashes', known.guilty and 1 or 0)
+  if known.lapses > 0 then redis.call('HSET', job, 'lapses', known.lapses, 'probation', 1) end
+  redis.call('SET', 'arq:in-progress:' .. id, worker .. ':' .. attempt, 'PX', lease_ms)
+  redis.call('HSET', job, 'state', 'running', 'worker', worker, 'lane', lane, 'started_at', now / 1000)
   redis.call('PEXPIRE', job, ARGV[5])
   redis.call('PEXPIRE', 'sluice:log:' .. id, ARGV[5])
-  local events, bytes = redis.pcall('LLEN', 'sluice:log:' .. id), redis.pcall('STRLEN', body_key)
-  if type(events) ~= 'number' then redis.call('DEL', 'sluice:log:' .. id) events = 0 end -- foreign values: an error
-  if type(bytes) ~= 'number' then bytes = 0 end -- here would hold up the whole queue
-  local wanted = bytes > 0 and bytes <= tonumber(ARGV[6]) and not row.expired -- thousands may expire together
-  local out = { id, attempt, crashes, redis.call('EXISTS', 'sluice:cancel:' .. id), row.score, events,
-    wanted and redis.call('GET', body_key) or '', bytes, row.tenant, row.lapses, row.expired and 1 or 0,
-    redis.call('HGET', job, 'specprefill') or '', redis.call('HGET', job, 'images') or '' }
-  for _, value in ipairs(out) do claimed[#claimed + 1] = value end
+  local expired = known.deadline ~= nil and known.deadline < now
+  local body, bytes = body_of(id, expired)
+  claimed[#claimed + 1] = { 'id', id, 'attempt', attempt, 'crashes', crashes, 'lapses', known.lapses,
+    'cancelled', redis.call('EXISTS', 'sluice:cancel:' .. id), 'expired', expired and 1 or 0,
+    'queued_ms', score, 'events', events_of(id), 'body', body, 'body_bytes', bytes, 'tenant', known.tenant,
+    'thinned', redis.call('HGET', job, 'specprefill') or '', 'shown', redis.call('HGET', job, 'images') or '' }
+  return not expired
 end
 
--- The waiting jobs by tenant, oldest first, and the suspects apart. Enough have been seen when `want` tenants
--- without a row were.
-local lines, order, accused, idle, seen, first = {}, {}, {}, 0, 0, 0
-
-local function stand_in_line(row)
-  seen = seen + 1
-  if row.lapses > 0 then
-    table.insert(accused, row)
-    return
+-- The score and what is known of a job whose turn has come, if it waits: else it gets the place where it belongs.
+local function still_waits(id)
+  local score = redis.call('ZSCORE', index.queue, id)
+  local known = score and known_of(id)
+  if not known or FINAL[known.state] then
+    place(index, id)
+    return nil
   end
-  if not lines[row.tenant] then
-    lines[row.tenant] = { head = 1 }
-    order[#order + 1] = row.tenant
-    if (load[row.tenant] or 0) == 0 then idle = idle + 1 end
-  end
-  table.insert(lines[row.tenant], row)
+  local left_ms = held_for(id, lease_ms)
+  if not left_ms then return score, known end
+  leave_index(index, id)
+  redis.call('ZADD', index.jobs, score, id)
+  watch_lease(id, left_ms)
 end
 
-while seen < WINDOW and (idle < want or want == 0) do
-  local page = redis.call('ZRANGEBYSCORE', queue, '-inf', now, 'WITHSCORES', 'LIMIT', first, PAGE)
-  local before = redis.call('ZCARD', queue)
-  for i = 1, #page, 2 do
-    local row = look(page[i], page[i + 1])
-    if row and row.expired then
-      claim(row)
-    elseif row then
-      stand_in_line(row)
+-- Claims of this worker whose answer was lost: it has not begun these jobs, so they wait again.
+local function take_back_unheard()
+  for _, id in ipairs(redis.call('ZRANGE', index.leases, 0, -1)) do
+    local _, owner = held_for(id, lease_ms)
+    if not heard_of[id] and owner and string.sub(owner, 1, #worker + 1) == worker .. ':' then
+      redis.pcall('HSET', 'sluice:job:' .. id, 'state', 'queued')
+      redis.call('DEL', 'arq:in-progress:' .. id)
+      redis.call('ZADD', index.leases, 0, id)
     end
   end
-  if #page < 2 * PAGE then break end
-  first = first + PAGE - (before - redis.call('ZCARD', queue))
 end
 
-local function take(row)
-  load[row.tenant] = (load[row.tenant] or 0) + 1
-  claim(row)
-  want = want - 1
+-- Running jobs whose lease has not been looked at lately: those that nobody holds any more wait again.
+local function look_at_leases()
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', index.leases, '-inf', now, 'LIMIT', 0, PAGE)) do
+    local score, known = still_waits(id)
+    if score and (takeover or not known.lapsed) then
+      leave_index(index, id)
+      line_up(index, id, score, known)
+    end
+  end
+end
+
+local function take_expired()
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', index.deadlines, '-inf', now, 'LIMIT', 0, PAGE)) do
+    local score, known = still_waits(id)
+    if score and (takeover or not known.lapsed) then
+      redis.call('ZREM', index.deadlines, id)
+      if known.deadline and known.deadline < now then claim(id, score, known) end
+    end
+  end
 end
 
 -- One suspect, those with the least against them first: should workers die for another reason, again and again,
 -- no job is tried twice while others wait.
-if want > 0 and suspects == 0 and #accused > 0 then
-  table.sort(accused, function(a, b)
-    if a.crashes ~= b.crashes then return a.crashes < b.crashes end
-    return tonumber(a.score) < tonumber(b.score)
-  end)
-  take(accused[1])
-end
-
-while want > 0 do
-  local best = nil
-  for _, tenant in ipairs(order) do
-    local row = lines[tenant][lines[tenant].head]
-    local lighter = best and (load[tenant] or 0) - (load[best.tenant] or 0)
-    if row and (not best or lighter < 0 or (lighter == 0 and tonumber(row.score) < tonumber(best.score))) then
-      best = row
+local function take_suspect()
+  for _ = 1, PAGE do
+    local id = redis.call('ZRANGE', index.suspects, 0, 0)[1]
+    if not id then return end
+    local score, known = still_waits(id)
+    if score and known.lapsed and not takeover then return end
+    if score and claim(id, score, known) then
+      local line = line_of(known.tenant)
+      load[line], want = (load[line] or 0) + 1, want - 1
+      return
     end
   end
-  if not best then break end
-  lines[best.tenant].head = lines[best.tenant].head + 1
-  take(best)
 end
-return claimed
+
+-- The lines that may come first, by their oldest job: `want` of those without a row here are enough.
+local function lines_by_age()
+  local count, lines = want, {}
+  for _ in pairs(load) do count = count + 1 end
+  local heads = redis.call('ZRANGEBYLEX', index.lines, '[h', '(h' .. stamp(now + 1), 'LIMIT', 0, count)
+  for _, head in ipairs(heads) do
+    local since = tonumber(string.sub(head, 2, 16))
+    if since then
+      lines[#lines + 1] = { name = string.sub(head, 17), since = since }
+    else
+      redis.call('ZREM', index.lines, head) -- not one of ours
+    end
+  end
+  return lines
+end
+
+-- The place of the line whose turn it is: of those with the fewest rows the one that has waited longest.
+local function next_line(lines)
+  local best = 1
+  for at, line in ipairs(lines) do
+    local lighter = (load[line.name] or 0) - (load[lines[best].name] or 0)
+    if lighter < 0 or (lighter == 0 and line.since < lines[best].since) then best = at end
+  end
+  return best
+end
+
+-- Take the first job out of a line, and claim it if it still waits there. Returns whether a row has got work.
+local function take_first(line, first)
+  local mark, id = split_place(line, first)
+  leave_line(index, line, first)
+  local score, known = nil, nil
+  if redis.call('ZSCORE', index.jobs, id) then score, known = still_waits(id) end
+  if not score then return false end
+  if stamp(score) ~= mark or known.lapses > 0 then
+    place(index, id)
+    return false
+  end
+  return claim(id, score, known)
+end
+
+-- When the first job of a line was queued, and its member of `lines`; nil when none is due.
+local function first_due(line)
+  local first = first_of(index, line)
+  local since = first and tonumber((split_place(line, first)))
+  if first and not since then redis.call('ZREM', index.lines, first) end -- not one of ours
+  if since and since <= now then return since, first end
+end
+
+local function take_in_turn()
+  local lines, tries = lines_by_age(), PAGE
+  while want > 0 and tries > 0 and #lines > 0 do
+    local at = next_line(lines)
+    local line = lines[at]
+    local since, first = first_due(line.name)
+    if not since then
+      table.remove(lines, at)
+    elseif since > line.since then
+      line.since = since
+    elseif take_first(line.name, first) then
+      load[line.name], want = (load[line.name] or 0) + 1, want - 1
+    else
+      tries = tries - 1
+    end
+  end
+end
+
+if not exists(index.queue) then
+  drop_index(index)
+  return { 0, notes, {} }
+end
+local more = mend(index, now)
+if answer_lost then take_back_unheard() end
+look_at_leases()
+take_expired()
+if want > 0 and suspects == 0 then take_suspect() end
+if want > 0 then take_in_turn() end
+keep(index)
+return { more, notes, claimed }

@@ -36,6 +36,6 @@ redis.call('HSET', job, 'state', state, 'finished_at', milliseconds() / 1000)
 redis.call('SET', result, ARGV[5], 'PX', ARGV[7])
 redis.call('PEXPIRE', job, ARGV[7])
 redis.call('PEXPIRE', log, ARGV[6])
-redis.call('ZREM', queue, id)
+leave_queue(queue, id)
 for i = 6, #KEYS do redis.call('DEL', KEYS[i]) end
 return 'done'

@@ -1,9 +1,11 @@
 -- Hand a job back to its queue as if it had never been claimed. The attempt stays: it is the fence.
--- KEYS  job, lease
+-- KEYS  job, lease, queue
 -- ARGV  attempt, wake channel
 -- Returns 1, or 0 where the job is no longer ours.
 if not owns(KEYS[1], ARGV[1]) then return 0 end
 redis.call('HSET', KEYS[1], 'state', 'queued', 'worker', '')
 redis.call('DEL', KEYS[2])
+local index = index_of(KEYS[3])
+if redis.call('EXISTS', index.jobs) == 1 then in_index(place, index, string.sub(KEYS[1], #'sluice:job:' + 1)) end
 redis.call('PUBLISH', ARGV[2], '')
 return 1

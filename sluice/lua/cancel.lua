@@ -18,7 +18,7 @@ redis.call('HSET', job, 'state', 'cancelled', 'finished_at', now)
 redis.call('SET', result, event, 'PX', ARGV[4])
 redis.call('PEXPIRE', job, ARGV[4])
 redis.call('PEXPIRE', log, ARGV[3])
-redis.call('ZREM', queues[1], id)
-redis.call('ZREM', queues[2], id)
+leave_queue(queues[1], id)
+leave_queue(queues[2], id)
 for i = 6, 5 + tonumber(ARGV[5]) do redis.call('DEL', KEYS[i]) end
 return 1

@@ -10,8 +10,7 @@ if state then  -- the same submission again, because the answer to it was lost, 
 end
 if redis.call('EXISTS', KEYS[1]) == 1 then return { 0, 'queued' } end
 
-local t = redis.call('TIME')
-local now_ms = t[1] * 1000 + math.floor(t[2] / 1000)
+local now_ms = milliseconds()
 
 -- Each worker of the model says its limit and its rate in this hash: 'limit jobs_per_s valid_until'.
 local length, limit, rate = redis.call('ZCARD', KEYS[2]), nil, 0
@@ -30,9 +29,15 @@ redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
 redis.call('ZADD', KEYS[2], now_ms, ARGV[1])
 redis.call('HSET', KEYS[3], 'state', 'queued', 'lane', ARGV[4], 'queued_at', now_ms / 1000)
 if ARGV[5] ~= '' then redis.call('HSET', KEYS[3], 'tenant', ARGV[5]) end
-if ARGV[6] ~= '' then redis.call('HSET', KEYS[3], 'deadline', now_ms / 1000 + ARGV[6]) end
+local deadline = ARGV[6] ~= '' and now_ms / 1000 + ARGV[6] or nil
+if deadline then redis.call('HSET', KEYS[3], 'deadline', deadline) end
 if ARGV[7] ~= '' then redis.call('HSET', KEYS[3], 'prompt_cache_key', ARGV[7]) end
 if ARGV[8] ~= '' then redis.call('HSET', KEYS[3], 'submission', ARGV[8]) end
 redis.call('PEXPIRE', KEYS[3], ARGV[3])
+
+local index = index_of(KEYS[2])
+if redis.call('EXISTS', index.jobs) == 1 then -- where not, the next claim begins it
+  in_index(wait_in_line, index, ARGV[1], now_ms, ARGV[5], deadline and deadline * 1000)
+end
 redis.call('PUBLISH', KEYS[4], '')
 return { 1, 'queued' }

@@ -1,0 +1,77 @@
+-- What is known of a job that nobody runs, and its place in the index of its queue.
+
+local RECHECK_MS = 500 -- a lease is looked at as often: it may be given back by somebody who does not know the index
+local notes = {}       -- foreign values that were found, for the worker's log
+
+local function found_foreign(key, kind)
+  redis.call('DEL', key)
+  notes[#notes + 1] = key .. ' held ' .. kind
+end
+
+-- A number that HINCRBY takes.
+local function is_count(text)
+  return #text <= 15 and (text == '0' or string.match(text, '^[1-9]%d*$') ~= nil)
+end
+
+local function read_deadline(text)
+  local seconds = tonumber(text or '')
+  if seconds and seconds == seconds and math.abs(seconds) < 1e12 then return seconds * 1000 end
+end
+
+-- A job whose state is `running` although it has no lease has lapsed; one that was on probation then is to blame.
+local function known_of(id)
+  local key = 'sluice:job:' .. id
+  local said = redis.pcall('HMGET', key, 'state', 'lapses', 'probation', 'tenant', 'deadline', 'crashes', 'attempt')
+  for _, at in ipairs({ 2, 6, 7 }) do
+    if said.err or (said[at] and not is_count(said[at])) then
+      found_foreign(key, said.err and 'no hash' or 'a count that is no number')
+      said = {}
+    end
+  end
+  local lapsed = said[1] == 'running'
+  local guilty = lapsed and said[3] == '1'
+  return { state = said[1], lapsed = lapsed, guilty = guilty, tenant = said[4] or '', deadline = read_deadline(said[5]),
+    lapses = tonumber(said[2] or 0) + (lapsed and 1 or 0), crashes = tonumber(said[6] or 0) + (guilty and 1 or 0) }
+end
+
+-- Milliseconds for which somebody still holds the job, or nil. A lease without an end is not one of ours: it gets one.
+local function held_for(id, lease_ms)
+  local lease = 'arq:in-progress:' .. id
+  local owner = redis.pcall('GET', lease)
+  if not owner then return nil end
+  if type(owner) ~= 'string' then
+    found_foreign(lease, 'no string')
+    return nil
+  end
+  local left = redis.call('PTTL', lease)
+  if left == -1 then redis.call('PEXPIRE', lease, lease_ms) end
+  return left == -1 and tonumber(lease_ms) or left, owner
+end
+
+-- Put a job that waits where its turn will come: suspects by their crashes, all others with their tenant's.
+local function line_up(index, id, score, known)
+  if known.lapses == 0 then
+    wait_in_line(index, id, score, known.tenant, known.deadline)
+    return
+  end
+  redis.call('ZADD', index.jobs, score, id)
+  redis.call('ZADD', index.suspects, math.min(known.crashes, 99) * 1e13 + math.min(tonumber(stamp(score)), 1e13 - 1), id)
+  if known.deadline then redis.call('ZADD', index.deadlines, known.deadline, id) end
+end
+
+-- Take a job of the queue into the index, or give it its place anew.
+local function place(index, id)
+  leave_index(index, id)
+  local score = redis.call('ZSCORE', index.queue, id)
+  if not score then return end
+  local known = known_of(id)
+  if FINAL[known.state] then -- queued again after it had ended: the ending stands
+    redis.call('ZREM', index.queue, id)
+    redis.call('DEL', 'arq:job:' .. id)
+  elseif known.lapsed or redis.call('EXISTS', 'arq:in-progress:' .. id) == 1 then
+    redis.call('ZADD', index.jobs, score, id)
+    redis.call('ZADD', index.leases, 0, id) -- to be looked at by the next claim
+  else
+    line_up(index, id, score, known)
+  end
+end
