@@ -51,8 +51,7 @@ TABLE = {
     "worker.images":       May("schemas worker.errors worker.settings", "PIL"),
     # Producers cancel as workers do, and both keep the index: the scripts for it are in `sluice`, once.
     "worker.queue":        May("schemas sluice.scripts worker.errors worker.metrics worker.pulse worker.reading "
-                               "worker.settings worker.timetable",
-                               "arq pydantic_core redis"),
+                               "worker.settings worker.timetable", "arq pydantic_core redis"),
 
     # Offline batches: when to feed, and the process that does.
     "worker.feeder":       May(),

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from scripts.scenarios import beside, churn, crashes, load, offline, outages, pickup
+from scripts.scenarios import beside, churn, crashes, fairness, load, offline, outages, pickup
 from scripts.scenarios.harness import Figure
 from scripts.stack import Server
 
@@ -39,6 +39,8 @@ SCENARIOS: dict[str, Scenario] = {
     "answers": lambda s: outages.answers_lost(s.port, cuts=1000, streams=16, tokens=100),
     "backlog": lambda s: pickup.behind_a_backlog(s.url, backlog=600, samples=1000),
     "pickup": lambda s: pickup.beside_running_rows(s.url, running=32, samples=1000),
+    "fairness": lambda s: fairness.small_tenant(s.url, backlog=10_000, samples=200),
+    "claim": lambda s: fairness.claim_cost(s.url, lengths=(0, 1_000, 10_000, 100_000)),
     "tiny": lambda s: pickup.beside_the_tiny_model(s.url, samples=1000),
     "idle": lambda s: pickup.idle_commands(s.url, seconds=10),
     "cancel": lambda s: pickup.cancelled(s.url, samples=50),

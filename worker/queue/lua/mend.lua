@@ -7,10 +7,10 @@ local function size(index)
   return redis.call('ZCARD', index.queue), redis.call('ZCARD', index.jobs)
 end
 
--- Is the member at this rank of the queue at the same rank of the index?
+-- Is the member at this rank of the queue at the same rank of the index, with the same score?
 local function agrees(index, rank)
-  local id = redis.call('ZRANGE', index.queue, rank, rank)[1]
-  return id and redis.call('ZRANK', index.jobs, id) == rank
+  local id, score = unpack(redis.call('ZRANGE', index.queue, rank, rank, 'WITHSCORES'))
+  return id and redis.call('ZRANK', index.jobs, id) == rank and redis.call('ZSCORE', index.jobs, id) == score
 end
 
 -- The first rank from which queue and index differ, or nil. One that came and another that was removed behind our back

@@ -1,0 +1,405 @@
+"""The index of a queue: fair at any length, and mended whatever happens to it."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from redis.asyncio import Redis
+
+from schemas import keys
+from sluice import Client
+from sluice.retries import Retries
+from sluice.submission import NewJob, Submission
+from tests.queue.helpers import QUEUE, envelope, lapse, put, settings
+from worker.app import connect
+from worker.queue.claims import Claim, Claims, lease_key
+
+BODY = envelope({"n": 1})
+INDEX = keys.index("default", "interactive")
+INDEX_KEYS = [INDEX, *(f"{INDEX}:{part}" for part in keys.INDEX)]
+
+
+@pytest.fixture
+async def claims(redis_url: str) -> AsyncIterator[Claims]:
+    given = settings(redis_url)
+    async with connect(given) as redis:
+        yield Claims(redis, given)
+
+
+async def mended(claims: Claims) -> None:
+    """Claim nothing until the index agrees with the queue."""
+    assert await claims.take("interactive", 0) == []
+    while claims.to_mend("interactive"):
+        assert await claims.take("interactive", 0) == []
+
+
+async def submit(db: Redis, *job_ids: str, tenant: str, **request: Any) -> None:
+    jobs = [NewJob(id, {"messages": [], "tenant": tenant, **request}, "default", "interactive") for id in job_ids]
+    await Submission(db, Retries(db, 60)).submit_all(jobs)
+
+
+def of(tenant: str, rows: int = 1) -> list[Claim]:
+    """As many rows of this tenant run here."""
+    return [Claim(f"{tenant}-row-{k}", "interactive", 1, 0, False, 0.0, 0, b"", 0, tenant) for k in range(rows)]
+
+
+def ids(taken: list[Claim]) -> list[str]:
+    return [claim.job_id for claim in taken]
+
+
+async def test_a_small_tenant_is_next_behind_thousands_of_another(db: Redis, claims: Claims) -> None:
+    await submit(db, "first", tenant="big")
+    assert ids(await claims.take("interactive", 1)) == ["first"]
+    await submit(db, *(f"big-{k:04}" for k in range(3000)), tenant="big")
+    await submit(db, "small", tenant="small")
+    assert ids(await claims.take("interactive", 1, running=of("big"))) == ["small"]
+
+
+async def test_a_queue_that_has_no_index_gets_one_page_by_page(db: Redis, claims: Claims) -> None:
+    await submit(db, *(f"big-{k:04}" for k in range(1200)), tenant="big")
+    await submit(db, "small", tenant="small")
+    assert await db.exists(*INDEX_KEYS) == 0, "nobody claims here, so nobody would keep it"
+    calls = 1
+    assert await claims.take("interactive", 0) == []
+    while claims.to_mend("interactive"):
+        assert await claims.take("interactive", 0) == []
+        calls += 1
+    assert calls == 3
+    assert ids(await claims.take("interactive", 1, running=of("big"))) == ["small"]
+
+
+async def test_plain_producers_are_one_tenant(db: Redis, claims: Claims) -> None:
+    for k in range(3):
+        await put(db, f"plain-{k}", BODY, at_ms=k)
+    await submit(db, "named", tenant="acme")
+    assert ids(await claims.take("interactive", 3)) == ["plain-0", "named", "plain-1"]
+
+
+async def test_what_others_remove_from_the_queue_leaves_the_index(db: Redis, claims: Claims) -> None:
+    await submit(db, "a", "b", "c", tenant="acme")
+    await mended(claims)
+    await db.zrem(QUEUE, "a", "b")
+    assert ids(await claims.take("interactive", 9)) == ["c"]
+    assert await db.zrange(INDEX, 0, -1) == [b"c"]
+
+
+async def test_one_that_came_and_one_that_went_are_both_noticed(db: Redis, claims: Claims) -> None:
+    for k in range(100):
+        await put(db, f"job-{k:02}", BODY, at_ms=k)
+    await mended(claims)
+    await db.zrem(QUEUE, "job-50")
+    await put(db, "late", BODY, at_ms=200)
+    await mended(claims)
+    assert await db.zrange(INDEX, 0, -1) == await db.zrange(QUEUE, 0, -1)
+
+
+async def test_a_job_whose_time_was_changed_is_taken_at_the_new_one(db: Redis, claims: Claims) -> None:
+    seconds, _ = await db.time()
+    await put(db, "a", BODY, at_ms=1)
+    await put(db, "b", BODY, at_ms=2)
+    await mended(claims)
+    await db.zadd(QUEUE, {"a": (seconds + 3600) * 1000})
+    assert ids(await claims.take("interactive", 2)) == ["b"]
+    await db.zadd(QUEUE, {"a": 3})
+    assert ids(await claims.take("interactive", 2)) == ["a"]
+
+
+async def test_jobs_of_a_worker_that_knows_no_index_are_not_claimed_and_come_back_within_a_second(
+    db: Redis, claims: Claims
+) -> None:
+    for k in range(3):
+        await put(db, f"job-{k}", BODY, at_ms=k)
+    await mended(claims)
+    await db.hset(keys.job("job-0"), mapping={"state": "running", "attempt": 1})  # as such a worker claims it
+    await db.set(lease_key("job-0"), "old:1", px=60_000)
+    assert ids(await claims.take("interactive", 1)) == ["job-1"]
+    await db.hset(keys.job("job-0"), "state", "queued")  # and hands it back
+    await db.delete(lease_key("job-0"))
+    await asyncio.sleep(0.6)
+    assert [(claim.job_id, claim.lapses) for claim in await claims.take("interactive", 1)] == [("job-0", 0)]
+
+
+async def test_an_index_that_nobody_keeps_expires(db: Redis, claims: Claims) -> None:
+    await submit(db, "a", "b", tenant="acme", deadline_s=60)
+    assert ids(await claims.take("interactive", 1)) == ["a"]
+    await submit(db, "c", tenant="acme", deadline_s=60)
+    found = [key for key in INDEX_KEYS if await db.exists(key)]
+    assert found == [INDEX, f"{INDEX}:lines", f"{INDEX}:leases", f"{INDEX}:deadlines"]
+    for key in found:
+        assert 0 < await db.pttl(key) <= 60_000
+
+
+async def test_an_empty_queue_has_no_index(db: Redis, client: Client, claims: Claims) -> None:
+    await submit(db, "a", "b", tenant="acme", deadline_s=60)
+    await mended(claims)
+    assert await claims.cancel_waiting("a")
+    assert await claims.cancel_waiting("b")
+    assert await db.exists(QUEUE, *INDEX_KEYS) == 0
+
+
+async def test_many_deadlines_that_pass_in_the_queue_are_ended_a_page_at_a_time(db: Redis, claims: Claims) -> None:
+    await submit(db, *(f"job-{k:03}" for k in range(700)), tenant="acme", deadline_s=0.01)
+    await asyncio.sleep(0.02)
+    taken: list[Claim] = []
+    while len(taken) < 700:
+        taken += (page := await claims.take("interactive", 0))
+        assert 0 < len(page) <= 500
+    assert all(claim.expired and claim.body == b"" for claim in taken)
+    assert sorted(ids(taken)) == [f"job-{k:03}" for k in range(700)]
+
+
+@pytest.mark.parametrize("lost", INDEX_KEYS)
+async def test_no_job_is_lost_with_a_key_of_the_index(db: Redis, claims: Claims, lost: str) -> None:
+    await submit(db, *(f"job-{k}" for k in range(6)), tenant="acme", deadline_s=3600)
+    assert ids(await claims.take("interactive", 3)) == ["job-0", "job-1", "job-2"]
+    await lapse(db, "job-0", "job-1")
+    await mended(claims)
+    await db.delete(lost)
+    taken = await claims.take("interactive", 9)
+    assert ids(taken) == ["job-0", "job-3", "job-4", "job-5"], "one suspect, and all that had not run"
+    assert ids(await claims.take("interactive", 9)) == ["job-1"]
+
+
+@pytest.mark.parametrize("key", INDEX_KEYS)
+@pytest.mark.parametrize(
+    "spoil",
+    [("SET", "x"), ("HSET", "a", "b"), ("RPUSH", "x"), ("SADD", "x"), ("ZADD", 1, "x"), ("XADD", "*", "a", "b")],
+)
+async def test_a_foreign_value_at_a_key_of_the_index_stops_nobody(
+    db: Redis, claims: Claims, key: str, spoil: tuple[Any, ...]
+) -> None:
+    await submit(db, "a", "b", tenant="acme", deadline_s=60)
+    await mended(claims)
+    await db.delete(key)
+    command, *values = spoil
+    await db.execute_command(command, key, *values)
+    await submit(db, "c", tenant="acme", deadline_s=60)
+    assert sorted(ids(await claims.take("interactive", 9))) == ["a", "b", "c"]
+    assert await db.zrange(INDEX, 0, -1) == await db.zrange(QUEUE, 0, -1)
+
+
+@pytest.mark.parametrize(
+    "member", ["h", "hx", "h" + "x" * 20, "h000000000000001", "w", "wacme\0", "wacme\0x", "x", "\xff"]
+)
+async def test_foreign_members_of_the_lines_stop_nobody(db: Redis, claims: Claims, member: str) -> None:
+    await submit(db, "a", "b", tenant="acme")
+    await mended(claims)
+    await db.zadd(f"{INDEX}:lines", {member: 0})
+    taken = [*await claims.take("interactive", 9), *await claims.take("interactive", 9)]
+    assert ids(taken) == ["a", "b"]
+
+
+@pytest.mark.parametrize("tenant", ["", "\0", "a\0b", "x" * 128, "né 🙂", "a b", "\n", "h", "w"])
+async def test_a_tenant_may_have_any_name(db: Redis, claims: Claims, tenant: str) -> None:
+    for name, asks in (("", tenant), ("other-", "acme")):
+        await submit(db, f"{name}1", f"{name}2", tenant=asks)
+    for k in (1, 2):
+        assert sorted(ids(await claims.take("interactive", 2))) == [str(k), f"other-{k}"]
+
+
+@dataclass(slots=True)
+class Known:
+    """A job as the model knows it."""
+
+    tenant: str
+    score: float
+    lapses: int = 0
+    crashes: int = 0
+
+
+class FairnessMachine(RuleBasedStateMachine):
+    """Jobs of many producers, workers of two kinds, crashes and lost keys, against a model in Python."""
+
+    url: str
+    WORKERS = st.sampled_from(["ada", "ben"])
+    TENANTS = st.sampled_from(["", "acme", "zoo", "m\0x"])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        given = settings(self.url)
+        self.redis = connect(given)
+        self.workers = {
+            name: Claims(self.redis, given.model_copy(update={"worker_name": name, "lease_s": 60}))
+            for name in ("ada", "ben")
+        }
+        self.db("FLUSHDB")
+        self.submission = Submission(self.redis, Retries(self.redis, 60))
+        self.jobs: dict[str, Known] = {}
+        self.waiting: set[str] = set()
+        self.held: dict[str, tuple[str, Claim]] = {}  # by worker; one that waits too has lapsed
+        self.elsewhere: set[str] = set()  # run by a worker that knows no index
+        self.count = 0
+
+    def teardown(self) -> None:
+        try:
+            self._nothing_is_lost()
+        finally:
+            self.runner.run(self.redis.aclose())
+            self.runner.close()
+
+    def db(self, *command: Any) -> Any:
+        return self.runner.run(self.redis.execute_command(*command))
+
+    def _new(self) -> str:
+        self.count += 1
+        return f"job-{self.count:04}"
+
+    def _queued(self, job: str, tenant: str) -> None:
+        self.jobs[job] = Known(tenant.replace("\0", " "), float(self.db("ZSCORE", QUEUE, job)))
+        self.waiting.add(job)
+
+    @rule(tenant=TENANTS)
+    def submit(self, tenant: str) -> None:
+        job = NewJob(self._new(), {"messages": [], "tenant": tenant}, "default", "interactive")
+        self.runner.run(self.submission.submit(job))
+        self._queued(job.id, tenant)
+
+    @rule()
+    def queue_as_a_plain_producer(self) -> None:
+        seconds, microseconds = self.db("TIME")
+        self.runner.run(put(self.redis, job := self._new(), BODY, at_ms=seconds * 1000 + microseconds // 1000))
+        self._queued(job, "")
+
+    @rule(tenant=TENANTS)
+    def submit_with_an_older_client(self, tenant: str) -> None:
+        self.queue_as_a_plain_producer()
+        job = f"job-{self.count:04}"
+        self.db("HSET", keys.job(job), "state", "queued", "tenant", tenant)
+        self.jobs[job].tenant = tenant.replace("\0", " ")
+
+    @rule(name=WORKERS, want=st.integers(0, 5))
+    def take(self, name: str, want: int) -> None:
+        self._settle()
+        expected = self._expected(name, want)
+        running = [claim for owner, claim in self.held.values() if owner == name]
+        taken = self.runner.run(self.workers[name].take("interactive", want, running=running))
+        assert ids(taken) == expected
+        for claim in taken:
+            job = self.jobs[claim.job_id]
+            assert (claim.lapses, claim.crashes) == self._blame(claim.job_id)
+            job.lapses, job.crashes = claim.lapses, claim.crashes
+            self.held[claim.job_id] = name, claim
+        self.waiting -= set(ids(taken))
+
+    def _settle(self) -> None:
+        """The time has come to look at every lease, and the index is mended."""
+        for job in self.db("ZRANGE", f"{INDEX}:leases", 0, -1):
+            self.db("ZADD", f"{INDEX}:leases", 0, job)
+        self.runner.run(mended(self.workers["ada"]))
+
+    def _expected(self, name: str, want: int) -> list[str]:
+        load = Counter(claim.tenant.replace("\0", " ") for owner, claim in self.held.values() if owner == name)
+        suspects = sorted((job for job in self.waiting if self._blame(job)[0]), key=self._suspicion)
+        expected = suspects[: min(1, want)]
+        load.update(self.jobs[job].tenant for job in expected)
+        left = self.waiting - set(suspects)
+        while left and len(expected) < want:
+            job = min(left, key=lambda job: (load[self.jobs[job].tenant], self._age(job)))
+            load[self.jobs[job].tenant] += 1
+            left.remove(job)
+            expected.append(job)
+        return expected
+
+    def _age(self, job: str) -> tuple[float, str, str]:
+        return self.jobs[job].score, self.jobs[job].tenant, job
+
+    def _suspicion(self, job: str) -> tuple[int, float, str]:
+        return self._blame(job)[1], self.jobs[job].score, job
+
+    def _blame(self, job: str) -> tuple[int, int]:
+        """Lapses and crashes, once it is claimed again."""
+        known, lapsed = self.jobs[job], job in self.held
+        return known.lapses + lapsed, known.crashes + (lapsed and known.lapses > 0)
+
+    def _running(self) -> list[str]:
+        return sorted(set(self.held) - self.waiting)
+
+    @precondition(lambda self: self._running())
+    @rule(data=st.data())
+    def hand_back(self, data: st.DataObject) -> None:
+        name, claim = self.held.pop(data.draw(st.sampled_from(self._running())))
+        self.runner.run(self.workers[name].release(claim))
+        self.waiting.add(claim.job_id)
+
+    @precondition(lambda self: self._running())
+    @rule(data=st.data())
+    def crash(self, data: st.DataObject) -> None:
+        job = data.draw(st.sampled_from(self._running()))
+        self.db("DEL", lease_key(job))
+        self.waiting.add(job)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        job = data.draw(st.sampled_from(sorted(self.waiting)))
+        assert self.runner.run(self.workers["ada"].cancel_waiting(job))
+        self._gone(job)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def remove_by_hand(self, data: st.DataObject) -> None:
+        job = data.draw(st.sampled_from(sorted(self.waiting)))
+        self.db("ZREM", QUEUE, job)
+        self._gone(job)
+
+    def _gone(self, job: str) -> None:
+        self.waiting.remove(job)
+        self.held.pop(job, None)
+
+    @precondition(lambda self: self.waiting - set(self.held))
+    @rule(data=st.data())
+    def claim_as_an_older_worker(self, data: st.DataObject) -> None:
+        fresh = sorted(job for job in self.waiting - set(self.held) if not self.jobs[job].lapses)
+        if fresh:
+            job = data.draw(st.sampled_from(fresh))
+            self.db("HSET", keys.job(job), "state", "running")
+            self.db("SET", lease_key(job), "old:1", "PX", 60_000)
+            self.waiting.remove(job)
+            self.elsewhere.add(job)
+
+    @precondition(lambda self: self.elsewhere)
+    @rule(data=st.data(), ends=st.booleans())
+    def older_worker_ends_or_hands_back(self, data: st.DataObject, ends: bool) -> None:
+        job = data.draw(st.sampled_from(sorted(self.elsewhere)))
+        self.elsewhere.remove(job)
+        self.db("DEL", lease_key(job))
+        if ends:
+            self.db("HSET", keys.job(job), "state", "finished")
+            self.db("ZREM", QUEUE, job)
+        else:
+            self.db("HSET", keys.job(job), "state", "queued")
+            self.waiting.add(job)
+
+    @rule(lost=st.sampled_from(INDEX_KEYS))
+    def lose_a_key_of_the_index(self, lost: str) -> None:
+        self.db("DEL", lost)
+
+    @invariant()
+    def a_running_job_stays_in_the_queue(self) -> None:
+        in_queue = {job.decode() for job in self.db("ZRANGE", QUEUE, 0, -1)}
+        assert in_queue == self.waiting | set(self.held) | self.elsewhere
+
+    def _nothing_is_lost(self) -> None:
+        self._settle()
+        assert self.db("ZRANGE", INDEX, 0, -1, "WITHSCORES") == self.db("ZRANGE", QUEUE, 0, -1, "WITHSCORES")
+        for _ in range(len(self.waiting)):
+            self.take("ada", 9)
+        assert self.waiting == set()
+
+
+def test_claims_are_fair_and_nothing_is_lost(redis_url: str) -> None:
+    FairnessMachine.url = redis_url
+    run_state_machine_as_test(
+        FairnessMachine,
+        settings=hypothesis_settings(
+            max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
