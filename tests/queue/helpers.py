@@ -27,7 +27,16 @@ BATCH = keys.queue("default", "batch")
 
 
 def settings(url: str, **given: Any) -> Settings:
-    return Settings(**{"redis_url": url, "model": "none", "worker_name": "ada", "max_rows": 8, "poll_s": 0.5, **given})
+    return Settings(
+        **{
+            "redis_url": url or "redis://nobody",
+            "model": "none",
+            "worker_name": "ada",
+            "max_rows": 8,
+            "poll_s": 0.5,
+            **given,
+        }
+    )
 
 
 def envelope(*args: Any, function: str = "chat", **kwargs: Any) -> bytes:
