@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from schemas.base import JsonObject, Sent, Strict
+from schemas.base import AnyJsonObject, Sent, Strict
 from schemas.events import TokenCount
 
 BatchState = Literal[
@@ -20,7 +20,7 @@ class BatchLine(Strict):
     )
     method: Literal["POST"]
     url: Literal["/v1/chat/completions"]
-    body: JsonObject = Field(description="A Request.")
+    body: AnyJsonObject = Field(description="A Request.")
 
 
 class BatchResponse(Sent):

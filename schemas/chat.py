@@ -16,7 +16,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from schemas.base import JsonObject, Strict, Text
-from schemas.keys import MODEL_NAME
+from schemas.keys import CACHE_KEY_CHARACTERS, MODEL_NAME, TENANT_CHARACTERS
 from schemas.messages import Message, json_type
 
 
@@ -98,10 +98,17 @@ def _listed(stop: object) -> object:
     return [stop] if isinstance(stop, str) else stop
 
 
+_MOST_BIASES = 50_000  # a fifth of the largest vocabularies
+
+
 def _in_parts(bias: object, read: ValidatorFunctionWrapHandler) -> object:
     """Of many wrong entries a few are reported. From pydantic 2.14 on, `fail_fast` does this for objects too."""
     if not isinstance(bias, dict):
         return read(bias)
+    if len(bias) > _MOST_BIASES:
+        raise PydanticCustomError(
+            "too_long", "", {"actual_length": f"{len(bias):,}", "max_length": f"{_MOST_BIASES:,}"}
+        )
     entries, whole = iter(bias.items()), dict[str, float]()
     while part := dict(islice(entries, 4)):
         whole |= read(part)
@@ -113,8 +120,8 @@ Stops = Annotated[list[Stop], Field(max_length=16, fail_fast=True)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=1)]
-TenantName = Annotated[str, Field(min_length=1, max_length=128)]
-CacheKey = Annotated[str, Field(min_length=1, max_length=256)]
+TenantName = Annotated[str, Field(min_length=1, max_length=TENANT_CHARACTERS)]
+CacheKey = Annotated[str, Field(min_length=1, max_length=CACHE_KEY_CHARACTERS)]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from difflib import get_close_matches
 
 from pydantic import ValidationError
@@ -41,7 +42,11 @@ _SENTENCES = {
     "value_error": "{where} {error}",
     "disagreement": "{said}",
 }
-_OTHERWISE = "{where} is not valid: {said}"
+_OTHERWISE = "{where}: {input} is not accepted; docs/contract.md says what is"
+
+
+# The more letters two names begin with alike, the less alike the rest has to be: letters, and difflib's ratio.
+_LIKENESS = ((0, 0.88), (1, 0.85), (3, 0.76))
 
 
 def explain(error: ValidationError) -> str:
@@ -86,8 +91,19 @@ def _loc(problem: ErrorDetails) -> tuple[int | str, ...]:
 
 def _hint(loc: tuple[int | str, ...]) -> str:
     snake = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(loc[-1])[:40]).lower()
-    near = get_close_matches(snake, locate(loc[:-1]).known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    meant = _meant(snake, locate(loc[:-1]).known)
+    return f"; did you mean {meant}?" if meant else ""
+
+
+def _meant(name: str, known: Sequence[str]) -> str | None:
+    """Return the field that is spelled nearly so, or that the name is the beginning of. A field that merely shares
+    letters, as max_tokens does with min_tokens, would send the client astray."""
+    for same, cutoff in _LIKENESS:
+        alike = [field for field in known if field[:same] == name[:same]]
+        if near := get_close_matches(name, alike, n=1, cutoff=cutoff):
+            return near[0]
+    longer = [field for field in known if field.rpartition("_")[0] == name or name in (f"{field}s", f"{field}ing")]
+    return longer[0] if len(longer) == 1 else None
 
 
 def _readable(name: str, context: object) -> str:

@@ -9,6 +9,8 @@ LANES: tuple[Lane, ...] = ("interactive", "batch")
 MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 JOB_ID = r"[A-Za-z0-9._-]{1,128}"
 
+TENANT_CHARACTERS = 128  # at most, as in `user` and `safety_identifier`
+CACHE_KEY_CHARACTERS = 256  # at most
 CONTROL = "sluice:control"
 DEAD = "sluice:dead"
 WORKERS = "sluice:worker:*"

@@ -18,6 +18,7 @@ from sluice.wire import Lane
 
 _FULL = -1  # submit.lua's answer
 _DRAINS_UNKNOWN_S = 60.0  # nothing has ended in the last minute
+_LONGEST_DEADLINE_S = 1e9  # a longer one is none
 _QUEUED_S = 86_400  # a job that nobody took by then has expired: arq's default
 
 
@@ -107,17 +108,24 @@ def _arq_job(request: dict[str, Any]) -> bytes:
 def _known_at_once(request: dict[str, Any], lane: Lane) -> list[str]:
     """For the job's hash before any worker has seen it. What is not as it should be, the worker will refuse."""
     tenant = request.get("tenant") or request.get("safety_identifier") or request.get("user")
-    deadline_s, cache_key = request.get("deadline_s"), request.get("prompt_cache_key")
     return [
         lane,
-        _writable(tenant),
-        str(deadline_s) if isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool) else "",
-        _writable(cache_key),
+        _short(tenant, wire.TENANT_CHARACTERS),
+        _seconds(request.get("deadline_s")),
+        _short(request.get("prompt_cache_key"), wire.CACHE_KEY_CHARACTERS),
     ]
 
 
-def _writable(value: object) -> str:
-    return value.encode(errors="replace").decode() if isinstance(value, str) else ""
+def _short(value: object, most: int) -> str:
+    fits = isinstance(value, str) and len(value) <= most
+    return str(value).encode(errors="replace").decode() if fits else ""
+
+
+def _seconds(value: object) -> str:
+    """A deadline that has passed before it began would end the job before its error is found."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return ""
+    return str(value) if 0 < value <= _LONGEST_DEADLINE_S else ""
 
 
 def lane_of(request: Mapping[str, Any]) -> Lane:

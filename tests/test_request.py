@@ -189,3 +189,25 @@ def test_a_drawn_seed_can_be_sent_back_as_a_seed() -> None:
     drawn = seed_of(request(), "job-1")
     assert drawn == int(float(drawn)) < 2**53, "JavaScript would round it"
     assert seed_of(request(seed=drawn), "another") == drawn
+
+
+def calls(*arguments: str) -> list[dict[str, Any]]:
+    made = [{"id": str(n), "function": {"name": "f", "arguments": text}} for n, text in enumerate(arguments)]
+    return [*HELLO, {"role": "assistant", "content": None, "tool_calls": made}]
+
+
+def test_arguments_of_too_many_values_are_refused_by_their_place() -> None:
+    type, message = refusal(messages=calls("{}", f"[{'[],' * 16_000}0]"))
+    assert type == "too_large"
+    assert message.startswith("messages[1].tool_calls[1].function.arguments: it holds 32,001 JSON values")
+
+
+def test_arguments_count_together_too() -> None:
+    with pytest.raises(Refusal) as raised:
+        request(messages=calls(*[f"[{'0,' * 9_000}0]"] * 12))
+    assert raised.value.type == "too_large"
+    request(messages=calls(*[f"[{'0,' * 9_000}0]"] * 11))
+
+
+def test_what_strings_in_arguments_hold_does_not_count() -> None:
+    request(messages=calls('{"code": "' + "a, [b], {c}, " * 50_000 + '"}'))

@@ -6,9 +6,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from schemas import ChatRequest, explain
+from schemas.base import MOST_VALUES as MOST_OBJECT_VALUES
 from schemas.messages import AssistantMessage, Message
 from worker.errors import Refusal
 from worker.functions import with_tools
+from worker.reading.size import MOST_VALUES, count_values
 from worker.schedule.sequence import Sampling
 
 
@@ -25,7 +27,9 @@ def read_request(body: Any, served: str, *, max_parts: int, drafted: bool = Fals
     if not drafted:
         _refuse_thinning(request)
     _refuse_too_many(sum(map(_parts, request.messages)), max_parts)
-    return with_tools(request)
+    request = with_tools(request)
+    _refuse_large_arguments(request.messages)
+    return request
 
 
 def _refuse_thinning(request: ChatRequest) -> None:
@@ -47,6 +51,25 @@ def _refuse_too_many(parts: int, most: int) -> None:
             f"messages: {parts:,} texts, images and tool calls are {parts - most:,} more than this worker takes, "
             f"{most:,}.",
         )
+
+
+def _refuse_large_arguments(messages: list[Message]) -> None:
+    """Arguments of earlier calls are JSON inside of a string, and are read for the chat template."""
+    written = {
+        f"messages[{place}].tool_calls[{index}].function.arguments": call.function.arguments
+        for place, message in enumerate(messages)
+        if isinstance(message, AssistantMessage)
+        for index, call in enumerate(message.tool_calls or ())
+    }
+    if sum(text.count(",") + text.count("[") + text.count("{") for text in written.values()) <= MOST_OBJECT_VALUES:
+        return
+    total = 0
+    for where, text in written.items():
+        values = count_values(text.encode())
+        total += values
+        if values > MOST_OBJECT_VALUES or total > MOST_VALUES:
+            most = f"{MOST_OBJECT_VALUES:,} a call and {MOST_VALUES:,} in a request"
+            raise Refusal("too_large", f"{where}: it holds {values:,} JSON values; send at most {most}.")
 
 
 def output_tokens(request: ChatRequest, *, prompt: int, context: int, default: int, most: int | None = None) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, ValidationError, field_validator
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from schemas.keys import MODEL_NAME, is_model_name
@@ -188,12 +189,32 @@ def environment(redis_url: str) -> dict[str, str]:
     return {**os.environ, variable("redis_url"): redis_url}
 
 
+_WRONG = {
+    "int_parsing": "it must be a whole number",
+    "int_parsing_size": "it must be a whole number, and not so long",
+    "int_from_float": "it must be a whole number",
+    "float_parsing": "it must be a number",
+    "finite_number": "it must be a finite number",
+    "bool_parsing": "it must be true or false",
+    "greater_than": "it must be more than {gt}",
+    "greater_than_equal": "it must be at least {ge}",
+    "less_than_equal": "it must be at most {le}",
+    "literal_error": "it must be {expected}",
+    "string_pattern_mismatch": "it must match {pattern}",
+    "string_too_short": "it must not be empty",
+    "value_error": "{error}",
+}
+_OTHERWISE = "it is not valid; .env.example says what is"
+
+
 def _in_terms_of_variables(error: ValidationError) -> str:
-    return "; ".join(_sentence(str(e["loc"][0]), e["type"], e["msg"], e["input"]) for e in error.errors())
+    return "; ".join(map(_sentence, error.errors()))
 
 
-def _sentence(field: str, kind: str, said: str, value: object) -> str:
-    if kind == "missing":
+def _sentence(problem: ErrorDetails) -> str:
+    field, value = str(problem["loc"][0]), problem["input"]
+    if problem["type"] == "missing":
         return f"{variable(field)} is not set: {Settings.model_fields[field].description}"
+    bounds = {name: f"{each:g}" if isinstance(each, float) else each for name, each in problem.get("ctx", {}).items()}
     shown = public(str(value)) if field == "redis_url" else value
-    return f"{variable(field)}={shown}: {said}"
+    return f"{variable(field)}={shown}: {_WRONG.get(problem['type'], _OTHERWISE).format(**bounds)}"

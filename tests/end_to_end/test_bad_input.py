@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from schemas.events import FINAL
 from scripts.stack import WorkerProcess
-from sluice import Client
+from sluice import Client, JobFailed
 
 QUEUE = "sluice:queue:default:interactive"
 HELLO = [{"role": "user", "content": "Count to 3."}]
@@ -132,6 +132,35 @@ def test_a_bad_job_fails_with_a_sentence_within_a_second(
 def test_an_expired_body_fails_by_name(worker: WorkerProcess, sync_db: redis.Redis) -> None:
     sync_db.zadd(QUEUE, {"gone": 1})
     assert "expired" in ending(sync_db, "gone")["error"]["message"]
+
+
+async def test_a_deadline_below_zero_is_the_request_s_fault(worker: WorkerProcess, client: Client) -> None:
+    job = await client.submit({"messages": HELLO, "deadline_s": -5})
+    with pytest.raises(JobFailed) as raised:
+        await client.result(job.id)
+    assert (raised.value.error.type, raised.value.error.retryable) == ("invalid_request", False)
+    assert raised.value.error.message.startswith("deadline_s: -5 is too small")
+
+
+HALF = "\ud83d"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"metadata": {HALF: 1}},
+        {"chat_template_kwargs": {"a": HALF}},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"description": HALF}}}]},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_half_of_a_surrogate_pair_is_the_request_s_fault(
+    worker: WorkerProcess, sync_db: redis.Redis, fields: dict[str, Any]
+) -> None:
+    put(sync_db, "half", arq({"messages": HELLO, **fields}))
+    error = ending(sync_db, "half")["error"]
+    assert error["type"] == "invalid_request"
+    assert error["message"].startswith(next(iter(fields)))
 
 
 async def test_an_absurd_max_tokens_is_cut_to_what_the_context_leaves(worker: WorkerProcess, client: Client) -> None:

@@ -143,6 +143,25 @@ async def test_a_field_that_the_worker_will_refuse_is_queued_for_it_to_refuse(
     assert await db.zcard(QUEUE) == 1
 
 
+@pytest.mark.parametrize(
+    ("field_name", "value"),
+    [
+        ("tenant", "x" * 129), ("user", "x" * 10_000_000), ("prompt_cache_key", "x" * 257),
+        ("deadline_s", -5), ("deadline_s", 0), ("deadline_s", 10**400),
+    ],
+)  # fmt: skip
+async def test_what_the_worker_will_refuse_is_not_kept_with_the_job(
+    db: Redis, client: Client, field_name: str, value: Any
+) -> None:
+    job = await client.submit({"messages": HELLO, field_name: value})
+    assert (await db.hgetall(keys.job(job.id))).keys() <= {b"state", b"lane", b"queued_at", b"submission"}
+
+
+async def test_a_tenant_of_the_longest_name_is_kept(db: Redis, client: Client) -> None:
+    job = await client.submit({"messages": HELLO, "tenant": "ä" * 128})
+    assert await field(db, job.id, "tenant") == "ä" * 128
+
+
 # Stream
 
 

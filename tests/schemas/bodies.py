@@ -399,7 +399,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "endless metadata": (
         chat(metadata={"a": [json.loads("1e999")]}),
-        "metadata holds a number that is not finite.",
+        "metadata holds a number that is not finite; send a number or null.",
     ),
     "store by number": (chat(store=1), "store must be true or false, not 1."),
     "stream by name": (chat(stream="yes"), "stream must be true or false, not a string."),

@@ -60,7 +60,20 @@ def test_no_key_is_known_to_one_side_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["LANES", "MODEL_NAME", "JOB_ID", "CONTROL", "DEAD", "WORKERS", "BATCHES", "CANCEL_S", "Lane"]
+    "name",
+    [
+        "LANES",
+        "MODEL_NAME",
+        "JOB_ID",
+        "CONTROL",
+        "DEAD",
+        "WORKERS",
+        "BATCHES",
+        "CANCEL_S",
+        "Lane",
+        "TENANT_CHARACTERS",
+        "CACHE_KEY_CHARACTERS",
+    ],
 )
 def test_a_constant_is_the_same_on_both_sides(name: str) -> None:
     assert getattr(wire, name) == getattr(keys, name)

@@ -6,12 +6,12 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from schemas.base import JsonObject
+from schemas.base import AnyJsonObject
 from schemas.messages import AssistantMessage, Message
 from worker.text.tokenizer import Conversation
 
 BETWEEN = "\n\n"  # what stands between two messages that became one
-_ARGUMENTS = TypeAdapter(JsonObject)
+_ARGUMENTS = TypeAdapter(AnyJsonObject)
 
 
 def normalize(messages: list[Message]) -> Conversation:
