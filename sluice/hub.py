@@ -16,6 +16,8 @@ from sluice.retries import ANSWER_S, is_transient, time_limit
 _HOME = "sluice:hub"  # keeps the connection subscribed when no stream is open; nobody publishes here
 _QUIET_S = 1.0  # after which the connection has to show that it is alive
 _CLOSE_S = 0.5
+# redis-py raises the last where one task sends just as another finds the connection broken.
+_BROKEN = (RedisError, OSError, AttributeError)
 _MOST_WAITING = 4096  # events of one slow reader; beyond it the list is the better buffer
 
 
@@ -100,8 +102,8 @@ class Hub:
         while True:
             try:
                 await self._read()
-            except (RedisError, OSError) as error:
-                if not is_transient(error):
+            except _BROKEN as error:
+                if isinstance(error, RedisError) and not is_transient(error):
                     return self._fail(error)
                 await asyncio.sleep(0.1)
 
@@ -152,7 +154,7 @@ async def _send(command: Callable[[str], Awaitable[None]], channel: str) -> None
     try:
         async with time_limit(ANSWER_S):
             await command(channel)
-    except (RedisError, OSError):
+    except _BROKEN:
         pass  # the reading side sees the broken connection too, and starts over
 
 

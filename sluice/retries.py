@@ -29,7 +29,6 @@ Command = Callable[[], Any]  # sends one to the server; what redis-py says of it
 ANSWER_S = 2.0
 _PING_S = 3.0  # further tries begin with a PING, on a new connection
 _LONG_ANSWER_S = 30.0  # after it an answer may take its time: megabytes on a slow line
-_CLOSE_S = 0.5  # TLS would wait 30 s for the other end to say goodbye
 _WAITS_S = (0.0, 0.1, 0.2, 0.5)  # between tries; the first is for connections that died while they were idle
 _CALL_S = 5.0
 
@@ -145,11 +144,9 @@ class Retries:
         if self._dropped_at > sent_at:
             return
         self._dropped_at = time.monotonic()
-        try:
-            async with asyncio.timeout(_CLOSE_S):
-                await self._redis.connection_pool.disconnect(inuse_connections=False)
-        except (RedisError, OSError):
-            pass  # redis-py has forgotten the sockets all the same
+        # Not by the pool's own `disconnect`, which lets others have a connection while it waits for the socket.
+        for connection in list(self._redis.connection_pool._available_connections):
+            await connection.disconnect(nowait=True)
 
 
 def _code(error: ResponseError) -> str:

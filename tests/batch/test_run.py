@@ -23,7 +23,7 @@ from sluice.batch.source import Scan, Source
 from sluice.batch.state import StateFile
 from sluice.wire import batch_cancel_key
 from tests.batch.helpers import ANY, Chat, ids, read, says, write
-from tests.fakes import Line
+from tests.line import Line
 from tests.queue.helpers import BATCH, settings, until, working
 
 

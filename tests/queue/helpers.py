@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from schemas import keys
 from schemas.events import FINAL
 from schemas.keys import Lane
+from tests.waiting import until
 from worker.app import connect
 from worker.metrics import Metrics
 from worker.queue.claims import Claim, lease_key
@@ -103,16 +104,6 @@ async def field(db: Redis, job_id: str, name: str) -> str | None:
     """Of the job's hash."""
     value = await db.hget(keys.job(job_id), name)
     return None if value is None else value.decode()
-
-
-async def until(true: Callable[[], bool] | Callable[[], Awaitable[bool]], *, within_s: float = 10) -> None:
-    deadline = time.monotonic() + within_s
-    while True:
-        answer = true()
-        if answer if isinstance(answer, bool) else await answer:
-            return
-        assert time.monotonic() < deadline, f"not so within {within_s:g} s"
-        await asyncio.sleep(0.005)
 
 
 async def renew(redis: Redis, claim: Claim, *, lease_ms: int = 60_000) -> bool:

@@ -18,8 +18,8 @@ from redis.asyncio import Redis
 
 from schemas import keys
 from scripts.stack import Server
-from tests.fakes import Line
 from tests.keyspace import check_all_ended, check_job_keys
+from tests.line import Line
 from tests.queue.helpers import envelope, field, lapse, put, renew, settings
 from worker.app import connect
 from worker.errors import OwnershipLost

@@ -14,8 +14,8 @@ from redis.exceptions import RedisError
 
 from schemas import keys
 from schemas.keys import Lane
-from tests.fakes import Line
 from tests.keyspace import check_all_ended, check_job_keys
+from tests.line import Line
 from tests.queue.helpers import BATCH, QUEUE, envelope, field, lapse, put, renew, settings
 from worker.app import connect
 from worker.queue.claims import Claim, Claims, lease_key

@@ -9,11 +9,11 @@ from redis.asyncio import Redis
 import sluice
 from schemas import keys
 from sluice import Client, JobCancelled, JobFailed, Submitted, UnknownJob
-from sluice.hub import Mail
 from sluice.wire import JobError, Usage
-from tests.fakes import FakeChat, Line
+from tests.fakes import FakeChat
 from tests.keyspace import check_all_ended
-from tests.queue.helpers import QUEUE, ask, ended, field, settings, until, until_it_has_said, working
+from tests.line import Line
+from tests.queue.helpers import ask, ended, settings, until, until_it_has_said, working
 from worker.queue.worker import QueueWorker
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -39,80 +39,6 @@ async def seqs(client: Client, job_id: str, **how: Any) -> list[int]:
 # Submit
 
 
-async def test_a_submitted_job_is_on_the_queue_as_arq_would_have_put_it(db: Redis, client: Client) -> None:
-    job = await client.submit({"messages": HELLO, "tenant": "acme", "deadline_s": 60}, lane="batch", model="tiny")
-    assert job == Submitted(job.id, new=True, state="queued")
-    body = json.loads(await db.get(f"arq:job:{job.id}"))
-    request = {"messages": HELLO, "tenant": "acme", "deadline_s": 60}
-    assert body == {"t": None, "f": "chat", "a": [request], "k": {}, "et": body["et"]}
-    ((name, queued_ms),) = await db.zrange(keys.queue("tiny", "batch"), 0, -1, withscores=True)
-    assert name.decode() == job.id
-    hash = {name.decode(): value.decode() for name, value in (await db.hgetall(keys.job(job.id))).items()}
-    assert float(hash.pop("queued_at")) == pytest.approx(queued_ms / 1000, abs=0.001)
-    assert float(hash.pop("deadline")) == pytest.approx(queued_ms / 1000 + 60, abs=0.001)
-    assert len(hash.pop("submission")) == 32
-    assert hash == {"state": "queued", "lane": "batch", "tenant": "acme"}
-    for key in (f"arq:job:{job.id}", keys.job(job.id)):
-        assert 86_000 < await db.ttl(key) <= 86_400
-
-
-async def test_messages_alone_are_a_request(db: Redis, client: Client) -> None:
-    job = await client.submit(HELLO)
-    assert json.loads(await db.get(f"arq:job:{job.id}"))["a"] == [{"messages": HELLO}]
-
-
-async def test_the_user_is_the_tenant_where_none_is_given(db: Redis, client: Client) -> None:
-    job = await client.submit({"messages": HELLO, "user": "ada"})
-    assert await field(db, job.id, "tenant") == "ada"
-
-
-async def test_the_safety_identifier_comes_before_the_user_as_tenant(db: Redis, client: Client) -> None:
-    job = await client.submit({"messages": HELLO, "safety_identifier": "u-1", "user": "ada"})
-    assert await db.hget(keys.job(job.id), "tenant") == b"u-1"
-
-
-async def test_the_cache_key_is_kept_with_the_job(db: Redis, client: Client) -> None:
-    job = await client.submit({"messages": HELLO, "prompt_cache_key": "session-9"})
-    assert await db.hget(keys.job(job.id), "prompt_cache_key") == b"session-9"
-
-
-@pytest.mark.parametrize(
-    ("fields", "given", "lane"),
-    [
-        ({"service_tier": "flex"}, None, "batch"),
-        ({"service_tier": "flex"}, "interactive", "interactive"),
-        ({"service_tier": "priority"}, None, "interactive"),
-        ({"service_tier": "priority"}, "batch", "batch"),
-        ({}, None, "interactive"),
-    ],
-)
-async def test_the_service_tier_chooses_the_lane_unless_one_is_given(
-    db: Redis, client: Client, fields: dict[str, Any], given: keys.Lane | None, lane: keys.Lane
-) -> None:
-    job = await client.submit({"messages": HELLO, **fields}, lane=given)
-    assert await db.zscore(keys.queue("default", lane), job.id) is not None
-    assert await db.hget(keys.job(job.id), "lane") == lane.encode()
-
-
-async def test_an_id_that_is_known_is_queued_once(db: Redis, client: Client) -> None:
-    assert await client.submit({"messages": HELLO, "seed": 1}, id="a") == Submitted("a", new=True, state="queued")
-    before = await db.get("arq:job:a")
-    assert await client.submit({"messages": HELLO, "seed": 2}, id="a", lane="batch") == Submitted("a", False, "queued")
-    assert await db.get("arq:job:a") == before
-    assert await db.exists(keys.queue("default", "batch")) == 0
-
-
-async def test_an_id_that_another_producer_queued_is_known(redis_url: str, db: Redis, client: Client) -> None:
-    await ask(db, "a", {})
-    assert await client.submit(HELLO, id="a") == Submitted("a", new=False, state="queued")
-
-
-async def test_of_many_that_submit_one_id_at_once_one_is_first(db: Redis, client: Client) -> None:
-    answers = await asyncio.gather(*(client.submit(HELLO, id="a") for _ in range(20)))
-    assert sorted(answer.new for answer in answers) == [False] * 19 + [True]
-    assert await db.zcard(QUEUE) == 1
-
-
 async def test_a_second_submit_learns_what_became_of_the_first(db: Redis, client: Client, chat: FakeChat) -> None:
     await client.submit({"then": "hang"}, id="a")
     await until(lambda: bool(chat.running))
@@ -121,45 +47,6 @@ async def test_a_second_submit_learns_what_became_of_the_first(db: Redis, client
     await ended(db, "a")
     assert await client.submit({}, id="a") == Submitted("a", new=False, state="cancelled")
     assert chat.began == ["a"]
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"id": "a b"}, {"id": ""}, {"id": "é"}, {"model": "-tiny"}, {"model": ""}, {"lane": "fast"}]
-)
-async def test_a_bad_name_is_refused_before_anything_is_queued(db: Redis, client: Client, wrong: Any) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        await client.submit(HELLO, **wrong)
-    assert await db.keys() == []
-
-
-@pytest.mark.parametrize(
-    "fields", [{"deadline_s": True}, {"deadline_s": False}, {"deadline_s": "soon"}, {"tenant": 5}, {"tenant": "\ud800"}]
-)
-async def test_a_field_that_the_worker_will_refuse_is_queued_for_it_to_refuse(
-    db: Redis, client: Client, fields: dict[str, Any]
-) -> None:
-    job = await client.submit({"messages": HELLO, **fields})
-    assert await db.ttl(keys.job(job.id)) > 0
-    assert await db.zcard(QUEUE) == 1
-
-
-@pytest.mark.parametrize(
-    ("field_name", "value"),
-    [
-        ("tenant", "x" * 129), ("user", "x" * 10_000_000), ("prompt_cache_key", "x" * 257),
-        ("deadline_s", -5), ("deadline_s", 0), ("deadline_s", 10**400),
-    ],
-)  # fmt: skip
-async def test_what_the_worker_will_refuse_is_not_kept_with_the_job(
-    db: Redis, client: Client, field_name: str, value: Any
-) -> None:
-    job = await client.submit({"messages": HELLO, field_name: value})
-    assert (await db.hgetall(keys.job(job.id))).keys() <= {b"state", b"lane", b"queued_at", b"submission"}
-
-
-async def test_a_tenant_of_the_longest_name_is_kept(db: Redis, client: Client) -> None:
-    job = await client.submit({"messages": HELLO, "tenant": "ä" * 128})
-    assert await field(db, job.id, "tenant") == "ä" * 128
 
 
 # Stream
@@ -414,53 +301,3 @@ async def test_jobs_in_a_lane_are_counted(client: Client) -> None:
     for _ in range(3):
         await client.submit(HELLO, lane="batch")
     assert [await client.queued("default", lane) for lane in keys.LANES] == [0, 3]
-
-
-# What a reader's own end must not cost
-
-
-async def test_a_reader_that_is_cancelled_just_as_news_arrives_ends() -> None:
-    mail = Mail()
-    reader = asyncio.create_task(mail.take(5))
-    await asyncio.sleep(0)
-    mail.put(b"news")
-    reader.cancel()
-    await asyncio.wait([reader])
-    assert reader.cancelled()
-
-
-@pytest.mark.parametrize("turns", range(0, 30, 3))
-async def test_a_client_closes_at_any_moment(redis_url: str, turns: int) -> None:
-    async with Redis.from_url(redis_url, socket_timeout=5) as theirs:
-        client = Client(redis=theirs)
-        stream = asyncio.create_task(heard(client, "a"))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        while not stream.done():
-            stream.cancel()  # again, where redis-py has lost it
-            await asyncio.wait([stream], timeout=0.05)
-        await asyncio.wait_for(client.aclose(), 3)
-
-
-async def test_a_client_that_was_closed_hears_again(db: Redis, redis_url: str) -> None:
-    client = Client(redis_url)
-    for _ in range(2):
-        early = asyncio.create_task(seqs(client, "a"))
-        await until(lambda: client._hub._pubsub is not None, within_s=3)
-        early.cancel()
-        await client.aclose()
-
-
-async def test_a_client_that_decodes_is_refused(redis_url: str) -> None:
-    async with Redis.from_url(redis_url, decode_responses=True) as decodes:
-        with pytest.raises(ValueError, match="decode_responses"):
-            Client(redis=decodes)
-
-
-async def test_a_slow_reader_gets_what_it_missed_from_the_list() -> None:
-    mail = Mail()
-    for k in range(5000):
-        mail.put(str(k).encode())
-    assert await mail.take(0.1) == []
-    mail.put(b"after")
-    assert await mail.take(0.1) == [b"after"]

@@ -24,15 +24,14 @@ from redis.exceptions import (
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 import sluice
-from schemas import keys
 from scripts.stack import Server
 from sluice import CancelNotStored, Client, ServerUnreachable, Submitted, wire
 from sluice.batch.board import Board
 from sluice.batch.status import Batch
 from sluice.letters import DeadLetter
 from sluice.retries import Retries, is_transient
-from tests.fakes import Line
-from tests.queue.helpers import until
+from tests.line import Line
+from tests.waiting import until
 
 HELLO = [{"role": "user", "content": "Hello"}]
 GAP_S = 5.0  # the most that a dead connection may cost
@@ -45,8 +44,8 @@ def event(seq: int, type: str = "delta", **more: Any) -> bytes:
 
 async def say(db: Redis, *events: bytes) -> None:
     for raw in events:
-        await db.rpush(keys.log("a"), raw)
-        await db.publish(keys.channel("a"), raw)
+        await db.rpush(wire.log_key("a"), raw)
+        await db.publish(wire.channel("a"), raw)
 
 
 @asynccontextmanager
@@ -79,7 +78,7 @@ async def subscribed(db: Redis, channel: str, *, times: int = 1) -> None:
 async def test_a_stream_goes_on_within_seconds_of_a_black_hole(db: Redis, redis_url: str, own: bool) -> None:
     async with behind(redis_url, own=own) as (line, client):
         stream = asyncio.create_task(seqs(client, "a"))
-        await subscribed(db, keys.channel("a"))
+        await subscribed(db, wire.channel("a"))
         await say(db, event(0))
         await asyncio.sleep(0.2)
         line.swallow()
@@ -90,9 +89,9 @@ async def test_a_stream_goes_on_within_seconds_of_a_black_hole(db: Redis, redis_
 async def test_a_stream_after_a_black_hole_hears_the_channel_again(db: Redis, redis_url: str) -> None:
     async with behind(redis_url) as (line, client):
         stream = asyncio.create_task(seqs(client, "a"))
-        await subscribed(db, keys.channel("a"))
+        await subscribed(db, wire.channel("a"))
         line.swallow()
-        await subscribed(db, keys.channel("a"), times=2)  # the server knows nothing of the dead connection either
+        await subscribed(db, wire.channel("a"), times=2)  # the server knows nothing of the dead connection either
         await asyncio.sleep(1.5)  # the list has been read on a new connection too
         began = time.monotonic()
         await say(db, event(0), event(1, "cancelled"))
@@ -105,7 +104,7 @@ async def test_a_stream_goes_on_within_seconds_of_the_end_of_a_black_hole_that_t
 ) -> None:
     async with behind(redis_url) as (line, client):
         stream = asyncio.create_task(seqs(client, "a"))
-        await subscribed(db, keys.channel("a"))
+        await subscribed(db, wire.channel("a"))
         line.mute = True
         await say(db, event(0), event(1, "cancelled"))
         await asyncio.sleep(6)
@@ -143,8 +142,8 @@ CALLS: dict[str, tuple[Callable[[Client], Awaitable[Any]], Any]] = {
 
 @pytest.mark.parametrize("own", [False, True])
 async def test_every_call_is_answered_within_seconds_of_a_black_hole(db: Redis, redis_url: str, own: bool) -> None:
-    await db.set(keys.result("done"), '{"object": "chat.completion"}')
-    await db.hset(keys.job("a"), "state", "running")
+    await db.set(wire.result_key("done"), '{"object": "chat.completion"}')
+    await db.hset(wire.job_key("a"), "state", "running")
     await db.hset("sluice:worker:ada", "name", "ada")
     await say(db, event(0), event(1, "cancelled"))
     await Board(db).announce(BATCH)
@@ -176,7 +175,7 @@ async def test_a_client_on_a_dead_connection_closes_at_once(db: Redis, redis_url
     async with Line(redis_url) as line:
         client = Client(line.url)
         stream = asyncio.create_task(seqs(client, "a"))
-        await subscribed(db, keys.channel("a"))
+        await subscribed(db, wire.channel("a"))
         line.swallow()
         stream.cancel()
         await asyncio.wait([stream])
@@ -195,20 +194,20 @@ async def test_a_submission_whose_answer_was_lost_is_still_new_and_queued_once(d
         assert await client.submit(HELLO, id="a") == Submitted("a", new=True, state="queued")
         assert line.lost == 1
         assert await client.submit(HELLO, id="a") == Submitted("a", new=False, state="queued")
-    assert await db.zcard(keys.queue("default", "interactive")) == 2
+    assert await db.zcard(wire.queue_key("default", "interactive")) == 2
 
 
 async def test_a_dead_letter_whose_removal_was_not_heard_of_is_submitted_again(db: Redis, redis_url: str) -> None:
     letter = DeadLetter("a", "default", "interactive", 3, 0.0, {}, json.dumps({"a": [{"messages": HELLO}]}))
     fields = {name: getattr(letter, name) for name in letter.__slots__}
-    await db.hset(keys.DEAD, "a", json.dumps(fields))
+    await db.hset(wire.DEAD, "a", json.dumps(fields))
     async with behind(redis_url) as (line, client):
         answers = iter([False, True])  # the letter, and then that it is dropped
         await client.ping()
         line.loses = lambda: next(answers, False)
         assert (await client.retry("a")).new
         assert line.lost == 1
-    assert await db.hlen(keys.DEAD) == 0
+    assert await db.hlen(wire.DEAD) == 0
 
 
 async def test_the_first_call_after_a_restart_of_the_server_is_answered() -> None:
@@ -317,7 +316,7 @@ async def test_a_user_who_may_not_ping_streams_through_lost_connections(
 ) -> None:
     client = await limited("-ping")
     stream = asyncio.create_task(seqs(client, "a"))
-    await subscribed(db, keys.channel("a"))
+    await subscribed(db, wire.channel("a"))
     await say(db, event(0))
     await asyncio.sleep(2.5)  # the connection was quiet for long enough to be checked
     await db.client_kill_filter(user="limited")
@@ -326,7 +325,7 @@ async def test_a_user_who_may_not_ping_streams_through_lost_connections(
 
 
 async def test_a_log_of_another_type_ends_a_stream(db: Redis, client: Client) -> None:
-    await db.set(keys.log("a"), "no list")
+    await db.set(wire.log_key("a"), "no list")
     with pytest.raises(ResponseError):
         await asyncio.wait_for(seqs(client, "a"), 3)
 
@@ -351,7 +350,7 @@ async def test_a_stream_rides_out_a_script_that_keeps_the_server_busy(db: Redis,
     try:
         async with Client(redis_url) as client:
             stream = asyncio.create_task(seqs(client, "a"))
-            await subscribed(db, keys.channel("a"))
+            await subscribed(db, wire.channel("a"))
             await db.eval(busy, 0)
             await say(db, event(0, "cancelled"))
             assert await asyncio.wait_for(stream, GAP_S) == [0]

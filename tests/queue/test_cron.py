@@ -8,7 +8,8 @@ from typing import Any
 from redis.asyncio import Redis
 
 from schemas import keys
-from tests.fakes import FakeChat, Line
+from tests.fakes import FakeChat
+from tests.line import Line
 from tests.queue.helpers import QUEUE, ask, ended, envelope, put, settings, until, working
 from worker.app import connect
 from worker.queue.clock import ServerClock

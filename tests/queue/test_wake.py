@@ -10,8 +10,9 @@ from redis.asyncio import Redis
 from schemas import keys
 from scripts.stack import Server
 from sluice import Client
-from tests.fakes import FakeChat, Line
+from tests.fakes import FakeChat
 from tests.keyspace import check_all_ended
+from tests.line import Line
 from tests.queue.helpers import QUEUE, ask, ended, envelope, listening, put, settings, until, working
 from worker.app import connect
 from worker.queue.wake import Listener, allow_keyspace_events

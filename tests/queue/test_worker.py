@@ -12,8 +12,9 @@ from redis.asyncio import Redis
 
 from schemas import keys
 from schemas.keys import Lane
-from tests.fakes import TIMINGS, ByteTokenizer, FakeChat, FakeEngine, Line, served
+from tests.fakes import TIMINGS, ByteTokenizer, FakeChat, FakeEngine, served
 from tests.keyspace import check_all_ended, check_job_keys
+from tests.line import Line
 from tests.queue.helpers import (
     ask,
     ended,

@@ -1,0 +1,61 @@
+"""One connection that many streams share."""
+
+import asyncio
+
+import pytest
+from redis.asyncio import Redis
+
+from sluice import Client
+from sluice.hub import Mail
+from tests.waiting import until
+
+
+async def seqs(client: Client, job_id: str) -> list[int]:
+    return [event.seq async for event in client.stream(job_id)]
+
+
+async def test_a_reader_that_is_cancelled_just_as_news_arrives_ends() -> None:
+    mail = Mail()
+    reader = asyncio.create_task(mail.take(5))
+    await asyncio.sleep(0)
+    mail.put(b"news")
+    reader.cancel()
+    await asyncio.wait([reader])
+    assert reader.cancelled()
+
+
+@pytest.mark.parametrize("turns", range(0, 30, 3))
+async def test_a_client_closes_at_any_moment(redis_url: str, turns: int) -> None:
+    async with Redis.from_url(redis_url, socket_timeout=5) as theirs:
+        client = Client(redis=theirs)
+        stream = asyncio.create_task(seqs(client, "a"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        while not stream.done():
+            stream.cancel()  # again, where redis-py has lost it
+            await asyncio.wait([stream], timeout=0.05)
+        await asyncio.wait_for(client.aclose(), 3)
+
+
+async def test_a_client_that_was_closed_hears_again(db: Redis, redis_url: str) -> None:
+    client = Client(redis_url)
+    for _ in range(2):
+        early = asyncio.create_task(seqs(client, "a"))
+        await until(lambda: client._hub._pubsub is not None, within_s=3)
+        early.cancel()
+        await client.aclose()
+
+
+async def test_a_client_that_decodes_is_refused(redis_url: str) -> None:
+    async with Redis.from_url(redis_url, decode_responses=True) as decodes:
+        with pytest.raises(ValueError, match="decode_responses"):
+            Client(redis=decodes)
+
+
+async def test_a_slow_reader_gets_what_it_missed_from_the_list() -> None:
+    mail = Mail()
+    for k in range(5000):
+        mail.put(str(k).encode())
+    assert await mail.take(0.1) == []
+    mail.put(b"after")
+    assert await mail.take(0.1) == [b"after"]
