@@ -31,7 +31,9 @@ class Timings(Sent):
     prefill_s: float = Field(description="From the claim to the end of the prompt.")
     ttft_s: float = Field(description="From the claim to the first token.")
     decode_s: float = Field(description="From the first token to the last.")
-    tokens_per_s: float = Field(description="While decoding.")
+    tokens_per_s: float = Field(
+        description="Tokens after the first per second of decode_s; 0 if they are fewer than 4, or came within 50 ms."
+    )
 
 
 class JobError(Sent):

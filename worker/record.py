@@ -20,6 +20,7 @@ logger = logging.getLogger("sluice.jobs")
 Entry = dict[str, Any]  # of a token, in OpenAI's form
 
 _PROGRESS_EVERY_S = 0.25
+_RATE_TOKENS, _RATE_S = 4, 0.05  # the least over which a rate is measured
 _GATHER_S = {"interactive": 0.0, "batch": 1.0}  # offline deltas are gathered, so that a file does not fill Redis
 
 
@@ -106,8 +107,9 @@ class Record:
     ) -> Answer:
         """`voided`: tool calls that were announced and turned out to be none."""
         timings = self._timings()
-        spent = f"{self._job.usage.completion_tokens} tokens, {timings['tokens_per_s']:.1f}/s"
-        logger.info("%s finished: %s, %s", self._job.claim.job_id, finish_reason, spent)
+        spent = f"{self._job.usage.completion_tokens} tokens in {timings['ttft_s'] + timings['decode_s']:.3f} s"
+        rate = f", {timings['tokens_per_s']:.1f} tokens/s" if timings["tokens_per_s"] else ""
+        logger.info("%s finished: %s, %s%s", self._job.claim.job_id, finish_reason, spent, rate)
         answered = Answered(
             said=together(self._told),
             voided=voided,
@@ -128,9 +130,17 @@ class Record:
             "prefill_s": self._prefilled_at - self._began,
             "ttft_s": self._first_at - self._began,
             "decode_s": decode_s,
-            "tokens_per_s": (self._steps - 1) / decode_s if decode_s > 0 else 0.0,
+            "tokens_per_s": decode_rate(self._steps - 1, decode_s),
         }
         return {name: round(value, 6) for name, value in timings.items()}
+
+
+def decode_rate(tokens: int, decode_s: float) -> float:
+    """Tokens per second of those after the first; 0 if they are too few, or came too fast, for a rate to mean much.
+
+    A few tokens that reach the event loop together would look like thousands a second.
+    """
+    return tokens / decode_s if tokens >= _RATE_TOKENS and decode_s >= _RATE_S else 0.0
 
 
 def _fields(said: Said) -> dict[str, object]:

@@ -16,6 +16,7 @@ from sluice.cli.view import note, notes
 from sluice.client import Client
 
 _PACE_OVER_S = 60.0
+_RATE_S = 1.0  # the least over which a rate is measured
 _LINE_EVERY_S = 10.0  # where there is no terminal for a bar
 _MOST_SHOWN = 20  # problems on a terminal; the status object has more
 
@@ -50,7 +51,8 @@ class Pace:
 
     def _per_s(self, of: int) -> float:
         first, last = self._seen[0], self._seen[-1]
-        return (last[of] - first[of]) / (last[0] - first[0]) if last[0] > first[0] else 0.0
+        seconds = last[0] - first[0]
+        return (last[of] - first[of]) / seconds if seconds >= _RATE_S else 0.0
 
 
 class Watch:
@@ -80,7 +82,8 @@ class Watch:
         self._pace.add(batch)
         counts, done = batch.request_counts, _ended(batch)
         left = self._pace.left(counts.total - done)
-        more = f"{counts.failed:,} failed · {self._pace.tokens_per_s():,.0f} tokens/s · {left}"
+        rate = self._pace.tokens_per_s()
+        more = " · ".join([f"{counts.failed:,} failed", *([f"{rate:,.0f} tokens/s"] if rate else []), left])
         self._bar.update(self._task, description=batch.status, total=counts.total, completed=done, more=more)
         if not notes.is_terminal and time.monotonic() - self._line_at >= _LINE_EVERY_S:
             self._line_at = time.monotonic()
@@ -133,5 +136,5 @@ def _time(batch: Batch) -> str:
 
 
 def _answer_tokens(batch: Batch) -> str:
-    rate = f", {batch.usage.output_tokens / batch.sluice.seconds:,.0f} a second" if batch.sluice.seconds else ""
-    return f"{batch.usage.output_tokens:,}{rate}"
+    tokens, seconds = batch.usage.output_tokens, batch.sluice.seconds
+    return f"{tokens:,}, {tokens / seconds:,.0f} a second" if seconds >= _RATE_S else f"{tokens:,}"

@@ -205,7 +205,7 @@ def _summary(event: Finished) -> str:
     return " · ".join([
         f"queue {_duration(took.queue_s)}",
         f"ttft {_duration(took.ttft_s)}",
-        f"{took.tokens_per_s:.1f} tokens/s",
+        *([f"{took.tokens_per_s:.1f} tokens/s"] if took.tokens_per_s else []),  # 0: too little to measure
         f"{tokens:,} token{'s' * (tokens != 1)}",
         event.finish_reason,
     ])  # fmt: skip

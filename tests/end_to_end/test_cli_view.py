@@ -27,6 +27,14 @@ def test_text_cannot_steer_the_terminal(sluice: Command) -> None:
     assert sluice("tail", "b-4") == (3, "a\ufffd[2Jb\ufffd\n\tc\n", "cancelled: \ufffd\n")
 
 
+def test_a_rate_that_was_not_measured_is_not_shown(sluice: Command) -> None:
+    few = {**_FINISHED, "timings": {**_TIMINGS, "tokens_per_s": 0.0}}
+    sluice.write_log("b-7", {"type": "started"}, {"type": "delta", "content": "1 2 3"}, few)
+    err = sluice("tail", "b-7")[2]
+    assert "5 tokens" in err
+    assert "tokens/s" not in err
+
+
 def calling(name: str, *arguments: str, index: int = 0) -> list[dict[str, Any]]:
     """As a worker says it: the name, then the arguments bit by bit."""
     call = {"index": index, "id": "c", "type": "function", "function": {"name": name, "arguments": ""}}
