@@ -11,8 +11,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich import box
 from rich.columns import Columns
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
@@ -23,6 +24,33 @@ from sluice import Client, Delta, Event, Failed, Finished, JobError, Progress, S
 from sluice.wire import Lane
 
 _PANEL_WIDTH, _PANEL_LINES = 38, 6
+_FRAME = 2  # lines, or columns, of a panel's border; columns of padding besides
+
+# Heads are broken so that the table fits into 80 columns.
+_COLUMNS: dict[str, JustifyMethod] = {
+    "chat": "left",
+    "lane": "left",
+    "tokens\nin": "right",
+    "tokens\nout": "right",
+    "in\nqueue": "right",
+    "first\ntoken": "right",
+    "tokens\nper s": "right",
+    "rows in\nbatch": "right",
+}
+_NEXT = """\
+Next, a server and a worker that stay; --model takes a folder of yours too, or
+a name on Hugging Face:
+
+  . .venv/bin/activate
+  docker compose up -d redis     # or a redis-server with noeviction
+  sluice worker --model models/tiny-chat
+
+and in another terminal, to talk to it:
+
+  . .venv/bin/activate
+  sluice chat                    # or in a browser: ./examples/web/run
+
+README.md goes on from there, under "From a web backend"."""
 
 
 @dataclass
@@ -49,17 +77,31 @@ class Chat:
             case Failed(error=JobError(message=message)):
                 self.state, self.text = "failed", message
 
-    def panel(self) -> Panel:
-        lines = Text(self.text, overflow="fold")
+    def panel(self, console: Console, lines: int) -> Panel:
+        """With the last lines of the text, as many as are given."""
+        wrapped = Text(self.text, overflow="fold").wrap(console, _PANEL_WIDTH - 2 * _FRAME)
         colour = {"queued": "dim", "decode": "cyan", "failed": "red"}.get(self.state, "green")
         return Panel(
-            lines,
+            Text("\n").join(wrapped[-lines:]),
             title=f"{self.title} [dim]{self.state}[/]",
             title_align="left",
             border_style=colour,
             width=_PANEL_WIDTH,
-            height=_PANEL_LINES + 2,
+            height=lines + _FRAME,
         )
+
+
+@dataclass
+class Grid:
+    """The chats side by side, in panels that are low enough for all of them to be on the screen at once."""
+
+    chats: list[Chat]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        rows = math.ceil(len(self.chats) / max(options.max_width // _PANEL_WIDTH, 1))
+        room = (console.height - 1) // rows - _FRAME if console.is_terminal else _PANEL_LINES
+        lines = min(max(room, 1), _PANEL_LINES)
+        yield Columns([chat.panel(console, lines) for chat in self.chats], padding=(0, 0))
 
 
 def user(*turns: str) -> list[dict[str, str]]:
@@ -100,9 +142,9 @@ async def play(client: Client, chat: Chat) -> None:
 
 
 def closing_table(shown: list[Chat]) -> Table:
-    table = Table(title="What each chat got", title_justify="left", caption_justify="left")
-    for name in ("chat", "lane", "tokens in", "tokens out", "in queue", "first token", "tokens/s", "rows in batch"):
-        table.add_column(name, justify="left" if name in ("chat", "lane") else "right")
+    table = Table(title="What each chat got", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, justify in _COLUMNS.items():
+        table.add_column(name, justify=justify, no_wrap=True)
     for chat in shown:
         usage, ours = chat.result["usage"], chat.result["sluice"]
         timings = ours["timings"]
@@ -111,12 +153,17 @@ def closing_table(shown: list[Chat]) -> Table:
             chat.lane,
             str(usage["prompt_tokens"]),
             str(usage["completion_tokens"]),
-            f"{timings['queue_s'] * 1000:.0f} ms",
-            f"{timings['ttft_s'] * 1000:.0f} ms",
-            f"{timings['tokens_per_s']:.0f}",
+            _duration(timings["queue_s"]),
+            _duration(timings["ttft_s"]),
+            f"{timings['tokens_per_s']:.0f}" if timings["tokens_per_s"] else "–",  # too few to measure
             f"{ours['rows_mean']:.1f}",
         )
     return table
+
+
+def _duration(seconds: float) -> str:
+    """In six characters, up to some minutes."""
+    return f"{seconds * 1000:.0f} ms" if seconds < 0.9995 else f"{seconds:.1f} s"
 
 
 @contextmanager
@@ -135,14 +182,10 @@ def stack(console: Console) -> Iterator[tuple[str, WorkerProcess]]:
 async def stream_all(url: str, shown: list[Chat], console: Console) -> float:
     """Returns the seconds until all were done."""
     began = time.perf_counter()
-    with Live(console=console, refresh_per_second=20, get_renderable=lambda: _grid(shown)):
+    with Live(console=console, refresh_per_second=20, get_renderable=lambda: Grid(shown)):
         async with Client(url) as client:
             await asyncio.gather(*(play(client, chat) for chat in shown))
     return time.perf_counter() - began
-
-
-def _grid(shown: list[Chat]) -> Columns:
-    return Columns([chat.panel() for chat in shown], padding=(0, 0))
 
 
 def main() -> int:
@@ -159,6 +202,8 @@ def main() -> int:
             first = min(chat.first_at for chat in shown) - began
             console.print(f"[dim]{len(shown)} chats, {tokens} tokens in {took:.1f} s.[/]")
             console.print(f"[dim]The first token came {first:.1f} s after the start.[/]")
+        console.print()
+        console.print(_NEXT, markup=False, highlight=False)
     except KeyboardInterrupt:
         console.print("[dim]stopped, and everything that was started with it[/]")
         return 130

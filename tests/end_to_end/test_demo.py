@@ -1,5 +1,6 @@
 """The demo, as a person starts it."""
 
+import io
 import os
 import signal
 import subprocess
@@ -7,10 +8,15 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from scripts.demo import Chat, Grid, closing_table
 from scripts.stack import ROOT
 
 DEMO = [sys.executable, "-m", "scripts.demo"]
-ENV = {**os.environ, "COLUMNS": "160", "TERM": "dumb"}
+ENV = {**os.environ, "COLUMNS": "80", "TERM": "dumb"}
 
 
 def children(pid: int) -> list[int]:
@@ -35,8 +41,37 @@ def test_eight_chats_stream_and_a_table_closes() -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
     for said in ("37 38 39 40", "🚀日本", "Your name is Petra.", "(NWP58)", "4 6 8", '"Norway"', "batch"):
         assert said in ran.stdout
-    for column in ("in queue", "first token", "tokens/s", "rows in batch"):
-        assert column in ran.stdout
+    assert [line for line in ran.stdout.splitlines() if cell_len(line) > 80] == []
+    first, second = (line.split() for line in ran.stdout.splitlines() if line.split()[-1:] in (["in"], ["batch"]))
+    assert first == "tokens tokens in first tokens rows in".split()
+    assert second == "chat lane in out queue token per s batch".split()
+    assert "sluice worker --model models/tiny-chat" in ran.stdout, "the next step"
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (40, 100)])
+def test_all_chats_fit_on_the_screen_at_once_and_show_how_they_end(width: int, height: int) -> None:
+    shown = [Chat(str(k), [], text=" ".join(map(str, range(100)))) for k in range(8)]
+    console = Console(width=width, height=height, force_terminal=True, color_system=None, file=io.StringIO())
+    lines = ["".join(segment.text for segment in line) for line in console.render_lines(Grid(shown), pad=False)]
+    assert len(lines) <= height
+    assert sum(line.count("98 99") for line in lines) == 8
+
+
+def closing_row(**timings: float) -> str:
+    usage = {"prompt_tokens": 573, "completion_tokens": 110}
+    chat = Chat("long text", [], result={"usage": usage, "sluice": {"timings": timings, "rows_mean": 10.5}})
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(closing_table([chat]))
+    return console.export_text().splitlines()[-2]
+
+
+def test_a_rate_that_was_not_measured_is_not_shown() -> None:
+    assert closing_row(queue_s=0.0, ttft_s=0.1, tokens_per_s=0.0).split()[-2:] == ["–", "10.5"]
+
+
+def test_the_table_of_a_slow_machine_fits_too() -> None:
+    row = closing_row(queue_s=0.9999, ttft_s=99.94, tokens_per_s=1234.5)
+    assert row.split() == "long text interactive 573 110 1.0 s 99.9 s 1234 10.5".split()
 
 
 def test_an_interrupt_ends_everything_that_was_started() -> None:
