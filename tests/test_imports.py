@@ -31,6 +31,7 @@ TABLE = {
     # Leaves: what everything else may know.
     "worker":              May(),
     "worker.errors":       May(),
+    "worker.ending":       May(),
     "worker.pulse":        May(),
     "worker.redis_url":    May(),
     "worker.timetable":    May(others="cronsim"),
@@ -72,9 +73,9 @@ TABLE = {
                                "worker.schedule worker.served worker.sights worker.text worker.specprefill"),
 
     # The one place where engine and queue meet.
-    "worker.app":          May("worker.batches worker.engine worker.errors worker.jobs worker.metrics worker.queue "
-                               "worker.reading worker.redis_url worker.served worker.settings worker.sights "
-                               "worker.text", "arq redis"),
+    "worker.app":          May("worker.batches worker.ending worker.engine worker.errors worker.jobs worker.metrics "
+                               "worker.queue worker.reading worker.redis_url worker.served worker.settings "
+                               "worker.sights worker.text", "arq redis"),
     "worker.__main__":     May("worker.app worker.errors worker.settings"),
 }  # fmt: skip
 

@@ -14,6 +14,7 @@ from redis.asyncio import BlockingConnectionPool, ConnectionPool
 from redis.exceptions import RedisError
 
 from worker.batches import Batches
+from worker.ending import EXIT_HURRIED, Ending
 from worker.engine.device import memory_for_model
 from worker.engine.draft import with_draft
 from worker.engine.model import Model, open_model
@@ -37,14 +38,22 @@ EXIT_CANNOT_START = 2
 EXIT_ENGINE_DIED = 3
 
 
+# A second signal: jobs are handed back within milliseconds, if Redis answers and the event loop is not held up.
+_HURRIED_S = 2.0
+# After the last job has ended: nothing that a thread still does is for anybody.
+_THREADS_S = 1.0
+
+
 async def serve(settings: Settings) -> None:
-    """Until SIGTERM or SIGINT. Raises `CannotStart`."""
-    metrics = Metrics(settings.model_name)
+    """Until SIGTERM or SIGINT; from then on the process ends, also when a thread does not. Raises `CannotStart`."""
+    metrics, ending = Metrics(settings.model_name), Ending()
     with metrics.served(settings.metrics_port):
-        await _serve(settings, metrics)
+        await _serve(settings, metrics, ending)
+    # Else Python waits for threads in native code: first asyncio for its own, then the interpreter for all.
+    ending.within(_THREADS_S, 0)
 
 
-async def _serve(settings: Settings, metrics: Metrics) -> None:
+async def _serve(settings: Settings, metrics: Metrics, ending: Ending) -> None:
     batches = Batches(settings.batch_dir, settings) if settings.batch_dir else None
     engine = EngineThread(
         partial(_open, settings),
@@ -77,7 +86,7 @@ async def _serve(settings: Settings, metrics: Metrics) -> None:
                     "%s serves %s (%s), %d rows",
                     settings.worker_name, settings.model_name, model.fingerprint, settings.max_rows,
                 )  # fmt: skip
-                await _work(worker, batches)
+                await _work(worker, batches, ending)
     finally:
         await engine.stop()
     logger.info("stopped")
@@ -93,12 +102,14 @@ def _sights(settings: Settings, model: Model) -> Iterator[Sights | None]:
 
 
 def _served(settings: Settings, engine: EngineThread, model: Model, sights: Sights | None, metrics: Metrics) -> Served:
+    context = min(model.context, settings.context_tokens or model.context)
     language = Language(
         Words(model.tokenizer, model.vision.eyes.marker if model.vision else ""),
         model.vocab,
         boundaries=settings.prefix_cache_gb != 0 and _needs_boundaries(model),
         thinnable=model.draft is not None,
         control_tokens=settings.allow_control_tokens,
+        context=context,
     )
     return Served(
         settings=settings,
@@ -106,18 +117,27 @@ def _served(settings: Settings, engine: EngineThread, model: Model, sights: Sigh
         language=language,
         sights=sights,
         fingerprint=model.fingerprint,
-        context=min(model.context, settings.context_tokens or model.context),
+        context=context,
         vocab=model.vocab,
         generation=model.generation,
         metrics=metrics,
     )
 
 
-async def _work(worker: QueueWorker, batches: Batches | None) -> None:
+async def _work(worker: QueueWorker, batches: Batches | None, ending: Ending) -> None:
     async with asyncio.TaskGroup() as group:
         if batches:
             group.create_task(batches.run(worker.stopping, worker.hurry))
+        hurrying = group.create_task(_hurry(worker.hurry, ending))
         await worker.main()
+        hurrying.cancel()
+    if worker.hurry.is_set():
+        ending.within(_THREADS_S, 0)
+
+
+async def _hurry(hurry: asyncio.Event, ending: Ending) -> None:
+    await hurry.wait()
+    ending.within(_HURRIED_S, EXIT_HURRIED)
 
 
 def _needs_boundaries(model: Model) -> bool:

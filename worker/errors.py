@@ -15,6 +15,16 @@ class Refusal(Exception):
         self.retryable = retryable
 
 
+def prompt_too_large(tokens: int, context: int, *, exact: bool = True) -> Refusal:
+    """`exact`: whether `tokens` is the prompt's length, or a lower bound of it."""
+    has = f"{tokens:,} tokens" if exact else f"at least {tokens:,} tokens"
+    return Refusal(
+        "too_large",
+        f"The prompt has {has} and the context is {context:,}, the answer included: "
+        f"shorten it by at least {tokens - context + 1:,}.",
+    )
+
+
 class Cancelled(Exception):
     """The job ends as `cancelled`: somebody asked for it."""
 

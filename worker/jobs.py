@@ -88,7 +88,7 @@ class Chat:
     async def _prompt(self, request: ChatRequest) -> tuple[Prompt, tuple[Picture, ...]]:
         seeing, lane, space = self._served.sights, self._job.claim.lane, self._space(request)
         sights = await seeing.of(request.messages, self._id, lane, space) if seeing else ()
-        prompt = await self._served.language.prompt(request, [sight.text for sight in sights])
+        prompt = await self._served.language.prompt(request, [sight.text for sight in sights], lane)
         if not (seeing and sights):
             return prompt, ()
         self._shown = images_digest(sights)

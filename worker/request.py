@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from schemas import ChatRequest, explain
 from schemas.base import MOST_VALUES as MOST_OBJECT_VALUES
 from schemas.messages import AssistantMessage, Message
-from worker.errors import Refusal
+from worker.errors import Refusal, prompt_too_large
 from worker.functions import with_tools
 from worker.reading.size import MOST_VALUES, count_values
 from worker.schedule.sequence import Sampling
@@ -77,11 +77,7 @@ def output_tokens(request: ChatRequest, *, prompt: int, context: int, default: i
     for than `most`, this worker's own limit."""
     room = context - prompt
     if room < 1:
-        raise Refusal(
-            "too_large",
-            f"The prompt has {prompt:,} tokens and the context is {context:,}, the answer included: "
-            f"shorten it by at least {1 - room:,}.",
-        )
+        raise prompt_too_large(prompt, context)
     asked = request.output_limit
     if asked and most and asked > most:
         raise Refusal(

@@ -5,9 +5,12 @@ import signal
 
 import redis.asyncio
 
-from scripts.stack import WorkerProcess
+from scripts.stack import Server, WorkerProcess
 from sluice import Client, Delta, Event
 from tests.keyspace import check_job_keys
+from worker.ending import EXIT_HURRIED
+
+LARGE = {"messages": [{"role": "user", "content": "1 2 " * 20_000}]}
 
 
 def endless(max_tokens: int) -> dict[str, object]:
@@ -99,3 +102,54 @@ async def test_twenty_stops_of_a_busy_worker_are_clean(redis_url: str, client: C
         assert "Traceback" not in log
     assert await db.hget(f"sluice:job:{job.id}", "crashes") == b"0"
     await client.cancel(job.id)
+
+
+# Threads in native code, which nothing can interrupt
+
+
+async def claimed(db: redis.asyncio.Redis, job_id: str) -> None:
+    while await db.hget(f"sluice:job:{job_id}", "state") != b"running":
+        await asyncio.sleep(0.01)
+
+
+async def test_one_signal_ends_a_worker_whose_tokenizer_never_returns(
+    redis_url: str, client: Client, db: redis.asyncio.Redis
+) -> None:
+    with WorkerProcess(redis_url, module="tests.end_to_end.endless_tokenizer", grace_s=0) as worker:
+        job = await client.submit(LARGE)
+        await asyncio.wait_for(claimed(db, job.id), 30)
+        await asyncio.sleep(0.3)  # until it is on its thread
+        worker.signal(signal.SIGTERM)
+        assert await asyncio.to_thread(worker.wait, 10) == 0
+    assert await db.hget(f"sluice:job:{job.id}", "state") == b"queued"
+    assert await db.hget(f"sluice:job:{job.id}", "crashes") == b"0"
+
+
+async def test_a_second_signal_ends_a_worker_whose_tokenizer_never_returns(
+    redis_url: str, client: Client, db: redis.asyncio.Redis
+) -> None:
+    with WorkerProcess(redis_url, module="tests.end_to_end.endless_tokenizer", grace_s=600) as worker:
+        job = await client.submit(LARGE)
+        await asyncio.wait_for(claimed(db, job.id), 30)
+        await asyncio.sleep(0.3)
+        worker.signal(signal.SIGTERM)
+        await asyncio.sleep(0.3)
+        assert worker.process is not None
+        assert worker.process.poll() is None
+        worker.signal(signal.SIGTERM)
+        assert await asyncio.to_thread(worker.wait, 10) == 0
+    assert await db.hget(f"sluice:job:{job.id}", "state") == b"queued"
+
+
+async def test_a_second_signal_ends_a_worker_that_cannot_hand_its_jobs_back() -> None:
+    with Server() as server, WorkerProcess(server.url, grace_s=600) as worker:
+        async with Client(server.url) as client:
+            job = await client.submit(endless(20_000))
+            await until_decoding(client, job.id)
+        assert server.process is not None
+        server.process.send_signal(signal.SIGSTOP)
+        for _ in range(2):
+            worker.signal(signal.SIGTERM)
+            await asyncio.sleep(0.3)
+        assert await asyncio.to_thread(worker.wait, 8) == EXIT_HURRIED
+        server.process.send_signal(signal.SIGCONT)

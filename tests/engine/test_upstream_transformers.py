@@ -67,3 +67,10 @@ def test_control_tokens_are_the_special_ones_and_those_that_the_template_writes(
     tokenizer.add_tokens(["<table>", "<note>", "\n\n"])
     assert "<|im_end|>" in tokenizer._get_control_tokens("{{ '<note>' }}\n\n")
     assert {"<table>", "<note>", "\n\n"} & set(tokenizer._get_control_tokens("{{ '<note>' }}\n\n")) == {"<note>"}
+
+
+def test_a_tokenizer_encodes_with_the_method_that_we_go_around(tokenizer: Any) -> None:
+    assert type(tokenizer)._encode_plus is upstream.TokenizersBackend._encode_plus
+    assert tokenizer.split_special_tokens is False
+    (encoding,) = tokenizer.backend_tokenizer.encode_batch_fast(["Hi<|im_end|>"], add_special_tokens=False)
+    assert encoding.ids == tokenizer.encode("Hi<|im_end|>", add_special_tokens=False)

@@ -1,12 +1,23 @@
 """mlx-lm's tokenizer behind the face that `worker.text` knows."""
 
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import ByT5Tokenizer
 
 from scripts.stack import TINY_CHAT
-from worker.engine.upstream import load_tokenizer
+from tests.text.tokenizers import KINDS, tokenizer
+from worker.engine.upstream import TokenizerWrapper, load_tokenizer
+from worker.engine.upstream_transformers import TokenizersBackend
 from worker.engine.words import Words
+from worker.errors import Refusal
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -83,3 +94,95 @@ def test_a_splitter_goes_by_the_model_s_markers_or_by_those_it_is_given(wrapper:
     assert inferred.flush() == ("normal", "<")
     given = words.splitter("normal", {"normal": [("|", "other")], "other": []})
     assert given.feed("a|b<think>") == [("normal", "a"), ("other", "b<think>")]
+
+
+def of_kind(kind: str, **given: Any) -> Any:
+    return TokenizerWrapper(TokenizersBackend(tokenizer_object=tokenizer(kind), **given))
+
+
+PIECES = [
+    "Hello",
+    " ",
+    "\n\n",
+    "<|im_end|>",
+    "<|image_pad|>",
+    "<think>",
+    "12",
+    "é",
+    "e\u0301",
+    "日本語",
+    "🙂",
+    "\x00",
+    "ing",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("split", [False, True])
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from(PIECES) | st.text(max_size=9), max_size=30))
+def test_tokens_are_those_that_transformers_gives(kind: str, split: bool, words: list[str]) -> None:
+    wrapper, text = of_kind(kind, split_special_tokens=split), "".join(words)
+    assert Words(wrapper).encode(text) == list(wrapper._tokenizer.encode(text, add_special_tokens=False))
+
+
+def test_a_tokenizer_file_that_truncates_and_pads_does_not_do_so_here(tmp_path: Path) -> None:
+    backend = tokenizer("qwen")
+    backend.enable_truncation(3)
+    backend.enable_padding(length=9)
+    try:
+        assert len(Words(of_kind("qwen")).encode("one two three four five six seven eight")) > 9
+        assert 0 < len(Words(of_kind("qwen")).encode("a")) < 9
+    finally:
+        backend.no_truncation()
+        backend.no_padding()
+
+
+def test_a_tokenizer_in_python_gives_its_own_tokens() -> None:
+    wrapper = TokenizerWrapper(ByT5Tokenizer())
+    words = Words(wrapper)
+    assert words.definition is None
+    assert words.encode("Hé") == wrapper._tokenizer.encode("Hé", add_special_tokens=False) != []
+
+
+def test_a_tokenizer_with_an_encode_of_its_own_keeps_it() -> None:
+    class Reversed(TokenizersBackend):  # type: ignore[misc]
+        def _encode_plus(self, text: str, **how: Any) -> Any:
+            return super()._encode_plus(text[::-1], **how)
+
+    ours, plain = Reversed(tokenizer_object=tokenizer("qwen")), of_kind("qwen")
+    assert Words(TokenizerWrapper(ours)).encode("ab cd") == Words(plain).encode("dc ba")
+
+
+def moves(work: Callable[[], object]) -> tuple[int, float]:
+    """How often another thread came to run meanwhile, and the seconds that it took."""
+    counted, ended = 0, threading.Event()
+
+    def count() -> None:
+        nonlocal counted
+        while not ended.wait(0.001):
+            counted += 1
+
+    other = threading.Thread(target=count)
+    other.start()
+    began, before = time.perf_counter(), counted
+    work()
+    took_s, during = time.perf_counter() - began, counted - before
+    ended.set()
+    other.join()
+    return during, took_s
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized(wrapper: Any) -> None:
+    words, digits = Words(wrapper), "0123456789" * 20_000
+    during, took_s = moves(lambda: words.encode(digits))
+    assert during > 20 * took_s  # with the interpreter's lock held, one or two
+
+
+def test_a_panic_of_the_tokenizer_is_a_refusal() -> None:
+    """Or it would end more than its job, since it is no Exception."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+b"), "isolated")  # type: ignore[assignment]
+    words = Words(TokenizerWrapper(TokenizersBackend(tokenizer_object=backend)))
+    with pytest.raises(Refusal, match="retry-limit"):
+        words.encode("a" * 40)

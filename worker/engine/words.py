@@ -1,18 +1,28 @@
 """mlx-lm's tokenizer, its state machine and tool parsers, as `worker.text.tokenizer` asks for them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from worker.engine.control_tokens import ControlTokens
 from worker.engine.marks import parted, shown
-from worker.engine.upstream import BPEStreamingDetokenizer, TextStateMachine, TokenizerWrapper, make_text_state_machine
+from worker.engine.upstream import (
+    BPEStreamingDetokenizer,
+    TextStateMachine,
+    TokenizerWrapper,
+    make_text_state_machine,
+)
+from worker.engine.upstream_transformers import TokenizersBackend
+from worker.errors import Refusal
+
+T = TypeVar("T")
 
 
 class Words:
     def __init__(self, wrapper: TokenizerWrapper, marker: str = "") -> None:
         """`marker`: an image, in the text of the template of a model that sees."""
         self._wrapper, self._tokenizer, self._marker = wrapper, wrapper._tokenizer, marker
+        self._backend = _backend(self._tokenizer)
 
     @cached_property
     def tokens(self) -> list[str]:
@@ -64,7 +74,11 @@ class Words:
         return "\0".join(source.values()) if isinstance(source, dict) else source or ""
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        if self._backend is None:
+            return list(self._tokenizer.encode(text, add_special_tokens=False))
+        # `encode` would hold the interpreter's lock until it is done, 2.5 s for a megabyte of digits.
+        (encoding,) = _without_panic(self._backend.encode_batch_fast, [text], add_special_tokens=False)
+        return list(encoding.ids)
 
     def streaming(self) -> "Streaming":
         return Streaming(self._wrapper.detokenizer)
@@ -105,6 +119,29 @@ class Words:
     def _thinking(self) -> dict[str, str]:
         """What the template calls `enable_thinking`."""
         return {"enable_thinking": self._wrapper._thinking_kwarg}
+
+
+def _backend(tokenizer: Any) -> Any:
+    """The tokenizer of Hugging Face's `tokenizers` that encodes, set as transformers sets it for each text; None if
+    Python code takes part. What transformers makes of its encodings would hold the interpreter's lock."""
+    if getattr(type(tokenizer), "_encode_plus", None) is not TokenizersBackend._encode_plus:
+        return None
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+    return backend
+
+
+def _without_panic(call: Callable[..., T], *given: Any, **named: Any) -> T:
+    """Call, with a `Refusal` for a panic in Rust, which is no Exception and would end more than the job: a run of space
+    may be too long for the tokenizer's regular expressions."""
+    try:
+        return call(*given, **named)
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise Refusal("invalid_request", f"messages: the model's tokenizer cannot read them: {error}.") from None
 
 
 class Streaming:

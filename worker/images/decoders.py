@@ -2,12 +2,17 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from worker.errors import Refusal
 from worker.images.decoder import Decoder, DecoderDied, Task
 from worker.images.image import Image
 
 logger = logging.getLogger("sluice.images")
+
+T = TypeVar("T")
 
 _MOST = 2  # at once: each takes up to 24 bytes a pixel, a WebP's, while it works, and the engine wants its cores
 _LONGEST_S = 30.0  # a slow machine takes 5 s for the largest file that is let in
@@ -18,6 +23,8 @@ class Decoders:
 
     def __init__(self) -> None:
         self._seconds = _LONGEST_S
+        # For those that decode, and as many that start or end.
+        self._threads = ThreadPoolExecutor(3 * _MOST, "decoders")
         self._room = asyncio.Semaphore(_MOST)
         self._idle: list[Decoder] = []
 
@@ -33,7 +40,7 @@ class Decoders:
         decoder, answer = await self._ready(), None
         try:
             async with asyncio.timeout(self._seconds):
-                answer = await asyncio.to_thread(decoder.decode, task, source)
+                answer = await self._thread(decoder.decode, task, source)
         except TimeoutError:
             return Refusal("too_large", f"the image took longer to decode than {self._seconds:g} s.")
         except DecoderDied:
@@ -53,7 +60,7 @@ class Decoders:
                 return decoder
             self._end(decoder)
         # Off the event loop: with many gigabytes in memory, it takes a moment to start another process.
-        starting = asyncio.get_running_loop().run_in_executor(None, Decoder)
+        starting = self._thread(Decoder)
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -63,8 +70,13 @@ class Decoders:
     def _end(self, decoder: Decoder) -> None:
         decoder.kill()
         # Until it has gone a moment passes, or seconds on a machine that swaps.
-        asyncio.get_running_loop().run_in_executor(None, decoder.close)
+        self._thread(decoder.close)
+
+    def _thread(self, work: Callable[..., T], *given: Any) -> asyncio.Future[T]:
+        """Not a thread of the event loop's own pool, where others would wait for images."""
+        return asyncio.get_running_loop().run_in_executor(self._threads, work, *given)
 
     def close(self) -> None:
+        self._threads.shutdown(wait=False)
         while self._idle:
             self._idle.pop().close()

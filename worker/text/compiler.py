@@ -4,8 +4,9 @@ import asyncio
 import logging
 import signal
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -14,6 +15,8 @@ from worker.errors import Refusal
 from worker.text import trial
 
 logger = logging.getLogger("sluice.text")
+
+T = TypeVar("T")
 
 _AT_ONCE = 4
 _KEPT = 64  # verdicts, under grammars of at most half a million characters
@@ -36,9 +39,13 @@ class Compiler:
         self._trials = asyncio.Semaphore(_AT_ONCE)
         self._verdicts = OrderedDict[str, str | None]()
 
+    async def run(self, work: Callable[..., T], *given: Any) -> T:
+        """Call `work`, which is on a request's schemas, on a thread that does nothing else."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *given)
+
     async def compiled(self, vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
         """Anew for each row: copies of a matcher share its lexer, and what breaks it. Raises `trial.Uncompilable`."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, trial.compiled, vocabulary, grammar)
+        return await self.run(trial.compiled, vocabulary, grammar)
 
     async def complaint(self, grammar: str) -> str | None:
         """What is wrong with it. None where it may be compiled in this process. Only what is new waits its turn.

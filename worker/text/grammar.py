@@ -10,10 +10,13 @@ from schemas.chat import Function, JsonObjectFormat, JsonSchemaFormat, NamedTool
 from worker.errors import Refusal
 from worker.text import forced
 from worker.text.compiler import QUICK_CHARACTERS, is_quick
+from worker.text.counting import characters
 from worker.text.dialect import Dialect
 from worker.text.harmony import MARKERS
 from worker.text.lark import Grammar, Schema
 from worker.text.tokenizer import Tokenizer
+
+_QUICK_WEIGHT = 16 * QUICK_CHARACTERS  # a value takes two characters or more, and counts as 32: see `characters`
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,9 @@ class Wish:
     def quick(self) -> bool:
         """Whether it compiles in no time. What is merely any object always does."""
         schemas = [self.schema or {}, *(function.parameters or {} for function in self.functions)]
+        # To write a large one would hold up the event loop.
+        if characters(schemas, _QUICK_WEIGHT) > _QUICK_WEIGHT:
+            return False
         return len(json.dumps(schemas)) < QUICK_CHARACTERS and all(map(is_quick, schemas))
 
     def parts(self) -> Iterator[tuple[str, "Wish"]]:

@@ -1,10 +1,10 @@
 """What an answer may go on with, where a client wants it in a form: each row has its own guide."""
 
-import asyncio
 import copy
 import logging
 import re
 from collections.abc import Sequence
+from functools import partial
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -46,10 +46,11 @@ class Guides:
             return None
         if self._readable is None:
             raise Refusal("unsupported", f"{wish.field}: this model's tokenizer cannot be guided; leave it out.")
-        begun = self._begun(self._readable, request, prompt)
+        run = self._compiler.run
+        begun = await run(self._begun, self._readable, request, prompt)
         thoughts = None if begun else self._thoughts(prompt)
         matcher = await self._matcher(self._readable, wish, thoughts is not None)
-        guide = GrammarGuide(matcher, self._ends, thoughts, begun)
+        guide = await run(GrammarGuide, matcher, self._ends, thoughts, begun)
         if guide.broken:
             raise Refusal("invalid_request", f"{wish.field}: the last message begins no answer that it allows.")
         return guide
@@ -73,7 +74,7 @@ class Guides:
         wrong = None if wish.quick else await self._complaint(wish)
         if wrong is None:
             try:
-                grammar = await asyncio.to_thread(self._grammars.of, wish, reasoned=reasoned)
+                grammar = await self._compiler.run(partial(self._grammars.of, wish, reasoned=reasoned))
                 return await self._compiler.compiled(vocabulary, grammar)
             except Uncompilable as error:
                 wrong = str(error)
@@ -90,7 +91,7 @@ class Guides:
         return wish.field
 
     async def _complaint(self, wish: Wish) -> str | None:
-        return await self._compiler.complaint(await asyncio.to_thread(self._grammars.spelled, wish))
+        return await self._compiler.complaint(await self._compiler.run(self._grammars.spelled, wish))
 
 
 def _as_text(vocabulary: LLTokenizer, text: str) -> list[int]:

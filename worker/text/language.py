@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from schemas import ChatRequest
+from schemas.keys import Lane
 from worker.schedule.sequence import Guide, Logprobs
 from worker.text.boundaries import Boundaries
 from worker.text.detokenize import Vocabulary
@@ -27,8 +28,10 @@ class Language:
         boundaries: bool = False,
         thinnable: bool = False,
         control_tokens: bool = False,
+        context: int | None = None,
     ) -> None:
         """`vocab` is the width of the network's logits, which may be more than the tokenizer has tokens.
+        `context`: tokens; a prompt well beyond it is refused before it is tokenized.
         `boundaries` and `thinnable`: whether prompts come with theirs. A model whose prefixes end anywhere has no use
         for the one, and one without a draft none for the other. `control_tokens`: whether a client's text may hold
         some; else they are text there."""
@@ -40,13 +43,14 @@ class Language:
             Boundaries(places) if places and boundaries else None,
             Thinnable(places) if places and thinnable else None,
             None if control_tokens else _quoting(tokenizer, self._dialect),
+            context=context,
         )
         self._guides = Guides(tokenizer, self._vocabulary, self._dialect, vocab)
 
-    async def prompt(self, request: ChatRequest, images: Sequence[str] = ()) -> Prompt:
+    async def prompt(self, request: ChatRequest, images: Sequence[str] = (), lane: Lane = "interactive") -> Prompt:
         """`images`: what the model reads for each image of the messages, in order. Raises `Refusal` with the template's
         own words."""
-        return await self._prompts.render(request, images)
+        return await self._prompts.render(request, images, lane)
 
     async def guide(self, request: ChatRequest, prompt: Prompt) -> Guide | None:
         """None where the answer may be anything. Raises `Refusal` for a schema that cannot be held."""

@@ -1,6 +1,5 @@
 """From a request to the prompt's tokens, through the model's own chat template."""
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -12,21 +11,23 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 
 from schemas import ChatRequest
+from schemas.keys import Lane
 from worker.errors import Refusal
 from worker.text.adapt import RAISED, TAKES_NO_TOOLS, Adapt, Adapter, NotTaken, Tools
 from worker.text.adaptations import LADDERS, SYSTEM_FIRST, SYSTEM_IN_USER
 from worker.text.boundaries import Boundaries, Codec, Rendered
+from worker.text.counting import Counting, characters
 from worker.text.normalize import normalize
 from worker.text.quoting import Inputs, Quoting
 from worker.text.template_variables import template_variables
 from worker.text.thinnable import Thinnable
+from worker.text.threads import LARGE, Check, TextThreads, never
 from worker.text.tokenizer import Conversation, Tokenizer
 
 logger = logging.getLogger("sluice.text")
 
 # What takes longer than a millisecond leaves the event loop: 32 streams wait there for their tokens.
 _LONG_CHARACTERS = 2_000
-_MESSAGE_CHARACTERS = 100  # a message takes about as long in the template
 # For private use, so hardly a text has them.
 _FOR_IMAGES = range(0x100000, 0x10FFFE)
 _LONGEST_REASON = 500  # characters; one of transformers' errors holds the whole conversation
@@ -53,39 +54,44 @@ class Prompts:
         boundaries: Boundaries | None = None,
         thinnable: Thinnable | None = None,
         quoting: Quoting | None = None,
+        *,
+        context: int | None = None,
+        threads: TextThreads | None = None,
     ) -> None:
         """Prompts come with boundaries, and with what may be thinned, where these are given. Without `quoting`, control
-        tokens count wherever they stand."""
+        tokens count wherever they stand. `context`: tokens; a prompt well beyond it is refused before it is
+        tokenized."""
         self._tokenizer, self._think, self._boundaries, self._thinnable = tokenizer, think, boundaries, thinnable
+        self._counting, self._threads = Counting(tokenizer.encode, context), threads or TextThreads()
         self._quoting, self._adapter = quoting, Adapter()
         self._logged = set[str]()
 
-    async def render(self, request: ChatRequest, images: Sequence[str] = ()) -> Prompt:
+    async def render(self, request: ChatRequest, images: Sequence[str] = (), lane: Lane = "interactive") -> Prompt:
         """`images`: what the model reads for each image of the messages, in order; a model that sees nothing has none.
         Raises `Refusal` with the template's own words."""
-        conversation = normalize(request.messages)
-        tools = [tool.model_dump(exclude_none=True) for tool in request.offered_tools]
         variables, unread = template_variables(request, self._tokenizer.template)
         for name in unread:
             self._log_once(f"has no {name}: requests that set it are answered without")
-        prompt = partial(self._prompt, conversation, images, tools, variables)
-        length = _characters([conversation, tools, variables, *images]) + _MESSAGE_CHARACTERS * len(conversation)
-        if length < _LONG_CHARACTERS and not self._quotes(Inputs(conversation, tools, variables)):
+        read = partial(_inputs, request, variables)
+        length = characters([request.messages, request.offered_tools, variables, images], LARGE)
+        if length < _LONG_CHARACTERS and not self._quotes(inputs := read()):
             with suppress(NotTaken):  # else by many trials
-                return prompt(self._adapter.as_it_is)
-        return await asyncio.to_thread(prompt, self._adapter.adapt)
+                return self._prompt(lambda: inputs, images, self._adapter.as_it_is, never)
+        return await self._threads.run(lane, length, partial(self._prompt, read, images, self._adapter.adapt))
 
-    def _prompt(
-        self, parts: Conversation, images: Sequence[str], tools: Tools, variables: dict[str, Any], adapt: Adapt
-    ) -> Prompt:
+    def _prompt(self, read: Callable[[], Inputs], images: Sequence[str], adapt: Adapt, check: Check) -> Prompt:
+        parts, tools, variables = read()
         flat, shown = _flattened(parts, images)
+        counted = self._counting.contents(flat, check)
         inputs, codec = self._quoted(Inputs(flat, tools, variables))
         conversation = inputs.conversation
         render = partial(self._tokenizer.render, variables=inputs.variables, images=shown)
-        rendering, marks = _Rendering(render, adapt, inputs.tools), tuple(shown)
+        rendering, marks = _Rendering(render, adapt, inputs.tools, check), tuple(shown)
         text, begun = self._opened(conversation, rendering, codec)
         text += begun
+        self._counting.whole(codec.plain(text), counted, check)
         tokens, thinking = tuple(_encoded(text, codec)), _thinking(text, begun, self._think)
+        check()
         thinks, tools = thinking == "open", rendering.tools
         rendered = Rendered(conversation, tools, text, tokens, thinks, rendering.imagined, marks, codec)
         boundaries = self._boundaries.plan(rendered) if self._boundaries else ()
@@ -123,9 +129,9 @@ class Prompts:
 class _Rendering:
     """One request's way through the template."""
 
-    def __init__(self, template: Callable[..., str], adapt: Adapt, tools: Tools) -> None:
+    def __init__(self, template: Callable[..., str], adapt: Adapt, tools: Tools, check: Check) -> None:
         """`template`: a tokenizer's `render`, but for what differs from trial to trial."""
-        self._template, self._adapt, self.tools = template, adapt, tools
+        self._template, self._adapt, self.tools, self._check = template, adapt, tools, check
         self.whys: list[str] = []  # what the template does that made changes necessary
 
     def text_of(self, conversation: Conversation, continues: bool) -> str:
@@ -141,7 +147,13 @@ class _Rendering:
         return self._render(False, conversation, self.tools)
 
     def _render(self, continues: bool, conversation: Conversation, tools: Tools) -> str:
+        self._check()
         return self._template(conversation, tools=tools, continues=continues)
+
+
+def _inputs(request: ChatRequest, variables: dict[str, Any]) -> Inputs:
+    tools = [tool.model_dump(exclude_none=True) for tool in request.offered_tools]
+    return Inputs(normalize(request.messages), tools, variables)
 
 
 def _opening(conversation: Conversation, think: Think, text_of: Callable[[Conversation, bool], str]) -> tuple[str, str]:
@@ -223,9 +235,3 @@ def _flat(content: Any, marks: Iterator[str]) -> str:
 def _gap(before: str, after: str) -> str:
     """A line for each part, as other servers have it, unless a part of nothing but space keeps them apart."""
     return "" if before.isspace() or after.isspace() else "\n"
-
-
-def _characters(value: Any) -> int:
-    if isinstance(value, dict):
-        return _characters(list(value.values()))
-    return sum(map(_characters, value)) if isinstance(value, list) else len(str(value))
