@@ -41,8 +41,16 @@ def embedded_binary() -> str:
 class Server:
     """A server on a free port of the loopback, empty, gone with its data when stopped."""
 
-    def __init__(self, binary: str | None = None, *, port: int | None = None, args: tuple[str, ...] = ()) -> None:
-        self.port = port or free_port()
+    def __init__(
+        self,
+        binary: str | None = None,
+        *,
+        port: int | None = None,
+        args: tuple[str, ...] = (),
+        password: str | None = None,
+    ) -> None:
+        """`password`: the one that the arguments set, if they do."""
+        self._password, self.port = password, port or free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._folder = tempfile.TemporaryDirectory(prefix="sluice-server-", ignore_cleanup_errors=True)
         self._command = [
@@ -53,7 +61,7 @@ class Server:
 
     def start(self) -> Self:
         self.process = _spawn(self._command, stdout=subprocess.DEVNULL)
-        with redis.Redis(port=self.port) as client:
+        with redis.Redis(port=self.port, password=self._password) as client:
             _wait("the server", self.process, lambda: _answers(client))
         return self
 

@@ -41,6 +41,8 @@ TABLE = {
     "worker.settings":     May("schemas worker.errors worker.redis_url worker.timetable",
                                "pydantic pydantic_core pydantic_settings"),
     "worker.metrics":      May("schemas worker.errors worker.schedule.sequence", "prometheus_client"),
+    "worker.health":       May("worker.pulse"),
+    "worker.probes":       May("worker.errors worker.health", "prometheus_client"),
     "worker.functions":    May("schemas"),
     "worker.request":      May("schemas worker.errors worker.functions worker.reading.size worker.schedule",
                                "pydantic"),
@@ -54,7 +56,7 @@ TABLE = {
     "worker.images":       May("schemas worker.errors worker.settings", "PIL"),
     # Producers cancel as workers do, and both keep the index: the scripts for it are in `sluice`, once.
     "worker.queue":        May("schemas sluice.scripts worker.errors worker.metrics worker.pulse worker.reading "
-                               "worker.settings worker.timetable", "arq pydantic_core redis"),
+                               "worker.redis_url worker.settings worker.timetable", "arq pydantic_core redis"),
 
     # Offline batches: when to feed, and the process that does.
     "worker.feeder":       May(),
@@ -73,9 +75,9 @@ TABLE = {
                                "worker.schedule worker.served worker.sights worker.text worker.specprefill"),
 
     # The one place where engine and queue meet.
-    "worker.app":          May("worker.batches worker.ending worker.engine worker.errors worker.jobs worker.metrics "
-                               "worker.queue worker.reading worker.redis_url worker.served worker.settings "
-                               "worker.sights worker.text", "arq redis"),
+    "worker.app":          May("worker.batches worker.ending worker.engine worker.errors worker.health worker.jobs "
+                               "worker.metrics worker.probes worker.queue worker.reading worker.redis_url "
+                               "worker.served worker.settings worker.sights worker.text", "arq redis"),
     "worker.__main__":     May("worker.app worker.errors worker.settings"),
 }  # fmt: skip
 

@@ -1,8 +1,6 @@
 """What is counted, under which name, and who may read it when."""
 
-import socket
 import threading
-import time
 
 import pytest
 from hypothesis import given
@@ -11,8 +9,9 @@ from prometheus_client import CollectorRegistry, Histogram
 
 from scripts.stack import free_port
 from tests.scrape import Page, scrape
-from worker.errors import CannotStart
+from worker.health import Health
 from worker.metrics import Metrics
+from worker.probes import answer_probes
 from worker.schedule.sequence import PrefixUse, StepReport
 
 # As vLLM 0.32 documents them.
@@ -29,7 +28,7 @@ GAPS = "vllm:inter_token_latency_seconds"
 
 def page(metrics: Metrics) -> Page:
     port = free_port()
-    with metrics.served(port):
+    with answer_probes(port, metrics.registry, Health(60)):
         return scrape(port)
 
 
@@ -127,17 +126,17 @@ def test_only_what_lacks_room_is_a_refused_admission() -> None:
 @given(st.lists(st.none() | st.floats(0, 100) | st.sampled_from([0.005, 0.1, 5.0])))
 def test_tokens_are_counted_as_prometheus_client_would(gaps: list[float | None]) -> None:
     metrics, registry = Metrics("m"), CollectorRegistry()
-    bounds = list(buckets(metrics._registry))
+    bounds = list(buckets(metrics.registry))
     theirs = Histogram(GAPS, "", ("model_name", "lane"), registry=registry, buckets=bounds).labels("m", "batch")
     for gap in gaps:
         metrics.token("batch", gap)
         if gap is not None:
             theirs.observe(gap)
     labels = {"model_name": "m", "lane": "batch"}
-    assert buckets(metrics._registry) == buckets(registry)
+    assert buckets(metrics.registry) == buckets(registry)
     for name in (f"{GAPS}_sum", f"{GAPS}_count"):
-        assert metrics._registry.get_sample_value(name, labels) == registry.get_sample_value(name, labels)
-    assert metrics._registry.get_sample_value("vllm:generation_tokens_total", labels) == len(gaps)
+        assert metrics.registry.get_sample_value(name, labels) == registry.get_sample_value(name, labels)
+    assert metrics.registry.get_sample_value("vllm:generation_tokens_total", labels) == len(gaps)
 
 
 def buckets(registry: CollectorRegistry) -> dict[str, float]:
@@ -188,41 +187,6 @@ def test_two_workers_in_one_process_count_for_themselves() -> None:
     assert page(other)("vllm:request_success_total") == 0
 
 
-def test_a_taken_port_is_a_reason_not_to_start() -> None:
-    port = free_port()
-    with Metrics("m").served(port), pytest.raises(CannotStart) as refused, Metrics("m").served(port):
-        pass
-    assert str(refused.value) == (
-        f"SLUICE_METRICS_PORT={port}: the port is taken; each worker on a machine needs one of its own."
-    )
-
-
-def test_a_worker_that_starts_again_finds_its_port_free() -> None:
-    port = free_port()
-    for _ in range(3):
-        with Metrics("m").served(port):
-            scrape(port)
-
-
-def test_without_a_port_nobody_listens() -> None:
-    before = threading.active_count()
-    with Metrics("m").served(None):
-        assert threading.active_count() == before
-
-
-def test_it_closes_at_once_though_somebody_hangs_on_the_line() -> None:
-    metrics, port = Metrics("m"), free_port()
-    with metrics.served(port):
-        silent = socket.create_connection(("127.0.0.1", port))
-        silent.sendall(b"GET /metr")
-        assert scrape(port).names, "others are served meanwhile"
-        began = time.monotonic()
-    assert time.monotonic() - began < 2
-    with pytest.raises(OSError, match="refused"):
-        scrape(port)
-    silent.close()
-
-
 def test_a_scrape_while_tokens_are_counted_is_in_order() -> None:
     metrics, port, enough = Metrics("m"), free_port(), threading.Event()
 
@@ -234,7 +198,7 @@ def test_a_scrape_while_tokens_are_counted_is_in_order() -> None:
     counter = threading.Thread(target=count)
     counter.start()
     try:
-        with metrics.served(port):
+        with answer_probes(port, metrics.registry, Health(60)):
             for _ in range(5):
                 read = scrape(port)
                 heights = [s.value for s in read.samples if s.name == f"{GAPS}_bucket" and s.labels["lane"] != "batch"]

@@ -21,9 +21,12 @@ from worker.engine.model import Model, open_model
 from worker.engine.thread import EngineThread
 from worker.engine.words import Words
 from worker.errors import CannotStart
+from worker.health import Health
 from worker.jobs import chat
 from worker.metrics import Metrics
+from worker.probes import answer_probes
 from worker.queue.scripts import dumps
+from worker.queue.server import ServerCheck
 from worker.queue.worker import QueueWorker
 from worker.reading.strict import loads
 from worker.redis_url import BAD_OPTION, UNREADABLE, public
@@ -46,14 +49,19 @@ _THREADS_S = 1.0
 
 async def serve(settings: Settings) -> None:
     """Until SIGTERM or SIGINT; from then on the process ends, also when a thread does not. Raises `CannotStart`."""
-    metrics, ending = Metrics(settings.model_name), Ending()
-    with metrics.served(settings.metrics_port):
-        await _serve(settings, metrics, ending)
+    metrics, health, ending = Metrics(settings.model_name), Health(settings.hang_s), Ending()
+    with answer_probes(settings.metrics_port, metrics.registry, health):
+        async with connect(settings) as redis:
+            check = ServerCheck(redis, settings)
+            await check.run_early()
+            await _serve(settings, redis, check, metrics, health, ending)
     # Else Python waits for threads in native code: first asyncio for its own, then the interpreter for all.
     ending.within(_THREADS_S, 0)
 
 
-async def _serve(settings: Settings, metrics: Metrics, ending: Ending) -> None:
+async def _serve(
+    settings: Settings, redis: ArqRedis, check: ServerCheck, metrics: Metrics, health: Health, ending: Ending
+) -> None:
     batches = Batches(settings.batch_dir, settings) if settings.batch_dir else None
     engine = EngineThread(
         partial(_open, settings),
@@ -70,18 +78,20 @@ async def _serve(settings: Settings, metrics: Metrics, ending: Ending) -> None:
         with _sights(settings, model) as sights:
             served = _served(settings, engine, model, sights, metrics)
             gc.freeze()  # a full collection goes over none of this again: it would hold up every row
-            async with connect(settings) as redis:
-                worker = QueueWorker(
-                    [func(chat, name="chat")],
-                    redis=redis,
-                    settings=settings,
-                    ctx={"served": served},
-                    metrics=metrics,
-                    crons=[batches.cron] if batches else [],
-                    pulses=[engine.pulse],
-                    hold=engine.hold,
-                    reader=served.reader,
-                )
+            worker = QueueWorker(
+                [func(chat, name="chat")],
+                redis=redis,
+                settings=settings,
+                ctx={"served": served},
+                metrics=metrics,
+                crons=[batches.cron] if batches else [],
+                pulses=[engine.pulse],
+                hold=engine.hold,
+                reader=served.reader,
+                check=check,
+            )
+            health.serving({"event loop": worker.pulse, "engine": engine.pulse}, worker.readiness.parts())
+            if await worker.connect():
                 logger.info(
                     "%s serves %s (%s), %d rows",
                     settings.worker_name, settings.model_name, model.fingerprint, settings.max_rows,

@@ -1,27 +1,20 @@
-"""What a worker counts, and the page on which Prometheus reads it.
+"""What a worker counts, for Prometheus: `worker.probes` serves it.
 
 The names are vLLM's where it has one, with vLLM's meaning; what only we have begins with `sluice:`. Everything is
 counted all the time, and served where a port is set.
 """
 
-import errno
-import logging
 from bisect import bisect_left
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import accumulate
-from socketserver import ThreadingTCPServer
-from threading import Thread
 from typing import Any, TypeVar, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, MetricsHandler
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
 from schemas.keys import LANES, Lane
-from worker.errors import CannotStart, ErrorType
+from worker.errors import ErrorType
 from worker.schedule.sequence import StepReport
-
-logger = logging.getLogger("sluice.metrics")
 
 _Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
 
@@ -47,10 +40,10 @@ class Metrics:
     """Of one worker. Seconds are never negative."""
 
     def __init__(self, model_name: str) -> None:
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._tokens = _Tokens(model_name)
-        self._registry.register(self._tokens)
-        make = _Families(self._registry, model_name)
+        self.registry.register(self._tokens)
+        make = _Families(self.registry, model_name)
         self._of_jobs(make)
         self._of_the_engine(make)
 
@@ -164,30 +157,6 @@ class Metrics:
         self._measured.set(measured)
         self._ratio.observe(measured / predicted)
 
-    # The page
-
-    @contextmanager
-    def served(self, port: int | None) -> Iterator[None]:
-        """While it is open, to whoever can reach this machine: numbers, no prompts and no ids. Without a port, nobody.
-
-        Raises `CannotStart` where the port is not to be had.
-        """
-        if port is None:
-            yield
-            return
-        try:
-            server = _Server(("", port), _Handler.factory(self._registry))
-        except OSError as error:
-            raise CannotStart(f"SLUICE_METRICS_PORT={port}: {_why(error)}") from None
-        with server:
-            thread = Thread(target=server.serve_forever, args=[_NOTICE_S], name="metrics")
-            thread.start()
-            try:
-                yield
-            finally:
-                server.shutdown()
-                thread.join()
-
 
 class _Families:
     """Makes metrics with their labels, and all series at zero from the start: Prometheus sees no increase in one
@@ -240,26 +209,3 @@ class _Tokens:
             upto = accumulate(self._gaps[lane].copy())
             gaps.add_metric(labels, list(zip(bounds, upto, strict=True)), self._seconds[lane])
         yield from (tokens, gaps)
-
-
-_NOTICE_S = 0.1  # how often the server looks whether it shall close
-
-
-class _Server(ThreadingTCPServer):
-    """Not an HTTPServer: that one looks up this machine's name at start, which may take seconds."""
-
-    allow_reuse_address = True  # a worker that is started again finds its port free
-    daemon_threads = True  # a scrape does not hold up the end
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        logger.warning("a scrape of the metrics failed", exc_info=True)
-
-
-class _Handler(MetricsHandler):
-    timeout = 10.0  # whoever connects and asks nothing does not keep a thread
-
-
-def _why(error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return "the port is taken; each worker on a machine needs one of its own."
-    return f"the metrics cannot be served there: {error.strerror}."

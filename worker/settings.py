@@ -25,7 +25,12 @@ def _worker_name() -> str:
 
 class Settings(BaseSettings):
     model_config = SettingsConfigDict(
-        env_prefix=PREFIX, env_file=".env", extra="ignore", frozen=True, allow_inf_nan=False
+        env_prefix=PREFIX,
+        env_file=".env",
+        extra="ignore",
+        frozen=True,
+        allow_inf_nan=False,
+        hide_input_in_errors=True,  # a URL has a password
     )
 
     redis_url: str = Field("redis://localhost:6379/0", repr=False, description="redis://, rediss:// or unix://")
@@ -101,7 +106,7 @@ class Settings(BaseSettings):
         True, description="Set notify-keyspace-events, so that plain arq producers wake the worker."
     )
 
-    metrics_port: int | None = Field(None, ge=1, le=65_535, description="Where Prometheus reads the metrics.")
+    metrics_port: int | None = Field(None, ge=1, le=65_535, description="Where metrics and health are served.")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Of the worker's log.")
     log_ttl_s: int = Field(600, ge=1, description="Seconds that a job's events outlive it.")
     result_ttl_s: int = Field(3600, ge=1, description="Seconds that its result and state do.")

@@ -14,8 +14,10 @@ from typing import Any, ClassVar
 from arq.worker import func
 
 from worker.app import connect, set_up_logging
+from worker.health import Health
 from worker.jobs import chat
 from worker.metrics import Metrics
+from worker.probes import answer_probes
 from worker.queue.worker import QueueWorker
 from worker.schedule.sequence import Listener, Sampled, Sequence
 from worker.served import Served
@@ -133,7 +135,8 @@ async def serve(settings: Settings, step_s: float) -> None:
     language = Language(PacedTokenizer(), 1_000_000)
     served = Served(settings, engine, language, None, "paced", 1_000_000, 1_000_000, {}, metrics)
     stepping = asyncio.create_task(engine.run())
-    with metrics.served(settings.metrics_port):
+    health = Health(settings.hang_s)
+    with answer_probes(settings.metrics_port, metrics.registry, health):
         async with connect(settings) as redis:
             worker = QueueWorker(
                 [func(chat, name="chat")],
@@ -143,6 +146,7 @@ async def serve(settings: Settings, step_s: float) -> None:
                 metrics=metrics,
                 hold=engine.hold,
             )
+            health.serving({"event loop": worker.pulse}, worker.readiness.parts())
             await worker.main()
     stepping.cancel()
 

@@ -1,27 +1,65 @@
-"""How a worker starts, and how it says that it cannot."""
+"""How a worker starts: what keeps it from that, what it waits for, and what its probes say meanwhile."""
 
-import subprocess
-import sys
-from pathlib import Path
+import json
+import time
+from collections.abc import Callable
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import pytest
 
-from scripts.scenarios.harness import ask, paced, running, watch
-from scripts.stack import ROOT, Server
-from sluice import Client
+from scripts.stack import Server, WorkerProcess, free_port
 
 
-@pytest.mark.parametrize(("argument", "code"), [("--help", 0), ("--max-rows", 2)])
-def test_the_module_takes_no_arguments_and_says_so(argument: str, code: int) -> None:
-    ran = subprocess.run([sys.executable, "-m", "worker", argument], cwd=ROOT, capture_output=True, text=True)
-    assert ran.returncode == code
-    assert "takes no arguments" in ran.stdout + ran.stderr
+def until(true: Callable[[], bool], *, within_s: float = 60) -> None:
+    deadline = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < deadline, f"not so within {within_s:g} s"
+        time.sleep(0.02)
 
 
-async def test_a_worker_serves_over_a_unix_socket(tmp_path: Path) -> None:
-    socket = tmp_path / "redis.sock"
-    with Server(args=("--unixsocket", str(socket))):
-        url = f"unix://{socket}"
-        async with Client(url) as client, running(paced(url)):
-            job = await client.submit(ask(5))
-            assert (await watch(client, job.id)).is_right(5)
+def probe(port: int, path: str) -> tuple[int, dict[str, str]]:
+    try:
+        with urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+            return answer.status, json.load(answer)
+    except HTTPError as error:
+        return error.code, json.load(error) if error.code == 503 else {}
+    except OSError:
+        return 0, {}
+
+
+@pytest.mark.parametrize("user", ["", ":kumquat@"])
+def test_a_worker_without_the_right_password_ends_before_it_loads_its_model(user: str) -> None:
+    with Server(args=("--requirepass", "pw"), password="pw") as server:
+        worker = WorkerProcess(server.url.replace("//", f"//{user}")).start(wait=False)
+        try:
+            assert worker.wait() == 2
+            assert "it wants other credentials" in worker.log()
+            assert "loading" not in worker.log()
+            assert "Traceback" not in worker.log()
+            assert "kumquat" not in worker.log()
+        finally:
+            worker.stop()
+
+
+def test_a_worker_says_that_it_serves_when_it_has_met_its_server_and_not_before() -> None:
+    port, probes = free_port(), free_port()
+    worker = WorkerProcess(f"redis://127.0.0.1:{port}/0", metrics_port=probes, lease_s=1).start(wait=False)
+    try:
+        until(lambda: probe(probes, "/readyz")[1].get("model") == "it is loading")
+        assert probe(probes, "/healthz")[0] == 200
+        until(lambda: "waiting for redis" in worker.log())
+        status, parts = probe(probes, "/readyz")
+        assert (status, parts["model"], parts["redis"] != "ok") == (503, "ok", True)
+        assert "serves" not in worker.log()
+        with Server(port=port) as server:
+            until(lambda: " serves " in worker.log())
+            until(lambda: probe(probes, "/readyz")[0] == 200)
+            server.leave()
+            until(lambda: probe(probes, "/readyz")[0] == 503)
+            assert probe(probes, "/healthz")[0] == 200
+            server.start()
+            until(lambda: probe(probes, "/readyz")[0] == 200)
+            assert probe(probes, "/anything")[0] == 404
+    finally:
+        worker.stop()

@@ -37,7 +37,7 @@ class Desk:
     """A publisher at work, and the claims of the jobs it writes for."""
 
     def __init__(self, redis: Redis, name: str) -> None:
-        given = settings("", worker_name=name, log_ttl_s=60, result_ttl_s=90)
+        given = settings("redis://unused", worker_name=name, log_ttl_s=60, result_ttl_s=90)
         self.redis, self.claims = redis, Claims(redis, given)
         self.publisher = Publisher(redis, ServerClock(), given)
         self.lost: list[Claim] = []

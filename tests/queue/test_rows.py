@@ -43,22 +43,22 @@ def claims(interactive: int, batch: int) -> list[Claim]:
 def test_offline_jobs_leave_the_reserved_rows_and_outside_of_their_hours_all_but_one(
     interactive: int, batch: int, now: datetime, free: tuple[int, int]
 ) -> None:
-    known = settings("", max_rows=8, reserved_rows=2, batch_hours="22:00-06:00", batch_rows_outside=1)
+    known = settings("redis://unused", max_rows=8, reserved_rows=2, batch_hours="22:00-06:00", batch_rows_outside=1)
     running = claims(interactive, batch)
     assert (free_rows("interactive", running, known, now), free_rows("batch", running, known, now)) == free
 
 
 def test_without_hours_it_is_always_their_time() -> None:
-    assert [offline_rows(settings("", reserved_rows=3), now) for now in (NOON, NIGHT)] == [5, 5]
+    assert [offline_rows(settings("redis://unused", reserved_rows=3), now) for now in (NOON, NIGHT)] == [5, 5]
 
 
 def test_without_a_number_nothing_offline_begins_outside_of_the_hours() -> None:
-    assert offline_rows(settings("", batch_hours="22:00-06:00"), NOON) == 0
+    assert offline_rows(settings("redis://unused", batch_hours="22:00-06:00"), NOON) == 0
 
 
 @given(st.integers(0, 99), st.integers(0, 7), st.datetimes(timezones=st.just(UTC)))
 def test_more_rows_outside_than_inside_are_not_given(outside: int, reserved: int, now: datetime) -> None:
-    known = settings("", reserved_rows=reserved, batch_hours="22:00-06:00", batch_rows_outside=outside)
+    known = settings("redis://unused", reserved_rows=reserved, batch_hours="22:00-06:00", batch_rows_outside=outside)
     assert offline_rows(known, now) <= 8 - reserved
 
 

@@ -11,6 +11,7 @@ from redis.exceptions import ConnectionError as ConnectionLost
 from redis.exceptions import RedisError, ResponseError
 
 from schemas import keys
+from worker.queue.permissions import Need, forbidden
 
 logger = logging.getLogger("sluice.queue")
 
@@ -43,16 +44,20 @@ class Listener:
 
     async def _listen(self) -> None:
         channels = [keys.wake(self._model), keys.CONTROL]
-        if self._keyspace_events and await allow_keyspace_events(self._redis):
-            channels += [self._keyspace_channel(keys.queue(self._model, lane)) for lane in keys.LANES]
+        if self._keyspace_events:
+            await allow_keyspace_events(self._redis)
+            channels += await self._keyspace_channels()
         async with self._redis.pubsub() as pubsub:
             await pubsub.subscribe(*channels)
             async for message in _messages(pubsub):
                 await self._hear(message["type"], message["channel"], message["data"])
 
-    def _keyspace_channel(self, key: str) -> str:
+    async def _keyspace_channels(self) -> list[str]:
+        """Those that our user may subscribe to: the server refuses all channels of a call for the sake of one."""
         db = self._redis.connection_pool.connection_kwargs.get("db", 0)
-        return f"__keyspace@{db}__:{key}"
+        channels = [f"__keyspace@{db}__:{keys.queue(self._model, lane)}" for lane in keys.LANES]
+        denied = await forbidden(self._redis, [Need("SUBSCRIBE", (channel,), channel) for channel in channels])
+        return [channel for channel in channels if channel not in {need.name for need in denied}]
 
     async def _hear(self, type: str, channel: bytes, data: bytes) -> None:
         if type == "subscribe":  # also when redis-py has connected again without telling
@@ -79,13 +84,11 @@ async def _messages(pubsub: PubSub) -> AsyncIterator[dict[str, Any]]:
             yield message
 
 
-async def allow_keyspace_events(redis: Redis) -> bool:
-    """Add what we need to the server's flags. False where the server does not let us: polling remains."""
+async def allow_keyspace_events(redis: Redis) -> None:
+    """Add what we need to the server's flags, as far as it lets us. An operator may have set them."""
     try:
         flags = (await redis.config_get("notify-keyspace-events")).get("notify-keyspace-events", "")
         if "K" not in flags or not {"z", "A"} & set(flags):
             await redis.config_set("notify-keyspace-events", flags + "Kz")
     except ResponseError as refused:
-        logger.info("the server keeps its keyspace events to itself (%s): plain producers wait for a poll", refused)
-        return False
-    return True
+        logger.debug("notify-keyspace-events cannot be set: %s", refused)

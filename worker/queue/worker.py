@@ -29,8 +29,10 @@ from worker.queue.job import Answer, Interruption, Job
 from worker.queue.lease import LeaseKeeper
 from worker.queue.outage import until_redis_answers
 from worker.queue.presence import Presence
+from worker.queue.readiness import Readiness
 from worker.queue.rows import free_rows
 from worker.queue.scripts import dumps
+from worker.queue.server import ServerCheck, uptime_s
 from worker.queue.services import running_services
 from worker.queue.takeover import Takeover
 from worker.queue.wake import Listener
@@ -60,6 +62,7 @@ class QueueWorker(Worker):
         pulses: Sequence[Pulse] = (),
         hold: Callable[[bool], None] = lambda on: None,
         reader: Reader | None = None,
+        check: ServerCheck | None = None,
     ) -> None:
         """`crons` are no jobs: they run beside the rows, and nobody can queue one.
         `pulses`: more threads to watch beside the event loop. `hold`: see `Publisher`."""
@@ -97,13 +100,16 @@ class QueueWorker(Worker):
         # Often enough that the jobs of a dead worker wait for their lease and hardly longer.
         self._sweep_s = min(self.poll_delay_s, max(0.1, settings.lease_s / 20))
         self._swept_at = 0.0  # monotonic
+        self._check, self._met = check or ServerCheck(redis, settings), False
+        self.readiness = Readiness(self._sweep_s)
         self._takeover = Takeover(settings.lease_s)
 
     # The life of the worker
 
     async def main(self) -> None:
         """Until a signal; then what runs gets its grace, and what is left goes back to the queue."""
-        await until_redis_answers(self._meet, self.stopping)
+        if not await self.connect():
+            return
         self.leases.start()
         try:
             async with running_services(self.publisher.run, self.listener.run, self._keep, self._beat):
@@ -114,12 +120,19 @@ class QueueWorker(Worker):
             self.leases.stop()
         await self._leave()
 
+    async def connect(self) -> bool:
+        """Wait for Redis, and check it. False when the worker is told to stop before. Raises `CannotStart`."""
+        if not self._met:
+            self._met = await until_redis_answers(self._meet, self.stopping)
+        return self._met
+
     def handle_sig(self, signum: Signals) -> None:
         """The first signal starts the drain, a second one ends its grace."""
         if self.stopping.is_set():
             self.hurry.set()
         logger.info("%s: stopping, %d jobs running", Signals(signum).name, len(self.jobs))
         self.stopping.set()
+        self.readiness.drain()
         self.wake()
 
     def stop(self) -> None:
@@ -129,8 +142,10 @@ class QueueWorker(Worker):
         self._awake.set()
 
     async def _meet(self) -> None:
+        await self._check.run()
         await self.clock.sync(self.pool)
-        self._takeover.met((await self.pool.info("server"))["uptime_in_seconds"])
+        self._takeover.met(await uptime_s(self.pool))
+        self.readiness.answered()
 
     async def _claim_until_stopping(self) -> None:
         while not self.stopping.is_set():
@@ -169,9 +184,12 @@ class QueueWorker(Worker):
             await asyncio.sleep(self.settings.lease_s / 3)
 
     async def _beat(self) -> None:
-        while True:
-            self.pulse.beat()
-            await asyncio.sleep(0.5)
+        try:
+            while True:
+                self.pulse.beat()
+                await asyncio.sleep(0.5)
+        finally:
+            self.pulse.rest()
 
     # From the queue to a running job
 
@@ -183,6 +201,7 @@ class QueueWorker(Worker):
             if want or sweep or self.claims.to_mend(lane):
                 claimed = await self._take(lane, want)
                 self._takeover.answered()
+                self.readiness.answered()
                 for claim in claimed:
                     await self._begin(claim)
                 # A wish that came while the answer to the claim was on its way found no job to stop.

@@ -1,0 +1,104 @@
+"""The commands, keys and channels that a worker needs, and which of them its user may not use."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from redis.asyncio import Redis
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import ExecAbortError, NoPermissionError, ResponseError
+
+KEYS = ("sluice:*", "arq:*")
+CHANNELS = ("sluice:*",)
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A command, with arguments of the right number."""
+
+    command: str  # SCRIPT LOAD is two words
+    arguments: tuple[str, ...] = ()
+
+    name: str = ""  # of a key or channel, its first argument
+
+    @property
+    def rule(self) -> str:
+        """For ACL SETUSER."""
+        return "+" + self.command.lower().replace(" ", "|")
+
+
+def _on(name: str, **commands: str) -> list[Need]:
+    """Needs on one key or channel; the values are the other arguments."""
+    return [Need(command, (name, *arguments.split()), name) for command, arguments in commands.items()]
+
+
+MULTI, EXEC = Need("MULTI"), Need("EXEC")
+# Those of the scripts too: the server checks each call that a script makes as if the user had made it.
+NEEDED: tuple[Need, ...] = (
+    MULTI,
+    EXEC,
+    Need("PING"),
+    Need("TIME"),
+    Need("EVALSHA", ("0" * 40, "0")),
+    Need("SCRIPT LOAD", ("return 1",)),
+    *_on(
+        "sluice:job:x", DEL="", EXISTS="", HDEL="f", HGET="f", HGETALL="", HINCRBY="f 1", HLEN="", HMGET="f",
+        HSET="f v", HVALS="", PEXPIRE="1", PTTL="", TYPE="", UNLINK="",
+    ),
+    *_on("sluice:log:x", LINDEX="0", LLEN="", LRANGE="0 -1", RPUSH="v"),
+    *_on("sluice:result:x", GET="", MGET="", SET="v"),
+    *_on(
+        "sluice:queue:x", ZADD="1 m", ZCARD="", ZCOUNT="0 1", ZLEXCOUNT="- +", ZRANGE="0 1", ZRANGEBYLEX="- +",
+        ZRANGEBYSCORE="0 1", ZRANK="m", ZREM="m", ZSCORE="m",
+    ),
+    *_on("arq:job:x", DEL="", EXISTS="", GET="", PEXPIRE="1", SET="v", STRLEN=""),
+    *_on("sluice:ch:x", PUBLISH="m", SUBSCRIBE=""),
+)  # fmt: skip
+
+
+async def forbidden(redis: Redis, needs: Sequence[Need]) -> list[Need]:
+    """Return those that the user may not use; if MULTI is one of them, no others but EXEC are found.
+
+    Nothing is executed: in a transaction the server checks a command when it is queued, and it drops them all when
+    the connection closes. ACL DRYRUN would tell too, but seldom may a user without administrator's rights call it.
+    Raises RedisError, OSError.
+    """
+    try:
+        client = await redis.client().initialize()  # with a connection of its own
+    except NoPermissionError:
+        return [Need("SELECT")]  # of a database other than 0, the one command in a connection's beginning that can be
+    connection = client.connection
+    assert connection is not None
+    try:
+        frame = [need for need in (EXEC, MULTI) if await _denied(connection, need)]  # EXEC has nothing to execute yet
+        if MULTI in frame:
+            return frame  # without it the others would be executed
+        return [*frame, *[need for need in needs if need not in (EXEC, MULTI) and await _denied(connection, need)]]
+    finally:
+        await connection.disconnect()
+        await client.aclose()
+
+
+async def _denied(connection: AbstractConnection, need: Need) -> bool:
+    await connection.send_command(*need.command.split(), *need.arguments)
+    try:
+        await connection.read_response()
+    except (NoPermissionError, ExecAbortError):
+        return True
+    except ResponseError:
+        return False  # no transaction to execute, or no memory
+    return False
+
+
+def named(denied: Sequence[Need]) -> str:
+    """Name the commands, and the key or channel that each was tried on."""
+    by_name: dict[str, list[str]] = {}
+    for need in denied:
+        by_name.setdefault(need.name, []).append(need.command)
+    return "; ".join(", ".join(commands) + (f" on {name}" if name else "") for name, commands in by_name.items())
+
+
+def rules(user: str, denied: Sequence[Need]) -> str:
+    """Return the ACL command that allows them, or all that a worker needs if nobody knows which are denied."""
+    commands = dict.fromkeys(need.rule for need in (NEEDED if MULTI in denied else denied))
+    names = [*(f"~{pattern}" for pattern in KEYS), *(f"&{pattern}" for pattern in CHANNELS)]
+    return " ".join(["ACL SETUSER", user, *names, *commands])
