@@ -13,6 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from worker.child import run_child
 from worker.errors import Refusal
 from worker.text import trial
+from worker.text.complaints import TOO_MUCH
 
 logger = logging.getLogger("sluice.text")
 
@@ -22,7 +23,6 @@ _AT_ONCE = 4
 _KEPT = 64  # verdicts, under grammars of at most half a million characters
 # How a trial ends that is too much; any other end is not the grammar's fault.
 _ITS_OWN_FAULT = {trial.PANICKED, -signal.SIGXCPU, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
-TOO_MUCH = "it is too large, too deep or too slow to compile."
 # Of some five thousand random schemas of these keywords and this size the slowest compiled in 13 ms.
 _QUICK = {
     "type", "properties", "required", "additionalProperties", "items", "anyOf", "enum", "const",

@@ -41,7 +41,7 @@ def _between_tags(grammar: Grammar, each: Sequence[str], many: bool) -> str:
 
 def _as_json(grammar: Grammar, function: Function, more: str = "") -> str:
     head, tail = spaced(rf' \{{ "name" : "{re.escape(function.name)}" , "arguments" : '), spaced(r" \} ")
-    return grammar.rule(f"{head} {grammar.json(_arguments(function))} {more} {tail}")
+    return grammar.rule(f"{head} {_arguments_of(grammar, function)} {more} {tail}")
 
 
 def mistral(grammar: Grammar, functions: Sequence[Function], many: bool) -> str:
@@ -49,7 +49,7 @@ def mistral(grammar: Grammar, functions: Sequence[Function], many: bool) -> str:
     if dotted := [function.name for function in functions if "." in function.name]:
         raise Refusal("unsupported", f"tools: this model's calls cannot name {dotted[0]}, for its dot.")
     begins, arguments = grammar.marker("[TOOL_CALLS]"), grammar.marker("[ARGS]")
-    each = [f"{literal(function.name)} {arguments} {grammar.json(_arguments(function))}" for function in functions]
+    each = [f"{literal(function.name)} {arguments} {_arguments_of(grammar, function)}" for function in functions]
     return grammar.rule(f"({begins} ({' | '.join(each)})){'+' if many else ''}")
 
 
@@ -66,16 +66,17 @@ def harmony(grammar: Grammar, functions: Sequence[Function], many: bool) -> str:
 
     There is one at most: the token that ends it ends the answer."""
     each = [
-        f"{literal(f'commentary to=functions.{function.name}')} {harmony_json(grammar, _arguments(function))}"
+        f"{literal(f'commentary to=functions.{function.name}')} "
+        f"{harmony_json(grammar, _arguments(function), _field(function))}"
         for function in functions
     ]
     return grammar.rule(f"{grammar.marker('<|channel|>')} ({' | '.join(each)})")
 
 
-def harmony_json(grammar: Grammar, schema: Schema) -> str:
+def harmony_json(grammar: Grammar, schema: Schema, field: str) -> str:
     """The rest of a message, from within its header."""
     kind = f'({grammar.marker("<|constrain|>")} "json")?'
-    return f"/ ?/ {kind} {grammar.marker('<|message|>')} {grammar.json(schema)}"
+    return f"/ ?/ {kind} {grammar.marker('<|message|>')} {grammar.json(schema, field)}"
 
 
 def qwen3_coder(grammar: Grammar, functions: Sequence[Function], many: bool) -> str:
@@ -86,6 +87,14 @@ def qwen3_coder(grammar: Grammar, functions: Sequence[Function], many: bool) -> 
 def _as_tags(grammar: Grammar, function: Function) -> str:
     head, rules = literal(f"\n<function={function.name}>\n"), parameters(grammar, function.name, _arguments(function))
     return grammar.rule(f'{head} {" ".join(rules)} "</function>\\n"')
+
+
+def _field(function: Function) -> str:
+    return f"tools: {function.name}"
+
+
+def _arguments_of(grammar: Grammar, function: Function) -> str:
+    return grammar.json(_arguments(function), _field(function))
 
 
 def _arguments(function: Function) -> Schema:

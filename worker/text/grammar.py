@@ -96,8 +96,8 @@ class Grammars:
 
     def _answer(self, grammar: Grammar, schema: Schema) -> str:
         if self._harmony:
-            return f'{grammar.marker("<|channel|>")} "final" {forced.harmony_json(grammar, schema)}'
-        return grammar.json(schema)
+            return f'{grammar.marker("<|channel|>")} "final" {forced.harmony_json(grammar, schema, "response_format")}'
+        return grammar.json(schema, "response_format")
 
     def _form_for(self, wish: Wish) -> forced.Form | None:
         """None where an answer cannot be a call anyway."""

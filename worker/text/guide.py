@@ -11,7 +11,8 @@ from llguidance import LLMatcher, LLTokenizer
 from schemas import ChatRequest
 from worker.errors import Refusal
 from worker.schedule.sequence import Broken
-from worker.text.compiler import TOO_MUCH, Compiler
+from worker.text.compiler import Compiler
+from worker.text.complaints import TOO_MUCH, in_our_words
 from worker.text.definition import NAME_BEGINS, unmarked
 from worker.text.detokenize import Vocabulary
 from worker.text.dialect import Dialect
@@ -24,8 +25,6 @@ from worker.text.tokenizer import Tokenizer
 from worker.text.trial import Uncompilable, error_of
 
 logger = logging.getLogger("sluice.text")
-
-_LONGEST_REASON = 300  # characters; llguidance's may hold a whole pattern
 
 
 class Guides:
@@ -80,8 +79,7 @@ class Guides:
                 wrong = str(error)
         # A trial that took too long says nothing of its parts, and would be followed by one for each of them.
         where = wish.field if wrong == TOO_MUCH else await self._where(wish)
-        reason = " ".join(wrong.split())[:_LONGEST_REASON]
-        raise Refusal("invalid_request", f"{where}: no answer can be held to this schema: {reason}")
+        raise Refusal("invalid_request", f"{where}: no answer can be held to this schema: {in_our_words(wrong)}")
 
     async def _where(self, wish: Wish) -> str:
         """In the request stands what no answer can be held to."""
@@ -185,7 +183,7 @@ class GrammarGuide:
 
     def _look(self) -> None:
         if self._broken is None and (why := error_of(self._matcher)):
-            self._broken = Broken(why, ours=False)
+            self._broken = Broken(in_our_words(why), ours=False)
 
 
 def _with(mask: bytes, token: int) -> bytes:

@@ -1,11 +1,12 @@
 """A grammar for llguidance, as it is written: rules in its dialect of Lark, and the JSON schemas that they name."""
 
 import json
-import re
 from collections.abc import Callable
 from typing import Any
 
 from worker.errors import Refusal
+from worker.text.schema.held import held
+from worker.text.schema.unheld import Unheld
 
 Schema = dict[str, Any]
 
@@ -13,12 +14,6 @@ Schema = dict[str, Any]
 _SPACE = r" {1,2}|\n {0,40}|\n\t{0,10}"
 # Without \u, which can spell a property's name in a way that its schema does not know.
 _HOW = {"whitespace_pattern": _SPACE, "json_allowed_escapes": r"nrbtf\""}
-_UNWRITABLE = re.compile(r"[^\b\f\n\r\t -~\x80-\U0010ffff]")
-_EXACT = 2**53
-_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
-_NEARBY = 1e-9
-_DATA = ("const", "enum", "default", "examples")
-_NAMES = ("properties", "patternProperties", "$defs", "definitions")  # of schemas, by names of the client's
 _LONGEST = 500_000  # characters: llguidance reads so many in some 20 ms, in which nothing else runs
 
 
@@ -45,11 +40,14 @@ class Grammar:
         self._rules.append(f"{name}[suffix={literal(until)}]: {self.terminal(terminal)}")
         return name
 
-    def json(self, schema: Schema) -> str:
-        if "x-guidance" in schema:
-            raise Refusal("invalid_request", "x-guidance in a schema is the worker's own; leave it out.")
+    def json(self, schema: Schema, field: str, root: Schema | None = None) -> str:
+        """`field` of the request brought the schema; `root` is what its references lead into, if not itself."""
+        try:
+            written = held(schema, root)
+        except Unheld as error:
+            raise Refusal("invalid_request", f"{field}: {error}.") from error
         name = f"s{len(self._schemas)}"
-        self._schemas.append({"name": name, "json_schema": {**_sound(schema), "x-guidance": _HOW}})
+        self._schemas.append({"name": name, "json_schema": {**written, "x-guidance": _HOW}})
         return f"@{name}"
 
     def marker(self, text: str) -> str:
@@ -73,48 +71,3 @@ def literal(text: str) -> str:
 def spaced(pattern: str) -> str:
     """A regular expression whose spaces stand for what JSON may have there."""
     return "/" + pattern.replace(" ", f"(?:{_SPACE})?") + "/"
-
-
-def _sound(schema: Schema) -> Schema:
-    """Without what llguidance (1.9.1) takes and does not hold to."""
-    if type(least := schema.get("minProperties")) is int and least > 1:
-        raise Refusal("invalid_request", "minProperties above 1 cannot be held to: a property may come twice.")
-    return {keyword: _sound_within(keyword, value) for keyword, value in (schema | _sound_bounds(schema)).items()}
-
-
-def _sound_within(keyword: str, value: Any) -> Any:
-    """A reference may point anywhere, so an unknown keyword may hold a schema, too."""
-    if keyword in ("const", "enum", "required"):
-        _check_writable(value)
-    match value:
-        case dict() if keyword in _NAMES:
-            _check_writable([*value])
-            return {name: _sound_within("", each) for name, each in value.items()}
-        case dict() if keyword not in _DATA:
-            return _sound(value)
-        case list() if keyword not in _DATA:
-            return [_sound_within("", each) for each in value]
-    return value
-
-
-def _check_writable(value: Any) -> None:
-    """llguidance leaves out the characters that only \\u can write, and rounds as floats do."""
-    match value:
-        case str() if found := _UNWRITABLE.search(value):
-            raise Refusal("invalid_request", f"A schema's words cannot have the control character {found[0]!r}.")
-        case int() if abs(value) > _EXACT:
-            raise Refusal("invalid_request", f"A schema's values cannot have {value}: whole numbers go to 2**53.")
-        case list():
-            for each in value:
-                _check_writable(each)
-        case dict():
-            _check_writable([*value, *value.values()])
-
-
-def _sound_bounds(schema: Schema) -> Schema:
-    """An excluded whole number is let through where the range ends within the same unit."""
-    bounds = {key: schema[key] for key in _BOUNDS if type(schema.get(key)) in (int, float)}
-    if len(bounds) < 2 or max(bounds.values()) - min(bounds.values()) >= 1:
-        return {}
-    inwards = {"exclusiveMinimum": _NEARBY, "exclusiveMaximum": -_NEARBY}
-    return {key: bounds[key] + by for key, by in inwards.items() if key in bounds}

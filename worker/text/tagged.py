@@ -13,22 +13,21 @@ from typing import Any
 
 from worker.errors import Refusal
 from worker.text.lark import Grammar, Schema, literal
+from worker.text.schema.patterns import Pattern
+from worker.text.schema.regex import Unreadable
+from worker.text.schema.unheld import shown
 
 _TEXT = r"/(?s:.*)/ & ~/(?s:.*)<\/(parameter|function|tool_call)>(?s:.*)/"
 _NOT_NULL = r" & ~/[nN][uU][lL][lL]/"
 _NOT_JSON = r" & ~/[ \t\r\n]*[\[{](?s:.*)/"
 _TAG = re.compile("</(parameter|function|tool_call)>")
 _END = "\n</parameter>"
-_EXACT = 2**53  # numbers are read as floats
+_EXACT = 2**53  # a parameter's own number is read as a float
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _DEFINITIONS = ("$defs", "definitions")
 _NAMED = {"properties", "required", "additionalProperties", *_DEFINITIONS}
 _SAYS_NOTHING = {"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"}
 _NUMBERS = {"integer", "number"}
-
-# What Rust's expressions mean as JavaScript's do: escapes and classes, then groups without look-around.
-_ESCAPED = re.compile(r"\\[^bBAzZkpPuxc0-9]|\[\^?(?:\\[^bBkpPuxc0-9]|[^\[\]\\&~])+\]")
-_GROUP = re.compile(r"\((?:\?:)?(?!\?)[^()^$]*\)")
 
 
 def parameters(grammar: Grammar, function: str, schema: Schema) -> list[str]:
@@ -39,7 +38,6 @@ def parameters(grammar: Grammar, function: str, schema: Schema) -> list[str]:
 class _Parameters:
     def __init__(self, grammar: Grammar, function: str, whole: Schema) -> None:
         self._grammar, self._function, self._whole = grammar, function, whole
-        self._definitions = {key: whole[key] for key in _DEFINITIONS if key in whole}
 
     def rules(self) -> Iterator[str]:
         self._knows(self._whole, {"type", *_NAMED})
@@ -97,8 +95,20 @@ class _Parameters:
 
     def _json(self, schema: Schema) -> str:
         types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        exact = _exact(schema) if _NUMBERS.intersection(types) else {}
-        return f"{self._grammar.json({**self._definitions, **schema, **exact})} {literal(_END)}"
+        exact = self._exact(schema) if _NUMBERS.intersection(types) else {}
+        return f"{self._grammar.json({**schema, **exact}, f'tools: {self._function}', self._whole)} {literal(_END)}"
+
+    def _exact(self, schema: Schema) -> Schema:
+        """Return bounds within which a float holds every whole number, in place of its own that are wider."""
+        own = [schema[key] for key in (*_LOWER, *_UPPER) if key in schema]
+        if not all(type(bound) in (int, float) for bound in own):
+            return {}  # refused with what is wrong with them
+        low = max((schema[key] for key in _LOWER if key in schema), default=-math.inf)
+        high = min((schema[key] for key in _UPPER if key in schema), default=math.inf)
+        if low > _EXACT or high < -_EXACT:
+            raise self._refusal("a bound beyond 2**53")
+        exact = {"minimum": -_EXACT} if low < -_EXACT else {}
+        return exact | ({"maximum": _EXACT} if high > _EXACT else {})
 
     def _strings(self, schema: Schema, *, beside_json: bool = False) -> list[str]:
         if schema.keys() & {"enum", "const"}:
@@ -132,17 +142,13 @@ class _Parameters:
             raise self._refusal("an enum of numbers without their type")
         return value if isinstance(value, str) else json.dumps(value)
 
-    def _whole_pattern(self, pattern: Any) -> str:
-        """As Lark wants it: of the whole text. JSON schema's may be found anywhere in it."""
-        if not isinstance(pattern, str):
+    def _whole_pattern(self, text: Any) -> str:
+        if not isinstance(text, str):
             raise self._wrong()
-        body = pattern.removeprefix("^")
-        ends = body.endswith("$") and not body.endswith("\\$")
-        body = body.removesuffix("$") if ends else body
-        if not _is_simple(body) or not body.isprintable():
-            raise self._refusal(f"pattern {pattern}")
-        before, after = "" if pattern.startswith("^") else "(?s:.*)", "" if ends else "(?s:.*)"
-        return before + re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", body) + after
+        try:
+            return Pattern(text).whole()
+        except Unreadable as error:
+            raise self._refusal(f"pattern {shown(text)}: {error}") from error
 
     def _resolved(self, schema: Schema) -> Schema:
         """What its reference says, if it is one, to a definition."""
@@ -186,23 +192,3 @@ def _is_misread(value: Any, beside_json: bool) -> bool:
     return (
         value.lower() == "null" or _TAG.search(value) is not None or (beside_json and value.lstrip()[:1] in ("[", "{"))
     )
-
-
-def _is_simple(pattern: str) -> bool:
-    rest = _ESCAPED.sub("x", pattern)
-    while (less := _GROUP.sub("x", rest)) != rest:
-        rest = less
-    return not re.search(r"[\\^$|()\[\]]", rest)
-
-
-def _exact(schema: Schema) -> Schema:
-    """Bounds within which a float holds every whole number, where its own are not."""
-    own = [schema[key] for key in (*_LOWER, *_UPPER) if key in schema]
-    if not all(type(bound) in (int, float) for bound in own):
-        return {}  # llguidance says what is wrong with them
-    exact = Schema()
-    if max((schema[key] for key in _LOWER if key in schema), default=-math.inf) < -_EXACT:
-        exact["minimum"] = -_EXACT
-    if min((schema[key] for key in _UPPER if key in schema), default=math.inf) > _EXACT:
-        exact["maximum"] = _EXACT
-    return exact
