@@ -25,7 +25,7 @@ def takes(schema: Schema, text: str) -> bool:
     return found.validate_tokens(written) == len(written) and found.consume_tokens(written) and found.is_accepting()
 
 
-def answer(found: LLMatcher, dice: random.Random, most: int = 400) -> str | None:
+def answer(found: LLMatcher, dice: random.Random, most: int) -> str | None:
     """Return what it allows, drawn so that it ends soon. None if it did not."""
     found.reset()
     written = bytearray()
@@ -40,6 +40,6 @@ def answer(found: LLMatcher, dice: random.Random, most: int = 400) -> str | None
     return None
 
 
-def answers(schema: Schema, count: int, seed: int = 0) -> list[str]:
+def answers(schema: Schema, count: int, seed: int = 0, most: int = 400) -> list[str]:
     found, dice = matcher(schema), random.Random(seed)
-    return [each for _ in range(count) if (each := answer(found, dice)) is not None]
+    return [each for _ in range(count) if (each := answer(found, dice, most)) is not None]

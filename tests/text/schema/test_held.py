@@ -77,7 +77,7 @@ WHOLE = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(schema=WHOLE, seed=st.integers(0, 99))
 def test_a_schema_is_held_whole_or_refused(schema: Schema, seed: int) -> None:
     try:
@@ -115,7 +115,7 @@ _INTERNAL = re.compile(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(schema=st.dictionaries(st.sampled_from(KEYWORDS), ODD, max_size=5))
 @example(schema={"$ref": "#"})
 @example(schema={"oneOf": [{"type": "integer"}, {"type": "number"}]})
@@ -198,7 +198,7 @@ def nested(depth: int) -> Schema:
 
 
 HEAVY: dict[str, Schema] = {
-    "conditions in conditions": nested(14),
+    "conditions in conditions": nested(12),
     "conditions side by side": {"dependentRequired": {f"p{i}": [f"q{i}"] for i in range(2000)}},
     "many alternatives": {"oneOf": [{"properties": {f"p{i}": {"type": "string"}}} for i in range(5000)]},
     "long lists": {"oneOf": [{"enum": [*range(i, i + 200)]} for i in range(200)]},

@@ -98,7 +98,7 @@ BOUNDED = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=250)
+@settings(deadline=None, max_examples=100)
 @given(schema=BOUNDED, other=st.one_of(st.none(), BOUNDED), seed=st.integers(0, 99))
 def test_whatever_bounds_allow_satisfies_them(schema: Schema, other: Schema | None, seed: int) -> None:
     schema = schema if other is None else {"allOf": [schema, other]}
