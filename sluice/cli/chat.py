@@ -34,6 +34,8 @@ def chat(
     """Say something to a model and watch its answer come.
 
     The answer goes to stdout; progress, timings and whatever went wrong go to stderr. Ctrl-C cancels the job.
+    In a conversation a pasted text is one message, a backslash at the end of a line goes on with the next, and /help
+    lists the commands.
     Exit codes: 0 finished, 1 failed, 3 cancelled, 4 the queue is full and nothing was asked.
 
     \b

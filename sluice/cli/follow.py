@@ -45,17 +45,19 @@ async def submit_job(
     return job
 
 
-async def mention_missing_worker(client: Client, model: str) -> None:
+async def mention_missing_worker(client: Client, model: str, *, waits: str = "the job waits") -> bool:
+    """True if the model is served; if not, say so, and what to do."""
     served = sorted({worker["model"] for worker in await client.workers()})
     if model in served:
-        return
-    others = f" (there are workers for {', '.join(served)})" if served else ""
+        return True
+    others = f" (--model names another: there are workers for {', '.join(served)})" if served else ""
     name = "" if model == "default" else f" --name {model}"
     note(
-        f"no worker serves {model!r} right now{others}; the job waits in the queue. "
+        f"no worker serves {model!r} right now{others}; {waits} in the queue. "
         f"Start one: sluice worker --model FOLDER_OR_HUB_ID{name}",
         style="yellow",
     )
+    return False
 
 
 async def follow(client: Client, job_id: str, show: Show, *, after: int = -1, unknown_s: float = 10.0) -> Event:

@@ -3,28 +3,37 @@
 import asyncio
 
 from sluice.cli.conversation import Conversation
-from sluice.cli.follow import ask
+from sluice.cli.follow import ask, mention_missing_worker
 from sluice.cli.given import read_image
 from sluice.cli.trouble import Trouble, connected
+from sluice.cli.typed import read_typed
 from sluice.cli.view import View, note
 from sluice.wire import Lane
 
-try:
-    import readline  # noqa: F401  input() then edits the line and remembers the ones before
-except ImportError:
-    pass
-
-_COMMANDS = "/image FILE, /system TEXT, /reset, /quit"
+_COMMANDS = {
+    "/image FILE": "show an image with your next message",
+    "/system TEXT": "set the system prompt; without a text, drop it",
+    "/reset": "start the conversation over",
+    "/help": "this list",
+    "/quit": "end, as Ctrl-D does",
+}
+_KEYS = {
+    "\\ at the end": "go on with the next line",
+    '"""': "begin and end a text of several lines; pasted ones need none",
+    "Ctrl-C": "stop an answer, or drop what you have typed",
+}
 
 
 def talk(url: str, model: str, lane: Lane | None, conversation: Conversation) -> None:
     asyncio.run(_greet(url, model))
-    while (line := _read_line()) is not None:
-        match line.split(maxsplit=1):
+    while (message := read_typed()) is not None:
+        match _words(message):
             case []:
                 continue
             case ["/quit"]:
                 return
+            case ["/help"]:
+                _help()
             case ["/reset"]:
                 conversation.turns.clear()
                 conversation.images.clear()
@@ -35,9 +44,19 @@ def talk(url: str, model: str, lane: Lane | None, conversation: Conversation) ->
                 conversation.system = " ".join(text)
                 note("the system prompt is set" if text else "there is no system prompt now")
             case [word, *_] if word.startswith("/"):
-                note(f"there is no {word}; the commands are {_COMMANDS}")
+                note(f"there is no {word}; the commands are {', '.join(_COMMANDS)}")
             case _:
-                _turn(url, model, lane, conversation, line)
+                _turn(url, model, lane, conversation, message)
+
+
+def _words(message: str) -> list[str]:
+    """The command and the rest of its line. Of a message that is no command, what it begins with does not matter."""
+    return ["a text"] if "\n" in message.strip() else message.split(maxsplit=1)
+
+
+def _help() -> None:
+    for name, meaning in {**_COMMANDS, **_KEYS}.items():
+        note(f"  {name:<13} {meaning}")
 
 
 def _show(conversation: Conversation, path: str) -> None:
@@ -49,20 +68,10 @@ def _show(conversation: Conversation, path: str) -> None:
 
 
 async def _greet(url: str, model: str) -> None:
-    """Says at once, not after the first question, that there is no server."""
-    async with connected(url):
-        note(f"{model} listens. Ctrl-C stops an answer, Ctrl-D ends; {_COMMANDS}.")
-
-
-def _read_line() -> str | None:
-    try:
-        return input("> ")
-    except KeyboardInterrupt:
-        print()
-        return ""
-    except EOFError:
-        print()
-        return None
+    """Tell at once, not after the first question, that there is no server, or nobody who answers."""
+    async with connected(url) as client:
+        if await mention_missing_worker(client, model, waits="what you say waits"):
+            note(f"{model} listens. Ctrl-C stops an answer, Ctrl-D ends, /help tells the rest.")
 
 
 def _turn(url: str, model: str, lane: Lane | None, conversation: Conversation, message: str) -> None:

@@ -119,6 +119,8 @@ class Terminal:
             ready, _, _ = select.select([self._ours], [], [], max(0.0, deadline - time.monotonic()))
             assert ready, f"{text!r} does not come, only {shown!r}"
             shown += os.read(self._ours, 1)
+            for switch in (b"\x1b[?2004h", b"\x1b[?2004l"):  # of bracketed paste, for the terminal
+                shown = shown.removesuffix(switch)
         return shown.decode()
 
     def close(self) -> None:
