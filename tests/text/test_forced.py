@@ -188,6 +188,66 @@ async def test_parameters_that_cannot_stand_between_tags_are_refused(schema: Sch
     assert words in (await refusal("qwen3_coder", tools=tools, tool_choice="required")).message
 
 
+UNION: Schema = {
+    "oneOf": [
+        {"type": "object", "properties": {"kind": {"const": kind}, "n": {"type": "integer"}}, "required": ["kind"]}
+        for kind in ("a", "b")
+    ]
+}
+WHOLE: Schema = {
+    "type": "object",
+    "properties": {
+        "ids": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+            "maxItems": 2,
+        },
+        "word": {
+            "type": "object",
+            "properties": {"w": {"type": "string", "pattern": '^[^"]{1,3}$'}},
+            "required": ["w"],
+        },
+        "pets": {"type": "array", "items": UNION, "maxItems": 2},
+        "more": {"type": "array", "items": {"$ref": "#"}, "maxItems": 1},
+        "paid": {
+            "type": "object",
+            "properties": {"card": {"type": "null"}, "code": {"type": "null"}},
+            "dependentRequired": {"card": ["code"]},
+            "additionalProperties": False,
+        },
+    },
+    "required": ["ids", "word", "pets"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("format", FORCED)
+def test_a_functions_parameters_are_held_as_an_answers_schema_is(format: str) -> None:
+    spoken, ended = model(format), 0
+    asked = request(
+        tools=[{"type": "function", "function": {"name": "f", "parameters": WHOLE}}],
+        tool_choice="required",
+        parallel_tool_calls=False,
+    )
+    for seed in range(12):
+        guide = spoken.quick_guide(asked)
+        tokens = walk(guide, {EOS, OTHER_EOS}, spoken.count, random.Random(seed), [spoken.tokenizer.encode('"')])
+        for call in spoken.said(asked, tokens)[0].tool_calls if tokens else ():
+            Draft202012Validator(WHOLE).validate(json.loads(call["function"]["arguments"]))
+            ended += 1
+    assert ended >= 3
+
+
+async def test_a_functions_parameters_are_refused_with_the_place() -> None:
+    for format in FORCED:
+        bound = {"items": {"type": "integer", "maximum": 2**53 + 1}, "type": "array"}
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": bound}}}}]
+        refused = await refusal(format, tools=tools, tool_choice="required")
+        assert refused.type == "invalid_request"
+        assert refused.message.startswith("tools: f: a: #/" if format == "qwen3_coder" else "tools: f: #/properties/a/")
+        assert "items/maximum: a bound beyond 2**53 cannot be held exactly; " in refused.message
+
+
 URGES = {"qwen3_coder": ["\n</parameter>", "null", "</"], "harmony": ["<|end|>"]}
 
 

@@ -38,6 +38,7 @@ def parameters(grammar: Grammar, function: str, schema: Schema) -> list[str]:
 class _Parameters:
     def __init__(self, grammar: Grammar, function: str, whole: Schema) -> None:
         self._grammar, self._function, self._whole = grammar, function, whole
+        self._parameter = ""  # the one at hand
 
     def rules(self) -> Iterator[str]:
         self._knows(self._whole, {"type", *_NAMED})
@@ -52,7 +53,7 @@ class _Parameters:
     def _rule(self, name: str, schema: Any) -> str:
         if re.search(r"[\s<>]", name):
             raise Refusal("unsupported", f"tools: this model's calls cannot name a parameter {name!r}.")
-        head = literal(f"<parameter={name}>\n")
+        head, self._parameter = literal(f"<parameter={name}>\n"), name
         return self._grammar.rule(f'{head} ({" | ".join(self._values(self._schema(schema)))}) "\\n"')
 
     def _values(self, schema: Schema) -> list[str]:
@@ -96,7 +97,8 @@ class _Parameters:
     def _json(self, schema: Schema) -> str:
         types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         exact = self._exact(schema) if _NUMBERS.intersection(types) else {}
-        return f"{self._grammar.json({**schema, **exact}, f'tools: {self._function}', self._whole)} {literal(_END)}"
+        field = f"tools: {self._function}: {self._parameter}"
+        return f"{self._grammar.json({**schema, **exact}, field, self._whole)} {literal(_END)}"
 
     def _exact(self, schema: Schema) -> Schema:
         """Return bounds within which a float holds every whole number, in place of its own that are wider."""

@@ -55,6 +55,8 @@ def test_a_bound_beyond_what_doubles_hold_is_held(schema: Schema, good: list[Any
         ({"type": "integer", "exclusiveMinimum": 2**60}, "#/exclusiveMinimum"),
         ({"type": "integer", "minimum": 2**63}, "#/minimum"),
         ({"type": "integer", "maximum": -(2**64)}, "#/maximum"),
+        ({"type": "integer", "minimum": 2**63 - 1}, "#/minimum"),
+        ({"type": "integer", "maximum": -(2**63)}, "#/maximum"),
         ({"type": "number", "maximum": 2**60}, "#/maximum"),
         ({"type": "number", "exclusiveMaximum": 2**54}, "#/exclusiveMaximum"),
         ({"type": "number", "minimum": 1e300}, "#/minimum"),

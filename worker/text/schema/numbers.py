@@ -106,9 +106,9 @@ def _outermost(limit: _Limit | None, unbreakable: int, instead: int, at: str) ->
         return value
     if value <= unbreakable if unbreakable < 0 else value >= unbreakable:
         return instead
-    if not _INT64_LEAST < value < _INT64_MOST:
+    if not _INT64_LEAST <= value <= _INT64_MOST:
         raise Unheld(f"{at}/{limit.keyword}", f"no 64-bit integer can satisfy {shown(value)}; use a nearer bound")
-    if int(float(value)) != value:
+    if int(float(value)) != value or value == _INT64_LEAST:
         raise _inexact(limit, at)
     return value
 
