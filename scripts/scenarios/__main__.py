@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from scripts.scenarios import beside, churn, crashes, fairness, load, offline, outages, pickup
+from scripts.scenarios import beside, churn, crashes, fairness, fuzz, greedy, load, offline, outages, pickup
 from scripts.scenarios.harness import Figure
 from scripts.stack import Server
 
@@ -49,6 +49,8 @@ SCENARIOS: dict[str, Scenario] = {
     "beside": lambda s: beside.beside_a_run(s.url, beside.tiny(s.url), rounds=5, phase_s=10, streams=4),
     "long-life": lambda s: churn.long_life(steps=20_000),
     "overload": lambda s: churn.overload(jobs=500),
+    "greedy": lambda s: greedy.beside_greedy(s.url, streams=32, alone_s=8),
+    "fuzz": lambda s: fuzz.fuzzed(s.url, bodies=2_000, streams=8, alone_s=10),
     "hostile": lambda s: load.hostile(s.url, _bomb(), megabytes=50),
 }
 

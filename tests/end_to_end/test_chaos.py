@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.scenarios import crashes, load, offline, outages, pickup
+from scripts.scenarios import crashes, greedy, load, offline, outages, pickup
 from scripts.scenarios.harness import Figure
 from scripts.stack import Server
 
@@ -47,3 +47,12 @@ async def test_hostile_payloads_fail_by_name_and_run_nothing(tmp_path: Path) -> 
         figures = await load.hostile(server.url, str(bomb), megabytes=20)
     assert [figure for figure in figures if not figure.holds] == []
     assert not bomb.exists()
+
+
+async def test_greedy_requests_beside_streams_end_by_name() -> None:
+    kinds = [kind for kind in greedy.KINDS if "metadata" in kind.what or "escapes" in kind.what]
+    with Server() as server:
+        figures = await greedy.beside_greedy(server.url, streams=4, alone_s=0.5, share=0.2, kinds=kinds)
+    verdicts = [figure for figure in figures if "verdicts" in figure.what]
+    assert len(verdicts) == 2
+    assert all(figure.holds for figure in verdicts), verdicts

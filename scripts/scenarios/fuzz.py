@@ -1,0 +1,92 @@
+"""Very many bodies that are nearly right, beside streams that nobody may hold up."""
+
+import asyncio
+import statistics
+from collections import Counter
+from dataclasses import dataclass, field
+
+import redis.asyncio
+
+from scripts.scenarios.attacked import Memory, Phase, endings, gaps, put, server_now, told
+from scripts.scenarios.from_schema import bodies as make_bodies
+from scripts.scenarios.harness import Figure, ask, until_decoding
+from scripts.stack import WorkerProcess
+from sluice import Client
+
+_AT_ONCE = 20
+_FINAL = {"finished", "failed", "cancelled"}
+
+
+@dataclass(slots=True)
+class Fuzzed:
+    verdicts: Counter[str] = field(default_factory=Counter)
+    not_once: list[str] = field(default_factory=list)  # jobs without exactly one final event, at the end of their log
+    warm_mb: float = 0.0  # memory after a quarter of the bodies, on top of that at the start
+    grown_mb: float = 0.0  # at the end, on top of that after a quarter
+
+
+async def fuzzed(url: str, *, bodies: int, streams: int, alone_s: float) -> list[Figure]:
+    made = await asyncio.to_thread(make_bodies, bodies)
+    async with Client(url) as client, redis.asyncio.Redis.from_url(url) as db:
+        # Few tokens for what is right, so that its prompt and its end are tried and not its middle; and little kept
+        # of its prompts, so that memory tells of what is lost.
+        worker = WorkerProcess(
+            url, max_rows=streams + _AT_ONCE, reserved_rows=0, step_ms=50, prefix_cache_gb=0.05,
+            default_max_tokens=2, max_output_tokens=30_000, disconnect_grace_s=0.5,
+        )  # fmt: skip
+        with worker:
+            ids = [(await client.submit(ask(30_000, logit_bias={"2": -100}))).id for _ in range(streams)]
+            await until_decoding(client, ids, 10)
+            alone = await _pause(db, alone_s)
+            found, beside = await _attack(db, worker, made)
+            after = await _pause(db, alone_s)
+            for phase in (alone, beside, after):
+                phase.gaps_s = [gap for job_id in ids for gap in await gaps(db, job_id, phase)]
+            for job_id in ids:
+                await client.cancel(job_id)
+            tracebacks = worker.log().count("Traceback")
+    return judge(len(made), found, alone.and_also(after), beside, tracebacks)
+
+
+def judge(count: int, found: Fuzzed, alone: Phase, beside: Phase, tracebacks: int) -> list[Figure]:
+    what = f"{count:,} fuzzed bodies"
+    step_ms, alone_ms = 1000 * statistics.median(alone.gaps_s), 1000 * max(alone.gaps_s)
+    gap_ms = 1000 * max(beside.gaps_s, default=0.0)
+    said = ", ".join(f"{number} {type}" for type, number in found.verdicts.most_common())
+    ours = found.verdicts["internal"] + found.verdicts["none"]
+    return [
+        Figure(f"{what}: without exactly one final event", "0", str(len(found.not_once)), not found.not_once),
+        Figure(f"{what}: our fault, or never ended ({said})", "0", str(ours), ours == 0),
+        Figure(f"{what}: tracebacks in the log", "0", str(tracebacks), tracebacks == 0),
+        Figure(f"{what}: longest gap of a stream beside them (alone {alone_ms:.0f} ms, step {step_ms:.0f} ms)",
+               f"≤ {alone_ms + step_ms + 100:.0f} ms", f"{gap_ms:.0f} ms", gap_ms <= alone_ms + step_ms + 100),
+        Figure(f"{what}: memory after the first quarter ({found.warm_mb:,.0f} MB until then)", "≤ 64 MB more",
+               f"{found.grown_mb:,.0f} MB", found.grown_mb <= 64),
+    ]  # fmt: skip
+
+
+async def _pause(db: redis.asyncio.Redis, seconds: float) -> Phase:
+    phase = Phase(began=await server_now(db))
+    await asyncio.sleep(seconds)
+    phase.ended = await server_now(db)
+    return phase
+
+
+async def _attack(db: redis.asyncio.Redis, worker: WorkerProcess, made: list[bytes]) -> tuple[Fuzzed, Phase]:
+    found, phase, memory = Fuzzed(), Phase(began=await server_now(db)), Memory(worker)
+    start_mb, quarter = await memory.now_mb(), len(made) // 4
+    for number, chunk in enumerate(made[start : start + _AT_ONCE] for start in range(0, len(made), _AT_ONCE)):
+        await put(db, f"fuzz-{number}", chunk)
+        verdicts, _ = await endings(db, f"fuzz-{number}", len(chunk))
+        found.verdicts += verdicts
+        found.not_once += [job_id for i in range(len(chunk)) if not await _once(db, job_id := f"fuzz-{number}-{i}")]
+        if number * _AT_ONCE <= quarter:
+            found.warm_mb = await memory.now_mb() - start_mb
+    phase.ended = await server_now(db)
+    found.grown_mb = await memory.now_mb() - start_mb - found.warm_mb
+    return found, phase
+
+
+async def _once(db: redis.asyncio.Redis, job_id: str) -> bool:
+    types = [type for _, type in await told(db, job_id)]
+    return bool(types) and types[-1] in _FINAL and sum(type in _FINAL for type in types) == 1
