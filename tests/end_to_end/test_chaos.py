@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.scenarios import crashes, greedy, load, offline, outages, pickup
+from scripts.scenarios import crashes, fuzz, greedy, load, offline, outages, pickup
 from scripts.scenarios.harness import Figure
 from scripts.stack import Server
 
@@ -56,3 +56,11 @@ async def test_greedy_requests_beside_streams_end_by_name() -> None:
     verdicts = [figure for figure in figures if "verdicts" in figure.what]
     assert len(verdicts) == 2
     assert all(figure.holds for figure in verdicts), verdicts
+
+
+async def test_fuzzed_bodies_end_once_each_and_none_by_our_fault() -> None:
+    with Server() as server:
+        figures = await fuzz.fuzzed(server.url, bodies=60, streams=2, alone_s=0.5)
+    about_time_and_memory = [figure for figure in figures if "gap" in figure.what or "memory" in figure.what]
+    assert len(about_time_and_memory) == 2
+    assert [figure for figure in figures if not figure.holds and figure not in about_time_and_memory] == []

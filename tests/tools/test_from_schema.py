@@ -1,0 +1,36 @@
+"""The fuzz's bodies: mostly right where the schema says so, and the same each time."""
+
+import json
+from typing import Any
+
+from hypothesis import given, settings
+from jsonschema import Draft202012Validator
+
+from schemas.generate import contract
+from scripts.scenarios.from_schema import REQUESTS, bodies
+
+CONTRACT = contract()
+REQUEST = Draft202012Validator({**CONTRACT, "$ref": "#/$defs/Request"})
+
+
+@settings(max_examples=150, deadline=None)
+@given(REQUESTS)
+def test_what_is_made_from_the_schema_is_what_the_schema_allows(request: Any) -> None:
+    assert [error.message for error in REQUEST.iter_errors(request)] == []
+
+
+def test_the_bodies_are_the_same_each_time_and_as_many_different_ones_as_asked_for() -> None:
+    first = bodies(40)
+    assert bodies(40) == first
+    assert len(set(first)) == len(first) == 40
+
+
+def test_some_bodies_are_json_and_some_are_not() -> None:
+    def is_json(body: bytes) -> bool:
+        try:
+            json.loads(body)
+        except ValueError:
+            return False
+        return True
+
+    assert {is_json(body) for body in bodies(100)} == {True, False}
