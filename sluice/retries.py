@@ -155,4 +155,6 @@ def _code(error: ResponseError) -> str:
 
 
 def _gave_up(error: Exception, seconds: float) -> Exception:
-    return ServerUnreachable(f"{error} (for {seconds:.0f} s)") if is_transient(error) else error
+    if not is_transient(error):
+        return error
+    return ServerUnreachable(f"no answer for {seconds:.0f} s: {error}" if seconds >= 1 else str(error))

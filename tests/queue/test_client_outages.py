@@ -1,74 +1,30 @@
-"""What the client does when its connections die, with and without a word, and when the server refuses it."""
+"""What the client does when its connections die, with and without a word."""
 
 import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import (
-    AuthenticationError,
-    BusyLoadingError,
-    ClusterDownError,
     ConnectionError,
-    NoPermissionError,
-    OutOfMemoryError,
-    ReadOnlyError,
     RedisError,
-    ResponseError,
 )
-from redis.exceptions import TimeoutError as RedisTimeoutError
 
 import sluice
 from scripts.stack import Server
-from sluice import CancelNotStored, Client, ServerUnreachable, Submitted, wire
+from sluice import Client, ServerUnreachable, Submitted, wire
 from sluice.batch.board import Board
 from sluice.batch.status import Batch
 from sluice.letters import DeadLetter
-from sluice.retries import Retries, is_transient
+from sluice.retries import Retries
 from tests.line import Line
-from tests.waiting import until
+from tests.queue.streaming import HELLO, behind, event, say, seqs, subscribed
 
-HELLO = [{"role": "user", "content": "Hello"}]
 GAP_S = 5.0  # the most that a dead connection may cost
-
-
-def event(seq: int, type: str = "delta", **more: Any) -> bytes:
-    fields = {"token_ids": []} if type == "delta" else {"reason": "requested", "usage": {}}
-    return json.dumps({"id": "a", "seq": seq, "attempt": 1, "type": type, "ts": 0, **fields, **more}).encode()
-
-
-async def say(db: Redis, *events: bytes) -> None:
-    for raw in events:
-        await db.rpush(wire.log_key("a"), raw)
-        await db.publish(wire.channel("a"), raw)
-
-
-@asynccontextmanager
-async def behind(url: str, *, own: bool = False, **options: Any) -> AsyncIterator[tuple[Line, Client]]:
-    """A client behind a proxy; with `own`, one that was given a redis-py client as a backend makes it."""
-    async with Line(url) as line:
-        if not own:
-            async with Client(line.url, **options) as client:
-                yield line, client
-            return
-        async with Redis.from_url(line.url) as redis, Client(redis=redis, **options) as client:
-            yield line, client
-
-
-async def seqs(client: Client, job_id: str, **how: Any) -> list[int]:
-    return [event.seq async for event in client.stream(job_id, **how)]
-
-
-async def subscribed(db: Redis, channel: str, *, times: int = 1) -> None:
-    async def is_subscribed() -> bool:
-        return bool((await db.pubsub_numsub(channel))[0][1] == times)
-
-    await until(is_subscribed)
 
 
 # Connections that die without a word
@@ -273,74 +229,6 @@ async def test_a_time_limit_of_a_result_is_not_taken_for_an_outage(client: Clien
         await client.result(job.id, timeout=0.1)
 
 
-# Refusals, which do not pass
-
-
-async def test_a_wrong_password_is_raised_at_once(redis_url: str) -> None:
-    async with Client(redis_url.replace("://", "://nobody:wrong@")) as client:
-        for call in (seqs(client, "a"), client.result("a"), client.submit(HELLO), client.cancel("a"), client.ping()):
-            with pytest.raises(AuthenticationError):
-                await asyncio.wait_for(call, 3)
-
-
-@pytest.fixture
-async def limited(db: Redis, redis_url: str) -> AsyncIterator[Callable[..., Client]]:
-    """Makes clients of a user who may do all but what is given, as in `-lrange`."""
-    clients = []
-
-    def make(*rules: str) -> Client:
-        clients.append(Client(redis_url.replace("://", "://limited:secret@")))
-        return clients[-1]
-
-    async def allow(*rules: str) -> Client:
-        await db.execute_command("ACL", "SETUSER", "limited", "reset", "on", ">secret", "~*", "&*", "+@all", *rules)
-        return make()
-
-    yield allow
-    for client in clients:
-        await client.aclose()
-    await db.execute_command("ACL", "DELUSER", "limited")
-
-
-@pytest.mark.parametrize("rules", [("-lrange",), ("-subscribe",), ("resetchannels",)])
-async def test_a_missing_permission_ends_a_stream(limited: Callable[..., Awaitable[Client]], rules: Any) -> None:
-    client = await limited(*rules)
-    with pytest.raises(NoPermissionError):
-        await asyncio.wait_for(seqs(client, "a"), 3)
-    with pytest.raises(NoPermissionError):
-        await asyncio.wait_for(client.result("a"), 3)
-
-
-async def test_a_user_who_may_not_ping_streams_through_lost_connections(
-    db: Redis, limited: Callable[..., Awaitable[Client]]
-) -> None:
-    client = await limited("-ping")
-    stream = asyncio.create_task(seqs(client, "a"))
-    await subscribed(db, wire.channel("a"))
-    await say(db, event(0))
-    await asyncio.sleep(2.5)  # the connection was quiet for long enough to be checked
-    await db.client_kill_filter(user="limited")
-    await say(db, event(1, "cancelled"))
-    assert await asyncio.wait_for(stream, GAP_S) == [0, 1]
-
-
-async def test_a_log_of_another_type_ends_a_stream(db: Redis, client: Client) -> None:
-    await db.set(wire.log_key("a"), "no list")
-    with pytest.raises(ResponseError):
-        await asyncio.wait_for(seqs(client, "a"), 3)
-
-
-@pytest.mark.parametrize("after", [-2, 2**53 + 1, 2**63, 2**64, 1.5, True, None, "1"])
-async def test_a_number_that_no_event_can_have_is_refused(client: Client, after: Any) -> None:
-    with pytest.raises(ValueError, match="after"):
-        await asyncio.wait_for(seqs(client, "a", after=after), 3)
-
-
-async def test_the_largest_number_is_taken(db: Redis, client: Client) -> None:
-    await say(db, event(0), event(1, "cancelled"))
-    assert await asyncio.wait_for(seqs(client, "a", after=2**53), 3) == []
-
-
 async def test_a_stream_rides_out_a_script_that_keeps_the_server_busy(db: Redis, redis_url: str) -> None:
     busy = """
     local began = redis.call('TIME')
@@ -356,27 +244,6 @@ async def test_a_stream_rides_out_a_script_that_keeps_the_server_busy(db: Redis,
             assert await asyncio.wait_for(stream, GAP_S) == [0]
     finally:
         await db.config_set("lua-time-limit", 5000)
-
-
-@pytest.mark.parametrize(
-    ("error", "passes"),
-    [
-        (ConnectionError("refused"), True),
-        (RedisTimeoutError("late"), True),
-        (OSError(113, "no route"), True),
-        (BusyLoadingError("loading"), True),
-        (ReadOnlyError("a replica"), True),
-        (ClusterDownError("CLUSTERDOWN the cluster is down"), True),
-        (ResponseError("BUSY a script runs"), True),
-        (AuthenticationError("wrong"), False),
-        (NoPermissionError("no permission"), False),
-        (OutOfMemoryError("full"), False),
-        (ResponseError("WRONGTYPE another type"), False),
-        (ResponseError("value is BUSY"), False),
-    ],
-)
-def test_an_outage_passes_and_a_refusal_does_not(error: Exception, passes: bool) -> None:
-    assert is_transient(error) is passes
 
 
 async def test_an_answer_that_takes_long_is_waited_for_at_the_second_try(
@@ -406,33 +273,6 @@ async def test_an_outage_is_logged_when_it_begins_and_when_it_ends(
     began, ended = (record.getMessage() for record in caplog.records)
     assert "does not answer (no answer within 0.05 s)" in began
     assert "answers again" in ended
-
-
-# A full server
-
-
-async def test_a_cancel_that_a_full_server_does_not_keep_is_told_to_the_workers_and_to_the_caller(
-    db: Redis, client: Client
-) -> None:
-    async with db.pubsub() as control:
-        await control.subscribe(wire.CONTROL)
-        await control.get_message(timeout=1)
-        await db.config_set("maxmemory", 1)
-        try:
-            with pytest.raises(CancelNotStored) as raised:
-                await client.cancel("a")
-        finally:
-            await db.config_set("maxmemory", 0)
-        assert isinstance(raised.value.__cause__, OutOfMemoryError)
-        told = await control.get_message(timeout=1)
-        assert told is not None
-        assert told["data"] == b"a"
-
-
-async def test_a_cancel_without_the_right_to_publish_is_an_error(limited: Callable[..., Awaitable[Client]]) -> None:
-    client = await limited("-publish")
-    with pytest.raises(NoPermissionError):
-        await client.cancel("a")
 
 
 def test_what_ends_an_outage_is_both_ours_and_redis_pys() -> None:

@@ -1,0 +1,133 @@
+"""What the server refuses is raised at once, and never taken for an outage."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    ClusterDownError,
+    ConnectionError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    ResponseError,
+)
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from sluice import CancelNotStored, Client, wire
+from sluice.retries import is_transient
+from tests.queue.streaming import HELLO, event, say, seqs, subscribed
+
+
+async def test_a_wrong_password_is_raised_at_once(redis_url: str) -> None:
+    async with Client(redis_url.replace("://", "://nobody:wrong@")) as client:
+        for call in (seqs(client, "a"), client.result("a"), client.submit(HELLO), client.cancel("a"), client.ping()):
+            with pytest.raises(AuthenticationError):
+                await asyncio.wait_for(call, 3)
+
+
+@pytest.fixture
+async def limited(db: Redis, redis_url: str) -> AsyncIterator[Callable[..., Awaitable[Client]]]:
+    """Makes the client of a user who may do all but what is given, as in `-lrange`."""
+    clients = []
+
+    async def allow(*rules: str) -> Client:
+        await db.execute_command("ACL", "SETUSER", "limited", "reset", "on", ">secret", "~*", "&*", "+@all", *rules)
+        clients.append(Client(redis_url.replace("://", "://limited:secret@")))
+        return clients[-1]
+
+    yield allow
+    for client in clients:
+        await client.aclose()
+    await db.execute_command("ACL", "DELUSER", "limited")
+
+
+@pytest.mark.parametrize("rules", [("-lrange",), ("-subscribe",), ("resetchannels",)])
+async def test_a_missing_permission_ends_a_stream(limited: Callable[..., Awaitable[Client]], rules: Any) -> None:
+    client = await limited(*rules)
+    with pytest.raises(NoPermissionError):
+        await asyncio.wait_for(seqs(client, "a"), 3)
+    with pytest.raises(NoPermissionError):
+        await asyncio.wait_for(client.result("a"), 3)
+
+
+async def test_a_user_who_may_not_ping_streams_through_lost_connections(
+    db: Redis, limited: Callable[..., Awaitable[Client]]
+) -> None:
+    client = await limited("-ping")
+    stream = asyncio.create_task(seqs(client, "a"))
+    await subscribed(db, wire.channel("a"))
+    await say(db, event(0))
+    await asyncio.sleep(2.5)  # the connection was quiet for long enough to be checked
+    await db.client_kill_filter(user="limited")
+    await say(db, event(1, "cancelled"))
+    assert await asyncio.wait_for(stream, 5) == [0, 1]
+
+
+async def test_a_log_of_another_type_ends_a_stream(db: Redis, client: Client) -> None:
+    await db.set(wire.log_key("a"), "no list")
+    with pytest.raises(ResponseError):
+        await asyncio.wait_for(seqs(client, "a"), 3)
+
+
+@pytest.mark.parametrize("after", [-2, 2**53 + 1, 2**63, 2**64, 1.5, True, None, "1"])
+async def test_a_number_that_no_event_can_have_is_refused(client: Client, after: Any) -> None:
+    with pytest.raises(ValueError, match="after"):
+        await asyncio.wait_for(seqs(client, "a", after=after), 3)
+
+
+async def test_the_largest_number_is_taken(db: Redis, client: Client) -> None:
+    await say(db, event(0), event(1, "cancelled"))
+    assert await asyncio.wait_for(seqs(client, "a", after=2**53), 3) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (ConnectionError("refused"), True),
+        (RedisTimeoutError("late"), True),
+        (OSError(113, "no route"), True),
+        (BusyLoadingError("loading"), True),
+        (ReadOnlyError("a replica"), True),
+        (ClusterDownError("CLUSTERDOWN the cluster is down"), True),
+        (ResponseError("BUSY a script runs"), True),
+        (AuthenticationError("wrong"), False),
+        (NoPermissionError("no permission"), False),
+        (OutOfMemoryError("full"), False),
+        (ResponseError("WRONGTYPE another type"), False),
+        (ResponseError("value is BUSY"), False),
+    ],
+)
+def test_an_outage_passes_and_a_refusal_does_not(error: Exception, passes: bool) -> None:
+    assert is_transient(error) is passes
+
+
+# A full server
+
+
+async def test_a_cancel_that_a_full_server_does_not_keep_is_told_to_the_workers_and_to_the_caller(
+    db: Redis, client: Client
+) -> None:
+    async with db.pubsub() as control:
+        await control.subscribe(wire.CONTROL)
+        await control.get_message(timeout=1)
+        await db.config_set("maxmemory", 1)
+        try:
+            with pytest.raises(CancelNotStored) as raised:
+                await client.cancel("a")
+        finally:
+            await db.config_set("maxmemory", 0)
+        assert isinstance(raised.value.__cause__, OutOfMemoryError)
+        told = await control.get_message(timeout=1)
+        assert told is not None
+        assert told["data"] == b"a"
+
+
+async def test_a_cancel_without_the_right_to_publish_is_an_error(limited: Callable[..., Awaitable[Client]]) -> None:
+    client = await limited("-publish")
+    with pytest.raises(NoPermissionError):
+        await client.cancel("a")
