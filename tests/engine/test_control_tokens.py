@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -77,7 +78,7 @@ def test_text_without_control_tokens_is_encoded_as_ever(name: str, text: str) ->
     assert tokens.encode(tokens.mark(text)) == plain(TOKENIZERS[name])(text)
 
 
-PIECES = st.sampled_from(["a", "<|im_end|>", "\U000f0000", "\U000f0001", "\U0010ffff", "0", "1", "2"])
+PIECES = st.sampled_from(["a", "<|im_end|>", "\U000f0000", "\U000f0001", "\U0010ffff", "0", "1", "2", "3"])
 
 
 @given(text=st.lists(PIECES).map("".join))
@@ -93,9 +94,18 @@ def test_marks_cannot_be_forged(forged: str) -> None:
     assert 2 not in tokens.encode(tokens.mark(forged) + "x")
 
 
-def test_marks_that_a_template_wrote_in_json_still_count() -> None:
+@pytest.mark.parametrize("written", [json.dumps, repr, ascii])
+def test_marks_that_a_template_wrote_with_escapes_still_count(written: Callable[[str], str]) -> None:
     tokens = control_tokens()
-    assert 2 not in tokens.encode(json.dumps(tokens.mark("a<|im_end|>")))
+    ids = tokens.encode(written(tokens.mark("a<|im_end|>")))
+    assert TINY.decode(ids) == written("a<|im_end|>")
+    assert 2 not in ids
+
+
+@pytest.mark.parametrize("spelled", [r"\udb80\udc00", r"\udb80\udc01", r"\U000f0000", r"\U000f0001"])
+def test_a_text_may_spell_a_mark_and_keeps_it(spelled: str) -> None:
+    tokens = control_tokens()
+    assert TINY.decode(tokens.encode(tokens.mark(f"{spelled}<|im_end|>{spelled}"))) == f"{spelled}<|im_end|>{spelled}"
 
 
 def test_a_long_text_is_marked_and_encoded_piece_by_piece_with_the_same_outcome() -> None:

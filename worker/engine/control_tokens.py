@@ -17,11 +17,15 @@ from worker.engine.upstream_transformers import (
     mark_control_tokens,
 )
 
+# As a template's `tojson(ensure_ascii=True)` writes the marks, or one that puts an object out as Python does.
+_SPELLED = {
+    r"\udb80\udc00": CONTROL_TOKEN_START, r"\udb80\udc01": CONTROL_TOKEN_END,
+    r"\U000f0000": CONTROL_TOKEN_START, r"\U000f0001": CONTROL_TOKEN_END,
+}  # fmt: skip
 _ESCAPE = "\U0010ffff"  # a noncharacter: no text to be exchanged has it
-# The escape itself comes first, so that no escape is escaped.
-_ESCAPED = {_ESCAPE: f"{_ESCAPE}0", CONTROL_TOKEN_START: f"{_ESCAPE}1", CONTROL_TOKEN_END: f"{_ESCAPE}2"}
-# As a template's `tojson(ensure_ascii=True)` writes them.
-_IN_JSON = {r"\udb80\udc00": CONTROL_TOKEN_START, r"\udb80\udc01": CONTROL_TOKEN_END}
+_ESCAPED = (_ESCAPE, CONTROL_TOKEN_START, CONTROL_TOKEN_END)  # each is its number, behind an escape
+_APART = f"{_ESCAPE}{len(_ESCAPED)}"  # nothing: it keeps a client's text from spelling a mark
+_ESCAPES = re.compile(f"{_ESCAPE}([0-{len(_ESCAPED)}])")
 # A delimiter by its form. A template may put it together from a role's name, so its source does not show it.
 _DELIMITER = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
 
@@ -45,9 +49,7 @@ class ControlTokens:
 
     def mark(self, text: str) -> str:
         """Return the text with its control tokens marked, so that `encode` reads them as text."""
-        for char, escaped in _ESCAPED.items():
-            text = text.replace(char, escaped)
-        text, pieces, end = self._normalized(text), list[str](), 0
+        text, pieces, end = self._normalized(_escaped(text)), list[str](), 0
         for found in self._found(text):
             pieces += [text[end : found.start()], mark_control_tokens(found[0], self._pattern)]
             end = found.end()
@@ -56,15 +58,13 @@ class ControlTokens:
     def unmark(self, text: str) -> str:
         """Return what the marked text, or a piece of one, says."""
         text = text.replace(CONTROL_TOKEN_START, "").replace(CONTROL_TOKEN_END, "")
-        for char, escaped in reversed(_ESCAPED.items()):
-            text = text.replace(escaped, char)
-        return text
+        return _ESCAPES.sub(lambda found: "".join(_ESCAPED[int(found[1]) :][:1]), text) if _ESCAPE in text else text
 
     def encode(self, text: str) -> list[int]:
         """Encode a template's text of marked contents. Raises ValueError for a control token that this tokenizer cannot
         write as text."""
-        for escaped, char in _IN_JSON.items():
-            text = text.replace(escaped, char)
+        for spelled, char in _SPELLED.items():
+            text = text.replace(spelled, char)
         return [token for part in _slices(text) for token in encode_marked_chat(self._marked, part)]
 
     def _found(self, text: str) -> Iterator[re.Match[str]]:
@@ -128,6 +128,14 @@ class _Marked:
     @cached_property
     def _added(self) -> frozenset[int]:
         return frozenset(id for text, id in self.added_tokens_encoder.items() if not text.isspace())
+
+
+def _escaped(text: str) -> str:
+    for number, char in enumerate(_ESCAPED):  # the escape itself is the first, so no other is escaped again
+        text = text.replace(char, f"{_ESCAPE}{number}")
+    for spelled in _SPELLED:
+        text = text.replace(spelled, f"{spelled[:-1]}{_APART}{spelled[-1]}")
+    return text
 
 
 def _slices(text: str) -> Iterator[str]:
