@@ -214,7 +214,7 @@ async def test_a_model_without_think_markers_does_not_think() -> None:
 
 
 async def threads(*messages: Said, **rest: Any) -> set[threading.Thread]:
-    tokenizer = ByteTokenizer(template="{{ tools }}")
+    tokenizer = ByteTokenizer(template="{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}")
     await Prompts(tokenizer, None).render(request(*messages, **rest))
     return tokenizer.threads
 

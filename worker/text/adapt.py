@@ -7,14 +7,23 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from worker.text.adaptations import LADDERS, SYSTEM_FIRST, SYSTEM_IN_USER, Adaptation
+from worker.text.adaptations import (
+    LADDERS,
+    SYSTEM_FIRST,
+    SYSTEM_IN_USER,
+    Adaptation,
+    CallMarks,
+    parted,
+)
 from worker.text.tokenizer import Conversation
 
 # A template's refusals, and its slips on what it did not expect. mlx-lm's own, which are in Python, assert.
 RAISED = (TemplateError, TypeError, KeyError, ValueError, AssertionError)
 TAKES_NO_TOOLS = "takes no tools"
-LEAVES_OUT = "leaves out system text, tool calls or results, however they come"
+LEAVES_OUT = "leaves out texts, tool calls or results, however they come"
+FIRST_AS_USER = "writes an assistant's first words as a user's, however they come"
 
+Think = tuple[str, str] | None
 Ladder = tuple[Adaptation, ...]
 Tools = list[dict[str, Any]]
 Render = Callable[[Conversation, Tools], str]
@@ -28,12 +37,14 @@ class NotTaken(Exception):
 class Adapter:
     """A worker has one. It remembers what its template made necessary, which saves trials and changes no result."""
 
-    def __init__(self) -> None:
+    def __init__(self, think: Think = None) -> None:
+        """`think`: the markers around reasoning, which templates leave out."""
+        self._think = think
         self._needed = defaultdict[Ladder, set[Adaptation]](set)  # ever
 
     def as_it_is(self, conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[str]]:
         """As `adapt`, by one trial. Raises `NotTaken`."""
-        text = _Trials(tools, render).whole(conversation)
+        text = _Trials(tools, render, self._think).whole(conversation)
         if text is None:
             raise NotTaken
         return text, []
@@ -44,7 +55,7 @@ class Adapter:
         A template that leaves something out has not taken it. If it does so whatever we change, its first text is
         good enough. Raises what it raised for the conversation as it is.
         """
-        trials = _Trials(tools, render)
+        trials = _Trials(tools, render, self._think)
         text = trials.whole(conversation)
         if text is not None:
             return text, []
@@ -77,8 +88,8 @@ class Adapter:
 
 
 class _Trials:
-    def __init__(self, tools: Tools, render: Render) -> None:
-        self._tools, self._render = tools, render
+    def __init__(self, tools: Tools, render: Render, think: Think) -> None:
+        self._tools, self._render, self._think = tools, render, think
         self._texts: list[tuple[str, list[str]]] = []  # each with what is wrong with it
         self._errors: list[Exception] = []
 
@@ -99,16 +110,29 @@ class _Trials:
         return self._texts[0]
 
     def _missing(self, conversation: Conversation, text: str) -> list[str]:
-        fewer = _with_fewer_calls(conversation)
         missing = []
-        if not _is_in(conversation, text) or (fewer != conversation and self._makes(text, fewer, self._tools)):
+        if not (_is_in(conversation, text, self._think) and self._has_calls(conversation, text)):
             missing.append(LEAVES_OUT)
+        of_a_user = _with_first_as_user(conversation)
+        if of_a_user != conversation and self._makes(text, of_a_user, self._tools):
+            missing.append(FIRST_AS_USER)
         if self._tools and self._makes(text, conversation, []):
             missing.append(TAKES_NO_TOOLS)
         return missing
 
+    def _has_calls(self, conversation: Conversation, text: str) -> bool:
+        """Whether each call is shown, and in order. Names prove nothing: they may be a user's own words, so each is
+        looked for with a mark of its own."""
+        if not any("tool_calls" in turn for turn in conversation):
+            return True
+        marks = CallMarks(text)
+        try:
+            return marks.all_in(self._render(marks.into(conversation), self._tools))
+        except RAISED:  # it takes no name with a mark
+            return not self._makes(text, _with_fewer_calls(conversation), self._tools)
+
     def _makes(self, text: str, conversation: Conversation, tools: Tools) -> bool:
-        """What makes no difference was left out. Names prove nothing: they may be a user's own words."""
+        """What makes no difference was left out."""
         try:
             return self._render(conversation, tools) == text
         except RAISED:
@@ -146,22 +170,44 @@ def _with_fewer_calls(conversation: Conversation) -> Conversation:
     ]
 
 
-def _is_in(conversation: Conversation, text: str) -> bool:
-    """System text and results, which some templates leave out without a word."""
-    by_role = {role: [each["content"] for each in conversation if each["role"] == role] for role in ("system", "tool")}
-    return all(_in_order(map(_sturdy, contents), text) for contents in by_role.values())
+def _with_first_as_user(conversation: Conversation) -> Conversation:
+    """Where an assistant speaks first, in a user's name: Llama 3.1's writes tools and the first turn as one."""
+    system, turns = parted(conversation)
+    if not turns or turns[0]["role"] != "assistant":
+        return conversation
+    return [*system, {"role": "user", "content": turns[0]["content"]}, *turns[1:]]
 
 
-def _sturdy(words: str) -> str:
-    """The longest piece that trimming, indenting and JSON leave as it is."""
-    return max(re.split(r'["\\\x00-\x1f]', words), key=len).strip()
+def _is_in(conversation: Conversation, text: str, think: Think) -> bool:
+    """Each text, in order within its role. Some templates leave texts out without a word: they may do so with
+    reasoning, and with what is said beside a call."""
+    by_role: dict[str, list[str]] = {}
+    for message in conversation:
+        if "tool_calls" not in message:
+            by_role.setdefault(message["role"], []).append(_told(message, think))
+    return all(_in_order(texts, text) for texts in by_role.values())
+
+
+def _told(message: dict[str, Any], think: Think) -> str:
+    content: str = message["content"]
+    return content.rpartition(think[1])[2] if think and message["role"] == "assistant" else content
 
 
 def _in_order(words: Iterable[str], text: str) -> bool:
     """Each is looked for behind the one before: from the beginning it would take seconds in a long text."""
-    at = 0
+    end = 0
     for word in words:
-        at = text.find(word, at)
-        if at < 0:
+        found = word.strip()
+        start = text.find(found, end)
+        if start < 0:
+            found = _sturdy(word)
+            start = text.find(found, end)
+        if start < 0:
             return False
+        end = start + len(found)
     return True
+
+
+def _sturdy(words: str) -> str:
+    """The longest piece that trimming, indenting and JSON leave as it is. Characters for private use are marks."""
+    return max(re.split(r'["\\\x00-\x1f\ue000-\uf8ff\U000f0000-\U0010ffff]', words), key=len).strip()

@@ -5,8 +5,9 @@ all of one at once.
 """
 
 import json
+import re
 from collections.abc import Callable
-from itertools import chain
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 from worker.text.normalize import joined, merged
@@ -98,12 +99,12 @@ def _said(message: Message) -> Message:
 
 
 def _system_first(conversation: Conversation) -> Conversation:
-    system, turns = _parted(conversation)
+    system, turns = parted(conversation)
     return conversation if system else [_turn("system"), *turns]
 
 
 def _user_first(conversation: Conversation) -> Conversation:
-    system, turns = _parted(conversation)
+    system, turns = parted(conversation)
     return conversation if turns and turns[0]["role"] == "user" else [*system, _turn("user"), *turns]
 
 
@@ -121,17 +122,55 @@ def _turns_between(conversation: Conversation) -> Conversation:
 
 
 def _system_in_user(conversation: Conversation) -> Conversation:
-    system, turns = _parted(conversation)
+    system, turns = parted(conversation)
     if not system:
         return conversation
     user, *rest = turns if turns and turns[0]["role"] == "user" else [_turn("user"), *turns]
     return [{**user, "content": joined([system[0]["content"], user["content"]])}, *rest]
 
 
-def _parted(conversation: Conversation) -> tuple[Conversation, Conversation]:
+def parted(conversation: Conversation) -> tuple[Conversation, Conversation]:
     """The system message, if there is one, and the rest."""
     start = 1 if conversation and conversation[0]["role"] == "system" else 0
     return conversation[:start], conversation[start:]
+
+
+class CallMarks:
+    """Marks that show if a template writes each call: in its name, and in its arguments where these hold words."""
+
+    def __init__(self, text: str) -> None:
+        """None of the marks is in this text. They are letters and digits, which no way of writing changes."""
+        unused = (stem for stem in map("mark{}x".format, count()) if stem not in text)
+        self._stem = next(unused)
+        self._names, self._words = list[int](), list[int]()
+
+    def into(self, conversation: Conversation) -> Conversation:
+        return _each_call(conversation, self._marked)
+
+    def all_in(self, shown: str) -> bool:
+        """Whether each is there, the names in their order."""
+        found = dict.fromkeys(int(number) for number in re.findall(f"{self._stem}([0-9]+)z", shown))
+        names = [number for number in found if number % 2 == 0]
+        return names == self._names and found.keys() >= set(self._words)
+
+    def _marked(self, call: dict[str, Any]) -> dict[str, Any]:
+        number = 2 * len(self._names)
+        self._names.append(number)
+        function = call["function"]
+        arguments = self._with_words_marked(function["arguments"], number + 1)
+        return {**call, "function": {"name": f"{function['name']}{self._mark(number)}", "arguments": arguments}}
+
+    def _with_words_marked(self, arguments: Any, number: int) -> Any:
+        names = (
+            [name for name, value in arguments.items() if isinstance(value, str)] if isinstance(arguments, dict) else []
+        )
+        if not names:
+            return arguments
+        self._words.append(number)
+        return {**arguments, names[0]: f"{arguments[names[0]]}{self._mark(number)}"}
+
+    def _mark(self, number: int) -> str:
+        return f"{self._stem}{number}z"
 
 
 def _calls(message: Message) -> list[dict[str, Any]]:

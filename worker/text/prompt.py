@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from schemas import ChatRequest
 from schemas.keys import Lane
 from worker.errors import Refusal
-from worker.text.adapt import RAISED, TAKES_NO_TOOLS, Adapt, Adapter, NotTaken, Tools
+from worker.text.adapt import RAISED, TAKES_NO_TOOLS, Adapt, Adapter, NotTaken, Think, Tools
 from worker.text.adaptations import LADDERS, SYSTEM_FIRST, SYSTEM_IN_USER
 from worker.text.boundaries import Boundaries, Codec, Rendered
 from worker.text.counting import Counting, characters
@@ -35,7 +35,6 @@ _LONGEST_REASON = 500  # characters; one of transformers' errors holds the whole
 _CHANGES = {each.why: each.change for ladder in LADDERS for each in (*ladder, SYSTEM_FIRST, SYSTEM_IN_USER)}
 
 Thinking = Literal["open", "closed", "none"]
-Think = tuple[str, str] | None  # the markers around reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class Prompts:
         tokenized."""
         self._tokenizer, self._think, self._boundaries, self._thinnable = tokenizer, think, boundaries, thinnable
         self._counting, self._threads = Counting(tokenizer.encode, context), threads or TextThreads()
-        self._quoting, self._adapter = quoting, Adapter()
+        self._quoting, self._adapter = quoting, Adapter(think)
         self._logged = set[str]()
 
     async def render(self, request: ChatRequest, images: Sequence[str] = (), lane: Lane = "interactive") -> Prompt:
