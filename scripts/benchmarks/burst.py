@@ -26,6 +26,7 @@ from scripts.benchmarks.models import hybrid_checkpoint, random_checkpoint
 from scripts.stack import ROOT, Server, WorkerProcess, free_port
 from worker.engine.engine import Engine
 from worker.engine.model import open_model
+from worker.schedule.budget import LONGEST_STEPS, SHARE
 from worker.schedule.sequence import Sequence as Asked
 
 SUMMARY = "many different chats at once, against another checkout and against mlx_lm.server"
@@ -133,7 +134,8 @@ class Bench:
     def _table(self, medians: Mapping[str, Figures], chats: int, decode_s: float) -> Table:
         title = (
             f"{self._name}: {chats} chats at once, {TOKENS} tokens each, median of {self._options.rounds} rounds\n"
-            f"a step of {chats} rows that decode takes {decode_s * 1000:.0f} ms; {_threads()}"
+            f"a step of {chats} rows that decode takes {decode_s * 1000:.0f} ms; {_threads()}\n"
+            f"interactive prompts get at least {SHARE} × the decode time, up to {LONGEST_STEPS} steps' target"
         )
         columns = "server", "tokens/s", "first token p50", "max", "longest gap", "in such steps"
         table = Table(*columns, title=title, title_justify="left")

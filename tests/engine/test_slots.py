@@ -18,6 +18,7 @@ from worker.engine.slots import (
     Snapshot,
     batch_of,
     bytes_of,
+    growth,
     join,
     keep,
     restore,
@@ -83,6 +84,30 @@ class Decoding:
     def park(self, place: int) -> tuple[Row, Snapshot]:
         kept = snapshot(self.batch, place)
         return self.leave(place), kept
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_bytes_that_a_join_copies_are_known_before_it(family: str) -> None:
+    table = Decoding(family)
+    for seed, tokens in enumerate((9, 9, 40, 9, 300, 17, 9, 9, 310, 9)):
+        foretold, before = growth(table.batch, tokens), [(shape(each), each.nbytes) for each in layers(table.batch)]
+        table.start(tokens, seed, chunk=512)
+        after = [(shape(each), each.nbytes) for each in layers(table.batch)]
+        copied = 0
+        for (old, old_bytes), (new, new_bytes) in zip(before, after, strict=True):
+            if old is None:  # a state, which every join copies
+                copied += old_bytes
+            elif old and old != new:
+                copied += new_bytes
+        assert foretold == copied
+        table.step()
+
+
+def shape(layer: Any) -> tuple[int, ...] | None:
+    """Of a layer's keys; empty before there are any, None if it has no keys."""
+    if not isinstance(layer, SlotKVCache):
+        return None
+    return () if layer.keys is None else tuple(layer.keys.shape)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

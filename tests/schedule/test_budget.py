@@ -1,12 +1,14 @@
 from dataclasses import astuple, dataclass
 from math import isfinite
 from random import Random
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.schedule.budget import ALONE_STEPS, LEAST, MOST, PromptCost, StepBudget
+from worker.schedule.budget import ALONE_STEPS, LEAST, LONGEST_STEPS, MOST, SHARE, WORTH, PromptCost, StepBudget
+from worker.schedule.sequence import Lane
 
 STEP_S = 0.1
 COSTS = st.builds(PromptCost, st.floats(0, 0.05), st.floats(1e-6, 1e-2), st.floats(0, 1e-6))
@@ -30,7 +32,7 @@ class Machine:
         """A prompt, as much of it in a step as there is time for: how long each step lasts."""
         lasted = list[float]()
         while done < tokens:
-            fitting = self.budget.cost.within(self.budget.spare_s(rows=1), done)
+            fitting = self.budget.cost.within(self.budget.spare_s(1, "batch", self.decode_s), done)
             chunk = min(tokens - done, max(LEAST, fitting))
             seconds = self.cost.of(chunk, done) * self._dice.uniform(1 - self.noise, 1 + self.noise)
             self.budget.saw_chunk(chunk, done, seconds)
@@ -46,10 +48,73 @@ def test_the_longest_chunk_within_a_time_is_found(cost: PromptCost, seconds: flo
     assert tokens == MOST or cost.of(tokens + 1, done) > seconds * 0.999999
 
 
-def test_a_step_may_take_longer_where_nobody_decodes() -> None:
+LANES: tuple[Lane, ...] = get_args(Lane)
+
+
+def spare_s(decode_s: float, lane: Lane, rows: int = 1) -> float:
+    """Once every step has taken that long to decode."""
     budget = StepBudget(STEP_S)
-    budget.saw_decode(STEP_S)
-    assert (budget.spare_s(rows=0), budget.spare_s(rows=1)) == (ALONE_STEPS * STEP_S, pytest.approx(0.8 * STEP_S))
+    for _ in range(100):
+        budget.saw_decode(decode_s)
+    return budget.spare_s(rows, lane, decode_s)
+
+
+@pytest.mark.parametrize("lane", LANES)
+@given(decode_s=st.floats(0, 2))
+def test_a_step_may_take_longer_where_nobody_decodes(lane: Lane, decode_s: float) -> None:
+    assert spare_s(decode_s, lane, rows=0) == ALONE_STEPS * STEP_S
+
+
+@given(st.floats(0, 2))
+def test_offline_prompts_get_what_decoding_leaves_of_the_target(decode_s: float) -> None:
+    assert spare_s(decode_s, "batch") == pytest.approx(STEP_S - decode_s, abs=1e-6)
+
+
+@given(st.floats(0, 2))
+def test_interactive_prompts_get_the_share_or_what_the_target_leaves_up_to_the_longest_step(decode_s: float) -> None:
+    step_s = decode_s + spare_s(decode_s, "interactive")
+    wanted_s = max(STEP_S, (1 + SHARE) * decode_s)
+    assert step_s == pytest.approx(max(STEP_S, min(wanted_s, LONGEST_STEPS * STEP_S)), abs=1e-6)
+
+
+@given(st.sampled_from(LANES), st.floats(0, 0.5), st.floats(0, 0.5))
+def test_what_a_step_has_done_beside_decoding_is_not_for_prompts(lane: Lane, decode_s: float, other_s: float) -> None:
+    budget = StepBudget(STEP_S)
+    budget.saw_decode(decode_s)
+    before_s = budget.spare_s(1, lane, decode_s)
+    assert budget.spare_s(1, lane, decode_s + other_s) == pytest.approx(before_s - other_s, abs=1e-9)
+
+
+def test_the_share_follows_the_slow_steps_of_many_rows_within_ten() -> None:
+    budget = StepBudget(STEP_S)
+    budget.saw_decode(0.02)
+    for _ in range(10):
+        budget.saw_decode(0.1)
+    assert budget.spare_s(1, "interactive", 0.1) > 0.8 * SHARE * 0.1
+
+
+def test_after_slow_steps_a_fast_one_is_held_up_for_no_share_of_what_those_took() -> None:
+    budget = StepBudget(STEP_S)
+    for decode_s in [0.16] * 50 + [0.05]:
+        budget.saw_decode(decode_s)
+    step_s = 0.05 + budget.spare_s(1, "interactive", 0.05)
+    assert step_s <= 1.25 * max(STEP_S, (1 + SHARE) * 0.05) * 1.000001
+
+
+@given(COSTS)
+def test_a_worthwhile_chunk_is_the_shortest_that_is_worth_its_pass(cost: PromptCost) -> None:
+    tokens = cost.worthwhile
+    assert LEAST <= tokens <= MOST
+    assert tokens == MOST or tokens * cost.token_s >= WORTH * cost.forward_s
+    assert tokens == LEAST or (tokens - 2) * cost.token_s < WORTH * cost.forward_s
+
+
+def test_a_pass_for_a_cut_says_nothing_about_the_cost_of_a_token() -> None:
+    straight, cut = StepBudget(STEP_S), StepBudget(STEP_S)
+    straight.forward_s = cut.forward_s = 0.02
+    straight.saw_chunk(50, 0, 0.07)
+    cut.saw_chunk(50, 0, 0.07 + 2 * 0.02, cuts=2)
+    assert astuple(cut.cost) == pytest.approx(astuple(straight.cost))
 
 
 @given(st.floats(1_000, 15_000), st.floats(0, 0.06), st.floats(0, 0.02))
@@ -103,7 +168,7 @@ def test_a_cost_is_a_number_whatever_was_measured(seen: list[tuple[int, int, flo
     budget = StepBudget(STEP_S)
     for tokens, done, seconds in seen:
         budget.saw_chunk(tokens, done, seconds)
-        budget.saw_join(tokens + done, seconds)
+        budget.saw_join(tokens + done, 10_000 * tokens, seconds)
     assert all(isfinite(each) and each >= 0 for each in astuple(budget.cost))
     assert 0 <= budget.cost.within(STEP_S, 1000) <= MOST
 
@@ -127,6 +192,15 @@ def test_one_slow_chunk_does_not_halve_the_next() -> None:
 def test_what_it_takes_to_join_is_learned_for_short_and_long_rows() -> None:
     budget, true = StepBudget(STEP_S), PromptCost(join_s=0.002, joined_s=20e-6)
     for tokens in (24, 24, 24, 1500, 24, 24, 24, 3000) * 3:
-        budget.saw_join(tokens, true.join(tokens))
+        budget.saw_join(tokens, 0, true.join(tokens))
     assert budget.cost.join(24) == pytest.approx(true.join(24), rel=0.1)
     assert budget.cost.join(2000) == pytest.approx(true.join(2000), rel=0.1)
+
+
+def test_what_it_takes_to_grow_is_learned_from_the_few_joins_that_do() -> None:
+    budget, true = StepBudget(STEP_S), PromptCost(join_s=0.002, joined_s=20e-6, grown_s=0.5e-9)
+    for rows in range(1, 24):
+        growth = 6_000_000 * rows if rows in (1, 2, 3, 4, 6, 8, 11, 14, 18) else 0
+        budget.saw_join(60, growth, true.join(60, growth))
+    assert budget.cost.join(60) == pytest.approx(true.join(60), rel=0.2)
+    assert budget.cost.join(60, 140_000_000) == pytest.approx(true.join(60, 140_000_000), rel=0.1)

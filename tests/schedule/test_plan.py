@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.schedule.budget import LEAST, PromptCost
+from worker.schedule.budget import LEAST, WORTH, PromptCost
 from worker.schedule.plan import OLDEST_FIRST_EVERY, Chunk, Waiting, plan
 from worker.schedule.sequence import Lane
 
@@ -17,7 +17,12 @@ def waiting(id: str, remaining: int, *, done: int = 0, waited: int = 0, lane: La
 
 
 def planned(rows: Iterable[Waiting], seconds: float, cost: PromptCost = SECOND_A_TOKEN, step: int = 1) -> list[Chunk]:
-    return plan([replace(row, cost=cost) for row in rows], seconds, step, UNBOUNDED)
+    return plan([replace(row, cost=cost) for row in rows], spare(seconds), step, UNBOUNDED)
+
+
+def spare(interactive_s: float, batch_s: float | None = None) -> dict[Lane, float]:
+    """The same for both lanes, unless told otherwise."""
+    return {"interactive": interactive_s, "batch": interactive_s if batch_s is None else batch_s}
 
 
 def order(*rows: Waiting) -> list[str]:
@@ -25,12 +30,15 @@ def order(*rows: Waiting) -> list[str]:
 
 
 def seconds_of(chunks: list[Chunk], rows: list[Waiting], cost: PromptCost) -> float:
-    done = {row.id: row.done for row in rows}
-    ends = {row.id: row.done + row.remaining for row in rows}
+    waiting = {row.id: row for row in rows}
     taken = 0.0
     for chunk in chunks:
-        end = done[chunk.id] + chunk.tokens
-        taken += cost.of(max(chunk.tokens, 1), done[chunk.id]) + (cost.join(end) if end == ends[chunk.id] else 0)
+        row = waiting[chunk.id]
+        end = row.done + chunk.tokens
+        computed = chunk.tokens if row.done else max(chunk.tokens, 1)
+        passes_more = sum(row.done < cut < end for cut in row.cuts)
+        taken += (cost.of(computed, row.done) if computed else 0) + passes_more * cost.forward_s
+        taken += cost.join(end) if chunk.joins else 0
     return taken
 
 
@@ -43,6 +51,7 @@ ROWS = st.lists(
         st.integers(0, 200),
         st.sampled_from(["interactive", "batch"]),
         st.just(SECOND_A_TOKEN),
+        st.lists(st.integers(1, 5000), max_size=3).map(sorted),
     ),
     max_size=12,
 )
@@ -61,18 +70,52 @@ def test_the_time_is_kept_by_all_but_the_least_that_the_first_prompt_advances(
     if seconds_of(chunks, rows, cost) > seconds * 1.000001:
         assert len(chunks) == 1
         assert chunks[0].tokens <= LEAST
+        assert not (chunks[0].tokens and chunks[0].joins)
 
 
 @given(ROWS, BUDGETS, COSTS, STEPS)
-def test_no_time_is_left_that_the_next_prompt_could_use(
+def test_no_time_is_left_that_is_worth_a_pass_for_the_next_prompt(
     rows: list[Waiting], seconds: float, cost: PromptCost, step: int
 ) -> None:
     chunks = planned(rows, seconds, cost, step)
     left = seconds - seconds_of(chunks, rows, cost)
     for chunk in planned(rows, UNBOUNDED, cost, step)[len(chunks) :][:1]:
         (row,) = (row for row in rows if row.id == chunk.id)
-        least = min(max(row.remaining, 1), LEAST)
-        assert left < cost.of(least, row.done) + cost.join(row.done + row.remaining)
+        least = min(max(row.remaining, 1), cost.worthwhile)
+        cuts = sum(row.done < cut < row.done + least for cut in row.cuts)
+        assert left < cost.of(least, row.done) + cuts * cost.forward_s + cost.join(row.done + row.remaining)
+
+
+@given(ROWS, BUDGETS, BUDGETS, COSTS, STEPS)
+def test_offline_prompts_take_nothing_of_the_time_that_interactive_ones_are_given(
+    rows: list[Waiting], more: float, target: float, cost: PromptCost, step: int
+) -> None:
+    rows = [replace(row, cost=cost) for row in rows]
+    chunks = plan(rows, spare(target + more, target), step, UNBOUNDED)
+    lanes = {row.id: row.lane for row in rows}
+    interactive = [row for row in rows if row.lane == "interactive"]
+    assert [chunk for chunk in chunks if lanes[chunk.id] == "interactive"] == plan(
+        interactive, spare(target + more), step, UNBOUNDED
+    )
+    if any(lanes[chunk.id] == "batch" for chunk in chunks[1:]):
+        assert seconds_of(chunks, rows, cost) <= target * 1.000001
+
+
+@given(ROWS, BUDGETS, COSTS, STEPS)
+def test_the_first_prompt_always_advances(rows: list[Waiting], seconds: float, cost: PromptCost, step: int) -> None:
+    chunks = planned(rows, -seconds, cost, step)
+    assert len(chunks) == min(1, len(rows))
+    for chunk in chunks:
+        assert chunk.tokens or chunk.joins
+
+
+@given(ROWS, BUDGETS, COSTS, STEPS)
+def test_a_row_joins_only_when_nothing_of_its_prompt_remains(
+    rows: list[Waiting], seconds: float, cost: PromptCost, step: int
+) -> None:
+    needs = {row.id: row.remaining for row in rows}
+    joining = [chunk for chunk in planned(rows, seconds, cost, step) if chunk.joins]
+    assert [chunk for chunk in joining if chunk.tokens < needs[chunk.id]] == []
 
 
 @given(ROWS, BUDGETS, COSTS, STEPS)
@@ -100,7 +143,7 @@ def test_the_plan_depends_on_the_rows_and_not_on_their_order(rows: list[Waiting]
 
 def test_a_chunk_has_so_many_tokens_at_the_most() -> None:
     rows = [waiting("a", 900), waiting("b", 900)]
-    assert plan(rows, 1000, 1, longest=300) == [Chunk("a", 300), Chunk("b", 300)]
+    assert plan(rows, spare(1000), 1, longest=300) == [Chunk("a", 300), Chunk("b", 300)]
 
 
 def test_every_chunk_costs_a_pass_over_the_weights() -> None:
@@ -117,15 +160,51 @@ def test_a_chunk_deep_in_a_prompt_is_shorter() -> None:
 
 def test_what_is_left_is_not_spent_on_a_chunk_of_a_few_tokens() -> None:
     rows = [waiting("short", 50), waiting("long", 900)]
-    assert planned(rows, 50 + LEAST - 1) == [Chunk("short", 50)]
-    assert planned(rows, 50 + LEAST) == [Chunk("short", 50), Chunk("long", LEAST)]
+    assert planned(rows, 50 + LEAST - 1) == [Chunk("short", 50, joins=True)]
+    assert planned(rows, 50 + LEAST) == [
+        Chunk("short", 50, joins=True),
+        Chunk("long", LEAST),
+    ]
 
 
-def test_a_prompt_joins_the_others_in_a_step_that_has_time_for_it() -> None:
+def test_a_chunk_that_is_not_the_first_is_worth_its_pass() -> None:
+    rows = [waiting("short", 50), waiting("long", 900)]
+    cost = PromptCost(forward_s=40.0, token_s=1.0)
+    first_s, worth = 90, round(WORTH * 40)
+    assert len(planned(rows, first_s + 40 + worth - 1, cost)) == 1
+    assert planned(rows, first_s + 40 + worth, cost)[1:] == [Chunk("long", worth)]
+
+
+def test_what_remains_of_a_prompt_is_worth_a_pass_however_short() -> None:
+    rows = [waiting("first", 20), waiting("second", 20, done=900)]
+    assert len(planned(rows, 120, PromptCost(forward_s=40.0, token_s=1.0))) == 2
+
+
+def test_a_row_joins_the_others_in_a_step_that_has_time_for_it() -> None:
     cost = PromptCost(token_s=1.0, joined_s=0.1)
-    assert planned([waiting("a", 100, done=900)], 200, cost) == [Chunk("a", 100)]
-    assert planned([waiting("a", 100, done=900)], 199, cost) == [Chunk("a", 99)]
-    assert planned([waiting("a", 1, done=999)], 50, cost) == [Chunk("a", 1)]  # it will not get cheaper
+    assert planned([waiting("a", 100, done=900)], 200, cost) == [Chunk("a", 100, joins=True)]
+    assert planned([waiting("a", 100, done=900)], 199, cost) == [Chunk("a", 100)]
+    assert planned([waiting("a", 0, done=1000)], 100, cost) == [Chunk("a", 0, joins=True)]
+    assert planned([waiting("a", 0, done=1000)], 50, cost) == [Chunk("a", 0, joins=True)]  # it will not get cheaper
+    rows = [waiting("b", 0, done=900), waiting("a", 0, done=1000)]
+    assert planned(rows, 190, cost) == [Chunk("b", 0, joins=True), Chunk("a", 0, joins=True)]
+    assert planned(rows, 189, cost) == [Chunk("b", 0, joins=True)]
+
+
+def test_a_row_that_makes_buffers_grow_joins_in_a_step_that_has_time_for_it() -> None:
+    cost = PromptCost(token_s=1.0, grown_s=0.1)
+    row = replace(waiting("a", 100), growth=500)
+    assert planned([row], 150, cost) == [Chunk("a", 100, joins=True)]
+    assert planned([row], 149, cost) == [Chunk("a", 100)]
+
+
+def test_a_cut_costs_a_pass_over_the_weights() -> None:
+    cost = PromptCost(forward_s=10.0, token_s=1.0)
+    row = replace(waiting("a", 100), cuts=(96,))
+    assert planned([row], 120, cost) == [Chunk("a", 100, joins=True)]
+    assert planned([row], 119, cost) == [Chunk("a", 99)]
+    assert planned([row], 106, cost) == [Chunk("a", 96)]  # rather than a pass for a token or two
+    assert planned([replace(row, cuts=(10,))], 60, cost) == [Chunk("a", 40)]
 
 
 def test_a_prompt_of_one_token_costs_one() -> None:
@@ -146,7 +225,7 @@ def test_offline_work_comes_after_interactive_work_however_short_or_old() -> Non
 
 def test_what_a_short_prompt_leaves_goes_to_the_next() -> None:
     rows = [waiting("long", 900), waiting("short", 10)]
-    assert planned(rows, 64) == [Chunk("short", 10), Chunk("long", 54)]
+    assert planned(rows, 64) == [Chunk("short", 10, joins=True), Chunk("long", 54)]
 
 
 def test_one_step_in_four_begins_with_the_prompt_that_has_waited_longest() -> None:
@@ -187,14 +266,20 @@ def test_an_endless_stream_of_short_prompts_makes_a_long_one_four_times_as_long(
 
 def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
     chunks = planned([waiting("book", 100_000, waited=100), waiting("hello", 20)], 64)
-    assert chunks[0] == Chunk("hello", 20)
+    assert chunks[0] == Chunk("hello", 20, joins=True)
 
 
 def test_each_prompt_costs_what_its_own_model_takes() -> None:
     draft = replace(waiting("scored", 500), cost=PromptCost(token_s=0.1))
-    assert plan([waiting("a", 40), draft], 80, 1, UNBOUNDED) == [Chunk("a", 40), Chunk("scored", 400)]
+    assert plan([waiting("a", 40), draft], spare(80), 1, UNBOUNDED) == [
+        Chunk("a", 40, joins=True),
+        Chunk("scored", 400),
+    ]
 
 
 def test_what_is_done_soonest_comes_first_and_not_what_has_the_fewest_tokens() -> None:
     draft = replace(waiting("scored", 500), cost=PromptCost(token_s=0.1))
-    assert plan([waiting("a", 60), draft], 100, 1, UNBOUNDED) == [Chunk("scored", 500), Chunk("a", 50)]
+    assert plan([waiting("a", 60), draft], spare(100), 1, UNBOUNDED) == [
+        Chunk("scored", 500, joins=True),
+        Chunk("a", 50),
+    ]

@@ -69,6 +69,7 @@ class Engine:
         self._running = Groups(model.network, self._fit)
         self._chunk, self._looked = 0, NO_IMAGES  # the longest chunk of this step, in tokens, and its images
         self._failures = self._computed = self._preempted = 0
+        self._told_at = 0.0  # when the running rows were told their last tokens
 
     def __len__(self) -> int:
         """Sequences that wait, prefill or decode."""
@@ -176,6 +177,7 @@ class Engine:
         if not len(self._running):
             return
         told, failed = self._running.step()
+        self._told_at = time.perf_counter()
         self._computed += len(told)
         for news in told:
             self._hear(news, outcomes)
@@ -247,11 +249,17 @@ class Engine:
 
     def _prefill(self, outcomes: list[Outcome]) -> None:
         """Chunks of the prompts that the plan picks; those that are through join the running rows."""
+        if len(self._prefills):
+            self._running.wait()
+        if self._running.step_s is not None:  # now, since the time for prompts follows from it
+            self._prefills.budget.saw_decode(self._running.step_s)
         if not len(self._prefills):
             return
-        self._running.wait()
         self._prefills.budget.forward_s = self._running.forward_s
-        for chunk in self._prefills.plan(len(self._running), self._entry.longest_chunk):
+        elapsed_s = time.perf_counter() - self._told_at
+        for chunk in self._prefills.plan(
+            len(self._running), elapsed_s, self._entry.longest_chunk, self._running.growth
+        ):
             with self._by_itself(chunk.id, outcomes):
                 images = self._prefills.images(chunk.id)
                 tokens, news = self._prefills.advance(chunk)
@@ -263,13 +271,13 @@ class Engine:
                     self._chunk = max(self._chunk, tokens)
                 if any(map(_eases, news)):
                     self._entry.stir()
-                if prefill := self._prefills.through(chunk.id):
+                if chunk.joins and (prefill := self._prefills.through(chunk.id)):
                     self._join(prefill)
 
     def _join(self, prefill: AnyPrefill) -> None:
-        began = time.perf_counter()
+        growth, began = self._running.growth(prefill.total), time.perf_counter()
         self._running.join(prefill.row, *prefill.finish())
-        self._prefills.budget.saw_join(prefill.total, time.perf_counter() - began)
+        self._prefills.budget.saw_join(prefill.total, growth, time.perf_counter() - began)
         if prefill.row.sequence.pictures:
             self._entry.stir()  # what the language model got of them is given up
         self._queried, self._hit = self._queried + prefill.total, self._hit + prefill.cached
@@ -297,8 +305,6 @@ class Engine:
 
     def _settle(self, outcomes: list[Outcome]) -> None:
         """Between two steps."""
-        if self._running.step_s is not None:
-            self._prefills.budget.saw_decode(self._running.step_s)
         self._running.settle()
         if self._computed >= _CLEAR_EVERY:
             self._computed = 0

@@ -82,6 +82,11 @@ class Groups:
         """The number of the group that a row of this length would decode in; a new one counts on."""
         return place(length, self.lengths, self._cost.cost())
 
+    def growth(self, length: int) -> int:
+        """Bytes that are copied when a row of that length joins, beside its own."""
+        at = self.nearest(length)
+        return self._groups[at].growth(length) if at < len(self._groups) else 0
+
     def cache_of(self, row: Row) -> Iterator[tuple[list[Any], int]]:
         """The cache that it is in, if it is in one, and its place there. To read it waits for the step under way."""
         self._watch.disturbed()

@@ -31,7 +31,7 @@ class Prefill:
         self._keys = row.sequence.keys(self._tokens)
         self._network, self._cache = network, make_prompt_cache(network)
         self._prefix, self._seen, self._found, self._kept = prefix, -1, 0, 0
-        self._cuts = prefix.cuts(row.sequence.boundaries, self.total) if prefix else ()
+        self.cuts = prefix.cuts(row.sequence.boundaries, self.total) if prefix else ()
 
     @property
     def phase(self) -> Phase:
@@ -64,7 +64,7 @@ class Prefill:
         """Blocks until they are computed; says how many they were."""
         start, end = self.done, self._end(min(self.total, self.done + tokens))
         while self.done < end:
-            self._compute(self._end(next((cut for cut in self._cuts if self.done < cut < end), end)))
+            self._compute(self._end(next((cut for cut in self.cuts if self.done < cut < end), end)))
             self._keep()
         return self.done - start
 
@@ -90,7 +90,7 @@ class Prefill:
 
     def _keep(self) -> None:
         """For those who begin alike."""
-        if self._prefix and (self.done in self._cuts if self._prefix.stateful else self._is_worth_it()):
+        if self._prefix and (self.done in self.cuts if self._prefix.stateful else self._is_worth_it()):
             self._prefix.keep(self._space, self._keys[: self.done], self._cache)
             self._kept = self.done
 

@@ -1,7 +1,9 @@
 """The prompts on their way into a cache: which of them advance in a step, and how."""
 
 import time
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import get_args
 
 from worker.engine.caches import Caches
 from worker.engine.layers import weights_bytes
@@ -16,7 +18,7 @@ from worker.engine.upstream import make_prompt_cache
 from worker.schedule.budget import StepBudget
 from worker.schedule.memory import NO_IMAGES, Images
 from worker.schedule.plan import Chunk, Waiting, plan
-from worker.schedule.sequence import Outcome, Whole
+from worker.schedule.sequence import Lane, Outcome, Whole
 
 _UNKNOWN_TOWER = 100.0  # tokens a second
 
@@ -99,20 +101,32 @@ class Prefills:
         target, draft = self.budget.cost, self._drafts.cost
         return draft.of(scored, 0) + target.of(int(keep * tokens), 0) < target.of(tokens, 0)
 
-    def plan(self, running: int, longest: int) -> list[Chunk]:
-        """For the next step, while so many rows decode. `longest`: tokens of a chunk."""
+    def plan(self, running: int, elapsed_s: float, longest: int, growth: Callable[[int], int]) -> list[Chunk]:
+        """For this step, while so many rows decode; `elapsed_s` since they were told their last tokens. `longest`:
+        tokens of a chunk. `growth`: bytes that are copied when a row of that length joins."""
         for prefill in self._prefills.values():
             prefill.look()
         single = self._first_in("encoding"), self._first_in("scoring")
         waiting = [
-            Waiting(id, p.total - p.remaining, p.remaining, p.waited, p.row.sequence.lane, self._budget(p.phase).cost)
-            for id, p in self._prefills.items()
-            if p.phase == "prefill" or p in single
+            self._waiting(p, growth(p.total)) for p in self._prefills.values() if p.phase == "prefill" or p in single
         ]
         self._turn += 1
         for prefill in self._prefills.values():
             prefill.waited += 1
-        return plan(waiting, self.budget.spare_s(running), self._turn, longest)
+        spare_s = {lane: self.budget.spare_s(running, lane, elapsed_s) for lane in get_args(Lane)}
+        return plan(waiting, spare_s, self._turn, longest)
+
+    def _waiting(self, prefill: AnyPrefill, growth: int) -> Waiting:
+        return Waiting(
+            prefill.row.id,
+            prefill.total - prefill.remaining,
+            prefill.remaining,
+            prefill.waited,
+            prefill.row.sequence.lane,
+            self._budget(prefill.phase).cost,
+            _cuts(prefill),
+            growth,
+        )
 
     def _first_in(self, phase: Phase) -> AnyPrefill | None:
         """One prompt at a time: each takes the draft a cache of its length, or the vision tower what its layers put
@@ -125,15 +139,21 @@ class Prefills:
         prefill = self._prefills[chunk.id]
         prefill.look()  # again: another prompt may have come further in this very step
         prefill.skip()
-        phase, done = prefill.phase, prefill.done
+        phase, done, cuts = prefill.phase, prefill.done, _cuts(prefill)
         began = time.perf_counter()
         tokens = prefill.advance(min(chunk.tokens, prefill.remaining))
         seconds, news = time.perf_counter() - began, prefill.news()
         if not any(isinstance(outcome, Whole) for outcome in news):  # else it is not the chunk that took so long
-            self._budget(phase).saw_chunk(tokens, done, seconds)
+            self._budget(phase).saw_chunk(tokens, done, seconds, cuts=sum(done < cut < done + tokens for cut in cuts))
         return tokens, news
 
     def through(self, id: str) -> AnyPrefill | None:
         """The prompt, if nothing of it remains; it is here no more."""
         prefill = self._prefills[id]  # one whose scores are known already has nothing to score, and yet to heed them
         return self._prefills.pop(id) if prefill.phase == "prefill" and prefill.remaining == 0 else None
+
+
+def _cuts(prefill: AnyPrefill) -> Sequence[int]:
+    """Tokens behind which a forward of the prompt has to end. Those of thinned prompts and of prompts with images are
+    few beside their tokens."""
+    return prefill.cuts if isinstance(prefill, Prefill) else ()

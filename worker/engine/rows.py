@@ -69,6 +69,10 @@ class Rows:
         """The cache that it is in, and its place there."""
         return self._cache, self.rows.index(row)
 
+    def growth(self, tokens: int) -> int:
+        """Bytes that are copied when a row of that length joins, beside its own."""
+        return slots.growth(self._cache, tokens)
+
     def launch(self) -> None:
         assert self._next is not None, "there is nobody"
         self._fed = self._next

@@ -42,6 +42,10 @@ class SlotArraysCache(ArraysCache):
         mx.eval(joined)
         self.cache, self.rows = joined, self.rows + 1
 
+    def growth(self, tokens: int) -> int:
+        """Bytes that are copied when a row joins."""
+        return sum(state.nbytes for state in self.cache if state is not None)
+
     def moved(self, places: Sequence[int]) -> list[mx.array]:
         """None: a state is replaced, and not written into."""
         return []
@@ -115,6 +119,11 @@ def join(batch: Sequence[Any], row: Sequence[Any], position: int | None = None) 
 
 def _begun(row: Sequence[Any]) -> bool:
     return any(not layer.empty() for layer in layers(row))
+
+
+def growth(batch: Sequence[Any], tokens: int) -> int:
+    """Bytes of the buffers that are made anew when a row of that length joins, and filled from those that there are."""
+    return sum(layer.growth(tokens) for layer in layers(batch))
 
 
 def keep(batch: Sequence[Any], places: Sequence[int]) -> None:

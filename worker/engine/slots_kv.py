@@ -98,6 +98,14 @@ class SlotKVCache:
             buffer[slot, :, length:] = 0
         self._seat([*lengths, length], [*positions, offset if position is None else position])
 
+    def growth(self, tokens: int) -> int:
+        """Bytes of the buffers that take the place of these when a row of that length joins; 0 if it fits in."""
+        rows, columns = self.rows + 1, max(self._columns(), tokens)
+        if self.keys is None or not self._lacks(rows, columns):
+            return 0
+        size = self._room(rows, columns)
+        return self.nbytes * size[0] * size[1] // int(self.keys.shape[0] * self.keys.shape[2])
+
     def moved(self, places: Sequence[int]) -> list[mx.array]:
         """The rows that `filter` will write elsewhere, to be computed for all layers at once."""
         sources = [place for i, place in enumerate(places) if place != i]
@@ -161,8 +169,11 @@ class SlotKVCache:
         return room(rows, columns)
 
     def _make_room(self, rows: int, columns: int, keys: mx.array, values: mx.array) -> None:
-        if self.keys is None or rows > self.keys.shape[0] or columns > self.keys.shape[2]:
+        if self.keys is None or self._lacks(rows, columns):
             self._rebuild(self._room(rows, columns), keys, values)
+
+    def _lacks(self, rows: int, columns: int) -> bool:
+        return bool(rows > self.keys.shape[0] or columns > self.keys.shape[2])
 
     def _rebuild(self, size: tuple[int, int], keys: mx.array, values: mx.array) -> None:
         """Buffers of that size for such keys and values, and in them what is in use."""
@@ -220,6 +231,9 @@ class SlotRotatingKVCache(SlotKVCache):
             offset, row = int(offset.item()), row.extract(0)
         keys, values = (row._temporal_order(b)[..., -self.max_size :, :] for b in (row.keys, row.values))
         return keys, values, offset
+
+    def growth(self, tokens: int) -> int:
+        return super().growth(min(tokens, self.max_size))
 
     def _columns(self, more: int = 0) -> int:
         return min(super()._columns(more), self.max_size)

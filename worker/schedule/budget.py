@@ -1,18 +1,30 @@
 """How long prompts take, and how much time a step has for them without holding up the rows that decode."""
 
 from dataclasses import dataclass
-from math import sqrt
+from math import ceil, sqrt
 
 from worker.schedule.fitting import Fit
+from worker.schedule.sequence import Lane
 
 LEAST, MOST = 16, 2048  # tokens of a chunk; beyond MOST a larger one is hardly faster
 TOKENS_PER_S = 2000.0
 # Where nobody decodes, nobody waits for the step but those who come or cancel in it.
 ALONE_STEPS = 4
+# Interactive prompts get at least this multiple of the decode time, even if the step then misses its target: where
+# decoding alone takes most of the target, they would wait for the answers of all others to end.
+SHARE = 2.0
+# But no step is planned to last longer than this multiple of the target, so a user who needs short gaps sets a short
+# target.
+LONGEST_STEPS = 5
+# A chunk is worth its pass over the weights if its tokens take at least this multiple of it.
+WORTH = 2.0
 _WEIGHT = 0.2  # of the newest measurement
+_MOST_STALE = 1.25  # what is expected of a decode step is at most this multiple of what the last one took
 _MANY = 1e3  # tokens are counted in these, so that all unknowns are of one size
 # That length costs nothing: while all prompts are alike, it is each token, and each row, that costs.
 _BELIEF = 0.0, 0.1
+_MUCH = 1e8  # bytes are counted in these
+_GROWTH_BELIEF = 1e-3  # faint: buffers grow rarely, and then it shows
 _GUESS = 0.1  # of a measurement: what a guess weighs beside it, until there is one
 
 
@@ -25,13 +37,19 @@ class PromptCost:
     before_s: float = 0.0  # for each token, and each one before it
     join_s: float = 0.0
     joined_s: float = 0.0  # for each token of the row
+    grown_s: float = 0.0  # for each byte that is copied to make room for it
 
     def of(self, tokens: int, done: int) -> float:
         """A chunk; `done` tokens of its prompt are before it."""
         return self.forward_s + tokens * (self.token_s + (done + tokens / 2) * self.before_s)
 
-    def join(self, tokens: int) -> float:
-        return self.join_s + tokens * self.joined_s
+    def join(self, tokens: int, growth: int = 0) -> float:
+        return self.join_s + tokens * self.joined_s + growth * self.grown_s
+
+    @property
+    def worthwhile(self) -> int:
+        """Tokens of the shortest chunk that is worth its pass over the weights; between `LEAST` and `MOST`."""
+        return max(LEAST, min(MOST, ceil(WORTH * self.forward_s / max(self.token_s, 1e-9))))
 
     def within(self, seconds: float, done: int) -> int:
         """Tokens of the longest chunk that takes no longer; 0 where none does."""
@@ -50,15 +68,17 @@ class StepBudget:
         """`tokens_per_s`: a guess, until something was measured. `least`: of a chunk, for its speed to be measured:
         fewer tokens measure the overhead."""
         self._step_s, self._decode_s, self._least = step_s, 0.0, least
-        self._tokens, self._joins = Fit(_BELIEF), Fit(_BELIEF)
+        self._tokens, self._joins = Fit(_BELIEF), Fit((*_BELIEF, _GROWTH_BELIEF))
         # Of the device just now: what a token takes in units of what it took on the whole. That part has to be known
         # soon, while how much dearer a token is deep in a prompt is told only by long prompts, which are rare.
         self._pace = 1.0
         self._tokens.saw((_GUESS, 0.0), _GUESS / tokens_per_s)
-        self._joins.saw((_GUESS, 0.0), 0.0)
+        self._joins.saw((_GUESS, 0.0, 0.0), 0.0)
         self.forward_s = 0.0
 
-    def saw_chunk(self, tokens: int, done: int, seconds: float) -> None:
+    def saw_chunk(self, tokens: int, done: int, seconds: float, *, cuts: int = 0) -> None:
+        """`cuts` within the chunk, of which each took another pass over the weights."""
+        seconds -= cuts * self.forward_s
         if tokens < self._least or seconds <= 0:
             return
         token_s, before = max(seconds - self.forward_s, seconds / 2) / tokens, (done + tokens / 2) / _MANY
@@ -67,18 +87,26 @@ class StepBudget:
         self._tokens.saw((1.0, before), token_s / self._pace)
         self._pace += _WEIGHT * (min(pace, 2 * self._pace) - self._pace)
 
-    def saw_join(self, tokens: int, seconds: float) -> None:
-        self._joins.saw((1.0, tokens / _MANY), seconds)
+    def saw_join(self, tokens: int, growth: int, seconds: float) -> None:
+        self._joins.saw((1.0, tokens / _MANY, growth / _MUCH), seconds)
 
     def saw_decode(self, seconds: float) -> None:
         self._decode_s += _WEIGHT * (seconds - self._decode_s)
+        # After many rows have decoded, a few must not be held up for a share of what those took.
+        self._decode_s = min(self._decode_s, _MOST_STALE * seconds)
 
     @property
     def cost(self) -> PromptCost:
         token_s, before_s = (self._pace * cost for cost in self._tokens.costs())
-        join_s, joined_s = self._joins.costs()
-        return PromptCost(self.forward_s, token_s, before_s / _MANY, join_s, joined_s / _MANY)
+        join_s, joined_s, grown_s = self._joins.costs()
+        return PromptCost(self.forward_s, token_s, before_s / _MANY, join_s, joined_s / _MANY, grown_s / _MUCH)
 
-    def spare_s(self, rows: int) -> float:
-        """For the prompts of the next step, with `rows` decoding."""
-        return self._step_s - self._decode_s if rows else ALONE_STEPS * self._step_s
+    def spare_s(self, rows: int, lane: Lane, elapsed_s: float) -> float:
+        """Seconds for this lane's prompts in a step beside `rows` that decode; `elapsed_s` since those were told their
+        last tokens. Prompts of both lanes share them: what interactive ones take, offline ones do not get."""
+        if not rows:
+            return ALONE_STEPS * self._step_s
+        most_s = self._step_s
+        if lane == "interactive":
+            most_s = max(most_s, min((1 + SHARE) * self._decode_s, LONGEST_STEPS * self._step_s))
+        return most_s - elapsed_s

@@ -1,6 +1,6 @@
 """Which prompts advance in this step, and by how many tokens."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from worker.schedule.budget import LEAST, PromptCost
@@ -13,7 +13,8 @@ OLDEST_FIRST_EVERY = 4
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A prompt that is not wholly in the cache, of the model or of its draft."""
+    """A prompt that is not wholly in the cache, of the model or of its draft, or that has yet to join the rows that
+    decode."""
 
     id: str
     done: int  # tokens in the cache
@@ -21,39 +22,71 @@ class Waiting:
     waited: int  # steps since it came
     lane: Lane
     cost: PromptCost
+    cuts: Sequence[int] = ()  # tokens of the prompt, in order, behind which a forward has to end
+    growth: int = 0  # bytes that are copied when it joins, beside its own
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     id: str
     tokens: int
+    joins: bool = False  # the prompt is then in the cache, and its row joins those that decode
 
 
-def plan(waiting: Iterable[Waiting], spare_s: float, step: int, longest: int) -> list[Chunk]:
-    """Spend so many seconds on the prompts that are done soonest; interactive ones first. `step` counts up, and
-    `longest` is what a chunk may have in tokens. The first prompt always advances, if only by a few tokens.
+def plan(waiting: Iterable[Waiting], spare_s: Mapping[Lane, float], step: int, longest: int) -> list[Chunk]:
+    """Spend each lane's seconds on the prompts that are done soonest; interactive ones first, and offline ones get what
+    those leave of theirs. `step` counts up, and `longest` is what a chunk may have in tokens. The first prompt always
+    advances, if only by a few tokens.
 
     Always one row a chunk: rows padded to one length would pay for the longest, and a recurrent state takes
     the padding in.
     """
-    chunks = list[Chunk]()
+    chunks, spent_s = list[Chunk](), 0.0
     for row in sorted(waiting, key=_age if step % OLDEST_FIRST_EVERY == 0 else _length):
-        tokens = min(row.remaining, longest, row.cost.within(spare_s, row.done))
-        if tokens == row.remaining and _seconds(row, tokens) > spare_s:
-            tokens -= 1  # it joins the others in a step that has time for it
-        least = min(row.remaining, LEAST)
-        if chunks and tokens < least:
+        left_s = spare_s[row.lane] - spent_s
+        chunk = _chunk(row, left_s, longest, first=not chunks)
+        if chunk is None:
             break
-        tokens = max(tokens, least)
-        chunks.append(Chunk(row.id, tokens))
-        spare_s -= _seconds(row, tokens)
+        chunks.append(chunk)
+        spent_s += _forward_s(row, chunk.tokens) + (_join_s(row) if chunk.joins else 0.0)
     return chunks
 
 
-def _seconds(row: Waiting, tokens: int) -> float:
+def _chunk(row: Waiting, seconds: float, longest: int, *, first: bool) -> Chunk | None:
+    """The longest chunk that takes no longer; None if that is not worth its pass over the weights.
+
+    A row whose join does not fit joins in the next step: to leave a token for that step would cost a pass."""
+    tokens = _fitting(row, seconds, longest)
+    if tokens < min(row.remaining, row.cost.worthwhile):
+        if not first:
+            return None
+        tokens = min(row.remaining, max(tokens, LEAST))
+    joins = tokens == row.remaining and _forward_s(row, tokens) + _join_s(row) <= seconds
+    if tokens == 0 and not joins:
+        return Chunk(row.id, 0, joins=True) if first else None
+    return Chunk(row.id, tokens, joins)
+
+
+def _fitting(row: Waiting, seconds: float, longest: int) -> int:
+    """The most tokens that can be computed in that time. Each cut within them costs another pass over the weights."""
+    ends = [*(cut - row.done for cut in row.cuts if 0 < cut - row.done < row.remaining), row.remaining]
+    fitting = (
+        min(end, longest, row.cost.within(seconds - cuts * row.cost.forward_s, row.done))
+        for cuts, end in enumerate(ends)
+    )
+    return max(fitting)
+
+
+def _forward_s(row: Waiting, tokens: int) -> float:
     """A prompt of a single token has none to advance by, and costs one."""
-    joins = tokens == row.remaining
-    return row.cost.of(max(tokens, 1), row.done) + (row.cost.join(row.done + tokens) if joins else 0.0)
+    if tokens == 0 and row.done:
+        return 0.0
+    cuts = sum(0 < cut - row.done < tokens for cut in row.cuts)
+    return row.cost.of(max(tokens, 1), row.done) + cuts * row.cost.forward_s
+
+
+def _join_s(row: Waiting) -> float:
+    return row.cost.join(row.done + row.remaining, row.growth)
 
 
 def _length(row: Waiting) -> tuple[bool, float]:

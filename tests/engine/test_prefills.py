@@ -1,0 +1,74 @@
+"""Which prompts advance beside rows that decode, and when they join those: told by numbers, and not by a clock."""
+
+import pytest
+
+from tests.engine.tiny import model, prompt
+from worker.engine.caches import Caches
+from worker.engine.prefills import Prefills
+from worker.engine.row import Row
+from worker.schedule.budget import SHARE
+from worker.schedule.plan import Chunk
+from worker.schedule.sequence import Lane, Sequence
+
+STEP_S, DECODE_S, TOKENS_PER_S = 0.1, 0.09, 2000
+ROOM = 10**9
+
+
+def prefills(family: str = "qwen3", prefix_bytes: int = 0) -> Prefills:
+    """Of a model that takes most of a step to decode, a millisecond for two tokens, and nothing for a join."""
+    opened = model(family)
+    made = Prefills(opened, STEP_S, Caches(opened, prefix_bytes))
+    for _ in range(100):
+        made.budget.saw_decode(DECODE_S)
+    return made
+
+
+def begin(made: Prefills, id: str, tokens: int, lane: Lane = "interactive", boundaries: tuple[int, ...] = ()) -> None:
+    made.begin(Row.of(Sequence(id, prompt(tokens + 1, 0), 1, lane=lane, boundaries=boundaries)))
+
+
+def planned(made: Prefills, growth: int = 0) -> list[Chunk]:
+    return made.plan(1, DECODE_S, ROOM, lambda length: growth)
+
+
+def test_an_interactive_prompt_gets_a_share_of_the_decode_time_and_an_offline_one_what_is_left() -> None:
+    interactive, offline = prefills(), prefills()
+    begin(interactive, "a", 5000)
+    begin(offline, "a", 5000, "batch")
+    [chunk], [least] = planned(interactive), planned(offline)
+    assert chunk.tokens == pytest.approx(SHARE * DECODE_S * TOKENS_PER_S, rel=0.02)
+    assert least.tokens == pytest.approx((STEP_S - DECODE_S) * TOKENS_PER_S, rel=0.1)
+
+
+def test_an_offline_prompt_gets_nothing_of_what_an_interactive_one_leaves_of_its_share() -> None:
+    made = prefills()
+    begin(made, "offline", 5000, "batch")
+    begin(made, "interactive", 100)
+    assert planned(made) == [Chunk("interactive", 100, joins=True)]
+
+
+def test_a_prompt_whose_join_has_to_wait_joins_in_the_next_step_and_computes_nothing_there() -> None:
+    made = prefills()
+    begin(made, "a", 100)
+    for _ in range(50):
+        made.budget.saw_join(100, 10**8, 10.0)
+    [chunk] = planned(made, growth=10**8)
+    assert chunk == Chunk("a", 100)
+    assert made.advance(chunk)[0] == 100
+    [join] = planned(made, growth=10**8)
+    assert join == Chunk("a", 0, joins=True)
+    assert made.advance(join)[0] == 0
+    through = made.through("a")
+    assert through is not None
+    assert through.done == 100
+    assert len(made) == 0
+
+
+def test_a_cut_is_counted_as_a_pass_where_states_are_kept() -> None:
+    made = prefills("qwen3_5", prefix_bytes=10**9)
+    made.budget.forward_s = 0.05
+    begin(made, "a", 240, boundaries=(200,))
+    assert planned(made) == [Chunk("a", 200)]
+    made.remove("a")
+    begin(made, "b", 240)
+    assert planned(made) == [Chunk("b", 240, joins=True)]
