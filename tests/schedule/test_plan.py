@@ -129,9 +129,10 @@ def test_a_row_has_one_chunk_at_most_and_never_more_than_it_needs(
 
 @given(ROWS, BUDGETS, STEPS)
 def test_only_the_last_chunk_is_cut_short(rows: list[Waiting], seconds: float, step: int) -> None:
+    rows = [replace(row, cuts=()) for row in rows]  # a chunk may also end at one
     needs = {row.id: row.remaining for row in rows}
-    chunks = planned(rows, seconds, step=step)
-    assert [chunk for chunk in chunks[:-1] if chunk.tokens < needs[chunk.id]] == []
+    computed = [chunk for chunk in planned(rows, seconds, step=step) if chunk.tokens]
+    assert [chunk for chunk in computed[:-1] if chunk.tokens < needs[chunk.id]] == []
 
 
 @given(ROWS, BUDGETS, st.randoms())

@@ -69,7 +69,7 @@ class Engine:
         self._running = Groups(model.network, self._fit)
         self._chunk, self._looked = 0, NO_IMAGES  # the longest chunk of this step, in tokens, and its images
         self._failures = self._computed = self._preempted = 0
-        self._told_at = 0.0  # when the running rows were told their last tokens
+        self._decoding_since = 0.0
 
     def __len__(self) -> int:
         """Sequences that wait, prefill or decode."""
@@ -176,8 +176,10 @@ class Engine:
         """The next token of every running row."""
         if not len(self._running):
             return
+        idle, began = self._running.idle, time.perf_counter()
         told, failed = self._running.step()
-        self._told_at = time.perf_counter()
+        # A device that was busy began with this step when it had computed the tokens of the last.
+        self._decoding_since = began if idle else time.perf_counter()
         self._computed += len(told)
         for news in told:
             self._hear(news, outcomes)
@@ -256,7 +258,7 @@ class Engine:
         if not len(self._prefills):
             return
         self._prefills.budget.forward_s = self._running.forward_s
-        elapsed_s = time.perf_counter() - self._told_at
+        elapsed_s = time.perf_counter() - self._decoding_since
         for chunk in self._prefills.plan(
             len(self._running), elapsed_s, self._entry.longest_chunk, self._running.growth
         ):

@@ -59,6 +59,11 @@ class Groups:
         self._under_way = [] if failed else lengths
         return told, failed
 
+    @property
+    def idle(self) -> bool:
+        """Whether no step is under way."""
+        return not self._watch.running
+
     def wait(self) -> None:
         """Until the step under way has ended: what the device does next can then be timed, and so can the step."""
         if self._watch.running and all(_tried(group.wait) for group in self._groups):

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import get_args
 
 from worker.engine.caches import Caches
@@ -16,7 +16,7 @@ from worker.engine.sparse import SparsePrefill, front
 from worker.engine.thinning import ThinnedPrefill
 from worker.engine.upstream import make_prompt_cache
 from worker.schedule.budget import StepBudget
-from worker.schedule.memory import NO_IMAGES, Images
+from worker.schedule.memory import BUFFER_TOKENS, NO_IMAGES, Images
 from worker.schedule.plan import Chunk, Waiting, plan
 from worker.schedule.sequence import Lane, Outcome, Whole
 
@@ -102,31 +102,33 @@ class Prefills:
         return draft.of(scored, 0) + target.of(int(keep * tokens), 0) < target.of(tokens, 0)
 
     def plan(self, running: int, elapsed_s: float, longest: int, growth: Callable[[int], int]) -> list[Chunk]:
-        """For this step, while so many rows decode; `elapsed_s` since they were told their last tokens. `longest`:
-        tokens of a chunk. `growth`: bytes that are copied when a row of that length joins."""
+        """Chunks for this step, while so many rows decode; `elapsed_s` since they began to. `longest`: tokens of a
+        chunk. `growth`: bytes that are copied when a row of that length joins."""
         for prefill in self._prefills.values():
             prefill.look()
         single = self._first_in("encoding"), self._first_in("scoring")
+        # For hundreds of prompts, what is the same for many is found once.
+        cost_of = cache(lambda phase: self._budget(phase).cost)
+        growth_of = cache(growth)
         waiting = [
-            self._waiting(p, growth(p.total)) for p in self._prefills.values() if p.phase == "prefill" or p in single
+            Waiting(
+                prefill.row.id,
+                prefill.total - prefill.remaining,
+                prefill.remaining,
+                prefill.waited,
+                prefill.row.sequence.lane,
+                cost_of(prefill.phase),
+                _cuts(prefill),
+                growth_of(-(-prefill.total // BUFFER_TOKENS) * BUFFER_TOKENS),  # by so many tokens do buffers grow
+            )
+            for prefill in self._prefills.values()
+            if prefill.phase == "prefill" or prefill in single
         ]
         self._turn += 1
         for prefill in self._prefills.values():
             prefill.waited += 1
         spare_s = {lane: self.budget.spare_s(running, lane, elapsed_s) for lane in get_args(Lane)}
         return plan(waiting, spare_s, self._turn, longest)
-
-    def _waiting(self, prefill: AnyPrefill, growth: int) -> Waiting:
-        return Waiting(
-            prefill.row.id,
-            prefill.total - prefill.remaining,
-            prefill.remaining,
-            prefill.waited,
-            prefill.row.sequence.lane,
-            self._budget(prefill.phase).cost,
-            _cuts(prefill),
-            growth,
-        )
 
     def _first_in(self, phase: Phase) -> AnyPrefill | None:
         """One prompt at a time: each takes the draft a cache of its length, or the vision tower what its layers put

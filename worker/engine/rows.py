@@ -22,6 +22,11 @@ class Drawn:
     sound: mx.array  # (rows,): they were drawn from numbers
     logprobs: dict[Row, mx.array]  # (1, vocab), of the rows that ask
 
+    def compute(self) -> None:
+        """Does not block. Arrays that are first computed as a part of the next step can be read only at its end, and
+        the tokens would be told a step late."""
+        mx.async_eval(self.tokens, self.sound, list(self.logprobs.values()))
+
 
 @dataclass(frozen=True, slots=True)
 class Told:
@@ -104,6 +109,7 @@ class Rows:
                 mx.concatenate([self._next.sound, drawn.sound]),
                 self._next.logprobs | drawn.logprobs,
             )
+            self._next.compute()
         self.rows.append(row)
 
     def leave(self, gone: Collection[Row]) -> None:
@@ -117,6 +123,7 @@ class Rows:
         kept = mx.array(places)
         logprobs = {row: theirs for row, theirs in self._next.logprobs.items() if row not in gone}
         self._next = Drawn(self._next.tokens[kept], self._next.sound[kept], logprobs)
+        self._next.compute()
 
     def park(self, row: Row) -> Parked:
         assert self._next is not None
@@ -143,7 +150,7 @@ def forward(network: nn.Module, cache: list[Any], rows: list[Row], tokens: mx.ar
     logprobs = logits - norm
     asked = {row: logprobs[i : i + 1] for i, row in enumerate(rows) if row.asks}
     drawn = Drawn(draw(logprobs, rows), mx.isfinite(norm[:, 0]), asked)
-    mx.async_eval(drawn.tokens, drawn.sound, list(asked.values()))
+    drawn.compute()
     return drawn
 
 

@@ -17,7 +17,7 @@ SHARE = 2.0
 # target.
 LONGEST_STEPS = 5
 # A chunk is worth its pass over the weights if its tokens take at least this multiple of it.
-WORTH = 2.0
+WORTH = 1.0
 _WEIGHT = 0.2  # of the newest measurement
 _MOST_STALE = 1.25  # what is expected of a decode step is at most this multiple of what the last one took
 _MANY = 1e3  # tokens are counted in these, so that all unknowns are of one size
@@ -102,11 +102,11 @@ class StepBudget:
         return PromptCost(self.forward_s, token_s, before_s / _MANY, join_s, joined_s / _MANY, grown_s / _MUCH)
 
     def spare_s(self, rows: int, lane: Lane, elapsed_s: float) -> float:
-        """Seconds for this lane's prompts in a step beside `rows` that decode; `elapsed_s` since those were told their
-        last tokens. Prompts of both lanes share them: what interactive ones take, offline ones do not get."""
+        """Seconds for this lane's prompts in a step beside `rows` that decode; `elapsed_s` since they began to. Both
+        lanes share the step: what interactive prompts take, offline ones do not get."""
         if not rows:
             return ALONE_STEPS * self._step_s
         most_s = self._step_s
         if lane == "interactive":
             most_s = max(most_s, min((1 + SHARE) * self._decode_s, LONGEST_STEPS * self._step_s))
-        return most_s - elapsed_s
+        return most_s - max(elapsed_s, self._decode_s)
