@@ -15,6 +15,7 @@ from sluice.errors import (
     CancelNotStored,
     JobCancelled,
     JobFailed,
+    NoWorker,
     QueueFull,
     ServerUnreachable,
     SluiceError,
@@ -22,6 +23,7 @@ from sluice.errors import (
     UnknownJob,
 )
 from sluice.letters import DeadLetter
+from sluice.queues import Queue
 from sluice.submission import Submitted
 from sluice.wire import (
     Cancelled,
@@ -53,7 +55,9 @@ __all__ = [
     "JobCancelled",
     "JobError",
     "JobFailed",
+    "NoWorker",
     "Progress",
+    "Queue",
     "QueueFull",
     "Restarted",
     "Resumed",

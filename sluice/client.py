@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -9,21 +10,24 @@ from pathlib import Path
 from typing import Any, Self
 
 from redis.asyncio import Redis
-from redis.exceptions import OutOfMemoryError
 
 from sluice import wire
 from sluice.batch.board import Board
 from sluice.batch.names import new_run
 from sluice.batch.place import WINDOW, Place, Wish
 from sluice.batch.status import Batch
+from sluice.cancellation import Cancellation, Outcome
 from sluice.connection import connect
-from sluice.errors import CancelNotStored, JobCancelled, JobFailed, UnknownJob
+from sluice.errors import JobCancelled, JobFailed, NoWorker, UnknownJob
 from sluice.hub import Hub
 from sluice.letters import DeadLetter, Letters
+from sluice.queues import Queue, Queues
 from sluice.retries import Retries
 from sluice.streams import SILENCE_S, Streams
 from sluice.submission import NewJob, Submission, Submitted, lane_of
 from sluice.wire import Event, JobError, Lane
+
+_WORKER_EVERY_S = 0.25  # how often a submit that waits for a worker looks again
 
 
 class Client:
@@ -59,6 +63,8 @@ class Client:
         self._retries, self._hub = Retries(self._redis, outage_s), Hub(self._redis)
         self._streams = Streams(self._redis, self._hub, self._retries)
         self._submission, self._board = Submission(self._redis, self._retries), Board(self._redis)
+        self._cancellation = Cancellation(self._redis, self._retries)
+        self._queues = Queues(self._redis, self._retries)
         self._letters = Letters(self._redis, self._retries)
 
     async def __aenter__(self) -> Self:
@@ -79,18 +85,38 @@ class Client:
         model: str = "default",
         lane: Lane | None = None,
         id: str | None = None,
+        wait_worker_s: float | None = None,
     ) -> Submitted:
         """Queue a chat: the body of an OpenAI chat completion, or just its messages.
 
         Without a `lane`, the request's `service_tier` decides: "flex" is the batch lane, all else is interactive.
+
+        A job for a model that nobody serves waits for a worker; `served` of the answer says whether there is one. With
+        `wait_worker_s` the job is queued only once a worker is alive, and `NoWorker` is raised if there is none within
+        so many seconds; 0 does not wait.
 
         Submitting an id twice queues one job, and the second call learns its state. The request is checked by
         the worker; a bad one ends as `failed` with a sentence. Raises `QueueFull`, or ValueError for a bad id,
         model or lane.
         """
         body = dict(request) if isinstance(request, Mapping) else {"messages": list(request)}
-        job_id = uuid.uuid4().hex if id is None else id
-        return await self._submission.submit(NewJob(job_id, body, model, lane or lane_of(body)))
+        job = NewJob(uuid.uuid4().hex if id is None else id, body, model, lane or lane_of(body))
+        if wait_worker_s is None:
+            return await self._submission.submit(job)
+        return await self._submit_once_served(job, time.monotonic() + wait_worker_s)
+
+    async def _submit_once_served(self, job: NewJob, until: float) -> Submitted:
+        while True:
+            try:
+                return await self._submission.submit(job, needs_worker=True)
+            except NoWorker:
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    raise NoWorker(job.model, await self._served()) from None
+                await asyncio.sleep(min(_WORKER_EVERY_S, left_s))
+
+    async def _served(self) -> list[str]:
+        return list({worker["model"] for worker in await self.workers() if "model" in worker})
 
     async def stream(self, job_id: str, *, after: int = -1, unknown_s: float = 10.0) -> AsyncGenerator[Event]:
         """Every event after the given `seq`, once and in order, up to the final one.
@@ -126,24 +152,14 @@ class Client:
             raise UnknownJob(f"the result of job {job_id!r} has expired")
         return _completion(json.loads(stored))
 
-    async def cancel(self, job_id: str) -> None:
-        """Ask for the end of a job, queued or running. Its stream then ends with `cancelled`, unless it has
-        just finished. Raises `CancelNotStored` where the server is full: the workers were told all the same."""
-        wire.check_job_id(job_id)
-        stored, told = await self._retries.run(lambda: self._ask_for_end(job_id))
-        if isinstance(told, Exception):
-            raise told
-        if isinstance(stored, OutOfMemoryError):
-            raise CancelNotStored(f"the server is full and did not keep the request to cancel {job_id!r}") from stored
-        if isinstance(stored, Exception):
-            raise stored
+    async def cancel(self, job_id: str) -> Outcome:
+        """End a job. One that waits in its queue is "cancelled" at once, whether a worker is there or not. For one that
+        runs the end is "requested": its stream then ends with `cancelled`, unless it has just finished. "ended": there
+        was nothing left to cancel. A request for an id that is not known yet holds for an hour.
 
-    async def _ask_for_end(self, job_id: str) -> list[Any]:
-        """What came of each of two commands: a worker that misses the message finds the key when it claims the job."""
-        async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.set(wire.cancel_key(job_id), "1", ex=wire.CANCEL_S)
-            pipe.publish(wire.CONTROL, job_id)
-            return await pipe.execute(raise_on_error=False)
+        Raises `CancelNotStored` where the server is full: the workers were told all the same."""
+        wire.check_job_id(job_id)
+        return await self._cancellation.cancel(job_id)
 
     async def state(self, job_id: str) -> str | None:
         """queued, running, finished, failed or cancelled; None where there is no trace of the job."""
@@ -252,6 +268,29 @@ class Client:
     async def queued(self, model: str, lane: Lane) -> int:
         """Jobs in the lane, those that run included."""
         return int(await self._retries.run(lambda: self._redis.zcard(wire.queue_key(model, lane))))
+
+    async def queues(self) -> list[Queue]:
+        """Every queue in which there are jobs, and how many workers serve it."""
+        return await self._queues.read_all([worker.get("model", "") for worker in await self.workers()])
+
+    async def purge(
+        self,
+        model: str,
+        lane: Lane,
+        *,
+        older_than_s: float = 0.0,
+        on_progress: Callable[[int, int], None] = lambda done, ended: None,
+    ) -> int:
+        """Cancel the jobs that wait in a queue, those that run excepted. Returns the number of those that ended.
+
+        `older_than_s`: only those that were queued so long ago. `on_progress` receives how many were looked at, and
+        how many of them ended."""
+        done = ended = 0
+        async for ids in self._queues.pages(model, lane, older_than_s=older_than_s):
+            ended += await self._cancellation.end_waiting(wire.queue_key(model, lane), ids)
+            done += len(ids)
+            on_progress(done, ended)
+        return ended
 
     async def ping(self) -> None:
         """Raises `ServerUnreachable` where no server answers."""

@@ -1,6 +1,8 @@
 """What can go wrong for a backend, apart from redis-py's own errors."""
 
 import math
+from collections.abc import Sequence
+from difflib import get_close_matches
 
 from redis.exceptions import ConnectionError
 
@@ -26,6 +28,23 @@ class QueueFull(SluiceError):
         wait_s = max(1, math.ceil(retry_after_s))
         super().__init__(f"the queue holds {length:,} of at most {limit:,} jobs; room is likely in {wait_s} s")
         self.length, self.limit, self.retry_after_s = length, limit, retry_after_s
+
+
+class NoWorker(SluiceError):
+    """No worker serves the model, and nothing was queued. `served`: the models that are; `close`: one of them that may
+    be meant."""
+
+    def __init__(self, model: str, served: Sequence[str]) -> None:
+        self.model, self.served = model, tuple(sorted(served))
+        self.close = next(iter(get_close_matches(model, self.served, n=1)), None)
+        super().__init__(f"no worker serves {model!r}{self.hint}")
+
+    @property
+    def hint(self) -> str:
+        """What is served instead, to go behind a sentence."""
+        if self.close:
+            return f"; did you mean {self.close!r}?"
+        return f"; there are workers for {', '.join(self.served)}" if self.served else "; no worker is alive"
 
 
 class JobFailed(SluiceError):

@@ -11,15 +11,14 @@ from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError, RedisError
 
 from sluice import wire
-from sluice.errors import QueueFull
+from sluice.errors import NoWorker, QueueFull
 from sluice.retries import Retries
 from sluice.scripts import source
 from sluice.wire import Lane
 
-_FULL = -1  # submit.lua's answer
+_FULL, _NO_WORKER = -1, -2  # submit.lua's answers
 _DRAINS_UNKNOWN_S = 60.0  # nothing has ended in the last minute
 _LONGEST_DEADLINE_S = 1e9  # a longer one is none
-_QUEUED_S = 86_400  # a job that nobody took by then has expired: arq's default
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +26,7 @@ class Submitted:
     id: str
     new: bool  # False: there was a job of this id already, and nothing was queued
     state: str  # of the job now: queued, running, finished, failed or cancelled
+    served: bool = False  # whether a live worker serves the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class Submission:
         self._redis, self._retries = redis, retries
         self._script = redis.register_script(source("submit"))
 
-    async def submit(self, job: NewJob) -> Submitted:
-        """Raises `QueueFull`."""
-        args = _args(job, submission=uuid.uuid4().hex)
+    async def submit(self, job: NewJob, *, needs_worker: bool = False) -> Submitted:
+        """Raises `QueueFull`, and `NoWorker` where the model needs a worker and has none."""
+        args = _args(job, submission=uuid.uuid4().hex, needs_worker=needs_worker)
         said = _read(job, await self._retries.run(lambda: self._script(keys=_keys(job), args=args)))
-        if isinstance(said, QueueFull):
+        if not isinstance(said, Submitted):
             raise said
         return said
 
@@ -77,9 +77,10 @@ def _keys(job: NewJob) -> list[str]:
     ]
 
 
-def _args(job: NewJob, *, submission: str = "") -> list[str | bytes | int]:
+def _args(job: NewJob, *, submission: str = "", needs_worker: bool = False) -> list[str | bytes | int]:
     """`submission`: by which the script knows that a job of this id is the one that it queued before."""
-    return [job.id, _arq_job(job.request), _QUEUED_S * 1000, *_known_at_once(job.request, job.lane), submission]
+    return [job.id, _arq_job(job.request), wire.JOB_LIFE_S * 1000, *_known_at_once(job.request, job.lane), submission,
+            int(needs_worker)]  # fmt: skip
 
 
 def _read_or_raise(job: NewJob, answer: list[Any] | RedisError) -> Submitted | QueueFull | OutOfMemoryError:
@@ -88,15 +89,20 @@ def _read_or_raise(job: NewJob, answer: list[Any] | RedisError) -> Submitted | Q
             return answer
         case RedisError():
             raise answer
-    return _read(job, answer)
+    said = _read(job, answer)
+    assert not isinstance(said, NoWorker), "none is required here"
+    return said
 
 
-def _read(job: NewJob, answer: list[Any]) -> Submitted | QueueFull:
+def _read(job: NewJob, answer: list[Any]) -> Submitted | QueueFull | NoWorker:
     outcome, *said = answer
+    if outcome == _NO_WORKER:
+        return NoWorker(job.model, ())
     if outcome == _FULL:
         length, limit, retry_after_s = said
         return QueueFull(length, limit, float(retry_after_s or _DRAINS_UNKNOWN_S))
-    return Submitted(job.id, bool(outcome), said[0].decode())
+    state, served = said
+    return Submitted(job.id, bool(outcome), state.decode(), bool(served))
 
 
 def _arq_job(request: dict[str, Any]) -> bytes:

@@ -22,11 +22,22 @@ CONTROL = "sluice:control"
 DEAD = "sluice:dead"
 WORKERS = "sluice:worker:*"
 BATCHES = "sluice:batch:*"
+QUEUES = "sluice:queue:*"
 CANCEL_S = 3600  # how long a wish to cancel is remembered
+JOB_LIFE_S = 86_400  # of a job that has not ended: arq's own default for a queued body
+# Of a job that a client ends: the defaults of SLUICE_LOG_TTL_S and SLUICE_RESULT_TTL_S.
+LOG_TTL_S = 600
+RESULT_TTL_S = 3600
 
 
 def queue_key(model: str, lane: Lane) -> str:
     return f"sluice:queue:{model}:{lane}"
+
+
+def parse_queue_key(key: bytes) -> tuple[str, Lane] | None:
+    """The model and the lane; None for a key that only looks like a queue."""
+    found = re.fullmatch(f"sluice:queue:({MODEL_NAME}):(interactive|batch)", key.decode("utf-8", "replace"))
+    return (found[1], "batch" if found[2] == "batch" else "interactive") if found else None
 
 
 def log_key(job_id: str) -> str:

@@ -13,7 +13,7 @@ NAMES = {  # prefix: does it outlive its job?
     b"sluice:worker:": True,
     b"sluice:model:": True,
     b"sluice:cron:": True,
-    b"sluice:cancel:": True,  # a wish that came too late
+    b"sluice:cancel:": False,
     b"sluice:queue:": False,
     b"sluice:index:": False,
     b"arq:job:": False,

@@ -54,8 +54,7 @@ TABLE = {
     "worker.engine.upstream_transformers": May(others="transformers"),
     "worker.engine.upstream_vision": May(others="mlx_vlm PIL"),
     "worker.images":       May("schemas worker.errors worker.settings", "PIL"),
-    # Producers cancel as workers do, and both keep the index: the scripts for it are in `sluice`, once.
-    "worker.queue":        May("schemas sluice.scripts worker.errors worker.metrics worker.pulse worker.reading "
+    "worker.queue":        May("schemas worker.errors worker.metrics worker.pulse worker.reading "
                                "worker.redis_url worker.settings worker.timetable", "arq pydantic_core redis"),
 
     # Offline batches: when to feed, and the process that does.

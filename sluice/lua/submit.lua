@@ -1,43 +1,64 @@
--- Queue one job and wake the workers, unless its id is known or the lane is full.
--- KEYS  body, queue, job, wake channel, model
--- ARGV  id, body, life_ms, lane, tenant or '', deadline_s or '', prompt_cache_key or '', submission or ''
--- Returns 1 and 'queued'; 0 and the known job's state; or -1, the lane's length, its limit, and the seconds until
--- there will be room ('' where nothing has ended lately).
-local state = redis.call('HGET', KEYS[3], 'state')
-if state then  -- the same submission again, because the answer to it was lost, is as new as it was
-  local is_ours = ARGV[8] ~= '' and redis.call('HGET', KEYS[3], 'submission') == ARGV[8]
-  return { is_ours and 1 or 0, state }
-end
-if redis.call('EXISTS', KEYS[1]) == 1 then return { 0, 'queued' } end
-
+-- Queue one job and wake the workers, unless its id is known, the lane is full, or a worker is required and none lives.
+-- KEYS  body, queue, job, wake channel, workers of the model
+-- ARGV  id, body, life_ms, lane, tenant or '', deadline_s or '', prompt_cache_key or '', submission or '',
+--       whether a worker is required (1 or 0)
+-- Returns 1, 'queued' and whether a worker serves the model (1 or 0); 0, the known job's state, and the same; -1, the
+-- lane's length, its limit, and the seconds until there will be room ('' where nothing has ended lately); or -2.
+local body, queue, job, wake, workers = unpack(KEYS)
+local id, lane, tenant = ARGV[1], ARGV[4], ARGV[5]
 local now_ms = milliseconds()
 
--- Each worker of the model says its limit and its rate in this hash: 'limit jobs_per_s valid_until'.
-local length, limit, rate = redis.call('ZCARD', KEYS[2]), nil, 0
-for _, said in ipairs(redis.call('HVALS', KEYS[5])) do
-  local its_limit, its_rate, valid_until = string.match(said, '([%d.]+) ([%d.]+) (%d+)')
-  if tonumber(valid_until) * 1000 > now_ms then
-    limit = math.min(limit or math.huge, tonumber(its_limit))
-    rate = rate + tonumber(its_rate)
+-- Each worker of the model keeps a field in this hash: 'limit jobs_per_s valid_until ...'.
+local function read_workers()
+  local said, limit, rate = redis.pcall('HVALS', workers), nil, 0
+  if said.err then
+    redis.call('DEL', workers) -- a foreign value; the workers write theirs again
+    said = {}
   end
+  for _, text in ipairs(said) do
+    local its_limit, its_rate, valid_until = string.match(text, '^(%d+) ([%d.]+) (%d+)')
+    if its_limit and tonumber(its_rate) and tonumber(valid_until) * 1000 > now_ms then
+      limit = math.min(limit or math.huge, tonumber(its_limit))
+      rate = rate + tonumber(its_rate)
+    end
+  end
+  return limit, rate
 end
+
+local limit, rate = read_workers()
+local served = limit and 1 or 0
+
+local known = redis.pcall('HMGET', job, 'state', 'submission')
+if known.err then
+  redis.call('DEL', job) -- a foreign value
+  known = {}
+end
+if known[1] then -- the same submission again, because the answer to it was lost, is as new as it was
+  local is_ours = ARGV[8] ~= '' and known[2] == ARGV[8]
+  return { is_ours and 1 or 0, known[1], served }
+end
+if redis.call('EXISTS', body) == 1 then return { 0, 'queued', served } end
+
+if ARGV[9] == '1' and not limit then return { -2 } end
+local length = redis.call('ZCARD', queue)
 if limit and length >= limit then
   return { -1, length, limit, rate > 0 and tostring((length - limit + 1) / rate) or '' }
 end
 
-redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
-redis.call('ZADD', KEYS[2], now_ms, ARGV[1])
-redis.call('HSET', KEYS[3], 'state', 'queued', 'lane', ARGV[4], 'queued_at', now_ms / 1000)
-if ARGV[5] ~= '' then redis.call('HSET', KEYS[3], 'tenant', ARGV[5]) end
+redis.call('SET', body, ARGV[2], 'PX', ARGV[3])
+redis.call('ZADD', queue, now_ms, id)
+local model = string.sub(queue, #'sluice:queue:' + 1, -#lane - 2)
+redis.call('HSET', job, 'state', 'queued', 'model', model, 'lane', lane, 'queued_at', now_ms / 1000)
 local deadline = ARGV[6] ~= '' and now_ms / 1000 + ARGV[6] or nil
-if deadline then redis.call('HSET', KEYS[3], 'deadline', deadline) end
-if ARGV[7] ~= '' then redis.call('HSET', KEYS[3], 'prompt_cache_key', ARGV[7]) end
-if ARGV[8] ~= '' then redis.call('HSET', KEYS[3], 'submission', ARGV[8]) end
-redis.call('PEXPIRE', KEYS[3], ARGV[3])
+if tenant ~= '' then redis.call('HSET', job, 'tenant', tenant) end
+if deadline then redis.call('HSET', job, 'deadline', deadline) end
+if ARGV[7] ~= '' then redis.call('HSET', job, 'prompt_cache_key', ARGV[7]) end
+if ARGV[8] ~= '' then redis.call('HSET', job, 'submission', ARGV[8]) end
+redis.call('PEXPIRE', job, ARGV[3])
 
-local index = index_of(KEYS[2])
+local index = index_of(queue)
 if redis.call('EXISTS', index.jobs) == 1 then -- where not, the next claim begins it
-  in_index(wait_in_line, index, ARGV[1], now_ms, ARGV[5], deadline and deadline * 1000)
+  in_index(wait_in_line, index, id, now_ms, tenant, deadline and deadline * 1000)
 end
-redis.call('PUBLISH', KEYS[4], '')
-return { 1, 'queued' }
+redis.call('PUBLISH', wake, '')
+return { 1, 'queued', served }

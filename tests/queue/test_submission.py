@@ -25,7 +25,7 @@ async def test_a_submitted_job_is_on_the_queue_as_arq_would_have_put_it(db: Redi
     assert float(hash.pop("queued_at")) == pytest.approx(queued_ms / 1000, abs=0.001)
     assert float(hash.pop("deadline")) == pytest.approx(queued_ms / 1000 + 60, abs=0.001)
     assert len(hash.pop("submission")) == 32
-    assert hash == {"state": "queued", "lane": "batch", "tenant": "acme"}
+    assert hash == {"state": "queued", "model": "tiny", "lane": "batch", "tenant": "acme"}
     for key in (f"arq:job:{job.id}", wire.job_key(job.id)):
         assert 86_000 < await db.ttl(key) <= 86_400
 
@@ -119,7 +119,7 @@ async def test_what_the_worker_will_refuse_is_not_kept_with_the_job(
     db: Redis, client: Client, field_name: str, value: Any
 ) -> None:
     job = await client.submit({"messages": HELLO, field_name: value})
-    assert (await db.hgetall(wire.job_key(job.id))).keys() <= {b"state", b"lane", b"queued_at", b"submission"}
+    assert (await db.hgetall(wire.job_key(job.id))).keys() <= {b"state", b"model", b"lane", b"queued_at", b"submission"}
 
 
 async def test_a_tenant_of_the_longest_name_is_kept(db: Redis, client: Client) -> None:

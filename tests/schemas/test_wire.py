@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, fields
+from importlib.resources import files
 from inspect import getmembers, isfunction
 from typing import Any, get_args
 
@@ -13,6 +14,8 @@ from schemas import Event, keys
 from schemas import events as theirs
 from sluice import wire
 from tests.schemas import page
+from worker.queue.scripts import JOB_LIFE_MS
+from worker.settings import Settings
 
 EVENT: TypeAdapter[Any] = TypeAdapter(Event)
 MODELS: dict[str, type[BaseModel]] = {
@@ -48,6 +51,18 @@ def without_none(value: dict[str, Any]) -> dict[str, Any]:
 def test_a_key_is_named_the_same_on_both_sides(name: str) -> None:
     args = ("m-1", "batch") if name == "queue" else ("m-1",)
     assert getattr(wire, KEYS[name])(*args) == getattr(keys, name)(*args)
+
+
+@pytest.mark.parametrize("script", ["lib", "index", "cancel"])
+def test_a_script_of_both_sides_is_the_same(script: str) -> None:
+    producers, workers = (files(package) / "lua" / f"{script}.lua" for package in ("sluice", "worker.queue"))
+    assert producers.read_text() == workers.read_text()
+
+
+def test_what_a_client_keeps_of_a_job_that_it_ends_is_what_workers_keep_by_default() -> None:
+    defaults = {name: field.default for name, field in Settings.model_fields.items()}
+    assert (defaults["log_ttl_s"], defaults["result_ttl_s"]) == (wire.LOG_TTL_S, wire.RESULT_TTL_S)
+    assert wire.JOB_LIFE_S * 1000 == JOB_LIFE_MS
 
 
 def test_no_key_is_known_to_one_side_only() -> None:

@@ -118,14 +118,11 @@ class Claims:
 
     async def cancel_waiting(self, job_id: str) -> bool:
         """End a job that waits in one of our lanes. False where it does not."""
-        doomed = leftovers(job_id)
-        names = [keys.job(job_id), keys.log(job_id), keys.channel(job_id), keys.result(job_id), lease_key(job_id)]
-        queues = [keys.queue(self._model, lane) for lane in keys.LANES]
-        ended = await self._cancel(
-            keys=[*names, *doomed, *queues],
-            args=[job_id, JOB_LIFE_MS, self._log_ttl_ms, self._result_ttl_ms, len(doomed)],
+        (outcome,) = await self._cancel(
+            keys=[keys.queue(self._model, lane) for lane in keys.LANES],
+            args=[job_id, JOB_LIFE_MS, self._log_ttl_ms, self._result_ttl_ms, ""],
         )
-        return bool(ended)
+        return bool(outcome == b"cancelled")
 
     async def release(self, claim: Claim) -> None:
         """Hand it back; whoever is idle hears of it at once."""

@@ -8,22 +8,18 @@ from pydantic_core import PydanticSerializationError, to_json
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
-from sluice.scripts import SHARED, shared
-from sluice.scripts import source as shared_source
-
 JOB_LIFE_MS = 86_400_000  # of a job that has not ended: arq's own default for a queued body
 
 
-_PARTS = {"claim": ("places", "mend"), "release": ("places",)}  # of ours that a script calls, besides what is shared
+# What a script calls, besides `lib` and `index`. Those two and `cancel` are in `sluice` as well, since a backend has no
+# `worker`; a test holds them equal.
+_PARTS = {"claim": ("places", "mend"), "release": ("places",)}
 
 
 @cache
 def source(name: str) -> str:
-    if name in SHARED:
-        return shared_source(name)
     lua = files("worker.queue") / "lua"
-    ours = [(lua / f"{part}.lua").read_text() for part in (*_PARTS.get(name, ()), name)]
-    return "\n".join([shared("lib"), shared("index"), *ours])
+    return "\n".join((lua / f"{part}.lua").read_text() for part in ("lib", "index", *_PARTS.get(name, ()), name))
 
 
 def script(redis: Redis, name: str) -> AsyncScript:

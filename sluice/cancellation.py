@@ -1,0 +1,81 @@
+"""The end of a job before its time: at once while it waits, through its worker when it runs."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from redis.asyncio import Redis
+from redis.exceptions import OutOfMemoryError
+
+from sluice import wire
+from sluice.errors import CancelNotStored
+from sluice.retries import Retries
+from sluice.scripts import source
+
+Outcome = Literal["cancelled", "requested", "ended"]
+
+_AT_ONCE = 100  # queues, or jobs, in one call
+
+
+class Cancellation:
+    def __init__(self, redis: Redis, retries: Retries) -> None:
+        self._redis, self._retries = redis, retries
+        self._script = redis.register_script(source("cancel"))
+
+    async def cancel(self, job_id: str) -> Outcome:
+        """Raises `CancelNotStored`."""
+        outcome, error = await self._cancel(job_id, [])
+        if outcome == b"lost":  # queued by a plain producer: its state does not name the queue
+            outcome, error = await self._search(job_id, error)
+        if isinstance(error, OutOfMemoryError):
+            raise CancelNotStored(f"the server is full and did not keep the request to cancel {job_id!r}") from error
+        if error is not None:
+            raise error
+        return _named(outcome)
+
+    async def end_waiting(self, queue: str, job_ids: Sequence[bytes]) -> int:
+        """Cancel those that wait in this queue; the others are left alone. Returns the number of those that ended."""
+        ended = 0
+        for start in range(0, len(job_ids), _AT_ONCE):
+            some = job_ids[start : start + _AT_ONCE]
+            ended += await self._retries.run(partial(self._end_some, queue, some))
+        return ended
+
+    async def _end_some(self, queue: str, job_ids: Sequence[bytes]) -> int:
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for job_id in job_ids:
+                await self._script(keys=[queue], args=_args(job_id, keep_ms=""), client=pipe)
+            answers: list[list[bytes]] = await pipe.execute()
+        return sum(answer[0] == b"cancelled" for answer in answers)
+
+    async def _search(self, job_id: str, error: Exception | None) -> tuple[bytes, Exception | None]:
+        for queues in _pages(sorted(await self._retries.scan(wire.QUEUES))):
+            outcome, error = await self._cancel(job_id, queues)
+            if outcome == b"ended":
+                break  # by a worker that has received the request meanwhile
+            if outcome != b"lost":
+                return outcome, error
+        return b"requested", error
+
+    async def _cancel(self, job_id: str, queues: Sequence[bytes]) -> tuple[bytes, Exception | None]:
+        args = _args(job_id, keep_ms=wire.CANCEL_S * 1000)
+        outcome, *errors = await self._retries.run(lambda: self._script(keys=list(queues), args=args))
+        return outcome, errors[0] if errors else None
+
+
+def _args(job_id: str | bytes, keep_ms: int | str) -> list[Any]:
+    return [job_id, wire.JOB_LIFE_S * 1000, wire.LOG_TTL_S * 1000, wire.RESULT_TTL_S * 1000, keep_ms]
+
+
+def _named(outcome: bytes) -> Outcome:
+    match outcome:
+        case b"cancelled":
+            return "cancelled"
+        case b"ended":
+            return "ended"
+    return "requested"
+
+
+def _pages(queues: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    for start in range(0, len(queues), _AT_ONCE):
+        yield queues[start : start + _AT_ONCE]

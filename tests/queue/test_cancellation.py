@@ -1,0 +1,154 @@
+"""What a client's cancel does by itself, whether a worker is there or not."""
+
+import json
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from schemas import keys
+from sluice import CancelNotStored, Client, JobCancelled
+from tests.fakes import FakeChat
+from tests.keyspace import check_all_ended, check_job_keys
+from tests.queue.helpers import ask, ended, listening, put, settings, types, until, working
+from worker.queue.claims import lease_key
+
+HELLO = [{"role": "user", "content": "Hello!"}]
+
+
+async def test_a_job_that_nobody_serves_ends_at_once(db: Redis, client: Client) -> None:
+    job = await client.submit(HELLO, model="misspelt", lane="batch")
+    assert await client.cancel(job.id) == "cancelled"
+    assert [event.type async for event in client.stream(job.id)] == ["cancelled"]
+    with pytest.raises(JobCancelled, match="requested"):
+        await client.result(job.id)
+    await check_job_keys(db, job.id)
+    await check_all_ended(db)
+
+
+async def test_a_plain_producer_s_job_is_found_in_whichever_queue_it_waits(db: Redis, client: Client) -> None:
+    for k in range(150):
+        await db.zadd(keys.queue(f"other-{k}", "batch"), {"another": 1})
+    await put(db, "plain-7", b"{}", lane="batch")
+    assert await client.cancel("plain-7") == "cancelled"
+    assert await client.state("plain-7") == "cancelled"
+    await check_job_keys(db, "plain-7")
+
+
+async def test_a_client_ends_a_waiting_job_as_a_worker_does(db: Redis, client: Client, redis_url: str) -> None:
+    chat = FakeChat()
+    async with working(settings(redis_url, max_rows=1, reserved_rows=0), chat.chat):
+        await listening(db)
+        await ask(db, "busy", {"then": "hang"})
+        await until(lambda: bool(chat.running))
+        for job_id in ("by-client", "by-worker"):
+            await put(db, job_id, b"{}")
+        await db.hset(keys.job("by-client"), mapping={"model": "default", "lane": "interactive"})
+        assert await client.cancel("by-client") == "cancelled"
+        await db.publish(keys.CONTROL, "by-worker")
+        await ended(db, "by-worker")
+        said = [json.loads(await db.get(keys.result(f"by-{who}"))) for who in ("client", "worker")]
+        hashes = [await db.hgetall(keys.job(f"by-{who}")) for who in ("client", "worker")]
+        for event, hash in zip(said, hashes, strict=True):
+            del event["id"], event["ts"], hash[b"finished_at"]
+        del hashes[0][b"model"], hashes[0][b"lane"]
+        assert said[0] == said[1]
+        assert hashes[0] == hashes[1]
+        for name in (keys.log, keys.result, keys.job):
+            assert abs(await db.ttl(name("by-client")) - await db.ttl(name("by-worker"))) <= 2
+        await client.cancel("busy")
+        await ended(db, "busy")
+    await check_all_ended(db)
+
+
+async def test_a_running_job_is_its_worker_s_to_end(db: Redis, client: Client, redis_url: str) -> None:
+    chat = FakeChat()
+    async with working(settings(redis_url), chat.chat):
+        await listening(db)
+        await ask(db, "a", {"then": "hang"})
+        await until(lambda: bool(chat.running))
+        assert await client.cancel("a") == "requested"
+        assert types(await ended(db, "a")) == ["started", "cancelled"]
+    await check_all_ended(db)
+
+
+async def test_the_job_of_a_dead_worker_ends_at_once_when_its_lease_is_out(db: Redis, client: Client) -> None:
+    job = await client.submit(HELLO)
+    await db.hset(keys.job(job.id), mapping={"state": "running", "attempt": 1})
+    await db.set(lease_key(job.id), "dead:1", px=60_000)
+    assert await client.cancel(job.id) == "requested"
+    await db.delete(lease_key(job.id))
+    assert await client.cancel(job.id) == "cancelled"
+    assert await db.hget(keys.job(job.id), "attempt") == b"2", "which fences the one that ran it"
+    await check_all_ended(db)
+
+
+@pytest.mark.parametrize("state", ["finished", "failed", "cancelled"])
+async def test_nothing_is_left_of_a_wish_that_came_after_the_end(db: Redis, client: Client, state: str) -> None:
+    await db.hset(keys.job("a"), "state", state)
+    assert await client.cancel("a") == "ended"
+    assert await db.keys("*") == [keys.job("a").encode()]
+
+
+async def test_a_wish_that_was_too_late_for_a_worker_goes_with_the_next_one(db: Redis, client: Client) -> None:
+    await db.hset(keys.job("a"), "state", "finished")
+    await db.set(keys.cancel("a"), "1", ex=3600)
+    assert await client.cancel("a") == "ended"
+    assert await db.exists(keys.cancel("a")) == 0
+
+
+async def test_a_wish_for_a_job_that_is_still_to_come_is_kept_for_an_hour(db: Redis, client: Client) -> None:
+    assert await client.cancel("a") == "requested"
+    assert 3590 < await db.ttl(keys.cancel("a")) <= 3600
+
+
+async def test_a_waiting_job_ends_on_a_full_server_too(db: Redis, client: Client) -> None:
+    job, running = await client.submit(HELLO), await client.submit(HELLO)
+    await db.set(lease_key(running.id), "ada:1", px=60_000)
+    await db.config_set("maxmemory", 1)
+    try:
+        assert await client.cancel(job.id) == "cancelled"
+        with pytest.raises(CancelNotStored):
+            await client.cancel(running.id)
+    finally:
+        await db.config_set("maxmemory", 0)
+    await check_job_keys(db, job.id)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        ("SET", "sluice:job:job-7", "x"),
+        ("HSET", "sluice:job:job-7", "attempt", "9" * 30),
+        ("HSET", "sluice:job:job-7", "state", "odd", "model", "\n:", "lane", "x"),
+        ("SET", "sluice:log:job-7", "x"),
+        ("RPUSH", "sluice:result:job-7", "x"),
+        ("RPUSH", "arq:in-progress:job-7", "x"),
+        ("HSET", "sluice:index:default:interactive", "a", "b"),
+        ("SET", "sluice:index:default:interactive:lines", "x"),
+    ],
+)
+async def test_foreign_values_do_not_keep_a_job_from_its_end(db: Redis, client: Client, spoil: tuple[Any, ...]) -> None:
+    await put(db, "job-7", b"{}")
+    await db.execute_command(*spoil)
+    assert await client.cancel("job-7") == "cancelled"
+    await check_job_keys(db, "job-7")
+
+
+async def test_a_queue_is_purged_of_what_waits_and_nothing_else(db: Redis, client: Client) -> None:
+    for k in range(1100):
+        await put(db, f"job-{k:04}", b"{}", at_ms=k)
+    await db.set(lease_key("job-0007"), "ada:1", px=60_000)
+    seconds, _ = await db.time()
+    await put(db, "young", b"{}", at_ms=seconds * 1000)
+    progress: list[tuple[int, int]] = []
+
+    def on_progress(done: int, ended: int) -> None:
+        progress.append((done, ended))
+
+    assert await client.purge("default", "interactive", older_than_s=60, on_progress=on_progress) == 1099
+    assert progress == [(1000, 999), (1100, 1099)]
+    assert await db.zrange(keys.queue("default", "interactive"), 0, -1) == [b"job-0007", b"young"]
+    assert await client.purge("default", "interactive") == 1
+    for job_id in ("job-0000", "job-1099", "young"):
+        assert await client.state(job_id) == "cancelled"

@@ -1,0 +1,63 @@
+-- Cancel a job: one that waits ends here and now, one that runs is for its worker to end.
+-- KEYS  queues in which it may wait, besides the one that its state names
+-- ARGV  id, life_ms, log_ttl_ms, result_ttl_ms, and for how many ms a request to cancel a running job is kept ('': none
+--       is made)
+-- Returns 'cancelled'; 'ended', if it had ended before; 'requested'; or 'lost', which is `requested` for a job that
+-- has a body and is in none of the queues. Behind the last two: the error, if the request was not kept.
+local id = ARGV[1]
+local job, log, result, wish = 'sluice:job:' .. id, 'sluice:log:' .. id, 'sluice:result:' .. id, 'sluice:cancel:' .. id
+local body, lease = 'arq:job:' .. id, 'arq:in-progress:' .. id
+
+local known = redis.pcall('HMGET', job, 'state', 'model', 'lane')
+if known.err then known = {} end
+if FINAL[known[1]] then
+  redis.call('DEL', wish)
+  return { 'ended' }
+end
+
+local function queue_of_job()
+  local queues = { unpack(KEYS) }
+  if known[2] and known[3] then queues[#queues + 1] = 'sluice:queue:' .. known[2] .. ':' .. known[3] end
+  for _, queue in ipairs(queues) do
+    if type(redis.pcall('ZSCORE', queue, id)) == 'string' then return queue end
+  end
+end
+
+-- A higher attempt fences whoever ran it before.
+local function next_attempt()
+  local attempt = redis.pcall('HINCRBY', job, 'attempt', 1)
+  if type(attempt) == 'number' then return attempt end
+  redis.call('DEL', job) -- a foreign value
+  return redis.call('HINCRBY', job, 'attempt', 1)
+end
+
+local function end_waiting(queue)
+  leave_queue(queue, id) -- first: a full server refuses no write that follows one which frees memory
+  redis.call('DEL', wish, body, lease, 'arq:retry:' .. id)
+  local seq, now, attempt = redis.pcall('LLEN', log), milliseconds() / 1000, next_attempt()
+  if type(seq) ~= 'number' then
+    redis.call('DEL', log)
+    seq = 0
+  end
+  local event = string.format(
+    '{"id":%s,"seq":%d,"attempt":%d,"type":"cancelled","ts":%.3f,"reason":"requested",' ..
+    '"usage":{"prompt_tokens":0,"completion_tokens":0,"cached_tokens":0}}', cjson.encode(id), seq, attempt, now)
+  append(log, 'sluice:ch:' .. id, seq, { event }, ARGV[2])
+  redis.call('HSET', job, 'state', 'cancelled', 'finished_at', now)
+  redis.call('SET', result, event, 'PX', ARGV[4])
+  redis.call('PEXPIRE', job, ARGV[4])
+  redis.call('PEXPIRE', log, ARGV[3])
+end
+
+local queue = queue_of_job()
+if queue and type(redis.pcall('GET', lease)) ~= 'string' then
+  end_waiting(queue)
+  return { 'cancelled' }
+end
+if ARGV[5] == '' then return { 'requested' } end
+
+-- In this order: a worker that misses the message finds the key when it claims the job.
+local kept = redis.pcall('SET', wish, '1', 'PX', ARGV[5])
+redis.call('PUBLISH', 'sluice:control', id)
+local lost = not queue and known[1] ~= 'running' and redis.call('EXISTS', body) == 1
+return { lost and 'lost' or 'requested', kept.err and kept or nil }

@@ -1,0 +1,100 @@
+-- The index of one queue: which of its jobs is next, without a walk over the queue.
+--
+-- The queue itself, arq's sorted set, is the truth: what is not in it is no job. The index may be deleted at any
+-- time; claim.lua compares the two and mends the index. Each job of the queue is in `jobs` and in exactly one of
+-- `lines`, `suspects` and `leases`.
+--   jobs       ids by their score in the queue: a copy of the queue, as far as it is indexed
+--   lines      the waiting jobs, a line for each tenant. All scores are 0, so members are in the order of their bytes:
+--              'w' line '\0' stamp id   a job
+--              'h' stamp line           a line, by the stamp of its first job
+--   suspects   jobs that were running when a worker died: those with the fewest crashes first, then the oldest
+--   leases     running jobs, by the time at which their lease is to be looked at
+--   deadlines  jobs of `lines` and `suspects` that have a deadline, by it
+--
+-- Only workers keep the index alive: without a claim it expires, and a submit does not begin a new one. So it cannot
+-- grow where all workers are of a version that does not know it.
+local INDEX_LIFE_MS = 60000
+
+local function index_of(queue)
+  local name = 'sluice:index:' .. string.sub(queue, #'sluice:queue:' + 1)
+  return { queue = queue, jobs = name, lines = name .. ':lines', suspects = name .. ':suspects',
+    leases = name .. ':leases', deadlines = name .. ':deadlines' }
+end
+
+local function drop_index(index)
+  redis.call('UNLINK', index.jobs, index.lines, index.suspects, index.leases, index.deadlines)
+end
+
+-- Run one of the functions below. Whatever stops it, such as a foreign value at one of the keys, costs the index alone.
+local function in_index(change, index, ...)
+  if not pcall(change, index, ...) then drop_index(index) end
+end
+
+-- A score as 15 digits, so that bytes are in the order of numbers.
+local function stamp(score)
+  return string.format('%015.0f', math.min(math.max(tonumber(score), 0), 999999999999999))
+end
+
+-- The name of a tenant's line. Tenants that differ only beyond the 128th byte share one.
+local function line_of(tenant)
+  return (string.gsub(string.sub(tenant or '', 1, 128), '%z', ' '))
+end
+
+local function first_of(index, line)
+  local name = 'w' .. line
+  return redis.call('ZRANGEBYLEX', index.lines, '[' .. name .. '\0', '(' .. name .. '\1', 'LIMIT', 0, 1)[1]
+end
+
+-- The stamp and the id in a member of `lines` for a job.
+local function split_place(line, place)
+  local from = #line + 3
+  return string.sub(place, from, from + 14), string.sub(place, from + 15)
+end
+
+local function stand_in_line(index, line, score, id)
+  local first, mark = first_of(index, line), stamp(score)
+  redis.call('ZADD', index.lines, 0, 'w' .. line .. '\0' .. mark .. id)
+  local first_mark = first and split_place(line, first)
+  if not first or tonumber(mark) < tonumber(first_mark) then
+    if first then redis.call('ZREM', index.lines, 'h' .. first_mark .. line) end
+    redis.call('ZADD', index.lines, 0, 'h' .. mark .. line)
+  end
+  redis.call('PEXPIRE', index.lines, INDEX_LIFE_MS)
+end
+
+local function leave_line(index, line, place)
+  local first = first_of(index, line)
+  if redis.call('ZREM', index.lines, place) == 0 or first ~= place then return end
+  redis.call('ZREM', index.lines, 'h' .. split_place(line, first) .. line)
+  local next_one = first_of(index, line)
+  if next_one then redis.call('ZADD', index.lines, 0, 'h' .. split_place(line, next_one) .. line) end
+end
+
+-- A job begins to wait. `deadline` in Unix milliseconds, or nil.
+local function wait_in_line(index, id, score, tenant, deadline)
+  redis.call('ZADD', index.jobs, score, id)
+  stand_in_line(index, line_of(tenant), score, id)
+  if deadline then
+    redis.call('ZADD', index.deadlines, deadline, id)
+    redis.call('PEXPIRE', index.deadlines, INDEX_LIFE_MS)
+  end
+end
+
+-- A job is not to be in the index any more, or is to get another place in it.
+local function leave_index(index, id)
+  local score = redis.call('ZSCORE', index.jobs, id)
+  if not score then return end
+  local tenant = redis.pcall('HGET', 'sluice:job:' .. id, 'tenant')
+  local line = line_of(type(tenant) == 'string' and tenant or '')
+  leave_line(index, line, 'w' .. line .. '\0' .. stamp(score) .. id)
+  redis.call('ZREM', index.jobs, id)
+  redis.call('ZREM', index.suspects, id)
+  redis.call('ZREM', index.leases, id)
+  redis.call('ZREM', index.deadlines, id)
+end
+
+-- Out of the queue and out of its index.
+local function leave_queue(queue, id)
+  redis.call('ZREM', queue, id)
+  in_index(leave_index, index_of(queue), id)
+end

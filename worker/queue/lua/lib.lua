@@ -1,0 +1,34 @@
+-- Shared by the scripts that write to a job: put in front of each of them.
+
+local FINAL = { finished = true, failed = true, cancelled = true }
+
+-- The fence: a claim's attempt still owns the job, and the job has not ended.
+local function owns(job, attempt)
+  local held = redis.pcall('HMGET', job, 'attempt', 'state') -- of a key that is no hash: nobody's
+  return held[1] == attempt and held[2] == 'running'
+end
+
+-- Append events so that the first gets index `seq`. An equal event already there is skipped, so a call whose
+-- answer was lost may be sent again. Returns nil, or the length of a list that is too short, or 'conflict'; and
+-- how many heard the last event.
+local function append(log, channel, seq, events, life_ms)
+  local length, heard = redis.pcall('LLEN', log), 0
+  if type(length) ~= 'number' then return 'conflict' end -- a foreign value: it must not stop the other rows
+  if length < seq then return length end
+  for k, event in ipairs(events) do
+    local at = seq + k - 1
+    if at >= length then
+      redis.call('RPUSH', log, event)
+      if at == 0 then redis.call('PEXPIRE', log, life_ms) end
+      heard = redis.call('PUBLISH', channel, event)
+    elseif redis.call('LINDEX', log, at - length) ~= event then
+      return 'conflict'
+    end
+  end
+  return nil, heard
+end
+
+local function milliseconds()
+  local t = redis.call('TIME')
+  return t[1] * 1000 + math.floor(t[2] / 1000)
+end
