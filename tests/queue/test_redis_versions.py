@@ -31,7 +31,8 @@ async def main(url):
         assert [event.seq for event in events] == list(range(len(events)))
         assert (await client.result(job.id))["choices"][0]["message"]["content"] == text
         assert len(await client.workers()) == 1
-        long = await client.submit({"messages": [{"role": "user", "content": "Count to 500."}], "min_p": 0})
+        never_ends = {"logit_bias": {"0": -100, "2": -100}}
+        long = await client.submit({"messages": [{"role": "user", "content": "Count to 40."}], **never_ends})
         async for event in client.stream(long.id):
             if isinstance(event, Started):
                 await client.cancel(long.id)
@@ -45,7 +46,7 @@ asyncio.run(main(sys.argv[1]))
 
 
 def allowed() -> str:
-    (requirement,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (requirement,) = tomllib.loads((ROOT / "sluice" / "pyproject.toml").read_text())["project"]["dependencies"]
     return str(requirement)
 
 
