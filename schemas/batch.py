@@ -89,6 +89,9 @@ class BatchDetails(Sent):
     models: dict[str, int] = Field(description="Lines by the model that they go to.")
     retried: int = Field(description="Lines that were queued more than once.")
     failures: dict[str, int] = Field(description="Lines by their code in the error file.")
+    paused_at: int | None = Field(
+        default=None, description="When its feeder was last heard of; null while one feeds it."
+    )
 
 
 class Batch(Sent):

@@ -206,6 +206,7 @@ class Client:
         completion_window: str | None = None,
         metadata: Mapping[str, str] | None = None,
         window: int = WINDOW,
+        served_only: bool = False,
         on_progress: Callable[[Batch], None] = lambda batch: None,
     ) -> Batch:
         """Run an OpenAI Batch file to its end; outages of the server are waited out, however long.
@@ -213,14 +214,15 @@ class Client:
         Called again after it was cancelled or died, it goes on where it was. `models` maps the names in the file to
         served ones, "*" any other. What is not done when the completion window ("90m"; 24h) has run out ends as
         expired. A file with bad lines comes back as `failed`, with all of them in `errors`, and
-        nothing of it is run. `window` is how many lines of a model are queued or running at once.
+        nothing of it is run. `window` is how many lines of a model are queued or running at once. With `served_only` a
+        file for a model that nobody serves is bad too, if others are served; else its lines wait for a worker.
         Raises `BatchRefused`, ValueError, OSError where a file cannot be written, or redis-py's error where the
         server refuses.
         """
         from sluice.batch.run import run  # files are locked as Unix does it, and a backend may be written elsewhere
 
         place = Place.beside(Path(input), Path(output), Path(errors) if errors else None)
-        wish = Wish(models, completion_window, metadata, window, new_run(place.input.stem))
+        wish = Wish(models, completion_window, metadata, window, new_run(place.input.stem), served_only)
         return await run(self._redis, place, wish, on_progress)
 
     async def submit_batch(self, input: str | Path, folder: str | Path) -> Batch:

@@ -1,5 +1,6 @@
 """Where runs are told of in Redis: how each goes, that its end is wished for, and each change of its state."""
 
+import time
 from collections.abc import Sequence
 
 from redis.asyncio import Redis
@@ -9,6 +10,7 @@ from sluice.batch.status import Batch
 from sluice.errors import UnknownBatch
 
 _TOLD_S = 7 * 86_400  # after the last word on a run
+_SILENT_S = 10.0  # after it nobody feeds the run: a feeder is heard of every two seconds
 
 
 class Board:
@@ -19,6 +21,10 @@ class Board:
 
     async def put(self, batch: Batch) -> None:
         await self._redis.set(wire.batch_key(batch.id), batch.to_json(), ex=_TOLD_S)
+
+    async def touch(self, batch_id: str) -> None:
+        """Somebody feeds the run. A full server takes this too."""
+        await self._redis.expire(wire.batch_key(batch_id), _TOLD_S)
 
     async def announce(self, batch: Batch) -> None:
         """To those who listen too."""
@@ -37,17 +43,23 @@ class Board:
 
     async def read(self, batch_id: str) -> Batch:
         """Raises `UnknownBatch`."""
-        said: bytes | None = await self._redis.get(wire.batch_key(batch_id))
-        if said is None:
+        (found,) = await self._read([wire.batch_key(batch_id)])
+        if found is None:
             raise UnknownBatch(f"there is no offline run {batch_id!r}")
-        return Batch.from_json(said)
+        return found
 
     async def read_all(self, keys: Sequence[bytes]) -> list[Batch]:
         """Those of the given keys that are runs, oldest first."""
-        names = [key for key in keys if not key.endswith(b":cancel")]
-        stored: list[bytes | None] = await self._redis.mget(names) if names else []
-        batches = [Batch.from_json(each) for each in stored if each is not None]
-        return sorted(batches, key=lambda batch: (batch.created_at, batch.id))
+        found = await self._read([key for key in keys if not key.endswith(b":cancel")])
+        return sorted(filter(None, found), key=lambda batch: (batch.created_at, batch.id))
+
+    async def _read(self, names: Sequence[str | bytes]) -> list[Batch | None]:
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for name in names:
+                pipe.get(name)
+                pipe.pttl(name)
+            flat = await pipe.execute() if names else []
+        return [_read(said, left_ms) for said, left_ms in zip(flat[::2], flat[1::2], strict=True)]
 
     async def ask_for_end(self, batch_id: str) -> None:
         """Whoever feeds the run sees it at its next look; a run that waits, when it is taken."""
@@ -55,3 +67,11 @@ class Board:
 
     async def end_is_wished(self, batch_id: str) -> bool:
         return bool(await self._redis.exists(wire.batch_cancel_key(batch_id)))
+
+
+def _read(said: bytes | None, left_ms: int) -> Batch | None:
+    """What is left of the key's life tells by the server's clock when its feeder was last heard of."""
+    if said is None:
+        return None
+    batch, silent_s = Batch.from_json(said), _TOLD_S - left_ms / 1000
+    return batch.paused(time.time() - silent_s) if silent_s > _SILENT_S else batch

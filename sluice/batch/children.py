@@ -1,7 +1,8 @@
 """The jobs that a run's lines become, in Redis."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from redis.asyncio import Redis
@@ -67,6 +68,21 @@ class Children:
 
         if jobs:
             await self._retries.ride_out(ask)
+
+    async def withdraw(self, run_id: str, models: Iterable[str]) -> None:
+        """Leave nothing of a run's jobs that are queued or running for these models."""
+        for model in models:
+            queued = await self._queued(f"{run_id}-*", model)
+            for start in range(0, len(queued), _AT_ONCE):
+                await self.forget([(job_id, model) for job_id in queued[start : start + _AT_ONCE]])
+
+    async def _queued(self, pattern: str, model: str) -> list[str]:
+        names, cursor = set[str](), None
+        while cursor != 0:
+            scan = partial(self._redis.zscan, wire.queue_key(model, "batch"), cursor or 0, match=pattern, count=1000)
+            cursor, found = await self._retries.ride_out(scan)
+            names.update(member.decode() for member, _ in found)
+        return list(names)
 
     async def _look(self, ids: Sequence[str]) -> list[Found]:
         async def ask() -> tuple[list[bytes | None], int]:

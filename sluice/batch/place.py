@@ -47,6 +47,7 @@ class Wish:
     metadata: Mapping[str, str] | None = None
     window: int = WINDOW  # lines of one model that are queued or running at once
     id: str = field(default_factory=names.new_run)  # of a new run
+    served_only: bool = False  # refuse a file for a model that nobody serves, if others are served
 
     def __post_init__(self) -> None:
         window.seconds(self.completion_window or window.DEFAULT)

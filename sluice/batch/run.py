@@ -13,12 +13,13 @@ from typing import Literal
 from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError, RedisError
 
-from sluice.batch import window
+from sluice.batch import again, window
 from sluice.batch.board import Board
 from sluice.batch.children import Children
 from sluice.batch.feeder import Feeder
 from sluice.batch.files import Answers
 from sluice.batch.place import Place, Wish
+from sluice.batch.served import served_models, unserved
 from sluice.batch.source import Line, Source, sorted_for_reuse
 from sluice.batch.state import Saved, StateFile
 from sluice.batch.status import Batch, BatchDetails, Problem, Problems, RequestCounts, State
@@ -30,7 +31,9 @@ logger = logging.getLogger("sluice.batch")
 Told = Callable[[Batch], None]
 
 _PUT_S = 1.0
+_TOUCH_S = 2.0
 _TELL_S = 60.0
+_LEAVE_S = 1.0  # that a run which is left waits for the server
 
 _EARLY = {
     "expired": ("batch_expired", "The completion window ran out before this line was done."),
@@ -47,16 +50,36 @@ async def run(redis: Redis, place: Place, wish: Wish, told: Told = _nobody) -> B
 
     `told` hears how it goes, a few times a second.
     """
-    if not place.state.exists():
-        place.refuse_to_overwrite()
-    with StateFile(place.state) as state:
-        saved, board, retries = state.load(), Board(redis), patient(redis)
-        if saved and saved.batch.ended and saved.batch.status != "failed":
-            await tell(retries, board.announce_late, saved.batch)
-            return saved.batch
-        batch = await Run(redis, place, wish, state, told).go()
-        await tell(retries, board.announce, batch)
-        return batch
+    with Source(place.input, {}) as source:  # before a file is made for the run
+        if not place.state.exists():
+            place.refuse_to_overwrite()
+        with StateFile(place.state) as state:
+            await _check_wish(redis, place, wish, state, await asyncio.to_thread(source.sha256))
+            return await _to_its_end(redis, place, wish, state, told)
+
+
+async def _check_wish(redis: Redis, place: Place, wish: Wish, state: StateFile, sha256: str) -> None:
+    """Refuse files of another run, unless it has done nothing: then it makes room."""
+    saved = state.load()
+    if saved is None or saved.batch.status == "failed" or not (different := again.difference(saved, wish, sha256)):
+        return
+    if not again.may_begin_anew(saved, place):
+        raise again.refused(saved, place, different)
+    logger.warning("%s had answered nothing, and was begun with %s: %s begins anew", saved.batch.id, different, wish.id)
+    retries, old = patient(redis), again.replaced(saved.batch, different, time.time())
+    await Children(redis, retries).withdraw(old.id, old.sluice.models)
+    state.save(replace(saved, batch=old))
+    await tell(retries, Board(redis).announce, old)
+
+
+async def _to_its_end(redis: Redis, place: Place, wish: Wish, state: StateFile, told: Told) -> Batch:
+    saved, board, retries = state.load(), Board(redis), patient(redis)
+    if saved and saved.batch.ended and saved.batch.status != "failed":
+        await tell(retries, board.announce_late, saved.batch)
+        return saved.batch
+    batch = await Run(redis, place, wish, state, told).go()
+    await tell(retries, board.announce, batch)
+    return batch
 
 
 def patient(redis: Redis) -> Retries:
@@ -101,14 +124,25 @@ class Run:
     """Of which the state file is ours."""
 
     def __init__(self, redis: Redis, place: Place, wish: Wish, state: StateFile, told: Told = _nobody) -> None:
-        self._place, self._wish, self._state, self._told = place, wish, state, told
+        self._redis, self._place, self._wish, self._state, self._told = redis, place, wish, state, told
         self._retries = patient(redis)
         self._board, self._children = Board(redis), Children(redis, self._retries)
         self._saved = self._begun()
+        self._now: Callable[[], Batch] = lambda: self._saved.batch
         self._put_at = 0.0
 
     async def go(self) -> Batch:
         """To its end, of which the server has not been told yet."""
+        keeping = asyncio.create_task(self._keep_touched())
+        try:
+            return await self._go()
+        except asyncio.CancelledError:
+            await self._tell_pause()
+            raise
+        finally:
+            keeping.cancel()
+
+    async def _go(self) -> Batch:
         with Source(self._place.input, self._saved.models) as source:
             self._save(self._saved.batch)
             await tell(self._retries, self._board.announce, self._saved.batch)
@@ -116,12 +150,35 @@ class Run:
             if self._saved.sha256 not in ("", scan.sha256):
                 raise BatchRefused(f"{self._place.input} is not the file that {self._saved.batch.id} began with")
             self._saved = replace(self._saved, sha256=scan.sha256)
-            if scan.problems:
-                self.fail(scan.named())
+            if problems := scan.named() or await self._unserved(scan.lines):
+                self.fail(problems)
             else:
                 with closing(await asyncio.to_thread(Answers, self._place.output, self._place.errors)) as answers:
                     await self._feed(source, scan.lines, answers)
         return self._saved.batch
+
+    async def _unserved(self, lines: Sequence[Line]) -> tuple[Problem, ...]:
+        """Why the file is refused for a model that nobody serves; what is not refused is told before it is queued."""
+        served = await served_models(self._redis, self._retries)
+        said = unserved(Counter(line.model for line in lines), served)
+        if said and served and self._wish.served_only and self._saved.batch.status == "validating":
+            return (Problem("unserved_model", f"{said}."),)
+        if said:
+            logger.warning("%s. Until then they wait", said)
+        return ()
+
+    async def _keep_touched(self) -> None:
+        """Until it is cancelled. Reading a large file, and waiting for room, take longer than a run may be silent."""
+        while True:
+            await asyncio.sleep(_TOUCH_S)
+            with suppress(RedisError, OSError):
+                await self._board.touch(self._saved.batch.id)
+
+    async def _tell_pause(self) -> None:
+        """If it is not told, the server finds out by itself."""
+        with suppress(RedisError, OSError):
+            async with asyncio.timeout(_LEAVE_S):
+                await self._board.put(self._now().paused(time.time()))
 
     def fail(self, problems: Sequence[Problem]) -> Batch:
         """Before it has run, or where it cannot be gone on with."""
@@ -136,8 +193,6 @@ class Run:
         if saved is None or saved.batch.status == "failed":
             self._place.refuse_to_overwrite()
             return Saved(new_batch(self._place, self._wish), "", models or {})
-        if models not in (None, saved.models) and saved.batch.status != "validating":
-            raise BatchRefused(f"{saved.batch.id} began with other models, {saved.models}: go on with those")
         batch = _as_wished(saved.batch, self._place, self._wish)
         return Saved(batch, saved.sha256, saved.models if models is None else models)
 
@@ -151,6 +206,7 @@ class Run:
             batch = self._saved.batch if state is None else self._saved.batch.enter(state, time.time())
             return _counted(batch, answers, models, time.time() - since)
 
+        self._now = now
         begun = self._saved.batch.status != "validating"
         await self._announce(now() if begun else now("in_progress"))
         ending = await self._until_done(feeder, now)

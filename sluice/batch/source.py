@@ -17,6 +17,7 @@ MOST_BYTES = 200 * 1024 * 1024
 MOST_LINE_BYTES = 16_000_000  # what a worker takes as a job, unless its SLUICE_MAX_REQUEST_BYTES says otherwise
 _MOST_PROBLEMS = 1_000  # that are named, so that the status object stays one that can be sent
 _BOM = b"\xef\xbb\xbf"
+_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,14 @@ class Source:
             found.add(Problem("empty_file", "there is no request in the file."))
         found.sha256 = sha256.hexdigest()
         return found
+
+    def sha256(self) -> str:
+        """Of the whole file, as `scan` finds it."""
+        self._file.seek(0)
+        sha256 = hashlib.sha256()
+        while read := self._file.read(_BLOCK_BYTES):
+            sha256.update(read)
+        return sha256.hexdigest()
 
     def request(self, line: Line) -> Request:
         """Raises `BatchRefused` where the file is no longer what was scanned."""

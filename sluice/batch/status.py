@@ -8,6 +8,7 @@ from sluice.wire import parse_as
 
 State = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 ENDED: frozenset[State] = frozenset({"failed", "completed", "expired", "cancelled"})
+_FED: frozenset[State] = frozenset({"in_progress", "finalizing", "cancelling"})  # in these it pauses without a feeder
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class BatchDetails:
     models: dict[str, int] = field(default_factory=dict)  # lines by the model that they go to
     retried: int = 0  # lines that were queued more than once
     failures: dict[str, int] = field(default_factory=dict)  # lines by the code in the error file
+    paused_at: int | None = None  # when its feeder was last heard of, while nobody feeds it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +103,12 @@ class Batch:
         """The same run in another state, from now on."""
         since: dict[str, Any] = {f"{state}_at": int(now)}
         return replace(self, status=state, **since)
+
+    def paused(self, since: float) -> Self:
+        """The same run, as it is while nobody feeds it. One that waits in an inbox, or has ended, needs no feeder."""
+        if self.status not in _FED or self.sluice.paused_at is not None:
+            return self
+        return replace(self, sluice=replace(self.sluice, paused_at=int(since)))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))

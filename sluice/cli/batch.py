@@ -14,7 +14,7 @@ from sluice.batch.status import Batch
 from sluice.cli.batch_feed import feed
 from sluice.cli.batch_run import run
 from sluice.cli.batch_schedule import schedule
-from sluice.cli.batch_view import print_problems, print_report
+from sluice.cli.batch_view import print_problems, print_report, state_shown
 from sluice.cli.options import REDIS_URL, AsJson, RedisUrl
 from sluice.cli.printed import print_json, print_table, span
 from sluice.cli.trouble import Trouble, connected
@@ -75,7 +75,9 @@ def submit(
 def status(id: Id, redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
     """Show how a run goes, or how it went.
 
-    With --json, the status object, in the form of OpenAI's Batch. Exit codes: 0, or 2 where there is no such run.
+    A run is paused while nobody feeds it: the command that began it was left or has died, and goes on with it when it
+    is run again; a run in a folder of workers is gone on with within a minute. With --json, the status object, in the
+    form of OpenAI's Batch; sluice.paused_at tells since when. Exit codes: 0, or 2 where there is no such run.
 
     \b
     Examples:
@@ -92,7 +94,7 @@ def status(id: Id, redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> 
 
 @batch.command("list")
 def list_runs(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
-    """List the runs of the last week, oldest first.
+    """List the runs of the last week, oldest first. Those that nobody feeds are paused.
 
     \b
     Examples:
@@ -210,7 +212,7 @@ def _print_runs(runs: list[Batch]) -> None:
         [
             (
                 run.id,
-                run.status,
+                state_shown(run),
                 f"{run.request_counts.completed:,}",
                 f"{run.request_counts.failed:,}",
                 f"{run.request_counts.total:,}",

@@ -42,6 +42,9 @@ def run(
         typer.Option(metavar="TIME", help="After it, what is not done ends as expired: 90m, 2d.  [default: 24h]"),
     ] = None,
     window: Annotated[int, typer.Option(metavar="N", help="Lines of a model in the queue at once.")] = WINDOW,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Queue lines for a model that nobody serves, though others are served.")
+    ] = False,
     redis_url: RedisUrl = REDIS_URL,
     as_json: AsJson = False,
 ) -> None:
@@ -49,7 +52,12 @@ def run(
 
     Whatever dies meanwhile, the same command goes on where the run was, and each line is answered once. Ctrl-C leaves
     the run. The report goes to stdout, with --json as OpenAI's Batch object; all else goes to stderr.
-    Exit codes: 0 every line was answered, 1 some were not, 2 the file or the command was refused, 3 left by Ctrl-C.
+    A file made for another service names models that nobody serves here: --map says which to take in their place.
+
+    \b
+    The exit code says how the run stands, and so the same again when the command is repeated after its end:
+      0 every line is answered     1 the run has ended, and some lines are not answered
+      2 refused: nothing was done  3 left by Ctrl-C, or SIGTERM: the same command goes on
 
     \b
     Examples:
@@ -59,7 +67,13 @@ def run(
     models = read_models(map or [])
     if model is not None:
         models.setdefault("*", model)
-    wish = {"errors": errors, "models": models or None, "completion_window": completion_window, "window": window}
+    wish = {
+        "errors": errors,
+        "models": models or None,
+        "completion_window": completion_window,
+        "window": window,
+        "served_only": not wait,
+    }
     done = asyncio.run(stoppable(_run(redis_url, file, output, wish)))
     if done is None:
         note("left: the same command goes on with it.")
@@ -71,12 +85,14 @@ def run(
     if done.errors:
         note(f"{file} is refused, and nothing of it was run:", style="red")
         print_problems(done)
+        if any(problem.code == "unserved_model" for problem in done.errors.data):
+            note("Add --map to the command, or --wait to queue the lines until there is a worker.", style="red")
     raise typer.Exit(_exit_code(done))
 
 
 async def _run(url: str, input: Path, output: Path, wish: dict[str, Any]) -> Batch:
     async with connected(url) as client:
-        with Watch(client) as watch, _heard("sluice.batch"):
+        with Watch() as watch, _heard("sluice.batch"):
             try:
                 batch = await client.batch(input, output, **wish, on_progress=watch.told)
             except (BatchRefused, ValueError) as error:

@@ -1,19 +1,17 @@
 """An offline run on the terminal: on its way, and when it is over."""
 
-import asyncio
 import time
 from collections import deque
+from datetime import datetime
 from types import TracebackType
 from typing import Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from sluice.batch.status import Batch
-from sluice.cli.follow import mention_missing_worker
 from sluice.cli.printed import print_table, span
 from sluice.cli.trouble import Trouble
 from sluice.cli.view import note, notes
-from sluice.client import Client
 
 _PACE_OVER_S = 60.0
 _RATE_S = 1.0  # the least over which a rate is measured
@@ -58,12 +56,12 @@ class Pace:
 class Watch:
     """A bar on a terminal, and elsewhere a line now and then."""
 
-    def __init__(self, client: Client) -> None:
-        self._client, self._pace = client, Pace()
+    def __init__(self) -> None:
+        self._pace = Pace()
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[more]}")
         self._bar = Progress(*columns, console=notes, disable=not notes.is_terminal, transient=True)
         self._task = self._bar.add_task("reading the file", total=None, more="")
-        self._line_at, self._asked = time.monotonic(), set[asyncio.Task[None]]()
+        self._line_at, self.begun = time.monotonic(), False
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -71,10 +69,6 @@ class Watch:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
         self._bar.stop()
-
-    @property
-    def begun(self) -> bool:
-        return bool(self._asked)
 
     def told(self, batch: Batch) -> None:
         if not self.begun:
@@ -93,16 +87,13 @@ class Watch:
         done = _ended(batch)
         known = f", {done:,} of them done before" if done else ""
         note(f"{batch.id}: {batch.request_counts.total:,} lines{known}")
-        self._asked = {asyncio.ensure_future(self._mention(model)) for model in batch.sluice.models}
-
-    async def _mention(self, model: str) -> None:
-        await mention_missing_worker(self._client, model)
+        self.begun = True
 
 
 def print_report(batch: Batch) -> None:
     counts, usage, told = batch.request_counts, batch.usage, batch.sluice
     rows = {
-        "status": batch.status,
+        "status": _status(batch),
         "lines": f"{counts.total:,}: {counts.completed:,} answered, {counts.failed:,} failed",
         "failures": ", ".join(f"{code} × {count:,}" for code, count in sorted(told.failures.items())),
         "queued again": f"{told.retried:,} lines" if told.retried else "",
@@ -124,6 +115,20 @@ def print_problems(batch: Batch) -> None:
         note(f"{place}{problem.code}: {problem.message}", style="red")
     if len(problems) > _MOST_SHOWN:
         note(f"and {len(problems) - _MOST_SHOWN:,} more: --json has them.", style="red")
+
+
+def state_shown(batch: Batch) -> str:
+    """The state in a word, and how long nobody has fed the run."""
+    since = batch.sluice.paused_at
+    return batch.status if since is None else f"paused for {span(max(0.0, time.time() - since))}"
+
+
+def _status(batch: Batch) -> str:
+    since = batch.sluice.paused_at
+    if since is None:
+        return batch.status
+    at = f"{datetime.fromtimestamp(since):%Y-%m-%d %H:%M:%S}"
+    return f"{batch.status}, paused since {at}: nobody feeds it. The command that began it goes on with it"
 
 
 def _ended(batch: Batch) -> int:

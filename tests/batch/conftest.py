@@ -1,4 +1,5 @@
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -21,3 +22,8 @@ async def chat(redis_url: str) -> AsyncIterator[Chat]:
     chat = Chat()
     async with working(settings(redis_url, max_rows=8, reserved_rows=0), chat.chat):
         yield chat
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out.jsonl"

@@ -1,14 +1,19 @@
 """Input files, what runs made of them, and a worker that does what the lines say."""
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from redis.asyncio import Redis
+
+from sluice import Batch, Client
 from sluice.batch.lines import Models
 from sluice.batch.source import Scan, Source
 from tests.fakes import FakeChat
+from tests.queue.helpers import until
 from worker.errors import Refusal
 
 ANY: Models = {"*": "default"}
@@ -64,3 +69,27 @@ class Chat(FakeChat):
         if self._tries[key] <= request.get("fails", 0):
             raise Refusal(request.get("refuse", "overloaded"), "No room.", retryable=request.get("retryable", True))
         return await super().chat(ctx, request)
+
+
+async def left(db: Redis) -> list[bytes]:
+    """What is on the server besides the worker and the runs."""
+    found = [key async for key in db.scan_iter()]
+    return [key for key in found if not key.startswith((b"sluice:worker:", b"sluice:model:", b"sluice:batch:"))]
+
+
+async def started(client: Client, many: Path, out: Path, **how: Any) -> asyncio.Task[Batch]:
+    """A run of which some lines have ended."""
+    task = asyncio.create_task(client.batch(many, out, models=ANY, **how))
+    await until(lambda: (out.exists() and out.stat().st_size > 0) or task.done())
+    return task
+
+
+async def leave(task: asyncio.Task[Batch]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+
+
+async def holds(db: Redis, queue: str, jobs: int) -> bool:
+    """Whether so many jobs are in the queue."""
+    return bool(await db.zcard(queue) == jobs)

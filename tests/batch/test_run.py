@@ -22,14 +22,9 @@ from sluice.batch.prefix import prefix_key
 from sluice.batch.source import Scan, Source
 from sluice.batch.state import StateFile
 from sluice.wire import batch_cancel_key
-from tests.batch.helpers import ANY, Chat, ids, read, says, write
+from tests.batch.helpers import ANY, Chat, ids, leave, left, read, says, started, write
 from tests.line import Line
 from tests.queue.helpers import BATCH, settings, until, working
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "out.jsonl"
 
 
 def errors_of(out: Path) -> dict[str, str]:
@@ -38,25 +33,6 @@ def errors_of(out: Path) -> dict[str, str]:
 
 def answers_of(out: Path) -> dict[str, str]:
     return {said["custom_id"]: said["response"]["body"]["said"] for said in read(out)}
-
-
-async def left(db: Redis) -> list[bytes]:
-    """What is on the server besides the worker and the runs."""
-    found = [key async for key in db.scan_iter()]
-    return [key for key in found if not key.startswith((b"sluice:worker:", b"sluice:model:", b"sluice:batch:"))]
-
-
-async def started(client: Client, many: Path, out: Path, **how: Any) -> asyncio.Task[Batch]:
-    """A run of which some lines have ended."""
-    task = asyncio.create_task(client.batch(many, out, models=ANY, **how))
-    await until(lambda: (out.exists() and out.stat().st_size > 0) or task.done())
-    return task
-
-
-async def leave(task: asyncio.Task[Batch]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
-    assert task.cancelled()
 
 
 # A run
@@ -344,6 +320,7 @@ async def test_a_server_that_is_away_is_waited_for(
         assert (await asyncio.wait_for(task, 20)).status == "completed"
     assert sorted(ids(out)) == sorted(f"r{k}" for k in range(60))
     said = [record.getMessage() for record in caplog.records if record.name == "sluice.batch"]
+    said = [words for words in said if not words.startswith("no worker")]  # it may not have been there yet
     assert [words.split(" (")[0].split(",")[0] for words in said] == [
         "the server does not answer",
         "the server answers again",
@@ -465,13 +442,19 @@ async def test_an_input_that_has_changed_is_refused_and_so_are_other_models(
 ) -> None:
     many = write(tmp_path / "in.jsonl", says("a"), says("b", then="hang"))
     await leave(await started(client, many, out))
-    with pytest.raises(BatchRefused, match="began with other models"):
+    with pytest.raises(BatchRefused, match="began with other models .* give it the same"):
         await client.batch(many, out, models={"*": "tiny"})
     before = out.read_bytes()
     write(many, says("a"), says("c"))
-    with pytest.raises(BatchRefused, match="is not the file that"):
+    with pytest.raises(BatchRefused, match="began with another input: give it the same"):
         await client.batch(many, out, models=ANY)
     assert out.read_bytes() == before
+
+
+async def test_an_input_that_is_missing_leaves_no_file(client: Client, tmp_path: Path, out: Path) -> None:
+    with pytest.raises(BatchRefused, match="cannot read"):
+        await client.batch(tmp_path / "missing.jsonl", out)
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_an_input_that_cannot_be_read_is_refused_at_once_and_is_no_run(

@@ -158,7 +158,7 @@ def test_beyond_a_thousand_problems_only_their_number_is_said(tmp_path: Path) ->
 def test_the_readme_lists_every_rule_and_no_other() -> None:
     section = (ROOT / "README.md").read_text().partition("## Offline batches")[2].partition("\n## ")[0]
     listed = set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
-    code = "".join((ROOT / "sluice" / "batch" / name).read_text() for name in ("lines.py", "source.py"))
+    code = "".join((ROOT / "sluice" / "batch" / name).read_text() for name in ("lines.py", "source.py", "run.py"))
     raised = set(re.findall(r'(?:BadLine|Problem)\(\s*"(\w+)"', code))
     harmless = {"bom", "crlf", "blank_line"}
     assert listed == raised | harmless

@@ -106,6 +106,7 @@ def test_what_cannot_be_done_is_a_sentence_and_exit_code_2(
     write(tmp_path / "in.jsonl", line("a"))
     code, out, err = sluice("batch", "run", *args)
     assert (code, out, sentence in err, "Traceback" in err) == (2, "", True, False), err
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 @pytest.mark.usefixtures("alive")
@@ -151,6 +152,64 @@ def test_whatever_dies_each_line_is_answered_once(tmp_path: Path) -> None:
     assert json.loads(said)["request_counts"] == {"total": 150, "completed": 150, "failed": 0}
 
 
+# The way out of what went wrong
+
+
+@pytest.mark.usefixtures("alive")
+def test_a_file_made_for_another_service_is_refused_with_the_option_that_mends_it(
+    sluice: Command, tmp_path: Path
+) -> None:
+    many = write(tmp_path / "in.jsonl", *(count(k) for k in range(4)))
+    command = ("batch", "run", str(many), "-o", "out.jsonl")
+    code, out, err = sluice(*command)
+    assert (code, out) == (2, "")
+    assert "no worker serves gpt-4o-mini (4 lines), and there are workers for default" in err
+    assert "--map gpt-4o-mini=default" in err
+    code, _, err = sluice(*command, "--map", "gpt-4o-mini=default")
+    assert code == 0, err
+    assert texts(tmp_path / "out.jsonl") == {f"r{k}": counted(k) for k in range(4)}
+
+
+@pytest.mark.usefixtures("alive")
+def test_lines_that_wait_for_a_model_may_be_mapped_after_all(sluice: Command, tmp_path: Path) -> None:
+    many = write(tmp_path / "in.jsonl", *(count(k) for k in range(4)))
+    command = ("batch", "run", str(many), "-o", "out.jsonl")
+    with sluice.running(*command, "--wait") as process:
+        assert process.stderr is not None
+        said = [process.stderr.readline() for _ in range(2)]
+        assert "--map gpt-4o-mini=default" in said[0], "it is told first"
+        run_id = said[1].split(":")[0]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(_TIMEOUT_S) == 3
+    assert "in_progress, paused since" in " ".join(sluice("batch", "status", run_id)[1].split())
+    assert "paused for" in " ".join(sluice("batch", "list")[1].split())
+    code, _, err = sluice(*command, "--map", "gpt-4o-mini=default")
+    assert (code, f"{run_id} had answered nothing" in " ".join(err.split())) == (0, True), err
+    assert json.loads(sluice("batch", "status", run_id, "--json")[1])["status"] == "failed"
+
+
+@pytest.mark.usefixtures("alive")
+def test_another_file_for_the_output_of_a_run_that_has_ended_is_refused(sluice: Command, tmp_path: Path) -> None:
+    first, other = write(tmp_path / "in.jsonl", line("a")), write(tmp_path / "other.jsonl", line("b"))
+    assert sluice("batch", "run", str(first), "-o", "out.jsonl")[0] == 0
+    before = (tmp_path / "out.jsonl").read_bytes()
+    for many in (other, write(first, line("a"), line("b"))):
+        code, out, err = sluice("batch", "run", str(many), "-o", "out.jsonl")
+        assert (code, out, "name another output, or remove" in err) == (2, "", True), err
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+@pytest.mark.usefixtures("alive")
+def test_the_exit_code_says_how_the_run_stands_also_when_it_is_reported_again(sluice: Command, tmp_path: Path) -> None:
+    good, bad = line("good"), line("bad", temperature=9)
+    for name, lines, expected in (("all", [good], 0), ("some", [good, bad], 1), ("none", [bad], 1)):
+        many = write(tmp_path / f"{name}.jsonl", *lines)
+        codes = [sluice("batch", "run", str(many), "-o", f"{name}.out.jsonl")[0] for _ in range(3)]
+        assert codes == [expected] * 3
+    refused = write(tmp_path / "refused.jsonl", good, good)
+    assert [sluice("batch", "run", str(refused), "-o", "refused.out.jsonl")[0] for _ in range(2)] == [2, 2]
+
+
 # From elsewhere
 
 
@@ -176,13 +235,14 @@ def test_a_submitted_file_is_fed_and_can_be_asked_for_from_anywhere(sluice: Comm
 def test_a_run_is_cancelled_from_elsewhere(sluice: Command, tmp_path: Path) -> None:
     """No worker is needed: these lines wait for a model that nobody serves."""
     many = write(tmp_path / "in.jsonl", *(count(k) for k in range(3)))
-    with sluice.running("batch", "run", str(many), "-o", "out.jsonl", "--model", "nobody") as process:
+    with sluice.running("batch", "run", str(many), "-o", "out.jsonl", "--model", "nobody", "--wait") as process:
         assert process.stderr is not None
-        run_id = process.stderr.readline().split(":")[0]
+        warning, begun = process.stderr.readline(), process.stderr.readline()
+        run_id = begun.split(":")[0]
         code, said, _ = sluice("batch", "cancel", run_id)
-        out, err = process.communicate(timeout=_TIMEOUT_S)
+        out, _ = process.communicate(timeout=_TIMEOUT_S)
     assert (code, "asked for" in said, process.returncode) == (0, True, 1)
-    assert "no worker serves 'nobody'" in err
+    assert "no worker serves nobody (3 lines)" in warning
     assert "batch_cancelled × 3" in out
 
 

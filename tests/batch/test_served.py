@@ -1,0 +1,77 @@
+"""Models that nobody serves: told before a line of them is queued, with what can be done."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from sluice import Batch, Client
+from sluice.batch.served import unserved
+from tests.batch.helpers import Chat, holds, ids, leave, left, says, write
+from tests.queue.helpers import settings, until, working
+
+
+async def test_a_file_for_a_model_that_nobody_serves_may_be_refused_and_mapped_then(
+    client: Client, db: Redis, chat: Chat, tmp_path: Path, out: Path
+) -> None:
+    many = write(tmp_path / "in.jsonl", says("a", model="gpt-4o"), says("b", model="gpt-4o"), says("c"))
+    await until(lambda: _is_served(client))
+    batch = await client.batch(many, out, served_only=True)
+    assert batch.errors is not None
+    ((problem,), status) = batch.errors.data, batch.status
+    assert (status, problem.code) == ("failed", "unserved_model")
+    assert problem.message == (
+        "no worker serves gpt-4o (2 lines), and there are workers for default. Start one, or have the lines served by "
+        "another model: --map gpt-4o=default."
+    )
+    assert (out.exists(), await left(db)) == (False, [])
+    mapped = await client.batch(many, out, models={"gpt-4o": "default"}, served_only=True)
+    assert (mapped.status, sorted(ids(out))) == ("completed", ["a", "b", "c"])
+
+
+async def test_without_any_worker_a_model_may_be_right_and_its_lines_wait(
+    client: Client, db: Redis, tmp_path: Path, out: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    many = write(tmp_path / "in.jsonl", says("a", model="gpt-4o"))
+    told: list[str] = []
+
+    def heard(batch: Batch) -> None:
+        told.append(caplog.text)
+
+    task = asyncio.create_task(client.batch(many, out, served_only=True, on_progress=heard))
+    await until(lambda: holds(db, "sluice:queue:gpt-4o:batch", 1))
+    assert "no worker is alive" in told[0], "it was said before anything was queued"
+    assert "--map gpt-4o=NAME" in told[0]
+    await leave(task)
+
+
+async def test_a_run_that_has_begun_waits_for_its_model_whoever_left(
+    client: Client, db: Redis, tmp_path: Path, out: Path, redis_url: str
+) -> None:
+    many = write(tmp_path / "in.jsonl", says("a", model="gpt-4o"))
+    task = asyncio.create_task(client.batch(many, out))
+    await until(lambda: holds(db, "sluice:queue:gpt-4o:batch", 1))
+    await leave(task)
+    async with working(settings(redis_url), Chat().chat):
+        await until(lambda: _is_served(client))
+        task = asyncio.create_task(client.batch(many, out, served_only=True))
+        await asyncio.sleep(0.3)
+        assert not task.done()
+        await leave(task)
+
+
+async def _is_served(client: Client) -> bool:
+    return bool(await client.workers())
+
+
+@pytest.mark.parametrize(
+    ("served", "maps"),
+    [([], "--map a=NAME --map b=NAME"), (["x"], "--map a=x --map b=x"), (["x", "y"], "--map a=NAME --map b=NAME")],
+)
+def test_each_model_that_nobody_serves_is_named_with_its_option(served: list[str], maps: str) -> None:
+    said = unserved({"b": 1, "a": 2_000, "x": 3}, {*served, "x"} if served else ())
+    assert said is not None
+    assert maps in said
+    assert "a (2,000 lines), b (1 line)" in said
+    assert unserved({"x": 3}, {"x"}) is None
