@@ -1,5 +1,7 @@
 """Which prompts advance beside rows that decode, and when they join those: told by numbers, and not by a clock."""
 
+from dataclasses import dataclass
+
 import pytest
 
 from tests.engine.tiny import model, prompt
@@ -27,8 +29,25 @@ def begin(made: Prefills, id: str, tokens: int, lane: Lane = "interactive", boun
     made.begin(Row.of(Sequence(id, prompt(tokens + 1, 0), 1, lane=lane, boundaries=boundaries)))
 
 
-def planned(made: Prefills, growth: int = 0) -> list[Chunk]:
-    return made.plan(1, DECODE_S, ROOM, lambda length: growth)
+@dataclass
+class Running:
+    """One row that decodes."""
+
+    copied: int = 0  # bytes, when another joins
+    row_cost: float = 0.0  # of each row more, in steps of today's
+
+    def __len__(self) -> int:
+        return 1
+
+    def slower(self, more: int) -> float:
+        return 1 + more * self.row_cost
+
+    def growth(self, length: int) -> int:
+        return self.copied
+
+
+def planned(made: Prefills, running: Running | None = None) -> list[Chunk]:
+    return made.plan(running or Running(), DECODE_S, ROOM)
 
 
 def test_an_interactive_prompt_gets_a_share_of_the_decode_time_and_an_offline_one_what_is_left() -> None:
@@ -38,6 +57,16 @@ def test_an_interactive_prompt_gets_a_share_of_the_decode_time_and_an_offline_on
     [chunk], [least] = planned(interactive), planned(offline)
     assert chunk.tokens == pytest.approx(SHARE * DECODE_S * TOKENS_PER_S, rel=0.02)
     assert least.tokens == pytest.approx((STEP_S - DECODE_S) * TOKENS_PER_S, rel=0.1)
+
+
+def test_the_share_is_of_what_decoding_takes_with_the_waiting_interactive_prompts() -> None:
+    made, running = prefills(), Running(row_cost=0.1)
+    begin(made, "offline", 6000, "batch")
+    begin(made, "long", 5000)
+    begin(made, "longer", 5100)
+    [chunk] = planned(made, running)
+    most_s = (1 + SHARE) * 1.2 * DECODE_S
+    assert chunk.tokens == pytest.approx((most_s - DECODE_S) * TOKENS_PER_S, rel=0.02)
 
 
 def test_an_offline_prompt_gets_nothing_of_what_an_interactive_one_leaves_of_its_share() -> None:
@@ -52,10 +81,10 @@ def test_a_prompt_whose_join_has_to_wait_joins_in_the_next_step_and_computes_not
     begin(made, "a", 100)
     for _ in range(50):
         made.budget.saw_join(100, 10**8, 10.0)
-    [chunk] = planned(made, growth=10**8)
+    [chunk] = planned(made, Running(copied=10**8))
     assert chunk == Chunk("a", 100)
     assert made.advance(chunk)[0] == 100
-    [join] = planned(made, growth=10**8)
+    [join] = planned(made, Running(copied=10**8))
     assert join == Chunk("a", 0, joins=True)
     assert made.advance(join)[0] == 0
     through = made.through("a")

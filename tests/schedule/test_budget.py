@@ -85,6 +85,17 @@ def test_what_a_step_has_done_beside_decoding_is_not_for_prompts(lane: Lane, dec
     assert budget.spare_s(1, lane, decode_s + other_s) == pytest.approx(before_s - other_s, abs=1e-9)
 
 
+@given(st.floats(0, 0.3), st.floats(1, 3))
+def test_the_share_counts_the_rows_that_wait(decode_s: float, slower: float) -> None:
+    budget = StepBudget(STEP_S)
+    for _ in range(100):
+        budget.saw_decode(decode_s)
+    step_s = decode_s + budget.spare_s(1, "interactive", decode_s, slower)
+    wanted_s = max(STEP_S, (1 + SHARE) * slower * decode_s)
+    assert step_s == pytest.approx(min(wanted_s, LONGEST_STEPS * STEP_S), abs=1e-6)
+    assert budget.spare_s(1, "batch", decode_s, slower) == budget.spare_s(1, "batch", decode_s)
+
+
 def test_the_share_follows_the_slow_steps_of_many_rows_within_ten() -> None:
     budget = StepBudget(STEP_S)
     budget.saw_decode(0.02)

@@ -259,9 +259,7 @@ class Engine:
             return
         self._prefills.budget.forward_s = self._running.forward_s
         elapsed_s = time.perf_counter() - self._decoding_since
-        for chunk in self._prefills.plan(
-            len(self._running), elapsed_s, self._entry.longest_chunk, self._running.growth
-        ):
+        for chunk in self._prefills.plan(self._running, elapsed_s, self._entry.longest_chunk):
             with self._by_itself(chunk.id, outcomes):
                 images = self._prefills.images(chunk.id)
                 tokens, news = self._prefills.advance(chunk)

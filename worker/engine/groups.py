@@ -87,6 +87,12 @@ class Groups:
         """The number of the group that a row of this length would decode in; a new one counts on."""
         return place(length, self.lengths, self._cost.cost())
 
+    def slower(self, more: int) -> float:
+        """How many times as long as now a step takes with this many rows more, of the length of the longest."""
+        cost, lengths = self._cost.cost(), self.lengths
+        longest = max((length for group in lengths for length in group), default=0)
+        return 1 + more * (cost.row_s + longest * cost.cell_s) / max(cost.step_s(lengths), 1e-9)
+
     def growth(self, length: int) -> int:
         """Bytes that are copied when a row of that length joins, beside its own."""
         at = self.nearest(length)

@@ -1,9 +1,9 @@
 """The prompts on their way into a cache: which of them advance in a step, and how."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, cached_property
-from typing import get_args
+from typing import Protocol, get_args
 
 from worker.engine.caches import Caches
 from worker.engine.layers import weights_bytes
@@ -23,6 +23,18 @@ from worker.schedule.sequence import Lane, Outcome, Whole
 _UNKNOWN_TOWER = 100.0  # tokens a second
 
 AnyPrefill = OfTokens | PicturedPrefill
+
+
+class Decoding(Protocol):
+    """The running rows, as far as a plan depends on them."""
+
+    def __len__(self) -> int: ...
+
+    def slower(self, more: int) -> float:
+        """How many times as long as now a step takes with this many rows more."""
+
+    def growth(self, length: int) -> int:
+        """Bytes that are copied when a row of that length joins, beside its own."""
 
 
 class Prefills:
@@ -101,15 +113,15 @@ class Prefills:
         target, draft = self.budget.cost, self._drafts.cost
         return draft.of(scored, 0) + target.of(int(keep * tokens), 0) < target.of(tokens, 0)
 
-    def plan(self, running: int, elapsed_s: float, longest: int, growth: Callable[[int], int]) -> list[Chunk]:
-        """Chunks for this step, while so many rows decode; `elapsed_s` since they began to. `longest`: tokens of a
-        chunk. `growth`: bytes that are copied when a row of that length joins."""
+    def plan(self, running: Decoding, elapsed_s: float, longest: int) -> list[Chunk]:
+        """Chunks for this step, beside the running rows; `elapsed_s` since they began to decode. `longest`: tokens of a
+        chunk."""
         for prefill in self._prefills.values():
             prefill.look()
         single = self._first_in("encoding"), self._first_in("scoring")
         # For hundreds of prompts, what is the same for many is found once.
         cost_of = cache(lambda phase: self._budget(phase).cost)
-        growth_of = cache(growth)
+        growth_of = cache(running.growth)
         waiting = [
             Waiting(
                 prefill.row.id,
@@ -127,7 +139,8 @@ class Prefills:
         self._turn += 1
         for prefill in self._prefills.values():
             prefill.waited += 1
-        spare_s = {lane: self.budget.spare_s(running, lane, elapsed_s) for lane in get_args(Lane)}
+        slower = running.slower(sum(row.lane == "interactive" for row in waiting))
+        spare_s = {lane: self.budget.spare_s(len(running), lane, elapsed_s, slower) for lane in get_args(Lane)}
         return plan(waiting, spare_s, self._turn, longest)
 
     def _first_in(self, phase: Phase) -> AnyPrefill | None:

@@ -10,8 +10,9 @@ LEAST, MOST = 16, 2048  # tokens of a chunk; beyond MOST a larger one is hardly 
 TOKENS_PER_S = 2000.0
 # Where nobody decodes, nobody waits for the step but those who come or cancel in it.
 ALONE_STEPS = 4
-# Interactive prompts get at least this multiple of the decode time, even if the step then misses its target: where
-# decoding alone takes most of the target, they would wait for the answers of all others to end.
+# While interactive prompts wait, a step may last 1 + this multiple of the time that decoding will take with their rows,
+# even if it then misses its target: where decoding alone takes most of the target, they would wait for the answers of
+# all others to end.
 SHARE = 2.0
 # But no step is planned to last longer than this multiple of the target, so a user who needs short gaps sets a short
 # target.
@@ -101,12 +102,13 @@ class StepBudget:
         join_s, joined_s, grown_s = self._joins.costs()
         return PromptCost(self.forward_s, token_s, before_s / _MANY, join_s, joined_s / _MANY, grown_s / _MUCH)
 
-    def spare_s(self, rows: int, lane: Lane, elapsed_s: float) -> float:
+    def spare_s(self, rows: int, lane: Lane, elapsed_s: float, slower: float = 1.0) -> float:
         """Seconds for this lane's prompts in a step beside `rows` that decode; `elapsed_s` since they began to. Both
-        lanes share the step: what interactive prompts take, offline ones do not get."""
+        lanes share the step: what interactive prompts take, offline ones do not get. `slower`: how many times as long
+        decoding will take once the rows of the waiting interactive prompts decode too."""
         if not rows:
             return ALONE_STEPS * self._step_s
         most_s = self._step_s
         if lane == "interactive":
-            most_s = max(most_s, min((1 + SHARE) * self._decode_s, LONGEST_STEPS * self._step_s))
+            most_s = max(most_s, min((1 + SHARE) * slower * self._decode_s, LONGEST_STEPS * self._step_s))
         return most_s - max(elapsed_s, self._decode_s)
