@@ -4,6 +4,7 @@ checkout of this project and with mlx_lm.server."""
 import argparse
 import asyncio
 import http.client
+import math
 import multiprocessing
 import os
 import statistics
@@ -128,30 +129,33 @@ class Bench:
                 rounds[name].append(_figures(send(texts)))
                 self._console.print(f"[dim]{self._name}, {chats} chats, {name}: {_line(rounds[name][-1])}[/]")
         medians = {name: Figures.median(each) for name, each in rounds.items()}
-        self._console.print(self._table(medians, chats, decode_s))
-        return self._verdict(medians, chats, decode_s)
+        together_s = medians[OURS].together_s
+        step_s = decode_s if math.isnan(together_s) else together_s
+        self._console.print(self._table(medians, chats, decode_s, step_s))
+        return self._verdict(medians, chats, step_s)
 
-    def _table(self, medians: Mapping[str, Figures], chats: int, decode_s: float) -> Table:
+    def _table(self, medians: Mapping[str, Figures], chats: int, decode_s: float, step_s: float) -> Table:
+        """`decode_s`: a step of as many rows in the bare engine; `step_s`: in the worker, as the clients saw it."""
         title = (
             f"{self._name}: {chats} chats at once, {TOKENS} tokens each, median of {self._options.rounds} rounds\n"
-            f"a step of {chats} rows that decode takes {decode_s * 1000:.0f} ms; {_threads()}\n"
-            f"interactive prompts get at least {SHARE} × the decode time, up to {LONGEST_STEPS} steps' target"
+            f"{chats} rows decode a token in {step_s * 1000:.0f} ms ({decode_s * 1000:.0f} in the bare engine); "
+            f"{_threads()}\n"
+            f"while prompts wait, a step may last {1 + SHARE:.1f} × that, up to {LONGEST_STEPS} × its target"
         )
-        columns = "server", "tokens/s", "first token p50", "max", "longest gap", "in such steps"
+        columns = "server", "tokens/s", "first token p50", "max", "longest gap", "in decode times"
         table = Table(*columns, title=title, title_justify="left")
         for name, figures in medians.items():
-            in_decodes = f"{figures.longest_gap_s / decode_s:.2f}"
-            table.add_row(name, *_cells(figures), in_decodes)
+            table.add_row(name, *_cells(figures), f"{figures.longest_gap_s / step_s:.2f}")
         return table
 
-    def _verdict(self, medians: Mapping[str, Figures], chats: int, decode_s: float) -> bool:
+    def _verdict(self, medians: Mapping[str, Figures], chats: int, step_s: float) -> bool:
         """Ratios to each other server; the bars are for the most chats, against the baseline."""
         ours, holds = medians[OURS], True
         for name, theirs in medians.items():
             if name != OURS:
                 self._console.print(f"  against {name}: {_ratios(ours, theirs)}")
         if BASELINE in medians and chats == MOST_CHATS:
-            holds = _bars(ours, medians[BASELINE], decode_s)
+            holds = _bars(ours, medians[BASELINE], step_s)
             self._console.print(f"  {BARS}: {'[green]held[/]' if holds else '[red]not held[/]'}")
         return holds
 
@@ -185,11 +189,11 @@ def _ratios(ours: Figures, theirs: Figures) -> str:
     )
 
 
-def _bars(ours: Figures, baseline: Figures, decode_s: float) -> bool:
+def _bars(ours: Figures, baseline: Figures, step_s: float) -> bool:
     return (
         ours.tokens_per_s >= LEAST_SPEED * baseline.tokens_per_s
         and ours.first_last_s <= MOST_WAIT * baseline.first_last_s
-        and ours.longest_gap_s <= MOST_GAP * decode_s
+        and ours.longest_gap_s <= MOST_GAP * step_s
     )
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import http.client
 import json
+import math
 import statistics
 import string
 import time
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -31,7 +33,7 @@ class Answer:
 
     @property
     def longest_gap_s(self) -> float:
-        return max((b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)), default=0.0)
+        return max((after - before for before, after in pairwise(self.arrivals)), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class Figures:
     first_median_s: float
     first_last_s: float
     longest_gap_s: float
+    together_s: float  # the median gap while all of them stream, and no prompt is computed; NaN if that never was
 
     @classmethod
     def of(cls, answers: Sequence[Answer]) -> "Figures":
@@ -51,6 +54,7 @@ class Figures:
             statistics.median(firsts),
             max(firsts),
             max(answer.longest_gap_s for answer in answers),
+            _together_s(answers),
         )
 
     @classmethod
@@ -60,7 +64,23 @@ class Figures:
             statistics.median(each.first_median_s for each in rounds),
             statistics.median(each.first_last_s for each in rounds),
             statistics.median(each.longest_gap_s for each in rounds),
+            _median([each.together_s for each in rounds if not math.isnan(each.together_s)]),
         )
+
+
+def _together_s(answers: Sequence[Answer]) -> float:
+    begin, end = max(answer.arrivals[0] for answer in answers), min(answer.arrivals[-1] for answer in answers)
+    gaps = [
+        after - before
+        for answer in answers
+        for before, after in pairwise(answer.arrivals)
+        if begin <= before and after <= end
+    ]
+    return _median(gaps)
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else math.nan
 
 
 class Prompts:

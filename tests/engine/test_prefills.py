@@ -96,8 +96,9 @@ def test_a_prompt_whose_join_has_to_wait_joins_in_the_next_step_and_computes_not
 def test_a_cut_is_counted_as_a_pass_where_states_are_kept() -> None:
     made = prefills("qwen3_5", prefix_bytes=10**9)
     made.budget.forward_s = 0.05
-    begin(made, "a", 240, boundaries=(200,))
-    assert planned(made) == [Chunk("a", 200)]
+    fits = int((SHARE * DECODE_S - 0.05) * TOKENS_PER_S) - 10  # in a single pass, and not in two
+    begin(made, "a", fits, boundaries=(fits - 40,))
+    assert planned(made) == [Chunk("a", fits - 40)]
     made.remove("a")
-    begin(made, "b", 240)
-    assert planned(made) == [Chunk("b", 240, joins=True)]
+    begin(made, "b", fits)
+    assert planned(made) == [Chunk("b", fits, joins=True)]

@@ -8,8 +8,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from math import isnan
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import mlx_lm
 import pytest
@@ -21,12 +23,20 @@ from scripts.stack import ROOT, WorkerProcess
 
 def test_a_burst_is_judged_by_its_slowest_answers() -> None:
     answers = [Answer(3, (1.0, 1.5, 2.0)), Answer(2, (2.0, 5.0)), Answer(1, (3.0,))]
-    assert Figures.of(answers) == Figures(tokens_per_s=6 / 5, first_median_s=2.0, first_last_s=3.0, longest_gap_s=3.0)
+    assert Figures.of(answers) == Figures(
+        tokens_per_s=6 / 5, first_median_s=2.0, first_last_s=3.0, longest_gap_s=3.0, together_s=ANY
+    )
 
 
 def test_the_median_of_rounds_is_taken_figure_by_figure() -> None:
-    rounds = [Figures(1, 20, 300, 4), Figures(2, 10, 200, 6), Figures(3, 30, 100, 5)]
-    assert Figures.median(rounds) == Figures(2, 20, 200, 5)
+    rounds = [Figures(1, 20, 300, 4, 9), Figures(2, 10, 200, 6, 7), Figures(3, 30, 100, 5, 8)]
+    assert Figures.median(rounds) == Figures(2, 20, 200, 5, 8)
+
+
+def test_a_decode_step_is_the_gap_while_all_chats_stream() -> None:
+    answers = [Answer(5, (0.0, 4.0, 8.0, 9.0, 11.0)), Answer(4, (3.0, 8.5, 9.5, 10.0)), Answer(1, (20.0,))]
+    assert Figures.of(answers[:2]).together_s == 1.0
+    assert isnan(Figures.of(answers).together_s)
 
 
 def test_no_two_prompts_begin_with_the_same_word() -> None:
