@@ -124,6 +124,38 @@ def test_an_image_that_needs_what_was_predicted_corrects_nothing() -> None:
     assert factors[1] == factors[0], "too little to say anything"
 
 
+def test_a_step_that_takes_more_than_was_predicted_is_allowed_for_at_once() -> None:
+    entry = Entry(KILO, limit=10**9)
+    groups = [[20_000]]
+    predicted = KILO.beside_bytes(groups, 1)
+    for more in (0.9, 1.5, 1.0):
+        mx.reset_peak_memory()
+        mx.eval(mx.zeros(int(more * predicted) - mx.get_active_memory(), mx.uint8))
+        entry.look(groups, 1, 0)
+    assert 1.49 < entry._correction.factor < 1.51
+    assert entry.due, "whoever waits is decided on again"
+
+
+def test_rows_that_left_are_in_the_peak_of_their_last_step_and_correct_nothing() -> None:
+    entry = Entry(KILO, limit=10**9)
+    for groups in ([[20_000] * 3], [[20_000]]):
+        mx.reset_peak_memory()
+        mx.eval(mx.zeros(KILO.beside_bytes([[20_000] * 3], 1) * 9 // 10, mx.uint8))
+        entry.look(groups, 1, 0)
+    assert entry._correction.factor == 1.0
+
+
+def test_buffers_that_rows_left_behind_correct_nothing() -> None:
+    entry, groups = Entry(KILO, limit=10**9), [[20_000]]
+    buffers = 2 * KILO.rectangle_bytes([20_000])
+    unneeded = entry.unneeded([*groups, [9]], [buffers, KILO.rectangle_bytes([9])])
+    assert unneeded == buffers // 2
+    mx.reset_peak_memory()
+    mx.eval(mx.zeros(KILO.beside_bytes(groups, 1) + unneeded // 2, mx.uint8))
+    entry.look(groups, 1, 0, unneeded=unneeded)
+    assert entry._correction.factor == 1.0
+
+
 def test_images_as_they_were_prepared_are_promised_as_long_as_the_row_is_there_and_each_once() -> None:
     one, other = (Picture(bytes([at]), (at, at + 1), {}, 1_000_000 * (1 + at)) for at in (0, 1))
     looks = replace(sized("looks", 100), pictures=(one, other, replace(one, span=(5, 6))))

@@ -10,7 +10,7 @@ import pytest
 from scripts.scenarios.churn import churn, growth
 from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
 from tests.engine.tiny import CONFIGS, alone, build, model, model_of, prompt
-from worker.engine.layers import calibrated
+from worker.engine.calibration import calibrated
 from worker.engine.model import Model
 from worker.schedule.admission import PATIENCE
 
@@ -24,7 +24,7 @@ TOKENS = PROMPT + ANSWER
 def built() -> Model:
     network = build(WIDE)
     guessed = model_of(network, WIDE)
-    return replace(guessed, costs=calibrated(guessed.costs, network))
+    return replace(guessed, costs=calibrated(guessed.costs, network, guessed.context))
 
 
 @pytest.fixture

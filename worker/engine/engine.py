@@ -106,7 +106,7 @@ class Engine:
                     logger.exception("a step failed")
                     self._running.clear()
                     self._entry.stir()
-            memory = self._entry.look(self._lengths(), self._chunk, self._caches.nbytes, self._looked)
+            memory = self._look()
         return StepReport(
             outcomes=tuple(outcomes),
             rows=rows,
@@ -118,6 +118,11 @@ class Engine:
             memory=memory,
             prefix=self._prefix_use(evicted),
         )
+
+    def _look(self) -> tuple[int, int] | None:
+        unneeded = self._entry.unneeded(self._running.lengths, self._running.buffers)
+        chunk = max(self._chunk, len(self._running))  # a row that decodes takes a token's share
+        return self._entry.look(self._lengths(), chunk, self._caches.nbytes, self._looked, unneeded)
 
     def _prefix_use(self, evicted: int) -> PrefixUse:
         """`evicted` before the step."""

@@ -35,6 +35,7 @@ class Entry:
         self._stirred = False  # somebody came or went since it was last decided
         self._steps = self._most = 0  # bytes that were predicted at the most since the last look
         self._used = 0  # bytes that were measured at the most since then
+        self._plain = 0  # bytes that were predicted for the last step, not corrected
         self._prefixes = 0  # bytes of the prefix cache, at the end of the last step
         self._inside = list[list[int]]()  # lengths at their end, by group, of those who are or come inside
         self._images = NO_IMAGES  # theirs
@@ -126,23 +127,38 @@ class Entry:
         return isinstance(decision, Wait)
 
     def look(
-        self, lengths: list[list[int]], chunk: int, prefixes: int, images: Images = NO_IMAGES
+        self, lengths: list[list[int]], chunk: int, prefixes: int, images: Images = NO_IMAGES, unneeded: int = 0
     ) -> tuple[int, int] | None:
-        """Compare, now and then, what the rows inside were predicted to need, beside the model, with what they did.
-        `chunk`: the tokens of this step's longest one; `images`: those that were looked at in it; `prefixes`: bytes of
-        the prefix cache. The peak of MLX's memory has to be that of the step."""
+        """Compare what the rows inside were predicted to need, beside the model, with what they did. A step that took
+        more corrects predictions at once; now and then they are corrected in either direction, and then the two are
+        returned. `chunk`: the tokens of this step's longest one; `images`: those that were looked at in it; `prefixes`:
+        bytes of the prefix cache; `unneeded`: see there. The peak of MLX's memory has to be that of the step."""
         self._steps += 1
         used = mx.get_peak_memory() - self._costs.resident_bytes - min(prefixes, self._prefixes)
         self._used, self._prefixes = max(self._used, used), prefixes
-        self._most = max(self._most, self._costs.beside_bytes(lengths, chunk, images) + self._held())
+        plain = self._costs.beside_bytes(lengths, chunk, images) + self._held() + unneeded
+        self._correct(max(plain, self._plain), used)
+        self._most, self._plain = max(self._most, plain), plain
         if self._steps % _LOOK_EVERY:
             return None
-        plain, measured, self._most, self._used = self._most, self._used, 0, 0
-        if not plain:
+        most, measured, self._most, self._used = self._most, self._used, 0, 0
+        if not most:
             return None
-        predicted = round(self._correction.factor * plain)
-        self._correction = self._correction.saw(plain, measured)
+        predicted = round(self._correction.factor * most)
+        self._correction = self._correction.saw(most, measured)
         return predicted, measured
+
+    def _correct(self, plain: int, used: int) -> None:
+        """`plain`: predicted for this step's rows, or for the last one's: rows that left are in the peak still."""
+        corrected = self._correction.exceeded(plain, used)
+        if corrected != self._correction:
+            self._correction = corrected
+            self.stir()
+
+    def unneeded(self, groups: Iterable[Sequence[int]], buffers: Iterable[int]) -> int:
+        """Bytes that groups have in their buffers beyond what rows of these lengths are given: some left."""
+        given = map(self._costs.rectangle_bytes, groups)
+        return sum(max(0, theirs - needed) for theirs, needed in zip(buffers, given, strict=True))
 
     def left(self, rows: Iterable[Row]) -> int:
         """Bytes, if these are all who are inside, in the groups that they would decode in; below 0 where they do not

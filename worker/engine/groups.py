@@ -38,7 +38,12 @@ class Groups:
 
     @property
     def nbytes(self) -> int:
-        return sum(group.nbytes for group in self._groups)
+        return sum(self.buffers)
+
+    @property
+    def buffers(self) -> list[int]:
+        """Bytes, by group."""
+        return [group.nbytes for group in self._groups]
 
     def step(self) -> tuple[list[Told], list[list[Row]]]:
         """What the rows are told, and the groups that failed: their rows are out, and their caches lost.

@@ -7,7 +7,7 @@ lengths, compare, and evaluate nothing: not a weight is read. What layers can do
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from worker.engine.cache import cannot_batch, layers
 from worker.engine.device import fused_attention
 from worker.engine.upstream import make_prompt_cache
-from worker.schedule.memory import BUFFER_TOKENS, CHUNK, Costs, Growing
+from worker.schedule.memory import BUFFER_TOKENS, Costs, Growing
 
 Kind = Literal["kv", "rotating", "compressed", "recurrent", "chunked", "quantized", "unused"]
 
@@ -111,16 +111,6 @@ def anatomy(network: nn.Module, config: dict[str, Any]) -> Anatomy:
         dtype=str(logits.dtype).removeprefix("mlx.core."),
         vocab=logits.shape[-1],
     )
-
-
-def calibrated(costs: Costs, network: nn.Module) -> Costs:
-    """With the needs of a prompt chunk as they are on this device. Computes one, so it takes the weights in."""
-    cache = make_prompt_cache(network)
-    mx.reset_peak_memory()
-    network(mx.zeros((1, CHUNK), mx.int32), cache=cache)
-    mx.eval([layer.state for layer in cache])
-    passing = mx.get_peak_memory() - mx.get_active_memory()
-    return replace(costs, chunk_token_bytes=max(0, passing // CHUNK - CHUNK * costs.score_bytes))
 
 
 def why_not_batched(network: nn.Module, config: dict[str, Any]) -> str | None:

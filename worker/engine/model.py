@@ -8,9 +8,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from worker.engine.calibration import calibrated
 from worker.engine.folder import read_json, refuse_code
 from worker.engine.kept import needs_states
-from worker.engine.layers import anatomy, calibrated, weights_bytes, why_not_batched
+from worker.engine.layers import anatomy, weights_bytes, why_not_batched
 from worker.engine.tower import with_tower
 from worker.engine.upstream import TokenizerWrapper, download, load_model, load_tokenizer
 from worker.engine.vision import TEXT_ALONE, Vision, open_vision, refuse_unlike, sees
@@ -58,7 +59,7 @@ def open_model(path_or_hub_id: str, *, vision: bool = True, trusted: bool = Fals
             mx.eval(_whole(network, sight).parameters())
             if sight:
                 refuse_unlike(sight.network, network, found.vocab)
-            costs = calibrated(costs, network)
+            costs = calibrated(costs, network, context_of(config))
             costs = with_tower(costs, sight) if sight else costs
     except (ValueError, OSError, KeyError, TypeError, ImportError, RuntimeError, AttributeError) as error:
         raise CannotStart(why_not_loaded(path_or_hub_id, error, seeing=seeing)) from error

@@ -176,6 +176,12 @@ class Correction:
 
     factor: float = 1.0
 
+    def exceeded(self, predicted: int, measured: int) -> "Correction":
+        """One step took more than was predicted, before correction: the next decisions allow for as much at once."""
+        if predicted < _NOISE_BYTES:
+            return self
+        return Correction(max(self.factor, min(_MOST, measured / predicted)))
+
     def saw(self, predicted: int, measured: int) -> "Correction":
         """Both beside the weights, and at their highest: `Costs.beside_bytes` of what ran, and what it took."""
         if predicted < _NOISE_BYTES:
