@@ -53,7 +53,6 @@ async def serve(settings: Settings) -> None:
     with answer_probes(settings.metrics_port, metrics.registry, health):
         async with connect(settings) as redis:
             check = ServerCheck(redis, settings)
-            await check.run_early()
             await _serve(settings, redis, check, metrics, health, ending)
     # Else Python waits for threads in native code: first asyncio for its own, then the interpreter for all.
     ending.within(_THREADS_S, 0)
@@ -63,6 +62,7 @@ async def _serve(
     settings: Settings, redis: ArqRedis, check: ServerCheck, metrics: Metrics, health: Health, ending: Ending
 ) -> None:
     batches = Batches(settings.batch_dir, settings) if settings.batch_dir else None
+    await check.run_early()
     engine = EngineThread(
         partial(_open, settings),
         step_s=settings.step_ms / 1000,
