@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -13,7 +13,7 @@ from worker.errors import Cancelled, Refusal
 from worker.queue.job import Answer, Job
 from worker.record import Record
 from worker.request import output_tokens, read_request, sampling_of, seed_of
-from worker.resume import delivered, replay
+from worker.resume import Delivered, Replayed, taken_up
 from worker.schedule.sequence import (
     Encoded,
     Faulted,
@@ -31,7 +31,7 @@ from worker.schedule.sequence import (
 from worker.served import Served
 from worker.sights import images_digest
 from worker.specprefill import recalled, thinning_of
-from worker.text.output import Said
+from worker.text.output import Output, Said
 from worker.text.prompt import Prompt
 
 logger = logging.getLogger("sluice.jobs")
@@ -71,7 +71,7 @@ class Chat:
             prompt, pictures = await self._prompt(request)
             sequence = self._sequence(request, prompt, pictures, seed)
             self._guide = await served.language.guide(request, prompt)
-            earlier = self._begin(request, prompt, seed)
+            earlier = await self._begin(request, prompt, seed)
             sequence = replace(sequence, guide=self._guide, delivered=earlier, kept=self._record.receipt.kept)
             logger.info("%s admitted: %d prompt tokens, lane %s", job.claim.job_id, len(prompt.tokens), job.claim.lane)
             try:
@@ -99,16 +99,14 @@ class Chat:
         """Whose prefixes and images it may find, and leaves its own to."""
         return (request.billed_to or "") if self._served.settings.prefix_cache_per_tenant else ""
 
-    def _begin(self, request: ChatRequest, prompt: Prompt, seed: int) -> tuple[int, ...]:
+    async def _begin(self, request: ChatRequest, prompt: Prompt, seed: int) -> tuple[int, ...]:
         """Say how this attempt begins. Returns the tokens that it goes on after."""
         afresh = partial(self._served.language.output, request, prompt, self._job.claim.job_id)
-        earlier = delivered(self._job.log.events)
-        same = earlier is not None and (earlier.fingerprint, earlier.seed) == (self._served.fingerprint, seed)
         thinned = self._job.claim.thinned
         receipt = recalled(thinned, self._served.fingerprint, len(prompt.tokens)) if thinned else None
-        same = same and (receipt is not None or not thinned)  # else nobody knows which tokens were left out
+        same = receipt is not None or not thinned  # else nobody knows which tokens were left out
         same = same and self._job.claim.shown.decode(errors="replace") == self._shown
-        replayed = replay(earlier, afresh) if earlier and same else None
+        earlier, replayed = await self._taken_up((self._served.fingerprint, seed) if same else None, afresh)
         if earlier is None or replayed is None:
             self._output = afresh()
             self._announce("restarted" if earlier else "started", seed)
@@ -117,6 +115,15 @@ class Chat:
         self._announce("resumed", seed)
         self._record.resume(earlier, receipt)
         return earlier.tokens
+
+    async def _taken_up(
+        self, model: tuple[str, int] | None, afresh: Callable[[], Output]
+    ) -> tuple[Delivered | None, Replayed | None]:
+        log, lane = self._job.log.events, self._job.claim.lane
+        if not log:
+            return None, None
+        work = partial(taken_up, tuple(log), model, afresh)
+        return await self._served.language.run(lane, sum(map(len, log)), work)
 
     def _announce(self, how: Literal["started", "resumed", "restarted"], seed: int) -> None:
         served = self._served

@@ -1,11 +1,12 @@
 """What earlier attempts at a job have delivered, so that a new one goes on after it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from worker.reading.strict import loads
 from worker.text.output import Output, Said, together
+from worker.text.threads import Check, never
 
 _ENDINGS: tuple[Literal["length", "stop"], ...] = ("length", "stop")
 
@@ -21,10 +22,22 @@ class Delivered:
     logprobs: tuple[dict[str, Any], ...] = ()
 
 
-def delivered(log: Iterable[bytes]) -> Delivered | None:
+def taken_up(
+    log: Iterable[bytes], model: tuple[str, int] | None, afresh: Callable[[], Output], check: Check = never
+) -> tuple[Delivered | None, "Replayed | None"]:
+    """Read what was delivered, and replay it if it is of this model: its fingerprint and the seed. An answer may be
+    long, so the check is called between tokens."""
+    earlier = delivered(log, check)
+    if earlier is None or (earlier.fingerprint, earlier.seed) != model:
+        return earlier, None
+    return earlier, replay(earlier, afresh, check)
+
+
+def delivered(log: Iterable[bytes], check: Check = never) -> Delivered | None:
     """None where no attempt has begun."""
     fingerprint, seed, deltas = "", 0, list[dict[str, Any]]()
     for event in map(loads, log):
+        check()
         match event["type"]:
             case "started" | "restarted":
                 fingerprint, seed = event["fingerprint"], event["seed"]
@@ -49,15 +62,19 @@ class Replayed:
     ended: bool
 
 
-def replay(earlier: Delivered, afresh: Callable[[], Output]) -> Replayed | None:
+def replay(earlier: Delivered, afresh: Callable[[], Output], check: Check = never) -> Replayed | None:
     """By the tokens that were delivered. None where they say something else now."""
+
+    def fed(output: Output) -> Iterator[Said]:
+        for token in earlier.tokens:
+            check()
+            yield output.feed(token)
+
     output = afresh()
-    said = together(map(output.feed, earlier.tokens))
-    if said == earlier.said:
+    if together(fed(output)) == earlier.said:
         return Replayed(output, ended=output.stopped)
     for ending in _ENDINGS:
         output = afresh()
-        said = together([*map(output.feed, earlier.tokens), output.flush(ending)])
-        if said == earlier.said:
+        if together([*fed(output), output.flush(ending)]) == earlier.said:
             return Replayed(output, ended=True)
     return None

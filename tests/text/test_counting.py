@@ -102,6 +102,11 @@ def test_a_text_of_hardly_any_tokens_is_refused_by_its_characters() -> None:
     assert "4,000,001 characters" in refusal.message
 
 
+def test_a_content_that_was_counted_does_not_hide_a_text_of_too_many_characters() -> None:
+    with pytest.raises(Refusal):
+        Counting(lambda said: [0], 1_000).whole("x" * 4_000_001, 4_000_001, never)
+
+
 def test_counting_stops_when_the_job_has_gone() -> None:
     counted, checks = Counted(), iter([None, None])
 
@@ -117,15 +122,36 @@ def test_counting_stops_when_the_job_has_gone() -> None:
 LONG = "x" * 50_000
 
 
-@pytest.mark.parametrize("role", ["user", "system", "tool"])
-def test_contents_are_counted_before_the_template_sees_them(role: str) -> None:
+def called(arguments: object) -> dict[str, object]:
+    return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        *({"role": role, "content": LONG} for role in ("user", "system", "tool", "assistant")),
+        {"role": "assistant", "content": "", "tool_calls": [called(LONG)]},
+        {"role": "assistant", "content": "", "tool_calls": [called({"a": [{"b": LONG}]})]},
+        {"role": "assistant", "content": "", "tool_calls": [called({LONG: 1})]},
+    ],
+)
+def test_what_every_template_shows_is_counted_before_one_sees_it(message: dict[str, object]) -> None:
     with pytest.raises(Refusal):
-        Counting(Counted(), 1_000).contents([{"role": role, "content": LONG}], never)
+        Counting(Counted(), 1_000).contents([message], never)
 
 
-@pytest.mark.parametrize("message", [{"role": "assistant", "content": LONG}, {"role": "user", "content": " " * 50_000}])
-def test_what_a_template_may_leave_out_is_not_counted_before_it(message: dict[str, str]) -> None:
-    assert Counting(Counted(), 1_000).contents([message], never) == 0
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": f"{LONG}</think>"},
+        {"role": "assistant", "content": f"[THINK]{LONG}"},
+        {"role": "assistant", "content": LONG, "tool_calls": [called({})]},
+        {"role": "assistant", "content": "", "reasoning_content": LONG},
+        {"role": "user", "content": " " * 50_000},
+    ],
+)
+def test_what_a_template_may_leave_out_is_not_counted_before_it(message: dict[str, object]) -> None:
+    assert Counting(Counted(), 1_000, ("[THINK]", "[/THINK]")).contents([message], never) == 0
 
 
 def test_contents_that_were_counted_are_not_counted_again() -> None:

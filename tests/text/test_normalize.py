@@ -161,6 +161,21 @@ def test_arguments_are_an_object_where_they_are_one(sent: str, arguments: Any) -
     assert normal(calling(call("1", sent))) == [calling(call("1", arguments), content="")]
 
 
+@pytest.mark.parametrize(
+    ("sent", "is_read"),
+    [
+        ('{"a": [' + "1," * 90_000 + "1]}", True),
+        ('{"a": [' + "1," * 110_000 + "1]}", False),
+        ('{"a": "' + ',[{\\"' * 110_000 + '"}', True),  # in a string
+        ('{"a": "' + "x" * 3_900_000 + '"}', True),
+        ('{"a": "' + "x" * 4_100_000 + '"}', False),
+    ],
+)
+def test_arguments_that_would_take_long_to_read_stay_text(sent: str, is_read: bool) -> None:
+    (turn,) = normal(calling(call("1", sent)))
+    assert turn["tool_calls"][0]["function"]["arguments"] == (json.loads(sent) if is_read else sent)
+
+
 def test_what_other_servers_and_openai_s_libraries_send_back_is_read() -> None:
     empty = {"refusal": None, "annotations": None, "audio": None, "function_call": None, "tool_calls": None}
     streamed = {**call("1"), "index": 0}

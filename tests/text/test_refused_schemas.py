@@ -3,6 +3,9 @@
 import asyncio
 import json
 import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,9 +17,11 @@ from tests.text.structured import Schema, allowed
 from worker.engine.upstream import load_tokenizer
 from worker.engine.words import Words
 from worker.errors import Refusal
+from worker.text import guide
 from worker.text.complaints import TOO_MUCH
 from worker.text.definition import unmarked
 from worker.text.detokenize import Vocabulary
+from worker.text.grammar import wish_of
 from worker.text.guide import Guides
 from worker.text.prompt import Prompt
 
@@ -97,6 +102,39 @@ async def test_one_clients_slow_schemas_do_not_hold_up_what_is_quick_or_known() 
     for task in slow:
         task.cancel()
     await asyncio.gather(*slow, return_exceptions=True)
+
+
+async def test_schemas_do_not_wait_for_the_event_loops_own_threads() -> None:
+    """Where texts were once tokenized."""
+    loop, go, few = asyncio.get_running_loop(), threading.Event(), ThreadPoolExecutor(1)
+    loop.set_default_executor(few)
+    waiting = loop.run_in_executor(None, go.wait)
+    begun = {"messages": [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": '{"city": '}]}
+    for asked in (by(CITY), {**by({"type": "string", "pattern": "^c+$"})}, {**by(CITY), **begun}):
+        assert await asyncio.wait_for(fresh().guide(request(**asked), Prompt((1,), "closed")), 30)
+    go.set()
+    await waiting
+
+
+async def test_no_answer_that_was_begun_is_tokenized_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, normalized = set[threading.Thread](), guide.normalize
+
+    def noted(messages: Any) -> Any:
+        threads.add(threading.current_thread())
+        return normalized(messages)
+
+    monkeypatch.setattr(guide, "normalize", noted)
+    assert await fresh().guide(request(**by(CITY)), Prompt((1,), "closed"))
+    assert threads
+    assert threading.main_thread() not in threads
+
+
+def test_a_large_schema_is_not_written_to_find_out_that_it_is_not_quick() -> None:
+    wish = wish_of(request(**by({"enum": list(range(20_000))})))
+    assert wish is not None
+    began = time.perf_counter()
+    assert not wish.quick
+    assert time.perf_counter() - began < 0.1
 
 
 async def test_a_job_that_is_cancelled_takes_its_trial_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

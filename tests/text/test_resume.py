@@ -20,7 +20,7 @@ from tests.text.speech import (
     output,
     request,
 )
-from worker.resume import Delivered, delivered, replay
+from worker.resume import Delivered, delivered, replay, taken_up
 from worker.text.output import Output, Said, together
 
 TINY = speech.model()
@@ -133,3 +133,28 @@ def test_what_was_delivered_is_gathered_since_an_attempt_last_started_over() -> 
 
 def test_a_log_without_an_attempt_delivers_nothing() -> None:
     assert delivered([]) is None
+
+
+class Gone(Exception):
+    pass
+
+
+def test_a_long_replay_stops_when_its_job_has_gone() -> None:
+    checks = iter(range(50))
+
+    def check() -> None:
+        if next(checks, None) is None:
+            raise Gone
+
+    said = TINY.words.encode("word " * 100)
+    with pytest.raises(Gone):
+        replay(Delivered("fp", 7, tuple(said), Said("else")), lambda: output(TINY), check)
+
+
+def test_only_what_this_model_said_with_this_seed_is_taken_up() -> None:
+    events = spoken(output(TINY), TINY.words.encode("Hello"))
+    earlier, replayed = taken_up(events, (BEGUN["fingerprint"], BEGUN["seed"]), lambda: output(TINY))
+    assert earlier == delivered(events)
+    assert replayed is not None
+    assert taken_up(events, ("other", BEGUN["seed"]), lambda: output(TINY)) == (earlier, None)
+    assert taken_up(events, None, lambda: output(TINY)) == (earlier, None)

@@ -87,3 +87,12 @@ def test_spans_are_in_order_and_within_the_prompt(turns: list[tuple[str, int]]) 
 async def test_what_stands_in_the_prompt_twice_is_left_as_it_is() -> None:
     found, _, _ = await prompt({"role": "system", "content": TEXT}, user(TEXT))
     assert found.thinnable == ()
+
+
+async def test_of_many_long_texts_the_longest_may_be_thinned() -> None:
+    """To look for each of ten thousand in the whole prompt would take minutes."""
+    long = [f"No. {at}: " + "x y " * (101 + at % 7) for at in range(300)]
+    messages = [turn for text in long for turn in (user(text), assistant("Yes."))]
+    found, inside, _ = await prompt(*messages, user("And?"))
+    assert len(found.thinnable) == 256
+    assert all(f"{at}: x" in inside for at in range(300) if at % 7 >= 2)

@@ -42,6 +42,7 @@ class ControlTokens:
         `markers`: texts that are control tokens whatever the tokenizer says of them."""
         self._tokenizer, self._encode = tokenizer, encode
         tokens = _control_tokens(tokenizer, template) | {marker for marker in markers if marker}
+        self._marked_tokens = dict[str, str]()
         self._pattern, self._longest = _pattern(tokens), max(map(len, tokens), default=0)
 
     def found_in(self, text: str) -> bool:
@@ -51,9 +52,14 @@ class ControlTokens:
         """Return the text with its control tokens marked, so that `encode` reads them as text."""
         text, pieces, end = self._normalized(_escaped(text)), list[str](), 0
         for found in self._found(text):
-            pieces += [text[end : found.start()], mark_control_tokens(found[0], self._pattern)]
+            pieces += [text[end : found.start()], self._marked_token(found[0])]
             end = found.end()
         return "".join(pieces) + text[end:]
+
+    def _marked_token(self, text: str) -> str:
+        if text not in self._marked_tokens:  # they are few, and a text may quote one a million times
+            self._marked_tokens[text] = mark_control_tokens(text, self._pattern)
+        return self._marked_tokens[text]
 
     def unmark(self, text: str) -> str:
         """Return what the marked text, or a piece of one, says."""

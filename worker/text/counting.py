@@ -22,20 +22,23 @@ _WHOLE_PER_TOKEN = 16  # of the context, where that is more; English has some 4 
 _EACH_VALUE = 32  # characters: a value costs about as much as these to copy and to render
 _IMAGE = 2_000  # characters; what its address holds, perhaps its whole file, is no text
 
-_SHOWN = ("system", "user", "tool")  # roles of which every template shows the whole content
+_ENDS_THOUGHTS = "</think>"  # templates look for it, also of models that have other markers
 
 
 class Counting:
     """Refuses a prompt that cannot fit the context. A worker has one."""
 
-    def __init__(self, encode: Callable[[str], list[int]], context: int | None) -> None:
-        """`context` in tokens; without it no prompt is refused."""
+    def __init__(
+        self, encode: Callable[[str], list[int]], context: int | None, think: Iterable[str] | None = None
+    ) -> None:
+        """`context` in tokens; without it no prompt is refused. `think`: the markers around reasoning."""
         self._encode, self._context = encode, context
+        self._think = {_ENDS_THOUGHTS, *(think or ())}
 
     def contents(self, conversation: Conversation, check: Check) -> int:
         """Count the contents before they go through the template. Returns the characters that were counted.
         Raises `Refusal`."""
-        texts = [text for message in conversation if (text := _shown(message))]
+        texts = [text for message in conversation for text in self._shown(message)]
         if self._context is None or sum(map(len, texts)) <= self._context:
             return 0
         self._refuse(texts, check)
@@ -43,15 +46,25 @@ class Counting:
 
     def whole(self, text: str, counted: int, check: Check) -> None:
         """Count the template's text, of which its contents' characters have been counted. Raises `Refusal`."""
-        if self._context is None or len(text) - counted <= self._context:
+        if self._context is None:
             return
-        self._refuse([text], check)
+        if len(text) - counted > self._context:
+            self._refuse([text], check)
         most = max(_WHOLE, _WHOLE_PER_TOKEN * self._context)
         if len(text) > most:
             raise Refusal(
                 "too_large",
                 f"The prompt has {len(text):,} characters and this worker tokenizes at most {most:,}: shorten it.",
             )
+
+    def _shown(self, message: dict[str, Any]) -> Iterator[str]:
+        """Yield what every template shows: arguments, and the content but for space around it. Of an assistant's they
+        may leave out thoughts, and gpt-oss's leaves out what was said before a call."""
+        content: str = message["content"]
+        called = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
+        yield from _long_strings(called)
+        if message["role"] != "assistant" or not (called or any(marker in content for marker in self._think)):
+            yield content.strip()
 
     def _refuse(self, texts: Iterable[str], check: Check) -> None:
         assert self._context is not None
@@ -64,9 +77,16 @@ class Counting:
                     raise prompt_too_large(at_least, self._context, exact=False)
 
 
-def _shown(message: dict[str, Any]) -> str:
-    """The part of a content that every template shows. Assistants' thoughts may be left out, so they do not count."""
-    return message["content"].strip() if message["role"] in _SHOWN else ""
+def _long_strings(values: Iterable[Any]) -> Iterator[str]:
+    ahead = [iter(values)]
+    while ahead:
+        value = next(ahead[-1], ahead)
+        if value is ahead:
+            ahead.pop()
+        elif isinstance(value, str) and len(value) > _PER_CUT:
+            yield value
+        elif (within := _within(value)) is not None:
+            ahead.append(within)
 
 
 def _slices(text: str) -> Iterator[str]:

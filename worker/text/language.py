@@ -1,7 +1,7 @@
 """The model's language: how it takes a conversation and what its tokens mean. A worker has one."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from schemas import ChatRequest
 from schemas.keys import Lane
@@ -16,7 +16,10 @@ from worker.text.places import Places
 from worker.text.prompt import Prompt, Prompts
 from worker.text.quoting import Quoting
 from worker.text.thinnable import Thinnable
+from worker.text.threads import Check, TextThreads
 from worker.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 class Language:
@@ -37,6 +40,7 @@ class Language:
         some; else they are text there."""
         self._vocabulary, self._dialect = Vocabulary(tokenizer), Dialect(tokenizer)
         places = Places(self._vocabulary, len(tokenizer.tokens)) if boundaries or thinnable else None
+        self._threads = TextThreads()
         self._prompts = Prompts(
             tokenizer,
             self._dialect.think,
@@ -44,6 +48,7 @@ class Language:
             Thinnable(places) if places and thinnable else None,
             None if control_tokens else _quoting(tokenizer, self._dialect),
             context=context,
+            threads=self._threads,
         )
         self._guides = Guides(tokenizer, self._vocabulary, self._dialect, vocab)
 
@@ -55,6 +60,10 @@ class Language:
     async def guide(self, request: ChatRequest, prompt: Prompt) -> Guide | None:
         """None where the answer may be anything. Raises `Refusal` for a schema that cannot be held."""
         return await self._guides.guide(request, prompt)
+
+    async def run(self, lane: Lane, characters: int, work: Callable[[Check], T]) -> T:
+        """Call `work`, which is on so many characters, on a thread for texts: see `Pool.run`."""
+        return await self._threads.run(lane, characters, work)
 
     def output(self, request: ChatRequest, prompt: Prompt, job_id: str) -> Output:
         return Output(self._vocabulary, self._dialect, request, prompt.thinking, job_id)

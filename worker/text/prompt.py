@@ -61,7 +61,7 @@ class Prompts:
         tokens count wherever they stand. `context`: tokens; a prompt well beyond it is refused before it is
         tokenized."""
         self._tokenizer, self._think, self._boundaries, self._thinnable = tokenizer, think, boundaries, thinnable
-        self._counting, self._threads = Counting(tokenizer.encode, context), threads or TextThreads()
+        self._counting, self._threads = Counting(tokenizer.encode, context, think), threads or TextThreads()
         self._quoting, self._adapter = quoting, Adapter(think)
         self._logged = set[str]()
 

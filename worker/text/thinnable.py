@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from worker.text.boundaries import Rendered
 from worker.text.places import Places
 
+_MOST = 256  # pieces: each is looked for in the whole text, and a conversation may have ten thousand
 _SHORT = 400  # characters; so much stays of either end of the last question, too, and of what follows it
 
 
@@ -33,14 +34,24 @@ class Thinnable:
 def _spans(rendered: Rendered) -> Iterator[tuple[int, int]]:
     """Characters. What the template shows in other words is left as it is, and so is what stands in the prompt more
     than once: in the system prompt or a tool's, maybe."""
-    conversation, text = rendered.conversation, rendered.text
+    text, long = rendered.text, list(_long_pieces(rendered))
+    longest_first = sorted(range(len(long)), key=lambda at: -len(long[at][0]))
+    for at in sorted(longest_first[:_MOST]):
+        piece, ends = long[at]
+        if text.count(piece) == 1:
+            start = text.find(piece)
+            yield start + ends, start + len(piece) - ends
+
+
+def _long_pieces(rendered: Rendered) -> Iterator[tuple[str, int]]:
+    """Each long piece of a content, and how many characters stay at its ends."""
+    conversation = rendered.conversation
     asked = max((at for at, message in enumerate(conversation) if message["role"] == "user"), default=0)
     for at, message in enumerate(conversation):
         ends = _SHORT if at >= asked else 0
         for piece in _pieces(message["content"], rendered.marks) if message["role"] != "system" else ():
-            if len(piece) > max(_SHORT, 2 * ends) and text.count(piece) == 1:
-                start = text.find(piece)
-                yield start + ends, start + len(piece) - ends
+            if len(piece) > max(_SHORT, 2 * ends):
+                yield piece, ends
 
 
 def _pieces(content: str, marks: Collection[str]) -> list[str]:

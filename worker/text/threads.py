@@ -54,8 +54,9 @@ class Pool:
         except TimeoutError:
             if not limit.expired():
                 raise
-            took = f"to render and tokenize them took longer than {self._longest_s:g} s"
-            raise Refusal("too_large", f"messages: {took}; shorten them.") from None
+            raise Refusal(
+                "too_large", f"messages: to prepare them took longer than {self._longest_s:g} s; shorten them."
+            ) from None
         finally:
             abandoned.set()
 
