@@ -14,6 +14,7 @@ from scripts.stack import WorkerProcess
 from sluice import Client
 
 _AT_ONCE = 20
+_STREAM_TOKENS = 400
 _FINAL = {"finished", "failed", "cancelled"}
 
 
@@ -28,24 +29,50 @@ class Fuzzed:
 async def fuzzed(url: str, *, bodies: int, streams: int, alone_s: float) -> list[Figure]:
     made = await asyncio.to_thread(make_bodies, bodies)
     async with Client(url) as client, redis.asyncio.Redis.from_url(url) as db:
-        # Few tokens for what is right, so that its prompt and its end are tried and not its middle; and little kept
+        # Few tokens for what is right, so that its prompt and its end are tried and not its middle; and nothing kept
         # of its prompts, so that memory tells of what is lost.
         worker = WorkerProcess(
-            url, max_rows=streams + _AT_ONCE, reserved_rows=0, step_ms=50, prefix_cache_gb=0.05,
-            default_max_tokens=2, max_output_tokens=30_000, disconnect_grace_s=0.5,
+            url, max_rows=streams + _AT_ONCE, reserved_rows=0, step_ms=50, prefix_cache_gb=0,
+            default_max_tokens=2, max_output_tokens=_STREAM_TOKENS, disconnect_grace_s=0.5,
         )  # fmt: skip
         with worker:
-            ids = [(await client.submit(ask(30_000, logit_bias={"2": -100}))).id for _ in range(streams)]
-            await until_decoding(client, ids, 10)
-            alone = await _pause(db, alone_s)
-            found, beside = await _attack(db, worker, made)
-            after = await _pause(db, alone_s)
+            async with Streams(client, streams) as beside_it:
+                alone = await _pause(db, alone_s)
+                found, beside = await _attack(db, worker, made)
+                after = await _pause(db, alone_s)
             for phase in (alone, beside, after):
-                phase.gaps_s = [gap for job_id in ids for gap in await gaps(db, job_id, phase)]
-            for job_id in ids:
-                await client.cancel(job_id)
+                phase.gaps_s = [gap for job_id in beside_it.ids for gap in await gaps(db, job_id, phase)]
             tracebacks = worker.log().count("Traceback")
     return judge(len(made), found, alone.and_also(after), beside, tracebacks)
+
+
+class Streams:
+    """As many at any time. None goes on for long, so the memory that they take stays the same."""
+
+    def __init__(self, client: Client, count: int) -> None:
+        self._client, self._count = client, count
+        self.ids: list[str] = []
+
+    async def __aenter__(self) -> "Streams":
+        first = [await self._submit(number) for number in range(self._count)]
+        self._running = [asyncio.create_task(self._go_on(number, job_id)) for number, job_id in enumerate(first)]
+        await until_decoding(self._client, first, 10)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._running:
+            task.cancel()
+
+    async def _submit(self, number: int) -> str:
+        tokens = _STREAM_TOKENS - 20 * number  # of different lengths, so that they do not all begin at one time
+        job = await self._client.submit(ask(tokens, f"Count to {30 + number}.", logit_bias={"2": -100}))
+        self.ids.append(job.id)
+        return job.id
+
+    async def _go_on(self, number: int, job_id: str) -> None:
+        while True:
+            await self._client.result(job_id)
+            job_id = await self._submit(number)
 
 
 def judge(count: int, found: Fuzzed, alone: Phase, beside: Phase, tracebacks: int) -> list[Figure]:
