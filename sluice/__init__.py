@@ -1,5 +1,6 @@
-"""What a backend imports: submit a chat, stream its tokens, fetch its result, cancel it; run files of chats offline;
-`openai` speaks OpenAI's form.
+"""What a backend imports: submit a chat, stream its tokens, fetch its result, cancel it; run files of chats offline.
+
+`Client` is for asyncio, `SyncClient` for threads; `openai` speaks OpenAI's form.
 
 Needs redis-py and nothing else; the daemon's packages `worker` and `schemas` are never imported.
 """
@@ -25,6 +26,7 @@ from sluice.errors import (
 from sluice.letters import DeadLetter
 from sluice.queues import Queue
 from sluice.submission import Submitted
+from sluice.sync import SyncClient
 from sluice.wire import (
     Cancelled,
     Delta,
@@ -65,6 +67,7 @@ __all__ = [
     "SluiceError",
     "Started",
     "Submitted",
+    "SyncClient",
     "Timings",
     "UnknownBatch",
     "UnknownJob",

@@ -1,7 +1,10 @@
 """A job's events, each once and in order: from the channel as they come, from the list what the channel lost."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Generic, TypeVar
 
 from redis.asyncio import Redis
 
@@ -12,12 +15,15 @@ from sluice.retries import Retries
 from sluice.wire import Event
 
 SILENCE_S = 1.0  # then the list is read, whatever the channel brings
-_LAST_SEQ = 2**53  # integers beyond it do not survive JSON in every language
+_AHEAD = 256  # items: what a slow consumer may leave in memory besides the channel's own buffer
+LAST_SEQ = 2**53  # integers beyond it do not survive JSON in every language
+
+T = TypeVar("T")
 
 
 def check_after(after: int) -> None:
     """Raises ValueError."""
-    if isinstance(after, bool) or not isinstance(after, int) or not -1 <= after <= _LAST_SEQ:
+    if isinstance(after, bool) or not isinstance(after, int) or not -1 <= after <= LAST_SEQ:
         raise ValueError(f"after: must be an integer from -1, for all events, to 2**53; it is {after!r}")
 
 
@@ -59,3 +65,47 @@ class Streams:
     async def _exists(self, job_id: str) -> bool:
         traces = wire.body_key(job_id), wire.log_key(job_id)
         return bool(await self._retries.ride_out(lambda: self._redis.exists(*traces)))
+
+
+class ReadAhead(Generic[T]):
+    """Reads an asynchronous generator in a task, so that a consumer may wait with a time limit and take in batches.
+
+    The task begins with the first `take` and lives until the end of the source or `close`.
+    """
+
+    def __init__(self, source: AsyncGenerator[T]) -> None:
+        self._source, self._items = source, list[T]()
+        self._news, self._room = asyncio.Event(), asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def take(self) -> list[T]:
+        """Wait for items and return all that have come; none at the end. Raises what the source raised. May be
+        cancelled without loss."""
+        self._task = self._task or asyncio.create_task(self._read())
+        await self._news.wait()
+        items, self._items = self._items, []
+        self._room.set()
+        if not items:
+            self._task.result()
+        elif not self._task.done():
+            self._news.clear()
+        return items
+
+    async def close(self) -> None:
+        """Close the source, and wait for that."""
+        if self._task is None:
+            return await self._source.aclose()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _read(self) -> None:
+        try:
+            async with aclosing(self._source):
+                async for item in self._source:
+                    self._items.append(item)
+                    self._news.set()
+                    if len(self._items) >= _AHEAD:
+                        self._room.clear()
+                        await self._room.wait()
+        finally:
+            self._news.set()
