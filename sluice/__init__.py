@@ -1,13 +1,13 @@
 """What a backend imports: submit a chat, stream its tokens, fetch its result, cancel it; run files of chats offline.
 
-`Client` is for asyncio, `SyncClient` for threads; `openai` speaks OpenAI's form.
+`Client` is for asyncio, `SyncClient` for threads; `sse` serves a job to a browser, `openai` to OpenAI's clients.
 
 Needs redis-py and nothing else; the daemon's packages `worker` and `schemas` are never imported.
 """
 
 __version__ = "0.1.0"
 
-from sluice import openai
+from sluice import openai, sse
 from sluice.batch.status import Batch
 from sluice.client import Client
 from sluice.errors import (
@@ -74,4 +74,5 @@ __all__ = [
     "Usage",
     "__version__",
     "openai",
+    "sse",
 ]
