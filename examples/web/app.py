@@ -1,11 +1,9 @@
 """A web backend for chats: POST queues a job, GET streams its events to the browser, DELETE cancels it."""
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,15 +16,10 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from sluice import Client, Event, UnknownJob
+from sluice import Client, sse
 
 PAGE = Path(__file__).with_name("index.html")
-HEARTBEAT_S = 15.0  # proxies cut a connection after 30 to 60 seconds of silence
 UNKNOWN_S = 2.0  # a job is known from its submission on
-RETRY_MS = 500  # left to themselves, browsers come back after 3 to 5 seconds
-HEARTBEAT = ": still here\n\n"
-UNKNOWN = 'event: unknown\ndata: {"message": "There is no such chat, or its events have expired."}\n\n'
-END = ""
 
 
 def create_app(redis_url: str, *, model: str = "default", leave_s: float = 5.0) -> Starlette:
@@ -74,19 +67,14 @@ class EventStream(StreamingResponse):
     """One job's events as Server-Sent Events."""
 
     def __init__(self, http: Request, job_id: str) -> None:
-        self._state, self._job_id, self._after = http.state, job_id, last_seen(http)
-        self._waiting: asyncio.Queue[str] = asyncio.Queue()
-        self._ended = False
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(self._send(), media_type="text/event-stream", headers=headers)
+        self._state, self._job_id, self._ended = http.state, job_id, False
+        last_event_id = http.headers.get("last-event-id") or http.query_params.get("after")
+        super().__init__(self._frames(last_event_id), headers=sse.HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A stream that broke off counts as open until its browser has had time to come back."""
         with self._counted():
-            async with asyncio.TaskGroup() as tasks:
-                reading = tasks.create_task(self._read())
-                await super().__call__(scope, receive, send)
-                reading.cancel()
+            await super().__call__(scope, receive, send)
             await asyncio.sleep(0 if self._ended else self._state.leave_s)
         if not self._ended and not self._state.open_streams[self._job_id]:
             await self._state.client.cancel(self._job_id)
@@ -102,41 +90,12 @@ class EventStream(StreamingResponse):
             if not open_streams[self._job_id]:
                 del open_streams[self._job_id]
 
-    async def _read(self) -> None:
-        try:
-            stream = self._state.client.stream(self._job_id, after=self._after, unknown_s=UNKNOWN_S)
-            async with aclosing(stream):
-                async for event in stream:
-                    self._waiting.put_nowait(as_sse(event))
-        except UnknownJob:
-            self._waiting.put_nowait(UNKNOWN)
-        self._waiting.put_nowait(END)
-
-    async def _send(self) -> AsyncIterator[str]:
-        yield f"retry: {RETRY_MS}\n\n"
-        while (said := await self._next()) != END:
-            yield said
+    async def _frames(self, last_event_id: str | None) -> AsyncIterator[bytes]:
+        frames = sse.frames(self._state.client, self._job_id, last_event_id=last_event_id, unknown_s=UNKNOWN_S)
+        async with aclosing(frames):
+            async for frame in frames:
+                yield frame
         self._ended = True
-
-    async def _next(self) -> str:
-        try:
-            return await asyncio.wait_for(self._waiting.get(), HEARTBEAT_S)
-        except TimeoutError:
-            return HEARTBEAT
-
-
-def as_sse(event: Event) -> str:
-    said = {name: value for name, value in asdict(event).items() if value is not None}
-    return f"id: {event.seq}\nevent: {event.type}\ndata: {json.dumps(said)}\n\n"
-
-
-def last_seen(http: Request) -> int:
-    """The last event that the browser has; it says so itself when it comes back."""
-    said = http.headers.get("last-event-id") or http.query_params.get("after", "-1")
-    try:
-        return max(int(said), -1)
-    except ValueError:
-        raise HTTPException(400, f"Last-Event-ID must be the number of an event, not {said!r}.") from None
 
 
 async def read_object(http: Request) -> dict[str, Any]:

@@ -196,20 +196,8 @@ def test_a_request_that_makes_no_sense_streams_failed(http: httpx.Client) -> Non
     assert "did you mean max_tokens" in said[-1]["error"]["message"]
 
 
-def test_a_last_event_id_that_is_no_number_is_400(http: httpx.Client) -> None:
-    reply = http.get(f"/chat/{UUID(int=0)}/events", headers={"Last-Event-ID": "seven"})
-    assert (reply.status_code, "'seven'" in reply.json()["error"]["message"]) == (400, True)
-
-
 def test_a_job_that_nobody_knows_gets_one_event_and_an_end(http: httpx.Client) -> None:
     assert "event: unknown\ndata: {" in http.get(f"/chat/{UUID(int=0)}/events").text
-
-
-def test_silence_is_filled_with_comments(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "HEARTBEAT_S", 0.05)
-    with serving(redis_url, model="nobody") as http, http.stream("GET", f"/chat/{ask(http)}/events") as reply:
-        comments = (line for line in reply.iter_lines() if line.startswith(":"))
-        assert [next(comments) for _ in range(3)] == [": still here"] * 3
 
 
 def test_while_the_server_is_away_a_post_is_503_with_a_sentence() -> None:
