@@ -164,11 +164,8 @@ def test_arguments_are_an_object_where_they_are_one(sent: str, arguments: Any) -
 @pytest.mark.parametrize(
     ("sent", "is_read"),
     [
-        ('{"a": [' + "1," * 90_000 + "1]}", True),
-        ('{"a": [' + "1," * 110_000 + "1]}", False),
-        ('{"a": "' + ',[{\\"' * 110_000 + '"}', True),  # in a string
-        ('{"a": "' + "x" * 3_900_000 + '"}', True),
-        ('{"a": "' + "x" * 4_100_000 + '"}', False),
+        ('{"a": "' + "x" * 999_000 + '"}', True),
+        ('{"a": "' + "x" * 1_000_000 + '"}', False),
     ],
 )
 def test_arguments_that_would_take_long_to_read_stay_text(sent: str, is_read: bool) -> None:

@@ -1,22 +1,17 @@
 """Conversations in the one form that chat templates take."""
 
-import re
 from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from schemas.base import AnyJsonObject
+from schemas.base import MOST_CHARACTERS, AnyJsonObject
 from schemas.messages import AssistantMessage, Message
 from worker.text.tokenizer import Conversation
 
 BETWEEN = "\n\n"  # what stands between two messages that became one
 _ARGUMENTS = TypeAdapter(AnyJsonObject)
-# To read as much takes some 50 ms, and the interpreter's lock is held meanwhile.
-_MOST_CHARACTERS = 4_000_000
-_MOST_VALUES = 100_000
-_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 def normalize(messages: list[Message]) -> Conversation:
@@ -101,19 +96,9 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 
 def _arguments(text: str) -> Any:
     """The object that the text is JSON of, as most templates want it; else the text."""
-    if _holds_too_much(text):
+    if len(text) > MOST_CHARACTERS:  # to read it would hold the interpreter's lock for long
         return text
     try:
         return _ARGUMENTS.validate_json(text.strip() or "{}")
     except ValueError:  # no JSON, no object, too deep, a number that is not finite, half of a surrogate pair
         return text
-
-
-def _holds_too_much(text: str) -> bool:
-    if len(text) > _MOST_CHARACTERS:
-        return True
-    return _separators(text) > _MOST_VALUES and _separators(_STRING.sub("", text)) > _MOST_VALUES
-
-
-def _separators(text: str) -> int:
-    return text.count(",") + text.count("[") + text.count("{")
