@@ -31,7 +31,7 @@ class Decoding(Protocol):
     def __len__(self) -> int: ...
 
     def slower(self, more: int) -> float:
-        """How many times as long as now a step takes with this many rows more."""
+        """How many times as long as now a step takes with this many rows more, at least up to twice as many."""
 
     def growth(self, length: int) -> int:
         """Bytes that are copied when a row of that length joins, beside its own."""

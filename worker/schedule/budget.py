@@ -13,7 +13,7 @@ ALONE_STEPS = 4
 # While interactive prompts wait, a step may last 1 + this multiple of the time that decoding will take with their rows,
 # even if it then misses its target: where decoding alone takes most of the target, they would wait for the answers of
 # all others to end.
-SHARE = 1.8
+SHARE = 2.0
 # But no step is planned to last longer than this multiple of the target, so a user who needs short gaps sets a short
 # target.
 LONGEST_STEPS = 5
