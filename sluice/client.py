@@ -171,7 +171,7 @@ class Client:
 
     async def workers(self) -> list[dict[str, str]]:
         """The live workers, as they describe themselves."""
-        found = [await self._worker(key.decode()) for key in await self._retries.scan(wire.WORKERS)]
+        found = [await self._worker(key) for key in await self._retries.scan(wire.WORKERS)]
         return [worker for worker in found if worker]
 
     async def dead_letters(self) -> list[DeadLetter]:
@@ -183,11 +183,13 @@ class Client:
         return await self._letters.read(job_id)
 
     async def retry(self, job_id: str) -> Submitted:
-        """Submit a dead letter again, under a new id, and drop the letter. Raises `UnknownJob`, `QueueFull`."""
+        """Submit a dead letter again, under a new id, and drop the letter. Raises `UnknownJob`, `QueueFull`, and
+        ValueError if its body is gone or broken."""
         letter = await self.dead_letter(job_id)
+        request = letter.request
         await self._letters.take(letter)
         try:
-            return await self.submit(letter.request, model=letter.model, lane=letter.lane)
+            return await self.submit(request, model=letter.model, lane=letter.lane)
         except BaseException:
             await self._letters.put_back(letter)
             raise
@@ -298,9 +300,12 @@ class Client:
         """Raises `ServerUnreachable` where no server answers."""
         await self._retries.run_for(self._redis.ping, 0.0)
 
-    async def _worker(self, key: str) -> dict[str, str]:
-        fields: dict[bytes, bytes] = await self._retries.run(lambda: self._redis.hgetall(key))
-        return {name.decode(): value.decode() for name, value in fields.items()}
+    async def _worker(self, key: bytes) -> dict[str, str]:
+        """Nothing if it has just left, or if somebody else has written to the key."""
+        if await self._retries.run(lambda: self._redis.type(key)) != b"hash":
+            return {}
+        fields: dict[bytes, bytes] = await self._retries.run(lambda: self._redis.hgetall(key))  # type: ignore[arg-type]
+        return {name.decode("utf-8", "replace"): value.decode("utf-8", "replace") for name, value in fields.items()}
 
     async def _stored_result(self, job_id: str) -> bytes | None:
         stored: bytes | None = await self._retries.ride_out(lambda: self._redis.get(wire.result_key(job_id)))

@@ -10,6 +10,8 @@ from sluice import wire
 from sluice.errors import UnknownJob
 from sluice.retries import Retries
 
+_YEAR_9999_S = 253_000_000_000  # beyond it there is no date
+
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
@@ -23,8 +25,11 @@ class DeadLetter:
 
     @property
     def request(self) -> dict[str, Any]:
-        request: dict[str, Any] = json.loads(self.body)["a"][0]
-        return request
+        """Raises ValueError if the body is gone or broken."""
+        match json.loads(self.body):
+            case {"a": [{**request}]}:
+                return {str(name): value for name, value in request.items()}
+        raise ValueError("the body holds no request")
 
 
 class Letters:
@@ -33,15 +38,15 @@ class Letters:
 
     async def read_all(self) -> list[DeadLetter]:
         """Oldest first."""
-        stored: list[bytes] = await self._retries.run(lambda: self._redis.hvals(wire.DEAD))
-        return sorted(map(_letter, stored), key=lambda letter: letter.parked_at)
+        stored: dict[bytes, bytes] = await self._retries.run(lambda: self._redis.hgetall(wire.DEAD))
+        return sorted((_letter(id, text) for id, text in stored.items()), key=lambda letter: letter.parked_at)
 
     async def read(self, job_id: str) -> DeadLetter:
         """Raises `UnknownJob`."""
         stored: bytes | None = await self._retries.run(lambda: self._redis.hget(wire.DEAD, job_id))
         if stored is None:
             raise UnknownJob(f"there is no dead letter {job_id!r}")
-        return _letter(stored)
+        return _letter(job_id.encode(), stored)
 
     async def take(self, letter: DeadLetter) -> None:
         """Drop it, and be the one who did. Raises `UnknownJob` when somebody else was."""
@@ -62,5 +67,23 @@ class Letters:
         await self._retries.run(lambda: self._redis.hset(wire.DEAD, letter.id, stored))
 
 
-def _letter(stored: bytes) -> DeadLetter:
-    return wire.parse_as(DeadLetter, json.loads(stored))
+_UNREADABLE = {"type": "internal", "message": "This entry cannot be read: no worker of ours wrote it."}
+
+
+def _letter(id: bytes, stored: bytes) -> DeadLetter:
+    """One that cannot be read is a letter too, without a body: it is to be seen, and dropped."""
+    name = id.decode("utf-8", "backslashreplace")
+    match _loaded(stored):
+        case {
+            "id": str(), "model": str(), "lane": "interactive" | "batch", "crashes": int(), "body": str(),
+            "parked_at": int() | float() as parked_at, "error": {},
+        } as said if 0 <= parked_at < _YEAR_9999_S:  # fmt: skip
+            return wire.parse_as(DeadLetter, {**said, "id": name})
+    return DeadLetter(name, "?", "interactive", 0, 0.0, _UNREADABLE, "")
+
+
+def _loaded(stored: bytes) -> Any:
+    try:
+        return json.loads(stored)
+    except (ValueError, RecursionError):
+        return None

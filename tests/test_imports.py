@@ -33,6 +33,7 @@ TABLE = {
     "worker.errors":       May(),
     "worker.ending":       May(),
     "worker.pulse":        May(),
+    "worker.log_lines":    May(),
     "worker.redis_url":    May(),
     "worker.timetable":    May(others="cronsim"),
     "worker.child":        May(),
@@ -75,8 +76,8 @@ TABLE = {
 
     # The one place where engine and queue meet.
     "worker.app":          May("worker.batches worker.ending worker.engine worker.errors worker.health worker.jobs "
-                               "worker.metrics worker.probes worker.queue worker.reading worker.redis_url "
-                               "worker.served worker.settings worker.sights worker.text", "arq redis"),
+                               "worker.log_lines worker.metrics worker.probes worker.queue worker.reading "
+                               "worker.redis_url worker.served worker.settings worker.sights worker.text", "arq redis"),
     "worker.__main__":     May("worker.app worker.errors worker.settings"),
 }  # fmt: skip
 

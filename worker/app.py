@@ -23,6 +23,7 @@ from worker.engine.words import Words
 from worker.errors import CannotStart
 from worker.health import Health
 from worker.jobs import chat
+from worker.log_lines import LineFormatter
 from worker.metrics import Metrics
 from worker.probes import answer_probes
 from worker.queue.scripts import dumps
@@ -205,7 +206,9 @@ def _die() -> None:
 
 
 def set_up_logging(settings: Settings) -> None:
-    logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname).1s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
+    logging.basicConfig(level=settings.log_level, handlers=[handler])
 
 
 def run(settings: Settings) -> None:

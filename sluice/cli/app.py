@@ -11,6 +11,7 @@ from sluice.cli.cancel import cancel
 from sluice.cli.chat import chat
 from sluice.cli.check import check
 from sluice.cli.dead import dead
+from sluice.cli.queue import queue
 from sluice.cli.submit import submit
 from sluice.cli.tail import tail
 from sluice.cli.trouble import Trouble
@@ -29,6 +30,7 @@ for command in (worker, check, chat, submit, tail, cancel, workers):
     app.command()(command)
 app.add_typer(batch, name="batch")
 app.add_typer(dead, name="dead")
+app.add_typer(queue, name="queue")
 
 
 def _print_version(wanted: bool) -> None:

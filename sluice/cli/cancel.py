@@ -20,6 +20,8 @@ def cancel(
 ) -> None:
     """Ask for the end of jobs, queued or running, and say what became of each.
 
+    A job that waits ends at once, whether a worker is there or not; one that runs is ended by its worker.
+
     Exit codes: 0 when all were known, 2 when one was not.
 
     \b
@@ -63,7 +65,7 @@ async def _fate(client: Client, job_id: str) -> str:
         async with asyncio.timeout(PATIENCE_S):
             last = await follow(client, job_id, lambda *_: None)
     except TimeoutError:
-        return "asked for; it ends as soon as a worker hears it"
+        return f"requested; the worker that runs it has not answered in {PATIENCE_S:g} s"
     except UnknownJob:
         return _UNKNOWN
     return "cancelled" if last.type == "cancelled" else f"already {last.type}"

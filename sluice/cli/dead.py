@@ -71,7 +71,7 @@ def show(id: Id, redis_url: RedisUrl = REDIS_URL) -> None:
     parked = datetime.fromtimestamp(letter.parked_at).astimezone()
     note(f"parked {_ago(letter)} ({parked:%Y-%m-%d %H:%M:%S %Z}) after {letter.crashes} crashes")
     note(f"model {letter.model}, lane {letter.lane}")
-    note(f"{letter.error['type']}: {letter.error['message']}", style="red")
+    note(f"{letter.error.get('type')}: {letter.error.get('message')}", style="red")
     try:
         print_json(letter.request, indent=2)
     except ValueError as error:

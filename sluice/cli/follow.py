@@ -9,7 +9,7 @@ from typing import Any
 from sluice.cli.trouble import Trouble, connected
 from sluice.cli.view import Show, note
 from sluice.client import Client
-from sluice.errors import CancelNotStored
+from sluice.errors import CancelNotStored, NoWorker
 from sluice.submission import Submitted
 from sluice.wire import Event, Lane, parse_event
 
@@ -34,10 +34,16 @@ def exit_code(ending: Event | None) -> int:
 
 
 async def submit_job(
-    client: Client, request: dict[str, Any], *, model: str, lane: Lane | None, job_id: str | None = None
+    client: Client,
+    request: dict[str, Any],
+    *,
+    model: str,
+    lane: Lane | None,
+    job_id: str | None = None,
+    wait_worker_s: float | None = None,
 ) -> Submitted:
     try:
-        job = await client.submit(request, model=model, lane=lane, id=job_id)
+        job = await client.submit(request, model=model, lane=lane, id=job_id, wait_worker_s=wait_worker_s)
     except ValueError as error:
         raise Trouble(f"this cannot be queued: {error}.") from None
     if job.state == "queued":
@@ -47,10 +53,12 @@ async def submit_job(
 
 async def mention_missing_worker(client: Client, model: str, *, waits: str = "the job waits") -> bool:
     """True if the model is served; if not, say so, and what to do."""
-    served = sorted({worker["model"] for worker in await client.workers()})
+    served = {worker["model"] for worker in await client.workers() if "model" in worker}
     if model in served:
         return True
-    others = f" (--model names another: there are workers for {', '.join(served)})" if served else ""
+    missing = NoWorker(model, sorted(served))
+    close = f"did you mean {missing.close}? " if missing.close else ""
+    others = f" ({close}--model names another: there are workers for {', '.join(missing.served)})" if served else ""
     name = "" if model == "default" else f" --name {model}"
     note(
         f"no worker serves {model!r} right now{others}; {waits} in the queue. "
@@ -82,7 +90,7 @@ async def _answer(client: Client, job_id: str, show: Show, pressed: asyncio.Even
     if following.done():
         return following.result()
     following.cancel()
-    note(f"the cancel is asked for, but no worker has heard it yet: sluice tail {job_id}")
+    note(f"the cancel is requested, but the worker has not answered yet: sluice tail {job_id}")
     return None
 
 

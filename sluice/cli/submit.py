@@ -1,7 +1,9 @@
 """`sluice submit`: queue a job and go on."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -15,7 +17,6 @@ from sluice.cli.view import note, notes
 from sluice.client import Client
 from sluice.errors import JobCancelled, JobFailed
 from sluice.submission import Submitted
-from sluice.wire import Lane
 
 
 def submit(
@@ -31,6 +32,15 @@ def submit(
         typer.Option(metavar="ID", help="Of the job; submitted twice, it is queued once.  [default: a new one]"),
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Stay for the result, and print it as JSON.")] = False,
+    wait_worker: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            min=0,
+            help="Queue nothing unless a worker serves the model within so many seconds; 0 does not wait.  "
+            "[default: queue it anyway]",
+        ),
+    ] = None,
     lane: LaneChoice = None,
     model: Model = None,
     redis_url: RedisUrl = REDIS_URL,
@@ -38,9 +48,9 @@ def submit(
 ) -> None:
     """Queue a job, and print its id.
 
-    With --json, {"id", "new", "state"}; `new` is false where there was a job of that id already. With --wait, the
-    result instead, and the exit codes are those of `sluice chat`. Exit code 4: the queue is full, and nothing was
-    queued.
+    With --json, {"id", "new", "state", "served"}; `new` is false if there was a job of that id already, `served` if no
+    worker serves the model. With --wait, the result instead, and the exit codes are those of `sluice chat`. Exit code
+    4: the queue is full, and nothing was queued.
 
     \b
     Examples:
@@ -49,8 +59,8 @@ def submit(
     """
     request = _request(message, file)
     served = model or _named(request) or MODEL
-    code = asyncio.run(_submit(redis_url, request, served, lane, id, wait=wait, as_json=as_json))
-    raise typer.Exit(code)
+    queue = partial(submit_job, request=request, model=served, lane=lane, job_id=id, wait_worker_s=wait_worker)
+    raise typer.Exit(asyncio.run(_submit(redis_url, queue, wait=wait, as_json=as_json)))
 
 
 def _request(message: str | None, file: str | None) -> dict[str, Any]:
@@ -68,11 +78,9 @@ def _named(request: dict[str, Any]) -> str | None:
     return model if isinstance(model, str) else None
 
 
-async def _submit(
-    url: str, request: dict[str, Any], model: str, lane: Lane | None, job_id: str | None, *, wait: bool, as_json: bool
-) -> int:
+async def _submit(url: str, queue: Callable[[Client], Awaitable[Submitted]], *, wait: bool, as_json: bool) -> int:
     async with connected(url) as client:
-        job = await submit_job(client, request, model=model, lane=lane, job_id=job_id)
+        job = await queue(client)
         if wait:
             return await _print_result(client, job.id, indent=None if as_json else 2)
         _print_submitted(job, as_json=as_json)

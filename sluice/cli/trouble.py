@@ -8,7 +8,7 @@ from redis.exceptions import AuthenticationError, ConnectionError, RedisError, T
 
 from sluice import wire
 from sluice.client import Client
-from sluice.errors import QueueFull, UnknownJob
+from sluice.errors import NoWorker, QueueFull, UnknownJob
 from sluice.redis_url import UNREADABLE, public
 
 INSTALL_WORKER = "in a checkout of Sluice, pip install './sluice[cli]' '.[worker]'"
@@ -35,6 +35,10 @@ async def connected(url: str) -> AsyncIterator[Client]:
         except UnknownJob as error:
             way_out = f"Check the id, and that {public(url)} is the server it was submitted to."
             raise Trouble(f"{error}. {way_out}") from None
+        except NoWorker as missing:
+            name = "" if missing.model == "default" else f" --name {missing.model}"
+            way_out = f"Nothing was queued. Start one: sluice worker --model FOLDER_OR_HUB_ID{name}"
+            raise Trouble(f"{str(missing).rstrip('?')}. {way_out}") from None
         except QueueFull as full:
             raise Trouble(_explain_full(full), exit_code=_EXIT_QUEUE_FULL) from None
 

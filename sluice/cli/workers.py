@@ -6,8 +6,10 @@ from typing import Any
 
 from sluice.cli.options import REDIS_URL, AsJson, RedisUrl
 from sluice.cli.printed import print_json, print_table, span
+from sluice.cli.queue import note_unserved
 from sluice.cli.trouble import Trouble, connected
 from sluice.client import Client
+from sluice.queues import Queue
 from sluice.wire import LANES
 
 _EXIT_NO_WORKER = 1
@@ -29,17 +31,18 @@ Depths = dict[str, dict[str, int]]  # jobs by model and lane
 
 
 def workers(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
-    """Show the live workers, and the jobs in their queues.
+    """Show the live workers, the jobs in their queues, and the queues that nobody serves.
 
     A job stays in its queue while it runs, and is counted there. With --json, one object for each worker; `queued`
-    holds the lanes of its model. Exit codes: 0, or 1 where no worker is alive.
+    holds the lanes of its model. Exit codes: 0, or 1 where no worker is alive. `sluice queue list` shows all queues.
 
     \b
     Examples:
       sluice workers
       sluice workers --json | jq .queued.interactive
     """
-    alive, depths = asyncio.run(_look(redis_url))
+    alive, depths, queues = asyncio.run(_look(redis_url))
+    note_unserved(queues)
     if not alive:
         raise Trouble(
             "no worker is alive here. Start one: sluice worker --model FOLDER_OR_HUB_ID; or name another server with "
@@ -54,15 +57,20 @@ def workers(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
     _print_depths(depths)
 
 
-async def _look(url: str) -> tuple[list[Worker], Depths]:
+async def _look(url: str) -> tuple[list[Worker], Depths, list[Queue]]:
     async with connected(url) as client:
-        alive = [_read(said) for said in await client.workers()]
+        alive = list(filter(None, map(_read, await client.workers())))
         alive.sort(key=lambda worker: (worker["model"], worker["name"]))
-        return alive, {model: await _depth(client, model) for model in dict.fromkeys(w["model"] for w in alive)}
+        depths = {model: await _depth(client, model) for model in dict.fromkeys(w["model"] for w in alive)}
+        return alive, depths, await client.queues()
 
 
-def _read(said: dict[str, str]) -> Worker:
-    return {name: kind(said[name]) for name, kind in _FIELDS.items()}
+def _read(said: dict[str, str]) -> Worker | None:
+    """Nothing where somebody else has written to a worker's key."""
+    try:
+        return {name: kind(said[name]) for name, kind in _FIELDS.items()}
+    except (KeyError, ValueError):
+        return None
 
 
 async def _depth(client: Client, model: str) -> dict[str, int]:

@@ -1,14 +1,18 @@
 """arq's cron jobs, by a crontab and in UTC. Each slot is run by the one worker that takes it."""
 
+import logging
 from collections.abc import Callable
 from datetime import datetime
 
 from arq.cron import CronJob, cron
 from arq.typing import WorkerCoroutine
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from schemas import keys
 from worker.timetable import Crontab
+
+logger = logging.getLogger("sluice.queue")
 
 _TAKEN_S = 86_400  # how long a slot stays taken: a worker that was busy all the while may look at it late
 
@@ -40,5 +44,11 @@ class Cron(CronJob):
     async def _take(self, redis: Redis, worker: str, slot: datetime) -> bool:
         """Ours also where it was taken by us and the answer was lost."""
         key = keys.slot(self.name, int(slot.timestamp()))
-        before = await redis.set(key, worker, nx=True, get=True, ex=_TAKEN_S)
+        try:
+            before = await redis.set(key, worker, nx=True, get=True, ex=_TAKEN_S)
+        except ResponseError:
+            if await redis.type(key) in (b"string", b"none"):
+                raise
+            logger.warning("%s holds a foreign value: nobody takes this slot", key)
+            return False
         return before in (None, worker.encode())

@@ -1,11 +1,13 @@
 """That a worker is alive, and what it serves: a hash that runs out with the lease."""
 
+import logging
 import re
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from schemas import keys
 from schemas.keys import LANES, Lane
@@ -13,6 +15,8 @@ from worker import __version__
 from worker.queue.clock import ServerClock
 from worker.queue.rows import offline_rows
 from worker.settings import Settings
+
+logger = logging.getLogger("sluice.queue")
 
 _RATE_OVER_S = 60.0
 _SAID = re.compile(rb"[\d.]+ [\d.]+ (\d+) (\d+) (\d+)")  # until when, and the jobs by lane
@@ -41,6 +45,20 @@ class Presence:
 
     async def show(self, running: Mapping[Lane, int]) -> dict[Lane, int]:
         """Returns how many jobs wait in each lane, by what all workers of the model say that they run."""
+        try:
+            return await self._show(running)
+        except ResponseError:
+            await self._delete_foreign()
+            raise
+
+    async def _delete_foreign(self) -> None:
+        """What is no hash at these keys is not ours, and would hide the worker for as long as it stays."""
+        for key in (self._key, self._model_key):
+            if (kind := await self._redis.type(key)) not in (b"hash", b"none"):
+                logger.warning("deleted a foreign value: %s held a %s", key, kind.decode())
+                await self._redis.delete(key)
+
+    async def _show(self, running: Mapping[Lane, int]) -> dict[Lane, int]:
         rate, now = round(self._jobs_per_s(), 3), self._clock.now()
         rows = [running[lane] for lane in LANES]
         offline = offline_rows(self._settings, self._clock.utc())
