@@ -83,8 +83,8 @@ async def test_a_killed_workers_streams_go_on_unchanged(
 
         broken = asyncio.create_task(run_all(client, "same"))
         await asyncio.sleep(0.7)
+        first.signal(signal.SIGKILL)  # before the second one starts, which may take longer than the streams
         with WorkerProcess(redis_url, name="second", **settings):
-            first.signal(signal.SIGKILL)
             resumed = await asyncio.wait_for(broken, 60)
     for before, after in zip(unbroken, resumed, strict=True):
         assert after.tokens == before.tokens
