@@ -162,7 +162,7 @@ def test_a_run_has_one_feeder_until_that_one_dies(tmp_path: Path) -> None:
     ready = context.Event()
     holder = context.Process(target=_holds, args=(tmp_path / "run", ready))
     holder.start()
-    assert ready.wait(20)
+    assert ready.wait(60)
     with pytest.raises(BatchTaken, match=f"process {holder.pid} on .* is feeding this run"):
         StateFile(tmp_path / "run")
     holder.kill()

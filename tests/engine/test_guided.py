@@ -87,7 +87,7 @@ def vocabulary(model: Model) -> LLTokenizer:
 
 def guide(vocabulary: LLTokenizer, asked: Schema, ends: frozenset[int] = frozenset({EOS})) -> GrammarGuide:
     grammar = Grammar(vocabulary.tokenize_str)
-    return GrammarGuide(compiled(vocabulary, grammar.starting_with(grammar.json(asked))), ends)
+    return GrammarGuide(compiled(vocabulary, grammar.starting_with(grammar.json(asked, "response_format"))), ends)
 
 
 def text(model: Model, heard: list[Sampled]) -> str:

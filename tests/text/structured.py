@@ -76,7 +76,7 @@ def _integer(dice: random.Random, depth: int, names: tuple[str, ...]) -> Schema:
 
 def _number(dice: random.Random, depth: int, names: tuple[str, ...]) -> Schema:
     least = round(dice.uniform(-5, 5), dice.randint(0, 2))
-    return {"type": "number", "exclusiveMinimum": least, "maximum": least + dice.choice((0.5, 3, 120))}
+    return {"type": "number", "exclusiveMinimum": least, "maximum": round(least + dice.choice((0.5, 3, 120)), 2)}
 
 
 def _choice(dice: random.Random, depth: int, names: tuple[str, ...]) -> Schema:
