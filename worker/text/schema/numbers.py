@@ -140,7 +140,8 @@ def _nearer(limit: _Limit | None, outermost: int, at: str) -> _Limit | None:
 
 
 def _inwards(limit: _Limit, by: Fraction) -> _Limit:
-    return _Limit(limit.value + by, True, limit.keyword) if limit.excluded else limit
+    """Move an excluded end into the range, in decimal digits: 1.6 + 1e-9 in doubles has too many to be read exactly."""
+    return _Limit(Fraction(repr(float(limit.value))) + by, True, limit.keyword) if limit.excluded else limit
 
 
 def _end(limit: _Limit | None, included: str, excluded: str, at: str) -> Schema:
