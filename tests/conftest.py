@@ -10,8 +10,9 @@ from hypothesis import settings
 from scripts.stack import Server, WorkerProcess
 from sluice import Client
 
-# What an example may take depends on what else the machine does; the suite has its own limit.
-settings.register_profile("sluice", deadline=None)
+# An example may take longer on a busy machine, so none has a deadline; the suite has its own limit. On CI the examples
+# are the same in every run, so a change is judged by its own failures; every other run looks for new ones.
+settings.register_profile("sluice", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("sluice")
 
 
