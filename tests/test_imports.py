@@ -31,7 +31,7 @@ TABLE = {
     # Leaves: what everything else may know.
     "worker":              May(),
     "worker.errors":       May(),
-    "worker.ending":       May(),
+    "worker.ending":       May("worker.errors"),
     "worker.pulse":        May(),
     "worker.log_lines":    May(),
     "worker.redis_url":    May(),
@@ -78,7 +78,7 @@ TABLE = {
     "worker.app":          May("worker.batches worker.ending worker.engine worker.errors worker.health worker.jobs "
                                "worker.log_lines worker.metrics worker.probes worker.queue worker.reading "
                                "worker.redis_url worker.served worker.settings worker.sights worker.text", "arq redis"),
-    "worker.__main__":     May("worker.app worker.errors worker.settings"),
+    "worker.__main__":     May("worker.app worker.ending worker.errors worker.settings"),
 }  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 import sys
 
-from worker.app import EXIT_CANNOT_START, run
+from worker.app import run
+from worker.ending import EXIT_CANNOT_START
 from worker.errors import CannotStart
 from worker.settings import read_settings
 

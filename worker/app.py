@@ -4,8 +4,8 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
 from functools import partial
 
 from arq.connections import ArqRedis
@@ -38,7 +38,6 @@ from worker.text.language import Language
 
 logger = logging.getLogger("sluice")
 
-EXIT_CANNOT_START = 2
 EXIT_ENGINE_DIED = 3
 
 
@@ -46,12 +45,14 @@ EXIT_ENGINE_DIED = 3
 _HURRIED_S = 2.0
 # After the last job has ended: nothing that a thread still does is for anybody.
 _THREADS_S = 1.0
+# After an error: the engine's thread may end its step, and then release its memory.
+_ENGINE_S = 3.0
 
 
 async def serve(settings: Settings) -> None:
     """Until SIGTERM or SIGINT; from then on the process ends, also when a thread does not. Raises `CannotStart`."""
     metrics, health, ending = Metrics(settings.model_name), Health(settings.hang_s), Ending()
-    with answer_probes(settings.metrics_port, metrics.registry, health):
+    with ending.after_error(_THREADS_S), answer_probes(settings.metrics_port, metrics.registry, health):
         async with connect(settings) as redis:
             check = ServerCheck(redis, settings)
             await _serve(settings, redis, check, metrics, health, ending)
@@ -74,8 +75,7 @@ async def _serve(
         stepped=metrics.stepped,
     )
     logger.info("loading %s", settings.model)
-    try:
-        model = await engine.start()
+    async with _loaded(engine, ending) as model:
         with _sights(settings, model) as sights:
             served = _served(settings, engine, model, sights, metrics)
             gc.freeze()  # a full collection goes over none of this again: it would hold up every row
@@ -92,15 +92,24 @@ async def _serve(
                 check=check,
             )
             health.serving({"event loop": worker.pulse, "engine": engine.pulse}, worker.readiness.parts())
+            ending.when(worker.hurry, _HURRIED_S, EXIT_HURRIED)
             if await worker.connect():
                 logger.info(
                     "%s serves %s (%s), %d rows",
                     settings.worker_name, settings.model_name, model.fingerprint, settings.max_rows,
                 )  # fmt: skip
                 await _work(worker, batches, ending)
+    logger.info("stopped")
+
+
+@asynccontextmanager
+async def _loaded(engine: EngineThread, ending: Ending) -> AsyncIterator[Model]:
+    """Load the model, and stop the engine in the end: within a limit after an error, even while it still loads."""
+    try:
+        with ending.after_error(_ENGINE_S):
+            yield await engine.start()
     finally:
         await engine.stop()
-    logger.info("stopped")
 
 
 @contextmanager
@@ -139,16 +148,9 @@ async def _work(worker: QueueWorker, batches: Batches | None, ending: Ending) ->
     async with asyncio.TaskGroup() as group:
         if batches:
             group.create_task(batches.run(worker.stopping, worker.hurry))
-        hurrying = group.create_task(_hurry(worker.hurry, ending))
         await worker.main()
-        hurrying.cancel()
-    if worker.hurry.is_set():
-        ending.within(_THREADS_S, 0)
-
-
-async def _hurry(hurry: asyncio.Event, ending: Ending) -> None:
-    await hurry.wait()
-    ending.within(_HURRIED_S, EXIT_HURRIED)
+        # No job is left to be handed back; the feeder and the engine may still take their time.
+        ending.when(worker.hurry, _THREADS_S, 0)
 
 
 def _needs_boundaries(model: Model) -> bool:

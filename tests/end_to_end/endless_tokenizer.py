@@ -9,12 +9,12 @@ _LARGE = 5_000  # characters
 _encode = Words.encode
 
 
-def _endless(words: Words, text: str) -> list[int]:
+def encode(words: Words, text: str) -> list[int]:
     if len(text) > _LARGE:
         ctypes.CDLL(None).sleep(3600)  # ctypes lets the interpreter's lock go meanwhile, as tokenizers does
     return _encode(words, text)
 
 
 if __name__ == "__main__":
-    Words.encode = _endless  # type: ignore[method-assign]
+    Words.encode = encode  # type: ignore[method-assign]
     main()

@@ -8,7 +8,7 @@ import redis.asyncio
 from scripts.stack import Server, WorkerProcess
 from sluice import Client, Delta, Event
 from tests.keyspace import check_job_keys
-from worker.ending import EXIT_HURRIED
+from worker.ending import EXIT_FAILED, EXIT_HURRIED
 
 LARGE = {"messages": [{"role": "user", "content": "1 2 " * 20_000}]}
 
@@ -153,3 +153,29 @@ async def test_a_second_signal_ends_a_worker_that_cannot_hand_its_jobs_back() ->
             await asyncio.sleep(0.3)
         assert await asyncio.to_thread(worker.wait, 8) == EXIT_HURRIED
         server.process.send_signal(signal.SIGCONT)
+
+
+async def test_a_second_signal_ends_a_worker_whose_engine_never_ends_its_step(
+    redis_url: str, client: Client, db: redis.asyncio.Redis
+) -> None:
+    with WorkerProcess(redis_url, module="tests.end_to_end.endless_step", grace_s=0) as worker:
+        job = await client.submit(endless(20))
+        await asyncio.wait_for(claimed(db, job.id), 30)
+        await asyncio.sleep(0.3)
+        worker.signal(signal.SIGTERM)
+        while await db.hget(f"sluice:job:{job.id}", "state") != b"queued":
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        assert worker.process is not None
+        assert worker.process.poll() is None
+        worker.signal(signal.SIGTERM)
+        assert await asyncio.to_thread(worker.wait, 10) == 0
+
+
+async def test_a_worker_whose_service_fails_ends_although_a_thread_never_returns(
+    redis_url: str, client: Client
+) -> None:
+    with WorkerProcess(redis_url, module="tests.end_to_end.failing_service", grace_s=600) as worker:
+        await client.submit(LARGE)
+        assert await asyncio.to_thread(worker.wait, 20) == EXIT_FAILED
+        assert "no service today" in worker.log()

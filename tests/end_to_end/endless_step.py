@@ -1,0 +1,22 @@
+"""`python -m worker` whose engine never ends its second step with rows, as native code that nobody can interrupt."""
+
+import ctypes
+
+from worker.__main__ import main
+from worker.engine.engine import Engine
+from worker.schedule.sequence import StepReport
+
+_step = Engine.step
+_steps: list[StepReport] = []
+
+
+def _endless(engine: Engine) -> StepReport:
+    if _steps:
+        ctypes.CDLL(None).sleep(3600)
+    _steps.append(_step(engine))
+    return _steps[0]
+
+
+if __name__ == "__main__":
+    Engine.step = _endless  # type: ignore[method-assign]
+    main()

@@ -1,0 +1,26 @@
+"""`python -m worker` with the endless tokenizer, one of whose services fails when a job runs."""
+
+import asyncio
+
+from tests.end_to_end import endless_tokenizer
+from worker.__main__ import main
+from worker.engine.words import Words
+from worker.queue.worker import QueueWorker
+
+_keep = QueueWorker._keep
+_UNTIL_IT_TOKENIZES_S = 0.5
+
+
+async def _fail(worker: QueueWorker) -> None:
+    keeping = asyncio.create_task(_keep(worker))
+    while not worker.jobs:
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(_UNTIL_IT_TOKENIZES_S)
+    keeping.cancel()
+    raise RuntimeError("no service today")
+
+
+if __name__ == "__main__":
+    Words.encode = endless_tokenizer.encode  # type: ignore[method-assign]
+    QueueWorker._keep = _fail  # type: ignore[method-assign]
+    main()
