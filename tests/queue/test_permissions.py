@@ -97,8 +97,8 @@ def test_what_is_denied_is_named_with_its_key() -> None:
     assert rules("bob", found) == "ACL SETUSER bob ~sluice:* ~arq:* &sluice:* +evalsha +get +set"
 
 
-def test_the_readme_has_the_rules_of_a_user_for_workers() -> None:
-    assert rules("sluice", NEEDED).removeprefix("ACL SETUSER sluice ") in (ROOT / "README.md").read_text()
+def test_the_page_on_operations_has_the_rules_of_a_user_for_workers() -> None:
+    assert rules("sluice", NEEDED).removeprefix("ACL SETUSER sluice ") in (ROOT / "docs" / "operations.md").read_text()
 
 
 async def test_the_rules_are_enough_for_all_that_a_worker_does(server: Server, admin: Redis) -> None:

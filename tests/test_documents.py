@@ -1,0 +1,47 @@
+"""The documents agree with the repository: links lead somewhere, and settings that they name exist."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from worker.settings import Settings, variable
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted(file for where in ("*.md", "docs/*.md", "examples/**/*.md", "models/**/*.md", "sluice/*.md")
+                   for file in ROOT.glob(where))  # fmt: skip
+# Variables that no worker reads: of the tests, and of scripts/setup.
+OTHER_VARIABLES = {"SLUICE_TEST_REDIS_URL", "SLUICE_PYTHON"}
+
+documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda file: str(file.relative_to(ROOT)))
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def links(document: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the file and the anchor of each relative link."""
+    for target in re.findall(r"\]\((?![a-z]+:)([^)]+)\)", without_code(document.read_text())):
+        path, _, anchor = target.partition("#")
+        yield (document.parent / path).resolve() if path else document, anchor
+
+
+def anchors(document: Path) -> set[str]:
+    """Return the anchors that GitHub makes of the headings."""
+    titles = re.findall(r"^#+ (.+)$", without_code(document.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@documents
+def test_every_relative_link_leads_to_a_file_and_a_heading_of_it(document: Path) -> None:
+    for path, anchor in links(document):
+        assert path.exists(), path
+        assert not anchor or anchor in anchors(path), f"{path.name} has no heading for #{anchor}"
+
+
+@documents
+def test_every_setting_that_a_document_names_exists(document: Path) -> None:
+    named = set(re.findall(r"\bSLUICE_[A-Z_]*[A-Z]\b", document.read_text()))
+    assert named - {variable(name) for name in Settings.model_fields} - OTHER_VARIABLES == set()
