@@ -50,44 +50,74 @@ class Metrics:
     def _of_jobs(self, make: "_Families") -> None:
         self._running = make.by_lane(Gauge, "vllm:num_requests_running", "Jobs that this worker runs.")
         self._waiting = make.by_lane(
-            Gauge, "vllm:num_requests_waiting", "Jobs in the queue that nobody runs, the same on all workers."
+            Gauge,
+            "vllm:num_requests_waiting",
+            "Jobs in the queue that no worker runs. All workers of a model report the same number: use max, not sum.",
         )
-        self._queue_s = make.seconds("vllm:request_queue_time_seconds", "From submission to claim.")
-        self._ttft_s = make.seconds("vllm:time_to_first_token_seconds", "From submission to the first token.")
-        self._prefill_s = make.seconds("vllm:request_prefill_time_seconds", "From claim to the end of the prompt.")
-        self._decode_s = make.seconds("vllm:request_decode_time_seconds", "From the first token to the last.")
-        self._e2e_s = make.seconds("vllm:e2e_request_latency_seconds", "From submission to the end, of finished jobs.")
-        self._read = make.by_lane(Counter, "vllm:prompt_tokens", "Tokens of the prompts that were read.")
+        self._queue_s = make.seconds("vllm:request_queue_time_seconds", "Seconds from submission to claim.")
+        self._ttft_s = make.seconds(
+            "vllm:time_to_first_token_seconds",
+            "Seconds from submission to the first token. A job's own ttft_s counts from the claim.",
+        )
+        self._prefill_s = make.seconds(
+            "vllm:request_prefill_time_seconds", "Seconds from claim to the end of the prompt."
+        )
+        self._decode_s = make.seconds("vllm:request_decode_time_seconds", "Seconds from the first token to the last.")
+        self._e2e_s = make.seconds(
+            "vllm:e2e_request_latency_seconds", "Seconds from submission to the end, of finished jobs."
+        )
+        self._read = make.by_lane(Counter, "vllm:prompt_tokens", "Prompt tokens processed.")
         self._prompts = make.by_lane(
-            Histogram, "vllm:request_prompt_tokens", "Tokens of a finished job's prompt.", buckets=_TOKENS
+            Histogram, "vllm:request_prompt_tokens", "Prompt tokens of a finished job.", buckets=_TOKENS
         )
         self._answers = make.by_lane(
-            Histogram, "vllm:request_generation_tokens", "Tokens of a finished job's answer.", buckets=_TOKENS
+            Histogram, "vllm:request_generation_tokens", "Answer tokens of a finished job.", buckets=_TOKENS
         )
-        self._ended = make.by_lane_and("finished_reason", _ENDINGS, "vllm:request_success", "Jobs that have ended.")
+        self._ended = make.by_lane_and(
+            "finished_reason",
+            _ENDINGS,
+            "vllm:request_success",
+            "Jobs that have ended, by finished_reason: stop, length, tool_calls, abort (cancelled) or error (failed).",
+        )
         self._failed = make.by_lane_and(
-            "error_type", get_args(ErrorType), "sluice:request_failures", "Jobs that have failed."
+            "error_type", get_args(ErrorType), "sluice:request_failures", "Failed jobs, by error_type as in the event."
         )
         self._rejected = make.by_lane_and(
-            "reason", _NOT_ADMITTED, "vllm:admission_rejections", "Jobs that failed because there is no room for them."
+            "reason",
+            _NOT_ADMITTED,
+            "vllm:admission_rejections",
+            "Jobs that failed because they do not fit into memory or context, by reason: too_large or overloaded.",
         )
-        self._taken_over = make.by_lane(Counter, "sluice:takeovers", "Claims of jobs that a worker has died with.")
+        self._taken_over = make.by_lane(Counter, "sluice:takeovers", "Jobs taken over from a worker that died.")
 
     def _of_the_engine(self, make: "_Families") -> None:
-        self._queried = make.one(Counter, "vllm:prefix_cache_queries", "Prompt tokens looked for in the prefix cache.")
-        self._hit = make.one(Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
-        self._evicted = make.one(Counter, "sluice:prefix_cache_evictions", "Runs, states and images that made room.")
-        self._prefixes = make.one(Gauge, "sluice:prefix_cache_bytes", "What the prefix cache holds.")
-        self._step_s = make.one(Histogram, "sluice:step_seconds", "Of an engine step.", buckets=_TOKEN_S)
+        self._queried = make.one(Counter, "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._hit = make.one(
+            Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache, and not computed."
+        )
+        self._evicted = make.one(
+            Counter, "sluice:prefix_cache_evictions", "Segments, snapshots and images evicted from the prefix cache."
+        )
+        self._prefixes = make.one(Gauge, "sluice:prefix_cache_bytes", "Size of the prefix cache.")
+        self._step_s = make.one(Histogram, "sluice:step_seconds", "Seconds of an engine step.", buckets=_TOKEN_S)
         self._step_rows = make.one(Histogram, "sluice:step_rows", "Rows that decode in a step.", buckets=_ROWS)
         self._no_room = make.one(Gauge, "sluice:rows_waiting", "Claimed jobs that wait for memory.")
-        self._parked = make.one(Gauge, "sluice:rows_parked", "Offline rows that made room for interactive ones.")
-        self._preempted = make.one(Counter, "vllm:num_preemptions", "Times that a row was parked.")
-        self._promised = make.one(Gauge, "vllm:kv_cache_usage_perc", "Memory promised to rows; 1 is all there is.")
-        self._predicted = make.one(Gauge, "sluice:memory_predicted_bytes", "The most that rows were to take.")
-        self._measured = make.one(Gauge, "sluice:memory_measured_bytes", "The most that these rows took.")
+        self._parked = make.one(
+            Gauge, "sluice:rows_parked", "Offline rows that are preempted now, to make room for interactive ones."
+        )
+        self._preempted = make.one(Counter, "vllm:num_preemptions", "Preemptions of rows.")
+        self._promised = make.one(
+            Gauge, "vllm:kv_cache_usage_perc", "Share of the memory for rows that is reserved; 1 is all of it."
+        )
+        self._predicted = make.one(
+            Gauge, "sluice:memory_predicted_bytes", "Predicted peak memory of the rows, beside the model."
+        )
+        self._measured = make.one(Gauge, "sluice:memory_measured_bytes", "Measured peak memory of the same rows.")
         self._ratio = make.one(
-            Histogram, "sluice:memory_prediction_ratio", "Measured by predicted; above 1 is too little.", buckets=_RATIO
+            Histogram,
+            "sluice:memory_prediction_ratio",
+            "Measured divided by predicted peak memory; above 1, the prediction was too low.",
+            buckets=_RATIO,
         )
 
     # A job's life
@@ -198,9 +228,9 @@ class _Tokens:
 
     def collect(self) -> Iterator[Metric]:
         """On the server's threads; the loop counts on meanwhile, so the numbers may be a token apart."""
-        tokens = CounterMetricFamily("vllm:generation_tokens", "Tokens of answers.", labels=_BY_LANE)
+        tokens = CounterMetricFamily("vllm:generation_tokens", "Answer tokens.", labels=_BY_LANE)
         gaps = HistogramMetricFamily(
-            "vllm:inter_token_latency_seconds", "Between two tokens of an answer.", labels=_BY_LANE
+            "vllm:inter_token_latency_seconds", "Seconds between two tokens of an answer.", labels=_BY_LANE
         )
         bounds = [*(str(float(bound)) for bound in _TOKEN_S), "+Inf"]
         for lane in LANES:

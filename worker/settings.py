@@ -1,4 +1,8 @@
-"""Every setting, read from the environment and `.env` here and nowhere else. `.env.example` lists the same names."""
+"""All settings, read from the environment and `.env` here and nowhere else.
+
+`python -m scripts.settings_page` writes `.env.example` and docs/settings.md from the fields: an optional setting's
+description ends with its "Default: ..." in words, and `examples` holds a value to show in `.env.example`.
+"""
 
 import os
 import socket
@@ -33,83 +37,196 @@ class Settings(BaseSettings):
         hide_input_in_errors=True,  # a URL has a password
     )
 
-    redis_url: str = Field("redis://localhost:6379/0", repr=False, description="redis://, rediss:// or unix://")
-    model: str = Field(description="A folder that mlx_lm.load opens, or a hub id.")
-    model_name: str = Field("default", pattern=f"^{MODEL_NAME}$", description="The name that jobs ask for.")
+    redis_url: str = Field(
+        "redis://localhost:6379/0",
+        repr=False,
+        description="URL of the Redis server: redis://, rediss:// or unix://. In a password, write / as %2F, ? as %3F, "
+        "# as %23 and @ as %40.",
+    )
+    model: str = Field(
+        examples=["models/tiny-chat"],
+        description="A model folder that mlx_lm.load opens, or a hub id such as mlx-community/Qwen3-4B-4bit.",
+    )
+    model_name: str = Field(
+        "default",
+        pattern=f"^{MODEL_NAME}$",
+        description="The name that requests ask for. It is a part of the queues' names.",
+    )
     worker_name: str = Field(
-        default_factory=_worker_name, pattern=r"^[^:]{1,200}$", description="Unique; host and pid by default."
+        default_factory=_worker_name,
+        pattern=r"^[^:]{1,200}$",
+        description="Name of this worker, unique among all workers of the server. Default: host name and process id.",
+    )
+    vision: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto serves images if the model supports them. off serves such a model for text only and does not "
+        "load its vision encoder.",
+    )
+    trust_model_code: bool = Field(
+        False,
+        description="Allow Python code in the model's folder to run. If false, a model that needs it is refused.",
     )
 
-    max_rows: int = Field(16, ge=1, le=512, description="Sequences in the engine at once.")
-    reserved_rows: int = Field(2, ge=0, description="Rows of those that offline jobs never take.")
-    step_ms: float = Field(100.0, gt=0, description="Target milliseconds between two tokens of a row.")
+    max_rows: int = Field(16, ge=1, le=512, description="Maximum number of sequences in the running batch.")
+    reserved_rows: int = Field(
+        2,
+        ge=0,
+        description="Rows that offline jobs never take. If interactive jobs need more, the youngest offline rows are "
+        "preempted.",
+    )
+    step_ms: float = Field(
+        100.0,
+        gt=0,
+        description="Target time between two tokens of a row, in milliseconds; prompts are prefilled in chunks to meet "
+        "it. While interactive prompts wait, a gap may grow to three times the decode time of all rows, but at most to "
+        "five times this target.",
+    )
     memory_gb: float | None = Field(
-        None, gt=0, description="Gigabytes that the model and all rows may take, where that is less than the device's."
+        None,
+        gt=0,
+        description="Memory that the model and all rows may take, in gigabytes. Default: the device's limit.",
     )
-    memory_headroom_gb: float = Field(1.0, ge=0, description="Gigabytes of those that are left free.")
+    memory_headroom_gb: float = Field(
+        1.0,
+        ge=0,
+        description="Memory that is kept free, in gigabytes. A request that can never fit is refused; one that does "
+        "not fit now waits.",
+    )
     prefix_cache_gb: float | None = Field(
-        None, ge=0, description="Gigabytes of those, at most, for shared prefixes and images that were seen; 0: none."
+        None,
+        ge=0,
+        description="Maximum size of the prefix cache, image features included, in gigabytes; running rows come first. "
+        "0 disables it. Default: a quarter of the memory beside the model.",
     )
-    prefix_cache_per_tenant: bool = Field(False, description="Whether no tenant's request finds another's prefixes.")
+    prefix_cache_per_tenant: bool = Field(
+        False, description="Keep a prefix cache namespace for each tenant, so that no tenant reuses another's prefixes."
+    )
+
     specprefill_draft_model: str | None = Field(
         None,
         min_length=1,
-        description="A small model of the same tokens, as a folder or a hub id, that says what matters.",
+        description="SpecPrefill: the draft model that scores long prompts, as a folder or a hub id. It must have the "
+        "same tokenizer as the model. Default: none, prompts are computed whole.",
     )
-    specprefill_threshold: int = Field(8192, ge=1, description="Tokens to compute from which a prompt is thinned.")
-    specprefill_max_tokens: int = Field(196_608, ge=1, description="Tokens beyond which it is not scored.")
-    specprefill_keep_pct: float = Field(0.3, ge=0.1, le=1, description="Share of a thinned prompt that is computed.")
+    specprefill_threshold: int = Field(
+        8192,
+        ge=1,
+        description="SpecPrefill: shortest prompt that it applies to, in tokens that are not in the prefix cache.",
+    )
+    specprefill_max_tokens: int = Field(
+        196_608,
+        ge=1,
+        description="SpecPrefill: longest prompt that is scored, in tokens; longer ones are computed whole.",
+    )
+    specprefill_keep_pct: float = Field(
+        0.3,
+        ge=0.1,
+        le=1,
+        description="SpecPrefill: share (not percent) of the droppable prompt tokens that is computed.",
+    )
+
     context_tokens: int | None = Field(
-        None, ge=2, description="Prompt and answer together, where that is less than the model's own context."
+        None,
+        ge=2,
+        description="Maximum length of prompt and answer together, in tokens, if less than the model's context. "
+        "Default: the model's context.",
     )
-    default_max_tokens: int = Field(1024, ge=1, description="Answer length where the request names none.")
-    max_output_tokens: int | None = Field(None, ge=1, description="The longest answer that a request may ask for.")
-    max_parts: int = Field(10_000, ge=1, description="Texts, images and tool calls of a conversation.")
-    max_request_bytes: int = Field(16_000_000, ge=1_000, description="Size of a queued job's body.")
+    default_max_tokens: int = Field(
+        1024, ge=1, description="Maximum length of an answer, in tokens, if the request has no max_tokens."
+    )
+    max_output_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Largest max_tokens that a request may ask for. Default: what the context leaves.",
+    )
+    max_parts: int = Field(
+        10_000, ge=1, description="Maximum number of texts, images and tool calls in a conversation."
+    )
+    max_request_bytes: int = Field(16_000_000, ge=1_000, description="Maximum size of a queued job, in bytes.")
     allow_control_tokens: bool = Field(
-        False, description="Whether control tokens in a client's text count; without it, they are text there."
+        False,
+        description="Read control tokens such as <|im_end|> in a request's text as tokens. If false they are plain "
+        "text, so no message can end its turn and forge another one.",
     )
-    vision: Literal["auto", "off"] = Field("auto", description="off serves a model that sees images for text alone.")
-    trust_model_code: bool = Field(False, description="Whether code that comes in the model's folder may run.")
-    max_images: int = Field(32, ge=1, description="Images of a conversation.")
+    queue_limit: int = Field(
+        10_000,
+        ge=1,
+        description="Maximum number of jobs in a lane. Beyond it our client's submit raises QueueFull with the time to "
+        "wait; other producers are not limited.",
+    )
+
+    max_images: int = Field(32, ge=1, description="Maximum number of images in a conversation.")
     image_max_pixels: int = Field(
         25_000_000,
         ge=1,
         le=175_000_000,  # Pillow takes 178,956,970 at the most
-        description="Pixels of an image; all of a request's together may have four times as many.",
+        description="Maximum pixels of an image. All images of a request together may have four times as many.",
     )
-    image_max_bytes: int = Field(20_000_000, ge=1, description="Size of an image's file.")
-    image_urls: bool = Field(False, description="Whether images are fetched from http(s) URLs, of public addresses.")
-
-    queue_limit: int = Field(10_000, ge=1, description="Jobs in a lane; beyond it our client's submit is refused.")
+    image_max_bytes: int = Field(
+        20_000_000,
+        ge=1,
+        description="Maximum size of an image file, in bytes. As base64 in a request it is a third larger.",
+    )
+    image_urls: bool = Field(
+        False, description="Fetch images from http and https URLs too; only from public addresses."
+    )
 
     batch_dir: str | None = Field(
-        None, min_length=1, description="The folder whose inbox is taken in: one for all workers that share the work."
+        None,
+        min_length=1,
+        description="Folder for offline batches: the workers run the files in its inbox/. Workers that share the work "
+        "name the same folder. Default: none.",
     )
-    batch_schedule: str = Field("* * * * *", description="When: a crontab expression, in UTC.")
+    batch_schedule: str = Field(
+        "* * * * *", description="When files are taken from the inbox: a crontab expression, in UTC."
+    )
     batch_models: str | None = Field(
-        None, min_length=1, description="Served names for those in the files: theirs=ours,... with * for any other."
+        None,
+        min_length=1,
+        description="Served models for the model names in batch files, such as gpt-4o-mini=default,*=other; * stands "
+        "for any other name. Default: names are taken as they are.",
     )
     batch_hours: str | None = Field(
-        None, description="Of a day, in UTC, when offline jobs may take every row that is not reserved."
+        None,
+        description="Hours of the day, in UTC, in which offline jobs may take all rows but the reserved ones, such as "
+        "22:00-06:00. Default: always.",
     )
-    batch_rows_outside: int = Field(0, ge=0, description="Rows that they may take at other times.")
+    batch_rows_outside: int = Field(
+        0, ge=0, description="Rows of a worker that offline jobs may take outside of these hours."
+    )
 
-    lease_s: float = Field(10.0, ge=1, description="Seconds until a dead worker's jobs are taken over.")
+    lease_s: float = Field(10.0, ge=1, description="Seconds until other workers take over the jobs of a dead worker.")
     hang_s: float = Field(
-        60.0, gt=0, description="End the process when its event loop or engine has not moved for so long."
+        60.0,
+        gt=0,
+        description="The watchdog ends the process if its event loop or engine stops for this many seconds.",
     )
-    grace_s: float = Field(30.0, ge=0, description="Seconds that running rows may go on after SIGTERM.")
-    disconnect_grace_s: float = Field(10.0, ge=0, description="With on_disconnect: cancel, how long nobody may listen.")
-    poll_s: float = Field(1.0, gt=0, description="Look at the queue this often even when nothing woke us.")
+    grace_s: float = Field(
+        30.0, ge=0, description="Seconds that running rows may continue after SIGTERM before they are requeued."
+    )
+    disconnect_grace_s: float = Field(
+        10.0,
+        ge=0,
+        description='Seconds without a subscriber after which a job with on_disconnect: "cancel" is cancelled.',
+    )
+    poll_s: float = Field(
+        1.0, gt=0, description="Interval at which the queue is polled if nothing wakes the worker, in seconds."
+    )
     keyspace_events: bool = Field(
-        True, description="Set notify-keyspace-events, so that plain arq producers wake the worker."
+        True,
+        description='Add "Kz" to notify-keyspace-events of the server, so that plain arq producers wake workers.',
     )
 
-    metrics_port: int | None = Field(None, ge=1, le=65_535, description="Where metrics and health are served.")
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Of the worker's log.")
-    log_ttl_s: int = Field(600, ge=1, description="Seconds that a job's events outlive it.")
-    result_ttl_s: int = Field(3600, ge=1, description="Seconds that its result and state do.")
+    metrics_port: int | None = Field(
+        None,
+        ge=1,
+        le=65_535,
+        examples=["9100"],
+        description="Port of /metrics, /healthz and /readyz. Default: none, they are not served.",
+    )
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Level of the worker's log.")
+    log_ttl_s: int = Field(600, ge=1, description="Seconds that a job's events are kept after its end.")
+    result_ttl_s: int = Field(3600, ge=1, description="Seconds that a job's result and state are kept after its end.")
 
     @field_validator("redis_url")
     @classmethod

@@ -14,7 +14,6 @@ from starlette.testclient import TestClient
 
 from scripts.stack import ROOT, WorkerProcess
 from sluice import Client, SyncClient, sse
-from worker.settings import Settings, variable
 
 README = (ROOT / "README.md").read_text()
 # test_openai serves the fifth.
@@ -49,15 +48,6 @@ def test_the_offline_examples_run_the_example_file(worker: WorkerProcess, redis_
     assert (ran.returncode, ran.stdout) == (0, f"completed {counts}\n"), ran.stderr
     (shown,) = re.findall(r"^(\{\"custom_id\".*\})$", README, re.MULTILINE)
     assert shown.removesuffix("}}") in (ROOT / "examples" / "batch.jsonl").read_text()
-
-
-def test_the_table_lists_every_setting_with_its_default() -> None:
-    rows = dict(re.findall(r"^\| `(SLUICE_\w+)` \| (.*?) \|", README, re.MULTILINE))
-    assert list(rows) == [variable(name) for name in Settings.model_fields]
-    for name, field in Settings.model_fields.items():
-        if field.default is not None and field.default_factory is None and not field.is_required():
-            default = f"{field.default:g}" if isinstance(field.default, float) else str(field.default).lower()
-            assert rows[variable(name)].strip("`").lower() == default.lower()
 
 
 def test_every_link_leads_somewhere() -> None:

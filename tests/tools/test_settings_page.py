@@ -1,0 +1,85 @@
+"""docs/settings.md and .env.example are what worker/settings.py and worker/metrics.py say."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic.fields import FieldInfo
+
+from scripts import settings_page
+from worker.settings import Settings, variable
+
+
+@pytest.fixture
+def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, Path]:
+    """Paths for the files that the command writes, both absent."""
+    paths = tmp_path / ".env.example", tmp_path / "settings.md"
+    monkeypatch.setattr(settings_page, "ENV_EXAMPLE", paths[0])
+    monkeypatch.setattr(settings_page, "PAGE", paths[1])
+    return paths
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["settings_page", *arguments])
+    return settings_page.main()
+
+
+def rows() -> dict[str, list[str]]:
+    """The cells of each setting's row on the page, by the setting's name."""
+    lines = re.findall(r"^\| `(SLUICE_\w+)` \| (.*) \|$", settings_page.PAGE.read_text(), re.MULTILINE)
+    return {name: re.split(r" (?<!\\)\| ", cells) for name, cells in lines}
+
+
+def test_the_files_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(monkeypatch, "--check") == 0
+
+
+def test_the_check_fails_until_both_files_are_written(
+    monkeypatch: pytest.MonkeyPatch, files: tuple[Path, Path]
+) -> None:
+    assert run(monkeypatch, "--check") == 1
+    assert not any(path.exists() for path in files), "a check writes nothing"
+    assert run(monkeypatch) == 0
+    assert run(monkeypatch, "--check") == 0
+    for path in files:
+        text = path.read_text()
+        path.write_text(text + "\n")
+        assert run(monkeypatch, "--check") == 1
+        path.write_text(text)
+
+
+def test_the_page_lists_every_setting_with_its_default_and_a_description() -> None:
+    assert list(rows()) == [variable(name) for name in Settings.model_fields]
+    for name, field in Settings.model_fields.items():
+        default, values, description = rows()[variable(name)]
+        assert values
+        assert len(description) > 20
+        if field.default is not None and field.default_factory is None and not field.is_required():
+            shown = default.strip("`")
+            assert type(field.default)(shown if shown != "false" else "") == field.default
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("SLUICE_MAX_ROWS", "1 … 512"),
+        ("SLUICE_STEP_MS", "above 0"),
+        ("SLUICE_SPECPREFILL_KEEP_PCT", "0.1 … 1"),
+        ("SLUICE_MAX_REQUEST_BYTES", "1,000 or more"),
+        ("SLUICE_VISION", "`auto`, `off`"),
+        ("SLUICE_IMAGE_URLS", "`true`, `false`"),
+        ("SLUICE_MODEL", "text"),
+    ],
+)
+def test_the_page_shows_the_values_that_a_setting_takes(name: str, values: str) -> None:
+    assert rows()[name][1] == values
+
+
+def optional(field: FieldInfo) -> bool:
+    return not field.is_required() and (field.default is None or field.default_factory is not None)
+
+
+def test_a_setting_without_a_fixed_default_names_its_default_in_words() -> None:
+    for name, field in Settings.model_fields.items():
+        assert bool(re.search(r" Default: [^.]+\.$", field.description or "")) == optional(field), name
