@@ -66,6 +66,36 @@ def test_head_has_the_status_of_get_and_no_body() -> None:
             assert (nothing, bool(body)) == (b"", True)
 
 
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "BREW"])
+@pytest.mark.parametrize("path", ["/healthz", "/metrics", "/elsewhere"])
+def test_any_other_method_is_refused_in_a_plain_line_that_names_those_allowed(path: str, method: str) -> None:
+    with probes(port := free_port()):
+        answer, body = ask(port, path, method)
+    assert (answer.status, answer.headers["Allow"]) == (405, "GET, HEAD")
+    assert answer.headers["Content-Type"] == "text/plain; charset=utf-8"
+    assert body == b"Only GET and HEAD are answered here.\n"
+
+
+@pytest.mark.parametrize("said", ["-1", "x", "9" * 20, "\N{SUPERSCRIPT TWO}"])
+def test_a_body_of_any_declared_length_gets_its_answer(said: str) -> None:
+    with probes(port := free_port()), socket.create_connection(("127.0.0.1", port), timeout=5) as line:
+        line.sendall(f"POST /healthz HTTP/1.0\r\nContent-Length: {said}\r\n\r\n".encode())
+        assert line.recv(100).startswith(b"HTTP/1.0 405 ")
+
+
+def test_a_body_that_nobody_asked_for_does_not_cost_the_answer() -> None:
+    with probes(port := free_port()):
+        connection = HTTPConnection("127.0.0.1", port, timeout=5)
+        connection.request("POST", "/healthz", b"x" * 60_000)
+        assert connection.getresponse().status == 405
+
+
+def test_what_is_no_http_is_refused_in_a_plain_line() -> None:
+    with probes(port := free_port()), socket.create_connection(("127.0.0.1", port), timeout=5) as line:
+        line.sendall(b"GET / nonsense\r\n\r\n")
+        assert line.makefile("rb").read() == b"Bad request version ('nonsense')\n"
+
+
 def test_a_worker_that_loads_its_model_is_alive_and_not_ready() -> None:
     with probes(port := free_port()):
         assert told(port, "/healthz") == (200, {"status": "ok"})

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from socketserver import ThreadingTCPServer
 from threading import Thread
 
@@ -18,6 +19,8 @@ from worker.health import Health
 logger = logging.getLogger("sluice.probes")
 
 _CLOSE_S = 0.1  # how often the server looks whether it shall close
+_MOST_DROPPED = 65_536  # bytes of a body that nobody asked for; after more the answer may be lost
+_TEXT = "text/plain; charset=utf-8"
 
 
 @contextmanager
@@ -68,18 +71,34 @@ class _Handler(MetricsHandler):
             case "/readyz":
                 self._tell(self.health.ready())
             case _:
-                self._answer(404, "text/plain; charset=utf-8", b"There are /metrics, /healthz and /readyz here.\n")
+                self._answer(404, _TEXT, b"There are /metrics, /healthz and /readyz here.\n")
 
     def do_HEAD(self) -> None:
         self.do_GET()
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer in plain text what the library answers in HTML: most of all a method that has no `do_...` here."""
+        if code == HTTPStatus.NOT_IMPLEMENTED:
+            self._answer(405, _TEXT, b"Only GET and HEAD are answered here.\n", allow="GET, HEAD")
+            self._drop_body()
+        else:
+            self._answer(code, _TEXT, f"{message or HTTPStatus(code).phrase}\n".encode("ascii", "replace"))
+
+    def _drop_body(self) -> None:
+        """A connection that is closed with unread bytes is reset, and the answer may be lost with it."""
+        length = self.headers.get("Content-Length", "")
+        if length.isascii() and length.isdecimal() and len(length) < 10:
+            self.rfile.read(min(int(length), _MOST_DROPPED))
 
     def _tell(self, parts: dict[str, str]) -> None:
         well = all(said == "ok" for said in parts.values())
         body = json.dumps({"status": "ok" if well else "unavailable", **parts}) + "\n"
         self._answer(200 if well else 503, "application/json", body.encode())
 
-    def _answer(self, status: int, content_type: str, body: bytes) -> None:
+    def _answer(self, status: int, content_type: str, body: bytes, *, allow: str = "") -> None:
         self.send_response(status)
+        if allow:
+            self.send_header("Allow", allow)
         self.send_header("Content-Type", content_type)
         if body:
             self.send_header("Content-Length", str(len(body)))
