@@ -32,7 +32,8 @@ class Timings(Sent):
     ttft_s: float = Field(description="From the claim to the first token.")
     decode_s: float = Field(description="From the first token to the last.")
     tokens_per_s: float = Field(
-        description="Tokens after the first per second of decode_s; 0 if they are fewer than 4, or came within 50 ms."
+        description="Tokens after the first per second, from the first to the last, as the engine made them; 0 if "
+        "there are fewer than two in this attempt."
     )
 
 

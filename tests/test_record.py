@@ -1,18 +1,20 @@
 import pytest
 
-from worker.record import decode_rate
+from worker.record import Pace
 
 
 @pytest.mark.parametrize(
-    ("tokens", "seconds", "rate"),
+    ("at", "rate"),
     [
-        (4, 0.00044, 0.0),  # they reached the event loop together
-        (4, 0.0, 0.0),
-        (3, 10.0, 0.0),
-        (0, 0.0, 0.0),
-        (4, 2.0, 2.0),
-        (100, 0.05, 2000.0),
+        ([], 0.0),
+        ([7.0], 0.0),
+        ([7.0, 7.5], 2.0),
+        ([7.0, 7.25, 8.0], 2.0),
+        ([1.0, 1.0], 0.0),  # a clock that did not move
     ],
 )
-def test_a_rate_is_told_where_there_is_something_to_measure(tokens: int, seconds: float, rate: float) -> None:
-    assert decode_rate(tokens, seconds) == rate
+def test_a_rate_is_told_from_the_second_token_on(at: list[float], rate: float) -> None:
+    pace = Pace()
+    for when in at:
+        pace.count(when)
+    assert pace.tokens_per_s() == rate

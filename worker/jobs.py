@@ -208,7 +208,7 @@ class Chat:
         if step.finish_reason and not self._output.stopped:
             said += self._output.flush(step.finish_reason)
         ended = "stop" if self._output.stopped else step.finish_reason
-        self._record.sampled(step.token, said, self._logprobs(step), rows, last=ended is not None)
+        self._record.sampled(step.token, said, self._logprobs(step), rows, at=step.at, last=ended is not None)
         if self._guide and (broken := self._guide.broken):
             if broken.ours:
                 raise RuntimeError(f"The answer left its grammar: {broken.why}")

@@ -20,8 +20,25 @@ logger = logging.getLogger("sluice.jobs")
 Entry = dict[str, Any]  # of a token, in OpenAI's form
 
 _PROGRESS_EVERY_S = 0.25
-_RATE_TOKENS, _RATE_S = 4, 0.05  # the least over which a rate is measured
 _GATHER_S = {"interactive": 0.0, "batch": 1.0}  # offline deltas are gathered, so that a file does not fill Redis
+
+
+class Pace:
+    """Speed of the tokens of one attempt, by when the engine made them: several may reach the event loop at once."""
+
+    def __init__(self) -> None:
+        self._tokens, self._first_at, self._last_at = 0, 0.0, 0.0
+
+    def count(self, at: float) -> None:
+        """`at`: monotonic seconds."""
+        if not self._tokens:
+            self._first_at = at
+        self._tokens, self._last_at = self._tokens + 1, at
+
+    def tokens_per_s(self) -> float:
+        """Tokens after the first per second; 0 if there are fewer than two tokens."""
+        seconds = self._last_at - self._first_at
+        return (self._tokens - 1) / seconds if seconds > 0 else 0.0
 
 
 class Record:
@@ -37,6 +54,7 @@ class Record:
         self._told: list[Said] = []
         self._told_logprobs: list[Entry] = []
         self._rows = self._steps = 0
+        self._pace = Pace()
         self.receipt = Receipt()
 
     def resume(self, earlier: Delivered, receipt: Receipt | None) -> None:
@@ -65,7 +83,17 @@ class Record:
         self._job.usage.kept_tokens = self.receipt.kept_tokens
         self._job.log.fields["specprefill"] = stored(self.receipt, fingerprint)
 
-    def sampled(self, token: int | None, said: Said, logprobs: Entry | None, rows: int, *, last: bool) -> None:
+    def sampled(
+        self,
+        token: int | None,
+        said: Said,
+        logprobs: Entry | None,
+        rows: int,
+        *,
+        at: float | None = None,
+        last: bool,
+    ) -> None:
+        """`at`: monotonic seconds when the engine had made the token; None is now."""
         now = time.monotonic()
         gap_s, self._last_at = now - self._last_at if self._steps else None, now
         if self._steps == 0:
@@ -75,6 +103,7 @@ class Record:
         self._job.made_progress()
         if token is not None:
             self._ids.append(token)
+            self._pace.count(now if at is None else at)
             self._job.usage.completion_tokens += 1
             self._metrics.token(self._job.claim.lane, gap_s)
         if logprobs is not None:
@@ -130,17 +159,9 @@ class Record:
             "prefill_s": self._prefilled_at - self._began,
             "ttft_s": self._first_at - self._began,
             "decode_s": decode_s,
-            "tokens_per_s": decode_rate(self._steps - 1, decode_s),
+            "tokens_per_s": self._pace.tokens_per_s(),
         }
         return {name: round(value, 6) for name, value in timings.items()}
-
-
-def decode_rate(tokens: int, decode_s: float) -> float:
-    """Tokens per second of those after the first; 0 if they are too few, or came too fast, for a rate to mean much.
-
-    A few tokens that reach the event loop together would look like thousands a second.
-    """
-    return tokens / decode_s if tokens >= _RATE_TOKENS and decode_s >= _RATE_S else 0.0
 
 
 def _fields(said: Said) -> dict[str, object]:

@@ -186,8 +186,9 @@ class Engine:
         # A device that was busy began with this step when it had computed the tokens of the last.
         self._decoding_since = began if idle else time.perf_counter()
         self._computed += len(told)
+        at = time.monotonic()
         for news in told:
-            self._hear(news, outcomes)
+            self._hear(news, at, outcomes)
         self._leave()
         for rows in failed:
             if len(rows) == 1:
@@ -197,7 +198,7 @@ class Engine:
         if told:
             self._failures = 0
 
-    def _hear(self, news: Told, outcomes: list[Outcome]) -> None:
+    def _hear(self, news: Told, at: float, outcomes: list[Outcome]) -> None:
         row = news.row
         row.suspect = False
         if not news.sound:
@@ -207,11 +208,11 @@ class Engine:
             self._end(row.id)
             return
         if news.token in self._ends:
-            sampled = Sampled(row.id, None, "stop")
+            sampled = Sampled(row.id, None, "stop", at=at)
         else:
             row.answer.append(news.token)
             ended = len(row.answer) >= row.sequence.max_tokens
-            sampled = Sampled(row.id, news.token, "length" if ended else None, news.logprobs)
+            sampled = Sampled(row.id, news.token, "length" if ended else None, news.logprobs, at)
         outcomes.append(sampled)
         if sampled.finish_reason:
             self._keep(row, *([news.token] if sampled.token is None else []))

@@ -196,6 +196,7 @@ class Sampled:
     token: int | None
     finish_reason: FinishReason | None = None
     logprobs: Logprobs | None = None  # where the sequence asked for them, and there is a token
+    at: float | None = field(default=None, compare=False)  # time.monotonic() when the device had computed it
 
 
 @dataclass(frozen=True, slots=True)
