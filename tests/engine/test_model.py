@@ -24,6 +24,34 @@ def test_a_folder_that_is_not_there_is_refused_by_name() -> None:
         open_model("./no/such/folder")
 
 
+@pytest.mark.parametrize("given", ["./tiny-chta", "sub/../tiny-chta", "tiny-chta/"])
+def test_a_misspelt_folder_is_refused_with_the_one_that_is_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    for name in ("tiny-chat", "other", "sub"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CannotStart) as refused:
+        open_model(given)
+    assert str(refused.value).startswith(f"SLUICE_MODEL={given}: there is no such folder; did you mean ")
+    assert str(refused.value).endswith("tiny-chat?")
+
+
+def test_a_hub_id_that_the_hub_does_not_have_is_refused_with_the_folder_that_is_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(*_: object, **__: object) -> str:
+        raise OSError("no such repository")
+
+    monkeypatch.setattr("worker.engine.model.download", download)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "tiny-chat").mkdir(parents=True)
+    with pytest.raises(CannotStart, match=r"no such folder; did you mean models/tiny-chat\?$"):
+        open_model("models/tiny-chta")
+    with pytest.raises(CannotStart, match="no folder here, and the hub did not give it: no such repository"):
+        open_model("mlx-community/unheard-of")
+
+
 def test_a_file_in_place_of_a_folder_is_refused() -> None:
     with pytest.raises(CannotStart, match="is a file"):
         open_model(str(TINY_CHAT / "config.json"))

@@ -1,6 +1,7 @@
 """A model's folder: what its files say, and the code that it may bring along."""
 
 import json
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,22 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     """By a file of JSON; nothing where it is not there."""
     file = folder / name
     return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def is_path(path_or_hub_id: str) -> bool:
+    """True if no hub can have it: an id there is one name or two."""
+    return path_or_hub_id.startswith((".", "/", "~")) or path_or_hub_id.endswith("/") or path_or_hub_id.count("/") > 1
+
+
+def similar_folder(path: str) -> Path | None:
+    """Return the folder beside the missing one that is probably meant."""
+    missing = Path(path).expanduser()
+    try:
+        there = [each.name for each in missing.parent.iterdir() if each.is_dir()]
+    except OSError:
+        return None
+    meant = get_close_matches(missing.name, there, n=1)
+    return missing.parent / meant[0] if meant else None
 
 
 def refuse_code(folder: Path, *fields: str) -> None:

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from worker.engine.calibration import calibrated
-from worker.engine.folder import read_json, refuse_code
+from worker.engine.folder import is_path, read_json, refuse_code, similar_folder
 from worker.engine.kept import needs_states
 from worker.engine.layers import anatomy, weights_bytes, why_not_batched
 from worker.engine.tower import with_tower
@@ -113,11 +113,15 @@ def model_folder(path_or_hub_id: str, *, said: str, only: list[str] | None = Non
         return folder
     if folder.exists():
         raise CannotStart(f"{said} is a file, and there is no such folder; give the one that it lies in.")
-    if path_or_hub_id.startswith((".", "/", "~")):
-        raise CannotStart(f"{said}: there is no such folder.")
+    meant = similar_folder(path_or_hub_id)
+    missing = f"{said}: there is no such folder" + (f"; did you mean {meant}?" if meant else ".")
+    if is_path(path_or_hub_id):
+        raise CannotStart(missing)
     try:
         return Path(download(path_or_hub_id, allow_patterns=only))
     except (OSError, ValueError) as error:
+        if meant:  # a hub may well have the name that is only similar to a folder's
+            raise CannotStart(missing) from error
         raise CannotStart(f"{said} is no folder here, and the hub did not give it: {error}") from error
 
 
