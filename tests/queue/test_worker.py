@@ -1,5 +1,6 @@
 import asyncio
 import json
+import logging
 import pickle
 import time
 from collections.abc import AsyncIterator
@@ -507,6 +508,23 @@ async def test_what_is_left_after_the_grace_goes_back_as_it_was(redis_url: str, 
     assert await db.exists(lease_key("a"), keys.worker("ada")) == 0
     assert await db.zscore(keys.queue("default", "interactive"), "a") == 1
     assert await db.exists("arq:job:a") == 1
+
+
+async def test_the_log_of_a_worker_that_stops_tells_how_long_it_waits_and_how_to_end_that(
+    redis_url: str, db: Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "sluice.queue")
+    chat = FakeChat()
+    async with working(settings(redis_url, grace_s=60), chat.chat) as worker:
+        await ask(db, "a", {"then": "hang"})
+        await running(chat, "a")
+        for _ in range(3):
+            worker.stop()
+        await until(lambda: not worker.jobs)
+    assert [message for message in caplog.messages if message.startswith("SIGTERM")] == [
+        "SIGTERM: stopping; waiting up to 60 s for 1 job; a second signal hands back what runs at once",
+        "SIGTERM again: handing back 1 job",
+    ]
 
 
 async def test_a_second_signal_ends_the_grace(redis_url: str, db: Redis) -> None:

@@ -12,6 +12,19 @@ logger = logging.getLogger("sluice.queue")
 _LAST_WRITES_S = 5.0  # for the last writes of a worker that leaves, if Redis is away just then
 
 
+def jobs_text(count: int) -> str:
+    return "1 job" if count == 1 else f"{count} jobs"
+
+
+def farewell(running: int, grace_s: float) -> str:
+    """Tell an operator what a worker that was signalled once waits for, and what a second signal does."""
+    if not running:
+        return "no job is running"
+    if not grace_s:
+        return f"handing back {jobs_text(running)}"
+    return f"waiting up to {grace_s:g} s for {jobs_text(running)}; a second signal hands back what runs at once"
+
+
 async def drain(jobs: Callable[[], Collection[Job]], grace_s: float, hurry: asyncio.Event) -> None:
     """`jobs` returns those that have not ended; `hurry` ends the grace."""
     either = [asyncio.create_task(_all_ended(jobs)), asyncio.create_task(hurry.wait())]

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 
 from redis.exceptions import RedisError
@@ -9,21 +10,42 @@ from redis.exceptions import RedisError
 logger = logging.getLogger("sluice.queue")
 
 _RETRY_S = 0.2
+REMIND_S = 30.0  # between two log lines about one outage
 
 
-async def until_redis_answers(call: Callable[[], Awaitable[None]], stopping: asyncio.Event) -> bool:
-    """Repeat the call until Redis answers it. Returns False if `stopping` is set before that."""
-    waited = False
+async def until_redis_answers(
+    call: Callable[[], Awaitable[None]], stopping: asyncio.Event, *, remind_s: float = REMIND_S
+) -> bool:
+    """Repeat the call until Redis answers it, and log at first and every `remind_s` that it does not. Returns False if
+    `stopping` is set before that."""
+    outage: _Outage | None = None
     while not stopping.is_set():
         try:
             await call()
         except (RedisError, OSError) as error:
-            if not waited:
-                logger.warning("waiting for redis: %s", error)
-            waited = True
+            outage = outage or _Outage(remind_s)
+            outage.note(error)
             await asyncio.sleep(_RETRY_S)
         else:
-            if waited:
-                logger.warning("redis is back")
+            if outage:
+                logger.warning("redis is back after %.0f s", outage.lasted_s)
             return True
     return False
+
+
+class _Outage:
+    def __init__(self, remind_s: float) -> None:
+        self._began = time.monotonic()
+        self._remind_s, self._next_s = remind_s, 0.0
+
+    @property
+    def lasted_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def note(self, error: Exception) -> None:
+        """Log the error if it is the first, or the last line was long ago."""
+        if self.lasted_s < self._next_s:
+            return
+        since = f" for {self.lasted_s:.0f} s" if self._next_s else ""
+        logger.warning("waiting for redis%s: %s", since, error)
+        self._next_s = self.lasted_s + self._remind_s

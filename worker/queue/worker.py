@@ -22,7 +22,7 @@ from worker.queue.channel import Publisher
 from worker.queue.claims import Claim, Claims
 from worker.queue.clock import ServerClock
 from worker.queue.cron import Cron
-from worker.queue.drain import drain
+from worker.queue.drain import drain, farewell, jobs_text
 from worker.queue.endings import CULPRIT, MOST_CRASHES, Endings
 from worker.queue.envelope import open_envelope
 from worker.queue.job import Answer, Interruption, Job
@@ -128,9 +128,12 @@ class QueueWorker(Worker):
 
     def handle_sig(self, signum: Signals) -> None:
         """The first signal starts the drain, a second one ends its grace."""
-        if self.stopping.is_set():
+        name = Signals(signum).name
+        if not self.stopping.is_set():
+            logger.info("%s: stopping; %s", name, farewell(len(self.jobs), self.settings.grace_s))
+        elif not self.hurry.is_set():
+            logger.info("%s again: handing back %s", name, jobs_text(len(self.jobs)))
             self.hurry.set()
-        logger.info("%s: stopping, %d jobs running", Signals(signum).name, len(self.jobs))
         self.stopping.set()
         self.readiness.drain()
         self.wake()
