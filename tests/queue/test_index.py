@@ -167,6 +167,42 @@ async def test_no_job_is_lost_with_a_key_of_the_index(db: Redis, claims: Claims,
     assert ids(await claims.take("interactive", 9)) == ["job-1"]
 
 
+async def test_lost_deadlines_are_found_again_in_the_jobs_a_page_in_each_claim(db: Redis, claims: Claims) -> None:
+    await submit(db, *(f"late-{k:03}" for k in range(600)), tenant="acme", deadline_s=0.3)
+    await submit(db, "later", tenant="acme", deadline_s=3600)
+    await submit(db, "never", tenant="acme")
+    await mended(claims)
+    await db.delete(f"{INDEX}:deadlines")
+    await asyncio.sleep(0.4)
+    taken = await claims.take("interactive", 0)
+    assert claims.to_mend("interactive")
+    assert 0 < len(taken) <= 500
+    while claims.to_mend("interactive"):
+        taken += await claims.take("interactive", 0)
+    assert sorted(ids(taken)) == [f"late-{k:03}" for k in range(600)]
+    assert await db.zrange(f"{INDEX}:deadlines", 0, -1) == [b"later"]
+
+
+async def test_a_submit_after_the_loss_of_the_deadlines_does_not_hide_it(db: Redis, claims: Claims) -> None:
+    await submit(db, "late", tenant="acme", deadline_s=0.2)
+    await mended(claims)
+    await db.delete(f"{INDEX}:deadlines")
+    await submit(db, "later", tenant="acme", deadline_s=3600)
+    await asyncio.sleep(0.3)
+    assert ids(await claims.take("interactive", 0)) == ["late"]
+
+
+async def test_lost_deadlines_of_suspects_are_found_again(db: Redis, claims: Claims) -> None:
+    await submit(db, "a", "b", tenant="acme", deadline_s=0.5)
+    assert len(await claims.take("interactive", 2)) == 2
+    await lapse(db, "a", "b")
+    assert await claims.take("interactive", 0) == []
+    await db.delete(f"{INDEX}:deadlines")
+    await asyncio.sleep(0.6)
+    taken = [*await claims.take("interactive", 0), *await claims.take("interactive", 0)]
+    assert sorted(ids(taken)) == ["a", "b"]
+
+
 @pytest.mark.parametrize("key", INDEX_KEYS)
 @pytest.mark.parametrize(
     "spoil",

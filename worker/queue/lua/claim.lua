@@ -104,7 +104,7 @@ local function take_expired()
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', index.deadlines, '-inf', now, 'LIMIT', 0, PAGE)) do
     local score, known = still_waits(id)
     if score and (takeover or not known.lapsed) then
-      redis.call('ZREM', index.deadlines, id)
+      forget_deadline(index, id)
       if known.deadline and known.deadline < now then claim(id, score, known) end
     end
   end

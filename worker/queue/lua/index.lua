@@ -7,6 +7,7 @@
 --   lines      the waiting jobs, a line for each tenant. All scores are 0, so members are in the order of their bytes:
 --              'w' line '\0' stamp id   a job
 --              'h' stamp line           a line, by the stamp of its first job
+--              'd'                      there are jobs in `deadlines`: if that key is lost, it is noticed
 --   suspects   jobs that were running when a worker died: those with the fewest crashes first, then the oldest
 --   leases     running jobs, by the time at which their lease is to be looked at
 --   deadlines  jobs of `lines` and `suspects` that have a deadline, by it
@@ -70,14 +71,26 @@ local function leave_line(index, line, place)
   if next_one then redis.call('ZADD', index.lines, 0, 'h' .. split_place(line, next_one) .. line) end
 end
 
+-- Keep when a job's deadline passes, in Unix milliseconds. An error if the deadlines of other jobs were lost.
+local function keep_deadline(index, id, deadline)
+  local marked = redis.call('ZADD', index.lines, 0, 'd') == 0
+  if marked and redis.call('EXISTS', index.deadlines) == 0 then error('the deadlines were lost') end
+  redis.call('ZADD', index.deadlines, deadline, id)
+  redis.call('PEXPIRE', index.lines, INDEX_LIFE_MS)
+  redis.call('PEXPIRE', index.deadlines, INDEX_LIFE_MS)
+end
+
+local function forget_deadline(index, id)
+  if redis.call('ZREM', index.deadlines, id) == 1 and redis.call('EXISTS', index.deadlines) == 0 then
+    redis.call('ZREM', index.lines, 'd')
+  end
+end
+
 -- A job begins to wait. `deadline` in Unix milliseconds, or nil.
 local function wait_in_line(index, id, score, tenant, deadline)
   redis.call('ZADD', index.jobs, score, id)
   stand_in_line(index, line_of(tenant), score, id)
-  if deadline then
-    redis.call('ZADD', index.deadlines, deadline, id)
-    redis.call('PEXPIRE', index.deadlines, INDEX_LIFE_MS)
-  end
+  if deadline then keep_deadline(index, id, deadline) end
 end
 
 -- A job is not to be in the index any more, or is to get another place in it.
@@ -90,7 +103,7 @@ local function leave_index(index, id)
   redis.call('ZREM', index.jobs, id)
   redis.call('ZREM', index.suspects, id)
   redis.call('ZREM', index.leases, id)
-  redis.call('ZREM', index.deadlines, id)
+  forget_deadline(index, id)
 end
 
 -- Out of the queue and out of its index.

@@ -56,7 +56,8 @@ end
 local function is_whole(index)
   local places = redis.call('ZLEXCOUNT', index.lines, '[w', '(x') + redis.call('ZCARD', index.suspects)
     + redis.call('ZCARD', index.leases)
-  redis.call('ZCARD', index.deadlines) -- an error where this is no sorted set
+  local with_deadline = redis.call('ZCARD', index.deadlines) > 0
+  if with_deadline ~= (redis.call('ZSCORE', index.lines, 'd') ~= false) then return false end
   local indexed = redis.call('ZCARD', index.jobs)
   return places >= indexed and (indexed > 0 or places == 0)
 end

@@ -56,7 +56,7 @@ local function line_up(index, id, score, known)
   end
   redis.call('ZADD', index.jobs, score, id)
   redis.call('ZADD', index.suspects, math.min(known.crashes, 99) * 1e13 + math.min(tonumber(stamp(score)), 1e13 - 1), id)
-  if known.deadline then redis.call('ZADD', index.deadlines, known.deadline, id) end
+  if known.deadline then keep_deadline(index, id, known.deadline) end
 end
 
 -- Take a job of the queue into the index, or give it its place anew.
