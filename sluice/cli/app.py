@@ -15,6 +15,7 @@ from sluice.cli.queue import queue
 from sluice.cli.submit import submit
 from sluice.cli.tail import tail
 from sluice.cli.trouble import Trouble
+from sluice.cli.up import up
 from sluice.cli.worker import worker
 from sluice.cli.workers import workers
 
@@ -26,7 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog='\b\nExample:\n  sluice chat "What is the capital of Ghana?"',
 )
-for command in (worker, check, chat, submit, tail, cancel, workers):
+for command in (up, worker, check, chat, submit, tail, cancel, workers):
     app.command()(command)
 app.add_typer(batch, name="batch")
 app.add_typer(dead, name="dead")

@@ -71,8 +71,7 @@ def _explain(error: RedisError, url: str) -> str:
             way_out = "Put the password into the URL: redis://:PASSWORD@HOST:PORT/0."
             return f"the server at {public(url)} wants other credentials: {said} {way_out}"
         case ConnectionError() | TimeoutError():
-            start = "`docker compose up -d redis` or `redis-server --maxmemory-policy noeviction`"
-            way_out = f"Start one with {start}, or name another with --redis-url."
+            way_out = "`sluice up --model FOLDER_OR_HUB_ID` starts one with a worker; --redis-url names another."
             return f"no server answers at {public(url)}: {said} {way_out}"
     return f"the server at {public(url)} refused: {said} Is it a Redis or Valkey that we may write to?"
 

