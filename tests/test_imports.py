@@ -35,6 +35,7 @@ TABLE = {
     "worker.ending":       May("worker.errors"),
     "worker.pulse":        May(),
     "worker.log_lines":    May(),
+    "worker.json_bytes":   May(others="pydantic_core"),
     "worker.redis_url":    May(),
     "worker.timetable":    May(others="cronsim"),
     "worker.child":        May(),
@@ -56,7 +57,7 @@ TABLE = {
     "worker.engine.upstream_transformers": May(others="transformers"),
     "worker.engine.upstream_vision": May(others="mlx_vlm PIL"),
     "worker.images":       May("schemas worker.errors worker.settings", "PIL"),
-    "worker.queue":        May("schemas worker.errors worker.metrics worker.pulse worker.reading "
+    "worker.queue":        May("schemas worker.errors worker.json_bytes worker.metrics worker.pulse worker.reading "
                                "worker.redis_url worker.settings worker.timetable", "arq pydantic_core redis"),
 
     # Offline batches: when to feed, and the process that does.
@@ -67,18 +68,19 @@ TABLE = {
     "worker.sights":       May("schemas worker.errors worker.images worker.schedule worker.settings"),
     "worker.served":       May("worker.metrics worker.reading worker.schedule worker.settings worker.sights "
                                "worker.text"),
-    "worker.resume":       May("worker.reading.strict worker.text"),
+    "worker.resume":       May("worker.json_bytes worker.reading.strict worker.text"),
     "worker.specprefill":  May("schemas worker.schedule.sequence worker.settings worker.text.prompt"),
-    "worker.completion":   May("schemas worker.queue.job worker.served worker.text"),
-    "worker.record":       May("schemas worker.completion worker.metrics worker.queue.job worker.resume "
-                               "worker.schedule.sequence worker.served worker.text worker.specprefill"),
+    "worker.completion":   May("schemas worker.json_bytes worker.queue.job worker.served worker.text"),
+    "worker.record":       May("schemas worker.completion worker.json_bytes worker.metrics worker.queue.job "
+                               "worker.resume worker.schedule.sequence worker.served worker.text worker.specprefill"),
     "worker.jobs":         May("schemas worker.errors worker.queue.job worker.record worker.request worker.resume "
                                "worker.schedule worker.served worker.sights worker.text worker.specprefill"),
 
     # The one place where engine and queue meet.
     "worker.app":          May("worker.batches worker.ending worker.engine worker.errors worker.health worker.jobs "
-                               "worker.log_lines worker.metrics worker.probes worker.queue worker.reading "
-                               "worker.redis_url worker.served worker.settings worker.sights worker.text", "arq redis"),
+                               "worker.json_bytes worker.log_lines worker.metrics worker.probes worker.queue "
+                               "worker.reading worker.redis_url worker.served worker.settings worker.sights "
+                               "worker.text", "arq redis"),
     "worker.__main__":     May("worker.app worker.ending worker.errors worker.settings"),
 }  # fmt: skip
 
@@ -140,7 +142,7 @@ def holders(root: str) -> set[str]:
 def test_the_table_itself_keeps_the_promises_of_the_design() -> None:
     assert holders("mlx") == holders("mlx_lm") == {"worker.engine"}
     assert holders("arq") == {"worker.queue", "worker.app"}
-    assert holders("redis") == {"worker.queue", "worker.app", "sluice", "sluice.cli"}
+    assert holders("redis") == {"worker.queue", "worker.app", "sluice", "sluice.cli", "sluice.cli.server"}
     assert not [row for row, may in TABLE.items() if "worker.app" in may.ours and row != "worker.__main__"]
     assert TABLE["sluice"].ours == TABLE["schemas"].ours == TABLE["worker.schedule"].ours == ""
     assert TABLE["worker.schedule"].others == ""

@@ -23,10 +23,10 @@ from worker.engine.words import Words
 from worker.errors import CannotStart
 from worker.health import Health
 from worker.jobs import chat
+from worker.json_bytes import dumps
 from worker.log_lines import LineFormatter
 from worker.metrics import Metrics
 from worker.probes import answer_probes
-from worker.queue.scripts import dumps
 from worker.queue.server import ServerCheck
 from worker.queue.worker import QueueWorker
 from worker.reading.strict import loads

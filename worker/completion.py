@@ -6,6 +6,7 @@ from typing import Any
 
 from schemas import ChatRequest
 from schemas.keys import Lane
+from worker.json_bytes import Items
 from worker.queue.job import Job
 from worker.served import Served
 from worker.text.calls import whole
@@ -20,7 +21,7 @@ class Answered:
 
     said: Said
     voided: Container[int]  # tool calls that were announced and turned out to be none
-    logprobs: list[dict[str, Any]]  # an entry a token
+    logprobs: list[bytes]  # an entry a token, in OpenAI's form, as JSON
     finish_reason: str
     seed: int
     began_at: float  # Unix seconds
@@ -34,7 +35,7 @@ def completion(job: Job, request: ChatRequest, served: Served, answer: Answered)
         "index": 0,
         "message": _message(answer.said, answer.voided),
         "finish_reason": answer.finish_reason,
-        "logprobs": {"content": answer.logprobs, "refusal": None} if request.logprobs else None,
+        "logprobs": {"content": Items(answer.logprobs), "refusal": None} if request.logprobs else None,
     }
     images = {} if job.usage.image_tokens is None else {"image_tokens": job.usage.image_tokens}
     return {

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from schemas import ChatRequest
 from worker.completion import Answered, completion
+from worker.json_bytes import dumps
 from worker.metrics import Metrics
 from worker.queue.job import Answer, Job
 from worker.resume import Delivered
@@ -52,7 +53,7 @@ class Record:
         self._said = Said()  # gathered, and not told yet
         self._logprobs: list[Entry] = []
         self._told: list[Said] = []
-        self._told_logprobs: list[Entry] = []
+        self._told_logprobs: list[bytes] = []
         self._rows = self._steps = 0
         self._pace = Pace()
         self.receipt = Receipt()
@@ -128,7 +129,7 @@ class Record:
             self._job.log.say("delta", token_ids=self._ids, **_fields(self._said), **logprobs)
         if self._said:
             self._told.append(self._said)
-        self._told_logprobs += self._logprobs
+        self._told_logprobs += map(dumps, self._logprobs)
         self._ids, self._said, self._logprobs, self._said_delta = [], Said(), [], time.monotonic()
 
     def answer(

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from worker.json_bytes import dumps
 from worker.reading.strict import loads
 from worker.text.output import Output, Said, together
 from worker.text.threads import Check, never
@@ -19,7 +20,7 @@ class Delivered:
     seed: int
     tokens: tuple[int, ...]
     said: Said
-    logprobs: tuple[dict[str, Any], ...] = ()
+    logprobs: tuple[bytes, ...] = ()  # an entry a token, as JSON
 
 
 def taken_up(
@@ -35,20 +36,21 @@ def taken_up(
 
 def delivered(log: Iterable[bytes], check: Check = never) -> Delivered | None:
     """None where no attempt has begun."""
-    fingerprint, seed, deltas = "", 0, list[dict[str, Any]]()
+    fingerprint, seed, tokens, said, logprobs = "", 0, list[int](), list[Said](), list[bytes]()
     for event in map(loads, log):
         check()
         match event["type"]:
             case "started" | "restarted":
                 fingerprint, seed = event["fingerprint"], event["seed"]
-                deltas.clear()
+                for gathered in (tokens, said, logprobs):
+                    gathered.clear()
             case "delta":
-                deltas.append(event)
+                tokens += event["token_ids"]
+                said.append(_said(event))
+                logprobs += map(dumps, event.get("logprobs", ()))  # see `Items`
     if not fingerprint:
         return None
-    tokens = tuple(token for delta in deltas for token in delta["token_ids"])
-    logprobs = tuple(entry for delta in deltas for entry in delta.get("logprobs", ()))
-    return Delivered(fingerprint, seed, tokens, together(map(_said, deltas)), logprobs)
+    return Delivered(fingerprint, seed, tuple(tokens), together(said), tuple(logprobs))
 
 
 def _said(delta: dict[str, Any]) -> Said:

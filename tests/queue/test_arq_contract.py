@@ -21,8 +21,9 @@ from redis.asyncio import Redis
 from tests.fakes import FakeChat
 from tests.queue.helpers import QUEUE, ended, envelope, put, settings, until, working
 from worker.app import connect
+from worker.json_bytes import dumps
 from worker.queue.cron import Cron
-from worker.queue.scripts import JOB_LIFE_MS, dumps
+from worker.queue.scripts import JOB_LIFE_MS
 from worker.queue.worker import QueueWorker
 from worker.timetable import Crontab
 

@@ -127,7 +127,7 @@ def test_what_was_delivered_is_gathered_since_an_attempt_last_started_over() -> 
         delta([5], Said("c")),
     )
     call = {"index": 0, "id": "x", "type": "function", "function": {"name": "now", "arguments": "{}"}}
-    logprobs = ({"token": "a"}, {"token": "b"}, {"token": "c"})
+    logprobs = (b'{"token":"a"}', b'{"token":"b"}', b'{"token":"c"}')
     assert delivered(events) == Delivered("fp", 7, (2, 3, 4, 5), Said("ac", "b", (call,)), logprobs)
 
 

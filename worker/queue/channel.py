@@ -12,9 +12,10 @@ from redis.exceptions import RedisError
 
 from schemas import keys
 from worker.errors import OwnershipLost
+from worker.json_bytes import dumps
 from worker.queue.claims import Claim, leftovers
 from worker.queue.clock import ServerClock
-from worker.queue.scripts import JOB_LIFE_MS, dumps, script
+from worker.queue.scripts import JOB_LIFE_MS, script
 from worker.settings import Settings
 
 logger = logging.getLogger("sluice.queue")

@@ -8,11 +8,11 @@ from collections.abc import Awaitable
 from redis.exceptions import RedisError
 
 from worker.errors import Cancelled, HandBack, OwnershipLost, Refusal
+from worker.json_bytes import dumps
 from worker.metrics import Metrics
 from worker.queue.channel import Publisher
 from worker.queue.claims import Claims
 from worker.queue.job import Answer, Interruption, Job
-from worker.queue.scripts import dumps
 
 logger = logging.getLogger("sluice.queue")
 

@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 from schemas import keys
 from schemas.keys import Lane
 from worker.errors import Cancelled, HandBack, OwnershipLost, Refusal
+from worker.json_bytes import dumps, dumps_with_items
 from worker.metrics import Metrics
 from worker.pulse import Pulse
 from worker.queue.channel import Publisher
@@ -31,7 +32,6 @@ from worker.queue.outage import until_redis_answers
 from worker.queue.presence import Presence
 from worker.queue.readiness import Readiness
 from worker.queue.rows import free_rows
-from worker.queue.scripts import dumps
 from worker.queue.server import ServerCheck, uptime_s
 from worker.queue.services import running_services
 from worker.queue.takeover import Takeover
@@ -267,7 +267,7 @@ class QueueWorker(Worker):
             await self._recall(job)
             job.begin()
             answer = await self._call(job)
-            result = dumps(answer.result)
+            result = dumps_with_items(answer.result)
             job.closing = True
         except asyncio.CancelledError:
             await self.endings.end(job, job.interruption or HandBack())

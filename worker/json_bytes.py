@@ -1,0 +1,55 @@
+"""JSON as it is written to Redis."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+from uuid import uuid4
+
+from pydantic_core import PydanticSerializationError, to_json
+
+
+class Items:
+    """A list whose items are JSON text already. As objects, thousands of them would hold up the event loop twice: the
+    garbage collector walks over them, and nothing else runs while they are serialized."""
+
+    # No dataclass: pydantic would serialize it as one.
+
+    def __init__(self, texts: Sequence[bytes]) -> None:
+        self.texts = texts
+
+
+def dumps(value: object) -> bytes:
+    """Compact UTF-8, five times as fast as json: this is done for every token. Raises TypeError."""
+    return _encode(value, _refuse)
+
+
+def dumps_with_items(value: object) -> bytes:
+    """The same for a value that holds `Items`."""
+    found, mark = list[Items](), uuid4().hex  # so no text in the value is equal to it
+
+    def stand_in(unknown: object) -> str:
+        if not isinstance(unknown, Items):
+            _refuse(unknown)
+        found.append(unknown)
+        return mark
+
+    text = _encode(value, stand_in)
+    # Where a lone surrogate made it begin anew, each was found twice; the last time counts.
+    head, *tails = text.split(f'"{mark}"'.encode())
+    parts = [head]
+    for items, tail in zip(found[len(found) - len(tails) :], tails, strict=True):
+        parts += [b"[", b",".join(items.texts), b"]", tail]
+    return b"".join(parts)
+
+
+def _encode(value: object, fallback: Callable[[object], object]) -> bytes:
+    try:
+        return to_json(value, inf_nan_mode="null", fallback=fallback)
+    except PydanticSerializationError:
+        # A lone surrogate, which UTF-8 has no bytes for, comes out as its JSON escape.
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=fallback)
+        return text.encode("utf-8", "backslashreplace")
+
+
+def _refuse(unknown: object) -> NoReturn:
+    raise TypeError(f"{type(unknown).__name__} has no JSON")
