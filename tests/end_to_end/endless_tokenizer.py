@@ -1,16 +1,19 @@
 """`python -m worker` whose tokenizer reads no large text to its end, as native code that nobody can interrupt."""
 
 import ctypes
+import sys
 
 from worker.__main__ import main
 from worker.engine.words import Words
 
+ENDLESS = "the tokenizer does not return"
 _LARGE = 5_000  # characters
 _encode = Words.encode
 
 
 def encode(words: Words, text: str) -> list[int]:
     if len(text) > _LARGE:
+        print(ENDLESS, file=sys.stderr, flush=True)
         ctypes.CDLL(None).sleep(3600)  # ctypes lets the interpreter's lock go meanwhile, as tokenizers does
     return _encode(words, text)
 

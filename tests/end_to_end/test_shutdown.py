@@ -7,9 +7,12 @@ import redis.asyncio
 
 from scripts.stack import Server, WorkerProcess
 from sluice import Client, Delta, Event
+from tests.end_to_end.endless_tokenizer import ENDLESS
 from tests.keyspace import check_job_keys
 from worker.ending import EXIT_FAILED, EXIT_HURRIED
 
+# Only a worker that hangs takes so long, however busy the machine is.
+HANGS_S = 300.0
 LARGE = {"messages": [{"role": "user", "content": "1 2 " * 20_000}]}
 
 
@@ -29,20 +32,39 @@ async def until_decoding(client: Client, job_id: str) -> None:
 
 
 async def rest(client: Client, job_id: str) -> list[Event]:
-    return [event async for event in client.stream(job_id)]
+    async with asyncio.timeout(HANGS_S):
+        return [event async for event in client.stream(job_id)]
+
+
+async def until_said(worker: WorkerProcess, words: str) -> None:
+    async with asyncio.timeout(HANGS_S):
+        while words not in worker.log():
+            await asyncio.sleep(0.01)
+
+
+async def ended(worker: WorkerProcess) -> int:
+    """Return its exit code."""
+    return await asyncio.to_thread(worker.wait, HANGS_S)
+
+
+async def stop(worker: WorkerProcess, *, signals: int = 1) -> None:
+    """Send signals, each once the last is known to have come: two that wait to be handled are one."""
+    for words in ("stopping;", "again:")[:signals]:
+        worker.signal(signal.SIGTERM)
+        await until_said(worker, words)
 
 
 async def test_running_rows_end_within_the_grace(redis_url: str, client: Client) -> None:
-    worker = WorkerProcess(redis_url, grace_s=30).start()
+    worker = WorkerProcess(redis_url, grace_s=HANGS_S).start()
     jobs = [await client.submit(endless(300)) for _ in range(4)]
     await asyncio.gather(*(until_decoding(client, job.id) for job in jobs))
-    worker.signal(signal.SIGTERM)
+    await stop(worker)
     later = await client.submit(endless(5))
     for job in jobs:
-        events = await asyncio.wait_for(rest(client, job.id), 30)
+        events = await rest(client, job.id)
         assert events[-1].type == "finished"
         assert {event.attempt for event in events} == {1}
-    assert await asyncio.to_thread(worker.wait) == 0
+    assert await ended(worker) == 0
     assert (await client.submit(endless(5), id=later.id)).state == "queued"
     worker.stop()
 
@@ -54,13 +76,13 @@ async def test_what_is_left_returns_to_the_queue_and_no_try_is_burned(
     job = await client.submit(endless(1500))
     await until_decoding(client, job.id)
     worker.signal(signal.SIGTERM)
-    assert await asyncio.to_thread(worker.wait) == 0
+    assert await ended(worker) == 0
     state = await db.hgetall(f"sluice:job:{job.id}")
     assert (state[b"state"], state[b"attempt"], state[b"crashes"]) == (b"queued", b"1", b"0")
     assert not await db.exists(f"arq:in-progress:{job.id}")
 
     with WorkerProcess(redis_url):
-        events = await asyncio.wait_for(rest(client, job.id), 30)
+        events = await rest(client, job.id)
     assert [event.seq for event in events] == list(range(len(events)))
     assert [event.type for event in events if event.type in ("resumed", "restarted")] == ["resumed"]
     assert sum(len(event.token_ids) for event in events if isinstance(event, Delta)) == 1500
@@ -73,10 +95,8 @@ async def test_a_second_signal_ends_the_grace(redis_url: str, client: Client, db
     worker = WorkerProcess(redis_url, grace_s=600).start()
     job = await client.submit(endless(20_000))
     await until_decoding(client, job.id)
-    worker.signal(signal.SIGTERM)
-    await asyncio.sleep(0.3)
-    worker.signal(signal.SIGTERM)
-    assert await asyncio.to_thread(worker.wait, 10) == 0
+    await stop(worker, signals=2)
+    assert await ended(worker) == 0
     assert await db.hget(f"sluice:job:{job.id}", "state") == b"queued"
     worker.stop()
 
@@ -92,7 +112,7 @@ async def test_twenty_stops_of_a_busy_worker_are_clean(redis_url: str, client: C
             await asyncio.sleep(0.01)
         await asyncio.sleep(delay_s)
         worker.signal(signal.SIGTERM)
-        code, log = await asyncio.to_thread(worker.wait), worker.log()
+        code, log = await ended(worker), worker.log()
         worker.stop()
         return code, log
 
@@ -107,20 +127,14 @@ async def test_twenty_stops_of_a_busy_worker_are_clean(redis_url: str, client: C
 # Threads in native code, which nothing can interrupt
 
 
-async def claimed(db: redis.asyncio.Redis, job_id: str) -> None:
-    while await db.hget(f"sluice:job:{job_id}", "state") != b"running":
-        await asyncio.sleep(0.01)
-
-
 async def test_one_signal_ends_a_worker_whose_tokenizer_never_returns(
     redis_url: str, client: Client, db: redis.asyncio.Redis
 ) -> None:
     with WorkerProcess(redis_url, module="tests.end_to_end.endless_tokenizer", grace_s=0) as worker:
         job = await client.submit(LARGE)
-        await asyncio.wait_for(claimed(db, job.id), 30)
-        await asyncio.sleep(0.3)  # until it is on its thread
+        await until_said(worker, ENDLESS)
         worker.signal(signal.SIGTERM)
-        assert await asyncio.to_thread(worker.wait, 10) == 0
+        assert await ended(worker) == 0
     assert await db.hget(f"sluice:job:{job.id}", "state") == b"queued"
     assert await db.hget(f"sluice:job:{job.id}", "crashes") == b"0"
 
@@ -130,14 +144,12 @@ async def test_a_second_signal_ends_a_worker_whose_tokenizer_never_returns(
 ) -> None:
     with WorkerProcess(redis_url, module="tests.end_to_end.endless_tokenizer", grace_s=600) as worker:
         job = await client.submit(LARGE)
-        await asyncio.wait_for(claimed(db, job.id), 30)
-        await asyncio.sleep(0.3)
-        worker.signal(signal.SIGTERM)
-        await asyncio.sleep(0.3)
+        await until_said(worker, ENDLESS)
+        await stop(worker)
         assert worker.process is not None
         assert worker.process.poll() is None
         worker.signal(signal.SIGTERM)
-        assert await asyncio.to_thread(worker.wait, 10) == 0
+        assert await ended(worker) == 0
     assert await db.hget(f"sluice:job:{job.id}", "state") == b"queued"
 
 
@@ -148,10 +160,8 @@ async def test_a_second_signal_ends_a_worker_that_cannot_hand_its_jobs_back() ->
             await until_decoding(client, job.id)
         assert server.process is not None
         server.process.send_signal(signal.SIGSTOP)
-        for _ in range(2):
-            worker.signal(signal.SIGTERM)
-            await asyncio.sleep(0.3)
-        assert await asyncio.to_thread(worker.wait, 8) == EXIT_HURRIED
+        await stop(worker, signals=2)
+        assert await ended(worker) == EXIT_HURRIED
         server.process.send_signal(signal.SIGCONT)
 
 
