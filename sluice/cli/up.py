@@ -99,6 +99,7 @@ class _Up:
         announcing = asyncio.create_task(self._announce())
         working, serving = asyncio.create_task(worker.wait()), asyncio.create_task(self._server.wait())
         await asyncio.wait([working, serving], return_when=asyncio.FIRST_COMPLETED)
+        ready = announcing.done()
         announcing.cancel()
         if not working.done():
             _say(f"the server has ended (exit code {serving.result()}); {self._server.log_file} may say why")
@@ -107,6 +108,8 @@ class _Up:
         serving.cancel()
         if not self._stopped:
             _say(f"the worker has ended (exit code {working.result()})")
+        elif not ready:
+            return 0  # it was told to stop while it loaded its model, and held no job
         return working.result()
 
     async def _announce(self) -> None:

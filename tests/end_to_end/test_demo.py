@@ -45,7 +45,7 @@ def test_eight_chats_stream_and_a_table_closes() -> None:
     first, second = (line.split() for line in ran.stdout.splitlines() if line.split()[-1:] in (["in"], ["batch"]))
     assert first == "tokens tokens in first tokens rows in".split()
     assert second == "chat lane in out queue token per s batch".split()
-    assert "sluice worker --model models/tiny-chat" in ran.stdout, "the next step"
+    assert "sluice up --model models/tiny-chat" in ran.stdout, "the next step"
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (40, 100)])

@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass, field
 
 import pytest
@@ -40,6 +41,28 @@ async def test_a_model_that_cannot_be_loaded_is_told_to_whoever_starts_it() -> N
     with pytest.raises(CannotStart, match="no such folder"):
         await engine.start()
     await engine.stop()
+
+
+async def test_a_start_that_is_cancelled_while_the_model_loads_ends_without_an_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def load() -> Model:
+        begun.set()
+        go_on.wait()
+        return tiny_chat()
+
+    engine = EngineThread(load, step_s=0.1, died=unreached)
+    starting = asyncio.create_task(engine.start())
+    await asyncio.to_thread(begun.wait)
+    starting.cancel()
+    await asyncio.wait([starting])
+    go_on.set()
+    await engine.stop()
+    await asyncio.sleep(0)  # what the thread told last is heard
+    assert starting.cancelled()
+    assert caplog.records == []
 
 
 async def test_rows_are_heard_until_they_are_removed() -> None:

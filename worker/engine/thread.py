@@ -93,6 +93,10 @@ class EngineThread:
         """Compute nothing while nobody can take the tokens."""
         self._mailbox.put(_Hold(on))
 
+    def _has_loaded(self, model: Model) -> None:
+        if not self._loaded.done():  # cancelled by a signal that came meanwhile
+            self._loaded.set_result(model)
+
     def _deliver(self, report: StepReport) -> None:
         self._stepped(report)
         for outcome in report.outcomes:
@@ -114,7 +118,7 @@ class EngineThread:
     def _serve(self) -> None:
         model = self._load()
         engine = self._engine_of(model)
-        self._tell(self._loaded.set_result, model)
+        self._tell(self._has_loaded, model)
         while self._obey(engine):
             self.pulse.beat()
             self._tell(self._deliver, engine.step())
