@@ -7,6 +7,7 @@ import redis.asyncio
 
 from scripts.stack import Server, WorkerProcess
 from sluice import Client, Delta, Event
+from tests.end_to_end.endless_step import ENDLESS_STEP
 from tests.end_to_end.endless_tokenizer import ENDLESS
 from tests.keyspace import check_job_keys
 from worker.ending import EXIT_FAILED, EXIT_HURRIED
@@ -170,8 +171,7 @@ async def test_a_second_signal_ends_a_worker_whose_engine_never_ends_its_step(
 ) -> None:
     with WorkerProcess(redis_url, module="tests.end_to_end.endless_step", grace_s=0) as worker:
         job = await client.submit(endless(20))
-        await asyncio.wait_for(claimed(db, job.id), 30)
-        await asyncio.sleep(0.3)
+        await until_said(worker, ENDLESS_STEP)
         worker.signal(signal.SIGTERM)
         while await db.hget(f"sluice:job:{job.id}", "state") != b"queued":
             await asyncio.sleep(0.01)
@@ -179,7 +179,7 @@ async def test_a_second_signal_ends_a_worker_whose_engine_never_ends_its_step(
         assert worker.process is not None
         assert worker.process.poll() is None
         worker.signal(signal.SIGTERM)
-        assert await asyncio.to_thread(worker.wait, 10) == 0
+        assert await ended(worker) == 0
 
 
 async def test_a_worker_whose_service_fails_ends_although_a_thread_never_returns(
@@ -187,5 +187,5 @@ async def test_a_worker_whose_service_fails_ends_although_a_thread_never_returns
 ) -> None:
     with WorkerProcess(redis_url, module="tests.end_to_end.failing_service", grace_s=600) as worker:
         await client.submit(LARGE)
-        assert await asyncio.to_thread(worker.wait, 20) == EXIT_FAILED
+        assert await ended(worker) == EXIT_FAILED
         assert "no service today" in worker.log()
