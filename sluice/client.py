@@ -21,6 +21,7 @@ from sluice.connection import connect
 from sluice.errors import JobCancelled, JobFailed, NoWorker, UnknownJob
 from sluice.hub import Hub
 from sluice.letters import DeadLetter, Letters
+from sluice.presence import Workers
 from sluice.queues import Queue, Queues
 from sluice.retries import Retries
 from sluice.streams import SILENCE_S, Streams
@@ -64,7 +65,7 @@ class Client:
         self._streams = Streams(self._redis, self._hub, self._retries)
         self._submission, self._board = Submission(self._redis, self._retries), Board(self._redis)
         self._cancellation = Cancellation(self._redis, self._retries)
-        self._queues = Queues(self._redis, self._retries)
+        self._queues, self._workers = Queues(self._redis, self._retries), Workers(self._redis, self._retries)
         self._letters = Letters(self._redis, self._retries)
 
     async def __aenter__(self) -> Self:
@@ -112,11 +113,8 @@ class Client:
             except NoWorker:
                 left_s = until - time.monotonic()
                 if left_s <= 0:
-                    raise NoWorker(job.model, await self._served()) from None
+                    raise NoWorker(job.model, list(await self._workers.models())) from None
                 await asyncio.sleep(min(_WORKER_EVERY_S, left_s))
-
-    async def _served(self) -> list[str]:
-        return list({worker["model"] for worker in await self.workers() if "model" in worker})
 
     async def stream(self, job_id: str, *, after: int = -1, unknown_s: float = 10.0) -> AsyncGenerator[Event]:
         """Every event after the given `seq`, once and in order, up to the final one.
@@ -171,8 +169,7 @@ class Client:
 
     async def workers(self) -> list[dict[str, str]]:
         """The live workers, as they describe themselves."""
-        found = [await self._worker(key) for key in await self._retries.scan(wire.WORKERS)]
-        return [worker for worker in found if worker]
+        return await self._workers.read_all()
 
     async def dead_letters(self) -> list[DeadLetter]:
         """The jobs that took workers down with them, oldest first."""
@@ -299,13 +296,6 @@ class Client:
     async def ping(self) -> None:
         """Raises `ServerUnreachable` where no server answers."""
         await self._retries.run_for(self._redis.ping, 0.0)
-
-    async def _worker(self, key: bytes) -> dict[str, str]:
-        """Nothing if it has just left, or if somebody else has written to the key."""
-        if await self._retries.run(lambda: self._redis.type(key)) != b"hash":
-            return {}
-        fields: dict[bytes, bytes] = await self._retries.run(lambda: self._redis.hgetall(key))  # type: ignore[arg-type]
-        return {name.decode("utf-8", "replace"): value.decode("utf-8", "replace") for name, value in fields.items()}
 
     async def _stored_result(self, job_id: str) -> bytes | None:
         stored: bytes | None = await self._retries.ride_out(lambda: self._redis.get(wire.result_key(job_id)))

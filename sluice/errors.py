@@ -1,7 +1,7 @@
 """What can go wrong for a backend, apart from redis-py's own errors."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 
 from redis.exceptions import ConnectionError
@@ -44,7 +44,12 @@ class NoWorker(SluiceError):
         """What is served instead, to go behind a sentence."""
         if self.close:
             return f"; did you mean {self.close!r}?"
-        return f"; there are workers for {', '.join(self.served)}" if self.served else "; no worker is alive"
+        return f"; {describe_served(self.served)}"
+
+
+def describe_served(models: Collection[str]) -> str:
+    """Name the models that are served instead."""
+    return f"there are workers for {', '.join(sorted(models))}" if models else "no worker is alive"
 
 
 class JobFailed(SluiceError):

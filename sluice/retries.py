@@ -103,11 +103,11 @@ class Retries:
             await self._drop_idle_connections(sent_at)
             await asyncio.sleep(_WAITS_S[min(failures, len(_WAITS_S)) - 1])
 
-    async def scan(self, pattern: str) -> list[bytes]:
+    async def scan(self, pattern: str, *, waits_out_outages: bool = False) -> list[bytes]:
         """All keys that match. A command each thousand: no time limit holds for a whole keyspace."""
-        found, cursor = set[bytes](), 0
+        found, cursor, send = set[bytes](), 0, self.ride_out if waits_out_outages else self.run
         while True:
-            cursor, keys = await self.run(partial(self._redis.scan, cursor, match=pattern, count=1000))
+            cursor, keys = await send(partial(self._redis.scan, cursor, match=pattern, count=1000))
             found.update(keys)
             if not cursor:
                 return list(found)

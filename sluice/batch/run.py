@@ -19,11 +19,12 @@ from sluice.batch.children import Children
 from sluice.batch.feeder import Feeder
 from sluice.batch.files import Answers
 from sluice.batch.place import Place, Wish
-from sluice.batch.served import served_models, unserved
+from sluice.batch.served import unserved
 from sluice.batch.source import Line, Source, sorted_for_reuse
 from sluice.batch.state import Saved, StateFile
 from sluice.batch.status import Batch, BatchDetails, Problem, Problems, RequestCounts, State
 from sluice.errors import BatchRefused
+from sluice.presence import Workers
 from sluice.retries import Retries
 
 logger = logging.getLogger("sluice.batch")
@@ -159,7 +160,7 @@ class Run:
 
     async def _unserved(self, lines: Sequence[Line]) -> tuple[Problem, ...]:
         """Why the file is refused for a model that nobody serves; what is not refused is told before it is queued."""
-        served = await served_models(self._redis, self._retries)
+        served = await Workers(self._redis, self._retries, waits_out_outages=True).models()
         said = unserved(Counter(line.model for line in lines), served)
         if said and served and self._wish.served_only and self._saved.batch.status == "validating":
             return (Problem("unserved_model", f"{said}."),)

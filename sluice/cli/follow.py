@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
-from sluice.cli.trouble import Trouble, connected
+from sluice.cli.trouble import Trouble, connected, start_worker
 from sluice.cli.view import Show, note
 from sluice.client import Client
-from sluice.errors import CancelNotStored, NoWorker
+from sluice.errors import CancelNotStored, NoWorker, describe_served
 from sluice.submission import Submitted
 from sluice.wire import Event, Lane, parse_event
 
@@ -58,13 +58,8 @@ async def mention_missing_worker(client: Client, model: str, *, waits: str = "th
         return True
     missing = NoWorker(model, sorted(served))
     close = f"did you mean {missing.close}? " if missing.close else ""
-    others = f" ({close}--model names another: there are workers for {', '.join(missing.served)})" if served else ""
-    name = "" if model == "default" else f" --name {model}"
-    note(
-        f"no worker serves {model!r} right now{others}; {waits} in the queue. "
-        f"Start one: sluice worker --model FOLDER_OR_HUB_ID{name}",
-        style="yellow",
-    )
+    others = f" ({close}--model names another: {describe_served(missing.served)})" if served else ""
+    note(f"no worker serves {model!r} right now{others}; {waits} in the queue. {start_worker(model)}", style="yellow")
     return False
 
 

@@ -36,11 +36,15 @@ async def connected(url: str) -> AsyncIterator[Client]:
             way_out = f"Check the id, and that {public(url)} is the server it was submitted to."
             raise Trouble(f"{error}. {way_out}") from None
         except NoWorker as missing:
-            name = "" if missing.model == "default" else f" --name {missing.model}"
-            way_out = f"Nothing was queued. Start one: sluice worker --model FOLDER_OR_HUB_ID{name}"
-            raise Trouble(f"{str(missing).rstrip('?')}. {way_out}") from None
+            raise Trouble(f"{str(missing).rstrip('?')}. Nothing was queued. {start_worker(missing.model)}") from None
         except QueueFull as full:
             raise Trouble(_explain_full(full), exit_code=_EXIT_QUEUE_FULL) from None
+
+
+def start_worker(model: str) -> str:
+    """Tell how to start a worker that serves the model."""
+    name = "" if model == "default" else f" --name {model}"
+    return f"Start one: sluice worker --model FOLDER_OR_HUB_ID{name}"
 
 
 def check_job_id(job_id: str) -> None:

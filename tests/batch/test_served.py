@@ -61,6 +61,18 @@ async def test_a_run_that_has_begun_waits_for_its_model_whoever_left(
         await leave(task)
 
 
+@pytest.mark.parametrize(
+    "foreign",
+    [("SET", "sluice:worker:x", "1"), ("SET", b"sluice:worker:\xff", "1"), ("HSET", b"sluice:worker:\xff", "a", "b")],
+)
+async def test_a_run_goes_on_beside_a_foreign_value_among_the_workers(
+    client: Client, db: Redis, chat: Chat, tmp_path: Path, out: Path, foreign: tuple[str | bytes, ...]
+) -> None:
+    await db.execute_command(*foreign)
+    batch = await client.batch(write(tmp_path / "in.jsonl", says("a")), out, models={"*": "default"})
+    assert (batch.status, ids(out)) == ("completed", ["a"])
+
+
 async def _is_served(client: Client) -> bool:
     return bool(await client.workers())
 
