@@ -59,7 +59,7 @@ def up(
     """
     given = {"--model": model, "--name": name, "--max-rows": max_rows}
     options = [part for flag, value in given.items() if value is not None for part in (flag, str(value))]
-    code = asyncio.run(_Up(EmbeddedServer(data or default_folder(), port), options).run())
+    code = asyncio.run(_Up(EmbeddedServer((data or default_folder()).expanduser(), port), options).run())
     if code:
         raise typer.Exit(code)
 
