@@ -1,5 +1,6 @@
 """A Redis client of a URL, or a sentence on what is wrong with it in which no part of a password is quoted."""
 
+import asyncio
 from typing import Any
 
 from redis.asyncio import Redis
@@ -7,7 +8,9 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from sluice.redis_url import BAD_OPTION, UNREADABLE, problem, public
+from sluice.redis_url import BAD_OPTION, UNREADABLE, problem, public, why_not_let_in
+
+_ANSWER_S = 2.0
 
 
 def connect(url: str) -> Redis:
@@ -21,6 +24,26 @@ def connect(url: str) -> Redis:
     if not _options_fit(redis):
         raise _bad(url, BAD_OPTION)
     return redis
+
+
+async def wrong_credentials(url: str) -> str:
+    """Say what is wrong with the credentials of a URL whose server has refused them."""
+    given = connect(url).connection_pool.connection_kwargs
+    has_user, has_password = bool(given.get("username")), bool(given.get("password"))
+    return why_not_let_in(has_user=has_user, has_password=has_password, is_open=await _is_open(url))
+
+
+async def _is_open(url: str) -> bool:
+    """Whether the server answers without a password."""
+    redis = connect(url)
+    for name in ("username", "password"):
+        redis.connection_pool.connection_kwargs.pop(name, None)
+    try:
+        async with redis, asyncio.timeout(_ANSWER_S):
+            await redis.ping()
+    except (RedisError, OSError, TimeoutError):
+        return False
+    return True
 
 
 def _options(url: str) -> dict[str, Any]:

@@ -133,7 +133,7 @@ class Retries:
 
     def _report_outage(self, failures: int, error: Exception) -> None:
         if self._log and failures == 1:
-            self._log.warning("the server does not answer (%s); going on as soon as it does", error)
+            self._log.warning("the server does not answer (%s); retrying until it does", error)
 
     def _report_recovery(self, failures: int, seconds: float) -> None:
         if self._log and failures:

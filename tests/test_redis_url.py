@@ -168,6 +168,9 @@ def test_whatever_stands_in_a_password_none_of_it_is_shown(odd: list[str], first
         f"redis://:{password}@{LOCAL}",
         f"redis://user:{password}@{LOCAL}",
         f"redis://{LOCAL}?password={password}",
+        f"http://:{password}@{LOCAL}",
+        f":{password}@{LOCAL}",
+        f"{LOCAL}?password={password}",
     ):
         refuse_secrets(public(url))
         refuse_secrets(problem(url) or "")
@@ -189,6 +192,12 @@ def test_what_is_no_secret_is_shown() -> None:
     assert public("redis://localhost:6379/0") == "redis://localhost:6379/0"
     assert public("redis://user:kumquat@[::1]:6379/12") == "redis://***@[::1]:6379/12"
     assert public("unix://:kumquat@/run/redis.sock?db=1") == "unix://***@/run/redis.sock"
+    assert public("localhost:16379/0") == "localhost:16379/0"
+    assert public("user:kumquat@localhost:16379") == "***@localhost:16379"
+    assert public("http://user:kumquat@localhost:16379") == "http://***@localhost:16379"
+    assert public("valkey://localhost") == "valkey://localhost"
+    assert public("kumquat") == public("localhost:kumquat") == public("localhost:1?password=a@kumquat:1") == "***"
+    assert public("") == ""
     assert public("redis://:kumquat@localhost:zebra/0") == "redis://***@localhost:***/0"
     assert [
         problem(url) for url in ("redis://", "redis://h/", "rediss://u:p@h:1/2/", "unix:///a@b", "redis://h?db=1")

@@ -88,6 +88,16 @@ def test_a_bad_value_is_named_by_its_variable(
     assert sentence().startswith(said)
 
 
+def test_an_empty_url_of_the_server_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLUICE_REDIS_URL", "")
+    assert read_settings().redis_url == Settings.model_fields["redis_url"].default == "redis://localhost:6379/0"
+
+
+def test_a_url_without_its_scheme_is_shown_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLUICE_REDIS_URL", ":kumquat@localhost:16379")
+    assert sentence() == "SLUICE_REDIS_URL=***@localhost:16379: it must begin with redis://, rediss:// or unix://"
+
+
 @pytest.mark.parametrize("pairs", ["", "=default", "gpt=", "gpt=a b", "a=b,", ",a=b", "a=b, c=d", " =b", "a=b=c"])
 def test_a_pair_of_models_needs_both_and_a_name_that_can_be_served(monkeypatch: pytest.MonkeyPatch, pairs: str) -> None:
     monkeypatch.setenv("SLUICE_BATCH_MODELS", pairs)

@@ -10,6 +10,8 @@ _SCHEMES = ("redis", "rediss", "unix")
 _HOST = r"(?P<host>[^\s/?#@:\[\]]*|\[[0-9A-Fa-f:.]+\])"
 _PLACE = re.compile(_HOST + r"(?::(?P<port>\d*))?")
 _MOST_PORT = 65_535
+_OTHER_SCHEMES = ("http", "https", "tcp", "valkey", "valkeys")
+_BARE = re.compile(r"[^\s/?#@:\[\]]+:\d{1,5}(?:/\d{0,4})?")
 
 UNREADABLE = "it cannot be read: in a password / is written as %2F, ? as %3F, # as %23, @ as %40, [ as %5B"
 BAD_OPTION = "an option after the ? is unknown to redis-py, or has a bad value"
@@ -48,8 +50,8 @@ def _wrong_server(rest: str) -> str | None:
 def public(url: str) -> str:
     """Show the URL without user, password and query. What might be a part of a password is `***`."""
     scheme, found, rest = url.partition("://")
-    if not found or scheme not in _SCHEMES:
-        return "***"
+    if not found or scheme.lower() not in (*_SCHEMES, *_OTHER_SCHEMES):
+        return _public_without_scheme(url)
     before, at, place = rest.rpartition("@")
     hidden = "***@" if at else ""
     if "?" in before:  # the last @ may stand in a password that is an option
@@ -58,6 +60,14 @@ def public(url: str) -> str:
     if scheme == "unix":
         return f"unix://{hidden}{place if place.startswith('/') else '***'}"
     return f"{scheme}://{hidden}{_public_place(place)}"
+
+
+def _public_without_scheme(url: str) -> str:
+    """Show no more than what is surely a host and a port, as in `localhost:6379`."""
+    before, at, place = url.rpartition("@")
+    if not url or ("?" not in before and _BARE.fullmatch(place)):
+        return f"***@{place}" if at else place
+    return "***"
 
 
 def _public_place(place: str) -> str:
@@ -69,3 +79,14 @@ def _public_place(place: str) -> str:
     if slash:
         shown += f"/{database}" if re.fullmatch(r"\d{0,4}", database) else "/***"
     return shown
+
+
+def why_not_let_in(*, has_user: bool, has_password: bool, is_open: bool) -> str:
+    """Say what is wrong with the credentials of a URL that its server has refused; `is_open`: it asks for none."""
+    if not has_user and not has_password:
+        return "it wants a password; put it into the URL, as in redis://:PASSWORD@HOST:PORT/0"
+    if not is_open:
+        return "it refuses the user or the password in the URL; correct them"
+    if has_user:
+        return "it refuses the user or the password in the URL, and answers without them; correct or remove them"
+    return "it has no password, and refuses the one in the URL; remove it from the URL"

@@ -20,6 +20,7 @@ from worker.redis_url import problem, public
 from worker.timetable import Crontab, Hours
 
 PREFIX = "SLUICE_"
+_REDIS_URL = "redis://localhost:6379/0"
 _NOT_OURS = {"SLUICE_TEST_REDIS_URL"}  # read by the tests
 
 
@@ -38,7 +39,7 @@ class Settings(BaseSettings):
     )
 
     redis_url: str = Field(
-        "redis://localhost:6379/0",
+        _REDIS_URL,
         repr=False,
         description="URL of the Redis server: redis://, rediss:// or unix://. In a password, write / as %2F, ? as %3F, "
         "# as %23 and @ as %40.",
@@ -227,6 +228,12 @@ class Settings(BaseSettings):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Level of the worker's log.")
     log_ttl_s: int = Field(600, ge=1, description="Seconds that a job's events are kept after its end.")
     result_ttl_s: int = Field(3600, ge=1, description="Seconds that a job's result and state are kept after its end.")
+
+    @field_validator("redis_url", mode="before")
+    @classmethod
+    def _empty_is_unset(cls, url: object) -> object:
+        """As for the other commands: Compose files set a variable to nothing where they have no value for it."""
+        return url or _REDIS_URL
 
     @field_validator("redis_url")
     @classmethod

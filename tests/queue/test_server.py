@@ -122,17 +122,23 @@ async def why_not(url: str) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("user", ["bob:wrong", ":wrong", "eve:pw"])
-async def test_a_wrong_password_is_a_reason_not_to_start(server: Server, user: str) -> None:
+@pytest.mark.parametrize(
+    ("user", "way_out"),
+    [("bob:wrong", "correct or remove them."), (":wrong", "remove it from the URL."), ("eve:pw", "remove them.")],
+)
+async def test_a_wrong_password_is_a_reason_not_to_start(server: Server, user: str, way_out: str) -> None:
     said = await why_not(with_user(server.url, user))
-    assert said.startswith(f"SLUICE_REDIS_URL={with_user(server.url, '***')}: it wants other credentials")
+    assert said.startswith(f"SLUICE_REDIS_URL={with_user(server.url, '***')}: it ")
+    assert said.endswith(way_out)
 
 
 async def test_a_missing_password_is_a_reason_not_to_start() -> None:
     with Server() as server:
         async with Redis.from_url(server.url) as admin:
             await admin.config_set("requirepass", "pw")
-        assert "it wants other credentials" in await why_not(server.url)
+        assert "it wants a password; put it into the URL" in await why_not(server.url)
+        assert (await why_not(with_user(server.url, ":no"))).endswith("it refuses the user or the password in the URL; "
+                                                                      "correct them.")  # fmt: skip
 
 
 async def test_a_server_in_cluster_mode_is_a_reason_not_to_start() -> None:

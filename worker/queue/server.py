@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from redis.asyncio import Redis
+from redis.asyncio import ConnectionPool, Redis
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from worker.errors import CannotStart
 from worker.queue.permissions import NEEDED, forbidden, named, rules
-from worker.redis_url import public
+from worker.redis_url import public, why_not_let_in
 from worker.settings import Settings
 
 logger = logging.getLogger("sluice.queue")
@@ -91,9 +91,8 @@ class ServerCheck:
                 raise self._cannot(why)
             if denied := await forbidden(self._redis, NEEDED):
                 raise self._cannot(f"its user may not use {named(denied)}. Run {rules(self._user(), denied)}")
-        except AuthenticationError as error:
-            way_out = "Put them into the URL: redis://USER:PASSWORD@HOST:PORT/0."
-            raise self._cannot(f"it wants other credentials ({str(error).rstrip('.')}). {way_out}") from None
+        except AuthenticationError:
+            raise self._cannot(f"{await self._wrong_credentials()}.") from None
         for warning in warnings(facts, keyspace_events=self._settings.keyspace_events):
             logger.warning("redis: %s", warning)
         self._passed = True
@@ -109,8 +108,26 @@ class ServerCheck:
     def _cannot(self, why: str) -> CannotStart:
         return CannotStart(f"SLUICE_REDIS_URL={public(self._settings.redis_url)}: {why}")
 
+    async def _wrong_credentials(self) -> str:
+        given = self._redis.connection_pool.connection_kwargs
+        has_user, has_password = bool(given.get("username")), bool(given.get("password"))
+        return why_not_let_in(has_user=has_user, has_password=has_password, is_open=await _is_open(self._redis))
+
     def _user(self) -> str:
         return str(self._redis.connection_pool.connection_kwargs.get("username") or "default")
+
+
+async def _is_open(redis: Redis) -> bool:
+    """Whether the server of this client answers without a password."""
+    pool = redis.connection_pool
+    given = {name: value for name, value in pool.connection_kwargs.items() if name not in ("username", "password")}
+    try:
+        async with Redis(connection_pool=ConnectionPool(pool.connection_class, **given)) as anonymous:
+            async with asyncio.timeout(_EARLY_S):
+                await anonymous.ping()
+    except (RedisError, OSError, TimeoutError):
+        return False
+    return True
 
 
 async def _ask(redis: Redis) -> Facts:
