@@ -33,6 +33,20 @@ class Cancellation:
             raise error
         return _named(outcome)
 
+    async def cancel_all(self, job_ids: Sequence[str]) -> None:
+        """Cancel jobs that our submit queued, riding out an outage. A full server keeps no request for those that run;
+        their workers receive it all the same."""
+        for start in range(0, len(job_ids), _AT_ONCE):
+            await self._retries.ride_out(partial(self._cancel_some, job_ids[start : start + _AT_ONCE]))
+
+    async def _cancel_some(self, job_ids: Sequence[str]) -> None:
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for job_id in job_ids:
+                await self._script(keys=[], args=_args(job_id, keep_ms=wire.CANCEL_S * 1000), client=pipe)
+            for answer in await pipe.execute(raise_on_error=False):
+                if isinstance(answer, Exception) and not isinstance(answer, OutOfMemoryError):
+                    raise answer
+
     async def end_waiting(self, queue: str, job_ids: Sequence[bytes]) -> int:
         """Cancel those that wait in this queue; the others are left alone. Returns the number of those that ended."""
         ended = 0

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -159,6 +160,13 @@ class Client:
         wire.check_job_id(job_id)
         return await self._cancellation.cancel(job_id)
 
+    async def waits_for(self, job_id: str) -> str | None:
+        """Return the model for which a queued job waits; None if it does not wait, or a plain producer queued it."""
+        wire.check_job_id(job_id)
+        read = partial(self._redis.hmget, wire.job_key(job_id), ["state", "model"])
+        state, model = await self._retries.run(read)
+        return model.decode() if state == b"queued" and model else None
+
     async def state(self, job_id: str) -> str | None:
         """queued, running, finished, failed or cancelled; None where there is no trace of the job."""
         wire.check_job_id(job_id)
@@ -213,15 +221,17 @@ class Client:
         Called again after it was cancelled or died, it goes on where it was. `models` maps the names in the file to
         served ones, "*" any other. What is not done when the completion window ("90m"; 24h) has run out ends as
         expired. A file with bad lines comes back as `failed`, with all of them in `errors`, and
-        nothing of it is run. `window` is how many lines of a model are queued or running at once. With `served_only` a
-        file for a model that nobody serves is bad too, if others are served; else its lines wait for a worker.
+        nothing of it is run or kept. `window` is how many lines of a model are queued or running at once. With
+        `served_only` a file for a model that nobody serves is bad too, if others are served; else its lines wait for
+        a worker.
         Raises `BatchRefused`, ValueError, OSError where a file cannot be written, or redis-py's error where the
         server refuses.
         """
         from sluice.batch.run import run  # files are locked as Unix does it, and a backend may be written elsewhere
 
         place = Place.beside(Path(input), Path(output), Path(errors) if errors else None)
-        wish = Wish(models, completion_window, metadata, window, new_run(place.input.stem), served_only)
+        run_id = new_run(place.input.stem)
+        wish = Wish(models, completion_window, metadata, window, run_id, served_only, names_expected=True)
         return await run(self._redis, place, wish, on_progress)
 
     async def submit_batch(self, input: str | Path, folder: str | Path) -> Batch:

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from redis.exceptions import ConnectionError
 
 from sluice.wire import JobError
+from sluice.wording import counted
 
 
 class SluiceError(Exception):
@@ -26,7 +27,7 @@ class QueueFull(SluiceError):
 
     def __init__(self, length: int, limit: int, retry_after_s: float) -> None:
         wait_s = max(1, math.ceil(retry_after_s))
-        super().__init__(f"the queue holds {length:,} of at most {limit:,} jobs; room is likely in {wait_s} s")
+        super().__init__(f"the queue holds {length:,} of at most {counted(limit, 'job')}; room is likely in {wait_s} s")
         self.length, self.limit, self.retry_after_s = length, limit, retry_after_s
 
 
@@ -78,7 +79,7 @@ class UnknownBatch(SluiceError):
 
 
 class BatchRefused(SluiceError):
-    """An offline run cannot be started or gone on with, and nothing was changed."""
+    """An offline run cannot be started or resumed, and nothing was changed."""
 
 
 class BatchTaken(BatchRefused):

@@ -31,7 +31,7 @@ def refused(saved: Saved, place: Place, difference: str) -> BatchRefused:
             f"has ended ({saved.batch.status}) and began with {difference}: name another output, or remove {files}"
         )
     else:
-        way_out = f"began with {difference}: give it the same to go on with it, or name another output"
+        way_out = f"began with {difference}: give it the same to resume it, or name another output"
     return BatchRefused(f"{place.output} is the output of {saved.batch.id}, which {way_out}")
 
 

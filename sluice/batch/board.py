@@ -36,6 +36,13 @@ class Board:
                 pipe.delete(wire.batch_cancel_key(batch.id))
             await pipe.execute()
 
+    async def withdraw(self, batch: Batch) -> None:
+        """Publish the end of a run that queued nothing, and keep nothing of it."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.delete(wire.batch_key(batch.id), wire.batch_cancel_key(batch.id))
+            pipe.publish(wire.batch_channel(batch.id), batch.to_json())
+            await pipe.execute()
+
     async def announce_late(self, batch: Batch) -> None:
         """Unless it is known: whoever came to this state may have died before a word of it."""
         if await self._redis.get(wire.batch_key(batch.id)) != batch.to_json().encode():

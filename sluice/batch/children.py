@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError
 
 from sluice import wire
+from sluice.cancellation import Cancellation
 from sluice.errors import QueueFull
 from sluice.retries import Retries
 from sluice.submission import NewJob, Submission, Submitted
@@ -31,7 +31,7 @@ class Children:
 
     def __init__(self, redis: Redis, retries: Retries) -> None:
         self._redis, self._retries = redis, retries
-        self._submission = Submission(redis, retries)
+        self._submission, self._cancellation = Submission(redis, retries), Cancellation(redis, retries)
 
     async def submit(self, jobs: Sequence[NewJob]) -> list[Submitted | QueueFull | OutOfMemoryError]:
         answers: list[Submitted | QueueFull | OutOfMemoryError] = await self._retries.ride_out(
@@ -46,14 +46,8 @@ class Children:
         return found
 
     async def cancel(self, ids: Sequence[str]) -> None:
-        async def ask() -> None:
-            async with self._redis.pipeline(transaction=False) as pipe:
-                for job_id in ids:
-                    pipe.set(wire.cancel_key(job_id), "1", ex=wire.CANCEL_S)
-                    pipe.publish(wire.CONTROL, job_id)
-                _raise_first(await pipe.execute(raise_on_error=False))
-
-        await self._retries.ride_out(ask)
+        """End those that wait at once, even if nobody serves their model, and the others through their workers."""
+        await self._cancellation.cancel_all(ids)
 
     async def forget(self, jobs: Sequence[tuple[str, str]]) -> None:
         """Leave nothing of these jobs, given by id and model: a large file must not fill the server. One that still
@@ -99,13 +93,6 @@ class Children:
 
     async def _is_known(self, job_id: str) -> bool:
         return bool(await self._retries.ride_out(lambda: self._redis.exists(wire.job_key(job_id))))
-
-
-def _raise_first(answers: Sequence[Any]) -> None:
-    """A full server keeps no request to cancel; its workers were told all the same."""
-    for answer in answers:
-        if isinstance(answer, Exception) and not isinstance(answer, OutOfMemoryError):
-            raise answer
 
 
 _TRACES = (wire.body_key, wire.job_key, wire.log_key, wire.result_key)

@@ -25,12 +25,12 @@ class Appended:
         os.close(self._file)
 
     def lock(self) -> bool:
-        """Until it is closed, or the process dies. False where another process has it."""
+        """Until it is closed, or the process dies. False if another process has it, or has just removed it."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        return True
+        return os.fstat(self._file).st_nlink > 0
 
     def raw_lines(self) -> Iterator[bytes]:
         """To be read before the first `append`: half a line at the end, of a write that was cut off, is dropped."""

@@ -110,7 +110,7 @@ async def _feed(redis: Redis, folder: Folder, home: Path, state: StateFile, mode
     saved = state.load()
     batch = saved.batch if saved else None
     if batch is None or not batch.ended:
-        logger.info("%s is %s", home.name, "gone on with" if saved else "taken")
+        logger.info("%s is %s", home.name, "resumed" if saved else "taken")
         run = Run(redis, place_in(home), Wish(None if saved else models, id=home.name), state)
         try:
             batch = await run.go()

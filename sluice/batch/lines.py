@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NoReturn
@@ -13,7 +13,11 @@ Models = Mapping[str, str]  # what a file calls a model, to the name it is serve
 
 _METHOD, _URL = "POST", "/v1/chat/completions"
 _FIELDS = ("custom_id", "method", "url", "body")
+_EXAMPLE = (
+    f'A line looks like {{"custom_id": "a", "method": "{_METHOD}", "url": "{_URL}", "body": {{"messages": [...]}}}}.'
+)
 _MOST_CUSTOM_ID = 512  # characters
+_MOST_NAMED = 5  # problems of one line
 # More than a worker takes. Python's own limit is nearer for a deeper caller: what was read once might not be again.
 _MOST_LEVELS = 100
 _DEFAULT_MODEL = "default"
@@ -32,6 +36,7 @@ class Request:
     custom_id: str
     model: str  # that it is served by
     body: dict[str, Any]
+    asked: str | None = None  # the model that the line names
 
     @property
     def digest(self) -> bytes:
@@ -50,20 +55,52 @@ def digest(custom_id: str) -> bytes:
 def read_line(raw: bytes, models: Models) -> Request:
     """Raises `BadLine`."""
     said = _object(_text(raw))
-    for name in said:
-        if name not in _FIELDS:
-            raise BadLine(
-                "unknown_field", f"{_shown(name)} is not a field of a line; it has {_listed(_FIELDS)}.", _cut(name)
-            )
-    for name in _FIELDS:
-        if name not in said:
-            raise BadLine("missing_field", f"there is no {name}.", name)
-    if said["method"] != _METHOD:
-        raise BadLine("invalid_method", f'method must be "{_METHOD}", not {_shown(said["method"])}.', "method")
-    if said["url"] != _URL:
-        raise BadLine("invalid_url", f'url must be "{_URL}", not {_shown(said["url"])}.', "url")
-    body = _body(said["body"])
-    return Request(_custom_id(said["custom_id"]), _served(body.get("model"), models), body)
+    if problems := _problems(said, models):
+        raise _joined(problems)
+    body = said["body"]
+    return Request(said["custom_id"], _served(body.get("model"), models), body, _asked(body))
+
+
+def _problems(said: dict[str, Any], models: Models) -> list[BadLine]:
+    """All that is wrong with the fields of a line."""
+    found = [BadLine("unknown_field", _unknown(name), _cut(name)) for name in said if name not in _FIELDS]
+    if missing := [name for name in _FIELDS if name not in said]:
+        found.append(BadLine("missing_field", f"there is no {_listed(missing, 'or')}", missing[0]))
+    for name, check in _CHECKS.items():
+        try:
+            if name in said:
+                check(said[name], models)
+        except BadLine as bad:
+            found.append(bad)
+    return found
+
+
+def _joined(problems: list[BadLine]) -> BadLine:
+    """One problem of them all, by the name of the first."""
+    first = problems[0]
+    named = "; ".join(problem.message for problem in problems[:_MOST_NAMED])
+    more = f"; and {len(problems) - _MOST_NAMED:,} more" if len(problems) > _MOST_NAMED else ""
+    example = f" {_EXAMPLE}" if first.code in ("unknown_field", "missing_field") else ""
+    return BadLine(first.code, f"{named}{more}.{example}", first.param)
+
+
+def _unknown(name: str) -> str:
+    return f"{_shown(name)} is not a field of a line"
+
+
+def _check_method(said: object, _: Models) -> None:
+    if said != _METHOD:
+        raise BadLine("invalid_method", f'method must be "{_METHOD}", not {_shown(said)}', "method")
+
+
+def _check_url(said: object, _: Models) -> None:
+    if said != _URL:
+        raise BadLine("invalid_url", f'url must be "{_URL}", not {_shown(said)}', "url")
+
+
+def _asked(body: Mapping[str, Any]) -> str | None:
+    asked = body.get("model")
+    return asked if isinstance(asked, str) else None
 
 
 def _text(raw: bytes) -> str:
@@ -102,39 +139,46 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"JSON has no word for {name}")
 
 
-def _custom_id(said: object) -> str:
+def _check_custom_id(said: object, _: Models) -> None:
     if not isinstance(said, str) or not 1 <= len(said) <= _MOST_CUSTOM_ID:
-        why = f"custom_id must be a string of 1 to {_MOST_CUSTOM_ID} characters, not {_shown(said)}."
+        why = f"custom_id must be a string of 1 to {_MOST_CUSTOM_ID} characters, not {_shown(said)}"
         raise BadLine("invalid_custom_id", why, "custom_id")
     try:
         said.encode()
     except UnicodeEncodeError:
-        raise BadLine("invalid_custom_id", "custom_id holds half of a surrogate pair.", "custom_id") from None
-    return said
+        raise BadLine("invalid_custom_id", "custom_id holds half of a surrogate pair", "custom_id") from None
 
 
-def _body(said: object) -> dict[str, Any]:
+def _check_body(said: object, models: Models) -> None:
     """What a worker cannot say later, or would say of each line alike; all else it says of the one line."""
     if not isinstance(said, dict):
-        raise BadLine("invalid_body", f"body must be an object, not {_shown(said)}.", "body")
+        raise BadLine("invalid_body", f"body must be an object, not {_shown(said)}", "body")
     messages, answers = said.get("messages"), said.get("n")
     if not isinstance(messages, list) or not messages:
-        raise BadLine("invalid_body", "body.messages must be a list of at least one message.", "body.messages")
+        raise BadLine("invalid_body", "body.messages must be a list of at least one message", "body.messages")
     if answers is not None and answers != 1:
-        raise BadLine("invalid_body", f"body.n must be 1, not {_shown(answers)}.", "body.n")
-    return said
+        raise BadLine("invalid_body", f"body.n must be 1, not {_shown(answers)}", "body.n")
+    _served(said.get("model"), models)
+
+
+_CHECKS: Mapping[str, Callable[[object, Models], None]] = {
+    "custom_id": _check_custom_id,
+    "method": _check_method,
+    "url": _check_url,
+    "body": _check_body,
+}
 
 
 def _served(asked: object, models: Models) -> str:
     if asked is None:
         return models.get("*", _DEFAULT_MODEL)
     if not isinstance(asked, str):
-        raise BadLine("invalid_model", f"body.model must be a string, not {_shown(asked)}.", "body.model")
+        raise BadLine("invalid_model", f"body.model must be a string, not {_shown(asked)}", "body.model")
     name = models.get(asked) or models.get("*", asked)
     try:
         wire.check_model_name(name)
     except ValueError:
-        why = f"a model name must match {wire.MODEL_NAME}, and {_shown(name)} does not; map it to a served name."
+        why = f"a model name must match {wire.MODEL_NAME}, and {_shown(name)} does not; map it to a served name"
         raise BadLine("invalid_model", why, "body.model") from None
     return name
 
@@ -153,5 +197,5 @@ def _cut(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _listed(names: tuple[str, ...]) -> str:
-    return f"{', '.join(names[:-1])} and {names[-1]}"
+def _listed(names: Sequence[str], word: str) -> str:
+    return f" {word} ".join(filter(None, (", ".join(names[:-1]), names[-1])))

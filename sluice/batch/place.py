@@ -48,6 +48,7 @@ class Wish:
     window: int = WINDOW  # lines of one model that are queued or running at once
     id: str = field(default_factory=names.new_run)  # of a new run
     served_only: bool = False  # refuse a file for a model that nobody serves, if others are served
+    names_expected: bool = False  # report the names of `models` that no line has
 
     def __post_init__(self) -> None:
         window.seconds(self.completion_window or window.DEFAULT)

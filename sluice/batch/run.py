@@ -19,8 +19,8 @@ from sluice.batch.children import Children
 from sluice.batch.feeder import Feeder
 from sluice.batch.files import Answers
 from sluice.batch.place import Place, Wish
-from sluice.batch.served import unserved
-from sluice.batch.source import Line, Source, sorted_for_reuse
+from sluice.batch.served import unserved, unused
+from sluice.batch.source import Line, Scan, Source, sorted_for_reuse
 from sluice.batch.state import Saved, StateFile
 from sluice.batch.status import Batch, BatchDetails, Problem, Problems, RequestCounts, State
 from sluice.errors import BatchRefused
@@ -66,7 +66,9 @@ async def _check_wish(redis: Redis, place: Place, wish: Wish, state: StateFile, 
         return
     if not again.may_begin_anew(saved, place):
         raise again.refused(saved, place, different)
-    logger.warning("%s had answered nothing, and was begun with %s: %s begins anew", saved.batch.id, different, wish.id)
+    logger.warning(
+        "%s had answered nothing, and was begun with %s: it is replaced by %s", saved.batch.id, different, wish.id
+    )
     retries, old = patient(redis), again.replaced(saved.batch, different, time.time())
     await Children(redis, retries).withdraw(old.id, old.sluice.models)
     state.save(replace(saved, batch=old))
@@ -79,7 +81,11 @@ async def _to_its_end(redis: Redis, place: Place, wish: Wish, state: StateFile, 
         await tell(retries, board.announce_late, saved.batch)
         return saved.batch
     batch = await Run(redis, place, wish, state, told).go()
-    await tell(retries, board.announce, batch)
+    if batch.status == "failed":  # refused before a line of it was queued
+        await tell(retries, board.withdraw, batch)
+        state.remove()
+    else:
+        await tell(retries, board.announce, batch)
     return batch
 
 
@@ -151,17 +157,23 @@ class Run:
             if self._saved.sha256 not in ("", scan.sha256):
                 raise BatchRefused(f"{self._place.input} is not the file that {self._saved.batch.id} began with")
             self._saved = replace(self._saved, sha256=scan.sha256)
-            if problems := scan.named() or await self._unserved(scan.lines):
+            self._report_unused(scan)
+            if problems := scan.named() or await self._unserved(scan):
                 self.fail(problems)
             else:
                 with closing(await asyncio.to_thread(Answers, self._place.output, self._place.errors)) as answers:
                     await self._feed(source, scan.lines, answers)
         return self._saved.batch
 
-    async def _unserved(self, lines: Sequence[Line]) -> tuple[Problem, ...]:
+    def _report_unused(self, scan: Scan) -> None:
+        if self._wish.names_expected and not scan.problems and (said := unused(self._saved.models, scan.asked)):
+            logger.warning("%s", said)
+
+    async def _unserved(self, scan: Scan) -> tuple[Problem, ...]:
         """Why the file is refused for a model that nobody serves; what is not refused is told before it is queued."""
         served = await Workers(self._redis, self._retries, waits_out_outages=True).models()
-        said = unserved(Counter(line.model for line in lines), served)
+        mapped = {name: to for name, to in self._saved.models.items() if name == "*" or name in scan.asked}
+        said = unserved(Counter(line.model for line in scan.lines), served, mapped)
         if said and served and self._wish.served_only and self._saved.batch.status == "validating":
             return (Problem("unserved_model", f"{said}."),)
         if said:

@@ -11,6 +11,7 @@ from sluice.batch.lines import BadLine, Models, Request, read_line
 from sluice.batch.prefix import prefix_key
 from sluice.batch.status import Problem
 from sluice.errors import BatchRefused
+from sluice.wording import counted
 
 MOST_LINES = 50_000  # OpenAI's limits
 MOST_BYTES = 200 * 1024 * 1024
@@ -40,6 +41,7 @@ class Scan:
     problems: list[Problem] = field(default_factory=list)
     unnamed: int = 0  # problems beyond the most that are named
     sha256: str = ""
+    asked: set[str] = field(default_factory=set)  # the names of the mapping that lines have
 
     def add(self, problem: Problem) -> None:
         if len(self.problems) < _MOST_PROBLEMS:
@@ -50,7 +52,10 @@ class Scan:
     def named(self) -> tuple[Problem, ...]:
         if not self.unnamed:
             return tuple(self.problems)
-        return (*self.problems, Problem("more_errors", f"{self.unnamed:,} more lines are bad."))
+        return (
+            *self.problems,
+            Problem("more_errors", f"{counted(self.unnamed, 'more line')} {'is' if self.unnamed == 1 else 'are'} bad."),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +101,7 @@ class Source:
                 found.add(Problem("too_many_lines", f"there are more than {MOST_LINES:,} requests.", raw.number))
                 break
             try:
-                found.lines.append(self._line(raw, seen))
+                found.lines.append(self._line(raw, seen, found.asked))
             except BadLine as bad:
                 found.add(Problem(bad.code, bad.message, raw.number, bad.param))
         if not found.lines and not found.problems:
@@ -154,8 +159,10 @@ class Source:
                 break
         return length
 
-    def _line(self, raw: _Raw, seen: dict[bytes, int]) -> Line:
+    def _line(self, raw: _Raw, seen: dict[bytes, int], asked: set[str]) -> Line:
         request = self._read(raw)
+        if request.asked is not None and request.asked in self._models:
+            asked.add(request.asked)
         first = seen.setdefault(request.digest, raw.number)
         if first != raw.number:
             raise BadLine("duplicate_custom_id", f"the custom_id is that of line {first:,} too.", "custom_id")

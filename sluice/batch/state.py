@@ -49,6 +49,10 @@ class StateFile:
         except (ValueError, KeyError, TypeError):
             raise BatchRefused(f"{self._file.path} is there already, and no run wrote it") from None
 
+    def remove(self) -> None:
+        """Leave no file of a run that did nothing. Until it is closed, it stays locked."""
+        self._file.path.unlink(missing_ok=True)
+
     def save(self, saved: Saved) -> None:
         said = {
             "feeder": f"process {os.getpid()} on {socket.gethostname()}",
@@ -66,6 +70,9 @@ def _saved(raw: bytes) -> Saved:
 
 
 def _feeder(path: Path) -> str:
-    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    try:
+        whole, _, _ = path.read_bytes().rpartition(b"\n")
+    except FileNotFoundError:  # it was locked by a run that was refused, and is gone
+        return "another process"
     last = whole.rpartition(b"\n")[2]
     return str(json.loads(last)["feeder"]) if last else "another process"

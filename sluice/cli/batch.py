@@ -68,16 +68,16 @@ def submit(
         print_json(asdict(submitted))
         return
     print(submitted.id)
-    note(f"{submitted.id} waits for its time. Ask for it: sluice batch status {submitted.id}")
+    note(f"{submitted.id} waits for the schedule. Watch it: sluice batch status {submitted.id}")
 
 
 @batch.command()
 def status(id: Id, redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
     """Show how a run goes, or how it went.
 
-    A run is paused while nobody feeds it: the command that began it was left or has died, and goes on with it when it
-    is run again; a run in a folder of workers is gone on with within a minute. With --json, the status object, in the
-    form of OpenAI's Batch; sluice.paused_at tells since when. Exit codes: 0, or 2 where there is no such run.
+    A run is paused while no process feeds it. If `batch run` began it, run the same command again to resume; a run in
+    a folder of workers is resumed within a minute. With --json, the status object, in the form of OpenAI's Batch;
+    sluice.paused_at is the time since when. Exit codes: 0, or 2 where there is no such run.
 
     \b
     Examples:
@@ -94,7 +94,7 @@ def status(id: Id, redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> 
 
 @batch.command("list")
 def list_runs(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
-    """List the runs of the last week, oldest first. Those that nobody feeds are paused.
+    """List the runs of the last week, oldest first. Those that no process feeds are paused.
 
     \b
     Examples:
@@ -108,7 +108,7 @@ def list_runs(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
     elif runs:
         _print_runs(runs)
     else:
-        note("there are no offline runs: nothing was heard of one in the last week.")
+        note("there were no offline runs in the last week.")
 
 
 @batch.command()
@@ -122,7 +122,7 @@ def cancel(id: Id, redis_url: RedisUrl = REDIS_URL) -> None:
       sluice batch cancel batch_1b9d6bcd4f0a
     """
     found = asyncio.run(_cancel(redis_url, id))
-    print(f"{id}  {f'already {found.status}' if found.ended else 'asked for; it ends as soon as its feeder looks'}")
+    print(f"{id}  {f'already {found.status}' if found.ended else 'requested; its feeder ends it'}")
 
 
 @batch.command()
@@ -202,7 +202,7 @@ async def _cancel(url: str, id: str) -> Batch:
 
 
 def _unknown(error: UnknownBatch) -> Trouble:
-    return Trouble(f"{error}, or nothing was heard of it for a week. Which there are: sluice batch list")
+    return Trouble(f"{error}, or its last update is more than a week old. List the runs: sluice batch list")
 
 
 def _print_runs(runs: list[Batch]) -> None:

@@ -24,9 +24,9 @@ def feed(
     until_eof: Annotated[bool, typer.Option("--until-eof", help="Stop at the end of stdin, as at Ctrl-C.")] = False,
     redis_url: RedisUrl = REDIS_URL,
 ) -> None:
-    """Feed the runs of a folder that nobody feeds, one after the other, and end.
+    """Run the unfinished runs of a folder that no other process feeds, then exit.
 
-    Exit codes: 0 nothing is left to do, 3 told to stop; what runs is gone on with by the next.
+    Exit codes: 0 nothing is left to do, 3 stopped by a signal; the next feeder resumes what is unfinished.
 
     \b
     Example:

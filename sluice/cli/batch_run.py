@@ -12,11 +12,12 @@ import typer
 
 from sluice.batch.place import WINDOW
 from sluice.batch.status import Batch
+from sluice.cli import values
 from sluice.cli.batch_view import Watch, print_problems, print_report, read_models
 from sluice.cli.interrupted import stoppable
 from sluice.cli.options import REDIS_URL, AsJson, RedisUrl
 from sluice.cli.printed import print_json
-from sluice.cli.trouble import Trouble, connected
+from sluice.cli.trouble import Trouble, connected, sentence
 from sluice.cli.view import note
 from sluice.errors import BatchRefused
 
@@ -31,33 +32,35 @@ def run(
         typer.Option(metavar="FILE", help="Where the failed lines go.  [default: beside the output, .errors.jsonl]"),
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME", help="Serve all lines by this model, but those of --map.")
+        str | None, typer.Option("--model", metavar="NAME", help="Send all lines to this model, except those of --map.")
     ] = None,
     map: Annotated[
         list[str] | None,
-        typer.Option("--map", metavar="NAME=SERVED", help="Serve the lines for one model by another; repeatable."),
+        typer.Option("--map", metavar="NAME=SERVED", help="Send lines that name one model to another; repeatable."),
     ] = None,
     completion_window: Annotated[
         str | None,
         typer.Option(metavar="TIME", help="After it, what is not done ends as expired: 90m, 2d.  [default: 24h]"),
     ] = None,
-    window: Annotated[int, typer.Option(metavar="N", help="Lines of a model in the queue at once.")] = WINDOW,
+    window: Annotated[
+        int, typer.Option(parser=values.whole(1), metavar="N", help="Lines of a model in the queue at once.")
+    ] = WINDOW,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Queue lines for a model that nobody serves, though others are served.")
+        bool, typer.Option("--wait", help="Queue lines for a model that no worker serves, even if others are served.")
     ] = False,
     redis_url: RedisUrl = REDIS_URL,
     as_json: AsJson = False,
 ) -> None:
     """Run a file of requests offline, and watch it.
 
-    Whatever dies meanwhile, the same command goes on where the run was, and each line is answered once. Ctrl-C leaves
-    the run. The report goes to stdout, with --json as OpenAI's Batch object; all else goes to stderr.
-    A file made for another service names models that nobody serves here: --map says which to take in their place.
+    If the command, a worker or the server stops, run the same command again: it resumes, and each line is answered
+    once. Ctrl-C pauses the run. The report goes to stdout, with --json as OpenAI's Batch object; all else to stderr.
+    A file made for another service names models that no worker serves here: --map names the served model to use.
 
     \b
     The exit code says how the run stands, and so the same again when the command is repeated after its end:
       0 every line is answered     1 the run has ended, and some lines are not answered
-      2 refused: nothing was done  3 left by Ctrl-C, or SIGTERM: the same command goes on
+      2 refused: nothing was done  3 paused by Ctrl-C or SIGTERM: the same command resumes
 
     \b
     Examples:
@@ -76,17 +79,17 @@ def run(
     }
     done = asyncio.run(stoppable(_run(redis_url, file, output, wish)))
     if done is None:
-        note("left: the same command goes on with it.")
+        note("paused. Run the same command again to resume.")
         raise typer.Exit(_EXIT_LEFT)
     if as_json:
         print_json(asdict(done))
     elif done.status != "failed":
         print_report(done)
     if done.errors:
-        note(f"{file} is refused, and nothing of it was run:", style="red")
+        note(f"{file} is refused, and none of its lines was run:", style="red")
         print_problems(done)
         if any(problem.code == "unserved_model" for problem in done.errors.data):
-            note("Add --map to the command, or --wait to queue the lines until there is a worker.", style="red")
+            note("Change the options as shown, or add --wait to queue the lines until there is a worker.", style="red")
     raise typer.Exit(_exit_code(done))
 
 
@@ -96,11 +99,11 @@ async def _run(url: str, input: Path, output: Path, wish: dict[str, Any]) -> Bat
             try:
                 batch = await client.batch(input, output, **wish, on_progress=watch.told)
             except (BatchRefused, ValueError) as error:
-                raise Trouble(f"{error}.") from None
+                raise Trouble(sentence(str(error))) from None
             except OSError as error:
                 raise Trouble(f"{error.filename or output}: {error.strerror}. The run stays as it is.") from None
         if batch.status != "failed" and not watch.begun:
-            note(f"{batch.id} had ended before: there was nothing left to do.")
+            note(f"{batch.id} was complete already: nothing was left to do.")
         return batch
 
 

@@ -12,6 +12,7 @@ from sluice.batch.status import Batch
 from sluice.cli.printed import print_table, span
 from sluice.cli.trouble import Trouble
 from sluice.cli.view import note, notes
+from sluice.wording import counted
 
 _PACE_OVER_S = 60.0
 _RATE_S = 1.0  # the least over which a rate is measured
@@ -81,12 +82,12 @@ class Watch:
         self._bar.update(self._task, description=batch.status, total=counts.total, completed=done, more=more)
         if not notes.is_terminal and time.monotonic() - self._line_at >= _LINE_EVERY_S:
             self._line_at = time.monotonic()
-            note(f"{done:,} of {counts.total:,} lines · {more}")
+            note(f"{done:,} of {counted(counts.total, 'line')} · {more}")
 
     def _begin(self, batch: Batch) -> None:
         done = _ended(batch)
         known = f", {done:,} of them done before" if done else ""
-        note(f"{batch.id}: {batch.request_counts.total:,} lines{known}")
+        note(f"{batch.id}: {counted(batch.request_counts.total, 'line')}{known}")
         self.begun = True
 
 
@@ -96,9 +97,9 @@ def print_report(batch: Batch) -> None:
         "status": _status(batch),
         "lines": f"{counts.total:,}: {counts.completed:,} answered, {counts.failed:,} failed",
         "failures": ", ".join(f"{code} × {count:,}" for code, count in sorted(told.failures.items())),
-        "queued again": f"{told.retried:,} lines" if told.retried else "",
+        "queued again": counted(told.retried, "line") if told.retried else "",
         "time": _time(batch),
-        "prompt tokens": f"{usage.input_tokens:,}, {usage.input_tokens_details.cached_tokens:,} not computed again",
+        "prompt tokens": f"{usage.input_tokens:,}, {usage.input_tokens_details.cached_tokens:,} of them cached",
         "answer tokens": _answer_tokens(batch),
         "models": ", ".join(f"{name} × {lines:,}" for name, lines in told.models.items()),
         "answers": batch.output_file_id or "",
@@ -128,7 +129,7 @@ def _status(batch: Batch) -> str:
     if since is None:
         return batch.status
     at = f"{datetime.fromtimestamp(since):%Y-%m-%d %H:%M:%S}"
-    return f"{batch.status}, paused since {at}: nobody feeds it. The command that began it goes on with it"
+    return f"{batch.status}, paused since {at}: no process feeds it. Run its command again to resume it"
 
 
 def _ended(batch: Batch) -> int:

@@ -15,14 +15,14 @@ from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
 from sluice import Batch, BatchRefused, BatchTaken, Client, UnknownBatch
-from sluice.batch import files, run
+from sluice.batch import feeder, files, run
 from sluice.batch.board import Board
 from sluice.batch.children import Children
 from sluice.batch.prefix import prefix_key
 from sluice.batch.source import Scan, Source
 from sluice.batch.state import StateFile
 from sluice.wire import batch_cancel_key
-from tests.batch.helpers import ANY, Chat, ids, leave, left, read, says, started, write
+from tests.batch.helpers import ANY, Chat, holds, ids, leave, left, read, says, started, write
 from tests.line import Line
 from tests.queue.helpers import BATCH, settings, until, working
 
@@ -147,13 +147,29 @@ async def test_a_bad_file_is_failed_with_its_lines_and_the_corrected_one_runs(
     bad = await client.batch(many, out, models=ANY)
     assert bad.errors is not None
     assert (bad.status, [problem.line for problem in bad.errors.data]) == ("failed", [2])
-    assert (chat.began, out.exists(), await client.batch_status(bad.id)) == ([], False, bad)
+    assert (chat.began, list(tmp_path.iterdir()), await client.batches()) == ([], [many], [])
     write(many, says("a"), says("b"))
     good = await client.batch(many, out, models=ANY)
     assert (good.status, good.errors, good.id == bad.id) == ("completed", None, False)
 
 
 # The end, before its time
+
+
+async def test_a_cancelled_run_ends_lines_for_a_model_that_nobody_serves_at_once(
+    client: Client, db: Redis, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feeder, "_PATIENCE_S", 60.0)
+    many = write(tmp_path / "in.jsonl", *(says(f"r{k}") for k in range(150)))
+    task = asyncio.create_task(client.batch(many, out))
+    await until(lambda: holds(db, "sluice:queue:default:batch", 150))
+    (begun,) = await client.batches()
+    await client.cancel_batch(begun.id)
+    async with asyncio.timeout(20):
+        batch = await task
+    assert (batch.status, batch.request_counts.failed) == ("cancelled", 150)
+    assert set(errors_of(out).values()) == {"batch_cancelled"}
+    assert await left(db) == [], "no request to a worker is kept"
 
 
 async def test_a_cancelled_run_keeps_its_answers_and_names_the_other_lines(

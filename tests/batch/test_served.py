@@ -7,7 +7,7 @@ import pytest
 from redis.asyncio import Redis
 
 from sluice import Batch, Client
-from sluice.batch.served import unserved
+from sluice.batch.served import unserved, unused
 from tests.batch.helpers import Chat, holds, ids, leave, left, says, write
 from tests.queue.helpers import settings, until, working
 
@@ -82,8 +82,48 @@ async def _is_served(client: Client) -> bool:
     [([], "--map a=NAME --map b=NAME"), (["x"], "--map a=x --map b=x"), (["x", "y"], "--map a=NAME --map b=NAME")],
 )
 def test_each_model_that_nobody_serves_is_named_with_its_option(served: list[str], maps: str) -> None:
-    said = unserved({"b": 1, "a": 2_000, "x": 3}, {*served, "x"} if served else ())
+    said = unserved({"b": 1, "a": 2_000, "x": 3}, {*served, "x"} if served else (), {})
     assert said is not None
     assert maps in said
     assert "a (2,000 lines), b (1 line)" in said
-    assert unserved({"x": 3}, {"x"}) is None
+    assert unserved({"x": 3}, {"x"}, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("mapped", "options"),
+    [
+        ({"gpt": "typo"}, "--map gpt=x"),
+        ({"gpt": "typo", "old": "typo", "new": "x"}, "--map gpt=x --map old=x"),
+        ({"*": "typo"}, "--model x"),
+        ({}, "--map typo=x"),
+    ],
+)
+def test_a_mapping_to_a_model_that_nobody_serves_is_advised_to_be_another_mapping(
+    mapped: dict[str, str], options: str
+) -> None:
+    said = unserved({"typo": 2}, {"x"}, mapped)
+    assert said is not None
+    assert said.endswith(f"have the lines served by another model: {options}")
+
+
+async def test_the_advice_for_a_mapping_to_a_model_that_nobody_serves_works_and_nothing_is_left_by_what_was_refused(
+    client: Client, db: Redis, chat: Chat, tmp_path: Path, out: Path
+) -> None:
+    many = write(tmp_path / "in.jsonl", says("a", model="gpt-4o"))
+    await until(lambda: _is_served(client))
+    batch = await client.batch(many, out, models={"gpt-4o": "typo"}, served_only=True)
+    assert batch.errors is not None
+    assert batch.errors.data[0].message.endswith("--map gpt-4o=default.")
+    assert (list(tmp_path.iterdir()), await client.batches(), await left(db)) == ([many], [], [])
+    assert (await client.batch(many, out, models={"gpt-4o": "default"}, served_only=True)).status == "completed"
+
+
+async def test_a_mapped_name_that_no_line_has_is_reported(
+    client: Client, chat: Chat, tmp_path: Path, out: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    many = write(tmp_path / "in.jsonl", says("a", model="gpt-4o"), says("b"))
+    await until(lambda: _is_served(client))
+    await client.batch(many, out, models={"gpt-4o": "default", "gpt-40": "default", "*": "default"})
+    said = [record.getMessage() for record in caplog.records if record.name == "sluice.batch"]
+    assert said == ["--map gpt-40=default: no line of the file names such a model"]
+    assert unused({"gpt-4o": "default", "*": "x"}, {"gpt-4o"}) is None

@@ -118,13 +118,45 @@ def test_a_problem_says_in_a_sentence_what_would_be_right(tmp_path: Path) -> Non
     assert (second.param, second.message) == ("url", 'url must be "/v1/chat/completions", not "/v1/embeddings".')
 
 
+@pytest.mark.parametrize(
+    ("bad", "code", "message"),
+    [
+        ({"custom_id": "a"}, "missing_field", "there is no method, url or body."),
+        ({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}, "missing_field", "there is no body."),
+        (
+            {"id": "a", "method": "GET", "url": "/v1", "body": {"model": 7, "messages": [{}]}},
+            "unknown_field",
+            '"id" is not a field of a line; there is no custom_id; method must be "POST", not "GET"; url must be '
+            '"/v1/chat/completions", not "/v1"; body.model must be a string, not 7.',
+        ),
+        ({**line("a"), **dict.fromkeys("pqrstu")}, "unknown_field", '"t" is not a field of a line; and 1 more.'),
+        (
+            line("", method="GET"),
+            "invalid_custom_id",
+            'custom_id must be a string of 1 to 512 characters, not ""; method must be "POST", not "GET".',
+        ),
+    ],
+)
+def test_all_that_is_wrong_with_a_line_is_in_one_sentence(
+    tmp_path: Path, bad: dict[str, Any], code: str, message: str
+) -> None:
+    example = (
+        ' A line looks like {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": '
+        "[...]}}."
+    )
+    (problem,) = scan(write(tmp_path / "in.jsonl", bad)).problems
+    is_shape = code in ("missing_field", "unknown_field")
+    assert problem.code == code
+    assert problem.message.endswith(message + example * is_shape)
+
+
 def test_a_problem_is_short_however_long_what_is_wrong(tmp_path: Path) -> None:
     long = "x" * 100_000
     bad = [line(long), line("a") | {long: 1}, line("b", model=long), line("c", n=long)]
     (tmp_path / "in.jsonl").write_bytes(as_bytes([*bad, line("d", method=long), line("e", url=long)]))
     problems = scan(tmp_path / "in.jsonl", {}).problems
     assert len(problems) == 6
-    assert max(len(problem.message) + len(problem.param or "") for problem in problems) < 300
+    assert max(len(problem.message) + len(problem.param or "") for problem in problems) < 350
 
 
 def test_a_line_of_ten_megabytes_is_taken_and_one_that_no_worker_would_take_is_named(tmp_path: Path) -> None:

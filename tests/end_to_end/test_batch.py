@@ -78,7 +78,7 @@ def test_the_report_is_a_table_and_the_progress_goes_to_stderr(sluice: Command, 
     (failed,) = read(tmp_path / "out.errors.jsonl")
     assert (failed["custom_id"], failed["response"], failed["error"]["code"]) == ("bad", None, "invalid_request")
     code, again, err = sluice("batch", "run", str(many), "-o", "out.jsonl", "--model", "default")
-    assert (code, again, "had ended before" in err) == (1, out, True)
+    assert (code, again, "complete already" in err) == (1, out, True)
 
 
 def test_a_bad_file_is_refused_with_every_line_named(sluice: Command, tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_ctrl_c_leaves_a_run_that_the_same_command_goes_on_with(sluice: Command,
         until_it_has(tmp_path / "out.jsonl", 1)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=_TIMEOUT_S)
-    assert (process.returncode, "the same command goes on with it" in err) == (3, True)
+    assert (process.returncode, "Run the same command again to resume" in err) == (3, True)
     assert len(read(tmp_path / "out.jsonl")) < 60
     code, _, err = sluice(*command)
     assert (code, "done before" in err) == (0, True)

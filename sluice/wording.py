@@ -1,0 +1,6 @@
+"""Numbers in sentences."""
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 line`, `2,000 lines`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
