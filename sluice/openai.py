@@ -8,15 +8,16 @@ OpenAI has no field for reasoning. It comes as `reasoning`, beside `content`, as
 
 import json
 import math
-from collections.abc import AsyncGenerator
+import re
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from redis.exceptions import RedisError
 
-from sluice.errors import JobCancelled, JobFailed, QueueFull, ServerUnreachable, SluiceError, UnknownJob
-from sluice.wire import Cancelled, Delta, Event, Failed, Finished, Restarted, Started, Usage
+from sluice.errors import JobCancelled, JobFailed, NoWorker, QueueFull, ServerUnreachable, SluiceError, UnknownJob
+from sluice.wire import MODEL_NAME, Cancelled, Delta, Event, Failed, Finished, Restarted, Started, Usage
 
 Chunk = dict[str, Any]  # a `chat.completion.chunk`
 
@@ -28,6 +29,7 @@ _STATUS = {
     "deadline": 504,
     "internal": 500,
 }
+_MODEL = "default"  # of a request that names none
 _CANCELLED = 499  # what proxies log for a client that left; OpenAI's clients do not try it again
 
 
@@ -36,6 +38,47 @@ class JobRestarted(SluiceError):
 
     The job itself goes on: `client.result` will have the whole answer.
     """
+
+
+class BadRequest(SluiceError):
+    """The body of the HTTP request is none that can be queued; `param` is the field, if it is one."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def read_body(raw: bytes) -> dict[str, Any]:
+    """Return the JSON object of an HTTP body, whose `model` is there and can be a queue's name. Raises `BadRequest`.
+
+    All other fields are for the worker to check.
+    """
+    try:
+        body = json.loads(raw, parse_constant=_refuse_constant, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"The body is not JSON: {error}.") from None
+    if not isinstance(body, dict):
+        raise BadRequest("The body must be a JSON object.")
+    model = _MODEL if body.get("model") is None else body["model"]
+    if not isinstance(model, str) or not re.fullmatch(MODEL_NAME, model):
+        raise BadRequest(f"model: it must be a name that matches {MODEL_NAME}.", "model")
+    return {**body, "model": model}
+
+
+def wants_usage(body: Mapping[str, Any]) -> bool:
+    """Return the `include_usage` of the request's `stream_options`."""
+    options = body.get("stream_options")
+    return isinstance(options, dict) and options.get("include_usage") is True
+
+
+def _finite(digits: str) -> float:
+    if not math.isfinite(value := float(digits)):
+        raise ValueError(f"{digits[:20]} is larger than any float")
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON value")
 
 
 async def chunks(events: AsyncGenerator[Event], *, include_usage: bool = False) -> AsyncGenerator[Chunk]:
@@ -71,6 +114,10 @@ class ErrorReply:
 
 def error_reply(error: SluiceError) -> ErrorReply:
     match error:
+        case BadRequest(param=param):
+            return _reply(400, "invalid_request", str(error), retryable=False, param=param)
+        case NoWorker():
+            return _reply(404, "model_not_found", f"{error}", retryable=False, param="model")
         case JobFailed(error=failed):
             return _reply(_STATUS.get(failed.type, 500), failed.type, failed.message, retryable=failed.retryable)
         case JobCancelled(reason=reason):
@@ -174,8 +221,16 @@ def _line(said: dict[str, Any]) -> str:
     return f"data: {json.dumps(said, separators=(',', ':'))}\n\n"
 
 
-def _reply(status: int, code: str, message: str, *, retryable: bool, wait_s: float | None = None) -> ErrorReply:
+def _reply(
+    status: int,
+    code: str,
+    message: str,
+    *,
+    retryable: bool,
+    wait_s: float | None = None,
+    param: str | None = None,
+) -> ErrorReply:
     type = "server_error" if status >= 500 else "invalid_request_error"
-    error = {"message": message, "type": type, "param": None, "code": code}
+    error = {"message": message, "type": type, "param": param, "code": code}
     wait = {} if wait_s is None else {"retry-after": str(max(1, math.ceil(wait_s)))}
     return ErrorReply(status, {"error": error}, {"x-should-retry": str(retryable).lower(), **wait})

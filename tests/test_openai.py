@@ -13,8 +13,18 @@ from openai.types.shared import ErrorObject
 from pydantic import BaseModel
 from redis.exceptions import NoPermissionError
 
-from sluice import Event, JobCancelled, JobError, JobFailed, QueueFull, ServerUnreachable, SluiceError, UnknownJob
-from sluice.openai import JobRestarted, chunks, error_reply, sse
+from sluice import (
+    Event,
+    JobCancelled,
+    JobError,
+    JobFailed,
+    NoWorker,
+    QueueFull,
+    ServerUnreachable,
+    SluiceError,
+    UnknownJob,
+)
+from sluice.openai import BadRequest, JobRestarted, chunks, error_reply, read_body, sse, wants_usage
 from sluice.wire import parse_event
 
 Said = dict[str, Any]
@@ -272,6 +282,8 @@ REPLIES: list[tuple[SluiceError, int, str, str, str]] = [
     (failed("of a later worker", retryable=True), 500, "server_error", "of a later worker", "true"),
     (JobCancelled("requested"), 499, "invalid_request_error", "cancelled", "false"),
     (UnknownJob("no trace"), 404, "invalid_request_error", "unknown_job", "false"),
+    (BadRequest("no JSON"), 400, "invalid_request_error", "invalid_request", "false"),
+    (NoWorker("m", []), 404, "invalid_request_error", "model_not_found", "false"),
     (ServerUnreachable("no answer"), 503, "server_error", "overloaded", "true"),
     (JobRestarted("starts over"), 500, "server_error", "internal", "true"),
 ]
@@ -285,6 +297,18 @@ def test_an_error_has_openai_s_form_and_a_status(
     assert reply.headers == {"x-should-retry": again}
     read_back = ErrorObject.model_validate(reply.body["error"], strict=True)
     assert (reply.status, read_back.type, read_back.code) == (status, type, code)
+
+
+def test_a_body_without_a_model_is_for_the_default_one() -> None:
+    assert read_body(b'{"a": 1.5}') == read_body(b'{"a": 1.5, "model": null}') == {"a": 1.5, "model": "default"}
+    assert read_body(b'{"model": "tiny"}')["model"] == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"), [({"include_usage": True}, True), ({}, False), (None, False), ([], False)]
+)
+def test_usage_is_wanted_only_by_options_that_ask_for_it(options: Any, wanted: bool) -> None:
+    assert wants_usage({"stream_options": options}) is wanted
 
 
 def test_a_failed_job_says_its_own_sentence() -> None:

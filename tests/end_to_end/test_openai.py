@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import httpx
 import pytest
-from openai import APIError, AsyncOpenAI, BadRequestError
+from openai import APIError, AsyncOpenAI, BadRequestError, NotFoundError
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 from redis.asyncio import Redis
@@ -236,6 +236,37 @@ async def test_usage_comes_with_the_stream_that_asked_for_it(openai: AsyncOpenAI
 async def test_a_stored_result_is_a_chat_completion(worker: WorkerProcess, client: Client, request_: Said) -> None:
     job = await client.submit({**request_, "temperature": 0, "logprobs": True})
     assert_known(ChatCompletion.model_validate(await client.result(job.id, timeout=20), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("body", "said", "param"),
+    [
+        (b"{", "The body is not JSON: ", None),
+        (b"\xff", "The body is not JSON: ", None),
+        (b"[" * 100_000, "The body is not JSON: ", None),
+        (b'{"messages": [], "seed": NaN}', "The body is not JSON: NaN", None),
+        (b'{"messages": [], "seed": 1e999}', "The body is not JSON: ", None),
+        (b"[]", "The body must be a JSON object.", None),
+        (b'{"model": "a/b", "messages": []}', "model: it must be a name that matches", "model"),
+        (b'{"model": 7, "messages": []}', "model: it must be a name that matches", "model"),
+        (b"{}", "messages: ", None),
+        (b'{"messages": 5, "stream": true, "stream_options": []}', "messages: ", None),
+    ],
+)  # fmt: skip
+async def test_a_body_that_is_no_request_is_http_400_in_openai_s_form(
+    backend: str, alive: WorkerProcess, body: bytes, said: str, param: str | None
+) -> None:
+    async with httpx.AsyncClient() as http:
+        answer = await http.post(f"{backend}/chat/completions", content=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert said in error["message"]
+
+
+async def test_a_model_that_nobody_serves_is_http_404(openai: AsyncOpenAI, alive: WorkerProcess) -> None:
+    with pytest.raises(NotFoundError, match="no worker serves 'gpt-4o'; there are workers for default") as refused:
+        await openai.chat.completions.create(model="gpt-4o", messages=COUNT["messages"])
+    assert refused.value.code == "model_not_found"
 
 
 @pytest.mark.parametrize("stream", [False, True])
