@@ -90,13 +90,15 @@ async def _serve(
                 hold=engine.hold,
                 reader=served.reader,
                 check=check,
+                images=sights is not None,
             )
             health.serving({"event loop": worker.pulse, "engine": engine.pulse}, worker.readiness.parts())
             ending.when(worker.hurry, _HURRIED_S, EXIT_HURRIED)
             if await worker.connect():
                 logger.info(
-                    "%s serves %s (%s), %d rows",
+                    "%s serves %s (%s), %d row%s",
                     settings.worker_name, settings.model_name, model.fingerprint, settings.max_rows,
+                    "s" * (settings.max_rows != 1),
                 )  # fmt: skip
                 await _work(worker, batches, ending)
     logger.info("stopped")

@@ -27,7 +27,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog='\b\nExample:\n  sluice chat "What is the capital of Ghana?"',
 )
-for command in (up, worker, check, chat, submit, tail, cancel, workers):
+app.command(context_settings={"allow_extra_args": True})(worker)
+for command in (up, check, chat, submit, tail, cancel, workers):
     app.command()(command)
 app.add_typer(batch, name="batch")
 app.add_typer(dead, name="dead")

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sluice.cli import values
 from sluice.cli.options import AsJson
 from sluice.cli.printed import print_json, print_table, span
 from sluice.cli.trouble import INSTALL_WORKER, Trouble
@@ -21,7 +22,9 @@ def schedule(
         str | None, typer.Option(metavar="CRONTAB", help="SLUICE_BATCH_SCHEDULE: five fields, in UTC.")
     ] = None,
     hours: Annotated[str | None, typer.Option(metavar="FROM-TO", help="SLUICE_BATCH_HOURS: of a day, in UTC.")] = None,
-    runs: Annotated[int, typer.Option("-n", "--runs", min=1, max=100, metavar="N", help="How many to show.")] = 5,
+    runs: Annotated[
+        int, typer.Option("-n", "--runs", parser=values.whole(1, 100), metavar="N", help="How many to show.")
+    ] = 5,
     as_json: AsJson = False,
 ) -> None:
     """Show when the workers will take the inbox in, in UTC and by this machine's clock.

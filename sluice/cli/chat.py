@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
+from sluice.cli import values
 from sluice.cli.conversation import Conversation
-from sluice.cli.follow import ask, exit_code
+from sluice.cli.follow import ask, check_images, exit_code
 from sluice.cli.given import read_image, read_message
 from sluice.cli.options import MODEL, REDIS_URL, AsJson, LaneChoice, Model, RedisUrl
 from sluice.cli.talk import talk
@@ -22,9 +23,15 @@ def chat(
     ] = None,
     image: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Show this; repeatable.")] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system prompt.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(metavar="N", help="The answer's length, at most.")] = None,
-    temperature: Annotated[float | None, typer.Option(metavar="T", help="0 always takes the likeliest token.")] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Draw the same tokens again.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(parser=values.whole(), metavar="N", help="The answer's length, at most.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(parser=values.number(), metavar="T", help="0 always takes the likeliest token.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(parser=values.whole(), metavar="N", help="Draw the same tokens again.")
+    ] = None,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text; repeatable.")] = None,
     lane: LaneChoice = None,
     model: Model = None,
@@ -34,7 +41,7 @@ def chat(
     """Say something to a model and watch its answer come.
 
     The answer goes to stdout; progress, timings and whatever went wrong go to stderr. Ctrl-C cancels the job.
-    In a conversation a pasted text is one message, a backslash at the end of a line goes on with the next, and /help
+    In a conversation a pasted text is one message, a backslash at the end of a line continues on the next, and /help
     lists the commands.
     Exit codes: 0 finished, 1 failed, 3 cancelled, 4 the queue is full and nothing was asked.
 
@@ -47,6 +54,8 @@ def chat(
     conversation = Conversation(system, {name: value for name, value in options.items() if value is not None})
     conversation.images += map(read_image, image or [])
     served = model or MODEL
+    if image:
+        asyncio.run(check_images(redis_url, served))
     if message is None:
         _needs_terminal(as_json)
         talk(redis_url, served, lane, conversation)

@@ -46,6 +46,8 @@ async def submit_job(
         job = await client.submit(request, model=model, lane=lane, id=job_id, wait_worker_s=wait_worker_s)
     except ValueError as error:
         raise Trouble(f"this cannot be queued: {error}.") from None
+    if not job.new:
+        note(f"{job.id} was submitted before, so this request was not queued. Use another id to run it.", "yellow")
     if job.state == "queued":
         await mention_missing_worker(client, model)
     return job
@@ -61,6 +63,27 @@ async def mention_missing_worker(client: Client, model: str, *, waits: str = "th
     others = f" ({close}--model names another: {describe_served(missing.served)})" if served else ""
     note(f"no worker serves {model!r} right now{others}; {waits} in the queue. {start_worker(model)}", style="yellow")
     return False
+
+
+async def check_images(url: str, model: str) -> None:
+    """Refuse images that no worker of the model takes. A model without a worker may take them later."""
+    async with connected(url) as client:
+        takes = {worker.get("images", "yes") for worker in await client.workers() if worker.get("model") == model}
+    if takes == {"no"}:
+        raise Trouble(f"{model} takes no images. Choose a vision model with --model, or ask without the image.")
+
+
+async def mention_waiting(client: Client, job_id: str) -> None:
+    """Say what a job waits for if nobody serves its model."""
+    model = await client.waits_for(job_id)
+    if model is None or model in {worker.get("model") for worker in await client.workers()}:
+        return
+    name = "" if model == "default" else f" --name {model}"
+    note(
+        f"{job_id} waits for a worker that serves {model!r}, and there is none. Start one: sluice worker --model "
+        f"FOLDER_OR_HUB_ID{name}; or end the job: sluice cancel {job_id}",
+        style="yellow",
+    )
 
 
 async def follow(client: Client, job_id: str, show: Show, *, after: int = -1, unknown_s: float = 10.0) -> Event:

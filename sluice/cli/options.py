@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from sluice.cli import values
 from sluice.wire import Lane
 
 RedisUrl = Annotated[
@@ -19,6 +20,8 @@ LaneChoice = Annotated[
     Lane | None,
     typer.Option(
         "--lane",
+        parser=values.lane,
+        metavar="[interactive|batch]",
         help="Offline work goes into `batch`, behind the interactive.  [default: interactive, or batch for a request "
         "whose service_tier is flex]",
     ),

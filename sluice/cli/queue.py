@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from sluice.cli import values
 from sluice.cli.options import REDIS_URL, AsJson, RedisUrl
 from sluice.cli.printed import print_json, print_table, span
 from sluice.cli.trouble import Trouble, connected
@@ -14,6 +15,7 @@ from sluice.cli.view import note, notes
 from sluice.client import Client
 from sluice.queues import Queue
 from sluice.wire import Lane
+from sluice.wording import counted
 
 queue = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -56,7 +58,12 @@ def list_queues(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> Non
 @queue.command()
 def purge(
     model: Annotated[str, typer.Argument(help="The model whose jobs are to be cancelled.", metavar="MODEL")],
-    lane: Annotated[Lane | None, typer.Option("--lane", help="One lane alone.  [default: both]")] = None,
+    lane: Annotated[
+        Lane | None,
+        typer.Option(
+            "--lane", parser=values.lane, metavar="[interactive|batch]", help="One lane alone.  [default: both]"
+        ),
+    ] = None,
     older_than: Annotated[
         str | None, typer.Option(metavar="AGE", help="Only jobs that were queued so long ago: 90s, 15m, 2h, 3d.")
     ] = None,
@@ -73,7 +80,7 @@ def purge(
       sluice queue purge default --lane batch --older-than 2h --yes
     """
     ended = asyncio.run(_purge(redis_url, model, lane, _seconds(older_than), yes=yes))
-    note(f"{ended:,} jobs cancelled")
+    note(f"{counted(ended, 'job')} cancelled")
 
 
 def print_queues(found: list[Queue]) -> None:
@@ -89,7 +96,8 @@ def note_unserved(found: list[Queue]) -> None:
     for model in dict.fromkeys(each.model for each in found if not each.served):
         waiting = sum(each.jobs for each in found if each.model == model)
         note(
-            f"{waiting:,} jobs wait for {model!r}, and no worker serves it. Start one, or cancel them: "
+            f"no worker serves {model!r}, for which {counted(waiting, 'job')} {'waits' if waiting == 1 else 'wait'}. "
+            "Start one, or cancel what waits: "
             f"sluice queue purge {model}",
             style="yellow",
         )
@@ -121,9 +129,9 @@ async def _purge(url: str, model: str, lane: Lane | None, older_than_s: float, *
 
 
 def _confirm(found: list[Queue], older_than_s: float) -> None:
-    lanes = " and ".join(f"{each.jobs:,} {each.lane}" for each in found)
+    lanes = " and ".join(counted(each.jobs, f"{each.lane} job") for each in found)
     age = f", if older than {span(older_than_s)}" if older_than_s else ""
-    question = f"Cancel what waits of the {lanes} jobs of {found[0].model!r}{age}?"
+    question = f"Cancel what waits of {lanes} for {found[0].model!r}{age}?"
     try:
         agreed = typer.confirm(question, err=True)
     except typer.Abort:  # no terminal, or Ctrl-C

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sluice.cli import values
 from sluice.cli.follow import EXIT_CODES, submit_job
 from sluice.cli.given import read_message, read_request
 from sluice.cli.options import MODEL, REDIS_URL, AsJson, LaneChoice, Model, RedisUrl
@@ -29,14 +30,16 @@ def submit(
     ] = None,
     id: Annotated[
         str | None,
-        typer.Option(metavar="ID", help="Of the job; submitted twice, it is queued once.  [default: a new one]"),
+        typer.Option(
+            metavar="ID", help="The job's id; an id is queued once, whatever the request.  [default: a new one]"
+        ),
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Stay for the result, and print it as JSON.")] = False,
     wait_worker: Annotated[
         float | None,
         typer.Option(
+            parser=values.number(0),
             metavar="SECONDS",
-            min=0,
             help="Queue nothing unless a worker serves the model within so many seconds; 0 does not wait.  "
             "[default: queue it anyway]",
         ),
@@ -48,9 +51,9 @@ def submit(
 ) -> None:
     """Queue a job, and print its id.
 
-    With --json, {"id", "new", "state", "served"}; `new` is false if there was a job of that id already, `served` if no
-    worker serves the model. With --wait, the result instead, and the exit codes are those of `sluice chat`. Exit code
-    4: the queue is full, and nothing was queued.
+    With --json, {"id", "new", "state", "served"}; `new` is false if there was a job of that id already: then nothing is
+    queued. `served` is false if no worker serves the model. With --wait, the result instead, and the exit codes are
+    those of `sluice chat`. Exit code 4: the queue is full, and nothing was queued.
 
     \b
     Examples:
@@ -92,8 +95,7 @@ def _print_submitted(job: Submitted, *, as_json: bool) -> None:
         print_json(asdict(job))
         return
     print(job.id)
-    known = "" if job.new else "; the id was known, and nothing was queued"
-    note(f"{job.state}{known}. Watch it: sluice tail {job.id}")
+    note(f"{job.state}. Watch it: sluice tail {job.id}")
 
 
 async def _print_result(client: Client, job_id: str, *, indent: int | None) -> int:

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from sluice.cli.follow import exit_code, follow
+from sluice.cli import values
+from sluice.cli.follow import exit_code, follow, mention_waiting
 from sluice.cli.options import REDIS_URL, AsJson, RedisUrl
 from sluice.cli.trouble import check_job_id, connected
 from sluice.cli.view import Show, showing
@@ -17,7 +18,9 @@ _UNKNOWN_S = 1.0  # whoever has an id has it from a submit that is over
 
 def tail(
     id: Annotated[str, typer.Argument(help="The job's id, as `sluice submit` printed it.", metavar="ID")],
-    after: Annotated[int, typer.Option(metavar="SEQ", help="Show the events after this `seq` only.")] = -1,
+    after: Annotated[
+        int, typer.Option(parser=values.whole(), metavar="SEQ", help="Show the events after this `seq` only.")
+    ] = -1,
     redis_url: RedisUrl = REDIS_URL,
     as_json: AsJson = False,
 ) -> None:
@@ -36,5 +39,6 @@ def tail(
 
 async def _tail(url: str, job_id: str, shown: AbstractContextManager[Show], after: int) -> Event:
     async with connected(url) as client:
+        await mention_waiting(client, job_id)
         with shown as show:
             return await follow(client, job_id, show, after=after, unknown_s=_UNKNOWN_S)

@@ -3,7 +3,7 @@
 import asyncio
 
 from sluice.cli.conversation import Conversation
-from sluice.cli.follow import ask, mention_missing_worker
+from sluice.cli.follow import ask, check_images, mention_missing_worker
 from sluice.cli.given import read_image
 from sluice.cli.trouble import Trouble, connected
 from sluice.cli.typed import read_typed
@@ -35,16 +35,14 @@ def talk(url: str, model: str, lane: Lane | None, conversation: Conversation) ->
             case ["/help"]:
                 _help()
             case ["/reset"]:
-                conversation.turns.clear()
-                conversation.images.clear()
-                note("the conversation starts over")
+                _reset(conversation)
             case ["/image", path]:
-                _show(conversation, path)
+                _show(url, model, conversation, path)
             case ["/system", *text]:
                 conversation.system = " ".join(text)
                 note("the system prompt is set" if text else "there is no system prompt now")
-            case [word, *_] if word.startswith("/"):
-                note(f"there is no {word}; the commands are {', '.join(_COMMANDS)}")
+            case [word, *rest] if word.startswith("/"):
+                note(_misused(word, rest))
             case _:
                 _turn(url, model, lane, conversation, message)
 
@@ -59,9 +57,27 @@ def _help() -> None:
         note(f"  {name:<13} {meaning}")
 
 
-def _show(conversation: Conversation, path: str) -> None:
+def _misused(word: str, rest: list[str]) -> str:
+    """Say how a command is written, or which ones there are."""
+    usage = next((usage for usage in _COMMANDS if usage.split()[0] == word), None)
+    if usage is None:
+        return f"there is no {word}; the commands are {', '.join(_COMMANDS)}"
+    if not rest:
+        return f"{word} needs a {usage.split()[1].lower()}: {usage}"
+    return f"{word} takes nothing after it: write {word} alone"
+
+
+def _reset(conversation: Conversation) -> None:
+    conversation.turns.clear()
+    conversation.images.clear()
+    note("the conversation starts over")
+
+
+def _show(url: str, model: str, conversation: Conversation, path: str) -> None:
     try:
-        conversation.images.append(read_image(path))
+        image = read_image(path)
+        asyncio.run(check_images(url, model))
+        conversation.images.append(image)
         note(f"{path} is shown with your next message")
     except Trouble as trouble:
         note(str(trouble), style="red")
@@ -71,7 +87,7 @@ async def _greet(url: str, model: str) -> None:
     """Tell at once, not after the first question, that there is no server, or nobody who answers."""
     async with connected(url) as client:
         if await mention_missing_worker(client, model, waits="what you say waits"):
-            note(f"{model} listens. Ctrl-C stops an answer, Ctrl-D ends, /help tells the rest.")
+            note(f"connected to {model}. Ctrl-C stops an answer, Ctrl-D ends, /help lists the commands.")
 
 
 def _turn(url: str, model: str, lane: Lane | None, conversation: Conversation, message: str) -> None:

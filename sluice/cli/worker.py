@@ -4,10 +4,12 @@ from typing import Annotated
 
 import typer
 
+from sluice.cli import values
 from sluice.cli.trouble import INSTALL_WORKER, Trouble
 
 
 def worker(
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Option(metavar="FOLDER_OR_HUB_ID", help="SLUICE_MODEL: what mlx_lm.load opens.")
     ] = None,
@@ -17,7 +19,9 @@ def worker(
     redis_url: Annotated[
         str | None, typer.Option(metavar="URL", help="SLUICE_REDIS_URL: the server that holds the queue.")
     ] = None,
-    max_rows: Annotated[int | None, typer.Option(metavar="N", help="SLUICE_MAX_ROWS: jobs at once.")] = None,
+    max_rows: Annotated[
+        int | None, typer.Option(parser=values.whole(), metavar="N", help="SLUICE_MAX_ROWS: jobs at once.")
+    ] = None,
 ) -> None:
     """Serve one model until Ctrl-C or SIGTERM.
 
@@ -28,8 +32,17 @@ def worker(
     Example:
       sluice worker --model mlx-community/Qwen3-4B-4bit --max-rows 8
     """
+    if context.args:
+        raise Trouble(_surplus(context.args, model))
     flags = {"model": model, "model_name": name, "redis_url": redis_url, "max_rows": max_rows}
     _serve({name: value for name, value in flags.items() if value is not None})
+
+
+def _surplus(args: list[str], model: str | None) -> str:
+    """Say what is wrong with arguments that belong to no option."""
+    if model is None and not args[0].startswith("-"):
+        return f"{args[0]}: a model is named by an option. Write: sluice worker --model {args[0]}"
+    return f"{' '.join(args)}: unknown argument. See: sluice worker --help"
 
 
 def _serve(given: dict[str, object]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import redis
 
-from scripts.stack import ROOT, TINY_CHAT, free_port
+from scripts.stack import ROOT, TINY_CHAT, WorkerProcess, free_port
 
 pytestmark = pytest.mark.usefixtures("worker")
 
@@ -206,20 +206,47 @@ def test_conversation_remembers_resets_and_obeys_a_system_prompt(talk: Terminal)
     assert talk.process.wait(_TIMEOUT_S) == 0
 
 
-def test_an_image_goes_along_with_the_next_message_and_with_those_after_it(
-    sluice: Command, talk: Terminal, tmp_path: Path
+def test_an_image_for_a_model_that_takes_none_is_refused_at_once(
+    sluice: Command, alive: WorkerProcess, talk: Terminal, tmp_path: Path
 ) -> None:
-    """The tiny model sees nothing, so it says so; what was not answered is not sent again."""
     (tmp_path / "cat.png").write_bytes(b"\x89PNG, nearly")
     for said, answer in [
         ("/image dog.png", "cannot read dog.png: No such file"),
         ("/image notes.txt", "does not look like an image"),
-        ("/image cat.png", "is shown with your next message"),
-        ("What is this?", "This model takes text only"),
+        ("/image cat.png", "default takes no images. Choose a vision model with --model"),
         ("Count to 3.", "1 2 3"),
     ]:
         talk.type(said + "\r")
-        assert answer in talk.until("\n> ")
+        assert answer in " ".join(talk.until("\n> ").split())
+    code, out, err = sluice("chat", "What is this?", "--image", "cat.png")
+    assert (code, out, err.startswith("sluice: default takes no images.")) == (2, "", True)
+
+
+def test_an_image_goes_along_with_the_next_message(sluice: Command, redis_url: str, tmp_path: Path) -> None:
+    """A model that nobody serves yet may take images."""
+    (tmp_path / "cat.png").write_bytes(b"meow")
+    terminal = Terminal(redis_url, tmp_path, "chat", "--model", "nobody")
+    terminal.until("> ")
+    terminal.type("/image cat.png\r")
+    assert "is shown with your next message" in terminal.until("\n> ")
+    terminal.type("What is this?\r")
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(b'meow').decode()}"}}
+    sluice.wait_for_request("nobody", [image, {"type": "text", "text": "What is this?"}])
+    terminal.close()
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("/image", "/image needs a file: /image FILE"),
+        ("/help me", "/help takes nothing after it: write /help alone"),
+        ("/quit now", "/quit takes nothing after it"),
+        ("/imagine", "there is no /imagine; the commands are"),
+    ],
+)
+def test_a_command_that_is_written_wrong_is_told_how_to_write_it(talk: Terminal, typed: str, said: str) -> None:
+    talk.type(f"{typed}\r")
+    assert said in " ".join(talk.until("\n> ").split())
 
 
 def test_an_image_is_sent_as_what_its_name_says(sluice: Command, tmp_path: Path) -> None:
@@ -257,6 +284,13 @@ def test_submit_prints_the_id_alone_and_queues_it_once(sluice: Command) -> None:
     assert (again[0], json.loads(again[1])) == (0, {"id": "a-1", "new": False, "state": "queued", "served": False})
 
 
+@pytest.mark.parametrize("how", [(), ("--wait",), ("--json",)])
+def test_a_known_id_with_another_request_is_told_that_it_is_not_queued(sluice: Command, how: tuple[str, ...]) -> None:
+    sluice("submit", "Count to 3.", "--id", "a-3", "--wait")
+    code, _, err = sluice("submit", "Count to 9.", "--id", "a-3", *how)
+    assert (code, "a-3 was submitted before, so this request was not queued. Use another id" in err) == (0, True)
+
+
 def test_submit_that_waits_prints_the_result(sluice: Command) -> None:
     code, out, _ = sluice("submit", "Count to 3.", "--wait", "--json", "--id", "a-2", "--lane", "batch")
     assert (code, json.loads(out)) == (0, json.loads(str(sluice.db.get("sluice:result:a-2"))))
@@ -277,6 +311,14 @@ def test_tail_shows_a_job_from_its_first_event_on(sluice: Command) -> None:
     sluice("submit", "Count to 5.", "--id", "b-1")
     code, out, err = sluice("tail", "b-1")
     assert (code, out, "answers as default" in err) == (0, "1 2 3 4 5\n", True)
+
+
+def test_tail_says_what_a_job_waits_for_that_nobody_serves(sluice: Command, alive: WorkerProcess) -> None:
+    sluice("submit", "Count to 5.", "--id", "b-3", "--model", "nobody")
+    with sluice.running("tail", "b-3", "--json") as tail:
+        said = first_line(tail)
+    assert said.startswith("b-3 waits for a worker that serves 'nobody', and there is none. Start one: sluice worker")
+    assert said.endswith("--name nobody; or end the job: sluice cancel b-3\n")
 
 
 def test_tail_after_a_seq_shows_only_what_follows(sluice: Command) -> None:
@@ -321,6 +363,8 @@ def test_worker_that_cannot_start_says_why_and_exits_with_2(sluice: Command) -> 
         (("chat", "Hello!", "--model", "a/b"), "", "a model name must match"),
         (("tail", "nope"), "", "Check the id"),
         (("tail", "no pe"), "", "a job id must match"),
+        (("worker", "models/x"), "", "models/x: a model is named by an option. Write: sluice worker --model models/x"),
+        (("worker", "--model", "a", "b"), "", "b: unknown argument. See: sluice worker --help"),
         (("submit",), "", "either a message or --file"),
         (("submit", "--file", "nope.json"), "", "cannot read nope.json: No such file"),
         (("submit", "--file", "-"), '{"messages": [}', "stdin is not JSON: Expecting value: line 1 column 15"),
@@ -333,6 +377,23 @@ def test_mistake_is_told_in_one_sentence_with_exit_code_2(
 ) -> None:
     code, out, err = sluice(*args, stdin=stdin)
     assert (code, out, said in err, len(err.splitlines())) == (2, "", True, 1), err
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("chat", "Hello!", "--lane", "gold"), "'--lane': it must be interactive or batch, not 'gold'."),
+        (("queue", "purge", "x", "--lane", "gold"), "'--lane': it must be interactive or batch, not 'gold'."),
+        (("chat", "Hello!", "--max-tokens", "many"), "'--max-tokens': it must be a whole number, not 'many'."),
+        (("chat", "Hello!", "--temperature", "x"), "'--temperature': it must be a number, not 'x'."),
+        (("submit", "Hello!", "--wait-worker", "-1"), "'--wait-worker': it must be at least 0, not -1.0."),
+        (("batch", "run", "in", "-o", "out", "--window", "0"), "'--window': it must be at least 1, not 0."),
+        (("batch", "schedule", "-n", "101"), "'-n' / '--runs': it must be at most 100, not 101."),
+    ],
+)
+def test_a_bad_value_of_an_option_is_told_in_our_words(sluice: Command, args: tuple[str, ...], said: str) -> None:
+    code, out, err = sluice(*args)
+    assert (code, out, last_line(err)) == (2, "", f"Error: Invalid value for {said}")
 
 
 def test_missing_server_is_named_without_its_password(sluice: Command) -> None:

@@ -27,7 +27,7 @@ def test_every_queue_with_jobs_is_listed_and_those_that_nobody_serves_are_marked
     said = [json.loads(line) for line in sluice("queue", "list", "--json")[1].splitlines()]
     assert [(each["model"], each["jobs"], each["workers"]) for each in said] == [("default", 1, 1), ("mispelt", 3, 0)]
     _, _, err = sluice("workers")
-    assert err.startswith("3 jobs wait for 'mispelt', and no worker serves it.")
+    assert err.startswith("no worker serves 'mispelt', for which 3 jobs wait.")
 
 
 def test_a_server_without_jobs_is_a_sentence(sluice: Command) -> None:
@@ -61,6 +61,16 @@ def test_a_purge_ends_each_job_of_the_lane_that_is_old_enough(sluice: Command) -
 def test_an_age_that_is_none_is_a_sentence(sluice: Command, age: str) -> None:
     code, _, err = sluice("queue", "purge", "nobody", "--older-than", age, "--yes")
     assert (code, "one looks like 90s" in err) == (2, True)
+
+
+def test_one_job_is_no_jobs(sluice: Command, alive: WorkerProcess) -> None:
+    sluice("submit", "Hello!", "--model", "nobody")
+    said = [
+        sluice(*args)[2] for args in (("workers",), ("queue", "purge", "nobody"), ("queue", "purge", "nobody", "-y"))
+    ]
+    assert "no worker serves 'nobody', for which 1 job waits." in said[0]
+    assert "Cancel what waits of 1 interactive job for 'nobody'?" in said[1]
+    assert said[2] == "1 job cancelled\n"
 
 
 def test_a_purge_of_a_model_without_jobs_is_no_failure(sluice: Command) -> None:

@@ -62,7 +62,7 @@ def test_nobody_is_greeted_for_and_the_way_out_is_told(talk: Terminal) -> None:
     greeting = talk.until("> ")
     assert "no worker serves 'nobody'" in greeting
     assert "sluice worker --model FOLDER_OR_HUB_ID --name nobody" in " ".join(greeting.split())
-    assert "listens" not in greeting
+    assert "connected to" not in greeting
 
 
 def test_help_names_every_command_and_the_keys(talk: Terminal) -> None:

@@ -23,7 +23,8 @@ _SAID = re.compile(rb"[\d.]+ [\d.]+ (\d+) (\d+) (\d+)")  # until when, and the j
 
 
 class Presence:
-    def __init__(self, redis: Redis, settings: Settings, clock: ServerClock) -> None:
+    def __init__(self, redis: Redis, settings: Settings, clock: ServerClock, *, images: bool) -> None:
+        """`images`: whether the model takes images."""
         self._clock, self._settings = clock, settings
         self._redis, self._key = redis, keys.worker(settings.worker_name)
         self._name, self._queue_limit = settings.worker_name, settings.queue_limit
@@ -36,6 +37,7 @@ class Presence:
             "model": settings.model_name,
             "max_rows": settings.max_rows,
             "queue_limit": settings.queue_limit,
+            "images": "yes" if images else "no",
             "version": __version__,
             "started_at": round(time.time(), 3),
         }

@@ -63,9 +63,11 @@ class QueueWorker(Worker):
         hold: Callable[[bool], None] = lambda on: None,
         reader: Reader | None = None,
         check: ServerCheck | None = None,
+        images: bool = False,
     ) -> None:
         """`crons` are no jobs: they run beside the rows, and nobody can queue one.
-        `pulses`: more threads to watch beside the event loop. `hold`: see `Publisher`."""
+        `pulses`: more threads to watch beside the event loop. `hold`: see `Publisher`. `images`: whether the
+        model takes images."""
         model = settings.model_name
         super().__init__(
             functions,
@@ -85,7 +87,7 @@ class QueueWorker(Worker):
         self.publisher = Publisher(redis, self.clock, settings, hold)
         self._metrics, self._reader = metrics, reader or Reader()
         self.endings = Endings(self.publisher, self.claims, model, metrics)
-        self.presence = Presence(redis, settings, self.clock)
+        self.presence = Presence(redis, settings, self.clock, images=images)
         self.listener = Listener(
             redis,
             model,
