@@ -69,7 +69,8 @@ def show(id: Id, redis_url: RedisUrl = REDIS_URL) -> None:
     """
     letter = asyncio.run(_find(redis_url, id))
     parked = datetime.fromtimestamp(letter.parked_at).astimezone()
-    note(f"parked {_ago(letter)} ({parked:%Y-%m-%d %H:%M:%S %Z}) after {letter.crashes} crashes")
+    crashes = "1 crash" if letter.crashes == 1 else f"{letter.crashes} crashes"
+    note(f"parked {_ago(letter)} ({parked:%Y-%m-%d %H:%M:%S %Z}) after {crashes}")
     note(f"model {letter.model}, lane {letter.lane}")
     note(f"{letter.error.get('type')}: {letter.error.get('message')}", style="red")
     try:

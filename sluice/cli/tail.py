@@ -26,7 +26,7 @@ def tail(
 ) -> None:
     """Follow a job to its end, from its first event on.
 
-    The job does not notice: Ctrl-C ends the watching alone. Exit codes: 0 finished, 1 failed, 3 cancelled.
+    Ctrl-C ends the watching and leaves the job alone. Exit codes: 0 finished, 1 failed, 3 cancelled.
 
     \b
     Example:

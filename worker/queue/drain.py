@@ -35,7 +35,7 @@ async def drain(jobs: Callable[[], Collection[Job]], grace_s: float, hurry: asyn
         job.interrupt(HandBack())
     await asyncio.wait([asyncio.create_task(_all_ended(jobs))], timeout=_LAST_WRITES_S)
     if left := jobs():
-        logger.error("%d jobs could not be handed back; others take them when the lease is out", len(left))
+        logger.error("jobs that could not be handed back: %d; others take them when the lease is out", len(left))
 
 
 async def _all_ended(jobs: Callable[[], Collection[Job]]) -> None:
