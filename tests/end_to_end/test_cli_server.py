@@ -73,7 +73,10 @@ def test_a_database_that_the_server_does_not_have_is_told(sluice: Command, open_
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("redis://127.0.0.1:{port}/0", "no server answers at redis://127.0.0.1:{port}/0: nothing listens there. Start"),
+        (
+            "redis://127.0.0.1:{port}/0",
+            "no server answers at redis://127.0.0.1:{port}/0: nothing listens there. `sluice up",
+        ),
         ("unix:///nowhere/redis.sock", "no server answers at unix:///nowhere/redis.sock: there is no such socket."),
         ("redis://nowhere.invalid:{port}", "no server answers at redis://nowhere.invalid:{port}: its host name is not"),
     ],
