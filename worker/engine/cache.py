@@ -1,4 +1,4 @@
-"""Cache layers, and which of them can share a batch."""
+"""Walk the layers of a cache, and tell which of them can share a batch."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -7,7 +7,7 @@ from worker.engine.upstream import CacheList
 
 
 def layers(cache: Iterable[Any]) -> Iterator[Any]:
-    """The layers, those inside of nested lists too."""
+    """Yield the layers of a cache in order; those inside nested lists (`CacheList`) take the place of the list."""
     for layer in cache:
         if isinstance(layer, CacheList):
             yield from layers(layer.caches)
@@ -16,5 +16,6 @@ def layers(cache: Iterable[Any]) -> Iterator[Any]:
 
 
 def cannot_batch(cache: Iterable[Any]) -> list[str]:
-    """The kinds of layer that cannot be merged into a shared batch. What a layer can do decides, not its class."""
+    """Return the class names of the layers that cannot be merged into a shared batch, sorted. Decided by what a layer
+    can do, not by its class."""
     return sorted({type(layer).__name__ for layer in layers(cache) if not hasattr(layer, "merge")})

@@ -1,4 +1,4 @@
-"""What is kept for those who come later: prefixes, those of a draft model, and the features of images."""
+"""Caches kept across requests: prefixes of the model, prefixes of a draft model, and features of images."""
 
 from collections.abc import Iterable
 
@@ -9,14 +9,16 @@ from worker.engine.row import Row
 from worker.engine.scoring import Draft
 from worker.schedule.sequence import Sequence
 
-# Of all bytes, one part in so many.
+# Each takes 1 / share of all bytes.
 _DRAFT_SHARE = 4
 _FEATURES_SHARE = 4
 
 
 class Caches:
+    """Owner of all caches that outlive a request, and of how they divide the bytes. For the engine's thread."""
+
     def __init__(self, model: Model, most: int) -> None:
-        """`most`: bytes, for all of them."""
+        """`most`: bytes for all caches together. A draft model and a vision model each get a share of them."""
         draft_bytes = most // _DRAFT_SHARE if model.draft else 0
         features_bytes = most // _FEATURES_SHARE if model.vision else 0
         self.prefix = PrefixCache(model.network, most - draft_bytes - features_bytes) if most > 0 else None
@@ -27,15 +29,16 @@ class Caches:
 
     @property
     def nbytes(self) -> int:
+        """Bytes that all caches hold now."""
         return sum(cache.nbytes for cache in self._all)
 
     @property
     def evicted(self) -> int:
-        """Runs, states and images that made room so far."""
+        """Number of KV segments, state snapshots and images evicted so far."""
         return sum(cache.evicted for cache in self._all)
 
     def use(self, coming: Iterable[Sequence]) -> None:
-        """What these begin with goes last, and so do their images."""
+        """Mark the prefixes and images of these requests as most recently used, so that they are evicted last."""
         for sequence in coming:
             if self.prefix:
                 self.prefix.use(sequence.space, sequence.keys(sequence.known))
@@ -44,13 +47,14 @@ class Caches:
                     self.features.find(sequence.space, picture.digest)
 
     def make_room(self, spare: int) -> None:
-        """So many bytes are there: what the draft's prefixes and images take is not there for the model's prefixes."""
+        """Limit all caches together to `spare` bytes, and evict what exceeds it. Image features come first, then the
+        draft's prefixes; the model's prefixes get what is left."""
         for cache in reversed(self._all):
             cache.make_room(spare)
             spare -= cache.nbytes
 
     def forget_unsound(self, row: Row) -> None:
-        """Whatever gave it no numbers."""
+        """Drop the cached prefixes and image features of this row that are not finite. Blocks."""
         if self.prefix:
             self.prefix.forget_unsound(row.sequence.space, row.fed())
         if self.features:

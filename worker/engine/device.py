@@ -1,4 +1,4 @@
-"""What the device offers: all that differs between Metal, CUDA and a CPU."""
+"""Properties of the device: the only module that distinguishes Metal, CUDA and CPU."""
 
 import io
 import os
@@ -9,9 +9,9 @@ import mlx.core as mx
 
 
 def memory_limit() -> int:
-    """Bytes that MLX may use; what others use of them now is not taken off."""
+    """Return the bytes that MLX may use. What other processes use at the moment is not subtracted."""
     info = mx.device_info()
-    # Metal says how much may stay on the GPU without hurting the rest, CUDA what the card has, a CPU nothing.
+    # Metal reports how much may stay on the GPU without slowing the system, CUDA the card's memory, a CPU nothing.
     for name in ("max_recommended_working_set_size", "total_memory"):
         if name in info:
             return int(info[name])
@@ -19,14 +19,16 @@ def memory_limit() -> int:
 
 
 def memory_for_model(wanted_gb: float | None, headroom_gb: float) -> int:
-    """Bytes: the wish, as far as the device offers so much, less the headroom."""
+    """Return the bytes for the model and its caches: `wanted_gb`, at most what the device offers, minus the headroom. A
+    GB is 1e9 bytes."""
     offered = memory_limit()
     wanted = offered if wanted_gb is None else min(offered, int(wanted_gb * 1e9))
     return max(0, wanted - int(headroom_gb * 1e9))
 
 
 def control_group_limits(root: Path = Path("/")) -> Iterator[int]:
-    """What Linux lets a container or a service have: the limits of its group, and of those around it."""
+    """Yield the memory limits in bytes that Linux sets for this process: those of its control group and of its parents.
+    Empty on other systems."""
     membership = root / "proc/self/cgroup"
     for line in membership.read_text().splitlines() if membership.is_file() else ():
         _, controllers, path = line.split(":", 2)
@@ -34,7 +36,7 @@ def control_group_limits(root: Path = Path("/")) -> Iterator[int]:
             continue
         mounted = root / "sys/fs/cgroup" / controllers
         group = mounted / path.lstrip("/")
-        # Within a container the path may be the host's name for it; then only the outermost is there.
+        # Inside a container the path may be the host's; then only the root group exists.
         for folder in (group, *group.parents):
             for file in (folder / "memory.max", folder / "memory.limit_in_bytes"):
                 if folder.is_relative_to(mounted) and file.is_file() and (text := file.read_text().strip()) != "max":
@@ -42,14 +44,16 @@ def control_group_limits(root: Path = Path("/")) -> Iterator[int]:
 
 
 def describe() -> str:
+    """Return the device's name for people."""
     return str(mx.device_info().get("device_name", "this machine"))
 
 
 def fused_attention(
     queries: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...], dtype: mx.Dtype, *, sinks: bool
 ) -> bool:
-    """Whether attention over arrays of these shapes, with a mask, runs without holding all scores at once. MLX decides
-    that when it builds the graph, and there we look."""
+    """Return True if masked attention over arrays of these shapes runs without materializing all scores. Read from the
+    lazy graph, because MLX decides when it builds it; nothing is computed. `queries`, `keys`, `values`: (rows, heads,
+    tokens, head_dim)."""
     q, k, v = (mx.zeros(shape, dtype) for shape in (queries, keys, values))
     mask, sunk = mx.zeros((queries[2], keys[2]), mx.bool_), mx.zeros(queries[1], dtype) if sinks else None
     graph = io.StringIO()

@@ -1,7 +1,8 @@
-"""What is kept of a row's cache: its keys and values by token, and all other layers whole.
+"""Copies of one row's cache that outlive the row: KV segments by token, and snapshots of all other layers.
 
-run, state = taken(cache, 0, 0, 512), whole(cache, 0)  # of the row at place 0, alone or among others
-cache = restored(make_prompt_cache(network), [run], iter(state.layers), 512, room=1024)
+segment = copy_segment(cache, 0, 0, 512)  # tokens 0 to 511 of row 0, alone or in a batch
+state = snapshot_state(cache, 0)
+cache = restore_cache(make_prompt_cache(network), [segment], iter(state.layers), 512, room=1024)
 """
 
 import copy
@@ -20,15 +21,17 @@ from worker.engine.upstream import ArraysCache, CacheList, KVCache, RotatingKVCa
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Keys and values of some tokens, layer by layer, each (1, heads, tokens, width). It owns its memory."""
+    """Keys and values of consecutive tokens, layer by layer, each (1, heads, tokens, head_dim). Owns its memory."""
 
     buffers: tuple[mx.array, ...]
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self.buffers)
 
     def split(self, at: int) -> "tuple[Run, Run]":
+        """Return copies of the first `at` tokens and of the rest. Blocks until both are computed."""
         return _owned(buffer[:, :, :at] for buffer in self.buffers), _owned(b[:, :, at:] for b in self.buffers)
 
 
@@ -40,20 +43,23 @@ def _owned(buffers: Iterable[mx.array]) -> Run:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The layers that are kept whole, as upstream's caches of one row. It owns its memory."""
+    """The layers that cannot be sliced by token, as mlx-lm caches of one row. Owns its memory."""
 
     layers: tuple[Any, ...]
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all layers."""
         return sum(layer.nbytes for layer in self.layers)
 
     @property
     def shortens(self) -> bool:
+        """True if every layer can drop its last tokens (mlx-lm calls it trimmable)."""
         return all(layer.is_trimmable() for layer in self.layers)
 
     def before(self, tokens: int) -> Iterator[Any]:
-        """The layers as they were so many tokens ago. They share memory with the state until they are written."""
+        """Yield the layers as they were `tokens` tokens ago. They share memory with the snapshot until they are
+        written. Requires `trimmable` unless `tokens` is 0."""
         for layer in copy.deepcopy(self.layers):
             if tokens:
                 layer.trim(tokens)
@@ -61,34 +67,38 @@ class State:
 
 
 def by_token(layer: Any) -> bool:
-    """Whether any part of its tokens can be had. A subclass may keep less than all of them."""
+    """Return True if the layer holds every token's keys and values, so that any range can be copied. Compares exact
+    classes, since a subclass may keep fewer tokens."""
     return type(layer) in (KVCache, SlotKVCache)
 
 
 def needs_states(network: nn.Module) -> bool:
-    """Whether there are layers of which no part can be had."""
+    """Return True if some layers of this network cannot be sliced by token, so that a prefix also needs a state
+    snapshot."""
     return not all(map(by_token, layers(make_prompt_cache(network))))
 
 
 def token_bytes(cache: Sequence[Any]) -> int:
-    """Of a run, for each token."""
+    """Return the bytes that one token takes in a KV segment. The cache has at least one token."""
     buffers = [buffer for layer in layers(cache) if by_token(layer) for buffer in layer.state[:2]]
     return sum(b.shape[1] * b.shape[3] * b.dtype.size for b in buffers if b is not None)
 
 
 def taken(cache: Sequence[Any], place: int, start: int, end: int) -> Run:
+    """Copy tokens `start` to `end` (exclusive) of row `place`. Blocks until the copy is computed."""
     leaves = [layer for layer in layers(cache) if by_token(layer)]
     return _owned(_part(buffer, place, start, end) for leaf in leaves for buffer in (leaf.keys, leaf.values))
 
 
 def _part(buffer: mx.array | None, place: int, start: int, end: int) -> mx.array:
-    if buffer is None:  # a layer that the model never calls
+    if buffer is None:  # a layer that the model never calls has no buffers
         return mx.zeros((1, 1, end - start, 0))
     return buffer[place : place + 1, :, start:end]
 
 
 def whole(cache: Sequence[Any], place: int) -> State:
-    """Lazy: `nbytes` is known before it is computed, and it may be thrown away."""
+    """Return a snapshot of the layers of row `place` that cannot be sliced by token. Lazy: `nbytes` is known before
+    anything is computed, so it can be dropped at no cost."""
     return State(tuple(_alone(layer, place) for layer in layers(cache) if not by_token(layer)))
 
 
@@ -97,7 +107,7 @@ def _alone(layer: Any, place: int) -> Any:
         return layer.extract(place)
     kept = copy.deepcopy(layer)
     if isinstance(kept, RotatingKVCache) and kept.keys is not None:
-        # A chunk stretches the buffers, and what has left the window is not needed.
+        # A prompt chunk stretches the buffers beyond the window; only the window is needed.
         ordered = [kept._temporal_order(buffer)[..., -kept.max_size :, :] for buffer in (kept.keys, kept.values)]
         kept.keys, kept.values = map(mx.contiguous, ordered)
         kept._idx = kept.keys.shape[2]
@@ -107,7 +117,8 @@ def _alone(layer: Any, place: int) -> Any:
 
 
 def restored(cache: Sequence[Any], runs: Sequence[Run], wholes: Iterator[Any], length: int, *, room: int) -> list[Any]:
-    """`cache`, empty, with the first `length` tokens of the runs in it, and buffers for `room` tokens."""
+    """Fill the empty `cache` with the first `length` tokens of the segments, in buffers for `room` tokens, and with the
+    layers of a snapshot (`wholes`). Lazy. The snapshot layers themselves become part of the result."""
     buffers = zip(*(run.buffers for run in runs), strict=True)
     joined = (_joined(parts, length, room) for parts in buffers)
     return [_filled(layer, joined, wholes, length) for layer in cache]
@@ -132,7 +143,7 @@ def _joined(parts: Sequence[mx.array], length: int, room: int) -> mx.array:
 
 
 def sound(kept: Run | State | None) -> bool:
-    """Whether there are numbers in it all over."""
+    """Return True if all values are finite, and for None. Blocks."""
     arrays = kept.buffers if isinstance(kept, Run) else _arrays(kept.layers) if kept else ()
     return all(bool(mx.isfinite(array).all()) for array in arrays)
 

@@ -1,4 +1,4 @@
-"""The logprobs of a step's tokens, for the rows that ask for them."""
+"""Log probabilities of a step's tokens, for the rows that request them."""
 
 import math
 from typing import cast
@@ -10,8 +10,9 @@ from worker.schedule.sequence import Logprobs
 
 
 def logprobs_of(logprobs: mx.array, tokens: list[int], alternatives: list[int]) -> list[Logprobs]:
-    """logprobs (rows, vocab), computed already. Alternatives that cannot be drawn are left out."""
-    logprobs = mx.minimum(normalized(logprobs), 0.0)  # rounding may put a sure thing above
+    """Return the log probability of each row's token and of its `alternatives[i]` most probable tokens; tokens with
+    probability 0 are omitted. `logprobs`: (rows, vocab), already computed. Blocks."""
+    logprobs = mx.minimum(normalized(logprobs), 0.0)  # rounding may yield a probability slightly above 1
     wanted = mx.array(tokens, dtype=mx.uint32)[:, None]
     if most := min(max(alternatives), logprobs.shape[-1]):
         wanted = mx.concatenate([wanted, _best(logprobs, most)], axis=-1)
@@ -25,11 +26,10 @@ def logprobs_of(logprobs: mx.array, tokens: list[int], alternatives: list[int]) 
 
 
 def _best(logprobs: mx.array, n: int) -> mx.array:
-    """The n most probable tokens of each row, the best first; of equal ones those with the smaller ids.
+    """Return the n most probable tokens of each row (rows, n), most probable first; equal ones by ascending id.
 
-    A partition leaves it open which of equals it takes, so value and id are put into one number. The bits of a
-    float below zero, read as an integer, are the greater the smaller it is.
-    """
+    A partition does not define which of equal values it picks, so value and id are packed into one number. The bits of
+    a negative float, read as an integer, are greater for smaller values."""
     ids = mx.arange(logprobs.shape[-1], dtype=mx.uint32)
     order = (logprobs.view(mx.uint32).astype(mx.uint64) << 32) | ids
     least = mx.partition(order, n - 1, axis=-1)[:, :n]

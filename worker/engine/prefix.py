@@ -1,9 +1,8 @@
-"""The prefix cache: what was computed for a prompt and its answer, for those who begin alike.
+"""The prefix cache: KV state of earlier prompts and answers, reused by requests that share a prefix.
 
-Layers of keys and values, plain or latent, are kept by token, and shared by all that begin with it. All others
-(recurrent states, rotating windows) are kept whole, at chosen places. What is restored was computed from just these
-tokens, so a hit says what a miss would.
-"""
+KV layers, plain or latent, are cached by token and shared by all requests with that prefix. All other layers (recurrent
+states, rotating windows) are cached as snapshots at chosen positions. Restored state was computed from exactly these
+tokens, so a cache hit yields the same tokens as a miss."""
 
 import logging
 from collections.abc import Sequence
@@ -20,46 +19,51 @@ from worker.schedule.prefix import Found, Tree, cuts
 
 logger = logging.getLogger("sluice.engine")
 
-GRID = 2048  # tokens; at least, between states that no boundary asks for
+GRID = 2048  # tokens between state snapshots that are not at a boundary
 
 
 class PrefixCache:
-    """For the engine's thread. `space` is whose prefixes they are: nothing is found in another's."""
+    """Prefix cache of one network, for the engine's thread. Entries belong to a namespace, and are not found from
+    another. Tokens are passed as cache keys: see `GenerationRequest.cache_key`."""
 
     def __init__(self, network: nn.Module, most: int) -> None:
-        """`most`: bytes."""
+        """`most`: the largest size in bytes."""
         self._network, self._most, self._room = network, most, most
         self.stateful = needs_states(network)
         self._tree = Tree[Run, State](stateful=self.stateful)
 
     @property
     def nbytes(self) -> int:
+        """Bytes held now."""
         return self._tree.nbytes
 
     @property
     def evicted(self) -> int:
-        """Runs and states, since the beginning."""
+        """Number of KV segments and state snapshots evicted so far."""
         return self._tree.evicted
 
     @property
     def version(self) -> int:
-        """Another one when more may be found."""
+        """Number that changes when a longer match may have become possible."""
         return self._tree.version
 
     def cuts(self, boundaries: Sequence[int], tokens: int) -> tuple[int, ...]:
-        """Where a prefill of so many tokens has to stop, because states are kept there."""
+        """Return the positions at which a prefill of `tokens` tokens has to end a forward so that a snapshot can be
+        taken. Empty if the model needs no snapshots. `boundaries`: positions where other prompts are likely to
+        diverge."""
         return cuts(boundaries, tokens, GRID) if self.stateful else ()
 
     def length(self, space: str, tokens: tuple[int, ...]) -> int:
-        """How many of the tokens are there, from the first one on."""
+        """Return the length of the longest cached prefix, in tokens."""
         return self._tree.find(space, tokens).length
 
     def use(self, space: str, tokens: tuple[int, ...]) -> None:
-        """Somebody is about to fetch them: others shall go first."""
+        """Mark the longest cached prefix as most recently used, so that it is evicted last."""
         self._tree.use(self._tree.find(space, tokens))
 
     def fetch(self, space: str, tokens: tuple[int, ...]) -> tuple[list[Any], int]:
-        """A cache of one row, with room for all the tokens, and how many of them are in it."""
+        """Return a new cache of one row that holds the longest cached prefix, with room for all the tokens, and the
+        prefix's length. The caller owns the cache. Blocks until it is computed."""
         found, cache = self._tree.find(space, tokens), make_prompt_cache(self._network)
         if found.length == 0:
             return cache, 0
@@ -72,15 +76,17 @@ class PrefixCache:
         return cache, found.length
 
     def keep(self, space: str, tokens: tuple[int, ...], cache: Sequence[Any], place: int = 0) -> None:
-        """All that the row at that place of the cache has seen is these tokens, one position each."""
+        """Copy what row `place` of `cache` holds into the prefix cache, as far as it is not there and fits. The row
+        must have computed exactly these tokens, at consecutive positions. Blocks. A failure, such as out of memory, is
+        logged."""
         path, matched = self._tree.walk(space, tokens)
         self._tree.use(Found(matched, tuple(path)))
         if path and matched == len(tokens) and (not self.stateful or (path[-1].end == matched and path[-1].state)):
             return
         try:
             self._add(space, tokens, cache, place)
-        except Exception:  # memory, most likely; the row has lost nothing
-            logger.exception("a prefix of %d tokens could not be kept", len(tokens))
+        except Exception:  # most likely out of memory; the row itself is unharmed
+            logger.exception("a prefix of %d tokens could not be cached", len(tokens))
 
     def _add(self, space: str, tokens: tuple[int, ...], cache: Sequence[Any], place: int) -> None:
         state = whole(cache, place) if self.stateful else None
@@ -90,19 +96,20 @@ class PrefixCache:
             return token_bytes(cache) * (len(tokens) - matched) + (state.nbytes if state else 0)
 
         self._tree.shrink(self._room - needs())
-        if self.nbytes + needs() > self._room:  # what it begins with may have gone, too
+        if self.nbytes + needs() > self._room:  # shrinking may have evicted its own prefix, so it needs more now
             return
         if state:
             slots.settle(state.layers)
         self._tree.add(space, tokens, partial(taken, cache, place), state)
 
     def make_room(self, most: int) -> None:
-        """It takes no more than so many bytes, until told otherwise."""
+        """Limit the size to `most` bytes until the next call, and evict what exceeds it. The size given at the start is
+        never exceeded."""
         self._room = max(0, min(self._most, most))
         self._tree.shrink(self._room)
 
     def forget_unsound(self, space: str, tokens: tuple[int, ...]) -> None:
-        """Whatever gave a row no numbers is not given to others."""
+        """Drop the first cached node along these tokens that is not finite, and every node that extends it. Blocks."""
         path, _ = self._tree.walk(space, tokens)
         unsound = (node for node in path if not (sound(node.run) and sound(node.state)))
         if (first := next(unsound, None)) is not None:

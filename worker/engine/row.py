@@ -1,4 +1,4 @@
-"""One sequence past its prompt, as the engine carries it from step to step."""
+"""One request in the engine, from admission to its last token."""
 
 from dataclasses import dataclass, replace
 
@@ -12,18 +12,23 @@ from worker.schedule.sequence import Range, Sequence
 
 @dataclass(slots=True, eq=False)
 class Row:
+    """Mutable state of one request while it prefills and decodes. Its KV cache lives elsewhere: in its prefill, then in
+    a batch."""
+
     sequence: Sequence
     processors: tuple[Processor, ...]
-    context: TokenBuffer | None  # all tokens that were fed, for the processors
+    context: TokenBuffer | None  # all tokens fed so far, for the processors; None if there are no processors
     kind: Kind
-    drawn: int  # tokens of the answer, those of earlier attempts and the one under way among them
-    answer: list[int]  # the tokens that were told, those of earlier attempts among them
-    left_out: int = 0  # tokens of the prompt that are not in its cache
-    suspect: bool = False  # it was in a step that failed, and has not been told anything since
-    fresh: bool = True  # what it is fed next is the last token of what is known, and no news
+    drawn: int  # number of draws: tokens of the answer from all attempts, the pending one included
+    answer: list[int]  # tokens delivered so far, by all attempts
+    left_out: int = 0  # tokens of the prompt that are never computed
+    suspect: bool = False  # it was in a failed step, and has produced no token since
+    fresh: bool = True  # its next input is the last known token, which is no output
 
     @classmethod
     def of(cls, sequence: Sequence, *, suspect: bool = False) -> "Row":
+        """Return a new row for a request, also for one that resumes after `resume_tokens`. Resets its grammar.
+        `suspect`: the row was in a step that failed."""
         processors = _processors(sequence)
         context = TokenBuffer(list(sequence.known[:-1])) if processors else None
         delivered = list(sequence.delivered)
@@ -36,39 +41,44 @@ class Row:
 
     @property
     def length(self) -> int:
-        """In tokens that are computed."""
+        """Number of tokens with computed KV state."""
         return len(self.sequence.prompt) - self.left_out + len(self.answer)
 
     def leave_out(self, kept: tuple[Range, ...]) -> None:
-        """All of the prompt but these: before its prefill, and whenever it comes again."""
+        """Drop all tokens of the prompt outside the ranges, now and if the row is recomputed later. Called before its
+        prefill."""
         self.sequence = replace(self.sequence, kept=kept)
         self.left_out = self.sequence.left_out
 
     def leave_nothing_out(self) -> None:
-        """Nor be scored again, so admission need not allow for the draft's cache any more."""
+        """Keep all tokens of the prompt, and never score it again, so that admission need not reserve the draft's
+        cache."""
         self.sequence, self.left_out = replace(self.sequence, kept=None, thinning=None), 0
 
     def fed(self, *ending: int) -> tuple[int, ...]:
-        """What a prefix of all that is in its cache between two steps is found by: what is known of it, and what else
-        it was fed."""
+        """Return the cache key of everything in its cache between two steps: prompt, answer, and `ending`, tokens that
+        it was fed but that are not part of the answer."""
         return self.sequence.keys((*self.sequence.prompt, *self.answer, *ending))
 
     @property
     def asks(self) -> bool:
+        """True if the request wants logprobs."""
         return self.sequence.top_logprobs is not None
 
     def again(self) -> Sequence:
-        """What brings the row to where it is, without its cache."""
+        """Return a request that continues the row from its tokens, without its cache."""
         return replace(self.sequence, delivered=tuple(self.answer))
 
     def next_key(self) -> tuple[int, int]:
-        """Draw k is keyed by (seed, k), so a row goes on where it was when it is resumed."""
+        """Return the random key of the next draw, and advance. Draw k is keyed by (seed, k), so a resumed row continues
+        with the same draws."""
         key = draw_key(self.sequence.sampling.seed, self.drawn)
         self.drawn += 1
-        return key >> 32, key & 0xFFFFFFFF  # as mx.random.key lays it out
+        return key >> 32, key & 0xFFFFFFFF  # the layout of mx.random.key
 
     def processed(self, logits: mx.array, fed: mx.array) -> mx.array:
-        """logits (1, vocab), fed (1,)."""
+        """Apply the logits processors. `logits` (1, vocab), `fed` (1,), the token that produced them. Lazy, apart from
+        a grammar."""
         if self.context is None:
             return logits
         so_far = self.context.update_and_fetch(fed)
@@ -78,7 +88,7 @@ class Row:
 
 
 def _processors(sequence: Sequence) -> tuple[Processor, ...]:
-    """The guide comes last: what it forbids, no bias brings back."""
+    """Return the logits processors in order. The grammar is last, so that no bias allows what it forbids."""
     prompt_tokens = len(sequence.prompt)
     others = processors_for(sequence.sampling, prompt_tokens)
     return (*others, guided(sequence.guide, prompt_tokens)) if sequence.guide else others

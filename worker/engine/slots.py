@@ -1,12 +1,11 @@
-"""Batches whose rows join and leave in place: a newcomer is written into its slot, and nobody else is copied.
+"""Batched caches whose rows join and leave in place: a new row is written into its slot, and no other row is copied.
 
-    batch = batch_of(make_prompt_cache(network))    # no rows yet
-    join(batch, row)                                # a prompt that was computed alone
-    logits = network(tokens[:, None], cache=batch)  # a token for each row
-    keep(batch, without(rows, {3}))                 # the row at place 3 leaves, and the last one takes its place
+    batch = batch_of(make_prompt_cache(network))      # no rows yet
+    join(batch, row)                                  # a prompt that was prefilled alone
+    logits = network(tokens[:, None], cache=batch)    # one token for each row
+    select_rows(batch, compact_order(rows, {3}))      # row 3 leaves, and the last row takes its slot
 
-Whoever keeps other things by row, keeps them in the same order: `keep` tells it, and newcomers are last.
-"""
+Callers that hold other data by row keep it in the same order: `select_rows` takes that order, and `join` appends."""
 
 import copy
 from collections.abc import Collection, Sequence
@@ -29,7 +28,7 @@ from worker.engine.upstream import (
 
 
 class SlotArraysCache(ArraysCache):
-    """Recurrent state. A model replaces it whole at every step, so joining may copy it whole too."""
+    """Recurrent state of a batch. A model replaces it entirely at every step, so joining may copy all of it."""
 
     def __init__(self, size: int) -> None:
         self.cache: list[mx.array | None]
@@ -37,25 +36,27 @@ class SlotArraysCache(ArraysCache):
         self.rows = 0
 
     def extend(self, other: ArraysCache, position: int | None = None) -> None:
-        """Takes one row. A failure leaves the rows as they were."""
+        """Append one row, an mlx-lm cache. `position` is not used. Blocks; if it fails, the rows stay as they were."""
         joined = [_concatenate(ours, theirs) for ours, theirs in zip(self.cache, other.cache, strict=True)]
         mx.eval(joined)
         self.cache, self.rows = joined, self.rows + 1
 
     def growth(self, tokens: int) -> int:
-        """Bytes that are copied when a row joins."""
+        """Return the bytes copied when a row joins: the whole state."""
         return sum(state.nbytes for state in self.cache if state is not None)
 
     def moved(self, places: Sequence[int]) -> list[mx.array]:
-        """None: a state is replaced, and not written into."""
+        """Return no arrays: a state is replaced, not written into."""
         return []
 
     def filter(self, places: Sequence[int], moved: Sequence[mx.array] | None = None) -> None:
+        """Keep row `places[i]` as row i, and drop the others. Lazy. `moved` is not used."""
         taken = mx.array(list(places), dtype=mx.int32)
         self.cache = [None if state is None or not len(places) else state[taken] for state in self.cache]
         self.rows = len(places)
 
     def extract(self, place: int) -> ArraysCache:
+        """Return a copy of one row as an mlx-lm cache. Lazy: it references the whole batch until it is evaluated."""
         row = ArraysCache(len(self.cache))
         row.cache = [None if state is None else mx.contiguous(state[place : place + 1]) for state in self.cache]
         return row
@@ -67,18 +68,20 @@ def _concatenate(rows: mx.array | None, row: mx.array | None) -> mx.array | None
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A row that waits outside. It owns its memory."""
+    """Copy of one row outside its batch, such as a preempted one. Owns its memory."""
 
     row: list[Any]
-    position: int | None  # of the next token; None in a model that knows no positions
+    position: int | None  # of the next token; None if no layer of the model counts positions
 
     @property
     def nbytes(self) -> int:
+        """Bytes of its caches."""
         return bytes_of(self.row)
 
 
 def batch_of(row: Sequence[Any], position: int | None = None) -> list[Any]:
-    """A batch for such rows, and in it this one if it has begun. Raises NotImplementedError for layers that cannot."""
+    """Return batched caches for rows of this layout, with `row` as the first row if it holds tokens (it must not be
+    used afterwards). Raises NotImplementedError if a layer has no slot variant."""
     batch = [_slots_for(layer) for layer in row]
     if _begun(row):
         join(batch, row, position)
@@ -86,7 +89,8 @@ def batch_of(row: Sequence[Any], position: int | None = None) -> list[Any]:
 
 
 def _slots_for(layer: Any) -> Any:
-    """By what exactly the layer is: a subclass may keep things that a slot would not."""
+    """Return an empty slot cache for a layer. Compares exact classes, since a subclass may keep state that a slot would
+    lose."""
     kind = type(layer)
     if kind is CacheList:
         return CacheList(*map(_slots_for, layer.caches))
@@ -100,14 +104,15 @@ def _slots_for(layer: Any) -> Any:
 
 
 def join(batch: Sequence[Any], row: Sequence[Any], position: int | None = None) -> None:
-    """Writes the row, upstream's caches of one, behind the last of the batch, and spends it. `position` of its next
-    token, where that is not what the row's own offset says. Whatever fails, the batch stays as it was.
+    """Append a row, mlx-lm caches of one sequence, to the batch. Blocks. The row must not be used afterwards.
+    `position`: position of its next token, if it differs from the row's own offset. If anything fails, the batch stays
+    as it was.
 
-    Raises ValueError for a row that has not computed a token yet: to some models no state is not a state of zeros."""
+    Raises ValueError for a row without tokens: for some models an absent state differs from a state of zeros."""
     if not _begun(row):
-        raise ValueError("A row can join once it has computed a token.")
-    # What is wrong with the row shall show before the batch is touched, and a batch that a step under way still reads
-    # would not be written in place.
+        raise ValueError("A row can join only after it has computed a token.")
+    # Errors of the row must surface before the batch is changed, and a batch that a running step still reads would be
+    # copied instead of written in place.
     settle([*row, *batch])
     with ExitStack() as undo:
         for ours, theirs in zip(layers(batch), layers(row), strict=True):
@@ -122,12 +127,12 @@ def _begun(row: Sequence[Any]) -> bool:
 
 
 def growth(batch: Sequence[Any], tokens: int) -> int:
-    """Bytes of the buffers that are made anew when a row of that length joins, and filled from those that there are."""
+    """Return the bytes of existing buffers that are reallocated and copied when a row of `tokens` tokens joins."""
     return sum(layer.growth(tokens) for layer in layers(batch))
 
 
 def keep(batch: Sequence[Any], places: Sequence[int]) -> None:
-    """Row i is from now on the one that was at places[i]; the others are forgotten."""
+    """Keep row `places[i]` as row i, and drop the others. Blocks until the rows that change their slot are copied."""
     leaves = list(layers(batch))
     moved = [layer.moved(places) for layer in leaves]
     mx.eval(moved)
@@ -136,13 +141,15 @@ def keep(batch: Sequence[Any], places: Sequence[int]) -> None:
 
 
 def without(rows: int, leaving: Collection[int]) -> list[int]:
-    """The places to keep when some leave: the last rows fill the gaps, so that as few as possible move."""
+    """Return the order for `select_rows` that drops the `leaving` rows: the last rows fill the gaps, so as few as
+    possible are copied."""
     staying = rows - len(leaving)
     movers = [place for place in range(staying, rows) if place not in leaving]
     return [movers.pop() if place in leaving else place for place in range(staying)]
 
 
 def snapshot(batch: Sequence[Any], place: int) -> Snapshot:
+    """Copy one row out of the batch. Blocks."""
     row = [layer.extract(place) for layer in batch]
     settle(row)
     positions = (layer.position(place) for layer in layers(batch) if isinstance(layer, SlotKVCache))
@@ -150,15 +157,16 @@ def snapshot(batch: Sequence[Any], place: int) -> Snapshot:
 
 
 def restore(kept: Snapshot) -> list[Any]:
-    """A row to compute on or to join with `kept.position`. It shares memory with the snapshot until it is written."""
+    """Return caches to compute on, or to join with `kept.position`. They share memory with the snapshot until they are
+    written."""
     return copy.deepcopy(kept.row)
 
 
 def settle(cache: Sequence[Any]) -> None:
-    """Computes what is pending."""
+    """Evaluate all pending arrays of the cache. Blocks."""
     mx.eval([layer.state for layer in layers(cache)])
 
 
 def bytes_of(cache: Sequence[Any]) -> int:
-    """Allocated, room to spare included."""
+    """Return the allocated bytes of a cache, spare room included."""
     return sum(layer.nbytes for layer in layers(cache))

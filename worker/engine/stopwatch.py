@@ -1,19 +1,20 @@
-"""How long decode steps take, told apart from what else the device does."""
+"""Time decode steps, separately from other work of the device."""
 
 import time
 
 
 class Stopwatch:
-    """A step is under way while the host goes on, so its beginning is not always known. It is where the device was
-    idle and the step was waited for by itself, and where one step followed another: the others are not timed."""
+    """A step runs on the device while the host continues, so its start is not always known. It is known if the device
+    was idle and the step was then waited for, or if the step directly followed another; other steps are not timed."""
 
     def __init__(self) -> None:
-        self._launched_at: float | None = None  # of the step under way, on an idle device
-        self._ended_at: float | None = None  # of the step before it
+        self._launched_at: float | None = None  # of the running step, if the device was idle
+        self._ended_at: float | None = None  # of the step before it, if the next followed directly
         self.running = False
 
     def launched(self, began: float) -> float | None:
-        """A step was, and the one before it has ended just now: so long has that one taken."""
+        """Record that a step was launched and that the one before it has just ended. Returns the seconds that the
+        earlier step took, or None if unknown. `began`: time.perf_counter() before the launch."""
         now = time.perf_counter()
         taken = now - self._ended_at if self._ended_at else None
         self._launched_at, self._ended_at = (None, now) if self.running else (began, None)
@@ -21,12 +22,13 @@ class Stopwatch:
         return taken
 
     def ended(self) -> float | None:
-        """The step under way has, and the device is idle."""
+        """Record that the running step has ended and that the device is idle. Returns its seconds, or None if
+        unknown."""
         taken = time.perf_counter() - self._launched_at if self._launched_at else None
         self._launched_at = self._ended_at = None
         self.running = False
         return taken
 
     def disturbed(self) -> None:
-        """The device does something else, beside the step under way or before the next one."""
+        """Discard the pending measurement: the device does other work during the running step or before the next."""
         self._launched_at = self._ended_at = None
