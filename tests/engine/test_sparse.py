@@ -283,7 +283,7 @@ ASKS_ELSEWHERE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("model", ASKS_ELSEWHERE)
 def test_a_model_that_uses_positions_elsewhere_cannot(model: str) -> None:
-    assert "not in MLX's rope alone" in str(why_not_sparse(build(ASKS_ELSEWHERE[model]), 2048))
+    assert "not only in MLX's rope" in str(why_not_sparse(build(ASKS_ELSEWHERE[model]), 2048))
 
 
 class Shifted(nn.Module):
@@ -323,13 +323,13 @@ def test_a_model_that_asks_rope_for_something_else_cannot() -> None:
         (((-1, LONG),), 0, "in order"),
         (((9, 5), (9, LONG)), 0, "in order"),
         (((0, 90), (LONG, LONG)), 0, "in order"),
-        (((0, LONG - 1),), 0, "last range ends at 90, not at 89"),
-        (((0, LONG + 1),), 0, "last range ends at 90, not at 91"),
-        (((0, 30), (75, LONG)), 0, "the last 16 of a prompt are kept"),
-        (((0, 30), (70, 75), (76, LONG)), 0, "the last 16 of a prompt are kept"),
+        (((0, LONG - 1),), 0, "last range must end at 90, the end of the prompt, not at 89"),
+        (((0, LONG + 1),), 0, "last range must end at 90, the end of the prompt, not at 91"),
+        (((0, 30), (75, LONG)), 0, "the last 16 tokens must be kept"),
+        (((0, 30), (70, 75), (76, LONG)), 0, "the last 16 tokens must be kept"),
         (((0, 30), (70, LONG)), 31, "only the first 30 are all kept"),
         (((1, 30), (70, LONG)), 1, "only the first 0 are all kept"),
-        (((0, LONG),), LONG, "fed a token behind another"),
+        (((0, LONG),), LONG, "at least two kept tokens"),
     ],
 )
 def test_ranges_that_will_not_do_are_refused_before_anything_is_computed(
@@ -340,7 +340,7 @@ def test_ranges_that_will_not_do_are_refused_before_anything_is_computed(
 
 
 def test_a_row_of_a_single_token_is_not_for_this() -> None:
-    with pytest.raises(ValueError, match="fed a token behind another"):
+    with pytest.raises(ValueError, match="at least two kept tokens"):
         SparsePrefill(Failing(), Row.of(sequence("row", prompt(LONG, 1))), ((LONG - 1, LONG),), [], 0)
 
 

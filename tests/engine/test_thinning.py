@@ -122,7 +122,7 @@ def test_a_draft_that_fails_costs_time_and_nothing_else(monkeypatch: pytest.Monk
     one.add("x", prompt(LONG, 1), max_tokens=ANSWER, thinning=WISH)
     one.drain()
     assert one.said["x"] == alone(network("qwen3"), prompt(LONG, 1), ANSWER)
-    assert one.whole == {"x": "The draft failed; the worker's log says why."}
+    assert one.whole == {"x": "The draft failed; the worker's log has the reason."}
 
 
 def test_a_prefill_that_fails_where_it_is_sparse_begins_again_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_one_that_has_little_to_compute_is_computed_whole() -> None:
     one = run()
     one.add("x", prompt(LONG, 1), max_tokens=ANSWER, thinning=replace(WISH, least=LONG + 1))
     one.drain()
-    assert one.whole == {"x": "200 tokens were left to compute, and it begins at 201."}
+    assert one.whole == {"x": "200 tokens were left to compute, fewer than the minimum of 201."}
     assert one.said["x"] == alone(network("qwen3"), prompt(LONG, 1), ANSWER)
 
 
@@ -152,7 +152,7 @@ def test_a_prompt_is_thinned_by_itself_where_it_pays(ratio: float, thinned: bool
     one.add("x", prompt(LONG, 1), max_tokens=ANSWER, thinning=replace(WISH, asked=False))
     one.drain()
     assert ("x" in one.kept) is thinned
-    assert one.whole == ({} if thinned else {"x": "The draft would have taken longer than it saves."})
+    assert one.whole == ({} if thinned else {"x": "Scoring would have taken longer than it saves."})
 
 
 def test_alike_prompts_that_find_each_others_tokens_do_not_look_fast() -> None:
@@ -222,5 +222,5 @@ def test_a_prompt_that_is_longer_than_the_draft_was_made_for_is_computed_whole()
     one = Run(short)
     one.add("x", prompt(LONG, 1), max_tokens=ANSWER, thinning=WISH)
     one.drain()
-    assert one.whole == {"x": "The draft was made for 207 tokens, and the prompt has more."}
+    assert one.whole == {"x": "The prompt exceeds the draft's context of 207 tokens."}
     assert one.said["x"] == alone(network("qwen3"), prompt(LONG, 1), ANSWER)

@@ -1,4 +1,4 @@
-"""The draft model of SpecPrefill: loaded beside the model, and refused at start where the two do not go together."""
+"""The draft model of SpecPrefill: loaded next to the model, and refused at start if the two do not match."""
 
 from dataclasses import replace
 
@@ -15,7 +15,8 @@ from worker.errors import CannotStart
 
 
 def with_draft(model: Model, path_or_hub_id: str) -> Model:
-    """On the thread that will compute. Raises `CannotStart` with the reason."""
+    """Return the model with its draft loaded. Blocks; must run on the thread that will compute. Raises `CannotStart`
+    with the reason and what to do."""
     said = f"SLUICE_SPECPREFILL_DRAFT_MODEL={path_or_hub_id}"
     path = model_folder(path_or_hub_id, said=said)
     try:
@@ -35,7 +36,7 @@ def with_draft(model: Model, path_or_hub_id: str) -> Model:
 
 
 def _shown(model: Model) -> list[str]:
-    """The model's tokens by id, but for what stands where an image is: a draft is not shown it."""
+    """Return the model's tokens by id, without the image placeholder, which a draft does not read."""
     tokens = Words(model.tokenizer).tokens
     if model.vision:
         tokens[model.vision.family.placeholder] = ""

@@ -1,7 +1,6 @@
-"""A prompt with images: each goes through the vision tower, unless it is known, and then the prompt is as any other.
+"""Prefill of a prompt with images: its images go through the vision encoder, then the prompt is computed as any other.
 
-It has the face of `Prefill`. Images that lie within what the prefix cache has of the prompt are not even looked at.
-"""
+The class has the interface of `Prefill`. Images inside the cached prefix of the prompt are not encoded."""
 
 from typing import Any
 
@@ -18,8 +17,11 @@ OfTokens = Prefill | SparsePrefill | ThinnedPrefill
 
 
 class PicturedPrefill:
+    """Encodes the images that are not cached, one at a time, then delegates to a text prefill."""
+
     def __init__(self, prefill: OfTokens, scene: Scene, encode: Encode) -> None:
-        """`prefill`: what follows, with the same scene."""
+        """`prefill`: computes the prompt once the images are encoded; it shares `scene`. `encode`: see
+        `Family.encode`."""
         self.row, self.waited = prefill.row, 0
         self._prefill, self._scene, self._encode = prefill, scene, encode
         self._encoding: Encoding | None = None
@@ -27,47 +29,54 @@ class PicturedPrefill:
 
     @property
     def phase(self) -> Phase:
+        """ "encoding" while features of images are missing, then the phase of the text prefill."""
         return "encoding" if self._missing() else self._prefill.phase
 
     @property
     def begun(self) -> bool:
+        """True if an image is partly encoded or, after the images, if the text prefill has started."""
         return self._encoding is not None if self._missing() else self._prefill.begun
 
     @property
     def total(self) -> int:
-        """Of the images while they are encoded, and so are the others."""
+        """Image tokens while images are encoded, else those of the text prefill. The other counts follow the same
+        phase."""
         return self._scene.tokens if self._missing() else self._prefill.total
 
     @property
     def done(self) -> int:
+        """Tokens of this phase that are computed or cached."""
         return self.total - self.remaining
 
     @property
     def remaining(self) -> int:
-        """Tokens to compute."""
+        """Tokens left to compute in this phase."""
         if not (missing := self._missing()):
             return self._prefill.remaining
         return sum(self._left(picture) for picture in missing)
 
     @property
     def images(self) -> Images:
-        """That the prompt has still to be computed with."""
+        """The images that the prompt has still to be computed with."""
         largest = max((picture.tokens for picture in self._missing()), default=0)
         return Images(largest, self._scene.tokens, self._scene.longest)
 
     @property
     def cached(self) -> int:
+        """Tokens taken from the prefix cache."""
         return self._prefill.cached
 
     def look(self) -> None:
+        """Find the longest cached prefix, as `Prefill.match_prefix` does."""
         self._prefill.look()
 
     def skip(self) -> None:
-        if not self._missing():  # until then nothing need be in memory
+        """Load the prefix found, unless images are still to be encoded. Blocks."""
+        if not self._missing():  # before that, the loaded prefix would only occupy memory
             self._prefill.skip()
 
     def advance(self, tokens: int) -> int:
-        """Blocks until about so many are computed; says how many they were."""
+        """Encode or compute about `tokens` tokens. Blocks. Returns the number computed."""
         if not (missing := self._missing()):
             return self._prefill.advance(tokens)
         before, total = self.done, self.total
@@ -76,11 +85,12 @@ class PicturedPrefill:
         return computed
 
     def news(self) -> list[Outcome]:
-        """What came of it."""
+        """Return the outcomes since the last call."""
         told, self._told = self._told, []
         return told or self._prefill.news()
 
     def finish(self) -> tuple[list[Any], Drawn, int | None]:
+        """Return the row's cache, its next input, and its position, as `Prefill.finish` does."""
         return self._prefill.finish()
 
     def _missing(self) -> list[Picture]:

@@ -1,4 +1,4 @@
-"""One prompt on its way into a cache, a chunk at a time."""
+"""Prefill of one prompt, in chunks."""
 
 from typing import Any, Literal
 
@@ -18,14 +18,16 @@ Phase = Literal["encoding", "scoring", "prefill"]
 
 
 class Prefill:
-    """All but the last token of the prompt; that one is the first that the row is fed when it decodes."""
+    """Computes all tokens of the prompt but the last one, which is the row's first input when it decodes. A resumed
+    request's earlier tokens count as prompt."""
 
     def __init__(
         self, network: nn.Module, row: Row, prefix: PrefixCache | None = None, scene: Scene | None = None
     ) -> None:
-        """`scene`: of a prompt with images. It has the features of all those that are not found in the cache."""
+        """`scene`: the inputs of a prompt with images. It must have the features of all images that are not in the
+        cached prefix. `prefix`: None if no prefix is loaded or inserted."""
         self.row, self.done, self.waited = row, 0, 0
-        self.cached = 0  # tokens that were not computed, but found
+        self.cached = 0  # tokens taken from the prefix cache
         *tokens, self._last = row.sequence.known
         self._tokens, self._space, self._scene = tuple(tokens), row.sequence.space, scene
         self._keys = row.sequence.keys(self._tokens)
@@ -35,33 +37,37 @@ class Prefill:
 
     @property
     def phase(self) -> Phase:
+        """Phase for progress reports and budgets, always "prefill"."""
         return "prefill"
 
     @property
     def begun(self) -> bool:
+        """True if the cache holds tokens."""
         return self.done > 0
 
     @property
     def total(self) -> int:
+        """Tokens in the cache when the prefill is done."""
         return len(self._tokens)
 
     @property
     def remaining(self) -> int:
-        """Tokens to compute."""
+        """Tokens left to compute."""
         return self.total - self.start
 
     @property
     def start(self) -> int:
-        """Where the first token is that is neither there nor found."""
+        """Index of the first token that is neither computed nor in the prefix cache."""
         return max(self.done, self._found)
 
     def look(self) -> None:
-        """Whether others have computed by now what would be computed here."""
+        """Find the longest cached prefix again if the prefix cache has changed. Copies nothing."""
         if self._prefix and self._seen != self._prefix.version:
             self._seen, self._found = self._prefix.version, self._prefix.length(self._space, self._keys)
 
     def advance(self, tokens: int) -> int:
-        """Blocks until they are computed; says how many they were."""
+        """Compute up to `tokens` tokens, and insert into the prefix cache. Blocks. Returns the number computed, which
+        differs from `tokens` if an image must be computed in one piece."""
         start, end = self.done, self._end(min(self.total, self.done + tokens))
         while self.done < end:
             self._compute(self._end(next((cut for cut in self.cuts if self.done < cut < end), end)))
@@ -69,7 +75,7 @@ class Prefill:
         return self.done - start
 
     def skip(self) -> None:
-        """What is there already."""
+        """Load the prefix that `match_prefix` found in place of the own cache, if it is longer. Blocks."""
         if self._prefix and self._found > self.done:
             cache, length = self._prefix.fetch(self._space, self._keys)
             if length > self.done:
@@ -89,7 +95,7 @@ class Prefill:
         self.done = end
 
     def _keep(self) -> None:
-        """For those who begin alike."""
+        """Insert what is computed into the prefix cache, at checkpoints or every `MAX_SEGMENT_TOKENS`."""
         if self._prefix and (self.done in self.cuts if self._prefix.stateful else self._is_worth_it()):
             self._prefix.keep(self._space, self._keys[: self.done], self._cache)
             self._kept = self.done
@@ -98,26 +104,27 @@ class Prefill:
         return self.done == self.total or self.done - self._kept >= LONGEST_RUN
 
     def news(self) -> list[Outcome]:
-        """What came of it."""
+        """Return the progress since the last call as outcomes."""
         return [Prefilled(self.row.id, self.done, self.total, self.cached)]
 
     def end_at(self, tokens: int) -> None:
-        """Others compute what comes behind so many: see `taken`."""
+        """Stop after the first `tokens` tokens of the prompt. The rest is computed on the detached cache."""
         self._tokens, self._keys = self._tokens[:tokens], self._keys[:tokens]
         self._seen, self._found = -1, 0
 
     def taken(self) -> tuple[list[Any], int]:
-        """The cache, and how many tokens are in it. The prefill is spent."""
+        """Return the cache and the number of tokens in it. The caller owns the cache; the prefill must not be used
+        afterwards."""
         return self._cache, self.done
 
     def finish(self) -> tuple[list[Any], Drawn, int | None]:
-        """The row's cache, what it is fed next, and at which position, where that is not its length. The prefill is
-        spent."""
+        """Return the row's cache, its next input, and the position of that input, or None if it equals the cache's
+        length. The caller owns the cache; the prefill must not be used afterwards. Lazy."""
         assert self.done == self.total, "tokens are missing"
         last = mx.array([self._last])
         if self.done:
             position = self.total + self._scene.rope_delta if self._scene else None
             return self._cache, Drawn(last, mx.array([True]), {}), position
-        # A cache without a single token cannot join others: to some models no state is not a state of zeros.
+        # A cache without tokens cannot join a batch: for some models an absent state differs from a state of zeros.
         self.row.fresh = False
         return self._cache, forward(self._network, self._cache, [self.row], last), None

@@ -1,4 +1,4 @@
-"""The prompts on their way into a cache: which of them advance in a step, and how."""
+"""The queue of prompts being prefilled: which of them advance in a step, and by how many tokens."""
 
 import time
 from collections.abc import Sequence
@@ -20,38 +20,42 @@ from worker.schedule.memory import BUFFER_TOKENS, NO_IMAGES, Images
 from worker.schedule.plan import Chunk, Waiting, plan
 from worker.schedule.sequence import Lane, Outcome, Whole
 
-_UNKNOWN_TOWER = 100.0  # tokens a second
+_UNKNOWN_TOWER = 100.0  # tokens per second, until a vision encoder is measured
 
 AnyPrefill = OfTokens | PicturedPrefill
 
 
 class Decoding(Protocol):
-    """The running rows, as far as a plan depends on them."""
+    """The decoding rows, as far as a plan depends on them."""
 
     def __len__(self) -> int: ...
 
     def slower(self, more: int) -> float:
-        """How many times as long as now a step takes with this many rows more, at least up to twice as many."""
+        """Return the factor by which a decode step slows down with `more` additional rows, at most twice as many as
+        now."""
 
     def growth(self, length: int) -> int:
-        """Bytes that are copied when a row of that length joins, beside its own."""
+        """Return the bytes of other rows that are copied when a row of `length` tokens joins."""
 
 
 class Prefills:
+    """All prompts that are in a phase before decoding. For the engine's thread."""
+
     def __init__(self, model: Model, step_s: float, caches: Caches) -> None:
+        """`step_s`: target seconds of a step. `caches` stays owned by the caller."""
         self._network, self._costs, self._vision = model.network, model.costs, model.vision
         self._prefix, self._draft, self._features = caches.prefix, caches.draft, caches.features
         self._prefills: dict[str, AnyPrefill] = {}
         self._turn = 0
         self.budget, self._step_s = StepBudget(step_s), step_s
-        # A layer of a vision tower is a few tokens' part of its work; until it is known how long one takes, it is one.
+        # One layer of a vision encoder counts as a few tokens; until its speed is measured, advance by a single token.
         self._images = StepBudget(step_s, _UNKNOWN_TOWER, least=1)
         self._ratio = model.costs.weights_bytes / max(1, weights_bytes(model.draft.network)) if model.draft else 1.0
 
     @cached_property
     def _drafts(self) -> StepBudget:
-        """Until it is measured, it is as much faster than the model as it is smaller. First asked for when a prompt may
-        be scored, since by then the model is measured, most likely."""
+        """Budget of the draft. Until it is measured, the draft counts as faster than the model by the ratio of their
+        sizes. Created at first use, since by then the model has most likely been measured."""
         return StepBudget(self._step_s, self._ratio / max(self.budget.cost.token_s, 1e-9))
 
     def _budget(self, phase: Phase) -> StepBudget:
@@ -71,29 +75,34 @@ class Prefills:
 
     @property
     def rows(self) -> list[Row]:
+        """The rows of all prompts, in the order of admission."""
         return [prefill.row for prefill in self._prefills.values()]
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens that are in caches, for each that has some; those in a draft's by what they take of the model's."""
+        """Tokens that the prompts hold in caches, omitting empty ones. Tokens in a draft's cache are converted to the
+        number of the model's tokens that take the same memory."""
         done = ((prefill.phase, prefill.done) for prefill in self._prefills.values() if prefill.phase != "encoding")
         return [self._costs.draft_tokens(tokens) if phase == "scoring" else tokens for phase, tokens in done if tokens]
 
     def images(self, id: str) -> Images:
-        """That the row has still to be computed with."""
+        """Return the images that the row has still to be computed with; none for an unknown id."""
         prefill = self._prefills.get(id)
         return prefill.images if isinstance(prefill, PicturedPrefill) else NO_IMAGES
 
     def begin(self, row: Row) -> None:
+        """Add a row whose prompt is to be prefilled. Raises ValueError for images or kept ranges that do not match the
+        prompt."""
         self._prefills[row.id] = self._prefill_of(row)
 
     def remove(self, id: str) -> None:
+        """Drop a prompt and what it has computed. An unknown id is ignored."""
         self._prefills.pop(id, None)
 
     def _prefill_of(self, row: Row) -> AnyPrefill:
         if not row.sequence.pictures:
             return self._of_tokens(row)
-        assert self._vision is not None, "a model that sees nothing is given no images"
+        assert self._vision is not None, "a text model has no images"
         assert self._features is not None
         scene = Scene(self._vision.family, row.sequence, self._features)
         return PicturedPrefill(self._of_tokens(row, scene), scene, self._vision.family.encode)
@@ -110,16 +119,18 @@ class Prefills:
         return Prefill(self._network, row, self._prefix, scene)
 
     def _pays(self, scored: int, tokens: int, keep: float) -> bool:
+        """Return True if scoring `scored` tokens, and then computing the share `keep` of `tokens`, is expected to be
+        faster than computing all of them."""
         target, draft = self.budget.cost, self._drafts.cost
         return draft.of(scored, 0) + target.of(int(keep * tokens), 0) < target.of(tokens, 0)
 
     def plan(self, running: Decoding, elapsed_s: float, longest: int) -> list[Chunk]:
-        """Chunks for this step, beside the running rows; `elapsed_s` since they began to decode. `longest`: tokens of a
-        chunk."""
+        """Return the chunks to compute in this step. `elapsed_s`: seconds since the running decode step began.
+        `longest`: the largest chunk in tokens. Decides for SpecPrefill prompts whether they are scored."""
         for prefill in self._prefills.values():
             prefill.look()
         single = self._first_in("encoding"), self._first_in("scoring")
-        # For hundreds of prompts, what is the same for many is found once.
+        # With hundreds of prompts, values shared by many are computed once.
         cost_of = cache(lambda phase: self._budget(phase).cost)
         growth_of = cache(running.growth)
         waiting = [
@@ -131,7 +142,7 @@ class Prefills:
                 prefill.row.sequence.lane,
                 cost_of(prefill.phase),
                 _cuts(prefill),
-                growth_of(-(-prefill.total // BUFFER_TOKENS) * BUFFER_TOKENS),  # by so many tokens do buffers grow
+                growth_of(-(-prefill.total // BUFFER_TOKENS) * BUFFER_TOKENS),  # buffers grow in these steps
             )
             for prefill in self._prefills.values()
             if prefill.phase == "prefill" or prefill in single
@@ -144,31 +155,34 @@ class Prefills:
         return plan(waiting, spare_s, self._turn, longest)
 
     def _first_in(self, phase: Phase) -> AnyPrefill | None:
-        """One prompt at a time: each takes the draft a cache of its length, or the vision tower what its layers put
-        out. The one under way, or else the shortest, of the interactive ones first."""
+        """Return the one prompt of this phase that may advance, if any: a draft's cache, or a vision encoder's
+        activations, are held for one prompt at a time. Picks the one already started, else an interactive one, else the
+        shortest."""
         there = [prefill for prefill in self._prefills.values() if prefill.phase == phase]
         return max(there, key=lambda p: (p.begun, p.row.sequence.lane == "interactive", -p.remaining), default=None)
 
     def advance(self, chunk: Chunk) -> tuple[int, list[Outcome]]:
-        """How many tokens were computed, and what came of it. Blocks until they are."""
+        """Compute a chunk. Blocks. Returns the number of tokens computed, and the outcomes."""
         prefill = self._prefills[chunk.id]
-        prefill.look()  # again: another prompt may have come further in this very step
+        prefill.look()  # again: another prompt may have inserted more in this step
         prefill.skip()
         phase, done, cuts = prefill.phase, prefill.done, _cuts(prefill)
         began = time.perf_counter()
         tokens = prefill.advance(min(chunk.tokens, prefill.remaining))
         seconds, news = time.perf_counter() - began, prefill.news()
-        if not any(isinstance(outcome, Whole) for outcome in news):  # else it is not the chunk that took so long
+        if not any(isinstance(outcome, Whole) for outcome in news):  # else the time is not the chunk's alone
             self._budget(phase).saw_chunk(tokens, done, seconds, cuts=sum(done < cut < done + tokens for cut in cuts))
         return tokens, news
 
     def through(self, id: str) -> AnyPrefill | None:
-        """The prompt, if nothing of it remains; it is here no more."""
-        prefill = self._prefills[id]  # one whose scores are known already has nothing to score, and yet to heed them
+        """Remove and return the prompt if nothing is left to compute; else return None."""
+        prefill = self._prefills[
+            id
+        ]  # with scores from the memo nothing is left to score, but they must still be applied
         return self._prefills.pop(id) if prefill.phase == "prefill" and prefill.remaining == 0 else None
 
 
 def _cuts(prefill: AnyPrefill) -> Sequence[int]:
-    """Tokens behind which a forward of the prompt has to end. Those of thinned prompts and of prompts with images are
-    few beside their tokens."""
+    """Return the positions at which a forward of the prompt has to end. None for SpecPrefill prompts and for prompts
+    with images, where these forwards are a small share of the work."""
     return prefill.cuts if isinstance(prefill, Prefill) else ()

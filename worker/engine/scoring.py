@@ -1,8 +1,7 @@
-"""What a draft model attends to in a prompt while it begins the answer: a score for each of the prompt's tokens.
+"""Scores of a prompt's tokens: how much attention a draft model gives to each while it begins the answer.
 
-After SpecPrefill (arXiv 2502.02789). MLX's own attention is replaced for the time of a forward, and sees queries, keys
-and masks as they are compared, so nothing here knows a family of models.
-"""
+After SpecPrefill (arXiv 2502.02789). MLX's attention function is replaced during a forward and receives queries, keys
+and masks as they are compared, so this module depends on no model family."""
 
 import hashlib
 import math
@@ -25,41 +24,45 @@ from worker.engine.row import Row
 from worker.engine.upstream import make_prompt_cache
 from worker.schedule.sequence import Sequence as Asked
 
-# Tokens that look back at the prompt: its own last one, and the first ones of an answer. Of 4 the scores are of little
-# use on the tiny model, of 16 they are no better.
+# Queries whose attention is recorded: the prompt's last token, and the first tokens of an answer. On the tiny model, 4
+# gave scores of little use, and 16 no better ones than 8.
 LOOKAHEAD = 8
-_POOL = 13  # tokens, an odd number; 9 were worse on the tiny model, and 21 no better
-_MEMO = 16  # prompts; of 200,000 tokens each they take 13 MB
+_POOL = 13  # tokens, an odd number; on the tiny model 9 was worse, and 21 no better
+_MEMO = 16  # prompts; 13 MB if each has 200,000 tokens
 
 Scores = Sequence[float]  # one for each token of a prompt
 
 
 class Draft:
-    """For the engine's thread."""
+    """A draft model with its prefix cache, and the scores of recent prompts. For the engine's thread."""
 
     def __init__(
         self, network: nn.Module, prefix_bytes: int, context: int = 1 << 30, unread: int | None = None
     ) -> None:
-        """`context`: the tokens that it was made for. `unread`: a token that it is not shown, and may not even know:
-        it says nothing but that an image is there, of which a draft can make nothing."""
+        """`prefix_bytes`: the largest size of its prefix cache. `context`: tokens that it was trained for. `unread`: id
+        of a token that is removed before the draft reads a prompt, and may be outside its vocabulary: the image
+        placeholder."""
         self.network, self.prefix, self.context = network, PrefixCache(network, prefix_bytes), context
         self.unread = unread
         self._memo = OrderedDict[tuple[str, bytes], Scores]()
 
     def scoring(self, space: str, tokens: tuple[int, ...], boundaries: tuple[int, ...] = ()) -> "Scoring":
-        """`tokens`: two at least. All are those of the prompt's own `Sequence`."""
+        """Return a new scoring of a prompt of at least two tokens. `space`, `tokens` and `boundaries` are those of the
+        prompt's own `GenerationRequest`."""
         return Scoring(self, Asked("", tokens, LOOKAHEAD, space=space, boundaries=boundaries))
 
     def reads(self, tokens: tuple[int, ...]) -> int:
-        """How many of them it is shown."""
+        """Return the number of these tokens that the draft reads."""
         return len(tokens) - tokens.count(self.unread)
 
     def recall(self, asked: Asked) -> Scores | None:
+        """Return the remembered scores of this prompt, or None."""
         if (scores := self._memo.get(_key(asked))) is not None:
             self._memo.move_to_end(_key(asked))
         return scores
 
     def remember(self, asked: Asked, scores: Scores) -> None:
+        """Store the scores of a prompt; the least recently used are dropped."""
         self._memo[_key(asked)] = scores
         if len(self._memo) > _MEMO:
             self._memo.popitem(last=False)
@@ -70,8 +73,8 @@ def _key(asked: Asked) -> tuple[str, bytes]:
 
 
 class Scoring:
-    """One prompt on its way through the draft. Dropped at any time, it leaves nothing but what the draft's prefix cache
-    has kept of it."""
+    """The scoring of one prompt. It may be dropped at any time; then only entries in the draft's prefix cache
+    remain."""
 
     def __init__(self, draft: Draft, asked: Asked) -> None:
         self._draft, self._tokens, self._asked = draft, asked.prompt, _shown(asked, draft.unread)
@@ -82,7 +85,8 @@ class Scoring:
 
     @property
     def scores(self) -> Scores | None:
-        """None until all is computed. What the draft is not shown scores nothing."""
+        """One score per token of the prompt, or None until all is computed. Tokens that the draft does not read score
+        0."""
         if self._scores is None or len(self._scores) == len(self._tokens):
             return self._scores
         read = iter(self._scores)
@@ -90,21 +94,21 @@ class Scoring:
 
     @property
     def total(self) -> int:
-        """Tokens, with those that the draft finds in its prefix cache."""
+        """Tokens that the draft computes or takes from its prefix cache."""
         return self._prefill.total + LOOKAHEAD
 
     @property
     def remaining(self) -> int:
-        """Tokens for the draft to compute; 0 when there are scores."""
+        """Tokens left for the draft to compute; 0 once there are scores."""
         if self._scores is not None:
             return 0
         return self._lookahead.remaining if self._lookahead else self._prefill.remaining + LOOKAHEAD
 
     def advance(self, tokens: int) -> None:
-        """So many at most; blocks until they are computed. The last `LOOKAHEAD` come one at a time, since each is a
-        forward by itself.
+        """Compute up to `tokens` tokens of the prompt, or one of the last `LOOKAHEAD` tokens, each of which takes its
+        own forward. Blocks.
 
-        Raises ArithmeticError where the draft gave no numbers."""
+        Raises ArithmeticError if the draft's scores are not finite."""
         if self._scores is not None:
             return
         if self._lookahead is None:
@@ -115,7 +119,7 @@ class Scoring:
                 self._finish(self._lookahead.most)
 
     def skip(self) -> None:
-        """What the draft's prefix cache has of it."""
+        """Load the longest prefix from the draft's prefix cache. Blocks."""
         if self._scores is None and self._lookahead is None:
             self._prefill.look()
             self._prefill.skip()
@@ -131,7 +135,7 @@ class Scoring:
         scores: list[float] = _pooled(most).tolist()  # type: ignore[assignment]
         if not all(map(math.isfinite, scores)):
             self._draft.prefix.forget_unsound(self._asked.space, self._asked.prompt)
-            raise ArithmeticError("The draft model gave no numbers for this prompt.")
+            raise ArithmeticError("The draft's scores for this prompt are not finite.")
         self._scores = array("f", scores)
         self._draft.remember(self._asked, self._scores)
 
@@ -145,12 +149,12 @@ def _shown(asked: Asked, unread: int | None) -> Asked:
 
 
 class _Lookahead:
-    """A prompt's last token, and the likeliest ones behind it."""
+    """Computes a prompt's last token, then the most likely next tokens one by one, and records their attention."""
 
     def __init__(self, network: nn.Module, cache: list[Any], last: mx.array, prompt: int) -> None:
-        """`cache`: of all but the last token of the prompt; it is written to."""
+        """`cache` holds all tokens of the prompt but the last, and is written to."""
         self._network, self._cache, self._next, self._prompt = network, cache, last, prompt
-        self.most = mx.zeros(prompt)  # how much attention each token was given at most
+        self.most = mx.zeros(prompt)  # the largest attention weight that each token received
         self.remaining = LOOKAHEAD
 
     def advance(self) -> None:
@@ -163,8 +167,8 @@ class _Lookahead:
 
 
 def _pooled(most: mx.array) -> mx.array:
-    """Each with its neighbours, since what stands around a word says what it means. The paper does so for each head;
-    over the most of them all it was as good, and is nearly free."""
+    """Average each score with its neighbours', since adjacent tokens give a word its meaning. The paper does this for
+    each head; for the maximum over all heads the result was as good, and it costs almost nothing."""
     mean = mx.full((1, _POOL, 1), 1 / _POOL)
     return mx.conv1d(most[None, :, None], mean, padding=_POOL // 2).flatten()
 
@@ -174,19 +178,21 @@ def _pooled(most: mx.array) -> mx.array:
 
 @dataclass(slots=True)
 class Watch:
+    """Record of the attention calls of one forward."""
+
     calls: int = 0
-    given: list[mx.array] = field(default_factory=list)  # to each token, the most of all heads; by layer
+    given: list[mx.array] = field(default_factory=list)  # by layer: for each token the largest weight among the heads
 
 
 @contextmanager
 def watched_attention(tokens: int) -> Iterator[Watch]:
-    """What the last of so many tokens attends to, in the layers that see all of them. Process-wide: for one forward on
-    the engine's thread."""
+    """Record the attention that the last of `tokens` tokens gives to all of them, in layers without a shorter window.
+    Replaces the function process-wide: for one forward on the engine's thread."""
     watch, attend = Watch(), mx.fast.scaled_dot_product_attention
 
     def watching(q: mx.array, k: mx.array, v: mx.array, *, scale: float, **how: Any) -> mx.array:
         watch.calls += 1
-        # A layer that forgets has fewer keys. As long as it forgets nothing, they are in order.
+        # A layer with a window has fewer keys once it is full; before that, its keys are in order too.
         if q.shape[2] == 1 and k.shape[2] == tokens:
             watch.given.append(attention(q, k, scale=scale, **how).max(axis=0))
         return attend(q, k, v, scale=scale, **how)
@@ -201,11 +207,12 @@ def watched_attention(tokens: int) -> Iterator[Watch]:
 def attention(
     q: mx.array, k: mx.array, *, scale: float, mask: mx.array | str | None = None, sinks: mx.array | None = None
 ) -> mx.array:
-    """(heads, keys): the share that each head of a single query gives to each key."""
+    """Return attention weights (heads, keys) in float32 of one query. `q`: (1, heads, 1, head_dim); `k`: (1, kv_heads,
+    keys, head_dim); `mask` and `sinks` as in mx.fast.scaled_dot_product_attention. Lazy."""
     heads, groups, keys = q.shape[1], k.shape[1], k.shape[2]
     products = (q.reshape(1, groups, heads // groups, -1) * scale) @ k.swapaxes(-1, -2)
     products = products.reshape(1, heads, 1, keys)
-    if isinstance(mask, mx.array):  # "causal" hides nothing; latent attention adds what knows positions
+    if isinstance(mask, mx.array):  # "causal" hides nothing here; latent attention adds its positional part as a mask
         products = mx.where(mask, products, -mx.inf) if mask.dtype == mx.bool_ else products + mask
     products = products.reshape(heads, keys).astype(mx.float32)
     whole = mx.logsumexp(products, axis=-1, keepdims=True)
@@ -216,30 +223,31 @@ def attention(
 
 # At the start
 
-_LONG = 1 << 18  # tokens: no layer that forgets looks back so far
+_LONG = 1 << 18  # tokens: longer than any sliding window
 
 
 def why_not_draft(target: Sequence[str], draft: Sequence[str], network: nn.Module) -> str | None:
-    """Why this network cannot score prompts, and the way out; None where it can. `target` and `draft`: the tokens of
-    the model and of its draft by id, "" where there is none. Computes nothing; not while another thread computes."""
+    """Return why this network cannot be the draft, and what to do; None if it can. `target` and `draft`: tokens of the
+    model and of its draft by id, "" for ids without a token. Builds lazy graphs and computes nothing. Must not run
+    while another thread computes."""
     watch, attends, vocab = _watched_from_afar(network)
     if why_not := _why_not_its_tokens(target, draft, vocab):
-        return f"{why_not}. Take a draft of the model's own family, which shares its tokens."
+        return f"{why_not}. Choose a draft of the model's own family, which shares its tokens."
     if watch.given:
         return None
     family = type(network).__module__.rpartition(".")[2]
     if watch.calls:
-        why_not = "none of its layers attends to the whole of a long prompt"
+        why_not = "none of its layers attends to all tokens of a long prompt"
     elif attends:
-        why_not = "mlx-lm writes its attention out, where it cannot be watched"
+        why_not = "mlx-lm implements its attention without MLX's function, so it cannot be recorded"
     else:
         why_not = "it has no attention"
-    return f"{family} cannot be a draft: {why_not}. Take a model with full attention, such as a small Qwen3 or Llama."
+    return f"{family} cannot be a draft: {why_not}. Choose a model with full attention, such as a small Qwen3 or Llama."
 
 
 def _watched_from_afar(network: nn.Module) -> tuple[Watch, bool, int]:
-    """At the end of a long prompt, whether anything is kept by token, and the number of logits. All of it is lazy, so
-    only shapes are known."""
+    """Return the attention record at the end of a long prompt, whether any layer keeps keys by token, and the number of
+    logits. Everything is lazy, so only shapes are known."""
     cache, token = make_prompt_cache(network), mx.zeros((1, 1), mx.int32)
     network(token, cache=cache)
     kept = [layer for layer in layers(cache) if by_token(layer) and layer.keys is not None]
@@ -257,11 +265,11 @@ def _lengthened(buffer: mx.array) -> mx.array:
 
 
 def _why_not_its_tokens(target: Sequence[str], draft: Sequence[str], vocab: int) -> str | None:
-    """`vocab`: how many the network of the draft knows, those without a name too."""
+    """`vocab`: number of the draft's logits, unnamed tokens included."""
     for token, (ours, its) in enumerate(zip(target, draft, strict=False)):
         if ours and its and ours != its:
-            return f"Token {token} is {ours!r} to the model and {its!r} to its draft"
+            return f"Token {token} is {ours!r} in the model and {its!r} in its draft"
     unknown = (token for token, name in enumerate(target) if name and token >= vocab)
     if (first := next(unknown, None)) is not None:
-        return f"The draft knows {vocab:,} tokens, and the model's token {first} is {target[first]!r}"
+        return f"The draft has {vocab:,} tokens, and the model's token {first} is {target[first]!r}"
     return None

@@ -1,9 +1,8 @@
-"""A prompt of which only some tokens are computed, each at its true position.
+"""Prefill of a subset of a prompt's tokens, each at its original position.
 
-A cache counts the tokens that are in it, and models take that number for the position of the next one. So MLX's rope is
-replaced, for the time of a forward, by one that is told where the tokens are. Then the row decodes as any other, since
-slots know a row's position apart from its length: nothing is replaced while rows decode.
-"""
+A cache counts its tokens, and models use that count as the position of the next one. Therefore MLX's rope is replaced
+during a forward by one that receives the positions. Decoding replaces nothing, since slots store a row's position
+separately from its length."""
 
 import copy
 from bisect import bisect_left
@@ -29,67 +28,73 @@ _TRIAL = 4  # tokens
 
 
 class Misplaced(Exception):
-    """A model asked MLX's rope for something else than the positions of a row's next tokens."""
+    """A model called MLX's rope with something other than the positions of a row's next tokens."""
 
 
 class SparsePrefill:
-    """All but the last of the tokens that are kept; that one is the first that the row is fed when it decodes."""
+    """Computes all kept tokens but the last one, which is the row's first input when it decodes."""
 
     def __init__(
         self, network: nn.Module, row: Row, kept: Ranges, cache: list[Any], length: int, scene: Scene | None = None
     ) -> None:
-        """`kept`: of the prompt; what follows it is kept anyway. `cache` holds the first `length` tokens, all of them
-        kept, and is spent. A row says the same whatever part of what is kept was in the cache. `scene`: of a prompt
-        with images.
+        """`kept`: ranges of the prompt; tokens after the prompt are always kept. `cache` holds the first `length`
+        tokens, all of them kept, and belongs to this object from now on. How many of the kept tokens were in the cache
+        does not change the answer. `scene`: the inputs of a prompt with images.
 
-        Raises ValueError for ranges that will not do."""
+        Raises ValueError for ranges that are unordered, miss the end of the prompt or a sliding window, or do not cover
+        `length`."""
         known, prompt = row.sequence.known, len(row.sequence.prompt)
         _check(kept, prompt, window_of(cache))
         if length > front(kept):
-            raise ValueError(f"{length} tokens are in the cache, and only the first {front(kept)} are all kept.")
+            raise ValueError(
+                f"length: {length} tokens are in the cache, but only the first {front(kept)} are all kept."
+            )
         positions = [at for start, end in kept for at in range(start, end)] + [*range(prompt, len(known))]
         self._last: int = positions.pop()
         self._positions: list[int] = positions
         if not length <= self.total > 0:
-            raise ValueError("A row is fed a token behind another.")
+            raise ValueError("kept: a row needs at least two kept tokens.")
         self.row, self.done, self.cached, self.waited = row, length, length, 0
         self._network, self._cache, self._known, self._scene = network, cache, known, scene
 
     @property
     def total(self) -> int:
-        """Tokens in the row's cache when it is through."""
+        """Tokens in the row's cache when the prefill is done."""
         return len(self._positions)
 
     @property
     def remaining(self) -> int:
-        """Tokens to compute."""
+        """Tokens left to compute."""
         return self.total - self.done
 
     @property
     def start(self) -> int:
-        """Where the first token is that is kept, and not there."""
+        """Index of the first kept token that is not computed."""
         return self._positions[self.done] if self.remaining else self._last
 
     @property
     def phase(self) -> Phase:
+        """Phase for progress reports and budgets, always "prefill"."""
         return "prefill"
 
     @property
     def begun(self) -> bool:
+        """Always True: part of the work, the choice of tokens, is done."""
         return True
 
     def news(self) -> list[Outcome]:
-        """What came of it."""
+        """Return the progress since the last call as outcomes."""
         return [Prefilled(self.row.id, self.done, self.total, self.cached)]
 
     def look(self) -> None:
-        """Nothing is found later on: what of a prefix can be used was given."""
+        """Do nothing: the usable part of a prefix was passed to the constructor."""
 
     def skip(self) -> None:
-        """So nothing is skipped."""
+        """Do nothing, as `match_prefix`."""
 
     def advance(self, tokens: int) -> int:
-        """Blocks until they are computed; says how many they were. Raises `Misplaced`."""
+        """Compute up to `tokens` tokens, or more if an image must be computed in one piece. Blocks. Returns the number
+        computed. Raises `UnsupportedRope`."""
         positions = self._positions[self.done : self._end(self.done + tokens)]
         if positions:
             with _placed(positions, self.done):
@@ -99,25 +104,26 @@ class SparsePrefill:
         return len(positions)
 
     def _end(self, end: int) -> int:
-        """Not inside of an image that must be computed at once."""
+        """Return `end`, moved out of an image that must be computed in one piece."""
         if self._scene is None or not self.done < end < self.total:
             return end
         return bisect_left(self._positions, self._scene.end(self._positions[self.done], self._positions[end]))
 
     def _compute(self, positions: list[int]) -> None:
-        if self._scene:  # where it has positions of its own, nobody asks MLX's rope
+        if self._scene:  # a family with its own positions does not call MLX's rope
             self._scene.read(self._cache, positions)
         else:
             self._network(mx.array([[self._known[at] for at in positions]]), cache=self._cache)
 
     def finish(self) -> tuple[list[Any], Drawn, int]:
-        """The row's cache, what it is fed next, and at which position. The prefill is spent."""
+        """Return the row's cache, its next input, and the position of that input. The caller owns the cache; the
+        prefill must not be used afterwards. Lazy."""
         position = self._last + (self._scene.rope_delta if self._scene else 0)
         return self._cache, Drawn(mx.array([self._known[self._last]]), mx.array([True]), {}), position
 
 
 def front(kept: Ranges) -> int:
-    """How many tokens there are before the first that is left out: so many of a prefix can be used."""
+    """Return the number of tokens before the first dropped one: the part of a prefix that can be reused."""
     end = 0
     for start, after in kept:
         if start > end:
@@ -127,32 +133,34 @@ def front(kept: Ranges) -> int:
 
 
 def window_of(cache: Sequence[Any]) -> int:
-    """How many tokens the layers that forget look back; 0 where none forgets."""
+    """Return the longest sliding window among the layers, in tokens; 0 if there is none."""
     return max((layer.max_size for layer in layers(cache) if isinstance(layer, RotatingKVCache)), default=0)
 
 
 def _check(kept: Ranges, prompt: int, window: int) -> None:
     edges = [edge for span in kept for edge in span]
     if not edges or edges[0] < 0 or edges != sorted(edges) or any(start == end for start, end in kept):
-        raise ValueError("Ranges of tokens come in order, and have some.")
+        raise ValueError("kept: ranges must be in order and not empty.")
     if edges[-1] != prompt:
-        raise ValueError(f"The last token of a prompt is kept: the last range ends at {prompt}, not at {edges[-1]}.")
-    # A window counts what is kept, so it holds what it would have held only where nothing was left out.
+        raise ValueError(f"kept: the last range must end at {prompt}, the end of the prompt, not at {edges[-1]}.")
+    # A window counts cached tokens, so it has its usual content only if none of these was dropped.
     first = max(0, prompt - window)
     if sum(max(0, end - max(start, first)) for start, end in kept) < prompt - first:
-        raise ValueError(f"Some layers look back {window} tokens, so the last {window} of a prompt are kept.")
+        raise ValueError(
+            f"kept: the last {window} tokens must be kept, since some layers have a window of {window} tokens."
+        )
 
 
 @contextmanager
 def _placed(positions: list[int], first: int) -> Iterator[None]:
-    """Whoever asks MLX's rope for the positions of tokens from number `first` on, gets these. Process-wide, so for the
-    building of a single forward; its graph keeps what it was given."""
+    """Replace MLX's rope by one that rotates by `positions` when it is called for the tokens from index `first` on.
+    Process-wide, so only while the graph of one forward is built; the graph keeps its positions."""
     rope, at = mx.fast.rope, mx.array(positions)
 
     def placed(a: mx.array, dims: int, *, offset: Any, **how: Any) -> mx.array:
         if int(offset) != first or a.shape[0] != 1 or a.shape[-2] != len(positions):
             raise Misplaced(f"{a.shape} at {offset} are not the {len(positions)} tokens of a row from {first} on")
-        # Rope takes a position for each row: each token is one.
+        # Rope takes one position per row, so each token becomes a row.
         return rope(a.swapaxes(0, -2), dims, offset=at, **how).swapaxes(0, -2)
 
     mx.fast.rope = placed
@@ -163,26 +171,26 @@ def _placed(positions: list[int], first: int) -> Iterator[None]:
 
 
 def why_not_sparse(network: nn.Module, context: int) -> str | None:
-    """Why prompts of this model, of up to `context` tokens, are always computed whole; None where they need not be. Of
-    models whose rows can share a batch.
+    """Return why SpecPrefill cannot be used with this model for prompts of up to `context` tokens; None if it can. The
+    model's rows must be able to share a batch.
 
-    Computes a few tokens, so it takes the weights in. Not while another thread computes."""
+    Computes a few tokens, so it loads the weights. Blocks. Must not run while another thread computes."""
     cache = make_prompt_cache(network)
     try:
         with _placed([*range(_TRIAL)], 0):
             network(mx.zeros((1, _TRIAL), mx.int32), cache=cache)
-        # Some models heed positions beyond a certain one only. The nearest come first, for tables of them end.
+        # Some models use positions only beyond a threshold. The nearest come first, since position tables are finite.
         here, *elsewhere = (_hiding(network, cache, position) for position in (_TRIAL, _TRIAL + 1, context - 1))
     except Misplaced as error:
-        return f"This model turns its tokens by positions of its own: {error}."
+        return f"This model rotates tokens by positions of its own: {error}."
     if all(mx.array_equal(here, there, equal_nan=True) for there in elsewhere):
         return None
-    return "This model uses the positions of its tokens not in MLX's rope alone, but in a table or a scale as well."
+    return "This model uses token positions not only in MLX's rope, but also in a table or a scale."
 
 
 def _hiding(network: nn.Module, cache: list[Any], position: int) -> mx.array:
-    """Lazy: the logits of a row's next token, at a position that is hidden from rope. Whatever still depends on it has
-    asked for it elsewhere."""
+    """Return the logits of a row's next token at a position of which only the rope replacement is informed. Lazy. If
+    they differ between positions, the model uses the position elsewhere."""
     batch = slots.batch_of(copy.deepcopy(cache), position)
     with _placed([_TRIAL], position):
         logits: mx.array = network(mx.zeros((1, 1), mx.int32), cache=batch)

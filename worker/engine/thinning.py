@@ -1,8 +1,8 @@
-"""A long prompt, of which a draft says what matters, and only that is computed: SpecPrefill.
+"""SpecPrefill (arXiv 2502.02789): a draft model scores a long prompt, and only the important tokens are computed.
 
-It has the face of `Prefill`. What the prefix cache has of the prompt is used as it is, and so are the first tokens that
-stay in any case: those are computed as ever, and others may find them. Whatever fails, the prompt is computed whole.
-"""
+The class has the interface of `Prefill`. What the prefix cache holds of the prompt is used, and so are the first
+tokens, up to the first dropped one: these are computed densely, and other requests may reuse them. If anything fails,
+the whole prompt is computed."""
 
 import logging
 import time
@@ -29,6 +29,8 @@ Pays = Callable[[int, int, float], bool]
 
 
 class ThinnedPrefill:
+    """Prefill of a prompt that may be computed in part: decides, scores, then computes the kept tokens."""
+
     def __init__(
         self,
         network: nn.Module,
@@ -39,12 +41,13 @@ class ThinnedPrefill:
         pays: Pays,
         scene: Scene | None = None,
     ) -> None:
-        """`pays`: whether to score so many tokens, and of so many to compute that share, is faster than to compute all;
-        `scene`: of a prompt with images, which stay."""
+        """`pays(scored, tokens, keep)`: return True if scoring that many tokens, and computing the share `keep` of
+        `tokens`, is faster than computing all. `scene`: the inputs of a prompt with images; images are never
+        dropped."""
         self.row, self.waited = row, 0
         self._network, self._prefix, self._thinning, self._scene = network, prefix, thinning, scene
         self._draft, self._pays = draft, pays
-        self._prefill = Prefill(network, row, prefix, scene)  # of the whole, or of the first tokens that stay
+        self._prefill = Prefill(network, row, prefix, scene)  # of the whole prompt, or of its dense prefix
         self._scoring: Scoring | None = None
         self._sparse: SparsePrefill | None = None
         self._undecided, self._seconds = True, 0.0
@@ -52,24 +55,28 @@ class ThinnedPrefill:
 
     @property
     def phase(self) -> Phase:
+        """ "scoring" while the draft computes, else "prefill"."""
         return "scoring" if self._scoring else "prefill"
 
     @property
     def begun(self) -> bool:
+        """True if anything was computed or loaded."""
         return self._seconds > 0 or self._prefill.begun
 
     @property
     def total(self) -> int:
-        """Of the draft while it scores, and so are the others."""
+        """Tokens of the draft while it scores, else of the row's cache when the prefill is done. The other counts
+        follow the same phase."""
         return self._scoring.total if self._scoring else len(self.row.sequence.known) - 1 - self.row.left_out
 
     @property
     def done(self) -> int:
+        """Tokens computed or taken from a prefix cache."""
         return self.total - self.remaining
 
     @property
     def remaining(self) -> int:
-        """Tokens to compute."""
+        """Tokens left to compute in this phase."""
         if self._scoring:
             return self._scoring.remaining
         now = self._sparse or self._prefill
@@ -77,14 +84,16 @@ class ThinnedPrefill:
 
     @property
     def start(self) -> int:
-        """Where the first token is that the row is to have in its cache, and that is neither there nor found."""
+        """Index of the first token that the row's cache needs and that is neither computed nor in the prefix cache."""
         return (self._sparse or self._prefill).start
 
     @property
     def cached(self) -> int:
+        """Tokens taken from the prefix cache."""
         return self._prefill.cached
 
     def look(self) -> None:
+        """Find the longest cached prefix. The first call also decides whether to use SpecPrefill."""
         self._prefill.look()
         if self._undecided:
             self._undecided = False
@@ -92,45 +101,50 @@ class ThinnedPrefill:
                 self._decide()
 
     def skip(self) -> None:
+        """Load the prefixes found, for the model and for the draft. Blocks."""
         self._prefill.skip()
         if self._scoring:
             with self._or_whole("The draft"):
                 self._scoring.skip()
 
     def advance(self, tokens: int) -> int:
-        """Blocks until they are computed; says how many they were."""
+        """Compute up to `tokens` tokens of the current phase. Blocks. Returns the number computed."""
         if self._scoring:
             with self._or_whole("The draft"):
                 self._score(self._scoring, tokens)
         elif self.row.left_out:
-            with self._or_whole("The prefill of what was kept"):
+            with self._or_whole("The prefill of the kept tokens"):
                 return self._compute(tokens)
         else:
             return self._prefill.advance(tokens)
         return tokens
 
     def news(self) -> list[Outcome]:
-        """What came of it."""
+        """Return the outcomes since the last call: decisions, and the progress of this phase."""
         told, self._told = self._told, []
         if self._scoring:
             return [*told, Scored(self.row.id, self.done, self.total)]
         return [*told, Prefilled(self.row.id, self.done, self.total, self.cached)]
 
     def finish(self) -> tuple[list[Any], Drawn, int | None]:
+        """Return the row's cache, its next input, and its position, as `Prefill.finish` does."""
         return (self._rest() if self.row.left_out else self._prefill).finish()
 
     def _decide(self) -> None:
-        thinning, rest = self._thinning, self._prefill.remaining + 1  # and the last one, which is fed later
+        thinning, rest = (
+            self._thinning,
+            self._prefill.remaining + 1,
+        )  # with the last token, which is computed when the row decodes
         prompt, reads = self.row.sequence.prompt, self._draft.reads
         start = len(prompt) - rest
         if rest < thinning.least:
-            self._leave_whole(f"{rest:,} tokens were left to compute, and it begins at {thinning.least:,}.")
+            self._leave_whole(f"{rest:,} tokens were left to compute, fewer than the minimum of {thinning.least:,}.")
         elif tokens_in(self._stays(start)) == rest:
-            self._leave_whole(f"Of the {rest:,} tokens that were left to compute none may be left out.")
+            self._leave_whole(f"None of the {rest:,} tokens left to compute may be dropped.")
         elif reads(prompt) + LOOKAHEAD > self._draft.context:
-            self._leave_whole(f"The draft was made for {self._draft.context:,} tokens, and the prompt has more.")
+            self._leave_whole(f"The prompt exceeds the draft's context of {self._draft.context:,} tokens.")
         elif not thinning.asked and not self._pays(reads(prompt[start:]), rest, self._share(start)):
-            self._leave_whole("The draft would have taken longer than it saves.")
+            self._leave_whole("Scoring would have taken longer than it saves.")
         else:
             asked = self.row.sequence
             self._scoring = self._draft.scoring(asked.space, asked.prompt, asked.boundaries)
@@ -150,25 +164,26 @@ class ThinnedPrefill:
         self._told.append(Thinned(self.row.id, kept, self._seconds))
 
     def _kept(self, scores: Scores, start: int) -> tuple[Range, ...]:
-        """`start`: tokens that are there already."""
+        """Return the ranges of the prompt to keep. `start`: number of first tokens that are computed already."""
         tokens = len(scores) - start
         stays = [(first - start, end - start) for first, end in self._stays(start)]
         chosen = select(scores[start:], self._share(start), stays)
         return tuple(merged([(0, start), *((first + start, end + start) for first, end in chosen)], tokens + start))
 
     def _stays(self, start: int) -> list[Range]:
-        """Whatever its tokens score."""
+        """Return the ranges from `start` on that are kept whatever their scores: undroppable text, images, the last
+        window."""
         tokens = len(self.row.sequence.prompt)
         end = tokens - max(1, window_of(make_prompt_cache(self._network)))
         thinnable = [(max(first, start), min(behind, end)) for first, behind in self._thinning.thinnable]
-        # With what is right around them: the tokens that say where an image begins and ends.
+        # With one token on either side: the tokens that mark the beginning and end of an image.
         images = [(picture.span[0] - 1, picture.span[1] + 1) for picture in self.row.sequence.pictures]
         stays = [*outside(thinnable, tokens), *images]
         return merged(((max(first, start), behind) for first, behind in stays), tokens)
 
     def _share(self, start: int) -> float:
-        """To keep of the tokens from there on: those that stay, and of the others what was asked for. Else the scores
-        would have nothing to choose where much stays."""
+        """Return the share of the tokens from `start` on to keep: all required ones, and the requested share of the
+        others. A share of all tokens would leave the scores no choice if much is required."""
         tokens, stay = len(self.row.sequence.prompt) - start, tokens_in(self._stays(start))
         return (stay + self._thinning.keep * (tokens - stay)) / max(1, tokens)
 
@@ -179,9 +194,9 @@ class ThinnedPrefill:
         return computed
 
     def _rest(self) -> SparsePrefill:
-        """What follows the first tokens that stay."""
+        """Return the sparse prefill of what follows the dense prefix; created at the first call."""
         if self._sparse is None:
-            assert self.row.sequence.kept is not None, "something is left out"
+            assert self.row.sequence.kept is not None, "no tokens are dropped"
             kept, taken = self.row.sequence.kept, self._prefill.taken()
             self._sparse = SparsePrefill(self._network, self.row, kept, *taken, self._scene)
         return self._sparse
@@ -190,9 +205,9 @@ class ThinnedPrefill:
     def _or_whole(self, what: str) -> Iterator[None]:
         try:
             yield
-        except Exception:  # whatever it was, the prompt can still be computed as ever
-            logger.exception("%s is computed whole", self.row.id)
-            self._leave_whole(f"{what} failed; the worker's log says why.")
+        except Exception:  # whatever failed, the whole prompt can still be computed
+            logger.exception("%s: SpecPrefill failed; computing the whole prompt", self.row.id)
+            self._leave_whole(f"{what} failed; the worker's log has the reason.")
             self._prefill, self._sparse = Prefill(self._network, self.row, self._prefix, self._scene), None
 
     def _leave_whole(self, why: str) -> None:

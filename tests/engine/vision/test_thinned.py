@@ -327,7 +327,7 @@ def test_where_nothing_but_images_may_be_left_out_nothing_is_scored() -> None:
     run.submit(asked("qwen3_5", thinning=replace(EVERYWHERE, thinnable=tuple(spans("qwen3_5")))))
     run.drain()
     tokens = len(long("qwen3_5").tokens)
-    assert run.whole == {"thin": f"Of the {tokens} tokens that were left to compute none may be left out."}
+    assert run.whole == {"thin": f"None of the {tokens} tokens left to compute may be dropped."}
     assert (run.scored["thin"], run.said["thin"]) == (0, seen.alone("qwen3_5", long("qwen3_5"), ANSWER))
 
 
