@@ -2,13 +2,16 @@
 
 import argparse
 import asyncio
+import io
 import math
 import random
+import re
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -25,6 +28,7 @@ from sluice.wire import Lane
 
 _PANEL_WIDTH, _PANEL_LINES = 38, 6
 _FRAME = 2  # lines, or columns, of a panel's border; columns of padding besides
+_PICTURE_WIDTH, _PICTURE_HEIGHT = 3 * _PANEL_WIDTH, 19  # columns and lines of the terminal in the picture
 
 # Heads are broken so that the table fits into 80 columns.
 _COLUMNS: dict[str, JustifyMethod] = {
@@ -165,6 +169,25 @@ def _duration(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds < 0.9995 else f"{seconds:.1f} s"
 
 
+def picture(shown: list[Chat], summary: str) -> str:
+    """Return an SVG of the chats and their closing table, as a terminal shows them."""
+    console = Console(
+        file=io.StringIO(),
+        record=True,
+        force_terminal=True,
+        color_system="truecolor",
+        width=_PICTURE_WIDTH,
+        height=_PICTURE_HEIGHT,
+    )
+    console.print(Grid(shown))
+    console.print()
+    console.print(closing_table(shown))
+    console.print(f"[dim]{summary}[/]")
+    svg = console.export_svg(title="./scripts/demo", unique_id="demo")
+    # Where pictures may load nothing, the font is the viewer's own anyway.
+    return re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)
+
+
 @contextmanager
 def stack(console: Console) -> Iterator[tuple[str, WorkerProcess]]:
     """A server and a worker, both gone at the end whatever happens."""
@@ -189,7 +212,8 @@ async def stream_all(url: str, shown: list[Chat], console: Console) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
-    parser.parse_args()
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also write a picture of the chats to FILE")
+    options = parser.parse_args()
     console, began = Console(), time.perf_counter()
     try:
         with stack(console) as (url, _):
@@ -199,8 +223,11 @@ def main() -> int:
             console.print(closing_table(shown))
             tokens = sum(chat.result["usage"]["completion_tokens"] for chat in shown)
             first = min(chat.first_at for chat in shown) - began
-            console.print(f"[dim]{len(shown)} chats, {tokens} tokens in {took:.1f} s.[/]")
+            summary = f"{len(shown)} chats, {tokens} tokens in {took:.1f} s."
+            console.print(f"[dim]{summary}[/]")
             console.print(f"[dim]The first token came {first:.1f} s after the start.[/]")
+        if options.svg:
+            options.svg.write_text(picture(shown, summary))
         console.print()
         console.print(_NEXT, markup=False, highlight=False)
     except KeyboardInterrupt:
