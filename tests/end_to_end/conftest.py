@@ -5,6 +5,9 @@ import pytest
 
 from scripts.stack import WorkerProcess
 from tests.end_to_end.test_cli import Command
+from tests.end_to_end.toolchains import TOOLCHAINS
+
+collect_ignore = [] if TOOLCHAINS else ["test_foreign_producers.py"]
 
 
 @pytest.fixture

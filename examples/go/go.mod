@@ -1,0 +1,3 @@
+module sluice-example
+
+go 1.19
