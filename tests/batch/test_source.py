@@ -1,4 +1,4 @@
-"""Damaged input: each kind of damage is handled by a rule with a name, and README.md lists the rules."""
+"""Damaged input: each kind of damage is handled by a rule with a name, and docs/batches.md lists the rules."""
 
 import json
 import re
@@ -187,8 +187,8 @@ def test_beyond_a_thousand_problems_only_their_number_is_said(tmp_path: Path) ->
     assert named[-1].message == "1,500 more lines are bad."
 
 
-def test_the_readme_lists_every_rule_and_no_other() -> None:
-    section = (ROOT / "README.md").read_text().partition("## Offline batches")[2].partition("\n## ")[0]
+def test_the_page_on_batches_lists_every_rule_and_no_other() -> None:
+    section = (ROOT / "docs" / "batches.md").read_text().partition("## Checks of an input file")[2]
     listed = set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
     code = "".join((ROOT / "sluice" / "batch" / name).read_text() for name in ("lines.py", "source.py", "run.py"))
     raised = set(re.findall(r'(?:BadLine|Problem)\(\s*"(\w+)"', code))
