@@ -1,4 +1,4 @@
-"""OpenAI's own client against the README's backend: what it reads of answers, tool calls, reasoning and errors."""
+"""OpenAI's own client against the backend in docs/backends.md: answers, tool calls, reasoning and errors."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 
 from scripts.stack import ROOT, WorkerProcess, free_port
 from sluice import Client
-from tests.end_to_end.test_readme import OPENAI_BACKEND
+from tests.end_to_end.test_pages import OPENAI_BACKEND
 from tests.test_openai import surprises
 
 Said = dict[str, Any]

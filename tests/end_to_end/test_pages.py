@@ -1,8 +1,11 @@
-"""The code in docs/backends.md works as it stands."""
+"""The code in docs/ works as it stands. test_openai serves the endpoint for OpenAI clients."""
 
+import json
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +14,17 @@ from starlette.testclient import TestClient
 from scripts.stack import ROOT, WorkerProcess
 from sluice import SyncClient, sse
 
-PAGE = (ROOT / "docs" / "backends.md").read_text()
+SSE = "Server-sent events, and resuming"
 
 
-def code(heading: str) -> list[str]:
-    """Return the Python blocks below a heading."""
-    section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+def code(page: str, heading: str, language: str = "python") -> list[str]:
+    """Return the blocks of a language below a heading of a page in docs/."""
+    text = (ROOT / "docs" / page).read_text()
+    section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
+
+
+(OPENAI_BACKEND,) = code("backends.md", "An endpoint for OpenAI clients")
 
 
 def on(redis_url: str, source: str) -> str:
@@ -27,7 +34,7 @@ def on(redis_url: str, source: str) -> str:
 
 @pytest.mark.parametrize("heading", ["With asyncio", "With threads", "With plain arq"])
 def test_an_example_prints_the_answer(worker: WorkerProcess, redis_url: str, heading: str) -> None:
-    (source,) = code(heading)
+    (source,) = code("backends.md", heading)
     command = [sys.executable, "-c", on(redis_url, source)]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert (ran.returncode, ran.stdout) == (0, "1 2 3 4 5 6 7 8 9 10 11 12"), ran.stderr
@@ -35,7 +42,7 @@ def test_an_example_prints_the_answer(worker: WorkerProcess, redis_url: str, hea
 
 def test_the_starlette_backend_submits_resumes_and_cancels(worker: WorkerProcess, redis_url: str) -> None:
     names: dict[str, Any] = {}
-    exec(on(redis_url, code("Server-sent events, and resuming")[0]), names)
+    exec(on(redis_url, code("backends.md", SSE)[0]), names)
     with TestClient(names["app"]) as http:
         job = http.post("/chats", json={"messages": [{"role": "user", "content": "Count to 5."}]}).json()
         body = http.get(f"/chats/{job['id']}/events", headers={"Last-Event-ID": "0"}).text
@@ -48,10 +55,38 @@ def test_the_synchronous_view_streams_a_job(worker: WorkerProcess, redis_url: st
     """With a stand-in for Django's response."""
     with SyncClient(redis_url) as client:
         names: dict[str, Any] = {"client": client, "sse": sse, "StreamingHttpResponse": Response}
-        exec(code("Server-sent events, and resuming")[1], names)
+        exec(code("backends.md", SSE)[1], names)
         job = client.submit([{"role": "user", "content": "Count to 5."}])
         answer = names["events"](Request({"last-event-id": "0"}), job.id)
         check_stream_after_first_event(b"".join(answer.frames).decode())
+
+
+def test_the_batch_example_runs_a_file_in_any_folder(worker: WorkerProcess, redis_url: str, tmp_path: Path) -> None:
+    worker.wait_ready()
+    (source,) = code("batches.md", "Run a file")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", on(redis_url, source)]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30)
+    counts = "RequestCounts(total=1, completed=1, failed=0)"
+    assert (ran.returncode, ran.stdout) == (0, f"completed {counts}\n"), ran.stderr
+
+
+def test_the_example_file_has_the_line_on_the_page_and_runs(
+    worker: WorkerProcess, redis_url: str, tmp_path: Path
+) -> None:
+    worker.wait_ready()
+    file = ROOT / "examples" / "batch.jsonl"
+    (shown,) = code("batches.md", "Run a file", "json")
+    assert json.loads(shown)["body"].items() <= json.loads(file.read_text().splitlines()[0])["body"].items()
+    with SyncClient(redis_url) as client:
+        assert client.batch(file, tmp_path / "out.jsonl").request_counts.completed == 3
+
+
+def test_the_request_for_json_is_answered_in_json(worker: WorkerProcess, redis_url: str) -> None:
+    (request,) = code("models.md", "JSON schemas", "json")
+    with SyncClient(redis_url) as client:
+        result = client.result(client.submit(json.loads(request)).id, timeout=30)
+    assert json.loads(result["choices"][0]["message"]["content"]).keys() == {"country", "capital"}
 
 
 class Request:
