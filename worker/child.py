@@ -1,9 +1,14 @@
 """Processes for work that no thread can do, since it cannot be stopped there or holds the interpreter's lock."""
 
 import asyncio
+import os
+import signal
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 
 _ROOT = Path(__file__).parents[1]  # where the package `worker` is found
 
@@ -16,17 +21,54 @@ class Ended:
 
 
 async def run_child(module: str, given: bytes) -> Ended:
-    """Run `python -m module` once, with `given` on its standard input. If the caller is cancelled, the process ends."""
-    # A session of its own: an interrupt from the terminal is meant for the worker.
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, cwd=_ROOT, start_new_session=True,
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+    """Run `python -m module` once, with `given` on its standard input. If the caller is cancelled, the process ends.
+
+    It is started and waited for on a thread of its own: a client chooses how often, and the event loop has other work.
+    """
+    child, thread = _Child(module, given), ThreadPoolExecutor(1, "child")
+    running = asyncio.get_running_loop().run_in_executor(thread, child.run)
+    thread.shutdown(wait=False)
     try:
-        output, errors = await process.communicate(given)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode is not None
-    return Ended(process.returncode, output, errors)
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        child.kill()
+        await asyncio.wait([running])
+        raise
+
+
+class _Child:
+    """A process that one thread starts and waits for, and another may kill."""
+
+    def __init__(self, module: str, given: bytes) -> None:
+        self._module, self._given = module, given
+        self._process: subprocess.Popen[bytes] | None = None
+        self._unwanted = Event()
+
+    def run(self) -> Ended:
+        with start(self._module) as process:
+            self._process = process
+            if self._unwanted.is_set():  # in this order: `kill` sets it before it looks for a process
+                process.kill()
+            output, errors = process.communicate(self._given)
+        return Ended(process.returncode, output, errors)
+
+    def kill(self) -> None:
+        self._unwanted.set()
+        if self._process is not None:
+            self._process.kill()
+
+
+def start(module: str) -> subprocess.Popen[bytes]:
+    """Start it without a fork, which takes long when the caller has many gigabytes in memory and holds the
+    interpreter's lock. The caller's thread receives no more interrupts."""
+    # The process inherits this: an interrupt from the terminal is meant for the worker.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        # So, and with neither a session nor a working directory of its own, it is posix_spawn. What Python opens is
+        # closed in the new process anyway.
+        close_fds=False,
+    )  # fmt: skip

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from subprocess import Popen
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from llguidance import LLTokenizer
 from scripts.stack import TINY_CHAT
 from tests.text.guided import ANY_OBJECT, CITY, CLOCK, WEATHER, by, fresh, model, refusal, request
 from tests.text.structured import Schema, allowed
+from worker import child
 from worker.engine.upstream import load_tokenizer
 from worker.engine.words import Words
 from worker.errors import Refusal
@@ -138,13 +140,13 @@ def test_a_large_schema_is_not_written_to_find_out_that_it_is_not_quick() -> Non
 
 
 async def test_a_job_that_is_cancelled_takes_its_trial_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin, trials = asyncio.create_subprocess_exec, asyncio.Queue[asyncio.subprocess.Process]()
+    begin, trials, loop = child.start, asyncio.Queue[Popen[bytes]](), asyncio.get_running_loop()
 
-    async def watched(*args: Any, **how: Any) -> asyncio.subprocess.Process:
-        await trials.put(process := await begin(*args, **how))
+    def watched(module: str) -> Popen[bytes]:
+        loop.call_soon_threadsafe(trials.put_nowait, process := begin(module))
         return process
 
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", watched)
+    monkeypatch.setattr(child, "start", watched)
     guiding = asyncio.ensure_future(fresh().guide(request(**by(SLOW)), Prompt((1,), "closed")))
     trial = await trials.get()
     await asyncio.sleep(0)
@@ -155,13 +157,13 @@ async def test_a_job_that_is_cancelled_takes_its_trial_with_it(monkeypatch: pyte
 
 
 async def test_a_schema_is_tried_once_however_many_rows_bring_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin, trials = asyncio.create_subprocess_exec, list[int]()
+    begin, trials = child.start, list[int]()
 
-    async def watched(*args: Any, **how: Any) -> asyncio.subprocess.Process:
+    def watched(module: str) -> Popen[bytes]:
         trials.append(1)
-        return await begin(*args, **how)
+        return begin(module)
 
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", watched)
+    monkeypatch.setattr(child, "start", watched)
     guides, asked = fresh(), request(**by({"type": "string", "pattern": "^b+$"}))
     await guides.guide(asked, Prompt((1,), "closed"))
     await asyncio.gather(*(guides.guide(asked, Prompt((1,), "closed")) for _ in range(20)))
@@ -233,16 +235,16 @@ async def test_what_cannot_be_written_as_it_is_is_refused(asked: Schema, words: 
 async def test_a_trial_that_is_ended_from_outside_says_nothing_of_the_schema(
     ends: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin, guides, prompt = asyncio.create_subprocess_exec, fresh(), Prompt((1,), "closed")
+    begin, guides, prompt = child.start, fresh(), Prompt((1,), "closed")
 
-    async def ended(*args: Any, **how: Any) -> asyncio.subprocess.Process:
-        process = await begin(*args, **how)
+    def ended(module: str) -> Popen[bytes]:
+        process = begin(module)
         process.send_signal(ends)
         return process
 
     asked = request(**by({"type": "string", "pattern": "^c+$"}))
     with monkeypatch.context() as patched:
-        patched.setattr(asyncio, "create_subprocess_exec", ended)
+        patched.setattr(child, "start", ended)
         with pytest.raises(Refusal) as refused:
             await guides.guide(asked, prompt)
     assert (refused.value.type, refused.value.retryable) == ("overloaded", True)
