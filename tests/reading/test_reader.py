@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import marshal
+import sys
 import threading
 import time
 from typing import Any
@@ -10,8 +12,10 @@ import pytest
 
 from worker.errors import Refusal
 from worker.reading import reader as module
+from worker.reading.__main__ import answer, verdict
 from worker.reading.reader import SMALL_BYTES, Reader
 from worker.reading.size import MOST_VALUES
+from worker.reading.strict import TOO_DEEP
 
 MEGABYTE = 1_000_000
 
@@ -74,6 +78,23 @@ async def test_a_dear_body_that_is_wrong_is_refused_with_the_same_sentence() -> 
         small, large = b'["",' + end, b'["' + b"\\n" * 1_100_000 + b'",' + end
         assert (await refusal(small)).message == (await refusal(large)).message
         assert (await refusal(large)).type == "invalid_request"
+
+
+@pytest.mark.parametrize("opened", [b"[", b'{"a":'], ids=["lists", "objects"])
+def test_a_dear_body_of_any_depth_has_a_verdict(opened: bytes) -> None:
+    closed = b"]" if opened == b"[" else b"}"
+    kinds = {verdict(opened * depth + b"1" + closed * depth)[0] for depth in range(800, 1000)}
+    assert kinds == {"json", "refused"}
+
+
+def test_what_json_reads_and_marshal_does_not_write_is_nested_too_deeply() -> None:
+    limit, depth = sys.getrecursionlimit(), 3_000
+    sys.setrecursionlimit(20_000)  # from Python 3.12 on json's own
+    try:
+        said = marshal.loads(answer(b'{"a":[{}],"k":' + b"[" * depth + b"]" * depth + b"}"))
+    finally:
+        sys.setrecursionlimit(limit)
+    assert said == ("refused", TOO_DEEP)
 
 
 async def test_half_of_a_surrogate_pair_in_a_dear_body_is_refused_by_its_place(children: list[int]) -> None:

@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from worker.reading.size import MOST_VALUES, count_values, limits
-from worker.reading.strict import NotJson, loads
+from worker.reading.strict import TOO_DEEP, NotJson, loads
 from worker.reading.surrogates import place_of_half
 from worker.rlimits import limit_resources
 
@@ -20,9 +20,22 @@ def verdict(body: bytes) -> tuple[str, Any]:
     except NotJson as why:
         return "refused", str(why)
     # The worker would take a second to read two million of these back.
-    if (place := place_of_half(_request(value))) is not None:
+    try:
+        place = place_of_half(_request(value))
+    except RecursionError:  # less deep than what json reads, from Python 3.12 on much less
+        return "refused", TOO_DEEP
+    if place is not None:
         return "refused", f"{place or 'The request'} holds half of a surrogate pair, which is no character."
     return "json", value
+
+
+def answer(body: bytes) -> bytes:
+    """Return the verdict, marshalled."""
+    said = verdict(body)
+    try:
+        return marshal.dumps(said)
+    except ValueError:  # its limit is 2,000 levels; json has nothing else that it refuses
+        return marshal.dumps(("refused", TOO_DEEP))
 
 
 def _request(envelope: Any) -> Any:
@@ -36,7 +49,7 @@ def main() -> None:
     body = sys.stdin.buffer.read()
     cpu_s, address_bytes = limits(len(body))
     limit_resources(cpu_s=cpu_s, address_bytes=address_bytes)
-    sys.stdout.buffer.write(marshal.dumps(verdict(body)))
+    sys.stdout.buffer.write(answer(body))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ _NOT_JSON = (
     "The job's body is not JSON: give arq's create_pool a JSON job_serializer, for example "
     "lambda job: json.dumps(job).encode()."
 )
-_TOO_DEEP = "The job's body is nested too deeply to be read; nest its lists and objects at most 64 levels deep."
+TOO_DEEP = "The job's body is nested too deeply to be read; nest its lists and objects at most 64 levels deep."
 
 
 class NotJson(ValueError):
@@ -27,7 +27,7 @@ def loads(raw: bytes) -> Any:
     except NotJson:
         raise
     except RecursionError:
-        raise NotJson(_TOO_DEEP) from None
+        raise NotJson(TOO_DEEP) from None
     except ValueError:  # not UTF-8 is one too
         raise NotJson(_NOT_JSON) from None
 
