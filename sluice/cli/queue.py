@@ -79,7 +79,13 @@ def purge(
       sluice queue purge misspelt-model
       sluice queue purge default --lane batch --older-than 2h --yes
     """
-    ended = asyncio.run(_purge(redis_url, model, lane, _seconds(older_than), yes=yes))
+    older_than_s = _seconds(older_than)
+    found = [each for each in asyncio.run(_read(redis_url)) if each.model == model and lane in (None, each.lane)]
+    if not found:
+        note(f"there are no jobs for {model!r} here.")
+    elif not yes:
+        _confirm(found, older_than_s)  # with no event loop, which would wait for the answer after Ctrl-C
+    ended = asyncio.run(_purge(redis_url, found, older_than_s))
     note(f"{counted(ended, 'job')} cancelled")
 
 
@@ -117,14 +123,8 @@ async def _read(url: str) -> list[Queue]:
         return await client.queues()
 
 
-async def _purge(url: str, model: str, lane: Lane | None, older_than_s: float, *, yes: bool) -> int:
+async def _purge(url: str, found: list[Queue], older_than_s: float) -> int:
     async with connected(url) as client:
-        found = [each for each in await client.queues() if each.model == model and lane in (None, each.lane)]
-        if not found:
-            note(f"there are no jobs for {model!r} here.")
-            return 0
-        if not yes:
-            await asyncio.to_thread(_confirm, found, older_than_s)
         return sum([await _purge_lane(client, each, older_than_s) for each in found])
 
 

@@ -1,11 +1,12 @@
 """The command for queues that nobody serves: seen, refused, cancelled, purged."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from scripts.stack import WorkerProcess
-from tests.end_to_end.test_cli import Command
+from tests.end_to_end.test_cli import Command, Terminal
 from tests.end_to_end.test_cli_operators import table
 
 
@@ -42,6 +43,18 @@ def test_a_purge_asks_first_and_does_nothing_without_a_yes(sluice: Command) -> N
     assert sluice.db.zcard("sluice:queue:nobody:interactive") == 3
     code, _, err = sluice("queue", "purge", "nobody", stdin="y\n")
     assert (code, err.endswith("3 jobs cancelled\n")) == (0, True)
+
+
+def test_ctrl_c_at_the_question_ends_a_purge(sluice: Command, redis_url: str, tmp_path: Path) -> None:
+    queue_jobs(sluice, "nobody", 3)
+    terminal = Terminal(redis_url, tmp_path, "queue", "purge", "nobody")
+    try:
+        terminal.until("[y/N]")
+        terminal.type("\x03")
+        assert terminal.process.wait(10) == 2
+    finally:
+        terminal.close()
+    assert sluice.db.zcard("sluice:queue:nobody:interactive") == 3
 
 
 def test_a_purge_ends_each_job_of_the_lane_that_is_old_enough(sluice: Command) -> None:
