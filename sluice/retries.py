@@ -32,7 +32,7 @@ _LONG_ANSWER_S = 30.0  # after it an answer may take its time: megabytes on a sl
 _WAITS_S = (0.0, 0.1, 0.2, 0.5)  # between tries; the first is for connections that died while they were idle
 _CALL_S = 5.0
 
-_CODES_THAT_PASS = frozenset({"BUSY", "MASTERDOWN"})
+_CODES_THAT_PASS = frozenset({"BUSY", "MASTERDOWN", "NOREPLICAS"})
 
 
 def is_transient(error: Exception) -> bool:

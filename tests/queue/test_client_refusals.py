@@ -95,6 +95,7 @@ async def test_the_largest_number_is_taken(db: Redis, client: Client) -> None:
         (ReadOnlyError("a replica"), True),
         (ClusterDownError("CLUSTERDOWN the cluster is down"), True),
         (ResponseError("BUSY a script runs"), True),
+        (ResponseError("NOREPLICAS Not enough good replicas to write."), True),
         (AuthenticationError("wrong"), False),
         (NoPermissionError("no permission"), False),
         (OutOfMemoryError("full"), False),
