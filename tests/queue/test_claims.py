@@ -506,3 +506,21 @@ def test_claims_follow_the_model(redis_url: str) -> None:
             max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
+
+
+# A full server
+
+
+async def test_a_full_server_lends_jobs_of_which_it_has_no_index(db: Redis, claims: Claims) -> None:
+    for k in range(3):
+        await put(db, f"job-{k}", BODY, at_ms=k + 1)
+    await db.config_set("maxmemory", 1)
+    try:
+        taken = await claims.take("interactive", 2)
+        for claim in taken:
+            await claims.release(claim)
+    finally:
+        await db.config_set("maxmemory", 0)
+    assert ids(taken) == ["job-0", "job-1"]
+    assert await db.hget(keys.job("job-0"), "state") == b"queued"
+    assert await db.exists(lease_key("job-0")) == 0

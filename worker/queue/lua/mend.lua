@@ -76,6 +76,7 @@ local function mend(index, now)
   if not readable or not whole then drop_index(index) end
   local rank = differs_from(index, now)
   if not rank then return 0 end
+  redis.call('PEXPIRE', index.jobs, INDEX_LIFE_MS) -- a full server takes it, and then whatever this script writes
   local mended = mend_page(index, rank)
   local queued, indexed = size(index)
   return mended > 0 and queued ~= indexed and 1 or 0
