@@ -1,5 +1,6 @@
 """The end of a job before its time: at once while it waits, through its worker when it runs."""
 
+import uuid
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -24,9 +25,10 @@ class Cancellation:
 
     async def cancel(self, job_id: str) -> Outcome:
         """Raises `CancelNotStored`."""
-        outcome, error = await self._cancel(job_id, [])
+        mark = _new_mark()
+        outcome, error = await self._cancel(job_id, [], mark)
         if outcome == b"lost":  # queued by a plain producer: its state does not name the queue
-            outcome, error = await self._search(job_id, error)
+            outcome, error = await self._search(job_id, error, mark)
         if isinstance(error, OutOfMemoryError):
             raise CancelNotStored(f"the server is full and did not keep the request to cancel {job_id!r}") from error
         if error is not None:
@@ -49,36 +51,41 @@ class Cancellation:
 
     async def end_waiting(self, queue: str, job_ids: Sequence[bytes]) -> int:
         """Cancel those that wait in this queue; the others are left alone. Returns the number of those that ended."""
-        ended = 0
+        ended, mark = 0, _new_mark()
         for start in range(0, len(job_ids), _AT_ONCE):
             some = job_ids[start : start + _AT_ONCE]
-            ended += await self._retries.run(partial(self._end_some, queue, some))
+            ended += await self._retries.run(partial(self._end_some, queue, some, mark))
         return ended
 
-    async def _end_some(self, queue: str, job_ids: Sequence[bytes]) -> int:
+    async def _end_some(self, queue: str, job_ids: Sequence[bytes], mark: str) -> int:
         async with self._redis.pipeline(transaction=False) as pipe:
             for job_id in job_ids:
-                await self._script(keys=[queue], args=_args(job_id, keep_ms=""), client=pipe)
+                await self._script(keys=[queue], args=_args(job_id, "", mark), client=pipe)
             answers: list[list[bytes]] = await pipe.execute()
         return sum(answer[0] == b"cancelled" for answer in answers)
 
-    async def _search(self, job_id: str, error: Exception | None) -> tuple[bytes, Exception | None]:
+    async def _search(self, job_id: str, error: Exception | None, mark: str) -> tuple[bytes, Exception | None]:
         for queues in _pages(sorted(await self._retries.scan(wire.QUEUES))):
-            outcome, error = await self._cancel(job_id, queues)
+            outcome, error = await self._cancel(job_id, queues, mark)
             if outcome == b"ended":
                 break  # by a worker that has received the request meanwhile
             if outcome != b"lost":
                 return outcome, error
         return b"requested", error
 
-    async def _cancel(self, job_id: str, queues: Sequence[bytes]) -> tuple[bytes, Exception | None]:
-        args = _args(job_id, keep_ms=wire.CANCEL_S * 1000)
+    async def _cancel(self, job_id: str, queues: Sequence[bytes], mark: str) -> tuple[bytes, Exception | None]:
+        args = _args(job_id, wire.CANCEL_S * 1000, mark)
         outcome, *errors = await self._retries.run(lambda: self._script(keys=list(queues), args=args))
         return outcome, errors[0] if errors else None
 
 
-def _args(job_id: str | bytes, keep_ms: int | str) -> list[Any]:
-    return [job_id, wire.JOB_LIFE_S * 1000, wire.LOG_TTL_S * 1000, wire.RESULT_TTL_S * 1000, keep_ms]
+def _new_mark() -> str:
+    """Return what the script stores with the jobs that it ends: by it a call that is sent again knows them."""
+    return uuid.uuid4().hex
+
+
+def _args(job_id: str | bytes, keep_ms: int | str, mark: str = "") -> list[Any]:
+    return [job_id, wire.JOB_LIFE_S * 1000, wire.LOG_TTL_S * 1000, wire.RESULT_TTL_S * 1000, keep_ms, mark]
 
 
 def _named(outcome: bytes) -> Outcome:

@@ -1,18 +1,18 @@
 -- Cancel a job: one that waits ends here and now, one that runs is for its worker to end.
 -- KEYS  queues in which it may wait, besides the one that its state names
 -- ARGV  id, life_ms, log_ttl_ms, result_ttl_ms, and for how many ms a request to cancel a running job is kept ('': none
---       is made)
--- Returns 'cancelled'; 'ended', if it had ended before; 'requested'; or 'lost', which is `requested` for a job that
--- has a body and is in none of the queues. Behind the last two: the error, if the request was not kept.
+--       is made); the mark by which the caller knows its own cancellation again ('': none)
+-- Returns 'cancelled', also if it is sent again because the answer was lost; 'ended', if the job had ended before;
+-- 'requested'; or 'lost', which is `requested` for a job that has a body and is in none of the queues. Behind the last two: the error, if the request was not kept.
 local id = ARGV[1]
 local job, log, result, wish = 'sluice:job:' .. id, 'sluice:log:' .. id, 'sluice:result:' .. id, 'sluice:cancel:' .. id
 local body, lease = 'arq:job:' .. id, 'arq:in-progress:' .. id
 
-local known = redis.pcall('HMGET', job, 'state', 'model', 'lane')
+local known = redis.pcall('HMGET', job, 'state', 'model', 'lane', 'cancellation')
 if known.err then known = {} end
 if FINAL[known[1]] then
   redis.call('DEL', wish)
-  return { 'ended' }
+  return { ARGV[6] ~= '' and known[4] == ARGV[6] and 'cancelled' or 'ended' }
 end
 
 local function queue_of_job()
@@ -44,6 +44,7 @@ local function end_waiting(queue)
     '"usage":{"prompt_tokens":0,"completion_tokens":0,"cached_tokens":0}}', cjson.encode(id), seq, attempt, now)
   append(log, 'sluice:ch:' .. id, seq, { event }, ARGV[2])
   redis.call('HSET', job, 'state', 'cancelled', 'finished_at', now)
+  if ARGV[6] ~= '' then redis.call('HSET', job, 'cancellation', ARGV[6]) end
   redis.call('SET', result, event, 'PX', ARGV[4])
   redis.call('PEXPIRE', job, ARGV[4])
   redis.call('PEXPIRE', log, ARGV[3])

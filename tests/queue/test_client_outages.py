@@ -153,6 +153,30 @@ async def test_a_submission_whose_answer_was_lost_is_still_new_and_queued_once(d
     assert await db.zcard(wire.queue_key("default", "interactive")) == 2
 
 
+async def test_a_cancel_whose_answer_was_lost_has_cancelled(db: Redis, redis_url: str) -> None:
+    async with behind(redis_url) as (line, client):
+        for job_id in ("before", "a", "b"):
+            await client.submit(HELLO, id=job_id)
+        await client.cancel("before")  # the script is known to the server
+        losses = iter([True])
+        line.loses = lambda: next(losses, False)
+        assert await client.cancel("a") == "cancelled"
+        assert line.lost == 1
+        assert await client.cancel("a") == "ended", "by another call"
+        assert await client.purge("default", "interactive") == 1
+
+
+async def test_a_purge_whose_answer_was_lost_counts_each_job_once(db: Redis, redis_url: str) -> None:
+    async with behind(redis_url) as (line, client):
+        for job_id in ("before", "a", "b"):
+            await client.submit(HELLO, id=job_id)
+        await client.cancel("before")
+        answers = iter([False, True])  # the ids, and then the outcomes
+        line.loses = lambda: next(answers, False)
+        assert await client.purge("default", "interactive") == 2
+        assert line.lost == 1
+
+
 async def test_a_dead_letter_whose_removal_was_not_heard_of_is_submitted_again(db: Redis, redis_url: str) -> None:
     letter = DeadLetter("a", "default", "interactive", 3, 0.0, {}, json.dumps({"a": [{"messages": HELLO}]}))
     fields = {name: getattr(letter, name) for name in letter.__slots__}

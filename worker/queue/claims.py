@@ -120,7 +120,7 @@ class Claims:
         """End a job that waits in one of our lanes. False where it does not."""
         (outcome,) = await self._cancel(
             keys=[keys.queue(self._model, lane) for lane in keys.LANES],
-            args=[job_id, JOB_LIFE_MS, self._log_ttl_ms, self._result_ttl_ms, ""],
+            args=[job_id, JOB_LIFE_MS, self._log_ttl_ms, self._result_ttl_ms, "", ""],
         )
         return bool(outcome == b"cancelled")
 
