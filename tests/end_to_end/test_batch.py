@@ -241,7 +241,7 @@ def test_a_run_is_cancelled_from_elsewhere(sluice: Command, tmp_path: Path) -> N
         run_id = begun.split(":")[0]
         code, said, _ = sluice("batch", "cancel", run_id)
         out, _ = process.communicate(timeout=_TIMEOUT_S)
-    assert (code, "asked for" in said, process.returncode) == (0, True, 1)
+    assert (code, "requested" in said, process.returncode) == (0, True, 1)
     assert "no worker serves nobody (3 lines)" in warning
     assert "batch_cancelled × 3" in out
 
@@ -285,7 +285,7 @@ def test_an_unknown_run_is_a_sentence_and_exit_code_2(sluice: Command, command: 
 
 def test_no_runs_are_a_sentence_and_no_failure(sluice: Command) -> None:
     code, out, err = sluice("batch", "list")
-    assert (code, out, err.startswith("there are no offline runs")) == (0, "", True)
+    assert (code, out, err.startswith("there were no offline runs in the last week")) == (0, "", True)
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "the end of stdin"])
