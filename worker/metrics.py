@@ -110,7 +110,7 @@ class Metrics:
             Gauge, "vllm:kv_cache_usage_perc", "Share of the memory for rows that is reserved; 1 is all of it."
         )
         self._predicted = make.one(
-            Gauge, "sluice:memory_predicted_bytes", "Predicted peak memory of the rows, beside the model."
+            Gauge, "sluice:memory_predicted_bytes", "Predicted peak memory of the rows, without the model."
         )
         self._measured = make.one(Gauge, "sluice:memory_measured_bytes", "Measured peak memory of the same rows.")
         self._ratio = make.one(

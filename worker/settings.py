@@ -97,7 +97,7 @@ class Settings(BaseSettings):
         None,
         ge=0,
         description="Maximum size of the prefix cache, image features included, in gigabytes; running rows come first. "
-        "0 disables it. Default: a quarter of the memory beside the model.",
+        "0 disables it. Default: a quarter of the memory that the model leaves.",
     )
     prefix_cache_per_tenant: bool = Field(
         False, description="Keep a prefix cache namespace for each tenant, so that no tenant reuses another's prefixes."
