@@ -53,7 +53,7 @@ and in another terminal, to talk to it:
   . .venv/bin/activate
   sluice chat                    # or in a browser: ./examples/web/run
 
-README.md goes on from there, under "From a web backend"."""
+docs/backends.md shows how a web backend uses it."""
 
 
 @dataclass

@@ -45,3 +45,10 @@ def test_every_relative_link_leads_to_a_file_and_a_heading_of_it(document: Path)
 def test_every_setting_that_a_document_names_exists(document: Path) -> None:
     named = set(re.findall(r"\bSLUICE_[A-Z_]*[A-Z]\b", document.read_text()))
     assert named - {variable(name) for name in Settings.model_fields} - OTHER_VARIABLES == set()
+
+
+def test_the_readme_is_short_and_leads_to_every_page() -> None:
+    readme = ROOT / "README.md"
+    assert len(readme.read_text().splitlines()) <= 200
+    led_to = {path for path, _ in links(readme)}
+    assert set(ROOT.glob("docs/*.md")) | {ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"} <= led_to

@@ -1,4 +1,4 @@
-"""A line of an input file: what it must be, and what is wrong with one that is not. README.md lists the rules."""
+"""A line of an input file: what it must be, and what is wrong with one that is not. docs/batches.md lists the rules."""
 
 import hashlib
 import json

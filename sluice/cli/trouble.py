@@ -24,7 +24,7 @@ INSTALL_WORKER = "in a checkout of Sluice, pip install './sluice[cli]' '.[worker
 _EXIT_QUEUE_FULL = 4
 
 _START = "`sluice up --model FOLDER_OR_HUB_ID` starts one with a worker; --redis-url names another."
-_ALLOW = "README.md has the ACL SETUSER line for a user, under Redis."
+_ALLOW = "docs/operations.md has the ACL SETUSER line for a user, under Redis."
 _USABLE = "The URL must name a database that it has, as 0 behind the last /, and a Redis 7 or Valkey that takes writes."
 
 

@@ -4,16 +4,29 @@ import re
 import subprocess
 import sys
 
-import pytest
-
 from scripts.stack import ROOT, WorkerProcess
 
 README = (ROOT / "README.md").read_text()
-CHATS = [code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if '"Count to 12."' in code]
 
 
-@pytest.mark.parametrize("code", CHATS)
-def test_an_example_of_a_chat_prints_the_answer(worker: WorkerProcess, redis_url: str, code: str) -> None:
+def test_the_example_in_python_prints_the_answer(worker: WorkerProcess, redis_url: str) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     code = code.replace("redis://localhost:6379", redis_url.removesuffix("/0"))
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert (ran.returncode, ran.stdout) == (0, "1 2 3 4 5 6 7 8 9 10 11 12"), ran.stderr
+
+
+def test_every_command_exists() -> None:
+    """`sluice check` would fetch a model: its `--help` has to do."""
+    verbs = set(re.findall(r"^\$ (?:\S*/)?sluice (\w+)", README, re.MULTILINE))
+    assert {"up", "chat", "check"} <= verbs
+    for verb in verbs:
+        subprocess.run(
+            [sys.executable, "-m", "sluice.cli", verb, "--help"], check=True, capture_output=True, timeout=30
+        )
+
+
+def test_every_script_exists() -> None:
+    scripts = set(re.findall(r"^\$ \./(\S+)", README, re.MULTILINE))
+    assert scripts
+    assert [script for script in scripts if not (ROOT / script).is_file()] == []
