@@ -40,7 +40,7 @@ def test_the_tiny_model_is_told() -> None:
     assert Counter(layer.kind for layer in told.anatomy.layers) == {"recurrent": 2, "kv": 2}
     assert (told.costs.weights_bytes, told.anatomy.token_bytes, told.costs.state_bytes) == (2_047_296, 1024, 41_984)
     assert (told.context, told.anatomy.vocab, told.bits, told.mtp) == (32_768, 1024, None, "no")
-    assert (told.blind, told.tower_bytes) == ("Its config tells of no vision tower.", 0)
+    assert (told.blind, told.tower_bytes) == ("Its config has no vision encoder.", 0)
     assert told.words.think == ("<think>", "</think>")
     assert told.batches
     assert told.complaints == ()
@@ -64,12 +64,12 @@ def test_a_model_that_cannot_batch_is_told_all_the_same(tmp_path: Path, name: st
 def test_a_model_without_a_chat_template_is_not_for_chats(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path)
     rewrite(folder / "tokenizer_config.json", chat_template=None)
-    assert check(str(folder)).complaints == ("It has no chat template, so it cannot answer chats.",)
+    assert check(str(folder)).complaints == ("It has no chat template, so it cannot serve chat requests.",)
 
 
 def test_a_model_that_is_too_large_for_a_worker_is_told_so() -> None:
     (complaint,) = check(str(TINY_CHAT), memory=2_100_000).complaints
-    assert "Its weights take 2 MB, and a worker may take 2.1 MB on" in complaint
+    assert "Its weights take 2 MB of the 2.1 MB that a worker may use on" in complaint
     assert "which leaves too little for any answer" in complaint
 
 
@@ -152,14 +152,14 @@ def test_weights_that_were_cut_short_are_refused(tmp_path: Path, kept: int) -> N
 def test_a_pointer_of_git_lfs_is_no_weights(tmp_path: Path) -> None:
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab\nsize 12345\n"
     (checkpoint(tmp_path) / "model.safetensors").write_text(pointer)
-    with pytest.raises(CannotStart, match="is no safetensors file"):
+    with pytest.raises(CannotStart, match="is not a safetensors file"):
         check(str(tmp_path))
 
 
 def test_how_much_is_missing_is_said(tmp_path: Path) -> None:
     weights = checkpoint(tmp_path) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100_000])
-    with pytest.raises(CannotStart, match=r"model\.safetensors was cut short: 100 kB of 898\.8 kB are there"):
+    with pytest.raises(CannotStart, match=r"model\.safetensors is truncated: 100 kB of 898\.8 kB"):
         check(str(tmp_path))
 
 
@@ -177,7 +177,7 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("./no/such/folder", "there is no such folder"), (str(TINY_CHAT / "config.json"), "there is no such folder")],
+    [("./no/such/folder", "there is no such folder"), (str(TINY_CHAT / "config.json"), "is a file, not a folder")],
 )
 def test_what_is_no_folder_is_refused(name: str, said: str) -> None:
     with pytest.raises(CannotStart, match=said):
@@ -186,5 +186,5 @@ def test_what_is_no_folder_is_refused(name: str, said: str) -> None:
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     shutil.copyfile(TINY_CHAT / "config.json", tmp_path / "config.json")
-    with pytest.raises(CannotStart, match="holds no weights"):
+    with pytest.raises(CannotStart, match="has no weights"):
         check(str(tmp_path))

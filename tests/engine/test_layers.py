@@ -247,7 +247,7 @@ def test_a_model_whose_rows_can_share_a_batch_is_not_turned_away(name: str) -> N
     ("name", "reason", "way_out"),
     [
         ("llama4", "in chunks, as Llama 4 does (ChunkedKVCache)", "Serve another model"),
-        ("gemma2", "Rows of different length do not run together", "Serve another one"),
+        ("gemma2", "cannot compute rows of different length together", "Serve another one"),
         ("dynamic_ntk", "Dynamic-NTK rope scaling", "Set a fixed rope_scaling"),
     ],
 )

@@ -118,7 +118,7 @@ def test_code_of_a_checkpoint_runs_only_where_it_is_trusted(tmp_path: Path) -> N
     (folder / "own.py").write_text(f"from mlx_lm.models.qwen3 import *\nopen({str(ran)!r}, 'w')\n")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_file": "own.py"}))
-    with pytest.raises(CannotStart, match=r"config\.json names code of its own .*own.py.*SLUICE_TRUST_MODEL_CODE"):
+    with pytest.raises(CannotStart, match=r"config\.json names Python code .*own.py.*SLUICE_TRUST_MODEL_CODE"):
         open_model(str(folder))
     assert not ran.exists()
     assert open_model(str(folder), trusted=True).vocab > 0

@@ -1,1 +1,1 @@
-"""The only package that imports MLX."""
+"""The inference engine: model, caches, batching, prefill and sampling. The only package that imports MLX."""

@@ -1,4 +1,4 @@
-"""Images whose tokens see one another, in a network that lets each see only those before it."""
+"""Bidirectional attention within images, in a network whose attention is otherwise causal."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,9 @@ import mlx.core as mx
 
 
 def bidirectional(cache: Sequence[Any], tokens: int, spans: Sequence[tuple[int, int]]) -> list[Any]:
-    """The same layers, for a forward of so many tokens. `spans`: of its images, counted from its first token."""
+    """Wrap cache layers for one forward of `tokens` tokens, so that the tokens of each image attend to each other.
+    `spans`: the images as (start, end), counted from the forward's first token. The layers themselves are shared, not
+    copied."""
     if all(last - first == 1 for first, last in spans):
         return list(cache)
     together = mx.zeros((tokens, tokens), mx.bool_)
@@ -17,7 +19,7 @@ def bidirectional(cache: Sequence[Any], tokens: int, spans: Sequence[tuple[int, 
 
 
 class _Bidirectional:
-    """What mlx-lm's attention wants of a cache, and the mask is another."""
+    """The part of a cache layer that mlx-lm's attention uses, with another mask."""
 
     def __init__(self, layer: Any, together: mx.array) -> None:
         self._layer, self._together = layer, together

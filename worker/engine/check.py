@@ -1,4 +1,4 @@
-"""What a model will get from a worker, told from its config, its tokenizer and the heads of its weight files."""
+"""Report how a worker would serve a model, from its config, its tokenizer and the headers of its weight files."""
 
 import json
 import re
@@ -19,57 +19,60 @@ from worker.engine.words import Words
 from worker.errors import CannotStart
 from worker.schedule.memory import Costs, size
 
-# Of a hub's files all that we read; the weights stay where they are.
+# The files to download from a hub: all that are read here, and no weights.
 _TEXTS = ["*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model", "tiktoken.model"]
 _MTP_LAYERS = "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
-# "without weights": the config tells of such layers and the files hold none; mlx-lm's conversions drop them.
+# "without weights": the config has MTP layers and the files do not, since mlx-lm's conversions drop them.
 Mtp = Literal["yes", "no", "without weights"]
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
+    """The report on one model."""
+
     config: dict[str, Any]
     anatomy: Anatomy
     costs: Costs
     batches: bool
     device: str
-    limit: int  # bytes that a worker may take of its memory
+    limit: int  # bytes of memory that a worker may use
     words: Words
     mtp: Mtp
-    blind: str | None  # why images are not served; None where they are
-    tower_bytes: int  # of the weights, those that see; 0 where only files that are not here would tell
-    complaints: tuple[str, ...]  # why no worker would serve it, with the way out
+    blind: str | None  # why images are not served; None if they are
+    tower_bytes: int  # weights of the vision encoder; 0 if unknown
+    complaints: tuple[str, ...]  # why no worker would serve it, and what to do
 
     @property
     def context(self) -> int | None:
-        """Tokens, where the config says so."""
+        """Context length in tokens; None if the config has none."""
         said: int | None = self.config.get("text_config", self.config).get("max_position_embeddings")
         return said
 
     @property
     def bits(self) -> int | None:
-        """Of a quantized weight."""
+        """Bits per quantized weight; None if the model is not quantized."""
         bits: int | None = (self.config.get("quantization") or {}).get("bits")
         return bits
 
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """Of a model's weights."""
+    """Files of the weights."""
 
     here: bool
-    names: list[str] | None  # of all tensors; None where no file that is here tells
-    nbytes: int = 0  # by an index, which a hub may have beside those that are not here
+    names: list[str] | None  # of all tensors; None if no local file lists them
+    nbytes: int = 0  # by the index file, if only that is local
 
 
 def check(folder_or_hub_id: str, *, memory: int, vision: bool = True, trusted: bool = False) -> Checked:
-    """`memory`: bytes that a worker may take; for the others see `open_model`. Raises `CannotStart` where there is
-    nothing that could be told."""
+    """Report on a model without reading a weight; from the hub, only small files are downloaded. `memory`: bytes that a
+    worker may use. The other parameters: see `open_model`. Blocks. Raises `CannotStart` if the model cannot be
+    examined."""
     folder = model_folder(folder_or_hub_id, said=folder_or_hub_id, only=_TEXTS)
     if Path(folder_or_hub_id).expanduser().is_dir() and not any(folder.glob("model*.safetensors")):
-        raise CannotStart(f"{folder_or_hub_id} holds no weights: mlx-lm looks for model*.safetensors.")
+        raise CannotStart(f"{folder_or_hub_id} has no weights: mlx-lm reads model*.safetensors.")
     seeing = False
     try:
         files = _files(folder)
@@ -84,7 +87,7 @@ def check(folder_or_hub_id: str, *, memory: int, vision: bool = True, trusted: b
     blind = blind or refused
     tower_bytes = 0 if blind else _tower_bytes(network, sight, files)
     costs = found.costs(weights_bytes=weights_bytes(network) + tower_bytes)
-    no_template = None if tokenizer.has_chat_template else "It has no chat template, so it cannot answer chats."
+    no_template = None if tokenizer.has_chat_template else "It has no chat template, so it cannot serve chat requests."
     return Checked(
         config=config,
         anatomy=found,
@@ -118,7 +121,8 @@ def _why_blind(folder: Path, files: _Files, *, vision: bool) -> str | None:
 def _opened(
     folder: Path, files: _Files, *, seeing: bool, trusted: bool
 ) -> tuple[nn.Module, dict[str, Any], Vision | None, str | None]:
-    """As a worker opens it; and why it would not, with what can be told all the same."""
+    """Open the model as a worker does. The last value is why a worker would refuse it; the others are then as complete
+    as possible."""
     refused = None
     if seeing:
         try:
@@ -139,7 +143,7 @@ def _tower_bytes(network: nn.Module, sight: Vision | None, files: _Files) -> int
 
 
 def _assume(network: nn.Module, config: dict[str, Any]) -> None:
-    """What the weights would have told: how numbers are written."""
+    """Set dtypes and quantization by the config, for a network whose weight files are not here."""
     text = config.get("text_config", config)
     said = (place.get(name) for place in (config, text) for name in ("dtype", "torch_dtype"))
     network.set_dtype(_DTYPES.get(next(filter(None, said), ""), mx.bfloat16))
@@ -172,6 +176,7 @@ def _no_room(costs: Costs, limit: int) -> str | None:
     if costs.most_tokens(limit):
         return None
     return (
-        f"Its weights take {size(costs.weights_bytes)}, and a worker may take {size(limit)} on {device.describe()}, "
-        "which leaves too little for any answer. Serve a conversion with fewer bits, or a smaller model."
+        f"Its weights take {size(costs.weights_bytes)} of the {size(limit)} that a worker may use on "
+        f"{device.describe()}, which leaves too little for any answer. Serve a conversion with fewer bits, or a "
+        "smaller model."
     )

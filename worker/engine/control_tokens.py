@@ -1,9 +1,8 @@
-"""Control tokens that a client's text quotes: `<|im_end|>` within a message is ten characters, not the end of a turn.
+"""Control tokens quoted in a client's text: `<|im_end|>` within a message is ten characters, not the end of a turn.
 
-Before a chat template sees a client's text, the control tokens in it are put between two private-use characters. In the
-template's text, what stands between these is encoded as text, and all else as ever. The functions for that are
-transformers'. They would drop a client's own characters of that kind, so these are escaped.
-"""
+Before a chat template receives a client's text, each control token in it is put between two private-use characters. In
+the rendered text, anything between these is encoded as text, and the rest as usual. The functions for that are
+transformers'. They would drop these private-use characters from a client's own text, so those are escaped."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -17,19 +16,19 @@ from worker.engine.upstream_transformers import (
     mark_control_tokens,
 )
 
-# As a template's `tojson(ensure_ascii=True)` writes the marks, or one that puts an object out as Python does.
+# The marks as written by a template's `tojson(ensure_ascii=True)`, or by one that prints an object's Python repr.
 _SPELLED = {
     r"\udb80\udc00": CONTROL_TOKEN_START, r"\udb80\udc01": CONTROL_TOKEN_END,
     r"\U000f0000": CONTROL_TOKEN_START, r"\U000f0001": CONTROL_TOKEN_END,
 }  # fmt: skip
-_ESCAPE = "\U0010ffff"  # a noncharacter: no text to be exchanged has it
-_ESCAPED = (_ESCAPE, CONTROL_TOKEN_START, CONTROL_TOKEN_END)  # each is its number, behind an escape
-_APART = f"{_ESCAPE}{len(_ESCAPED)}"  # nothing: it keeps a client's text from spelling a mark
+_ESCAPE = "\U0010ffff"  # a noncharacter, reserved for internal use
+_ESCAPED = (_ESCAPE, CONTROL_TOKEN_START, CONTROL_TOKEN_END)  # written as an escape and its index here
+_APART = f"{_ESCAPE}{len(_ESCAPED)}"  # decodes to nothing; breaks up text of a client that spells a mark
 _ESCAPES = re.compile(f"{_ESCAPE}([0-{len(_ESCAPED)}])")
-# A delimiter by its form. A template may put it together from a role's name, so its source does not show it.
+# A delimiter, recognized by its form: a template may build one from a role's name, so its source may not contain it.
 _DELIMITER = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
 
-# Characters that one call of a library takes at once: it holds the interpreter's lock meanwhile, some milliseconds.
+# Characters per call of a library function, which holds the interpreter's lock for some milliseconds.
 _SLICE = 1 << 16
 
 Encode = Callable[[str], list[int]]
@@ -37,15 +36,19 @@ Trie = dict[str, "Trie"]
 
 
 class ControlTokens:
+    """The control tokens of one model: finds, marks and encodes them in texts."""
+
     def __init__(self, tokenizer: Any, template: str, markers: Iterable[str], encode: Encode) -> None:
-        """`tokenizer`: transformers' own. `template`: the chat template's source, empty where that is no text.
-        `markers`: texts that are control tokens whatever the tokenizer says of them."""
+        """`tokenizer`: transformers' own. `template`: the chat template's source, empty if it is not text. `markers`:
+        texts that count as control tokens even if the tokenizer does not treat them so. `encode`: encodes plain
+        text."""
         self._tokenizer, self._encode = tokenizer, encode
         tokens = _control_tokens(tokenizer, template) | {marker for marker in markers if marker}
         self._marked_tokens = dict[str, str]()
         self._pattern, self._longest = _pattern(tokens), max(map(len, tokens), default=0)
 
     def found_in(self, text: str) -> bool:
+        """Return True if the text contains a control token."""
         return any(self._found(self._normalized(text)))
 
     def mark(self, text: str) -> str:
@@ -57,18 +60,18 @@ class ControlTokens:
         return "".join(pieces) + text[end:]
 
     def _marked_token(self, text: str) -> str:
-        if text not in self._marked_tokens:  # they are few, and a text may quote one a million times
+        if text not in self._marked_tokens:  # few distinct ones, but a text may quote one a million times
             self._marked_tokens[text] = mark_control_tokens(text, self._pattern)
         return self._marked_tokens[text]
 
     def unmark(self, text: str) -> str:
-        """Return what the marked text, or a piece of one, says."""
+        """Return the original text of a marked text, or of a piece of one."""
         text = text.replace(CONTROL_TOKEN_START, "").replace(CONTROL_TOKEN_END, "")
         return _ESCAPES.sub(lambda found: "".join(_ESCAPED[int(found[1]) :][:1]), text) if _ESCAPE in text else text
 
     def encode(self, text: str) -> list[int]:
-        """Encode a template's text of marked contents. Raises ValueError for a control token that this tokenizer cannot
-        write as text."""
+        """Encode a rendered template with marked contents. Raises ValueError for a control token that this tokenizer
+        cannot write as text."""
         for spelled, char in _SPELLED.items():
             text = text.replace(spelled, char)
         return [token for part in _slices(text) for token in encode_marked_chat(self._marked, part)]
@@ -88,7 +91,8 @@ class ControlTokens:
         return _Marked(self._tokenizer, lambda text: self._encode(self.unmark(text)))
 
     def _normalized(self, text: str) -> str:
-        """A tokenizer may look for some control tokens in the normalized text alone: full-width letters spell one."""
+        """Return the normalized text if it contains more control tokens than the text itself: a tokenizer may search
+        the normalized text, in which full-width letters can spell one."""
         if self._normalizer is None:
             return text
         normalized = str(self._normalizer.normalize_str(text))
@@ -103,7 +107,7 @@ class ControlTokens:
 
 
 class _Marked:
-    """A tokenizer as `encode_marked_chat` uses one. What it asks again and again is computed once."""
+    """The tokenizer interface that `encode_marked_chat` uses, with a memo for repeated texts."""
 
     def __init__(self, tokenizer: Any, encode: Encode) -> None:
         self._tokenizer, self._encode = tokenizer, encode
@@ -123,7 +127,7 @@ class _Marked:
         ids: list[int] = self._tokenizer._encode_without_added_tokens(text)
         if self._added.isdisjoint(ids):
             return ids
-        # A vocabulary may hold the control token's text as a piece like any other. Taken apart, it is none.
+        # A vocabulary may contain the control token's text as an ordinary piece. Encoded in two parts, it yields none.
         middle = len(text) - len(text.lstrip()) + 1
         return [
             token
@@ -137,7 +141,7 @@ class _Marked:
 
 
 def _escaped(text: str) -> str:
-    for number, char in enumerate(_ESCAPED):  # the escape itself is the first, so no other is escaped again
+    for number, char in enumerate(_ESCAPED):  # the escape itself comes first, so that no escape is escaped twice
         text = text.replace(char, f"{_ESCAPE}{number}")
     for spelled in _SPELLED:
         text = text.replace(spelled, f"{spelled[:-1]}{_APART}{spelled[-1]}")
@@ -145,7 +149,8 @@ def _escaped(text: str) -> str:
 
 
 def _slices(text: str) -> Iterator[str]:
-    """Each but the first begins with a marked token, where `encode_marked_chat` would cut the text itself."""
+    """Yield pieces of the text. Each but the first begins with a marked token, where `encode_marked_chat` would split
+    anyway."""
     start = 0
     while start < len(text):
         end = text.find(CONTROL_TOKEN_START, start + _SLICE)
@@ -155,18 +160,18 @@ def _slices(text: str) -> Iterator[str]:
 
 
 def _control_tokens(tokenizer: Any, template: str) -> set[str]:
-    """Return the added tokens that structure a chat. Others, such as Gemma's `<table>`, are text that happens to be one
-    token each, and stay that."""
+    """Return the added tokens that structure a chat. Others, such as Gemma's `<table>`, are ordinary text that happens
+    to be one token each."""
     added = {token.content: token.special for token in tokenizer.added_tokens_decoder.values() if token.content.strip()}
-    if not template:  # in Python, so its source is out of reach
+    if not template:  # a template in Python has no readable source
         return set(added)
     inferred = tokenizer._get_control_tokens(template)
     return {text for text in added if text in inferred or _DELIMITER.fullmatch(text)}
 
 
 def _pattern(texts: Iterable[str]) -> re.Pattern[str]:
-    """Match the longest of these texts. By a trie, since Llama has 256 control tokens that begin alike, and to try each
-    at every "<" of a long text would take minutes."""
+    """Return a pattern that matches the longest of these texts. It is built from a trie, since Llama has 256 control
+    tokens with a common prefix, and trying each at every "<" of a long text would take minutes."""
     trie: Trie = {}
     for text in texts:
         node = trie

@@ -1,4 +1,4 @@
-"""An image on its way through the vision tower, and the features of those that are through."""
+"""Encode an image with the vision encoder, layer by layer, and cache the features."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -12,22 +12,26 @@ from worker.schedule.sequence import Picture
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What the language model gets of an image: a row for each token of its span."""
+    """The language model's input for one image: a row for each token of its span."""
 
-    rows: mx.array  # (tokens, width), in place of the tokens' embeddings
-    deepstack: tuple[mx.array, ...] = ()  # the same shape; each is added behind a layer, from the first one on
+    rows: mx.array  # (tokens, hidden_size), used instead of the tokens' embeddings
+    deepstack: tuple[
+        mx.array, ...
+    ] = ()  # the same shape; element i is added to the output of layer i of the language model
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
+        """All arrays, `rows` first."""
         return (self.rows, *self.deepstack)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all arrays."""
         return sum(array.nbytes for array in self.arrays)
 
     @property
     def sound(self) -> bool:
-        """Whether they are numbers. Blocks."""
+        """True if all values are finite. Blocks."""
         return all(bool(mx.isfinite(array).all()) for array in self.arrays)
 
 
@@ -35,11 +39,12 @@ Encode = Callable[[Any, list[mx.array]], Features]
 
 
 class Encoding:
-    """The graph is built at once and computed in parts, a layer of the tower after the other, so that an image of many
-    patches holds up nobody for longer than a layer takes."""
+    """The run of one image through the encoder. The graph is built at once and evaluated one encoder layer at a time,
+    so that a large image delays other work by one layer at most."""
 
     def __init__(self, picture: Picture, encode: Encode) -> None:
-        """`encode`: from what is seen to the features, lazily; it lists what each layer of the tower put out."""
+        """`encode`: build the lazy features from the pixel inputs, and append the output of each encoder layer to the
+        list it is given."""
         self.picture = picture
         passed = list[mx.array]()
         self._features = encode(picture.seen, passed)
@@ -48,12 +53,11 @@ class Encoding:
 
     @property
     def remaining(self) -> int:
-        """In tokens of its span, 0 only at the end."""
+        """Tokens of the image's span left to compute; 0 only at the end."""
         return self._behind(len(self._ahead))
 
     def advance(self, tokens: int) -> int:
-        """Blocks until so many tokens are computed, as far as layers go into them, but at least a layer. Returns how
-        many they were."""
+        """Compute about `tokens` tokens in whole layers, at least one layer. Blocks. Returns the number computed."""
         before = self.remaining
         while self._ahead:
             mx.eval(self._ahead.pop(0))
@@ -62,17 +66,17 @@ class Encoding:
         return before - self.remaining
 
     def _behind(self, stages: int) -> int:
-        """Tokens, by so many stages that are to come."""
+        """Return the tokens that correspond to `stages` remaining stages, rounded up."""
         return -(-self.picture.tokens * stages // self._stages)
 
     @property
     def features(self) -> Features | None:
-        """Once it is through."""
+        """The features, computed, or None until the encoder is done."""
         return None if self._ahead else self._features
 
 
 def noting(blocks: Iterable[Callable[..., mx.array]], passed: list[mx.array]) -> list[Callable[..., mx.array]]:
-    """The same blocks, that list what they put out."""
+    """Wrap encoder layers so that each appends its output to `passed`."""
 
     def noted(block: Callable[..., mx.array]) -> Callable[..., mx.array]:
         def call(*given: Any, **named: Any) -> mx.array:
@@ -85,11 +89,11 @@ def noting(blocks: Iterable[Callable[..., mx.array]], passed: list[mx.array]) ->
 
 
 class FeatureCache(Recent[Features]):
-    """For the engine's thread. How soon an answer comes would tell a tenant what another has shown, so each has a space
-    of its own where tenants are kept apart."""
+    """Least recently used cache of image features, for the engine's thread. Response times would reveal to one tenant
+    which images another has sent, so tenants that are isolated have a namespace each."""
 
     def forget_unsound(self, space: str, pictures: Iterable[Picture]) -> None:
-        """Whatever gave a row no numbers is not given to others."""
+        """Drop the features of these images that are not finite. Blocks."""
         for key in self._kept.keys() & {(space, picture.digest) for picture in pictures}:
             if not self._kept[key].sound:
                 self.nbytes -= self._kept.pop(key).nbytes

@@ -1,4 +1,4 @@
-"""Images as a model's own processor prepares them. Nothing here computes with MLX, so any thread may do it."""
+"""Preprocess images with the model's own processor. Nothing here uses MLX, so any thread may do it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -8,22 +8,24 @@ from worker.schedule.sequence import Picture, Sight
 
 
 class Eyes(ABC):
-    """Of one model; a worker has one pair."""
+    """Image processor of one model; a worker has one."""
 
     def __init__(self, processor: Any, placeholder: int) -> None:
-        """`placeholder`: the token that stands where an image is."""
+        """`placeholder`: the token that stands for a part of an image in a prompt."""
         self._processor, self._placeholder = processor, placeholder
-        self.marker: str = processor.image_token  # an image, in the template's text
+        self.marker: str = processor.image_token  # stands for an image in the template's text
 
     @abstractmethod
     def look(self, image: Any, digest: bytes) -> Sight:
-        """`image`: Pillow's, in RGB, and `digest` what tells it from all others. Takes its time. Raises ValueError for
-        one that the model's processor does not take."""
+        """Return an image as the model receives it. `image`: Pillow's, in RGB; `digest`: a unique key for its content.
+        Blocks for long, so it is not for the event loop. Raises ValueError for an image that the model's processor
+        rejects."""
 
     def pictures(self, prompt: tuple[int, ...], sights: Sequence[Sight]) -> tuple[Picture, ...]:
-        """Where they are in a prompt that has their texts in it. Raises ValueError where it has other placeholders."""
+        """Return the images with their spans in a tokenized prompt that contains their texts, in order. Raises
+        ValueError if the prompt has other placeholders."""
         if prompt.count(self._placeholder) != sum(sight.placeholders for sight in sights):
-            raise ValueError("a text has the model's own sign for a part of an image in it")
+            raise ValueError("a text contains the model's own placeholder for a part of an image")
         pictures, at = list[Picture](), 0
         for sight in sights:
             start = prompt.index(self._placeholder, at)
@@ -33,15 +35,16 @@ class Eyes(ABC):
 
 
 class GridEyes(Eyes):
-    """Qwen's: as many tokens as the image is large."""
+    """Processor of Qwen: the number of tokens grows with the size of the image."""
 
     def __init__(self, processor: Any, placeholder: int) -> None:
         super().__init__(processor, placeholder)
-        # A film of one frame, not of two that are equal: a photo's have a hundred megabytes each, and numpy keeps the
-        # interpreter's lock while it makes the second. See `Qwen.encode`, which does.
+        # One frame instead of two equal ones: a photo's frames take 100 MB each, and numpy holds the interpreter's lock
+        # while it copies the second. `Qwen.encode` repeats the frame on the device.
         processor.image_processor.temporal_patch_size = 1
 
     def look(self, image: Any, digest: bytes) -> Sight:
+        """Return the image as a grid of patches, in one frame."""
         process = self._processor.image_processor
         seen = process(images=[image])
         tokens = int(seen["image_grid_thw"].prod()) // process.merge_size**2
@@ -49,22 +52,24 @@ class GridEyes(Eyes):
 
 
 class SquareEyes(Eyes):
-    """Gemma 3's: each image is a square, and has as many tokens as any other."""
+    """Processor of Gemma 3: each image is resized to a square, and all have the same number of tokens."""
 
     def __init__(self, processor: Any, placeholder: int) -> None:
         super().__init__(processor, placeholder)
         self.marker = processor.boi_token
 
     def look(self, image: Any, digest: bytes) -> Sight:
+        """Return the image as one square of pixels."""
         seen = self._processor.image_processor(images=[image], return_tensors="np")
         tokens = self._processor.image_seq_length
         return Sight(digest, self._processor.full_image_sequence, tokens, tokens, seen, seen["pixel_values"].nbytes)
 
 
 class SoftEyes(Eyes):
-    """Gemma 4's: as many tokens as the image's shape makes of those it may have at most."""
+    """Processor of Gemma 4: the number of tokens depends on the aspect ratio, up to a maximum."""
 
     def look(self, image: Any, digest: bytes) -> Sight:
+        """Return the image between its begin and end tokens."""
         processor = self._processor
         seen, (tokens,) = processor.image_processor(images=[image])
         text = processor.boi_token + self.marker * tokens + processor.eoi_token
@@ -72,9 +77,10 @@ class SoftEyes(Eyes):
 
 
 class RowEyes(Eyes):
-    """Pixtral's: each row of an image ends with a token that says so, and the last one with another."""
+    """Processor of Pixtral: each row of an image ends with a break token, and the last row with an end token."""
 
     def look(self, image: Any, digest: bytes) -> Sight:
+        """Return the image with a token after each row."""
         processor = self._processor
         side = processor.patch_size * processor.spatial_merge_size
         seen = processor.image_processor([image], patch_size=side)

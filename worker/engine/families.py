@@ -1,4 +1,4 @@
-"""What differs between families of models that see: how an image becomes features, and how its tokens are computed."""
+"""Differences between families of vision models: how an image becomes features, and how its tokens are computed."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,13 +13,14 @@ from worker.engine.lent import lent
 from worker.engine.scene import Family, Seen
 from worker.schedule.sequence import Picture
 
-MakeCache = Callable[[nn.Module], list[Any]]  # mlx-vlm's, for a language model of its own
-MakeFamily = Callable[[nn.Module, nn.Module, MakeCache], Family]  # of what sees, and of its twin
+MakeCache = Callable[[nn.Module], list[Any]]  # mlx-vlm's `make_prompt_cache`, for its own language models
+MakeFamily = Callable[[nn.Module, nn.Module, MakeCache], Family]  # from the vision model and its text model
 
 
 class Qwen:
-    """Qwen 2-VL to 3.5: an image's tokens have a row's and a column's position each, and all that follows it is nearer
-    than it is far behind. mlx-lm's classes know no such positions, so mlx-vlm's compute these prompts."""
+    """Qwen 2-VL to 3.5: image tokens have a row and a column position (M-RoPE), and the text after an image continues
+    at a smaller position than its index. mlx-lm's classes do not support such positions, so mlx-vlm's compute these
+    prompts. See `Family` for the methods."""
 
     whole = False
 
@@ -30,13 +31,14 @@ class Qwen:
         self.placeholder: int = seeing.config.image_token_id
 
     def encode(self, seen: Any, passed: list[mx.array]) -> Features:
+        """Build the features of an image; see `Family.encode`."""
         with _noted(self._tower, "blocks", passed):
             put_out = self._tower(self._film(seen["pixel_values"]), mx.array(seen["image_grid_thw"]))
         return self._features(put_out)
 
     def _film(self, patches: Any) -> mx.array:
-        """Of as many frames as the tower wants, all the same. A patch has one colour after the other, and of each one
-        frame after the other."""
+        """Repeat the frame as often as the encoder expects. A patch (values) holds one colour after the other, and for
+        each colour one frame after the other."""
         colours = mx.array(patches).astype(self._tower.patch_embed.proj.weight.dtype)
         apart = colours.reshape(len(patches), self._see.in_channels, 1, -1)
         return mx.repeat(apart, self._see.temporal_patch_size, axis=2).reshape(len(patches), -1)
@@ -45,6 +47,7 @@ class Qwen:
         return Features(put_out)
 
     def positions(self, tokens: int, pictures: Sequence[Picture]) -> tuple[mx.array | None, int]:
+        """Return M-RoPE positions (3, 1, tokens) as frame, row and column, and the rope delta."""
         parts, place, position = list[mx.array](), 0, 0
         for picture in pictures:
             start, end = picture.span
@@ -59,10 +62,12 @@ class Qwen:
         return mx.concatenate(parts, axis=1)[:, None], position - tokens
 
     def embeddings(self, tokens: mx.array) -> mx.array:
+        """Return the embeddings of tokens (1, tokens); see `Family.embeddings`."""
         rows: mx.array = self._language.model.embed_tokens(tokens)
         return rows
 
     def read(self, cache: list[Any], tokens: mx.array, rows: mx.array, positions: mx.array | None, seen: Seen) -> None:
+        """Compute the tokens with mlx-vlm's language model; see `Family.read`."""
         theirs = self._make_cache(self._language)
         with lent(cache, theirs):
             self._language(tokens, inputs_embeds=rows, cache=theirs, position_ids=positions, **self._deep(tokens, seen))
@@ -72,7 +77,8 @@ class Qwen:
 
 
 class DeepQwen(Qwen):
-    """Qwen 3 and later: what lies deeper in the vision tower is added behind the first layers."""
+    """Qwen 3 and later: outputs of intermediate encoder layers are added after the first layers of the language model
+    (DeepStack)."""
 
     def _features(self, put_out: Any) -> Features:
         rows, deepstack = put_out
@@ -89,7 +95,8 @@ class DeepQwen(Qwen):
 
 
 class Plain:
-    """An image's tokens are where they are, so mlx-lm's class can compute them: it is given the rows."""
+    """Families whose image tokens have ordinary positions: mlx-lm's class computes them from embeddings. See `Family`
+    for the methods."""
 
     whole = False
 
@@ -99,51 +106,62 @@ class Plain:
 
     @property
     def placeholder(self) -> int:
+        """The token that stands for a part of an image."""
         token: int = self._config.image_token_index
         return token
 
     def positions(self, tokens: int, pictures: Sequence[Picture]) -> tuple[mx.array | None, int]:
+        """Return None and 0: positions are token indices."""
         return None, 0
 
     def embeddings(self, tokens: mx.array) -> mx.array:
+        """Return the embeddings of tokens (1, tokens); see `Family.embeddings`."""
         rows: mx.array = self._embed(tokens)
         return rows
 
     def read(self, cache: list[Any], tokens: mx.array, rows: mx.array, positions: mx.array | None, seen: Seen) -> None:
+        """Compute the tokens with mlx-lm's language model; see `Family.read`."""
         self._twin(tokens, cache=cache, input_embeddings=rows)
 
 
 class Gemma3(Plain):
+    """Gemma 3: one square per image, causal attention."""
+
     def encode(self, seen: Any, passed: list[mx.array]) -> Features:
+        """Build the features of an image; see `Family.encode`."""
         pixels = mx.array(seen["pixel_values"]).transpose(0, 2, 3, 1).astype(_dtype(self._embed))
         with _noted(self._tower.vision_model.encoder, "layers", passed):
             put_out, _, _ = self._tower(pixels, output_hidden_states=True)
-        # The language model makes all rows larger by this; images shall stay as they are.
+        # The language model scales all embeddings by this factor; an image's must keep their scale.
         return Features(self._seeing.multi_modal_projector(put_out)[0] / self._config.text_config.hidden_size**0.5)
 
 
 class Gemma4(Plain):
-    """Layers of the small models have inputs of their own, of the tokens' ids; and in the large ones an image's tokens
-    see one another."""
+    """Gemma 4: small models have additional inputs per layer, computed from token ids; in large ones the tokens of an
+    image attend to each other."""
 
     def __init__(self, seeing: nn.Module, twin: nn.Module, make_cache: MakeCache) -> None:
         super().__init__(seeing, twin, make_cache)
-        seeing.audio_tower = seeing.embed_audio = None  # nobody sends sound, so they take no memory
+        seeing.audio_tower = seeing.embed_audio = None  # audio is not served, so it takes no memory
         self._text = seeing.language_model.model
         self.whole = self._config.text_config.use_bidirectional_attention == "vision"
 
     @property
     def placeholder(self) -> int:
+        """The token that stands for a part of an image."""
         token: int = self._config.image_token_id
         return token
 
     def encode(self, seen: Any, passed: list[mx.array]) -> Features:
+        """Build the features of an image; see `Family.encode`."""
         with _noted(self._tower.encoder, "layers", passed):
             put_out = self._tower(mx.array(seen["pixel_values"]))
         rows = self._seeing.embed_vision(put_out)[0].astype(_dtype(self._embed))
-        return Features(rows / self._text.embed_scale)  # see Gemma 3
+        return Features(rows / self._text.embed_scale)  # as for Gemma 3, keep the scale
 
     def read(self, cache: list[Any], tokens: mx.array, rows: mx.array, positions: mx.array | None, seen: Seen) -> None:
+        """Compute the tokens with mlx-lm's language model, with a bidirectional mask within images if the model has
+        one; see `Family.read`."""
         spans = [span for span, _ in seen] if self.whole else []
         self._twin(
             tokens,
@@ -153,7 +171,7 @@ class Gemma4(Plain):
         )
 
     def _inputs(self, tokens: mx.array, seen: Seen) -> mx.array | None:
-        """Of each layer. Images have those of token 0."""
+        """Return the additional inputs of all layers, or None. Image tokens have those of token 0."""
         if not self._text.hidden_size_per_layer_input:
             return None
         inputs: mx.array = self._text.get_per_layer_inputs(mx.where(_shown(tokens, seen), 0, tokens))
@@ -161,9 +179,11 @@ class Gemma4(Plain):
 
 
 class Pixtral(Plain):
-    """Behind each row of an image but the last is a token that says so: it has a row here too, which is not used."""
+    """Pixtral: each row of an image but the last is followed by a break token. The features have an unused row for
+    it."""
 
     def encode(self, seen: Any, passed: list[mx.array]) -> Features:
+        """Build the features of an image; see `Family.encode`."""
         pixels, sizes = mx.array(seen["pixel_values"]).transpose(0, 2, 3, 1), seen["image_sizes"]
         with _noted(self._tower.vision_model.transformer, "layers", passed):
             *_, layers = self._tower(pixels, output_hidden_states=True, image_sizes=sizes)
@@ -174,7 +194,7 @@ class Pixtral(Plain):
 
     @property
     def _patch(self) -> int:
-        """Pixels a side, of what a token stands for."""
+        """Side of a token in pixels."""
         side: int = self._config.vision_config.patch_size
         return side
 
@@ -184,6 +204,8 @@ class Pixtral(Plain):
 
 
 class Mistral3(Pixtral):
+    """Mistral 3: as Pixtral, but patches are merged, so a token covers a square of them."""
+
     @property
     def _patch(self) -> int:
         merged: int = self._config.spatial_merge_size
@@ -195,7 +217,8 @@ class Mistral3(Pixtral):
 
 
 def _shown(tokens: mx.array, seen: Seen) -> mx.array:
-    """Which of these tokens are images'. Not any placeholder is: a model may say one, too."""
+    """Return a mask (1, tokens) of the tokens that belong to images. Placeholder ids alone are not sufficient, since a
+    model may emit one as text."""
     shown = mx.zeros(tokens.shape, mx.bool_)
     for (first, last), _ in seen:
         shown[:, first:last] = True
@@ -203,14 +226,15 @@ def _shown(tokens: mx.array, seen: Seen) -> mx.array:
 
 
 def _dtype(embedding: nn.Module) -> mx.Dtype:
-    """Of the rows that it gives, quantized or not."""
+    """Return the dtype of the embeddings that the layer produces, quantized or not."""
     row: mx.array = embedding(mx.array([0]))
     return row.dtype
 
 
 @contextmanager
 def _noted(tower: nn.Module, name: str, passed: list[mx.array]) -> Iterator[None]:
-    """Whoever calls the tower's layers, which it has by that name, has what they put out listed."""
+    """Record the outputs of the encoder's layers while the context is open. `name`: the encoder's attribute that holds
+    the layers."""
     blocks = tower[name]
     tower[name] = noting(blocks, passed)
     try:
@@ -224,6 +248,6 @@ def _straight(position: int, tokens: int) -> mx.array:
 
 
 def _grid(frames: int, rows: int, columns: int) -> mx.array:
-    """(3, tokens): of each its frame, row and column."""
+    """Return the frame, row and column of each token, (3, tokens)."""
     axes = mx.meshgrid(*(mx.arange(size, dtype=mx.int32) for size in (frames, rows, columns)), indexing="ij")
     return mx.stack([axis.reshape(-1) for axis in axes])

@@ -1,4 +1,4 @@
-"""A model's folder: what its files say, and the code that it may bring along."""
+"""Read the JSON files of a model's folder, and refuse code that it brings along."""
 
 import json
 from difflib import get_close_matches
@@ -11,18 +11,19 @@ _SAID_IN = "config.json", "tokenizer_config.json", "processor_config.json", "pre
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """By a file of JSON; nothing where it is not there."""
+    """Return the content of a JSON file in the folder; empty if there is no such file. Raises ValueError if it is not
+    JSON."""
     file = folder / name
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def is_path(path_or_hub_id: str) -> bool:
-    """True if no hub can have it: an id there is one name or two."""
+    """Return True if the name can only be a local path: a hub id has at most one slash."""
     return path_or_hub_id.startswith((".", "/", "~")) or path_or_hub_id.endswith("/") or path_or_hub_id.count("/") > 1
 
 
 def similar_folder(path: str) -> Path | None:
-    """Return the folder beside the missing one that is probably meant."""
+    """Return the sibling of a missing folder with the most similar name, or None. Blocks on the file system."""
     missing = Path(path).expanduser()
     try:
         there = [each.name for each in missing.parent.iterdir() if each.is_dir()]
@@ -33,11 +34,11 @@ def similar_folder(path: str) -> Path | None:
 
 
 def refuse_code(folder: Path, *fields: str) -> None:
-    """Where one of these names some. Raises `CannotStart`."""
+    """Raise `CannotStart` if one of these fields in a JSON file of the folder names Python code."""
     for name in _SAID_IN:
         for field in fields:
             if named := read_json(folder, name).get(field):
                 raise CannotStart(
-                    f"{folder / name} names code of its own ({field}: {json.dumps(named)}), which would run on this "
-                    "machine. Where you trust it, allow it with SLUICE_TRUST_MODEL_CODE=true."
+                    f"{folder / name} names Python code ({field}: {json.dumps(named)}) that would run on this machine. "
+                    "If you trust it, allow it with SLUICE_TRUST_MODEL_CODE=true."
                 )

@@ -1,4 +1,4 @@
-"""A guide's hand on one row's logits."""
+"""Apply a grammar to one row's logits."""
 
 import math
 
@@ -9,9 +9,11 @@ from worker.schedule.sequence import Guide
 
 
 def guided(guide: Guide, prompt_tokens: int) -> Processor:
-    """Tells the guide the answer's tokens as they come; those of an earlier attempt come all at once."""
+    """Return a logits processor that advances the grammar by the answer's tokens and masks what it forbids. Resets the
+    grammar first; tokens of earlier attempts are replayed at the first call. `prompt_tokens`: tokens before the answer.
+    The call blocks until the last token is known."""
     heard = prompt_tokens
-    guide.rewind()  # the row may have been here before, and lost its place
+    guide.rewind()  # the row may be recomputed after a failure or a preemption
 
     def process(tokens: mx.array, logits: mx.array) -> mx.array:
         nonlocal heard
@@ -26,7 +28,7 @@ def guided(guide: Guide, prompt_tokens: int) -> Processor:
 
 
 def _unpacked(mask: bytes, width: int) -> mx.array:
-    """A bool for each of so many tokens. Those beyond the mask are not allowed."""
+    """Return the mask as booleans (width,). Tokens beyond its end are not allowed."""
     words = memoryview(mask.ljust(-(-width // 32) * 4, b"\0")).cast("I")
     bits = (mx.array(words)[:, None] >> mx.arange(32, dtype=mx.uint32)) & 1  # type: ignore[arg-type]
     return bits.reshape(-1)[:width].astype(mx.bool_)

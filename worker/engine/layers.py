@@ -1,8 +1,8 @@
-"""What a model keeps for each row, layer by layer, and whether rows can share a batch, without computing anything.
+"""Derive a model's memory profile and whether its rows can share a batch, without computing anything.
 
-A network that is called leaves lazy arrays in its caches, whose shapes are known. So we call it with prompts of two
-lengths, compare, and evaluate nothing: not a weight is read. What layers can do and keep decides, not their class.
-"""
+Calling a network leaves lazy arrays with known shapes in its caches. So it is called with prompts of two lengths, the
+shapes are compared, and nothing is evaluated: no weight is read. Decided by what layers hold and can do, not by their
+class."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -21,11 +21,11 @@ from worker.schedule.memory import BUFFER_TOKENS, Costs, Growing
 
 Kind = Literal["kv", "rotating", "compressed", "recurrent", "chunked", "quantized", "unused"]
 
-_HELD: dict[Kind, str] = {"chunked": "in chunks, as Llama 4 does", "quantized": "quantized"}
+_HELD: dict[Kind, str] = {"chunked": "in chunks, as Llama 4 does", "quantized": "in quantized form"}
 
-_FEW, _MANY = 2, 2 + BUFFER_TOKENS  # tokens: one is a special case in many a model
-# A layer's intermediate results live for a while: 2.1 to 2.3 times what its linear maps put out was measured for dense
-# and MoE layers, in float32.
+_FEW, _MANY = 2, 2 + BUFFER_TOKENS  # tokens: many models treat a single token differently
+# Peak of a layer's intermediate results, relative to the output of its linear maps: 2.1 to 2.3 measured for dense and
+# MoE layers in float32.
 _LIVE = 2.5
 _EXPERTS = "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts"
 _UNKNOWN_EXPERTS = 8
@@ -33,48 +33,51 @@ _UNKNOWN_EXPERTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Of a row's context."""
+    """Memory of one cache layer for one row."""
 
     kind: Kind
-    token_bytes: int  # for each token that it keeps
-    window: int | None  # it keeps so many at most
-    fixed_bytes: int  # however long the row is
+    token_bytes: int  # for each token that it holds
+    window: int | None  # the most tokens that it holds; None is unlimited
+    fixed_bytes: int  # independent of the length of the row
 
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    """One call of MLX's attention. Shapes are (rows, heads, tokens, width)."""
+    """One call of MLX's attention. Shapes are (rows, heads, tokens, head_dim)."""
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     values: tuple[int, ...]
     dtype: mx.Dtype
     sinks: bool
-    mask_per_head: bool  # it is part of the scores then, and as large as they are
+    mask_per_head: bool  # the mask is then as large as the scores
 
     @property
     def score_bytes(self) -> int:
-        """For each pair of tokens; 0 where the device does not hold the scores."""
+        """Bytes for each pair of tokens; 0 if the device does not materialize the scores."""
         fused = fused_attention(self.queries, self.keys, self.values, self.dtype, sinks=self.sinks)
-        held = 0 if fused else 3 if self.sinks else 1  # scores are copied to put the sinks beside them, and back
+        held = 0 if fused else 3 if self.sinks else 1  # scores are copied to append the sinks, and back
         return int((held + self.mask_per_head) * self.queries[1] * self.dtype.size)
 
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
+    """A model's layers and memory use, derived from shapes."""
+
     layers: tuple[Layer, ...]
-    attention_calls: int  # in a forward, through MLX's own attention
+    attention_calls: int  # calls of MLX's attention function in a forward
     score_bytes: int
     chunk_token_bytes: int
-    dtype: str  # of the logits, and so of most that is computed
-    vocab: int  # their number
+    dtype: str  # of the logits, and so of most activations
+    vocab: int  # number of logits
 
     @property
     def token_bytes(self) -> int:
-        """Of a row, for each token that all layers keep."""
+        """Bytes per token of a row, in all layers that hold it."""
         return sum(layer.token_bytes for layer in self.layers)
 
     def costs(self, *, weights_bytes: int, draft_bytes: int = 0) -> Costs:
+        """Return the memory model: for rows of any length, before calibration."""
         kinds = defaultdict[int | None, list[int]](list)
         for layer in self.layers:
             if layer.token_bytes:
@@ -90,18 +93,20 @@ class Anatomy:
 
 
 def weights_bytes(network: nn.Module) -> int:
-    """Loaded or not. Some are in two places, as embeddings that are the head, too."""
+    """Return the bytes of all weights, loaded or not. Weights used in two places, such as tied embeddings, count
+    once."""
     return sum({id(array): array.nbytes for _, array in tree_flatten(network.parameters())}.values())
 
 
 def anatomy(network: nn.Module, config: dict[str, Any]) -> Anatomy:
-    """Not while another thread computes: MLX's attention is replaced for the time of the call."""
+    """Return the profile of a model. Lazy: computes nothing. Must not run while another thread computes, since MLX's
+    attention is replaced during the call."""
     with _watched_attention() as calls:
         few, _ = _filled(network, _FEW)
     many, logits = _filled(network, _MANY)
     text, width = config.get("text_config", config), logits.dtype.size
     found = tuple(_layer(one, other) for one, other in zip(layers(few), layers(many), strict=True))
-    # Some models write their attention out, and hold all scores.
+    # Some models do not call MLX's attention, and materialize all scores.
     unseen = text.get("num_attention_heads", 0) * width if any(layer.token_bytes for layer in found) else 0
     return Anatomy(
         layers=found,
@@ -114,16 +119,16 @@ def anatomy(network: nn.Module, config: dict[str, Any]) -> Anatomy:
 
 
 def why_not_batched(network: nn.Module, config: dict[str, Any]) -> str | None:
-    """Why rows of this model cannot share a batch, and the way out; None where they can."""
+    """Return why rows of this model cannot share a batch, and what to do; None if they can. Lazy: computes nothing."""
     (one, _), (other, _) = _filled(network, 1), _filled(network, 2)
     if kinds := cannot_batch(one):
-        held = next((_HELD[kind] for layer in layers(one) if (kind := _kind(layer)) in _HELD), "in a way of its own")
+        held = next((_HELD[kind] for layer in layers(one) if (kind := _kind(layer)) in _HELD), "in its own way")
         return (
             f"This model keeps its context {held} ({', '.join(kinds)}), which mlx-lm cannot batch. Serve another "
-            "model; mlx_lm.server answers with this one, one request at a time."
+            "model; mlx_lm.server can serve this one, one request at a time."
         )
     try:
-        # By twos and by threes: where a model takes rows for heads, it shows only if they differ in number.
+        # Two rows and three: a model that confuses rows with heads fails only if their numbers differ.
         for rows in [one, other], [one, other, other]:
             batch = [layer[0].merge(list(layer)) for layer in zip(*rows, strict=True)]
             network(mx.zeros((len(rows), 1), mx.int32), cache=batch)
@@ -136,15 +141,15 @@ def _why_not_together(config: dict[str, Any], error: Exception) -> str:
     scaling = config.get("text_config", config).get("rope_scaling") or {}
     if "dynamic" in (scaling.get("type"), scaling.get("rope_type")):
         return (
-            "Dynamic-NTK rope scaling stretches positions by the length of the longest row, so rows of different "
+            "Dynamic-NTK rope scaling depends on the length of the longest row, so rows of different "
             "length cannot share a batch. Set a fixed rope_scaling in the model's config.json, for example "
             '{"type": "linear", "factor": 2.0}, or remove it and stay within the length the model was trained for.'
         )
-    return f"Rows of different length do not run together through this model: {error}. Serve another one."
+    return f"This model cannot compute rows of different length together: {error}. Serve another one."
 
 
 def _filled(network: nn.Module, tokens: int) -> tuple[list[Any], mx.array]:
-    """The caches after a prompt of so many tokens, and the logits, all of them lazy."""
+    """Return the caches after a prompt of `tokens` tokens, and its logits. Lazy."""
     cache = make_prompt_cache(network)
     return cache, network(mx.zeros((1, tokens), mx.int32), cache=cache)
 
@@ -166,7 +171,7 @@ def _watched_attention() -> Iterator[list[_Attention]]:
 
 
 def _layer(few: Any, many: Any) -> Layer:
-    """From the same layer after prompts that are a step of the buffers apart."""
+    """Return the layer by its caches after two prompts whose lengths differ by `BUFFER_TOKENS`."""
     grown = -(-(many.nbytes - few.nbytes) // BUFFER_TOKENS)
     return Layer(
         kind=_kind(few, grows=grown > 0),
@@ -189,14 +194,14 @@ def _kind(layer: Any, *, grows: bool = True) -> Kind:
 
 
 def _is_latent(layer: Any) -> bool:
-    """One vector for all heads, and its position apart."""
+    """Return True if the layer holds one latent vector for all heads, and positions separately (MLA)."""
     if not (hasattr(layer, "keys") and hasattr(layer, "values")):
         return False
     return bool(layer.keys.shape[1] == 1 and layer.keys.shape[-1] != layer.values.shape[-1])
 
 
 def _outputs(network: nn.Module, text: dict[str, Any]) -> int:
-    """Numbers that the linear maps of a layer put out for a token, in the widest one."""
+    """Return the output values per token of all linear maps in the widest layer."""
     experts = next((text[name] for name in _EXPERTS if text.get(name)), _UNKNOWN_EXPERTS)
 
     def outputs(parameters: Sequence[tuple[str, mx.array]]) -> int:

@@ -1,4 +1,4 @@
-"""Caches of mlx-lm, lent to mlx-vlm: the two have classes of the same names that do not pass for one another."""
+"""Pass mlx-lm's caches to mlx-vlm: both have classes of the same names that are not interchangeable."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,12 +9,13 @@ from worker.engine.upstream import ArraysCache
 
 @contextmanager
 def lent(cache: Sequence[Any], theirs: Sequence[Any]) -> Iterator[None]:
-    """`theirs`, mlx-vlm's and empty, have the arrays of `cache`, a row's alone; what is done to them there is done here
-    in the end. Raises NotImplementedError where they are of other kinds."""
+    """Give the arrays of `cache`, one row's, to `theirs`, mlx-vlm's empty caches, and take the updated arrays back when
+    the context closes. If the body raises, nothing is taken back. Raises NotImplementedError if the kinds of layers
+    differ."""
     for ours, other in zip(cache, theirs, strict=True):
         kind, their_kind = type(ours).__name__, type(other).__name__
         if kind != their_kind:
-            raise NotImplementedError(f"mlx-lm keeps a layer as {kind}, mlx-vlm as {their_kind}")
+            raise NotImplementedError(f"mlx-lm caches a layer as {kind}, mlx-vlm as {their_kind}")
         _handed(ours, other)
     yield
     for ours, other in zip(cache, theirs, strict=True):

@@ -1,5 +1,6 @@
-"""Images in a chat template's text. Contents are strings, and a character of its own marks each image's place in them;
-the template gets the parts that it wants, and its own marker for an image becomes what the model reads."""
+"""Images in a chat template's text. In message contents, which are strings, a private character marks each image's
+place; the template receives content parts, and its own marker for an image is then replaced by the text that the model
+reads."""
 
 import re
 from collections.abc import Mapping
@@ -7,25 +8,25 @@ from typing import Any
 
 from worker.engine.upstream_transformers import CONTROL_TOKEN_START
 
-Images = Mapping[str, str]  # by their marks, the texts that the model reads for them
+Images = Mapping[str, str]  # from the character that marks an image to the text that the model reads for it
 
 
 def parted(conversation: list[dict[str, Any]], images: Images) -> list[dict[str, Any]]:
-    """Contents with images as lists of parts; the others as they are."""
+    """Return the messages with contents that have images as lists of parts; other contents stay strings."""
     return [{**message, "content": _parts(message["content"], images)} for message in conversation]
 
 
 def shown(text: str, marker: str, conversation: list[dict[str, Any]], images: Images) -> str:
-    """The template's text of these messages with their images' own in the place of its markers. Raises ValueError where
-    it does not show each image once."""
+    """Replace the markers in the template's text by the texts of the images, in order. Raises ValueError if the
+    template did not emit each image exactly once."""
     pieces = [piece for message in conversation for piece in _pieces(message["content"], images)]
     wanted = [images[piece] for piece in pieces if piece in images]
-    # A client's own text may have the marker in it, if that is marked as text.
+    # A marker in a client's text is allowed if it is marked as text.
     first, *others = re.split(f"(?<!{CONTROL_TOKEN_START}){re.escape(marker)}", text)
     if len(others) != len(wanted):
         raise ValueError(
-            f"it has {len(others)} images in place of {len(wanted)}; no text may have {marker} in it, which is the "
-            "model's own sign for an image"
+            f"it has {len(others)} images instead of {len(wanted)}; no text may contain {marker}, the model's own "
+            "marker for an image"
         )
     return first + "".join(image + other for image, other in zip(wanted, others, strict=True))
 

@@ -1,4 +1,4 @@
-"""The model a worker serves: loaded, identified, and refused at start where it cannot do what we promise."""
+"""Load and identify the model that a worker serves, and refuse one at start that it cannot serve correctly."""
 
 import hashlib
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from worker.engine.vision import TEXT_ALONE, Vision, open_vision, refuse_unlike,
 from worker.errors import CannotStart
 from worker.schedule.memory import Costs
 
-_UNKNOWN_CONTEXT = 4096  # where a config does not say: short enough to be safe
+_UNKNOWN_CONTEXT = 4096  # tokens, if a config has no length: short enough to be safe
 
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """It says which tokens of a long prompt matter."""
+    """The draft model of SpecPrefill, which scores the tokens of long prompts."""
 
     network: nn.Module
     context: int  # tokens
@@ -32,27 +32,30 @@ class DraftModel:
 
 @dataclass(frozen=True, slots=True)
 class Model:
+    """A loaded model. Only the engine's thread computes with its network and its vision part."""
+
     network: nn.Module
     tokenizer: TokenizerWrapper
-    fingerprint: str  # of the weights and what they mean; equal fingerprints continue each other's answers
+    fingerprint: str  # of weights, config and template; models with equal ones can continue each other's answers
     context: int  # tokens, prompt and answer together
     vocab: int
-    generation: dict[str, Any]  # the model's own defaults for sampling
-    costs: Costs  # in memory
-    stateful: bool  # prefixes can be taken up only where states were kept
+    generation: dict[str, Any]  # the model's own sampling defaults
+    costs: Costs  # predicts memory use, in bytes
+    stateful: bool  # a cached prefix can end only at a state snapshot
     draft: DraftModel | None = None
-    vision: Vision | None = None  # where it sees images
+    vision: Vision | None = None  # None if images are not served
 
 
 def open_model(path_or_hub_id: str, *, vision: bool = True, trusted: bool = False) -> Model:
-    """Must run on the thread that will compute. `vision`: images are served too, where the model sees them; `trusted`:
-    code that comes with it may run. Raises `CannotStart` with the reason."""
+    """Load a model with its weights, and measure its memory use. Blocks; must run on the thread that will compute.
+    `vision`: serve images too, if the model supports them. `trusted`: code in its folder may run. Raises `CannotStart`
+    with the reason and what to do."""
     path, seeing = model_folder(path_or_hub_id, said=f"SLUICE_MODEL={path_or_hub_id}"), False
     try:
         seeing = vision and sees(path)
         network, config, sight = open_vision(path, trusted=trusted) if seeing else _open_text(path, trusted)
         tokenizer = load_tokenizer(path, template_of(sight), eos_token_ids=config.get("eos_token_id"))
-        # Before a weight is read, so that what cannot be served is refused at once.
+        # Before weights are read, so that an unsupported model is refused at once.
         why_not, found = why_not_batched(network, config), anatomy(network, config)
         costs = found.costs(weights_bytes=weights_bytes(_whole(network, sight)))
         if why_not is None:
@@ -66,7 +69,7 @@ def open_model(path_or_hub_id: str, *, vision: bool = True, trusted: bool = Fals
     if why_not:
         raise CannotStart(why_not)
     if not tokenizer.has_chat_template:
-        raise CannotStart(f"{path_or_hub_id} has no chat template, so it cannot answer chats.")
+        raise CannotStart(f"{path_or_hub_id} has no chat template, so it cannot serve chat requests.")
     return Model(
         network=network,
         tokenizer=tokenizer,
@@ -81,38 +84,43 @@ def open_model(path_or_hub_id: str, *, vision: bool = True, trusted: bool = Fals
 
 
 def context_of(config: dict[str, Any]) -> int:
+    """Return the context length in tokens, prompt and answer together, by the model's config."""
     tokens: int = config.get("text_config", config).get("max_position_embeddings") or _UNKNOWN_CONTEXT
     return tokens
 
 
 def _open_text(path: Path, trusted: bool) -> tuple[nn.Module, dict[str, Any], Vision | None]:
     if not trusted:
-        refuse_code(path, "model_file")  # auto_map is for other libraries than mlx-lm
+        refuse_code(path, "model_file")  # mlx-lm does not read auto_map
     network, config = load_model(path, lazy=True, trust_remote_code=trusted)
     return network, config, None
 
 
 def why_not_loaded(path_or_hub_id: str, error: Exception, *, seeing: bool) -> str:
+    """Return the error message for a model that a library could not load."""
     by, way_out = ("mlx-vlm", f"; {TEXT_ALONE}") if seeing else ("mlx-lm", "")
     return f"{by} cannot load {path_or_hub_id}: {error}{way_out}"
 
 
 def template_of(vision: Vision | None) -> dict[str, str]:
+    """Return the tokenizer settings that select the processor's chat template, if there is one."""
     return {"chat_template": vision.template} if vision and vision.template else {}
 
 
 def _whole(network: nn.Module, vision: Vision | None) -> nn.Module:
-    """With the vision tower; the language model's weights are in both, and are the same."""
+    """Return the network with all weights: a vision model's includes the language model's, which are the same
+    arrays."""
     return vision.network if vision else network
 
 
 def model_folder(path_or_hub_id: str, *, said: str, only: list[str] | None = None) -> Path:
-    """`said`: what the sentences call it; `only`: the files to fetch from a hub. Raises `CannotStart`."""
+    """Return the local folder of a model, downloading it from the hub if necessary. Blocks. `said`: its name in errors.
+    `only`: patterns of the files to download; None is all. Raises `CannotStart`."""
     folder = Path(path_or_hub_id).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise CannotStart(f"{said} is a file, and there is no such folder; give the one that it lies in.")
+        raise CannotStart(f"{said} is a file, not a folder; give the folder that contains it.")
     meant = similar_folder(path_or_hub_id)
     missing = f"{said}: there is no such folder" + (f"; did you mean {meant}?" if meant else ".")
     if is_path(path_or_hub_id):
@@ -120,14 +128,14 @@ def model_folder(path_or_hub_id: str, *, said: str, only: list[str] | None = Non
     try:
         return Path(download(path_or_hub_id, allow_patterns=only))
     except (OSError, ValueError) as error:
-        if meant:  # a hub may well have the name that is only similar to a folder's
+        if meant:  # after the hub, which may have this name although a local folder has a similar one
             raise CannotStart(missing) from error
-        raise CannotStart(f"{said} is no folder here, and the hub did not give it: {error}") from error
+        raise CannotStart(f"{said} is not a local folder, and could not be downloaded: {error}") from error
 
 
 def fingerprint(path: Path) -> str:
-    """Of the config, the template, and each weight file's name, size and head (where safetensors keeps names,
-    shapes and types) and tail: reading every gigabyte would hold up the start."""
+    """Return a hash of the config, the template, and of the name, size, head and tail of each weight file (in
+    safetensors, the head holds names, shapes and dtypes). Reading all weights would delay the start."""
     digest = hashlib.sha256()
     for name in (
         "config.json",

@@ -1,4 +1,4 @@
-"""From logits to a token, for each row of a batch."""
+"""Draw tokens from logits, for each row of a batch."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -12,12 +12,13 @@ from worker.schedule.sequence import Sampling, Sequence
 Processor = Callable[[mx.array, mx.array], mx.array]
 
 _MASK = (1 << 64) - 1
-_LEAST_PENALTY = 1e-6  # what a logit may be divided by and stay a number, in float16 too
-_LEAST = 1e-30  # of a temperature and a top_p: what a float32 can still divide by, and compare with
+_LEAST_PENALTY = 1e-6  # the smallest divisor that keeps logits finite, in float16 too
+_LEAST = 1e-30  # the smallest temperature and top_p that float32 can divide by and compare with
 
 
 class Kind(NamedTuple):
-    """Rows of one kind are drawn in one call. Their temperatures, seeds, top_p and min_p may differ."""
+    """Sampling method. Rows of one kind are drawn in one call; their temperatures, seeds, top_p and min_p may
+    differ."""
 
     greedy: bool
     top_k: int = 0
@@ -29,23 +30,25 @@ GREEDY = Kind(greedy=True)
 
 
 def kind_of(how: Sampling) -> Kind:
+    """Return the kind of these sampling parameters."""
     if how.temperature == 0 or how.top_k == 1:
         return GREEDY
     return Kind(False, how.top_k, how.top_p < 1, how.min_p > 0)
 
 
 class Drawing(Protocol):
-    """What a token is drawn for."""
+    """The part of a row that drawing uses."""
 
     sequence: Sequence
     kind: Kind
 
     def next_key(self) -> tuple[int, int]:
-        """Of the next draw: the two halves of 64 bits."""
+        """Return the random key of the next draw as two 32-bit halves, and advance."""
 
 
 def draw(logprobs: mx.array, rows: Many[Drawing]) -> mx.array:
-    """logprobs (rows, vocab) to tokens (rows,). Each row draws what it would draw alone, to the bit."""
+    """Draw one token for each row: `logprobs` (rows, vocab) to tokens (rows,). Each row draws bit for bit what it would
+    draw alone. Lazy. Advances the random keys of rows that are not greedy."""
     places: dict[Kind, list[int]] = {}
     for place, row in enumerate(rows):
         places.setdefault(row.kind, []).append(place)
@@ -73,15 +76,16 @@ _categorical = mx.vmap(lambda logits, key: mx.random.categorical(logits, key=key
 
 
 def _threshold(kind: Kind, logprobs: mx.array, hows: list[Sampling]) -> mx.array:
-    """(rows, 1): what is less probable is not drawn. In mlx-lm's order: top_p of all, min_p, top_k, temperature.
+    """Return the smallest log probability that may be drawn, (rows, 1). Filters apply in mlx-lm's order: top_p over
+    all, min_p, top_k, then temperature.
 
-    Not by mlx-lm's own functions, which are compiled anew, in a second, for each number of rows and each top_p
-    (mlx-lm 0.32.2)."""
+    mlx-lm's own functions are not used, since they are recompiled, in about a second, for each number of rows and each
+    top_p (mlx-lm 0.32.2)."""
     candidates, least = logprobs, mx.array(-math.inf)
     if 0 < kind.top_k < logprobs.shape[-1]:
         candidates = mx.topk(logprobs, kind.top_k, axis=-1)
         least = mx.min(candidates, axis=-1, keepdims=True)
-    if kind.top_p:  # among the candidates is enough: a wider nucleus is cut to them anyway
+    if kind.top_p:  # over the candidates only: a wider nucleus would be cut to them anyway
         least = mx.maximum(least, _nucleus(candidates, _column(max(how.top_p, _LEAST) for how in hows)))
     if kind.min_p:
         best = mx.max(candidates, axis=-1, keepdims=True)
@@ -90,14 +94,15 @@ def _threshold(kind: Kind, logprobs: mx.array, hows: list[Sampling]) -> mx.array
 
 
 def _nucleus(candidates: mx.array, top_p: mx.array) -> mx.array:
-    """The least probable one that is not yet covered by those before it."""
+    """Return the smallest log probability in the nucleus, (rows, 1): the tokens before it cover less than top_p."""
     ranked = mx.sort(candidates, axis=-1)
     mass_before = mx.cumsum(mx.exp(ranked), axis=-1, reverse=True, inclusive=False)
     return mx.min(mx.where(mass_before < top_p, ranked, math.inf), axis=-1, keepdims=True)
 
 
 def normalized(logprobs: mx.array) -> mx.array:
-    """In float32. In half precision, upstream's do not add up to one."""
+    """Return log probabilities in float32, renormalized if they were not: in half precision mlx-lm's do not sum to one.
+    (rows, vocab), lazy."""
     if logprobs.dtype == mx.float32:
         return logprobs
     logprobs = logprobs.astype(mx.float32)
@@ -109,7 +114,7 @@ def _column(values: Iterable[float]) -> mx.array:
 
 
 def draw_key(seed: int, k: int) -> int:
-    """64 well-mixed bits of (seed, k): the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """Return 64 well-mixed bits of (seed, k), by the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
     z = (seed + (k + 1) * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -117,7 +122,8 @@ def draw_key(seed: int, k: int) -> int:
 
 
 def processors_for(sampling: Sampling, prompt_tokens: int) -> tuple[Processor, ...]:
-    """Each takes all tokens so far (n,) and logits (1, vocab)."""
+    """Return the logits processors for these parameters. Each takes all tokens so far (n,), of which the first
+    `prompt_tokens` are the prompt, and logits (1, vocab). Lazy."""
     chosen: list[Processor] = []
     if sampling.logit_bias:
         chosen.append(_bias(sampling.logit_bias))
@@ -134,7 +140,8 @@ def _bias(pairs: tuple[tuple[int, float], ...]) -> Processor:
 
 
 def _repetition(penalty: float) -> Processor:
-    """Divides what has been said, prompt included (Keskar et al., arXiv 1909.05858)."""
+    """Divide the logits of tokens that occur in prompt or answer (Keskar et al., arXiv 1909.05858); negative ones are
+    multiplied."""
     penalty = max(penalty, _LEAST_PENALTY)
 
     def process(tokens: mx.array, logits: mx.array) -> mx.array:
@@ -146,7 +153,7 @@ def _repetition(penalty: float) -> Processor:
 
 
 def _counted(presence: float, frequency: float, prompt_tokens: int) -> Processor:
-    """OpenAI's two: over the answer, without the prompt."""
+    """Subtract OpenAI's presence and frequency penalties, over the answer without the prompt."""
 
     def process(tokens: mx.array, logits: mx.array) -> mx.array:
         answer = tokens[prompt_tokens:]

@@ -1,4 +1,4 @@
-"""A prompt's images, and how its tokens are computed with what the model sees of them in their places."""
+"""A prompt's images, and the computation of its tokens with image features in place of embeddings."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -10,36 +10,40 @@ from worker.engine.encoding import FeatureCache, Features
 from worker.schedule.sequence import Picture
 from worker.schedule.sequence import Sequence as Asked
 
-Seen = Sequence[tuple[tuple[int, int], Features]]  # which of some tokens are an image's, and its features
+Seen = Sequence[tuple[tuple[int, int], Features]]  # spans of images among some tokens, with their features
 
 
 class Family(Protocol):
+    """The parts of a vision model that differ between families."""
+
     @property
     def placeholder(self) -> int:
-        """The token that stands where an image is."""
+        """The token that stands for a part of an image."""
 
     @property
     def whole(self) -> bool:
-        """An image's tokens see one another, so they are computed at once."""
+        """True if an image's tokens attend to each other, so that each image must be computed in one forward."""
 
     def encode(self, seen: Any, passed: list[mx.array]) -> Features:
-        """Lazily. `passed` gets what each layer of the vision tower puts out, in order."""
+        """Build the features of an image. Lazy. Appends the output of each encoder layer to `passed`, in order."""
 
     def positions(self, tokens: int, pictures: Sequence[Picture]) -> tuple[mx.array | None, int]:
-        """(axes, 1, tokens), or None where a token's position is its place; and how far the next token's is from it."""
+        """Return positions (axes, 1, tokens), or None if they equal the token indices; and the rope delta: the position
+        of the next token minus its index."""
 
     def embeddings(self, tokens: mx.array) -> mx.array:
-        """(1, tokens, width)"""
+        """Return the embeddings of tokens (1, tokens), as (1, tokens, hidden_size). Lazy."""
 
     def read(self, cache: list[Any], tokens: mx.array, rows: mx.array, positions: mx.array | None, seen: Seen) -> None:
-        """Lazily: these rows are in the cache, upstream's of one, behind what is there."""
+        """Append the embeddings `rows` to the cache, mlx-lm's cache of one row. Lazy."""
 
 
 class Scene:
-    """Of one prompt, alone in its cache. Tokens are counted from the prompt's first."""
+    """The inputs of one prompt with images. Tokens are counted from the first of the prompt."""
 
     def __init__(self, family: Family, sequence: Asked, found: FeatureCache) -> None:
-        """Raises ValueError where the images are not where the prompt has room for them."""
+        """`found`: the feature cache, owned by the caller. Raises ValueError if the images do not match the
+        placeholders of the prompt, or if no token follows them."""
         _check(sequence, family.placeholder)
         self._family, self._pictures, self._found = family, sequence.pictures, found
         self._tokens, self._space = sequence.known, sequence.space
@@ -48,16 +52,17 @@ class Scene:
 
     @property
     def tokens(self) -> int:
-        """That images stand for; an image that is there twice counts once."""
+        """Tokens of all images; an image that occurs twice counts once."""
         return sum({picture.digest: picture.tokens for picture in self._pictures}.values())
 
     @property
     def longest(self) -> int:
-        """Tokens that one of them stands for."""
+        """Tokens of the longest image."""
         return max(picture.tokens for picture in self._pictures)
 
     def missing(self, start: int) -> list[Picture]:
-        """Images without whose features the tokens from there on cannot be computed, each once."""
+        """Return the images, each once, whose features are needed to compute the tokens from index `start` on and are
+        not available. Takes features from the cache, and releases those no longer needed."""
         wanted = {picture.digest: picture for picture in self._pictures if picture.span[1] > start}
         self._features = {digest: features for digest, features in self._features.items() if digest in wanted}
         for digest in wanted.keys() - self._features.keys():
@@ -66,8 +71,8 @@ class Scene:
         return [picture for digest, picture in wanted.items() if digest not in self._features]
 
     def end(self, start: int, end: int) -> int:
-        """Where to stop that begins at `start` and would stop at `end`: before an image that must be computed at once,
-        or behind it where there is nothing else to compute."""
+        """Return where a forward from `start` should end instead of `end`: before an image that must be computed in one
+        piece, or after it if it is the first thing in the forward."""
         if self._family.whole:
             for first, last in (picture.span for picture in self._pictures):
                 if first < end < last:
@@ -75,12 +80,13 @@ class Scene:
         return end
 
     def show(self, picture: Picture, features: Features) -> None:
+        """Hold the features of an image until its tokens are computed, and add them to the feature cache."""
         self._features[picture.digest] = features
         self._found.keep(self._space, picture.digest, features)
 
     def read(self, cache: list[Any], places: Sequence[int]) -> None:
-        """Lazily: the tokens there, in order, are in the cache then, behind what is in it. Where some before them are
-        left out, a family without positions of its own has to be told them: see `SparsePrefill`."""
+        """Append the tokens at these indices, in order, to the cache. Lazy. If earlier tokens are dropped, a family
+        without its own positions must receive them by other means: see `SparsePrefill`."""
         tokens = mx.array([[self._tokens[place] for place in places]])
         rows, seen = self._family.embeddings(tokens), [*self._seen(places)]
         for (first, last), features in seen:
@@ -90,7 +96,7 @@ class Scene:
         self._family.read(cache, tokens, rows, positions, seen)
 
     def _seen(self, places: Sequence[int]) -> Iterator[tuple[tuple[int, int], Features]]:
-        """Which of these tokens are images', counted from the first, and their features."""
+        """Yield the span of each image among these tokens, counted from the first of them, with its features."""
         for picture in self._pictures:
             first, last = (bisect_left(places, edge) for edge in picture.span)
             if first < last:
@@ -105,6 +111,6 @@ class Scene:
 def _check(sequence: Asked, placeholder: int) -> None:
     edges = [edge for picture in sequence.pictures for edge in picture.span]
     if edges != sorted(edges) or edges[-1] >= len(sequence.known):
-        raise ValueError("Images come in the order of the prompt, and a token is behind them.")
+        raise ValueError("images: they must be in the order of the prompt, and a token must follow the last.")
     if any(placeholder not in sequence.prompt[slice(*picture.span)] for picture in sequence.pictures):
-        raise ValueError("An image is where the prompt has no room for one.")
+        raise ValueError("images: the prompt has no placeholder for one of them.")

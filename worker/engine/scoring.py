@@ -173,7 +173,7 @@ def _pooled(most: mx.array) -> mx.array:
     return mx.conv1d(most[None, :, None], mean, padding=_POOL // 2).flatten()
 
 
-# Attention, while one token is computed
+# Recording attention while one token is computed
 
 
 @dataclass(slots=True)
@@ -221,7 +221,7 @@ def attention(
     return mx.exp(products - whole)
 
 
-# At the start
+# Checks at start
 
 _LONG = 1 << 18  # tokens: longer than any sliding window
 

@@ -1,7 +1,7 @@
 """Keys and values of many rows, each in its own slot, so that one row is written or dropped without touching the
 others.
 
-A row's tokens start at the first column of its slot; a mask hides the columns behind its last token. mlx-lm's batch
+A row's tokens start at the first column of its slot; a mask hides the columns after its last token. mlx-lm's batch
 caches (0.32.2) right-align all rows instead, and therefore copy everything when a row joins, leaves, or outgrows the
 others."""
 
@@ -156,7 +156,7 @@ class SlotKVCache:
         return *row.keys_and_values(), offset
 
     def _write(self, keys: mx.array, values: mx.array) -> None:
-        """Write one token behind each row's last."""
+        """Write one token after each row's last."""
         if self._even:  # one column for all rows is several times cheaper on a CPU
             column = self._column(self._longest + self._steps)
             where: Any = (slice(self.rows), slice(None), slice(column, column + 1))

@@ -1,8 +1,7 @@
-"""The one thread that owns the model, and its face to the event loop.
+"""The one thread that owns the model, and its interface to the event loop.
 
-MLX streams, lazy arrays and random state belong to a thread, so loading, computing and tearing down happen
-here. The loop sends commands through a mailbox and hears back once a step.
-"""
+MLX streams, lazy arrays and random state belong to a thread, so loading, computing and tear-down happen here. The event
+loop sends commands through a mailbox, and receives a report after each step."""
 
 import asyncio
 import logging
@@ -47,7 +46,7 @@ class _Stop:
 
 
 class EngineThread:
-    """All methods are for the event loop's thread."""
+    """Starts and feeds the engine's thread. All methods are for the event loop's thread."""
 
     def __init__(
         self,
@@ -60,6 +59,9 @@ class EngineThread:
         died: Callable[[], None],
         stepped: Callable[[StepReport], None] = lambda report: None,
     ) -> None:
+        """`load`: load the model; runs on the new thread. `step_s`: target seconds of a step. `rows`, `memory` and
+        `prefix_bytes`: see `Engine`. `died` is called if the thread fails after loading, `stepped` with the report of
+        each step; both run on the event loop. Must be created while the loop runs."""
         self._load = load
         self._engine_of = partial(Engine, step_s=step_s, rows=rows, memory=memory, prefix_bytes=prefix_bytes)
         self._died, self._stepped = died, stepped
@@ -72,25 +74,28 @@ class EngineThread:
         self._thread = threading.Thread(target=self._main, name="engine")
 
     async def start(self) -> Model:
-        """Loads the model. Raises what loading raised."""
+        """Start the thread, and wait until the model is loaded. Raises what loading raised."""
         self._thread.start()
         return await self._loaded
 
     async def stop(self) -> None:
+        """Ask the thread to end, and wait until the running step is done and the thread has ended."""
         self._mailbox.put(_Stop())
         await asyncio.to_thread(self._thread.join)
 
     def submit(self, sequence: Sequence, listener: Listener) -> None:
+        """Submit a request. The listener receives its outcomes on the event loop until it is removed."""
         self._listeners[sequence.id] = listener
         self._mailbox.put(_Add(sequence))
 
     def remove(self, sequence_id: str) -> None:
-        """The listener hears no more, from now on; the row is free after the step under way."""
+        """Remove a request. Its listener receives nothing from now on; its row is freed after the running step. An
+        unknown id is ignored."""
         if self._listeners.pop(sequence_id, None) is not None:
             self._mailbox.put(_Remove(sequence_id))
 
     def hold(self, on: bool) -> None:
-        """Compute nothing while nobody can take the tokens."""
+        """Pause computing while tokens cannot be delivered, or continue."""
         self._mailbox.put(_Hold(on))
 
     def _has_loaded(self, model: Model) -> None:
@@ -103,15 +108,15 @@ class EngineThread:
             if listener := self._listeners.get(outcome.id):
                 listener.heard(outcome, report.rows)
 
-    # On the engine's own thread
+    # On the engine's thread
 
     def _main(self) -> None:
         try:
             self._serve()
-        except BaseException as error:  # the border of the thread: nobody else would hear of it
+        except BaseException as error:  # the border of the thread: nothing else would report the error
             self._tell(self._end, error)
         finally:
-            # A thread that leaves its streams behind aborts the process at exit (mlx 0.32.4).
+            # A thread that ends without clearing its streams aborts the process at exit (mlx 0.32.4).
             mx.synchronize()
             mx.clear_streams()
 
@@ -124,7 +129,7 @@ class EngineThread:
             self._tell(self._deliver, engine.step())
 
     def _obey(self, engine: Engine) -> bool:
-        """Empty the mailbox; with nothing to compute, sleep on it. False ends the thread."""
+        """Handle the commands in the mailbox; block on it if there is nothing to compute. False ends the thread."""
         while not self._mailbox.empty() or self._held or not len(engine):
             self.pulse.rest()
             match self._mailbox.get():

@@ -1,5 +1,5 @@
-"""What a vision tower needs for an image, measured: it grows with the image, and with its square where the device holds
-attention's scores. Towers differ too much in their layers to tell it from a config."""
+"""Measure the memory that a vision encoder needs for an image. It grows with the image, and with its square if the
+device materializes attention scores. Encoders' layers differ too much to derive it from a config."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,21 +11,22 @@ from worker.engine.vision import Vision
 from worker.schedule.memory import Costs, Tower
 from worker.schedule.sequence import Picture, Sight
 
-# Pixels a side. Large enough for the scores to show, and small enough for a start: some 250 patches, and 1,000. What
-# follows is for processors that make them equal, which most do because all images are.
+# Pixels per side: some 250 and 1,000 patches, enough for attention scores to show and quick enough for a start. The
+# larger sizes are for processors that give the first two the same number of tokens.
 _SIDES = 256, 512, 1024, 2048
-_LOOKS = 2  # what is freed when is left to chance; a fifth more or less was seen, where all is small
-# Of the mask of an image whose tokens see one another, for each pair: see `bidirectional`. While it is made, it is
-# there twice.
+_LOOKS = 2  # measurements, of which the larger counts; with small images they varied by a fifth
+# For each pair of tokens of an image with a bidirectional mask: see `bidirectional`. One byte, and the mask exists
+# twice while it is built.
 _MASK_BYTES = 2
 
 
 def with_tower(costs: Costs, vision: Vision, sides: Sequence[int] = _SIDES) -> Costs:
-    """Looks at blank images, so it takes the tower's weights in."""
+    """Return the costs with the measured costs of images. `sides`: sizes of blank test images in pixels. Encodes some,
+    so it loads the encoder's weights. Blocks."""
     sights = _blank(vision, sides)
     few = next(sights)
     many = next((sight for sight in sights if sight.tokens > few.tokens), few)
-    _look(vision, few)  # some towers make tables when they are first used
+    _look(vision, few)  # some encoders build tables at first use
     (needed, features), (needed_more, _) = (max(_look(vision, sight) for _ in range(_LOOKS)) for sight in (few, many))
     tower = Tower.of((few.tokens, needed), (many.tokens, needed_more), -(-features // few.tokens))
     if not vision.family.whole:
@@ -34,15 +35,15 @@ def with_tower(costs: Costs, vision: Vision, sides: Sequence[int] = _SIDES) -> C
 
 
 def _blank(vision: Vision, sides: Sequence[int]) -> Iterator[Sight]:
-    from worker.engine.upstream_vision import new_image  # heavy
+    from worker.engine.upstream_vision import new_image  # slow to import
 
     for side in sides:
         yield vision.eyes.look(new_image("RGB", (side, side)), b"blank")
 
 
 def _look(vision: Vision, sight: Sight) -> tuple[int, int]:
-    """Bytes at the most, and of them those of what the language model gets."""
-    mx.clear_cache()  # MLX takes what is there for less than it is
+    """Return the peak bytes while encoding an image, and the bytes of its features."""
+    mx.clear_cache()  # else cached buffers would be reused, and the peak would be too low
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     encoding = Encoding(Picture(sight.digest, (0, sight.tokens), sight.seen), vision.family.encode)

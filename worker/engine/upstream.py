@@ -1,5 +1,5 @@
-"""Every name that we borrow from mlx-lm. `tests/engine/test_upstream.py` holds each, so an upgrade that moves
-one fails there and nowhere else. Written against mlx-lm 0.32.2."""
+"""Every name borrowed from mlx-lm. `tests/engine/upstream/test_mlx_lm.py` checks each, so an upgrade that moves one
+fails there. Written against mlx-lm 0.32.2."""
 
 from mlx_lm.generate import TextStateMachine, generation_stream, make_text_state_machine
 from mlx_lm.models.cache import (

@@ -1,6 +1,6 @@
-"""Every name that we borrow from transformers. `tests/engine/test_upstream_transformers.py` holds each. Written against
-transformers 5.23.0. Its `apply_chat_template(sanitize_control_tokens=True)` is built of these functions: alone it
-returns no text, and we need the text beside the tokens."""
+"""Every name borrowed from transformers. `tests/engine/upstream/test_transformers.py` checks each. Written against
+transformers 5.23.0. Its `apply_chat_template(sanitize_control_tokens=True)` is built from these functions; on its own
+it returns no text, and we need the text as well as the tokens."""
 
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 from transformers.utils.chat_template_utils import (

@@ -1,5 +1,5 @@
-"""Every name that we borrow from mlx-vlm, and from Pillow, which comes with it: an extra, imported only where a model
-sees. Held by `tests/engine/vision/test_upstream_vision.py`; written against mlx-vlm 0.7.10."""
+"""Every name borrowed from mlx-vlm, and from Pillow, which it requires: an optional extra, imported only for a vision
+model. `tests/engine/upstream/test_mlx_vlm.py` checks each. Written against mlx-vlm 0.7.10."""
 
 from mlx_vlm.models.cache import make_prompt_cache
 from mlx_vlm.utils import load_model, load_processor

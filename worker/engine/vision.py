@@ -1,8 +1,7 @@
-"""A model that sees: its folder recognised, loaded once by mlx-vlm, and a twin of its language model for mlx-lm.
+"""Recognize and load a vision model: mlx-vlm loads it once, and mlx-lm gets a text model on the same weights.
 
-The twin's weights are the same arrays, so it takes no memory. Rows decode with it, and whoever sends text alone never
-comes near mlx-vlm.
-"""
+The text model uses the same arrays, so it takes no memory. All rows decode with it, and requests without images never
+call mlx-vlm."""
 
 import copy
 import logging
@@ -26,10 +25,10 @@ from worker.schedule.sequence import Sight
 
 logger = logging.getLogger("sluice.engine")
 
-TEXT_ALONE = "serve it for text alone with SLUICE_VISION=off"  # what else can be done
+TEXT_ALONE = "serve it for text only with SLUICE_VISION=off"  # the alternative that errors suggest
 
 _TOWERS = "visual.", "vision_tower.", "vision_model.", "vision_encoder."
-# By the model_type of their configs.
+# Supported families by the model_type in the config.
 _KNOWN: dict[str, tuple[MakeFamily, type[Eyes]]] = {
     "qwen2_vl": (Qwen, GridEyes),
     "qwen2_5_vl": (Qwen, GridEyes),
@@ -43,21 +42,26 @@ _KNOWN: dict[str, tuple[MakeFamily, type[Eyes]]] = {
     "mistral3": (Mistral3, RowEyes),
 }
 _TRIED_IMAGE = 160, 96  # pixels
-_TRIED_TOKENS, _COMPARED = 128, 16  # all logits of a large vocabulary would take much memory
-# The same arithmetic in bfloat16, in another order, made 0.003 of it; another base of the positions 0.7.
+_TRIED_TOKENS, _COMPARED = 128, 16  # not all positions: the logits of a large vocabulary take much memory
+# Largest relative difference. The same arithmetic in another order gave 0.003 in bfloat16, another rope base 0.7.
 _ALIKE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Vision:
-    network: nn.Module  # mlx-vlm's, with the language model in it
+    """The vision part of a loaded model."""
+
+    network: nn.Module  # mlx-vlm's model, its language model included
     family: Family
     eyes: Eyes
-    template: str | None  # the processor's own, which shows images; that of the tokenizer may not, or not be there
+    template: (
+        str | None
+    )  # the processor's own, which supports images; the tokenizer's may be missing or not support them
 
 
 def sees(folder: Path) -> bool:
-    """Whether images are served."""
+    """Return True if images are served with the model in this folder. Logs the reason if the model has vision but is
+    served without."""
     config = read_json(folder, "config.json")
     names = (name for file in folder.glob("model*.safetensors") for name in tensor_names(file))
     why_not = why_blind(config, names)
@@ -67,22 +71,22 @@ def sees(folder: Path) -> bool:
 
 
 def why_blind(config: dict[str, Any], names: Iterable[str] | None) -> str | None:
-    """Why images are not served with a model, while its text can be; None where they are. `names`: of its tensors, None
-    where those are not known."""
+    """Return why images are not served with a model whose text can be served; None if they are. `names`: names of its
+    tensors, or None if unknown."""
     if not config.get("vision_config"):
-        return "Its config tells of no vision tower."
+        return "Its config has no vision encoder."
     if (family := config.get("model_type")) not in _KNOWN:
-        return f"Images are not served with a model of type {family}, text is."
+        return f"Models of type {family} are served for text only."
     if names is not None and not any(tower in name for name in names for tower in _TOWERS):
-        return "Images are not served without the vision tower's weights, which conversions for text drop; text is."
+        return "It is served for text only: the weights of its vision encoder are missing, as in conversions for text."
     return None
 
 
 def open_vision(folder: Path, *, trusted: bool) -> tuple[nn.Module, dict[str, Any], Vision]:
-    """The twin, its settings as a config has them, and what sees. Lazily: no weight is read. `trusted`: the folder's
-    own code may run.
+    """Return the text model, its config, and the vision part. Lazy: no weight is read. `trusted`: code in the folder
+    may run.
 
-    Raises `CannotStart`, and what loading raises."""
+    Raises `CannotStart`, and what the libraries raise while loading."""
     refuse_unready(folder, trusted=trusted)
     from worker.engine import upstream_vision as mlx_vlm
 
@@ -99,44 +103,45 @@ def open_vision(folder: Path, *, trusted: bool) -> tuple[nn.Module, dict[str, An
 
 
 def refuse_unready(folder: Path, *, trusted: bool) -> None:
-    """What can be told without the weights. Raises `CannotStart`."""
+    """Raise `CannotStart` if images cannot be served, as far as can be checked without the weights."""
     if not trusted:
         refuse_code(folder, "model_file", "auto_map")
     _refuse_unprepared(folder)
     try:
-        import worker.engine.upstream_vision  # noqa: F401  an extra of its own, and heavy
+        import worker.engine.upstream_vision  # noqa: F401  an optional extra, slow to import
     except ImportError as error:
         raise CannotStart(
-            f"This model sees images, and mlx-vlm cannot be imported ({error}): "
+            f"This is a vision model, and mlx-vlm cannot be imported ({error}): "
             f"pip install 'mlx-vlm>=0.7.10' 'pillow>=12', or {TEXT_ALONE}."
         ) from error
 
 
 def refuse_unlike(seeing: nn.Module, twin: nn.Module, vocab: int) -> None:
-    """Takes the weights in. Raises `CannotStart` where the two would not say the same: mlx-lm and mlx-vlm read some
-    settings under other names."""
+    """Raise `CannotStart` if mlx-lm's and mlx-vlm's language models compute different logits: the two read some
+    settings under different names. Computes a few tokens, so it loads the weights. Blocks."""
     tokens = (mx.arange(_TRIED_TOKENS) * 7919 % vocab)[None]
     logits = twin(tokens), seeing.language_model(tokens).logits
     ours, theirs = (each[:, -_COMPARED:].astype(mx.float32) for each in logits)
     away = mx.linalg.norm(ours - theirs, axis=-1) / mx.linalg.norm(theirs, axis=-1)
     if bool(mx.median(away) > _ALIKE):
         raise CannotStart(
-            "mlx-lm computes something else with this model's weights and settings than mlx-vlm does, so answers about "
+            "mlx-lm and mlx-vlm compute different logits with this model's weights and settings, so answers about "
             f"images would be wrong: {TEXT_ALONE}."
         )
 
 
 def _filled(config: dict[str, Any], settings: Any) -> dict[str, Any]:
-    """With mlx-vlm's settings of the language model where the checkpoint says nothing: mlx-lm would take others."""
+    """Add mlx-vlm's default settings of the language model that the checkpoint omits; mlx-lm has other defaults."""
     text = config.get("text_config", config)
     text.update(copy.deepcopy({name: value for name, value in vars(settings).items() if name not in text}))
     return config
 
 
 def twin_of(seeing: nn.Module, config: dict[str, Any]) -> nn.Module:
-    """mlx-lm's model, with the very arrays of mlx-vlm's. Raises ValueError where the two have other weights."""
+    """Return mlx-lm's text model with the arrays of mlx-vlm's model. Lazy. Raises ValueError if the two have different
+    weights."""
     model_class, args_class = get_classes(config)
-    twin = model_class(args_class.from_dict(copy.deepcopy(config)))  # some write into what they are given
+    twin = model_class(args_class.from_dict(copy.deepcopy(config)))  # some classes modify the config that they receive
     quantized = {path: layer for path, layer in seeing.named_modules() if hasattr(layer, "bits")}
 
     def as_there(path: str, layer: nn.Module) -> bool | dict[str, Any]:
@@ -148,23 +153,24 @@ def twin_of(seeing: nn.Module, config: dict[str, Any]) -> nn.Module:
     weights = {name: array for name, array in tree_flatten(seeing.parameters()) if name.startswith("language_model.")}
     twin.load_weights([*weights.items()], strict=True)
     if any(array is not weights[name] for name, array in tree_flatten(twin.parameters())):
-        raise ValueError("mlx-lm's model does not take mlx-vlm's weights as they are")
+        raise ValueError("mlx-lm's model does not accept mlx-vlm's weights unchanged")
     twin.eval()
     return twin
 
 
 def _refuse_unprepared(folder: Path) -> None:
-    """mlx-vlm would guess."""
+    """Raise `CannotStart` if the folder has no settings for preprocessing images; mlx-vlm would guess them."""
     own, others = read_json(folder, "preprocessor_config.json"), read_json(folder, "processor_config.json")
     if not (own or others.get("image_processor")):
         raise CannotStart(
-            f"How this model's images are prepared is said in preprocessor_config.json or, as image_processor, in "
-            f"processor_config.json, and {folder} has neither: take it from the model's repository, or {TEXT_ALONE}."
+            "The settings for preprocessing images are missing (preprocessor_config.json, or image_processor in "
+            f"processor_config.json). Copy them into {folder} from the model's repository, or {TEXT_ALONE}."
         )
 
 
 def _refuse_other_caches(family: Family, twin: nn.Module) -> None:
-    """What one library computes, the other one goes on from. Nothing is computed here: see `lent`."""
+    """Raise `CannotStart` if the two libraries cache layers differently, since prefill in one continues in the other.
+    Lazy, so nothing is computed: see `borrowed_by`."""
     token, (positions, _) = mx.array([[0]]), family.positions(1, [])
     try:
         family.read(make_prompt_cache(twin), token, family.embeddings(token), positions, [])
@@ -173,10 +179,10 @@ def _refuse_other_caches(family: Family, twin: nn.Module) -> None:
 
 
 def _refuse_other_tokens(family: Family, sight: Sight) -> None:
-    """Nothing is computed: the shape is known before."""
+    """Raise `CannotStart` if encoder and processor disagree on the number of tokens. Lazy: only shapes are compared."""
     if (rows := len(family.encode(sight.seen, []).rows)) != sight.tokens:
         raise CannotStart(
-            f"The config of this model makes {rows} tokens of an image that its processor makes {sight.tokens} of: its "
-            "files are not of one model. Copy preprocessor_config.json and processor_config.json from its own "
-            f"repository, or {TEXT_ALONE}."
+            f"The files in this folder belong to different models: one image becomes {rows} tokens by the config and "
+            f"{sight.tokens} by the processor. Copy preprocessor_config.json and processor_config.json from the "
+            f"model's own repository, or {TEXT_ALONE}."
         )

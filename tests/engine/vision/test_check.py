@@ -43,14 +43,14 @@ def test_no_weight_is_read_for_it(tmp_path: Path) -> None:
 
 def test_a_family_whose_images_are_not_served_is_named(folder: Path) -> None:
     rewrite(folder / "config.json", model_type="llava")
-    text_alone(check(folder), "Images are not served with a model of type llava, text is.")
+    text_alone(check(folder), "Models of type llava are served for text only.")
 
 
 def test_a_conversion_for_text_has_nothing_to_see_with(folder: Path) -> None:
     weights = mx.load(str(folder / "model.safetensors"))
     kept = {name: array for name, array in weights.items() if name.startswith("language_model.")}
     mx.save_safetensors(str(folder / "model.safetensors"), kept, metadata={"format": "mlx"})
-    text_alone(check(folder), "Images are not served without the vision tower's weights")
+    text_alone(check(folder), "It is served for text only: the weights of its vision encoder are missing")
 
 
 def test_where_images_are_switched_off_that_is_said(folder: Path) -> None:
@@ -94,7 +94,9 @@ def test_what_is_on_a_hub_is_told_by_its_index(folder: Path, monkeypatch: pytest
     assert (there.blind, there.tower_bytes, there.complaints) == (None, here.tower_bytes, ())
     assert there.costs.weights_bytes == here.costs.weights_bytes
     index.write_text(json.dumps({"weight_map": {"language_model.model.norm.weight": "model.safetensors"}}))
-    text_alone(hub_has(folder, monkeypatch), "Images are not served without the vision tower's weights")
+    text_alone(
+        hub_has(folder, monkeypatch), "It is served for text only: the weights of its vision encoder are missing"
+    )
 
 
 def test_where_only_weights_on_a_hub_would_tell_they_are_taken_to_see(
