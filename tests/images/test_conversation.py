@@ -84,17 +84,17 @@ def test_the_order_is_that_of_the_prompt_whatever_is_moved_to_its_front(said: li
 async def test_a_bad_image_is_named_by_its_place(images: Images) -> None:
     good = user([shown(FILES[0])])
     for bad, kind, why in [
-        (shown(FILES[0][:60]), "invalid_request", "the image, a PNG, is damaged, cut off or empty."),
+        (shown(FILES[0][:60]), "invalid_request", "the image, a PNG, is damaged, truncated or empty."),
         (shown(b""), "invalid_request", "the image is empty."),
-        (shown(b"<svg/>", "image/svg+xml"), "unsupported", "SVG is not read; send PNG, JPEG, WebP or GIF."),
+        (shown(b"<svg/>", "image/svg+xml"), "unsupported", "SVG is not supported; send PNG, JPEG, WebP or GIF."),
         (
             shown(FILES[0], "image/gif"), "invalid_request",
-            "the data: URL declares 'image/gif', and holds a PNG; write image/png.",
+            "the data: URL declares 'image/gif', but contains a PNG; write image/png.",
         ),
-        (linked("data:image/png;base64,*"), "invalid_request", "the data: URL is not base64 behind its comma."),
+        (linked("data:image/png;base64,*"), "invalid_request", "the data: URL is not valid base64 after its comma."),
         (
             shown(png(10_000, 10_000, 8, 2, [b""])), "too_large",
-            "the image has 100,000,000 pixels (10,000 × 10,000), and this worker takes 25,000,000.",
+            "the image has 100,000,000 pixels (10,000 × 10,000); this worker accepts 25,000,000.",
         ),
     ]:  # fmt: skip
         said = [system("Look."), good, user([text("What is this?"), bad, shown(FILES[1])])]
@@ -110,7 +110,7 @@ async def test_more_images_than_are_allowed_are_refused_before_any_is_read() -> 
     images = images_with(max_images=2)
     said = user([shown(b"no image")] * 3)
     assert await refused(images, said) == (
-        "too_large", "messages: 3 images are 1 more than this worker takes, 2.",
+        "too_large", "messages: 3 images are 1 more than this worker accepts (2).",
     )  # fmt: skip
 
 
@@ -118,7 +118,7 @@ async def test_a_file_that_is_longer_than_allowed_is_refused() -> None:
     images = images_with(image_max_bytes=len(FILES[0]))
     assert await all_of(images, user([shown(FILES[0])])) == (read(FILES[0]),)
     longer = saved(patch(64, 64))
-    said = f"the image's file is longer than this worker takes, {len(FILES[0])} bytes."
+    said = f"the image's file is longer than this worker accepts ({len(FILES[0])} bytes)."
     assert await refused(images, user([shown(longer)])) == (
         "too_large", f"messages[0].content[0].image_url: {said}",
     )  # fmt: skip
@@ -130,7 +130,7 @@ async def test_all_images_together_have_no_more_than_four_times_the_pixels_of_on
     eight = shown(saved(patch(8, 8)))
     assert len(await all_of(images, user([eight] * 4))) == 4
     assert await refused(images, user([eight] * 4), user([eight])) == (
-        "too_large", "messages[1].content[0].image_url: with this one the images have more than 256 pixels.",
+        "too_large", "messages[1].content[0].image_url: with this image the request has more than 256 pixels.",
     )  # fmt: skip
     images.close()
 
@@ -144,7 +144,7 @@ async def test_low_detail_makes_an_image_smaller_and_no_other_does(images: Image
 @pytest.mark.parametrize("url", ["https://example.org/a.png", "http://127.0.0.1/", "file:///etc/passwd", "a.png"])
 async def test_nothing_is_fetched_unless_that_is_allowed(images: Images, url: str) -> None:
     assert await refused(images, user([linked(url)])) == (
-        "unsupported", "messages[0].content[0].image_url: this worker takes data: URLs only.",
+        "unsupported", "messages[0].content[0].image_url: this worker accepts only data: URLs.",
     )  # fmt: skip
 
 
@@ -163,7 +163,7 @@ class Shelf:
 
     async def fetch(self, url: str) -> bytes:
         if url.endswith("late.png"):
-            raise Refusal("invalid_request", "the image did not come within 10 s.", retryable=True)
+            raise Refusal("invalid_request", "the image did not arrive within 10 s.", retryable=True)
         return saved(patch(600, 600), "JPEG")
 
     def close(self) -> None:
@@ -185,4 +185,4 @@ async def test_what_may_go_well_later_is_told_as_such() -> None:
     with pytest.raises(Refusal) as raised:
         await all_of(images, user([linked("https://example.org/late.png")]))
     assert raised.value.retryable
-    assert raised.value.message == "messages[0].content[0].image_url: the image did not come within 10 s."
+    assert raised.value.message == "messages[0].content[0].image_url: the image did not arrive within 10 s."

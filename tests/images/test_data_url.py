@@ -52,7 +52,7 @@ def test_without_the_word_base64_at_the_end_it_is_not_base64() -> None:
 
 @pytest.mark.parametrize("body", ["AAEC*", "AA=EC", "A", "AA-_", "AAEC,AAEC", "%41%4", "é"])
 def test_base64_that_is_none_is_refused(body: str) -> None:
-    with pytest.raises(Refusal, match=r"^the data: URL is not base64 behind its comma\.$"):
+    with pytest.raises(Refusal, match=r"^the data: URL is not valid base64 after its comma\.$"):
         read_data_url(f"data:image/png;base64,{body}".encode())
 
 
@@ -64,7 +64,7 @@ def test_a_url_without_a_comma_is_refused(url: str) -> None:
 
 @pytest.mark.parametrize("media_type", ["é", "x" * 101])
 def test_a_media_type_that_is_none_is_refused(media_type: str) -> None:
-    with pytest.raises(Refusal, match=r"^the data: URL does not begin with a media type, such as image/png\.$"):
+    with pytest.raises(Refusal, match=r"^the data: URL must begin with a media type, such as image/png\.$"):
         read_data_url(f"data:{media_type},x".encode())
 
 

@@ -80,7 +80,7 @@ def test_the_pixels_are_upright_opaque_rgb(kind: str) -> None:
 @pytest.mark.parametrize("file", [png(1, 1, 16, 0, [shorts(1)]), png(1, 1, 16, 2, [shorts(1, 2, 3)])])
 def test_a_transparent_colour_of_16_bits_is_refused_by_name(file: bytes) -> None:
     assert refused(with_chunk(file, b"tRNS", shorts(1, 2, 3))) == (
-        "unsupported", "the image, a PNG, has 16 bits a sample and a transparent colour; send 8 bits.",
+        "unsupported", "the image, a PNG, has 16 bits per sample and a transparent colour; send 8 bits per sample.",
     )  # fmt: skip
 
 
@@ -222,7 +222,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_another_kind_of_file_is_refused_by_its_name(kind: str) -> None:
-    assert refused(OTHERS[kind]) == ("unsupported", f"{kind} is not read; send PNG, JPEG, WebP or GIF.")
+    assert refused(OTHERS[kind]) == ("unsupported", f"{kind} is not supported; send PNG, JPEG, WebP or GIF.")
 
 
 NO_IMAGES = [b"hello", b"<html></html>", b"<?xml ?><rss/>", b"RIFF\0\0\0\0WAVE", b"\x89PNX", b"\0"]
@@ -249,7 +249,7 @@ def test_nothing_is_refused_as_empty() -> None:
 )
 def test_a_declared_type_that_the_file_has_not_is_refused(declared: str, said: str) -> None:
     assert refused(saved(patch()), declared=declared) == (
-        "invalid_request", f"the data: URL {said}, and holds a PNG; write image/png.",
+        "invalid_request", f"the data: URL {said}, but contains a PNG; write image/png.",
     )  # fmt: skip
 
 
@@ -278,13 +278,13 @@ def sized(format: str, width: int, height: int) -> bytes:
 def test_100_megapixels_are_refused_from_the_header(format: str) -> None:
     assert refused(sized(format, 10_000, 10_000), max_pixels=25_000_000) == (
         "too_large",
-        "the image has 100,000,000 pixels (10,000 × 10,000), and this worker takes 25,000,000.",
+        "the image has 100,000,000 pixels (10,000 × 10,000); this worker accepts 25,000,000.",
     )
 
 
 @pytest.mark.parametrize(("width", "height"), [(2**31 - 1, 2**31 - 1), (200_000, 200_000)])
 def test_more_than_pillow_itself_takes_is_too_large_as_well(width: int, height: int) -> None:
-    said = "the image has more pixels than this worker takes, 25,000,000."
+    said = "the image has more pixels than this worker accepts (25,000,000)."
     assert refused(sized("PNG", width, height), max_pixels=25_000_000) == ("too_large", said)
 
 
@@ -293,7 +293,7 @@ def test_pillow_takes_as_many_pixels_as_a_worker_may_be_set_to_take() -> None:
     read_settings(model="tiny", image_max_pixels=most)
     with pytest.raises(CannotStart, match="SLUICE_IMAGE_MAX_PIXELS=175000001: it must be at most 175000000"):
         read_settings(model="tiny", image_max_pixels=most + 1)
-    damaged = ("invalid_request", "the image, a PNG, is damaged, cut off or empty.")
+    damaged = ("invalid_request", "the image, a PNG, is damaged, truncated or empty.")
     assert refused(sized("PNG", 14_000, 12_500), max_pixels=most) == damaged
 
 
@@ -306,13 +306,13 @@ def test_as_many_pixels_as_are_allowed_are_read_and_not_one_more() -> None:
 @pytest.mark.parametrize(("width", "height"), [(0, 8), (8, 0), (0, 0)])
 @pytest.mark.parametrize("format", ["PNG", "JPEG"])
 def test_an_image_without_pixels_is_refused(format: str, width: int, height: int) -> None:
-    said = f"the image, a {format}, is damaged, cut off or empty."
+    said = f"the image, a {format}, is damaged, truncated or empty."
     assert refused(sized(format, width, height)) == ("invalid_request", said)
 
 
 def test_a_strip_is_refused_beyond_200_to_1() -> None:
     assert read(saved(PIL.Image.new("RGB", (200, 1)))).width == 200
-    said = "the image is 1 × 201: more than 200 to 1."
+    said = "the image is 1 × 201; its sides may differ by a factor of 200."
     assert refused(saved(PIL.Image.new("RGB", (1, 201)))) == ("invalid_request", said)
 
 
@@ -325,7 +325,7 @@ def test_a_text_that_unpacks_to_megabytes_is_refused(type: bytes) -> None:
     text = zlib.compress(b"x" * 10_000_000)
     data = b"k\0\0" + text if type == b"zTXt" else b"k\0\1\0\0\0" + text
     assert refused(with_chunk(saved(patch()), type, data)) == (
-        "invalid_request", "the image, a PNG, is damaged, cut off or empty.",
+        "invalid_request", "the image, a PNG, is damaged, truncated or empty.",
     )  # fmt: skip
 
 
@@ -333,7 +333,7 @@ def test_a_jpeg_of_a_thousand_scans_is_refused() -> None:
     file = saved(patch(), "JPEG", progressive=True)
     last = file[file.rindex(b"\xff\xda") : -2]
     assert read(file[:-2] + last * 20 + file[-2:]).width == 24
-    said = "the image, a JPEG, is made of more than 100 scans."
+    said = "the image, a JPEG, has more than 100 scans."
     assert refused(file[:-2] + last * 1000 + file[-2:]) == ("too_large", said)
 
 
@@ -342,7 +342,7 @@ def test_a_jpeg_of_a_thousand_scans_is_refused() -> None:
 def test_a_file_that_was_cut_off_is_refused(format: str, share: float) -> None:
     file = saved(patch(200, 200), format)
     kind = {"WEBP": "WebP"}.get(format, format)
-    said = f"the image, a {kind}, is damaged, cut off or empty."
+    said = f"the image, a {kind}, is damaged, truncated or empty."
     assert refused(file[: int(len(file) * share)]) == ("invalid_request", said)
 
 

@@ -147,7 +147,7 @@ async def test_an_image_that_its_decoder_dies_on_fails_alone(decoders: Decoders)
     await asyncio.sleep(0.05)
     beside = asyncio.create_task(asked(decoders))
     os.kill(pid, signal.SIGKILL)
-    assert await fatal == ("internal", "the image's decoder died on it; the worker's log says when.")
+    assert await fatal == ("internal", "the image's decoder crashed; the worker's log has its process id.")
     assert await beside == await asked(decoders) == read(FILE)
 
 

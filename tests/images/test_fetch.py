@@ -15,8 +15,8 @@ from worker.images.fetch import Fetcher
 from worker.images.http import HEAD_BYTES, Redirected, Target, read_answer
 
 FILE = bytes(range(256))
-CUT_OFF = ("invalid_request", "the server's answer is cut off, or is no HTTP.")
-TOO_LONG = ("too_large", "the image's file is longer than this worker takes, 1,000 bytes.")
+CUT_OFF = ("invalid_request", "the server's answer is truncated or not valid HTTP.")
+TOO_LONG = ("too_large", "the image's file is longer than this worker accepts (1,000 bytes).")
 NOT_PUBLIC = ("invalid_request", "the URL leads to an address that is not public.")
 
 
@@ -139,7 +139,7 @@ async def test_an_answer_without_a_file_is_told_by_its_number(status: str, retry
 
 
 async def test_a_compressed_answer_is_refused() -> None:
-    said = "the server sent the image compressed, which it was asked not to do."
+    said = "the server sent the image compressed, although the request ruled that out."
     assert await fetched(answer(FILE, "Content-Encoding: gzip")) == ("invalid_request", said)
 
 
@@ -183,7 +183,7 @@ async def slow_body(writer: StreamWriter) -> None:
 @pytest.mark.parametrize("page", [silent, slow_headers, slow_body])
 async def test_a_slow_server_is_given_up_after_the_time_for_all_of_it(page: Page) -> None:
     began = asyncio.get_running_loop().time()
-    assert await fetched(page, seconds=0.2) == ("invalid_request", "the image did not come within 0.2 s.")
+    assert await fetched(page, seconds=0.2) == ("invalid_request", "the image did not arrive within 0.2 s.")
     assert asyncio.get_running_loop().time() - began < 2
 
 
@@ -198,7 +198,7 @@ async def test_a_redirect_is_followed_up_to_three_times() -> None:
     internet = Internet(pages)
     assert await internet.fetch("http://pictures.example/0") == FILE
     assert internet.looked_up == ["pictures.example", "pictures.example", "other.example", "third.example"]
-    said = "the URL leads on to others more than 3 times."
+    said = "the URL redirects more than 3 times."
     assert await internet.fetch("http://pictures.example/loop") == ("invalid_request", said)
     assert len(internet.asked) == 8
 
@@ -208,7 +208,7 @@ async def test_all_redirects_share_one_time() -> None:
         await asyncio.sleep(0.15)
         writer.write(leads_to("/a.png"))
 
-    assert await fetched(later, seconds=0.3) == ("invalid_request", "the image did not come within 0.3 s.")
+    assert await fetched(later, seconds=0.3) == ("invalid_request", "the image did not arrive within 0.3 s.")
 
 
 INSIDE = ["127.0.0.1", "::1", "10.0.0.7", "169.254.169.254", "::ffff:127.0.0.1", "fe80::1%eth0", "0.0.0.0"]
@@ -239,7 +239,7 @@ async def test_a_redirect_to_an_address_that_is_not_public_is_refused(location: 
 
 @pytest.mark.parametrize("location", ["file:///etc/passwd", "ftp://pictures.example/a.png", "data:image/png,x"])
 async def test_a_redirect_to_something_else_is_refused(location: str) -> None:
-    said = "the URL does not begin with https:, http: or data:."
+    said = "the URL must begin with https:, http: or data:."
     assert await fetched(leads_to(location)) == ("invalid_request", said)
 
 
@@ -309,7 +309,7 @@ async def test_names_that_take_long_keep_no_thread_from_others(monkeypatch: pyte
         await asyncio.sleep(0.001)
     async with asyncio.timeout(5):
         assert await asyncio.to_thread(lambda: "here") == "here"
-    assert {str(refusal) for refusal in await fetching} == {"the image did not come within 0.5 s."}
+    assert {str(refusal) for refusal in await fetching} == {"the image did not arrive within 0.5 s."}
     assert len(looking) < len(names)
     go_on.set()
     fetcher.close()
@@ -359,18 +359,20 @@ UNREADABLE = ["http://", "http:///a", "http://a.example:x/", "http://a.example:9
 
 @pytest.mark.parametrize("url", [*UNREADABLE, "http://a b/", "http://a\\b.example/", f"http://{'a' * 64}.example/"])
 def test_a_url_that_cannot_be_read_is_refused(url: str) -> None:
-    with pytest.raises(Refusal, match=r"^the URL cannot be read\.$"):
+    with pytest.raises(Refusal, match=r"^the URL is invalid\.$"):
         Target.of(url)
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://a.example/", "a.png", "//a.example/", "javascript:x", ""])
 def test_a_url_of_another_kind_is_refused(url: str) -> None:
-    with pytest.raises(Refusal, match=r"^the URL does not begin with https:, http: or data:\.$"):
+    with pytest.raises(Refusal, match=r"^the URL must begin with https:, http: or data:\.$"):
         Target.of(url)
 
 
 def test_a_url_with_a_password_is_refused() -> None:
-    with pytest.raises(Refusal, match=r"^the URL has a user's name in it; images are fetched without\.$"):
+    with pytest.raises(
+        Refusal, match=r"^the URL contains a user name; remove it, since images are fetched without credentials\.$"
+    ):
         Target.of("https://me:secret@a.example/")
 
 

@@ -1,1 +1,2 @@
-"""Images: from the parts of a request to pixels. Knows neither MLX nor Redis, nor words; of a vision model's worker."""
+"""Images: from the parts of a request to pixels. Used by a vision model's worker; independent of MLX, Redis and text
+processing."""

@@ -1,7 +1,7 @@
-"""The process that `worker.images.decoder` starts: tasks come in on stdin, images and refusals go out on stdout.
+"""The process started by `worker.images.decoder`: requests arrive on stdin, images and errors leave on stdout.
 
-A task is a line of JSON and as many bytes as it says; an answer is a line of JSON and, of an image, its pixels.
-"""
+A request is a line of JSON, then as many bytes as it announces. An answer is a line of JSON and, for an image, its
+pixels."""
 
 import json
 import os
@@ -19,16 +19,18 @@ from worker.images.image import Image
 
 
 def main() -> None:
-    # These are for the worker, which may go on for a while. Its end is the end of what there is to read.
+    """Serve stdin until it ends. What else the process prints goes to stderr."""
+    # These signals are for the worker, which may run on for a while. This process ends when stdin does.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    warnings.simplefilter("ignore")  # Pillow's, about what is odd in a file
+    warnings.simplefilter("ignore")  # Pillow's, about irregular files
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever else is printed is no answer
+    os.dup2(2, 1)  # other output must not mix with the answers
     serve(sys.stdin.buffer, answers)
 
 
 def serve(tasks: IO[bytes], answers: IO[bytes]) -> None:
+    """Answer decode requests one after the other until the stream ends or is cut off. Blocks."""
     while line := tasks.readline():
         task = Task(**json.loads(line))
         source = tasks.read(task.length)

@@ -1,4 +1,4 @@
-"""The images of a conversation, from the parts of its messages."""
+"""Load the images of a conversation from the parts of its messages."""
 
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -11,18 +11,20 @@ from worker.images.fetch import Fetcher
 from worker.images.image import Image
 from worker.settings import Settings
 
-# All of a request's together may have so many times the pixels of one: prepared, they wait in memory for the model.
+# A request's images together may have this many times the pixels of one: preprocessed, they wait in memory.
 _TOGETHER = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
+    """An image in a request, and its place for error messages."""
+
     place: str
     image: ImageUrl
 
 
 class Images:
-    """What the requests of a worker with a vision model show."""
+    """Loads the images of requests: fetches, decodes and limits them. One per worker, for the event loop's thread."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -30,9 +32,9 @@ class Images:
         self._fetcher = Fetcher(settings.image_max_bytes) if settings.image_urls else None
 
     async def of(self, messages: list[Message]) -> AsyncIterator[tuple[str, Image]]:
-        """With their places, in the order of the conversation, which is that of the prompt. Raises `Refusal` for the
-        first that is not as it should be. Each is decoded when it is asked for, so that no request takes more than its
-        share of memory and decoders."""
+        """Yield each image with its place, in the order of the conversation, which is also that of the prompt. Each is
+        loaded when the caller asks for it, so that no request takes more than its share of memory and decoders. Raises
+        `JobFailure` at the first image that is invalid or exceeds a limit."""
         shown = list(shown_in(messages))
         self._refuse_too_many(len(shown))
         pixels, most = 0, _TOGETHER * self._settings.image_max_pixels
@@ -40,13 +42,13 @@ class Images:
             image = await self._at(each)
             pixels += image.width * image.height
             if pixels > most:
-                raise Refusal("too_large", f"{each.place}: with this one the images have more than {most:,} pixels.")
+                raise Refusal("too_large", f"{each.place}: with this image the request has more than {most:,} pixels.")
             yield each.place, image
 
     def _refuse_too_many(self, images: int) -> None:
         most = self._settings.max_images
         if images > most:
-            said = f"messages: {images:,} images are {images - most:,} more than this worker takes, {most:,}."
+            said = f"messages: {images:,} images are {images - most:,} more than this worker accepts ({most:,})."
             raise Refusal("too_large", said)
 
     async def _at(self, shown: Shown) -> Image:
@@ -61,7 +63,7 @@ class Images:
         if is_data:
             source = image.url.encode()
         elif self._fetcher is None:
-            raise Refusal("unsupported", "this worker takes data: URLs only.")
+            raise Refusal("unsupported", "this worker accepts only data: URLs.")
         else:
             source = await self._fetcher.fetch(image.url)
         most_bytes, most_pixels = self._settings.image_max_bytes, self._settings.image_max_pixels
@@ -69,13 +71,14 @@ class Images:
         return await self._decoders.decode(task, source)
 
     def close(self) -> None:
-        """None of the worker's jobs may use them any more."""
+        """End the decoder processes and release the threads. No job may be using them."""
         self._decoders.close()
         if self._fetcher:
             self._fetcher.close()
 
 
 def shown_in(messages: list[Message]) -> Iterator[Shown]:
+    """Yield the images in these messages, in order."""
     for at, message in enumerate(messages):
         for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if isinstance(part, ImagePart):

@@ -1,9 +1,8 @@
-"""A process that decodes images, seen from the worker.
+"""Handle of a process that decodes images.
 
-Not a thread: one that decodes a large WebP keeps the engine's waiting for the interpreter's lock for tens of
-milliseconds, one that takes minutes over a file made for it cannot be stopped, and one that crashes in a decoder's C
-takes every job of the worker with it.
-"""
+Not a thread: decoding a large WebP keeps the engine's thread waiting for the interpreter's lock for tens of
+milliseconds, a thread that takes minutes over a malicious file cannot be stopped, and a crash in a decoder's C code
+would end every job of the worker."""
 
 import json
 import subprocess
@@ -16,23 +15,27 @@ from typing import IO
 from worker.errors import Refusal
 from worker.images.image import Image
 
-_ROOT = Path(__file__).parents[2]  # where `worker` is found
+_ROOT = Path(__file__).parents[2]  # the folder that contains the package `worker`
 
 
 class DecoderDied(Exception):
-    """Killed, or crashed on what it was given."""
+    """The process was killed, or crashed on its input."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    length: int  # of what follows, in bytes: a data: URL, or a file
+    """One request to the decoder, sent as JSON; the source follows."""
+
+    length: int  # bytes of the source that follows: a data: URL, or a file
     is_url: bool
     max_bytes: int  # of the file
     max_pixels: int
-    low: bool  # the detail
+    low: bool  # reduce to `detail: low`
 
 
 class Decoder:
+    """A child process that decodes one image at a time. Starting it blocks."""
+
     def __init__(self) -> None:
         command = [sys.executable, "-m", "worker.images"]
         self._process = subprocess.Popen(command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -42,32 +45,36 @@ class Decoder:
 
     @property
     def pid(self) -> int:
+        """Process id."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
+        """True if the process has not ended."""
         return self._process.poll() is None
 
     def decode(self, task: Task, source: bytes) -> Image | Refusal:
-        """Takes its time, so in a thread. Raises `DecoderDied`."""
+        """Decode an image. Returns a `JobFailure` for an invalid one. Blocks for long, so it belongs in a thread.
+        Raises `DecoderDied`; the decoder must then be closed."""
         try:
             self._tasks.write(json.dumps(asdict(task)).encode() + b"\n")
             self._tasks.write(source)
             self._tasks.flush()
             return _answer(self._answers)
-        except (OSError, ValueError):  # a pipe that is broken, or was closed under us
+        except (OSError, ValueError):  # a broken pipe, or one closed by another thread
             raise DecoderDied from None
 
     def kill(self) -> None:
-        """Also while it decodes: who waits for that is told that it died. To be closed then."""
+        """Kill the process, also while it decodes: that call then raises `DecoderDied`. Does not block; call `close`
+        afterwards."""
         self._process.kill()
 
     def close(self) -> None:
-        """Waits until it has gone."""
+        """Kill the process, wait until it has ended, and close the pipes. Blocks."""
         self.kill()
         self._process.wait()
         for pipe in (self._tasks, self._answers):
-            with suppress(OSError):  # what was not written is not missed
+            with suppress(OSError):  # unwritten input is of no use any more
                 pipe.close()
 
 

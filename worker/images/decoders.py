@@ -1,4 +1,4 @@
-"""The processes that decode, shared among all jobs."""
+"""The pool of decoder processes, shared by all jobs."""
 
 import asyncio
 import logging
@@ -14,22 +14,23 @@ logger = logging.getLogger("sluice.images")
 
 T = TypeVar("T")
 
-_MOST = 2  # at once: each takes up to 24 bytes a pixel, a WebP's, while it works, and the engine wants its cores
-_LONGEST_S = 30.0  # a slow machine takes 5 s for the largest file that is let in
+_MOST = 2  # at once: each uses up to 24 bytes per pixel (WebP) while it works, and competes with the engine for cores
+_LONGEST_S = 30.0  # a slow machine takes 5 s for the largest accepted file
 
 
 class Decoders:
-    """Each is started when there is work for it, and stays."""
+    """A bounded pool. Processes are started on demand and reused. For the event loop's thread."""
 
     def __init__(self) -> None:
         self._seconds = _LONGEST_S
-        # For those that decode, and as many that start or end.
+        # For each decoder one that decodes, one that starts and one that ends.
         self._threads = ThreadPoolExecutor(3 * _MOST, "decoders")
         self._room = asyncio.Semaphore(_MOST)
         self._idle: list[Decoder] = []
 
     async def decode(self, task: Task, source: bytes) -> Image:
-        """Raises `Refusal`."""
+        """Decode an image in a process of the pool; waits for a free one. Raises `JobFailure` for an invalid image, a
+        timeout, or a crash of the decoder."""
         async with self._room:
             answer = await self._answer(task, source)
         if isinstance(answer, Refusal):
@@ -44,12 +45,12 @@ class Decoders:
         except TimeoutError:
             return Refusal("too_large", f"the image took longer to decode than {self._seconds:g} s.")
         except DecoderDied:
-            logger.error("The decoder %d died on an image of %d bytes.", decoder.pid, task.length)
-            return Refusal("internal", "the image's decoder died on it; the worker's log says when.")
+            logger.error("decoder process %d died on an image of %d bytes", decoder.pid, task.length)
+            return Refusal("internal", "the image's decoder crashed; the worker's log has its process id.")
         finally:
             if answer is not None:
                 self._idle.append(decoder)
-            else:  # it may still be at work on what nobody waits for
+            else:  # it may still be decoding an image that is no longer wanted
                 self._end(decoder)
         return answer
 
@@ -59,7 +60,7 @@ class Decoders:
             if decoder.alive:
                 return decoder
             self._end(decoder)
-        # Off the event loop: with many gigabytes in memory, it takes a moment to start another process.
+        # Off the event loop: starting a process takes a while if the worker holds many gigabytes.
         starting = self._thread(Decoder)
         try:
             return await asyncio.shield(starting)
@@ -69,14 +70,16 @@ class Decoders:
 
     def _end(self, decoder: Decoder) -> None:
         decoder.kill()
-        # Until it has gone a moment passes, or seconds on a machine that swaps.
+        # Off the event loop: ending takes a moment, or seconds on a machine that swaps.
         self._thread(decoder.close)
 
     def _thread(self, work: Callable[..., T], *given: Any) -> asyncio.Future[T]:
-        """Not a thread of the event loop's own pool, where others would wait for images."""
+        """Run in the pool's own threads, so that other users of the event loop's threads do not wait for images."""
         return asyncio.get_running_loop().run_in_executor(self._threads, work, *given)
 
     def close(self) -> None:
+        """End idle processes and release the threads. Blocks until the processes have ended. No image may be
+        decoding."""
         self._threads.shutdown(wait=False)
         while self._idle:
             self._idle.pop().close()

@@ -1,4 +1,4 @@
-"""Images by their address, where a worker's operator lets it fetch any."""
+"""Fetch images by URL, if the worker's operator allows it."""
 
 import asyncio
 import ssl
@@ -14,36 +14,40 @@ from worker.images.addresses import is_public
 from worker.images.http import HEAD_BYTES, Redirected, Target, read_answer
 
 _MOST_REDIRECTS = 3
-_FETCH_S = 10.0  # from the first look-up of a name to the last byte, all redirects included
-_CONNECT_S = 3.0  # with one of a name's addresses, for the next may answer
-_MOST_LOOK_UPS = 8  # of names, at once
+_FETCH_S = 10.0  # from the first DNS lookup to the last byte, redirects included
+_CONNECT_S = 3.0  # per address of a name, before the next one is tried
+_MOST_LOOK_UPS = 8  # DNS lookups at once
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 Connect = Callable[[str, Target, ssl.SSLContext | None], Awaitable[tuple[StreamReader, StreamWriter]]]
 
 
 async def _connect(address: str, target: Target, tls: ssl.SSLContext | None) -> tuple[StreamReader, StreamWriter]:
-    name = target.host if tls else None  # whose certificate it must be
+    name = target.host if tls else None  # the host that the certificate must name
     return await asyncio.open_connection(address, target.port, ssl=tls, server_hostname=name, limit=HEAD_BYTES)
 
 
 class Fetcher:
+    """Fetches files over HTTP from public addresses only. For the event loop's thread."""
+
     def __init__(
         self, max_bytes: int, *, seconds: float = _FETCH_S, resolve: Resolve | None = None, connect: Connect = _connect
     ) -> None:
+        """`seconds`: time limit per image. `resolve` and `connect` replace the network, for tests."""
         self._max_bytes, self._seconds, self._connect = max_bytes, seconds, connect
-        # A look-up cannot be stopped, and a name whose server is silent takes half a minute: no thread of others'.
+        # Own threads: a lookup cannot be stopped, and takes half a minute if the name server does not answer.
         self._names = ThreadPoolExecutor(_MOST_LOOK_UPS, "names")
         self._resolve = resolve or self._look_up
         self._tls = ssl.create_default_context()
 
     async def fetch(self, url: str) -> bytes:
-        """The file behind it. Raises `Refusal`. A machine's settings for proxies are not looked at."""
+        """Return the file at the URL, following redirects. The machine's proxy settings are ignored. Raises
+        `JobFailure`."""
         try:
             async with asyncio.timeout(self._seconds):
                 return await self._follow(url)
         except TimeoutError:
-            late = f"the image did not come within {self._seconds:g} s."
+            late = f"the image did not arrive within {self._seconds:g} s."
             raise Refusal("invalid_request", late, retryable=True) from None
 
     async def _follow(self, url: str) -> bytes:
@@ -52,7 +56,7 @@ class Fetcher:
             if isinstance(answer, bytes):
                 return answer
             url = urljoin(url, answer.location)
-        raise Refusal("invalid_request", f"the URL leads on to others more than {_MOST_REDIRECTS} times.")
+        raise Refusal("invalid_request", f"the URL redirects more than {_MOST_REDIRECTS} times.")
 
     async def _ask(self, target: Target) -> bytes | Redirected:
         try:
@@ -61,17 +65,17 @@ class Fetcher:
                 writer.write(target.request())
                 return await read_answer(reader, self._max_bytes)
             finally:
-                writer.transport.abort()  # what else would come is of no use
+                writer.transport.abort()  # the rest of the answer is not needed
         except ssl.SSLCertVerificationError:
-            raise Refusal("invalid_request", "the server's certificate does not show that it is this host.") from None
+            raise Refusal("invalid_request", "the server's certificate is not valid for this host.") from None
         except TimeoutError:
             raise
         except OSError:
             raise Refusal("invalid_request", "the server cannot be reached.", retryable=True) from None
 
     async def _opened(self, target: Target) -> tuple[StreamReader, StreamWriter]:
-        """Connected to an address that was looked at: a name is looked up once, and may mean another one the next
-        time."""
+        """Connect to an address that was checked: the name is resolved once, since a second lookup may yield another
+        address."""
         addresses = await self._resolve(target.host, target.port)
         if not all(map(is_public, addresses)):
             raise Refusal("invalid_request", "the URL leads to an address that is not public.")
@@ -80,15 +84,16 @@ class Fetcher:
         for address in others:
             try:
                 return await asyncio.wait_for(self._connect(address, target, tls), _CONNECT_S)
-            except OSError:  # a TimeoutError is one
+            except OSError:  # includes TimeoutError
                 continue
         return await self._connect(last, target, tls)
 
     async def _look_up(self, host: str, port: int) -> list[str]:
-        """A name's addresses. Also of what is one, in any of the ways in which one can be written."""
+        """Return the addresses of a name, or of an address in any notation."""
         look_up = partial(getaddrinfo, host, port, type=SOCK_STREAM)
         found = await asyncio.get_running_loop().run_in_executor(self._names, look_up)
         return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
     def close(self) -> None:
+        """Release the threads. Blocks for no lookup."""
         self._names.shutdown(wait=False, cancel_futures=True)

@@ -1,11 +1,11 @@
-"""What is known of an image's file before it is decoded."""
+"""Recognize an image's file before it is decoded."""
 
 from worker.errors import Refusal
 
 READ = {"PNG": "image/png", "JPEG": "image/jpeg", "WebP": "image/webp", "GIF": "image/gif"}
 THEM = "PNG, JPEG, WebP or GIF"
 
-# What else names them in the wild.
+# Other media types in use for these formats.
 _ALIASES = {"image/jpg": "JPEG", "image/pjpeg": "JPEG", "image/x-png": "PNG"}
 _DECLARED = {media_type: kind for kind, media_type in READ.items()} | _ALIASES
 
@@ -14,7 +14,7 @@ _MAGIC = (
     (b"\xff\xd8\xff", "JPEG"),
     (b"GIF87a", "GIF"),
     (b"GIF89a", "GIF"),
-    # Those that are no image for us, so that the refusal can say what came.
+    # Unsupported formats, so that the error can name them.
     (b"BM", "BMP"),
     (b"II*\0", "TIFF"),
     (b"MM\0*", "TIFF"),
@@ -28,11 +28,11 @@ _MAGIC = (
     (b"%PDF", "PDF"),
 )
 _BRANDS = {b"avif": "AVIF", b"avis": "AVIF", b"heic": "HEIC", b"heix": "HEIC", b"hevc": "HEIC", b"mif1": "HEIF"}
-_SVG_WITHIN = 1_000  # bytes: behind an XML declaration, comments and a doctype
+_SVG_WITHIN = 1_000  # bytes that may precede the tag: an XML declaration, comments, a doctype
 
 
 def kind_of(data: bytes) -> str | None:
-    """One of `READ`, the name of another, or None where nothing is known that begins so."""
+    """Return the file format by its first bytes: one of `READ`, the name of an unsupported one, or None if unknown."""
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "WebP"
     if data[4:8] == b"ftyp" and data[8:12] in _BRANDS:
@@ -45,9 +45,10 @@ def kind_of(data: bytes) -> str | None:
 
 
 def declared_kind(media_type: str) -> str | None:
-    """What a media type, in lower case, promises; None where that is none of `READ`."""
+    """Return the format of a media type in lower case; None if it is none of `READ`."""
     return _DECLARED.get(media_type)
 
 
 def too_long(max_bytes: int) -> Refusal:
-    return Refusal("too_large", f"the image's file is longer than this worker takes, {max_bytes:,} bytes.")
+    """Return the error for a file above the limit."""
+    return Refusal("too_large", f"the image's file is longer than this worker accepts ({max_bytes:,} bytes).")

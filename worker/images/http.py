@@ -1,4 +1,4 @@
-"""As much of HTTP as it takes to get one file, with nothing of unknown length ever read whole."""
+"""The part of HTTP/1.1 needed to get one file; nothing of unbounded length is ever read at once."""
 
 import asyncio
 import re
@@ -14,43 +14,47 @@ from worker import __version__
 from worker.errors import Refusal
 from worker.images.files import READ, too_long
 
-HEAD_BYTES = 65_536  # the most that a status line and headers, or the line before a chunk, may have
+HEAD_BYTES = 65_536  # limit for status line and headers, and for the line before a chunk
 _LONGEST_URL = 8_192
 _MOST_HINTS = 10
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})(?: .*)?\r\n", re.ASCII)
 _CHUNK = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;.*)?\r\n", re.ASCII)
 _HOST = re.compile(r"[a-z0-9_.-]{1,253}", re.ASCII)
-_IN_PATHS = "/%:@!$&'()*+,;=~?[]|"  # what a URL may hold as it stands, or that servers take
+_IN_PATHS = "/%:@!$&'()*+,;=~?[]|"  # not escaped: allowed in a URL, or accepted by servers
 _PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a URL leads."""
+    """The parsed destination of a URL."""
 
     secure: bool
-    host: str  # a name in ASCII, or an address without its brackets
+    host: str  # a name in ASCII, or an address without brackets
     port: int
-    path: str  # with the query
+    path: str  # including the query
 
     @classmethod
     def of(cls, url: str) -> "Target":
-        """Raises `Refusal`."""
+        """Parse an http: or https: URL. Raises `JobFailure`."""
         if len(url) > _LONGEST_URL:
             raise Refusal("invalid_request", f"the URL is longer than {_LONGEST_URL:,} characters.")
         try:
             parts = urlsplit(url)
             if parts.scheme not in _PORTS:
-                raise Refusal("invalid_request", "the URL does not begin with https:, http: or data:.")
+                raise Refusal("invalid_request", "the URL must begin with https:, http: or data:.")
             host, port = _host(parts.hostname or ""), parts.port or _PORTS[parts.scheme]
-        except ValueError:  # a port that is no number, a bracket that is not closed, a host that IDNA does not take
-            raise Refusal("invalid_request", "the URL cannot be read.") from None
+        except ValueError:  # an invalid port, an unclosed bracket, a host that IDNA rejects
+            raise Refusal("invalid_request", "the URL is invalid.") from None
         if parts.username is not None:
-            raise Refusal("invalid_request", "the URL has a user's name in it; images are fetched without.")
+            raise Refusal(
+                "invalid_request",
+                "the URL contains a user name; remove it, since images are fetched without credentials.",
+            )
         path = quote((parts.path or "/") + (parts.query and f"?{parts.query}"), safe=_IN_PATHS)
         return cls(parts.scheme == "https", host, port, path)
 
     def request(self) -> bytes:
+        """Return the bytes of a GET request."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         port = "" if self.port == _PORTS["https" if self.secure else "http"] else f":{self.port}"
         lines = [
@@ -58,14 +62,14 @@ class Target:
             f"Host: {host}{port}",
             f"User-Agent: sluice/{__version__}",
             f"Accept: {', '.join(READ.values())}",
-            "Accept-Encoding: identity",  # else a small answer could be a large one
+            "Accept-Encoding: identity",  # a compressed answer could expand without bound
             "Connection: close",
         ]
         return "".join(f"{line}\r\n" for line in [*lines, ""]).encode()
 
 
 def _host(name: str) -> str:
-    """Raises `ValueError`."""
+    """Return the host in ASCII, or an address in its usual notation. Raises ValueError."""
     if ":" in name:
         return str(ip_address(name))
     ascii = name.encode("idna").decode()
@@ -76,11 +80,13 @@ def _host(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Redirected:
+    """An answer that refers to another URL, which may be relative."""
+
     location: str
 
 
 async def read_answer(reader: StreamReader, max_bytes: int) -> bytes | Redirected:
-    """The file, or where else it is. Raises `Refusal`."""
+    """Read an answer: the file's content, or a redirect. Raises `JobFailure`."""
     try:
         status, headers = await _head(reader)
         if status in (301, 302, 303, 307, 308) and (location := headers["Location"]):
@@ -88,22 +94,24 @@ async def read_answer(reader: StreamReader, max_bytes: int) -> bytes | Redirecte
         if status != 200:
             raise Refusal("invalid_request", f"the server answered {status}.", retryable=status >= 500 or status == 429)
         if headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise Refusal("invalid_request", "the server sent the image compressed, which it was asked not to do.")
+            raise Refusal(
+                "invalid_request", "the server sent the image compressed, although the request ruled that out."
+            )
         if "Transfer-Encoding" in headers:
             return await _chunks(reader, headers, max_bytes)
         if (length := headers["Content-Length"]) is not None:
             return await _counted(reader, length, max_bytes)
         return await _to_the_end(reader, max_bytes)
     except (IncompleteReadError, LimitOverrunError, HTTPException, _Nonsense):
-        raise Refusal("invalid_request", "the server's answer is cut off, or is no HTTP.") from None
+        raise Refusal("invalid_request", "the server's answer is truncated or not valid HTTP.") from None
 
 
 class _Nonsense(Exception):
-    """Not HTTP."""
+    """The answer is not valid HTTP."""
 
 
 async def _head(reader: StreamReader) -> tuple[int, Message]:
-    """Of the answer that counts: those that only say that one will come are read over."""
+    """Return status and headers of the final answer, skipping informational ones (1xx)."""
     for _ in range(_MOST_HINTS):
         head = await reader.readuntil(b"\r\n\r\n")
         found = _STATUS.match(head)
@@ -133,8 +141,8 @@ async def _chunks(reader: StreamReader, headers: Message, max_bytes: int) -> byt
         data += await reader.readexactly(size)
         if await reader.readexactly(2) != b"\r\n":
             raise _Nonsense
-        await asyncio.sleep(0)  # thousands of small ones may be here already, and others have their turn between
-    return bytes(data)  # what may follow are headers
+        await asyncio.sleep(0)  # thousands of small chunks may be buffered already; let other tasks run
+    return bytes(data)  # only trailing headers may follow
 
 
 async def _chunk_size(reader: StreamReader) -> int:

@@ -1,31 +1,32 @@
-"""What a processor of a vision model gets."""
+"""The decoded image that a vision model's processor receives."""
 
 import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # an extra, with the models that need it
+if TYPE_CHECKING:  # an optional extra, installed for vision models
     import PIL.Image
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """Upright, opaque, RGB. Two that look the same are equal, whatever files they came in."""
+    """An upright, opaque RGB image. Two with the same pixels are equal, whatever files they came in."""
 
     width: int
     height: int
-    digest: bytes  # of the size and the pixels: a key for what is computed from them
-    pixels: bytes = field(repr=False, compare=False)  # 3 a pixel, from the upper left, line by line
+    digest: bytes  # hash of size and pixels: the key for everything computed from them
+    pixels: bytes = field(repr=False, compare=False)  # 3 bytes each, row by row from the upper left
 
     @classmethod
     def of(cls, width: int, height: int, pixels: bytes) -> "Image":
-        # SHA-256, since whoever can make two images with one digest is shown what was said of another's.
+        """Return an image with its digest. `pixels`: 3 bytes each, row by row from the upper left."""
+        # SHA-256: with colliding digests, a client could receive results computed from another client's image.
         digest = hashlib.sha256(f"{width}x{height}:".encode())
         digest.update(pixels)
         return cls(width, height, digest.digest(), pixels)
 
     def picture(self) -> "PIL.Image.Image":
-        """A new one with each call, which takes 4 bytes a pixel."""
+        """Return a new Pillow image with a copy of the pixels, 4 bytes each."""
         import PIL.Image
 
         return PIL.Image.frombytes("RGB", (self.width, self.height), self.pixels)
