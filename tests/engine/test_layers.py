@@ -262,5 +262,5 @@ def test_a_quantized_cache_is_named() -> None:
     model_class, args_class = _get_classes(config)
     built = model_class(args_class.from_dict(config))
     built.make_cache = lambda: [QuantizedKVCache() for _ in built.layers]
-    assert "its context quantized (QuantizedKVCache)" in (why_not_batched(built, config) or "")
+    assert "its context in quantized form (QuantizedKVCache)" in (why_not_batched(built, config) or "")
     assert {layer.kind for layer in anatomy(built, config).layers} == {"quantized"}

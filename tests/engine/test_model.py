@@ -48,7 +48,7 @@ def test_a_hub_id_that_the_hub_does_not_have_is_refused_with_the_folder_that_is_
     (tmp_path / "models" / "tiny-chat").mkdir(parents=True)
     with pytest.raises(CannotStart, match=r"no such folder; did you mean models/tiny-chat\?$"):
         open_model("models/tiny-chta")
-    with pytest.raises(CannotStart, match="no folder here, and the hub did not give it: no such repository"):
+    with pytest.raises(CannotStart, match="is not a local folder, and could not be downloaded: no such repository"):
         open_model("mlx-community/unheard-of")
 
 

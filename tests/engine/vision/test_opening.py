@@ -92,7 +92,7 @@ def test_a_folder_that_does_not_say_how_images_are_prepared_is_refused(family: s
     said = folder / "processor_config.json"
     if said.exists():
         said.write_text(json.dumps({**json.loads(said.read_text()), "image_processor": None}))
-    with pytest.raises(CannotStart, match=r"preprocessor_config\.json or, as image_processor.*SLUICE_VISION=off"):
+    with pytest.raises(CannotStart, match=r"preprocessor_config\.json, or image_processor.*SLUICE_VISION=off"):
         open_model(str(folder))
 
 
