@@ -126,9 +126,25 @@ async def test_no_answer_that_was_begun_is_tokenized_on_the_event_loop(monkeypat
         return normalized(messages)
 
     monkeypatch.setattr(guide, "normalize", noted)
-    assert await fresh().guide(request(**by(CITY)), Prompt((1,), "closed"))
+    begun = {"messages": [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": '{"city": '}]}
+    assert await fresh().guide(request(**by(CITY), **begun), Prompt((1,), "closed"))
     assert threads
     assert threading.main_thread() not in threads
+
+
+def test_only_the_messages_that_the_answer_goes_on_after_are_normalized(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, normalized = list[int](), guide.normalize
+
+    def noted(messages: Any) -> Any:
+        lengths.append(len(messages))
+        return normalized(messages)
+
+    monkeypatch.setattr(guide, "normalize", noted)
+    earlier = [{"role": role, "content": "So?"} for _ in range(50) for role in ("user", "assistant")]
+    last = [("user", "Where?"), ("assistant", '{"city":'), ("developer", "Be brief."), ("assistant", '"Os')]
+    asked = request(messages=[*earlier, *({"role": role, "content": text} for role, text in last)])
+    assert guide._last_words(asked) == normalized(asked.messages)[-1]["content"]
+    assert lengths == [2]
 
 
 def test_a_large_schema_is_not_written_to_find_out_that_it_is_not_quick() -> None:

@@ -5,10 +5,12 @@ import logging
 import re
 from collections.abc import Sequence
 from functools import partial
+from itertools import takewhile
 
 from llguidance import LLMatcher, LLTokenizer
 
 from schemas import ChatRequest
+from schemas.messages import Message
 from worker.errors import Refusal
 from worker.schedule.sequence import Broken
 from worker.text.compiler import Compiler
@@ -25,6 +27,8 @@ from worker.text.tokenizer import Tokenizer
 from worker.text.trial import Uncompilable, error_of
 
 logger = logging.getLogger("sluice.text")
+
+_SYSTEM = ("system", "developer")  # roles of messages that `normalize` puts in front
 
 
 class Guides:
@@ -99,16 +103,22 @@ def _as_text(vocabulary: LLTokenizer, text: str) -> list[int]:
 
 
 def _last_words(request: ChatRequest) -> str:
-    """What the answer goes on after."""
-    last = normalize(request.messages)[-1]
-    if last["role"] != "assistant" or "tool_calls" in last:
+    """Return the text that the answer goes on after: of the assistant's messages at the end, which count as one."""
+    told = [message for message in request.messages if message.role not in _SYSTEM]
+    last = list(takewhile(_is_spoken, reversed(told)))[::-1]
+    if not last:
         return ""
-    content = last["content"]
+    (said,) = normalize(last)
+    content = said["content"]
     if isinstance(content, str):
         return content
     if len(content) > 1:
         raise Refusal("unsupported", "An answer in a form cannot go on after one in several parts: send one string.")
     return "".join(part["text"] for part in content)
+
+
+def _is_spoken(message: Message) -> bool:
+    return message.role == "assistant" and not message.tool_calls
 
 
 def readable(tokenizer: Tokenizer, count: int) -> LLTokenizer | None:
