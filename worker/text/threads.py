@@ -87,10 +87,6 @@ class Pool:
                     return
         self._free += 1
 
-    def close(self) -> None:
-        """Returns at once, also when a thread is at work."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
 
 def _check(abandoned: Event) -> None:
     if abandoned.is_set():
