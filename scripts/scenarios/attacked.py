@@ -12,10 +12,9 @@ from typing import Any
 
 import redis.asyncio
 
+from scripts.scenarios.harness import FINAL, QUEUE
 from scripts.stack import WorkerProcess
 
-QUEUE = "sluice:queue:default:interactive"
-_FINAL = ("finished", "failed", "cancelled")
 _ENDED_S = 180.0  # until each request has its final event
 
 
@@ -58,7 +57,7 @@ async def endings(db: redis.asyncio.Redis, prefix: str, count: int) -> tuple[Cou
 async def _verdict(db: redis.asyncio.Redis, job_id: str) -> str:
     last = await db.lindex(f"sluice:log:{job_id}", -1)  # type: ignore[misc]
     event: dict[str, Any] = json.loads(last) if last else {"type": ""}
-    if event["type"] not in _FINAL:
+    if event["type"] not in FINAL:
         return "none"
     return str(event["error"]["type"] if event["type"] == "failed" else event["type"])
 

@@ -9,13 +9,12 @@ import redis.asyncio
 
 from scripts.scenarios.attacked import Memory, Phase, endings, gaps, put, server_now, told
 from scripts.scenarios.from_schema import bodies as make_bodies
-from scripts.scenarios.harness import Figure, ask, until_decoding
+from scripts.scenarios.harness import FINAL, Figure, ask, until_decoding
 from scripts.stack import WorkerProcess
 from sluice import Client
 
 _AT_ONCE = 20
 _STREAM_TOKENS = 400
-_FINAL = {"finished", "failed", "cancelled"}
 
 
 @dataclass(slots=True)
@@ -116,4 +115,4 @@ async def _attack(db: redis.asyncio.Redis, worker: WorkerProcess, made: list[byt
 
 async def _once(db: redis.asyncio.Redis, job_id: str) -> bool:
     types = [type for _, type in await told(db, job_id)]
-    return bool(types) and types[-1] in _FINAL and sum(type in _FINAL for type in types) == 1
+    return bool(types) and types[-1] in FINAL and sum(type in FINAL for type in types) == 1

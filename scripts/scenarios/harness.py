@@ -13,7 +13,10 @@ from redis.exceptions import RedisError
 from scripts.scenarios.paced import expected_text
 from scripts.stack import WorkerProcess
 from sluice import Client, Delta, Event
-from sluice.wire import Lane
+from sluice.wire import Lane, queue_key
+
+QUEUE = queue_key("default", "interactive")
+FINAL = frozenset({"finished", "failed", "cancelled"})  # the types of final events
 
 
 @dataclass(frozen=True, slots=True)

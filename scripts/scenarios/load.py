@@ -9,10 +9,8 @@ from contextlib import ExitStack
 
 import redis.asyncio
 
-from scripts.scenarios.harness import Figure, ask, leaks, paced, watch
+from scripts.scenarios.harness import QUEUE, Figure, ask, leaks, paced, watch
 from sluice import Client
-
-QUEUE = "sluice:queue:default:interactive"
 
 
 async def many_small_jobs(url: str, *, jobs: int, kill_every_s: float) -> list[Figure]:
