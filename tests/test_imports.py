@@ -78,9 +78,8 @@ TABLE = {
 
     # The one place where engine and queue meet.
     "worker.app":          May("worker.batches worker.ending worker.engine worker.errors worker.health worker.jobs "
-                               "worker.json_bytes worker.log_lines worker.metrics worker.probes worker.queue "
-                               "worker.reading worker.redis_url worker.served worker.settings worker.sights "
-                               "worker.text", "arq redis"),
+                               "worker.log_lines worker.metrics worker.probes worker.queue "
+                               "worker.served worker.settings worker.sights worker.text", "arq"),
     "worker.__main__":     May("worker.app worker.ending worker.errors worker.settings"),
 }  # fmt: skip
 
@@ -142,7 +141,7 @@ def holders(root: str) -> set[str]:
 def test_the_table_itself_keeps_the_promises_of_the_design() -> None:
     assert holders("mlx") == holders("mlx_lm") == {"worker.engine"}
     assert holders("arq") == {"worker.queue", "worker.app"}
-    assert holders("redis") == {"worker.queue", "worker.app", "sluice", "sluice.cli", "sluice.cli.server"}
+    assert holders("redis") == {"worker.queue", "sluice", "sluice.cli", "sluice.cli.server"}
     assert not [row for row, may in TABLE.items() if "worker.app" in may.ours and row != "worker.__main__"]
     assert TABLE["sluice"].ours == TABLE["schemas"].ours == TABLE["worker.schedule"].ours == ""
     assert TABLE["worker.schedule"].others == ""

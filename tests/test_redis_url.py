@@ -16,8 +16,8 @@ from sluice.cli.app import run
 from sluice.redis_url import problem, public
 from tests.fakes import FakeChat
 from tests.queue.helpers import settings, until, working
-from worker.app import connect
 from worker.errors import CannotStart
+from worker.queue.connection import connect
 from worker.settings import Settings, read_settings, variable
 
 # Every word of four letters or digits that is a part of a password. No other part of these URLs or sentences has one.

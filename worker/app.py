@@ -10,8 +10,6 @@ from functools import partial
 
 from arq.connections import ArqRedis
 from arq.worker import func
-from redis.asyncio import BlockingConnectionPool, ConnectionPool
-from redis.exceptions import RedisError
 
 from worker.batches import Batches
 from worker.ending import EXIT_HURRIED, Ending
@@ -20,17 +18,14 @@ from worker.engine.draft import with_draft
 from worker.engine.model import Model, open_model
 from worker.engine.thread import EngineThread
 from worker.engine.words import Words
-from worker.errors import CannotStart
 from worker.health import Health
 from worker.jobs import chat
-from worker.json_bytes import dumps
 from worker.log_lines import LineFormatter
 from worker.metrics import Metrics
 from worker.probes import answer_probes
+from worker.queue.connection import connect
 from worker.queue.server import ServerCheck
 from worker.queue.worker import QueueWorker
-from worker.reading.strict import loads
-from worker.redis_url import BAD_OPTION, UNREADABLE, public
 from worker.served import Served
 from worker.settings import Settings
 from worker.sights import Sights
@@ -163,45 +158,6 @@ def _open(settings: Settings) -> Model:
     model = open_model(settings.model, vision=settings.vision == "auto", trusted=settings.trust_model_code)
     draft = settings.specprefill_draft_model
     return with_draft(model, draft) if draft else model
-
-
-def connect(settings: Settings) -> ArqRedis:
-    """Job ids may be any bytes; they must come back as they were. Raises `CannotStart`."""
-    pool = _pool(settings)
-    if not _options_fit(pool):
-        raise _bad_url(settings, BAD_OPTION)
-    return ArqRedis(pool_or_conn=pool, job_serializer=dumps, job_deserializer=loads)
-
-
-def _pool(settings: Settings) -> BlockingConnectionPool:
-    tcp = {} if settings.redis_url.startswith("unix:") else {"socket_keepalive": True}
-    try:
-        return BlockingConnectionPool.from_url(
-            settings.redis_url,
-            max_connections=32,
-            timeout=None,
-            socket_connect_timeout=2,
-            socket_timeout=10,
-            encoding_errors="surrogateescape",
-            **tcp,
-        )
-    except ValueError:
-        raise _bad_url(settings, UNREADABLE) from None
-
-
-def _options_fit(pool: ConnectionPool) -> bool:
-    """Whether redis-py can make a connection of what the URL asks for; by itself it tries with the first command."""
-    try:
-        pool.connection_class(**pool.connection_kwargs)
-        encoder = pool.get_encoder()  # type: ignore[no-untyped-call]
-        encoder.encode("")
-    except (RedisError, ValueError, TypeError, LookupError, AttributeError, NameError):
-        return False
-    return not encoder.decode_responses
-
-
-def _bad_url(settings: Settings, why: str) -> CannotStart:
-    return CannotStart(f"SLUICE_REDIS_URL={public(settings.redis_url)}: {why}")
 
 
 def _die() -> None:

@@ -10,11 +10,10 @@ from scripts.scenarios.pickup import waited
 from sluice import Client
 from sluice.retries import Retries
 from sluice.submission import NewJob, Submission
-from worker.app import connect
 from worker.queue.claims import Claim, Claims
+from worker.queue.connection import connect
 from worker.settings import Settings
 
-QUEUE = "sluice:queue:default:interactive"
 _AT_ONCE = 500  # jobs submitted in one round trip
 
 

@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 
 from arq.worker import func
 
-from worker.app import connect, set_up_logging
+from worker.app import set_up_logging
 from worker.health import Health
 from worker.jobs import chat
 from worker.metrics import Metrics
 from worker.probes import answer_probes
+from worker.queue.connection import connect
 from worker.queue.worker import QueueWorker
 from worker.schedule.sequence import Listener, Sampled, Sequence
 from worker.served import Served

@@ -14,10 +14,10 @@ from schemas import keys
 from schemas.events import FINAL
 from schemas.keys import Lane
 from tests.waiting import until
-from worker.app import connect
 from worker.metrics import Metrics
 from worker.queue.claims import Claim, lease_key
 from worker.queue.clock import ServerClock
+from worker.queue.connection import connect
 from worker.queue.cron import Cron
 from worker.queue.scripts import script
 from worker.queue.worker import QueueWorker

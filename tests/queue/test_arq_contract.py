@@ -20,8 +20,8 @@ from redis.asyncio import Redis
 
 from tests.fakes import FakeChat
 from tests.queue.helpers import QUEUE, ended, envelope, put, settings, until, working
-from worker.app import connect
 from worker.json_bytes import dumps
+from worker.queue.connection import connect
 from worker.queue.cron import Cron
 from worker.queue.scripts import JOB_LIFE_MS
 from worker.queue.worker import QueueWorker

@@ -21,11 +21,11 @@ from scripts.stack import Server
 from tests.keyspace import check_all_ended, check_job_keys
 from tests.line import Line
 from tests.queue.helpers import envelope, field, lapse, put, renew, settings
-from worker.app import connect
 from worker.errors import OwnershipLost
 from worker.queue.channel import JobLog, Publisher
 from worker.queue.claims import Claim, Claims, lease_key
 from worker.queue.clock import ServerClock
+from worker.queue.connection import connect
 from worker.queue.scripts import source
 
 BODY = envelope({"n": 1})

@@ -17,8 +17,8 @@ from schemas.keys import Lane
 from tests.keyspace import check_all_ended, check_job_keys
 from tests.line import Line
 from tests.queue.helpers import BATCH, QUEUE, envelope, field, lapse, put, renew, settings
-from worker.app import connect
 from worker.queue.claims import Claim, Claims, lease_key
+from worker.queue.connection import connect
 from worker.reading.strict import loads
 
 BODY = envelope({"n": 1})

@@ -11,8 +11,8 @@ from schemas import keys
 from tests.fakes import FakeChat
 from tests.line import Line
 from tests.queue.helpers import QUEUE, ask, ended, envelope, put, settings, until, working
-from worker.app import connect
 from worker.queue.clock import ServerClock
+from worker.queue.connection import connect
 from worker.queue.cron import Cron
 from worker.timetable import Crontab
 

@@ -7,11 +7,11 @@ from redis.asyncio import Redis
 
 from schemas import keys
 from tests.queue.helpers import envelope, put, settings
-from worker.app import connect
 from worker.queue import channel
 from worker.queue.channel import Publisher
 from worker.queue.claims import Claims
 from worker.queue.clock import ServerClock
+from worker.queue.connection import connect
 
 
 async def test_the_engine_is_held_while_too_many_events_wait_and_goes_on_after(

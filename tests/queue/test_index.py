@@ -18,8 +18,8 @@ from sluice import Client
 from sluice.retries import Retries
 from sluice.submission import NewJob, Submission
 from tests.queue.helpers import QUEUE, envelope, lapse, put, settings
-from worker.app import connect
 from worker.queue.claims import Claim, Claims, lease_key
+from worker.queue.connection import connect
 
 BODY = envelope({"n": 1})
 INDEX = keys.index("default", "interactive")

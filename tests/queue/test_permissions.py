@@ -10,7 +10,7 @@ from schemas import keys
 from scripts.stack import ROOT, Server
 from tests.fakes import FakeChat
 from tests.queue.helpers import QUEUE, ask, ended, listening, put, settings, types, until, working
-from worker.app import connect
+from worker.queue.connection import connect
 from worker.queue.cron import Cron
 from worker.queue.permissions import EXEC, MULTI, NEEDED, Need, forbidden, named, rules
 from worker.timetable import Crontab

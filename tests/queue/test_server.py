@@ -12,9 +12,9 @@ from redis.asyncio import Redis
 from scripts.stack import Server, free_port
 from tests.fakes import FakeChat
 from tests.queue.helpers import ask, ended, envelope, log, put, settings, until, until_it_has_said, words, working
-from worker.app import connect
 from worker.errors import CannotStart
 from worker.metrics import Metrics
+from worker.queue.connection import connect
 from worker.queue.server import Facts, ServerCheck, refusal, uptime_s, warnings
 from worker.queue.worker import QueueWorker
 

@@ -14,7 +14,7 @@ from tests.fakes import FakeChat
 from tests.keyspace import check_all_ended
 from tests.line import Line
 from tests.queue.helpers import QUEUE, ask, ended, envelope, listening, put, settings, until, working
-from worker.app import connect
+from worker.queue.connection import connect
 from worker.queue.wake import Listener, allow_keyspace_events
 
 
