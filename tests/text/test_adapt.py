@@ -9,7 +9,7 @@ from jinja2 import Environment
 
 from tests.text.conversations import Said, assistant, call, calling, numbered, result, system, user
 from tests.text.templated import TEMPLATES, rendered
-from worker.text.adapt import LEAVES_OUT, Adapter
+from worker.text.adapt import Adapter, Finding, Flaw
 from worker.text.tokenizer import Conversation
 
 LOOK: Said = {"type": "function", "function": {"name": "look", "description": "Look at it."}}
@@ -119,7 +119,9 @@ async def test_where_tools_take_the_first_turn_for_a_user_s_llama_gets_one(first
     assert text.count('{"name": "look", "parameters"') == 1 + len(first.get("tool_calls", ()))
 
 
-def adapted(template: str, conversation: Conversation, think: tuple[str, str] | None = None) -> tuple[str, list[str]]:
+def adapted(
+    template: str, conversation: Conversation, think: tuple[str, str] | None = None
+) -> tuple[str, list[Finding]]:
     def render(said: Conversation, tools: list[Said]) -> str:
         return Environment().from_string(template).render(messages=said, tools=tools)
 
@@ -127,13 +129,13 @@ def adapted(template: str, conversation: Conversation, think: tuple[str, str] | 
 
 
 def whys(template: str, conversation: Conversation, think: tuple[str, str] | None = None) -> list[str]:
-    return adapted(template, conversation, think)[1]
+    return [finding.why for finding in adapted(template, conversation, think)[1]]
 
 
 def test_a_text_that_comes_twice_has_to_be_there_twice() -> None:
     template = "{% for m in messages[:2] %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     said = [user("Yes"), assistant("No"), user("Yes")]
-    assert whys(template, said) == [LEAVES_OUT]
+    assert whys(template, said) == [Flaw.LEAVES_OUT.why]
     assert whys(template.replace("[:2]", ""), said) == []
 
 
@@ -149,7 +151,7 @@ def test_thoughts_in_a_text_may_be_left_out_and_no_other_words() -> None:
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}{% endfor %}"
     said = [user("Q"), assistant("<think>long thoughts</think>A"), user("Q")]
     assert whys(template, said, ("<think>", "</think>")) == []
-    assert whys(template.replace("[-1]", "[0]"), said, ("<think>", "</think>")) == [LEAVES_OUT]
+    assert whys(template.replace("[-1]", "[0]"), said, ("<think>", "</think>")) == [Flaw.LEAVES_OUT.why]
 
 
 def test_a_template_that_knows_no_roles_is_taken_as_it_is() -> None:

@@ -3,6 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
 from typing import Any
 
 from jinja2 import TemplateError
@@ -19,15 +20,26 @@ from worker.text.tokenizer import Conversation
 
 # A template's refusals, and its slips on what it did not expect. mlx-lm's own, which are in Python, assert.
 RAISED = (TemplateError, TypeError, KeyError, ValueError, AssertionError)
-TAKES_NO_TOOLS = "takes no tools"
-LEAVES_OUT = "leaves out texts, tool calls or results, however they come"
-FIRST_AS_USER = "writes an assistant's first words as a user's, however they come"
 
+
+class Flaw(Enum):
+    """What a template does that no change prevents."""
+
+    TAKES_NO_TOOLS = "takes no tools"
+    LEAVES_OUT = "leaves out texts, tool calls or results, however they come"
+    FIRST_AS_USER = "writes an assistant's first words as a user's, however they come"
+
+    @property
+    def why(self) -> str:
+        return str(self.value)
+
+
+Finding = Adaptation | Flaw
 Think = tuple[str, str] | None
 Ladder = tuple[Adaptation, ...]
 Tools = list[dict[str, Any]]
 Render = Callable[[Conversation, Tools], str]
-Adapt = Callable[[Conversation, Tools, Render], tuple[str, list[str]]]
+Adapt = Callable[[Conversation, Tools, Render], tuple[str, list[Finding]]]
 
 
 class NotTaken(Exception):
@@ -42,15 +54,15 @@ class Adapter:
         self._think = think
         self._needed = defaultdict[Ladder, set[Adaptation]](set)  # ever
 
-    def as_it_is(self, conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[str]]:
+    def as_it_is(self, conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[Finding]]:
         """As `adapt`, by one trial. Raises `NotTaken`."""
         text = _Trials(tools, render, self._think).whole(conversation)
         if text is None:
             raise NotTaken
         return text, []
 
-    def adapt(self, conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[str]]:
-        """The text, and what the template does that made changes necessary: nothing where it takes all as it is.
+    def adapt(self, conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[Finding]]:
+        """The text, and the changes that the template made necessary: nothing where it takes all as it is.
 
         A template that leaves something out has not taken it. If it does so whatever we change, its first text is
         good enough. Raises what it raised for the conversation as it is.
@@ -63,7 +75,7 @@ class Adapter:
             if found := self._fewest(ladder, conversation, trials):
                 needed, text = found
                 self._needed[ladder].update(needed)
-                return text, [adaptation.why for adaptation in needed]
+                return text, list(needed)
         return trials.good_enough()
 
     def _fewest(
@@ -90,7 +102,7 @@ class Adapter:
 class _Trials:
     def __init__(self, tools: Tools, render: Render, think: Think) -> None:
         self._tools, self._render, self._think = tools, render, think
-        self._texts: list[tuple[str, list[str]]] = []  # each with what is wrong with it
+        self._texts: list[tuple[str, list[Finding]]] = []  # each with what is wrong with it
         self._errors: list[Exception] = []
 
     def whole(self, conversation: Conversation) -> str | None:
@@ -104,20 +116,20 @@ class _Trials:
         self._texts.append((text, missing))
         return None if missing else text
 
-    def good_enough(self) -> tuple[str, list[str]]:
+    def good_enough(self) -> tuple[str, list[Finding]]:
         if not self._texts:
             raise self._errors[0]
         return self._texts[0]
 
-    def _missing(self, conversation: Conversation, text: str) -> list[str]:
-        missing = []
+    def _missing(self, conversation: Conversation, text: str) -> list[Finding]:
+        missing = list[Finding]()
         if not (_is_in(conversation, text, self._think) and self._has_calls(conversation, text)):
-            missing.append(LEAVES_OUT)
+            missing.append(Flaw.LEAVES_OUT)
         of_a_user = _with_first_as_user(conversation)
         if of_a_user != conversation and self._makes(text, of_a_user, self._tools):
-            missing.append(FIRST_AS_USER)
+            missing.append(Flaw.FIRST_AS_USER)
         if self._tools and self._makes(text, conversation, []):
-            missing.append(TAKES_NO_TOOLS)
+            missing.append(Flaw.TAKES_NO_TOOLS)
         return missing
 
     def _has_calls(self, conversation: Conversation, text: str) -> bool:

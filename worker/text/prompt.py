@@ -13,8 +13,8 @@ from jinja2 import TemplateError
 from schemas import ChatRequest
 from schemas.keys import Lane
 from worker.errors import Refusal
-from worker.text.adapt import RAISED, TAKES_NO_TOOLS, Adapt, Adapter, NotTaken, Think, Tools
-from worker.text.adaptations import LADDERS, SYSTEM_FIRST, SYSTEM_IN_USER
+from worker.text.adapt import RAISED, Adapt, Adapter, Finding, Flaw, NotTaken, Think, Tools
+from worker.text.adaptations import Adaptation
 from worker.text.boundaries import Boundaries, Codec, Rendered
 from worker.text.counting import Counting, characters
 from worker.text.normalize import normalize
@@ -31,8 +31,6 @@ _LONG_CHARACTERS = 2_000
 # For private use, so hardly a text has them.
 _FOR_IMAGES = range(0x100000, 0x10FFFE)
 _LONGEST_REASON = 500  # characters; one of transformers' errors holds the whole conversation
-# What is done about each thing that a template does.
-_CHANGES = {each.why: each.change for ladder in LADDERS for each in (*ladder, SYSTEM_FIRST, SYSTEM_IN_USER)}
 
 Thinking = Literal["open", "closed", "none"]
 
@@ -113,9 +111,9 @@ class Prompts:
             does = "refuses" if isinstance(error, TemplateError) else "cannot render"
             reason = codec.plain(str(error))[:_LONGEST_REASON]
             raise Refusal("invalid_request", f"The model's chat template {does} these messages: {reason}") from error
-        for why in rendering.whys:
-            self._log_once(why)
-        if TAKES_NO_TOOLS in rendering.whys:
+        for finding in rendering.findings:
+            self._log_once(finding.why)
+        if Flaw.TAKES_NO_TOOLS in rendering.findings:
             raise Refusal("unsupported", "The model's chat template takes no tools: leave them out.")
         return text, begun
 
@@ -131,18 +129,18 @@ class _Rendering:
     def __init__(self, template: Callable[..., str], adapt: Adapt, tools: Tools, check: Check) -> None:
         """`template`: a tokenizer's `render`, but for what differs from trial to trial."""
         self._template, self._adapt, self.tools, self._check = template, adapt, tools, check
-        self.whys: list[str] = []  # what the template does that made changes necessary
+        self.findings: list[Finding] = []  # what the template does that made changes necessary
 
     def text_of(self, conversation: Conversation, continues: bool) -> str:
-        text, whys = self._adapt(conversation, self.tools, partial(self._render, continues))
-        self.whys += whys
+        text, findings = self._adapt(conversation, self.tools, partial(self._render, continues))
+        self.findings += findings
         return text
 
     def imagined(self, conversation: Conversation) -> str:
         """What comes near the request's own conversation, by one trial: changed as that was."""
-        for why in self.whys:
-            if change := _CHANGES.get(why):
-                conversation = change(conversation)
+        for finding in self.findings:
+            if isinstance(finding, Adaptation):
+                conversation = finding.change(conversation)
         return self._render(False, conversation, self.tools)
 
     def _render(self, continues: bool, conversation: Conversation, tools: Tools) -> str:
