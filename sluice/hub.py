@@ -15,7 +15,6 @@ from sluice.retries import ANSWER_S, is_transient, time_limit
 
 _HOME = "sluice:hub"  # keeps the connection subscribed when no stream is open; nobody publishes here
 _QUIET_S = 1.0  # after which the connection has to show that it is alive
-_CLOSE_S = 0.5
 # redis-py raises the last where one task sends just as another finds the connection broken.
 _BROKEN = (RedisError, OSError, AttributeError)
 _MOST_WAITING = 4096  # events of one slow reader; beyond it the list is the better buffer
@@ -159,9 +158,7 @@ async def _send(command: Callable[[str], Awaitable[None]], channel: str) -> None
 
 
 async def _close(pubsub: PubSub) -> None:
-    """Closing a dead connection of TLS takes half a minute if it is let."""
-    try:
-        async with asyncio.timeout(_CLOSE_S):
-            await pubsub.aclose()  # type: ignore[no-untyped-call]
-    except (RedisError, OSError):
-        await pubsub.aclose()  # type: ignore[no-untyped-call]  # redis-py has let go of the socket; back to its pool
+    """Give its connection back to the pool, closed. To wait for the end of a dead one of TLS takes half a minute."""
+    if (connection := getattr(pubsub, "connection", None)) is not None:  # which redis-py declares as None
+        await connection.disconnect(nowait=True)
+    await pubsub.aclose()  # type: ignore[no-untyped-call]
