@@ -15,9 +15,7 @@ class Features:
     """The language model's input for one image: a row for each token of its span."""
 
     rows: mx.array  # (tokens, hidden_size), used instead of the tokens' embeddings
-    deepstack: tuple[
-        mx.array, ...
-    ] = ()  # the same shape; element i is added to the output of layer i of the language model
+    deepstack: tuple[mx.array, ...] = ()  # the same shape; element i is added to the output of text layer i
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:

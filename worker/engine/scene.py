@@ -72,7 +72,7 @@ class Scene:
 
     def end(self, start: int, end: int) -> int:
         """Return where a forward from `start` should end instead of `end`: before an image that must be computed in one
-        piece, or after it if it is the first thing in the forward."""
+        piece, or after it if the forward starts with or inside that image."""
         if self._family.whole:
             for first, last in (picture.span for picture in self._pictures):
                 if first < end < last:

@@ -54,9 +54,7 @@ class Vision:
     network: nn.Module  # mlx-vlm's model, its language model included
     family: Family
     eyes: Eyes
-    template: (
-        str | None
-    )  # the processor's own, which supports images; the tokenizer's may be missing or not support them
+    template: str | None  # the processor's, which supports images; the tokenizer's may not, or be missing
 
 
 def sees(folder: Path) -> bool:
