@@ -1,4 +1,4 @@
-"""Write `.env.example` and docs/settings.md from worker/settings.py and worker/metrics.py.
+"""Write `.env.example` and docs/settings.md from the fields of the settings and from the metrics.
 
 `python -m scripts.settings_page` writes both files; with `--check` it only reports those that are out of date.
 """
@@ -39,7 +39,7 @@ _ENV_HEAD = """\
 _PAGE_HEAD = """\
 # Settings
 
-<!-- Written by python -m scripts.settings_page from worker/settings.py and worker/metrics.py: edit those. -->
+<!-- Written by python -m scripts.settings_page: edit the descriptions in the code. -->
 
 A worker reads its settings from the environment and from a file `.env` in its working directory; the environment wins.
 [.env.example](../.env.example) has the same list, ready to copy. A worker does not start if a value is wrong or if a

@@ -89,6 +89,14 @@ def test_the_request_for_json_is_answered_in_json(worker: WorkerProcess, redis_u
     assert json.loads(result["choices"][0]["message"]["content"]).keys() == {"country", "capital"}
 
 
+def test_the_page_on_models_explains_every_line_of_sluice_check() -> None:
+    command = [sys.executable, "-m", "sluice.cli", "check", "models/tiny-chat"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    section = (ROOT / "docs" / "models.md").read_text().partition("## Check a model first")[2].partition("\n## ")[0]
+    explained = re.findall(r"^\| (.+?) \| .+ \| .+ \|$", section, re.MULTILINE)
+    assert explained[1:] == re.findall(r"^│ ([a-zA-Z ]+?) +│ \S", shown, re.MULTILINE)
+
+
 class Request:
     def __init__(self, headers: dict[str, str]) -> None:
         self.headers = headers

@@ -1,4 +1,4 @@
-"""docs/settings.md and .env.example are what worker/settings.py and worker/metrics.py say."""
+"""docs/settings.md and .env.example are generated from the settings and the metrics."""
 
 import re
 import sys
