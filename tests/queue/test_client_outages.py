@@ -171,7 +171,7 @@ async def test_a_purge_whose_answer_was_lost_counts_each_job_once(db: Redis, red
         for job_id in ("before", "a", "b"):
             await client.submit(HELLO, id=job_id)
         await client.cancel("before")
-        answers = iter([False, True])  # the ids, and then the outcomes
+        answers = iter([False, False, True])  # the ids, whether the script is known, and then the outcomes
         line.loses = lambda: next(answers, False)
         assert await client.purge("default", "interactive") == 2
         assert line.lost == 1
