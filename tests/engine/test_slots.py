@@ -24,6 +24,7 @@ from worker.engine.slots import (
     restore,
     settle,
     snapshot,
+    tighten,
     without,
 )
 from worker.engine.slots_kv import SlotKVCache, SlotRotatingKVCache
@@ -387,6 +388,35 @@ def test_memory_comes_back_when_rows_leave() -> None:
     assert bytes_of(batch) == 0
     join(batch, wide_row(10))
     assert batch[0].rows == 1
+
+
+def test_nothing_is_to_spare_beyond_the_end_of_the_longest_row() -> None:
+    batch, bounded = batch_of(wide_row(500)), batch_of(wide_row(500), end=510)
+    assert [layers_wide(each) for each in (batch, bounded)] == [768, 512]
+    join(bounded, wide_row(700), end=760)
+    assert layers_wide(bounded) == 768
+    keep(bounded, [0])
+    join(bounded, wide_row(300), end=320)
+    join(bounded, wide_row(300), end=320)
+    assert layers_wide(bounded) == 512, "the row that might have become longer has left"
+
+
+def layers_wide(batch: list[Any]) -> int:
+    """Columns."""
+    return int(batch[0].keys.shape[2])
+
+
+def test_what_rows_leave_behind_is_given_back_when_it_is_asked_for() -> None:
+    batch = filled(24, 200, spare=0)
+    keep(batch, range(16))
+    before, fresh = bytes_of(batch), bytes_of(filled(16, 200, spare=0))
+    rows = [buffer[:16].tolist() for buffer in batch[0].keys_and_values()]
+    tighten(batch)
+    assert fresh <= bytes_of(batch) < before
+    assert [buffer.tolist() for buffer in batch[0].keys_and_values()] == rows
+    buffers = [layer.keys for layer in batch]
+    tighten(batch)
+    assert all(layer.keys is keys for layer, keys in zip(batch, buffers, strict=True))
 
 
 def test_memory_comes_back_when_the_longest_row_leaves() -> None:

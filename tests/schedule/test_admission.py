@@ -45,15 +45,15 @@ def test_what_does_not_fit_beside_the_others_waits() -> None:
 def test_what_would_not_even_fit_alone_is_refused_with_the_numbers() -> None:
     new = Row("new", "interactive", 40_000, 1_024)
     assert admit(new, [], COSTS, 3_200_000_000) == Refuse(
-        "This request needs 8.9 GB for 40,000 prompt and 1,024 answer tokens; this worker has 2.2 GB beside its model: "
-        "shorten the prompt or max_tokens by about 32,000 tokens."
+        "This request needs 8.4 GB for 40,000 prompt and 1,024 answer tokens; this worker has 2.2 GB beside its model: "
+        "shorten the prompt or max_tokens by about 31,000 tokens."
     )
 
 
 def test_a_request_shortened_as_told_is_not_refused() -> None:
     long = Row("new", "interactive", 40_000, 1_024)
     assert isinstance(admit(long, [], COSTS, 3_200_000_000), Refuse)
-    assert admit(replace(long, prompt_tokens=40_000 - 32_000), [], COSTS, 3_200_000_000) == Admit()
+    assert admit(replace(long, prompt_tokens=40_000 - 31_000), [], COSTS, 3_200_000_000) == Admit()
 
 
 def test_a_worker_without_room_says_that_no_request_would_fit() -> None:
@@ -214,7 +214,7 @@ def looking(id: str, *tokens: int) -> Row:
 
 def test_an_image_that_never_fits_is_refused_with_the_numbers() -> None:
     assert admit(looking("new", 2_000, 8_000), [], SEEING, 12_000_000_000) == Refuse(
-        "This request needs 42.5 GB while its images are looked at, of which the largest stands for 8,000 tokens; this "
+        "This request needs 42.4 GB while its images are looked at, of which the largest stands for 8,000 tokens; this "
         "worker has 11 GB beside its model: make them smaller, to about 44 % of their pixels."
     )
 

@@ -54,7 +54,7 @@ def test_a_window_bounds_what_a_row_keeps_and_a_state_is_always_there() -> None:
 
 
 def test_every_row_of_a_group_pays_for_the_longest() -> None:
-    rows, tokens = room(3, 2000)
+    rows, tokens = room(3, 2000, most=2000)
     assert PLAIN.rectangle_bytes([10, 2000, 10]) == rows * tokens * 100
     assert PLAIN.rectangle_bytes([10, 10]) + PLAIN.rectangle_bytes([2000]) < PLAIN.rectangle_bytes([10, 10, 2000])
 

@@ -44,6 +44,11 @@ class Row:
         """Number of tokens with computed KV state."""
         return len(self.sequence.prompt) - self.left_out + len(self.answer)
 
+    @property
+    def end(self) -> int:
+        """Its length if it says all that it may."""
+        return len(self.sequence.prompt) - self.left_out + self.sequence.max_tokens
+
     def leave_out(self, kept: tuple[Range, ...]) -> None:
         """Drop all tokens of the prompt outside the ranges, now and if the row is recomputed later. Called before its
         prefill."""

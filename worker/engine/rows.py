@@ -78,6 +78,10 @@ class Rows:
         """Bytes that are copied when a row of that length joins, beside its own."""
         return slots.growth(self._cache, tokens)
 
+    def tighten(self) -> None:
+        """Give back what its buffers have beyond their room to spare. Waits for the step under way."""
+        slots.tighten(self._cache)
+
     def launch(self) -> None:
         assert self._next is not None, "there is nobody"
         self._fed = self._next
@@ -101,9 +105,9 @@ class Rows:
     def join(self, row: Row, cache: list[Any], drawn: Drawn, position: int | None = None) -> None:
         """`cache`: of this row alone, without the token that it is fed next; it is spent."""
         if self._next is None:
-            self._cache, self._next = slots.batch_of(cache, position), drawn
+            self._cache, self._next = slots.batch_of(cache, position, row.end), drawn
         else:
-            slots.join(self._cache, cache, position)
+            slots.join(self._cache, cache, position, row.end)
             self._next = Drawn(
                 mx.concatenate([self._next.tokens, drawn.tokens]),
                 mx.concatenate([self._next.sound, drawn.sound]),

@@ -25,6 +25,7 @@ from worker.engine.upstream import (
     KVCache,
     RotatingKVCache,
 )
+from worker.schedule.memory import UNENDING
 
 
 class SlotArraysCache(ArraysCache):
@@ -35,8 +36,9 @@ class SlotArraysCache(ArraysCache):
         super().__init__(size)
         self.rows = 0
 
-    def extend(self, other: ArraysCache, position: int | None = None) -> None:
-        """Append one row, an mlx-lm cache. `position` is not used. Blocks; if it fails, the rows stay as they were."""
+    def extend(self, other: ArraysCache, position: int | None = None, end: int = UNENDING) -> None:
+        """Append one row, an mlx-lm cache. `position` and `end` are not used. Blocks; if it fails, the rows stay as
+        they were."""
         joined = [_concatenate(ours, theirs) for ours, theirs in zip(self.cache, other.cache, strict=True)]
         mx.eval(joined)
         self.cache, self.rows = joined, self.rows + 1
@@ -44,6 +46,9 @@ class SlotArraysCache(ArraysCache):
     def growth(self, tokens: int) -> int:
         """Return the bytes copied when a row joins: the whole state."""
         return sum(state.nbytes for state in self.cache if state is not None)
+
+    def tighten(self) -> None:
+        """Does nothing: a state has nothing to spare."""
 
     def moved(self, places: Sequence[int]) -> list[mx.array]:
         """Return no arrays: a state is replaced, not written into."""
@@ -79,12 +84,12 @@ class Snapshot:
         return bytes_of(self.row)
 
 
-def batch_of(row: Sequence[Any], position: int | None = None) -> list[Any]:
+def batch_of(row: Sequence[Any], position: int | None = None, end: int = UNENDING) -> list[Any]:
     """Return batched caches for rows of this layout, with `row` as the first row if it holds tokens (it must not be
     used afterwards). Raises NotImplementedError if a layer has no slot variant."""
     batch = [_slots_for(layer) for layer in row]
     if _begun(row):
-        join(batch, row, position)
+        join(batch, row, position, end)
     return batch
 
 
@@ -103,10 +108,10 @@ def _slots_for(layer: Any) -> Any:
     raise NotImplementedError(f"{kind.__name__} has no batch that rows can join in place")
 
 
-def join(batch: Sequence[Any], row: Sequence[Any], position: int | None = None) -> None:
+def join(batch: Sequence[Any], row: Sequence[Any], position: int | None = None, end: int = UNENDING) -> None:
     """Append a row, mlx-lm caches of one sequence, to the batch. Blocks. The row must not be used afterwards.
-    `position`: position of its next token, if it differs from the row's own offset. If anything fails, the batch stays
-    as it was.
+    `position`: position of its next token, if it differs from the row's own offset. `end`: the most tokens that it will
+    have. If anything fails, the batch stays as it was.
 
     Raises ValueError for a row without tokens: for some models an absent state differs from a state of zeros."""
     if not _begun(row):
@@ -117,13 +122,19 @@ def join(batch: Sequence[Any], row: Sequence[Any], position: int | None = None) 
     with ExitStack() as undo:
         for ours, theirs in zip(layers(batch), layers(row), strict=True):
             undo.callback(ours.filter, range(ours.rows))
-            ours.extend(theirs, position)
+            ours.extend(theirs, position, end)
         settle(batch)
         undo.pop_all()
 
 
 def _begun(row: Sequence[Any]) -> bool:
     return any(not layer.empty() for layer in layers(row))
+
+
+def tighten(batch: Sequence[Any]) -> None:
+    """Gives back what buffers have beyond their room to spare, since rows left."""
+    for layer in layers(batch):
+        layer.tighten()
 
 
 def growth(batch: Sequence[Any], tokens: int) -> int:

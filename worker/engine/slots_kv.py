@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from worker.engine.upstream import BatchKVCache, BatchRotatingKVCache, KVCache, RotatingKVCache
-from worker.schedule.memory import room
+from worker.schedule.memory import UNENDING, room
 
 
 class SlotKVCache:
@@ -21,11 +21,12 @@ class SlotKVCache:
     def __init__(self) -> None:
         self.keys: Any = None  # (rows, heads, columns, head_dim), with spare rows and columns
         self.values: Any = None
-        self._seat([], [])
+        self._seat([], [], [])
 
-    def _seat(self, lengths: list[int], positions: list[int]) -> None:
-        """Replace the row table: for each row its tokens in the slot, and the position of its next token."""
-        self.rows, self._lengths, self._positions = len(lengths), lengths, positions
+    def _seat(self, lengths: list[int], positions: list[int], ends: list[int]) -> None:
+        """Replace the row table: for each row its tokens in the slot, the position of its next token, and the most
+        tokens that it will have."""
+        self.rows, self._lengths, self._positions, self._ends = len(lengths), lengths, positions, ends
         self._longest, self._even = max(lengths, default=0), len(set(lengths)) <= 1
         self._slots = mx.arange(self.rows)
         self._seated = mx.array(lengths, dtype=mx.int32), mx.array(positions, dtype=mx.int32)
@@ -61,7 +62,7 @@ class SlotKVCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append one token to every row: keys and values are (rows, heads, 1, head_dim). Returns views of all rows, as
         in `keys_and_values`. Blocks only when buffers grow."""
-        self._make_room(self.rows, self._columns(1), keys, values)
+        self._make_room(self.rows, self._columns(1), self._needed(1), keys, values)
         self._write(keys, values)
         self._advance(1)
         return self.keys_and_values()
@@ -95,25 +96,26 @@ class SlotKVCache:
 
     # Rows join and leave
 
-    def extend(self, other: Any, position: int | None = None) -> None:
+    def extend(self, other: Any, position: int | None = None, end: int = UNENDING) -> None:
         """Append one row from an mlx-lm cache of one sequence. `position`: position of its next token, if it differs
-        from the cache's offset. If it fails, the rows stay as they were."""
+        from the cache's offset. `end`: the most tokens that it will have. If it fails, the rows stay as they were."""
         keys, values, offset = self._in_order(other)
         length, (lengths, positions) = keys.shape[2], self._now()
-        self._make_room(self.rows + 1, max(self._columns(), length), keys, values)
+        size = self._room(self.rows + 1, max(self._columns(), length), max([*self._ends, end]))
+        self._make_room(self.rows + 1, max(self._columns(), length), size, keys, values)
         slot = slice(self.rows, self.rows + 1)
         for buffer, tokens in (self.keys, keys), (self.values, values):
             buffer[slot, :, :length] = tokens
             # A mask alone is not enough: the slot's last row may have left a NaN, and zero times NaN is NaN.
             buffer[slot, :, length:] = 0
-        self._seat([*lengths, length], [*positions, offset if position is None else position])
+        self._seat([*lengths, length], [*positions, offset if position is None else position], [*self._ends, end])
 
     def growth(self, tokens: int) -> int:
         """Return the bytes of the buffers that replace these when a row of `tokens` tokens joins; 0 if it fits."""
         rows, columns = self.rows + 1, max(self._columns(), tokens)
         if self.keys is None or not self._lacks(rows, columns):
             return 0
-        size = self._room(rows, columns)
+        size = self._room(rows, columns, UNENDING)
         return self.nbytes * size[0] * size[1] // int(self.keys.shape[0] * self.keys.shape[2])
 
     def moved(self, places: Sequence[int]) -> list[mx.array]:
@@ -131,7 +133,7 @@ class SlotKVCache:
             for row, to in enumerate(i for i, place in enumerate(places) if place != i):
                 buffer[to : to + 1] = rows[row : row + 1]
         lengths, positions = self._now()
-        self._seat([lengths[place] for place in places], [positions[place] for place in places])
+        self._seat(*([each[place] for place in places] for each in (lengths, positions, self._ends)))
         self._shrink()
 
     def extract(self, place: int) -> Any:
@@ -177,12 +179,17 @@ class SlotKVCache:
         """Return the column of the token with this index, a number or an array."""
         return token
 
-    def _room(self, rows: int, columns: int) -> tuple[int, int]:
-        return room(rows, columns)
+    def _room(self, rows: int, columns: int, end: int) -> tuple[int, int]:
+        return room(rows, columns, end)
 
-    def _make_room(self, rows: int, columns: int, keys: mx.array, values: mx.array) -> None:
+    def _needed(self, more: int = 0) -> tuple[int, int]:
+        """Rows and columns of buffers for these rows, now or after so many steps more."""
+        return self._room(self.rows, self._columns(more), max(self._ends, default=0))
+
+    def _make_room(self, rows: int, columns: int, size: tuple[int, int], keys: mx.array, values: mx.array) -> None:
+        """Buffers of that size, unless there are some with room for so many rows and columns."""
         if self.keys is None or self._lacks(rows, columns):
-            self._rebuild(self._room(rows, columns), keys, values)
+            self._rebuild(size, keys, values)
 
     def _lacks(self, rows: int, columns: int) -> bool:
         return bool(rows > self.keys.shape[0] or columns > self.keys.shape[2])
@@ -205,9 +212,18 @@ class SlotKVCache:
         """Free memory if less than half of it would do, spare room included."""
         if self.rows == 0:
             self.keys = self.values = None
-            return
-        rows, columns = self._room(self.rows, self._columns())
-        if 2 * rows * columns < self.keys.shape[0] * self.keys.shape[2]:
+        else:
+            self._shrink_to(share=2)
+
+    def tighten(self) -> None:
+        """Gives back what is beyond the room to spare."""
+        if self.rows:
+            self._shrink_to(share=1)
+
+    def _shrink_to(self, share: int) -> None:
+        """Buffers as these rows need them, if those that there are have more than `share` times as many cells."""
+        rows, columns = self._needed()
+        if share * rows * columns < self.keys.shape[0] * self.keys.shape[2]:
             self._rebuild((rows, columns), self.keys, self.values)
 
 
@@ -258,6 +274,6 @@ class SlotRotatingKVCache(SlotKVCache):
     def _column(self, token: Any) -> Any:
         return token % self.max_size
 
-    def _room(self, rows: int, columns: int) -> tuple[int, int]:
-        rows, columns = super()._room(rows, columns)
+    def _room(self, rows: int, columns: int, end: int) -> tuple[int, int]:
+        rows, columns = super()._room(rows, columns, end)
         return rows, min(columns, self.max_size)

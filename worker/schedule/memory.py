@@ -10,12 +10,14 @@ BUFFER_TOKENS = 256  # buffers grow in steps of this, as mlx-lm's do
 CHUNK = 256
 
 MOST_ROWS = 512  # what SLUICE_MAX_ROWS can be
-_UNENDING = 1 << 32  # tokens; no device holds so many, unless the model keeps none
+UNENDING = 1 << 32  # tokens; no device holds so many, unless the model keeps none
 
 
-def room(rows: int, tokens: int) -> tuple[int, int]:
-    """The size of a batch's buffers. A share to spare makes it rare that they grow, and are copied."""
-    return rows + rows // 4, -(-(tokens + tokens // 8) // BUFFER_TOKENS) * BUFFER_TOKENS
+def room(rows: int, tokens: int, most: int = UNENDING) -> tuple[int, int]:
+    """Return the size of a batch's buffers. A share to spare makes it rare that they grow, and are copied. No row can
+    become longer than `most`, so beyond it nothing is to spare."""
+    columns = max(tokens, min(tokens + tokens // 8, most))
+    return rows + rows // 4, -(-columns // BUFFER_TOKENS) * BUFFER_TOKENS
 
 
 def size(count: int) -> str:
@@ -120,13 +122,17 @@ class Costs:
         return self.state_bytes + sum(kind.token_bytes * kind.kept(reach) for kind in self.growing)
 
     def rectangle_bytes(self, lengths: Sequence[int]) -> int:
-        """Rows that decode as one group: each has room for the longest."""
-        rows, tokens = room(len(lengths), max(lengths, default=0))
+        """Rows that decode as one group, at their end: each has room for the longest."""
+        rows, tokens = self._rectangle(lengths)
         return len(lengths) * self.state_bytes + rows * sum(k.token_bytes * k.kept(tokens) for k in self.growing)
+
+    def _rectangle(self, lengths: Sequence[int]) -> tuple[int, int]:
+        longest = max(lengths, default=0)
+        return room(len(lengths), longest, longest)
 
     def _copy_bytes(self, lengths: Sequence[int]) -> int:
         """When buffers grow, one layer after the other is there twice."""
-        rows, tokens = room(len(lengths), max(lengths, default=0))
+        rows, tokens = self._rectangle(lengths)
         return rows * max((kind.layer_bytes * kind.kept(tokens) for kind in self.growing), default=0)
 
     def chunk_bytes(self, chunk: int, tokens: int) -> int:
@@ -153,7 +159,7 @@ class Costs:
 
     def most_tokens(self, limit: int) -> int:
         """The longest row that fits alone; 0 where none does, and a very large number where length costs nothing."""
-        return bisect(range(1, _UNENDING), limit, key=lambda tokens: self.peak_bytes([[tokens]]))
+        return bisect(range(1, UNENDING), limit, key=lambda tokens: self.peak_bytes([[tokens]]))
 
     def most_rows(self, tokens: int, limit: int) -> int:
         """So many rows of that length fit, in one group; `MOST_ROWS` where more would."""
