@@ -11,6 +11,8 @@ from worker.engine.rows import Drawn, Parked
 from worker.engine.slots import Snapshot
 from worker.engine.upstream import KVCache
 from worker.schedule.admission import Admit, Decision, Refuse
+from worker.schedule.classes import Decoding
+from worker.schedule.grouping import StepCost
 from worker.schedule.memory import NO_IMAGES, Costs, Growing, Images, Tower
 from worker.schedule.sequence import Lane, Picture, Sequence
 
@@ -41,7 +43,7 @@ def decided(entry: Entry, *running: Sequence) -> dict[str, Decision]:
     """Of those who do not wait any longer."""
     return {
         candidate.sequence.id: decision
-        for candidate, decision in entry.decide([entry.admitted(each, 0) for each in running], lambda length: 0)
+        for candidate, decision in entry.decide([entry.admitted(each, 0) for each in running], Decoding(StepCost()))
     }
 
 
@@ -157,6 +159,23 @@ def test_buffers_that_rows_left_behind_correct_nothing() -> None:
     mx.eval(mx.zeros(KILO.beside_bytes(groups, 1) + unneeded // 2, mx.uint8))
     entry.look(groups, 1, 0, unneeded=unneeded)
     assert entry._correction.factor == 1.0
+
+
+def test_buffers_that_rows_left_behind_are_asked_back_only_where_others_need_them() -> None:
+    inside, needed = sized("here", 200), KILO.peak_bytes([[200]])
+    for spare, crowded in ((1000, True), (10**9, False)):
+        entry = Entry(KILO, limit=needed + spare)
+        buffers = [KILO.rectangle_bytes([200]) + 2000]
+        entry.decide([entry.admitted(inside, 0)], Decoding(StepCost(), [[100]], [[200]], buffers))
+        assert entry.crowded == crowded
+
+
+def test_a_prompt_on_its_way_is_counted_in_the_group_of_its_class() -> None:
+    entry = Entry(KILO, limit=10**9)
+    entry.bounds = (200,)
+    entry.decide([entry.admitted(sized("long", 2000), 0), entry.admitted(sized("short", 200), None)],
+                 Decoding(StepCost(), [[900]], [[2000]]))  # fmt: skip
+    assert entry.promised[0] == KILO.beside_bytes([[2000], [200]])
 
 
 def test_images_as_they_were_prepared_are_promised_as_long_as_the_row_is_there_and_each_once() -> None:

@@ -6,6 +6,8 @@ from functools import cache
 
 import mlx.core as mx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from scripts.scenarios.churn import churn, growth
 from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
@@ -13,10 +15,12 @@ from tests.engine.tiny import CONFIGS, alone, build, model, model_of, prompt
 from worker.engine.calibration import calibrated
 from worker.engine.model import Model
 from worker.schedule.admission import PATIENCE
+from worker.schedule.grouping import StepCost
 
 # Its keys and values take far more than anything else.
 WIDE = {**CONFIGS["llama"], "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
 PROMPT, ANSWER = 200, 24
+DEAR_LENGTH = StepCost(group_s=1e-5, row_s=1e-6, cell_s=1e-8)
 TOKENS = PROMPT + ANSWER
 
 
@@ -87,6 +91,33 @@ def test_rows_are_put_together_only_as_far_as_memory_goes(wide: Model) -> None:
         assert [len(group) for group in run.engine._running.lengths if max(group) > 1000] == [1]
     run.drain()
     assert all(run.said[f"short {i}"] == alone(wide.network, prompt(30, i), 100) for i in range(6))
+
+
+@settings(max_examples=4, deadline=None)
+@given(st.lists(st.integers(20, 900), min_size=12, max_size=24), st.sampled_from([DEAR_LENGTH, ONE_GROUP, EACH_ALONE]))
+def test_rows_of_any_lengths_stay_within_memory_however_they_are_parted(lengths: list[int], cost: StepCost) -> None:
+    gc.collect()
+    wide = replace(built(), costs=replace(built().costs, weights_bytes=mx.get_active_memory()))
+    limit = wide.costs.peak_bytes([[900 + 40] * 3])
+    run = Run(wide, step_s=1.0, memory=limit)
+    run.group_by(cost)
+    for i, tokens in enumerate(lengths):
+        run.add(str(i), prompt(tokens, i % 6), max_tokens=4 + 3 * i % 40)
+    while len(run.engine):
+        run.step()
+        assert mx.get_peak_memory() <= limit
+    assert set(run.ended.values()) <= {"length", "stop"}
+
+
+def test_rows_are_parted_by_length_where_more_of_them_come_in_by_it(wide: Model) -> None:
+    limit = wide.costs.peak_bytes([[1000 + 20] * 4])
+    run = Run(wide, step_s=1.0, memory=limit)
+    run.group_by(DEAR_LENGTH)
+    for i in range(20):
+        run.add(str(i), prompt(30 if i % 5 else 1000, i % 6), max_tokens=20)
+    run.step()
+    assert len(run.inside) >= 8, "in one group there would be four"
+    assert run.drain()["1"] == alone(wide.network, prompt(30, 1), 20)
 
 
 def test_a_job_that_can_never_fit_is_refused_at_once_with_the_numbers(wide: Model) -> None:

@@ -552,7 +552,7 @@ def test_a_cache_that_fills_is_not_taken_for_what_rows_need() -> None:
     costs = Costs(weights_bytes=0, growing=(Growing(20_000, 10_000),))
     gc.collect()
     entry = Entry(replace(costs, weights_bytes=mx.get_active_memory()), limit=10**10)
-    rows = mx.zeros((costs.rectangle_bytes([1000]),), mx.uint8)
+    rows = mx.zeros((costs.rectangle_bytes([1280]),), mx.uint8)
     mx.eval(rows)
     prefixes, looked = list[mx.array](), None
     for _ in range(64):

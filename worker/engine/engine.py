@@ -133,11 +133,14 @@ class Engine:
         if not self._entry.due:
             return
         groups = {row.id: number for number, row in self._running}
-        decided = self._entry.decide([*self._admitted(groups)], self._running.nearest)
+        decided = self._entry.decide([*self._admitted(groups)], self._running.decoding())
+        self._running.part(self._entry.bounds)
         coming = [(candidate.sequence, decision.park) for candidate, decision in decided if isinstance(decision, Admit)]
         for _, park in coming:
             for id in park:
                 self._park(id)
+        if self._entry.crowded:
+            self._running.tighten()
         self._caches.use(sequence for sequence, _ in coming)
         self._caches.make_room(self._entry.spare)  # rows come before prefixes
         for candidate, decision in decided:
@@ -300,7 +303,8 @@ class Engine:
 
     def _fit(self, groups: list[list[Row]]) -> bool:
         """Whether all who are inside fit into memory, if these rows decode in these groups. Prefixes make room."""
-        left = self._entry.left(self._admitted({row.id: n for n, group in enumerate(groups) for row in group}))
+        numbers = {row.id: number for number, group in enumerate(groups) for row in group}
+        left = self._entry.left(self._admitted(numbers), self._running.decoding(groups))
         if left >= 0:
             self._caches.make_room(min(left, self._entry.spare))
         return left >= 0

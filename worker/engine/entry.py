@@ -1,17 +1,25 @@
 """Who may come into the engine: by what memory is predicted to be needed, and what was needed so far."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import mlx.core as mx
 
 from worker.engine.rows import Parked
-from worker.schedule.admission import Admit, Decision, Row, Wait, admit_in_turn, images, lengths
+from worker.schedule import classes
+from worker.schedule.admission import Decision, Row, Wait, admit_in_turn, by_group, fits, images, lengths
 from worker.schedule.budget import MOST
+from worker.schedule.classes import Bounds, Decoding, Trial
 from worker.schedule.memory import CHUNK, MOST_ROWS, NO_IMAGES, Correction, Costs, Images
 from worker.schedule.sequence import Sequence as Asked
 
 _LOOK_EVERY = 64  # steps between two looks at what was needed
+# To try bounds takes a few times as long as to decide without, so they are tried at every such decision, and where
+# nobody is inside, with the first of the waiting rows.
+_TRY_EVERY = 8
+_TRIED = 32
+_YET_TO_JOIN = -1  # the group of a row whose prompt is on its way
 
 
 @dataclass(slots=True)
@@ -33,12 +41,16 @@ class Entry:
         self._costs, self._limit, self._rows, self._correction = costs, limit, rows, Correction()
         self._waiting: dict[str, Candidate] = {}
         self._stirred = False  # somebody came or went since it was last decided
+        self._decisions = 0
         self._steps = self._most = 0  # bytes that were predicted at the most since the last look
         self._used = 0  # bytes that were measured at the most since then
         self._plain = 0  # bytes that were predicted for the last step, not corrected
         self._prefixes = 0  # bytes of the prefix cache, at the end of the last step
         self._inside = list[list[int]]()  # lengths at their end, by group, of those who are or come inside
         self._images = NO_IMAGES  # theirs
+        self._surplus = 0  # bytes that groups have in their buffers beyond what they were promised
+        self.bounds: Bounds = ()  # of the classes that rows decode in
+        self.crowded = False  # buffers have to give that back now
         self.spare = limit - costs.resident_bytes  # bytes that no row was promised
         self.longest_chunk = CHUNK  # tokens that a prompt may advance by in one step
         self.promised = 0, max(1, limit - costs.resident_bytes)  # bytes beside the model, and how many there are
@@ -81,15 +93,47 @@ class Entry:
         """Whether there is anything to decide."""
         return self._stirred
 
-    def decide(self, running: Sequence[Row], group_of: Callable[[int], int]) -> list[tuple[Candidate, Decision]]:
+    def decide(self, running: Sequence[Row], decoding: Decoding) -> list[tuple[Candidate, Decision]]:
         """Who may come in and who never will; until they are taken, they wait with the others. `running` has the oldest
-        first, and `group_of` a length is the group of rows that it would decode with."""
+        first."""
         self._stirred = False
         order = sorted(self._waiting.values(), key=lambda candidate: candidate.sequence.lane == "batch")
-        rows = [self._row(each, group_of) for each in order]
+        rows = [self._row(each) for each in order]
+        if not running or self._decisions % _TRY_EVERY == 0:
+            self.bounds = self._bounds(rows, running, decoding)
+        self._decisions += 1
+        rows, running = self._seated(rows, decoding), self._seated(running, decoding)
         decided = self._in_turn(rows, running)
-        self._promise(running, decided)
+        self._promise(running, decided, decoding)
         return [(self._waiting[row.id], decision) for row, decision in decided if not self._waits(row, decision)]
+
+    def _bounds(self, waiting: Sequence[Row], running: Sequence[Row], decoding: Decoding) -> Bounds:
+        """The best ones, if the rows that decode were moved into their classes."""
+        costs, tried = self._corrected(), [*islice(waiting, _TRIED)]
+
+        def attempt(bounds: Bounds) -> Trial | None:
+            rows, others = ([_classed(row, bounds) for row in each] for each in (running, tried))
+            if not fits(rows, costs, self._limit - self._held()):
+                return None
+            decided = admit_in_turn(others, rows, costs, self._limit, self._rows)
+            there = classes.inside(rows, decided)
+            return Trial(bounds, [row.tokens for row in there], classes.left(decided))
+
+        def most_rows(tokens: int) -> int:
+            return costs.most_rows(tokens, self._limit - self._held())
+
+        chosen = classes.best(self.bounds, tried, decoding.cost, attempt, most_rows)
+        if chosen != self.bounds and not fits(self._seated(running, decoding, chosen), costs, self._limit):
+            return self.bounds  # prompts on their way were let in for them
+        return chosen
+
+    def _seated(self, rows: Iterable[Row], decoding: Decoding, bounds: Bounds | None = None) -> list[Row]:
+        """The same, each in the group that it decodes in or will."""
+        bounds = self.bounds if bounds is None else bounds
+        return [
+            replace(row, group=decoding.group_of(row.tokens, bounds)) if row.group == _YET_TO_JOIN else row
+            for row in rows
+        ]
 
     def _in_turn(self, rows: Sequence[Row], running: Sequence[Row]) -> list[tuple[Row, Decision]]:
         """Of the caches of those who wait, as many are given up as keep somebody out, that of the youngest first."""
@@ -106,18 +150,20 @@ class Entry:
             decided = admit_in_turn(rows, running, costs, self._limit, self._rows)
         return decided
 
-    def _promise(self, running: Sequence[Row], decided: list[tuple[Row, Decision]]) -> None:
-        parked = {id for _, decision in decided if isinstance(decision, Admit) for id in decision.park}
-        inside = [row for row in running if row.id not in parked]
-        inside += (row for row, decision in decided if isinstance(decision, Admit))
+    def _promise(self, running: Sequence[Row], decided: list[tuple[Row, Decision]], decoding: Decoding) -> None:
+        inside = classes.inside(running, decided)
         self._inside, self._images = lengths(inside), images(inside)
         needed = self._corrected().peak_bytes(self._inside, images=self._images)
         self.promised = needed - self._costs.resident_bytes, self.promised[1]
+        groups = by_group(inside)
+        surplus = self.unneeded((groups.get(i, ()) for i in range(len(decoding.buffers))), decoding.buffers)
+        self.crowded = needed + surplus > self._limit - self._held()
+        self._surplus = 0 if self.crowded else surplus
         self._share()
 
     def _share(self) -> None:
         """What those inside and the caches of those who wait leave: to longer chunks, and then to others."""
-        costs, free = self._corrected(), self._limit - self._held()
+        costs, free = self._corrected(), self._limit - self._held() - self._surplus
         self.longest_chunk = costs.longest_chunk(self._inside, free, self._images)
         self.spare = free - costs.peak_bytes(self._inside, min(self.longest_chunk, MOST), self._images)
 
@@ -160,23 +206,25 @@ class Entry:
         given = map(self._costs.rectangle_bytes, groups)
         return sum(max(0, theirs - needed) for theirs, needed in zip(buffers, given, strict=True))
 
-    def left(self, rows: Iterable[Row]) -> int:
+    def left(self, rows: Iterable[Row], decoding: Decoding) -> int:
         """Bytes, if these are all who are inside, in the groups that they would decode in; below 0 where they do not
         fit."""
-        rows = [*rows]
+        rows = self._seated(rows, decoding)
         return self._limit - self._held() - self._corrected().peak_bytes(lengths(rows), images=images(rows))
 
-    def _row(self, candidate: Candidate, group_of: Callable[[int], int]) -> Row:
+    def _row(self, candidate: Candidate) -> Row:
         row = self.admitted(candidate.sequence, None, _images_of(candidate.sequence), candidate.passed)
         held_bytes = candidate.parked.kept.nbytes if candidate.parked else 0
-        return replace(row, group=group_of(row.tokens), begun=candidate.was_inside, held_bytes=held_bytes)
+        return replace(row, begun=candidate.was_inside, held_bytes=held_bytes)
 
     def admitted(self, asked: Asked, group: int | None, images: Images = NO_IMAGES, passed: int = 0) -> Row:
-        """As admission sees it. Until it is thinned, a prompt that may be takes the draft a cache, too. `images`: that
-        it has still to be computed with. All of them stay as they were prepared: it may have to be computed again."""
+        """As admission sees it; a prompt on its way has no `group` yet. Until it is thinned, a prompt that may be takes
+        the draft a cache, too. `images`: that it has still to be computed with. All of them stay as they were prepared:
+        it may have to be computed again."""
         scored = self._costs.draft_tokens(len(asked.prompt)) if asked.thinning and asked.kept is None else 0
         tokens = len(asked.prompt) - asked.left_out + scored
-        return Row(asked.id, asked.lane, tokens, asked.max_tokens, group or 0, passed, images=images + _prepared(asked))
+        group = _YET_TO_JOIN if group is None else group
+        return Row(asked.id, asked.lane, tokens, asked.max_tokens, group, passed, images=images + _prepared(asked))
 
     def _corrected(self) -> Costs:
         return replace(self._costs, factor=self._correction.factor)
@@ -200,6 +248,10 @@ def _images_of(asked: Asked) -> Images:
 def _prepared(asked: Asked) -> Images:
     each = {picture.digest: picture.nbytes for picture in asked.pictures}.values()
     return Images(prepared_bytes=sum(each))
+
+
+def _classed(row: Row, bounds: Bounds) -> Row:
+    return replace(row, group=classes.class_of(row.tokens, bounds))
 
 
 def _kinds(decided: Iterable[tuple[Row, Decision]]) -> list[type[Decision]]:

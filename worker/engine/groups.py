@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ import mlx.nn as nn
 from worker.engine.row import Row
 from worker.engine.rows import Drawn, Parked, Rows, Told
 from worker.engine.stopwatch import Stopwatch
+from worker.schedule.classes import Bounds, Decoding, class_of
 from worker.schedule.grouping import MeasuredCost, place, regroup
 
 logger = logging.getLogger("sluice.engine")
@@ -25,6 +26,7 @@ class Groups:
         """`fit`: whether rows in such groups stay within memory. Rows in groups of their own take the least."""
         self._network, self._fit, self._cost, self._watch = network, fit, MeasuredCost(), Stopwatch()
         self._groups: list[Rows] = []
+        self._bounds: Bounds = ()  # of the classes that are kept apart
         self._under_way: list[list[int]] = []  # lengths, by group, in the step that the device computes
         self._steps, self._settled = 0, True  # it is not yet time to look at the groups again
         self.step_s: float | None = None  # of a decode step, if one could be timed since the last `step` began
@@ -88,9 +90,23 @@ class Groups:
     def lengths(self) -> list[list[int]]:
         return [group.lengths for group in self._groups]
 
-    def nearest(self, length: int) -> int:
-        """The number of the group that a row of this length would decode in; a new one counts on."""
-        return place(length, self.lengths, self._cost.cost())
+    def decoding(self, groups: Sequence[Sequence[Row]] | None = None) -> Decoding:
+        """The groups as admission sees them, or these as if they decoded."""
+        rows = [group.rows for group in self._groups] if groups is None else groups
+        lengths, ends = ([[at(row) for row in group] for group in rows] for at in (_length, _end))
+        return Decoding(self._cost.cost(), lengths, ends, self.buffers if groups is None else ())
+
+    def part(self, bounds: Bounds) -> None:
+        """Rows of different classes join different groups from here on. Those that decode are moved only if it pays."""
+        self._settled = self._settled and bounds == self._bounds
+        self._bounds = bounds
+
+    def tighten(self) -> None:
+        """Give back what buffers have beyond their room to spare: others need it."""
+        self._watch.disturbed()
+        for group in list(self._groups):
+            if not _tried(group.tighten):
+                self._groups.remove(group)
 
     def slower(self, more: int) -> float:
         """How many times as long as now a step takes with this many rows more, of the length of the longest. What was
@@ -101,7 +117,7 @@ class Groups:
 
     def growth(self, length: int) -> int:
         """Bytes that are copied when a row of that length joins, beside its own."""
-        at = self.nearest(length)
+        at = place(length, self.lengths, self._cost.cost())
         return self._groups[at].growth(length) if at < len(self._groups) else 0
 
     def cache_of(self, row: Row) -> Iterator[tuple[list[Any], int]]:
@@ -148,7 +164,8 @@ class Groups:
             return
         self._settled = True
         trusted = self._trusted()
-        better = regroup([group.lengths for group in trusted], self._cost.cost())
+        kinds = [class_of(row.end, self._bounds) for group in trusted for row in group.rows]
+        better = regroup([group.lengths for group in trusted], self._cost.cost(), kinds)
         if better is None:
             return
         rows = [row for group in trusted for row in group.rows]
@@ -174,11 +191,18 @@ class Groups:
             yield home, members
 
     def _group_for(self, row: Row) -> Rows:
-        """A suspect gets one of its own."""
-        groups = [] if row.suspect else self._trusted()
+        """One of its class. A suspect gets one of its own."""
+        trusted = self._trusted()
+        groups = [] if row.suspect else self._of_class(row, trusted)
         at = place(row.length, [group.lengths for group in groups], self._cost.cost())
-        together = [[*group.rows, *([row] if i == at else [])] for i, group in enumerate(groups)]
-        return groups[at] if at < len(groups) and self._fit(together) else Rows(self._network)
+        if at == len(groups):
+            return Rows(self._network)
+        together = [[*group.rows, *([row] if group is groups[at] else [])] for group in trusted]
+        return groups[at] if self._fit(together) else Rows(self._network)
+
+    def _of_class(self, row: Row, groups: list[Rows]) -> list[Rows]:
+        number, decoding = class_of(row.end, self._bounds), self.decoding([group.rows for group in groups])
+        return [groups[i] for i in decoding.of_class(number, self._bounds)]
 
     def _trusted(self) -> list[Rows]:
         return [group for group in self._groups if not any(row.suspect for row in group.rows)]
@@ -193,6 +217,14 @@ class Groups:
 
     def _sweep(self) -> None:
         self._groups = [group for group in self._groups if group.rows]
+
+
+def _length(row: Row) -> int:
+    return row.length
+
+
+def _end(row: Row) -> int:
+    return row.end
 
 
 def _tried(act: Callable[[], T]) -> list[T]:

@@ -83,12 +83,12 @@ def admit(
 ) -> Decision:
     """An interactive candidate may have offline rows parked, the youngest first. `held_bytes`: by others who wait; they
     could be given up, so that nobody is refused for them."""
-    if not _fits([candidate], costs, limit):
+    if not fits([candidate], costs, limit):
         if not candidate.begun:
             return Refuse(_why(candidate, costs, limit))
         return Wait(candidate.passed) if running or held_bytes else Admit()
     free = limit - held_bytes
-    if _fits([*running, candidate], costs, free, most):
+    if fits([*running, candidate], costs, free, most):
         return Admit()
     if candidate.lane == "batch":
         return Wait(candidate.passed)
@@ -96,17 +96,22 @@ def admit(
     for youngest in [row for row in reversed(running) if row.lane == "batch"]:
         staying.remove(youngest)
         parked.append(youngest.id)
-        if _fits([*staying, candidate], costs, free, most):
+        if fits([*staying, candidate], costs, free, most):
             return Admit(tuple(parked))
     return Wait(candidate.passed)
 
 
 def lengths(rows: Iterable[Row]) -> list[list[int]]:
     """At the end, by group."""
+    return list(by_group(rows).values())
+
+
+def by_group(rows: Iterable[Row]) -> dict[int, list[int]]:
+    """Return the lengths at the end, under the number of the group."""
     groups = defaultdict[int, list[int]](list)
     for row in rows:
         groups[row.group].append(row.tokens)
-    return list(groups.values())
+    return dict(groups)
 
 
 def images(rows: Iterable[Row]) -> Images:
@@ -114,7 +119,7 @@ def images(rows: Iterable[Row]) -> Images:
     return sum((row.images for row in rows), NO_IMAGES)
 
 
-def _fits(rows: Sequence[Row], costs: Costs, limit: int, most: int = MOST_ROWS) -> bool:
+def fits(rows: Sequence[Row], costs: Costs, limit: int, most: int = MOST_ROWS) -> bool:
     return len(rows) <= most and _peak_bytes(rows, costs) <= limit
 
 
@@ -134,7 +139,7 @@ def _why(candidate: Row, costs: Costs, limit: int) -> str:
     spare, most = limit - costs.resident_bytes, costs.most_tokens(limit)
     if not most:
         return f"This worker has {size(max(0, spare))} beside its model, too little for any answer."
-    if _fits([_with_images(candidate, 0)], costs, limit):
+    if fits([_with_images(candidate, 0)], costs, limit):
         return _why_not_seen(candidate, costs, limit)
     needs = _peak_bytes([candidate], costs) - costs.resident_bytes
     return (

@@ -60,10 +60,17 @@ def place(length: int, groups: Sequence[Sequence[int]], cost: StepCost) -> int:
     return len(groups) if alone_s < _LEAST_GAIN * together_s else best
 
 
-def regroup(groups: Sequence[Sequence[int]], cost: StepCost) -> list[list[int]] | None:
-    """Better groups, as indices into the flattened lengths; None where what there is does well enough."""
+def regroup(
+    groups: Sequence[Sequence[int]], cost: StepCost, classes: Sequence[int] | None = None
+) -> list[list[int]] | None:
+    """Better groups, as indices into the flattened lengths; None where what there is does well enough. Rows of
+    different `classes` are never put together."""
     lengths = [length for group in groups for length in group]
-    best = partition(lengths, cost)
+    best = list[list[int]]()
+    classes = classes or [0] * len(lengths)
+    for one in sorted({*classes}):
+        theirs = [i for i, each in enumerate(classes) if each == one]
+        best += [[theirs[i] for i in group] for group in partition([lengths[i] for i in theirs], cost)]
     better_s = cost.step_s([[lengths[i] for i in group] for group in best])
     return best if better_s < _LEAST_GAIN * cost.step_s(groups) else None
 
