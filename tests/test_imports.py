@@ -40,7 +40,8 @@ TABLE = {
     "worker.timetable":    May(others="cronsim"),
     "worker.child":        May(),
     "worker.rlimits":      May(),
-    "worker.reading":      May("worker.child worker.errors worker.rlimits"),
+    "worker.turns":        May("schemas.keys"),
+    "worker.reading":      May("schemas.keys worker.child worker.errors worker.rlimits worker.turns"),
     "worker.settings":     May("schemas worker.errors worker.redis_url worker.timetable",
                                "pydantic pydantic_core pydantic_settings"),
     "worker.metrics":      May("schemas worker.errors worker.schedule.sequence", "prometheus_client"),
@@ -51,8 +52,8 @@ TABLE = {
                                "pydantic"),
 
     "worker.schedule":     May(),
-    "worker.text":         May("schemas worker.child worker.errors worker.rlimits worker.schedule.sequence",
-                               "jinja2 llguidance pydantic"),
+    "worker.text":         May("schemas worker.child worker.errors worker.rlimits worker.schedule.sequence "
+                               "worker.turns", "jinja2 llguidance pydantic"),
     "worker.engine":       May("worker.schedule worker.errors worker.pulse", "mlx mlx_lm"),
     "worker.engine.upstream_transformers": May(others="transformers"),
     "worker.engine.upstream_vision": May(others="mlx_vlm PIL"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from worker.child import Ended
 from worker.errors import Refusal
 from worker.reading import reader as module
 from worker.reading.__main__ import answer, verdict
@@ -158,3 +159,35 @@ async def test_a_process_that_fails_by_itself_is_not_the_request_s_fault(monkeyp
     monkeypatch.setattr(module, "run_child", failed)
     why = await refusal(lists(MOST_VALUES))
     assert (why.type, why.retryable) == ("overloaded", True)
+
+
+async def test_tenants_take_turns_in_a_lanes_thread() -> None:
+    reader, go, order = Reader(), threading.Event(), list[str]()
+    size = SMALL_BYTES + 1
+    works = [reader.run(go.wait, size=size, lane="interactive", tenant="greedy")]
+    works += [reader.run(order.append, f"greedy {i}", size=size, lane="interactive", tenant="greedy") for i in range(5)]
+    works += [reader.run(order.append, "small", size=size, lane="interactive", tenant="small")]
+    running = asyncio.gather(*works)
+    await asyncio.sleep(0.05)
+    go.set()
+    await asyncio.wait_for(running, 10)
+    assert order.index("small") <= 1
+
+
+async def test_a_tenants_dear_bodies_do_not_hold_up_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = list[int]()
+
+    async def noted(name: str, body: bytes) -> Ended:
+        order.append(len(body))
+        await asyncio.sleep(0.01)
+        return Ended(0, marshal.dumps(("json", None)), b"")
+
+    monkeypatch.setattr(module, "run_child", noted)
+    reader, other = Reader(), lists(2 * MOST_VALUES)
+    greedy = [asyncio.ensure_future(reader.parse(lists(MOST_VALUES + 1), "interactive", "greedy")) for _ in range(5)]
+    while not order:
+        await asyncio.sleep(0.001)
+    await reader.parse(other, "interactive", "small")
+    assert order.index(len(other)) <= 2
+    assert not all(task.done() for task in greedy)
+    await asyncio.gather(*greedy)

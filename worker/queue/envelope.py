@@ -24,7 +24,7 @@ async def open_envelope(
         raise Refusal("too_large", f"The job is {claim.body_bytes:,} bytes; this worker takes {most_bytes:,} at most.")
     if not body:
         raise Refusal("invalid_request", "The job's body has expired or was deleted; submit it again.", retryable=True)
-    name, args = _named(await reader.parse(body, claim.lane))
+    name, args = _named(await reader.parse(body, claim.lane, claim.tenant))
     if name not in functions:
         known = ", ".join(sorted(functions))
         raise Refusal("invalid_request", f"There is no function {name[:64]!r} here; this worker has: {known}.")

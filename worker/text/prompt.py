@@ -74,7 +74,8 @@ class Prompts:
         if length < _LONG_CHARACTERS and not self._quotes(inputs := read()):
             with suppress(NotTaken):  # else by many trials
                 return self._prompt(lambda: inputs, images, self._adapter.as_it_is, never)
-        return await self._threads.run(lane, length, partial(self._prompt, read, images, self._adapter.adapt))
+        work = partial(self._prompt, read, images, self._adapter.adapt)
+        return await self._threads.run(lane, length, work, request.billed_to or "")
 
     def _prompt(self, read: Callable[[], Inputs], images: Sequence[str], adapt: Adapt, check: Check) -> Prompt:
         parts, tools, variables = read()

@@ -1,11 +1,12 @@
 """Threads for work whose cost a client chooses: templates, tokenizing and what is planned from them.
 
 The work of a job runs on one thread at a time. Large texts have threads of their own, one for each lane, so a short
-prompt never waits for a long one, nor an interactive job for offline work.
+prompt never waits for a long one, nor an interactive job for offline work. Within a lane tenants take turns, and work
+that has had its time slice stops at its next check while others wait.
 """
 
 import asyncio
-from collections import deque
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -15,6 +16,7 @@ from typing import TypeVar
 
 from schemas.keys import LANES, Lane
 from worker.errors import Refusal
+from worker.turns import Turn, Turns
 
 T = TypeVar("T")
 Check = Callable[[], None]  # raises `Abandoned` when nobody waits for the work any more
@@ -23,6 +25,9 @@ LARGE = 65_536  # characters: the slowest tokenizers read as many in a quarter o
 _SMALL_AT_ONCE = 2
 # A text that fits a context of a million tokens takes some 5 s on a slow machine.
 _LONGEST_S = 60.0
+_SLICE_S = 0.5
+_MOST_PAUSED = 6  # works that keep a thread, and what they have made so far, while others run
+_LOOK_AGAIN_S = 1.0
 
 
 class Abandoned(Exception):
@@ -34,23 +39,34 @@ def never() -> None:
 
 
 class Pool:
-    """A few threads. A free one goes to the interactive job that has waited longest, then to an offline one."""
+    """A few threads at work. A free one goes to the interactive job whose tenant's turn it is, then to offline work."""
 
-    def __init__(self, name: str, threads: int, *, longest_s: float = _LONGEST_S) -> None:
-        self._threads, self._free, self._longest_s = ThreadPoolExecutor(threads, name), threads, longest_s
-        self._waiting: dict[Lane, deque[asyncio.Future[None]]] = {lane: deque() for lane in LANES}
+    def __init__(
+        self,
+        name: str,
+        threads: int,
+        *,
+        reserved: int = 0,
+        longest_s: float = _LONGEST_S,
+        slice_s: float = _SLICE_S,
+    ) -> None:
+        """`reserved`: threads that offline jobs leave free. `longest_s` counts from when the work began, pauses left
+        out."""
+        self._threads, self._turns = ThreadPoolExecutor(threads + _MOST_PAUSED, name), Turns(threads, reserved=reserved)
+        self._longest_s, self._slice_s, self._paused = longest_s, slice_s, 0
 
-    async def run(self, lane: Lane, work: Callable[[Check], T]) -> T:
+    async def run(self, lane: Lane, work: Callable[[Check], T], tenant: str = "") -> T:
         """Call `work` on a thread. Native code cannot be interrupted, so work that takes long calls its check between
         two steps. Raises `Refusal` when it has run too long; its thread is free again at its next check."""
-        await self._turn(lane)
-        abandoned = Event()
-        running = self._threads.submit(work, partial(_check, abandoned))
+        await self._turns.take(lane, tenant)
+        running = _Running(partial(self._pause, lane, tenant), self._slice_s)
+        future = self._threads.submit(work, running.check)
         # Not when the job ends, but when the thread is free.
-        running.add_done_callback(partial(self._freed, asyncio.get_running_loop()))
+        future.add_done_callback(partial(self._freed, running))
         try:
             async with asyncio.timeout(self._longest_s) as limit:
-                return await asyncio.wrap_future(running)
+                running.limit = limit
+                return await asyncio.wrap_future(future)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -58,39 +74,91 @@ class Pool:
                 "too_large", f"messages: to prepare them took longer than {self._longest_s:g} s; shorten them."
             ) from None
         finally:
-            abandoned.set()
+            running.abandon()
 
-    async def _turn(self, lane: Lane) -> None:
-        """Wait until a thread is free, and take it."""
-        if self._free:
-            self._free -= 1
+    def _pause(self, lane: Lane, tenant: str, running: "_Running") -> None:
+        """Give the thread's slot to whoever waits for it."""
+        if running.over or self._paused >= _MOST_PAUSED or not self._turns.wanted:
+            running.go_on()
             return
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting[lane].append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._pass_on()
-            raise
+        self._paused += 1
+        turn = self._turns.queue(lane, tenant, again=True)
+        turn.add_done_callback(partial(self._go_on, running))
+        running.pause(turn)
+        self._turns.give_back()
 
-    def _freed(self, loop: asyncio.AbstractEventLoop, _: Future[T]) -> None:
+    def _go_on(self, running: "_Running", turn: Turn) -> None:
+        self._paused -= 1
+        running.go_on()
+
+    def _freed(self, running: "_Running", _: Future[T]) -> None:
         with suppress(RuntimeError):  # the loop has closed: nobody waits
-            loop.call_soon_threadsafe(self._pass_on)
+            running.loop.call_soon_threadsafe(self._end, running)
 
-    def _pass_on(self) -> None:
-        for lane in LANES:
-            while self._waiting[lane]:
-                turn = self._waiting[lane].popleft()
-                if not turn.done():
-                    turn.set_result(None)
-                    return
-        self._free += 1
+    def _end(self, running: "_Running") -> None:
+        if running.has_slot:
+            self._turns.give_back()
 
 
-def _check(abandoned: Event) -> None:
-    if abandoned.is_set():
-        raise Abandoned
+class _Running:
+    """Work on a thread. All but `check` is the event loop's."""
+
+    def __init__(self, wants_pause: Callable[["_Running"], None], slice_s: float) -> None:
+        self.loop, self.limit = asyncio.get_running_loop(), asyncio.timeout(None)
+        self._wants_pause, self._slice_s = wants_pause, slice_s
+        self._abandoned, self._goes_on = Event(), Event()
+        self._began = time.monotonic()  # the slice
+        self._turn: Turn | None = None  # the last that it waited for
+        self._left_s = 0.0
+
+    @property
+    def abandoned(self) -> bool:
+        return self._abandoned.is_set()
+
+    @property
+    def over(self) -> bool:
+        """Whether its job waits for it no more."""
+        return self.abandoned or self.limit.expired()
+
+    @property
+    def has_slot(self) -> bool:
+        return self._turn is None or (self._turn.done() and not self._turn.cancelled())
+
+    def pause(self, turn: Turn) -> None:
+        self._turn, ends = turn, self.limit.when()
+        self._left_s = ends - self.loop.time() if ends is not None else 0.0
+        self.limit.reschedule(None)
+
+    def go_on(self) -> None:
+        if not self.over and self.limit.when() is None:
+            self.limit.reschedule(self.loop.time() + self._left_s)
+        self._goes_on.set()
+
+    def abandon(self) -> None:
+        self._abandoned.set()
+        if self._turn is not None:
+            self._turn.cancel()
+        self._goes_on.set()
+
+    def check(self) -> None:
+        """Called on the thread, by its work. Raises `Abandoned`."""
+        if not self.abandoned and time.monotonic() - self._began >= self._slice_s:
+            self._wait()
+            self._began = time.monotonic()
+        if self.abandoned:
+            raise Abandoned
+
+    def _wait(self) -> None:
+        self._goes_on.clear()
+        if self.abandoned:
+            return
+        try:
+            self.loop.call_soon_threadsafe(self._wants_pause, self)
+        except RuntimeError:  # the loop has closed
+            raise Abandoned from None
+        while not self._goes_on.wait(_LOOK_AGAIN_S):
+            if self.loop.is_closed():
+                raise Abandoned
 
 
 class TextThreads:
@@ -100,7 +168,7 @@ class TextThreads:
         self._small = Pool("text", _SMALL_AT_ONCE)
         self._large = {lane: Pool(f"large-text-{lane}", 1) for lane in LANES}
 
-    async def run(self, lane: Lane, characters: int, work: Callable[[Check], T]) -> T:
+    async def run(self, lane: Lane, characters: int, work: Callable[[Check], T], tenant: str = "") -> T:
         """Call `work`, which is on so many characters, on a thread: see `Pool.run`."""
         pool = self._large[lane] if characters > LARGE else self._small
-        return await pool.run(lane, work)
+        return await pool.run(lane, work, tenant)
