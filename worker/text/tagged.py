@@ -63,7 +63,7 @@ class _Parameters:
                 return self._strings(schema)
             case str():
                 return [self._json(schema)]
-            case list() as types if {*types} <= {*_NUMBERS, "null"}:
+            case list() as types if all(each in (*_NUMBERS, "null") for each in types):
                 return [self._json(schema)]
             case None:
                 return self._untyped(schema)
@@ -92,7 +92,7 @@ class _Parameters:
             case None:
                 self._knows(schema, ())
                 return [self._grammar.text(_TEXT, until=_END)]
-        raise self._refusal(f"type {schema['type']} within anyOf or $ref")
+        raise self._refusal(f"type {shown(schema['type'])} within anyOf or $ref")
 
     def _json(self, schema: Schema) -> str:
         types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
@@ -160,9 +160,10 @@ class _Parameters:
             match str(schema["$ref"]).split("/"):
                 case ["#", ("$defs" | "definitions") as where, name] if name not in seen:
                     seen.add(name)
-                    schema = self._schema(self._whole.get(where, {}).get(name))
+                    named = self._whole.get(where, {})
+                    schema = self._schema(named.get(name) if isinstance(named, dict) else named)
                 case _:
-                    raise self._refusal(f"$ref {schema['$ref']}")
+                    raise self._refusal(f"$ref {shown(schema['$ref'])}")
         return schema
 
     def _schema(self, schema: Any) -> Schema:

@@ -5,7 +5,9 @@ both agree that it matches.
 """
 
 import re
+from bisect import bisect_right
 from functools import cache
+from operator import itemgetter
 
 Ranges = tuple[tuple[int, int], ...]  # of code points, both ends included, sorted and apart
 
@@ -56,7 +58,9 @@ def without(ranges: Ranges, less: Ranges) -> Ranges:
 
 
 def has(ranges: Ranges, character: str) -> bool:
-    return any(low <= ord(character) <= high for low, high in ranges)
+    code = ord(character)
+    place = bisect_right(ranges, code, key=itemgetter(0))
+    return place > 0 and code <= ranges[place - 1][1]
 
 
 @cache

@@ -19,14 +19,14 @@ CONDITIONS = ("dependentRequired", "dependentSchemas", "dependencies", "if", "th
 
 def alternatives(schema: Schema, at: str, proofs: Exclusion) -> list[Any] | None:
     """Return alternatives that say together what its conditions say. None if it has no condition."""
-    choices = [*_choices(schema, schema, at, proofs)]
+    known = without_conditions(schema)
+    choices = [*_choices(schema, known, at, proofs)]
     members = schema.get("allOf")
     for index, member in enumerate(members if isinstance(members, list) else []):
         if isinstance(member, dict):
-            choices += _choices(member, schema, f"{at}/allOf/{index}", proofs)
+            choices += _choices(member, known, f"{at}/allOf/{index}", proofs)
     if not choices:
         return None
-    known = without_conditions(schema)
     ways: list[list[Any]] = [[]]
     for place, choice in choices:
         ways = [[*way, each] for way in ways for each in choice if not proofs.excluded([known, *way, each])]
@@ -51,8 +51,8 @@ def _without(member: Any) -> Any:
     return {keyword: said for keyword, said in member.items() if keyword not in CONDITIONS}
 
 
-def _choices(schema: Schema, whole: Schema, at: str, proofs: Exclusion) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the alternatives of each condition. `whole` is what its values satisfy besides."""
+def _choices(schema: Schema, known: Schema, at: str, proofs: Exclusion) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the alternatives of each condition. `known` is what its values satisfy besides."""
     for keyword in ("dependentRequired", "dependencies", "dependentSchemas"):
         said = schema.get(keyword, {})
         if not isinstance(said, dict):
@@ -60,7 +60,7 @@ def _choices(schema: Schema, whole: Schema, at: str, proofs: Exclusion) -> Itera
         for name, needs in said.items():
             yield f"{at}/{keyword}/{name}", _dependent(name, needs, f"{at}/{keyword}/{name}")
     if "if" in schema and ("then" in schema or "else" in schema):
-        yield f"{at}/if", _conditional(schema, whole, at, proofs)
+        yield f"{at}/if", _conditional(schema, known, at, proofs)
 
 
 def _dependent(name: str, needs: Any, at: str) -> list[Any]:
@@ -73,10 +73,10 @@ def _dependent(name: str, needs: Any, at: str) -> list[Any]:
     return [without, {"type": "object", "required": list(dict.fromkeys([name, *needs]))}, other]
 
 
-def _conditional(schema: Schema, whole: Schema, at: str, proofs: Exclusion) -> list[Any]:
+def _conditional(schema: Schema, known: Schema, at: str, proofs: Exclusion) -> list[Any]:
     condition, then, otherwise = schema["if"], schema.get("then", True), schema.get("else", True)
     try:
-        contrary = opposite(condition, [without_conditions(whole)], proofs)
+        contrary = opposite(condition, [known], proofs)
     except NoOpposite:
         instead = "compare properties that have an enum, or write the cases as anyOf"
         raise Unheld(f"{at}/if", f"its opposite cannot be written as a schema; {instead}") from None
@@ -90,7 +90,7 @@ def one_of(said: Any, beside: Schema, at: str, proofs: Exclusion) -> list[Any]:
     if len(said) == 1 or _told_apart(said, beside, proofs):
         return said
     if all(isinstance(each, dict) and each.keys() <= _LISTING and each.keys() & {"const", "enum"} for each in said):
-        if found := _in_one([_satisfying(each, proofs) for each in said]):
+        if found := _in_one([_satisfying(each, proofs) for each in said], proofs):
             return [{"enum": found}]
         raise Unheld(f"{at}/oneOf", "no value is in one of its alternatives alone; use anyOf")
     return _forbidding(said, beside, at, proofs)
@@ -100,11 +100,11 @@ def _told_apart(said: Sequence[Any], beside: Schema, proofs: Exclusion) -> bool:
     """Return whether one look shows it: each lists values, or a property must have one of the values listed."""
     lists = [_listed([each], proofs) for each in said]
     if all(each is not None for each in lists):
-        return _apart(lists)
+        return _apart(lists, proofs)
     together = [proofs.flat([each, beside]) or [] for each in said]
     return any(
         all(name in proofs.required(each) and kinds(each) == {"object"} for each in together)
-        and _apart([_listed(proofs.of_property(name, each), proofs) for each in together])
+        and _apart([_listed(proofs.of_property(name, each), proofs) for each in together], proofs)
         for name in proofs.required(together[0])[:8]
     )
 
@@ -119,19 +119,19 @@ def _satisfying(schema: Schema, proofs: Exclusion) -> list[Any]:
     return [value for value in _listed([schema], proofs) or [] if proofs.may_be(value, schema)]
 
 
-def _apart(lists: Sequence[list[Any] | None]) -> bool:
+def _apart(lists: Sequence[list[Any] | None], proofs: Exclusion) -> bool:
     seen = set[Hashable]()
     for each in lists:
-        keys = set(map(values.key, each)) if each is not None else None
+        keys = set(map(proofs.key, each)) if each is not None else None
         if keys is None or keys & seen:
             return False
         seen |= keys
     return True
 
 
-def _in_one(lists: Sequence[list[Any]]) -> list[Any]:
-    counts = Counter(key for each in lists for key in set(map(values.key, each)))
-    found = {values.key(value): value for each in lists for value in each}
+def _in_one(lists: Sequence[list[Any]], proofs: Exclusion) -> list[Any]:
+    counts = Counter(key for each in lists for key in set(map(proofs.key, each)))
+    found = {proofs.key(value): value for each in lists for value in each}
     return [value for key, value in found.items() if counts[key] == 1]
 
 
@@ -158,4 +158,5 @@ def _forbidding(said: Sequence[Any], beside: Schema, at: str, proofs: Exclusion)
 def _own_name(schema: Any, other: Any, proofs: Exclusion) -> str | None:
     """Return a property that it requires and the other does not."""
     own, others = (proofs.required(proofs.flat([each]) or []) for each in (schema, other))
-    return next((name for name in own if name not in others), None)
+    unwanted = set(others)
+    return next((name for name in own if name not in unwanted), None)

@@ -5,24 +5,26 @@ certain, and False says nothing.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from worker.text.schema import values
+from worker.text.schema.budget import Budget
 from worker.text.schema.unheld import Unheld
 
 Schema = dict[str, Any]
 Resolve = Callable[[Any], Any]  # from a reference to the schema that it leads to
-_STEPS = 20_000
+_STEPS = 20_000  # of proofs; what is not proved by then is taken as not excluded
 _DEEPEST = 12
 _FARTHEST = 10**300  # a bound beyond is not read
 
 
 class Exclusion:
-    """Its steps are bounded, over all that it is asked."""
+    """Its steps are bounded, over all that it is asked. Each of its methods raises `Spent`."""
 
-    def __init__(self, resolve: Resolve) -> None:
-        self._resolve, self._left = resolve, _STEPS
+    def __init__(self, resolve: Resolve, budget: Budget | None = None) -> None:
+        self._resolve, self._left, self._budget = resolve, _STEPS, budget or Budget()
 
     @property
     def spent(self) -> bool:
@@ -43,14 +45,16 @@ class Exclusion:
 
     def flat(self, schemas: Iterable[Any]) -> list[Schema] | None:
         """Return them with those that they all say by reference and `allOf`. None if one of them is false."""
-        found, waiting, seen = list[Schema](), list(schemas), set[int]()
+        found, waiting, seen = list[Schema](), deque(schemas), set[int]()
         while waiting:
-            schema = waiting.pop(0)
+            self._budget.take()
+            schema = waiting.popleft()
             if schema is False:
                 return None
             if not isinstance(schema, dict) or id(schema) in seen:
                 continue
             self._left -= 1
+            self._budget.take(_listed_members(schema))
             seen.add(id(schema))
             found.append(schema)
             if isinstance(schema.get("allOf"), list):
@@ -58,6 +62,10 @@ class Exclusion:
             if "$ref" in schema and self._left > 0:
                 waiting.append(self._resolved(schema["$ref"]))
         return found
+
+    def key(self, value: Any) -> Hashable:
+        """Return what the value has in common with those that JSON has equal."""
+        return values.key(value, self._budget.take)
 
     def _resolved(self, reference: Any) -> Any:
         try:
@@ -72,8 +80,8 @@ class Exclusion:
             kind = kinds(together)
             return [None, True, False] if kind <= {"null", "boolean"} else None
         self._left -= sum(map(len, lists))
-        others = [{values.key(value) for value in each} for each in lists[1:]]
-        return [value for value in lists[0] if all(values.key(value) in each for each in others)]
+        others = [set(map(self.key, each)) for each in lists[1:]]
+        return [value for value in lists[0] if all(self.key(value) in each for each in others)]
 
     def required(self, together: Sequence[Schema]) -> list[str]:
         names = (name for schema in together for name in _strings(schema.get("required")))
@@ -81,6 +89,7 @@ class Exclusion:
 
     def of_property(self, name: str, together: Sequence[Schema]) -> list[Any]:
         """Return what they say of a property's value."""
+        self._budget.take(len(together))
         return [said for schema in together for said in _of_property(schema, name)]
 
     def _is_empty(self, kind: str, together: Sequence[Schema], depth: int) -> bool:
@@ -103,6 +112,7 @@ class Exclusion:
 
     def _item_excluded(self, together: Sequence[Schema], depth: int) -> bool:
         least = max((size for schema in together if (size := _size(schema, "minItems")) is not None), default=0)
+        self._budget.take(8 * len(together))
         return any(
             self.excluded([_of_item(schema, index) for schema in together], depth + 1)
             for index in range(min(int(least), 8))
@@ -113,6 +123,7 @@ class Exclusion:
             for keyword in ("anyOf", "oneOf"):
                 cases = schema.get(keyword)
                 if isinstance(cases, list) and cases:
+                    self._budget.take(len(schema) + len(together))
                     rest = [{key: said for key, said in schema.items() if key != keyword}]
                     rest += [each for each in together if each is not schema]
                     return all(self.excluded([case, *rest], depth + 1) for case in cases)
@@ -134,7 +145,8 @@ class Exclusion:
         own = _own_list(schema)
         if own is not None:
             self._left -= len(own)
-            if not any(values.key(value) == values.key(each) for each in own):
+            wanted = self.key(value)
+            if not any(wanted == self.key(each) for each in own):
                 return False
         for keyword in ("anyOf", "oneOf"):
             cases = schema.get(keyword)
@@ -147,6 +159,7 @@ class Exclusion:
                 within = (self.may_be(each, _of_item(schema, index), depth) for index, each in enumerate(value))
                 return _fits(len(value), schema, "minItems", "maxItems") and all(within)
             case dict():
+                self._budget.take(len(value))
                 said = ((each, says) for name, each in value.items() for says in _of_property(schema, name))
                 return value.keys() >= {*_strings(schema.get("required"))} and all(
                     self.may_be(each, says, depth) for each, says in said
@@ -177,6 +190,11 @@ def _types(schema: Schema) -> list[str]:
 
 def _is_fraction(value: Any) -> bool:
     return values.kind(value) == "number" and not values.is_integer(value)
+
+
+def _listed_members(schema: Schema) -> int:
+    """Return how long its lists are that are read whole."""
+    return sum(len(said) for keyword in ("allOf", "required", "type") if isinstance(said := schema.get(keyword), list))
 
 
 def _own_list(schema: Schema) -> list[Any] | None:

@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from worker.text.schema import exclusion, names, numbers
+from worker.text.schema.budget import Budget, Spent
 from worker.text.schema.choices import alternatives, one_of, without_conditions
 from worker.text.schema.patterns import Steps
 from worker.text.schema.references import References
@@ -21,6 +22,7 @@ FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4",
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _MOST_SCHEMAS = 30_000  # within one another, those that a rewriting repeats included
 _MOST_CHARACTERS = 500_000  # of patterns, once their classes are written out
+_MOST_WRITTEN = 2_000_000  # characters of values and names, those that a rewriting repeats included
 _DEEPEST = 100  # llguidance's reader stops at 128
 _ENDLESS = 2**31 - 1  # generators write it for "any number"
 _UNWRITABLE = re.compile(r"[^\b\f\n\r\t -~\x80-\U0010ffff]")
@@ -55,12 +57,12 @@ class _Holding:
     def __init__(self, root: Schema) -> None:
         self._references, self._left, self._depth = References(root), _MOST_SCHEMAS, 0
         self._steps = Steps()
-        self._proofs = exclusion.Exclusion(lambda reference: self._references.target(reference, "#").schema)
+        self._proofs = exclusion.Exclusion(lambda said: self._references.target(said, "#").schema, Budget())
         self._waiting, self._definitions = list[tuple[str, Any, str]](), Schema()
         self._within, self._in_place = "", True  # the definition at hand, and whether it is still about its own value
         self._leads = dict[str, dict[str, str]]()
         self._multiples, self._combines = dict[Fraction, str](), False
-        self._characters = _MOST_CHARACTERS
+        self._characters, self._written = _MOST_CHARACTERS, _MOST_WRITTEN
 
     def whole(self, schema: Schema) -> Schema:
         found = self._object(schema, "#")
@@ -94,6 +96,13 @@ class _Holding:
         return found
 
     def _object(self, schema: Schema, at: str) -> Schema:
+        try:
+            return self._rewritten(schema, at)
+        except Spent:
+            instead = "use fewer alternatives, conditions and allOf, or shorter lists in them"
+            raise Unheld(at, f"its parts take too long to compare; {instead}") from None
+
+    def _rewritten(self, schema: Schema, at: str) -> Schema:
         _check_known(schema, at)
         cases = alternatives(schema, at, self._proofs)
         if cases is not None:
@@ -120,7 +129,7 @@ class _Holding:
         if "string" in kinds:
             found |= _textual(schema, at)
         if "object" in kinds:
-            found |= self._named(schema, at) | _required(schema, at)
+            found |= self._named(schema, at) | self._required(schema, at)
         if "array" in kinds:
             found |= self._items(schema, at)
         self._characters -= sum(map(len, (found.get("pattern", ""), *found.get("patternProperties", ()))))
@@ -140,7 +149,7 @@ class _Holding:
         if not any(keyword in schema for keyword in names.KEYWORDS):
             return {}
         found = names.objects(schema, at, self._inner, self._proofs, self._steps)
-        _check_writable([*found.get("properties", {})], f"{at}/properties")
+        self._check_writable([*found.get("properties", {})], f"{at}/properties")
         return found
 
     def _items(self, schema: Schema, at: str) -> Schema:
@@ -160,10 +169,10 @@ class _Holding:
     def _applied(self, keyword: str, said: Any, schema: Schema, at: str) -> Schema:
         match keyword:
             case "const":
-                _check_writable(said, f"{at}/const")
+                self._check_writable(said, f"{at}/const")
                 return {keyword: said}
             case "enum":
-                return {keyword: _listed(said, at)}
+                return {keyword: self._listed(said, at)}
             case "$ref":
                 return {keyword: self._referred(said, at)}
             case "oneOf":
@@ -176,6 +185,45 @@ class _Holding:
         beside = {keyword: said for keyword, said in schema.items() if keyword != "oneOf"}
         found = one_of(schema["oneOf"], beside, at, self._proofs)
         return [self.schema(each, f"{at}/oneOf/{place}") for place, each in enumerate(found)]
+
+    def _required(self, schema: Schema, at: str) -> Schema:
+        found, said = _sizes(schema, "minProperties", "maxProperties", at), schema.get("required")
+        if said is not None and not (isinstance(said, list) and all(isinstance(name, str) for name in said)):
+            raise Unheld(f"{at}/required", "it must list names of properties; correct it")
+        self._check_writable(said, f"{at}/required")
+        if found.get("minProperties", 0) > 1:
+            if found["minProperties"] > len(set(said or [])):
+                raise Unheld(
+                    f"{at}/minProperties", "above 1 it cannot be held, a property may come twice; use required"
+                )
+            del found["minProperties"]
+        return found if said is None else {**found, "required": said}
+
+    def _listed(self, said: Any, at: str) -> list[Any]:
+        if not isinstance(said, list) or not said:
+            raise Unheld(f"{at}/enum", "it must list values; give one at least")
+        self._check_writable(said, f"{at}/enum")
+        return said
+
+    def _check_writable(self, value: Any, at: str) -> None:
+        """Refuse words and numbers of the schema that an answer could not repeat as they are."""
+        waiting = [value]
+        while waiting:
+            self._take_written(waiting[-1], at)
+            match each := waiting.pop():
+                case str() if found := _UNWRITABLE.search(each):
+                    raise Unheld(at, f"an answer cannot have the control character {found[0]!r}; leave it out")
+                case list():
+                    waiting += each
+                case dict():
+                    waiting += [*each, *each.values()]
+                case int() | float() if not isinstance(each, bool):
+                    numbers.check_value(each, at)
+
+    def _take_written(self, value: Any, at: str) -> None:
+        self._written -= 1 + (len(value) if isinstance(value, str) else 0)
+        if self._written < 0:
+            raise Unheld(at, "the schema's values and names are too large from here on; make them fewer or shorter")
 
     def _referred(self, reference: Any, at: str) -> str:
         target = self._references.target(reference, at)
@@ -262,37 +310,3 @@ def _sizes(schema: Schema, least: str, most: str, at: str) -> Schema:
     if (high := names.size(schema, most, at)) is not None and high < _ENDLESS:
         found[most] = high
     return found
-
-
-def _required(schema: Schema, at: str) -> Schema:
-    found, said = _sizes(schema, "minProperties", "maxProperties", at), schema.get("required")
-    if said is not None and not (isinstance(said, list) and all(isinstance(name, str) for name in said)):
-        raise Unheld(f"{at}/required", "it must list names of properties; correct it")
-    _check_writable(said, f"{at}/required")
-    if found.get("minProperties", 0) > 1:
-        if found["minProperties"] > len(set(said or [])):
-            raise Unheld(f"{at}/minProperties", "above 1 it cannot be held, a property may come twice; use required")
-        del found["minProperties"]
-    return found if said is None else {**found, "required": said}
-
-
-def _listed(said: Any, at: str) -> list[Any]:
-    if not isinstance(said, list) or not said:
-        raise Unheld(f"{at}/enum", "it must list values; give one at least")
-    _check_writable(said, f"{at}/enum")
-    return said
-
-
-def _check_writable(value: Any, at: str) -> None:
-    """Refuse words and numbers of the schema that an answer could not repeat as they are."""
-    waiting = [value]
-    while waiting:
-        match each := waiting.pop():
-            case str() if found := _UNWRITABLE.search(each):
-                raise Unheld(at, f"an answer cannot have the control character {found[0]!r}; leave it out")
-            case list():
-                waiting += each
-            case dict():
-                waiting += [*each, *each.values()]
-            case int() | float() if not isinstance(each, bool):
-                numbers.check_value(each, at)

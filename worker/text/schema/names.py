@@ -4,10 +4,10 @@ llguidance has no `propertyNames`: what it allows is listed, or stands as the on
 property may come.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from worker.text.schema.characters import Ranges, has, union
+from worker.text.schema.characters import has, union
 from worker.text.schema.exclusion import Exclusion, kinds
 from worker.text.schema.patterns import Pattern, Reading, Steps
 from worker.text.schema.regex import Unreadable
@@ -53,7 +53,7 @@ def objects(schema: Schema, at: str, hold: Hold, proofs: Exclusion, steps: Steps
 
 class _Properties:
     def __init__(self, schema: Schema, at: str, hold: Hold, steps: Steps) -> None:
-        self._at, self._has_names = at, "properties" in schema
+        self._at, self._has_names, self._steps = at, "properties" in schema, steps
         self._named = {
             name: hold(each, f"{at}/properties/{name}") for name, each in _by_name(schema, "properties", at).items()
         }
@@ -61,6 +61,7 @@ class _Properties:
             (pattern_of(text, f"{at}/patternProperties", steps), hold(each, f"{at}/patternProperties/{text}"))
             for text, each in _by_name(schema, "patternProperties", at).items()
         ]
+        self._disputed = union(*(pattern.disputed for pattern, _ in self._patterns))
         self._rest = hold(schema.get("additionalProperties", True), f"{at}/additionalProperties")
 
     def limit(self, names: "_Names") -> None:
@@ -86,7 +87,7 @@ class _Properties:
 
     def _of(self, name: str) -> Any:
         """Return what is said of a property that has no schema of its own."""
-        _check_undisputed([name], _disputed(self._patterns), self._at)
+        self._check_undisputed([name], self._at)
         said = [each for pattern, each in self._patterns if pattern.matches(name)]
         return {"allOf": said} if said else self._rest
 
@@ -108,15 +109,21 @@ class _Properties:
 
     def _spelled(self) -> list[tuple[str, Any]]:
         """Return them as narrow, or as wide, as keeps every name from what it must not be, in each dialect."""
-        disputed = _disputed(self._patterns)
         if self._rest in (True, {}):
             return [(pattern.written(Reading.POSSIBLY), said) for pattern, said in self._patterns]
-        _check_undisputed(self._named, disputed, f"{self._at}/patternProperties")
-        if self._rest is not False and disputed:
+        self._check_undisputed(self._named, f"{self._at}/patternProperties")
+        if self._rest is not False and self._disputed:
             instead = "write out their classes, or use additionalProperties: false"
             raise Unheld(f"{self._at}/patternProperties", f"\\w and the like mean different names to some; {instead}")
-        less = disputed if len(self._patterns) > 1 else ()
+        less = self._disputed if len(self._patterns) > 1 else ()
         return [(pattern.written(Reading.SURELY, less), said) for pattern, said in self._patterns]
+
+    def _check_undisputed(self, names: Iterable[str], at: str) -> None:
+        for name in names if self._disputed else ():
+            self._steps.take(len(name) + 1)
+            if any(has(self._disputed, character) for character in name):
+                which = f"whether a pattern means {shown(name)}"
+                raise Unheld(at, f"{which} depends on the validator; write out its classes")
 
 
 def _by_name(schema: Schema, keyword: str, at: str) -> Schema:
@@ -124,16 +131,6 @@ def _by_name(schema: Schema, keyword: str, at: str) -> Schema:
     if not isinstance(said, dict):
         raise Unheld(f"{at}/{keyword}", "it must be an object of schemas; correct it")
     return said
-
-
-def _disputed(patterns: Sequence[tuple[Pattern, Any]]) -> Ranges:
-    return union(*(pattern.disputed for pattern, _ in patterns))
-
-
-def _check_undisputed(names: Sequence[str] | Schema, disputed: Ranges, at: str) -> None:
-    for name in names if disputed else ():
-        if any(has(disputed, character) for character in name):
-            raise Unheld(at, f"whether a pattern means {shown(name)} depends on the validator; write out its classes")
 
 
 class _Names:
@@ -149,6 +146,7 @@ class _Names:
         if together is not None and self.listed is None:
             values = proofs.listed(together)
             self.listed = None if values is None else [value for value in values if isinstance(value, str)]
+        self._allowed = None if self.listed is None else set(self.listed)
         self.anything = self.listed is None and not self._patterns and not self._sizes
 
     def _take(self, schema: Schema) -> None:
@@ -162,9 +160,10 @@ class _Names:
             self._sizes.append((least or 0, most))
 
     def allow(self, name: str) -> bool:
+        self._steps.take(1 + len(self._sizes))
         matched = all(pattern.matches(name) for pattern in self._patterns)
         fits = all(least <= len(name) and (most is None or len(name) <= most) for least, most in self._sizes)
-        return matched and fits and (self.listed is None or name in self.listed)
+        return matched and fits and (self._allowed is None or name in self._allowed)
 
     def pattern(self) -> Pattern:
         if len(self._patterns) + len(self._sizes) > 1:

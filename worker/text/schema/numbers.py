@@ -64,9 +64,13 @@ def _number(schema: Schema, keyword: str, at: str) -> Fraction | None:
     if keyword not in schema:
         return None
     value = schema[keyword]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
         raise Unheld(f"{at}/{keyword}", f"{shown(value)} is no number; give a number")
     return Fraction(value)
+
+
+def _is_finite(value: int | float) -> bool:
+    return isinstance(value, int) or math.isfinite(value)
 
 
 def _up(limit: _Limit | None) -> _Limit | None:
@@ -183,16 +187,16 @@ def multiple(value: Any, at: str) -> int | float:
 
 def check_multiples(places: Mapping[Fraction, str]) -> None:
     """Refuse multiples, by the places where they stand, of which llguidance cannot compute a common one."""
-    common = Fraction(1)
+    common, finest = Fraction(1), max((each.denominator for each in places), default=1)
     for value, at in places.items():
-        common *= value * max((each.denominator for each in places), default=1)
+        common *= value * finest
         if common >= _MULTIPLE_DIGITS:
             raise Unheld(f"{at}/multipleOf", "together with the others it is too large to be held; use smaller ones")
 
 
 def check_value(value: int | float, at: str) -> None:
     """Refuse a number of an `enum` or a `const` that would be written as another one."""
-    if isinstance(value, float) and not math.isfinite(value):
+    if not _is_finite(value):
         raise Unheld(at, f"{shown(value)} is no number; leave it out")
     if not _is_read_exactly(value):
         raise Unheld(at, f"{shown(value)} has too many digits to be written exactly; round it")

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from worker.text.schema import values
 from worker.text.schema.exclusion import Exclusion, kinds
 
 Schema = dict[str, Any]
@@ -96,8 +95,8 @@ def _other_values(said: list[Any], known: Sequence[Any], proofs: Exclusion) -> l
     listed = proofs.listed(together)
     if listed is None:
         raise NoOpposite
-    these = set(map(values.key, said))
-    others = [value for value in listed if values.key(value) not in these]
+    these = set(map(proofs.key, said))
+    others = [value for value in listed if proofs.key(value) not in these]
     return [{"enum": others}] if others else []
 
 
@@ -114,7 +113,8 @@ def _none_of(said: list[Any], known: Sequence[Any], proofs: Exclusion, depth: in
     """Return each way in which one opposite of every part holds."""
     ways: list[list[Any]] = [[]]
     for part in said:
-        ways = [[*way, each] for way in ways for each in opposite(part, known, proofs, depth)]
+        contrary = opposite(part, known, proofs, depth)
+        ways = [[*way, each] for way in ways for each in contrary]
         if len(ways) > _MOST:
             raise NoOpposite
     return [{"allOf": way} if len(way) != 1 else way[0] for way in ways]

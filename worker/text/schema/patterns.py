@@ -16,6 +16,7 @@ from worker.text.schema.regex import Anchor, Chars, Either, Node, Repeated, Sequ
 
 _MOST_BRANCHES = 64
 _LONGEST = 200_000  # characters, once the classes are written out
+_STEPS_A_CLASS = 400  # what the dialects read in it are some 750 ranges
 _NOTHING = "[a&&b]"
 
 
@@ -27,15 +28,15 @@ class Reading(Enum):
 
 
 class Steps:
-    """How many steps are left for comparing names with patterns."""
+    """How many steps are left for reading patterns and comparing names with them."""
 
-    def __init__(self, left: int = 200_000) -> None:
+    def __init__(self, left: int = 400_000) -> None:
         self._left = left
 
     def take(self, count: int) -> None:
         self._left -= count
         if self._left < 0:
-            raise Unreadable("comparing names with it takes too long; make it simpler")
+            raise Unreadable("reading it, or comparing names with it, takes too long; make it simpler")
 
 
 class Pattern:
@@ -43,17 +44,15 @@ class Pattern:
 
     def __init__(self, text: str, steps: Steps | None = None) -> None:
         self._steps = steps or Steps()
-        self._branches = [_Branch(items) for items in _expanded(regex.read(text))]
+        self._branches = [_Branch(items) for items in _expanded(regex.read(text), len(text) + 1, self._steps)]
 
     @cached_property
     def disputed(self) -> Ranges:
         """The characters that are in a class by one dialect only."""
-        found = (
-            without(node.possibly(), node.surely())
-            for branch in self._branches
-            for node in branch.nodes()
-            if isinstance(node, Chars) and node.letters
-        )
+        nodes = (node for branch in self._branches for node in branch.nodes())
+        classes = dict.fromkeys(node for node in nodes if isinstance(node, Chars) and node.letters)
+        self._steps.take(_STEPS_A_CLASS * len(classes))
+        found = [without(each.possibly(), each.surely()) for each in classes]
         return intersection(union(*found), WRITABLE)
 
     def written(self, reading: Reading = Reading.SURELY, less: Ranges = ()) -> str:
@@ -100,14 +99,16 @@ def _within(node: Node) -> Iterator[Node]:
         waiting += regex.parts(node)
 
 
-def _expanded(node: Node) -> list[list[Node]]:
-    """Return the ways to match, with each group that has an anchor taken apart if it stands at an end."""
+def _expanded(node: Node, size: int, steps: Steps) -> list[list[Node]]:
+    """Return the ways to match, with each group that has an anchor taken apart if it stands at an end. `size`: at
+    least the number of its nodes, which may all be looked at for each way."""
     ways, count = [[node]], 0
     for side in (0, -1):
         done = list[list[Node]]()
         while ways:
             if (count := count + 1) > _MOST_BRANCHES * 8 or len(done) > _MOST_BRANCHES:
                 raise Unreadable("its groups have too many ^ and $; write it with fewer")
+            steps.take(size)
             way = ways.pop(0)
             opened = _opened(way, side)
             if opened is None:

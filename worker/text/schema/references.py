@@ -73,20 +73,19 @@ class References:
 
 
 def _anchored(root: Any) -> Iterator[tuple[str, tuple[Any, str]]]:
-    waiting: list[tuple[Any, str, bool]] = [(root, "#", True)]
+    """Yield each anchor with its schema and how it is referred to. Places within are not spelled: they may be long."""
+    waiting: list[tuple[Any, bool]] = [(root, True)]
     while waiting:
-        found, at, is_schema = waiting.pop()
+        found, is_schema = waiting.pop()
         if isinstance(found, list):
-            waiting += [(each, f"{at}/{index}", True) for index, each in enumerate(found)]
+            waiting += [(each, True) for each in found]
         if not isinstance(found, dict):
             continue
         for key in ("$anchor", "$dynamicAnchor"):
             if is_schema and isinstance(found.get(key), str) and found[key]:
-                yield found[key], (found, at)
-        if is_schema and at != "#" and isinstance(found.get("$id"), str):
-            yield "", (found, at)
+                yield found[key], (found, f"#{found[key]}")
+        if is_schema and found is not root and isinstance(found.get("$id"), str):
+            yield "", (found, "#")
         waiting += [
-            (each, f"{at}/{key}", not (is_schema and key in NAMED))
-            for key, each in found.items()
-            if not (is_schema and key in DATA)
+            (each, not (is_schema and key in NAMED)) for key, each in found.items() if not (is_schema and key in DATA)
         ]
