@@ -31,6 +31,7 @@ class Greedy:
     what: str
     bodies: Callable[[float], list[bytes]]
     verdicts: frozenset[str]  # an error's type, or "finished"
+    visitors: str = "short"  # the ordinary prompts beside them: see `_ORDINARY`
 
 
 def _arq(request: str) -> bytes:
@@ -74,6 +75,28 @@ def _parts(share: float) -> list[bytes]:
     return [_arq(json.dumps({"messages": [{"role": "user", "content": content}], "max_tokens": 1}))] * 6
 
 
+def _exchanges(share: float) -> list[bytes]:
+    """Calls and results that the template takes after some trials, in a history of 10,000 parts."""
+    function = {"name": "f", "arguments": '{"a": "b"}'}
+    messages: list[dict[str, Any]] = []
+    for i in range(int(2_500 * share)):
+        call = {"id": f"c{i}", "type": "function", "function": function}
+        messages += [
+            {"role": "user", "content": "word"},
+            {"role": "assistant", "content": "word", "tool_calls": [call]},
+            {"role": "tool", "content": "word", "tool_call_id": f"c{i}"},
+        ]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": _schema(1)}}]
+    return [_arq(json.dumps({"messages": messages, "tools": tools, "max_tokens": 1}))] * 6
+
+
+def _comparisons(share: float) -> list[bytes]:
+    """Alternatives of which each would be compared with everything beside them."""
+    many = [{}] * int(14_900 * share)
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"oneOf": many, "allOf": many}}}
+    return [_chat("Answer.", response_format=asked, seed=i) for i in range(4)]
+
+
 TOO_LARGE, REFUSED = frozenset({"too_large"}), frozenset({"too_large", "invalid_request"})
 KINDS = (
     Greedy("six prompts of 1.5 MB", lambda s: [_chat(_words(int(1.5e6 * s)))] * 6, TOO_LARGE),
@@ -93,6 +116,8 @@ KINDS = (
         REFUSED,
     ),
     Greedy("10,000 parts, six times", _parts, REFUSED | {"finished"}),
+    Greedy("calls and results, 10,000 parts, six times", _exchanges, REFUSED | {"finished"}, "long"),
+    Greedy("oneOf beside a long allOf, four times", _comparisons, REFUSED, "guided"),
     Greedy(
         "15.9 MB of escapes",
         lambda s: [_arq('{"messages":[{"role":"user","content":"' + "a\\n" * int(5.3e6 * s) + '"}]}')] * 2,
@@ -128,13 +153,13 @@ async def one_kind(url: str, kind: Greedy, *, streams: int, alone_s: float, shar
         with WorkerProcess(url, max_rows=streams + 16, reserved_rows=0, step_ms=50, lease_s=10) as worker:
             ids = [(await client.submit(ask(30_000, logit_bias={"2": -100}))).id for _ in range(streams)]
             await until_decoding(client, ids, 10)
-            async with Visits(client, db) as before:
+            async with Visits(client, db, kind.visitors) as before:
                 await asyncio.sleep(alone_s)
-            async with Visits(client, db) as beside, Memory(worker) as memory:
+            async with Visits(client, db, kind.visitors) as beside, Memory(worker) as memory:
                 await put(db, "greedy", bodies)
                 verdicts, took_s = await endings(db, "greedy", len(bodies))
                 await asyncio.sleep(max(0.0, alone_s - took_s))
-            async with Visits(client, db) as after:  # what else the machine does comes and goes
+            async with Visits(client, db, kind.visitors) as after:  # what else the machine does comes and goes
                 await asyncio.sleep(alone_s)
             await put(db, "again", bodies)
             stop_s = await stopped(worker)
@@ -177,11 +202,31 @@ async def stopped(worker: WorkerProcess) -> float:
     return time.monotonic() - began
 
 
+def _guided(number: int) -> dict[str, Any]:
+    """A request whose schema no worker has tried before."""
+    schema = {"type": "object", "properties": {f"a{number}": {"type": "string", "pattern": "^[a-z]+$"}}}
+    return ask(
+        2,
+        f"{number} {_words(300)}",
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+    )
+
+
+_ORDINARY: dict[str, Callable[[int], dict[str, Any]]] = {
+    "short": lambda number: ask(2, f"{number} {_words(_ORDINARY_CHARACTERS)}"),
+    # Of some 22,000 tokens, and longer than what is tokenized beside others.
+    "long": lambda number: ask(2, f"{number} {'The weather in Oslo is fine. ' * 2_420}"),
+    "guided": _guided,
+}
+
+
 class Visits:
     """Ordinary jobs, one after the other, for as long as the phase lasts."""
 
-    def __init__(self, client: Client, db: redis.asyncio.Redis) -> None:
+    def __init__(self, client: Client, db: redis.asyncio.Redis, kind: str) -> None:
+        """`kind`: one of `_ORDINARY`."""
         self._client, self._db, self._phase, self._coming = client, db, Phase(), True
+        self._request = _ORDINARY[kind]
 
     async def __aenter__(self) -> Phase:
         self._phase.began = await server_now(self._db)
@@ -195,7 +240,7 @@ class Visits:
 
     async def _visit(self) -> None:
         for number in itertools.count():
-            job = await self._client.submit(ask(2, f"{number} {_words(_ORDINARY_CHARACTERS)}"))
+            job = await self._client.submit(self._request(number))
             await asyncio.wait_for(until_decoding(self._client, [job.id], 0), _PICKED_UP_S)
             self._phase.pickups_s.append(await _pickup_s(self._db, job.id))
             await self._client.cancel(job.id)
