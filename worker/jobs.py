@@ -62,7 +62,8 @@ class Chat:
         # What an earlier attempt has decided can be gone on with without a draft.
         drafted = settings.specprefill_draft_model is not None or bool(job.claim.thinned)
         reading = partial(read_request, body, settings.model_name, max_parts=settings.max_parts, drafted=drafted)
-        request = await served.reader.run(reading, size=job.claim.body_bytes, lane=job.claim.lane)
+        claim = job.claim
+        request = await served.reader.run(reading, size=claim.body_bytes, lane=claim.lane, tenant=claim.tenant)
         if request.on_disconnect == "cancel":
             job.log.deserted = partial(job.interrupt, Cancelled("disconnected"))
         with _deadline(job, request.deadline_s):
@@ -70,7 +71,7 @@ class Chat:
             job.log.fields |= request.model_dump(include={"prompt_cache_key"}, exclude_none=True)
             prompt, pictures = await self._prompt(request)
             sequence = self._sequence(request, prompt, pictures, seed)
-            self._guide = await served.language.guide(request, prompt)
+            self._guide = await served.language.guide(request, prompt, job.claim.lane)
             earlier = await self._begin(request, prompt, seed)
             sequence = replace(sequence, guide=self._guide, delivered=earlier, kept=self._record.receipt.kept)
             logger.info("%s admitted: %d prompt tokens, lane %s", job.claim.job_id, len(prompt.tokens), job.claim.lane)
@@ -123,7 +124,7 @@ class Chat:
         if not log:
             return None, None
         work = partial(taken_up, tuple(log), model, afresh)
-        return await self._served.language.run(lane, sum(map(len, log)), work)
+        return await self._served.language.run(lane, sum(map(len, log)), work, self._job.claim.tenant)
 
     def _announce(self, how: Literal["started", "resumed", "restarted"], seed: int) -> None:
         served = self._served

@@ -86,7 +86,7 @@ def vocabulary(model: Model) -> LLTokenizer:
 
 
 def guide(vocabulary: LLTokenizer, asked: Schema, ends: frozenset[int] = frozenset({EOS})) -> GrammarGuide:
-    grammar = Grammar(vocabulary.tokenize_str)
+    grammar = Grammar({})
     return GrammarGuide(compiled(vocabulary, grammar.starting_with(grammar.json(asked, "response_format"))), ends)
 
 

@@ -18,12 +18,13 @@ from worker.engine.words import Words
 from worker.errors import Refusal
 from worker.text.detokenize import Vocabulary
 from worker.text.dialect import Dialect
-from worker.text.grammar import Grammars, wish_of
+from worker.text.grammar import Grammars
 from worker.text.guide import GrammarGuide, Guides
 from worker.text.harmony import MARKERS
 from worker.text.output import Output, Said
 from worker.text.prompt import Prompt, Thinking
 from worker.text.trial import compiled
+from worker.text.wish import markup_of, wish_of
 
 EOS, OTHER_EOS = 2, 0
 
@@ -77,7 +78,7 @@ class Model:
         """Without the trial."""
         wish = wish_of(asked)
         assert wish
-        grammar = Grammars(self.tokenizer, self.dialect).of(wish, reasoned=False)
+        grammar = Grammars(markup_of(self.tokenizer, self.dialect)).of(wish, reasoned=False)
         return GrammarGuide(compiled(self.vocabulary, grammar), frozenset({EOS, OTHER_EOS}))
 
     def takes(self, guide: GrammarGuide, text: str) -> bool:

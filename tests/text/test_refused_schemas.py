@@ -19,13 +19,14 @@ from worker import child
 from worker.engine.upstream import load_tokenizer
 from worker.engine.words import Words
 from worker.errors import Refusal
-from worker.text import guide
+from worker.text import guide, lark
+from worker.text.attempt import Complaint, verdict_of
 from worker.text.complaints import TOO_MUCH
 from worker.text.definition import unmarked
 from worker.text.detokenize import Vocabulary
-from worker.text.grammar import wish_of
-from worker.text.guide import Guides
+from worker.text.guide import GrammarGuide, Guides
 from worker.text.prompt import Prompt
+from worker.text.wish import is_quick, wish_of
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_a_large_schema_is_not_written_to_find_out_that_it_is_not_quick() -> Non
     wish = wish_of(request(**by({"enum": list(range(20_000))})))
     assert wish is not None
     began = time.perf_counter()
-    assert not wish.quick
+    assert not is_quick(wish)
     assert time.perf_counter() - began < 0.1
 
 
@@ -172,24 +173,110 @@ async def test_a_job_that_is_cancelled_takes_its_trial_with_it(monkeypatch: pyte
     assert trial.returncode == -signal.SIGKILL
 
 
-async def test_a_schema_is_tried_once_however_many_rows_bring_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin, trials = child.start, list[int]()
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The program of each process that is begun."""
+    begin, begun = child.start, list[str]()
 
     def watched(module: str) -> Popen[bytes]:
-        trials.append(1)
+        begun.append(module)
         return begin(module)
 
     monkeypatch.setattr(child, "start", watched)
+    return begun
+
+
+async def test_a_schema_is_tried_once_however_many_rows_bring_it(processes: list[str]) -> None:
     guides, asked = fresh(), request(**by({"type": "string", "pattern": "^b+$"}))
     await guides.guide(asked, Prompt((1,), "closed"))
     await asyncio.gather(*(guides.guide(asked, Prompt((1,), "closed")) for _ in range(20)))
-    assert len(trials) == 1
+    assert len(processes) == 1
 
 
-async def test_a_schema_is_too_large_by_so_much() -> None:
+def tool(name: str, parameters: Schema) -> Schema:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def held_to(pattern: str) -> Schema:
+    return {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}}
+
+
+async def test_the_one_tool_that_nothing_satisfies_is_found_by_one_process(processes: list[str]) -> None:
+    wrong = {"type": "object", "properties": {"a": {"type": "string", "enum": [1]}}, "required": ["a"]}
+    tools = [*(tool(f"f{i}", held_to(f"^{i}$")) for i in range(40)), tool("bad", wrong)]
+    with pytest.raises(Refusal) as refused:
+        await fresh().guide(request(tools=tools, tool_choice="required"), Prompt((1,), "closed"))
+    assert refused.value.message.startswith("tools: bad: no answer can be held to this schema: ")
+    assert len(processes) == 1
+
+
+async def test_the_search_for_the_wrong_tool_is_bounded(processes: list[str]) -> None:
+    dear = {"type": "array", "prefixItems": [{"type": "integer", "multipleOf": 999_983 - i} for i in range(2)]}
+    wrong = {"type": "object", "properties": {"a": {"type": "string", "enum": [1]}}, "required": ["a"]}
+    tools = [*(tool(f"f{i}", {"type": "object", "properties": {"a": dear}}) for i in range(100)), tool("bad", wrong)]
+    began = time.monotonic()
+    with pytest.raises(Refusal) as refused:
+        await fresh().guide(request(tools=tools, tool_choice="required"), Prompt((1,), "closed"))
+    assert refused.value.type == "invalid_request"
+    assert len(processes) == 1
+    assert time.monotonic() - began < 20  # of which two are the process's own
+
+
+async def test_schemas_that_are_not_quick_are_rewritten_by_a_process_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, processes: list[str]
+) -> None:
+    def rewritten_here(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(lark, "held", rewritten_here)
+    for asked in (by({"type": "string", "pattern": "^d+$"}), {"tools": [tool("f", held_to("^e$"))], **ANY_OBJECT}):
+        assert await fresh().guide(request(**asked), Prompt((1,), "closed"))
+    with pytest.raises(Refusal) as refused:
+        await fresh().guide(request(**by({"oneOf": [{}, {}]})), Prompt((1,), "closed"))
+    assert refused.value.message.startswith("response_format: #/oneOf: alternatives 1 and 2 may hold at once")
+    assert len(processes) == 3
+
+
+async def test_what_a_process_finds_out_does_not_depend_on_its_search_being_ended() -> None:
+    assert verdict_of(b'["complaint", "x"]\n"tools: f"\n') == Complaint("x", "tools: f")
+    assert verdict_of(b'["complaint", "x"]\n"tools') == Complaint("x")
+    assert verdict_of(b'["written", "gramm') is None
+
+
+async def test_offline_schemas_leave_a_process_to_interactive_ones() -> None:
+    guides, prompt = fresh(), Prompt((1,), "closed")
+    offline = [
+        asyncio.ensure_future(guides.guide(request(**by({**SLOW, "title": str(i)})), prompt, "batch")) for i in range(8)
+    ]
+    await asyncio.sleep(0.05)
+    assert await guides.guide(request(**by({"type": "string", "pattern": "^g+$"})), prompt)
+    assert not any(task.done() for task in offline)
+    for task in offline:
+        task.cancel()
+    await asyncio.gather(*offline, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        by({"type": "integer", "maximum": 10**400}),
+        {"tools": [tool("f", {"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": []})]},
+        {"tools": [tool("f", {"type": "object", "properties": {"a": {"type": [["string"]]}}})]},
+    ],
+    ids=["huge bound", "definitions in a list", "types in a list"],
+)
+async def test_an_odd_schema_is_the_clients_fault_or_is_held(asked: dict[str, Any]) -> None:
+    asked = asked if "tools" not in asked else {**asked, "tool_choice": "required"}
+    for format in ("json_tools", "qwen3_coder"):
+        (ended,) = await asyncio.gather(model(format).guide(**asked), return_exceptions=True)
+        types = {ended.type} if isinstance(ended, Refusal) else {type(ended)}
+        assert types <= {"invalid_request", "unsupported", GrammarGuide}
+
+
+async def test_a_schema_is_too_large_by_its_characters() -> None:
     refused = await refusal(**by({"enum": ["x" * 600_000]}))
     assert refused.type == "too_large"
-    assert "characters too long" in refused.message
+    assert "500,000 characters" in refused.message
 
 
 async def test_json_schema_needs_a_schema() -> None:

@@ -2,11 +2,22 @@
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from schemas.chat import Function
 from worker.errors import Refusal
 from worker.text.lark import Grammar, Schema, literal, spaced
 from worker.text.tagged import parameters
+
+MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]")  # but for harmony's
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """One that a request offers."""
+
+    name: str
+    parameters: Schema | None = None
+
 
 # The rule for a call of one of the functions; for several calls where the last argument says so.
 Form = Callable[[Grammar, Sequence[Function], bool], str]
@@ -14,12 +25,12 @@ Form = Callable[[Grammar, Sequence[Function], bool], str]
 _SAY_NOTHING = {"type", "title", "description", "$schema"}
 
 
-def form_of(tool_format: str | None, template: str) -> Form | None:
+def form_of(tool_format: str | None, *, names_arguments: bool) -> Form | None:
     match tool_format:
         case "json_tools":
             return json_tools
         case "mistral":
-            return mistral if "[ARGS]" in template else mistral_list
+            return mistral if names_arguments else mistral_list
         case "qwen3_coder":
             return qwen3_coder
         case "harmony":

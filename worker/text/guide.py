@@ -6,25 +6,29 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
+from typing import NoReturn
 
 from llguidance import LLMatcher, LLTokenizer
 
 from schemas import ChatRequest
+from schemas.keys import Lane
 from schemas.messages import Message
 from worker.errors import Refusal
 from worker.schedule.sequence import Broken
+from worker.text.attempt import Complaint, Unwanted, Written, question
 from worker.text.compiler import Compiler
-from worker.text.complaints import TOO_MUCH, in_our_words
+from worker.text.complaints import in_our_words
 from worker.text.definition import NAME_BEGINS, unmarked
 from worker.text.detokenize import Vocabulary
 from worker.text.dialect import Dialect
-from worker.text.grammar import Grammars, Wish, wish_of
+from worker.text.grammar import Grammars, Wish
 from worker.text.harmony import ANSWER_BEGINS
 from worker.text.normalize import normalize
 from worker.text.prompt import Prompt
 from worker.text.thoughts import Reasoning, Thoughts
 from worker.text.tokenizer import Tokenizer
 from worker.text.trial import Uncompilable, error_of
+from worker.text.wish import is_quick, markup_of, wish_of
 
 logger = logging.getLogger("sluice.text")
 
@@ -39,20 +43,22 @@ class Guides:
         self._count = max(width, len(tokenizer.tokens))
         self._encode, self._ends, self._dialect = tokenizer.encode, tokenizer.eos_token_ids, dialect
         self._readable = readable(tokenizer, self._count)
-        self._grammars, self._compiler = Grammars(tokenizer, dialect), Compiler()
+        self._markup, self._compiler = markup_of(tokenizer, dialect), Compiler()
+        self._grammars = Grammars(self._markup)
         self._reasoning = _reasoning(tokenizer, vocabulary, dialect, self._count)
 
-    async def guide(self, request: ChatRequest, prompt: Prompt) -> "GrammarGuide | None":
+    async def guide(self, request: ChatRequest, prompt: Prompt, lane: Lane = "interactive") -> "GrammarGuide | None":
         """None where the answer may be anything. Raises `Refusal` for what cannot be held to."""
         wish = wish_of(request)
         if wish is None:
             return None
         if self._readable is None:
             raise Refusal("unsupported", f"{wish.field}: this model's tokenizer cannot be guided; leave it out.")
-        run = self._compiler.run
+        tenant = request.billed_to or ""
+        run = partial(self._compiler.run, lane, tenant)
         begun = await run(self._begun, self._readable, request, prompt)
         thoughts = None if begun else self._thoughts(prompt)
-        matcher = await self._matcher(self._readable, wish, thoughts is not None)
+        matcher = await self._matcher(self._readable, wish, thoughts is not None, lane, tenant)
         guide = await run(GrammarGuide, matcher, self._ends, thoughts, begun)
         if guide.broken:
             raise Refusal("invalid_request", f"{wish.field}: the last message begins no answer that it allows.")
@@ -73,27 +79,31 @@ class Guides:
         header = self._encode(ANSWER_BEGINS) if dialect.harmony else []
         return [*header, *_as_text(vocabulary, text)]
 
-    async def _matcher(self, vocabulary: LLTokenizer, wish: Wish, reasoned: bool) -> LLMatcher:
-        wrong = None if wish.quick else await self._complaint(wish)
-        if wrong is None:
-            try:
-                grammar = await self._compiler.run(partial(self._grammars.of, wish, reasoned=reasoned))
-                return await self._compiler.compiled(vocabulary, grammar)
-            except Uncompilable as error:
-                wrong = str(error)
-        # A trial that took too long says nothing of its parts, and would be followed by one for each of them.
-        where = wish.field if wrong == TOO_MUCH else await self._where(wish)
-        raise Refusal("invalid_request", f"{where}: no answer can be held to this schema: {in_our_words(wrong)}")
+    async def _matcher(self, vocabulary: LLTokenizer, wish: Wish, reasoned: bool, lane: Lane, tenant: str) -> LLMatcher:
+        quick, tried = is_quick(wish), partial(self._tried, wish, reasoned, lane, tenant)
+        written = partial(self._grammars.of, wish, reasoned=reasoned)
+        grammar = await (self._compiler.run(lane, tenant, written) if quick else tried())
+        try:
+            return await self._compiler.compiled(lane, tenant, vocabulary, grammar)
+        except Uncompilable as error:
+            if quick:
+                await tried()  # names the part that is the cause
+            _refuse(wish.field, str(error))
 
-    async def _where(self, wish: Wish) -> str:
-        """In the request stands what no answer can be held to."""
-        for place, part in wish.parts():
-            if await self._complaint(part):
-                return place
-        return wish.field
+    async def _tried(self, wish: Wish, reasoned: bool, lane: Lane, tenant: str) -> str:
+        """Return a grammar that can be compiled in this process."""
+        asked = await self._compiler.run(lane, tenant, partial(question, self._markup, wish, reasoned=reasoned))
+        match await self._compiler.verdict(lane, tenant, asked):
+            case Written(grammar):
+                return grammar
+            case Unwanted(type, message):
+                raise Refusal(type, message)
+            case Complaint(said, place):
+                _refuse(place or wish.field, said)
 
-    async def _complaint(self, wish: Wish) -> str | None:
-        return await self._compiler.complaint(await self._compiler.run(self._grammars.spelled, wish))
+
+def _refuse(place: str, wrong: str) -> NoReturn:
+    raise Refusal("invalid_request", f"{place}: no answer can be held to this schema: {in_our_words(wrong)}")
 
 
 def _as_text(vocabulary: LLTokenizer, text: str) -> list[int]:

@@ -57,13 +57,13 @@ class Language:
         own words."""
         return await self._prompts.render(request, images, lane)
 
-    async def guide(self, request: ChatRequest, prompt: Prompt) -> Guide | None:
+    async def guide(self, request: ChatRequest, prompt: Prompt, lane: Lane = "interactive") -> Guide | None:
         """None where the answer may be anything. Raises `Refusal` for a schema that cannot be held."""
-        return await self._guides.guide(request, prompt)
+        return await self._guides.guide(request, prompt, lane)
 
-    async def run(self, lane: Lane, characters: int, work: Callable[[Check], T]) -> T:
+    async def run(self, lane: Lane, characters: int, work: Callable[[Check], T], tenant: str = "") -> T:
         """Call `work`, which is on so many characters, on a thread for texts: see `Pool.run`."""
-        return await self._threads.run(lane, characters, work)
+        return await self._threads.run(lane, characters, work, tenant)
 
     def output(self, request: ChatRequest, prompt: Prompt, job_id: str) -> Output:
         return Output(self._vocabulary, self._dialect, request, prompt.thinking, job_id)

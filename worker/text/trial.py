@@ -1,21 +1,13 @@
-"""Grammars, compiled by llguidance. What a client sends is tried first, by this module as a program of its own.
+"""Grammars, compiled by llguidance. What a client sends is tried first, by a process of its own: see `attempt`.
 
 A schema can overflow the compiler's stack, which ends the process, or keep it busy for minutes and fill gigabytes
 meanwhile. llguidance (1.9) has limits for neither, but a process can be ended.
 """
 
 import random
-import sys
-import threading
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from worker.rlimits import limit_resources
-
-_CPU_S = 1  # schemas from practice take a tenth of it, the start of the process included
-_STACK_BYTES = 4 << 20  # half of what the worker's own threads have, or less
-_BYTES = 2 << 30  # of addresses
-PANICKED = 3  # the exit status
 # States take some 2 kB each. A row of so many items, of some 1,500 optional properties, takes a mask 20 ms.
 _LIMITS = LLParserLimits(max_lexer_states=50_000, max_items_in_row=6_000, verbose_errors=False)
 _AHEAD = 8  # tokens: where a schema is too much for llguidance, that mostly shows at once
@@ -57,27 +49,3 @@ def _one_of(mask: bytes, dice: random.Random) -> int:
 
 def error_of(matcher: LLMatcher) -> str | None:
     return matcher.get_error().removesuffix("<non-verbose/>").strip() if matcher.is_error() else None
-
-
-def _main() -> None:
-    limit_resources(cpu_s=_CPU_S, address_bytes=_BYTES)
-    threading.stack_size(_STACK_BYTES)
-    grammar, found = sys.stdin.buffer.read().decode(), list[str]()
-    attempt = threading.Thread(target=lambda: found.append(_tried(grammar)))
-    attempt.start()
-    attempt.join()
-    if not found:
-        sys.exit(PANICKED)
-    sys.stdout.buffer.write(found[0].encode())
-
-
-def _tried(grammar: str) -> str:
-    try:
-        compiled(LLTokenizer("byte"), grammar)
-    except Uncompilable as error:
-        return str(error)
-    return ""
-
-
-if __name__ == "__main__":
-    _main()

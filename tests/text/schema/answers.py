@@ -15,7 +15,7 @@ _LIKELY = {ord(sign): 8 for sign in '"}]'} | {ord(","): 2} | dict.fromkeys(range
 
 def matcher(schema: Schema) -> LLMatcher:
     """Raises `Refusal`, and `Uncompilable`."""
-    grammar = Grammar(lambda text: [])
+    grammar = Grammar({})
     return compiled(BYTES, grammar.starting_with(grammar.json(schema, "response_format")))
 
 

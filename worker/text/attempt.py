@@ -1,0 +1,121 @@
+"""The process that turns what a client wants an answer held to into a grammar, and tries that: see `compiler`.
+
+It reads a marshalled question from stdin. It writes a line of JSON with the verdict and, if no answer can be held to
+the grammar, a second line with the part of the request that is the cause. The search for that part is bounded, and may
+be cut off.
+"""
+
+import json
+import marshal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+
+from llguidance import LLTokenizer
+
+from worker.errors import ErrorType, Refusal
+from worker.rlimits import limit_resources
+from worker.text.forced import Function
+from worker.text.grammar import Grammars, Markup, Wish
+from worker.text.trial import Uncompilable, compiled
+
+PANICKED = 3  # the exit status
+_CPU_S = 2  # schemas from practice take a tenth of it, the start of the process included
+_SEARCH_CPU_S = 1.0  # no part is tried that late
+_STACK_BYTES = 4 << 20  # half of what the worker's own threads have, or less
+_BYTES = 2 << 30  # of addresses
+_STABLE = 2  # marshal's format that writes equal values in equal bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    grammar: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unwanted:
+    """No grammar can be written: a refusal."""
+
+    type: ErrorType
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Complaint:
+    """Nothing can be held to the grammar. `place`: the part of the request that is the cause, "" if it is not known."""
+
+    said: str  # in llguidance's words
+    place: str = ""
+
+
+Verdict = Written | Unwanted | Complaint
+
+
+def question(markup: Markup, wish: Wish, *, reasoned: bool) -> bytes:
+    """Return what the process is given. Equal questions are equal bytes."""
+    functions = [(function.name, function.parameters) for function in wish.functions]
+    return marshal.dumps((astuple(markup), (wish.schema, functions, wish.many), reasoned), _STABLE)
+
+
+def verdict_of(output: bytes) -> Verdict | None:
+    """Return what the process wrote. None if it ended before it had a verdict."""
+    lines = [json.loads(line) for line in output.splitlines(keepends=True) if line.endswith(b"\n")]
+    match lines:
+        case [["written", grammar]]:
+            return Written(grammar)
+        case [["unwanted", type, message]]:
+            return Unwanted(type, message)
+        case [["complaint", said], *places]:
+            return Complaint(said, *places)
+    return None
+
+
+def _main() -> None:
+    limit_resources(cpu_s=_CPU_S, address_bytes=_BYTES)
+    threading.stack_size(_STACK_BYTES)
+    markup, (schema, functions, many), reasoned = marshal.loads(sys.stdin.buffer.read())
+    wish = Wish(schema, tuple(Function(*each) for each in functions), many)
+    done = list[bool]()
+    attempt = threading.Thread(target=lambda: done.append(_answer(Grammars(Markup(*markup)), wish, reasoned, _say)))
+    attempt.start()
+    attempt.join()
+    if not done:
+        sys.exit(PANICKED)
+
+
+def _say(line: str | list[str]) -> None:
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+def _answer(grammars: Grammars, wish: Wish, reasoned: bool, say: Callable[[str | list[str]], None]) -> bool:
+    vocabulary = LLTokenizer("byte")
+    try:
+        spelled, grammar = grammars.both(wish, reasoned=reasoned)
+        compiled(vocabulary, spelled)
+    except Refusal as refusal:
+        say(["unwanted", refusal.type, refusal.message])
+    except Uncompilable as error:
+        say(["complaint", str(error)])
+        if place := _cause(grammars, vocabulary, wish):
+            say(place)
+    else:
+        say(["written", grammar])
+    return True
+
+
+def _cause(grammars: Grammars, vocabulary: LLTokenizer, wish: Wish) -> str | None:
+    for place, part in wish.parts():
+        if time.process_time() > _SEARCH_CPU_S:
+            return None
+        try:
+            compiled(vocabulary, grammars.spelled(part))
+        except Uncompilable:
+            return place
+    return None
+
+
+if __name__ == "__main__":
+    _main()
