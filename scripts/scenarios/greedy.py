@@ -92,7 +92,7 @@ def _exchanges(share: float) -> list[bytes]:
 
 def _comparisons(share: float) -> list[bytes]:
     """Alternatives of which each would be compared with everything beside them."""
-    many = [{}] * int(14_900 * share)
+    many: list[dict[str, Any]] = [{}] * int(14_900 * share)
     asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"oneOf": many, "allOf": many}}}
     return [_chat("Answer.", response_format=asked, seed=i) for i in range(4)]
 

@@ -33,7 +33,7 @@ class Compiler:
     """A worker has one."""
 
     def __init__(self) -> None:
-        self._pool = Pool("grammar", _AT_ONCE, reserved=_RESERVED)
+        self._pool = Pool("grammar", _AT_ONCE, reserved=_RESERVED, subject="schemas")
         self._turns = Turns(_AT_ONCE, reserved=_RESERVED)
         self._verdicts = OrderedDict[bytes, Verdict]()
 
