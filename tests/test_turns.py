@@ -33,20 +33,19 @@ async def test_interactive_turns_come_before_offline_ones() -> None:
     assert await order_of(Turns(1), waiting) == ["one", "offline"]
 
 
-async def test_an_interrupted_turn_goes_behind_its_tenants_first_turns_but_not_behind_other_tenants() -> None:
-    turns = Turns(1)
+async def test_of_a_tenants_jobs_the_one_comes_first_that_has_had_a_slot_the_shortest() -> None:
+    turns, got = Turns(1), list[str]()
     await turns.take("interactive", "a")
-    again = turns.queue("interactive", "a", again=True)
-    first, other = turns.queue("interactive", "a"), turns.queue("interactive", "b")
-    got = list[str]()
-    for _ in range(3):
+    waiting = {
+        "long": turns.queue("interactive", "a", 3.0),
+        "short": turns.queue("interactive", "a", 0.2),
+        "new": turns.queue("interactive", "a"),
+        "other": turns.queue("interactive", "b", 9.0),
+    }
+    for _ in waiting:
         turns.give_back()
-        got += [
-            name
-            for name, turn in (("again", again), ("first", first), ("other", other))
-            if turn.done() and name not in got
-        ]
-    assert got == ["first", "other", "again"]
+        got += [name for name, turn in waiting.items() if turn.done() and name not in got]
+    assert got == ["new", "other", "short", "long"]
 
 
 async def test_a_cancelled_wait_leaves_the_slot_to_the_next() -> None:

@@ -1,9 +1,11 @@
 """Slots that jobs wait for: interactive before offline ones, and within a lane tenant by tenant."""
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from heapq import heappop, heappush
+from itertools import count
 
 from schemas.keys import LANES, Lane
 
@@ -40,11 +42,11 @@ class Turns:
                 self.give_back()
             raise
 
-    def queue(self, lane: Lane, tenant: str, *, again: bool = False) -> Turn:
-        """Return a turn that is waited for, or cancelled. `again`: after a turn that was interrupted, so it comes
-        behind the tenant's first ones."""
+    def queue(self, lane: Lane, tenant: str, used_s: float = 0.0) -> Turn:
+        """Return a turn that is waited for, or cancelled. `used_s`: how long the job has had a slot before; of a
+        tenant's jobs the one comes first that has had it the shortest."""
         turn = asyncio.get_running_loop().create_future()
-        self._lines[lane].add(turn, tenant, again)
+        self._lines[lane].add(turn, tenant, used_s)
         self._grant()
         return turn
 
@@ -63,22 +65,23 @@ class _Line:
     """The turns of a lane."""
 
     def __init__(self) -> None:
-        self._tenants = OrderedDict[str, tuple[deque[Turn], deque[Turn]]]()  # each one's first turns, and later ones
+        self._numbers = count()
+        self._tenants = OrderedDict[str, list[tuple[float, int, Turn]]]()  # each a heap
 
     @property
     def waiting(self) -> bool:
-        return any(not turn.done() for queues in self._tenants.values() for turns in queues for turn in turns)
+        return any(not turn.done() for turns in self._tenants.values() for _, _, turn in turns)
 
-    def add(self, turn: Turn, tenant: str, again: bool) -> None:
-        self._tenants.setdefault(tenant, (deque(), deque()))[again].append(turn)
+    def add(self, turn: Turn, tenant: str, used_s: float) -> None:
+        heappush(self._tenants.setdefault(tenant, []), (used_s, next(self._numbers), turn))
 
     def next(self) -> Turn | None:
         """Take the next turn that is still waited for. Its tenant goes behind the others."""
         while self._tenants:
-            tenant, (first, later) = self._tenants.popitem(last=False)
-            turn = (first or later).popleft()
-            if first or later:
-                self._tenants[tenant] = first, later
+            tenant, turns = self._tenants.popitem(last=False)
+            _, _, turn = heappop(turns)
+            if turns:
+                self._tenants[tenant] = turns
             if not turn.done():
                 return turn
         return None

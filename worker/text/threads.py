@@ -2,7 +2,7 @@
 
 The work of a job runs on one thread at a time. Large texts have threads of their own, one for each lane, so a short
 prompt never waits for a long one, nor an interactive job for offline work. Within a lane tenants take turns, and work
-that has had its time slice stops at its next check while others wait.
+that has had a slice of time lets those go first, at its next check, that have had less.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ LARGE = 65_536  # characters: the slowest tokenizers read as many in a quarter o
 _SMALL_AT_ONCE = 2
 # A text that fits a context of a million tokens takes some 5 s on a slow machine.
 _LONGEST_S = 60.0
-_SLICE_S = 0.5
+_SLICE_S = 0.1
 _MOST_PAUSED = 6  # works that keep a thread, and what they have made so far, while others run
 _LOOK_AGAIN_S = 1.0
 
@@ -47,15 +47,13 @@ class Pool:
         threads: int,
         *,
         reserved: int = 0,
-        subject: str = "messages",
         longest_s: float = _LONGEST_S,
         slice_s: float = _SLICE_S,
     ) -> None:
-        """`reserved`: threads that offline jobs leave free. `subject`: what takes too long, as the refusal names it.
-        `longest_s` counts from when the work began, pauses left out."""
+        """`reserved`: threads that offline jobs leave free. `longest_s` counts from when the work began, pauses left
+        out."""
         self._threads, self._turns = ThreadPoolExecutor(threads + _MOST_PAUSED, name), Turns(threads, reserved=reserved)
         self._longest_s, self._slice_s, self._paused = longest_s, slice_s, 0
-        self._subject = subject
 
     async def run(self, lane: Lane, work: Callable[[Check], T], tenant: str = "") -> T:
         """Call `work` on a thread. Native code cannot be interrupted, so work that takes long calls its check between
@@ -73,7 +71,7 @@ class Pool:
             if not limit.expired():
                 raise
             raise Refusal(
-                "too_large", f"{self._subject}: to prepare them took longer than {self._longest_s:g} s; shorten them."
+                "too_large", f"messages: to prepare them took longer than {self._longest_s:g} s; shorten them."
             ) from None
         finally:
             running.abandon()
@@ -84,7 +82,7 @@ class Pool:
             running.go_on()
             return
         self._paused += 1
-        turn = self._turns.queue(lane, tenant, again=True)
+        turn = self._turns.queue(lane, tenant, running.used_s)
         turn.add_done_callback(partial(self._go_on, running))
         running.pause(turn)
         self._turns.give_back()
@@ -103,13 +101,14 @@ class Pool:
 
 
 class _Running:
-    """Work on a thread. All but `check` is the event loop's."""
+    """Work on a thread. All but `check` is the event loop's, which reads `used_s` while the work waits."""
 
     def __init__(self, wants_pause: Callable[["_Running"], None], slice_s: float) -> None:
         self.loop, self.limit = asyncio.get_running_loop(), asyncio.timeout(None)
         self._wants_pause, self._slice_s = wants_pause, slice_s
         self._abandoned, self._goes_on = Event(), Event()
         self._began = time.monotonic()  # the slice
+        self.used_s = 0.0  # by the slices before
         self._turn: Turn | None = None  # the last that it waited for
         self._left_s = 0.0
 
@@ -144,7 +143,9 @@ class _Running:
 
     def check(self) -> None:
         """Called on the thread, by its work. Raises `Abandoned`."""
-        if not self.abandoned and time.monotonic() - self._began >= self._slice_s:
+        had_s = time.monotonic() - self._began
+        if not self.abandoned and had_s >= self._slice_s:
+            self.used_s += had_s
             self._wait()
             self._began = time.monotonic()
         if self.abandoned:
