@@ -47,13 +47,15 @@ class Pool:
         threads: int,
         *,
         reserved: int = 0,
+        subject: str = "messages",
         longest_s: float = _LONGEST_S,
         slice_s: float = _SLICE_S,
     ) -> None:
-        """`reserved`: threads that offline jobs leave free. `longest_s` counts from when the work began, pauses left
-        out."""
+        """`reserved`: threads that offline jobs leave free. `subject`: what takes too long, as the refusal names it.
+        `longest_s` counts from when the work began, pauses left out."""
         self._threads, self._turns = ThreadPoolExecutor(threads + _MOST_PAUSED, name), Turns(threads, reserved=reserved)
         self._longest_s, self._slice_s, self._paused = longest_s, slice_s, 0
+        self._subject = subject
 
     async def run(self, lane: Lane, work: Callable[[Check], T], tenant: str = "") -> T:
         """Call `work` on a thread. Native code cannot be interrupted, so work that takes long calls its check between
@@ -71,7 +73,7 @@ class Pool:
             if not limit.expired():
                 raise
             raise Refusal(
-                "too_large", f"messages: to prepare them took longer than {self._longest_s:g} s; shorten them."
+                "too_large", f"{self._subject}: to prepare them took longer than {self._longest_s:g} s; shorten them."
             ) from None
         finally:
             running.abandon()
