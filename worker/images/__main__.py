@@ -51,7 +51,7 @@ def _answer(task: Task, source: bytes, answers: IO[bytes]) -> None:
 
 
 def _image(task: Task, source: bytes) -> Image:
-    """Raises `Refusal`."""
+    """Decode the image of a request. Raises `JobFailure`."""
     declared, data = read_data_url(source) if task.is_url else (None, source)
     if len(data) > task.max_bytes:
         raise too_long(task.max_bytes)
