@@ -12,6 +12,7 @@ import pytest
 
 from worker.child import Ended
 from worker.errors import Refusal
+from worker.reading import __main__ as child
 from worker.reading import reader as module
 from worker.reading.__main__ import answer, verdict
 from worker.reading.reader import SMALL_BYTES, Reader
@@ -88,9 +89,17 @@ def test_a_dear_body_of_any_depth_has_a_verdict(opened: bytes) -> None:
     assert kinds == {"json", "refused"}
 
 
+def test_what_json_reads_and_is_too_deep_to_be_searched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    deep: list[Any] = []
+    for _ in range(3_000):
+        deep = [deep]
+    monkeypatch.setattr(child, "loads", lambda body: deep)  # as json reads it from Python 3.13 on
+    assert verdict(b"[]") == ("refused", TOO_DEEP)
+
+
 def test_what_json_reads_and_marshal_does_not_write_is_nested_too_deeply() -> None:
     limit, depth = sys.getrecursionlimit(), 3_000
-    sys.setrecursionlimit(20_000)  # from Python 3.12 on json's own
+    sys.setrecursionlimit(20_000)  # from Python 3.13 on json's own
     try:
         said = marshal.loads(answer(b'{"a":[{}],"k":' + b"[" * depth + b"]" * depth + b"}"))
     finally:

@@ -22,7 +22,7 @@ def verdict(body: bytes) -> tuple[str, Any]:
     # The worker would take a second to read two million of these back.
     try:
         place = place_of_half(_request(value))
-    except RecursionError:  # less deep than what json reads, from Python 3.12 on much less
+    except RecursionError:  # less deep than what json reads, from Python 3.13 on much less
         return "refused", TOO_DEEP
     if place is not None:
         return "refused", f"{place or 'The request'} holds half of a surrogate pair, which is no character."
