@@ -144,7 +144,7 @@ def test_each_call_has_to_be_there_not_only_one_of_them() -> None:
     template = "{{ messages[0].content if messages[0].role != 'assistant' }}" + calls
     look = {"id": "1", "type": "function", "function": {"name": "look", "arguments": {}}}
     called = {"role": "assistant", "content": "", "tool_calls": [look]}
-    assert whys(template, [called, user("Q"), called]) == ["wants a user first: an empty turn is added"]
+    assert whys(template, [called, user("Q"), called]) == ["requires a user turn first: an empty one is added"]
 
 
 def test_thoughts_in_a_text_may_be_left_out_and_no_other_words() -> None:

@@ -269,8 +269,8 @@ async def test_each_adaptation_is_logged_once_in_a_worker(caplog: pytest.LogCapt
         await gemma.render(request(system("Be brief."), user("Hello")))
     await gemma.render(request(system("Be brief."), *CALL))
     assert caplog.messages == [
-        "The chat template takes no system role: system text comes at the head of the first user message.",
-        "The chat template takes no tool calls: calls and results come as an assistant's and a user's words.",
+        "The chat template accepts no system role: system text is put in front of the first user message.",
+        "The chat template accepts no tool calls: calls and results are sent as assistant and user messages.",
     ]
 
 
@@ -284,4 +284,6 @@ async def test_what_is_left_out_whatever_we_do_is_logged_and_no_refusal(caplog: 
     caplog.set_level("INFO", "sluice.text")
     template = "{{ messages[1].content if messages[0].role == 'system' else raise_exception('No system.') }}"
     assert await rendered(template, system("Be brief."), user("Hello")) == "Hello"
-    assert caplog.messages == ["The chat template leaves out texts, tool calls or results, however they come."]
+    assert caplog.messages == [
+        "The chat template leaves out texts, tool calls or results, in every form that was tried."
+    ]

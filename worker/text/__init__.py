@@ -1,1 +1,1 @@
-"""Words: messages in, text out. Knows neither MLX nor Redis."""
+"""Text in both directions: messages to prompt tokens, sampled tokens to output. Imports neither MLX nor Redis."""

@@ -1,4 +1,4 @@
-"""Conversations as a chat template takes them, where it does not take them as they are."""
+"""Changes a conversation until the model's chat template accepts it and writes all of it."""
 
 import re
 from collections import defaultdict
@@ -18,7 +18,7 @@ from worker.text.adaptations import (
 )
 from worker.text.tokenizer import Conversation
 
-# A template's refusals, and its slips on what it did not expect. mlx-lm's own, which are in Python, assert.
+# Raised by a template that refuses a conversation or fails on it. mlx-lm's own templates are Python code and assert.
 RAISED = (TemplateError, TypeError, KeyError, ValueError, AssertionError)
 
 
@@ -26,8 +26,8 @@ class Flaw(Enum):
     """What a template does that no change prevents."""
 
     TAKES_NO_TOOLS = "takes no tools"
-    LEAVES_OUT = "leaves out texts, tool calls or results, however they come"
-    FIRST_AS_USER = "writes an assistant's first words as a user's, however they come"
+    LEAVES_OUT = "leaves out texts, tool calls or results, in every form that was tried"
+    FIRST_AS_USER = "writes a first assistant turn as a user turn, in every form that was tried"
 
     @property
     def why(self) -> str:
@@ -43,19 +43,22 @@ Adapt = Callable[[Conversation, Tools, Render], tuple[str, list[Finding]]]
 
 
 class NotTaken(Exception):
-    """The template refuses the conversation as it is, or leaves something out."""
+    """The template refuses the unchanged conversation, or leaves a part of it out."""
 
 
 class Adapter:
-    """A worker has one. It remembers what its template made necessary, which saves trials and changes no result."""
+    """Adapts conversations to one chat template; a worker has one.
+
+    It remembers the changes that were necessary before. That saves trials and changes no result.
+    """
 
     def __init__(self, think: Think = None) -> None:
-        """`think`: the markers around reasoning, which templates leave out."""
+        """`think`: the markers around reasoning, since templates may leave reasoning out."""
         self._think = think
-        self._needed = defaultdict[Ladder, set[Adaptation]](set)  # ever
+        self._needed = defaultdict[Ladder, set[Adaptation]](set)  # in any request so far
 
     def as_it_is(self, conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[Finding]]:
-        """As `adapt`, by one trial. Raises `NotTaken`."""
+        """Return what `adapt` returns for an unchanged conversation, with one trial. Raises `NotTaken`."""
         text = _Trials(tools, render, self._think).whole(conversation)
         if text is None:
             raise NotTaken
@@ -81,13 +84,13 @@ class Adapter:
     def _fewest(
         self, ladder: Ladder, conversation: Conversation, trials: "_Trials"
     ) -> tuple[list[Adaptation], str] | None:
-        """Of the ladder's changes, those that the template cannot do without. None where all of them do not help."""
+        """Return the ladder's changes that the template needs, and its text. None if all of them together fail."""
         changes = _that_matter(ladder, conversation)
         text = trials.whole(_changed(conversation, changes))
         if text is None:
             return None
-        # If those that were needed before are enough, then so are they with some others beside them: most of the
-        # trials below are answered by this one.
+        # If the changes that earlier requests needed are enough, they also are with others added. So this one trial
+        # replaces most of those below.
         likely = [each for each in changes if each in self._needed[ladder]]
         enough = trials.whole(_changed(conversation, likely)) if likely else None
         for adaptation in reversed(changes):
@@ -100,13 +103,15 @@ class Adapter:
 
 
 class _Trials:
+    """Renderings of one request's conversation, and what each of them leaves out."""
+
     def __init__(self, tools: Tools, render: Render, think: Think) -> None:
         self._tools, self._render, self._think = tools, render, think
-        self._texts: list[tuple[str, list[Finding]]] = []  # each with what is wrong with it
+        self._texts: list[tuple[str, list[Finding]]] = []  # each with the reasons why it does not count
         self._errors: list[Exception] = []
 
     def whole(self, conversation: Conversation) -> str | None:
-        """None where the template refuses, or leaves something out."""
+        """Return the template's text, or None if it refuses or leaves something out."""
         try:
             text = self._render(conversation, self._tools)
         except RAISED as error:
@@ -133,18 +138,21 @@ class _Trials:
         return missing
 
     def _has_calls(self, conversation: Conversation, text: str) -> bool:
-        """Whether each call is shown, and in order. Names prove nothing: they may be a user's own words, so each is
-        looked for with a mark of its own."""
+        """True if the text shows each call, in order.
+
+        A function's name in the text proves nothing, since a user may have written it. So each call is rendered again
+        with a unique mark.
+        """
         if not any("tool_calls" in turn for turn in conversation):
             return True
         marks = CallMarks(text)
         try:
             return marks.all_in(self._render(marks.into(conversation), self._tools))
-        except RAISED:  # it takes no name with a mark
+        except RAISED:  # the template refuses a name with a mark
             return not self._makes(text, _with_fewer_calls(conversation), self._tools)
 
     def _makes(self, text: str, conversation: Conversation, tools: Tools) -> bool:
-        """What makes no difference was left out."""
+        """True if this conversation renders to the same text: then the text leaves out the difference."""
         try:
             return self._render(conversation, tools) == text
         except RAISED:
@@ -175,7 +183,10 @@ def _changed(conversation: Conversation, adaptations: Iterable[Adaptation]) -> C
 
 
 def _with_fewer_calls(conversation: Conversation) -> Conversation:
-    """Turns with their first call alone, which is all that gpt-oss's reads; where none has more, without."""
+    """Return the turns with only their first call, or without calls if no turn has more than one.
+
+    gpt-oss's template writes only the first call of a turn.
+    """
     kept = 1 if any(len(turn.get("tool_calls", ())) > 1 for turn in conversation) else 0
     return [
         {**turn, "tool_calls": turn["tool_calls"][:kept]} if "tool_calls" in turn else turn for turn in conversation
@@ -183,7 +194,10 @@ def _with_fewer_calls(conversation: Conversation) -> Conversation:
 
 
 def _with_first_as_user(conversation: Conversation) -> Conversation:
-    """Where an assistant speaks first, in a user's name: Llama 3.1's writes tools and the first turn as one."""
+    """Return the conversation with a first assistant turn as a user turn.
+
+    Llama 3.1's template writes the tools and the first turn, of either role, as one user turn.
+    """
     system, turns = parted(conversation)
     if not turns or turns[0]["role"] != "assistant":
         return conversation
@@ -191,8 +205,10 @@ def _with_first_as_user(conversation: Conversation) -> Conversation:
 
 
 def _is_in(conversation: Conversation, text: str, think: Think) -> bool:
-    """Each text, in order within its role. Some templates leave texts out without a word: they may do so with
-    reasoning, and with what is said beside a call."""
+    """True if the text holds each content, in order within its role.
+
+    Some templates silently leave contents out. That is accepted for reasoning, and for text that comes with a call.
+    """
     by_role: dict[str, list[str]] = {}
     for message in conversation:
         if "tool_calls" not in message:
@@ -206,7 +222,10 @@ def _told(message: dict[str, Any], think: Think) -> str:
 
 
 def _in_order(words: Iterable[str], text: str) -> bool:
-    """Each is looked for behind the one before: from the beginning it would take seconds in a long text."""
+    """True if the text holds the words in this order.
+
+    Each search starts behind the last match: searches from the beginning would take seconds in a long text.
+    """
     end = 0
     for word in words:
         found = word.strip()
@@ -221,5 +240,5 @@ def _in_order(words: Iterable[str], text: str) -> bool:
 
 
 def _sturdy(words: str) -> str:
-    """The longest piece that trimming, indenting and JSON leave as it is. Characters for private use are marks."""
+    """Return the longest piece that trimming, indenting and JSON leave unchanged, without our marks (private use)."""
     return max(re.split(r'["\\\x00-\x1f\ue000-\uf8ff\U000f0000-\U0010ffff]', words), key=len).strip()

@@ -1,7 +1,7 @@
-"""What can be changed about a conversation so that a chat template takes it.
+"""Changes to a conversation that make a chat template accept it.
 
-No change drops a word, and each leaves a conversation alone that has no use for it. They are tried as ladders,
-all of one at once.
+No change drops text, and none affects a conversation that does not need it. They are tried in groups (ladders), all
+changes of a ladder at once.
 """
 
 import json
@@ -17,7 +17,7 @@ Message = dict[str, Any]
 
 
 class Adaptation(NamedTuple):
-    why: str  # what the template does, and what we do about it
+    why: str  # what the template does, and what we change; logged
     change: Callable[[Conversation], Conversation]
 
 
@@ -49,7 +49,7 @@ def _one_call_a_turn(conversation: Conversation) -> Conversation:
 
 
 def _call_by_call(turn: Message, results: list[Message]) -> Conversation:
-    """Each call with its own results behind it."""
+    """Return one turn for each call, followed by its own results."""
     if len(_calls(turn)) < 2:
         return [turn, *results]
     first, *further = _calls(turn)
@@ -109,7 +109,7 @@ def _user_first(conversation: Conversation) -> Conversation:
 
 
 def _turns_between(conversation: Conversation) -> Conversation:
-    # Mistral's pass over calls and results when they look whether the roles alternate.
+    # Mistral's templates skip calls and results when they check that the roles alternate.
     told: Conversation = []
     last = None
     for message in conversation:
@@ -130,25 +130,29 @@ def _system_in_user(conversation: Conversation) -> Conversation:
 
 
 def parted(conversation: Conversation) -> tuple[Conversation, Conversation]:
-    """The system message, if there is one, and the rest."""
+    """Return the system message, as a list of at most one, and the other messages."""
     start = 1 if conversation and conversation[0]["role"] == "system" else 0
     return conversation[:start], conversation[start:]
 
 
 class CallMarks:
-    """Marks that show if a template writes each call: in its name, and in its arguments where these hold words."""
+    """Unique marks in names and arguments of calls, which show if a template writes each call.
+
+    Arguments get a mark only if one of them is a string.
+    """
 
     def __init__(self, text: str) -> None:
-        """None of the marks is in this text. They are letters and digits, which no way of writing changes."""
+        """Choose marks that do not occur in `text`. Letters and digits alone, since no template escapes these."""
         unused = (stem for stem in map("mark{}x".format, count()) if stem not in text)
         self._stem = next(unused)
         self._names, self._words = list[int](), list[int]()
 
     def into(self, conversation: Conversation) -> Conversation:
+        """Return the conversation with marks in its calls."""
         return _each_call(conversation, self._marked)
 
     def all_in(self, shown: str) -> bool:
-        """Whether each is there, the names in their order."""
+        """True if `shown` holds all marks, those of the names in order."""
         found = dict.fromkeys(int(number) for number in re.findall(f"{self._stem}([0-9]+)z", shown))
         names = [number for number in found if number % 2 == 0]
         return names == self._names and found.keys() >= set(self._words)
@@ -194,24 +198,24 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-_IDS = Adaptation("takes tool call ids of nine letters and digits: calls are numbered", _short_ids)
-_THOUGHTS = Adaptation("takes no text beside the thoughts before a call: they come as one text", _thoughts_in_content)
-_ONE_CALL = Adaptation("takes one tool call a turn: each has its own, its result behind it", _one_call_a_turn)
-_OBJECTS = Adaptation("takes arguments as objects alone: what is no JSON object comes in one", _arguments_as_objects)
-_TEXT = Adaptation("takes arguments as text alone: they come as JSON", _arguments_as_text)
-_LONE = Adaptation("takes no tool result without a call: it comes as a user's words", _lone_results_said)
-_SAID = Adaptation("takes no tool calls: calls and results come as an assistant's and a user's words", _tools_said)
+_IDS = Adaptation("accepts only tool call ids of nine letters and digits: calls are numbered", _short_ids)
+_THOUGHTS = Adaptation("accepts only text or reasoning before a call: both are sent as content", _thoughts_in_content)
+_ONE_CALL = Adaptation("accepts one tool call per turn: each call gets its own turn and result", _one_call_a_turn)
+_OBJECTS = Adaptation("accepts arguments only as objects: other arguments are wrapped in one", _arguments_as_objects)
+_TEXT = Adaptation("accepts arguments only as text: they are sent as JSON", _arguments_as_text)
+_LONE = Adaptation("accepts no tool result without a call: it is sent as a user message", _lone_results_said)
+_SAID = Adaptation("accepts no tool calls: calls and results are sent as assistant and user messages", _tools_said)
 _TURNS = (
-    Adaptation("wants a user first: an empty turn is added", _user_first),
-    Adaptation("wants user and assistant in turn: empty turns are added", _turns_between),
+    Adaptation("requires a user turn first: an empty one is added", _user_first),
+    Adaptation("requires alternating user and assistant turns: empty turns are added", _turns_between),
 )
-# In each, the later a change comes, the more it takes away from what the template could say itself.
+# The changes of a ladder are ordered by how much of the template's own formatting they lose, least first.
 LADDERS = (
     *((_IDS, _THOUGHTS, _ONE_CALL, arguments, _LONE, *_TURNS) for arguments in (_OBJECTS, _TEXT)),
     (_SAID, *_TURNS),
 )
-# One of these ends a ladder.
-SYSTEM_FIRST = Adaptation("shows tools in a system message alone: an empty one is added", _system_first)
+# Each ladder ends with one of these two.
+SYSTEM_FIRST = Adaptation("writes tools only into a system message: an empty one is added", _system_first)
 SYSTEM_IN_USER = Adaptation(
-    "takes no system role: system text comes at the head of the first user message", _system_in_user
+    "accepts no system role: system text is put in front of the first user message", _system_in_user
 )

@@ -1,7 +1,7 @@
-"""Where later prompts are likely to part from this one, as the template's text tells.
+"""Predicts where later prompts diverge from this one, by rendering the likely next turns.
 
-Recurrent and rotating states can be taken up only where they were kept, so the places are planned before a prompt is
-computed. None of them has to be right: tokens are compared before they are taken up.
+Recurrent and rotating caches can be restored only at positions where a snapshot was taken, so these positions are
+planned before prefill. A wrong prediction only costs a cache miss: tokens are compared before a snapshot is restored.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -13,46 +13,49 @@ from worker.text.adapt import RAISED, Tools
 from worker.text.places import Places
 from worker.text.tokenizer import Conversation
 
-# For private use, so no template looks for them and hardly a text has them.
+# Private-use characters: no template treats them specially, and texts hardly ever contain them.
 _MARKS = tuple(map(chr, range(0xE000, 0xE010)))
-# What a template may stumble over in a turn that was only imagined harms no one.
+# Raised by templates on the turns that are only predicted. Such a turn is skipped.
 _STUMBLES = (*RAISED, ArithmeticError, AttributeError, LookupError)
-_FEW = 3  # places that are worth a tokenization each: the next turn by a user, that by a tool, and the system's end
+# Positions that are worth a tokenization each: the next user turn, the next tool result, the system message's end.
+_FEW = 3
 
 _ANSWER = {"role": "assistant", "content": "…"}
 _QUESTION = {"role": "user", "content": "…"}
-_CALL = "call00000"  # such an id is taken by Mistral's templates too
-_NO_ARGUMENTS: tuple[Any, ...] = ({}, "{}")  # some templates take text alone
+_CALL = "call00000"  # nine letters and digits, as Mistral's templates require
+_NO_ARGUMENTS: tuple[Any, ...] = ({}, "{}")  # some templates accept only text
 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """How a template's text becomes tokens."""
+    """Encodes a template's text."""
 
     encode: Callable[[str], list[int]]
-    plain: Callable[[str], str] = str  # what a piece of the text says: contents may have control tokens marked
+    plain: Callable[[str], str] = str  # a piece of the text without the marks that escape control tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
+    """One request's rendered prompt, with what is needed to render variations of it."""
+
     conversation: Conversation
     tools: Tools
     text: str
     tokens: Sequence[int]
-    thinks: bool  # whether the text ends within a think block
-    render: Callable[[Conversation], str]  # another conversation, beside the same tools
-    marks: Collection[str]  # characters of the contents that the text has images for
+    thinks: bool  # the text ends within a think block
+    render: Callable[[Conversation], str]  # renders another conversation with the same tools
+    marks: Collection[str]  # characters that mark the images' positions in the contents
     codec: Codec
 
 
 class Boundaries:
-    """A worker has one."""
+    """Plans cache boundaries for prompts; a worker has one."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
 
     def plan(self, rendered: Rendered) -> tuple[int, ...]:
-        """Token counts, the most valuable first, each of less than the whole and more than nothing."""
+        """Return boundaries as token counts from 1 to one less than the prompt's, the most valuable first."""
         most = len(rendered.tokens) - 1
         if most < 1:
             return ()
@@ -69,15 +72,15 @@ class Boundaries:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """An imagined text beside the real one, in characters."""
+    """A predicted text compared with the prompt's text; positions in characters."""
 
-    end: int  # of what they have in common
-    starts: list[int]  # of the contents within that
-    whole: bool  # whether no content starts behind it
+    end: int  # length of the common prefix
+    starts: list[int]  # of the contents that begin within the common prefix
+    whole: bool  # all contents begin within the common prefix
 
 
 def _places(rendered: Rendered) -> list[int]:
-    """Characters, the most valuable place first."""
+    """Return boundaries as positions in the text, in characters, the most valuable first."""
     mark = next((mark for mark in _MARKS if mark not in rendered.text), None)
     if mark is None:
         return []
@@ -86,7 +89,7 @@ def _places(rendered: Rendered) -> list[int]:
     called = _seen(rendered, mark, _called(marked, rendered)) if rendered.tools else None
     seen = [each for each in (asked, called) if each]
     if not any(each.whole for each in seen) and (itself := _seen(rendered, mark, [marked])):
-        # The template rewrites earlier turns when another one comes. What others may share with this prompt stays.
+        # The template rewrites earlier turns when another one is added. Other conversations may still share the rest.
         seen.append(itself)
     starts = sorted({start for each in seen for start in each.starts})
     ends = [_before_the_last_word(rendered, starts, each.end) for each in (asked, called) if each]
@@ -95,7 +98,7 @@ def _places(rendered: Rendered) -> list[int]:
 
 
 def _seen(rendered: Rendered, mark: str, conversations: list[Conversation]) -> _Seen | None:
-    """The first of these that the template takes."""
+    """Compare the prompt with the first of these conversations that the template accepts. None if it accepts none."""
     for conversation in conversations:
         try:
             pieces = rendered.render(conversation).split(mark)
@@ -109,7 +112,7 @@ def _seen(rendered: Rendered, mark: str, conversations: list[Conversation]) -> _
 
 
 def _marked(message: dict[str, Any], mark: str) -> dict[str, Any]:
-    """Behind the space that a content begins with, which some templates take away."""
+    """Put the mark in front of the content, but behind leading space, which some templates strip."""
     content = message["content"]
     said = content.lstrip()
     return {**message, "content": content[: len(content) - len(said)] + mark + said} if said else message
@@ -127,12 +130,15 @@ def _answered(conversation: Conversation, rendered: Rendered) -> Conversation:
     *before, last = conversation
     if not _is_begun(last):
         return [*conversation, _ANSWER]
-    # An answer that was begun within its thoughts may be told without them.
+    # If the answer stops within its reasoning, the next turn's prompt may leave that reasoning out.
     return [*before, _ANSWER] if rendered.thinks else conversation
 
 
 def _called(conversation: Conversation, rendered: Rendered) -> list[Conversation]:
-    """A tool was called, and answered, in place of an answer: templates that drop thoughts keep them for that."""
+    """Return conversations that go on with a tool call and its result, one for each form of arguments.
+
+    Templates that drop earlier reasoning keep it in front of a call, so they render these differently.
+    """
     *before, answer = _answered(conversation, rendered)
     result = {"role": "tool", "tool_call_id": _CALL, "content": "…"}
     name = rendered.tools[0]["function"]["name"]
@@ -144,7 +150,10 @@ def _called(conversation: Conversation, rendered: Rendered) -> list[Conversation
 
 
 def _before_the_last_word(rendered: Rendered, starts: list[int], end: int) -> int:
-    """Where the prompt ends with an answer's beginning, the next turn's has the rest, perhaps of the same word."""
+    """Return `end`, or the start of the last word if the prompt ends with the beginning of an answer.
+
+    The next prompt holds the whole answer, in which that word may be longer and so have other tokens.
+    """
     last, text = rendered.conversation[-1], rendered.text
     if end < len(text) or not (_is_begun(last) and _is_text(last)):
         return end
@@ -152,7 +161,7 @@ def _before_the_last_word(rendered: Rendered, starts: list[int], end: int) -> in
 
 
 def _alike(one: Sequence[object], other: Sequence[object]) -> int:
-    """How much they begin with alike. By halves, since a loop over the characters of a document takes long."""
+    """Return the length of the common prefix. A binary search over slices, since a loop over a document is slow."""
     known, most = 0, min(len(one), len(other))
     while known < most:
         middle = (known + most + 1) // 2

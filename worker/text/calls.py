@@ -1,4 +1,4 @@
-"""Tool calls, as OpenAI's deltas."""
+"""Turns tool calls, as a model writes them, into OpenAI's deltas."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from worker.text.partial_json import PartialJson
 Tools = list[dict[str, Any]]
 Delta = dict[str, Any]
 
-# What mlx-lm's parsers raise on text that is no call, and on JSON schemas that they do not expect.
+# Raised by mlx-lm's parsers for text that is not a call, and for JSON schemas that they do not expect.
 _NO_CALL = (
     ValueError, TypeError, AttributeError, LookupError, SyntaxError, OverflowError, RecursionError, MemoryError,
 )  # fmt: skip
@@ -21,29 +21,30 @@ _ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a model writes its calls. An opening is all that stands before a call's text, the marker included."""
+    """How a model writes its calls. An opening is everything before a call's text, the marker included."""
 
-    parse: Callable[[str, str, Tools], list[dict[str, Any]]]  # of an opening, a text and tools; raises `_NO_CALL`
-    # An opening, and a text so far, as the beginning of one object with name and arguments: None where one cannot
-    # tell yet, ValueError where it is none. Such a text says by itself where it ends. Without it a call is made
-    # when its end marker comes.
+    # (opening, text, tools) to calls. Raises one of `_NO_CALL`.
+    parse: Callable[[str, str, Tools], list[dict[str, Any]]]
+    # (opening, text so far) to the beginning of one JSON object with name and arguments. None if it cannot be decided
+    # yet; raises ValueError if the text is not such an object. JSON shows its own end. A format without this function
+    # emits a call only when its end marker arrives.
     as_json: Callable[[str, str], str | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A call that is over."""
+    """A call that has ended."""
 
-    deltas: list[Delta]  # what is new of it
-    text: str = ""  # all of it, where it was none
+    deltas: list[Delta]  # not emitted before
+    text: str = ""  # the whole text, if it is not a valid call
 
 
 class Calls:
-    """Of one answer. A call that is JSON is announced when its function is known and its arguments have begun, and
-    they follow as they are written; any other comes in one piece.
+    """The tool calls of one answer.
 
-    The format's parser has the last word. If it does not agree with what was announced, that call is void: the
-    client has seen its beginning, but it is none, and its text is content.
+    A call in JSON is announced when its function is known and its arguments have begun, and its arguments are
+    streamed; any other call is emitted in one piece. The format's parser decides at the end. If it disagrees with what
+    was announced, the call is retracted: the client has received its beginning, but its text becomes content.
     """
 
     def __init__(self, format: Format, tools: Tools, job_id: str, *, parallel: bool) -> None:
@@ -51,27 +52,31 @@ class Calls:
         self._functions = {tool["function"]["name"] for tool in tools}
         self._open: _Written | None = None
         self._announced: int | None = None  # the index of the open call
-        self._ids = list[str]()  # of all that were announced, by index
+        self._ids = list[str]()  # of all calls emitted so far, by index
         self.made = 0
         self.voided = set[int]()
 
     @property
     def enough(self) -> bool:
+        """True if the one call that the request allows has been made."""
         return self.made > 0 and not self._parallel
 
     @property
     def open(self) -> bool:
+        """True between a call's opening and its end."""
         return self._open is not None
 
     @property
     def quoting(self) -> bool:
-        """Whether what comes next is the open call's, even if it looks like a marker."""
+        """True if the open call is within a JSON string, so that even text that looks like a marker belongs to it."""
         return self._open is not None and self._open.quoting
 
     def begin(self, opening: str) -> None:
+        """Open a call with the text before it, its marker included."""
         self._open = _Written(opening, self._format.as_json)
 
     def feed(self, text: str) -> list[Delta]:
+        """Add text to the open call. Returns its deltas so far not emitted."""
         assert self._open is not None
         more = self._open.feed(text)
         if self._announced is not None:
@@ -82,16 +87,18 @@ class Calls:
         return [self._new(self._open.function, self._open.arguments, None)]
 
     def end(self, closing: str) -> Settled:
-        """The open call's marker has come."""
+        """Close the open call at its end marker, `closing`."""
         assert self._open is not None
         return self._settle(self._open, self._meant(self._open), closing)
 
     def cut_off(self, closing: str, *, keep: bool) -> Settled | None:
-        """The answer has ended within the open call. None where it stays as far as it came: one to `keep`, if it was
-        announced and is sound."""
+        """Close the open call because the answer has ended.
+
+        Returns None if the incomplete call stays in the result: with `keep`, if it was announced and is valid so far.
+        """
         call = self._open
         assert call is not None
-        # Some parsers make a call of the first half of one, so only a format that says where it ends is asked.
+        # Some parsers accept the first half of a call, so only formats that show their own end are parsed here.
         meant = self._meant(call) if self._format.as_json else []
         if keep and not meant and self._announced is not None and call.sound:
             return None
@@ -113,7 +120,7 @@ class Calls:
         return [self._new(call.function, call.written, call.id) for call in meant]
 
     def _meant(self, call: "_Written") -> list["_Meant"]:
-        """By the format's parser. Empty where the text is no call, or one of an unknown function."""
+        """Parse the call. Empty if the text is not a call, or if it names an unknown function."""
         try:
             meant = [_read(entry) for entry in self._format.parse(call.opening, call.text, self._tools)]
         except _NO_CALL:
@@ -122,7 +129,7 @@ class Calls:
 
     def _new(self, function: str, arguments: str, id: str | None) -> Delta:
         index = len(self._ids)
-        if id is None or id in self._ids:  # ours is the same on every attempt
+        if id is None or id in self._ids:  # derived from the job's id, so it is the same in every attempt
             id = "call_" + blake2b(f"{self._job_id}/{index}".encode(), digest_size=12).hexdigest()
         self._ids.append(id)
         return {
@@ -135,22 +142,22 @@ class Calls:
 
 @dataclass(frozen=True, slots=True)
 class _Meant:
-    """A call as the parser reads it."""
+    """A call as the format's parser returns it."""
 
     function: str
     arguments: dict[str, Any]
-    written: str  # the arguments
+    written: str  # the arguments as JSON
     id: str | None
 
 
 def _read(entry: dict[str, Any]) -> _Meant:
-    """Raises `_NO_CALL`."""
+    """Validate a call of the parser. Raises one of `_NO_CALL`."""
     function, arguments, id = entry["name"], entry.get("arguments"), entry.get("id")
     if isinstance(arguments, str):  # JSON within JSON
         arguments = json.loads(arguments)
     arguments = {} if arguments is None else arguments
     if not isinstance(function, str) or not isinstance(arguments, dict):
-        raise ValueError("This is no call.")
+        raise ValueError("The text is not a tool call.")
     known = id if isinstance(id, str) and _ID.fullmatch(id) else None
     return _Meant(function, arguments, _dumps(arguments), known)
 
@@ -165,7 +172,7 @@ def _dumps(arguments: dict[str, Any]) -> str:
 
 
 class _Written:
-    """A call as it is being written."""
+    """A call that is being generated."""
 
     def __init__(self, opening: str, as_json: Callable[[str, str], str | None] | None) -> None:
         self.opening, self._as_json = opening, as_json
@@ -187,32 +194,32 @@ class _Written:
 
     @property
     def quoting(self) -> bool:
-        """Whether it stands within a string."""
+        """True if the JSON is within a string."""
         return self._json is not None and self._json.quoting
 
     @property
     def sound(self) -> bool:
-        """As far as it came."""
+        """True if the call is complete, or is valid JSON so far."""
         return self._whole or (self._json is not None and not self._json.broken)
 
     @property
     def begun(self) -> bool:
-        """Whether the name is there, and the beginning of the arguments."""
+        """True if the name is complete and the arguments have begun."""
         if self._json is None or "name" not in self._json.whole or not self._name or not self._arguments:
             return False
         return self._name[0].startswith('"') and self._arguments[0].startswith("{")
 
     @property
     def function(self) -> str:
-        """Once it has `begun`."""
+        """Name of the function; valid only if `begun`."""
         return str(json.loads("".join(self._name)))
 
     def says(self, meant: _Meant) -> bool:
-        """Once it has `begun`."""
+        """True if it is complete and equals the parsed call; valid only if `begun`."""
         return self._whole and (self.function, json.loads(self.arguments)) == (meant.function, meant.arguments)
 
     def feed(self, text: str) -> str:
-        """More of the arguments."""
+        """Add text. Returns what it adds to the arguments."""
         self._text.append(text)
         if self._json is None:
             text = self._beginning()
@@ -227,7 +234,7 @@ class _Written:
         return "".join(self._arguments[before:])
 
     def _beginning(self) -> str:
-        """What there is for JSON, once there is."""
+        """Return the text for the JSON parser as soon as it is known to be JSON; empty before."""
         try:
             beginning = None if self._as_json is None else self._as_json(self.opening, self.text)
         except ValueError:
@@ -238,7 +245,7 @@ class _Written:
 
 
 def gathered(deltas: Iterable[Delta]) -> tuple[Delta, ...]:
-    """One for each call: the fragments of its arguments put together."""
+    """Merge consecutive deltas of a call: one for each call, with its fragments of arguments joined."""
     calls = list[tuple[Delta, list[str]]]()
     for delta in deltas:
         if not calls or calls[-1][0]["index"] != delta["index"]:
@@ -252,6 +259,6 @@ def _with_arguments(delta: Delta, arguments: str) -> Delta:
 
 
 def whole(deltas: Iterable[Delta], voided: Container[int] = ()) -> list[dict[str, Any]]:
-    """A message's `tool_calls`. One that the answer's end cut off is among them as far as it came."""
+    """Return a message's `tool_calls`, without the retracted ones. A call that was cut off is included, incomplete."""
     calls = [delta for delta in gathered(deltas) if delta["index"] not in voided]
     return [{"id": call["id"], "type": call["type"], "function": call["function"]} for call in calls]

@@ -1,4 +1,4 @@
-"""How large a text is: in characters, cheaply, and in tokens, before it is tokenized whole."""
+"""Refuses prompts that are too large before they are rendered and tokenized as a whole."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -10,34 +10,36 @@ from worker.errors import Refusal, prompt_too_large
 from worker.text.threads import Check
 from worker.text.tokenizer import Conversation
 
-# At most 32 kB: any tokenizer reads that in some 20 ms.
+# At most 32 kB of UTF-8, which the slowest tokenizers encode in about 20 ms.
 _SLICE = 8_192  # characters
-# A cut falls into a word, into a control token or behind a run of space: no such cut was seen to add more than a
-# token for each character of the word. Tests measure it over tokenizers and texts.
+# A cut within a word, within a control token or behind a run of spaces adds tokens: in all measurements at most one
+# for each character of the word. Tests measure it over tokenizers and texts.
 _PER_CUT = 32  # tokens
-# Tokenizers take up to 120 bytes for each character of a text that they read whole, and those that split words by a
-# regular expression fail on runs of some ten million characters.
+# Tokenizers use up to 120 bytes of memory for each character of a text, and those that split words by a regular
+# expression fail on runs of about ten million characters.
 _WHOLE = 4_000_000  # characters
-_WHOLE_PER_TOKEN = 16  # of the context, where that is more; English has some 4 characters a token
-_EACH_VALUE = 32  # characters: a value costs about as much as these to copy and to render
-_IMAGE = 2_000  # characters; what its address holds, perhaps its whole file, is no text
+_WHOLE_PER_TOKEN = 16  # characters per token of the context, if that is more; English has about 4
+_EACH_VALUE = 32  # characters: copying and rendering a value costs about as much as this much text
+_IMAGE = 2_000  # characters; its URL, which may hold the whole file, is not counted as text
 
-_ENDS_THOUGHTS = "</think>"  # templates look for it, also of models that have other markers
+_ENDS_THOUGHTS = "</think>"  # templates search for it, even if the model has other markers
 
 
 class Counting:
-    """Refuses a prompt that cannot fit the context. A worker has one."""
+    """Refuses a prompt that cannot fit the context; a worker has one."""
 
     def __init__(
         self, encode: Callable[[str], list[int]], context: int | None, think: Iterable[str] | None = None
     ) -> None:
-        """`context` in tokens; without it no prompt is refused. `think`: the markers around reasoning."""
+        """`context`: its length in tokens; None refuses no prompt. `think`: the markers around reasoning."""
         self._encode, self._context = encode, context
         self._think = {_ENDS_THOUGHTS, *(think or ())}
 
     def contents(self, conversation: Conversation, check: Check) -> int:
-        """Count the contents before they go through the template. Returns the characters that were counted.
-        Raises `Refusal`."""
+        """Count the tokens of the contents before they are rendered, if their characters exceed the context.
+
+        Returns the number of characters that were counted. Raises `JobFailure` if the contents exceed the context.
+        """
         texts = [text for message in conversation for text in self._shown(message)]
         if self._context is None or sum(map(len, texts)) <= self._context:
             return 0
@@ -45,7 +47,10 @@ class Counting:
         return sum(map(len, texts))
 
     def whole(self, text: str, counted: int, check: Check) -> None:
-        """Count the template's text, of which its contents' characters have been counted. Raises `Refusal`."""
+        """Check the rendered text, of which `counted` characters were counted before.
+
+        Raises `JobFailure` if the text exceeds the context, or is too long to be tokenized.
+        """
         if self._context is None:
             return
         if len(text) - counted > self._context:
@@ -58,8 +63,11 @@ class Counting:
             )
 
     def _shown(self, message: dict[str, Any]) -> Iterator[str]:
-        """Yield what every template shows: arguments, and the content but for space around it. Of an assistant's they
-        may leave out thoughts, and gpt-oss's leaves out what was said before a call."""
+        """Yield the texts that every template writes: long arguments, and contents without the space around them.
+
+        Left out are assistant messages with reasoning, which templates may drop, and those with calls: gpt-oss's
+        template drops their content.
+        """
         content: str = message["content"]
         called = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
         yield from _long_strings(called)
@@ -94,8 +102,11 @@ def _slices(text: str) -> Iterator[str]:
 
 
 def characters(values: Iterable[Any], most: int) -> int:
-    """Characters in strings at any depth, where each value counts as some more. Stops when they are more than `most`,
-    so the cost has a bound. The names of fields do not count, and an image counts as a short text."""
+    """Return the number of characters in strings at any depth, plus 32 for each value, as a measure of cost.
+
+    Stops when the number exceeds `most`, so its own cost is bounded. Names of model fields do not count, and an image
+    counts as 2,000.
+    """
     total, ahead = 0, [iter(values)]
     while ahead and total <= most:
         value = next(ahead[-1], ahead)

@@ -1,19 +1,19 @@
-"""A tokenizer's definition, as a guide may read it."""
+"""Rewrites a tokenizer's definition for llguidance."""
 
 import json
 from typing import Any
 
-NAME_BEGINS = "\ue000"  # a marker's name; for private use, so hardly a text has it
+NAME_BEGINS = "\ue000"  # begins a marker's name; a private-use character, which texts hardly ever contain
 _BLANK = " \t\r\n▁"
 _NORMAL_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
 
 
 def unmarked(definition: str) -> str:
-    """With names for the added tokens that no text has, and without Unicode's normal forms.
+    """Return the definition with added tokens renamed to unlikely strings, and without Unicode normalizers.
 
-    llguidance (1.9) encodes what its grammar leaves no choice about. It must neither read a marker there where a
-    schema's own words look like one, nor put characters together that the schema has apart. Grammars name markers by
-    id. Runs of spaces keep their names: there text is all they are.
+    llguidance (1.9) encodes text that its grammar forces. If a schema's own text looks like a marker, it must not
+    become that token, and a normalizer must not compose characters that the schema writes separately. Grammars name
+    markers by id. Added tokens of nothing but space keep their names, since they are plain text.
     """
     read = json.loads(definition)
     match read:
@@ -27,7 +27,7 @@ def unmarked(definition: str) -> str:
 
 
 def _literal(normalizer: Any) -> Any:
-    """What it does to spaces stays: that is how the vocabulary writes them."""
+    """Return the normalizer without Unicode's normal forms. Its replacement of spaces stays, as in the vocabulary."""
     match normalizer:
         case {"type": kind} if kind in _NORMAL_FORMS:
             return None
@@ -46,11 +46,11 @@ def _renamed(entry: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
 
 
 def _rename_within(model: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Each token is there by one name alone, or llguidance refuses the vocabulary."""
+    """Rename the tokens in the model too: llguidance refuses a vocabulary that has two names for a token."""
     vocab, unknown = model["vocab"], model.get("unk_token")
     if isinstance(vocab, dict):
         vocab = {names.get(token, token): id for token, id in vocab.items()}
-    else:  # a unigram's, with their scores
+    else:  # a unigram model's, with scores
         vocab = [[names.get(token, token), score] for token, score in vocab]
     renamed = {**model, "vocab": vocab}
     if unknown in names:

@@ -1,4 +1,4 @@
-"""From tokens to text. An answer's pieces, put together, are its whole decode."""
+"""Decodes tokens one by one. The pieces of an answer, joined, equal the decoding of all its tokens."""
 
 import codecs
 import re
@@ -9,7 +9,7 @@ _HEX = re.compile(r"<0x((?:[0-9A-Fa-f]{2})+)>")
 
 
 def _alphabet() -> dict[str, int]:
-    """GPT-2's: bytes that print stand for themselves, the others for the characters from 256 on."""
+    """Return GPT-2's byte alphabet: printable bytes stand for themselves, the others are characters from 256 on."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [value for value in range(256) if value not in shown]
     return {chr(value): value for value in shown} | {chr(256 + n): value for n, value in enumerate(hidden)}
@@ -19,7 +19,10 @@ _BYTES = _alphabet()
 
 
 class Vocabulary:
-    """What each token stands for. The network may have more ids than the tokenizer has tokens: those say nothing."""
+    """The bytes of each token.
+
+    The model's logits may be wider than the tokenizer's vocabulary: ids beyond it have no bytes.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -27,11 +30,14 @@ class Vocabulary:
         self._bytes = [read(token) for token in tokenizer.tokens]
 
     def bytes_of(self, token: int) -> bytes:
-        """It may be a part of a code point."""
+        """Return the token's bytes, which may be a part of a code point."""
         return self._bytes[token] if token < len(self._bytes) else b""
 
     def detokenizer(self) -> Detokenizer:
-        """For one answer. mlx-lm's own for byte-level vocabularies drops an answer's leading space."""
+        """Return a detokenizer for one answer.
+
+        For byte-level vocabularies it is ours, since mlx-lm's drops an answer's leading space.
+        """
         if self._tokenizer.byte_level:
             return _ByteLevel(self._bytes)
         return _Within(self._tokenizer.streaming(), len(self._bytes))
@@ -49,7 +55,7 @@ class _ByteLevel:
 
 
 class _Within:
-    """mlx-lm's detokenizers fail beyond the vocabulary."""
+    """Ignores ids beyond the vocabulary, on which mlx-lm's detokenizers fail."""
 
     def __init__(self, inner: Detokenizer, count: int) -> None:
         self._inner, self._count, self.flush = inner, count, inner.flush
@@ -59,12 +65,12 @@ class _Within:
 
 
 def _of_alphabet(token: str) -> bytes:
-    """A token with a character outside of the alphabet was added as plain text."""
+    """Decode a token in GPT-2's byte alphabet. One with other characters was added as plain text."""
     return bytes(map(_BYTES.__getitem__, token)) if _BYTES.keys() >= set(token) else token.encode()
 
 
 def _of_text(token: str) -> bytes:
-    """As SentencePiece writes them."""
+    """Decode a token as SentencePiece writes it."""
     if written := _HEX.fullmatch(token):
         return bytes.fromhex(written[1])
     return token.replace("▁", " ").encode()

@@ -1,4 +1,4 @@
-"""How a model marks what it says: its reasoning, its tool calls, its answer."""
+"""The format of a model's output: how it marks reasoning, tool calls and content."""
 
 import json
 import re
@@ -11,23 +11,23 @@ from worker.text.markers import Marked, Reader
 from worker.text.prompt import Thinking
 from worker.text.tokenizer import Tokenizer, Transitions
 
-# Magistral's and Seed-OSS's, which mlx-lm 0.32 does not know.
+# Magistral's and Seed-OSS's, which mlx-lm 0.32 does not detect.
 _THINK = (("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
-_MORE_MARKERS = ("kimi_k3", "muse_spark")  # formats with others besides, which mlx-lm knows
+_MORE_MARKERS = ("kimi_k3", "muse_spark")  # formats with additional markers, which mlx-lm detects
 _MISTRAL = re.compile(r"\s*([\w-]+)\s*\[ARGS\]\s*")
-# mlx-lm's parsers of these formats look through the rest of the text from each of these on.
+# mlx-lm's parsers of these formats search the rest of the text from each occurrence of these.
 _SEARCHED_FROM = {
     "function_gemma": "call:", "gemma4": "call:", "glm47": "<arg_key>", "kimi_k3": "<|open|>", "laguna": "<arg_key>",
     "longcat": "<longcat_arg_key>", "muse_spark": "<atem:",
 }  # fmt: skip
-# Characters, for each such place: some 50 ms on the event loop, where 20 kB of nothing else would take seconds. A call
-# with ten arguments may have 40 kB.
+# Occurrences times characters: about 50 ms on the event loop, while 20 kB of occurrences alone would take seconds. A
+# call with ten arguments may have 40 kB.
 _MOST_SEARCHED = 400_000
 _LONGEST_HEADER = 100  # characters; a function's name has at most 64
 
 
 class Dialect:
-    """A worker has one."""
+    """The output format of one model; a worker has one."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         tokens = frozenset(tokenizer.tokens)
@@ -36,13 +36,16 @@ class Dialect:
         begins, ends = self.think or ("", "")
         if self.harmony:
             begins, ends = harmony.REASONING_BEGINS, harmony.ANSWER_BEGINS
-        # The tokens after which reasoning begins, and the answer proper. Empty where the model does not reason.
+        # The tokens after which reasoning begins, and those after which the answer begins. Empty without reasoning.
         self.think_start = tuple(tokenizer.encode(begins)) if begins else ()
         self.answer_begins = tuple(tokenizer.encode(ends)) if ends else ()
         self.format = self._format()
 
     def reader(self, thinking: Thinking, *, calls: bool) -> Reader | None:
-        """For one answer. `calls`: whether the request offers tools. None where there are no markers to look for."""
+        """Return a parser for one answer, or None if there are no markers to detect.
+
+        `calls`: the request offers tools.
+        """
         tokenizer, tool = self._tokenizer, self._tokenizer.tool
         if self.harmony:
             return Harmony(tokenizer.splitter("<|start|>", harmony.TRANSITIONS))
@@ -53,8 +56,11 @@ class Dialect:
         return Marked(lambda at: tokenizer.splitter(at, transitions), state, tool or ("", ""), calls=calls)
 
     def _transitions(self, tool: tuple[str, str] | None) -> Transitions:
-        """Those that mlx-lm infers, and some more: a model may open again the reasoning that its prompt opened, and
-        where only the answer's end ends a call, another call ends it too."""
+        """Return the transitions that mlx-lm infers, and two more.
+
+        A model may repeat the think marker that its prompt ended with. If a format has no end marker for calls, the
+        start of another call ends one too.
+        """
         found: Transitions = {"normal": []}
         if self.think:
             start, end = self.think
@@ -80,7 +86,7 @@ class Dialect:
     def _parse(self, opening: str, text: str, tools: Tools) -> list[dict[str, Any]]:
         searched_from = _SEARCHED_FROM.get(self._tokenizer.tool_format or "")
         if searched_from and text.count(searched_from) * len(text) > _MOST_SEARCHED:
-            raise ValueError("A call with so many beginnings is none.")
+            raise ValueError("The text is not a tool call: it has too many beginnings of arguments.")
         return self._tokenizer.parse_tool_call(text, tools)
 
 
@@ -88,7 +94,7 @@ def _mistral(opening: str, text: str) -> str | None:
     if header := _MISTRAL.match(text, 0, _LONGEST_HEADER):
         return _named(header[1], text[header.end() :])
     if len(text) > _LONGEST_HEADER:
-        raise ValueError("This is none, or it is written as a list.")
+        raise ValueError("The text is not a tool call, or it is written as a list.")
     return None
 
 

@@ -1,4 +1,4 @@
-"""Tool calls as grammars: each form is how some models write them, so that mlx-lm's parser for these takes them."""
+"""Grammars of tool calls, one for each format that models write. mlx-lm's parser of the format accepts the calls."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ class Function:
     parameters: Schema | None = None
 
 
-# The rule for a call of one of the functions; for several calls where the last argument says so.
+# Returns the rule for a call of one of the functions, or for several calls if the last argument is true.
 Form = Callable[[Grammar, Sequence[Function], bool], str]
 
 _SAY_NOTHING = {"type", "title", "description", "$schema"}
@@ -39,7 +39,7 @@ def form_of(tool_format: str | None, *, names_arguments: bool) -> Form | None:
 
 
 def json_tools(grammar: Grammar, functions: Sequence[Function], many: bool) -> str:
-    r"""<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>"""
+    r"""Return the rule for <tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>"""
     each = [_as_json(grammar, function) for function in functions]
     return _between_tags(grammar, each, many)
 
@@ -56,16 +56,19 @@ def _as_json(grammar: Grammar, function: Function, more: str = "") -> str:
 
 
 def mistral(grammar: Grammar, functions: Sequence[Function], many: bool) -> str:
-    """[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}"""
+    """Return the rule for [TOOL_CALLS]weather[ARGS]{"city": "Oslo"}. Raises `JobFailure` for a dot in a name."""
     if dotted := [function.name for function in functions if "." in function.name]:
-        raise Refusal("unsupported", f"tools: this model's calls cannot name {dotted[0]}, for its dot.")
+        raise Refusal("unsupported", f"tools: this model cannot call {dotted[0]}; use a name without a dot.")
     begins, arguments = grammar.marker("[TOOL_CALLS]"), grammar.marker("[ARGS]")
     each = [f"{literal(function.name)} {arguments} {_arguments_of(grammar, function)}" for function in functions]
     return grammar.rule(f"({begins} ({' | '.join(each)})){'+' if many else ''}")
 
 
 def mistral_list(grammar: Grammar, functions: Sequence[Function], many: bool) -> str:
-    """[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}, "id": "a1b2c3d4e"}]"""
+    """Return the rule for a list of calls.
+
+    [TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}, "id": "a1b2c3d4e"}]
+    """
     id = spaced(', "id" : "[A-Za-z0-9]{9}"')
     call = grammar.rule(" | ".join(_as_json(grammar, function, f"({id})?") for function in functions))
     calls = f'{call} ("," {call})*' if many else call
@@ -73,9 +76,10 @@ def mistral_list(grammar: Grammar, functions: Sequence[Function], many: bool) ->
 
 
 def harmony(grammar: Grammar, functions: Sequence[Function], many: bool) -> str:
-    """<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Oslo"}
+    """Return the rule for <|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Oslo"}
 
-    There is one at most: the token that ends it ends the answer."""
+    It allows one call even if `many`, because the token that ends a call ends the answer.
+    """
     each = [
         f"{literal(f'commentary to=functions.{function.name}')} "
         f"{harmony_json(grammar, _arguments(function), _field(function))}"
@@ -85,13 +89,16 @@ def harmony(grammar: Grammar, functions: Sequence[Function], many: bool) -> str:
 
 
 def harmony_json(grammar: Grammar, schema: Schema, field: str) -> str:
-    """The rest of a message, from within its header."""
+    """Return the rule for the rest of a harmony message, from within its header on. `field`: for errors."""
     kind = f'({grammar.marker("<|constrain|>")} "json")?'
     return f"/ ?/ {kind} {grammar.marker('<|message|>')} {grammar.json(schema, field)}"
 
 
 def qwen3_coder(grammar: Grammar, functions: Sequence[Function], many: bool) -> str:
-    r"""<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>"""
+    r"""Return the rule for a call in tags.
+
+    <tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>
+    """
     return _between_tags(grammar, [_as_tags(grammar, function) for function in functions], many)
 
 
@@ -109,7 +116,7 @@ def _arguments_of(grammar: Grammar, function: Function) -> str:
 
 
 def _arguments(function: Function) -> Schema:
-    """Their schema: an object, and an empty one where none are named."""
+    """Return the schema of a function's arguments: an object, without properties if the function names none."""
     schema = {"type": "object", **(function.parameters or {})}
     if schema["type"] != "object":
         raise Refusal("invalid_request", f"tools: the parameters of {function.name} must be of type object.")

@@ -1,4 +1,4 @@
-"""From a request to the grammar of its answer."""
+"""Builds the grammar that a request puts on its answer."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -13,19 +13,19 @@ from worker.text.lark import Grammar, Schema
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a request wants: an answer by a schema, or a call of a function, or either."""
+    """Constraint of a request on its answer: a schema, a call of a function, or one of both."""
 
     schema: Schema | None
     functions: tuple[Function, ...]
-    many: bool  # calls in a row
+    many: bool  # more than one call is allowed
 
     @property
     def field(self) -> str:
-        """The request's, that says so."""
+        """Name of the request's field that sets the constraint."""
         return "tool_choice" if self.schema is None else "response_format"
 
     def parts(self) -> Iterator[tuple[str, "Wish"]]:
-        """Each schema by itself, and where it stands in the request."""
+        """Yield (field, constraint) for each schema alone."""
         if self.schema is not None:
             yield "response_format", replace(self, functions=())
         for function in self.functions:
@@ -48,7 +48,7 @@ def markers_of(calls_as: str | None) -> Sequence[str]:
 
 
 class Grammars:
-    """Of a model's answers."""
+    """Grammars of one model's answers, in llguidance's format."""
 
     def __init__(self, markup: Markup) -> None:
         self._markup, self._calls_as = markup, markup.calls_as
@@ -61,7 +61,7 @@ class Grammars:
         return self._written(Grammar(self._markup.markers), wish, reasoned)
 
     def spelled(self, wish: Wish) -> str:
-        """With its markers as text, for a vocabulary of bytes alone."""
+        """Return the grammar with its markers as text, for a vocabulary of single bytes."""
         return self._written(Grammar({}), wish, reasoned=False)
 
     def both(self, wish: Wish, *, reasoned: bool) -> tuple[str, str]:
@@ -85,7 +85,7 @@ class Grammars:
         return grammar.json(schema, "response_format")
 
     def _form_for(self, wish: Wish) -> forced.Form | None:
-        """None where an answer cannot be a call anyway."""
+        """Return the form of calls, or None if a model without calls may answer by the schema alone."""
         if self._form or (wish.schema is not None and not self._markup.has_calls):
             return self._form
         if not self._markup.has_calls:
@@ -96,7 +96,10 @@ class Grammars:
 
 
 def _analysis(grammar: Grammar) -> str:
-    """The reader of its text sees a marker wherever one is spelled out."""
+    """Return the rule for harmony's analysis messages.
+
+    Their text must not spell a marker, since the output parser detects markers in the text.
+    """
     channel, text, end, start = map(grammar.marker, ("<|channel|>", "<|message|>", "<|end|>", "<|start|>"))
     words = grammar.terminal(f"/(?s:.*)/ & ~/(?s:.*)({'|'.join(map(re.escape, MARKERS))})(?s:.*)/")
     return grammar.rule(f'({channel} "analysis" {text} {words} {end} {start} "assistant")*')

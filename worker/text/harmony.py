@@ -1,5 +1,6 @@
-"""gpt-oss's way to answer: messages with headers. analysis is reasoning, a recipient makes a tool call, and all
-else is content.
+"""Parses harmony, the output format of gpt-oss: messages with headers.
+
+The channel "analysis" is reasoning, a message with a recipient is a tool call, and all other text is content.
 
     <|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant<|channel|>final<|message|>It is warm.
     <|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Oslo"}<|call|>
@@ -16,7 +17,7 @@ from worker.text.tokenizer import Splitter, Transitions
 
 _HEADERS, _TEXT, _ENDS = ("<|start|>", "<|channel|>"), "<|message|>", ("<|end|>", "<|call|>", "<|return|>")
 MARKERS = (*_HEADERS, _TEXT, *_ENDS)
-# A state is the marker that was seen last.
+# The state is the last marker.
 TRANSITIONS: Transitions = {state: [(marker, marker) for marker in MARKERS] for state in MARKERS}
 ANSWER_BEGINS = "<|channel|>final<|message|>"
 REASONING_BEGINS = "<|channel|>analysis<|message|>"
@@ -30,17 +31,21 @@ Channel = Literal["content", "reasoning", "call"]
 
 
 class Harmony:
-    """A model that answers without a header, as one does that goes on with a message of the prompt, says content."""
+    """Parses one answer.
+
+    An answer without a header is content: it continues a message of the prompt.
+    """
 
     def __init__(self, splitter: Splitter) -> None:
-        """`splitter` by TRANSITIONS."""
+        """`splitter`: a splitter that uses `TRANSITIONS`."""
         self._splitter = splitter
-        self._channel: Channel | None = None  # in a header
+        self._channel: Channel | None = None  # None in a header
         self._header = ""
         self._spoken = set[Channel]()
-        self._joint = ""  # before the text that comes next
+        self._joint = ""  # separator before the next text
 
     def feed(self, text: str) -> list[Piece]:
+        """Return the events of the next text."""
         segments = self._splitter.feed(text)
         pieces = self._said(segments[0][1])
         for marker, more in segments[1:]:
@@ -48,10 +53,12 @@ class Harmony:
         return pieces
 
     def reopen(self) -> str:
+        """Continue the last call: its end marker was a part of it. Returns the header that the event did not hold."""
         header, self._header, self._channel = self._header, "", "call"
         return header
 
     def flush(self) -> list[Piece]:
+        """Return the events of the text that was held back, at the end of the answer."""
         _, held = self._splitter.flush()
         if self._channel == "call":
             return [("cut", held)]
@@ -89,7 +96,7 @@ class Harmony:
             self._channel = "call"
             return [("begins", header + _TEXT)]
         self._channel = "reasoning" if _ANALYSIS.search(header) else "content"
-        self._joint = "\n\n" if self._channel in self._spoken else ""  # between messages there is no space
+        self._joint = "\n\n" if self._channel in self._spoken else ""  # messages of a channel are separate texts
         return [(self._channel, "")]
 
 
@@ -100,9 +107,11 @@ def _may_be_header(text: str) -> bool:
 
 
 def function_of(opening: str) -> str:
+    """Return the function's name in a call's header; empty if there is none."""
     found = _RECIPIENT.search(opening)
     return found[1].removeprefix("functions.") if found else ""
 
 
 def parse(opening: str, text: str, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Parse a call, as `Format.parse` does. Raises ValueError if the text is not JSON."""
     return [{"name": function_of(opening), "arguments": json.loads(text)}]

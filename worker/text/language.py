@@ -1,4 +1,4 @@
-"""The model's language: how it takes a conversation and what its tokens mean. A worker has one."""
+"""Everything between messages and tokens for one model: prompts, grammars, output and logprobs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 
 class Language:
+    """Renders prompts and reads answers for one model; a worker has one."""
+
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -33,11 +35,12 @@ class Language:
         control_tokens: bool = False,
         context: int | None = None,
     ) -> None:
-        """`vocab` is the width of the network's logits, which may be more than the tokenizer has tokens.
-        `context`: tokens; a prompt well beyond it is refused before it is tokenized.
-        `boundaries` and `thinnable`: whether prompts come with theirs. A model whose prefixes end anywhere has no use
-        for the one, and one without a draft none for the other. `control_tokens`: whether a client's text may hold
-        some; else they are text there."""
+        """`vocab`: width of the logits in tokens, which may exceed the tokenizer's vocabulary.
+        `boundaries`: plan cache boundaries, for models whose cache cannot be cut at any token.
+        `thinnable`: plan the droppable ranges, for workers with a draft model.
+        `control_tokens`: read control tokens in a client's text as tokens, not as text.
+        `context`: its length in tokens; a prompt well beyond it is refused before it is tokenized.
+        """
         self._vocabulary, self._dialect = Vocabulary(tokenizer), Dialect(tokenizer)
         places = Places(self._vocabulary, len(tokenizer.tokens)) if boundaries or thinnable else None
         self._threads = TextThreads()
@@ -53,26 +56,33 @@ class Language:
         self._guides = Guides(tokenizer, self._vocabulary, self._dialect, vocab)
 
     async def prompt(self, request: ChatRequest, images: Sequence[str] = (), lane: Lane = "interactive") -> Prompt:
-        """`images`: what the model reads for each image of the messages, in order. Raises `Refusal` with the template's
-        own words."""
+        """Render and tokenize the request's messages.
+
+        `images`: the text that the model reads for each image of the messages, in order. Raises `JobFailure`, which
+        quotes the template's error.
+        """
         return await self._prompts.render(request, images, lane)
 
     async def guide(self, request: ChatRequest, prompt: Prompt, lane: Lane = "interactive") -> Guide | None:
-        """None where the answer may be anything. Raises `Refusal` for a schema that cannot be held."""
+        """Return the grammar of the answer, or None if the answer is free.
+
+        Raises `JobFailure` for a schema that cannot be enforced.
+        """
         return await self._guides.guide(request, prompt, lane)
 
     async def run(self, lane: Lane, characters: int, work: Callable[[Check], T], tenant: str = "") -> T:
-        """Call `work`, which is on so many characters, on a thread for texts: see `Pool.run`."""
+        """Call `work`, whose input has `characters` characters, on a text thread: see `Pool.run`."""
         return await self._threads.run(lane, characters, work, tenant)
 
     def output(self, request: ChatRequest, prompt: Prompt, job_id: str) -> Output:
+        """Return a new output parser for the job's answer."""
         return Output(self._vocabulary, self._dialect, request, prompt.thinking, job_id)
 
     def logprobs(self, token: int, sampled: Logprobs) -> dict[str, Any]:
-        """OpenAI's entry for a token."""
+        """Return the token's entry in OpenAI's form."""
         return entry(token, sampled, self._vocabulary.bytes_of)
 
 
 def _quoting(tokenizer: Tokenizer, dialect: Dialect) -> Quoting:
-    own = () if dialect.harmony else (*(dialect.think or ()), *(tokenizer.tool or ()))  # gpt-oss's end turns
+    own = () if dialect.harmony else (*(dialect.think or ()), *(tokenizer.tool or ()))  # gpt-oss's markers end turns
     return Quoting(tokenizer.control_tokens, own)

@@ -1,4 +1,4 @@
-"""A grammar for llguidance, as it is written: rules in its dialect of Lark, and the JSON schemas that they name."""
+"""Writes a grammar for llguidance: rules in its dialect of Lark, and the JSON schemas that they refer to."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,15 +10,15 @@ from worker.text.schema.unheld import Unheld
 
 Schema = dict[str, Any]
 
-# Where JSON may have space: as people and programs write it, and no more, since a weak model never leaves off.
+# Space within JSON is limited to what people and programs write: without a limit a weak model may emit it forever.
 _SPACE = r" {1,2}|\n {0,40}|\n\t{0,10}"
-# Without \u, which can spell a property's name in a way that its schema does not know.
+# Without \u, which could spell a property's name in a form that its schema does not match.
 _HOW = {"whitespace_pattern": _SPACE, "json_allowed_escapes": r"nrbtf\""}
-_LONGEST = 500_000  # characters: llguidance reads so many in some 20 ms, in which nothing else runs
+_LONGEST = 500_000  # characters: llguidance parses them in about 20 ms and holds the interpreter's lock meanwhile
 
 
 class Grammar:
-    """Rules go by the names that the methods return."""
+    """A grammar under construction. Its methods return the names of rules, for use in other rules."""
 
     def __init__(self, markers: Mapping[str, int], rewritten: Sequence[Schema] = ()) -> None:
         """`markers`: the tokens of markers that have one each. `rewritten`: the schemas of a grammar that names the
@@ -32,23 +32,28 @@ class Grammar:
         return self._schemas
 
     def rule(self, body: str) -> str:
+        """Add a rule."""
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}: {body}")
         return name
 
     def terminal(self, body: str) -> str:
+        """Add a terminal, which the lexer matches as a whole."""
         name = f"T{len(self._rules)}"
         self._rules.append(f"{name}: {body}")
         return name
 
     def text(self, terminal: str, until: str) -> str:
-        """What the terminal allows, up to and with the first `until`."""
+        """Add a rule for text that matches the terminal, and ends with the first `until`."""
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}[suffix={literal(until)}]: {self.terminal(terminal)}")
         return name
 
     def json(self, schema: Schema, field: str, root: Schema | None = None) -> str:
-        """`field` of the request brought the schema; `root` is what its references lead into, if not itself."""
+        """Add a JSON schema. Raises `JobFailure`, which names `field`, for a schema that cannot be enforced.
+
+        `root`: the schema that references are resolved in, if not this one.
+        """
         place = len(self._schemas)
         name = f"s{place}"
         if self._rewritten:
@@ -62,11 +67,11 @@ class Grammar:
         return f"@{name}"
 
     def marker(self, text: str) -> str:
-        """Where the vocabulary has a token for it, that token alone."""
+        """Return the symbol of a marker: its token if the vocabulary has one, else its text."""
         return f"<[{self._markers[text]}]>" if text in self._markers else literal(text)
 
     def starting_with(self, rule: str) -> str:
-        """The whole of it, as llguidance takes it."""
+        """Return the whole grammar in llguidance's JSON form. Raises `JobFailure` if it is too long."""
         rules = "\n".join([f"start: {rule}", *self._rules])
         return _written({"grammars": [{"lark_grammar": rules}, *self._schemas]})
 
@@ -85,9 +90,10 @@ def _written(value: Any) -> str:
 
 
 def literal(text: str) -> str:
+    """Return a literal of the grammar, in quotes."""
     return json.dumps(text)
 
 
 def spaced(pattern: str) -> str:
-    """A regular expression whose spaces stand for what JSON may have there."""
+    """Return a regular expression in which each space of `pattern` allows the space that JSON may have there."""
     return "/" + pattern.replace(" ", f"(?:{_SPACE})?") + "/"

@@ -1,16 +1,18 @@
-"""Logprobs in OpenAI's form."""
+"""Converts logprobs to OpenAI's form."""
 
 from collections.abc import Callable
 from typing import Any
 
 from worker.schedule.sequence import Logprobs
 
-_LEAST = -9999.0  # OpenAI's word for "cannot be"; JSON has none for minus infinity
+_LEAST = -9999.0  # OpenAI's value for an impossible token; JSON has no minus infinity
 
 
 def entry(token: int, logprobs: Logprobs, bytes_of: Callable[[int], bytes]) -> dict[str, Any]:
-    """One of a choice's `logprobs.content`. A token may be a piece of a character: its `bytes` are exact, its
-    `token` is as good as text can be."""
+    """Return one entry of a choice's `logprobs.content`.
+
+    A token may be a part of a character: then `bytes` is exact, and `token` has replacement characters.
+    """
     return {
         **_one(bytes_of(token), logprobs.token),
         "top_logprobs": [_one(bytes_of(other), logprob) for other, logprob in logprobs.top],

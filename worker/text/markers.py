@@ -1,31 +1,35 @@
-"""What an answer's text is, by the markers that stand in it."""
+"""Splits an answer's text into content, reasoning and tool calls at the model's markers."""
 
 from collections.abc import Callable
 from typing import Literal, Protocol
 
 from worker.text.tokenizer import Splitter
 
-# "begins" and "ends" are a tool call's markers as the model wrote them, and "call" is what stands between. "cut", in
-# the place of "ends", is what there is of the marker at the end of the answer. Content or reasoning that is empty
-# says that another marker stood here.
+# "begins" and "ends" are a tool call's markers as the model wrote them, and "call" is the text between them. "cut"
+# replaces "ends" if the answer ends within a call, and holds the beginning of the end marker. Empty content or
+# reasoning is an event of its own: a marker of another kind.
 Kind = Literal["content", "reasoning", "begins", "call", "ends", "cut"]
 Piece = tuple[Kind, str]
 
 
 class Reader(Protocol):
-    """Of one answer's text. What may yet turn out to be a marker is held back."""
+    """Parses one answer's text. Text that may be the start of a marker is held back."""
 
-    def feed(self, text: str) -> list[Piece]: ...
+    def feed(self, text: str) -> list[Piece]:
+        """Return the events of the next text."""
 
     def reopen(self) -> str:
-        """The marker that was fed last ends no call, but stands within one. Returns what "ends" did not hold of it."""
+        """Continue the last call: its end marker was text within it.
+
+        Returns the part of the marker that the event "ends" did not hold.
+        """
 
     def flush(self) -> list[Piece]:
-        """No more text comes: what was held back. The next time there is nothing."""
+        """Return the events of the text that was held back, at the end of the answer. A second call returns nothing."""
 
 
 class Unmarked:
-    """Of text that is an answer whatever stands in it."""
+    """Parses a text that is all content."""
 
     def feed(self, text: str) -> list[Piece]:
         return [("content", text)]
@@ -37,15 +41,17 @@ class Unmarked:
         return []
 
 
-# Any other state of a splitter's is content; a header is muse_spark's, and nobody's text.
+# All other states of a splitter are content. Text in a header, which muse_spark has, is dropped.
 _CHANNELS: dict[str, Kind | None] = {"reasoning": "reasoning", "tool": "call", "header": None}
 
 
 class Marked:
-    """Think and tool markers, by mlx-lm's state machine."""
+    """Parses text with think and tool markers, using mlx-lm's state machine."""
 
     def __init__(self, splitter: Callable[[str], Splitter], state: str, tool: tuple[str, str], *, calls: bool) -> None:
-        """`splitter` begins in a state. `calls`: whether a tool call is one; else it is content, with its markers."""
+        """`splitter` makes a splitter for an initial state. `state`: the initial state.
+        `tool`: the markers around a call. `calls`: parse tool calls; else they are content, markers included.
+        """
         self._begin, self._splitter, self._tool, self._calls = splitter, splitter(state), tool, calls
 
     def feed(self, text: str) -> list[Piece]:
@@ -71,7 +77,7 @@ class Marked:
         return [("content" if channel == "call" and not self._calls else channel, text)]
 
     def _crossed(self, left: str, entered: str) -> list[Piece]:
-        """A marker stood between the two states."""
+        """Return the events of the marker between the two states."""
         start, end = self._tool
         if not self._calls and "tool" in (left, entered):
             return [("content", start if entered == "tool" else end)]

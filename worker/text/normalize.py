@@ -1,4 +1,4 @@
-"""Conversations in the one form that chat templates take."""
+"""Converts messages to the form that chat templates expect."""
 
 from collections.abc import Iterable
 from itertools import groupby
@@ -10,21 +10,22 @@ from schemas.base import MOST_CHARACTERS, AnyJsonObject
 from schemas.messages import AssistantMessage, Message
 from worker.text.tokenizer import Conversation
 
-BETWEEN = "\n\n"  # what stands between two messages that became one
+BETWEEN = "\n\n"  # between the contents of merged messages
 _ARGUMENTS = TypeAdapter(AnyJsonObject)
 
 
 def normalize(messages: list[Message]) -> Conversation:
-    """One system message, at the front; then never two turns of one role in a row, but for calls and results.
+    """Return the conversation with one system message, at the front, and with adjacent turns of a role merged.
 
-    Every text and image is in it once, in order within its role. What was well-formed stays as it is.
+    Turns with tool calls, and tool results, are not merged. Every text and image occurs once, in order within its
+    role. A conversation that already has this form keeps its messages.
     """
     plain = [_assistant(each) if isinstance(each, AssistantMessage) else _plain(each) for each in messages]
     return merged(sorted(plain, key=lambda message: message["role"] != "system"))
 
 
 def merged(conversation: Conversation) -> Conversation:
-    """Neighbours of one role as one message. Turns with tool calls, and tool results, stay apart."""
+    """Merge adjacent messages of a role. Turns with tool calls, and tool results, stay separate."""
 
     def run(message: dict[str, Any]) -> str | int:
         return id(message) if message["role"] == "tool" or message.get("tool_calls") else str(message["role"])
@@ -33,7 +34,7 @@ def merged(conversation: Conversation) -> Conversation:
 
 
 def joined(contents: Iterable[Any]) -> Any:
-    """A string where all are strings, else a list of parts. No two words are glued together."""
+    """Join contents: a string if all are strings, else a list of parts. Texts are separated by `BETWEEN`."""
     spoken = [content for content in contents if content]
     if all(isinstance(content, str) for content in spoken):
         return BETWEEN.join(spoken)
@@ -50,7 +51,7 @@ def _one(messages: Conversation) -> dict[str, Any]:
     first, *rest = messages
     if not rest:
         return first
-    # A name stays where all have the same: whose words the others were can no longer be told.
+    # A name stays only if all messages have the same one: else the merged text has several authors.
     one = {field: value for field, value in first.items() if all(each.get(field) == value for each in rest)}
     one["content"] = joined(each["content"] for each in messages)
     if thoughts := joined(each.get("reasoning_content") for each in messages):
@@ -67,7 +68,7 @@ def _plain(message: Message) -> dict[str, Any]:
 
 def _assistant(message: AssistantMessage) -> dict[str, Any]:
     plain = _plain(message)
-    # What OpenAI's models say instead of a content. No template reads it.
+    # OpenAI's models send a refusal instead of a content. No template reads it, so it becomes content.
     plain["content"] = joined([plain["content"], plain.pop("refusal", None)])
     # Other servers send the same thoughts under both names. Templates read the longer one.
     thoughts = joined(dict.fromkeys([plain.pop("reasoning", None), plain.pop("reasoning_content", None)]))
@@ -89,16 +90,16 @@ def _text(words: str) -> dict[str, Any]:
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
-    """Without its `index`, which only the pieces of a stream need."""
+    """Return the call without `index`, which only deltas of a stream need."""
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     return {"id": call["id"], "type": call["type"], "function": {"name": name, "arguments": _arguments(arguments)}}
 
 
 def _arguments(text: str) -> Any:
-    """The object that the text is JSON of, as most templates want it; else the text."""
-    if len(text) > MOST_CHARACTERS:  # to read it would hold the interpreter's lock for long
+    """Return the object that the JSON text holds, as most templates expect, or the text if it is not an object."""
+    if len(text) > MOST_CHARACTERS:  # parsing it would hold the interpreter's lock for long
         return text
     try:
         return _ARGUMENTS.validate_json(text.strip() or "{}")
-    except ValueError:  # no JSON, no object, too deep, a number that is not finite, half of a surrogate pair
+    except ValueError:  # not JSON, not an object, too deep, a non-finite number, half of a surrogate pair
         return text

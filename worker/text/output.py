@@ -1,4 +1,4 @@
-"""From an answer's tokens to what a client may see: content, reasoning and tool calls."""
+"""Turns an answer's tokens into content, reasoning and tool calls for the client."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -16,11 +16,13 @@ from worker.text.prompt import Thinking
 from worker.text.stop import StopStrings
 
 _BLANK = " \t\r\n"
-_TO_MARKERS = re.compile(r"[^>\]]*[>\]]|[^>\]]+")  # each part ends where a marker may
+_TO_MARKERS = re.compile(r"[^>\]]*[>\]]|[^>\]]+")  # each part ends where a marker may end
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
+    """Output of some tokens."""
+
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[Delta, ...] = ()  # one for each call
@@ -41,19 +43,19 @@ _NOTHING = Said()
 
 
 def together(parts: Iterable[Said]) -> Said:
-    """Their sum, in one go."""
+    """Return the sum of the parts, in linear time."""
     said = list(parts)
     calls = gathered(delta for part in said for delta in part.tool_calls)
     return Said("".join(part.content for part in said), "".join(part.reasoning for part in said), calls)
 
 
 class Output:
-    """Feeding it the delivered tokens again brings it back to where it was.
+    """Parses one answer. Feeding the delivered tokens again restores its state, which resuming relies on.
 
-    Stop strings look at the content alone, and end at markers. Whitespace that a marker parts from the words of its
-    kind is the template's, and is dropped; an answer without markers comes out as it is. A tool call that is none is
-    content, as the model wrote it. If it was announced before that showed, `voided` holds its index: a client has
-    fragments of it, but a result does not hold it, and it makes no finish reason.
+    Stop strings match within content only, never across a marker. If an answer has markers, leading and trailing
+    whitespace of each kind next to them belongs to the format and is dropped. An invalid tool call is content, as the
+    model wrote it. If it was already announced, `retracted` holds its index: the client has fragments of it, but it is
+    not in the result and does not make the finish reason "tool_calls".
     """
 
     def __init__(
@@ -62,33 +64,34 @@ class Output:
         tools = _functions(request)
         self._detokenizer = vocabulary.detokenizer()
         self._reader = dialect.reader(thinking, calls=bool(tools))
-        # The guide keeps such an answer to JSON, and the JSON may hold what looks like a marker.
+        # A grammar constrains such an answer to JSON, whose strings may hold text that looks like a marker.
         self._by_schema = isinstance(request.response_format, JsonObjectFormat | JsonSchemaFormat)
         self._calls = Calls(dialect.format, tools, job_id, parallel=request.parallel_tool_calls is not False)
         self._content, self._reasoning = _Channel(request.stop or ()), _Channel(())
         self._now: Literal["content", "reasoning"] = "content"
-        self._closing = ""  # what there is of the marker of a call that the answer's end cut off
+        self._closing = ""  # beginning of an end marker that the answer's end cut off
         if thinking == "open":
             self._now = "reasoning"
-            # A turn that is gone on with has text behind the marker.
+            # The prompt ends with the think marker, unless it continues an assistant message.
             if request.messages[-1].role != "assistant":
                 self._reasoning.mark()
 
     @property
     def stopped(self) -> bool:
-        """By a stop string, or by the one call that the request allows."""
+        """True after a stop string, or after the one call that the request allows."""
         return self._content.stopped or self._calls.enough
 
     @property
     def voided(self) -> frozenset[int]:
+        """Indices of announced tool calls that turned out to be invalid."""
         return frozenset(self._calls.voided)
 
     def finish_reason(self, engine: FinishReason) -> Literal["stop", "length", "tool_calls"]:
-        """A call that was made counts, whatever ended the answer after it: agents look at nothing else."""
+        """Return OpenAI's finish reason: "tool_calls" for an answer that stopped and has a call, as agents expect."""
         return "tool_calls" if engine == "stop" and self._calls.made else engine
 
     def feed(self, token: int) -> Said:
-        """What is out with this token. Nothing more comes once `stopped`."""
+        """Return the output that this token releases; nothing once `stopped`."""
         if self.stopped:
             return _NOTHING
         text = self._detokenizer.feed(token)
@@ -97,7 +100,7 @@ class Output:
         return self._read(self._reader, text) if text else _NOTHING
 
     def flush(self, engine: FinishReason = "stop") -> Said:
-        """The rest, at the end of the answer. A call that "length" cut off stays as far as it came."""
+        """Return the rest, at the end of the answer. A call that "length" cut off is kept, incomplete."""
         if self.stopped:
             return _NOTHING
         text = self._detokenizer.flush()
@@ -110,7 +113,7 @@ class Output:
 
     def _read(self, reader: Reader, text: str) -> Said:
         said = _NOTHING
-        # Whether a marker ends the open call is known when all before it was heard.
+        # Whether a marker ends the open call is only known when all text before it was parsed.
         for part in _TO_MARKERS.findall(text) if self._calls.open else [text]:
             said += self._hear(reader.feed(part))
             if self.stopped:
@@ -170,7 +173,7 @@ class Output:
         return self._cross("content") + Said(tool_calls=gathered(settled.deltas))
 
     def _cross(self, kind: Literal["content", "reasoning"]) -> Said:
-        """A marker stands here, and what follows is of this kind."""
+        """End the present channel at a marker; the following text is of this kind."""
         said = self._let_out(self._channel.mark())
         self._now = kind
         self._channel.mark()
@@ -178,23 +181,24 @@ class Output:
 
 
 class _Channel:
-    """The text of one kind, with markers in between."""
+    """Content or reasoning of one answer, with markers in between."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = StopStrings(stops)
-        self.begun = False  # with a word
-        self._blank = ""  # the text's own if a word follows, else it may be the template's
-        self._at_marker = False  # since the last word
+        self.begun = False  # a character other than space has arrived
+        self._blank = ""  # trailing space, which is held back because a marker may follow
+        self._at_marker = False  # a marker, and no text since
 
     @property
     def stopped(self) -> bool:
         return self._stops.stopped
 
     def say(self, text: str) -> str:
-        """Where there are no markers at all."""
+        """Return the text to emit, for a format without markers: no whitespace is dropped."""
         return self._stops.feed(text)
 
     def feed(self, text: str) -> str:
+        """Return the text to emit now."""
         if not self.begun:
             if self._at_marker:
                 text = text.lstrip(_BLANK)
@@ -202,16 +206,17 @@ class _Channel:
         return self._hold(self._stops.feed(text))
 
     def settle(self) -> str:
-        """No stop string goes on from here."""
+        """Return the text that was held back as the possible start of a stop string."""
         return self._hold(self._stops.flush())
 
     def mark(self) -> str:
-        """A marker stands here."""
+        """Return the text before a marker. Its trailing space is emitted only if more text of this kind follows."""
         text = self.settle()
         self._blank, self._at_marker = self._blank if self.begun else "", True
         return text
 
     def flush(self) -> str:
+        """Return the rest at the end of the answer."""
         text, blank = self.settle(), "" if self._at_marker else self._blank
         self._blank = ""
         return text + blank
@@ -227,5 +232,5 @@ class _Channel:
 
 def _functions(request: ChatRequest) -> Tools:
     functions = [tool.function.model_dump(exclude_none=True) for tool in request.offered_tools]
-    # Some of mlx-lm's parsers want parameters where a function has none.
+    # Some of mlx-lm's parsers require parameters even if a function has none.
     return [{"type": "function", "function": {"parameters": {}, **function}} for function in functions]

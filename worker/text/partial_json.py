@@ -1,4 +1,4 @@
-"""A JSON object that is still being written."""
+"""Parses a JSON object while it is being generated."""
 
 import json
 import re
@@ -12,30 +12,30 @@ _IN_STRING = ("string", "escape", "hex")
 
 
 class PartialJson:
-    """Says which text belongs to which member of the outermost object, where that is a string, a list or an object.
+    """Returns the text of the outermost object's members as it arrives: of strings, lists and objects, not of scalars.
 
-    As strict as the standard, and a member may be there once only. From the first character on that cannot be, it is
-    broken and says no more.
+    It is as strict as the JSON standard, and a member may occur only once. After the first invalid character it is
+    `broken` and returns nothing more.
     """
 
     def __init__(self) -> None:
         self._open = list[str]()  # brackets, the outermost first
         self._expects = "object"
-        self._then = ""  # what is expected after the string
+        self._then = ""  # expected after the string
         self._token = ""  # a scalar, or a key of the outermost object, so far
-        self._hex = 0  # digits that an escape still wants
-        self._inside = False  # a member of the outermost object
+        self._hex = 0  # digits that an escape still needs
+        self._inside = False  # within a member of the outermost object
         self._key = ""
         self.whole = set[str]()  # members that are complete
         self.broken = False
 
     @property
     def quoting(self) -> bool:
-        """Whether any text may come next."""
+        """True within a string, where any character may follow."""
         return not self.broken and self._expects == "string"
 
     def feed(self, text: str) -> list[tuple[str, str]]:
-        """(key, more of the member's own text), in order."""
+        """Add text. Returns (key, more of the member's JSON text), in order."""
         pieces, begins = list[tuple[str, str]](), 0
         if self.broken:
             return pieces
@@ -141,4 +141,4 @@ class PartialJson:
 
 def _must(holds: bool) -> None:
     if not holds:
-        raise ValueError("This is no JSON.")
+        raise ValueError("The text is not JSON.")

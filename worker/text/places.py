@@ -1,4 +1,4 @@
-"""From places in a prompt's text to places among its tokens."""
+"""Maps positions in a prompt's text to token counts."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
@@ -11,24 +11,25 @@ from worker.text.detokenize import Vocabulary
 Form = Callable[[str], str]
 
 _SPACE = b" \t\n\v\f\r"
-_FORMS: tuple[Form, ...] = (str, partial(normalize, "NFC"))  # in which tokens may spell a text: as it is, or as Qwen's
+# The text that tokens spell: unchanged, or in NFC as with Qwen's tokenizer.
+_FORMS: tuple[Form, ...] = (str, partial(normalize, "NFC"))
 
 
 class Places:
-    """A worker has one."""
+    """Maps character positions to token counts; a worker has one."""
 
     def __init__(self, vocabulary: Vocabulary, tokens: int) -> None:
-        """`tokens`: how many the tokenizer has."""
+        """`tokens`: the size of the tokenizer's vocabulary."""
         self._spelled = [_squeezed(vocabulary.bytes_of(token)) for token in range(tokens)]
 
     def counts(
         self, text: str, tokens: Sequence[int], places: Collection[int], plain: Form = str
     ) -> dict[int, int] | None:
-        """By place, in characters, the tokens before it; one that reaches beyond it is not among them. None where
-        these tokens do not spell this text. `plain` tells what a piece of it says.
+        """Return, for each position in characters, the number of tokens that end at or before it.
 
-        Space aside, which some tokenizers add or swallow. So the tokens of nothing but space that stand before a
-        place do not count either, which is as well: they often grow together with what follows.
+        Returns None if these tokens do not spell this text. `plain` removes the marks from a piece of the text.
+        Whitespace is ignored, since some tokenizers add or drop it. So tokens of nothing but space in front of a
+        position are not counted either; such tokens often merge with the text that follows.
         """
         spelled = [self._spelled[token] for token in tokens]
         whole = b"".join(spelled)
@@ -39,7 +40,7 @@ class Places:
             if b"".join(pieces) == whole:
                 ends = _ends(spelled)
                 return {place: _count(ends, length) for place, length in zip(order, _ends(pieces), strict=True)}
-        # Another normalizer changed it, or the vocabulary is written in an alphabet that we do not know.
+        # Another normalizer changed the text, or the vocabulary uses an unknown alphabet.
         return None
 
 

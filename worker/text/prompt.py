@@ -1,4 +1,4 @@
-"""From a request to the prompt's tokens, through the model's own chat template."""
+"""Renders a request's messages with the model's own chat template, and tokenizes the text."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -26,24 +26,28 @@ from worker.text.tokenizer import Conversation, Tokenizer
 
 logger = logging.getLogger("sluice.text")
 
-# What takes longer than a millisecond leaves the event loop: 32 streams wait there for their tokens.
+# Longer conversations take more than a millisecond, and are rendered on a thread: other streams share the event loop.
 _LONG_CHARACTERS = 2_000
-# For private use, so hardly a text has them.
+# Private-use characters, which texts hardly ever contain.
 _FOR_IMAGES = range(0x100000, 0x10FFFE)
-_LONGEST_REASON = 500  # characters; one of transformers' errors holds the whole conversation
+_LONGEST_REASON = 500  # characters; one of transformers' errors quotes the whole conversation
 
 Thinking = Literal["open", "closed", "none"]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
+    """A tokenized prompt."""
+
     tokens: tuple[int, ...]
-    thinking: Thinking  # whether the answer begins inside a think block, or behind one that the prompt closed
-    boundaries: tuple[int, ...] = ()  # where later prompts may part from it: token counts, the most valuable first
-    thinnable: tuple[tuple[int, int], ...] = ()  # of which not every token needs to be computed: see `Thinning`
+    thinking: Thinking  # the answer begins within a think block, behind one that the prompt closed, or neither
+    boundaries: tuple[int, ...] = ()  # token counts at which later prompts may diverge, the most valuable first
+    thinnable: tuple[tuple[int, int], ...] = ()  # droppable ranges of tokens: see `SpecPrefillParams`
 
 
 class Prompts:
+    """Renders prompts for one model; a worker has one."""
+
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -55,24 +59,28 @@ class Prompts:
         context: int | None = None,
         threads: TextThreads | None = None,
     ) -> None:
-        """Prompts come with boundaries, and with what may be thinned, where these are given. Without `quoting`, control
-        tokens count wherever they stand. `context`: tokens; a prompt well beyond it is refused before it is
-        tokenized."""
+        """`think`: the markers around reasoning. `boundaries`, `thinnable`: plan these parts of a prompt; None omits
+        them. `quoting`: escapes control tokens in a request; without it they are read as tokens. `context`: its length
+        in tokens; a prompt well beyond it is refused before it is tokenized.
+        """
         self._tokenizer, self._think, self._boundaries, self._thinnable = tokenizer, think, boundaries, thinnable
         self._counting, self._threads = Counting(tokenizer.encode, context, think), threads or TextThreads()
         self._quoting, self._adapter = quoting, Adapter(think)
         self._logged = set[str]()
 
     async def render(self, request: ChatRequest, images: Sequence[str] = (), lane: Lane = "interactive") -> Prompt:
-        """`images`: what the model reads for each image of the messages, in order; a model that sees nothing has none.
-        Raises `Refusal` with the template's own words."""
+        """Return the request's prompt. A short one is rendered on the event loop, others on a text thread.
+
+        `images`: the text that the model reads for each image of the messages, in order; empty for a text model.
+        Raises `JobFailure`, which quotes the template's error.
+        """
         variables, unread = template_variables(request, self._tokenizer.template)
         for name in unread:
-            self._log_once(f"has no {name}: requests that set it are answered without")
+            self._log_once(f"does not read {name}: requests that set it are answered without it")
         read = partial(_inputs, request, variables)
         length = characters([request.messages, request.offered_tools, variables, images], LARGE)
         if length < _LONG_CHARACTERS and not self._quotes(inputs := read()):
-            with suppress(NotTaken):  # else by many trials
+            with suppress(NotTaken):  # then several trials are needed, which belong on a thread
                 return self._prompt(lambda: inputs, images, self._adapter.as_it_is, never)
         work = partial(self._prompt, read, images, self._adapter.adapt)
         return await self._threads.run(lane, length, work, request.billed_to or "")
@@ -99,7 +107,7 @@ class Prompts:
         return self._quoting is not None and self._quoting.needed(inputs)
 
     def _quoted(self, inputs: Inputs) -> tuple[Inputs, Codec]:
-        """What the template gets, and how its text becomes tokens."""
+        """Return the template's inputs, with control tokens escaped if necessary, and the codec for its text."""
         if self._quoting is None or not self._quoting.needed(inputs):
             return inputs, Codec(self._tokenizer.encode)
         tokens = self._tokenizer.control_tokens
@@ -125,20 +133,21 @@ class Prompts:
 
 
 class _Rendering:
-    """One request's way through the template."""
+    """Renders one request's conversation, and variations of it."""
 
     def __init__(self, template: Callable[..., str], adapt: Adapt, tools: Tools, check: Check) -> None:
-        """`template`: a tokenizer's `render`, but for what differs from trial to trial."""
+        """`template`: a tokenizer's `render` with the arguments that are the same in all trials."""
         self._template, self._adapt, self.tools, self._check = template, adapt, tools, check
-        self.findings: list[Finding] = []  # what the template does that made changes necessary
+        self.findings: list[Finding] = []  # reasons for the changes that were made
 
     def text_of(self, conversation: Conversation, continues: bool) -> str:
+        """Return the template's text, with the changes that it needs. `continues`: leave the last turn open."""
         text, findings = self._adapt(conversation, self.tools, partial(self._render, continues))
         self.findings += findings
         return text
 
     def imagined(self, conversation: Conversation) -> str:
-        """What comes near the request's own conversation, by one trial: changed as that was."""
+        """Render a predicted conversation in one trial, with the same changes as the request's own."""
         for finding in self.findings:
             if isinstance(finding, Adaptation):
                 conversation = finding.change(conversation)
@@ -155,16 +164,19 @@ def _inputs(request: ChatRequest, variables: dict[str, Any]) -> Inputs:
 
 
 def _opening(conversation: Conversation, think: Think, text_of: Callable[[Conversation, bool], str]) -> tuple[str, str]:
-    """The template's text, with its last turn open or a new one, and the beginning of the answer to put behind it."""
+    """Return the template's text up to the answer, and the beginning of the answer, which is to be appended.
+
+    A trailing assistant message is continued; else the template opens a new turn.
+    """
     *before, last = conversation
     if last["role"] != "assistant" or "tool_calls" in last:
         return text_of(conversation, False), ""
     begun: str = last["content"]
-    # Templates take thoughts out of what was said: an answer that goes on after its own must not go through them.
+    # Templates remove reasoning from assistant messages, so an answer that has some is appended, not rendered.
     if think and any(marker in begun for marker in think):
         text, start = text_of(before, False), think[0]
         if begun.lstrip().startswith(start) and text.rstrip().endswith(start):
-            text = text.rstrip().removesuffix(start)  # one of the two is enough
+            text = text.rstrip().removesuffix(start)  # the answer begins with the marker itself
         return text, begun
     if begun.strip():
         return text_of(conversation, True), ""
@@ -172,7 +184,7 @@ def _opening(conversation: Conversation, think: Think, text_of: Callable[[Conver
         text = text_of(conversation, True)
         if thoughts in text and text.rstrip().endswith(think[1]):
             return text, ""
-    # Nothing that the template shows was begun. To go on with that would cut the whitespace behind its header.
+    # The template shows nothing of the message, so a new turn is opened: to continue it would strip the header's space.
     return text_of(before, False), ""
 
 
@@ -181,7 +193,7 @@ def _encoded(text: str, codec: Codec) -> list[int]:
         return codec.encode(text)
     except ValueError as error:
         reason = str(error)[:_LONGEST_REASON]
-        raise Refusal("invalid_request", f"messages: hold a control token that must not be one; {reason}") from error
+        raise Refusal("invalid_request", f"messages: a control token cannot be escaped; {reason}") from error
 
 
 def _thinking(text: str, begun: str, think: Think) -> Thinking:
@@ -190,13 +202,15 @@ def _thinking(text: str, begun: str, think: Think) -> Thinking:
     start, end = think
     if start in begun or end in begun:
         return "open" if begun.rfind(start) > begun.rfind(end) else "closed"
-    # Every template writes something behind a message, so what a user wrote is never the end.
+    # Every template writes an end behind a user's message, so the text never ends with a user's own words.
     return "open" if text.rstrip().endswith(start) else "closed" if text.rstrip().endswith(end) else "none"
 
 
 def _flattened(conversation: Conversation, images: Sequence[str]) -> tuple[Conversation, dict[str, str]]:
-    """Strings for contents, since many templates take nothing else, and the texts of the images by the characters that
-    mark their places there. Raises `Refusal` for images where there are no texts."""
+    """Return the conversation with strings for contents, and the images' texts by the characters that mark their place.
+
+    Many templates accept only strings. Raises `JobFailure` for images if the model is a text model.
+    """
     parts = [part for message in conversation if isinstance(message["content"], list) for part in message["content"]]
     shown = sum(part["type"] != "text" for part in parts)
     if shown > len(images):
@@ -208,7 +222,7 @@ def _flattened(conversation: Conversation, images: Sequence[str]) -> tuple[Conve
 
 
 def _unwritten(conversation: Conversation, count: int) -> list[str]:
-    """So many characters that no content has in it."""
+    """Return `count` characters that occur in no content."""
     written = set("".join(text for message in conversation for text in _texts(message["content"])))
     return list(islice((mark for mark in map(chr, _FOR_IMAGES) if mark not in written), count))
 
@@ -224,12 +238,12 @@ def _flat(content: Any, marks: Iterator[str]) -> str:
     for part in content:
         image = part["type"] != "text"
         after = next(marks) if image else part["text"]
-        # A template puts what it wants between an image and a text.
+        # Between an image and a text the template's own separator is enough.
         flat += after if image or not before else _gap(before, after) + after
         before = "" if image else after
     return flat
 
 
 def _gap(before: str, after: str) -> str:
-    """A line for each part, as other servers have it, unless a part of nothing but space keeps them apart."""
+    """Return the separator of two text parts: a line break, as in other servers, unless one part is only space."""
     return "" if before.isspace() or after.isspace() else "\n"

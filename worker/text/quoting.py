@@ -1,7 +1,7 @@
-"""Which control tokens of a request count: those that the chat template writes. In what a client wrote they are text.
+"""Escapes control tokens in a request: only those that the chat template writes are read as tokens.
 
-One kind stays: the markers around reasoning and tool calls in what an assistant said. The model wrote them as tokens,
-chat templates look for them to take earlier reasoning out, and an answer that goes on needs them. They end no turn.
+Markers around reasoning and tool calls in assistant messages are not escaped. The model wrote them as tokens, chat
+templates search for them to remove earlier reasoning, and a continued answer needs them. They cannot end a turn.
 """
 
 import json
@@ -17,7 +17,7 @@ Mark = Callable[[str], str]
 
 
 class Inputs(NamedTuple):
-    """What a chat template is given of a request."""
+    """Inputs of a chat template that come from the request."""
 
     conversation: Conversation
     tools: list[dict[str, Any]]
@@ -25,16 +25,16 @@ class Inputs(NamedTuple):
 
 
 class Quoting:
-    """A worker has one."""
+    """Escapes control tokens in the inputs of a chat template; a worker has one."""
 
     def __init__(self, tokens: ControlTokens, own: Iterable[str] = ()) -> None:
-        """`own`: the markers that stay in what an assistant said."""
+        """`own`: the markers that are kept in assistant messages."""
         self._tokens = tokens
         longest_first = sorted(filter(None, own), key=len, reverse=True)
         self._own = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
 
     def needed(self, inputs: Inputs) -> bool:
-        """Whether there is anything to mark; if not, the template's text is encoded as it is."""
+        """True if there is a control token to escape. If not, the template's text is encoded unchanged."""
         texts = _strings([inputs.tools, inputs.variables])
         for message in inputs.conversation:
             for field, value in message.items():
@@ -43,6 +43,7 @@ class Quoting:
         return self._tokens.found_in("\0".join(texts))
 
     def marked(self, inputs: Inputs) -> Inputs:
+        """Return the inputs with their control tokens escaped."""
         mark, (conversation, tools, variables) = self._tokens.mark, inputs
         values = {name: _each(value, mark) for name, value in variables.items()}
         return Inputs([self._message(each) for each in conversation], _each(tools, mark), values)
@@ -59,9 +60,9 @@ class Quoting:
         return "".join(parts)
 
     def _parts(self, text: str) -> list[str]:
-        """The text cut at its own markers, which have the odd places."""
+        """Split the text at the kept markers, which get the odd indices."""
         parts = self._own.split(text) if self._own else [text]
-        # A template that takes a marker out must not put a control token together by that.
+        # Removing a marker, as templates do, must not join its neighbours to a control token.
         return [text] if len(parts) > 1 and self._hides(parts[::2]) else parts
 
     def _hides(self, parts: list[str]) -> bool:
@@ -69,7 +70,7 @@ class Quoting:
 
 
 def _strings(value: Any) -> list[str]:
-    """All of them, the keys of objects too."""
+    """Return all strings in the value, keys included."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):
@@ -88,8 +89,11 @@ def _each(value: Any, mark: Mark) -> Any:
 
 
 def _legible(arguments: Any) -> Any:
-    """Text in the place of arguments is no JSON by our rules (NaN, ...), but a template in Python may read it all the
-    same, and find what was escaped in it. So it comes without escapes."""
+    """Return arguments without JSON escapes.
+
+    Arguments that are text are not valid JSON by our rules (NaN, ...). A template written in Python may parse them
+    anyway, and decode a control token that was hidden by escapes.
+    """
     if not isinstance(arguments, str) or "\\" not in arguments:
         return arguments
     try:

@@ -1,11 +1,13 @@
-"""Stop strings, wherever the tokens cut them."""
+"""Finds stop strings in text that arrives in pieces."""
 
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """Holds back text that may yet turn out to be the start of a stop string. What it lets out does not depend
-    on how the text was cut into pieces: the stop string that is complete first ends the answer."""
+    """Ends the text at the first complete stop string, and holds back text that may be the start of one.
+
+    The total output does not depend on how the text was cut into pieces.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -14,7 +16,7 @@ class StopStrings:
         self.stopped = False
 
     def feed(self, text: str) -> str:
-        """The text that is out for good. Nothing more comes once `stopped`."""
+        """Return the text that cannot be a part of a stop string; nothing once `stopped`."""
         if self.stopped:
             return ""
         if not self._held and self._starts.isdisjoint(text):
@@ -28,12 +30,12 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """At the end of the answer what was held back was no stop string."""
+        """Return the text that was held back, at the end of the answer."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest proper start of `stop` that `text` ends with."""
+    """Return the length of the longest proper prefix of `stop` that `text` ends with."""
     longest = min(len(stop) - 1, len(text))
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,4 +1,4 @@
-"""Variables of the chat template that a request sets."""
+"""Collects the variables of the chat template that a request sets."""
 
 import re
 from typing import Any
@@ -8,9 +8,9 @@ from schemas.chat import TEMPLATE_FIELDS
 
 
 def template_variables(request: ChatRequest, template: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the variables, and the names of fields that are set and that the template does not read.
+    """Return the variables, and the names of set fields that the template does not read.
 
-    `template` is its source, empty if it is not text: such a template gets `chat_template_kwargs` alone.
+    `template`: its source. It is empty if the template is not text, which then gets only `chat_template_kwargs`.
     """
     asked = {name: value for name in TEMPLATE_FIELDS if (value := getattr(request, name)) is not None}
     read = {name: value for name, value in asked.items() if re.search(rf"\b{name}\b", template)}

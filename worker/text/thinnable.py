@@ -1,7 +1,7 @@
-"""Which parts of a prompt may be thinned: the insides of long contents, between their images.
+"""Plans the droppable ranges of a prompt, from which SpecPrefill may leave out tokens.
 
-All else always stays: what the template wrote, system prompt and tools, images, short messages, and the last question,
-which stands at an end of its message or beside an image.
+They are the long texts of messages, between images. Never dropped are the template's own text, system prompt, tools,
+images, short messages, and the last question, which is expected at an end of a text of the last user message.
 """
 
 from collections.abc import Collection, Iterator
@@ -9,31 +9,34 @@ from collections.abc import Collection, Iterator
 from worker.text.boundaries import Rendered
 from worker.text.places import Places
 
-_MOST = 256  # pieces: each is looked for in the whole text, and a conversation may have ten thousand
-_SHORT = 400  # characters; so much stays of either end of the last question, too, and of what follows it
+_MOST = 256  # pieces: each is searched in the whole text, and a conversation may have ten thousand
+_SHORT = 400  # characters; also kept at both ends of each text in the last user message and after it
 
 
 class Thinnable:
-    """A worker has one."""
+    """Plans droppable ranges; a worker has one."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
 
     def plan(self, rendered: Rendered) -> tuple[tuple[int, int], ...]:
-        """From token to before token, in order."""
+        """Return ranges of tokens, end exclusive, in order."""
         spans = list(_spans(rendered))
         places = {place for span in spans for place in span}
         counts = self._places.counts(rendered.text, rendered.tokens, places, rendered.codec.plain) if spans else None
         if counts is None:
             return ()
-        # A token over the beginning of a content may have some of the template's own text in it.
+        # A token that reaches over the beginning of a content may hold some of the template's own text.
         ranges = ((counts[start] + 1, counts[end]) for start, end in spans)
         return tuple((start, end) for start, end in ranges if start < end)
 
 
 def _spans(rendered: Rendered) -> Iterator[tuple[int, int]]:
-    """Characters. What the template shows in other words is left as it is, and so is what stands in the prompt more
-    than once: in the system prompt or a tool's, maybe."""
+    """Yield ranges of characters.
+
+    Pieces that the template changed are skipped, and so are those that occur more than once: the other occurrence may
+    be in the system prompt or in a tool.
+    """
     text, long = rendered.text, list(_long_pieces(rendered))
     longest_first = sorted(range(len(long)), key=lambda at: -len(long[at][0]))
     for at in sorted(longest_first[:_MOST]):
@@ -44,7 +47,7 @@ def _spans(rendered: Rendered) -> Iterator[tuple[int, int]]:
 
 
 def _long_pieces(rendered: Rendered) -> Iterator[tuple[str, int]]:
-    """Each long piece of a content, and how many characters stay at its ends."""
+    """Yield each long piece of a content, and the number of characters to keep at each of its ends."""
     conversation = rendered.conversation
     asked = max((at for at, message in enumerate(conversation) if message["role"] == "user"), default=0)
     for at, message in enumerate(conversation):
@@ -55,7 +58,7 @@ def _long_pieces(rendered: Rendered) -> Iterator[tuple[str, int]]:
 
 
 def _pieces(content: str, marks: Collection[str]) -> list[str]:
-    """What stands between its images."""
+    """Split a content at its images."""
     pieces = [content]
     for mark in marks:
         pieces = [part for piece in pieces for part in piece.split(mark)]

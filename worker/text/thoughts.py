@@ -1,4 +1,7 @@
-"""The reasoning before an answer in a form. It ends where the reader of the answer's text sees it end: by its text."""
+"""Token masks for the reasoning before an answer that a grammar constrains.
+
+Reasoning ends as in the output parser: at the text of its end marker, whichever tokens spell it.
+"""
 
 from collections.abc import Iterable
 
@@ -6,14 +9,18 @@ from worker.text.detokenize import Vocabulary
 
 
 class Reasoning:
-    """How a model's goes on. It does not end the answer, nor go over into a call that no grammar holds, and its end
-    marker ends with a token: a grammar could not take the rest of one."""
+    """Masks for one model's reasoning.
+
+    They prevent the end of the answer and the start of a tool call, which no grammar would constrain. The end marker
+    must end together with a token, since the grammar cannot start within one.
+    """
 
     def __init__(
         self, vocabulary: Vocabulary, count: int, *, begins: int, ends: str, call: str, banned: Iterable[int]
     ) -> None:
-        """`begins` is a token, `ends` and `call` are markers, the latter empty for none; the mask is of so many tokens,
-        of which it never has the `banned`."""
+        """`count`: tokens in a mask. `begins`: the token that begins reasoning. `ends`: its end marker.
+        `call`: the marker of a tool call, empty if there is none. `banned`: tokens that no mask allows.
+        """
         self.begins, self.ends = begins, ends.encode()
         self.bytes_of = vocabulary.bytes_of
         self._count, self._call = count, call.encode()
@@ -25,7 +32,7 @@ class Reasoning:
         self._always, self._always_mask = always, self._mask(always)
 
     def allowed(self, tail: bytes) -> bytes:
-        """A mask, as guides give it, after what ends so."""
+        """Return the mask after text that ends with `tail`: a bit per token, in little-endian 32-bit words."""
         bars = [tokens for begun, tokens in self._after.items() if tail.endswith(begun)]
         if not bars:
             return self._always_mask
@@ -35,7 +42,10 @@ class Reasoning:
         return self._mask(allowed)
 
     def _barred(self) -> dict[bytes, int]:
-        """The tokens that must not follow a beginning of a marker; after nothing, those that hold too much of one."""
+        """Return the barred tokens by the marker prefix that they follow.
+
+        Under the empty prefix: tokens that hold a whole marker, unless it is an end marker at the token's end.
+        """
         rests = [(marker[:at], marker[at:]) for marker in (self.ends, self._call) for at in range(1, len(marker))]
         beginnings = tuple(rest for _, rest in rests)
         barred = dict.fromkeys([b"", *(begun for begun, _ in rests)], 0)
@@ -54,19 +64,20 @@ class Reasoning:
 
 
 class Thoughts:
-    """One row's."""
+    """State of one row's reasoning."""
 
     def __init__(self, reasoning: Reasoning, *, begun: bool) -> None:
-        """They begin with the reasoning's token, if the prompt has not `begun` them."""
+        """`begun`: the prompt ends within reasoning; else it begins with its own token."""
         self._reasoning, self._tail = reasoning, b""
         self.begun, self.over = begun, False
 
     @property
     def begins(self) -> int:
+        """The token that begins reasoning."""
         return self._reasoning.begins
 
     def take(self, token: int) -> bool:
-        """Whether it is one of theirs."""
+        """Add a sampled token. Returns True if it belongs to the reasoning."""
         self.begun = self.begun or token == self.begins
         if self.begun:
             self._tail = (self._tail + self._reasoning.bytes_of(token))[-self._reasoning.longest :]
@@ -74,4 +85,5 @@ class Thoughts:
         return self.begun
 
     def allowed(self) -> bytes:
+        """Return the mask for the next token."""
         return self._reasoning.allowed(self._tail)

@@ -1,4 +1,4 @@
-"""What we ask of a model's tokenizer. `worker.engine.words` gives it, from mlx-lm's."""
+"""Protocols of a model's tokenizer. `worker.engine.tokenizer` implements them with mlx-lm's."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -8,97 +8,112 @@ Transitions = dict[str, list[tuple[str, str]]]
 
 
 class Detokenizer(Protocol):
-    """One answer's tokens to text. A code point whose bytes have not all come is held back."""
+    """Decodes one answer's tokens. An incomplete code point is held back."""
 
     def feed(self, token: int) -> str:
-        """The text that is out with this token."""
+        """Return the text that this token completes."""
 
     def flush(self) -> str:
-        """No more tokens come: what was held back."""
+        """Return the text that was held back, at the end of the answer."""
 
 
 class Splitter(Protocol):
-    """Cuts an answer's text at the model's markers, which it takes out: mlx-lm's state machine.
+    """Splits an answer's text at the model's markers, and removes them: mlx-lm's state machine.
 
-    States are "normal", "reasoning" and "tool", and those that a format adds. Text that may yet turn out to be
-    the start of a marker is held back.
+    States are "normal", "reasoning", "tool", and further ones of a format. Text that may be the start of a marker is
+    held back.
     """
 
     def feed(self, text: str) -> list[tuple[str, str]]:
-        """(state, text) for each state that the text passes through, in order; the last is the present one."""
+        """Return (state, text) for each state that the text passes through, in order; the last is the present one."""
 
     def flush(self) -> tuple[str, str]:
-        """The present state, and what was held back."""
+        """Return the present state and the text that was held back."""
 
 
 class ControlTokens(Protocol):
-    """The tokens that structure a chat, in texts that merely quote them."""
+    """Escapes control tokens, which structure a chat, in texts that only quote them."""
 
-    def found_in(self, text: str) -> bool: ...
+    def found_in(self, text: str) -> bool:
+        """True if the text holds a control token."""
 
     def mark(self, text: str) -> str:
         """Return the text with its control tokens marked, so that `encode` reads them as text."""
 
     def unmark(self, text: str) -> str:
-        """Return what a marked text, or a piece of one, says."""
+        """Return a marked text, or a piece of one, without its marks."""
 
     def encode(self, text: str) -> list[int]:
-        """Encode a template's text of marked contents: of its control tokens, those that are marked are text. Raises
-        ValueError for one that the tokenizer cannot write as text."""
+        """Encode a template's text with marked contents: marked control tokens become text, the others tokens.
+
+        Raises ValueError for a control token that the tokenizer cannot encode as text.
+        """
 
 
 class Tokenizer(Protocol):
+    """A model's tokenizer and chat template."""
+
     @property
     def tokens(self) -> list[str]:
-        """The vocabulary by id, as the tokenizer writes it; empty where there is no such token."""
+        """The vocabulary by id, as the tokenizer writes it; an empty string for an id without a token."""
 
     @property
     def byte_level(self) -> bool:
-        """Whether `tokens` are written in GPT-2's byte alphabet."""
+        """True if `tokens` are written in GPT-2's byte alphabet."""
 
     @property
-    def eos_token_ids(self) -> frozenset[int]: ...
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
 
     @property
     def definition(self) -> str | None:
-        """The tokenizer's own description, a `tokenizer.json`; None where it has none."""
+        """The tokenizer's `tokenizer.json`, or None."""
 
     @property
     def template(self) -> str:
-        """The source of the chat template; empty where it is no text."""
+        """The source of the chat template; empty if it is not text."""
 
     @property
     def think(self) -> tuple[str, str] | None:
-        """The markers around reasoning."""
+        """The markers around reasoning, or None."""
 
     @property
     def tool(self) -> tuple[str, str] | None:
-        """The markers around a tool call. The second is empty where the call ends with the answer."""
+        """The markers around a tool call, or None. The second is empty if a call ends with the answer."""
 
     @property
     def tool_format(self) -> str | None:
-        """mlx-lm's name of the way this model writes its calls: json_tools, qwen3_coder, mistral ..."""
+        """mlx-lm's name of the model's tool format: json_tools, qwen3_coder, mistral ..."""
 
     @property
-    def control_tokens(self) -> ControlTokens: ...
+    def control_tokens(self) -> ControlTokens:
+        """The vocabulary's control tokens."""
 
     def encode(self, text: str) -> list[int]:
-        """Markers and control tokens are read as such; none are added."""
+        """Encode a text. Markers and control tokens in it become tokens; none are added."""
 
     def streaming(self) -> Detokenizer:
-        """mlx-lm's own detokenizer for this tokenizer."""
+        """Return mlx-lm's own detokenizer for this tokenizer."""
 
     def splitter(self, initial: str, transitions: Transitions | None = None) -> Splitter:
-        """By the given transitions (state to [(marker, next state)]), else by those that mlx-lm infers."""
+        """Return a splitter in state `initial`.
+
+        `transitions`: state to [(marker, next state)]; None uses those that mlx-lm infers.
+        """
 
     def parse_tool_call(self, text: str, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What stood between the markers to [{name, arguments, maybe id}], through mlx-lm's parser. Raises for what
-        is no call, and not ValueError alone: see `worker.text.calls`."""
+        """Parse the text between a call's markers with mlx-lm's parser, to [{name, arguments, maybe id}].
+
+        Raises several types of errors for a text that is not a call: see `worker.text.output.tool_calls`.
+        """
 
     def render(
         self, conversation: Conversation, *, tools: list[dict[str, Any]], continues: bool, variables: dict[str, Any],
         images: Mapping[str, str] | None = None,
     ) -> str:  # fmt: skip
-        """The chat template's text. `continues`: the last message, an assistant's, is left open, else the
-        template opens a new one. `images`: by the characters that mark their places in the contents, the texts
-        that the model reads for them. Raises what the template raises."""
+        """Render the conversation with the chat template.
+
+        `continues`: leave the last message, an assistant's, open; else the template opens a new one. `images`: the
+        texts that the model reads for images, by the characters that mark their positions in the contents. Raises
+        what the template raises.
+        """

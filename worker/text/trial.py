@@ -8,26 +8,26 @@ import random
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-# States take some 2 kB each. A row of so many items, of some 1,500 optional properties, takes a mask 20 ms.
+# A state takes about 2 kB. With 6,000 items in a row, as for 1,500 optional properties, a mask takes 20 ms.
 _LIMITS = LLParserLimits(max_lexer_states=50_000, max_items_in_row=6_000, verbose_errors=False)
-_AHEAD = 8  # tokens: where a schema is too much for llguidance, that mostly shows at once
+_AHEAD = 8  # tokens: a schema that exceeds llguidance's limits mostly does so within the first ones
 
 
 class Uncompilable(ValueError):
-    """In llguidance's words."""
+    """The grammar cannot be compiled. The message is llguidance's."""
 
 
 def compiled(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
-    """Raises `Uncompilable`."""
+    """Compile a grammar and try its first tokens. Raises `Uncompilable`."""
     matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
-    _go_ahead(matcher)  # only this finds out that nothing satisfies a schema
+    _go_ahead(matcher)  # only this detects a schema that nothing satisfies
     if wrong := error_of(matcher):
         raise Uncompilable(wrong)
     return matcher
 
 
 def _go_ahead(matcher: LLMatcher) -> None:
-    """A few tokens, and back."""
+    """Consume a few allowed tokens, then reset."""
     dice = random.Random(0)
     for _ in range(_AHEAD):
         if matcher.is_error() or matcher.is_stopped():
@@ -40,7 +40,7 @@ def _go_ahead(matcher: LLMatcher) -> None:
 
 
 def _one_of(mask: bytes, dice: random.Random) -> int:
-    """Of the tokens that it allows."""
+    """Return one of the tokens that the mask allows."""
     begin = dice.randrange(len(mask))
     turned = (mask[begin:] + mask[:begin]).lstrip(b"\0")
     place = (begin + len(mask) - len(turned)) % len(mask)
@@ -48,4 +48,5 @@ def _one_of(mask: bytes, dice: random.Random) -> int:
 
 
 def error_of(matcher: LLMatcher) -> str | None:
+    """Return the matcher's error, or None."""
     return matcher.get_error().removesuffix("<non-verbose/>").strip() if matcher.is_error() else None
