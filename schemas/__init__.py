@@ -1,4 +1,4 @@
-"""The contract, version 1, as pydantic models. See `docs/contract.md` for the words around them."""
+"""The contract, version 1, as pydantic models. `docs/contract.md` explains it."""
 
 from schemas.batch import Batch, BatchLine, BatchOutput
 from schemas.chat import ChatRequest

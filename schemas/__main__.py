@@ -1,4 +1,4 @@
-"""`python -m schemas` writes docs/contract.schema.json; `--check` only says whether it is up to date."""
+"""`python -m schemas` writes docs/contract.schema.json; `--check` only checks if it is up to date."""
 
 import argparse
 import sys

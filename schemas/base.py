@@ -1,4 +1,4 @@
-"""What every model of the contract has in common."""
+"""Base classes and common types of the contract's models."""
 
 import sys
 from math import isfinite
@@ -6,35 +6,35 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-_MOST_NAMES = 1000  # an object of ours has some thirty; each wrong name costs a microsecond and a kilobyte
-# OpenAI takes 16 pairs of 512 characters as metadata, and schemas of 5,000 properties and 120,000 characters.
+_MOST_NAMES = 1000  # the largest model has about thirty; each unknown name costs a microsecond and a kilobyte
+# OpenAI accepts 16 pairs of 512 characters as metadata, and schemas of 5,000 properties and 120,000 characters.
 MOST_VALUES = 30_000
 MOST_CHARACTERS = 1_000_000
-_MOST_LEVELS = 64  # far more than a JSON schema has, far less than makes a JSON writer give up
+_MOST_LEVELS = 64  # far more than a JSON schema has, far fewer than a JSON writer can nest
 
 
 class Strict(BaseModel):
-    """What comes in: unknown names are refused, nothing is coerced ("1" is not 1)."""
+    """Base of incoming models: unknown names are refused, and nothing is coerced ("1" is not 1)."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _few_names(cls, value: object) -> object:
-        """To report a megabyte of wrong names would keep the event loop busy for seconds."""
+        """Limit the number of fields: reporting a megabyte of unknown names would block the event loop for seconds."""
         if isinstance(value, dict) and len(value) > _MOST_NAMES:
             raise ValueError(f"has {len(value):,} fields; at most {_MOST_NAMES:,} are read")
         return value
 
 
 class Sent(BaseModel):
-    """What goes out: a later worker may say more, so a reader must not refuse what it does not know."""
+    """Base of outgoing models. A later worker may send more fields, so readers must accept unknown ones."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
 
 
 def _check(value: dict[str, Any], most_values: int, most_characters: int) -> dict[str, Any]:
-    """Raises ValueError for what cannot be written again, as JSON in UTF-8, or what would take long to."""
+    """Check that the object can be written as JSON in UTF-8 and is not too large. Raises ValueError."""
     level, values, characters = list[Any]([value]), 0, 0
     for _ in range(_MOST_LEVELS):
         items = [item for each in level for item in (each.values() if isinstance(each, dict) else each)]
@@ -56,7 +56,7 @@ def _check(value: dict[str, Any], most_values: int, most_characters: int) -> dic
 
 
 def _is_text(value: str) -> bool:
-    """Whether UTF-8 has bytes for it. JSON can spell half of a surrogate pair, and Python reads it."""
+    """True if the string can be encoded in UTF-8. JSON can spell half of a surrogate pair, and Python accepts it."""
     try:
         value.isascii() or value.encode()
     except UnicodeEncodeError:
@@ -72,9 +72,9 @@ def _writable(value: dict[str, Any]) -> dict[str, Any]:
     return _check(value, sys.maxsize, sys.maxsize)
 
 
-# What goes on to others as it is, so its size has a bound of its own: metadata, schemas, a template's variables.
+# An object that is passed on unchanged, so its size is limited here: metadata, schemas, template variables.
 JsonObject = Annotated[dict[str, Any], AfterValidator(_bounded)]
-# What has a bound elsewhere.
+# An object whose size is limited elsewhere.
 AnyJsonObject = Annotated[dict[str, Any], AfterValidator(_writable)]
-# Any constraint makes pydantic look at the characters: half of a surrogate pair is refused, not tokenized.
+# Any constraint makes pydantic check the characters, so half of a surrogate pair is refused here.
 Text = Annotated[str, Field(min_length=0)]

@@ -1,4 +1,4 @@
-"""Offline files: one line in, one line out, and the object that says how a run goes. OpenAI's Batch forms."""
+"""Offline batches in the forms of OpenAI's Batch API: input line, output line, and the object that reports a run."""
 
 from typing import Annotated, Any, Literal
 
@@ -13,10 +13,10 @@ BatchState = Literal[
 
 
 class BatchLine(Strict):
-    """A line of the input file. `body` is a chat request; it is validated as one by itself."""
+    """A line of the input file. `body` is a chat request, which is validated separately."""
 
     custom_id: Annotated[str, Field(min_length=1, max_length=512)] = Field(
-        description="Yours; the line's answer carries it. Unique in the file."
+        description="Chosen by the client and repeated in the answer. Unique in the file."
     )
     method: Literal["POST"]
     url: Literal["/v1/chat/completions"]
@@ -50,7 +50,7 @@ class RequestCounts(Sent):
 
 
 class InputTokens(Sent):
-    cached_tokens: TokenCount = Field(description="That lines shared, and that were not computed again.")
+    cached_tokens: TokenCount = Field(description="Prompt tokens taken from the prefix cache.")
 
 
 class OutputTokens(Sent):
@@ -58,7 +58,7 @@ class OutputTokens(Sent):
 
 
 class BatchUsage(Sent):
-    """Of all answers together."""
+    """Sums over all answers."""
 
     input_tokens: TokenCount
     output_tokens: TokenCount
@@ -68,11 +68,11 @@ class BatchUsage(Sent):
 
 
 class Problem(Sent):
-    """Why an input file is refused."""
+    """An error for which an input file is refused."""
 
     code: str = Field(description="The name of the rule.")
     message: str
-    line: int | None = Field(default=None, description="From 1; null where the file as a whole is meant.")
+    line: int | None = Field(default=None, description="Counted from 1; null if the error is in the file as a whole.")
     param: str | None = Field(default=None, description="The field.")
 
 
@@ -82,31 +82,29 @@ class Problems(Sent):
 
 
 class BatchDetails(Sent):
-    """What OpenAI's object has no place for."""
+    """Fields that OpenAI's object does not have."""
 
-    host: str = Field(description="The machine that has the files.")
-    seconds: float = Field(description="Since the first line was queued, pauses included.")
-    models: dict[str, int] = Field(description="Lines by the model that they go to.")
+    host: str = Field(description="Host name of the machine that has the files.")
+    seconds: float = Field(description="Time since the first line was queued, pauses included.")
+    models: dict[str, int] = Field(description="Number of lines by served model.")
     retried: int = Field(description="Lines that were queued more than once.")
-    failures: dict[str, int] = Field(description="Lines by their code in the error file.")
-    paused_at: int | None = Field(
-        default=None, description="When its feeder was last heard of; null while one feeds it."
-    )
+    failures: dict[str, int] = Field(description="Number of failed lines by their code in the error file.")
+    paused_at: int | None = Field(default=None, description="Last report of its feeder; null while a feeder runs.")
 
 
 class Batch(Sent):
-    """How a run goes. Times are Unix seconds, and files are paths on the machine that feeds the run."""
+    """State of a run. Times are Unix seconds, and files are paths on the machine that feeds the run."""
 
     id: str
     object: Literal["batch"] = "batch"
     endpoint: Literal["/v1/chat/completions"] = "/v1/chat/completions"
-    model: str | None = Field(default=None, description="Where all lines go to one.")
+    model: str | None = Field(default=None, description="The served model, if it is the same for all lines.")
     errors: Problems | None = None
     input_file_id: str
-    completion_window: str = Field(description="A number of s, m, h or d.")
+    completion_window: str = Field(description="A number with unit s, m, h or d.")
     status: BatchState
     output_file_id: str | None = None
-    error_file_id: str | None = Field(default=None, description="Once a line has failed.")
+    error_file_id: str | None = Field(default=None, description="Set when a line has failed.")
     created_at: int
     in_progress_at: int | None = None
     expires_at: int | None = None

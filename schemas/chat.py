@@ -1,4 +1,4 @@
-"""The request: the body of OpenAI chat completions, and the few fields that are ours."""
+"""The request: the body of OpenAI chat completions, with a few additional fields."""
 
 from itertools import islice
 from typing import Annotated, Any, Literal, Self
@@ -102,7 +102,10 @@ _MOST_BIASES = 50_000  # a fifth of the largest vocabularies
 
 
 def _in_parts(bias: object, read: ValidatorFunctionWrapHandler) -> object:
-    """Of many wrong entries a few are reported. From pydantic 2.14 on, `fail_fast` does this for objects too."""
+    """Validate the entries four at a time, so that at most four errors are reported.
+
+    From pydantic 2.14 on, `fail_fast` does this for objects too.
+    """
     if not isinstance(bias, dict):
         return read(bias)
     if len(bias) > _MOST_BIASES:
@@ -126,7 +129,7 @@ ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-# What `apply_chat_template` takes that is not a variable of the template.
+# Arguments of `apply_chat_template` that are not variables of the template.
 _THE_WORKER_S = {
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages",
     "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "sanitize_control_tokens",
@@ -134,7 +137,7 @@ _THE_WORKER_S = {
 }  # fmt: skip
 
 
-# Fields of OpenAI's whose values go to the chat template, under the same names.
+# OpenAI's fields that are passed to the chat template, under the same names.
 TEMPLATE_FIELDS = ("reasoning_effort", "verbosity")
 
 
@@ -147,7 +150,7 @@ class ChatRequest(Strict):
     )
 
     max_tokens: Count | None = Field(
-        default=None, description="Cut to what the context leaves. Absent: the worker's default, 1024."
+        default=None, description="Reduced to the space that the context leaves. Absent: the worker's default, 1024."
     )
     max_completion_tokens: Count | None = Field(default=None, description="The same as max_tokens.")
     stop: Annotated[Stops | None, BeforeValidator(_listed, json_schema_input_type=Stop | Stops | None)] = None
@@ -162,7 +165,7 @@ class ChatRequest(Strict):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[TokenId, Bias] | None, WrapValidator(_in_parts)] = Field(
-        default=None, description="Token ids, as strings, to what is added to their logits."
+        default=None, description="Token ids, as strings, to the value that is added to their logits."
     )
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = Field(
         default=None, description="Absent: drawn, and reported in `started`."
@@ -188,25 +191,26 @@ class ChatRequest(Strict):
     )
     verbosity: Literal["low", "medium", "high"] | None = Field(default=None, description="As reasoning_effort.")
 
-    specprefill: bool | None = Field(default=None, description="Absent: the worker's rule.")
+    specprefill: bool | None = Field(default=None, description="Absent: the worker decides.")
     specprefill_keep_pct: Annotated[float, Field(ge=0.1, le=1)] | None = Field(
-        default=None, description="Of the prompt tokens that are not already cached; 1 is all of them."
+        default=None, description="Share of the prompt tokens that are not already cached; 1 is all of them."
     )
 
     deadline_s: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="Seconds from submission until the job fails by `deadline`."
+        default=None, description="Seconds from submission until the job fails with `deadline`."
     )
     on_disconnect: Literal["continue", "cancel"] | None = Field(default=None, description="Absent: continue.")
     tenant: TenantName | None = Field(
-        default=None, description="Whose job it is. Echoed. Absent: `safety_identifier`, else `user`."
+        default=None, description="The job's tenant. Echoed. Absent: `safety_identifier`, else `user`."
     )
     safety_identifier: TenantName | None = Field(default=None, description="Echoed.")
     user: TenantName | None = Field(default=None, description="Echoed.")
     prompt_cache_key: CacheKey | None = Field(
-        default=None, description="Kept with the job: requests of one key are likely to share a prefix."
+        default=None, description="Stored with the job: requests with the same key are likely to share a prefix."
     )
     service_tier: ServiceTier | None = Field(
-        default=None, description="Our submit takes the lane from it: `flex` is the batch lane. Echoed in the result."
+        default=None,
+        description="Selects the lane in our client's submit: `flex` is the batch lane. Echoed in the result.",
     )
     metadata: JsonObject | None = Field(default=None, description="Echoed.")
     store: bool | None = Field(default=None, description="Echoed, without effect.")
@@ -217,7 +221,7 @@ class ChatRequest(Strict):
         default=None, description='Only ["text"].'
     )
     audio: None = Field(default=None, description="Not supported: answers are text.")
-    web_search_options: None = Field(default=None, description="Not supported: a worker searches nothing.")
+    web_search_options: None = Field(default=None, description="Not supported: workers have no web search.")
     n: Annotated[int, Field(ge=1, le=1)] | None = Field(default=None, description="Only 1.")
 
     @field_validator("chat_template_kwargs")
@@ -235,14 +239,14 @@ class ChatRequest(Strict):
 
     def _disagreement(self) -> str | None:
         if self.top_logprobs and not self.logprobs:
-            return "top_logprobs needs logprobs: true beside it"
+            return "top_logprobs needs logprobs: true"
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             return "max_tokens and max_completion_tokens differ; send one of them"
         return self._tools_disagreement() or self._functions_disagreement() or self._template_disagreement()
 
     def _tools_disagreement(self) -> str | None:
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
-            return "tool_choice needs tools beside it"
+            return "tool_choice needs tools"
         names = {tool.function.name for tool in self.tools or ()}
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
             return "tool_choice names a function that is not among the tools"
@@ -268,12 +272,12 @@ class ChatRequest(Strict):
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """Those that the model may call."""
+        """The tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def output_limit(self) -> int | None:
-        """The most tokens the client wants; None leaves it to the worker."""
+        """Maximum tokens of the answer that the client requests; None for the worker's default."""
         return self.max_completion_tokens or self.max_tokens
 
     @property

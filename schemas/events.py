@@ -1,4 +1,4 @@
-"""What a job says: one JSON object each, in a list and on a channel. `seq` is the index in the list."""
+"""A job's events: each is one JSON object, in a list and on a channel. `seq` is the index in the list."""
 
 from typing import Annotated, Any, Literal, get_args
 
@@ -16,13 +16,13 @@ TokenCount = Annotated[int, Field(ge=0)]
 
 class Usage(Sent):
     prompt_tokens: TokenCount
-    completion_tokens: TokenCount = Field(description="Sampled tokens, as in all `token_ids`.")
+    completion_tokens: TokenCount = Field(description="Sampled tokens: the sum of all `token_ids`.")
     cached_tokens: TokenCount = Field(description="Prompt tokens taken from the prefix cache.")
     image_tokens: TokenCount | None = Field(
-        default=None, description="Prompt tokens that images stand for; absent where there were none."
+        default=None, description="Prompt tokens that stand for images; absent if there were none."
     )
     kept_tokens: TokenCount | None = Field(
-        default=None, description="Prompt tokens that SpecPrefill kept; absent where it was off."
+        default=None, description="Prompt tokens that SpecPrefill kept; absent if it did not apply."
     )
 
 
@@ -40,19 +40,21 @@ class Timings(Sent):
 class JobError(Sent):
     type: ErrorType
     message: str
-    retryable: bool = Field(description="Whether the same request may go well later.")
+    retryable: bool = Field(description="The same request may succeed later.")
 
 
 class _Event(Sent):
     id: str
     seq: int = Field(ge=0, description="The index in the job's list: 0, 1, 2 ... through all attempts.")
-    attempt: int = Field(ge=1, description="The claim that said it.")
-    ts: float = Field(description="Unix seconds of the server's clock, as the worker knows it.")
+    attempt: int = Field(ge=1, description="Number of the claim that sent it.")
+    ts: float = Field(description="Unix seconds of the server's clock, as estimated by the worker.")
 
 
 class _AttemptBegins(_Event):
     model: str
-    fingerprint: str = Field(description="Of the model: attempts of one fingerprint and seed draw the same tokens.")
+    fingerprint: str = Field(
+        description="Identifies the model: attempts with the same fingerprint and seed sample the same tokens."
+    )
     worker: str
     seed: int = Field(description="The request's, or the one that was drawn.")
 
@@ -64,7 +66,7 @@ class Started(_AttemptBegins):
 
 
 class Progress(_Event):
-    """Before the first token; at most four a second."""
+    """Progress before the first token; at most four events a second."""
 
     type: Literal["progress"]
     phase: Literal["waiting", "encoding", "scoring", "prefill"]
@@ -73,20 +75,20 @@ class Progress(_Event):
 
 
 class Delta(_Event):
-    """What was sampled since the last one. Text whose end may still turn out to be a stop string is held back."""
+    """Output since the last delta. Text that may be the start of a stop string is held back."""
 
     type: Literal["delta"]
     token_ids: list[int] = Field(
-        description="Each sampled token is in exactly one delta, whether its text is or not. None after a stop."
+        description="Each sampled token is in exactly one delta, even if its text is held back. None after a stop."
     )
     content: str | None = None
     reasoning: str | None = None
     tool_calls: list[dict[str, Any]] | None = Field(default=None, description="OpenAI's delta form.")
-    logprobs: list[dict[str, Any]] | None = Field(default=None, description="OpenAI's form, an entry a token.")
+    logprobs: list[dict[str, Any]] | None = Field(default=None, description="OpenAI's form, one entry per token.")
 
 
 class Resumed(_AttemptBegins):
-    """A new attempt goes on after what was delivered."""
+    """A new attempt continues after the delivered tokens."""
 
     type: Literal["resumed"]
 

@@ -1,4 +1,4 @@
-"""A validation error as sentences: which field, what was wrong, what would be right."""
+"""Turns a validation error into sentences: the field, what is wrong, what is accepted."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from schemas.place import locate, quoted
 
-_MOST = 3  # a body that is wrong all over is not worth a page
+_MOST = 3  # sentences: more would not help with a body that is wrong everywhere
 
 _SENTENCES = {
     "missing": "{where} is missing",
@@ -42,15 +42,15 @@ _SENTENCES = {
     "value_error": "{where} {error}",
     "disagreement": "{said}",
 }
-_OTHERWISE = "{where}: {input} is not accepted; docs/contract.md says what is"
+_OTHERWISE = "{where}: {input} is not accepted; see docs/contract.md"
 
 
-# The more letters two names begin with alike, the less alike the rest has to be: letters, and difflib's ratio.
+# (length of a common prefix, difflib's least ratio): with a longer prefix the names may differ more.
 _LIKENESS = ((0, 0.88), (1, 0.85), (3, 0.76))
 
 
 def explain(error: ValidationError) -> str:
-    """A sentence for each problem, the first three of them. Echoes no more than a few words of the input."""
+    """Return a sentence for each of the first three problems. Echoes only a few words of the input."""
     problems = _telling(error.errors(include_url=False))
     said = [_sentence(problem) for problem in problems[:_MOST]]
     if len(problems) > _MOST:
@@ -59,7 +59,7 @@ def explain(error: ValidationError) -> str:
 
 
 def _telling(problems: list[ErrorDetails]) -> list[ErrorDetails]:
-    """Of an object that is of another type than we take, the other fields say nothing."""
+    """Drop the problems in other fields of an object whose `type` is wrong."""
     others = {each["loc"][:-1] for each in problems if each["type"] == "literal_error" and each["loc"][-1] == "type"}
     return [each for each in problems if each["loc"][-1:] == ("type",) or each["loc"][:-1] not in others]
 
@@ -83,7 +83,7 @@ def _sentence(problem: ErrorDetails) -> str:
 
 
 def _loc(problem: ErrorDetails) -> tuple[int | str, ...]:
-    """Where a name in an object is wrong, and not its value, pydantic's path ends in the name and a word of its own."""
+    """Return the path of the problem. For a wrong name, pydantic appends the name and "[key]", which are removed."""
     loc = problem["loc"]
     by_name = len(loc) > 2 and loc[-1] == "[key]" and problem["type"] != "extra_forbidden"
     return loc[:-2] if by_name else loc
@@ -96,8 +96,10 @@ def _hint(loc: tuple[int | str, ...]) -> str:
 
 
 def _meant(name: str, known: Sequence[str]) -> str | None:
-    """Return the field that is spelled nearly so, or that the name is the beginning of. A field that merely shares
-    letters, as max_tokens does with min_tokens, would send the client astray."""
+    """Return the known field that is spelled similarly, or that begins with the name.
+
+    A field that only shares letters, as max_tokens does with min_tokens, would mislead the client.
+    """
     for same, cutoff in _LIKENESS:
         alike = [field for field in known if field[:same] == name[:same]]
         if near := get_close_matches(name, alike, n=1, cutoff=cutoff):
@@ -107,7 +109,7 @@ def _meant(name: str, known: Sequence[str]) -> str | None:
 
 
 def _readable(name: str, context: object) -> str:
-    """Bounds without a needless ".0", choices with an "or" before the last."""
+    """Format bounds without a needless ".0", and choices with "or" before the last."""
     if name == "expected_tags":
         return " or ".join(str(context).rsplit(", ", 1))
     return f"{context:g}" if isinstance(context, float) else str(context)

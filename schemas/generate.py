@@ -1,4 +1,4 @@
-"""The contract as one JSON Schema, for producers in any language."""
+"""Generates the contract's JSON Schema, for producers in any language."""
 
 import json
 from typing import Any, Literal
@@ -11,9 +11,9 @@ import schemas
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _ABOUT = (
-    "Point at one of $defs: Request is what goes in, Event and Result are what comes out; BatchLine, BatchOutput "
-    "and Batch are those of offline files. Whole numbers are written without a fraction: 5, not 5.0. The words "
-    "around it are in contract.md."
+    "Refer to one of $defs: Request is the input, Event and Result are the output of a job; BatchLine, BatchOutput "
+    "and Batch belong to offline batches. Whole numbers are written without a fraction: 5, not 5.0. See also "
+    "contract.md."
 )
 Mode = Literal["validation", "serialization"]
 _PARTS: dict[str, tuple[Any, Mode]] = {
@@ -27,7 +27,7 @@ _PARTS: dict[str, tuple[Any, Mode]] = {
 
 
 class _Plain(GenerateJsonSchema):
-    """Without what says nothing: titles that repeat a name, defaults of null, a least length of 0."""
+    """Omits keywords without information: titles that repeat a name, defaults of null, minimum lengths of 0."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -41,12 +41,13 @@ class _Plain(GenerateJsonSchema):
         return {name: value for name, value in said.items() if (name, value) != ("minLength", 0)}
 
     def dict_schema(self, schema: core_schema.DictSchema) -> JsonSchemaValue:
-        """Where names have a pattern, other names are refused."""
+        """Refuse names that do not match the pattern, as pydantic does."""
         said = super().dict_schema(schema)
         return {**said, "additionalProperties": False} if "patternProperties" in said else said
 
 
 def contract() -> dict[str, Any]:
+    """Return the JSON Schema."""
     asked = [(name, mode, TypeAdapter(kind)) for name, (kind, mode) in _PARTS.items()]
     parts, shared = TypeAdapter.json_schemas(asked, schema_generator=_Plain)
     named = {name: parts[name, mode] for name, (_, mode) in _PARTS.items()}
@@ -60,4 +61,5 @@ def contract() -> dict[str, Any]:
 
 
 def text() -> str:
+    """Return the contents of docs/contract.schema.json."""
     return json.dumps(contract(), indent=2, ensure_ascii=False) + "\n"

@@ -1,4 +1,4 @@
-"""Every name in Redis, in one place. `sluice/wire.py` says the same for backends; a test holds them equal."""
+"""All key and channel names in Redis. `sluice/wire.py` has the same for clients; a test holds them equal."""
 
 import re
 from typing import Literal
@@ -16,16 +16,16 @@ DEAD = "sluice:dead"
 WORKERS = "sluice:worker:*"
 BATCHES = "sluice:batch:*"
 INDEX = ("lines", "suspects", "leases", "deadlines")
-CANCEL_S = 3600  # how long a wish to cancel is remembered
+CANCEL_S = 3600  # seconds that a request to cancel is kept
 
 
 def queue(model: str, lane: Lane) -> str:
-    """Sorted set of job ids by the millisecond they were queued: arq's queue."""
+    """Sorted set of job ids, scored by the time they were queued in milliseconds: arq's queue."""
     return f"sluice:queue:{model}:{lane}"
 
 
 def index(model: str, lane: Lane) -> str:
-    """Sorted set: a copy of the queue. With the names of `INDEX` behind it: the rest of the queue's index by tenant."""
+    """Sorted set: a copy of the queue. With a suffix of `INDEX`: another part of the queue's index by tenant."""
     return f"sluice:index:{model}:{lane}"
 
 
@@ -45,17 +45,17 @@ def result(job_id: str) -> str:
 
 
 def job(job_id: str) -> str:
-    """Hash: state, attempt, lane, tenant, worker, times, and what resuming needs."""
+    """Hash: state, attempt, lane, tenant, worker, times, and the state for resuming."""
     return f"sluice:job:{job_id}"
 
 
 def cancel(job_id: str) -> str:
-    """String: set while somebody wants the job to end."""
+    """String: set while a request to cancel the job is pending."""
     return f"sluice:cancel:{job_id}"
 
 
 def wake(model: str) -> str:
-    """Channel that tells idle workers to look at the queue."""
+    """Channel that makes idle workers poll the queue."""
     return f"sluice:wake:{model}"
 
 
@@ -75,17 +75,17 @@ def slot(name: str, unix_s: int) -> str:
 
 
 def batch(batch_id: str) -> str:
-    """String: how an offline run goes, as its feeder says once a second."""
+    """String: the state of an offline run, which its feeder writes once a second."""
     return f"sluice:batch:{batch_id}"
 
 
 def batch_channel(batch_id: str) -> str:
-    """Channel on which that is published when the run's state changes."""
+    """Channel on which the run's object is published when its state changes."""
     return f"sluice:batch:{batch_id}"
 
 
 def batch_cancel(batch_id: str) -> str:
-    """String: set while somebody wants the run to end."""
+    """String: set while a request to cancel the run is pending."""
     return f"sluice:batch:{batch_id}:cancel"
 
 

@@ -25,8 +25,9 @@ class ImagePart(Strict):
 Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
-# Tags of our own are named as JSON Schema names the types: `place.py` follows them through the schema.
+# These names of types are also tags of unions: `location.py` follows them through the JSON schema.
 def json_type(value: object) -> str | None:
+    """Return JSON Schema's name for the value's type, or None if it is not a string, list or object."""
     kinds: dict[type, str] = {str: "string", list: "array", dict: "object"}
     return next((name for kind, name in kinds.items() if isinstance(value, kind)), None)
 
@@ -72,10 +73,10 @@ class AssistantMessage(Strict):
     content: TextContent | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     reasoning: Text | None = None
-    reasoning_content: Text | None = Field(default=None, description="What other servers call `reasoning`.")
+    reasoning_content: Text | None = Field(default=None, description="Other servers' name for `reasoning`.")
     refusal: Text | None = None
     name: Text | None = None
-    # OpenAI's libraries send the answer's empty fields back.
+    # OpenAI's libraries send an answer's empty fields back.
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
     function_call: FunctionCall | None = Field(default=None, description="The older form of one tool call.")

@@ -1,4 +1,4 @@
-"""Where in a request an error is, in the sender's words: pydantic's path, followed through the JSON schema."""
+"""Locates an error in a request, in the sender's terms: follows pydantic's path through the JSON schema."""
 
 import re
 from dataclasses import dataclass
@@ -14,22 +14,25 @@ _LONGEST = 40
 
 @dataclass(frozen=True, slots=True)
 class Place:
+    """Location in a request."""
+
     path: str  # messages[0].content[1].text; empty for the request itself
-    known: tuple[str, ...]  # the fields there
+    known: tuple[str, ...]  # names of the fields there
 
 
 def locate(loc: tuple[int | str, ...]) -> Place:
+    """Return the location that pydantic's `loc` stands for."""
     path, here = "", _REQUEST
     for step in loc:
         if (chosen := _chosen(here, step)) is not None:
-            here = chosen  # pydantic's path names the member of a union, which the sender has no word for
+            here = chosen  # pydantic's name of a union's member, which is not in the request
         else:
             path, here = _longer(path, step), _inside(here, step)
     return Place(path, tuple(name for option in _options(here) for name in option.get("properties", ())))
 
 
 def _options(schema: Schema) -> list[Schema]:
-    """What a value here may be, each spelled out; a tagged union is one of them."""
+    """Return the schemas that a value may match, with references resolved. A tagged union is one of them."""
     if "$ref" in schema:
         return _options(_REQUEST["$defs"][schema["$ref"].removeprefix("#/$defs/")])
     if "anyOf" in schema:
@@ -38,7 +41,7 @@ def _options(schema: Schema) -> list[Schema]:
 
 
 def _chosen(schema: Schema, tag: int | str) -> Schema | None:
-    """The member of a tagged union, or None where there is no union."""
+    """Return the member of a tagged union, or None if there is no such union."""
     for union in _options(schema):
         if tag in union.get("discriminator", {}).get("mapping", ()):
             return {"$ref": union["discriminator"]["mapping"][tag]}
@@ -49,7 +52,7 @@ def _chosen(schema: Schema, tag: int | str) -> Schema | None:
 
 
 def _inside(schema: Schema, step: int | str) -> Schema:
-    """Empty where anything may be, and where nothing should."""
+    """Return the schema of a field or an item. Empty if any value is allowed, or none."""
     for option in _options(schema):
         found = option.get("items") if isinstance(step, int) else option.get("properties", {}).get(step)
         if found is not None:
@@ -65,6 +68,6 @@ def _longer(path: str, step: int | str) -> str:
 
 
 def quoted(text: str) -> str:
-    """On one line, and not all of it where it is long."""
+    """Return the text in quotes, on one line, and cut if it is long."""
     said = repr(text[:_LONGEST])
     return said if len(said) <= _LONGEST else f"{said[: _LONGEST - 4]}...{said[0]}"

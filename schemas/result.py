@@ -1,4 +1,4 @@
-"""The stored result of a finished job: OpenAI's `chat.completion`, with what is ours under `sluice`."""
+"""The stored result of a finished job: OpenAI's `chat.completion`, with additional fields under `sluice`."""
 
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ class CompletionUsage(Sent):
     prompt_tokens: TokenCount
     completion_tokens: TokenCount
     total_tokens: TokenCount
-    prompt_tokens_details: dict[str, int] = Field(description="cached_tokens; image_tokens where there were images.")
+    prompt_tokens_details: dict[str, int] = Field(description="cached_tokens; image_tokens if there were images.")
 
 
 class AnswerMessage(Sent):
@@ -32,25 +32,27 @@ class Choice(Sent):
 
 
 class SpecPrefill(Sent):
-    """The receipt for a long prompt: what was kept of it, or why it was computed whole."""
+    """SpecPrefill's report on a long prompt: the share that was kept, or why it was computed whole."""
 
     kept: float | None = Field(default=None, description="Share of the prompt's tokens.")
-    draft: str | None = Field(default=None, description="The model that scored it.")
-    scoring_s: float | None = Field(default=None, description="That the draft computed.")
-    prefill_s: float | None = Field(default=None, description="From the claim to the end of the prompt, else.")
+    draft: str | None = Field(default=None, description="The draft model that scored it.")
+    scoring_s: float | None = Field(default=None, description="Time that the draft model took.")
+    prefill_s: float | None = Field(
+        default=None, description="Time from the claim to the end of the prompt, without scoring."
+    )
     skipped: str | None = Field(default=None, description="Why it was computed whole.")
 
 
 class SluiceDetails(Sent):
-    """What OpenAI's object has no place for."""
+    """Fields that OpenAI's object does not have."""
 
     lane: Lane
     worker: str
-    attempt: int = Field(ge=1, description="The one that finished it.")
+    attempt: int = Field(ge=1, description="Number of the attempt that finished it.")
     seed: int
     fingerprint: str
     timings: Timings
-    rows_mean: float = Field(description="Rows that decoded beside this one, itself included, per token.")
+    rows_mean: float = Field(description="Mean number of rows that decoded in the same step, this one included.")
     kept_tokens: TokenCount | None = Field(default=None, description="As in the final event's usage.")
     specprefill: SpecPrefill | None = None
     tenant: str | None = None
@@ -62,13 +64,13 @@ class SluiceDetails(Sent):
 
 
 class ChatCompletion(Sent):
-    id: str = Field(description="The job's.")
+    id: str = Field(description="The job's id.")
     object: Literal["chat.completion"] = "chat.completion"
     created: int = Field(description="Unix seconds at the claim.")
     model: str
     system_fingerprint: str
     service_tier: Literal["default", "flex"] = Field(
-        default="default", description="The request's: `flex`, or `default` for all others. Absent: as the lane."
+        default="default", description="The request's: `flex`, or `default` for all others. If absent, from the lane."
     )
     choices: list[Choice] = Field(min_length=1, max_length=1)
     usage: CompletionUsage

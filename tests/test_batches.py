@@ -235,7 +235,7 @@ async def test_a_folder_that_vanishes_harms_nothing(redis_url: str, folder: Path
 @pytest.mark.parametrize("name", ["a file", "a file/in"])
 def test_a_folder_that_cannot_be_is_no_start(tmp_path: Path, name: str) -> None:
     (tmp_path / "a file").write_text("")
-    with pytest.raises(CannotStart, match=f"SLUICE_BATCH_DIR={tmp_path}/{name}: it can have no inbox: "):
+    with pytest.raises(CannotStart, match=f"SLUICE_BATCH_DIR={tmp_path}/{name}: cannot create its inbox: "):
         Batches(str(tmp_path / name), settings("redis://"))
 
 
@@ -300,7 +300,7 @@ async def test_a_feeder_that_is_not_there_is_in_the_log(
     batches = Batches(str(folder), known, command=["/no/such/command"], look_s=0.05)
     stopping = asyncio.Event()
     running = asyncio.create_task(batches.run(stopping, asyncio.Event()))
-    await until(lambda: caplog.text.count("no feeder can be started: ") >= 2)
+    await until(lambda: caplog.text.count("cannot start a feeder: ") >= 2)
     stopping.set()
     await asyncio.wait_for(running, 5)
 

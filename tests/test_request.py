@@ -106,7 +106,7 @@ def test_an_answer_longer_than_the_worker_gives_is_told_by_how_much() -> None:
     with pytest.raises(Refusal) as raised:
         output_tokens(asked, prompt=1, context=4096, default=1024, most=512)
     assert (raised.value.type, raised.value.message) == (
-        "too_large", "max_tokens: 600 is 88 more than this worker gives, 512 at the most.",
+        "too_large", "max_tokens: 600 is 88 more than this worker allows; send at most 512.",
     )  # fmt: skip
     assert output_tokens(request(), prompt=1, context=4096, default=1024, most=512) == 512
 
@@ -121,7 +121,7 @@ def test_texts_images_and_tool_calls_all_count_as_parts() -> None:
     ]
     request(messages=messages, max_parts=6)
     assert refusal(messages=messages, max_parts=4) == (
-        "too_large", "messages: 6 texts, images and tool calls are 2 more than this worker takes, 4.",
+        "too_large", "messages: 6 texts, images and tool calls are 2 more than this worker allows; send at most 4.",
     )  # fmt: skip
 
 

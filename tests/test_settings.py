@@ -67,7 +67,7 @@ def test_variables_of_others_are_none_of_our_business(monkeypatch: pytest.Monkey
         (
             "SLUICE_BATCH_SCHEDULE",
             "0 25 * * *",
-            "SLUICE_BATCH_SCHEDULE=0 25 * * *: its hour is none that a crontab may have: ",
+            "SLUICE_BATCH_SCHEDULE=0 25 * * *: its hour is not valid: ",
         ),
         (
             "SLUICE_BATCH_MODELS",

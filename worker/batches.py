@@ -1,4 +1,4 @@
-"""A folder of offline batches: at its times one worker takes the inbox in, and no run is without a feeder for long."""
+"""Runs a folder of offline batches: takes in the inbox on schedule, and restarts feeders of abandoned runs."""
 
 import asyncio
 import fcntl
@@ -20,33 +20,35 @@ from worker.timetable import Crontab
 logger = logging.getLogger("sluice.batch")
 
 FEED = ("nice", sys.executable, "-m", "sluice.cli", "batch", "feed")
-_INPUT, _LOCK = "*/input.jsonl", "run"  # of a run's folder; the second is held by its feeder
+_INPUT, _LOCK = "*/input.jsonl", "run"  # in a run's folder; its feeder holds the lock
 _LOOK_S = 60.0
-_START_S = 60.0  # a feeder that fails sooner may have taken nothing in
+_START_S = 60.0  # a feeder that fails sooner may not have taken any file
 
 
 class Batches:
+    """Feeds the runs of one folder by child processes; workers that share the folder take turns."""
+
     def __init__(self, folder: str, settings: Settings, *, command: Sequence[str] = FEED, look_s: float = _LOOK_S):
-        """`look_s`: how often to look for runs that nobody feeds. Raises `CannotStart`."""
+        """`look_s`: interval of the search for runs without a feeder, in seconds. Raises `CannotStart`."""
         self._folder, self._settings, self._look_s = Path(folder).absolute(), settings, look_s
         models = ["--models", settings.batch_models] if settings.batch_models else []
         self._command = [*command, str(self._folder), "--until-eof", *models]
         self._slot, self.feeding = asyncio.Event(), False
         if any(find_spec(name) is None for name in ("sluice", "typer", "rich")):
             raise CannotStart(
-                "SLUICE_BATCH_DIR: the command `sluice` reads its files and is not installed here: in a checkout of "
+                "SLUICE_BATCH_DIR: the command `sluice`, which reads its files, is not installed: in a checkout of "
                 "Sluice, pip install './sluice[cli]'"
             )
         try:
             (self._folder / "inbox").mkdir(parents=True, exist_ok=True)
             name = _identity(self._folder)
         except OSError as error:
-            raise CannotStart(f"SLUICE_BATCH_DIR={folder}: it can have no inbox: {error.strerror}") from None
+            raise CannotStart(f"SLUICE_BATCH_DIR={folder}: cannot create its inbox: {error.strerror}") from None
         self.cron = Cron(name, self._taken, Crontab(settings.batch_schedule), free=self._is_free)
 
     async def run(self, stopping: asyncio.Event, hurry: asyncio.Event) -> None:
-        """Until `stopping`. A feeder at work has the worker's grace then, and none when there is a `hurry`."""
-        owed = False  # a slot that is ours, and that we have made nothing of
+        """Run until `stopping`. A running feeder then has `SLUICE_GRACE_S` to end, and is killed at `hurry`."""
+        owed = False  # a slot of the schedule is ours, and its feeder failed before it took any file
         while not stopping.is_set():
             if owed or self._slot.is_set():
                 began = time.monotonic()
@@ -72,31 +74,37 @@ class Batches:
 
 
 def _identity(folder: Path) -> str:
-    """Of the folder, wherever it is mounted: machines that have one each at the same path share no slot. Made by
-    whoever comes first. Raises OSError."""
+    """Return the folder's id, which the first worker writes into it.
+
+    It is independent of the mount point, and folders at the same path on two machines have different ids. Raises
+    OSError.
+    """
     known, new = folder / ".id", uuid4().hex
     mine = folder / f".id.{new}"
     mine.write_text(new)
     try:
-        known.hardlink_to(mine)  # there at once with what is in it
+        known.hardlink_to(mine)  # atomic: the file never exists without its content
     except OSError:
-        pass  # it is there already, or the file system has no links
+        pass  # it exists already, or the file system has no hard links
     finally:
         mine.unlink()
     return known.read_text() if known.exists() else str(folder)
 
 
 def _is_left_alone(running: Path) -> bool:
-    """Whether there is a run that nobody feeds."""
+    """True if there is a run without a feeder."""
     try:
         return any(_is_unlocked(input.with_name(_LOCK)) for input in running.glob(_INPUT))
     except OSError as error:
-        logger.warning("cannot look for offline runs: %s", error)
+        logger.warning("cannot search for offline runs: %s", error)
         return False
 
 
 def _is_unlocked(lock: Path) -> bool:
-    """A feeder that comes for the lock in this very moment finds it held, and leaves the run to the next look."""
+    """True if no feeder holds the lock.
+
+    A feeder that tries to take the lock at this moment fails, and the next search finds its run.
+    """
     try:
         with lock.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""The stored result: OpenAI's `chat.completion`, with what is ours under `sluice`."""
+"""Builds the stored result: OpenAI's `chat.completion`, with additional fields under `sluice`."""
 
 from collections.abc import Container
 from dataclasses import dataclass
@@ -17,20 +17,21 @@ _ECHOED = {"tenant", "safety_identifier", "user", "prompt_cache_key", "metadata"
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What is told of an answer besides the job, the request and the worker."""
+    """An answer's part of the result."""
 
     said: Said
-    voided: Container[int]  # tool calls that were announced and turned out to be none
-    logprobs: list[bytes]  # an entry a token, in OpenAI's form, as JSON
+    voided: Container[int]  # indices of announced tool calls that turned out to be invalid
+    logprobs: list[bytes]  # one entry per token, in OpenAI's form, as JSON
     finish_reason: str
     seed: int
     began_at: float  # Unix seconds
     timings: dict[str, float]
     rows_mean: float
-    specprefill: dict[str, Any] | None = None  # the receipt
+    specprefill: dict[str, Any] | None = None  # SpecPrefill's report
 
 
 def completion(job: Job, request: ChatRequest, served: Served, answer: Answered) -> dict[str, object]:
+    """Return the result; `logprobs` in it holds JSON items, so it is written by `json_bytes`."""
     choice = {
         "index": 0,
         "message": _message(answer.said, answer.voided),
@@ -64,7 +65,7 @@ def _service_tier(asked: str | None, lane: Lane) -> str:
 
 
 def _message(said: Said, voided: Container[int]) -> dict[str, object]:
-    """OpenAI says null for the content of a turn that only calls."""
+    """Return the message. Its content is null if there are only tool calls, as in OpenAI's form."""
     calls = whole(said.tool_calls, voided)
     message: dict[str, object] = {"role": "assistant", "content": None if calls and not said.content else said.content}
     if said.reasoning:

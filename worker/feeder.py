@@ -1,6 +1,6 @@
-"""A feeder: a child process, because files of 200 MB are nothing for the loop that publishes tokens.
+"""Runs a feeder as a child process, since files of 200 MB would block the loop that publishes tokens.
 
-It ends when its stdin does: so it is told to stop, and so it hears that its worker died, however that was.
+The feeder ends when its stdin is closed: on request, or because its worker died in any way.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from typing import Any
 
 logger = logging.getLogger("sluice.batch")
 
-_LONGEST_LINE = 1 << 20  # bytes of its log
+_LONGEST_LINE = 1 << 20  # bytes in the feeder's log
 
 
 async def feed(
@@ -22,7 +22,10 @@ async def feed(
     hurry: asyncio.Event,
     grace_s: float,
 ) -> bool:
-    """Until it has ended, by itself or because of `stopping`. False where it failed: how, is in the log alone."""
+    """Run a feeder to its end, and stop it at `stopping`. Returns False if it failed; the reason is only logged.
+
+    `grace_s`: seconds that it may take to stop; `hurry` ends them early. Then it is killed.
+    """
     try:
         child = await asyncio.create_subprocess_exec(
             *command,
@@ -31,10 +34,10 @@ async def feed(
             stderr=STDOUT,
             limit=_LONGEST_LINE,
             env=env,
-            process_group=0,  # Ctrl-C reaches the worker alone
+            process_group=0,  # so Ctrl-C reaches only the worker
         )
     except OSError as error:
-        logger.error("no feeder can be started: %s", error)
+        logger.error("cannot start a feeder: %s", error)
         return False
     assert child.stdin is not None
     assert child.stdout is not None
@@ -54,13 +57,13 @@ async def feed(
 
 
 async def _pass_on(lines: asyncio.StreamReader) -> str:
-    """Returns the last of them."""
+    """Log the lines. Returns the last one."""
     last = ""
     while True:
         try:
             line = await lines.readline()
         except ValueError:
-            continue  # too long to be worth reading
+            continue  # longer than the limit; the stream reader has dropped it
         if not line:
             return last
         if said := line.decode("utf-8", "replace").rstrip():
@@ -69,7 +72,7 @@ async def _pass_on(lines: asyncio.StreamReader) -> str:
 
 
 async def either(*waits: Awaitable[Any], timeout_s: float | None = None) -> None:
-    """Until one of them is over, or the time is."""
+    """Wait for the first of them, or for the timeout, and cancel the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

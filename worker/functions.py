@@ -1,4 +1,4 @@
-"""OpenAI's function calling of 2023, translated into tools: the rest of the worker knows one form."""
+"""Translates OpenAI's function calling of 2023 to tools, so that the rest of the worker handles one form."""
 
 from collections import defaultdict, deque
 
@@ -26,7 +26,7 @@ def _tool_choice(choice: str | NamedFunction | None) -> str | NamedTool | None:
 
 
 def _messages(messages: list[Message]) -> list[Message]:
-    """The older form has no ids: a result belongs to the oldest call of its name that has none yet."""
+    """Translate messages. Without ids, a result belongs to the oldest call of its name that has no result yet."""
     unanswered: defaultdict[str, deque[str]] = defaultdict(deque)
     translated: list[Message] = []
     for place, message in enumerate(messages):

@@ -1,4 +1,4 @@
-"""From what was sent to what will run: read, refused or resolved against this worker's model."""
+"""Validates a request and resolves its defaults against this worker's model."""
 
 import hashlib
 from typing import Any
@@ -15,7 +15,10 @@ from worker.schedule.sequence import Sampling
 
 
 def read_request(body: Any, served: str, *, max_parts: int, drafted: bool = False) -> ChatRequest:
-    """`drafted`: this worker has a draft model. Raises `Refusal` with a sentence that names the field."""
+    """Validate a job's body. `served`: the name of the served model. `drafted`: this worker has a draft model.
+
+    Raises `JobFailure`, which names the field.
+    """
     try:
         request = ChatRequest.model_validate(body)
     except ValidationError as error:
@@ -33,7 +36,7 @@ def read_request(body: Any, served: str, *, max_parts: int, drafted: bool = Fals
 
 
 def _refuse_thinning(request: ChatRequest) -> None:
-    """Nothing is silently ignored."""
+    """Refuse SpecPrefill fields on a worker without a draft model, instead of ignoring them silently."""
     wanted = {"specprefill": request.specprefill, "specprefill_keep_pct": request.specprefill_keep_pct}
     if named := [name for name, value in wanted.items() if value]:
         raise Refusal("unsupported", f"{', '.join(named)}: this worker has no draft model; leave it out.")
@@ -48,13 +51,13 @@ def _refuse_too_many(parts: int, most: int) -> None:
     if parts > most:
         raise Refusal(
             "too_large",
-            f"messages: {parts:,} texts, images and tool calls are {parts - most:,} more than this worker takes, "
-            f"{most:,}.",
+            f"messages: {parts:,} texts, images and tool calls are {parts - most:,} more than this worker allows; "
+            f"send at most {most:,}.",
         )
 
 
 def _refuse_large_arguments(messages: list[Message]) -> None:
-    """Arguments of earlier calls are JSON inside of a string, and are read for the chat template."""
+    """Limit the JSON values in arguments of earlier calls, which are parsed for the chat template."""
     written = {
         f"messages[{place}].tool_calls[{index}].function.arguments": call.function.arguments
         for place, message in enumerate(messages)
@@ -73,21 +76,28 @@ def _refuse_large_arguments(messages: list[Message]) -> None:
 
 
 def output_tokens(request: ChatRequest, *, prompt: int, context: int, default: int, most: int | None = None) -> int:
-    """How long the answer may be. Raises `Refusal` when the prompt leaves no room for one, or when more is asked
-    for than `most`, this worker's own limit."""
+    """Return the maximum length of the answer. All lengths are in tokens.
+
+    `most`: this worker's own limit. Raises `JobFailure` if the prompt leaves no space for an answer, or if the request
+    asks for more than `most`.
+    """
     room = context - prompt
     if room < 1:
         raise prompt_too_large(prompt, context)
     asked = request.output_limit
     if asked and most and asked > most:
         raise Refusal(
-            "too_large", f"max_tokens: {asked:,} is {asked - most:,} more than this worker gives, {most:,} at the most."
+            "too_large",
+            f"max_tokens: {asked:,} is {asked - most:,} more than this worker allows; send at most {most:,}.",
         )
     return min(asked or default, most or room, room)
 
 
 def sampling_of(request: ChatRequest, generation: dict[str, Any], vocab: int, seed: int) -> Sampling:
-    """The request's wishes, else the model's generation config, else plain sampling."""
+    """Return the sampling parameters: the request's, else those of the model's generation config, else neutral ones.
+
+    Raises `JobFailure` for a biased token that is not in the vocabulary.
+    """
 
     def wish(name: str, otherwise: Any) -> Any:
         asked = getattr(request, name)
@@ -117,8 +127,8 @@ def _bias(wanted: dict[str, float], vocab: int) -> tuple[tuple[int, float], ...]
 
 
 def seed_of(request: ChatRequest, job_id: str) -> int:
-    """The request's, else one drawn from the job's id: every attempt at the job then draws the same tokens."""
+    """Return the request's seed, or one derived from the job's id, so that all attempts sample the same tokens."""
     if request.seed is not None:
         return request.seed
-    # Six bytes, since a client in JavaScript has 53 bits to report it back with.
+    # Six bytes, since JavaScript clients can represent integers only up to 53 bits.
     return int.from_bytes(hashlib.blake2b(job_id.encode(), digest_size=6).digest())

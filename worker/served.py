@@ -1,4 +1,4 @@
-"""What this worker serves, as its jobs see it."""
+"""The parts of a worker that its jobs use."""
 
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,19 +12,23 @@ from worker.text.language import Language
 
 
 class Engine(Protocol):
+    """The engine thread's interface for jobs."""
+
     def submit(self, sequence: Sequence, listener: Listener) -> None:
-        """Under an id that was never used before."""
+        """Queue a sequence. Its id must never have been used before."""
 
     def remove(self, sequence_id: str) -> None:
-        """Of a sequence in any state, or one that has ended: the row is free, the listener hears no more."""
+        """Remove a sequence in any state; one that has ended is ignored. Its listener is not called any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
+    """Objects and figures that all jobs of a worker share."""
+
     settings: Settings
     engine: Engine
     language: Language
-    sights: Sights | None  # where the model sees images
+    sights: Sights | None  # None for a text model
     fingerprint: str
     context: int  # tokens, prompt and answer together
     vocab: int

@@ -1,4 +1,4 @@
-"""All settings, read from the environment and `.env` here and nowhere else.
+"""All settings. They are read from the environment and `.env`, only here.
 
 `python -m scripts.settings_page` writes `.env.example` and docs/settings.md from the fields: an optional setting's
 description ends with its "Default: ..." in words, and `examples` holds a value to show in `.env.example`.
@@ -232,7 +232,7 @@ class Settings(BaseSettings):
     @field_validator("redis_url", mode="before")
     @classmethod
     def _empty_is_unset(cls, url: object) -> object:
-        """As for the other commands: Compose files set a variable to nothing where they have no value for it."""
+        """Use the default for an empty URL, since Compose files set variables without a value to an empty string."""
         return url or _REDIS_URL
 
     @field_validator("redis_url")
@@ -275,7 +275,7 @@ class Settings(BaseSettings):
     @field_validator("result_ttl_s")
     @classmethod
     def _outlives_the_events(cls, state_s: int, info: object) -> int:
-        """Else a new job of that id would go on after the events of the old one."""
+        """Refuse a state that expires before its events: a new job of that id would append to the old job's events."""
         events_s = info.data.get("log_ttl_s", state_s)  # type: ignore[attr-defined]
         if state_s < events_s:
             raise ValueError(f"a job's state must be kept at least as long as its events, {events_s} s")
@@ -283,7 +283,7 @@ class Settings(BaseSettings):
 
 
 def read_settings(**given: object) -> Settings:
-    """Raises `CannotStart` with a sentence that names the variable and what would be right."""
+    """Read and validate all settings. Raises `CannotStart`, which names the variable and what is accepted."""
     _refuse_unknown()
     try:
         return Settings(**given)  # type: ignore[arg-type]
@@ -292,7 +292,7 @@ def read_settings(**given: object) -> Settings:
 
 
 def _refuse_unknown() -> None:
-    """A misspelt setting that is silently ignored costs an afternoon."""
+    """Refuse unknown variables, since a misspelt setting would be ignored silently."""
     known = {variable(name) for name in Settings.model_fields}
     for name in sorted(_set_names() - known - _NOT_OURS):
         near = get_close_matches(name, known, n=1)
@@ -314,13 +314,13 @@ def variable(field: str) -> str:
 
 
 def environment(redis_url: str) -> dict[str, str]:
-    """Of a child that talks to our server: on a command line, everybody on the machine could read the password."""
+    """Return the environment of a child process. The URL is passed in it, since command lines are public."""
     return {**os.environ, variable("redis_url"): redis_url}
 
 
 _WRONG = {
     "int_parsing": "it must be a whole number",
-    "int_parsing_size": "it must be a whole number, and not so long",
+    "int_parsing_size": "it must be a whole number with fewer digits",
     "int_from_float": "it must be a whole number",
     "float_parsing": "it must be a number",
     "finite_number": "it must be a finite number",
@@ -333,7 +333,7 @@ _WRONG = {
     "string_too_short": "it must not be empty",
     "value_error": "{error}",
 }
-_OTHERWISE = "it is not valid; .env.example says what is"
+_OTHERWISE = "it is not valid; see .env.example"
 
 
 def _in_terms_of_variables(error: ValidationError) -> str:

@@ -1,4 +1,4 @@
-"""What a request shows the model: its images, decoded and prepared, and where they are in its prompt."""
+"""Prepares a request's images: decodes and preprocesses them, and locates them in the prompt."""
 
 import asyncio
 import hashlib
@@ -19,28 +19,32 @@ _KNOWN_BYTES = 300_000_000  # two photos of 12 megapixels, as Qwen's processor p
 
 
 class Eyes(Protocol):
-    """The model's. See `worker.engine.eyes`."""
+    """The model's image processor. See `worker.engine.vision.processors`."""
 
-    def look(self, image: Any, digest: bytes) -> Sight: ...
+    def look(self, image: Any, digest: bytes) -> Sight:
+        """Preprocess a PIL image. Raises ValueError."""
 
-    def pictures(self, prompt: tuple[int, ...], sights: Sequence[Sight]) -> tuple[Picture, ...]: ...
+    def pictures(self, prompt: tuple[int, ...], sights: Sequence[Sight]) -> tuple[Picture, ...]:
+        """Locate the images in the prompt's tokens. Raises ValueError."""
 
 
 class Sights:
-    """Of a worker with a vision model."""
+    """Prepares images for a worker with a vision model."""
 
     def __init__(self, settings: Settings, eyes: Eyes) -> None:
         self._images, self._eyes, self._known = Images(settings), eyes, Recent[Sight](_KNOWN_BYTES)
-        # Each lane has its own: an offline job may wait long for the engine, and no interactive one waits for it.
+        # One for each lane: an offline job may wait long for the engine, and must not block interactive jobs.
         self._ahead: dict[Lane, Ahead] = {lane: Ahead(settings.image_max_pixels) for lane in LANES}
-        # One at a time, also when jobs are cancelled: for a large image a model's own preprocessing takes seconds, a
-        # gigabyte and, now and then, the interpreter's lock. And no thread that others wait for.
+        # A thread of its own, and one image at a time, even if jobs are cancelled: preprocessing a large image takes
+        # seconds, a gigabyte of memory and sometimes the interpreter's lock.
         self._looking = ThreadPoolExecutor(1, "looking")
 
     async def of(self, messages: list[Message], id: str, lane: Lane, space: str) -> tuple[Sight, ...]:
-        """In the order of the conversation. Waits while too much is prepared for others: see `taken_in`. `id`: of the
-        job's attempt; `space`: whose images may be known. Raises `Refusal` for the first image that is not as it should
-        be."""
+        """Return the processed images in the order of the conversation.
+
+        Waits while too many pixels are prepared for other jobs: see `release`. `id`: the id of the job's attempt.
+        `space`: the cache namespace. Raises `JobFailure` for the first invalid image.
+        """
         looking, sights = asyncio.get_running_loop().run_in_executor, list[Sight]()
         async for place, image in self._images.of(messages):
             await self._ahead[lane].enter(id, image.width * image.height)
@@ -48,7 +52,7 @@ class Sights:
         return tuple(sights)
 
     def taken_in(self, id: str) -> None:
-        """By the engine, which counts its images from then on; or the job is over. It may be told more than once."""
+        """Release the attempt's pixels, because the engine has admitted it or it has ended. May be repeated."""
         for ahead in self._ahead.values():
             ahead.leave(id)
 
@@ -58,12 +62,12 @@ class Sights:
         try:
             sight = self._eyes.look(image.picture(), image.digest)
         except ValueError as error:
-            raise Refusal("invalid_request", f"{place}: the model's own preprocessing refuses it: {error}") from None
+            raise Refusal("invalid_request", f"{place}: the model's image processor refuses it: {error}") from None
         self._known.keep(space, image.digest, sight)
         return sight
 
     def placed(self, prompt: tuple[int, ...], sights: Sequence[Sight]) -> tuple[Picture, ...]:
-        """In a prompt that has their texts in it. Raises `Refusal`."""
+        """Locate the images in a prompt that holds their texts. Raises `JobFailure`."""
         if not sights:
             return ()
         try:
@@ -72,20 +76,20 @@ class Sights:
             raise Refusal("invalid_request", f"messages: {error}.") from None
 
     def close(self) -> None:
-        """None of the worker's jobs may use them any more."""
+        """Stop loading and preprocessing. No job may use this object any more."""
         self._images.close()
         self._looking.shutdown(wait=False, cancel_futures=True)
 
 
 class Ahead:
-    """Of images for jobs that the engine has not taken in yet: until then nobody else counts what they take."""
+    """Limits the pixels of images for jobs that the engine has not admitted, and whose memory it does not count."""
 
     def __init__(self, most: int) -> None:
-        """`most`: pixels. The job that came first may have more, so that one can always go on."""
+        """`most`: the limit in pixels. The oldest job may exceed it, so that one job can always proceed."""
         self._most, self._pixels, self._left = most, dict[str, int](), asyncio.Event()
 
     async def enter(self, id: str, pixels: int) -> None:
-        """With so many more. Waits until there is room."""
+        """Add the job's pixels, when the limit allows it."""
         self._pixels.setdefault(id, 0)
         while sum(self._pixels.values()) + pixels > self._most and next(iter(self._pixels)) != id:
             self._left.clear()
@@ -93,10 +97,14 @@ class Ahead:
         self._pixels[id] += pixels
 
     def leave(self, id: str) -> None:
+        """Remove all of the job's pixels."""
         self._pixels.pop(id, None)
         self._left.set()
 
 
 def images_digest(sights: Sequence[Sight]) -> str:
-    """Images by URL may be others when a new attempt fetches them: it must not go on after what was said of these."""
+    """Return a digest of all images; empty without images.
+
+    A URL may serve another image to a later attempt, which then must not continue the answer to this one.
+    """
     return hashlib.sha256(b"".join(sight.digest for sight in sights)).hexdigest() if sights else ""

@@ -1,4 +1,4 @@
-"""SpecPrefill as a job sees it: whether its prompt may be thinned, and the receipt of what was done."""
+"""Decides for a job if SpecPrefill applies to its prompt, and reports the outcome in its result."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -13,12 +13,12 @@ from worker.schedule.sequence import Range, Thinned, Thinning, Whole, tokens_in
 from worker.settings import Settings
 from worker.text.prompt import Prompt
 
-_MOSTLY_CODE = 0.5  # share of the conversation's text that stands in fences: an edit needs every line
+_MOSTLY_CODE = 0.5  # share of the conversation's characters in code fences: an edit needs every line
 
 
 @dataclass(slots=True)
 class Receipt:
-    """What of a prompt was computed, and why. Empty where nobody asked and the prompt is of ordinary length."""
+    """The part of a prompt that was computed, and why. Empty if SpecPrefill is off, or if the prompt is short."""
 
     draft: str = ""
     why_whole: str = ""
@@ -27,9 +27,11 @@ class Receipt:
 
     @property
     def kept_tokens(self) -> int | None:
+        """Number of prompt tokens that were kept; None if the prompt was computed whole."""
         return None if self.kept is None else tokens_in(self.kept)
 
     def saw(self, outcome: Thinned | Whole) -> None:
+        """Record the engine's outcome."""
         match outcome:
             case Thinned(kept=kept, seconds=seconds):
                 self.kept, self.scoring_s = kept, seconds
@@ -37,7 +39,7 @@ class Receipt:
                 self.kept, self.why_whole = None, why
 
     def told(self, prompt_tokens: int, prefill_s: float) -> dict[str, Any] | None:
-        """In the stored result. `prefill_s`: all of it, the scoring too."""
+        """Return the report for the stored result. `prefill_s`: the whole prefill time, scoring included."""
         if self.kept_tokens is not None:
             times = {"scoring_s": round(self.scoring_s, 6), "prefill_s": round(max(0.0, prefill_s - self.scoring_s), 6)}
             return {"kept": round(self.kept_tokens / prompt_tokens, 4), "draft": self.draft, **times}
@@ -45,7 +47,7 @@ class Receipt:
 
 
 def thinning_of(request: ChatRequest, prompt: Prompt, settings: Settings) -> tuple[Thinning | None, Receipt]:
-    """By the worker's rule, or the request's own wish."""
+    """Decide by the request's field, else by the worker's settings. Returns None to compute the whole prompt."""
     if settings.specprefill_draft_model is None or request.specprefill is False:
         return None, Receipt()
     receipt = Receipt(PurePath(settings.specprefill_draft_model).name)
@@ -77,7 +79,7 @@ def _why_whole(request: ChatRequest, prompt: Prompt, settings: Settings, *, aske
 
 
 def _code_share(request: ChatRequest) -> float:
-    """Of the conversation's text, within fences."""
+    """Return the share of the conversation's characters that is within code fences."""
     texts = [text for message in request.messages for text in _texts(message.content)]
     code = sum(len(piece) for text in texts for piece in text.split("```")[1::2])
     return code / max(1, sum(map(len, texts)))
@@ -93,12 +95,12 @@ def _texts(content: str | list[Any] | None) -> list[str]:
 
 
 def stored(receipt: Receipt, fingerprint: str) -> str:
-    """For the job's hash: a new attempt leaves out the same tokens, or it would not go on as the old one did."""
+    """Serialize the report for the job's hash: a new attempt must drop the same tokens to continue exactly."""
     return json.dumps({"fingerprint": fingerprint, **asdict(receipt)}, separators=(",", ":"))
 
 
 def recalled(told: bytes, fingerprint: str, prompt_tokens: int) -> Receipt | None:
-    """None where nothing was decided, or with another model, or what is there is not what we wrote."""
+    """Load a stored report. None if there is none, if it is of another model, or if it is invalid."""
     try:
         earlier = json.loads(told or b"{}")
         if earlier.pop("fingerprint", None) != fingerprint:
@@ -111,6 +113,6 @@ def recalled(told: bytes, fingerprint: str, prompt_tokens: int) -> Receipt | Non
 
 
 def _fit(ranges: tuple[Range, ...], prompt_tokens: int) -> bool:
-    """In order, apart from each other, and to the end of the prompt."""
+    """True if the ranges are in order, separate, and end at the prompt's end."""
     edges = [edge for span in ranges for edge in span]
     return all(one < other for one, other in pairwise([-1, *edges])) and edges[-1:] == [prompt_tokens]

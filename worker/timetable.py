@@ -1,4 +1,4 @@
-"""When offline work begins, and when it may have the machine: a crontab expression and the hours of a day, in UTC."""
+"""Schedule of offline work: a crontab expression for its start, and hours of the day for its rows, in UTC."""
 
 import re
 from dataclasses import dataclass
@@ -14,37 +14,37 @@ _DAY_MIN = 24 * 60
 
 @dataclass(frozen=True, slots=True)
 class Crontab:
-    """The five fields of a crontab. As there, where day of month and day of week are both named, one is enough."""
+    """The five fields of a crontab. If day of month and day of week are both given, either may match, as in cron."""
 
     expression: str
 
     def __post_init__(self) -> None:
-        """Raises ValueError with a sentence."""
-        if (fields := len(self.expression.split())) != 5:  # the library would take a sixth, for seconds
+        """Validate the expression. Raises ValueError, which shows an example."""
+        if (fields := len(self.expression.split())) != 5:  # cronsim would accept a sixth, for seconds
             raise ValueError(f"a crontab expression has five fields, and this has {fields}: {_EXAMPLE}")
         try:
             slot = next(CronSim(self.expression, datetime.now(UTC)), None)
         except CronSimError as error:
             field = str(error).removeprefix("Bad ")
-            raise ValueError(f"its {field} is none that a crontab may have: {_EXAMPLE}") from None
+            raise ValueError(f"its {field} is not valid: {_EXAMPLE}") from None
         if slot is None:
             raise ValueError(f"there is no such day in the next fifty years: {_EXAMPLE}")
 
     def after(self, moment: datetime) -> datetime:
-        """The next slot, in UTC."""
+        """Return the next time after `moment`, in UTC."""
         return next(CronSim(self.expression, moment.astimezone(UTC)))
 
 
 @dataclass(frozen=True, slots=True)
 class Hours:
-    """Of each day from one minute to another; over midnight, where it begins later than it ends."""
+    """Hours of each day, in minutes from midnight, end exclusive. They span midnight if begin is after end."""
 
     begin_min: int
     end_min: int
 
     @classmethod
     def read(cls, said: str) -> Self:
-        """Raises ValueError with a sentence."""
+        """Parse hours such as 22:00-06:00. Raises ValueError, which says what is accepted."""
         found = _HOURS.fullmatch(said)
         if not found:
             raise ValueError("hours look like 22:00-06:00")

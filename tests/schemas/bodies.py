@@ -296,7 +296,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "seventeen stops": (chat(stop=["a"] * 17), "stop has 17 entries; at most 16 are taken."),
     "logprobs by number": (chat(logprobs=5), "logprobs must be true or false, not 5."),
     "many logprobs": (chat(logprobs=True, top_logprobs=21), "top_logprobs: 21 is too large; the most is 20."),
-    "logprobs of nothing": (chat(top_logprobs=3), "top_logprobs needs logprobs: true beside it."),
+    "logprobs of nothing": (chat(top_logprobs=3), "top_logprobs needs logprobs: true."),
     "a format by name": (chat(response_format="json"), "response_format must be an object, not a string."),
     "an unknown format": (
         chat(response_format={"type": "xml"}),
@@ -327,7 +327,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         chat(tool_choice=[]),
         "tool_choice must be 'none', 'auto', 'required' or an object that names a function, not a list.",
     ),
-    "a choice of nothing": (chat(tool_choice="required"), "tool_choice needs tools beside it."),
+    "a choice of nothing": (chat(tool_choice="required"), "tool_choice needs tools."),
     "a choice of another tool": (
         chat(tools=[WEATHER], tool_choice=LOOK),
         "tool_choice names a function that is not among the tools.",
