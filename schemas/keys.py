@@ -90,8 +90,10 @@ def batch_cancel(batch_id: str) -> str:
 
 
 def is_model_name(name: str) -> bool:
+    """Return True if `MODEL_NAME` matches the whole name."""
     return re.fullmatch(MODEL_NAME, name) is not None
 
 
 def is_job_id(job_id: str) -> bool:
+    """Return True if `JOB_ID` matches the whole id."""
     return re.fullmatch(JOB_ID, job_id) is not None

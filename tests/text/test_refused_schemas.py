@@ -281,7 +281,7 @@ async def test_a_schema_is_too_large_by_its_characters() -> None:
 
 async def test_json_schema_needs_a_schema() -> None:
     asked = {"response_format": {"type": "json_schema", "json_schema": {"name": "answer"}}}
-    assert (await refusal(**asked)).message == "response_format: json_schema needs a schema in it."
+    assert (await refusal(**asked)).message == "response_format: json_schema has no schema; add one."
 
 
 @pytest.mark.parametrize("definition", [None, "{}", '{"model": 1}'])

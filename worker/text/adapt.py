@@ -23,7 +23,7 @@ RAISED = (TemplateError, TypeError, KeyError, ValueError, AssertionError)
 
 
 class Flaw(Enum):
-    """What a template does that no change prevents."""
+    """Fault of a template that no change prevents."""
 
     TAKES_NO_TOOLS = "takes no tools"
     LEAVES_OUT = "leaves out texts, tool calls or results, in every form that was tried"
@@ -31,6 +31,7 @@ class Flaw(Enum):
 
     @property
     def why(self) -> str:
+        """Description of the fault, for the log."""
         return str(self.value)
 
 
@@ -65,10 +66,11 @@ class Adapter:
         return text, []
 
     def adapt(self, conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[Finding]]:
-        """The text, and the changes that the template made necessary: nothing where it takes all as it is.
+        """Return the template's text, and the changes that it needed; none if it accepts the conversation unchanged.
 
-        A template that leaves something out has not taken it. If it does so whatever we change, its first text is
-        good enough. Raises what it raised for the conversation as it is.
+        A text that leaves a part of the conversation out does not count, unless every change leaves something out:
+        then the first text is returned, with its flaws. If every trial raises, raises the error of the unchanged
+        conversation.
         """
         trials = _Trials(tools, render, self._think)
         text = trials.whole(conversation)
@@ -122,6 +124,7 @@ class _Trials:
         return None if missing else text
 
     def good_enough(self) -> tuple[str, list[Finding]]:
+        """Return the first text and its flaws. Raises the first error if there is no text."""
         if not self._texts:
             raise self._errors[0]
         return self._texts[0]

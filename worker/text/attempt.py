@@ -1,8 +1,7 @@
-"""The process that turns what a client wants an answer held to into a grammar, and tries that: see `compiler`.
+"""Child process that writes the grammar of a client's constraint and compiles it: see `compiler`.
 
-It reads a marshalled question from stdin. It writes a line of JSON with the verdict and, if no answer can be held to
-the grammar, a second line with the part of the request that is the cause. The search for that part is bounded, and may
-be cut off.
+It reads a marshalled question from stdin, and writes a line of JSON with the verdict. If the grammar does not compile,
+a second line names the part of the request that is the cause. The search for that part has a time limit.
 """
 
 import json
@@ -21,22 +20,24 @@ from worker.text.forced import Function
 from worker.text.grammar import Grammars, Markup, Wish
 from worker.text.trial import Uncompilable, compiled
 
-PANICKED = 3  # the exit status
-_CPU_S = 2  # schemas from practice take a tenth of it, the start of the process included
-_SEARCH_CPU_S = 1.0  # no part is tried that late
-_STACK_BYTES = 4 << 20  # half of what the worker's own threads have, or less
-_BYTES = 2 << 30  # of addresses
-_STABLE = 2  # marshal's format that writes equal values in equal bytes
+PANICKED = 3  # exit status if llguidance panicked
+_CPU_S = 2  # CPU time; schemas from practice take a tenth of it, the start of the process included
+_SEARCH_CPU_S = 1.0  # CPU time after which no further part is tried
+_STACK_BYTES = 4 << 20  # at most half of the worker's own threads' stacks
+_BYTES = 2 << 30  # of address space
+_STABLE = 2  # marshal's version that writes equal values as equal bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
+    """The grammar, which compiles."""
+
     grammar: str
 
 
 @dataclass(frozen=True, slots=True)
 class Unwanted:
-    """No grammar can be written: a refusal."""
+    """The error if no grammar can be written."""
 
     type: ErrorType
     message: str
@@ -44,7 +45,7 @@ class Unwanted:
 
 @dataclass(frozen=True, slots=True)
 class Complaint:
-    """Nothing can be held to the grammar. `place`: the part of the request that is the cause, "" if it is not known."""
+    """The grammar does not compile. `place`: the part of the request that is the cause; empty if it is not known."""
 
     said: str  # in llguidance's words
     place: str = ""
@@ -54,13 +55,13 @@ Verdict = Written | Unwanted | Complaint
 
 
 def question(markup: Markup, wish: Wish, *, reasoned: bool) -> bytes:
-    """Return what the process is given. Equal questions are equal bytes."""
+    """Return the input of the process. Equal questions are equal bytes."""
     functions = [(function.name, function.parameters) for function in wish.functions]
     return marshal.dumps((astuple(markup), (wish.schema, functions, wish.many), reasoned), _STABLE)
 
 
 def verdict_of(output: bytes) -> Verdict | None:
-    """Return what the process wrote. None if it ended before it had a verdict."""
+    """Parse the output of the process. None if it ended without a verdict."""
     lines = [json.loads(line) for line in output.splitlines(keepends=True) if line.endswith(b"\n")]
     match lines:
         case [["written", grammar]]:

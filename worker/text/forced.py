@@ -8,12 +8,12 @@ from worker.errors import Refusal
 from worker.text.lark import Grammar, Schema, literal, spaced
 from worker.text.tagged import parameters
 
-MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]")  # but for harmony's
+MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]")  # of all formats except harmony
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """One that a request offers."""
+    """A function that a request offers."""
 
     name: str
     parameters: Schema | None = None
@@ -26,6 +26,7 @@ _SAY_NOTHING = {"type", "title", "description", "$schema"}
 
 
 def form_of(tool_format: str | None, *, names_arguments: bool) -> Form | None:
+    """Return the grammar of a tool format, or None. `names_arguments`: Mistral's format with [ARGS]."""
     match tool_format:
         case "json_tools":
             return json_tools

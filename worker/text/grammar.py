@@ -1,4 +1,4 @@
-"""Builds the grammar that a request puts on its answer."""
+"""Writes the grammar of an answer, from a constraint and the model's format."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -34,16 +34,16 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Markup:
-    """How a model marks its calls and its answers."""
+    """Markers of a model's calls and answers."""
 
-    markers: dict[str, int]  # the tokens of those that have one each
-    calls_as: str | None
-    names_arguments: bool  # with [ARGS], as newer templates of Mistral's do
+    markers: dict[str, int]  # markers that are one token, to its id
+    calls_as: str | None  # mlx-lm's name of the tool format, or "harmony"
+    names_arguments: bool  # calls contain [ARGS], as in newer templates of Mistral
     has_calls: bool
 
 
 def markers_of(calls_as: str | None) -> Sequence[str]:
-    """Return every marker that grammars of these calls may name."""
+    """Return all markers that grammars of this tool format may use."""
     return (*MARKERS, "<|constrain|>") if calls_as == "harmony" else forced.MARKERS
 
 
@@ -52,12 +52,14 @@ class Grammars:
 
     def __init__(self, markup: Markup) -> None:
         self._markup, self._calls_as = markup, markup.calls_as
-        self._harmony = self._calls_as == "harmony"  # its reasoning is a message among others, held by the grammar too
+        self._harmony = self._calls_as == "harmony"  # reasoning is a message like others, in the grammar too
         self._form = forced.form_of(self._calls_as, names_arguments=markup.names_arguments)
 
     def of(self, wish: Wish, *, reasoned: bool) -> str:
-        """`reasoned`: the answer may follow a think marker, after which models leave a line or two. Raises
-        `Refusal`."""
+        """Return the grammar. Raises `JobFailure` if it cannot be written.
+
+        `reasoned`: the answer may follow a think marker, after which models write empty lines.
+        """
         return self._written(Grammar(self._markup.markers), wish, reasoned)
 
     def spelled(self, wish: Wish) -> str:

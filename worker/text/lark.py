@@ -77,14 +77,14 @@ class Grammar:
 
 
 def _written(value: Any) -> str:
-    """Return its JSON. What is too long is not written to its end: a part that many names share is repeated there."""
+    """Return the value's JSON. Stops at the limit, since parts that many names share are written repeatedly."""
     parts, length = list[str](), 0
     for part in json.JSONEncoder().iterencode(value):
         parts.append(part)
         length += len(part)
         if length > _LONGEST:
             raise Refusal(
-                "too_large", f"The request's schemas take over {_LONGEST:,} characters to be held to; shorten them."
+                "too_large", f"The request's schemas need a grammar of over {_LONGEST:,} characters; shorten them."
             )
     return "".join(parts)
 

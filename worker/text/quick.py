@@ -1,8 +1,8 @@
-"""Schemas that need no trial."""
+"""Detects schemas that compile fast, and so need no trial in a child process."""
 
 from typing import Any
 
-# Of some five thousand random schemas of these keywords and this size the slowest compiled in 13 ms.
+# The slowest of about 5,000 random schemas of these keywords and at most this size compiled in 13 ms.
 _QUICK = {
     "type", "properties", "required", "additionalProperties", "items", "anyOf", "enum", "const",
     "title", "description", "default", "examples", "$schema",
@@ -11,7 +11,7 @@ QUICK_CHARACTERS = 4_000
 
 
 def is_quick_schema(schema: Any) -> bool:
-    """Return whether it compiles in no time, if it is short."""
+    """Return True if the schema compiles fast, given that it has at most `QUICK_CHARACTERS`."""
     if not isinstance(schema, dict):
         return isinstance(schema, bool)
     if not schema.keys() <= _QUICK:

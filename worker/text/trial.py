@@ -1,7 +1,7 @@
-"""Grammars, compiled by llguidance. What a client sends is tried first, by a process of its own: see `attempt`.
+"""Compiles grammars with llguidance. A client's grammar is first compiled in a child process: see `attempt`.
 
-A schema can overflow the compiler's stack, which ends the process, or keep it busy for minutes and fill gigabytes
-meanwhile. llguidance (1.9) has limits for neither, but a process can be ended.
+A schema can overflow the compiler's stack, which ends the process, or occupy it for minutes and fill gigabytes of
+memory. llguidance (1.9) limits neither, but a child process can be limited and killed.
 """
 
 import random
