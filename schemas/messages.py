@@ -13,7 +13,7 @@ class TextPart(Strict):
 
 
 class ImageUrl(Strict):
-    url: str = Field(min_length=1, description="A data: URL; http(s) only where the worker allows it.")
+    url: str = Field(min_length=1, description="A data: URL; http(s) only if the worker allows it.")
     detail: Literal["auto", "low", "high"] | None = None
 
 

@@ -44,7 +44,7 @@ class Hours:
 
     @classmethod
     def read(cls, said: str) -> Self:
-        """Parse hours such as 22:00-06:00. Raises ValueError, which says what is accepted."""
+        """Parse hours such as 22:00-06:00. Raises ValueError, which names the accepted form."""
         found = _HOURS.fullmatch(said)
         if not found:
             raise ValueError("hours look like 22:00-06:00")

@@ -28,7 +28,7 @@ class Grammar:
 
     @property
     def schemas(self) -> Sequence[Schema]:
-        """Those that were named, as they are written."""
+        """The schemas that were added, in llguidance's form."""
         return self._schemas
 
     def rule(self, body: str) -> str:

@@ -16,7 +16,7 @@ from worker.text.prompt import Thinking
 from worker.text.stop import StopStrings
 
 _BLANK = " \t\r\n"
-_TO_MARKERS = re.compile(r"[^>\]]*[>\]]|[^>\]]+")  # each part ends where a marker may end
+_TO_MARKERS = re.compile(r"[^>\]]*[>\]]|[^>\]]+")  # parts that end after > or ], as markers do
 
 
 @dataclass(frozen=True, slots=True)
