@@ -1,6 +1,7 @@
 """Whom the engine lets in, and which parked caches it gives up for that. A token takes 1,000 bytes here."""
 
 import gc
+import random
 from dataclasses import replace
 
 import mlx.core as mx
@@ -168,6 +169,17 @@ def test_buffers_that_rows_left_behind_are_asked_back_only_where_others_need_the
         buffers = [KILO.rectangle_bytes([200]) + 2000]
         entry.decide([entry.admitted(inside, 0)], Decoding(StepCost(), [[100]], [[200]], buffers))
         assert entry.crowded == crowded
+
+
+def test_rows_that_are_not_tried_count_for_what_their_class_would_make_alone() -> None:
+    """With the tried ones alone, too few would be short for them to be worth decoding by themselves."""
+    dice, dear = random.Random(1), StepCost(group_s=0.02, row_s=0.0002, cell_s=1e-8)
+    wide = replace(KILO, growing=(Growing(8192, 4096),), chunk_token_bytes=2000, score_bytes=64)
+    entry = Entry(wide, limit=200_000_000)
+    for i in range(60):
+        entry.add(sized(str(i), dice.choice([100] * 9 + [2000]) + 40))
+    entry.decide([], Decoding(dear))
+    assert entry.bounds == ()
 
 
 def test_a_prompt_on_its_way_is_counted_in_the_group_of_its_class() -> None:

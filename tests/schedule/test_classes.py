@@ -37,7 +37,9 @@ def chosen(
         decided = admit_in_turn(classed(waiting, bounds), here, KILO, limit)
         return Trial(bounds, [each.tokens for each in inside(here, decided)], left(decided))
 
-    return best(now, waiting, cost, attempt, lambda tokens: KILO.most_rows(tokens, limit))
+    return best(
+        now, [each.tokens for each in (*running, *waiting)], cost, attempt, lambda tokens: KILO.most_rows(tokens, limit)
+    )
 
 
 TAIL = rows(*[2000, 100, 100, 100, 100, 100, 100, 100, 100, 100] * 6)

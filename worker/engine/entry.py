@@ -122,7 +122,8 @@ class Entry:
         def most_rows(tokens: int) -> int:
             return costs.most_rows(tokens, self._limit - self._held())
 
-        chosen = classes.best(self.bounds, tried, decoding.cost, attempt, most_rows)
+        everyone = [row.tokens for row in (*running, *waiting)]
+        chosen = classes.best(self.bounds, everyone, decoding.cost, attempt, most_rows)
         if chosen != self.bounds and not fits(self._seated(running, decoding, chosen), costs, self._limit):
             return self.bounds  # prompts on their way were let in for them
         return chosen

@@ -89,18 +89,17 @@ def apart(lengths: Iterable[int], bounds: Bounds) -> list[list[int]]:
 
 def best(
     now: Bounds,
-    waiting: Iterable[Row],
+    lengths: Sequence[int],
     cost: StepCost,
     attempt: Callable[[Bounds], Trial | None],
     most_rows: Callable[[int], int],
 ) -> Bounds:
     """Return the bounds with which rows make the most tokens per second; of like ones, the fewest classes. `now`: those
-    in force; `attempt` returns None where the rows inside do not fit; `most_rows` of a length are in memory at once, if
-    there are no others."""
+    in force; `lengths`: of all rows inside and waiting, at their end; `attempt` returns None where the rows inside do
+    not fit; `most_rows` of a length are in memory at once, if there are no others."""
     there = attempt(now)
     if cost.group_s + cost.row_s + cost.cell_s == 0 or (there and not now and not there.left):
         return now
-    lengths = [*(there.inside if there else ()), *(row.tokens for row in (there.left if there else waiting))]
     fastest = bounds_of(sorted(lengths), cost)
     others = [bounds for bounds in dict.fromkeys([(), *choices(lengths), fastest]) if bounds != now]
     chosen = there
