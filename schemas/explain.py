@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from schemas.place import locate, quoted
+from schemas.location import locate, quoted
 
 _MOST = 3  # sentences: more would not help with a body that is wrong everywhere
 

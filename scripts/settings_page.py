@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from scripts.stack import ROOT
-from worker.metrics import Metrics
+from worker.monitoring.metrics import Metrics
 from worker.settings import Settings, variable
 
 ENV_EXAMPLE = ROOT / ".env.example"

@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 from sluice import openai, sse
 from sluice.batch.status import Batch
 from sluice.client import Client
+from sluice.dead_letters import DeadLetter
 from sluice.errors import (
     BatchRefused,
     BatchTaken,
@@ -23,7 +24,6 @@ from sluice.errors import (
     UnknownBatch,
     UnknownJob,
 )
-from sluice.letters import DeadLetter
 from sluice.queues import Queue
 from sluice.submission import Submitted
 from sluice.sync import SyncClient

@@ -10,8 +10,8 @@ from redis.exceptions import OutOfMemoryError
 
 from sluice import wire
 from sluice.errors import CancelNotStored
-from sluice.retries import Retries
-from sluice.scripts import source
+from sluice.transport.retries import Retries
+from sluice.transport.scripts import source
 
 Outcome = Literal["cancelled", "requested", "ended"]
 
@@ -39,7 +39,7 @@ class Cancellation:
         """Cancel jobs that our submit queued, riding out an outage. A full server keeps no request for those that run;
         their workers receive it all the same."""
         for start in range(0, len(job_ids), _AT_ONCE):
-            await self._retries.ride_out(partial(self._cancel_some, job_ids[start : start + _AT_ONCE]))
+            await self._retries.run_until_answered(partial(self._cancel_some, job_ids[start : start + _AT_ONCE]))
 
     async def _cancel_some(self, job_ids: Sequence[str]) -> None:
         async with self._redis.pipeline(transaction=False) as pipe:

@@ -13,20 +13,20 @@ from typing import Any, Self
 from redis.asyncio import Redis
 
 from sluice import wire
-from sluice.batch.board import Board
 from sluice.batch.names import new_run
-from sluice.batch.place import WINDOW, Place, Wish
+from sluice.batch.options import WINDOW, RunOptions, RunPaths
+from sluice.batch.registry import BatchRegistry
 from sluice.batch.status import Batch
 from sluice.cancellation import Cancellation, Outcome
-from sluice.connection import connect
+from sluice.dead_letters import DeadLetter, Letters
 from sluice.errors import JobCancelled, JobFailed, NoWorker, UnknownJob
-from sluice.hub import Hub
-from sluice.letters import DeadLetter, Letters
 from sluice.presence import Workers
 from sluice.queues import Queue, Queues
-from sluice.retries import Retries
-from sluice.streams import SILENCE_S, Streams
+from sluice.streaming.hub import Hub
+from sluice.streaming.streams import SILENCE_S, Streams
 from sluice.submission import NewJob, Submission, Submitted, lane_of
+from sluice.transport.connection import connect
+from sluice.transport.retries import Retries
 from sluice.wire import Event, JobError, Lane
 
 _WORKER_EVERY_S = 0.25  # how often a submit that waits for a worker looks again
@@ -64,7 +64,7 @@ class Client:
             raise ValueError("a client with decode_responses=True cannot be used: give one without, or just the url")
         self._retries, self._hub = Retries(self._redis, outage_s), Hub(self._redis)
         self._streams = Streams(self._redis, self._hub, self._retries)
-        self._submission, self._board = Submission(self._redis, self._retries), Board(self._redis)
+        self._submission, self._board = Submission(self._redis, self._retries), BatchRegistry(self._redis)
         self._cancellation = Cancellation(self._redis, self._retries)
         self._queues, self._workers = Queues(self._redis, self._retries), Workers(self._redis, self._retries)
         self._letters = Letters(self._redis, self._retries)
@@ -229,9 +229,9 @@ class Client:
         """
         from sluice.batch.run import run  # files are locked as Unix does it, and a backend may be written elsewhere
 
-        place = Place.beside(Path(input), Path(output), Path(errors) if errors else None)
+        place = RunPaths.beside(Path(input), Path(output), Path(errors) if errors else None)
         run_id = new_run(place.input.stem)
-        wish = Wish(models, completion_window, metadata, window, run_id, served_only, names_expected=True)
+        wish = RunOptions(models, completion_window, metadata, window, run_id, served_only, names_expected=True)
         return await run(self._redis, place, wish, on_progress)
 
     async def submit_batch(self, input: str | Path, folder: str | Path) -> Batch:
@@ -261,7 +261,7 @@ class Client:
         """Ask for the end of a run, and say how it is now. Raises `UnknownBatch`."""
         batch = await self.batch_status(batch_id)
         if not batch.ended:
-            await self._retries.run(lambda: self._board.ask_for_end(batch_id))
+            await self._retries.run(lambda: self._board.request_cancel(batch_id))
         return batch
 
     async def batch_events(self, batch_id: str) -> AsyncGenerator[Batch]:
@@ -271,7 +271,7 @@ class Client:
         async with self._hub.listen(wire.batch_channel(batch_id)) as mail:
             while last is None or not last.ended:
                 told = [Batch.from_json(raw) for raw in await mail.take(SILENCE_S)]
-                for batch in told or [await self._retries.ride_out(lambda: self._board.read(batch_id))]:
+                for batch in told or [await self._retries.run_until_answered(lambda: self._board.read(batch_id))]:
                     if batch != last:
                         yield batch
                         last = batch
@@ -308,7 +308,7 @@ class Client:
         await self._retries.run_for(self._redis.ping, 0.0)
 
     async def _stored_result(self, job_id: str) -> bytes | None:
-        stored: bytes | None = await self._retries.ride_out(lambda: self._redis.get(wire.result_key(job_id)))
+        stored: bytes | None = await self._retries.run_until_answered(lambda: self._redis.get(wire.result_key(job_id)))
         return stored
 
 

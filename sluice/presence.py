@@ -5,7 +5,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from sluice import wire
-from sluice.retries import Command, Retries
+from sluice.transport.retries import Command, Retries
 
 
 class Workers:
@@ -32,4 +32,4 @@ class Workers:
         return {name.decode("utf-8", "replace"): value.decode("utf-8", "replace") for name, value in fields.items()}
 
     async def _send(self, command: Command) -> Any:
-        return await (self._retries.ride_out if self._waits_out_outages else self._retries.run)(command)
+        return await (self._retries.run_until_answered if self._waits_out_outages else self._retries.run)(command)

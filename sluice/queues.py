@@ -7,7 +7,7 @@ from functools import partial
 from redis.asyncio import Redis
 
 from sluice import wire
-from sluice.retries import Retries
+from sluice.transport.retries import Retries
 from sluice.wire import Lane
 
 _AT_ONCE = 1000  # ids in one answer

@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator
 from sluice import wire
 from sluice.client import Client
 from sluice.errors import UnknownJob
-from sluice.streams import LAST_SEQ, ReadAhead
+from sluice.streaming.streams import LAST_SEQ, ReadAhead
 from sluice.sync import iterating
 
 HEADERS = {

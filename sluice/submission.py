@@ -12,8 +12,8 @@ from redis.exceptions import OutOfMemoryError, RedisError
 
 from sluice import wire
 from sluice.errors import NoWorker, QueueFull
-from sluice.retries import Retries
-from sluice.scripts import source
+from sluice.transport.retries import Retries
+from sluice.transport.scripts import source
 from sluice.wire import Lane
 
 _FULL, _NO_WORKER = -1, -2  # submit.lua's answers

@@ -9,14 +9,16 @@ from typing import Any, Self
 
 from jinja2 import Environment, TemplateError
 
-from worker.engine.upstream import TextStateMachine
-from worker.engine.words import Splitter
-from worker.metrics import Metrics
-from worker.queue.job import Answer, Job
-from worker.schedule.sequence import Listener, Outcome, Prefilled, Sampled, Sequence, StepReport
-from worker.served import Served
+from worker.chat.context import WorkerContext
+from worker.engine.tokenizer import Splitter
+from worker.engine.upstream.mlx_lm import TextStateMachine
+from worker.monitoring.metrics import Metrics
+from worker.queue.job.job import Job, JobResult
+from worker.schedule.outcomes import Outcome, OutcomeListener, Prefilled, Sampled
+from worker.schedule.report import StepReport
+from worker.schedule.request import GenerationRequest
 from worker.settings import Settings
-from worker.text.language import Language
+from worker.text.codec import TextCodec
 from worker.text.tokenizer import Conversation, Transitions
 
 PLAIN_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
@@ -99,10 +101,10 @@ def _raise(words: str) -> None:
 class FakeEngine:
     """Says `answer(sequence)`, a token a step and row. Reports reach the loop as the engine thread's do."""
 
-    def __init__(self, answer: Callable[[Sequence], Iterable[int]], *, step_s: float = 0.001) -> None:
+    def __init__(self, answer: Callable[[GenerationRequest], Iterable[int]], *, step_s: float = 0.001) -> None:
         self._answer, self._step_s = answer, step_s
-        self._rows: dict[str, tuple[Sequence, Listener, Iterator[tuple[int, int]]]] = {}
-        self.sequences: list[Sequence] = []  # all that ever came
+        self._rows: dict[str, tuple[GenerationRequest, OutcomeListener, Iterator[tuple[int, int]]]] = {}
+        self.sequences: list[GenerationRequest] = []  # all that ever came
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._run())
@@ -115,11 +117,11 @@ class FakeEngine:
     def running(self) -> set[str]:
         return set(self._rows)
 
-    def submit(self, sequence: Sequence, listener: Listener) -> None:
+    def submit(self, sequence: GenerationRequest, listener: OutcomeListener) -> None:
         assert sequence.id not in {earlier.id for earlier in self.sequences}, "they would hear each other"
         self.sequences.append(sequence)
         numbered = list(enumerate(self._answer(sequence)))
-        self._rows[sequence.id] = (sequence, listener, iter(numbered[len(sequence.delivered) :]))
+        self._rows[sequence.id] = (sequence, listener, iter(numbered[len(sequence.resume_tokens) :]))
         prompt = len(sequence.prompt)
         self._deliver(StepReport((Prefilled(sequence.id, prompt, prompt),), 0))
 
@@ -138,17 +140,17 @@ class FakeEngine:
     def _tell(self, report: StepReport) -> None:
         for outcome in report.outcomes:
             if row := self._rows.get(outcome.id):
-                row[1].heard(outcome, report.rows)
+                row[1].on_outcome(outcome, report.rows)
 
 
-def _next(sequence: Sequence, answer: Iterator[tuple[int, int]]) -> Outcome:
+def _next(sequence: GenerationRequest, answer: Iterator[tuple[int, int]]) -> Outcome:
     k, token = next(answer, (0, None))
     if token is None:
         return Sampled(sequence.id, None, "stop")
     return Sampled(sequence.id, token, "length" if k + 1 == sequence.max_tokens else None)
 
 
-def served(settings: Settings, engine: FakeEngine, tokenizer: ByteTokenizer, **changed: Any) -> Served:
+def served(settings: Settings, engine: FakeEngine, tokenizer: ByteTokenizer, **changed: Any) -> WorkerContext:
     vocab = len(tokenizer.vocab)
     known = {
         "sights": None,
@@ -158,7 +160,7 @@ def served(settings: Settings, engine: FakeEngine, tokenizer: ByteTokenizer, **c
         "generation": {},
         "metrics": Metrics("default"),
     }
-    return Served(settings, engine, Language(tokenizer, vocab), **{**known, **changed})
+    return WorkerContext(settings, engine, TextCodec(tokenizer, vocab), **{**known, **changed})
 
 
 TIMINGS = {"queue_s": 0.0, "prefill_s": 0.0, "ttft_s": 0.0, "decode_s": 0.0, "tokens_per_s": 0.0}
@@ -175,7 +177,7 @@ class FakeChat:
         self.began: list[str] = []  # ids, an attempt each
         self.most = 0  # jobs at once
 
-    async def chat(self, ctx: dict[Any, Any], request: dict[str, Any]) -> Answer:
+    async def chat(self, ctx: dict[Any, Any], request: dict[str, Any]) -> JobResult:
         job: Job = ctx["job"]
         self.running.append(job)
         self.began.append(job.claim.job_id)
@@ -185,8 +187,8 @@ class FakeChat:
         finally:
             self.running.remove(job)
 
-    async def _talk(self, job: Job, request: dict[str, Any]) -> Answer:
-        job.log.say(
+    async def _talk(self, job: Job, request: dict[str, Any]) -> JobResult:
+        job.log.append(
             "restarted" if job.claim.events else "started", model="default", fingerprint="fp_fake", worker="", seed=7
         )
         words = request.get("say", [])
@@ -194,10 +196,10 @@ class FakeChat:
             if k:
                 await asyncio.sleep(request.get("pace_s", 0))
             job.usage.completion_tokens += 1
-            job.log.say("delta", token_ids=[k], content=word)
+            job.log.append("delta", token_ids=[k], content=word)
         match request.get("then"):
             case "hang":
                 await asyncio.Event().wait()
             case str(words):
                 raise ValueError(words)
-        return Answer("stop", TIMINGS, {"object": "chat.completion", "said": "".join(words)})
+        return JobResult("stop", TIMINGS, {"object": "chat.completion", "said": "".join(words)})

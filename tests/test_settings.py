@@ -76,7 +76,7 @@ def test_variables_of_others_are_none_of_our_business(monkeypatch: pytest.Monkey
         ),
         ("SLUICE_BATCH_HOURS", "22-6", "SLUICE_BATCH_HOURS=22-6: hours look like 22:00-06:00"),
         ("SLUICE_BATCH_HOURS", "", "SLUICE_BATCH_HOURS=: hours look like 22:00-06:00"),
-        ("SLUICE_BATCH_ROWS_OUTSIDE", "-1", "SLUICE_BATCH_ROWS_OUTSIDE=-1: it must be at least 0"),
+        ("SLUICE_BATCH_OFF_HOURS_ROWS", "-1", "SLUICE_BATCH_OFF_HOURS_ROWS=-1: it must be at least 0"),
         ("SLUICE_BATCH_DIR", "", "SLUICE_BATCH_DIR=: it must not be empty"),
         ("SLUICE_RESULT_TTL_S", "599", "SLUICE_RESULT_TTL_S=599: a job's state must be kept at least"),
     ],

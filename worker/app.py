@@ -11,25 +11,25 @@ from functools import partial
 from arq.connections import ArqRedis
 from arq.worker import func
 
-from worker.batches import Batches
-from worker.ending import EXIT_HURRIED, Ending
+from worker.batch_dir.directory import BatchDirectory
+from worker.chat.context import WorkerContext
+from worker.chat.images import ImageInputs
 from worker.engine.device import memory_for_model
-from worker.engine.draft import with_draft
-from worker.engine.model import Model, open_model
+from worker.engine.model.load import Model, open_model
+from worker.engine.prefill.draft import with_draft
 from worker.engine.thread import EngineThread
-from worker.engine.words import Words
-from worker.health import Health
+from worker.engine.tokenizer import MLXTokenizer
 from worker.jobs import chat
-from worker.log_lines import LineFormatter
-from worker.metrics import Metrics
-from worker.probes import answer_probes
-from worker.queue.connection import connect
-from worker.queue.server import ServerCheck
+from worker.monitoring.health import Health
+from worker.monitoring.metrics import Metrics
+from worker.monitoring.probes import answer_probes
+from worker.process.exit_timer import EXIT_FORCED, ExitTimer
+from worker.process.log_lines import LineFormatter
+from worker.queue.server.check import ServerCheck
+from worker.queue.server.connection import connect
 from worker.queue.worker import QueueWorker
-from worker.served import Served
 from worker.settings import Settings
-from worker.sights import Sights
-from worker.text.language import Language
+from worker.text.codec import TextCodec
 
 logger = logging.getLogger("sluice")
 
@@ -46,19 +46,19 @@ _ENGINE_S = 3.0
 
 async def serve(settings: Settings) -> None:
     """Until SIGTERM or SIGINT; from then on the process ends, also when a thread does not. Raises `CannotStart`."""
-    metrics, health, ending = Metrics(settings.model_name), Health(settings.hang_s), Ending()
+    metrics, health, ending = Metrics(settings.model_name), Health(settings.watchdog_s), ExitTimer()
     with ending.after_error(_THREADS_S), answer_probes(settings.metrics_port, metrics.registry, health):
         async with connect(settings) as redis:
             check = ServerCheck(redis, settings)
             await _serve(settings, redis, check, metrics, health, ending)
     # Else Python waits for threads in native code: first asyncio for its own, then the interpreter for all.
-    ending.within(_THREADS_S, 0)
+    ending.exit_after(_THREADS_S, 0)
 
 
 async def _serve(
-    settings: Settings, redis: ArqRedis, check: ServerCheck, metrics: Metrics, health: Health, ending: Ending
+    settings: Settings, redis: ArqRedis, check: ServerCheck, metrics: Metrics, health: Health, ending: ExitTimer
 ) -> None:
-    batches = Batches(settings.batch_dir, settings) if settings.batch_dir else None
+    batches = BatchDirectory(settings.batch_dir, settings) if settings.batch_dir else None
     await check.run_early()
     engine = EngineThread(
         partial(_open, settings),
@@ -88,7 +88,7 @@ async def _serve(
                 images=sights is not None,
             )
             health.serving({"event loop": worker.pulse, "engine": engine.pulse}, worker.readiness.parts())
-            ending.when(worker.hurry, _HURRIED_S, EXIT_HURRIED)
+            ending.when(worker.force_stop, _HURRIED_S, EXIT_FORCED)
             if await worker.connect():
                 logger.info(
                     "%s serves %s (%s), %d row%s",
@@ -100,7 +100,7 @@ async def _serve(
 
 
 @asynccontextmanager
-async def _loaded(engine: EngineThread, ending: Ending) -> AsyncIterator[Model]:
+async def _loaded(engine: EngineThread, ending: ExitTimer) -> AsyncIterator[Model]:
     """Load the model, and stop the engine in the end: within a limit after an error, even while it still loads."""
     try:
         with ending.after_error(_ENGINE_S):
@@ -110,29 +110,31 @@ async def _loaded(engine: EngineThread, ending: Ending) -> AsyncIterator[Model]:
 
 
 @contextmanager
-def _sights(settings: Settings, model: Model) -> Iterator[Sights | None]:
+def _sights(settings: Settings, model: Model) -> Iterator[ImageInputs | None]:
     if model.vision is None:
         yield None
         return
-    with closing(Sights(settings, model.vision.eyes)) as sights:
+    with closing(ImageInputs(settings, model.vision.image_processor)) as sights:
         yield sights
 
 
-def _served(settings: Settings, engine: EngineThread, model: Model, sights: Sights | None, metrics: Metrics) -> Served:
+def _served(
+    settings: Settings, engine: EngineThread, model: Model, sights: ImageInputs | None, metrics: Metrics
+) -> WorkerContext:
     context = min(model.context, settings.context_tokens or model.context)
-    language = Language(
-        Words(model.tokenizer, model.vision.eyes.marker if model.vision else ""),
+    language = TextCodec(
+        MLXTokenizer(model.tokenizer, model.vision.image_processor.marker if model.vision else ""),
         model.vocab,
         boundaries=settings.prefix_cache_gb != 0 and _needs_boundaries(model),
         thinnable=model.draft is not None,
         control_tokens=settings.allow_control_tokens,
         context=context,
     )
-    return Served(
+    return WorkerContext(
         settings=settings,
         engine=engine,
-        language=language,
-        sights=sights,
+        codec=language,
+        images=sights,
         fingerprint=model.fingerprint,
         context=context,
         vocab=model.vocab,
@@ -141,13 +143,13 @@ def _served(settings: Settings, engine: EngineThread, model: Model, sights: Sigh
     )
 
 
-async def _work(worker: QueueWorker, batches: Batches | None, ending: Ending) -> None:
+async def _work(worker: QueueWorker, batches: BatchDirectory | None, ending: ExitTimer) -> None:
     async with asyncio.TaskGroup() as group:
         if batches:
-            group.create_task(batches.run(worker.stopping, worker.hurry))
+            group.create_task(batches.run(worker.stopping, worker.force_stop))
         await worker.main()
         # No job is left to be handed back; the feeder and the engine may still take their time.
-        ending.when(worker.hurry, _THREADS_S, 0)
+        ending.when(worker.force_stop, _THREADS_S, 0)
 
 
 def _needs_boundaries(model: Model) -> bool:

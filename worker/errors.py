@@ -5,7 +5,7 @@ from typing import Literal
 ErrorType = Literal["invalid_request", "unsupported", "too_large", "overloaded", "deadline", "internal"]
 
 
-class Refusal(Exception):
+class JobFailure(Exception):
     """The job ends as `failed`, and `message` tells the client what to change."""
 
     def __init__(self, type: ErrorType, message: str, *, retryable: bool = False) -> None:
@@ -15,10 +15,10 @@ class Refusal(Exception):
         self.retryable = retryable
 
 
-def prompt_too_large(tokens: int, context: int, *, exact: bool = True) -> Refusal:
+def prompt_too_large(tokens: int, context: int, *, exact: bool = True) -> JobFailure:
     """`exact`: whether `tokens` is the prompt's length, or a lower bound of it."""
     has = f"{tokens:,} tokens" if exact else f"at least {tokens:,} tokens"
-    return Refusal(
+    return JobFailure(
         "too_large",
         f"The prompt has {has} and the context is {context:,}, the answer included: "
         f"shorten it by at least {tokens - context + 1:,}.",
@@ -33,7 +33,7 @@ class Cancelled(Exception):
         self.reason = reason
 
 
-class HandBack(Exception):
+class Requeue(Exception):
     """The worker stops: the job goes back to its queue as it was, and no try is counted."""
 
 

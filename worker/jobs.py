@@ -9,104 +9,106 @@ from functools import partial
 from typing import Any, Literal
 
 from schemas import ChatRequest
-from worker.errors import Cancelled, Refusal
-from worker.queue.job import Answer, Job
-from worker.record import Record
-from worker.request import output_tokens, read_request, sampling_of, seed_of
-from worker.resume import Delivered, Replayed, taken_up
-from worker.schedule.sequence import (
+from worker.chat.context import WorkerContext
+from worker.chat.images import images_digest
+from worker.chat.recorder import JobRecorder
+from worker.chat.request import output_tokens, read_request, sampling_of, seed_of
+from worker.chat.resume import Delivered, Replayed, taken_up
+from worker.chat.specprefill import recalled, thinning_of
+from worker.errors import Cancelled, JobFailure
+from worker.queue.job.job import Job, JobResult
+from worker.schedule.outcomes import (
     Encoded,
-    Faulted,
-    Guide,
     Outcome,
-    Picture,
     Prefilled,
     Refused,
+    RowFailed,
     Sampled,
     Scored,
-    Sequence,
-    Thinned,
-    Whole,
+    SpecPrefillApplied,
+    SpecPrefillSkipped,
 )
-from worker.served import Served
-from worker.sights import images_digest
-from worker.specprefill import recalled, thinning_of
-from worker.text.output import Output, Said
-from worker.text.prompt import Prompt
+from worker.schedule.request import GenerationRequest, GrammarState, PromptImage
+from worker.text.output.output import Output, OutputDelta
+from worker.text.prompt.prompt import Prompt
 
 logger = logging.getLogger("sluice.jobs")
 
 
-async def chat(ctx: dict[Any, Any], body: Any) -> Answer:
+async def chat(ctx: dict[Any, Any], body: Any) -> JobResult:
     """The function that producers enqueue. Raises `Refusal` with what the client should change."""
     attempt = Chat(ctx["job"], ctx["served"])
     try:
         return await attempt.run(body)
     finally:
-        attempt.make_room()
+        attempt.release_images()
 
 
 class Chat:
-    def __init__(self, job: Job, served: Served) -> None:
-        self._job, self._served, self._record = job, served, Record(job, served.metrics)
+    def __init__(self, job: Job, served: WorkerContext) -> None:
+        self._job, self._served, self._record = job, served, JobRecorder(job, served.metrics)
         # A step under way may still speak of an earlier attempt: it must find nobody of that name.
         self._id = f"{job.claim.job_id}#{job.claim.attempt}"
         self._done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._guide: Guide | None = None
-        self._shown = ""  # what tells the request's images from others
+        self._guide: GrammarState | None = None
+        self._images_digest = ""  # what tells the request's images from others
         self._ended = False  # by an earlier attempt, all but for its final event
 
-    async def run(self, body: Any) -> Answer:
+    async def run(self, body: Any) -> JobResult:
         job, served = self._job, self._served
         settings = served.settings
         # What an earlier attempt has decided can be gone on with without a draft.
-        drafted = settings.specprefill_draft_model is not None or bool(job.claim.thinned)
-        reading = partial(read_request, body, settings.model_name, max_parts=settings.max_parts, drafted=drafted)
+        drafted = settings.specprefill_draft_model is not None or bool(job.claim.specprefill)
+        reading = partial(
+            read_request, body, settings.model_name, max_parts=settings.max_content_parts, drafted=drafted
+        )
         claim = job.claim
         request = await served.reader.run(reading, size=claim.body_bytes, lane=claim.lane, tenant=claim.tenant)
         if request.on_disconnect == "cancel":
-            job.log.deserted = partial(job.interrupt, Cancelled("disconnected"))
+            job.log.on_abandoned = partial(job.interrupt, Cancelled("disconnected"))
         with _deadline(job, request.deadline_s):
             seed = seed_of(request, job.claim.job_id)
             job.log.fields |= request.model_dump(include={"prompt_cache_key"}, exclude_none=True)
             prompt, pictures = await self._prompt(request)
             sequence = self._sequence(request, prompt, pictures, seed)
-            self._guide = await served.language.guide(request, prompt, job.claim.lane)
+            self._guide = await served.codec.guide(request, prompt, job.claim.lane)
             earlier = await self._begin(request, prompt, seed)
-            sequence = replace(sequence, guide=self._guide, delivered=earlier, kept=self._record.receipt.kept)
+            sequence = replace(
+                sequence, grammar=self._guide, resume_tokens=earlier, kept_ranges=self._record.specprefill.kept
+            )
             logger.info("%s admitted: %d prompt tokens, lane %s", job.claim.job_id, len(prompt.tokens), job.claim.lane)
             try:
                 if self._ended or len(earlier) >= sequence.max_tokens:
-                    self._end_again(sequence)
+                    self._finish_resumed(sequence)
                 else:
                     served.engine.submit(sequence, self)
                 finish_reason = await self._done
             finally:
                 served.engine.remove(sequence.id)
                 self._record.flush()
-        return self._record.answer(request, served, seed, finish_reason, self._output.voided)
+        return self._record.answer(request, served, seed, finish_reason, self._output.retracted)
 
-    async def _prompt(self, request: ChatRequest) -> tuple[Prompt, tuple[Picture, ...]]:
-        seeing, lane, space = self._served.sights, self._job.claim.lane, self._space(request)
+    async def _prompt(self, request: ChatRequest) -> tuple[Prompt, tuple[PromptImage, ...]]:
+        seeing, lane, space = self._served.images, self._job.claim.lane, self._namespace(request)
         sights = await seeing.of(request.messages, self._id, lane, space) if seeing else ()
-        prompt = await self._served.language.prompt(request, [sight.text for sight in sights], lane)
+        prompt = await self._served.codec.prompt(request, [sight.text for sight in sights], lane)
         if not (seeing and sights):
             return prompt, ()
-        self._shown = images_digest(sights)
+        self._images_digest = images_digest(sights)
         self._job.usage.image_tokens = sum(sight.placeholders for sight in sights)
         return prompt, seeing.placed(prompt.tokens, sights)
 
-    def _space(self, request: ChatRequest) -> str:
+    def _namespace(self, request: ChatRequest) -> str:
         """Whose prefixes and images it may find, and leaves its own to."""
         return (request.billed_to or "") if self._served.settings.prefix_cache_per_tenant else ""
 
     async def _begin(self, request: ChatRequest, prompt: Prompt, seed: int) -> tuple[int, ...]:
         """Say how this attempt begins. Returns the tokens that it goes on after."""
-        afresh = partial(self._served.language.output, request, prompt, self._job.claim.job_id)
-        thinned = self._job.claim.thinned
+        afresh = partial(self._served.codec.output, request, prompt, self._job.claim.job_id)
+        thinned = self._job.claim.specprefill
         receipt = recalled(thinned, self._served.fingerprint, len(prompt.tokens)) if thinned else None
         same = receipt is not None or not thinned  # else nobody knows which tokens were left out
-        same = same and self._job.claim.shown.decode(errors="replace") == self._shown
+        same = same and self._job.claim.images_digest.decode(errors="replace") == self._images_digest
         earlier, replayed = await self._taken_up((self._served.fingerprint, seed) if same else None, afresh)
         if earlier is None or replayed is None:
             self._output = afresh()
@@ -124,15 +126,15 @@ class Chat:
         if not log:
             return None, None
         work = partial(taken_up, tuple(log), model, afresh)
-        return await self._served.language.run(lane, sum(map(len, log)), work, self._job.claim.tenant)
+        return await self._served.codec.run(lane, sum(map(len, log)), work, self._job.claim.tenant)
 
     def _announce(self, how: Literal["started", "resumed", "restarted"], seed: int) -> None:
         served = self._served
         self._job.log.fields |= {"seed": seed, "fingerprint": served.fingerprint}
         if how != "resumed":
             # What an earlier attempt left out, or saw, does not count any more.
-            self._job.log.fields |= {"specprefill": "", "images": self._shown}
-        self._job.log.say(
+            self._job.log.fields |= {"specprefill": "", "images": self._images_digest}
+        self._job.log.append(
             how,
             model=served.settings.model_name,
             fingerprint=served.fingerprint,
@@ -140,7 +142,9 @@ class Chat:
             seed=seed,
         )
 
-    def _sequence(self, request: ChatRequest, prompt: Prompt, pictures: tuple[Picture, ...], seed: int) -> Sequence:
+    def _sequence(
+        self, request: ChatRequest, prompt: Prompt, pictures: tuple[PromptImage, ...], seed: int
+    ) -> GenerationRequest:
         served, claim = self._served, self._job.claim
         self._job.usage.prompt_tokens = len(prompt.tokens)
         limit = output_tokens(
@@ -151,42 +155,42 @@ class Chat:
             most=served.settings.max_output_tokens,
         )
         sampling = sampling_of(request, served.generation, served.vocab, seed)
-        thinning, self._record.receipt = thinning_of(request, prompt, served.settings)
+        thinning, self._record.specprefill = thinning_of(request, prompt, served.settings)
         top = (request.top_logprobs or 0) if request.logprobs else None
-        return Sequence(
+        return GenerationRequest(
             self._id,
             prompt.tokens,
             limit,
             sampling,
             claim.lane,
             top_logprobs=top,
-            space=self._space(request),
+            namespace=self._namespace(request),
             boundaries=prompt.boundaries,
-            thinning=thinning,
-            pictures=pictures,
+            specprefill=thinning,
+            images=pictures,
         )
 
-    def _end_again(self, sequence: Sequence) -> None:
+    def _finish_resumed(self, sequence: GenerationRequest) -> None:
         """The earlier worker died between the last token and the final event."""
-        ran_out = len(sequence.delivered) >= sequence.max_tokens and not self._output.stopped
+        ran_out = len(sequence.resume_tokens) >= sequence.max_tokens and not self._output.stopped
         self._done.set_result(self._output.finish_reason("length" if ran_out else "stop"))
 
-    def heard(self, outcome: Outcome, rows: int) -> None:
+    def on_outcome(self, outcome: Outcome, rows: int) -> None:
         """What the engine did for this row in one step, on the event loop."""
         if self._done.done():
             return
         try:
-            self._hear(outcome, rows)
+            self._handle(outcome, rows)
         except Exception as error:  # its words cannot be made: this job ends, and the step's other rows are told
             self._done.set_exception(error)
 
-    def make_room(self) -> None:
+    def release_images(self) -> None:
         """For other jobs' images. Once the engine speaks of the row, it counts what ours take."""
-        if self._served.sights:
-            self._served.sights.taken_in(self._id)
+        if self._served.images:
+            self._served.images.release(self._id)
 
-    def _hear(self, outcome: Outcome, rows: int) -> None:
-        self.make_room()
+    def _handle(self, outcome: Outcome, rows: int) -> None:
+        self.release_images()
         match outcome:
             case Prefilled(done=done, total=total, cached=cached):
                 self._record.prefilled(done, total, cached)
@@ -194,33 +198,33 @@ class Chat:
                 self._record.progress("encoding", done, total)
             case Scored(done=done, total=total):
                 self._record.progress("scoring", done, total)
-            case Thinned() | Whole():
+            case SpecPrefillApplied() | SpecPrefillSkipped():
                 self._record.decided(outcome, self._served.fingerprint)
             case Sampled():
                 self._sampled(outcome, rows)
-            case Refused(sentence=sentence):
-                self._done.set_exception(Refusal("too_large", sentence))
-            case Faulted():
+            case Refused(message=sentence):
+                self._done.set_exception(JobFailure("too_large", sentence))
+            case RowFailed():
                 ours = "The engine failed on this row; the worker's log says why."
-                self._done.set_exception(Refusal("internal", ours, retryable=True))
+                self._done.set_exception(JobFailure("internal", ours, retryable=True))
 
     def _sampled(self, step: Sampled, rows: int) -> None:
-        said = Said() if step.token is None else self._output.feed(step.token)
+        said = OutputDelta() if step.token is None else self._output.feed(step.token)
         if step.finish_reason and not self._output.stopped:
             said += self._output.flush(step.finish_reason)
         ended = "stop" if self._output.stopped else step.finish_reason
         self._record.sampled(step.token, said, self._logprobs(step), rows, at=step.at, last=ended is not None)
-        if self._guide and (broken := self._guide.broken):
+        if self._guide and (broken := self._guide.error):
             if broken.ours:
-                raise RuntimeError(f"The answer left its grammar: {broken.why}")
-            raise Refusal("invalid_request", f"An answer cannot be held to this schema: {broken.why}")
+                raise RuntimeError(f"The answer left its grammar: {broken.reason}")
+            raise JobFailure("invalid_request", f"An answer cannot be held to this schema: {broken.reason}")
         if ended:
             self._done.set_result(self._output.finish_reason(ended))
 
     def _logprobs(self, step: Sampled) -> dict[str, Any] | None:
         if step.token is None or step.logprobs is None:
             return None
-        return self._served.language.logprobs(step.token, step.logprobs)
+        return self._served.codec.logprobs(step.token, step.logprobs)
 
 
 @contextmanager
@@ -230,7 +234,7 @@ def _deadline(job: Job, deadline_s: float | None) -> Iterator[None]:
         yield
         return
     left_s = job.claim.queued_at + deadline_s - job.log.clock.now()
-    late = Refusal("deadline", f"The job was not done {deadline_s:g} s after it was submitted.", retryable=True)
+    late = JobFailure("deadline", f"The job was not done {deadline_s:g} s after it was submitted.", retryable=True)
     if left_s <= 0:
         raise late
     timer = asyncio.get_running_loop().call_later(left_s, job.interrupt, late)

@@ -1,6 +1,7 @@
 """URLs of Redis servers: what is wrong with one, and how to show one without its password.
 
-`sluice/redis_url.py` and `worker/redis_url.py` are the same text, held equal by a test: a backend installs no worker.
+`sluice/transport/redis_url.py` and `worker/redis_url.py` are the same text, and a test holds them
+equal: a backend installs no worker.
 """
 
 import re
@@ -17,7 +18,7 @@ UNREADABLE = "it cannot be read: in a password / is written as %2F, ? as %3F, # 
 BAD_OPTION = "an option after the ? is unknown to redis-py, or has a bad value"
 
 
-def problem(url: str) -> str | None:
+def url_error(url: str) -> str | None:
     """Say what is wrong with the URL, quoting nothing of it; None if redis-py can try it.
 
     redis-py and urllib quote what they cannot read, and that may be a part of a password.
@@ -47,7 +48,7 @@ def _wrong_server(rest: str) -> str | None:
     return None
 
 
-def public(url: str) -> str:
+def redacted(url: str) -> str:
     """Show the URL without user, password and query. What might be a part of a password is `***`."""
     scheme, found, rest = url.partition("://")
     if not found or scheme.lower() not in (*_SCHEMES, *_OTHER_SCHEMES):

@@ -16,8 +16,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from schemas.keys import MODEL_NAME, is_model_name
 from worker.errors import CannotStart
-from worker.redis_url import problem, public
-from worker.timetable import Crontab, Hours
+from worker.redis_url import redacted, url_error
+from worker.schedule_times import Crontab, Hours
 
 PREFIX = "SLUICE_"
 _REDIS_URL = "redis://localhost:6379/0"
@@ -140,7 +140,7 @@ class Settings(BaseSettings):
         ge=1,
         description="Largest max_tokens that a request may ask for. Default: what the context leaves.",
     )
-    max_parts: int = Field(
+    max_content_parts: int = Field(
         10_000, ge=1, description="Maximum number of texts, images and tool calls in a conversation."
     )
     max_request_bytes: int = Field(16_000_000, ge=1_000, description="Maximum size of a queued job, in bytes.")
@@ -192,12 +192,12 @@ class Settings(BaseSettings):
         description="Hours of the day, in UTC, in which offline jobs may take all rows but the reserved ones, such as "
         "22:00-06:00. Default: always.",
     )
-    batch_rows_outside: int = Field(
+    batch_off_hours_rows: int = Field(
         0, ge=0, description="Rows of a worker that offline jobs may take outside of these hours."
     )
 
     lease_s: float = Field(10.0, ge=1, description="Seconds until other workers take over the jobs of a dead worker.")
-    hang_s: float = Field(
+    watchdog_s: float = Field(
         60.0,
         gt=0,
         description="The watchdog ends the process if its event loop or engine stops for this many seconds.",
@@ -238,7 +238,7 @@ class Settings(BaseSettings):
     @field_validator("redis_url")
     @classmethod
     def _can_be_read(cls, url: str) -> str:
-        if said := problem(url):
+        if said := url_error(url):
             raise ValueError(said)
         return url
 
@@ -345,5 +345,5 @@ def _sentence(problem: ErrorDetails) -> str:
     if problem["type"] == "missing":
         return f"{variable(field)} is not set: {Settings.model_fields[field].description}"
     bounds = {name: f"{each:g}" if isinstance(each, float) else each for name, each in problem.get("ctx", {}).items()}
-    shown = public(str(value)) if field == "redis_url" else value
+    shown = redacted(str(value)) if field == "redis_url" else value
     return f"{variable(field)}={shown}: {_WRONG.get(problem['type'], _OTHERWISE).format(**bounds)}"

@@ -26,9 +26,9 @@ from scripts.benchmarks.engine import prompt
 from scripts.benchmarks.models import hybrid_checkpoint, random_checkpoint
 from scripts.stack import ROOT, Server, WorkerProcess, free_port
 from worker.engine.engine import Engine
-from worker.engine.model import open_model
-from worker.schedule.budget import LONGEST_STEPS, SHARE
-from worker.schedule.sequence import Sequence as Asked
+from worker.engine.model.load import open_model
+from worker.schedule.budget import MAX_STEP_STRETCH, PROMPT_SHARE
+from worker.schedule.request import GenerationRequest as Asked
 
 SUMMARY = "many different chats at once, against another checkout and against mlx_lm.server"
 TOKENS = 96  # of each answer: the models never end one of their own will
@@ -140,7 +140,7 @@ class Bench:
             f"{self._name}: {chats} chats at once, {TOKENS} tokens each, median of {self._options.rounds} rounds\n"
             f"{chats} rows decode a token in {step_s * 1000:.0f} ms ({decode_s * 1000:.0f} in the bare engine); "
             f"{_threads()}\n"
-            f"while prompts wait, a step may last {1 + SHARE:.1f} × that, up to {LONGEST_STEPS} × its target"
+            f"while prompts wait, a step may last {1 + PROMPT_SHARE:.1f} × that, up to {MAX_STEP_STRETCH} × its target"
         )
         columns = "server", "tokens/s", "first token p50", "max", "longest gap", "in decode times"
         table = Table(*columns, title=title, title_justify="left")

@@ -17,14 +17,15 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.benchmarks.models import random_checkpoint
+from worker.engine.batch.decode_batch import PendingTokens
+from worker.engine.batch.groups import Groups
+from worker.engine.batch.row import Row
 from worker.engine.engine import Engine
-from worker.engine.groups import Groups
-from worker.engine.model import Model, open_model
-from worker.engine.row import Row
-from worker.engine.rows import Drawn
-from worker.engine.upstream import generation_stream, make_prompt_cache
-from worker.schedule.budget import SHARE
-from worker.schedule.sequence import Sampled, Sequence
+from worker.engine.model.load import Model, open_model
+from worker.engine.upstream.mlx_lm import generation_stream, make_prompt_cache
+from worker.schedule.budget import PROMPT_SHARE
+from worker.schedule.outcomes import Sampled
+from worker.schedule.request import GenerationRequest
 
 RUNS = 5
 Line = tuple[str, str, str, bool | None]  # what, its bar, what it came to, and whether that holds
@@ -86,7 +87,7 @@ def one_by_one(model: Model) -> Iterator[Line]:
 def engine_s(model: Model, rows: int) -> float:
     engine, began = Engine(model, step_s=10.0), time.perf_counter()
     for i in range(rows):
-        engine.add(Sequence(str(i), prompt(PROMPT, i), TOKENS))
+        engine.add(GenerationRequest(str(i), prompt(PROMPT, i), TOKENS))
     while len(engine):
         engine.step()
     return time.perf_counter() - began
@@ -119,7 +120,7 @@ def gaps(model: Model) -> Iterator[Line]:
     ours, fine = (statistics.median(gap for gap, _ in way) for way in zip(*runs, strict=True))
     yield (
         f"longest gap while 1×{ARRIVING[0]} and {len(ARRIVING) - 1}×{ARRIVING[1]} arrive, for a step of {STEP_S:.1f} s "
-        f"or {1 + SHARE:.1f} × the decode time",
+        f"or {1 + PROMPT_SHARE:.1f} × the decode time",
         f"≤ {1.25 * STEP_S * 1000:.0f} ms",
         f"{ours * 1000:.0f} ms (stock {default_s * 1000:,.0f}, at 128 {fine * 1000:.0f})",
         ours <= 1.25 * STEP_S,
@@ -133,12 +134,12 @@ ANSWER = 16
 
 def engine_gap(engine: Engine) -> tuple[float, float]:
     """The longest time between two tokens of a running row, and until all others have answered."""
-    engine.add(Sequence("running", prompt(PROMPT, 0), 2000))
+    engine.add(GenerationRequest("running", prompt(PROMPT, 0), 2000))
     for _ in range(8):
         engine.step()
     began = last = time.perf_counter()
     for i, tokens in enumerate(ARRIVING):
-        engine.add(Sequence(str(i), prompt(tokens, i), ANSWER))
+        engine.add(GenerationRequest(str(i), prompt(tokens, i), ANSWER))
     longest = 0.0
     while len(engine) > 1:
         outcomes = engine.step().outcomes
@@ -178,12 +179,12 @@ class Batch:
 
     def join(self, tokens: int) -> float:
         """Seconds that it takes a row of this length to join."""
-        row = Row.of(Sequence(str(self._rows), prompt(tokens, self._rows), 10_000))
+        row = Row.of(GenerationRequest(str(self._rows), prompt(tokens, self._rows), 10_000))
         cache = filled(make_prompt_cache(self._network), self._network, tokens - 1)
         self._rows += 1
         began = time.perf_counter()
         with mx.stream(generation_stream):
-            self._groups.join(row, cache, Drawn(mx.array([10]), mx.array([True]), {}))
+            self._groups.add(row, cache, PendingTokens(mx.array([10]), mx.array([True]), {}))
         return time.perf_counter() - began
 
     def step(self) -> float:
@@ -192,7 +193,7 @@ class Batch:
             told, _ = self._groups.step()
             for news in told:
                 news.row.answer.append(news.token)
-            self._groups.settle()
+            self._groups.rebalance()
         return time.perf_counter() - began
 
     @property

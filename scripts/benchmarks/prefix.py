@@ -20,15 +20,16 @@ from rich.table import Table
 from scripts.benchmarks.engine import Line, filled, prompt, ratio
 from scripts.benchmarks.models import hybrid_checkpoint, random_checkpoint
 from scripts.benchmarks.reach import reach
-from worker.engine import slots
-from worker.engine.cache import layers
+from worker.engine.cache import slots
+from worker.engine.cache.layers import layers
+from worker.engine.cache.prefix import GRID, PrefixCache
+from worker.engine.cache.segments import token_bytes
 from worker.engine.engine import Engine
-from worker.engine.kept import token_bytes
-from worker.engine.model import Model, open_model
-from worker.engine.prefix import GRID, PrefixCache
-from worker.engine.upstream import KVCache, make_prompt_cache
-from worker.schedule.prefix import Tree, cuts
-from worker.schedule.sequence import Prefilled, Sampled, Sequence
+from worker.engine.model.load import Model, open_model
+from worker.engine.upstream.mlx_lm import KVCache, make_prompt_cache
+from worker.schedule.outcomes import Prefilled, Sampled
+from worker.schedule.prefix import PrefixTree, checkpoint_positions
+from worker.schedule.request import GenerationRequest
 
 MIB = 1 << 20
 ROOM = 1 << 30  # bytes; more than any of these measurements keeps
@@ -86,9 +87,9 @@ class Chat:
         self.said += new
         return new
 
-    def sequence(self) -> Sequence:
+    def sequence(self) -> GenerationRequest:
         boundaries = (len(self.said) - self.opening, self.system)
-        return Sequence(f"{self.number}.{self.turn}", self.said, ANSWER, boundaries=boundaries)
+        return GenerationRequest(f"{self.number}.{self.turn}", self.said, ANSWER, boundaries=boundaries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ class Heard:
     nbytes: int  # of the prefix cache, afterwards
 
 
-def hear(engine: Engine, sequence: Sequence) -> Heard:
+def hear(engine: Engine, sequence: GenerationRequest) -> Heard:
     began, first, cached, answer, nbytes = time.perf_counter(), 0.0, 0, list[int](), 0
     engine.add(sequence)
     while len(engine):
@@ -124,7 +125,7 @@ class Bare:
         for layer in layers(self._cache):
             if isinstance(layer, KVCache):
                 layer.keys, layer.values = (_with_room(buffer, 512) for buffer in (layer.keys, layer.values))
-        slots.settle(self._cache)
+        slots.materialize(self._cache)
 
     def first_token_s(self, new: tuple[int, ...]) -> tuple[float, float]:
         """All but the last token, then that one: until its answer's first token is there, and until the second is under
@@ -139,7 +140,7 @@ class Bare:
 
     def feed(self, tokens: tuple[int, ...]) -> None:
         self._fed(mx.array([tokens]))
-        slots.settle(self._cache)
+        slots.materialize(self._cache)
 
     def _fed(self, tokens: mx.array) -> mx.array:
         """The next token, lazily."""
@@ -155,7 +156,7 @@ def first_tokens(model: Model, kinds: dict[str, int]) -> Iterator[Line]:
     right after the other."""
     begun = make_prompt_cache(model.network)
     model.network(mx.array([prompt(SYSTEM, seed=0)]), cache=begun)
-    slots.settle(begun)
+    slots.materialize(begun)
     engine, cold = Engine(model, step_s=10.0, prefix_bytes=ROOM), Engine(model, step_s=10.0, prefix_bytes=0)
     chats = [Chat(i, SYSTEM, opening=[*kinds.values()][i % len(kinds)]) for i in range(CONVERSATIONS)]
     bares = [Bare(model.network, begun) for _ in chats]
@@ -192,7 +193,7 @@ def memory(kind: str, model: Model) -> Iterator[Line]:
     shared, tails = 2000, CONVERSATIONS * TURNS * (USER + ANSWER)
     begun = make_prompt_cache(model.network)
     model.network(mx.array([[5]]), cache=begun)
-    slots.settle(begun)
+    slots.materialize(begun)
     before, engine = in_use(), Engine(model, step_s=10.0, prefix_bytes=ROOM)
     chats, nbytes = [Chat(i, shared) for i in range(CONVERSATIONS)], 0
     for _ in range(TURNS):
@@ -230,7 +231,7 @@ Call = Callable[[tuple[int, ...]], object]
 @dataclass(frozen=True, slots=True)
 class Free:
     nbytes: int = 0
-    shortens: bool = False
+    trimmable: bool = False
 
     def split(self, at: int) -> "tuple[Free, Free]":
         return self, self
@@ -238,11 +239,11 @@ class Free:
 
 def looking() -> Iterator[Line]:
     for name, state in ("a tree", None), ("a tree with states", Free()):
-        tree = Tree[Free, Free](stateful=state is not None)
+        tree = PrefixTree[Free, Free](stateful=state is not None)
         for number in range(DOCUMENTS):
-            for cut in cuts((), LONG, GRID):
-                tree.add("", document(number)[:cut], _free, state)
-        look_up, insert = partial(tree.find, ""), partial(tree.add, "", take=_free, state=state)
+            for cut in checkpoint_positions((), LONG, GRID):
+                tree.insert("", document(number)[:cut], _free, state)
+        look_up, insert = partial(tree.find, ""), partial(tree.insert, "", take=_free, state=state)
         for what, call in ("look-up", look_up), ("insert", insert):
             worst = max(statistics.median(_ms(call, shared, seed) for seed in range(5)) for shared in PARTING)
             what = f"{what} at {LONG // 1024}k tokens, {name} of {DOCUMENTS} documents"
@@ -283,8 +284,8 @@ def moving(model: Model) -> Iterator[Line]:
     for _ in range(3):
         kept = PrefixCache(model.network, 2 * size)
         copy_s = _took_s(lambda: mx.eval([buffer + 0 for buffer in buffers]))
-        keep_s = _took_s(partial(kept.keep, "", tokens, cache))
-        rounds.append((copy_s, keep_s, _took_s(partial(kept.fetch, "", tokens))))
+        keep_s = _took_s(partial(kept.insert, "", tokens, cache))
+        rounds.append((copy_s, keep_s, _took_s(partial(kept.load, "", tokens))))
     copies, keeps, fetches = ([*column] for column in zip(*rounds, strict=True))
     for what, took in ("keeping", keeps), ("restoring", fetches):
         came_to = f"{ratio(took, copies):.1f} ({statistics.median(took) * 1000:.0f} ms for {size / MIB:.0f} MiB)"

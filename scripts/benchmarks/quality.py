@@ -18,15 +18,15 @@ from scripts.tiny_chat.data import Chat, Message, find_code
 from scripts.tiny_chat.evaluate import Answerer
 from scripts.tiny_chat.network import trainable
 from scripts.tiny_chat.tokenizer import TURN_END
-from worker.engine.prefill import Prefill
-from worker.engine.row import Row
-from worker.engine.rows import Rows
-from worker.engine.scoring import LOOKAHEAD, Draft
-from worker.engine.sparse import SparsePrefill
-from worker.engine.upstream import make_prompt_cache
-from worker.schedule.selection import CHUNK, select
-from worker.schedule.sequence import Range
-from worker.schedule.sequence import Sequence as Asked
+from worker.engine.batch.decode_batch import DecodeBatch
+from worker.engine.batch.row import Row
+from worker.engine.prefill.base import Prefill
+from worker.engine.prefill.scoring import LOOKAHEAD, Draft
+from worker.engine.prefill.sparse import SparsePrefill
+from worker.engine.upstream.mlx_lm import make_prompt_cache
+from worker.schedule.request import GenerationRequest as Asked
+from worker.schedule.request import Range
+from worker.schedule.selection import CHUNK, select_ranges
 
 CASES = 300
 FILLERS = 100, 180  # sentences, which make some 1,000 to 1,800 tokens
@@ -133,7 +133,7 @@ def outcome(case: Case, answerer: Answerer, draft: Draft) -> Outcome:
     chosen = dict[Key, tuple[Range, ...]]()
     for way, scores_of in WAYS.items():
         scores = scores_of(case, draft)
-        chosen |= {(way, keep): tuple(select(scores, keep, case.protected)) for keep in KEEPS}
+        chosen |= {(way, keep): tuple(select_ranges(scores, keep, case.protected)) for keep in KEEPS}
     network, asked = answerer.network, Asked(str(case.number), case.prompt, ANSWER)
     dense = Prefill(network, Row.of(asked))
     thinned = {
@@ -150,11 +150,11 @@ def outcome(case: Case, answerer: Answerer, draft: Draft) -> Outcome:
 
 def decode(answerer: Answerer, prefills: Sequence[Prefill | SparsePrefill]) -> None:
     """Greedily, all rows together."""
-    rows = Rows(answerer.network)
+    rows = DecodeBatch(answerer.network)
     for prefill in prefills:
         with trainable():
             prefill.advance(prefill.remaining)
-        rows.join(prefill.row, *prefill.finish())
+        rows.add(prefill.row, *prefill.finish())
     for _ in range(1 + ANSWER):  # the first of them feeds the prompt's last token
         rows.launch()
         for told in rows.collect():

@@ -8,10 +8,11 @@ from rich.table import Table
 
 from scripts.benchmarks.engine import prompt
 from tests.engine import tiny
+from worker.engine.cache.prefix import PrefixCache
 from worker.engine.engine import Engine
-from worker.engine.model import Model
-from worker.engine.prefix import PrefixCache
-from worker.schedule.sequence import Prefilled, Sampled, Sequence
+from worker.engine.model.load import Model
+from worker.schedule.outcomes import Prefilled, Sampled
+from worker.schedule.request import GenerationRequest
 
 KINDS = {
     "llama": "keys and values", "deepseek_v3": "latents", "deepseek_v32": "nested lists",
@@ -121,7 +122,7 @@ def _cells(model: Model) -> Iterator[tuple[str, bool]]:
 
 def _hear(engine: Engine, asked: Asked) -> tuple[int, list[int]]:
     """The tokens that were found, and those that it said."""
-    engine.add(Sequence("", asked.prompt, ANSWER, boundaries=asked.boundaries))
+    engine.add(GenerationRequest("", asked.prompt, ANSWER, boundaries=asked.boundaries))
     found, said = 0, list[int]()
     while len(engine):
         for outcome in engine.step().outcomes:

@@ -10,10 +10,10 @@ from mlx_lm.sample_utils import apply_top_p
 from rich.console import Console
 from rich.table import Table
 
-from worker.engine.logprobs import logprobs_of
-from worker.engine.row import Row
-from worker.engine.sampling import draw
-from worker.schedule.sequence import Sampling, Sequence
+from worker.engine.batch.row import Row
+from worker.engine.sampling.logprobs import logprobs_of
+from worker.engine.sampling.sampler import draw
+from worker.schedule.request import GenerationRequest, Sampling
 
 VOCAB, RUNS = 152_064, 5
 PLAIN = Sampling(temperature=1.0)
@@ -45,7 +45,10 @@ def main(console: Console) -> bool:
 
 
 def draws(logprobs: mx.array, hows: list[Sampling]) -> tuple[Callable[[], None], Callable[[], None]]:
-    rows = [Row.of(Sequence(str(i), (1,), 1, replace(hows[i % len(hows)], seed=i))) for i in range(logprobs.shape[0])]
+    rows = [
+        Row.of(GenerationRequest(str(i), (1,), 1, replace(hows[i % len(hows)], seed=i)))
+        for i in range(logprobs.shape[0])
+    ]
 
     def together() -> None:
         mx.eval(draw(logprobs, rows))
@@ -77,7 +80,7 @@ def compared(together: Callable[[], None], apart: Callable[[], None]) -> tuple[s
 def unseen_top_p(logprobs: mx.array, console: Console) -> bool:
     """Why the filters are our own: mlx-lm's are compiled for each value, while all rows wait."""
     top_p = 0.9 + time.time() % 1 / 1000  # a value that no cache on disk has seen either
-    row = Row.of(Sequence("a", (1,), 1, replace(PLAIN, top_p=top_p)))
+    row = Row.of(GenerationRequest("a", (1,), 1, replace(PLAIN, top_p=top_p)))
     theirs = seconds(lambda: mx.eval(apply_top_p(logprobs, top_p)))
     first, again = (seconds(lambda: mx.eval(draw(logprobs, [row]))) for _ in range(2))
     console.print(

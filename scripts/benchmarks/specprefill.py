@@ -16,14 +16,15 @@ from rich.table import Table
 
 from scripts.benchmarks.engine import Line, prompt, ratio
 from scripts.benchmarks.models import random_checkpoint
-from worker.engine import slots
-from worker.engine.draft import with_draft
+from worker.engine.cache import slots
 from worker.engine.engine import Engine
-from worker.engine.model import Model, open_model
-from worker.engine.scoring import LOOKAHEAD
-from worker.engine.upstream import make_prompt_cache
-from worker.schedule.budget import MOST
-from worker.schedule.sequence import Sequence, Thinned, Thinning
+from worker.engine.model.load import Model, open_model
+from worker.engine.prefill.draft import with_draft
+from worker.engine.prefill.scoring import LOOKAHEAD
+from worker.engine.upstream.mlx_lm import make_prompt_cache
+from worker.schedule.budget import MAX_CHUNK
+from worker.schedule.outcomes import SpecPrefillApplied
+from worker.schedule.request import GenerationRequest, SpecPrefillParams
 
 RUNS = 3
 KEEP = 0.3
@@ -67,9 +68,11 @@ class Counted:
         return self._network(tokens, cache=cache)
 
 
-def thinned(tokens: tuple[int, ...], id: str = "thinned") -> Sequence:
+def thinned(tokens: tuple[int, ...], id: str = "thinned") -> GenerationRequest:
     """Both ends of a prompt stay, as the template's do."""
-    return Sequence(id, tokens, 1, thinning=Thinning(KEEP, ((32, len(tokens) - 32),), least=1, asked=True))
+    return GenerationRequest(
+        id, tokens, 1, specprefill=SpecPrefillParams(KEEP, ((32, len(tokens) - 32),), min_tokens=1, requested=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +81,12 @@ class Heard:
     scoring_s: float
 
 
-def hear(engine: Engine, sequence: Sequence) -> Heard:
+def hear(engine: Engine, sequence: GenerationRequest) -> Heard:
     engine.add(sequence)
     began, scoring_s = time.perf_counter(), 0.0
     while len(engine):
         for outcome in engine.step().outcomes:
-            if isinstance(outcome, Thinned):
+            if isinstance(outcome, SpecPrefillApplied):
                 scoring_s = outcome.seconds
     return Heard(time.perf_counter() - began, scoring_s)
 
@@ -113,17 +116,17 @@ def first_tokens(model: Model, counted: Counted) -> Iterator[Line]:
 
 def first_token_s(engine: Engine, counted: Counted, tokens: tuple[int, ...]) -> tuple[float, float, float, float]:
     """Dense, thinned, of a short prompt, and for the draft's bare forwards."""
-    dense = hear(engine, Sequence("dense", tokens, 1))
+    dense = hear(engine, GenerationRequest("dense", tokens, 1))
     thin = hear(engine, thinned(tokens))
-    few = hear(engine, Sequence("few", tokens[: round(KEEP * len(tokens))], 1))
+    few = hear(engine, GenerationRequest("few", tokens[: round(KEEP * len(tokens))], 1))
     return dense.first_token_s, thin.first_token_s, few.first_token_s, bare_s(counted, tokens)
 
 
 def bare_s(network: Counted, tokens: tuple[int, ...]) -> float:
     cache, began = make_prompt_cache(network), time.perf_counter()
-    for start in range(0, len(tokens), MOST):
-        network(mx.array([tokens[start : start + MOST]]), cache=cache)
-        slots.settle(cache)
+    for start in range(0, len(tokens), MAX_CHUNK):
+        network(mx.array([tokens[start : start + MAX_CHUNK]]), cache=cache)
+        slots.materialize(cache)
     return time.perf_counter() - began
 
 
@@ -135,7 +138,7 @@ ROWS = 4
 def gaps(model: Model) -> Iterator[Line]:
     engine = Engine(model, step_s=STEP_S, prefix_bytes=0)
     for i in range(ROWS):
-        engine.add(Sequence(f"running {i}", prompt(32, i), 30_000))
+        engine.add(GenerationRequest(f"running {i}", prompt(32, i), 30_000))
     for _ in range(8):
         engine.step()
     rounds = [longest_gaps(engine) for _ in range(RUNS + 1)][1:]  # it learns how fast it is in the first one
@@ -156,7 +159,7 @@ def longest_gaps(engine: Engine) -> tuple[float, float]:
     while len(engine) > ROWS:
         outcomes, now = engine.step().outcomes, time.perf_counter()
         longest[phase], last = max(longest[phase], now - last), now
-        if any(isinstance(each, Thinned) for each in outcomes):
+        if any(isinstance(each, SpecPrefillApplied) for each in outcomes):
             phase = 1
     return longest[0], longest[1]
 

@@ -13,11 +13,12 @@ from scripts.benchmarks.models import random_checkpoint
 from scripts.stack import Server, WorkerProcess
 from sluice import Client, Finished
 from worker.engine.engine import Engine
-from worker.engine.model import Model, open_model
-from worker.queue.channel import Publisher
-from worker.queue.claims import Claim, Claims
-from worker.queue.clock import ServerClock
-from worker.schedule.sequence import Sampled, Sampling, Sequence
+from worker.engine.model.load import Model, open_model
+from worker.queue.job.channel import Publisher
+from worker.queue.job.claims import Claim, Claims
+from worker.queue.server.clock import ServerClock
+from worker.schedule.outcomes import Sampled
+from worker.schedule.request import GenerationRequest, Sampling
 from worker.settings import Settings
 
 ROWS, TOKENS, RUNS = 8, 120, 5
@@ -63,7 +64,7 @@ def bare(model: Model) -> tuple[float, float]:
     """Seconds from the first token to the last, and per step."""
     engine, first, last, steps = Engine(model, step_s=1.0), 0.0, 0.0, 0
     for i in range(ROWS):
-        engine.add(Sequence(str(i), (5, 6, 7, 8 + i), TOKENS, Sampling(logit_bias=NO_END)))
+        engine.add(GenerationRequest(str(i), (5, 6, 7, 8 + i), TOKENS, Sampling(logit_bias=NO_END)))
     while len(engine):
         outcomes = engine.step().outcomes
         if any(isinstance(outcome, Sampled) for outcome in outcomes):
@@ -106,8 +107,8 @@ async def publishing_cost(url: str, *, rows: int = 32, steps: int = 300) -> floa
         began = time.process_time()
         for step in range(steps):
             for log in logs:
-                log.say("delta", token_ids=[step], content=" word")
-            await publisher.settle(logs[-1])  # all rows of a step go in one call
+                log.append("delta", token_ids=[step], content=" word")
+            await publisher.flush(logs[-1])  # all rows of a step go in one call
         spent = time.process_time() - began
         running.cancel()
     return spent / (rows * steps)

@@ -21,10 +21,11 @@ from rich.table import Table
 from scripts.benchmarks.engine import Line, ratio
 from tests.engine.vision.checkpoints import CONFIGS, build, write_checkpoint
 from worker.engine.engine import Engine
-from worker.engine.model import Model, open_model
-from worker.engine.words import Words
-from worker.schedule.sequence import Encoded, Outcome, Sampled, Sight
-from worker.schedule.sequence import Sequence as Asked
+from worker.engine.model.load import Model, open_model
+from worker.engine.tokenizer import MLXTokenizer
+from worker.schedule.outcomes import Encoded, Outcome, Sampled
+from worker.schedule.request import GenerationRequest as Asked
+from worker.schedule.request import ProcessedImage
 
 RUNS = 3
 ROWS, TOKENS, TEXT = 8, 48, 48
@@ -72,7 +73,7 @@ def seeing_checkpoint(folder: Path) -> Path:
 @dataclass(frozen=True, slots=True)
 class Prompt:
     tokens: tuple[int, ...]
-    sights: tuple[Sight, ...] = ()
+    sights: tuple[ProcessedImage, ...] = ()
 
 
 def of_text(tokens: int, seed: int) -> tuple[int, ...]:
@@ -80,24 +81,24 @@ def of_text(tokens: int, seed: int) -> tuple[int, ...]:
     return tuple(dice.randrange(256) for _ in range(tokens))
 
 
-def picture(model: Model, side: int = SIDE) -> Sight:
+def picture(model: Model, side: int = SIDE) -> ProcessedImage:
     """A new one."""
     assert model.vision is not None
     number = next(_fresh)
     pixels = np.random.default_rng(number).integers(0, 256, (side, side, 3), dtype=np.uint8)
-    return model.vision.eyes.look(fromarray(pixels), number.to_bytes(4))
+    return model.vision.image_processor.preprocess(fromarray(pixels), number.to_bytes(4))
 
 
-def about(model: Model, sight: Sight, *, seed: int, text: int = TEXT) -> Prompt:
+def about(model: Model, sight: ProcessedImage, *, seed: int, text: int = TEXT) -> Prompt:
     """A prompt of so much text with an image in the middle."""
     before, after = of_text(text // 2, seed), of_text(text // 2, seed + 1000)
-    return Prompt((*before, *Words(model.tokenizer).encode(sight.text), *after), (sight,))
+    return Prompt((*before, *MLXTokenizer(model.tokenizer).encode(sight.text), *after), (sight,))
 
 
 def asked(model: Model, id: str, prompt: Prompt, tokens: int) -> Asked:
     assert model.vision is not None
-    pictures = model.vision.eyes.pictures(prompt.tokens, prompt.sights)
-    return Asked(id, prompt.tokens, tokens, pictures=pictures)
+    pictures = model.vision.image_processor.prompt_images(prompt.tokens, prompt.sights)
+    return Asked(id, prompt.tokens, tokens, images=pictures)
 
 
 # Throughput: all requests are there from the beginning
@@ -138,7 +139,7 @@ def engine_s(model: Model, prompts: Sequence[Prompt], tokens: int = TOKENS) -> f
 
 def upstream_s(model: Model, prompt: Prompt, tokens: int = TOKENS) -> float:
     assert model.vision is not None
-    seen, began = [sight.seen for sight in prompt.sights], time.perf_counter()
+    seen, began = [sight.pixel_inputs for sight in prompt.sights], time.perf_counter()
     ids = mx.array([prompt.tokens])
     pixels = mx.array(seen[0]["pixel_values"]) if seen else None
     how = {"image_grid_thw": mx.array(seen[0]["image_grid_thw"])} if seen else {}

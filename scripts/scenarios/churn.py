@@ -13,8 +13,9 @@ import mlx.core as mx
 from scripts.scenarios.harness import Figure
 from scripts.stack import TINY_CHAT
 from worker.engine.engine import Engine
-from worker.engine.model import Model, open_model
-from worker.schedule.sequence import Faulted, Refused, Sampled, Sampling, Sequence
+from worker.engine.model.load import Model, open_model
+from worker.schedule.outcomes import Refused, RowFailed, Sampled
+from worker.schedule.request import GenerationRequest, Sampling
 
 _ROWS = 8
 _PREFIX_BYTES = 2_000_000  # full before the first look that counts: by default prefixes may take a quarter of it all
@@ -55,10 +56,10 @@ def churn(model: Model, steps: int, looks: int) -> list[Held]:
     return seen
 
 
-def _sequence(id: str, dice: random.Random) -> Sequence:
+def _sequence(id: str, dice: random.Random) -> GenerationRequest:
     tokens = tuple(dice.randrange(10, 1000) for _ in range(dice.choice((1, 20, 100, 300))))
     sampling = Sampling(temperature=dice.choice((0.0, 1.0)), seed=dice.randrange(1000), logit_bias=_NO_END)
-    return Sequence(id, tokens, dice.randrange(5, 200), sampling)
+    return GenerationRequest(id, tokens, dice.randrange(5, 200), sampling)
 
 
 async def long_life(steps: int) -> list[Figure]:
@@ -82,14 +83,14 @@ async def overload(jobs: int) -> list[Figure]:
     engine, ended, highest = Engine(replace(model, costs=costs), step_s=0.1, memory=limit), dict[str, str](), 0
     for i in range(jobs):
         tokens = tuple(random.Random(i).randrange(10, 1000) for _ in range(prompt))
-        engine.add(Sequence(str(i), tokens, answer, lane="batch" if i % 2 else "interactive"))
+        engine.add(GenerationRequest(str(i), tokens, answer, lane="batch" if i % 2 else "interactive"))
     while len(engine):
         report = engine.step()
         for outcome in report.outcomes:
             match outcome:
                 case Sampled(id, _, str(reason)):
                     ended[id] = reason
-                case Faulted(id) | Refused(id):
+                case RowFailed(id) | Refused(id):
                     ended[id] = "failed"
         highest = max(highest, mx.get_peak_memory())  # of this step
     answered = sum(ending != "failed" for ending in ended.values())

@@ -8,10 +8,10 @@ import redis.asyncio
 from scripts.scenarios.harness import Figure, ask, paced, percentile, watch
 from scripts.scenarios.pickup import waited
 from sluice import Client
-from sluice.retries import Retries
 from sluice.submission import NewJob, Submission
-from worker.queue.claims import Claim, Claims
-from worker.queue.connection import connect
+from sluice.transport.retries import Retries
+from worker.queue.job.claims import Claim, Claims
+from worker.queue.server.connection import connect
 from worker.settings import Settings
 
 _AT_ONCE = 500  # jobs submitted in one round trip
@@ -83,7 +83,7 @@ async def claim_cost(url: str, *, lengths: tuple[int, ...], samples: int = 300) 
 async def _mend(claims: Claims) -> int:
     calls = 0
     await claims.take("interactive", 0)
-    while claims.to_mend("interactive"):
+    while claims.needs_reconcile("interactive"):
         await claims.take("interactive", 0)
         calls += 1
     return calls

@@ -14,16 +14,17 @@ from typing import Any, ClassVar
 from arq.worker import func
 
 from worker.app import set_up_logging
-from worker.health import Health
+from worker.chat.context import WorkerContext
 from worker.jobs import chat
-from worker.metrics import Metrics
-from worker.probes import answer_probes
-from worker.queue.connection import connect
+from worker.monitoring.health import Health
+from worker.monitoring.metrics import Metrics
+from worker.monitoring.probes import answer_probes
+from worker.queue.server.connection import connect
 from worker.queue.worker import QueueWorker
-from worker.schedule.sequence import Listener, Sampled, Sequence
-from worker.served import Served
+from worker.schedule.outcomes import OutcomeListener, Sampled
+from worker.schedule.request import GenerationRequest
 from worker.settings import Settings, read_settings
-from worker.text.language import Language
+from worker.text.codec import TextCodec
 from worker.text.tokenizer import Conversation, Splitter, Transitions
 
 _MARKS = {"poison": 1_000_000, "block": 2_000_000}  # in the prompt's first token, with the number
@@ -87,13 +88,13 @@ def expected_text(tokens: int) -> str:
 class PacedEngine:
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
-        self._rows: dict[str, tuple[Sequence, Listener]] = {}
+        self._rows: dict[str, tuple[GenerationRequest, OutcomeListener]] = {}
         self._next: dict[str, int] = {}
         self._held, self._work = False, asyncio.Event()
 
-    def submit(self, sequence: Sequence, listener: Listener) -> None:
+    def submit(self, sequence: GenerationRequest, listener: OutcomeListener) -> None:
         self._rows[sequence.id] = sequence, listener
-        self._next[sequence.id] = len(sequence.delivered)
+        self._next[sequence.id] = len(sequence.resume_tokens)
         self._work.set()
 
     def remove(self, sequence_id: str) -> None:
@@ -119,7 +120,7 @@ class PacedEngine:
             k = self._next[id]
             _make_trouble(sequence.prompt[0], k)
             self._next[id] = k + 1
-            listener.heard(Sampled(id, k, "length" if k + 1 >= sequence.max_tokens else None), rows)
+            listener.on_outcome(Sampled(id, k, "length" if k + 1 >= sequence.max_tokens else None), rows)
 
 
 def _make_trouble(mark: int, k: int) -> None:
@@ -133,10 +134,10 @@ def _make_trouble(mark: int, k: int) -> None:
 async def serve(settings: Settings, step_s: float) -> None:
     engine = PacedEngine(step_s)
     metrics = Metrics(settings.model_name)
-    language = Language(PacedTokenizer(), 1_000_000)
-    served = Served(settings, engine, language, None, "paced", 1_000_000, 1_000_000, {}, metrics)
+    language = TextCodec(PacedTokenizer(), 1_000_000)
+    served = WorkerContext(settings, engine, language, None, "paced", 1_000_000, 1_000_000, {}, metrics)
     stepping = asyncio.create_task(engine.run())
-    health = Health(settings.hang_s)
+    health = Health(settings.watchdog_s)
     with answer_probes(settings.metrics_port, metrics.registry, health):
         async with connect(settings) as redis:
             worker = QueueWorker(

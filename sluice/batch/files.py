@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from sluice.batch.lines import digest
-from sluice.batch.tally import Tally
+from sluice.batch.status import RunCounts
 from sluice.errors import BatchRefused
 
 
-class Appended:
+class AppendOnlyFile:
     """A file of whole lines. What is in it after `append` stays, whatever dies."""
 
     def __init__(self, path: Path) -> None:
@@ -60,7 +60,7 @@ class Appended:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class LineResult:
     """A line's one ending: the result as a worker wrote it, or else what went wrong."""
 
     job_id: str
@@ -79,15 +79,15 @@ class Ended:
         return b"".join([head.encode(), answered.encode(), result, b'},"error":null}\n'])
 
 
-class Answers:
+class ResultFiles:
     """The output file and the error file. Each line of the input ends in one of them, once."""
 
     def __init__(self, output: Path, errors: Path) -> None:
         """Raises OSError, or `BatchRefused` where a file holds what no run writes."""
         self._errors_path = errors
-        self._output = Appended(output)
-        self._errors = Appended(errors) if errors.exists() else None
-        self.tally, self.done = Tally(), set[bytes]()  # digests of custom_ids
+        self._output = AppendOnlyFile(output)
+        self._errors = AppendOnlyFile(errors) if errors.exists() else None
+        self.tally, self.done = RunCounts(), set[bytes]()  # digests of custom_ids
         try:
             for file in filter(None, [self._output, self._errors]):
                 self._recall(file)
@@ -103,7 +103,7 @@ class Answers:
     def errors_path(self) -> Path | None:
         return self._errors_path if self._errors else None
 
-    def add(self, ended: Sequence[Ended]) -> None:
+    def add(self, ended: Sequence[LineResult]) -> None:
         """Raises OSError; what is not in the files by then counts as not ended."""
         answers = [each.as_line() for each in ended if not each.code]
         failures = [each.as_line() for each in ended if each.code]
@@ -111,7 +111,7 @@ class Answers:
             self._output.append(answers)
             self._count(answers)
         if failures:
-            self._errors = self._errors or Appended(self._errors_path)
+            self._errors = self._errors or AppendOnlyFile(self._errors_path)
             self._errors.append(failures)
             self._count(failures)
 
@@ -119,7 +119,7 @@ class Answers:
         for raw in lines:
             self.tally.add(json.loads(raw))
 
-    def _recall(self, file: Appended) -> None:
+    def _recall(self, file: AppendOnlyFile) -> None:
         for number, raw in enumerate(file.raw_lines(), 1):
             match _read(raw):
                 case {"id": str(), "custom_id": str(custom_id)} as said:

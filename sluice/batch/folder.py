@@ -12,13 +12,13 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from sluice.batch import names
-from sluice.batch.board import Board
-from sluice.batch.place import Place, Wish
+from sluice.batch.options import RunOptions, RunPaths
+from sluice.batch.registry import BatchRegistry
 from sluice.batch.run import Run, new_batch, patient, tell
 from sluice.batch.state import StateFile
 from sluice.batch.status import Batch, Problem, Problems
 from sluice.errors import BatchRefused, BatchTaken
-from sluice.retries import Retries
+from sluice.transport.retries import Retries
 
 logger = logging.getLogger("sluice.batch")
 
@@ -54,8 +54,8 @@ class Folder:
         return any(place_in(part / run_id).input.exists() for part in (self.running, self.done, self.failed))
 
 
-def place_in(home: Path) -> Place:
-    return Place(home / "input.jsonl", home / "output.jsonl", home / "errors.jsonl", home / "run")
+def place_in(home: Path) -> RunPaths:
+    return RunPaths(home / "input.jsonl", home / "output.jsonl", home / "errors.jsonl", home / "run")
 
 
 async def submit(redis: Redis, folder: Folder, file: Path) -> Batch:
@@ -65,8 +65,8 @@ async def submit(redis: Redis, folder: Folder, file: Path) -> Batch:
     half, whole = folder.inbox / f".{run_id}.part", folder.inbox / f"{run_id}.jsonl"
     try:
         await asyncio.to_thread(shutil.copyfile, file, half)
-        batch = new_batch(place_in(folder.running / run_id), Wish(id=run_id))
-        await Retries(redis, None).run(lambda: Board(redis).announce(batch))
+        batch = new_batch(place_in(folder.running / run_id), RunOptions(id=run_id))
+        await Retries(redis, None).run(lambda: BatchRegistry(redis).announce(batch))
         half.rename(whole)
     finally:
         half.unlink(missing_ok=True)
@@ -111,7 +111,7 @@ async def _feed(redis: Redis, folder: Folder, home: Path, state: StateFile, mode
     batch = saved.batch if saved else None
     if batch is None or not batch.ended:
         logger.info("%s is %s", home.name, "resumed" if saved else "taken")
-        run = Run(redis, place_in(home), Wish(None if saved else models, id=home.name), state)
+        run = Run(redis, place_in(home), RunOptions(None if saved else models, id=home.name), state)
         try:
             batch = await run.go()
         except BatchRefused as error:
@@ -121,7 +121,7 @@ async def _feed(redis: Redis, folder: Folder, home: Path, state: StateFile, mode
 
 def _refused(home: Path, error: BatchRefused) -> Batch:
     """With files in it that no run wrote."""
-    batch = replace(new_batch(place_in(home), Wish(id=home.name)), errors=Problems((_problem(error),)))
+    batch = replace(new_batch(place_in(home), RunOptions(id=home.name)), errors=Problems((_problem(error),)))
     return batch.enter("failed", time.time())
 
 
@@ -131,7 +131,7 @@ def _problem(error: BatchRefused) -> Problem:
 
 async def _put_away(redis: Redis, batch: Batch, home: Path, shelf: Path) -> None:
     """Told before the move, so that no crash hides the end, and after it, so that who hears of it finds the files."""
-    batch, board, retries = _moved(batch, shelf / home.name), Board(redis), patient(redis)
+    batch, board, retries = _moved(batch, shelf / home.name), BatchRegistry(redis), patient(redis)
     await tell(retries, board.put, batch)
     home.rename(shelf / home.name)
     await tell(retries, board.announce, batch)

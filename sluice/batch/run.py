@@ -13,19 +13,19 @@ from typing import Literal
 from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError, RedisError
 
-from sluice.batch import again, window
-from sluice.batch.board import Board
-from sluice.batch.children import Children
-from sluice.batch.feeder import Feeder
-from sluice.batch.files import Answers
-from sluice.batch.place import Place, Wish
+from sluice.batch import rerun
+from sluice.batch.dispatcher import LineDispatcher
+from sluice.batch.files import ResultFiles
+from sluice.batch.job_store import JobStore
+from sluice.batch.options import DEFAULT_WINDOW, RunOptions, RunPaths, parse_window
+from sluice.batch.registry import BatchRegistry
 from sluice.batch.served import unserved, unused
 from sluice.batch.source import Line, Scan, Source, sorted_for_reuse
-from sluice.batch.state import Saved, StateFile
+from sluice.batch.state import RunState, StateFile
 from sluice.batch.status import Batch, BatchDetails, Problem, Problems, RequestCounts, State
 from sluice.errors import BatchRefused
 from sluice.presence import Workers
-from sluice.retries import Retries
+from sluice.transport.retries import Retries
 
 logger = logging.getLogger("sluice.batch")
 
@@ -46,7 +46,7 @@ def _nobody(_: Batch) -> None:
     """Hears nothing."""
 
 
-async def run(redis: Redis, place: Place, wish: Wish, told: Told = _nobody) -> Batch:
+async def run(redis: Redis, place: RunPaths, wish: RunOptions, told: Told = _nobody) -> Batch:
     """Raises `BatchRefused`, or OSError where a file cannot be written. Cancelled, it can be gone on with.
 
     `told` hears how it goes, a few times a second.
@@ -59,24 +59,24 @@ async def run(redis: Redis, place: Place, wish: Wish, told: Told = _nobody) -> B
             return await _to_its_end(redis, place, wish, state, told)
 
 
-async def _check_wish(redis: Redis, place: Place, wish: Wish, state: StateFile, sha256: str) -> None:
+async def _check_wish(redis: Redis, place: RunPaths, wish: RunOptions, state: StateFile, sha256: str) -> None:
     """Refuse files of another run, unless it has done nothing: then it makes room."""
     saved = state.load()
-    if saved is None or saved.batch.status == "failed" or not (different := again.difference(saved, wish, sha256)):
+    if saved is None or saved.batch.status == "failed" or not (different := rerun.difference(saved, wish, sha256)):
         return
-    if not again.may_begin_anew(saved, place):
-        raise again.refused(saved, place, different)
+    if not rerun.may_begin_anew(saved, place):
+        raise rerun.refused(saved, place, different)
     logger.warning(
         "%s had answered nothing, and was begun with %s: it is replaced by %s", saved.batch.id, different, wish.id
     )
-    retries, old = patient(redis), again.replaced(saved.batch, different, time.time())
-    await Children(redis, retries).withdraw(old.id, old.sluice.models)
+    retries, old = patient(redis), rerun.replaced(saved.batch, different, time.time())
+    await JobStore(redis, retries).withdraw(old.id, old.sluice.models)
     state.save(replace(saved, batch=old))
-    await tell(retries, Board(redis).announce, old)
+    await tell(retries, BatchRegistry(redis).announce, old)
 
 
-async def _to_its_end(redis: Redis, place: Place, wish: Wish, state: StateFile, told: Told) -> Batch:
-    saved, board, retries = state.load(), Board(redis), patient(redis)
+async def _to_its_end(redis: Redis, place: RunPaths, wish: RunOptions, state: StateFile, told: Told) -> Batch:
+    saved, board, retries = state.load(), BatchRegistry(redis), patient(redis)
     if saved and saved.batch.ended and saved.batch.status != "failed":
         await tell(retries, board.announce_late, saved.batch)
         return saved.batch
@@ -102,18 +102,18 @@ async def tell(retries: Retries, how: Callable[[Batch], Awaitable[None]], batch:
         logger.error("%s is %s, and the server could not be told: %s", batch.id, batch.status, error)
 
 
-def new_batch(place: Place, wish: Wish) -> Batch:
+def new_batch(place: RunPaths, wish: RunOptions) -> Batch:
     batch = Batch(
         id=wish.id,
         input_file_id=str(place.input),
-        completion_window=window.DEFAULT,
+        completion_window=DEFAULT_WINDOW,
         status="validating",
         created_at=int(time.time()),
     )
     return _as_wished(batch, place, wish)
 
 
-def _as_wished(batch: Batch, place: Place, wish: Wish) -> Batch:
+def _as_wished(batch: Batch, place: RunPaths, wish: RunOptions) -> Batch:
     """A run may be given more time when it is gone on with, and elsewhere, if its files have moved."""
     given = wish.completion_window or batch.completion_window
     return replace(
@@ -122,7 +122,7 @@ def _as_wished(batch: Batch, place: Place, wish: Wish) -> Batch:
         output_file_id=str(place.output),
         sluice=replace(batch.sluice, host=socket.gethostname()),
         completion_window=given,
-        expires_at=batch.created_at + window.seconds(given),
+        expires_at=batch.created_at + parse_window(given),
         metadata=batch.metadata if wish.metadata is None else dict(wish.metadata),
     )
 
@@ -130,10 +130,10 @@ def _as_wished(batch: Batch, place: Place, wish: Wish) -> Batch:
 class Run:
     """Of which the state file is ours."""
 
-    def __init__(self, redis: Redis, place: Place, wish: Wish, state: StateFile, told: Told = _nobody) -> None:
+    def __init__(self, redis: Redis, place: RunPaths, wish: RunOptions, state: StateFile, told: Told = _nobody) -> None:
         self._redis, self._place, self._wish, self._state, self._told = redis, place, wish, state, told
         self._retries = patient(redis)
-        self._board, self._children = Board(redis), Children(redis, self._retries)
+        self._board, self._children = BatchRegistry(redis), JobStore(redis, self._retries)
         self._saved = self._begun()
         self._now: Callable[[], Batch] = lambda: self._saved.batch
         self._put_at = 0.0
@@ -161,7 +161,7 @@ class Run:
             if problems := scan.named() or await self._unserved(scan):
                 self.fail(problems)
             else:
-                with closing(await asyncio.to_thread(Answers, self._place.output, self._place.errors)) as answers:
+                with closing(await asyncio.to_thread(ResultFiles, self._place.output, self._place.errors)) as answers:
                     await self._feed(source, scan.lines, answers)
         return self._saved.batch
 
@@ -200,18 +200,18 @@ class Run:
         self._save(batch.enter("failed", time.time()))
         return self._saved.batch
 
-    def _begun(self) -> Saved:
+    def _begun(self) -> RunState:
         """As it was left, or new."""
         saved, models = self._state.load(), self._wish.models
         if saved is None or saved.batch.status == "failed":
             self._place.refuse_to_overwrite()
-            return Saved(new_batch(self._place, self._wish), "", models or {})
+            return RunState(new_batch(self._place, self._wish), "", models or {})
         batch = _as_wished(saved.batch, self._place, self._wish)
-        return Saved(batch, saved.sha256, saved.models if models is None else models)
+        return RunState(batch, saved.sha256, saved.models if models is None else models)
 
-    async def _feed(self, source: Source, lines: list[Line], answers: Answers) -> None:
+    async def _feed(self, source: Source, lines: list[Line], answers: ResultFiles) -> None:
         left = sorted_for_reuse([line for line in lines if line.digest not in answers.done])
-        feeder = Feeder(self._saved.batch.id, source, left, self._children, answers, self._wish.window)
+        feeder = LineDispatcher(self._saved.batch.id, source, left, self._children, answers, self._wish.window)
         since = self._saved.batch.in_progress_at or time.time()
         models = Counter(line.model for line in lines)
 
@@ -232,7 +232,7 @@ class Run:
         self._save(now(ending))
 
     async def _until_done(
-        self, feeder: Feeder, now: Callable[[], Batch]
+        self, feeder: LineDispatcher, now: Callable[[], Batch]
     ) -> Literal["completed", "expired", "cancelled"]:
         batch = self._saved.batch
         while not feeder.done:
@@ -247,7 +247,7 @@ class Run:
 
     async def _end_is_wished(self) -> bool:
         batch_id = self._saved.batch.id
-        return bool(await self._retries.ride_out(lambda: self._board.end_is_wished(batch_id)))
+        return bool(await self._retries.run_until_answered(lambda: self._board.end_is_wished(batch_id)))
 
     async def _tell(self, batch: Batch) -> None:
         self._told(batch)
@@ -266,7 +266,7 @@ class Run:
         self._state.save(self._saved)
 
 
-def _counted(batch: Batch, answers: Answers, models: Counter[str], seconds: float) -> Batch:
+def _counted(batch: Batch, answers: ResultFiles, models: Counter[str], seconds: float) -> Batch:
     tally = answers.tally
     return replace(
         batch,

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from sluice.batch.files import Appended
+from sluice.batch.files import AppendOnlyFile
 from sluice.batch.status import Batch
 from sluice.errors import BatchRefused, BatchTaken
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class RunState:
     batch: Batch
     sha256: str  # of the input
     models: Mapping[str, str]
@@ -28,7 +28,7 @@ class StateFile:
 
     def __init__(self, path: Path) -> None:
         """Raises OSError, or `BatchTaken`."""
-        self._file = Appended(path)
+        self._file = AppendOnlyFile(path)
         if not self._file.lock():
             self._file.close()
             raise BatchTaken(f"{_feeder(path)} is feeding this run: {path} is locked")
@@ -40,7 +40,7 @@ class StateFile:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def load(self) -> Saved | None:
+    def load(self) -> RunState | None:
         """Raises `BatchRefused` where the file is none of a run."""
         if not self._lines:
             return None
@@ -53,7 +53,7 @@ class StateFile:
         """Leave no file of a run that did nothing. Until it is closed, it stays locked."""
         self._file.path.unlink(missing_ok=True)
 
-    def save(self, saved: Saved) -> None:
+    def save(self, saved: RunState) -> None:
         said = {
             "feeder": f"process {os.getpid()} on {socket.gethostname()}",
             "sha256": saved.sha256,
@@ -64,9 +64,9 @@ class StateFile:
         self._file.append(self._lines[-1:])
 
 
-def _saved(raw: bytes) -> Saved:
+def _saved(raw: bytes) -> RunState:
     said: dict[str, Any] = json.loads(raw)
-    return Saved(Batch.from_json(json.dumps(said["batch"])), said["sha256"], said["models"])
+    return RunState(Batch.from_json(json.dumps(said["batch"])), said["sha256"], said["models"])
 
 
 def _feeder(path: Path) -> str:

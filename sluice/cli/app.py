@@ -6,18 +6,18 @@ from typing import Annotated
 import typer
 
 from sluice import __version__
-from sluice.cli.batch import batch
-from sluice.cli.cancel import cancel
-from sluice.cli.chat import chat
-from sluice.cli.check import check
-from sluice.cli.dead import dead
-from sluice.cli.queue import queue
-from sluice.cli.submit import submit
-from sluice.cli.tail import tail
-from sluice.cli.trouble import Trouble
-from sluice.cli.up import up
-from sluice.cli.worker import worker
-from sluice.cli.workers import workers
+from sluice.cli.batch.command import batch
+from sluice.cli.commands.cancel import cancel
+from sluice.cli.commands.chat import chat
+from sluice.cli.commands.check import check
+from sluice.cli.commands.dead import dead
+from sluice.cli.commands.queue import queue
+from sluice.cli.commands.submit import submit
+from sluice.cli.commands.tail import tail
+from sluice.cli.commands.up import up
+from sluice.cli.commands.worker import worker
+from sluice.cli.commands.workers import workers
+from sluice.cli.errors import CliError
 
 app = typer.Typer(
     add_completion=False,
@@ -57,6 +57,6 @@ def sluice(
 def run() -> None:
     try:
         app(prog_name="sluice")
-    except Trouble as trouble:
+    except CliError as trouble:
         print(f"sluice: {trouble}", file=sys.stderr)
         sys.exit(trouble.exit_code)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from sluice.cli import values
+from sluice.cli import option_values
 from sluice.wire import Lane
 
 RedisUrl = Annotated[
@@ -20,7 +20,7 @@ LaneChoice = Annotated[
     Lane | None,
     typer.Option(
         "--lane",
-        parser=values.lane,
+        parser=option_values.lane,
         metavar="[interactive|batch]",
         help="Offline work goes into `batch`, behind the interactive.  [default: interactive, or batch for a request "
         "whose service_tier is flex]",

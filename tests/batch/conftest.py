@@ -3,18 +3,18 @@ from pathlib import Path
 
 import pytest
 
-from sluice.batch import feeder
+from sluice.batch import dispatcher
 from tests.batch.helpers import Chat
 from tests.queue.helpers import settings, working
 
 
 @pytest.fixture(autouse=True)
 def _no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeder, "_POLL_S", 0.02)
-    monkeypatch.setattr(feeder, "_LONGEST_WAIT_S", 0.05)
-    monkeypatch.setattr(feeder, "_LOST_WAIT_S", 0.05)
-    monkeypatch.setattr(feeder, "_FULL_WAIT_S", 0.1)
-    monkeypatch.setattr(feeder, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(dispatcher, "_POLL_S", 0.02)
+    monkeypatch.setattr(dispatcher, "_LONGEST_WAIT_S", 0.05)
+    monkeypatch.setattr(dispatcher, "_LOST_WAIT_S", 0.05)
+    monkeypatch.setattr(dispatcher, "_FULL_WAIT_S", 0.1)
+    monkeypatch.setattr(dispatcher, "_PATIENCE_S", 0.5)
 
 
 @pytest.fixture

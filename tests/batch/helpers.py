@@ -14,7 +14,7 @@ from sluice.batch.lines import Models
 from sluice.batch.source import Scan, Source
 from tests.fakes import FakeChat
 from tests.queue.helpers import until
-from worker.errors import Refusal
+from worker.errors import JobFailure
 
 ANY: Models = {"*": "default"}
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -67,7 +67,7 @@ class Chat(FakeChat):
         key = str(request.get("say"))
         self._tries[key] += 1
         if self._tries[key] <= request.get("fails", 0):
-            raise Refusal(request.get("refuse", "overloaded"), "No room.", retryable=request.get("retryable", True))
+            raise JobFailure(request.get("refuse", "overloaded"), "No room.", retryable=request.get("retryable", True))
         return await super().chat(ctx, request)
 
 

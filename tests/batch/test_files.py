@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from sluice.batch import names
-from sluice.batch.files import Answers, Appended, Ended
+from sluice.batch.files import AppendOnlyFile, LineResult, ResultFiles
 from sluice.batch.lines import digest
-from sluice.batch.state import Saved, StateFile
+from sluice.batch.state import RunState, StateFile
 from sluice.batch.status import Batch
 from sluice.errors import BatchRefused, BatchTaken
 from tests.batch.helpers import ids, read
@@ -20,16 +20,16 @@ from tests.batch.helpers import ids, read
 RESULT = {"object": "chat.completion", "said": "Grüße 🚀\n", "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
 
 
-def answered(custom_id: str, job_id: str = "batch_1-1") -> Ended:
-    return Ended(job_id, custom_id, result=json.dumps(RESULT, ensure_ascii=False).encode())
+def answered(custom_id: str, job_id: str = "batch_1-1") -> LineResult:
+    return LineResult(job_id, custom_id, result=json.dumps(RESULT, ensure_ascii=False).encode())
 
 
-def failed(custom_id: str, code: str = "internal", job_id: str = "batch_1-1") -> Ended:
-    return Ended(job_id, custom_id, code=code, message="It failed.")
+def failed(custom_id: str, code: str = "internal", job_id: str = "batch_1-1") -> LineResult:
+    return LineResult(job_id, custom_id, code=code, message="It failed.")
 
 
-def open_in(folder: Path) -> Answers:
-    return Answers(folder / "out.jsonl", folder / "err.jsonl")
+def open_in(folder: Path) -> ResultFiles:
+    return ResultFiles(folder / "out.jsonl", folder / "err.jsonl")
 
 
 ALL = [answered("a"), failed("é"), answered("b", "batch_1-3-r1"), answered("c\n\u2028"), failed("d", "too_large")]
@@ -110,7 +110,7 @@ def test_an_output_with_lines_that_no_run_writes_is_refused_and_left_as_it_is(tm
 
 
 def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = Appended(tmp_path / "out.jsonl")
+    file = AppendOnlyFile(tmp_path / "out.jsonl")
     file.append([b"first\n"])
     write, left = os.write, [4]
 
@@ -130,9 +130,9 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.Mon
 # The state
 
 
-def saved(status: Any = "in_progress", **changed: Any) -> Saved:
+def saved(status: Any = "in_progress", **changed: Any) -> RunState:
     batch = Batch(id="batch_1", input_file_id="in", completion_window="24h", status=status, created_at=1)
-    return Saved(batch, "abc", {"*": "default"}, **changed)
+    return RunState(batch, "abc", {"*": "default"}, **changed)
 
 
 def test_the_last_whole_line_of_the_state_counts_wherever_it_was_cut_off(tmp_path: Path) -> None:

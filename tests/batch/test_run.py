@@ -15,11 +15,10 @@ from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
 from sluice import Batch, BatchRefused, BatchTaken, Client, UnknownBatch
-from sluice.batch import feeder, files, run
-from sluice.batch.board import Board
-from sluice.batch.children import Children
-from sluice.batch.prefix import prefix_key
-from sluice.batch.source import Scan, Source
+from sluice.batch import dispatcher, files, run
+from sluice.batch.job_store import JobStore
+from sluice.batch.registry import BatchRegistry
+from sluice.batch.source import Scan, Source, prefix_key
 from sluice.batch.state import StateFile
 from sluice.wire import batch_cancel_key
 from tests.batch.helpers import ANY, Chat, holds, ids, leave, left, read, says, started, write
@@ -159,7 +158,7 @@ async def test_a_bad_file_is_failed_with_its_lines_and_the_corrected_one_runs(
 async def test_a_cancelled_run_ends_lines_for_a_model_that_nobody_serves_at_once(
     client: Client, db: Redis, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feeder, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(dispatcher, "_PATIENCE_S", 60.0)
     many = write(tmp_path / "in.jsonl", *(says(f"r{k}") for k in range(150)))
     task = asyncio.create_task(client.batch(many, out))
     await until(lambda: holds(db, "sluice:queue:default:batch", 150))
@@ -232,15 +231,15 @@ async def test_a_run_that_was_left_goes_on_with_what_its_jobs_did_meanwhile(
 async def test_a_run_that_is_left_while_it_writes_leaves_nothing_of_what_it_wrote(
     client: Client, db: Redis, chat: Chat, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reached, forget = asyncio.Event(), Children.forget
+    reached, forget = asyncio.Event(), JobStore.forget
 
-    async def hang_at_first(self: Children, jobs: Sequence[tuple[str, str]]) -> None:
+    async def hang_at_first(self: JobStore, jobs: Sequence[tuple[str, str]]) -> None:
         if reached.is_set():
             return await forget(self, jobs)
         reached.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(Children, "forget", hang_at_first)
+    monkeypatch.setattr(JobStore, "forget", hang_at_first)
     task = await started(client, write(tmp_path / "in.jsonl", says("a")), out)
     await reached.wait()
     await leave(task)
@@ -284,7 +283,7 @@ async def test_an_end_of_which_nobody_was_told_is_told_by_the_next(
 ) -> None:
     many = write(tmp_path / "in.jsonl", says("a"))
     batch = await client.batch(many, out, models=ANY)
-    await Board(db).announce(replace(batch, status="finalizing", completed_at=None))
+    await BatchRegistry(db).announce(replace(batch, status="finalizing", completed_at=None))
     await db.set(batch_cancel_key(batch.id), "1")
     assert await client.batch(many, out, models=ANY) == batch
     assert [await client.batch_status(batch.id), await client.batches()] == [batch, [batch]]
@@ -514,5 +513,5 @@ async def test_the_last_word_does_not_wait_for_ever_for_a_server(
 
 
 def test_a_line_is_json_whatever_its_custom_id(tmp_path: Path) -> None:
-    said = json.loads(files.Ended("batch_1-1", '"\\\n\u2028é', result=b"{}").as_line())
+    said = json.loads(files.LineResult("batch_1-1", '"\\\n\u2028é', result=b"{}").as_line())
     assert said["custom_id"] == '"\\\n\u2028é'

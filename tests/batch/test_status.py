@@ -9,8 +9,9 @@ from openai.types import Batch as Theirs
 
 import schemas
 from schemas import batch as forms
-from sluice.batch import status, window
-from sluice.batch.files import Ended
+from sluice.batch import status
+from sluice.batch.files import LineResult
+from sluice.batch.options import parse_window
 from sluice.batch.status import Batch, BatchDetails, BatchUsage, InputTokens, Problem, Problems, RequestCounts
 
 FRESH = Batch(id="batch_1", input_file_id="in.jsonl", completion_window="24h", status="validating", created_at=5)
@@ -69,9 +70,10 @@ def test_openai_s_own_type_reads_it(batch: Batch) -> None:
 
 
 @pytest.mark.parametrize(
-    "ended", [Ended("batch_1-1", "a", result=b'{"object": "x"}'), Ended("batch_1-1", "a", code="c", message="m")]
+    "ended",
+    [LineResult("batch_1-1", "a", result=b'{"object": "x"}'), LineResult("batch_1-1", "a", code="c", message="m")],
 )
-def test_a_line_of_the_output_is_one_of_the_contract(ended: Ended) -> None:
+def test_a_line_of_the_output_is_one_of_the_contract(ended: LineResult) -> None:
     read = schemas.BatchOutput.model_validate_json(ended.as_line())
     assert json.loads(read.model_dump_json()) == json.loads(ended.as_line())
 
@@ -84,10 +86,10 @@ def test_a_state_is_entered_with_its_time() -> None:
 
 @pytest.mark.parametrize(("text", "seconds"), [("24h", 86_400), ("90m", 5_400), ("1s", 1), ("7d", 604_800)])
 def test_a_completion_window_is_a_number_of_a_unit(text: str, seconds: int) -> None:
-    assert window.seconds(text) == seconds
+    assert parse_window(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "24", "h", "0h", "1.5h", "24 h", "24H", "-1h", "٣h", "24h\n", "9999999999d"])
 def test_anything_else_is_no_completion_window(text: str) -> None:
     with pytest.raises(ValueError, match="such as 24h"):
-        window.seconds(text)
+        parse_window(text)

@@ -4,14 +4,14 @@ import ctypes
 import sys
 
 from worker.__main__ import main
-from worker.engine.words import Words
+from worker.engine.tokenizer import MLXTokenizer
 
 ENDLESS = "the tokenizer does not return"
 _LARGE = 5_000  # characters
-_encode = Words.encode
+_encode = MLXTokenizer.encode
 
 
-def encode(words: Words, text: str) -> list[int]:
+def encode(words: MLXTokenizer, text: str) -> list[int]:
     if len(text) > _LARGE:
         print(ENDLESS, file=sys.stderr, flush=True)
         ctypes.CDLL(None).sleep(3600)  # ctypes lets the interpreter's lock go meanwhile, as tokenizers does
@@ -19,5 +19,5 @@ def encode(words: Words, text: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    Words.encode = encode  # type: ignore[method-assign]
+    MLXTokenizer.encode = encode  # type: ignore[method-assign]
     main()

@@ -4,7 +4,7 @@ import asyncio
 
 from tests.end_to_end import endless_tokenizer
 from worker.__main__ import main
-from worker.engine.words import Words
+from worker.engine.tokenizer import MLXTokenizer
 from worker.queue.worker import QueueWorker
 
 _keep = QueueWorker._keep
@@ -21,6 +21,6 @@ async def _fail(worker: QueueWorker) -> None:
 
 
 if __name__ == "__main__":
-    Words.encode = endless_tokenizer.encode  # type: ignore[method-assign]
+    MLXTokenizer.encode = endless_tokenizer.encode  # type: ignore[method-assign]
     QueueWorker._keep = _fail  # type: ignore[method-assign]
     main()

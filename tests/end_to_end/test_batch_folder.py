@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from scripts.stack import WorkerProcess
+from tests.batch_dir.test_directory import MINUTE, Clock
 from tests.fakes import FakeChat
 from tests.queue.helpers import settings, until, working
-from tests.test_batches import MINUTE, Clock
-from worker.batches import Batches
+from worker.batch_dir.directory import BatchDirectory
 
 pytestmark = pytest.mark.usefixtures("worker")
 _WITHIN_S = 60
@@ -82,9 +82,9 @@ async def test_a_file_for_openai_s_own_service_is_taken_in_at_its_time_and_answe
     write(tmp_path / "inbox" / "prompts.jsonl", 20)
     caplog.set_level("INFO")
     known = settings(redis_url, model_name="nobody", poll_s=0.05, batch_models="*=default")
-    batches, clock = Batches(str(tmp_path), known), Clock()
+    batches, clock = BatchDirectory(str(tmp_path), known), Clock()
     async with working(known, FakeChat().chat, crons=[batches.cron], clock=clock) as keeper:
-        running = asyncio.create_task(batches.run(keeper.stopping, keeper.hurry))
+        running = asyncio.create_task(batches.run(keeper.stopping, keeper.force_stop))
         await until(lambda: batches.cron.next_run is not None)
         clock.moment += MINUTE
         await until(lambda: "completed: 20 of 20 lines" in caplog.text, within_s=_WITHIN_S)
@@ -104,9 +104,9 @@ async def test_what_was_taken_in_is_answered_without_another_slot_though_the_fee
     for name, lines in (("a", 100), ("b", 5), ("c", 5)):
         write(tmp_path / "inbox" / f"{name}.jsonl", lines)
     known = settings(redis_url, model_name="nobody", poll_s=0.05, batch_models="*=default")
-    batches, clock = Batches(str(tmp_path), known, look_s=0.5), Clock()
+    batches, clock = BatchDirectory(str(tmp_path), known, look_s=0.5), Clock()
     async with working(known, FakeChat().chat, crons=[batches.cron], clock=clock) as keeper:
-        running = asyncio.create_task(batches.run(keeper.stopping, keeper.hurry))
+        running = asyncio.create_task(batches.run(keeper.stopping, keeper.force_stop))
         await until(lambda: batches.cron.next_run is not None)
         clock.moment += MINUTE
         await until(lambda: any((tmp_path / "running").glob("*_a_*/output.jsonl")), within_s=_WITHIN_S)

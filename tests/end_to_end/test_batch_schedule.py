@@ -47,7 +47,7 @@ def test_the_hours_say_what_offline_jobs_may_take_now(sluice: Command, tmp_path:
     now = datetime.now(UTC)
     around = f"{now - timedelta(hours=2):%H:%M}-{now + timedelta(hours=2):%H:%M}"
     later = f"{now + timedelta(hours=2):%H:%M}-{now + timedelta(hours=4):%H:%M}"
-    settings(tmp_path, "SLUICE_MAX_ROWS=8", "SLUICE_BATCH_ROWS_OUTSIDE=1")
+    settings(tmp_path, "SLUICE_MAX_ROWS=8", "SLUICE_BATCH_OFF_HOURS_ROWS=1")
     sluice.env["TZ"] = "UTC"
     said = [sluice("batch", "schedule", "--hours", hours)[1].splitlines()[-1] for hours in (around, later)]
     assert said == [

@@ -61,14 +61,14 @@ def test_whether_images_are_served_is_told_as_a_worker_would_do_it(tmp_path: Pat
     code, out, _ = check(folder, "--json", SLUICE_VISION="off")
     facts = json.loads(out)
     assert (code, facts["vision"], facts["vision_why_not"]) == (0, False, "SLUICE_VISION is off.")
-    assert facts["tower_bytes"] == 0
+    assert facts["encoder_bytes"] == 0
 
 
 def test_a_program_gets_one_object() -> None:
     code, out, err = check(str(TINY_CHAT), "--json")
     facts = json.loads(out)
     assert (code, err) == (0, "")
-    assert (facts["servable"], facts["complaints"]) == (True, [])
+    assert (facts["servable"], facts["blockers"]) == (True, [])
     assert (facts["weights_bytes"], facts["token_bytes"], facts["state_bytes"]) == (2_047_296, 1024, 41_984)
     assert [layer["kind"] for layer in facts["layers"]] == ["recurrent", "kv"] * 2
     assert [row["tokens"] for row in facts["rows"]] == [2048, 8192, 32_768]

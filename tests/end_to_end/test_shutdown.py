@@ -10,7 +10,7 @@ from sluice import Client, Delta, Event
 from tests.end_to_end.endless_step import ENDLESS_STEP
 from tests.end_to_end.endless_tokenizer import ENDLESS
 from tests.keyspace import check_job_keys
-from worker.ending import EXIT_FAILED, EXIT_HURRIED
+from worker.process.exit_timer import EXIT_FAILED, EXIT_FORCED
 
 # Only a worker that hangs takes so long, however busy the machine is.
 HANGS_S = 300.0
@@ -162,7 +162,7 @@ async def test_a_second_signal_ends_a_worker_that_cannot_hand_its_jobs_back() ->
         assert server.process is not None
         server.process.send_signal(signal.SIGSTOP)
         await stop(worker, signals=2)
-        assert await ended(worker) == EXIT_HURRIED
+        assert await ended(worker) == EXIT_FORCED
         server.process.send_signal(signal.SIGCONT)
 
 

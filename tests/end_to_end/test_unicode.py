@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerFast
 
 from scripts.stack import TINY_CHAT, WorkerProcess
 from sluice import Client, Delta
-from worker.engine.upstream import load_tokenizer
-from worker.engine.words import Words
-from worker.text.detokenize import Vocabulary
+from worker.engine.tokenizer import MLXTokenizer
+from worker.engine.upstream.mlx_lm import load_tokenizer
+from worker.text.vocabulary import Vocabulary
 
 REPEATED = {
     "emoji": "😀🚀 🌍🎉🔥 🐙",
@@ -102,7 +102,7 @@ async def test_what_it_does_not_know_is_whole_too_where_a_schema_makes_it_say_so
 async def test_bytes_that_are_no_text_come_out_as_they_do_from_the_whole(
     worker: WorkerProcess, client: Client, tiny: PreTrainedTokenizerFast
 ) -> None:
-    vocabulary = Vocabulary(Words(load_tokenizer(TINY_CHAT)))
+    vocabulary = Vocabulary(MLXTokenizer(load_tokenizer(TINY_CHAT)))
     token_of = {vocabulary.bytes_of(token): token for token in range(1024)}
 
     def only(bytes_: bytes) -> Any:

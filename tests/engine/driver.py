@@ -7,30 +7,25 @@ from collections.abc import Sequence as Sequences
 import mlx.core as mx
 
 from worker.engine.engine import Engine
-from worker.engine.model import Model
-from worker.engine.upstream import generation_stream
+from worker.engine.model.load import Model
+from worker.engine.upstream.mlx_lm import generation_stream
 from worker.schedule.grouping import StepCost
-from worker.schedule.memory import MOST_ROWS
-from worker.schedule.sequence import (
+from worker.schedule.memory import MAX_ROWS
+from worker.schedule.outcomes import (
     Encoded,
-    Faulted,
-    Guide,
-    Lane,
     Prefilled,
-    Range,
     Refused,
+    RowFailed,
     Sampled,
-    Sampling,
     Scored,
-    Sequence,
-    StepReport,
-    Thinned,
-    Thinning,
-    Whole,
+    SpecPrefillApplied,
+    SpecPrefillSkipped,
 )
+from worker.schedule.report import StepReport
+from worker.schedule.request import GenerationRequest, GrammarState, Lane, Range, Sampling, SpecPrefillParams
 
 
-def answers(model: Model, sequences: Iterable[Sequence], *, apart: int = 0) -> dict[str, list[Sampled]]:
+def answers(model: Model, sequences: Iterable[GenerationRequest], *, apart: int = 0) -> dict[str, list[Sampled]]:
     """What each sequence heard. They arrive so many steps apart."""
     engine, waiting, steps = Engine(model, step_s=0.02), list(sequences), 0
     heard: dict[str, list[Sampled]] = {sequence.id: [] for sequence in waiting}
@@ -38,14 +33,14 @@ def answers(model: Model, sequences: Iterable[Sequence], *, apart: int = 0) -> d
         while waiting and steps >= apart * (len(heard) - len(waiting)):
             engine.add(waiting.pop(0))
         for outcome in engine.step().outcomes:
-            assert not isinstance(outcome, Faulted)
+            assert not isinstance(outcome, RowFailed)
             if isinstance(outcome, Sampled):
                 heard[outcome.id].append(outcome)
         steps += 1
     return heard
 
 
-def answer(model: Model, sequence: Sequence) -> list[Sampled]:
+def answer(model: Model, sequence: GenerationRequest) -> list[Sampled]:
     return answers(model, [sequence])[sequence.id]
 
 
@@ -78,7 +73,7 @@ class Run:
         model: Model,
         *,
         step_s: float = 0.02,
-        rows: int = MOST_ROWS,
+        rows: int = MAX_ROWS,
         memory: int | None = None,
         prefix_bytes: int = 0,
     ) -> None:
@@ -103,33 +98,33 @@ class Run:
         max_tokens: int = 20,
         sampling: Sampling | None = None,
         lane: Lane = "interactive",
-        guide: Guide | None = None,
+        grammar: GrammarState | None = None,
         top_logprobs: int | None = None,
-        delivered: Sequences[int] = (),
+        resume_tokens: Sequences[int] = (),
         space: str = "",
         boundaries: Sequences[int] = (),
-        kept: tuple[Range, ...] | None = None,
-        thinning: Thinning | None = None,
+        kept_ranges: tuple[Range, ...] | None = None,
+        specprefill: SpecPrefillParams | None = None,
     ) -> None:
         self.submit(
-            Sequence(
+            GenerationRequest(
                 id,
                 tokens,
                 max_tokens,
                 sampling or Sampling(),
                 lane,
-                tuple(delivered),
-                guide,
+                tuple(resume_tokens),
+                grammar,
                 top_logprobs,
                 space,
                 tuple(boundaries),
-                thinning,
-                kept,
+                specprefill,
+                kept_ranges,
             )
         )
 
-    def submit(self, sequence: Sequence) -> None:
-        self.said[sequence.id], self.logprobs[sequence.id] = list(sequence.delivered), []
+    def submit(self, sequence: GenerationRequest) -> None:
+        self.said[sequence.id], self.logprobs[sequence.id] = list(sequence.resume_tokens), []
         self.engine.add(sequence)
 
     def step(self) -> StepReport:
@@ -143,13 +138,13 @@ class Run:
                     self.logprobs[id] += [logprobs.token] if logprobs else []
                     if finish_reason:
                         self.ended[id] = finish_reason
-                case Faulted(id):
+                case RowFailed(id):
                     self.ended[id] = "faulted"
                 case Refused(id, sentence):
                     self.ended[id], self.refused[id] = "refused", sentence
-                case Thinned(id, kept):
+                case SpecPrefillApplied(id, kept):
                     self.kept[id] = kept
-                case Whole(id, why):
+                case SpecPrefillSkipped(id, why):
                     self.whole[id] = why
                 case Scored(id):
                     self.scored[id] += 1
@@ -174,28 +169,28 @@ class Run:
     @property
     def inside(self) -> list[str]:
         """Rows that prefill or decode, the oldest first."""
-        return list(self.engine._inside)
+        return list(self.engine._active)
 
     @property
     def waiting(self) -> list[str]:
-        return list(self.engine._entry._waiting)
+        return list(self.engine._admission._waiting)
 
     @property
     def held_bytes(self) -> int:
         """Of those who wait with their caches."""
-        return self.engine._entry._held()
+        return self.engine._admission._held_bytes()
 
     def park(self, id: str) -> None:
         """As if to make room. It comes back when `stir` says that there is some, or somebody ends."""
         with mx.stream(generation_stream):
-            self.engine._park(id)
+            self.engine._preempt(id)
 
     def stir(self, *, keep: bool = True) -> None:
         """Room for the rows that wait; their caches are kept, or computed again."""
-        for candidate in self.engine._entry._waiting.values():
+        for candidate in self.engine._admission._waiting.values():
             if not keep:
-                candidate.forget()
-        self.engine._entry.stir()
+                candidate.drop_cache()
+        self.engine._admission.mark_dirty()
 
     def group_by(self, cost: StepCost) -> None:
         """Rows are moved to suit it at the end of the next step."""

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from scripts.stack import TINY_CHAT
 from worker.engine.control_tokens import ControlTokens, _pattern
-from worker.engine.upstream import load_tokenizer
+from worker.engine.upstream.mlx_lm import load_tokenizer
 
 TINY = load_tokenizer(TINY_CHAT)._tokenizer
 LETTERS = "abcdefghijklmnopqrstuvwxyz<>|_/ \n"

@@ -9,9 +9,9 @@ import pytest
 from tests.engine.driver import Run
 from tests.engine.tiny import CONFIGS, FAMILIES, VOCAB, alone, network, prompt, told_alone, write_checkpoint
 from tests.engine.tiny import model as family_model
-from worker.engine.model import Model, open_model
-from worker.engine.rows import Rows
-from worker.schedule.sequence import Sampling
+from worker.engine.batch.decode_batch import DecodeBatch
+from worker.engine.model.load import Model, open_model
+from worker.schedule.request import Sampling
 
 LENGTHS = (1, 2, 37, 5, 64, 16, 3, 90, 17, 8, 33, 150, 4, 48)
 
@@ -143,7 +143,7 @@ def test_a_resumed_row_goes_on_as_if_it_had_never_stopped(model: Model, sampling
     resumed = Run(model)
     resumed.add("beside", prompt(11, 4))
     resumed.step()
-    resumed.add("a", prompt(40, 3), max_tokens=24, sampling=sampling, delivered=said[:delivered])
+    resumed.add("a", prompt(40, 3), max_tokens=24, sampling=sampling, resume_tokens=said[:delivered])
     assert resumed.drain()["a"] == said
 
 
@@ -203,7 +203,7 @@ def test_a_decode_step_that_fails_ends_its_rows_and_leaves_the_engine_alive(
     run = Run(qwen)
     run.add("a", prompt(5, 1))
     run.step()
-    monkeypatch.setattr(Rows, "launch", _broken)
+    monkeypatch.setattr(DecodeBatch, "launch", _broken)
     run.step()
     monkeypatch.undo()
     assert run.ended == {"a": "faulted"}
@@ -219,7 +219,7 @@ def test_a_prompt_that_cannot_be_prefilled_fails_alone(qwen: Model) -> None:
     assert run.ended["bad"] == "faulted"
 
 
-def _broken(rows: Rows) -> None:
+def _broken(rows: DecodeBatch) -> None:
     raise RuntimeError("no such luck")
 
 

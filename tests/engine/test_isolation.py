@@ -12,16 +12,17 @@ import pytest
 
 from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
 from tests.engine.tiny import CONFIGS, alone, model, network, prompt, write_checkpoint
-from worker.engine import prefill as prefill_module
-from worker.engine import rows as rows_module
+from worker.engine.batch import decode_batch as rows_module
+from worker.engine.batch.decode_batch import DecodeBatch
+from worker.engine.batch.row import Row
+from worker.engine.cache.slot_kv import SlotKVCache, SlotRotatingKVCache
+from worker.engine.cache.slots import SlotArraysCache
 from worker.engine.engine import EngineBroken
-from worker.engine.model import open_model
-from worker.engine.row import Row
-from worker.engine.rows import Rows
-from worker.engine.slots import SlotArraysCache
-from worker.engine.slots_kv import SlotKVCache, SlotRotatingKVCache
+from worker.engine.model.load import open_model
+from worker.engine.prefill import base as prefill_module
 from worker.engine.thread import EngineThread
-from worker.schedule.sequence import Outcome, Sampled, Sequence
+from worker.schedule.outcomes import Outcome, Sampled
+from worker.schedule.request import GenerationRequest
 
 QWEN = "qwen3_5"
 NEIGHBOURS = {"a": 3, "b": 40, "c": 17, "d": 64, "e": 9}  # prompt tokens
@@ -67,7 +68,7 @@ def all_is_well(run: Run, family: str = QWEN, *, guilty: str | None = None) -> N
 class Counting:
     """Allows everything, and breaks down at one token of the answer."""
 
-    broken = None
+    error = None
 
     def __init__(self, at: int) -> None:
         self._at, self._heard = at, 0
@@ -75,10 +76,10 @@ class Counting:
     def accept(self, token: int) -> None:
         self._heard += 1
 
-    def rewind(self) -> None:
+    def reset(self) -> None:
         self._heard = 0
 
-    def allowed(self) -> bytes | None:
+    def bitmask(self) -> bytes | None:
         if self._heard >= self._at:
             raise RuntimeError("no such rule")
         return None
@@ -88,7 +89,7 @@ class Counting:
 def test_a_guide_that_raises_fails_its_own_row(at: int) -> None:
     run = Run(model(QWEN))
     beside(run)
-    run.add("guilty", GUILTY, max_tokens=ANSWER, guide=Counting(at))
+    run.add("guilty", GUILTY, max_tokens=ANSWER, grammar=Counting(at))
     others(run)
     all_is_well(run, guilty="guilty")
     assert len(run.said["guilty"]) <= at
@@ -123,12 +124,12 @@ def test_a_row_whose_embedding_is_nan_fails_alone(family: str, place: int) -> No
 
 def test_logits_of_infinity_fail_their_row() -> None:
     class Mad(Counting):
-        def allowed(self) -> bytes | None:
+        def bitmask(self) -> bytes | None:
             return bytes(128) if self._heard == self._at else None  # no token at all
 
     run = Run(model(QWEN))
     beside(run)
-    run.add("guilty", GUILTY, max_tokens=ANSWER, guide=Mad(5))
+    run.add("guilty", GUILTY, max_tokens=ANSWER, grammar=Mad(5))
     others(run)
     all_is_well(run, guilty="guilty")
     assert len(run.said["guilty"]) == 5
@@ -162,7 +163,7 @@ def test_a_step_that_fails_once_costs_no_row_a_token(monkeypatch: pytest.MonkeyP
     if part == "forward":
         monkeypatch.setattr(rows_module, "forward", raising(once(), rows_module.forward))
     else:
-        monkeypatch.setattr(Rows, "collect", raising(once(), Rows.collect))
+        monkeypatch.setattr(DecodeBatch, "collect", raising(once(), DecodeBatch.collect))
     all_is_well(run)
 
 
@@ -201,7 +202,7 @@ def test_rows_that_are_parked_or_cancelled_while_they_come_again_say_nothing_twi
     beside(run)
     others(run)
     run.until(lambda: len(run.said["e"]) >= 6)
-    monkeypatch.setattr(Rows, "collect", raising(once(), Rows.collect))
+    monkeypatch.setattr(DecodeBatch, "collect", raising(once(), DecodeBatch.collect))
     run.step()
     monkeypatch.undo()
     for id in [id for id in run.inside if id != "b"]:
@@ -384,7 +385,7 @@ def test_ten_prompts_that_fail_in_a_row_are_the_end_of_the_engine(monkeypatch: p
 def test_failures_with_answers_between_them_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(model(QWEN))
     for i in range(15):
-        run.add(f"guilty {i}", GUILTY, max_tokens=4, guide=Counting(0))
+        run.add(f"guilty {i}", GUILTY, max_tokens=4, grammar=Counting(0))
         run.add(f"good {i}", asked("a"), max_tokens=ANSWER)
         run.drain()
         assert run.said[f"good {i}"] == lonely(QWEN, asked("a"))
@@ -397,14 +398,14 @@ async def test_an_engine_that_fails_ten_times_calls_for_the_end_of_the_process(
     checkpoint, died, heard = write_checkpoint(CONFIGS["llama"], tmp_path), asyncio.Event(), list[Outcome]()
 
     class Ear:
-        def heard(self, outcome: Outcome, rows: int) -> None:
+        def on_outcome(self, outcome: Outcome, rows: int) -> None:
             heard.append(outcome)
 
     engine = EngineThread(lambda: open_model(str(checkpoint)), step_s=0.1, died=died.set)
     await engine.start()
     monkeypatch.setattr(rows_module, "forward", raising(always, rows_module.forward))
     for i in range(20):
-        engine.submit(Sequence(str(i), GUILTY, 5), Ear())
+        engine.submit(GenerationRequest(str(i), GUILTY, 5), Ear())
     await asyncio.wait_for(died.wait(), 20)
     await engine.stop()
     assert "10 steps in a row have failed" in caplog.text

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
 from tests.engine.tiny import alone, model, network, prompt
 from worker.schedule.grouping import StepCost
-from worker.schedule.sequence import Lane
+from worker.schedule.request import Lane
 
 PROMPTS = [(tokens, seed) for tokens in (1, 9, 16, 40) for seed in (1, 2)]  # around the windows of 16
 MOST = 30

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from scripts.scenarios.churn import churn, growth
 from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
 from tests.engine.tiny import CONFIGS, alone, build, model, model_of, prompt
-from worker.engine.calibration import calibrated
-from worker.engine.model import Model
-from worker.schedule.admission import PATIENCE
+from worker.engine.model.calibration import calibrated
+from worker.engine.model.load import Model
+from worker.schedule.admission import MAX_OVERTAKES
 from worker.schedule.grouping import StepCost
 
 # Its keys and values take far more than anything else.
@@ -146,12 +146,12 @@ def test_an_interactive_row_parks_the_youngest_offline_row_which_goes_on_exactly
     run = crowd(wide)
     run.add("interactive", prompt(PROMPT, 7), max_tokens=6)
     report = run.step()
-    assert (run.waiting, report.preempted, report.parked) == (["offline 2"], 1, 1)
+    assert (run.waiting, report.num_preemptions, report.num_preempted) == (["offline 2"], 1, 1)
     assert 0 < len(run.said["offline 2"]) < ANSWER
     assert run.held_bytes > 0
     if not keep:
-        for candidate in run.engine._entry._waiting.values():
-            candidate.forget()
+        for candidate in run.engine._admission._waiting.values():
+            candidate.drop_cache()
         assert run.held_bytes == 0
     before = run.chunks["offline 2"]
     run.drain()
@@ -167,7 +167,7 @@ def test_an_offline_row_parks_nobody(wide: Model) -> None:
     assert run.inside == ["offline 0", "interactive"]
     run.add("late", prompt(PROMPT, 3), max_tokens=4, lane="batch")
     for _ in range(3):
-        assert run.step().preempted == 0
+        assert run.step().num_preemptions == 0
         assert run.waiting == ["late"]
     run.drain()
     assert run.said["late"] == lonely(3, 4)
@@ -206,7 +206,7 @@ def test_small_rows_do_not_overtake_a_large_one_for_ever(wide: Model) -> None:
         run.step()
         assert run.steps < 1000
     entered = [id for id in run.ended if id != "large"]
-    assert len(entered) < 3 * PATIENCE
+    assert len(entered) < 3 * MAX_OVERTAKES
     run.drain()
     assert set(run.ended.values()) <= {"length", "stop"}
 

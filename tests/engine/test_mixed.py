@@ -8,10 +8,11 @@ import pytest
 from schemas import ChatRequest
 from tests.engine.driver import answer, answers, tokens
 from tests.engine.tiny import CONFIGS, EOS, prompt, write_checkpoint
-from worker.engine.model import Model, open_model
-from worker.engine.words import Words
-from worker.schedule.sequence import Guide, Sampled, Sampling, Sequence
-from worker.text.language import Language
+from worker.engine.model.load import Model, open_model
+from worker.engine.tokenizer import MLXTokenizer
+from worker.schedule.outcomes import Sampled
+from worker.schedule.request import GenerationRequest, GrammarState, Sampling
+from worker.text.codec import TextCodec
 
 NO_END = ((EOS, -100.0),)
 NO_THINKING = ((3, -100.0),)  # which no grammar ends, and a random model neither
@@ -60,18 +61,18 @@ JSON = ChatRequest.model_validate(
 )
 
 
-async def guide(language: Language) -> Guide | None:
+async def guide(language: TextCodec) -> GrammarState | None:
     return await language.guide(JSON, await language.prompt(JSON))
 
 
-def sequences(language: Language) -> list[Sequence]:
+def sequences(language: TextCodec) -> list[GenerationRequest]:
     return [
-        Sequence(
+        GenerationRequest(
             id,
             prompt(5 + 11 * i % 40, i),
             100 if id.startswith("json") else 18 + 5 * i % 17,
             how,
-            guide=asyncio.run(guide(language)) if id.startswith("json") else None,
+            grammar=asyncio.run(guide(language)) if id.startswith("json") else None,
             top_logprobs=LOGPROBS.get(id),
         )
         for i, (id, how) in enumerate(HOWS.items())
@@ -79,7 +80,7 @@ def sequences(language: Language) -> list[Sequence]:
 
 
 def test_a_mixed_batch_of_sixteen_rows_says_what_each_says_alone(model: Model) -> None:
-    language = Language(Words(model.tokenizer), model.vocab)
+    language = TextCodec(MLXTokenizer(model.tokenizer), model.vocab)
     together = answers(model, sequences(language), apart=1)
     for alone in sequences(language):
         mine, expected = together[alone.id], answer(model, alone)

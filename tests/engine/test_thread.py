@@ -10,10 +10,11 @@ import pytest
 
 from scripts.stack import ROOT, TINY_CHAT
 from tests.engine.tiny import prompt
-from worker.engine.model import Model, open_model
+from worker.engine.model.load import Model, open_model
 from worker.engine.thread import EngineThread
 from worker.errors import CannotStart
-from worker.schedule.sequence import Outcome, Sampled, Sampling, Sequence
+from worker.schedule.outcomes import Outcome, Sampled
+from worker.schedule.request import GenerationRequest, Sampling
 
 
 @dataclass
@@ -21,7 +22,7 @@ class Ear:
     said: list[int | None] = field(default_factory=list)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def heard(self, outcome: Outcome, rows: int) -> None:
+    def on_outcome(self, outcome: Outcome, rows: int) -> None:
         if isinstance(outcome, Sampled):
             self.said.append(outcome.token)
             if outcome.finish_reason:
@@ -70,8 +71,8 @@ async def test_rows_are_heard_until_they_are_removed() -> None:
     await engine.start()
     no_end = Sampling(logit_bias=((2, -100.0),))
     stays, goes = Ear(), Ear()
-    engine.submit(Sequence("stays", prompt(5, 1), 300, no_end), stays)
-    engine.submit(Sequence("goes", prompt(5, 2), 10_000, no_end), goes)
+    engine.submit(GenerationRequest("stays", prompt(5, 1), 300, no_end), stays)
+    engine.submit(GenerationRequest("goes", prompt(5, 2), 10_000, no_end), goes)
     while len(goes.said) < 3:
         await asyncio.sleep(0.001)
     engine.remove("goes")
@@ -86,7 +87,7 @@ async def test_an_engine_on_hold_makes_no_token_and_then_goes_on() -> None:
     engine = EngineThread(tiny_chat, step_s=0.1, died=unreached)
     await engine.start()
     ear = Ear()
-    engine.submit(Sequence("a", prompt(5, 1), 200, Sampling(logit_bias=((2, -100.0),))), ear)
+    engine.submit(GenerationRequest("a", prompt(5, 1), 200, Sampling(logit_bias=((2, -100.0),))), ear)
     while len(ear.said) < 3:
         await asyncio.sleep(0.001)
     engine.hold(True)
@@ -94,7 +95,7 @@ async def test_an_engine_on_hold_makes_no_token_and_then_goes_on() -> None:
     said = len(ear.said)
     await asyncio.sleep(0.2)
     assert len(ear.said) == said < 200
-    assert engine.pulse.silent_s() == 0, "an engine on hold is at rest, not hung"
+    assert engine.pulse.stalled_s() == 0, "an engine on hold is at rest, not hung"
     engine.hold(False)
     await asyncio.wait_for(ear.ended.wait(), 30)
     assert len(ear.said) == 200
@@ -106,7 +107,7 @@ async def test_an_engine_that_breaks_calls_for_the_end_of_the_process(monkeypatc
     engine = EngineThread(tiny_chat, step_s=0.1, died=died.set)
     await engine.start()
     monkeypatch.setattr("worker.engine.engine.Engine.step", lambda self: 1 / 0)
-    engine.submit(Sequence("a", prompt(5, 1), 5), Ear())
+    engine.submit(GenerationRequest("a", prompt(5, 1), 5), Ear())
     await asyncio.wait_for(died.wait(), 10)
     await engine.stop()
 

@@ -14,10 +14,10 @@ from mlx_lm.generate import generate_step
 from mlx_lm.utils import _get_classes
 
 from scripts.stack import TINY_CHAT
-from worker.engine.kept import needs_states
-from worker.engine.layers import anatomy, weights_bytes
-from worker.engine.model import Model
-from worker.engine.upstream import load_tokenizer
+from worker.engine.cache.segments import needs_states
+from worker.engine.model.load import Model
+from worker.engine.model.profile import profile, weights_bytes
+from worker.engine.upstream.mlx_lm import load_tokenizer
 
 VOCAB = 1024
 EOS = 2
@@ -298,7 +298,7 @@ def model_of(network: nn.Module, config: dict[str, Any]) -> Model:
         context=2048,
         vocab=VOCAB,
         generation={},
-        costs=anatomy(network, config).costs(weights_bytes=weights_bytes(network)),
+        costs=profile(network, config).costs(weights_bytes=weights_bytes(network)),
         stateful=needs_states(network),
     )
 

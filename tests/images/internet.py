@@ -6,7 +6,7 @@ from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from worker.errors import Refusal
+from worker.errors import JobFailure
 from worker.images.fetch import Fetcher
 from worker.images.http import HEAD_BYTES, Target
 
@@ -71,7 +71,7 @@ class Internet:
         async with self.on():
             try:
                 return await fetcher.fetch(url)
-            except Refusal as refusal:
+            except JobFailure as refusal:
                 self.retryable = refusal.retryable
                 return refusal.type, refusal.message
 

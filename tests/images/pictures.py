@@ -9,7 +9,7 @@ from typing import Any
 import PIL.Image
 from PIL.Image import Image as Picture
 
-from worker.errors import Refusal
+from worker.errors import JobFailure
 from worker.images.decode import decode
 from worker.images.image import Image
 
@@ -67,6 +67,6 @@ def rows_of(image: Image) -> list[list[Pixel]]:
 def refused(file: bytes, **options: Any) -> tuple[str, str]:
     try:
         image = read(file, **options)
-    except Refusal as refusal:
+    except JobFailure as refusal:
         return refusal.type, refusal.message
     raise AssertionError(f"it was read: {image}")

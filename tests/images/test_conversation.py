@@ -10,11 +10,11 @@ from tests.images.internet import Internet, answer
 from tests.images.pictures import data_url, patch, png, read, saved
 from tests.text import conversations
 from tests.text.conversations import Said, assistant, system, text, user
-from worker.errors import Refusal
-from worker.images.conversation import Images, shown_in
+from worker.errors import JobFailure
+from worker.images.conversation import ImageLoader, shown_in
 from worker.images.image import Image
 from worker.settings import Settings
-from worker.text.normalize import normalize
+from worker.text.prompt.normalize import normalize
 
 FILES = [saved(patch(8 + at, 8)) for at in range(8)]
 
@@ -27,32 +27,32 @@ def linked(url: str) -> Said:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def images_with(**given: Any) -> Images:
-    return Images(Settings(model="tiny", _env_file=None, **given))  # type: ignore[call-arg]
+def images_with(**given: Any) -> ImageLoader:
+    return ImageLoader(Settings(model="tiny", _env_file=None, **given))  # type: ignore[call-arg]
 
 
 @pytest.fixture
-async def images() -> AsyncIterator[Images]:
+async def images() -> AsyncIterator[ImageLoader]:
     images = images_with()
     yield images
     images.close()
 
 
-async def all_of(images: Images, *said: Said) -> tuple[Image, ...]:
+async def all_of(images: ImageLoader, *said: Said) -> tuple[Image, ...]:
     return tuple([image async for _, image in images.of(conversations.read([*said]))])
 
 
-async def refused(images: Images, *said: Said) -> tuple[str, str]:
-    with pytest.raises(Refusal) as raised:
+async def refused(images: ImageLoader, *said: Said) -> tuple[str, str]:
+    with pytest.raises(JobFailure) as raised:
         await all_of(images, *said)
     return raised.value.type, raised.value.message
 
 
-async def test_a_conversation_without_images_has_none(images: Images) -> None:
+async def test_a_conversation_without_images_has_none(images: ImageLoader) -> None:
     assert await all_of(images, system("Be brief."), user("Hello."), user([text("Hi.")])) == ()
 
 
-async def test_images_come_in_the_order_of_the_conversation(images: Images) -> None:
+async def test_images_come_in_the_order_of_the_conversation(images: ImageLoader) -> None:
     said = [
         system("Look closely."),
         user([shown(FILES[0]), text("and"), shown(FILES[1])]),
@@ -81,7 +81,7 @@ def test_the_order_is_that_of_the_prompt_whatever_is_moved_to_its_front(said: li
     assert found == urls_of_prompt(said)
 
 
-async def test_a_bad_image_is_named_by_its_place(images: Images) -> None:
+async def test_a_bad_image_is_named_by_its_place(images: ImageLoader) -> None:
     good = user([shown(FILES[0])])
     for bad, kind, why in [
         (shown(FILES[0][:60]), "invalid_request", "the image, a PNG, is damaged, truncated or empty."),
@@ -101,7 +101,7 @@ async def test_a_bad_image_is_named_by_its_place(images: Images) -> None:
         assert await refused(images, *said) == (kind, f"messages[2].content[1].image_url: {why}")
 
 
-async def test_a_data_url_may_be_written_in_capitals_and_percent_encoded(images: Images) -> None:
+async def test_a_data_url_may_be_written_in_capitals_and_percent_encoded(images: ImageLoader) -> None:
     url = "DATA:Image/PNG;Base64," + data_url(FILES[0]).partition(",")[2].replace("=", "%3D").replace("+", "%2b")
     assert await all_of(images, user([linked(url)])) == (read(FILES[0]),)
 
@@ -136,13 +136,13 @@ async def test_all_images_together_have_no_more_than_four_times_the_pixels_of_on
 
 
 @pytest.mark.parametrize(("detail", "side"), [("low", 512), ("high", 600), ("auto", 600), (None, 600)])
-async def test_low_detail_makes_an_image_smaller_and_no_other_does(images: Images, detail: Any, side: int) -> None:
+async def test_low_detail_makes_an_image_smaller_and_no_other_does(images: ImageLoader, detail: Any, side: int) -> None:
     (image,) = await all_of(images, user([shown(saved(patch(600, 600)), detail=detail)]))
     assert (image.width, image.height) == (side, side)
 
 
 @pytest.mark.parametrize("url", ["https://example.org/a.png", "http://127.0.0.1/", "file:///etc/passwd", "a.png"])
-async def test_nothing_is_fetched_unless_that_is_allowed(images: Images, url: str) -> None:
+async def test_nothing_is_fetched_unless_that_is_allowed(images: ImageLoader, url: str) -> None:
     assert await refused(images, user([linked(url)])) == (
         "unsupported", "messages[0].content[0].image_url: this worker accepts only data: URLs.",
     )  # fmt: skip
@@ -163,7 +163,7 @@ class Shelf:
 
     async def fetch(self, url: str) -> bytes:
         if url.endswith("late.png"):
-            raise Refusal("invalid_request", "the image did not arrive within 10 s.", retryable=True)
+            raise JobFailure("invalid_request", "the image did not arrive within 10 s.", retryable=True)
         return saved(patch(600, 600), "JPEG")
 
     def close(self) -> None:
@@ -182,7 +182,7 @@ async def test_a_fetched_image_is_read_as_what_it_is() -> None:
 async def test_what_may_go_well_later_is_told_as_such() -> None:
     images = images_with(image_urls=True)
     images._fetcher = Shelf()  # type: ignore[assignment]
-    with pytest.raises(Refusal) as raised:
+    with pytest.raises(JobFailure) as raised:
         await all_of(images, user([linked("https://example.org/late.png")]))
     assert raised.value.retryable
     assert raised.value.message == "messages[0].content[0].image_url: the image did not arrive within 10 s."

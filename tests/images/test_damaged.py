@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from scripts.stack import ROOT
 from tests.images.pictures import Picture, patch, png, read, saved
-from worker.errors import Refusal
+from worker.errors import JobFailure
 from worker.images.decode import decode
 from worker.images.image import Image
 
@@ -79,10 +79,10 @@ def damaged(draw: st.DrawFn) -> bytes:
     return with_checksums(broken) if broken.startswith(b"\x89PNG") and draw(st.booleans()) else broken
 
 
-def outcome(file: bytes) -> Image | Refusal:
+def outcome(file: bytes) -> Image | JobFailure:
     try:
         return read(file, max_pixels=MOST_PIXELS)
-    except Refusal as refusal:
+    except JobFailure as refusal:
         return refusal
 
 
@@ -103,7 +103,7 @@ def test_a_damaged_file_is_an_image_or_a_refusal_within_a_second(file: bytes) ->
     begun = time.thread_time()
     came = outcome(file)
     assert time.thread_time() - begun < LONGEST_S
-    if isinstance(came, Refusal):
+    if isinstance(came, JobFailure):
         assert came.type in ("invalid_request", "unsupported", "too_large")
     else:
         assert len(came.pixels) == 3 * came.width * came.height <= 3 * MOST_PIXELS
@@ -112,7 +112,7 @@ def test_a_damaged_file_is_an_image_or_a_refusal_within_a_second(file: bytes) ->
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200))
 def test_bytes_that_were_never_an_image_are_refused(data: bytes) -> None:
-    assert isinstance(outcome(data), Refusal)
+    assert isinstance(outcome(data), JobFailure)
 
 
 def bombs() -> dict[str, bytes]:
@@ -165,6 +165,6 @@ def test_a_bomb_is_refused_with_less_than_16_megabytes(tmp_path: Path, kind: str
 def test_a_refused_bomb_takes_no_time() -> None:
     begun = time.thread_time()
     for file in bombs().values():
-        with pytest.raises(Refusal):
+        with pytest.raises(JobFailure):
             decode(file, max_pixels=25_000_000)
     assert time.thread_time() - begun < LONGEST_S

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.errors import Refusal
+from worker.errors import JobFailure
 from worker.images.data_url import read_data_url
 
 
@@ -52,24 +52,24 @@ def test_without_the_word_base64_at_the_end_it_is_not_base64() -> None:
 
 @pytest.mark.parametrize("body", ["AAEC*", "AA=EC", "A", "AA-_", "AAEC,AAEC", "%41%4", "é"])
 def test_base64_that_is_none_is_refused(body: str) -> None:
-    with pytest.raises(Refusal, match=r"^the data: URL is not valid base64 after its comma\.$"):
+    with pytest.raises(JobFailure, match=r"^the data: URL is not valid base64 after its comma\.$"):
         read_data_url(f"data:image/png;base64,{body}".encode())
 
 
 @pytest.mark.parametrize("url", ["data:", "data:image/png;base64", "data:iVBORw0KGgo="])
 def test_a_url_without_a_comma_is_refused(url: str) -> None:
-    with pytest.raises(Refusal, match=r"^the data: URL has no comma before its data\.$"):
+    with pytest.raises(JobFailure, match=r"^the data: URL has no comma before its data\.$"):
         read_data_url(url.encode())
 
 
 @pytest.mark.parametrize("media_type", ["é", "x" * 101])
 def test_a_media_type_that_is_none_is_refused(media_type: str) -> None:
-    with pytest.raises(Refusal, match=r"^the data: URL must begin with a media type, such as image/png\.$"):
+    with pytest.raises(JobFailure, match=r"^the data: URL must begin with a media type, such as image/png\.$"):
         read_data_url(f"data:{media_type},x".encode())
 
 
 @given(st.binary(max_size=100))
 def test_any_bytes_are_read_or_refused(url: bytes) -> None:
-    with suppress(Refusal):
+    with suppress(JobFailure):
         media_type, _ = read_data_url(b"data:" + url)
         assert media_type == media_type.lower()

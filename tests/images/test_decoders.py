@@ -12,16 +12,16 @@ import pytest
 
 from scripts.stack import ROOT
 from tests.images.pictures import patch, read, saved
-from worker.errors import Refusal
-from worker.images.decoder import Decoder, Task
+from worker.errors import JobFailure
+from worker.images.decoder import Decoder, DecodeRequest
 from worker.images.decoders import Decoders
 from worker.images.image import Image
 
 FILE = saved(patch())
 
 
-def task(source: bytes) -> Task:
-    return Task(len(source), is_url=False, max_bytes=1_000_000, max_pixels=25_000_000, low=False)
+def task(source: bytes) -> DecodeRequest:
+    return DecodeRequest(len(source), is_url=False, max_bytes=1_000_000, max_pixels=25_000_000, low=False)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ async def decoders() -> AsyncIterator[Decoders]:
 async def asked(decoders: Decoders, source: bytes = FILE) -> Image | tuple[str, str]:
     try:
         return await decoders.decode(task(source), source)
-    except Refusal as refusal:
+    except JobFailure as refusal:
         return refusal.type, refusal.message
 
 
@@ -77,7 +77,7 @@ async def test_many_images_at_once_get_their_own_answers_from_two_processes(deco
 
 async def test_the_event_loop_goes_on_while_a_large_image_is_decoded(decoders: Decoders) -> None:
     large = saved(PIL.Image.effect_noise((3000, 2000), 50), compress_level=1)
-    decoding = asyncio.create_task(decoders.decode(Task(len(large), False, 10**8, 10**8, False), large))
+    decoding = asyncio.create_task(decoders.decode(DecodeRequest(len(large), False, 10**8, 10**8, False), large))
     turns = 0
     while not decoding.done():
         await asyncio.sleep(0.001)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.images.internet import ADDRESS, ANOTHER, Internet, Page, answer, fetched, leads_to
-from worker.errors import Refusal
+from worker.errors import JobFailure
 from worker.images.fetch import Fetcher
 from worker.images.http import HEAD_BYTES, Redirected, Target, read_answer
 
@@ -156,7 +156,7 @@ async def test_whatever_a_server_says_is_a_file_a_redirect_or_refused(said: byte
     reader = asyncio.StreamReader(limit=HEAD_BYTES)
     reader.feed_data(said)
     reader.feed_eof()
-    with suppress(Refusal):
+    with suppress(JobFailure):
         file = await read_answer(reader, 1000)
         assert isinstance(file, Redirected) or len(file) <= 1000
 
@@ -269,7 +269,7 @@ async def test_this_machine_and_its_network_are_refused_however_they_are_written
     async def no_connection(*_: object) -> None:
         raise AssertionError("it was connected to")
 
-    with pytest.raises(Refusal) as raised:
+    with pytest.raises(JobFailure) as raised:
         await Fetcher(1000, connect=no_connection).fetch(f"http://{host}:80/a.png")  # type: ignore[arg-type]
     # Not every system's resolver takes every spelling.
     assert (raised.value.type, raised.value.message) in (
@@ -280,7 +280,7 @@ async def test_this_machine_and_its_network_are_refused_however_they_are_written
 async def test_a_server_of_this_machine_is_not_asked() -> None:
     internet = Internet({"/a.png": answer(FILE)})
     async with internet.on():
-        with pytest.raises(Refusal, match="not public"):
+        with pytest.raises(JobFailure, match="not public"):
             await Fetcher(1000).fetch(f"http://127.0.0.1:{internet.port}/a.png")
     assert internet.asked == []
 
@@ -359,23 +359,23 @@ UNREADABLE = ["http://", "http:///a", "http://a.example:x/", "http://a.example:9
 
 @pytest.mark.parametrize("url", [*UNREADABLE, "http://a b/", "http://a\\b.example/", f"http://{'a' * 64}.example/"])
 def test_a_url_that_cannot_be_read_is_refused(url: str) -> None:
-    with pytest.raises(Refusal, match=r"^the URL is invalid\.$"):
+    with pytest.raises(JobFailure, match=r"^the URL is invalid\.$"):
         Target.of(url)
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://a.example/", "a.png", "//a.example/", "javascript:x", ""])
 def test_a_url_of_another_kind_is_refused(url: str) -> None:
-    with pytest.raises(Refusal, match=r"^the URL must begin with https:, http: or data:\.$"):
+    with pytest.raises(JobFailure, match=r"^the URL must begin with https:, http: or data:\.$"):
         Target.of(url)
 
 
 def test_a_url_with_a_password_is_refused() -> None:
     with pytest.raises(
-        Refusal, match=r"^the URL contains a user name; remove it, since images are fetched without credentials\.$"
+        JobFailure, match=r"^the URL contains a user name; remove it, since images are fetched without credentials\.$"
     ):
         Target.of("https://me:secret@a.example/")
 
 
 def test_a_url_of_a_megabyte_is_refused() -> None:
-    with pytest.raises(Refusal, match=r"^the URL is longer than 8,192 characters\.$"):
+    with pytest.raises(JobFailure, match=r"^the URL is longer than 8,192 characters\.$"):
         Target.of("https://a.example/" + "x" * 1_000_000)

@@ -14,12 +14,12 @@ from schemas import keys
 from schemas.events import FINAL
 from schemas.keys import Lane
 from tests.waiting import until
-from worker.metrics import Metrics
-from worker.queue.claims import Claim, lease_key
-from worker.queue.clock import ServerClock
-from worker.queue.connection import connect
+from worker.monitoring.metrics import Metrics
 from worker.queue.cron import Cron
+from worker.queue.job.claims import Claim, lease_key
 from worker.queue.scripts import script
+from worker.queue.server.clock import ServerClock
+from worker.queue.server.connection import connect
 from worker.queue.worker import QueueWorker
 from worker.settings import Settings
 

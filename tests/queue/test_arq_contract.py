@@ -21,11 +21,11 @@ from redis.asyncio import Redis
 from tests.fakes import FakeChat
 from tests.queue.helpers import QUEUE, ended, envelope, put, settings, until, working
 from worker.json_bytes import dumps
-from worker.queue.connection import connect
 from worker.queue.cron import Cron
 from worker.queue.scripts import JOB_LIFE_MS
+from worker.queue.server.connection import connect
 from worker.queue.worker import QueueWorker
-from worker.timetable import Crontab
+from worker.schedule_times import Crontab
 
 REQUEST = {"say": ["Hello"]}
 

@@ -11,7 +11,7 @@ from sluice import CancelNotStored, Client, JobCancelled
 from tests.fakes import FakeChat
 from tests.keyspace import check_all_ended, check_job_keys
 from tests.queue.helpers import ask, ended, listening, put, settings, types, until, working
-from worker.queue.claims import lease_key
+from worker.queue.job.claims import lease_key
 
 HELLO = [{"role": "user", "content": "Hello!"}]
 

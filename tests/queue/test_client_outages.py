@@ -17,10 +17,10 @@ from redis.exceptions import (
 import sluice
 from scripts.stack import Server
 from sluice import Client, ServerUnreachable, Submitted, wire
-from sluice.batch.board import Board
+from sluice.batch.registry import BatchRegistry
 from sluice.batch.status import Batch
-from sluice.letters import DeadLetter
-from sluice.retries import Retries
+from sluice.dead_letters import DeadLetter
+from sluice.transport.retries import Retries
 from tests.line import Line
 from tests.queue.streaming import HELLO, behind, event, say, seqs, subscribed
 
@@ -102,7 +102,7 @@ async def test_every_call_is_answered_within_seconds_of_a_black_hole(db: Redis, 
     await db.hset(wire.job_key("a"), "state", "running")
     await db.hset("sluice:worker:ada", "name", "ada")
     await say(db, event(0), event(1, "cancelled"))
-    await Board(db).announce(BATCH)
+    await BatchRegistry(db).announce(BATCH)
 
     async def timed(name: str) -> float:
         call, expected = CALLS[name]
@@ -273,7 +273,7 @@ async def test_a_stream_rides_out_a_script_that_keeps_the_server_busy(db: Redis,
 async def test_an_answer_that_takes_long_is_waited_for_at_the_second_try(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sluice.retries.ANSWER_S", 0.1)
+    monkeypatch.setattr("sluice.transport.retries.ANSWER_S", 0.1)
     tries = []
 
     async def slow() -> str:
@@ -289,11 +289,11 @@ async def test_an_answer_that_takes_long_is_waited_for_at_the_second_try(
 async def test_an_outage_is_logged_when_it_begins_and_when_it_ends(
     redis_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sluice.retries.ANSWER_S", 0.05)
+    monkeypatch.setattr("sluice.transport.retries.ANSWER_S", 0.05)
     hangs = iter([3600, 0])
     async with Redis.from_url(redis_url) as redis:
         retries = Retries(redis, None, log=logging.getLogger("test"))
-        await retries.ride_out(lambda: asyncio.sleep(next(hangs)))
+        await retries.run_until_answered(lambda: asyncio.sleep(next(hangs)))
     began, ended = (record.getMessage() for record in caplog.records)
     assert "does not answer (no answer within 0.05 s)" in began
     assert "answers again" in ended

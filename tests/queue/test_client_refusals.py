@@ -19,7 +19,7 @@ from redis.exceptions import (
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from sluice import CancelNotStored, Client, wire
-from sluice.retries import is_transient
+from sluice.transport.retries import is_transient
 from tests.queue.streaming import HELLO, event, say, seqs, subscribed
 
 

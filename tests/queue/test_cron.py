@@ -11,10 +11,10 @@ from schemas import keys
 from tests.fakes import FakeChat
 from tests.line import Line
 from tests.queue.helpers import QUEUE, ask, ended, envelope, put, settings, until, working
-from worker.queue.clock import ServerClock
-from worker.queue.connection import connect
 from worker.queue.cron import Cron
-from worker.timetable import Crontab
+from worker.queue.server.clock import ServerClock
+from worker.queue.server.connection import connect
+from worker.schedule_times import Crontab
 
 NOON = datetime(2026, 3, 13, 12, tzinfo=UTC)
 SECOND, MINUTE, DAY = timedelta(seconds=1), timedelta(minutes=1), timedelta(days=1)

@@ -10,7 +10,7 @@ from schemas import keys
 from sluice import Client
 from tests.fakes import FakeChat
 from tests.queue.helpers import BATCH, QUEUE, ask, ended, envelope, put, settings, types, until, working
-from worker.queue.claims import lease_key
+from worker.queue.job.claims import lease_key
 
 INDEX = keys.index("default", "interactive")
 OF_THE_JOB = [

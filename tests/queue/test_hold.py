@@ -7,11 +7,11 @@ from redis.asyncio import Redis
 
 from schemas import keys
 from tests.queue.helpers import envelope, put, settings
-from worker.queue import channel
-from worker.queue.channel import Publisher
-from worker.queue.claims import Claims
-from worker.queue.clock import ServerClock
-from worker.queue.connection import connect
+from worker.queue.job import channel
+from worker.queue.job.channel import Publisher
+from worker.queue.job.claims import Claims
+from worker.queue.server.clock import ServerClock
+from worker.queue.server.connection import connect
 
 
 async def test_the_engine_is_held_while_too_many_events_wait_and_goes_on_after(
@@ -28,16 +28,16 @@ async def test_the_engine_is_held_while_too_many_events_wait_and_goes_on_after(
         await db.config_set("maxmemory", 1)
         try:
             for k in range(10):
-                log.say("delta", token_ids=[k])
+                log.append("delta", token_ids=[k])
             await asyncio.sleep(0.5)
             assert held == [], "ten may wait"
-            log.say("delta", token_ids=[10])
+            log.append("delta", token_ids=[10])
             await asyncio.sleep(1.5)
             assert held == [True]
-            assert publisher.held == 11
+            assert publisher.num_unwritten == 11
         finally:
             await db.config_set("maxmemory", 0)
-        await asyncio.wait_for(publisher.settle(log), 5)
+        await asyncio.wait_for(publisher.flush(log), 5)
         await asyncio.sleep(0.1)
         assert held == [True, False]
         assert await db.llen(keys.log("a")) == 11

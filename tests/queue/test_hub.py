@@ -6,7 +6,7 @@ import pytest
 from redis.asyncio import Redis
 
 from sluice import Client
-from sluice.hub import Mail
+from sluice.streaming.hub import Subscription
 from tests.waiting import until
 
 
@@ -15,7 +15,7 @@ async def seqs(client: Client, job_id: str) -> list[int]:
 
 
 async def test_a_reader_that_is_cancelled_just_as_news_arrives_ends() -> None:
-    mail = Mail()
+    mail = Subscription()
     reader = asyncio.create_task(mail.take(5))
     await asyncio.sleep(0)
     mail.put(b"news")
@@ -53,7 +53,7 @@ async def test_a_client_that_decodes_is_refused(redis_url: str) -> None:
 
 
 async def test_a_slow_reader_gets_what_it_missed_from_the_list() -> None:
-    mail = Mail()
+    mail = Subscription()
     for k in range(5000):
         mail.put(str(k).encode())
     assert await mail.take(0.1) == []

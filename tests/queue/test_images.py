@@ -10,10 +10,12 @@ from redis.asyncio import Redis
 from tests.fakes import ByteTokenizer, FakeEngine, served
 from tests.images.pictures import data_url, patch, saved
 from tests.queue.helpers import ask, ended, log, settings, types, until_it_has_said, words, working
+from worker.chat.images import ImageInputs
 from worker.jobs import chat
-from worker.schedule.sequence import Encoded, Picture, Sight, StepReport
-from worker.schedule.sequence import Sequence as Asked
-from worker.sights import Sights
+from worker.schedule.outcomes import Encoded
+from worker.schedule.report import StepReport
+from worker.schedule.request import GenerationRequest as Asked
+from worker.schedule.request import ProcessedImage, PromptImage
 
 ANSWER = "I see them: a cat, a dog and a bird"
 SIGN = "<image>"
@@ -23,17 +25,19 @@ class DimEyes:
     def __init__(self, salt: bytes = b"") -> None:
         self._salt = salt
 
-    def look(self, image: Any, digest: bytes) -> Sight:
+    def preprocess(self, image: Any, digest: bytes) -> ProcessedImage:
         if image.width > 100:
             raise ValueError("it is too wide for this model")
-        return Sight(digest + self._salt, SIGN, len(SIGN), len(SIGN), {"size": image.size}, 1_000)
+        return ProcessedImage(digest + self._salt, SIGN, len(SIGN), len(SIGN), {"size": image.size}, 1_000)
 
-    def pictures(self, prompt: tuple[int, ...], sights: Sequence[Sight]) -> tuple[Picture, ...]:
+    def prompt_images(self, prompt: tuple[int, ...], sights: Sequence[ProcessedImage]) -> tuple[PromptImage, ...]:
         text = bytes(prompt).decode()
         if text.count(SIGN) != len(sights):
             raise ValueError(f"a text has {SIGN} in it")
         starts = [at for at in range(len(text)) if text.startswith(SIGN, at)]
-        return tuple(Picture(s.digest, (at, at + s.tokens), s.seen) for at, s in zip(starts, sights, strict=True))
+        return tuple(
+            PromptImage(s.digest, (at, at + s.tokens), s.pixel_inputs) for at, s in zip(starts, sights, strict=True)
+        )
 
 
 class SlowTower(FakeEngine):
@@ -51,7 +55,7 @@ async def seeing(
 ) -> AsyncIterator[FakeEngine]:
     tokenizer, known = ByteTokenizer(), settings(url, **given)
     fake = engine(lambda sequence: tokenizer.encode(ANSWER), step_s=step_s)
-    with closing(Sights(known, DimEyes(salt))) as sights:
+    with closing(ImageInputs(known, DimEyes(salt))) as sights:
         async with fake, working(known, chat, served=served(known, fake, tokenizer, sights=sights)):
             yield fake
 
@@ -70,8 +74,8 @@ async def test_the_engine_gets_each_image_where_it_is_and_the_usage_counts_them(
         said = await ended(db, "a")
     (asked,) = engine.sequences
     prompt = bytes(asked.prompt).decode()
-    assert [prompt[slice(*picture.span)] for picture in asked.pictures] == [SIGN, SIGN]
-    assert [picture.seen["size"] for picture in asked.pictures] == [(24, 16), (30, 16)]
+    assert [prompt[slice(*picture.span)] for picture in asked.images] == [SIGN, SIGN]
+    assert [picture.pixel_inputs["size"] for picture in asked.images] == [(24, 16), (30, 16)]
     assert said[-1]["usage"]["image_tokens"] == 2 * len(SIGN)
     assert words(said) == ANSWER
 
@@ -115,7 +119,7 @@ async def test_a_new_attempt_that_is_shown_the_same_goes_on(redis_url: str, db: 
     delivered = words(await log(db, "a"))
     async with seeing(redis_url) as engine:
         said = await ended(db, "a")
-    assert bytes(engine.sequences[0].delivered).decode() == delivered
+    assert bytes(engine.sequences[0].resume_tokens).decode() == delivered
     assert [kind for kind in types(said) if kind != "delta"] == ["started", "resumed", "finished"]
     assert said[-1]["usage"]["image_tokens"] == len(SIGN)
 
@@ -130,7 +134,7 @@ async def test_a_new_attempt_that_is_shown_something_else_starts_over(redis_url:
             events = len(await log(db, "a"))
             await until_it_has_said(db, "a", events + 4)
         assert types((await log(db, "a"))[events:])[0] == kind
-        assert bool(engine.sequences[0].delivered) is (kind == "resumed")
+        assert bool(engine.sequences[0].resume_tokens) is (kind == "resumed")
 
 
 async def test_it_is_told_how_far_the_images_are_through_the_tower(redis_url: str, db: Redis) -> None:

@@ -15,11 +15,11 @@ from redis.asyncio import Redis
 
 from schemas import keys
 from sluice import Client
-from sluice.retries import Retries
 from sluice.submission import NewJob, Submission
+from sluice.transport.retries import Retries
 from tests.queue.helpers import QUEUE, envelope, lapse, put, settings
-from worker.queue.claims import Claim, Claims, lease_key
-from worker.queue.connection import connect
+from worker.queue.job.claims import Claim, Claims, lease_key
+from worker.queue.server.connection import connect
 
 BODY = envelope({"n": 1})
 INDEX = keys.index("default", "interactive")
@@ -36,7 +36,7 @@ async def claims(redis_url: str) -> AsyncIterator[Claims]:
 async def mended(claims: Claims) -> None:
     """Claim nothing until the index agrees with the queue."""
     assert await claims.take("interactive", 0) == []
-    while claims.to_mend("interactive"):
+    while claims.needs_reconcile("interactive"):
         assert await claims.take("interactive", 0) == []
 
 
@@ -68,7 +68,7 @@ async def test_a_queue_that_has_no_index_gets_one_page_by_page(db: Redis, claims
     assert await db.exists(*INDEX_KEYS) == 0, "nobody claims here, so nobody would keep it"
     calls = 1
     assert await claims.take("interactive", 0) == []
-    while claims.to_mend("interactive"):
+    while claims.needs_reconcile("interactive"):
         assert await claims.take("interactive", 0) == []
         calls += 1
     assert calls == 3
@@ -123,7 +123,7 @@ async def test_jobs_of_a_worker_that_knows_no_index_are_not_claimed_and_come_bac
     await db.hset(keys.job("job-0"), "state", "queued")  # and hands it back
     await db.delete(lease_key("job-0"))
     await asyncio.sleep(0.6)
-    assert [(claim.job_id, claim.lapses) for claim in await claims.take("interactive", 1)] == [("job-0", 0)]
+    assert [(claim.job_id, claim.lease_expirations) for claim in await claims.take("interactive", 1)] == [("job-0", 0)]
 
 
 async def test_an_index_that_nobody_keeps_expires(db: Redis, claims: Claims) -> None:
@@ -175,9 +175,9 @@ async def test_lost_deadlines_are_found_again_in_the_jobs_a_page_in_each_claim(d
     await db.delete(f"{INDEX}:deadlines")
     await asyncio.sleep(0.4)
     taken = await claims.take("interactive", 0)
-    assert claims.to_mend("interactive")
+    assert claims.needs_reconcile("interactive")
     assert 0 < len(taken) <= 500
-    while claims.to_mend("interactive"):
+    while claims.needs_reconcile("interactive"):
         taken += await claims.take("interactive", 0)
     assert sorted(ids(taken)) == [f"late-{k:03}" for k in range(600)]
     assert await db.zrange(f"{INDEX}:deadlines", 0, -1) == [b"later"]
@@ -320,8 +320,8 @@ class FairnessMachine(RuleBasedStateMachine):
         assert ids(taken) == expected
         for claim in taken:
             job = self.jobs[claim.job_id]
-            assert (claim.lapses, claim.crashes) == self._blame(claim.job_id)
-            job.lapses, job.crashes = claim.lapses, claim.crashes
+            assert (claim.lease_expirations, claim.crashes) == self._blame(claim.job_id)
+            job.lapses, job.crashes = claim.lease_expirations, claim.crashes
             self.held[claim.job_id] = name, claim
         self.waiting -= set(ids(taken))
 

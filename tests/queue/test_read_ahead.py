@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from sluice.streams import ReadAhead
+from sluice.streaming.streams import ReadAhead
 
 
 class Numbers:

@@ -14,9 +14,9 @@ from schemas import keys
 from schemas.keys import Lane
 from tests.fakes import FakeChat
 from tests.queue.helpers import ask, settings, until, working
-from worker.queue.claims import Claim
-from worker.queue.clock import ServerClock
+from worker.queue.job.claims import Claim
 from worker.queue.rows import free_rows, offline_rows
+from worker.queue.server.clock import ServerClock
 
 NOON = datetime(2026, 3, 13, 12, tzinfo=UTC)
 NIGHT = datetime(2026, 3, 13, 23, tzinfo=UTC)
@@ -43,7 +43,7 @@ def claims(interactive: int, batch: int) -> list[Claim]:
 def test_offline_jobs_leave_the_reserved_rows_and_outside_of_their_hours_all_but_one(
     interactive: int, batch: int, now: datetime, free: tuple[int, int]
 ) -> None:
-    known = settings("redis://unused", max_rows=8, reserved_rows=2, batch_hours="22:00-06:00", batch_rows_outside=1)
+    known = settings("redis://unused", max_rows=8, reserved_rows=2, batch_hours="22:00-06:00", batch_off_hours_rows=1)
     running = claims(interactive, batch)
     assert (free_rows("interactive", running, known, now), free_rows("batch", running, known, now)) == free
 
@@ -58,7 +58,7 @@ def test_without_a_number_nothing_offline_begins_outside_of_the_hours() -> None:
 
 @given(st.integers(0, 99), st.integers(0, 7), st.datetimes(timezones=st.just(UTC)))
 def test_more_rows_outside_than_inside_are_not_given(outside: int, reserved: int, now: datetime) -> None:
-    known = settings("redis://unused", reserved_rows=reserved, batch_hours="22:00-06:00", batch_rows_outside=outside)
+    known = settings("redis://unused", reserved_rows=reserved, batch_hours="22:00-06:00", batch_off_hours_rows=outside)
     assert offline_rows(known, now) <= 8 - reserved
 
 
@@ -97,7 +97,7 @@ async def test_offline_jobs_wait_for_their_hours_and_interactive_ones_do_not(red
 async def test_outside_of_their_hours_offline_jobs_have_the_rows_that_the_setting_leaves(
     redis_url: str, db: Redis
 ) -> None:
-    async with by_day(redis_url, batch_rows_outside=2) as (chat, _):
+    async with by_day(redis_url, batch_off_hours_rows=2) as (chat, _):
         for k in range(6):
             await ask(db, f"file-{k}", {"say": ["a", "b"], "pace_s": 0.02}, lane="batch", at_ms=k)
         await until(lambda: len(chat.began) == 6)

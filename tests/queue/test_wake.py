@@ -14,8 +14,8 @@ from tests.fakes import FakeChat
 from tests.keyspace import check_all_ended
 from tests.line import Line
 from tests.queue.helpers import QUEUE, ask, ended, envelope, listening, put, settings, until, working
-from worker.queue.connection import connect
-from worker.queue.wake import Listener, allow_keyspace_events
+from worker.queue.server.connection import connect
+from worker.queue.wake import ControlListener, allow_keyspace_events
 
 
 class Heard:
@@ -38,7 +38,7 @@ class Heard:
 @asynccontextmanager
 async def heard_by_a_listener(redis: Redis, *, keyspace_events: bool = True) -> AsyncIterator[Heard]:
     heard = Heard()
-    listener = Listener(
+    listener = ControlListener(
         redis, "default", keyspace_events=keyspace_events, wake=heard.wake, cancel=heard.cancel, missed=heard.missed
     )
     task = asyncio.create_task(listener.run())

@@ -34,8 +34,8 @@ from tests.queue.helpers import (
 )
 from worker.errors import Cancelled, OwnershipLost
 from worker.jobs import chat as real_chat
-from worker.queue.claims import Claim, lease_key
-from worker.queue.job import Answer
+from worker.queue.job.claims import Claim, lease_key
+from worker.queue.job.job import JobResult
 from worker.queue.worker import QueueWorker
 
 USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
@@ -224,7 +224,7 @@ async def test_a_function_that_returns_no_answer_fails_its_job(redis_url: str, d
 
 async def test_an_answer_that_is_no_json_fails_its_job(redis_url: str, db: Redis) -> None:
     async def chat(ctx: dict[Any, Any], request: Any) -> Any:
-        return Answer("stop", TIMINGS, {"said": object()})
+        return JobResult("stop", TIMINGS, {"said": object()})
 
     async with working(settings(redis_url), chat):
         await ask(db, "a", {})
@@ -349,7 +349,7 @@ async def test_a_chat_that_was_handed_back_goes_on_after_what_was_delivered(redi
     assert delivered == ANSWER[: len(delivered)] != ANSWER
     async with chatting(redis_url, worker_name="ben") as engine:
         said = await ended(db, "a")
-    assert bytes(engine.sequences[0].delivered).decode() == delivered
+    assert bytes(engine.sequences[0].resume_tokens).decode() == delivered
     assert [event["type"] for event in said if event["type"] != "delta"] == ["started", "resumed", "finished"]
     assert words(said) == ANSWER
     assert said[-1]["usage"]["completion_tokens"] == len(ANSWER)

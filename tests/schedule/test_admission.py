@@ -6,19 +6,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.schedule.admission import PATIENCE, Admit, Decision, Refuse, Row, Wait, admit, admit_in_turn, lengths
-from worker.schedule.memory import NO_IMAGES, Costs, Growing, Images, Tower
-from worker.schedule.sequence import Lane
+from worker.schedule.admission import (
+    MAX_OVERTAKES,
+    Admit,
+    Decision,
+    Refuse,
+    RowEstimate,
+    Wait,
+    admit,
+    admit_in_turn,
+    group_lengths,
+)
+from worker.schedule.memory import NO_IMAGES, EncoderCost, ImageDemand, KVLayers, MemoryModel
+from worker.schedule.request import Lane
 
-COSTS = Costs(weights_bytes=1_000_000_000, growing=(Growing(token_bytes=100_000, layer_bytes=3_000),))
+COSTS = MemoryModel(weights_bytes=1_000_000_000, kv_layers=(KVLayers(token_bytes=100_000, layer_bytes=3_000),))
 
 
-def row(id: str, tokens: int = 1000, lane: Lane = "interactive", *, group: int = 0, passed: int = 0) -> Row:
-    return Row(id, lane, tokens - 100, 100, group, passed)
+def row(id: str, tokens: int = 1000, lane: Lane = "interactive", *, group: int = 0, passed: int = 0) -> RowEstimate:
+    return RowEstimate(id, lane, tokens - 100, 100, group, passed)
 
 
-def room_for(*rows: Row) -> int:
-    return COSTS.peak_bytes(lengths(rows))
+def room_for(*rows: RowEstimate) -> int:
+    return COSTS.peak_bytes(group_lengths(rows))
 
 
 lanes: list[Lane] = ["interactive", "batch"]
@@ -28,7 +38,7 @@ rows = st.lists(st.tuples(st.integers(101, 30_000), st.sampled_from(lanes), st.i
 limits = st.integers(1_000_000_000, 20_000_000_000)
 
 
-def admitted(decisions: list[tuple[Row, Decision]]) -> list[Row]:
+def admitted(decisions: list[tuple[RowEstimate, Decision]]) -> list[RowEstimate]:
     return [row for row, decision in decisions if isinstance(decision, Admit)]
 
 
@@ -43,7 +53,7 @@ def test_what_does_not_fit_beside_the_others_waits() -> None:
 
 
 def test_what_would_not_even_fit_alone_is_refused_with_the_numbers() -> None:
-    new = Row("new", "interactive", 40_000, 1_024)
+    new = RowEstimate("new", "interactive", 40_000, 1_024)
     assert admit(new, [], COSTS, 3_200_000_000) == Refuse(
         "This request needs 8.4 GB for 40,000 prompt and 1,024 answer tokens; this worker has 2.2 GB beside its model: "
         "shorten the prompt or max_tokens by about 31,000 tokens."
@@ -51,7 +61,7 @@ def test_what_would_not_even_fit_alone_is_refused_with_the_numbers() -> None:
 
 
 def test_a_request_shortened_as_told_is_not_refused() -> None:
-    long = Row("new", "interactive", 40_000, 1_024)
+    long = RowEstimate("new", "interactive", 40_000, 1_024)
     assert isinstance(admit(long, [], COSTS, 3_200_000_000), Refuse)
     assert admit(replace(long, prompt_tokens=40_000 - 31_000), [], COSTS, 3_200_000_000) == Admit()
 
@@ -65,31 +75,31 @@ def test_a_worker_without_room_says_that_no_request_would_fit() -> None:
 def test_an_interactive_row_parks_the_youngest_offline_rows_that_it_needs_and_no_more() -> None:
     old, young, talk = row("old", 4000, "batch"), row("young", 4000, "batch"), row("talk")
     assert admit(row("new", 4000), [old, young, talk], COSTS, room_for(old, talk, row("new", 4000))) == Admit(
-        park=("young",)
+        preempt=("young",)
     )
 
 
 def test_rows_are_parked_youngest_first() -> None:
     running = [row("a", 4000, "batch"), row("b", 4000, "batch"), row("c", 4000, "batch")]
     new = row("new", 4000)
-    assert admit(new, running, COSTS, room_for(new)) == Admit(park=("c", "b", "a"))
+    assert admit(new, running, COSTS, room_for(new)) == Admit(preempt=("c", "b", "a"))
 
 
 def test_an_interactive_row_takes_the_place_of_the_youngest_offline_one_where_all_are_taken() -> None:
     running, plenty = [row("a", 400, "batch"), row("talk"), row("b", 400, "batch")], 10**12
-    assert admit(row("new"), running, COSTS, plenty, most=4) == Admit()
-    assert admit(row("new"), running, COSTS, plenty, most=3) == Admit(park=("b",))
-    assert admit(row("offline", 400, "batch"), running, COSTS, plenty, most=3) == Wait()
-    assert admit(row("new"), [row("talk"), row("more")], COSTS, plenty, most=2) == Wait()
+    assert admit(row("new"), running, COSTS, plenty, max_rows=4) == Admit()
+    assert admit(row("new"), running, COSTS, plenty, max_rows=3) == Admit(preempt=("b",))
+    assert admit(row("offline", 400, "batch"), running, COSTS, plenty, max_rows=3) == Wait()
+    assert admit(row("new"), [row("talk"), row("more")], COSTS, plenty, max_rows=2) == Wait()
 
 
 @given(rows, rows, st.integers(1, 8))
-def test_no_more_come_in_than_there_may_be(waiting: list[Row], first: list[Row], most: int) -> None:
+def test_no_more_come_in_than_there_may_be(waiting: list[RowEstimate], first: list[RowEstimate], most: int) -> None:
     plenty = 10**12
     running = admitted(admit_in_turn(first, [], COSTS, plenty, most))
     renamed = [replace(each, id=f"new {each.id}") for each in waiting]
     decisions = admit_in_turn(renamed, running, COSTS, plenty, most)
-    parked = {id for _, decision in decisions if isinstance(decision, Admit) for id in decision.park}
+    parked = {id for _, decision in decisions if isinstance(decision, Admit) for id in decision.preempt}
     inside = [each for each in [*running, *admitted(decisions)] if each.id not in parked]
     assert len(inside) <= most
     if any(each.lane == "interactive" and decision == Wait() for each, decision in decisions):
@@ -102,18 +112,20 @@ def test_nobody_is_parked_where_that_would_not_be_enough() -> None:
 
 
 @given(rows, rows, limits)
-def test_what_comes_in_never_takes_more_than_there_is(waiting: list[Row], first: list[Row], limit: int) -> None:
+def test_what_comes_in_never_takes_more_than_there_is(
+    waiting: list[RowEstimate], first: list[RowEstimate], limit: int
+) -> None:
     running = admitted(admit_in_turn(first, [], COSTS, limit))
     renamed = [replace(each, id=f"new {each.id}") for each in waiting]
     decisions = admit_in_turn(renamed, running, COSTS, limit)
-    parked = {id for _, decision in decisions if isinstance(decision, Admit) for id in decision.park}
+    parked = {id for _, decision in decisions if isinstance(decision, Admit) for id in decision.preempt}
     inside = [each for each in [*running, *admitted(decisions)] if each.id not in parked]
-    assert COSTS.peak_bytes(lengths(inside)) <= limit
+    assert COSTS.peak_bytes(group_lengths(inside)) <= limit
 
 
 @given(rows, rows, limits)
 def test_who_is_refused_would_not_fit_alone_and_nobody_else_is(
-    waiting: list[Row], running: list[Row], limit: int
+    waiting: list[RowEstimate], running: list[RowEstimate], limit: int
 ) -> None:
     for each, decision in admit_in_turn(waiting, running, COSTS, limit):
         assert isinstance(decision, Refuse) == (room_for(each) > limit)
@@ -121,18 +133,18 @@ def test_who_is_refused_would_not_fit_alone_and_nobody_else_is(
 
 @given(rows, rows.filter(bool), limits)
 def test_only_interactive_rows_park_and_only_offline_rows_are_parked(
-    running: list[Row], waiting: list[Row], limit: int
+    running: list[RowEstimate], waiting: list[RowEstimate], limit: int
 ) -> None:
     for candidate in waiting:
         decision = admit(replace(candidate, id="new"), running, COSTS, limit)
-        if isinstance(decision, Admit) and decision.park:
+        if isinstance(decision, Admit) and decision.preempt:
             assert candidate.lane == "interactive"
-            assert {each.lane for each in running if each.id in decision.park} == {"batch"}
+            assert {each.lane for each in running if each.id in decision.preempt} == {"batch"}
 
 
 @given(rows, rows.filter(bool), limits, st.integers(0, 10**10))
 def test_what_comes_in_would_come_in_with_more_memory(
-    running: list[Row], waiting: list[Row], limit: int, more: int
+    running: list[RowEstimate], waiting: list[RowEstimate], limit: int, more: int
 ) -> None:
     candidate = replace(waiting[0], id="new")
     if admit(candidate, running, COSTS, limit) == Admit():
@@ -140,20 +152,20 @@ def test_what_comes_in_would_come_in_with_more_memory(
 
 
 def test_a_row_that_has_begun_is_not_refused_but_comes_in_when_nothing_else_is_there() -> None:
-    never, limit = replace(row("never", 4000), begun=True), 1_000_100_000
+    never, limit = replace(row("never", 4000), preempted=True), 1_000_100_000
     assert admit(never, [row("here")], COSTS, limit) == Wait()
     assert admit(never, [], COSTS, limit, held_bytes=1) == Wait()
     assert admit(never, [], COSTS, limit) == Admit()
 
 
 def test_a_row_that_has_begun_is_not_passed_for_ever() -> None:
-    never, small = replace(row("never", 4000, passed=PATIENCE), begun=True), row("small", 200)
+    never, small = replace(row("never", 4000, passed=MAX_OVERTAKES), preempted=True), row("small", 200)
     decisions = admit_in_turn([never, small], [small], COSTS, room_for(small, small))
-    assert decisions == [(never, Wait(passed=PATIENCE)), (small, Wait())]
+    assert decisions == [(never, Wait(overtaken=MAX_OVERTAKES)), (small, Wait())]
 
 
 def test_what_is_held_by_those_who_wait_is_not_free() -> None:
-    new, rest = row("new"), replace(row("rest", 9000), begun=True, held_bytes=500)
+    new, rest = row("new"), replace(row("rest", 9000), preempted=True, held_bytes=500)
     limit = room_for(row("here"), new)  # far from enough for the other one
     assert admitted(admit_in_turn([new, rest], [row("here")], COSTS, limit + 499)) == []
     assert admitted(admit_in_turn([new, rest], [row("here")], COSTS, limit + 500)) == [new]
@@ -172,20 +184,20 @@ def test_a_row_counts_how_many_came_in_before_it_that_stood_behind_it() -> None:
     here, big = row("here", 4000), row("big", 4000, group=1, passed=3)
     small, later = row("small", 200, group=2), row("later", 200, group=2)
     decisions = admit_in_turn([big, small, later], [here], COSTS, room_for(here, small, later))
-    assert decisions == [(big, Wait(passed=5)), (small, Admit()), (later, Admit())]
+    assert decisions == [(big, Wait(overtaken=5)), (small, Admit()), (later, Admit())]
 
 
 def test_a_row_that_was_passed_too_often_is_passed_no_more() -> None:
-    here, big, small = row("here", 4000), row("big", 4000, group=1, passed=PATIENCE), row("small", 200, group=2)
+    here, big, small = row("here", 4000), row("big", 4000, group=1, passed=MAX_OVERTAKES), row("small", 200, group=2)
     decisions = admit_in_turn([big, small], [here], COSTS, room_for(here, small))
-    assert decisions == [(big, Wait(passed=PATIENCE)), (small, Wait())]
+    assert decisions == [(big, Wait(overtaken=MAX_OVERTAKES)), (small, Wait())]
 
 
 def test_an_offline_row_out_of_patience_does_not_hold_up_interactive_ones() -> None:
-    here, big = row("here", 4000), row("big", 4000, "batch", group=1, passed=PATIENCE)
+    here, big = row("here", 4000), row("big", 4000, "batch", group=1, passed=MAX_OVERTAKES)
     offline, talk = row("offline", 200, "batch", group=2), row("talk", 200, group=2)
     decisions = admit_in_turn([big, offline, talk], [here], COSTS, room_for(here, offline, talk))
-    assert decisions == [(talk, Admit()), (big, Wait(passed=PATIENCE)), (offline, Wait())]
+    assert decisions == [(talk, Admit()), (big, Wait(overtaken=MAX_OVERTAKES)), (offline, Wait())]
 
 
 @pytest.mark.parametrize("lane", lanes)
@@ -196,20 +208,20 @@ def test_a_large_row_comes_in_under_an_endless_stream_of_small_ones(lane: Lane) 
         waiting.append(row(f"small {turn}", 400, lane))
         decisions = admit_in_turn(waiting, running, COSTS, limit)
         running += admitted(decisions)
-        waiting = [replace(each, passed=d.passed) for each, d in decisions if isinstance(d, Wait)]
+        waiting = [replace(each, overtaken=d.overtaken) for each, d in decisions if isinstance(d, Wait)]
         if any(each.id == "big" for each in running):
-            assert PATIENCE <= turn < 4 * PATIENCE
+            assert MAX_OVERTAKES <= turn < 4 * MAX_OVERTAKES
             return
         running = running[1:]  # the oldest has ended
     pytest.fail("the large row never came in")
 
 
-SEEING = replace(COSTS, tower=Tower(token_bytes=1_000_000, pair_bytes=500, feature_bytes=10_000))
+SEEING = replace(COSTS, encoder=EncoderCost(token_bytes=1_000_000, pair_bytes=500, feature_bytes=10_000))
 
 
-def looking(id: str, *tokens: int) -> Row:
+def looking(id: str, *tokens: int) -> RowEstimate:
     """At images that stand for so many tokens each, with 1,000 of text."""
-    return Row(id, "interactive", 1_000 + sum(tokens), 100, images=Images(max(tokens), sum(tokens)))
+    return RowEstimate(id, "interactive", 1_000 + sum(tokens), 100, images=ImageDemand(max(tokens), sum(tokens)))
 
 
 def test_an_image_that_never_fits_is_refused_with_the_numbers() -> None:
@@ -223,7 +235,7 @@ def test_an_image_that_never_fits_is_refused_with_the_numbers() -> None:
 def test_images_made_as_small_as_told_are_not_refused(tokens: list[int], limit: int) -> None:
     refused = admit(looking("new", *tokens), [], SEEING, limit)
     if isinstance(refused, Refuse):
-        percent = int(refused.sentence.split("about ")[1].split(" %")[0]) if "about" in refused.sentence else 0
+        percent = int(refused.message.split("about ")[1].split(" %")[0]) if "about" in refused.message else 0
         smaller = [each * percent // 100 for each in tokens]
         assert isinstance(admit(looking("new", *smaller), [], SEEING, limit), Admit)
 
@@ -231,7 +243,7 @@ def test_images_made_as_small_as_told_are_not_refused(tokens: list[int], limit: 
 def test_images_of_two_rows_are_looked_at_one_after_the_other() -> None:
     one, other = looking("one", 3_000), looking("other", 3_000)
     blind = [replace(each, images=NO_IMAGES) for each in (one, other)]
-    both = SEEING.peak_bytes(lengths(blind)) + SEEING.tower.bytes_for(Images(3_000, 2 * 3_000))
+    both = SEEING.peak_bytes(group_lengths(blind)) + SEEING.encoder.bytes_for(ImageDemand(3_000, 2 * 3_000))
     assert admit(other, [one], SEEING, both) == Admit()
     assert admit(other, [one], SEEING, both - 1) == Wait()
 
@@ -240,4 +252,4 @@ def test_a_long_text_with_a_small_image_is_told_to_shorten_the_text() -> None:
     long = replace(looking("long", 10), prompt_tokens=200_000)
     refused = admit(long, [], SEEING, 12_000_000_000)
     assert isinstance(refused, Refuse)
-    assert "shorten the prompt" in refused.sentence
+    assert "shorten the prompt" in refused.message

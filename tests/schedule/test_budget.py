@@ -7,8 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.schedule.budget import ALONE_STEPS, LEAST, LONGEST_STEPS, MOST, SHARE, WORTH, PromptCost, StepBudget
-from worker.schedule.sequence import Lane
+from worker.schedule.budget import (
+    ALONE_STEPS,
+    MAX_CHUNK,
+    MAX_STEP_STRETCH,
+    MIN_CHUNK,
+    MIN_TOKENS_TIME_PER_PASS,
+    PROMPT_SHARE,
+    PromptCost,
+    StepBudget,
+)
+from worker.schedule.request import Lane
 
 STEP_S = 0.1
 COSTS = st.builds(PromptCost, st.floats(0, 0.05), st.floats(1e-6, 1e-2), st.floats(0, 1e-6))
@@ -26,16 +35,16 @@ class Machine:
         self.budget, self._dice = StepBudget(STEP_S), Random(0)
         self.budget.forward_s = self.cost.forward_s
         for _ in range(20):
-            self.budget.saw_decode(self.decode_s)
+            self.budget.observe_decode(self.decode_s)
 
     def prefill(self, tokens: int, *, done: int = 0) -> list[float]:
         """A prompt, as much of it in a step as there is time for: how long each step lasts."""
         lasted = list[float]()
         while done < tokens:
             fitting = self.budget.cost.within(self.budget.spare_s(1, "batch", self.decode_s), done)
-            chunk = min(tokens - done, max(LEAST, fitting))
+            chunk = min(tokens - done, max(MIN_CHUNK, fitting))
             seconds = self.cost.of(chunk, done) * self._dice.uniform(1 - self.noise, 1 + self.noise)
-            self.budget.saw_chunk(chunk, done, seconds)
+            self.budget.observe_chunk(chunk, done, seconds)
             lasted.append(self.decode_s + seconds)
             done += chunk
         return lasted
@@ -45,7 +54,7 @@ class Machine:
 def test_the_longest_chunk_within_a_time_is_found(cost: PromptCost, seconds: float, done: int) -> None:
     tokens = cost.within(seconds, done)
     assert tokens == 0 or cost.of(tokens, done) <= seconds * 1.000001
-    assert tokens == MOST or cost.of(tokens + 1, done) > seconds * 0.999999
+    assert tokens == MAX_CHUNK or cost.of(tokens + 1, done) > seconds * 0.999999
 
 
 LANES: tuple[Lane, ...] = get_args(Lane)
@@ -55,7 +64,7 @@ def spare_s(decode_s: float, lane: Lane, rows: int = 1) -> float:
     """Once every step has taken that long to decode."""
     budget = StepBudget(STEP_S)
     for _ in range(100):
-        budget.saw_decode(decode_s)
+        budget.observe_decode(decode_s)
     return budget.spare_s(rows, lane, decode_s)
 
 
@@ -73,14 +82,14 @@ def test_offline_prompts_get_what_decoding_leaves_of_the_target(decode_s: float)
 @given(st.floats(0, 2))
 def test_interactive_prompts_get_the_share_or_what_the_target_leaves_up_to_the_longest_step(decode_s: float) -> None:
     step_s = decode_s + spare_s(decode_s, "interactive")
-    wanted_s = max(STEP_S, (1 + SHARE) * decode_s)
-    assert step_s == pytest.approx(max(STEP_S, min(wanted_s, LONGEST_STEPS * STEP_S)), abs=1e-6)
+    wanted_s = max(STEP_S, (1 + PROMPT_SHARE) * decode_s)
+    assert step_s == pytest.approx(max(STEP_S, min(wanted_s, MAX_STEP_STRETCH * STEP_S)), abs=1e-6)
 
 
 @given(st.sampled_from(LANES), st.floats(0, 0.5), st.floats(0, 0.5))
 def test_what_a_step_has_done_beside_decoding_is_not_for_prompts(lane: Lane, decode_s: float, other_s: float) -> None:
     budget = StepBudget(STEP_S)
-    budget.saw_decode(decode_s)
+    budget.observe_decode(decode_s)
     before_s = budget.spare_s(1, lane, decode_s)
     assert budget.spare_s(1, lane, decode_s + other_s) == pytest.approx(before_s - other_s, abs=1e-9)
 
@@ -89,42 +98,42 @@ def test_what_a_step_has_done_beside_decoding_is_not_for_prompts(lane: Lane, dec
 def test_the_share_counts_the_rows_that_wait(decode_s: float, slower: float) -> None:
     budget = StepBudget(STEP_S)
     for _ in range(100):
-        budget.saw_decode(decode_s)
+        budget.observe_decode(decode_s)
     step_s = decode_s + budget.spare_s(1, "interactive", decode_s, slower)
-    wanted_s = max(STEP_S, (1 + SHARE) * slower * decode_s)
-    assert step_s == pytest.approx(min(wanted_s, LONGEST_STEPS * STEP_S), abs=1e-6)
+    wanted_s = max(STEP_S, (1 + PROMPT_SHARE) * slower * decode_s)
+    assert step_s == pytest.approx(min(wanted_s, MAX_STEP_STRETCH * STEP_S), abs=1e-6)
     assert budget.spare_s(1, "batch", decode_s, slower) == budget.spare_s(1, "batch", decode_s)
 
 
 def test_the_share_follows_the_slow_steps_of_many_rows_within_ten() -> None:
     budget = StepBudget(STEP_S)
-    budget.saw_decode(0.02)
+    budget.observe_decode(0.02)
     for _ in range(10):
-        budget.saw_decode(0.1)
-    assert budget.spare_s(1, "interactive", 0.1) > 0.8 * SHARE * 0.1
+        budget.observe_decode(0.1)
+    assert budget.spare_s(1, "interactive", 0.1) > 0.8 * PROMPT_SHARE * 0.1
 
 
 def test_after_slow_steps_a_fast_one_is_held_up_for_no_share_of_what_those_took() -> None:
     budget = StepBudget(STEP_S)
     for decode_s in [0.16] * 50 + [0.05]:
-        budget.saw_decode(decode_s)
+        budget.observe_decode(decode_s)
     step_s = 0.05 + budget.spare_s(1, "interactive", 0.05)
-    assert step_s <= 1.25 * max(STEP_S, (1 + SHARE) * 0.05) * 1.000001
+    assert step_s <= 1.25 * max(STEP_S, (1 + PROMPT_SHARE) * 0.05) * 1.000001
 
 
 @given(COSTS)
 def test_a_worthwhile_chunk_is_the_shortest_that_is_worth_its_pass(cost: PromptCost) -> None:
     tokens = cost.worthwhile
-    assert LEAST <= tokens <= MOST
-    assert tokens == MOST or tokens * cost.token_s >= WORTH * cost.forward_s
-    assert tokens == LEAST or (tokens - 2) * cost.token_s < WORTH * cost.forward_s
+    assert MIN_CHUNK <= tokens <= MAX_CHUNK
+    assert tokens == MAX_CHUNK or tokens * cost.token_s >= MIN_TOKENS_TIME_PER_PASS * cost.forward_s
+    assert tokens == MIN_CHUNK or (tokens - 2) * cost.token_s < MIN_TOKENS_TIME_PER_PASS * cost.forward_s
 
 
 def test_a_pass_for_a_cut_says_nothing_about_the_cost_of_a_token() -> None:
     straight, cut = StepBudget(STEP_S), StepBudget(STEP_S)
     straight.forward_s = cut.forward_s = 0.02
-    straight.saw_chunk(50, 0, 0.07)
-    cut.saw_chunk(50, 0, 0.07 + 2 * 0.02, cuts=2)
+    straight.observe_chunk(50, 0, 0.07)
+    cut.observe_chunk(50, 0, 0.07 + 2 * 0.02, cuts=2)
     assert astuple(cut.cost) == pytest.approx(astuple(straight.cost))
 
 
@@ -168,7 +177,7 @@ def test_a_device_that_grew_slower_is_known_within_ten_steps() -> None:
 
 
 def test_a_prompt_advances_even_where_decoding_takes_all_the_time() -> None:
-    assert max(Machine(PromptCost(token_s=1e-3), decode_s=0.2).prefill(100)) == pytest.approx(0.2 + LEAST * 1e-3)
+    assert max(Machine(PromptCost(token_s=1e-3), decode_s=0.2).prefill(100)) == pytest.approx(0.2 + MIN_CHUNK * 1e-3)
 
 
 SEEN = st.lists(st.tuples(st.integers(0, 4096), st.integers(0, 10**6), st.floats(1e-6, 5)), max_size=30)
@@ -178,17 +187,17 @@ SEEN = st.lists(st.tuples(st.integers(0, 4096), st.integers(0, 10**6), st.floats
 def test_a_cost_is_a_number_whatever_was_measured(seen: list[tuple[int, int, float]]) -> None:
     budget = StepBudget(STEP_S)
     for tokens, done, seconds in seen:
-        budget.saw_chunk(tokens, done, seconds)
-        budget.saw_join(tokens + done, 10_000 * tokens, seconds)
+        budget.observe_chunk(tokens, done, seconds)
+        budget.observe_join(tokens + done, 10_000 * tokens, seconds)
     assert all(isfinite(each) and each >= 0 for each in astuple(budget.cost))
-    assert 0 <= budget.cost.within(STEP_S, 1000) <= MOST
+    assert 0 <= budget.cost.within(STEP_S, 1000) <= MAX_CHUNK
 
 
 def test_a_chunk_of_a_few_tokens_says_nothing_about_the_speed() -> None:
     budget = StepBudget(STEP_S)
     before = budget.cost
     for _ in range(50):
-        budget.saw_chunk(LEAST - 1, 0, 1.0)
+        budget.observe_chunk(MIN_CHUNK - 1, 0, 1.0)
     assert budget.cost == before
 
 
@@ -196,14 +205,14 @@ def test_one_slow_chunk_does_not_halve_the_next() -> None:
     machine = Machine(PromptCost(token_s=1 / 5000))
     machine.prefill(10_000)
     before = machine.budget.cost.within(STEP_S, 0)
-    machine.budget.saw_chunk(400, 0, 0.4)
+    machine.budget.observe_chunk(400, 0, 0.4)
     assert machine.budget.cost.within(STEP_S, 0) > before / 2
 
 
 def test_what_it_takes_to_join_is_learned_for_short_and_long_rows() -> None:
     budget, true = StepBudget(STEP_S), PromptCost(join_s=0.002, joined_s=20e-6)
     for tokens in (24, 24, 24, 1500, 24, 24, 24, 3000) * 3:
-        budget.saw_join(tokens, 0, true.join(tokens))
+        budget.observe_join(tokens, 0, true.join(tokens))
     assert budget.cost.join(24) == pytest.approx(true.join(24), rel=0.1)
     assert budget.cost.join(2000) == pytest.approx(true.join(2000), rel=0.1)
 
@@ -212,6 +221,6 @@ def test_what_it_takes_to_grow_is_learned_from_the_few_joins_that_do() -> None:
     budget, true = StepBudget(STEP_S), PromptCost(join_s=0.002, joined_s=20e-6, grown_s=0.5e-9)
     for rows in range(1, 24):
         growth = 6_000_000 * rows if rows in (1, 2, 3, 4, 6, 8, 11, 14, 18) else 0
-        budget.saw_join(60, growth, true.join(60, growth))
+        budget.observe_join(60, growth, true.join(60, growth))
     assert budget.cost.join(60) == pytest.approx(true.join(60), rel=0.2)
     assert budget.cost.join(60, 140_000_000) == pytest.approx(true.join(60, 140_000_000), rel=0.1)

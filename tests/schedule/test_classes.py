@@ -5,28 +5,35 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.schedule.admission import Row, admit_in_turn
-from worker.schedule.admission import lengths as by_groups
+from worker.schedule.admission import RowEstimate, admit_in_turn
+from worker.schedule.admission import group_lengths as by_groups
 from worker.schedule.classes import Bounds, Decoding, Trial, apart, best, choices, class_of, inside, left
 from worker.schedule.grouping import StepCost
-from worker.schedule.memory import Costs, Growing
+from worker.schedule.memory import KVLayers, MemoryModel
 
-KILO = Costs(weights_bytes=0, growing=(Growing(1000, 10),))
+KILO = MemoryModel(weights_bytes=0, kv_layers=(KVLayers(1000, 10),))
 DEAR = StepCost(group_s=0.02, row_s=0.0002, cell_s=1e-8)
 MIXED = StepCost(group_s=0.002, row_s=0.0002, cell_s=1e-6)
 LENGTHS = st.lists(st.integers(1, 5000), min_size=1, max_size=40)
 
 
-def rows(*tokens: int, passed: int = 0) -> list[Row]:
-    return [Row(f"{passed} {i}", "interactive", each - 1, 1, passed=passed) for i, each in enumerate(tokens)]
+def rows(*tokens: int, passed: int = 0) -> list[RowEstimate]:
+    return [RowEstimate(f"{passed} {i}", "interactive", each - 1, 1, overtaken=passed) for i, each in enumerate(tokens)]
 
 
 def chosen(
-    waiting: Sequence[Row], limit: int, *, running: Sequence[Row] = (), cost: StepCost = DEAR, now: Bounds = ()
+    waiting: Sequence[RowEstimate],
+    limit: int,
+    *,
+    running: Sequence[RowEstimate] = (),
+    cost: StepCost = DEAR,
+    now: Bounds = (),
 ) -> Bounds:
-    def classed(those: Sequence[Row], bounds: Bounds) -> list[Row]:
+    def classed(those: Sequence[RowEstimate], bounds: Bounds) -> list[RowEstimate]:
         return [
-            Row(each.id, each.lane, each.prompt_tokens, each.max_tokens, class_of(each.tokens, bounds), each.passed)
+            RowEstimate(
+                each.id, each.lane, each.prompt_tokens, each.max_tokens, class_of(each.tokens, bounds), each.overtaken
+            )
             for each in those
         ]
 
@@ -38,7 +45,7 @@ def chosen(
         return Trial(bounds, [each.tokens for each in inside(here, decided)], left(decided))
 
     return best(
-        now, [each.tokens for each in (*running, *waiting)], cost, attempt, lambda tokens: KILO.most_rows(tokens, limit)
+        now, [each.tokens for each in (*running, *waiting)], cost, attempt, lambda tokens: KILO.max_rows(tokens, limit)
     )
 
 

@@ -119,7 +119,7 @@ def learned(machine: StepCost, steps: list[list[list[int]]], times: int = 20) ->
     measured = MeasuredCost()
     for _ in range(times):
         for groups in steps:
-            measured.saw(groups, machine.step_s(groups))
+            measured.observe(groups, machine.step_s(groups))
     return measured.cost()
 
 
@@ -142,5 +142,5 @@ def test_a_machine_that_grew_slower_is_learned_anew() -> None:
     for machine, times in ((MACHINE, 30), (slower, 150)):
         for _ in range(times):
             for groups in STEPS:
-                measured.saw(groups, machine.step_s(groups))
+                measured.observe(groups, machine.step_s(groups))
     assert measured.cost().step_s([[64] * 8]) == pytest.approx(slower.step_s([[64] * 8]), rel=0.05)

@@ -9,21 +9,21 @@ from hypothesis import strategies as st
 from worker.schedule.memory import (
     BUFFER_TOKENS,
     CHUNK,
-    MOST_ROWS,
+    MAX_ROWS,
     NO_IMAGES,
     Correction,
-    Costs,
-    Growing,
-    Images,
-    Tower,
-    room,
-    size,
+    EncoderCost,
+    ImageDemand,
+    KVLayers,
+    MemoryModel,
+    format_bytes,
+    padded_shape,
 )
 
-PLAIN = Costs(weights_bytes=1_000_000, growing=(Growing(token_bytes=100, layer_bytes=10),))
-HYBRID = Costs(
+PLAIN = MemoryModel(weights_bytes=1_000_000, kv_layers=(KVLayers(token_bytes=100, layer_bytes=10),))
+HYBRID = MemoryModel(
     weights_bytes=1_000_000,
-    growing=(Growing(100, 10), Growing(40, 10, window=512)),
+    kv_layers=(KVLayers(100, 10), KVLayers(40, 10, window=512)),
     state_bytes=7_000,
     chunk_token_bytes=50,
     score_bytes=2,
@@ -31,10 +31,10 @@ HYBRID = Costs(
 )
 
 costs = st.builds(
-    Costs,
+    MemoryModel,
     weights_bytes=st.integers(0, 10**9),
-    growing=st.lists(
-        st.builds(Growing, st.integers(1, 10**5), st.integers(1, 10**4), st.none() | st.integers(1, 5000)), max_size=3
+    kv_layers=st.lists(
+        st.builds(KVLayers, st.integers(1, 10**5), st.integers(1, 10**4), st.none() | st.integers(1, 5000)), max_size=3
     ).map(tuple),
     state_bytes=st.integers(0, 10**6),
     chunk_token_bytes=st.integers(0, 10**5),
@@ -54,7 +54,7 @@ def test_a_window_bounds_what_a_row_keeps_and_a_state_is_always_there() -> None:
 
 
 def test_every_row_of_a_group_pays_for_the_longest() -> None:
-    rows, tokens = room(3, 2000, most=2000)
+    rows, tokens = padded_shape(3, 2000, most=2000)
     assert PLAIN.rectangle_bytes([10, 2000, 10]) == rows * tokens * 100
     assert PLAIN.rectangle_bytes([10, 10]) + PLAIN.rectangle_bytes([2000]) < PLAIN.rectangle_bytes([10, 10, 2000])
 
@@ -68,33 +68,33 @@ def test_without_rows_there_is_only_what_stays() -> None:
 
 
 @given(costs, groups, st.integers(0, 3), st.integers(1, 20_000))
-def test_a_row_more_never_costs_less(costs: Costs, groups: list[list[int]], place: int, tokens: int) -> None:
+def test_a_row_more_never_costs_less(costs: MemoryModel, groups: list[list[int]], place: int, tokens: int) -> None:
     more = [[*group, tokens] if i == place else group for i, group in enumerate([*groups, []])]
     assert costs.peak_bytes(more) >= costs.peak_bytes(groups)
 
 
 @given(costs, groups.filter(any), st.integers(1, 5000))
-def test_longer_rows_never_cost_less(costs: Costs, groups: list[list[int]], more: int) -> None:
+def test_longer_rows_never_cost_less(costs: MemoryModel, groups: list[list[int]], more: int) -> None:
     longer = [[tokens + more for tokens in group] for group in groups]
     assert costs.peak_bytes(longer) >= costs.peak_bytes(groups)
 
 
 @given(costs, st.integers(0, 10**10))
-def test_the_longest_row_fits_and_a_longer_one_does_not(costs: Costs, limit: int) -> None:
-    most = costs.most_tokens(limit)
+def test_the_longest_row_fits_and_a_longer_one_does_not(costs: MemoryModel, limit: int) -> None:
+    most = costs.max_tokens(limit)
     assert not most or costs.peak_bytes([[most]]) <= limit
     assert most >= 1 << 31 or costs.peak_bytes([[most + 1]]) > limit
 
 
 def test_a_model_that_keeps_no_tokens_has_no_longest_row() -> None:
-    assert replace(PLAIN, growing=(), state_bytes=100).most_tokens(2_000_000) > 10**9
+    assert replace(PLAIN, kv_layers=(), state_bytes=100).max_tokens(2_000_000) > 10**9
 
 
 @given(costs, st.integers(1, 5000), st.integers(0, 10**9))
-def test_so_many_rows_fit_and_one_more_does_not(costs: Costs, tokens: int, limit: int) -> None:
-    most = costs.most_rows(tokens, limit)
+def test_so_many_rows_fit_and_one_more_does_not(costs: MemoryModel, tokens: int, limit: int) -> None:
+    most = costs.max_rows(tokens, limit)
     assert not most or costs.peak_bytes([[tokens] * most]) <= limit
-    assert most == MOST_ROWS or costs.peak_bytes([[tokens] * (most + 1)]) > limit
+    assert most == MAX_ROWS or costs.peak_bytes([[tokens] * (most + 1)]) > limit
 
 
 def test_a_chunk_is_as_long_as_memory_lets_it() -> None:
@@ -111,14 +111,14 @@ def test_what_admission_promised_a_prompt_it_gets() -> None:
     [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (20_992, "21 kB"), (3_140_000_000, "3.1 GB"), (80_000_000, "80 MB")],
 )
 def test_sizes_are_said_in_a_unit_that_people_use(count: int, said: str) -> None:
-    assert size(count) == said
+    assert format_bytes(count) == said
 
 
 @given(st.floats(0.6, 3.9), st.integers(1, 1000))
 def test_a_correction_finds_a_steady_error_from_either_side(error: float, seed: int) -> None:
     correction = Correction(1.0 + seed % 3)
     for _ in range(200):
-        correction = correction.saw(100_000_000, int(error * 100_000_000))
+        correction = correction.observe(100_000_000, int(error * 100_000_000))
     assert correction.factor == pytest.approx(error, rel=0.01)
 
 
@@ -126,17 +126,17 @@ def test_a_correction_finds_a_steady_error_from_either_side(error: float, seed: 
 def test_a_correction_stays_within_bounds(seen: list[tuple[int, int]]) -> None:
     correction = Correction()
     for predicted, measured in seen:
-        correction = correction.saw(predicted, measured)
+        correction = correction.observe(predicted, measured)
     assert 0.5 <= correction.factor <= 4.0
 
 
 def test_a_correction_is_quick_to_ask_for_more_and_slow_to_ask_for_less() -> None:
-    up, down = Correction().saw(10**9, 15 * 10**8), Correction().saw(10**9, 5 * 10**8)
+    up, down = Correction().observe(10**9, 15 * 10**8), Correction().observe(10**9, 5 * 10**8)
     assert up.factor - 1.0 > 5 * (1.0 - down.factor) > 0
 
 
 def test_small_change_says_nothing() -> None:
-    assert Correction().saw(1_000_000, 9_000_000) == Correction()
+    assert Correction().observe(1_000_000, 9_000_000) == Correction()
 
 
 def test_a_correction_leaves_the_weights_alone() -> None:
@@ -152,27 +152,27 @@ def test_an_image_as_large_as_one_that_was_measured_is_not_predicted_to_need_les
     one: tuple[int, int], other: tuple[int, int], feature_bytes: int
 ) -> None:
     few, many = sorted([one, other])
-    tower = Tower.of(few, many if many[0] > few[0] else few, feature_bytes)
+    tower = EncoderCost.of(few, many if many[0] > few[0] else few, feature_bytes)
     for tokens, needed in (few, many) if many[0] > few[0] else (few,):
-        assert tower.bytes_for(Images(tokens)) >= needed
+        assert tower.bytes_for(ImageDemand(tokens)) >= needed
 
 
 @given(st.integers(0, 10**6), st.integers(0, 1000), st.integers(1, 500), st.integers(501, 5000))
 def test_what_grows_with_an_image_and_with_its_square_is_told_from_two(
     token_bytes: int, pair_bytes: int, few: int, many: int
 ) -> None:
-    tower = Tower(token_bytes, pair_bytes, 8)
-    first, second = ((tokens, tower.bytes_for(Images(tokens))) for tokens in (few, many))
-    assert Tower.of(first, second, 8) == tower
+    tower = EncoderCost(token_bytes, pair_bytes, 8)
+    first, second = ((tokens, tower.bytes_for(ImageDemand(tokens))) for tokens in (few, many))
+    assert EncoderCost.of(first, second, 8) == tower
 
 
 def test_where_all_images_are_of_one_size_each_token_costs_its_share() -> None:
-    assert Tower.of((256, 1_000_000), (256, 1_000_000), 8) == Tower(3907, 0, 8)
+    assert EncoderCost.of((256, 1_000_000), (256, 1_000_000), 8) == EncoderCost(3907, 0, 8)
 
 
 def test_one_image_at_a_time_is_in_the_tower_and_what_comes_of_all_of_them_is_held() -> None:
-    seeing = replace(PLAIN, tower=Tower(token_bytes=1000, pair_bytes=10, feature_bytes=4))
-    several = Images(100, 100) + Images(300, 500) + NO_IMAGES
+    seeing = replace(PLAIN, encoder=EncoderCost(token_bytes=1000, pair_bytes=10, feature_bytes=4))
+    several = ImageDemand(100, 100) + ImageDemand(300, 500) + NO_IMAGES
     needed = 300 * 1000 + 300**2 * 10 + 600 * 4
     assert seeing.peak_bytes([[1000]], images=several) == PLAIN.peak_bytes([[1000]]) + needed
     assert seeing.peak_bytes([], images=several) == PLAIN.peak_bytes([]) + needed
@@ -181,14 +181,14 @@ def test_one_image_at_a_time_is_in_the_tower_and_what_comes_of_all_of_them_is_he
 @given(st.integers(0, 2 * CHUNK), st.integers(0, 3 * CHUNK), st.integers(1, 2000))
 def test_an_image_that_is_computed_at_once_is_promised_a_chunk_as_long(longest: int, chunk: int, length: int) -> None:
     needed = HYBRID.peak_bytes([[length]], max(chunk, longest))
-    whole, cut = (replace(HYBRID, tower=Tower(whole=whole)) for whole in (True, False))
-    assert whole.peak_bytes([[length]], chunk, Images(longest=longest)) == needed
-    assert whole.beside_bytes([[length]], chunk, Images(longest=longest)) == HYBRID.beside_bytes([[length]], chunk)
-    assert cut.peak_bytes([[length]], chunk, Images(longest=longest)) == HYBRID.peak_bytes([[length]], chunk)
+    whole, cut = (replace(HYBRID, encoder=EncoderCost(whole=whole)) for whole in (True, False))
+    assert whole.peak_bytes([[length]], chunk, ImageDemand(longest=longest)) == needed
+    assert whole.beside_bytes([[length]], chunk, ImageDemand(longest=longest)) == HYBRID.beside_bytes([[length]], chunk)
+    assert cut.peak_bytes([[length]], chunk, ImageDemand(longest=longest)) == HYBRID.peak_bytes([[length]], chunk)
 
 
 def test_images_as_they_are_prepared_take_what_they_take_whatever_mlx_needs() -> None:
-    costs, images = replace(PLAIN, factor=2.0), Images(prepared_bytes=700)
+    costs, images = replace(PLAIN, factor=2.0), ImageDemand(prepared_bytes=700)
     assert costs.peak_bytes([[1000]], images=images) == costs.peak_bytes([[1000]]) + 700
     assert costs.beside_bytes([[1000]], images=images) == costs.beside_bytes([[1000]])
     assert (images + images).at(50) == images

@@ -4,19 +4,21 @@ from dataclasses import dataclass, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.schedule.budget import LEAST, WORTH, PromptCost
-from worker.schedule.plan import OLDEST_FIRST_EVERY, Chunk, Waiting, plan
-from worker.schedule.sequence import Lane
+from worker.schedule.budget import MIN_CHUNK, MIN_TOKENS_TIME_PER_PASS, PromptCost
+from worker.schedule.plan import OLDEST_FIRST_EVERY, Chunk, WaitingPrompt, plan
+from worker.schedule.request import Lane
 
 SECOND_A_TOKEN = PromptCost(token_s=1.0)
 UNBOUNDED = 10**9
 
 
-def waiting(id: str, remaining: int, *, done: int = 0, waited: int = 0, lane: Lane = "interactive") -> Waiting:
-    return Waiting(id, done, remaining, waited, lane, SECOND_A_TOKEN)
+def waiting(id: str, remaining: int, *, done: int = 0, waited: int = 0, lane: Lane = "interactive") -> WaitingPrompt:
+    return WaitingPrompt(id, done, remaining, waited, lane, SECOND_A_TOKEN)
 
 
-def planned(rows: Iterable[Waiting], seconds: float, cost: PromptCost = SECOND_A_TOKEN, step: int = 1) -> list[Chunk]:
+def planned(
+    rows: Iterable[WaitingPrompt], seconds: float, cost: PromptCost = SECOND_A_TOKEN, step: int = 1
+) -> list[Chunk]:
     return plan([replace(row, cost=cost) for row in rows], spare(seconds), step, UNBOUNDED)
 
 
@@ -25,11 +27,11 @@ def spare(interactive_s: float, batch_s: float | None = None) -> dict[Lane, floa
     return {"interactive": interactive_s, "batch": interactive_s if batch_s is None else batch_s}
 
 
-def order(*rows: Waiting) -> list[str]:
+def order(*rows: WaitingPrompt) -> list[str]:
     return [chunk.id for chunk in planned(rows, seconds=10**9)]
 
 
-def seconds_of(chunks: list[Chunk], rows: list[Waiting], cost: PromptCost) -> float:
+def seconds_of(chunks: list[Chunk], rows: list[WaitingPrompt], cost: PromptCost) -> float:
     waiting = {row.id: row for row in rows}
     taken = 0.0
     for chunk in chunks:
@@ -44,7 +46,7 @@ def seconds_of(chunks: list[Chunk], rows: list[Waiting], cost: PromptCost) -> fl
 
 ROWS = st.lists(
     st.builds(
-        Waiting,
+        WaitingPrompt,
         st.uuids().map(str),
         st.integers(0, 3000),
         st.integers(0, 2000),
@@ -64,18 +66,18 @@ COSTS = st.builds(
 
 @given(ROWS, BUDGETS, COSTS, STEPS)
 def test_the_time_is_kept_by_all_but_the_least_that_the_first_prompt_advances(
-    rows: list[Waiting], seconds: float, cost: PromptCost, step: int
+    rows: list[WaitingPrompt], seconds: float, cost: PromptCost, step: int
 ) -> None:
     chunks = planned(rows, seconds, cost, step)
     if seconds_of(chunks, rows, cost) > seconds * 1.000001:
         assert len(chunks) == 1
-        assert chunks[0].tokens <= LEAST
+        assert chunks[0].tokens <= MIN_CHUNK
         assert not (chunks[0].tokens and chunks[0].joins)
 
 
 @given(ROWS, BUDGETS, COSTS, STEPS)
 def test_no_time_is_left_that_is_worth_a_pass_for_the_next_prompt(
-    rows: list[Waiting], seconds: float, cost: PromptCost, step: int
+    rows: list[WaitingPrompt], seconds: float, cost: PromptCost, step: int
 ) -> None:
     chunks = planned(rows, seconds, cost, step)
     left = seconds - seconds_of(chunks, rows, cost)
@@ -88,7 +90,7 @@ def test_no_time_is_left_that_is_worth_a_pass_for_the_next_prompt(
 
 @given(ROWS, BUDGETS, BUDGETS, COSTS, STEPS)
 def test_offline_prompts_take_nothing_of_the_time_that_interactive_ones_are_given(
-    rows: list[Waiting], more: float, target: float, cost: PromptCost, step: int
+    rows: list[WaitingPrompt], more: float, target: float, cost: PromptCost, step: int
 ) -> None:
     rows = [replace(row, cost=cost) for row in rows]
     chunks = plan(rows, spare(target + more, target), step, UNBOUNDED)
@@ -102,7 +104,9 @@ def test_offline_prompts_take_nothing_of_the_time_that_interactive_ones_are_give
 
 
 @given(ROWS, BUDGETS, COSTS, STEPS)
-def test_the_first_prompt_always_advances(rows: list[Waiting], seconds: float, cost: PromptCost, step: int) -> None:
+def test_the_first_prompt_always_advances(
+    rows: list[WaitingPrompt], seconds: float, cost: PromptCost, step: int
+) -> None:
     chunks = planned(rows, -1 - seconds, cost, step)  # below zero: where a join costs nothing, it fits into no time
     assert len(chunks) == min(1, len(rows))
     for chunk in chunks:
@@ -111,7 +115,7 @@ def test_the_first_prompt_always_advances(rows: list[Waiting], seconds: float, c
 
 @given(ROWS, BUDGETS, COSTS, STEPS)
 def test_a_row_joins_only_when_nothing_of_its_prompt_remains(
-    rows: list[Waiting], seconds: float, cost: PromptCost, step: int
+    rows: list[WaitingPrompt], seconds: float, cost: PromptCost, step: int
 ) -> None:
     needs = {row.id: row.remaining for row in rows}
     joining = [chunk for chunk in planned(rows, seconds, cost, step) if chunk.joins]
@@ -120,7 +124,7 @@ def test_a_row_joins_only_when_nothing_of_its_prompt_remains(
 
 @given(ROWS, BUDGETS, COSTS, STEPS)
 def test_a_row_has_one_chunk_at_most_and_never_more_than_it_needs(
-    rows: list[Waiting], seconds: float, cost: PromptCost, step: int
+    rows: list[WaitingPrompt], seconds: float, cost: PromptCost, step: int
 ) -> None:
     chunks, needs = planned(rows, seconds, cost, step), {row.id: row.remaining for row in rows}
     assert len({chunk.id for chunk in chunks}) == len(chunks)
@@ -128,7 +132,7 @@ def test_a_row_has_one_chunk_at_most_and_never_more_than_it_needs(
 
 
 @given(ROWS, BUDGETS, STEPS)
-def test_only_the_last_chunk_is_cut_short(rows: list[Waiting], seconds: float, step: int) -> None:
+def test_only_the_last_chunk_is_cut_short(rows: list[WaitingPrompt], seconds: float, step: int) -> None:
     rows = [replace(row, cuts=()) for row in rows]  # a chunk may also end at one
     needs = {row.id: row.remaining for row in rows}
     computed = [chunk for chunk in planned(rows, seconds, step=step) if chunk.tokens]
@@ -136,7 +140,9 @@ def test_only_the_last_chunk_is_cut_short(rows: list[Waiting], seconds: float, s
 
 
 @given(ROWS, BUDGETS, st.randoms())
-def test_the_plan_depends_on_the_rows_and_not_on_their_order(rows: list[Waiting], seconds: float, dice: object) -> None:
+def test_the_plan_depends_on_the_rows_and_not_on_their_order(
+    rows: list[WaitingPrompt], seconds: float, dice: object
+) -> None:
     distinct = [replace(row, remaining=1000 * i + row.remaining % 1000, waited=0) for i, row in enumerate(rows)]
     shuffled = sorted(distinct, key=lambda _: dice.random())  # type: ignore[attr-defined]
     assert planned(shuffled, seconds) == planned(distinct, seconds)
@@ -161,17 +167,17 @@ def test_a_chunk_deep_in_a_prompt_is_shorter() -> None:
 
 def test_what_is_left_is_not_spent_on_a_chunk_of_a_few_tokens() -> None:
     rows = [waiting("short", 50), waiting("long", 900)]
-    assert planned(rows, 50 + LEAST - 1) == [Chunk("short", 50, joins=True)]
-    assert planned(rows, 50 + LEAST) == [
+    assert planned(rows, 50 + MIN_CHUNK - 1) == [Chunk("short", 50, joins=True)]
+    assert planned(rows, 50 + MIN_CHUNK) == [
         Chunk("short", 50, joins=True),
-        Chunk("long", LEAST),
+        Chunk("long", MIN_CHUNK),
     ]
 
 
 def test_a_chunk_that_is_not_the_first_is_worth_its_pass() -> None:
     rows = [waiting("short", 50), waiting("long", 900)]
     cost = PromptCost(forward_s=40.0, token_s=1.0)
-    first_s, worth = 90, round(WORTH * 40)
+    first_s, worth = 90, round(MIN_TOKENS_TIME_PER_PASS * 40)
     assert len(planned(rows, first_s + 40 + worth - 1, cost)) == 1
     assert planned(rows, first_s + 40 + worth, cost)[1:] == [Chunk("long", worth)]
 

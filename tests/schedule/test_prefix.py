@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from worker.schedule import prefix
-from worker.schedule.prefix import LONGEST_RUN, Found, Node, Tree, cuts
+from worker.schedule.prefix import MAX_SEGMENT_TOKENS, Found, Node, PrefixTree, checkpoint_positions
 
 Tokens = tuple[int, ...]
 STATE_BYTES = 7
@@ -42,15 +42,15 @@ class Whole:
         return STATE_BYTES
 
     @property
-    def shortens(self) -> bool:
+    def trimmable(self) -> bool:
         return len(self.tokens) < self.window
 
 
-Spelling = Tree[Spelt, Whole]
+Spelling = PrefixTree[Spelt, Whole]
 
 
 def add(tree: Spelling, tokens: Tokens, *, space: str = "", state: bool = False, window: int = 0) -> None:
-    tree.add(space, tokens, lambda start, end: Spelt(tokens[start:end]), Whole(tokens, window) if state else None)
+    tree.insert(space, tokens, lambda start, end: Spelt(tokens[start:end]), Whole(tokens, window) if state else None)
 
 
 def plain(*kept: Tokens) -> Spelling:
@@ -69,7 +69,7 @@ def stateful(*kept: Tokens, window: int = 0) -> Spelling:
 
 def spelt(found: Found[Spelt, Whole]) -> Tokens:
     """What would be restored of the runs."""
-    runs = [node.run for node in found.nodes]
+    runs = [node.segment for node in found.nodes]
     assert None not in runs
     return tuple(token for run in runs if run for token in run.tokens)[: found.length]
 
@@ -86,7 +86,7 @@ def ends(tree: Spelling) -> list[int]:
 
 
 def used(tree: Spelling, tokens: Tokens) -> None:
-    tree.use(tree.find("", tokens))
+    tree.touch(tree.find("", tokens))
 
 
 ABC, ABD, XYZ = (1, 2, 3), (1, 2, 4), (7, 8, 9)
@@ -110,7 +110,7 @@ def test_what_needs_a_state_is_found_only_where_there_is_one() -> None:
     assert [tree.find("", tuple(range(1, 1 + count))).length for count in range(1, 8)] == [0, 0, 3, 3, 3, 6, 6]
     found = tree.find("", (1, 2, 3, 4, 9))
     assert found.holder
-    assert found.holder.state == Whole((1, 2, 3))
+    assert found.holder.snapshot == Whole((1, 2, 3))
     assert spelt(found) == (1, 2, 3)
 
 
@@ -118,7 +118,7 @@ def test_the_tokens_count_and_not_how_many_they_are() -> None:
     tree = stateful((1, 2, 3), (1, 2, 4))
     found = tree.find("", (1, 2, 4, 5))
     assert found.holder
-    assert found.holder.state == Whole((1, 2, 4))
+    assert found.holder.snapshot == Whole((1, 2, 4))
 
 
 def test_spaces_share_nothing() -> None:
@@ -143,8 +143,8 @@ def test_only_what_is_not_there_yet_is_taken() -> None:
         asked.append((start, end))
         return Spelt((1, 2, 3, 4, 5)[start:end])
 
-    tree.add("", (1, 2, 3, 4, 5), take)
-    tree.add("", (1, 2, 3, 4), take)
+    tree.insert("", (1, 2, 3, 4, 5), take)
+    tree.insert("", (1, 2, 3, 4), take)
     assert asked == [(3, 5)]
 
 
@@ -167,11 +167,11 @@ def test_a_state_is_kept_once() -> None:
 
 
 def test_a_long_run_comes_in_pieces() -> None:
-    tokens = tuple(range(2 * LONGEST_RUN + 10))
+    tokens = tuple(range(2 * MAX_SEGMENT_TOKENS + 10))
     tree = plain(tokens)
-    assert ends(tree) == [LONGEST_RUN, 2 * LONGEST_RUN, len(tokens)]
+    assert ends(tree) == [MAX_SEGMENT_TOKENS, 2 * MAX_SEGMENT_TOKENS, len(tokens)]
     assert spelt(tree.find("", tokens)) == tokens
-    assert tree.find("", tokens[: LONGEST_RUN + 5]).length == LONGEST_RUN + 5
+    assert tree.find("", tokens[: MAX_SEGMENT_TOKENS + 5]).length == MAX_SEGMENT_TOKENS + 5
 
 
 def test_a_short_state_further_on_serves_for_fewer_tokens() -> None:
@@ -197,7 +197,7 @@ def test_a_prefix_is_looked_for_however_many_turns_come_behind_it() -> None:
     turns = 1200
     tree = stateful(*(tuple(range(end)) for end in range(2, turns, 2)))
     used(tree, tuple(range(turns)))
-    while len([node for node in held(tree) if node.state]) > 1:
+    while len([node for node in held(tree) if node.snapshot]) > 1:
         tree.shrink(tree.nbytes - 1)
     assert tree.find("", tuple(range(turns))).length == turns - 2
     assert tree.find("", (*range(5), -1)).length == 0
@@ -282,7 +282,7 @@ def test_a_run_that_cannot_be_taken_leaves_all_as_it_was() -> None:
         raise MemoryError
 
     with pytest.raises(MemoryError):
-        tree.add("", (1, 2, 9, 9), fails)
+        tree.insert("", (1, 2, 9, 9), fails)
     assert (tree.nbytes, ends(tree)) == (3, [3])
     assert spelt(tree.find("", ABC)) == ABC
 
@@ -293,27 +293,27 @@ CLOSE, FREELY, GRID = 16, 4, 2048
 
 
 def test_the_most_valuable_boundaries_the_end_and_a_grid_are_where_states_are_kept() -> None:
-    assert cuts((500, 100), 900, GRID) == (100, 500, 900)
-    assert cuts((), 5000, GRID) == (2048, 5000)  # 4096 is near enough to the end
-    assert cuts((), 7000, GRID) == (2048, 4096, 7000)
-    assert cuts((), 2048, GRID) == (2048,)
+    assert checkpoint_positions((500, 100), 900, GRID) == (100, 500, 900)
+    assert checkpoint_positions((), 5000, GRID) == (2048, 5000)  # 4096 is near enough to the end
+    assert checkpoint_positions((), 7000, GRID) == (2048, 4096, 7000)
+    assert checkpoint_positions((), 2048, GRID) == (2048,)
 
 
 def test_of_two_places_that_are_close_the_first_does_for_both() -> None:
-    assert cuts((100, 115, 84, 85), 300, GRID) == (84, 100, 300)
-    assert cuts((290,), 300, GRID) == (290,)
-    assert cuts((3, 15), 15, GRID) == ()
-    assert cuts((16,), 32, GRID) == (16, 32)
+    assert checkpoint_positions((100, 115, 84, 85), 300, GRID) == (84, 100, 300)
+    assert checkpoint_positions((290,), 300, GRID) == (290,)
+    assert checkpoint_positions((3, 15), 15, GRID) == ()
+    assert checkpoint_positions((16,), 32, GRID) == (16, 32)
 
 
 def test_a_boundary_of_less_value_is_taken_where_it_is_far_from_all_others() -> None:
     freely = (100, 200, 300, 400)
-    assert cuts((*freely, 500, 1424, 1900), 4000, GRID) == (*freely, 1424, 4000)
+    assert checkpoint_positions((*freely, 500, 1424, 1900), 4000, GRID) == (*freely, 1424, 4000)
 
 
 @given(PLACES, LENGTHS)
 def test_cuts_are_in_order_and_within_the_prompt(boundaries: Tokens, tokens: int) -> None:
-    found = cuts(boundaries, tokens, GRID)
+    found = checkpoint_positions(boundaries, tokens, GRID)
     assert list(found) == sorted(set(found))
     assert all(CLOSE <= at <= tokens for at in found)
     assert all(at in (*boundaries, tokens) or at % GRID == 0 for at in found)
@@ -324,7 +324,7 @@ def test_cuts_are_in_order_and_within_the_prompt(boundaries: Tokens, tokens: int
 def test_little_is_computed_again_behind_the_most_valuable_boundaries_and_the_end(
     boundaries: Tokens, tokens: int
 ) -> None:
-    found = cuts(boundaries, tokens, GRID)
+    found = checkpoint_positions(boundaries, tokens, GRID)
     for at in [*boundaries[:FREELY], tokens]:
         if CLOSE <= at <= tokens:
             assert any(at - CLOSE < cut <= at for cut in found)
@@ -332,13 +332,13 @@ def test_little_is_computed_again_behind_the_most_valuable_boundaries_and_the_en
 
 @given(PLACES, st.integers(1, 60_000))
 def test_no_stretch_of_a_long_prompt_is_without_a_state(boundaries: Tokens, tokens: int) -> None:
-    found = (0, *cuts(boundaries, tokens, GRID))
+    found = (0, *checkpoint_positions(boundaries, tokens, GRID))
     assert max(b - a for a, b in zip(found, (*found[1:], tokens), strict=True)) < 2 * GRID
 
 
 @given(st.lists(st.integers(1, 40_000), max_size=200).map(tuple), st.integers(1, 40_000))
 def test_however_many_boundaries_there_are_states_do_not_pile_up(boundaries: Tokens, tokens: int) -> None:
-    assert len(cuts(boundaries, tokens, GRID)) <= FREELY + 1 + tokens // (GRID // 2)
+    assert len(checkpoint_positions(boundaries, tokens, GRID)) <= FREELY + 1 + tokens // (GRID // 2)
 
 
 SPACES = st.sampled_from(["", "b"])
@@ -349,12 +349,14 @@ class Life(RuleBasedStateMachine):
     """Beside a dict of what was added."""
 
     @initialize(
-        window=st.sampled_from([None, 0, 4, 99]), longest=st.sampled_from([1, 3, LONGEST_RUN]), small=st.booleans()
+        window=st.sampled_from([None, 0, 4, 99]),
+        longest=st.sampled_from([1, 3, MAX_SEGMENT_TOKENS]),
+        small=st.booleans(),
     )
     def plant(self, window: int | None, longest: int, small: bool) -> None:
         """`window`: in which states shorten; None is a tree without them. A `small` one has to let go."""
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(prefix, "LONGEST_RUN", longest)
+        self.patch.setattr(prefix, "MAX_SEGMENT_TOKENS", longest)
         self.stateful, self.window, self.small = window is not None, window or 0, small
         self.tree = Spelling(stateful=self.stateful)
         self.added: dict[str, set[Tokens]] = {"": set(), "b": set()}
@@ -394,18 +396,18 @@ class Life(RuleBasedStateMachine):
         assert bool(found.length) == bool(found.nodes)
         if self.stateful and found.length:
             assert found.holder
-            state = found.holder.state
+            state = found.holder.snapshot
             assert state
             assert len(state.tokens) == found.holder.end
             assert state.tokens[: found.length] == tokens[: found.length]
-            assert state.shortens or found.holder.end == found.length
+            assert state.trimmable or found.holder.end == found.length
         else:
             assert found.holder is None
 
     @rule(space=SPACES, tokens=WORDS)
     def use(self, space: str, tokens: Tokens) -> None:
         found = self.tree.find(space, tokens)
-        self.tree.use(found)
+        self.tree.touch(found)
         if found.nodes:
             assert next(reversed(self.tree._order)) == (found.nodes[0], "run")
 
@@ -428,13 +430,13 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def bytes_are_those_of_all_that_can_be_reached(self) -> None:
-        kept = [each for node in held(self.tree) for each in (node.run, node.state) if each]
+        kept = [each for node in held(self.tree) for each in (node.segment, node.snapshot) if each]
         assert self.tree.nbytes == sum(each.nbytes for each in kept)
 
     @invariant()
     def the_order_holds_just_what_can_be_reached(self) -> None:
         nodes = held(self.tree)
-        there = {(id(node), "run") for node in nodes} | {(id(node), "state") for node in nodes if node.state}
+        there = {(id(node), "run") for node in nodes} | {(id(node), "state") for node in nodes if node.snapshot}
         assert {(id(node), what) for node, what in self.tree._order} == there
 
     @invariant()
@@ -448,11 +450,11 @@ class Life(RuleBasedStateMachine):
     def nodes_hang_where_their_tokens_say(self) -> None:
         for node in held(self.tree):
             assert node.parent
-            assert node.run
+            assert node.segment
             assert node.parent.children[node.tokens[0]] is node
-            assert node.tokens == node.run.tokens
+            assert node.tokens == node.segment.tokens
             assert node.end == node.parent.end + len(node.tokens)
-            assert node.children or node.state or not self.stateful
+            assert node.children or node.snapshot or not self.stateful
 
 
 TestLife = Life.TestCase

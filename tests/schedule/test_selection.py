@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.schedule.selection import CHUNK, REGION, Range, merged, select
+from worker.schedule.selection import CHUNK, REGION, Range, merged, select_ranges
 
 SHARES = st.floats(0.1, 1.0)
 
@@ -35,12 +35,12 @@ def needle(tokens: int, *places: int) -> list[float]:
 @given(prompts(), SHARES)
 def test_what_is_protected_is_kept(prompt: tuple[Sequence[float], list[Range]], keep: float) -> None:
     scores, protected = prompt
-    assert chosen(protected) <= chosen(select(scores, keep, protected))
+    assert chosen(protected) <= chosen(select_ranges(scores, keep, protected))
 
 
 @given(prompts(), SHARES)
 def test_ranges_come_in_order_and_apart(prompt: tuple[Sequence[float], list[Range]], keep: float) -> None:
-    kept = select(prompt[0], keep, prompt[1])
+    kept = select_ranges(prompt[0], keep, prompt[1])
     assert all(start < end for start, end in kept)
     assert all(end < start for (_, end), (start, _) in pairwise(kept))
     assert chosen(kept) <= set(range(len(prompt[0])))
@@ -51,7 +51,7 @@ def test_the_share_is_met_and_passed_by_less_than_a_chunk(
     prompt: tuple[Sequence[float], list[Range]], keep: float
 ) -> None:
     scores, protected = prompt
-    kept, asked = len(chosen(select(scores, keep, protected))), round(keep * len(scores))
+    kept, asked = len(chosen(select_ranges(scores, keep, protected))), round(keep * len(scores))
     at_least = len(chosen(protected)) + CHUNK * -(-len(scores) // REGION)
     assert asked <= kept < max(asked, at_least) + CHUNK
 
@@ -59,7 +59,7 @@ def test_the_share_is_met_and_passed_by_less_than_a_chunk(
 @given(prompts(), SHARES)
 def test_no_two_regions_in_a_row_go_without_a_token(prompt: tuple[Sequence[float], list[Range]], keep: float) -> None:
     scores, protected = prompt
-    kept = select(scores, keep, protected)
+    kept = select_ranges(scores, keep, protected)
     gaps = [start - end for (_, end), (start, _) in pairwise([(0, 0), *kept, (len(scores), len(scores))])]
     assert max(gaps) < 2 * REGION
 
@@ -69,7 +69,7 @@ def test_beyond_the_floor_no_chunk_was_left_that_is_better_than_one_kept(
     prompt: tuple[Sequence[float], list[Range]], keep: float
 ) -> None:
     scores, _ = prompt
-    there = chosen(select(scores, keep))
+    there = chosen(select_ranges(scores, keep))
     chunks = {start: max(scores[start : start + CHUNK]) for start in range(0, len(scores), CHUNK)}
     best = [max(starts, key=lambda start: chunks[start]) for starts in regions(chunks)]
     taken = [chunks[start] for start in chunks if start in there and start not in best]
@@ -86,20 +86,20 @@ def regions(chunks: Iterable[int]) -> list[list[int]]:
 @given(prompts(), SHARES)
 def test_equal_scores_select_equally(prompt: tuple[Sequence[float], list[Range]], keep: float) -> None:
     scores, protected = prompt
-    assert select(scores, keep, protected) == select(list(scores), keep, [*reversed(protected)])
+    assert select_ranges(scores, keep, protected) == select_ranges(list(scores), keep, [*reversed(protected)])
 
 
 @given(prompts())
 def test_at_a_hundred_percent_everything_is_kept(prompt: tuple[Sequence[float], list[Range]]) -> None:
     scores, protected = prompt
-    assert select(scores, 1.0, protected) == [(0, len(scores))]
+    assert select_ranges(scores, 1.0, protected) == [(0, len(scores))]
 
 
 @given(prompts(), SHARES, SHARES)
 def test_who_keeps_more_keeps_all_that_others_keep(
     prompt: tuple[Sequence[float], list[Range]], one: float, other: float
 ) -> None:
-    less, more = (chosen(select(*prompt[:1], share, prompt[1])) for share in sorted([one, other]))
+    less, more = (chosen(select_ranges(*prompt[:1], share, prompt[1])) for share in sorted([one, other]))
     assert less <= more
 
 
@@ -107,35 +107,35 @@ def test_a_chunk_is_worth_its_best_token() -> None:
     """In the mean the second needle's chunk would beat the first one's."""
     scores = needle(480, 100)
     scores[200:208] = [0.5] * 8
-    assert select(scores, 0.03) == [(96, 112)]
+    assert select_ranges(scores, 0.03) == [(96, 112)]
 
 
 def test_of_equal_chunks_the_first_ones_are_kept() -> None:
-    assert select([0.0] * 480, 0.1) == [(0, 48)]
+    assert select_ranges([0.0] * 480, 0.1) == [(0, 48)]
 
 
 def test_only_what_is_not_protected_is_scored() -> None:
     """The protected token that scores highest brings no neighbours along."""
-    assert select(needle(480, 40, 300), 0.05, [(36, 44)]) == [(36, 44), (288, 304)]
+    assert select_ranges(needle(480, 40, 300), 0.05, [(36, 44)]) == [(36, 44), (288, 304)]
 
 
 def test_what_is_protected_counts_in_the_share() -> None:
-    assert select(needle(480, 300), 0.1, [(0, 32)]) == [(0, 32), (288, 304)]
+    assert select_ranges(needle(480, 300), 0.1, [(0, 32)]) == [(0, 32), (288, 304)]
 
 
 def test_more_protected_than_asked_for_all_stay() -> None:
-    assert select(needle(480, 300), 0.1, [(0, 200), (460, 480)]) == [(0, 200), (460, 480)]
+    assert select_ranges(needle(480, 300), 0.1, [(0, 200), (460, 480)]) == [(0, 200), (460, 480)]
 
 
 def test_a_region_where_nothing_scores_keeps_its_best_chunk() -> None:
     scores = [1.0] * REGION + needle(REGION, 100) + [1.0] * REGION
     scores[REGION + 100] = 0.001
-    assert (REGION + 96, REGION + 112) in select(scores, 0.1)
+    assert (REGION + 96, REGION + 112) in select_ranges(scores, 0.1)
 
 
 def test_ranges_beyond_the_prompt_are_cut() -> None:
     assert merged([(5, 9), (-3, 2), (8, 99), (4, 4)], 10) == [(0, 2), (5, 10)]
-    assert select([], 0.5, [(0, 3)]) == []
+    assert select_ranges([], 0.5, [(0, 3)]) == []
 
 
 def test_two_hundred_thousand_tokens_take_no_noticeable_time() -> None:
@@ -143,5 +143,5 @@ def test_two_hundred_thousand_tokens_take_no_noticeable_time() -> None:
     scores = array("f", (i * 0.618034 % 1 for i in range(200_000)))
     protected = [(at, at + 5) for at in range(0, 200_000, 200)]
     began = time.process_time()
-    select(scores, 0.3, protected)
+    select_ranges(scores, 0.3, protected)
     assert time.process_time() - began < 0.25

@@ -12,9 +12,9 @@ from schemas import ChatRequest, keys
 from schemas.events import ErrorType, JobError, Timings, Usage
 from tests.schemas import page
 from tests.schemas.bodies import HELLO, LOOK, chat
-from worker.errors import Refusal
-from worker.reading.strict import loads
-from worker.request import read_request
+from worker.bounded_json.strict import loads
+from worker.chat.request import read_request
+from worker.errors import JobFailure
 
 
 def test_the_page_s_request_table_has_exactly_the_fields_of_the_request() -> None:
@@ -100,7 +100,7 @@ def test_what_the_page_says_is_refused_for_now_is_what_the_worker_refuses(name: 
     listed = {name for cells in page.rows("Refused for now") for name in page.names(cells[0])}
     assert listed <= set(WANTED)
     if name in listed:
-        with pytest.raises(Refusal) as raised:
+        with pytest.raises(JobFailure) as raised:
             read_request(chat(**WANTED[name]), "default", max_parts=100)
         assert (raised.value.type, name in raised.value.message) == ("unsupported", True)
     else:
@@ -108,7 +108,7 @@ def test_what_the_page_says_is_refused_for_now_is_what_the_worker_refuses(name: 
 
 
 def test_the_page_s_failed_event_is_what_that_request_gets() -> None:
-    with pytest.raises(Refusal) as raised:
+    with pytest.raises(JobFailure) as raised:
         read_request({"messages": HELLO, "temperature": 5}, "default", max_parts=100)
     refused = raised.value
     said = {"type": refused.type, "message": refused.message, "retryable": refused.retryable}
@@ -117,7 +117,7 @@ def test_the_page_s_failed_event_is_what_that_request_gets() -> None:
 
 def test_the_page_s_example_of_an_invalid_request_is_what_audio_gets() -> None:
     body = {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}
-    with pytest.raises(Refusal) as raised:
+    with pytest.raises(JobFailure) as raised:
         read_request(body, "default", max_parts=100)
     assert f"`{raised.value.message}`" in page.section("Errors")
 

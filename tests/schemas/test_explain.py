@@ -11,7 +11,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from schemas import ChatRequest, explain
 from schemas.base import MOST_CHARACTERS, MOST_VALUES
 from schemas.explain import _SENTENCES
-from schemas.place import locate, quoted
+from schemas.location import locate, quoted
 from tests.schemas.bodies import FULL, HELLO, chat
 from tests.schemas.strategies import ANYTHING, JSON, NAMES, mutated
 

@@ -13,18 +13,18 @@ from llguidance import LLTokenizer
 from schemas import ChatRequest
 from scripts.stack import TINY_CHAT
 from tests.text.structured import Schema, allowed
-from worker.engine.upstream import load_tokenizer
-from worker.engine.words import Words
-from worker.errors import Refusal
-from worker.text.detokenize import Vocabulary
-from worker.text.dialect import Dialect
-from worker.text.grammar import Grammars
-from worker.text.guide import GrammarGuide, Guides
-from worker.text.harmony import MARKERS
-from worker.text.output import Output, Said
-from worker.text.prompt import Prompt, Thinking
-from worker.text.trial import compiled
-from worker.text.wish import markup_of, wish_of
+from worker.engine.tokenizer import MLXTokenizer
+from worker.engine.upstream.mlx_lm import load_tokenizer
+from worker.errors import JobFailure
+from worker.text.grammar.builder import Grammars
+from worker.text.grammar.constraint import markup_of, wish_of
+from worker.text.grammar.guide import GrammarStates, RowGrammar
+from worker.text.grammar.sandbox import compile_grammar
+from worker.text.output.formats import ModelFormat
+from worker.text.output.harmony import MARKERS
+from worker.text.output.output import Output, OutputDelta
+from worker.text.prompt.prompt import Prompt, Thinking
+from worker.text.vocabulary import Vocabulary
 
 EOS, OTHER_EOS = 2, 0
 
@@ -63,35 +63,35 @@ class Model:
     """The tiny model's tokenizer, were it another model's."""
 
     def __init__(self, format: str) -> None:
-        self.tokenizer = Words(load_tokenizer(_folder(format), eos_token_ids=[EOS, OTHER_EOS]))
+        self.tokenizer = MLXTokenizer(load_tokenizer(_folder(format), eos_token_ids=[EOS, OTHER_EOS]))
         self.count = len(self.tokenizer.tokens)
-        self.dialect = Dialect(self.tokenizer)
-        self.guides = Guides(self.tokenizer, Vocabulary(self.tokenizer), self.dialect, self.count)
+        self.dialect = ModelFormat(self.tokenizer)
+        self.guides = GrammarStates(self.tokenizer, Vocabulary(self.tokenizer), self.dialect, self.count)
         self.vocabulary = LLTokenizer(str(self.tokenizer.definition), eos_token=[OTHER_EOS, EOS])
 
-    async def guide(self, thinking: Thinking = "closed", **fields: Any) -> GrammarGuide:
+    async def guide(self, thinking: Thinking = "closed", **fields: Any) -> RowGrammar:
         guide = await self.guides.guide(request(**fields), Prompt((1,), thinking))
         assert guide
         return guide
 
-    def quick_guide(self, asked: ChatRequest) -> GrammarGuide:
+    def quick_guide(self, asked: ChatRequest) -> RowGrammar:
         """Without the trial."""
         wish = wish_of(asked)
         assert wish
         grammar = Grammars(markup_of(self.tokenizer, self.dialect)).of(wish, reasoned=False)
-        return GrammarGuide(compiled(self.vocabulary, grammar), frozenset({EOS, OTHER_EOS}))
+        return RowGrammar(compile_grammar(self.vocabulary, grammar), frozenset({EOS, OTHER_EOS}))
 
-    def takes(self, guide: GrammarGuide, text: str) -> bool:
+    def takes(self, guide: RowGrammar, text: str) -> bool:
         """Whether all of it is allowed, and may be the end."""
         for token in self.tokenizer.encode(text):
             if token not in allowed(guide, self.count):
                 return False
             guide.accept(token)
-        return guide.broken is None and {EOS, OTHER_EOS} <= set(allowed(guide, self.count))
+        return guide.error is None and {EOS, OTHER_EOS} <= set(allowed(guide, self.count))
 
-    def said(self, asked: ChatRequest, tokens: list[int]) -> tuple[Said, str]:
+    def said(self, asked: ChatRequest, tokens: list[int]) -> tuple[OutputDelta, str]:
         output = Output(Vocabulary(self.tokenizer), self.dialect, asked, "none", "job")
-        said = sum((output.feed(token) for token in tokens), Said()) + output.flush()
+        said = sum((output.feed(token) for token in tokens), OutputDelta()) + output.flush()
         return said, output.finish_reason("stop")
 
 
@@ -130,14 +130,14 @@ def by(asked: Schema) -> dict[str, Any]:
 ANY_OBJECT = {"response_format": {"type": "json_object"}}
 
 
-async def refusal(format: str = "json_tools", **fields: Any) -> Refusal:
-    with pytest.raises(Refusal) as refused:
+async def refusal(format: str = "json_tools", **fields: Any) -> JobFailure:
+    with pytest.raises(JobFailure) as refused:
         await model(format).guide(**fields)
     return refused.value
 
 
-def fresh() -> Guides:
-    return Guides(model().tokenizer, Vocabulary(model().tokenizer), model().dialect, 1024)
+def fresh() -> GrammarStates:
+    return GrammarStates(model().tokenizer, Vocabulary(model().tokenizer), model().dialect, 1024)
 
 
 def spelled(text: str) -> list[int]:

@@ -12,13 +12,13 @@ from mlx_lm.chat_templates.muse_spark import RESPONSE_FORMAT
 
 from schemas import ChatRequest
 from scripts.stack import TINY_CHAT
-from worker.engine.upstream import TokenizerWrapper, load_tokenizer
-from worker.engine.words import Words
-from worker.text.calls import whole
-from worker.text.detokenize import Vocabulary
-from worker.text.dialect import Dialect
-from worker.text.harmony import MARKERS
-from worker.text.output import Output, Said, together
+from worker.engine.tokenizer import MLXTokenizer
+from worker.engine.upstream.mlx_lm import TokenizerWrapper, load_tokenizer
+from worker.text.output.formats import ModelFormat
+from worker.text.output.harmony import MARKERS
+from worker.text.output.output import Output, OutputDelta, together
+from worker.text.output.tool_calls import completed
+from worker.text.vocabulary import Vocabulary
 
 TOOLS = [
     {
@@ -34,9 +34,9 @@ TOOLS = [
 
 @dataclass(frozen=True)
 class Model:
-    words: Words
+    words: MLXTokenizer
     vocabulary: Vocabulary
-    dialect: Dialect
+    dialect: ModelFormat
 
 
 @cache
@@ -53,8 +53,8 @@ def model(tool_format: str = "json_tools", *tokens: str) -> Model:
         tool_parser=wrapper.tool_parser,
         response_format=RESPONSE_FORMAT if tool_format == "muse_spark" else None,
     )
-    words = Words(wrapper)
-    return Model(words, Vocabulary(words), Dialect(words))
+    words = MLXTokenizer(wrapper)
+    return Model(words, Vocabulary(words), ModelFormat(words))
 
 
 def gpt_oss() -> Model:
@@ -81,14 +81,14 @@ def cut(model: Model, text: str, places: Iterable[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Heard:
-    said: Said
+    said: OutputDelta
     finish_reason: str
     voided: frozenset[int] = frozenset()
 
     @property
     def calls(self) -> list[dict[str, Any]]:
         """As a result holds them, without their ids."""
-        return [call["function"] for call in whole(self.said.tool_calls, self.voided)]
+        return [call["function"] for call in completed(self.said.tool_calls, self.voided)]
 
 
 def hear(output: Output, tokens: Iterable[int], engine: Any = "stop") -> Heard:
@@ -100,7 +100,7 @@ def hear(output: Output, tokens: Iterable[int], engine: Any = "stop") -> Heard:
             break
     else:
         said.append(output.flush(engine))
-    return Heard(together(said), output.finish_reason("stop" if output.stopped else engine), output.voided)
+    return Heard(together(said), output.finish_reason("stop" if output.stopped else engine), output.retracted)
 
 
 def heard(model: Model, text: str, thinking: Any = "none", engine: Any = "stop", **fields: Any) -> Heard:

@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from worker.schedule.sequence import Guide
+from worker.schedule.request import GrammarState
 
 Schema = dict[str, Any]
 
@@ -88,14 +88,14 @@ def _plain(dice: random.Random, depth: int, names: tuple[str, ...]) -> Schema:
     return {"type": dice.choice(("boolean", "null", ["boolean", "null"]))}
 
 
-def allowed(guide: Guide, vocab: int) -> list[int]:
-    mask = guide.allowed()
+def allowed(guide: GrammarState, vocab: int) -> list[int]:
+    mask = guide.bitmask()
     assert mask is not None
     assert len(mask) % 4 == 0
     return [token for token in range(vocab) if mask[token // 8] >> token % 8 & 1]
 
 
-def walk(guide: Guide, ends: set[int], vocab: int, dice: random.Random, urges: list[list[int]]) -> list[int]:
+def walk(guide: GrammarState, ends: set[int], vocab: int, dice: random.Random, urges: list[list[int]]) -> list[int]:
     """An answer of what the guide allows, drawn evenly, but for its end and some words that it has an urge to say.
     It gives up after some hundred tokens."""
     said = list[int]()

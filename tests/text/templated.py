@@ -7,14 +7,14 @@ from typing import Any
 
 from schemas import ChatRequest
 from scripts.stack import TINY_CHAT
-from worker.engine.upstream import load_tokenizer
-from worker.engine.words import Words
-from worker.text.boundaries import Boundaries
-from worker.text.detokenize import Vocabulary
-from worker.text.dialect import Dialect
-from worker.text.places import Places
-from worker.text.prompt import Prompt, Prompts
-from worker.text.quoting import Quoting
+from worker.engine.tokenizer import MLXTokenizer
+from worker.engine.upstream.mlx_lm import load_tokenizer
+from worker.text.output.formats import ModelFormat
+from worker.text.prompt.boundaries import Boundaries
+from worker.text.prompt.escaping import ControlTokenEscaping
+from worker.text.prompt.offsets import TokenOffsets
+from worker.text.prompt.prompt import Prompt, Prompts
+from worker.text.vocabulary import Vocabulary
 
 TEMPLATES = {file.stem: file.read_text(encoding="utf-8") for file in Path(__file__).parent.glob("templates/*.jinja")}
 
@@ -34,21 +34,21 @@ async def rendered(template: str, *messages: dict[str, Any], **rest: Any) -> str
 
 def prompts(template: str, *, boundaries: bool = False) -> Prompts:
     told = words(TEMPLATES.get(template, template))
-    quoting = Quoting(told.control_tokens, (*(told.think or ()), *(told.tool or ())))
-    return Prompts(told, Dialect(told).think, _boundaries(told) if boundaries else None, quoting=quoting)
+    quoting = ControlTokenEscaping(told.control_tokens, (*(told.think or ()), *(told.tool or ())))
+    return Prompts(told, ModelFormat(told).think, _boundaries(told) if boundaries else None, quoting=quoting)
 
 
 @cache
-def words(source: str) -> Words:
+def words(source: str) -> MLXTokenizer:
     wrapper = copy.copy(_tiny())
     wrapper._tokenizer = copy.copy(wrapper._tokenizer)
     wrapper._tokenizer.chat_template = source
-    return Words(wrapper)
+    return MLXTokenizer(wrapper)
 
 
 @cache
-def _boundaries(told: Words) -> Boundaries:
-    return Boundaries(Places(Vocabulary(told), len(told.tokens)))
+def _boundaries(told: MLXTokenizer) -> Boundaries:
+    return Boundaries(TokenOffsets(Vocabulary(told), len(told.tokens)))
 
 
 @cache

@@ -20,8 +20,8 @@ from tests.text.speech import (
     output,
     request,
 )
-from worker.resume import Delivered, delivered, replay, taken_up
-from worker.text.output import Output, Said, together
+from worker.chat.resume import Delivered, delivered, replay, taken_up
+from worker.text.output.output import Output, OutputDelta, together
 
 TINY = speech.model()
 BEGUN = {"fingerprint": "fp", "seed": 7}
@@ -32,7 +32,7 @@ def log(*events: dict[str, Any]) -> list[bytes]:
     return [json.dumps({"seq": seq, **event}).encode() for seq, event in enumerate(events)]
 
 
-def delta(tokens: list[int], said: Said, **more: Any) -> dict[str, Any]:
+def delta(tokens: list[int], said: OutputDelta, **more: Any) -> dict[str, Any]:
     texts = {name: text for name, text in (("content", said.content), ("reasoning", said.reasoning)) if text}
     calls = {"tool_calls": list(said.tool_calls)} if said.tool_calls else {}
     return {"type": "delta", "token_ids": tokens, **texts, **calls, **more}
@@ -83,25 +83,25 @@ def test_an_answer_whose_last_words_were_let_out_has_ended(
     assert replayed.ended == (unended.stopped or earlier.said != before.said)
     if replayed.ended:
         second = replayed.output
-        assert (second.voided, second.finish_reason(engine)) == (first.voided, first.finish_reason(engine))
+        assert (second.retracted, second.finish_reason(engine)) == (first.retracted, first.finish_reason(engine))
 
 
 @pytest.mark.parametrize(
     "said",
     [
-        Said("Hello"),
-        Said("Hullo", "Hm."),
-        Said("Hello", "Hm"),
-        Said(
+        OutputDelta("Hello"),
+        OutputDelta("Hullo", "Hm."),
+        OutputDelta("Hello", "Hm"),
+        OutputDelta(
             "Hello",
             "Hm.",
             ({"index": 0, "id": "x", "type": "function", "function": {"name": "now", "arguments": "{}"}},),
         ),
     ],
 )
-def test_an_answer_that_another_worker_told_in_other_words_differs(said: Said) -> None:
+def test_an_answer_that_another_worker_told_in_other_words_differs(said: OutputDelta) -> None:
     tokens = tuple(TINY.words.encode("<think>Hm.</think>Hello"))
-    assert replay(Delivered("fp", 7, tokens, Said("Hello", "Hm.")), lambda: output(TINY)) is not None
+    assert replay(Delivered("fp", 7, tokens, OutputDelta("Hello", "Hm.")), lambda: output(TINY)) is not None
     assert replay(Delivered("fp", 7, tokens, said), lambda: output(TINY)) is None
 
 
@@ -117,18 +117,18 @@ def test_what_was_delivered_is_gathered_since_an_attempt_last_started_over() -> 
     rest = {"index": 0, "function": {"arguments": "}"}}
     events = log(
         {"type": "started", "fingerprint": "old", "seed": 1},
-        delta([1], Said("gone")),
+        delta([1], OutputDelta("gone")),
         {"type": "restarted", **BEGUN},
         {"type": "progress", "phase": "prefill", "done": 1, "total": 2},
-        delta([2, 3], Said("a", "b"), logprobs=[{"token": "a"}]),
-        delta([4], Said(tool_calls=(first,)), logprobs=[{"token": "b"}, {"token": "c"}]),
+        delta([2, 3], OutputDelta("a", "b"), logprobs=[{"token": "a"}]),
+        delta([4], OutputDelta(tool_calls=(first,)), logprobs=[{"token": "b"}, {"token": "c"}]),
         {"type": "resumed", **BEGUN},
-        delta([], Said(tool_calls=(rest,))),
-        delta([5], Said("c")),
+        delta([], OutputDelta(tool_calls=(rest,))),
+        delta([5], OutputDelta("c")),
     )
     call = {"index": 0, "id": "x", "type": "function", "function": {"name": "now", "arguments": "{}"}}
     logprobs = (b'{"token":"a"}', b'{"token":"b"}', b'{"token":"c"}')
-    assert delivered(events) == Delivered("fp", 7, (2, 3, 4, 5), Said("ac", "b", (call,)), logprobs)
+    assert delivered(events) == Delivered("fp", 7, (2, 3, 4, 5), OutputDelta("ac", "b", (call,)), logprobs)
 
 
 def test_a_log_without_an_attempt_delivers_nothing() -> None:
@@ -148,7 +148,7 @@ def test_a_long_replay_stops_when_its_job_has_gone() -> None:
 
     said = TINY.words.encode("word " * 100)
     with pytest.raises(Gone):
-        replay(Delivered("fp", 7, tuple(said), Said("else")), lambda: output(TINY), check)
+        replay(Delivered("fp", 7, tuple(said), OutputDelta("else")), lambda: output(TINY), check)
 
 
 def test_only_what_this_model_said_with_this_seed_is_taken_up() -> None:

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 
 from schemas.keys import Lane
-from worker.errors import Refusal
-from worker.text.threads import LARGE, Abandoned, Check, Pool, TextThreads, never
+from worker.errors import JobFailure
+from worker.text.threads import LARGE, Check, Pool, TextThreads, WorkAbandoned, never
 
 SOON_S = 5.0
 
@@ -24,7 +24,7 @@ class Blocked:
         try:
             while not self.go.wait(0.005):
                 check()
-        except Abandoned:
+        except WorkAbandoned:
             self.abandoned.set()
             raise
         return threading.current_thread().name
@@ -140,7 +140,7 @@ async def test_a_job_that_goes_in_the_moment_of_its_turn_passes_it_on() -> None:
 
 async def test_work_beyond_the_time_limit_is_refused_and_its_thread_stops() -> None:
     pool, work = Pool("test", 1, longest_s=0.05), Blocked()
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(JobFailure) as refused:
         await pool.run("interactive", work)
     assert (refused.value.type, refused.value.message.split(":")[0]) == ("too_large", "messages")
     await until(work.abandoned)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
-from worker.engine.upstream_transformers import (
+from worker.engine.upstream.transformers import (
     CONTROL_TOKEN_END,
     CONTROL_TOKEN_START,
     encode_marked_chat,

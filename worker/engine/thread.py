@@ -15,10 +15,12 @@ from typing import TypeVar
 import mlx.core as mx
 
 from worker.engine.engine import Engine
-from worker.engine.model import Model
-from worker.pulse import Pulse
-from worker.schedule.memory import MOST_ROWS
-from worker.schedule.sequence import Listener, Sequence, StepReport
+from worker.engine.model.load import Model
+from worker.monitoring.heartbeat import Heartbeat
+from worker.schedule.memory import MAX_ROWS
+from worker.schedule.outcomes import OutcomeListener
+from worker.schedule.report import StepReport
+from worker.schedule.request import GenerationRequest
 
 logger = logging.getLogger("sluice.engine")
 
@@ -27,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Add:
-    sequence: Sequence
+    sequence: GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class EngineThread:
         load: Callable[[], Model],
         *,
         step_s: float,
-        rows: int = MOST_ROWS,
+        rows: int = MAX_ROWS,
         memory: int | None = None,
         prefix_bytes: int | None = None,
         died: Callable[[], None],
@@ -68,8 +70,8 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._mailbox: queue.SimpleQueue[_Add | _Remove | _Hold | _Stop] = queue.SimpleQueue()
         self._held = False
-        self.pulse = Pulse("engine")
-        self._listeners: dict[str, Listener] = {}
+        self.pulse = Heartbeat("engine")
+        self._listeners: dict[str, OutcomeListener] = {}
         self._loaded: asyncio.Future[Model] = self._loop.create_future()
         self._thread = threading.Thread(target=self._main, name="engine")
 
@@ -83,7 +85,7 @@ class EngineThread:
         self._mailbox.put(_Stop())
         await asyncio.to_thread(self._thread.join)
 
-    def submit(self, sequence: Sequence, listener: Listener) -> None:
+    def submit(self, sequence: GenerationRequest, listener: OutcomeListener) -> None:
         """Submit a request. The listener receives its outcomes on the event loop until it is removed."""
         self._listeners[sequence.id] = listener
         self._mailbox.put(_Add(sequence))
@@ -106,7 +108,7 @@ class EngineThread:
         self._stepped(report)
         for outcome in report.outcomes:
             if listener := self._listeners.get(outcome.id):
-                listener.heard(outcome, report.rows)
+                listener.on_outcome(outcome, report.rows)
 
     # On the engine's thread
 
@@ -114,7 +116,7 @@ class EngineThread:
         try:
             self._serve()
         except BaseException as error:  # the border of the thread: nothing else would report the error
-            self._tell(self._end, error)
+            self._post(self._end, error)
         finally:
             # A thread that ends without clearing its streams aborts the process at exit (mlx 0.32.4).
             mx.synchronize()
@@ -123,15 +125,15 @@ class EngineThread:
     def _serve(self) -> None:
         model = self._load()
         engine = self._engine_of(model)
-        self._tell(self._has_loaded, model)
-        while self._obey(engine):
+        self._post(self._has_loaded, model)
+        while self._handle_commands(engine):
             self.pulse.beat()
-            self._tell(self._deliver, engine.step())
+            self._post(self._deliver, engine.step())
 
-    def _obey(self, engine: Engine) -> bool:
+    def _handle_commands(self, engine: Engine) -> bool:
         """Handle the commands in the mailbox; block on it if there is nothing to compute. False ends the thread."""
         while not self._mailbox.empty() or self._held or not len(engine):
-            self.pulse.rest()
+            self.pulse.pause()
             match self._mailbox.get():
                 case _Hold(on):
                     self._held = on
@@ -143,7 +145,7 @@ class EngineThread:
                     return False
         return True
 
-    def _tell(self, call: Callable[[T], object], value: T) -> None:
+    def _post(self, call: Callable[[T], object], value: T) -> None:
         self._loop.call_soon_threadsafe(call, value)
 
     def _end(self, error: BaseException) -> None:

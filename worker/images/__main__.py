@@ -10,10 +10,10 @@ import sys
 import warnings
 from typing import IO, Any
 
-from worker.errors import Refusal
+from worker.errors import JobFailure
 from worker.images.data_url import read_data_url
 from worker.images.decode import decode
-from worker.images.decoder import Task
+from worker.images.decoder import DecodeRequest
 from worker.images.files import too_long
 from worker.images.image import Image
 
@@ -32,25 +32,25 @@ def main() -> None:
 def serve(tasks: IO[bytes], answers: IO[bytes]) -> None:
     """Answer decode requests one after the other until the stream ends or is cut off. Blocks."""
     while line := tasks.readline():
-        task = Task(**json.loads(line))
+        task = DecodeRequest(**json.loads(line))
         source = tasks.read(task.length)
         if len(source) == task.length:
             _answer(task, source, answers)
 
 
-def _answer(task: Task, source: bytes, answers: IO[bytes]) -> None:
+def _answer(task: DecodeRequest, source: bytes, answers: IO[bytes]) -> None:
     told: dict[str, Any]
     try:
         image = _image(task, source)
         told, pixels = {"width": image.width, "height": image.height, "digest": image.digest.hex()}, image.pixels
-    except Refusal as refusal:
+    except JobFailure as refusal:
         told, pixels = {"type": refusal.type, "message": refusal.message}, b""
     answers.write(json.dumps(told).encode() + b"\n")
     answers.write(pixels)
     answers.flush()
 
 
-def _image(task: Task, source: bytes) -> Image:
+def _image(task: DecodeRequest, source: bytes) -> Image:
     """Decode the image of a request. Raises `JobFailure`."""
     declared, data = read_data_url(source) if task.is_url else (None, source)
     if len(data) > task.max_bytes:

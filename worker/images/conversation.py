@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
 from schemas.messages import ImagePart, ImageUrl, Message
-from worker.errors import Refusal
-from worker.images.decoder import Task
+from worker.errors import JobFailure
+from worker.images.decoder import DecodeRequest
 from worker.images.decoders import Decoders
 from worker.images.fetch import Fetcher
 from worker.images.image import Image
@@ -16,14 +16,14 @@ _TOGETHER = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ImageRef:
     """An image in a request, and its place for error messages."""
 
     place: str
     image: ImageUrl
 
 
-class Images:
+class ImageLoader:
     """Loads the images of requests: fetches, decodes and limits them. One per worker, for the event loop's thread."""
 
     def __init__(self, settings: Settings) -> None:
@@ -42,32 +42,34 @@ class Images:
             image = await self._at(each)
             pixels += image.width * image.height
             if pixels > most:
-                raise Refusal("too_large", f"{each.place}: with this image the request has more than {most:,} pixels.")
+                raise JobFailure(
+                    "too_large", f"{each.place}: with this image the request has more than {most:,} pixels."
+                )
             yield each.place, image
 
     def _refuse_too_many(self, images: int) -> None:
         most = self._settings.max_images
         if images > most:
             said = f"messages: {images:,} images are {images - most:,} more than this worker accepts ({most:,})."
-            raise Refusal("too_large", said)
+            raise JobFailure("too_large", said)
 
-    async def _at(self, shown: Shown) -> Image:
+    async def _at(self, shown: ImageRef) -> Image:
         try:
             return await self._image(shown.image)
-        except Refusal as refusal:
+        except JobFailure as refusal:
             said = f"{shown.place}: {refusal.message}"
-            raise Refusal(refusal.type, said, retryable=refusal.retryable) from None
+            raise JobFailure(refusal.type, said, retryable=refusal.retryable) from None
 
     async def _image(self, image: ImageUrl) -> Image:
         is_data = image.url[: len("data:")].lower() == "data:"
         if is_data:
             source = image.url.encode()
         elif self._fetcher is None:
-            raise Refusal("unsupported", "this worker accepts only data: URLs.")
+            raise JobFailure("unsupported", "this worker accepts only data: URLs.")
         else:
             source = await self._fetcher.fetch(image.url)
         most_bytes, most_pixels = self._settings.image_max_bytes, self._settings.image_max_pixels
-        task = Task(len(source), is_data, most_bytes, most_pixels, low=image.detail == "low")
+        task = DecodeRequest(len(source), is_data, most_bytes, most_pixels, low=image.detail == "low")
         return await self._decoders.decode(task, source)
 
     def close(self) -> None:
@@ -77,9 +79,9 @@ class Images:
             self._fetcher.close()
 
 
-def shown_in(messages: list[Message]) -> Iterator[Shown]:
+def shown_in(messages: list[Message]) -> Iterator[ImageRef]:
     """Yield the images in these messages, in order."""
     for at, message in enumerate(messages):
         for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if isinstance(part, ImagePart):
-                yield Shown(f"messages[{at}].content[{index}].image_url", part.image_url)
+                yield ImageRef(f"messages[{at}].content[{index}].image_url", part.image_url)

@@ -3,7 +3,7 @@
 import binascii
 from urllib.parse import unquote_to_bytes
 
-from worker.errors import Refusal
+from worker.errors import JobFailure
 
 _SPACE = b" \t\r\n\f"
 _LONGEST_TYPE = 100  # bytes; a longer one is not repeated in an error
@@ -13,10 +13,10 @@ def read_data_url(url: bytes) -> tuple[str, bytes]:
     """Return the declared media type, in lower case and possibly empty, and the data. Raises `JobFailure`."""
     head, comma, body = url.partition(b",")
     if not comma:
-        raise Refusal("invalid_request", "the data: URL has no comma before its data.")
+        raise JobFailure("invalid_request", "the data: URL has no comma before its data.")
     media_type, *parameters = (each.strip() for each in head[len("data:") :].lower().split(b";"))
     if len(media_type) > _LONGEST_TYPE or not media_type.isascii():
-        raise Refusal("invalid_request", "the data: URL must begin with a media type, such as image/png.")
+        raise JobFailure("invalid_request", "the data: URL must begin with a media type, such as image/png.")
     data = unquote_to_bytes(body) if b"%" in body else body
     return media_type.decode(), _from_base64(data) if b"base64" in parameters[-1:] else data
 
@@ -27,4 +27,4 @@ def _from_base64(text: bytes) -> bytes:
     try:
         return binascii.a2b_base64(text + b"=" * (-len(text) % 4), strict_mode=True)
     except binascii.Error:
-        raise Refusal("invalid_request", "the data: URL is not valid base64 after its comma.") from None
+        raise JobFailure("invalid_request", "the data: URL is not valid base64 after its comma.") from None

@@ -10,7 +10,7 @@ from PIL.ImageFile import ImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from worker.errors import Refusal
+from worker.errors import JobFailure
 from worker.images.files import READ, THEM, declared_kind, kind_of
 from worker.images.image import Image
 
@@ -44,9 +44,9 @@ def decode(data: bytes, *, max_pixels: int, declared: str | None = None, low: bo
             _refuse_by_header(file, kind, data, max_pixels)
             picture = _upright(_opaque(file, kind, data), file)
     except Pillow.DecompressionBombError:  # Pillow's own limit, above ours
-        raise Refusal("too_large", f"the image has more pixels than this worker accepts ({max_pixels:,}).") from None
+        raise JobFailure("too_large", f"the image has more pixels than this worker accepts ({max_pixels:,}).") from None
     except _DAMAGED:
-        raise Refusal("invalid_request", f"the image, a {kind}, is damaged, truncated or empty.") from None
+        raise JobFailure("invalid_request", f"the image, a {kind}, is damaged, truncated or empty.") from None
     if low:
         picture.thumbnail((LOW, LOW), Pillow.Resampling.LANCZOS, reducing_gap=None)
     return Image.of(*picture.size, picture.tobytes())
@@ -54,15 +54,15 @@ def decode(data: bytes, *, max_pixels: int, declared: str | None = None, low: bo
 
 def _kind(data: bytes, declared: str | None) -> str:
     if not data:
-        raise Refusal("invalid_request", "the image is empty.")
+        raise JobFailure("invalid_request", "the image is empty.")
     kind = kind_of(data)
     if kind is None:
-        raise Refusal("invalid_request", f"this is not an image; send {THEM}.")
+        raise JobFailure("invalid_request", f"this is not an image; send {THEM}.")
     if kind not in READ:
-        raise Refusal("unsupported", f"{kind} is not supported; send {THEM}.")
+        raise JobFailure("unsupported", f"{kind} is not supported; send {THEM}.")
     if declared is not None and declared_kind(declared) != kind:
         said = f"declares {declared!r}" if declared else "declares no media type"
-        raise Refusal("invalid_request", f"the data: URL {said}, but contains a {kind}; write {READ[kind]}.")
+        raise JobFailure("invalid_request", f"the data: URL {said}, but contains a {kind}; write {READ[kind]}.")
     return kind
 
 
@@ -71,16 +71,16 @@ def _refuse_by_header(file: ImageFile, kind: str, data: bytes, max_pixels: int) 
     width, height = file.size
     if width * height > max_pixels:
         size = f"{width * height:,} pixels ({width:,} × {height:,})"
-        raise Refusal("too_large", f"the image has {size}; this worker accepts {max_pixels:,}.")
+        raise JobFailure("too_large", f"the image has {size}; this worker accepts {max_pixels:,}.")
     if max(width, height) > _SLIMMEST * min(width, height):
-        raise Refusal(
+        raise JobFailure(
             "invalid_request", f"the image is {width:,} × {height:,}; its sides may differ by a factor of {_SLIMMEST}."
         )
     if kind == "JPEG":  # a second image in the file is a preview or a depth map, not a frame
         if data.count(b"\xff\xda") > _MOST_SCANS:
-            raise Refusal("too_large", f"the image, a JPEG, has more than {_MOST_SCANS} scans.")
+            raise JobFailure("too_large", f"the image, a JPEG, has more than {_MOST_SCANS} scans.")
     elif isinstance(file, PngImageFile | WebPImageFile | GifImageFile) and file.is_animated:
-        raise Refusal("unsupported", f"the image, a {kind}, is animated; send one of its frames.")
+        raise JobFailure("unsupported", f"the image, a {kind}, is animated; send one of its frames.")
 
 
 def _opaque(file: ImageFile, kind: str, data: bytes) -> Pillow.Image:
@@ -106,7 +106,7 @@ def _read_key(file: ImageFile, *, depth: int) -> None:
     if key is None or file.mode not in ("L", "RGB", "I;16"):
         return  # with a palette the key is an index, not a colour
     if depth > 8:
-        raise Refusal(
+        raise JobFailure(
             "unsupported", "the image, a PNG, has 16 bits per sample and a transparent colour; send 8 bits per sample."
         )
     if file.mode == "L":

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from worker.errors import Refusal
+from worker.errors import JobFailure
 from worker.images.image import Image
 
 _ROOT = Path(__file__).parents[2]  # the folder that contains the package `worker`
@@ -23,7 +23,7 @@ class DecoderDied(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class DecodeRequest:
     """One request to the decoder, sent as JSON; the source follows."""
 
     length: int  # bytes of the source that follows: a data: URL, or a file
@@ -53,7 +53,7 @@ class Decoder:
         """True if the process has not ended."""
         return self._process.poll() is None
 
-    def decode(self, task: Task, source: bytes) -> Image | Refusal:
+    def decode(self, task: DecodeRequest, source: bytes) -> Image | JobFailure:
         """Decode an image. Returns a `JobFailure` for an invalid one. Blocks for long, so it belongs in a thread.
         Raises `DecoderDied`; the decoder must then be closed."""
         try:
@@ -78,10 +78,10 @@ class Decoder:
                 pipe.close()
 
 
-def _answer(stdout: IO[bytes]) -> Image | Refusal:
+def _answer(stdout: IO[bytes]) -> Image | JobFailure:
     told = json.loads(stdout.readline())
     if "message" in told:
-        return Refusal(told["type"], told["message"])
+        return JobFailure(told["type"], told["message"])
     width, height = told["width"], told["height"]
     pixels = stdout.read(width * height * 3)
     if len(pixels) < width * height * 3:

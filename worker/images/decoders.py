@@ -6,8 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from worker.errors import Refusal
-from worker.images.decoder import Decoder, DecoderDied, Task
+from worker.errors import JobFailure
+from worker.images.decoder import Decoder, DecoderDied, DecodeRequest
 from worker.images.image import Image
 
 logger = logging.getLogger("sluice.images")
@@ -28,25 +28,25 @@ class Decoders:
         self._room = asyncio.Semaphore(_MOST)
         self._idle: list[Decoder] = []
 
-    async def decode(self, task: Task, source: bytes) -> Image:
+    async def decode(self, task: DecodeRequest, source: bytes) -> Image:
         """Decode an image in a process of the pool; waits for a free one. Raises `JobFailure` for an invalid image, a
         timeout, or a crash of the decoder."""
         async with self._room:
             answer = await self._answer(task, source)
-        if isinstance(answer, Refusal):
+        if isinstance(answer, JobFailure):
             raise answer
         return answer
 
-    async def _answer(self, task: Task, source: bytes) -> Image | Refusal:
+    async def _answer(self, task: DecodeRequest, source: bytes) -> Image | JobFailure:
         decoder, answer = await self._ready(), None
         try:
             async with asyncio.timeout(self._seconds):
                 answer = await self._thread(decoder.decode, task, source)
         except TimeoutError:
-            return Refusal("too_large", f"the image took longer to decode than {self._seconds:g} s.")
+            return JobFailure("too_large", f"the image took longer to decode than {self._seconds:g} s.")
         except DecoderDied:
             logger.error("decoder process %d died on an image of %d bytes", decoder.pid, task.length)
-            return Refusal("internal", "the image's decoder crashed; the worker's log has its process id.")
+            return JobFailure("internal", "the image's decoder crashed; the worker's log has its process id.")
         finally:
             if answer is not None:
                 self._idle.append(decoder)

@@ -9,7 +9,7 @@ from functools import partial
 from socket import SOCK_STREAM, getaddrinfo
 from urllib.parse import urljoin
 
-from worker.errors import Refusal
+from worker.errors import JobFailure
 from worker.images.addresses import is_public
 from worker.images.http import HEAD_BYTES, Redirected, Target, read_answer
 
@@ -48,7 +48,7 @@ class Fetcher:
                 return await self._follow(url)
         except TimeoutError:
             late = f"the image did not arrive within {self._seconds:g} s."
-            raise Refusal("invalid_request", late, retryable=True) from None
+            raise JobFailure("invalid_request", late, retryable=True) from None
 
     async def _follow(self, url: str) -> bytes:
         for _ in range(1 + _MOST_REDIRECTS):
@@ -56,7 +56,7 @@ class Fetcher:
             if isinstance(answer, bytes):
                 return answer
             url = urljoin(url, answer.location)
-        raise Refusal("invalid_request", f"the URL redirects more than {_MOST_REDIRECTS} times.")
+        raise JobFailure("invalid_request", f"the URL redirects more than {_MOST_REDIRECTS} times.")
 
     async def _ask(self, target: Target) -> bytes | Redirected:
         try:
@@ -67,18 +67,18 @@ class Fetcher:
             finally:
                 writer.transport.abort()  # the rest of the answer is not needed
         except ssl.SSLCertVerificationError:
-            raise Refusal("invalid_request", "the server's certificate is not valid for this host.") from None
+            raise JobFailure("invalid_request", "the server's certificate is not valid for this host.") from None
         except TimeoutError:
             raise
         except OSError:
-            raise Refusal("invalid_request", "the server cannot be reached.", retryable=True) from None
+            raise JobFailure("invalid_request", "the server cannot be reached.", retryable=True) from None
 
     async def _opened(self, target: Target) -> tuple[StreamReader, StreamWriter]:
         """Connect to an address that was checked: the name is resolved once, since a second lookup may yield another
         address."""
         addresses = await self._resolve(target.host, target.port)
         if not all(map(is_public, addresses)):
-            raise Refusal("invalid_request", "the URL leads to an address that is not public.")
+            raise JobFailure("invalid_request", "the URL leads to an address that is not public.")
         tls = self._tls if target.secure else None
         *others, last = addresses
         for address in others:

@@ -1,6 +1,6 @@
 """Recognize an image's file before it is decoded."""
 
-from worker.errors import Refusal
+from worker.errors import JobFailure
 
 READ = {"PNG": "image/png", "JPEG": "image/jpeg", "WebP": "image/webp", "GIF": "image/gif"}
 THEM = "PNG, JPEG, WebP or GIF"
@@ -49,6 +49,6 @@ def declared_kind(media_type: str) -> str | None:
     return _DECLARED.get(media_type)
 
 
-def too_long(max_bytes: int) -> Refusal:
+def too_long(max_bytes: int) -> JobFailure:
     """Return the error for a file above the limit."""
-    return Refusal("too_large", f"the image's file is longer than this worker accepts ({max_bytes:,} bytes).")
+    return JobFailure("too_large", f"the image's file is longer than this worker accepts ({max_bytes:,} bytes).")

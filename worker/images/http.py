@@ -11,7 +11,7 @@ from ipaddress import ip_address
 from urllib.parse import quote, urlsplit
 
 from worker import __version__
-from worker.errors import Refusal
+from worker.errors import JobFailure
 from worker.images.files import READ, too_long
 
 HEAD_BYTES = 65_536  # limit for status line and headers, and for the line before a chunk
@@ -37,16 +37,16 @@ class Target:
     def of(cls, url: str) -> "Target":
         """Parse an http: or https: URL. Raises `JobFailure`."""
         if len(url) > _LONGEST_URL:
-            raise Refusal("invalid_request", f"the URL is longer than {_LONGEST_URL:,} characters.")
+            raise JobFailure("invalid_request", f"the URL is longer than {_LONGEST_URL:,} characters.")
         try:
             parts = urlsplit(url)
             if parts.scheme not in _PORTS:
-                raise Refusal("invalid_request", "the URL must begin with https:, http: or data:.")
+                raise JobFailure("invalid_request", "the URL must begin with https:, http: or data:.")
             host, port = _host(parts.hostname or ""), parts.port or _PORTS[parts.scheme]
         except ValueError:  # an invalid port, an unclosed bracket, a host that IDNA rejects
-            raise Refusal("invalid_request", "the URL is invalid.") from None
+            raise JobFailure("invalid_request", "the URL is invalid.") from None
         if parts.username is not None:
-            raise Refusal(
+            raise JobFailure(
                 "invalid_request",
                 "the URL contains a user name; remove it, since images are fetched without credentials.",
             )
@@ -92,9 +92,11 @@ async def read_answer(reader: StreamReader, max_bytes: int) -> bytes | Redirecte
         if status in (301, 302, 303, 307, 308) and (location := headers["Location"]):
             return Redirected(location)
         if status != 200:
-            raise Refusal("invalid_request", f"the server answered {status}.", retryable=status >= 500 or status == 429)
+            raise JobFailure(
+                "invalid_request", f"the server answered {status}.", retryable=status >= 500 or status == 429
+            )
         if headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise Refusal(
+            raise JobFailure(
                 "invalid_request", "the server sent the image compressed, although the request ruled that out."
             )
         if "Transfer-Encoding" in headers:
@@ -102,11 +104,11 @@ async def read_answer(reader: StreamReader, max_bytes: int) -> bytes | Redirecte
         if (length := headers["Content-Length"]) is not None:
             return await _counted(reader, length, max_bytes)
         return await _to_the_end(reader, max_bytes)
-    except (IncompleteReadError, LimitOverrunError, HTTPException, _Nonsense):
-        raise Refusal("invalid_request", "the server's answer is truncated or not valid HTTP.") from None
+    except (IncompleteReadError, LimitOverrunError, HTTPException, BadResponse):
+        raise JobFailure("invalid_request", "the server's answer is truncated or not valid HTTP.") from None
 
 
-class _Nonsense(Exception):
+class BadResponse(Exception):
     """The answer is not valid HTTP."""
 
 
@@ -120,12 +122,12 @@ async def _head(reader: StreamReader) -> tuple[int, Message]:
         status = int(found[1])
         if status == 101 or status >= 200:
             return status, parse_headers(BytesIO(head[found.end() :]))
-    raise _Nonsense
+    raise BadResponse
 
 
 async def _counted(reader: StreamReader, length: str, max_bytes: int) -> bytes:
     if not re.fullmatch(r"\d{1,15}", length, re.ASCII):
-        raise _Nonsense
+        raise BadResponse
     if int(length) > max_bytes:
         raise too_long(max_bytes)
     return await reader.readexactly(int(length))
@@ -133,14 +135,14 @@ async def _counted(reader: StreamReader, length: str, max_bytes: int) -> bytes:
 
 async def _chunks(reader: StreamReader, headers: Message, max_bytes: int) -> bytes:
     if headers["Transfer-Encoding"].lower() != "chunked":
-        raise _Nonsense
+        raise BadResponse
     data = bytearray()
     while size := await _chunk_size(reader):
         if len(data) + size > max_bytes:
             raise too_long(max_bytes)
         data += await reader.readexactly(size)
         if await reader.readexactly(2) != b"\r\n":
-            raise _Nonsense
+            raise BadResponse
         await asyncio.sleep(0)  # thousands of small chunks may be buffered already; let other tasks run
     return bytes(data)  # only trailing headers may follow
 
@@ -148,7 +150,7 @@ async def _chunks(reader: StreamReader, headers: Message, max_bytes: int) -> byt
 async def _chunk_size(reader: StreamReader) -> int:
     found = _CHUNK.fullmatch(await reader.readuntil(b"\r\n"))
     if found is None:
-        raise _Nonsense
+        raise BadResponse
     return int(found[1], 16)
 
 

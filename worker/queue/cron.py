@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from schemas import keys
-from worker.timetable import Crontab
+from worker.schedule_times import Crontab
 
 logger = logging.getLogger("sluice.queue")
 

@@ -4,8 +4,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection
 
-from worker.errors import HandBack
-from worker.queue.job import Job
+from worker.errors import Requeue
+from worker.queue.job.job import Job
 
 logger = logging.getLogger("sluice.queue")
 
@@ -25,14 +25,14 @@ def farewell(running: int, grace_s: float) -> str:
     return f"waiting up to {grace_s:g} s for {jobs_text(running)}; a second signal hands back what runs at once"
 
 
-async def drain(jobs: Callable[[], Collection[Job]], grace_s: float, hurry: asyncio.Event) -> None:
+async def drain(jobs: Callable[[], Collection[Job]], grace_s: float, force_stop: asyncio.Event) -> None:
     """`jobs` returns those that have not ended; `hurry` ends the grace."""
-    either = [asyncio.create_task(_all_ended(jobs)), asyncio.create_task(hurry.wait())]
+    either = [asyncio.create_task(_all_ended(jobs)), asyncio.create_task(force_stop.wait())]
     await asyncio.wait(either, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
     for task in either:
         task.cancel()
     for job in list(jobs()):
-        job.interrupt(HandBack())
+        job.interrupt(Requeue())
     await asyncio.wait([asyncio.create_task(_all_ended(jobs))], timeout=_LAST_WRITES_S)
     if left := jobs():
         logger.error("jobs that could not be handed back: %d; others take them when the lease is out", len(left))

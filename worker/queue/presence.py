@@ -12,8 +12,8 @@ from redis.exceptions import ResponseError
 from schemas import keys
 from schemas.keys import LANES, Lane
 from worker import __version__
-from worker.queue.clock import ServerClock
 from worker.queue.rows import offline_rows
+from worker.queue.server.clock import ServerClock
 from worker.settings import Settings
 
 logger = logging.getLogger("sluice.queue")

@@ -4,9 +4,9 @@ from collections.abc import Collection
 from datetime import datetime
 
 from schemas.keys import Lane
-from worker.queue.claims import Claim
+from worker.queue.job.claims import Claim
+from worker.schedule_times import Hours
 from worker.settings import Settings
-from worker.timetable import Hours
 
 
 def free_rows(lane: Lane, running: Collection[Claim], settings: Settings, now: datetime) -> int:
@@ -27,4 +27,4 @@ def offline_rows(settings: Settings, now: datetime) -> int:
     hours = settings.batch_hours
     inside = hours is None or now in Hours.read(hours)
     most = settings.max_rows - settings.reserved_rows
-    return most if inside else min(most, settings.batch_rows_outside)
+    return most if inside else min(most, settings.batch_off_hours_rows)

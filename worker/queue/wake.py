@@ -11,14 +11,14 @@ from redis.exceptions import ConnectionError as ConnectionLost
 from redis.exceptions import RedisError, ResponseError
 
 from schemas import keys
-from worker.queue.permissions import Need, forbidden
+from worker.queue.server.permissions import Need, forbidden
 
 logger = logging.getLogger("sluice.queue")
 
 _QUIET_S = 5.0  # then the connection is asked, and after as long again without an answer it is lost
 
 
-class Listener:
+class ControlListener:
     """`wake` is called when there may be work, `cancel` with each id that somebody wants stopped, and `missed`
     whenever the connection is new and something may have been said before."""
 

@@ -15,28 +15,28 @@ from redis.exceptions import RedisError
 
 from schemas import keys
 from schemas.keys import Lane
-from worker.errors import Cancelled, HandBack, OwnershipLost, Refusal
+from worker.bounded_json.reader import Reader
+from worker.errors import Cancelled, JobFailure, OwnershipLost, Requeue
 from worker.json_bytes import dumps, dumps_with_items
-from worker.metrics import Metrics
-from worker.pulse import Pulse
-from worker.queue.channel import Publisher
-from worker.queue.claims import Claim, Claims
-from worker.queue.clock import ServerClock
+from worker.monitoring.heartbeat import Heartbeat
+from worker.monitoring.metrics import Metrics
 from worker.queue.cron import Cron
 from worker.queue.drain import drain, farewell, jobs_text
-from worker.queue.endings import CULPRIT, MOST_CRASHES, Endings
-from worker.queue.envelope import open_envelope
-from worker.queue.job import Answer, Interruption, Job
-from worker.queue.lease import LeaseKeeper
-from worker.queue.outage import until_redis_answers
+from worker.queue.job.channel import Publisher
+from worker.queue.job.claims import Claim, Claims
+from worker.queue.job.endings import MAX_CRASHES, POISON_JOB, Endings
+from worker.queue.job.envelope import open_envelope
+from worker.queue.job.job import Interruption, Job, JobResult
+from worker.queue.job.lease import LeaseKeeper
+from worker.queue.job.takeover import Takeover
 from worker.queue.presence import Presence
-from worker.queue.readiness import Readiness
 from worker.queue.rows import free_rows
-from worker.queue.server import ServerCheck, uptime_s
+from worker.queue.server.check import ServerCheck, uptime_s
+from worker.queue.server.clock import ServerClock
+from worker.queue.server.outage import until_redis_answers
+from worker.queue.server.readiness import Readiness
 from worker.queue.services import running_services
-from worker.queue.takeover import Takeover
-from worker.queue.wake import Listener
-from worker.reading.reader import Reader
+from worker.queue.wake import ControlListener
 from worker.settings import Settings
 
 logger = logging.getLogger("sluice.queue")
@@ -59,7 +59,7 @@ class QueueWorker(Worker):
         metrics: Metrics,
         crons: Sequence[Cron] = (),
         clock: ServerClock | None = None,
-        pulses: Sequence[Pulse] = (),
+        pulses: Sequence[Heartbeat] = (),
         hold: Callable[[bool], None] = lambda on: None,
         reader: Reader | None = None,
         check: ServerCheck | None = None,
@@ -88,7 +88,7 @@ class QueueWorker(Worker):
         self._metrics, self._reader = metrics, reader or Reader()
         self.endings = Endings(self.publisher, self.claims, model, metrics)
         self.presence = Presence(redis, settings, self.clock, images=images)
-        self.listener = Listener(
+        self.listener = ControlListener(
             redis,
             model,
             keyspace_events=settings.keyspace_events,
@@ -96,9 +96,9 @@ class QueueWorker(Worker):
             cancel=self.cancel,
             missed=lambda: self._cancel_wanted(list(self.jobs)),
         )
-        self.pulse = Pulse("event loop")
+        self.pulse = Heartbeat("event loop")
         self.leases = LeaseKeeper(settings, self._held, self._lost, [self.pulse, *pulses])
-        self._awake, self.stopping, self.hurry = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._awake, self.stopping, self.force_stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
         # Often enough that the jobs of a dead worker wait for their lease and hardly longer.
         self._sweep_s = min(self.poll_delay_s, max(0.1, settings.lease_s / 20))
         self._swept_at = 0.0  # monotonic
@@ -117,7 +117,7 @@ class QueueWorker(Worker):
             async with running_services(self.publisher.run, self.listener.run, self._keep, self._beat):
                 await self._claim_until_stopping()
                 await self._take_back_unheard()
-                await drain(self.jobs.values, self.settings.grace_s, self.hurry)
+                await drain(self.jobs.values, self.settings.grace_s, self.force_stop)
         finally:
             self.leases.stop()
         await self._leave()
@@ -133,9 +133,9 @@ class QueueWorker(Worker):
         name = Signals(signum).name
         if not self.stopping.is_set():
             logger.info("%s: stopping; %s", name, farewell(len(self.jobs), self.settings.grace_s))
-        elif not self.hurry.is_set():
+        elif not self.force_stop.is_set():
             logger.info("%s again: handing back %s", name, jobs_text(len(self.jobs)))
-            self.hurry.set()
+            self.force_stop.set()
         self.stopping.set()
         self.readiness.drain()
         self.wake()
@@ -194,7 +194,7 @@ class QueueWorker(Worker):
                 self.pulse.beat()
                 await asyncio.sleep(0.5)
         finally:
-            self.pulse.rest()
+            self.pulse.pause()
 
     # From the queue to a running job
 
@@ -203,7 +203,7 @@ class QueueWorker(Worker):
         sweep = time.monotonic() - self._swept_at >= self._sweep_s
         for lane in keys.LANES:
             want = max(0, free_rows(lane, self._held(), self.settings, self.clock.utc()))
-            if want or sweep or self.claims.to_mend(lane):
+            if want or sweep or self.claims.needs_reconcile(lane):
                 claimed = await self._take(lane, want)
                 self._takeover.answered()
                 self.readiness.answered()
@@ -211,7 +211,7 @@ class QueueWorker(Worker):
                     await self._begin(claim)
                 # A wish that came while the answer to the claim was on its way found no job to stop.
                 await self._cancel_wanted([claim.job_id for claim in claimed])
-            if self.claims.to_mend(lane):
+            if self.claims.needs_reconcile(lane):
                 self.wake()
         if sweep:
             self._swept_at = time.monotonic()
@@ -246,9 +246,9 @@ class QueueWorker(Worker):
             pass  # then its lease runs out
 
     def _start(self, claim: Claim) -> None:
-        self._metrics.claimed(claim.lane, queue_s=claim.age_s(self.clock.now()), lapses=claim.lapses)
+        self._metrics.claimed(claim.lane, queue_s=claim.age_s(self.clock.now()), lapses=claim.lease_expirations)
         log = self.publisher.open(claim, lost=lambda: self._interrupt(claim.job_id, OwnershipLost()))
-        job = self.jobs[claim.job_id] = Job(claim, log, on_probation=claim.lapses > 0, cleared=self.wake)
+        job = self.jobs[claim.job_id] = Job(claim, log, on_probation=claim.lease_expirations > 0, cleared=self.wake)
         job.task = self.loop.create_task(self.run_job(claim.job_id, int(claim.queued_at * 1000)))
         self.tasks[claim.job_id] = job.task
         job.task.add_done_callback(lambda task: self._ended(claim.job_id, task))
@@ -272,12 +272,12 @@ class QueueWorker(Worker):
             result = dumps_with_items(answer.result)
             job.closing = True
         except asyncio.CancelledError:
-            await self.endings.end(job, job.interruption or HandBack())
-        except (Refusal, Cancelled, HandBack, OwnershipLost) as why:
+            await self.endings.end(job, job.interruption or Requeue())
+        except (JobFailure, Cancelled, Requeue, OwnershipLost) as why:
             await self.endings.end(job, why)
         except Exception:  # the border of a job: whatever a request sets off ends that request alone
             logger.exception("job %s failed", job_id)
-            ours = Refusal("internal", "The worker failed on this job; its log says why.", retryable=True)
+            ours = JobFailure("internal", "The worker failed on this job; its log says why.", retryable=True)
             await self.endings.end(job, ours)
         else:
             await self.endings.finish(job, answer, result)
@@ -285,24 +285,24 @@ class QueueWorker(Worker):
     async def _recall(self, job: Job) -> None:
         async def read() -> None:
             said: list[bytes] = await self.pool.lrange(keys.log(job.claim.job_id), 0, -1)  # type: ignore[misc]
-            job.log.recall(said)
+            job.log.load(said)
 
         if job.claim.events and not await until_redis_answers(read, self.stopping):
-            raise HandBack
+            raise Requeue
 
-    async def _call(self, job: Job) -> Answer:
+    async def _call(self, job: Job) -> JobResult:
         if job.claim.cancelled:
             raise Cancelled("requested")
         if job.claim.expired:
-            raise Refusal("deadline", "The job's deadline passed while it waited in the queue.", retryable=True)
+            raise JobFailure("deadline", "The job's deadline passed while it waited in the queue.", retryable=True)
         body, most_bytes = await self._body(job.claim), self.settings.max_request_bytes
         function, request = await open_envelope(job.claim, body, self._reader, self.functions, most_bytes)
-        if job.claim.crashes >= MOST_CRASHES:
+        if job.claim.crashes >= MAX_CRASHES:
             job.keep_body(body)
-            raise CULPRIT
+            raise POISON_JOB
         del body  # a large one would stay in memory until the job ends
         answer = await function.coroutine({**self.ctx, "job": job}, request)
-        assert isinstance(answer, Answer), f"{function.name} must return an Answer"
+        assert isinstance(answer, JobResult), f"{function.name} must return an Answer"
         return answer
 
     async def _body(self, claim: Claim) -> bytes:
@@ -313,7 +313,7 @@ class QueueWorker(Worker):
             body = await self.claims.body(claim)
 
         if not body and claim.body_bytes and not await until_redis_answers(fetch, self.stopping):
-            raise HandBack
+            raise Requeue
         return body
 
     # Interruption

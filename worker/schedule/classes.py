@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from worker.schedule.admission import Admit, Decision, Row, Wait
+from worker.schedule.admission import Admit, Decision, RowEstimate, Wait
 from worker.schedule.grouping import StepCost, partition, place
 
 # The longest rows of all classes but the last, ascending. No bounds: rows are grouped for speed alone.
@@ -51,7 +51,7 @@ class Trial:
 
     bounds: Bounds
     inside: Sequence[int]  # lengths at the end of all rows that would be inside
-    left: Sequence[Row] = ()  # that would wait
+    left: Sequence[RowEstimate] = ()  # that would wait
 
     def rate(self, cost: StepCost) -> float:
         """Return the tokens per second when all of them decode."""
@@ -123,12 +123,12 @@ def rate_in_turns(lengths: Iterable[int], bounds: Bounds, cost: StepCost, most_r
     return rows / seconds if seconds else 0.0
 
 
-def left(decided: Iterable[tuple[Row, Decision]]) -> list[Row]:
+def left(decided: Iterable[tuple[RowEstimate, Decision]]) -> list[RowEstimate]:
     return [row for row, decision in decided if isinstance(decision, Wait)]
 
 
-def inside(running: Iterable[Row], decided: Sequence[tuple[Row, Decision]]) -> list[Row]:
+def inside(running: Iterable[RowEstimate], decided: Sequence[tuple[RowEstimate, Decision]]) -> list[RowEstimate]:
     """Return the rows that are inside once this is done."""
-    parked = {id for _, decision in decided if isinstance(decision, Admit) for id in decision.park}
+    parked = {id for _, decision in decided if isinstance(decision, Admit) for id in decision.preempt}
     coming = (row for row, decision in decided if isinstance(decision, Admit))
     return [*(row for row in running if row.id not in parked), *coming]

@@ -2,26 +2,26 @@
 
 from collections.abc import Sequence
 
-_KEPT = 0.998  # of what earlier measurements weigh: half of it is gone after some 350
+_DECAY = 0.998  # of what earlier measurements weigh: half of it is gone after some 350
 
 
-class Fit:
-    def __init__(self, belief: Sequence[float]) -> None:
+class LeastSquares:
+    def __init__(self, prior: Sequence[float]) -> None:
         """`belief` that each share costs nothing, in measurements that would say so."""
-        self._belief = belief
-        self._squares = [[0.0] * len(belief) for _ in belief]
-        self._products = [0.0] * len(belief)
+        self._prior = prior
+        self._squares = [[0.0] * len(prior) for _ in prior]
+        self._products = [0.0] * len(prior)
 
-    def saw(self, amounts: Sequence[float], seconds: float) -> None:
+    def observe(self, amounts: Sequence[float], seconds: float) -> None:
         """Of each share so much was in it, and it took so long. Amounts are best of one size, near 1."""
         for i, a in enumerate(amounts):
-            self._products[i] = self._products[i] * _KEPT + a * seconds
-            self._squares[i] = [kept * _KEPT + a * b for kept, b in zip(self._squares[i], amounts, strict=True)]
+            self._products[i] = self._products[i] * _DECAY + a * seconds
+            self._squares[i] = [kept * _DECAY + a * b for kept, b in zip(self._squares[i], amounts, strict=True)]
 
     def costs(self) -> list[float]:
         """Of one of each share, in seconds; never below 0."""
         squares = [list(line) for line in self._squares]
-        for i, belief in enumerate(self._belief):
+        for i, belief in enumerate(self._prior):
             squares[i][i] += belief
         return [max(0.0, cost) for cost in _solve(squares, self._products)]
 

@@ -4,14 +4,14 @@ length; a group of its own costs another pass over the weights instead."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from worker.schedule.fitting import Fit
+from worker.schedule.fitting import LeastSquares
 
 _CELLS = 1e4  # cells are counted in these, so that all three unknowns are of one size
 # Rows are parted, and moved, only for a step shorter than this share: moving costs a copy, and a measurement is noisy.
 _LEAST_GAIN = 0.85
 # A belief that groups, rows and cells cost nothing, in steps that would say so. For groups it is faint: while all steps
 # look alike, it is the passes over the weights that cost, and rows are not parted before it was seen that length does.
-_BELIEF = 1e-3, 10.0, 0.3
+_PRIOR = 1e-3, 10.0, 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class MeasuredCost:
     """Learns a `StepCost` from the steps as they run."""
 
     def __init__(self) -> None:
-        self._fit = Fit(_BELIEF)
+        self._fit = LeastSquares(_PRIOR)
 
-    def saw(self, groups: Sequence[Sequence[int]], seconds: float) -> None:
+    def observe(self, groups: Sequence[Sequence[int]], seconds: float) -> None:
         rows, cells = sum(map(len, groups)), sum(len(group) * max(group, default=0) for group in groups)
-        self._fit.saw((len(groups), rows, cells / _CELLS), seconds)
+        self._fit.observe((len(groups), rows, cells / _CELLS), seconds)
 
     def cost(self) -> StepCost:
         group_s, row_s, cells_s = self._fit.costs()

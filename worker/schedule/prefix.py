@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, Self, TypeVar
 
-LONGEST_RUN = 1024  # tokens; so much comes and goes at once
+MAX_SEGMENT_TOKENS = 1024  # tokens; so much comes and goes at once
 
 
-class Run(Protocol):
+class Segment(Protocol):
     """What is kept of each token of a node."""
 
     @property
@@ -24,19 +24,19 @@ class Run(Protocol):
         """Of its first `at` tokens, and of the others."""
 
 
-class State(Protocol):
+class Snapshot(Protocol):
     """What is kept of all tokens up to the end of a node together."""
 
     @property
     def nbytes(self) -> int: ...
 
     @property
-    def shortens(self) -> bool:
+    def trimmable(self) -> bool:
         """Whether it can be made that of fewer tokens."""
 
 
-R = TypeVar("R", bound=Run)
-S = TypeVar("S", bound=State)
+R = TypeVar("R", bound=Segment)
+S = TypeVar("S", bound=Snapshot)
 
 
 @dataclass(slots=True, eq=False)
@@ -44,8 +44,8 @@ class Node(Generic[R, S]):
     parent: "Node[R, S] | None"  # None for what lies before the first token
     tokens: tuple[int, ...]
     end: int  # tokens from the very first to the node's last
-    run: R | None = None
-    state: S | None = None
+    segment: R | None = None
+    snapshot: S | None = None
     children: "dict[int, Node[R, S]]" = field(default_factory=dict)  # by their first token
 
 
@@ -58,7 +58,7 @@ class Found(Generic[R, S]):
     holder: Node[R, S] | None = None  # of the state; further on, where that has to be shortened
 
 
-class Tree(Generic[R, S]):
+class PrefixTree(Generic[R, S]):
     """`space` is whose prefixes they are; nothing is found in another's."""
 
     def __init__(self, *, stateful: bool) -> None:
@@ -77,7 +77,7 @@ class Tree(Generic[R, S]):
             return Found(matched, tuple(path))
         for at, node in reversed([*enumerate(path, start=1)]):
             length = min(node.end, matched)
-            holder = node if node.state is not None and node.end == length else self._longer(node)
+            holder = node if node.snapshot is not None and node.end == length else self._extend(node)
             if holder is not None:
                 return Found(length, tuple(path[:at]), holder)
         return Found()
@@ -93,24 +93,28 @@ class Tree(Generic[R, S]):
             matched, node = child.end, child
         return path, matched
 
-    def use(self, found: Found[R, S]) -> None:
+    def touch(self, found: Found[R, S]) -> None:
         if found.holder is not None:
             self._order.move_to_end((found.holder, "state"))
         self._touch(found.holder or (found.nodes[-1] if found.nodes else None))
 
-    def add(self, space: str, tokens: tuple[int, ...], take: Callable[[int, int], R], state: S | None = None) -> None:
+    def insert(
+        self, space: str, tokens: tuple[int, ...], take: Callable[[int, int], R], state: S | None = None
+    ) -> None:
         """Keeps what is not there yet. `take` gives the run from one token to before another; `state` is that of
         all the tokens."""
         path, matched = self.walk(space, tokens)
-        ends = range(matched, len(tokens), LONGEST_RUN)
-        runs = [(tokens[at : at + LONGEST_RUN], take(at, min(at + LONGEST_RUN, len(tokens)))) for at in ends]
+        ends = range(matched, len(tokens), MAX_SEGMENT_TOKENS)
+        runs = [
+            (tokens[at : at + MAX_SEGMENT_TOKENS], take(at, min(at + MAX_SEGMENT_TOKENS, len(tokens)))) for at in ends
+        ]
         if path and matched < path[-1].end and (runs or state is not None):
             path[-1] = self._cut(path[-1], matched)
         for its_tokens, run in runs:
             parent = path[-1] if path else self._roots.setdefault(space, Node(None, (), 0))
-            path.append(self._hang(parent, its_tokens, run))
-        if state is not None and path[-1].state is None:
-            self._set_state(path[-1], state)
+            path.append(self._attach(parent, its_tokens, run))
+        if state is not None and path[-1].snapshot is None:
+            self._set_snapshot(path[-1], state)
         self._touch(path[-1] if path else None)
         self.version += 1
 
@@ -120,12 +124,12 @@ class Tree(Generic[R, S]):
             node, what = next(iter(self._order))
             self.evicted += 1
             if what == "state":
-                self._drop_state(node)
+                self._drop_snapshot(node)
                 if self._is_useless(node):
                     self._remove(node)
             else:
                 self._remove(node)
-        self._close_spaces()
+        self._space_checkpoints()
 
     def discard(self, node: Node[R, S]) -> None:
         """With all that begins with it."""
@@ -135,9 +139,9 @@ class Tree(Generic[R, S]):
         for each in reversed(doomed):
             if (each, "run") in self._order:  # else it went with its last child
                 self._remove(each)
-        self._close_spaces()
+        self._space_checkpoints()
 
-    def _close_spaces(self) -> None:
+    def _space_checkpoints(self) -> None:
         self._roots = {space: root for space, root in self._roots.items() if root.children}
 
     def _touch(self, node: Node[R, S] | None) -> None:
@@ -146,7 +150,7 @@ class Tree(Generic[R, S]):
             self._order.move_to_end((node, "run"))
             node = node.parent
 
-    def _hang(self, parent: Node[R, S], tokens: tuple[int, ...], run: R) -> Node[R, S]:
+    def _attach(self, parent: Node[R, S], tokens: tuple[int, ...], run: R) -> Node[R, S]:
         node = parent.children[tokens[0]] = Node(parent, tokens, parent.end + len(tokens), run)
         self._order[node, "run"] = None
         self.nbytes += run.nbytes
@@ -155,36 +159,36 @@ class Tree(Generic[R, S]):
     def _cut(self, node: Node[R, S], end: int) -> Node[R, S]:
         """Makes two of it; returns the one that ends there."""
         assert node.parent is not None, "the root is never cut"
-        assert node.run is not None
+        assert node.segment is not None
         at = end - node.parent.end
-        first, rest = node.run.split(at)
-        self.nbytes += rest.nbytes - node.run.nbytes
-        upper = self._hang(node.parent, node.tokens[:at], first)
-        node.parent, node.tokens, node.run = upper, node.tokens[at:], rest
+        first, rest = node.segment.split(at)
+        self.nbytes += rest.nbytes - node.segment.nbytes
+        upper = self._attach(node.parent, node.tokens[:at], first)
+        node.parent, node.tokens, node.segment = upper, node.tokens[at:], rest
         upper.children[node.tokens[0]] = node
         return upper
 
-    def _set_state(self, node: Node[R, S], state: S) -> None:
-        node.state = state
-        self._shortening += state.shortens
+    def _set_snapshot(self, node: Node[R, S], state: S) -> None:
+        node.snapshot = state
+        self._shortening += state.trimmable
         self._order[node, "state"] = None
         self.nbytes += state.nbytes
 
-    def _drop_state(self, node: Node[R, S]) -> None:
-        if node.state is not None:
+    def _drop_snapshot(self, node: Node[R, S]) -> None:
+        if node.snapshot is not None:
             del self._order[node, "state"]
-            self.nbytes -= node.state.nbytes
-            self._shortening -= node.state.shortens
-            node.state = None
+            self.nbytes -= node.snapshot.nbytes
+            self._shortening -= node.snapshot.trimmable
+            node.snapshot = None
 
-    def _longer(self, node: Node[R, S]) -> Node[R, S] | None:
+    def _extend(self, node: Node[R, S]) -> Node[R, S] | None:
         """One that has a state, here or further on, that can be made that of fewer tokens."""
         places = [node] if self._shortening else []
         while places:
             place = places.pop()
-            if place.state is None:
+            if place.snapshot is None:
                 places += place.children.values()
-            elif place.state.shortens:
+            elif place.snapshot.trimmable:
                 return place  # where it does not, one further on is of more tokens, and does not either
         return None
 
@@ -193,18 +197,18 @@ class Tree(Generic[R, S]):
         while True:
             assert not node.children, "others begin with it"
             assert node.parent is not None, "the root stays"
-            assert node.run is not None
-            self._drop_state(node)
+            assert node.segment is not None
+            self._drop_snapshot(node)
             del self._order[node, "run"]
             del node.parent.children[node.tokens[0]]
-            self.nbytes -= node.run.nbytes
+            self.nbytes -= node.segment.nbytes
             node = node.parent
             if not self._is_useless(node):
                 return
 
     def _is_useless(self, node: Node[R, S]) -> bool:
         """Where nothing can be had without a state, a leaf has to have one."""
-        return self._stateful and node.parent is not None and not node.children and node.state is None
+        return self._stateful and node.parent is not None and not node.children and node.snapshot is None
 
 
 def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
@@ -216,7 +220,7 @@ _CLOSE = 16  # tokens: to compute them again takes hardly longer than to compute
 _FREELY = 4  # boundaries; each takes a forward of its own, and a state's memory
 
 
-def cuts(boundaries: Sequence[int], tokens: int, grid: int) -> tuple[int, ...]:
+def checkpoint_positions(boundaries: Sequence[int], tokens: int, grid: int) -> tuple[int, ...]:
     """Where to keep a state of a prompt of so many tokens, in order: at the most valuable boundaries and its end, and
     else where that is far from all others."""
     chosen = list[int]()

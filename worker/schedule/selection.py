@@ -6,14 +6,14 @@ A chunk counts as much as its best token: what is asked for is often shorter tha
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
-from worker.schedule.sequence import Range, tokens_in
+from worker.schedule.request import Range, tokens_in
 
 # Tokens. On the tiny model 8 and 16 were alike, and 32 worse where little was kept.
 CHUNK = 16
 REGION = 1024  # tokens, whole chunks; the best chunk of each is kept whatever the others score
 
 
-def select(scores: Sequence[float], keep: float, protected: Iterable[Range] = ()) -> list[Range]:
+def select_ranges(scores: Sequence[float], keep: float, protected: Iterable[Range] = ()) -> list[Range]:
     """In order, apart from each other. `keep` is the share of all these tokens, the protected ones among them: so many
     are kept, and less than a chunk more. The protected ones and the best chunk of each region stay even where they
     alone are more, so that from one kept token to the next there are less than two regions."""

@@ -15,7 +15,7 @@ from threading import Event
 from typing import TypeVar
 
 from schemas.keys import LANES, Lane
-from worker.errors import Refusal
+from worker.errors import JobFailure
 from worker.turns import Turn, Turns
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ _MOST_PAUSED = 6  # works that keep a thread, and what they have made so far, wh
 _LOOK_AGAIN_S = 1.0
 
 
-class Abandoned(Exception):
+class WorkAbandoned(Exception):
     """The job that this work was for has ended."""
 
 
@@ -72,7 +72,7 @@ class Pool:
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise Refusal(
+            raise JobFailure(
                 "too_large", f"{self._subject}: to prepare them took longer than {self._longest_s:g} s; shorten them."
             ) from None
         finally:
@@ -151,7 +151,7 @@ class _Running:
             self._wait()
             self._began = time.monotonic()
         if self.abandoned:
-            raise Abandoned
+            raise WorkAbandoned
 
     def _wait(self) -> None:
         self._goes_on.clear()
@@ -160,10 +160,10 @@ class _Running:
         try:
             self.loop.call_soon_threadsafe(self._wants_pause, self)
         except RuntimeError:  # the loop has closed
-            raise Abandoned from None
+            raise WorkAbandoned from None
         while not self._goes_on.wait(_LOOK_AGAIN_S):
             if self.loop.is_closed():
-                raise Abandoned
+                raise WorkAbandoned
 
 
 class TextThreads:

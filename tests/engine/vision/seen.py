@@ -15,10 +15,10 @@ from mlx_vlm.generate import generate_step
 from PIL import Image
 
 from tests.engine.vision.checkpoints import EOS, FILES, write_checkpoint
-from worker.engine.eyes import Eyes
-from worker.engine.model import Model, open_model
-from worker.engine.words import Words
-from worker.schedule.sequence import Sequence, Sight
+from worker.engine.model.load import Model, open_model
+from worker.engine.tokenizer import MLXTokenizer
+from worker.engine.vision.processors import ImageProcessor
+from worker.schedule.request import GenerationRequest, ProcessedImage
 
 
 @cache
@@ -32,10 +32,10 @@ def model(family: str, seed: int = 1) -> Model:
 
 
 @cache
-def eyes(family: str) -> Eyes:
+def eyes(family: str) -> ImageProcessor:
     vision = model(family).vision
     assert vision is not None
-    return vision.eyes
+    return vision.image_processor
 
 
 @cache
@@ -46,20 +46,20 @@ def image(seed: int, width: int, height: int) -> Image.Image:
     return Image.fromarray(small).resize((width, height), Image.Resampling.NEAREST)
 
 
-def sight(family: str, *which: int) -> Sight:
+def sight(family: str, *which: int) -> ProcessedImage:
     """Of `image`."""
-    return eyes(family).look(image(*which), repr(which).encode())
+    return eyes(family).preprocess(image(*which), repr(which).encode())
 
 
 @dataclass(frozen=True)
 class Prompt:
     tokens: tuple[int, ...]
-    sights: tuple[Sight, ...] = ()
+    sights: tuple[ProcessedImage, ...] = ()
 
 
 def prompt(family: str, *parts: int | tuple[int, int, int], seed: int = 0) -> Prompt:
     """Of so many tokens of text, and of images by seed, width and height."""
-    dice, tokens, sights = random.Random(seed), list[int](), list[Sight]()
+    dice, tokens, sights = random.Random(seed), list[int](), list[ProcessedImage]()
     for part in parts:
         if isinstance(part, int):
             tokens += [dice.randrange(0, 256) for _ in range(part)]
@@ -71,11 +71,13 @@ def prompt(family: str, *parts: int | tuple[int, int, int], seed: int = 0) -> Pr
 
 @cache
 def encoder(family: str) -> Callable[[str], list[int]]:
-    return Words(model(family).tokenizer).encode
+    return MLXTokenizer(model(family).tokenizer).encode
 
 
-def asked(family: str, id: str, prompt: Prompt, max_tokens: int, **more: Any) -> Sequence:
-    return Sequence(id, prompt.tokens, max_tokens, pictures=eyes(family).pictures(prompt.tokens, prompt.sights), **more)
+def asked(family: str, id: str, prompt: Prompt, max_tokens: int, **more: Any) -> GenerationRequest:
+    return GenerationRequest(
+        id, prompt.tokens, max_tokens, images=eyes(family).prompt_images(prompt.tokens, prompt.sights), **more
+    )
 
 
 def alone(
@@ -108,11 +110,11 @@ def _beginning(prompt: int, token: int | None) -> list[Callable[[mx.array, mx.ar
     return [] if token is None else [process]
 
 
-def together(sights: Sequences[Sight]) -> tuple[Any, dict[str, Any]]:
+def together(sights: Sequences[ProcessedImage]) -> tuple[Any, dict[str, Any]]:
     """As a processor gives several images of one prompt."""
     if not sights:
         return None, {}
-    seen, how = [sight.seen for sight in sights], dict[str, Any]()
+    seen, how = [sight.pixel_inputs for sight in sights], dict[str, Any]()
     pixels = [each["pixel_values"] for each in seen]
     if "image_grid_thw" in seen[0]:
         how["image_grid_thw"] = mx.array(np.concatenate([each["image_grid_thw"] for each in seen]))

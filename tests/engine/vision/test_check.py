@@ -10,13 +10,13 @@ import pytest
 
 from tests.engine.vision import seen
 from tests.engine.vision.checkpoints import CONFIGS, write_checkpoint
-from worker.engine import check as checking
-from worker.engine import model as opening
-from worker.engine.check import Checked
-from worker.engine.layers import weights_bytes
+from worker.engine.model import check as checking
+from worker.engine.model import load as opening
+from worker.engine.model.check import ModelReport
+from worker.engine.model.profile import weights_bytes
 
 
-def check(folder: Path | str, **how: Any) -> Checked:
+def check(folder: Path | str, **how: Any) -> ModelReport:
     return checking.check(str(folder), memory=10**12, **how)
 
 
@@ -28,9 +28,9 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_where_images_are_served_the_tower_is_counted_as_a_worker_counts_it(family: str, tmp_path: Path) -> None:
     told, model = check(write_checkpoint(family, tmp_path)), seen.model(family)
-    assert (told.blind, told.complaints) == (None, ())
+    assert (told.vision_unsupported_reason, told.blockers) == (None, ())
     assert told.costs.weights_bytes == model.costs.weights_bytes
-    assert told.tower_bytes == model.costs.weights_bytes - weights_bytes(model.network)
+    assert told.encoder_bytes == model.costs.weights_bytes - weights_bytes(model.network)
 
 
 def test_no_weight_is_read_for_it(tmp_path: Path) -> None:
@@ -57,31 +57,31 @@ def test_where_images_are_switched_off_that_is_said(folder: Path) -> None:
     text_alone(check(folder, vision=False), "SLUICE_VISION is off.")
 
 
-def text_alone(told: Checked, why: str) -> None:
-    assert told.blind is not None
-    assert why in told.blind
-    assert told.complaints == ()
-    assert told.tower_bytes == 0
+def text_alone(told: ModelReport, why: str) -> None:
+    assert told.vision_unsupported_reason is not None
+    assert why in told.vision_unsupported_reason
+    assert told.blockers == ()
+    assert told.encoder_bytes == 0
     assert told.costs.weights_bytes == weights_bytes(seen.model("mistral3").network)
 
 
 @pytest.mark.parametrize("here", [True, False], ids=["here", "on the hub"])
 def test_a_worker_without_mlx_vlm_would_not_start(folder: Path, here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "worker.engine.upstream_vision", raising=False)
-    monkeypatch.delattr("worker.engine.upstream_vision", raising=False)
+    monkeypatch.delitem(sys.modules, "worker.engine.upstream.mlx_vlm", raising=False)
+    monkeypatch.delattr("worker.engine.upstream.mlx_vlm", raising=False)
     monkeypatch.setitem(sys.modules, "mlx_vlm.utils", None)
     told = check(folder) if here else hub_has(folder, monkeypatch)
-    assert told.blind is not None
-    assert "pip install 'mlx-vlm>=" in told.blind
-    assert told.complaints == (told.blind,)
+    assert told.vision_unsupported_reason is not None
+    assert "pip install 'mlx-vlm>=" in told.vision_unsupported_reason
+    assert told.blockers == (told.vision_unsupported_reason,)
 
 
 def test_a_worker_that_cannot_prepare_images_would_not_start(folder: Path) -> None:
     (folder / "preprocessor_config.json").unlink()
     told = check(folder)
-    assert told.blind is not None
-    assert "preprocessor_config.json" in told.blind
-    assert told.complaints == (told.blind,)
+    assert told.vision_unsupported_reason is not None
+    assert "preprocessor_config.json" in told.vision_unsupported_reason
+    assert told.blockers == (told.vision_unsupported_reason,)
 
 
 def test_what_is_on_a_hub_is_told_by_its_index(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,7 @@ def test_what_is_on_a_hub_is_told_by_its_index(folder: Path, monkeypatch: pytest
     index.write_text(json.dumps({"metadata": {"total_size": here.costs.weights_bytes}, "weight_map": names}))
     rewrite(folder / "config.json", dtype="float32")
     there = hub_has(folder, monkeypatch)
-    assert (there.blind, there.tower_bytes, there.complaints) == (None, here.tower_bytes, ())
+    assert (there.vision_unsupported_reason, there.encoder_bytes, there.blockers) == (None, here.encoder_bytes, ())
     assert there.costs.weights_bytes == here.costs.weights_bytes
     index.write_text(json.dumps({"weight_map": {"language_model.model.norm.weight": "model.safetensors"}}))
     text_alone(
@@ -103,10 +103,10 @@ def test_where_only_weights_on_a_hub_would_tell_they_are_taken_to_see(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = hub_has(folder, monkeypatch)
-    assert (told.blind, told.tower_bytes, told.complaints) == (None, 0, ())
+    assert (told.vision_unsupported_reason, told.encoder_bytes, told.blockers) == (None, 0, ())
 
 
-def hub_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Checked:
+def hub_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModelReport:
     (folder / "model.safetensors").unlink(missing_ok=True)
     monkeypatch.setattr(opening, "download", lambda name, allow_patterns: folder)
     return check("someone/some-model")

@@ -9,7 +9,7 @@ import pytest
 from tests.engine.driver import Run
 from tests.engine.vision import seen
 from tests.engine.vision.seen import asked, prompt
-from worker.engine.encoding import Features
+from worker.engine.vision.encoder import Features
 
 FAMILIES = "qwen3_5", "gemma3", "pixtral"
 BAD, GOOD = (1, 24, 16), (2, 32, 16)
@@ -52,7 +52,7 @@ def test_an_image_that_the_tower_fails_on_fails_its_row_alone_and_is_looked_at_a
     expected = {id: seen.alone(family, each, 12) for id, each in prompts.items()}
     vision = seen.model(family).vision
     assert vision is not None
-    bad = prompts["bad"].sights[1].seen
+    bad = prompts["bad"].sights[1].pixel_inputs
     monkeypatch.setattr(vision.family, "encode", Failing(vision.family.encode, bad, fail, times=1))
     run = Run(seen.model(family), prefix_bytes=1 << 24)
     for id, each in prompts.items():

@@ -13,10 +13,10 @@ from mlx.utils import tree_flatten
 from tests.engine.driver import answer, tokens
 from tests.engine.vision import seen
 from tests.engine.vision.checkpoints import CONFIGS, write_checkpoint
-from worker.engine import upstream_vision
-from worker.engine.model import fingerprint, open_model
+from worker.engine.model.load import fingerprint, open_model
+from worker.engine.upstream import mlx_vlm
 from worker.errors import CannotStart
-from worker.schedule.sequence import Sequence
+from worker.schedule.request import GenerationRequest
 
 FAMILIES = [*CONFIGS]
 
@@ -81,7 +81,7 @@ def test_text_is_served_where_the_family_s_images_are_unknown(tmp_path: Path, ca
     assert model.vision is None
     assert "Models of type llava are served for text only." in caplog.text
     each = seen.prompt("mistral3", 20)
-    heard = answer(model, Sequence("text", each.tokens, 8))
+    heard = answer(model, GenerationRequest("text", each.tokens, 8))
     assert tokens(heard) == seen.alone("mistral3", each, 8)
 
 
@@ -122,8 +122,8 @@ def test_a_model_that_the_two_libraries_read_differently_is_refused(tmp_path: Pa
 def test_a_model_whose_cache_the_two_libraries_keep_otherwise_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there = upstream_vision.make_prompt_cache
-    monkeypatch.setattr(upstream_vision, "make_prompt_cache", lambda network: there(network)[::-1])
+    there = mlx_vlm.make_prompt_cache
+    monkeypatch.setattr(mlx_vlm, "make_prompt_cache", lambda network: there(network)[::-1])
     said = r"mlx-lm caches a layer as ArraysCache, mlx-vlm as KVCache.*SLUICE_VISION=off"
     with pytest.raises(CannotStart, match=said):
         open_model(str(folder))
@@ -158,8 +158,8 @@ def test_code_of_a_checkpoint_runs_where_it_is_trusted(folder: Path) -> None:
 
 
 def test_without_mlx_vlm_the_way_out_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "worker.engine.upstream_vision", raising=False)
-    monkeypatch.delattr("worker.engine.upstream_vision", raising=False)
+    monkeypatch.delitem(sys.modules, "worker.engine.upstream.mlx_vlm", raising=False)
+    monkeypatch.delattr("worker.engine.upstream.mlx_vlm", raising=False)
     monkeypatch.setitem(sys.modules, "mlx_vlm.utils", None)
     with pytest.raises(CannotStart, match=r"pip install 'mlx-vlm>=.*SLUICE_VISION=off"):
         open_model(str(folder))
@@ -168,7 +168,7 @@ def test_without_mlx_vlm_the_way_out_is_told(folder: Path, monkeypatch: pytest.M
 
 def test_text_alone_never_imports_mlx_vlm(folder: Path) -> None:
     program = (
-        "import sys; from worker.engine.model import open_model; from worker.engine.engine import Engine;"
+        "import sys; from worker.engine.model.load import open_model; from worker.engine.engine import Engine;"
         f"Engine(open_model({str(folder)!r}, vision=False), step_s=0.1);"
         "sys.exit(any(name.startswith('mlx_vlm') for name in sys.modules))"
     )

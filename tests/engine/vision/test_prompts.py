@@ -9,10 +9,10 @@ from PIL import Image
 from schemas import ChatRequest
 from tests.engine.vision import seen
 from tests.engine.vision.checkpoints import CONFIGS, FILES
-from worker.engine.upstream_vision import load_processor
-from worker.engine.words import Words
-from worker.errors import Refusal
-from worker.text.language import Language
+from worker.engine.tokenizer import MLXTokenizer
+from worker.engine.upstream.mlx_vlm import load_processor
+from worker.errors import JobFailure
+from worker.text.codec import TextCodec
 
 FAMILIES = [*CONFIGS]
 SHOWN = [seen.image(1, 24, 16), seen.image(2, 40, 32), seen.image(3, 16, 16)]
@@ -48,13 +48,13 @@ CONVERSATION = [
 ]
 
 
-def language(family: str, **more: bool) -> Language:
+def language(family: str, **more: bool) -> TextCodec:
     model = seen.model(family)
-    return Language(Words(model.tokenizer, seen.eyes(family).marker), model.vocab, **more)
+    return TextCodec(MLXTokenizer(model.tokenizer, seen.eyes(family).marker), model.vocab, **more)
 
 
 async def tokens(family: str, messages: list[dict[str, Any]], images: list[Image.Image]) -> tuple[int, ...]:
-    texts = [seen.eyes(family).look(image, b"").text for image in images]
+    texts = [seen.eyes(family).preprocess(image, b"").text for image in images]
     request = ChatRequest.model_validate({"messages": messages})
     return (await language(family).prompt(request, texts)).tokens
 
@@ -79,8 +79,8 @@ def by_processor(family: str, images: list[Image.Image]) -> list[int]:
 async def test_images_of_several_turns_are_where_the_processor_puts_them(family: str) -> None:
     prompt = await tokens(family, CONVERSATION, SHOWN)
     assert list(prompt) == by_processor(family, SHOWN)
-    sights = [seen.eyes(family).look(image, bytes([at])) for at, image in enumerate(SHOWN)]
-    pictures = seen.eyes(family).pictures(prompt, sights)
+    sights = [seen.eyes(family).preprocess(image, bytes([at])) for at, image in enumerate(SHOWN)]
+    pictures = seen.eyes(family).prompt_images(prompt, sights)
     assert [picture.digest for picture in pictures] == [sight.digest for sight in sights]
     placeholder = prompt[pictures[0].span[0]]
     within = [prompt[start:end] for start, end in (picture.span for picture in pictures)]
@@ -97,19 +97,19 @@ def test_an_image_of_any_size_is_what_the_processor_writes_for_it(family: str, w
         processed = eyes._processor(text=[written], images=[image])
     except ValueError as refused:
         with pytest.raises(ValueError, match=str(refused)):
-            eyes.look(image, b"")
+            eyes.preprocess(image, b"")
         return
-    sight = eyes.look(image, b"")
+    sight = eyes.preprocess(image, b"")
     assert seen.encoder(family)(written.replace(eyes.marker, sight.text)) == processed["input_ids"].tolist()[0]
-    assert np.array_equal(sight.seen["pixel_values"], processed["pixel_values"])
+    assert np.array_equal(sight.pixel_inputs["pixel_values"], processed["pixel_values"])
     assert vision is not None
-    assert len(vision.family.encode(sight.seen, []).rows) == sight.tokens
+    assert len(vision.family.encode(sight.pixel_inputs, []).rows) == sight.tokens
 
 
 def test_a_still_is_no_film_until_the_tower_gets_it() -> None:
     """Half of what a photo takes in memory while its job runs."""
     family, image = "qwen3_5", seen.image(1, 48, 32)
-    patches = seen.eyes(family).look(image, b"").seen["pixel_values"]
+    patches = seen.eyes(family).preprocess(image, b"").pixel_inputs["pixel_values"]
     processor = load_processor(seen.folder(family), add_detokenizer=False)
     films = processor.image_processor(images=[image])["pixel_values"]
     assert patches.nbytes * 2 == films.nbytes
@@ -133,9 +133,9 @@ async def test_a_text_with_the_model_s_sign_for_an_image_shows_none(family: str)
 
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_where_control_tokens_are_allowed_such_a_text_beside_images_is_refused(family: str) -> None:
-    marker, sight = seen.eyes(family).marker, seen.eyes(family).look(SHOWN[0], b"")
+    marker, sight = seen.eyes(family).marker, seen.eyes(family).preprocess(SHOWN[0], b"")
     asked = {"messages": [{"role": "user", "content": [picture(), text(f"one {marker} more")]}]}
-    with pytest.raises(Refusal) as raised:
+    with pytest.raises(JobFailure) as raised:
         await language(family, control_tokens=True).prompt(ChatRequest.model_validate(asked), [sight.text])
     assert raised.value.type == "invalid_request"
     assert marker in raised.value.message
@@ -143,7 +143,7 @@ async def test_where_control_tokens_are_allowed_such_a_text_beside_images_is_ref
 
 async def test_places_where_later_prompts_part_are_planned_around_images() -> None:
     family = "qwen3_5"
-    texts = [seen.eyes(family).look(image, b"").text for image in SHOWN]
+    texts = [seen.eyes(family).preprocess(image, b"").text for image in SHOWN]
     request = ChatRequest.model_validate({"messages": CONVERSATION})
     prompt = await language(family, boundaries=True).prompt(request, texts)
     longer = [*CONVERSATION, {"role": "assistant", "content": "Nothing."}, {"role": "user", "content": "Look again."}]
@@ -160,13 +160,13 @@ async def test_long_texts_between_images_may_be_thinned_and_images_may_not(famil
         {"role": "assistant", "content": "I see."},
         {"role": "user", "content": [text("Short."), picture(), text(question)]},
     ]
-    sights = [seen.eyes(family).look(image, bytes([at])) for at, image in enumerate(SHOWN)]
+    sights = [seen.eyes(family).preprocess(image, bytes([at])) for at, image in enumerate(SHOWN)]
     request = ChatRequest.model_validate({"messages": messages})
     prompt = await language(family, thinnable=True).prompt(request, [sight.text for sight in sights])
     tokenizer = seen.model(family).tokenizer
-    inside = [str(tokenizer.decode(list(prompt.tokens[start:end]))) for start, end in prompt.thinnable]
+    inside = [str(tokenizer.decode(list(prompt.tokens[start:end]))) for start, end in prompt.droppable_ranges]
     for thinnable, whole in zip(inside, [river, garden, question[400:-400]], strict=True):
         assert whole.endswith(thinnable.strip())
         assert len(thinnable) >= len(whole) - 1
-    spans = [picture.span for picture in seen.eyes(family).pictures(prompt.tokens, sights)]
-    assert not any(start < end and first < behind for start, behind in prompt.thinnable for first, end in spans)
+    spans = [picture.span for picture in seen.eyes(family).prompt_images(prompt.tokens, sights)]
+    assert not any(start < end and first < behind for start, behind in prompt.droppable_ranges for first, end in spans)

@@ -13,7 +13,7 @@ from tests.engine.vision import seen
 from tests.engine.vision.checkpoints import CONFIGS, write_checkpoint
 from tests.engine.vision.published import publish
 from tests.engine.vision.seen import Prompt, prompt
-from worker.engine.model import Model, open_model
+from worker.engine.model.load import Model, open_model
 
 FAMILIES = [*CONFIGS]
 LONG = 12
@@ -101,8 +101,8 @@ _DENSE = [family for family in FAMILIES if "experts" not in family and "_moe" no
 def test_narrow_numbers_stay_narrow_and_are_numbers(family: str, dtype: mx.Dtype, tmp_path: Path) -> None:
     model = open_model(str(write_checkpoint(family, tmp_path, seed=1, dtype=dtype)))
     assert model.vision is not None
-    picture = seen.eyes(family).look(seen.image(1, 24, 16), b"")
-    features = model.vision.family.encode(picture.seen, [])
+    picture = seen.eyes(family).preprocess(seen.image(1, 24, 16), b"")
+    features = model.vision.family.encode(picture.pixel_inputs, [])
     assert {array.dtype for array in features.arrays} == {dtype}
     assert all(mx.all(mx.isfinite(array)).item() for array in features.arrays)
     heard = answers(model, [seen.asked(family, id, each, 4, top_logprobs=0) for id, each in mixed(family).items()])

@@ -9,8 +9,8 @@ from tests.engine.driver import Run, answers, tokens
 from tests.engine.vision import seen
 from tests.engine.vision.checkpoints import CONFIGS, EOS, write_checkpoint
 from tests.engine.vision.seen import Prompt, prompt
-from worker.engine import prefill as prefill_module
-from worker.engine.model import open_model
+from worker.engine.model.load import open_model
+from worker.engine.prefill import base as prefill_module
 from worker.schedule import prefix as tree_module
 
 FAMILIES = [*CONFIGS]
@@ -60,7 +60,7 @@ def test_chunks_cut_images_and_text_anywhere(family: str) -> None:
 def test_a_place_to_keep_a_prefix_at_may_lie_within_an_image(family: str) -> None:
     each, run = mixed(family)["two"], Run(seen.model(family), prefix_bytes=1 << 24)
     expected = {id: seen.alone(family, each, LONG) for id in ("first", "second")}
-    within = tuple(picture.span[0] + 2 for picture in seen.asked(family, "", each, LONG).pictures)
+    within = tuple(picture.span[0] + 2 for picture in seen.asked(family, "", each, LONG).images)
     for id in expected:
         run.submit(seen.asked(family, id, each, LONG, boundaries=within))
         run.drain()
@@ -71,7 +71,7 @@ def test_an_image_whose_tokens_see_one_another_goes_on_where_a_prefix_ends_in_it
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in prefill_module, tree_module:
-        monkeypatch.setattr(module, "LONGEST_RUN", 8)
+        monkeypatch.setattr(module, "MAX_SEGMENT_TOKENS", 8)
     family, each = "gemma4 with experts", prompt("gemma4 with experts", 3, (1, 32, 32), 9)
     # Of layers with a window nothing is kept but at a row's end.
     folder = write_checkpoint(family, tmp_path, seed=1, text={"layer_types": ["full_attention"] * 4})
@@ -81,7 +81,7 @@ def test_an_image_whose_tokens_see_one_another_goes_on_where_a_prefix_ends_in_it
         run.drain()
         assert run.said[id] == seen.alone(family, each, LONG, by=model)
         run.engine._caches.prefix._tree.shrink(run.engine._caches.prefix._tree.nbytes // 4)  # type: ignore[union-attr]
-    start, end = asked.pictures[0].span
+    start, end = asked.images[0].span
     assert start < run.cached["second"] < end
 
 
@@ -91,7 +91,7 @@ def test_two_rows_that_differ_only_in_the_image_do_not_mix(family: str) -> None:
     assert red.tokens == blue.tokens
     expected = {"red": seen.alone(family, red, LONG), "blue": seen.alone(family, blue, LONG)}
     assert expected["red"] != expected["blue"]
-    before = seen.asked(family, "", red, LONG).pictures[0].span[0]
+    before = seen.asked(family, "", red, LONG).images[0].span[0]
     run = Run(seen.model(family), prefix_bytes=1 << 24)
     for round in range(2):
         for id, each in ("red", red), ("blue", blue):
@@ -152,7 +152,7 @@ def test_a_new_attempt_goes_on_after_what_was_delivered(family: str) -> None:
     each = mixed(family)["two"]
     expected = seen.alone(family, each, LONG)
     run = Run(seen.model(family))
-    run.submit(seen.asked(family, "two", each, LONG, delivered=tuple(expected[:9])))
+    run.submit(seen.asked(family, "two", each, LONG, resume_tokens=tuple(expected[:9])))
     assert run.drain() == {"two": expected}
 
 
@@ -162,7 +162,7 @@ def test_a_model_s_own_sign_for_an_image_in_its_answer_is_no_image(family: str) 
     expected = seen.alone(family, each, LONG, first=sign)
     assert expected[0] == sign
     run = Run(seen.model(family))
-    run.submit(seen.asked(family, "two", each, LONG, delivered=tuple(expected[:3])))
+    run.submit(seen.asked(family, "two", each, LONG, resume_tokens=tuple(expected[:3])))
     assert run.drain() == {"two": expected}
 
 
@@ -185,7 +185,7 @@ def test_an_answer_with_the_sign_for_an_image_in_it_is_computed_again_as_it_was(
         run = Run(seen.model(family), prefix_bytes=prefix_bytes)
         run.submit(seen.asked(family, "before", each, 1))
         run.drain()
-        run.submit(seen.asked(family, "again", each, LONG, delivered=(7, vision.family.placeholder, 9)))
+        run.submit(seen.asked(family, "again", each, LONG, resume_tokens=(7, vision.family.placeholder, 9)))
         said.append(run.drain()["again"])
         assert (run.cached["again"] > 0) == (prefix_bytes > 0)
     assert said[0] == said[1]

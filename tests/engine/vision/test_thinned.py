@@ -19,18 +19,20 @@ from tests.engine.driver import Run
 from tests.engine.vision import seen
 from tests.engine.vision.checkpoints import CONFIGS, EOS, write_tokenizer
 from tests.engine.vision.seen import Prompt, prompt
-from worker.engine.draft import with_draft
-from worker.engine.encoding import Encode, Encoding
-from worker.engine.model import DraftModel, Model
-from worker.engine.scoring import LOOKAHEAD
-from worker.engine.sparse import why_not_sparse
+from worker.engine.model.load import DraftModel, Model
+from worker.engine.prefill.draft import with_draft
+from worker.engine.prefill.scoring import LOOKAHEAD
+from worker.engine.prefill.sparse import why_not_sparse
+from worker.engine.vision.encoder import Encode, EncoderRun
 from worker.errors import CannotStart
-from worker.schedule.sequence import Picture, Range, Sequence, Thinning, tokens_in
+from worker.schedule.request import GenerationRequest, PromptImage, Range, SpecPrefillParams, tokens_in
 
 FAMILIES = pytest.mark.parametrize("family", [*CONFIGS])
 ANSWER = 12
 PARTS = 60, (1, 32, 24), 70, (2, 24, 16), 90  # tokens, and images by seed, width and height
-EVERYWHERE = Thinning(keep=0.3, thinnable=((10, 1000),), least=1, asked=True)  # over the images, too
+EVERYWHERE = SpecPrefillParams(
+    keep=0.3, droppable_ranges=((10, 1000),), min_tokens=1, requested=True
+)  # over the images, too
 
 
 @cache
@@ -44,12 +46,12 @@ def long(family: str, seed: int = 1) -> Prompt:
     return prompt(family, *PARTS, seed=seed)
 
 
-def asked(family: str, id: str = "thin", each: Prompt | None = None, **more: Any) -> Sequence:
+def asked(family: str, id: str = "thin", each: Prompt | None = None, **more: Any) -> GenerationRequest:
     return seen.asked(family, id, each or long(family), ANSWER, **{"thinning": EVERYWHERE, **more})
 
 
 def spans(family: str) -> list[Range]:
-    return [picture.span for picture in asked(family).pictures]
+    return [picture.span for picture in asked(family).images]
 
 
 def some_kept(family: str) -> tuple[Range, ...]:
@@ -139,7 +141,7 @@ def test_the_oracle_says_of_all_tokens_what_mlx_vlm_says(family: str) -> None:
 def test_what_is_kept_says_what_mlx_vlm_says_of_it(family: str, step_s: float) -> None:
     kept = some_kept(family)
     run = Run(seen.model(family), step_s=step_s)
-    run.submit(asked(family, kept=kept))
+    run.submit(asked(family, kept_ranges=kept))
     run.drain()
     assert run.said["thin"] == kept_by_mlx_vlm(family, long(family), kept)
     assert run.said["thin"] != seen.alone(family, long(family), ANSWER), "a model to which what is left out is nothing"
@@ -177,7 +179,7 @@ def test_images_are_kept_whole_with_the_tokens_around_them_whatever_may_be_left_
     family: str, thinnable: tuple[Range, ...], keep: float, step_s: float
 ) -> None:
     run = Run(drafted(family), step_s=step_s)
-    run.submit(asked(family, thinning=Thinning(keep, thinnable, least=1, asked=True)))
+    run.submit(asked(family, specprefill=SpecPrefillParams(keep, thinnable, min_tokens=1, requested=True)))
     run.drain()
     kept = run.kept.get("thin", ((0, len(long(family).tokens)),))
     assert run.said["thin"] == kept_by_mlx_vlm(family, long(family), kept)
@@ -201,17 +203,17 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The digests of the images that go through the vision tower."""
     digests = list[bytes]()
 
-    def noted(picture: Picture, encode: Encode) -> Encoding:
+    def noted(picture: PromptImage, encode: Encode) -> EncoderRun:
         digests.append(picture.digest)
-        return Encoding(picture, encode)
+        return EncoderRun(picture, encode)
 
-    monkeypatch.setattr("worker.engine.pictured.Encoding", noted)
+    monkeypatch.setattr("worker.engine.prefill.images.EncoderRun", noted)
     return digests
 
 
 def forget_features(run: Run) -> None:
     assert run.engine._caches.features is not None
-    run.engine._caches.features._kept.clear()
+    run.engine._caches.features._entries.clear()
 
 
 @FAMILIES
@@ -235,7 +237,7 @@ def test_a_prefix_that_is_there_changes_nothing_and_its_images_are_not_encoded(
 def test_what_stays_before_anything_is_left_out_is_left_to_others_and_nothing_else(family: str) -> None:
     start = spans(family)[1][0] - 1
     run = Run(drafted(family), prefix_bytes=1 << 24)
-    run.submit(asked(family, thinning=replace(EVERYWHERE, thinnable=((start, 1000),)), boundaries=(start,)))
+    run.submit(asked(family, specprefill=replace(EVERYWHERE, droppable_ranges=((start, 1000),)), boundaries=(start,)))
     run.drain()
     run.submit(seen.asked(family, "whole", long(family), ANSWER))
     run.drain()
@@ -273,7 +275,7 @@ def test_a_new_attempt_leaves_out_the_same_and_goes_on_after_what_was_delivered(
     expected = kept_by_mlx_vlm(family, long(family), some_kept(family))
     for delivered in 0, 5:
         run = Run(seen.model(family), prefix_bytes=1 << 24)
-        run.submit(asked(family, kept=some_kept(family), delivered=tuple(expected[:delivered])))
+        run.submit(asked(family, kept_ranges=some_kept(family), resume_tokens=tuple(expected[:delivered])))
         assert run.drain() == {"thin": expected}
 
 
@@ -287,7 +289,7 @@ def test_an_attempt_that_finds_its_images_in_the_prefix_cache_does_not_encode_th
     run.submit(seen.asked(family, "whole", long(family), 1, boundaries=(tokens - 40,)))
     run.drain()
     forget_features(run)
-    run.submit(asked(family, kept=kept))
+    run.submit(asked(family, kept_ranges=kept))
     run.drain()
     assert run.cached["thin"] == tokens - 40
     assert run.said["thin"] == kept_by_mlx_vlm(family, long(family), kept)
@@ -314,7 +316,7 @@ def test_whatever_fails_of_it_the_prompt_is_computed_whole(
     def fails(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(f"worker.engine.{where}", fails)
+    monkeypatch.setattr(f"worker.engine.prefill.{where}", fails)
     run = Run(drafted(family), prefix_bytes=1 << 24)
     run.submit(asked(family))
     run.drain()
@@ -324,7 +326,7 @@ def test_whatever_fails_of_it_the_prompt_is_computed_whole(
 
 def test_where_nothing_but_images_may_be_left_out_nothing_is_scored() -> None:
     run = Run(drafted("qwen3_5"))
-    run.submit(asked("qwen3_5", thinning=replace(EVERYWHERE, thinnable=tuple(spans("qwen3_5")))))
+    run.submit(asked("qwen3_5", specprefill=replace(EVERYWHERE, droppable_ranges=tuple(spans("qwen3_5")))))
     run.drain()
     tokens = len(long("qwen3_5").tokens)
     assert run.whole == {"thin": f"None of the {tokens} tokens left to compute may be dropped."}

@@ -1,0 +1,98 @@
+"""The jobs that a run's lines become, in Redis."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from redis.asyncio import Redis
+from redis.exceptions import OutOfMemoryError
+
+from sluice import wire
+from sluice.cancellation import Cancellation
+from sluice.errors import QueueFull
+from sluice.submission import NewJob, Submission, Submitted
+from sluice.transport.retries import Retries
+
+_AT_ONCE = 64  # jobs, or results, in one round trip
+_BYTES_AT_ONCE = 4_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the server knows of a job: its result, or whether there is any trace of it."""
+
+    result: bytes | None
+    known: bool
+
+
+class JobStore:
+    """Each of these waits out the server's outages. None is a transaction: a full server takes none, not even one
+    that makes room."""
+
+    def __init__(self, redis: Redis, retries: Retries) -> None:
+        self._redis, self._retries = redis, retries
+        self._submission, self._cancellation = Submission(redis, retries), Cancellation(redis, retries)
+
+    async def submit(self, jobs: Sequence[NewJob]) -> list[Submitted | QueueFull | OutOfMemoryError]:
+        answers: list[Submitted | QueueFull | OutOfMemoryError] = await self._retries.run_until_answered(
+            lambda: self._submission.submit_all(jobs)
+        )
+        return answers
+
+    async def look(self, ids: Sequence[str]) -> list[Found]:
+        found: list[Found] = []
+        for start in range(0, len(ids), _AT_ONCE):
+            found += await self._look(ids[start : start + _AT_ONCE])
+        return found
+
+    async def cancel(self, ids: Sequence[str]) -> None:
+        """End those that wait at once, even if nobody serves their model, and the others through their workers."""
+        await self._cancellation.cancel_all(ids)
+
+    async def forget(self, jobs: Sequence[tuple[str, str]]) -> None:
+        """Leave nothing of these jobs, given by id and model: a large file must not fill the server. One that still
+        waits will not run, and what is still said of one that runs is said to nobody."""
+
+        async def ask() -> None:
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for job_id, model in jobs:
+                    pipe.zrem(wire.queue_key(model, "batch"), job_id)
+                    pipe.unlink(*(name(job_id) for name in _TRACES))
+                await pipe.execute()
+
+        if jobs:
+            await self._retries.run_until_answered(ask)
+
+    async def withdraw(self, run_id: str, models: Iterable[str]) -> None:
+        """Leave nothing of a run's jobs that are queued or running for these models."""
+        for model in models:
+            queued = await self._queued(f"{run_id}-*", model)
+            for start in range(0, len(queued), _AT_ONCE):
+                await self.forget([(job_id, model) for job_id in queued[start : start + _AT_ONCE]])
+
+    async def _queued(self, pattern: str, model: str) -> list[str]:
+        names, cursor = set[str](), None
+        while cursor != 0:
+            scan = partial(self._redis.zscan, wire.queue_key(model, "batch"), cursor or 0, match=pattern, count=1000)
+            cursor, found = await self._retries.run_until_answered(scan)
+            names.update(member.decode() for member, _ in found)
+        return list(names)
+
+    async def _look(self, ids: Sequence[str]) -> list[Found]:
+        async def ask() -> tuple[list[bytes | None], int]:
+            async with self._redis.pipeline(transaction=False) as pipe:
+                pipe.mget([wire.result_key(job_id) for job_id in ids])
+                pipe.exists(*(wire.job_key(job_id) for job_id in ids))
+                results, known = await pipe.execute()
+            return results, known
+
+        results, known = await self._retries.run_until_answered(ask)
+        if known == len(ids):
+            return [Found(result, True) for result in results]
+        return [Found(result, await self._is_known(job_id)) for job_id, result in zip(ids, results, strict=True)]
+
+    async def _is_known(self, job_id: str) -> bool:
+        return bool(await self._retries.run_until_answered(lambda: self._redis.exists(wire.job_key(job_id))))
+
+
+_TRACES = (wire.body_key, wire.job_key, wire.log_key, wire.result_key)

@@ -1,0 +1,223 @@
+"""`sluice batch`: files of requests, run offline behind the interactive traffic."""
+
+import asyncio
+import shutil
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sluice.batch.status import Batch
+from sluice.cli.batch.feed import feed
+from sluice.cli.batch.run import run
+from sluice.cli.batch.schedule import schedule
+from sluice.cli.batch.view import print_problems, print_report, state_shown
+from sluice.cli.errors import CliError, connected
+from sluice.cli.options import REDIS_URL, AsJson, RedisUrl
+from sluice.cli.terminal.output import format_duration, print_json, print_table
+from sluice.cli.terminal.view import note
+from sluice.errors import UnknownBatch
+
+Id = Annotated[str, typer.Argument(help="The run's id.", metavar="ID")]
+
+batch = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+
+@batch.callback()
+def about() -> None:
+    """Run OpenAI Batch files offline, behind the interactive traffic.
+
+    A line of the input is a request, and a line of the output its answer:
+
+    \b
+      {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
+
+    \b
+    Example:
+      sluice batch run in.jsonl -o out.jsonl
+    """
+
+
+batch.command()(run)
+batch.command()(schedule)
+batch.command(hidden=True)(feed)
+
+
+@batch.command()
+def submit(
+    file: Annotated[Path, typer.Argument(metavar="IN.JSONL", help="The requests.")],
+    folder: Annotated[
+        Path, typer.Option("--dir", metavar="DIR", envvar="SLUICE_BATCH_DIR", help="The folder that workers look into.")
+    ],
+    redis_url: RedisUrl = REDIS_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Leave a file for the workers, who run it at the times of their schedule, and print the run's id.
+
+    The answers will be in DIR/done/ID/output.jsonl. With --json, the status object instead.
+
+    \b
+    Example:
+      sluice batch submit in.jsonl --dir /var/lib/sluice
+    """
+    submitted = asyncio.run(_submit(redis_url, file, folder))
+    if as_json:
+        print_json(asdict(submitted))
+        return
+    print(submitted.id)
+    note(f"{submitted.id} waits for the schedule. Watch it: sluice batch status {submitted.id}")
+
+
+@batch.command()
+def status(id: Id, redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
+    """Show how a run goes, or how it went.
+
+    A run is paused while no process feeds it. If `batch run` began it, run the same command again to resume; a run in
+    a folder of workers is resumed within a minute. With --json, the status object, in the form of OpenAI's Batch;
+    sluice.paused_at is the time since when. Exit codes: 0, or 2 where there is no such run.
+
+    \b
+    Examples:
+      sluice batch status batch_1b9d6bcd4f0a
+      sluice batch status batch_1b9d6bcd4f0a --json | jq .request_counts
+    """
+    found = asyncio.run(_read(redis_url, id))
+    if as_json:
+        print_json(asdict(found))
+        return
+    print_report(found)
+    print_problems(found)
+
+
+@batch.command("list")
+def list_runs(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
+    """List the runs of the last week, oldest first. Those that no process feeds are paused.
+
+    \b
+    Examples:
+      sluice batch list
+      sluice batch list --json | jq -r 'select(.status == "completed").output_file_id'
+    """
+    runs = asyncio.run(_read_all(redis_url))
+    if as_json:
+        for each in runs:
+            print_json(asdict(each))
+    elif runs:
+        _print_runs(runs)
+    else:
+        note("there were no offline runs in the last week.")
+
+
+@batch.command()
+def cancel(id: Id, redis_url: RedisUrl = REDIS_URL) -> None:
+    """Ask for the end of a run. What was answered stays; the other lines end as `batch_cancelled`.
+
+    Exit codes: 0, or 2 where there is no such run.
+
+    \b
+    Example:
+      sluice batch cancel batch_1b9d6bcd4f0a
+    """
+    found = asyncio.run(_cancel(redis_url, id))
+    print(f"{id}  {f'already {found.status}' if found.ended else 'requested; its feeder ends it'}")
+
+
+@batch.command()
+def results(
+    id: Id,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write them there.  [default: stdout]")
+    ] = None,
+    errors: Annotated[bool, typer.Option("--errors", help="The lines that failed instead.")] = False,
+    redis_url: RedisUrl = REDIS_URL,
+) -> None:
+    """Fetch the answers of a run, as far as it is, on the machine that has its files.
+
+    \b
+    Examples:
+      sluice batch results batch_1b9d6bcd4f0a -o out.jsonl
+      sluice batch results batch_1b9d6bcd4f0a --errors
+    """
+    found = asyncio.run(_read(redis_url, id))
+    path = found.error_file_id if errors else found.output_file_id
+    if path is None:
+        note(f"{id} has no {'failed' if errors else 'answered'} lines.")
+        return
+    if output and output.resolve() in _files(found):
+        raise CliError(f"{output} is a file of the run itself, and would be lost: name another with -o.")
+    _copy(Path(path), output, found)
+
+
+def _files(run: Batch) -> set[Path]:
+    return {Path(name).resolve() for name in (run.input_file_id, run.output_file_id, run.error_file_id) if name}
+
+
+def _copy(path: Path, output: Path | None, found: Batch) -> None:
+    try:
+        with path.open("rb") as file:
+            if output is None:
+                shutil.copyfileobj(file, sys.stdout.buffer)
+            else:
+                with output.open("wb") as there:
+                    shutil.copyfileobj(file, there)
+    except BrokenPipeError:
+        raise  # who reads stdout has had enough, and typer knows how to leave
+    except OSError as error:
+        raise CliError(
+            f"{error.filename} cannot be opened: {error.strerror}. {found.id} is {found.status}, and its files are on "
+            f"{found.sluice.host}."
+        ) from None
+
+
+async def _submit(url: str, file: Path, folder: Path) -> Batch:
+    async with connected(url) as client:
+        try:
+            return await client.submit_batch(file, folder)
+        except OSError as error:
+            raise CliError(f"{error.filename or file}: {error.strerror or error}.") from None
+
+
+async def _read(url: str, id: str) -> Batch:
+    async with connected(url) as client:
+        try:
+            return await client.batch_status(id)
+        except UnknownBatch as error:
+            raise _unknown(error) from None
+
+
+async def _read_all(url: str) -> list[Batch]:
+    async with connected(url) as client:
+        return await client.batches()
+
+
+async def _cancel(url: str, id: str) -> Batch:
+    async with connected(url) as client:
+        try:
+            return await client.cancel_batch(id)
+        except UnknownBatch as error:
+            raise _unknown(error) from None
+
+
+def _unknown(error: UnknownBatch) -> CliError:
+    return CliError(f"{error}, or its last update is more than a week old. List the runs: sluice batch list")
+
+
+def _print_runs(runs: list[Batch]) -> None:
+    print_table(
+        "Offline runs",
+        {"id": "left", "status": "left", "answered": "right", "failed": "right", "lines": "right", "begun": "right"},
+        [
+            (
+                run.id,
+                state_shown(run),
+                f"{run.request_counts.completed:,}",
+                f"{run.request_counts.failed:,}",
+                f"{run.request_counts.total:,}",
+                f"{format_duration(time.time() - run.created_at)} ago",
+            )
+            for run in runs
+        ],
+    )

@@ -1,0 +1,96 @@
+"""`sluice batch schedule`: when workers take the inbox in, and when offline jobs have the machine."""
+
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sluice.cli import option_values
+from sluice.cli.errors import INSTALL_WORKER, CliError
+from sluice.cli.options import AsJson
+from sluice.cli.terminal.output import format_duration, print_json, print_table
+from sluice.cli.terminal.view import note
+
+if TYPE_CHECKING:
+    from worker.settings import Settings
+
+_FORMAT = "%a %Y-%m-%d %H:%M"
+
+
+def schedule(
+    schedule: Annotated[
+        str | None, typer.Option(metavar="CRONTAB", help="SLUICE_BATCH_SCHEDULE: five fields, in UTC.")
+    ] = None,
+    hours: Annotated[str | None, typer.Option(metavar="FROM-TO", help="SLUICE_BATCH_HOURS: of a day, in UTC.")] = None,
+    runs: Annotated[
+        int, typer.Option("-n", "--runs", parser=option_values.whole(1, 100), metavar="N", help="How many to show.")
+    ] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Show when the workers will take the inbox in, in UTC and by this machine's clock.
+
+    By the settings of a worker that would start here, from the environment or .env; an option wins over both. As in a
+    crontab, a day of the month or a day of the week is enough where both are named.
+
+    \b
+    Examples:
+      sluice batch schedule
+      sluice batch schedule --schedule "0 2 * * mon-fri" --hours 22:00-06:00 -n 10
+    """
+    settings = _read({"batch_schedule": schedule, "batch_hours": hours})
+    now = datetime.now(UTC)
+    slots = _slots(settings, now, runs)
+    if as_json:
+        for slot in slots:
+            print_json({"at": int(slot.timestamp()), "utc": slot.isoformat(), "local": slot.astimezone().isoformat()})
+        return
+    if not settings.batch_dir:
+        note("SLUICE_BATCH_DIR is not set: a worker that starts here takes nothing in.")
+    print_table(
+        f"Schedule: {settings.batch_schedule}",
+        {"UTC": "left", "local": "left", "in": "right"},
+        [
+            (f"{at:{_FORMAT}}", f"{at.astimezone():{_FORMAT} %Z}", format_duration((at - now).total_seconds()))
+            for at in slots
+        ],
+    )
+    print(_hours(settings, now))
+
+
+def _read(given: dict[str, str | None]) -> "Settings":
+    try:
+        from worker.errors import CannotStart
+        from worker.settings import read_settings
+    except ImportError as missing:
+        raise CliError(f"the worker is not installed here ({missing}): {INSTALL_WORKER}") from None
+    try:
+        # No model is opened, so none need be set.
+        return read_settings(model="any", **{name: value for name, value in given.items() if value is not None})
+    except CannotStart as error:
+        raise CliError(str(error)) from None
+
+
+def _slots(settings: "Settings", now: datetime, count: int) -> list[datetime]:
+    from worker.schedule_times import Crontab
+
+    crontab, slots = Crontab(settings.batch_schedule), [now]
+    while len(slots) <= count:
+        slots.append(crontab.after(slots[-1]))
+    return slots[1:]
+
+
+def _hours(settings: "Settings", now: datetime) -> str:
+    from worker.queue.rows import offline_rows
+    from worker.schedule_times import Hours
+
+    rows = f"Offline jobs may take {offline_rows(settings, now)} of a worker's {settings.max_rows} rows now"
+    if settings.batch_hours is None:
+        return f"{rows}, as at any hour."
+    hours = Hours.read(settings.batch_hours)
+    here = f"{_by_local_clock(hours.begin_min, now)}-{_by_local_clock(hours.end_min, now)}"
+    return f"{rows}; their hours are {settings.batch_hours} UTC, {here} here."
+
+
+def _by_local_clock(minute: int, now: datetime) -> str:
+    """Of a minute of today."""
+    return f"{(now.replace(hour=0, minute=0) + timedelta(minutes=minute)).astimezone():%H:%M}"

@@ -1,0 +1,1 @@
+"""The other commands of `sluice`, a module each."""

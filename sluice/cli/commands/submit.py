@@ -1,0 +1,116 @@
+"""`sluice submit`: queue a job and go on."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Annotated, Any
+
+import typer
+
+from sluice.cli import option_values
+from sluice.cli.errors import CliError, connected
+from sluice.cli.options import MODEL, REDIS_URL, AsJson, LaneChoice, Model, RedisUrl
+from sluice.cli.terminal.follow import EXIT_CODES, submit_job
+from sluice.cli.terminal.inputs import read_message, read_request
+from sluice.cli.terminal.output import print_json
+from sluice.cli.terminal.view import note, notes
+from sluice.client import Client
+from sluice.errors import JobCancelled, JobFailed
+from sluice.submission import Submitted
+
+
+def submit(
+    message: Annotated[
+        str | None, typer.Argument(metavar="MESSAGE", help="What to say; `-` reads it from stdin.")
+    ] = None,
+    file: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="A request as JSON: the body of a chat completion. `-` reads stdin."),
+    ] = None,
+    id: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID", help="The job's id; an id is queued once, whatever the request.  [default: a new one]"
+        ),
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Stay for the result, and print it as JSON.")] = False,
+    wait_worker: Annotated[
+        float | None,
+        typer.Option(
+            parser=option_values.number(0),
+            metavar="SECONDS",
+            help="Queue nothing unless a worker serves the model within so many seconds; 0 does not wait.  "
+            "[default: queue it anyway]",
+        ),
+    ] = None,
+    lane: LaneChoice = None,
+    model: Model = None,
+    redis_url: RedisUrl = REDIS_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Queue a job, and print its id.
+
+    With --json, {"id", "new", "state", "served"}; `new` is false if there was a job of that id already: then nothing is
+    queued. `served` is false if no worker serves the model. With --wait, the result instead, and the exit codes are
+    those of `sluice chat`. Exit code 4: the queue is full, and nothing was queued.
+
+    \b
+    Examples:
+      sluice submit "Count to 12." --lane batch
+      sluice submit --file request.json --id report-7 --wait
+    """
+    request = _request(message, file)
+    served = model or _named(request) or MODEL
+    queue = partial(submit_job, request=request, model=served, lane=lane, job_id=id, wait_worker_s=wait_worker)
+    raise typer.Exit(asyncio.run(_submit(redis_url, queue, wait=wait, as_json=as_json)))
+
+
+def _request(message: str | None, file: str | None) -> dict[str, Any]:
+    match message, file:
+        case str(), None:
+            return {"messages": [{"role": "user", "content": read_message(message)}]}
+        case None, str():
+            return read_request(file)
+    raise CliError("give either a message or --file: sluice submit --help shows both.")
+
+
+def _named(request: dict[str, Any]) -> str | None:
+    """A file that names its model need not be told twice."""
+    model = request.get("model")
+    return model if isinstance(model, str) else None
+
+
+async def _submit(url: str, queue: Callable[[Client], Awaitable[Submitted]], *, wait: bool, as_json: bool) -> int:
+    async with connected(url) as client:
+        job = await queue(client)
+        if wait:
+            return await _print_result(client, job.id, indent=None if as_json else 2)
+        _print_submitted(job, as_json=as_json)
+        return 0
+
+
+def _print_submitted(job: Submitted, *, as_json: bool) -> None:
+    if as_json:
+        print_json(asdict(job))
+        return
+    print(job.id)
+    note(f"{job.state}. Watch it: sluice tail {job.id}")
+
+
+async def _print_result(client: Client, job_id: str, *, indent: int | None) -> int:
+    with notes.status(f"waiting for the result of {job_id}", spinner_style="dim"):
+        ending, result = await _result(client, job_id)
+    print_json(result, indent)
+    return EXIT_CODES[ending]
+
+
+async def _result(client: Client, job_id: str) -> tuple[str, dict[str, Any]]:
+    """How the job ended, and what there is to show for it."""
+    try:
+        return "finished", await client.result(job_id)
+    except JobFailed as failed:
+        note(str(failed), style="red")
+        return "failed", {"id": job_id, "type": "failed", "error": asdict(failed.error)}
+    except JobCancelled as cancelled:
+        return "cancelled", {"id": job_id, "type": "cancelled", "reason": cancelled.reason}

@@ -1,0 +1,130 @@
+"""What a person can put right, said in a sentence with a way out."""
+
+import math
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from redis.exceptions import (
+    AuthenticationError,
+    ConnectionError,
+    InvalidResponse,
+    NoPermissionError,
+    RedisError,
+    TimeoutError,
+)
+
+from sluice import wire
+from sluice.client import Client
+from sluice.errors import NoWorker, QueueFull, UnknownJob
+from sluice.transport.connection import wrong_credentials
+from sluice.transport.redis_url import UNREADABLE, redacted
+
+INSTALL_WORKER = "in a checkout of Sluice, pip install './sluice[cli]' '.[worker]'"
+_EXIT_QUEUE_FULL = 4
+
+_START = "`sluice up --model FOLDER_OR_HUB_ID` starts one with a worker; --redis-url names another."
+_ALLOW = "docs/operations.md has the ACL SETUSER line for a user, under Redis."
+_USABLE = "The URL must name a database that it has, as 0 behind the last /, and a Redis 7 or Valkey that takes writes."
+
+
+class CliError(Exception):
+    """Ends the command with this sentence and exit code."""
+
+    def __init__(self, sentence: str, *, exit_code: int = 2) -> None:
+        super().__init__(sentence)
+        self.exit_code = exit_code
+
+
+@asynccontextmanager
+async def connected(url: str) -> AsyncIterator[Client]:
+    """A client whose server has answered. What may go wrong with it inside comes out as `Trouble`."""
+    async with _client(url) as client:
+        try:
+            await _reach(client, url)
+            yield client
+        except RedisError as error:
+            raise CliError(await _explain(error, url)) from None
+        except UnknownJob as error:
+            way_out = f"Check the id, and that {redacted(url)} is the server it was submitted to."
+            raise CliError(f"{sentence(str(error))} {way_out}") from None
+        except NoWorker as missing:
+            raise CliError(f"{sentence(str(missing))} Nothing was queued. {start_worker(missing.model)}") from None
+        except QueueFull as full:
+            raise CliError(_explain_full(full), exit_code=_EXIT_QUEUE_FULL) from None
+
+
+def start_worker(model: str) -> str:
+    """Tell how to start a worker that serves the model."""
+    name = "" if model == "default" else f" --name {model}"
+    return f"Start one: sluice worker --model FOLDER_OR_HUB_ID{name}"
+
+
+def sentence(said: str) -> str:
+    """End with one mark, whatever it ends with."""
+    return said if said.endswith((".", "?", "!")) else f"{said}."
+
+
+def check_job_id(job_id: str) -> None:
+    try:
+        wire.check_job_id(job_id)
+    except ValueError as error:
+        raise CliError(sentence(str(error))) from None
+
+
+def _client(url: str) -> Client:
+    try:
+        return Client(url)
+    except ValueError as error:
+        raise CliError(sentence(str(error))) from None
+
+
+async def _reach(client: Client, url: str) -> None:
+    try:
+        await client.ping()
+    except (ValueError, TypeError):  # of a host's name, or of an option that is read at the first connection
+        raise CliError(f"{redacted(url)!r} is not the URL of a server: {UNREADABLE}.") from None
+
+
+async def _explain(error: RedisError, url: str) -> str:
+    server = redacted(url)
+    match error:
+        case AuthenticationError():
+            return f"the server at {server} refuses the connection: {await wrong_credentials(url)}."
+        case NoPermissionError():
+            return f"the server at {server} denies a command to its user: {sentence(str(error))} {_ALLOW}"
+        case ConnectionError() | TimeoutError():
+            return f"no server answers at {server}: {_why_unreachable(error, url)} {_START}"
+        case InvalidResponse():
+            return f"what answers at {server} is no Redis or Valkey. Check the host and the port."
+    return f"the server at {server} refused a command: {sentence(str(error))} {_USABLE}"
+
+
+def _why_unreachable(error: RedisError, url: str) -> str:
+    """Say it by the kind of the system's error: redis-py puts many words in front of it."""
+    match _system_error(error):
+        case ConnectionRefusedError():
+            return "nothing listens there."
+        case FileNotFoundError():
+            return "there is no such socket."
+        case socket.gaierror():
+            return "its host name is not known."
+        case OSError() if url.startswith("rediss:"):
+            return "it takes no TLS connection. If it has no TLS, begin the URL with redis://."
+        case OSError(errno=None):  # of several addresses, each with an error of its own
+            return "none of its addresses takes a connection."
+    return sentence(str(error))
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """Return the first of the errors behind this one that the system raised."""
+    while error is not None:
+        if isinstance(error, OSError) and not isinstance(error, RedisError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _explain_full(full: QueueFull) -> str:
+    lengths = f"length {full.length:,}, limit {full.limit:,}"
+    return f"the queue is full ({lengths}), and nothing was queued. Try again in {math.ceil(full.retry_after_s):,} s."

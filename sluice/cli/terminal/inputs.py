@@ -1,0 +1,63 @@
+"""What to ask, as it was given: on the command line, on stdin, in a file."""
+
+import base64
+import json
+import mimetypes
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from sluice.cli.errors import CliError
+
+
+def read_message(given: str) -> str:
+    """`-` stands for stdin."""
+    message = _text("-").rstrip("\n") if given == "-" else given
+    if not message.strip():
+        raise CliError("the message is empty; there is nothing to answer.")
+    return message
+
+
+def read_image(path: str) -> str:
+    """As a data: URL."""
+    kind, _ = mimetypes.guess_type(path)
+    if kind is None or not kind.startswith("image/"):
+        raise CliError(f"{path} does not look like an image: its name must end in .png, .jpg, .webp or .gif.")
+    try:
+        return f"data:{kind};base64,{base64.b64encode(Path(path).read_bytes()).decode()}"
+    except OSError as error:
+        raise CliError(f"cannot read {path}: {error.strerror}.") from None
+
+
+def read_request(path: str) -> dict[str, Any]:
+    """The body of a chat completion, or just its messages. `-` stands for stdin."""
+    try:
+        said = json.loads(_text(path), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise CliError(f"{_name(path)} is not JSON: {error}.") from None
+    match said:
+        case {"messages": _}:
+            return dict(said)
+        case [*messages]:
+            return {"messages": messages}
+    raise CliError(
+        f'{_name(path)} holds no request: it must look like {{"messages": [{{"role": "user", "content": "Hello!"}}]}}.'
+    )
+
+
+def _text(path: str) -> str:
+    try:
+        raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        return raw.decode("utf-8-sig")
+    except OSError as error:
+        raise CliError(f"cannot read {_name(path)}: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise CliError(f"{_name(path)} is not UTF-8: {error.reason} at byte {error.start}.") from None
+
+
+def _name(path: str) -> str:
+    return "stdin" if path == "-" else path
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"it holds {name}, which JSON has no word for")

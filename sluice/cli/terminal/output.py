@@ -1,0 +1,44 @@
+"""What goes to stdout besides a model's text: JSON for machines, tables for people."""
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, JustifyMethod
+from rich.table import Table
+from rich.text import Text
+
+from sluice.cli.terminal.view import printable
+
+# Only within a string does JSON hold these, and there an escape says the same: see `printable`.
+_TO_ESCAPE = re.compile(r"[\x7f-\x9f\ud800-\udfff]")
+
+_PIPE_COLUMNS = 1000  # a pipe has no edge, and an id that was folded is none
+
+
+def print_json(value: dict[str, Any], indent: int | None = None) -> None:
+    text = json.dumps(value, ensure_ascii=False, indent=indent)
+    escaped = _TO_ESCAPE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    sys.stdout.buffer.write(escaped.encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def print_table(title: str, columns: Mapping[str, JustifyMethod], rows: Iterable[Sequence[str]]) -> None:
+    table = Table(title=title, title_justify="left")
+    for name, justify in columns.items():
+        table.add_column(name, justify=justify, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS).print(table)
+
+
+def format_duration(seconds: float) -> str:
+    """The largest two units of it: `3 d 4 h`, `5 min 7 s`. Below a second, and by a clock that is behind, `0 s`."""
+    left, parts = max(0, int(seconds)), []
+    for unit, size_s in {"d": 86_400, "h": 3_600, "min": 60, "s": 1}.items():
+        count, left = divmod(left, size_s)
+        if count:
+            parts.append(f"{count} {unit}")
+    return " ".join(parts[:2]) or "0 s"

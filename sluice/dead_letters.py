@@ -1,0 +1,89 @@
+"""The dead letters: jobs that took workers down with them, kept until somebody looks."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from redis.asyncio import Redis
+
+from sluice import wire
+from sluice.errors import UnknownJob
+from sluice.transport.retries import Retries
+
+_YEAR_9999_S = 253_000_000_000  # beyond it there is no date
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    id: str
+    model: str
+    lane: wire.Lane
+    crashes: int
+    parked_at: float  # Unix seconds
+    error: dict[str, Any]
+    body: str  # arq's, as it was queued
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """Raises ValueError if the body is gone or broken."""
+        match json.loads(self.body):
+            case {"a": [{**request}]}:
+                return {str(name): value for name, value in request.items()}
+        raise ValueError("the body holds no request")
+
+
+class Letters:
+    def __init__(self, redis: Redis, retries: Retries) -> None:
+        self._redis, self._retries = redis, retries
+
+    async def read_all(self) -> list[DeadLetter]:
+        """Oldest first."""
+        stored: dict[bytes, bytes] = await self._retries.run(lambda: self._redis.hgetall(wire.DEAD))
+        return sorted((_letter(id, text) for id, text in stored.items()), key=lambda letter: letter.parked_at)
+
+    async def read(self, job_id: str) -> DeadLetter:
+        """Raises `UnknownJob`."""
+        stored: bytes | None = await self._retries.run(lambda: self._redis.hget(wire.DEAD, job_id))
+        if stored is None:
+            raise UnknownJob(f"there is no dead letter {job_id!r}")
+        return _letter(job_id.encode(), stored)
+
+    async def take(self, letter: DeadLetter) -> None:
+        """Drop it, and be the one who did. Raises `UnknownJob` when somebody else was."""
+        tries = 0
+
+        async def drop() -> int:
+            nonlocal tries
+            tries += 1
+            dropped: int = await self._redis.hdel(wire.DEAD, letter.id)  # type: ignore[misc]
+            return dropped
+
+        # A letter that is gone at a second try was taken by the first, whose answer was lost.
+        if not await self._retries.run(drop) and tries == 1:
+            raise UnknownJob(f"somebody else has just taken the dead letter {letter.id!r}")
+
+    async def put_back(self, letter: DeadLetter) -> None:
+        stored = json.dumps(asdict(letter))
+        await self._retries.run(lambda: self._redis.hset(wire.DEAD, letter.id, stored))
+
+
+_UNREADABLE = {"type": "internal", "message": "This entry cannot be read: no worker of ours wrote it."}
+
+
+def _letter(id: bytes, stored: bytes) -> DeadLetter:
+    """One that cannot be read is a letter too, without a body: it is to be seen, and dropped."""
+    name = id.decode("utf-8", "backslashreplace")
+    match _loaded(stored):
+        case {
+            "id": str(), "model": str(), "lane": "interactive" | "batch", "crashes": int(), "body": str(),
+            "parked_at": int() | float() as parked_at, "error": {},
+        } as said if 0 <= parked_at < _YEAR_9999_S:  # fmt: skip
+            return wire.parse_as(DeadLetter, {**said, "id": name})
+    return DeadLetter(name, "?", "interactive", 0, 0.0, _UNREADABLE, "")
+
+
+def _loaded(stored: bytes) -> Any:
+    try:
+        return json.loads(stored)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,1 @@
+"""From a job's channel and its log to the events that a caller iterates over."""

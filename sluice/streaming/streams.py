@@ -1,0 +1,111 @@
+"""A job's events, each once and in order: from the channel as they come, from the list what the channel lost."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Generic, TypeVar
+
+from redis.asyncio import Redis
+
+from sluice import wire
+from sluice.errors import UnknownJob
+from sluice.streaming.hub import Hub
+from sluice.transport.retries import Retries
+from sluice.wire import Event
+
+SILENCE_S = 1.0  # then the list is read, whatever the channel brings
+_AHEAD = 256  # items: what a slow consumer may leave in memory besides the channel's own buffer
+LAST_SEQ = 2**53  # integers beyond it do not survive JSON in every language
+
+T = TypeVar("T")
+
+
+def check_after(after: int) -> None:
+    """Raises ValueError."""
+    if isinstance(after, bool) or not isinstance(after, int) or not -1 <= after <= LAST_SEQ:
+        raise ValueError(f"after: must be an integer from -1, for all events, to 2**53; it is {after!r}")
+
+
+class Streams:
+    def __init__(self, redis: Redis, hub: Hub, retries: Retries) -> None:
+        self._redis, self._hub, self._retries = redis, hub, retries
+
+    async def follow(self, job_id: str, after: int, unknown_s: float) -> AsyncGenerator[tuple[bytes, Event]]:
+        """Each event as the worker wrote it, and parsed. Raises as `Client.stream` does."""
+        wire.check_job_id(job_id)
+        check_after(after)
+        next_seq, known_at = after + 1, time.monotonic()
+        async with self._hub.listen(wire.channel(job_id)) as mail:
+            while True:
+                news = [(raw, wire.parse_event(raw)) for raw in await mail.take(SILENCE_S)]
+                fresh = {event.seq for _, event in news if event.seq >= next_seq}
+                if not news or (fresh and max(fresh) - next_seq >= len(fresh)):
+                    news = await self._read_log(job_id, max(next_seq - 1, 0))  # `after` may name the final one
+                for raw, event in news:
+                    if event.seq == next_seq:
+                        yield raw, event
+                        next_seq += 1
+                    if event.final and event.seq < next_seq:
+                        return
+                if news or await self._exists(job_id):
+                    known_at = time.monotonic()
+                elif time.monotonic() - known_at >= unknown_s:
+                    raise UnknownJob(f"no trace of job {job_id!r}: never submitted, or its events have expired")
+
+    async def _read_log(self, job_id: str, first: int) -> list[tuple[bytes, Event]]:
+        found = await self._read_range(job_id, first) or await self._read_range(job_id, -1)  # may have ended before
+        return [(raw, wire.parse_event(raw)) for raw in found]
+
+    async def _read_range(self, job_id: str, first: int) -> list[bytes]:
+        log = wire.log_key(job_id)
+        found: list[bytes] = await self._retries.run_until_answered(lambda: self._redis.lrange(log, first, -1))
+        return found
+
+    async def _exists(self, job_id: str) -> bool:
+        traces = wire.body_key(job_id), wire.log_key(job_id)
+        return bool(await self._retries.run_until_answered(lambda: self._redis.exists(*traces)))
+
+
+class ReadAhead(Generic[T]):
+    """Reads an asynchronous generator in a task, so that a consumer may wait with a time limit and take in batches.
+
+    The task begins with the first `take` and lives until the end of the source or `close`.
+    """
+
+    def __init__(self, source: AsyncGenerator[T]) -> None:
+        self._source, self._items = source, list[T]()
+        self._news, self._room = asyncio.Event(), asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def take(self) -> list[T]:
+        """Wait for items and return all that have come; none at the end. Raises what the source raised. May be
+        cancelled without loss."""
+        self._task = self._task or asyncio.create_task(self._read())
+        await self._news.wait()
+        items, self._items = self._items, []
+        self._room.set()
+        if not items:
+            self._task.result()
+        elif not self._task.done():
+            self._news.clear()
+        return items
+
+    async def close(self) -> None:
+        """Close the source, and wait for that."""
+        if self._task is None:
+            return await self._source.aclose()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _read(self) -> None:
+        try:
+            async with aclosing(self._source):
+                async for item in self._source:
+                    self._items.append(item)
+                    self._news.set()
+                    if len(self._items) >= _AHEAD:
+                        self._room.clear()
+                        await self._room.wait()
+        finally:
+            self._news.set()

@@ -1,0 +1,67 @@
+"""A Redis client of a URL, or a sentence on what is wrong with it in which no part of a password is quoted."""
+
+import asyncio
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from sluice.transport.redis_url import BAD_OPTION, UNREADABLE, redacted, url_error, why_not_let_in
+
+_ANSWER_S = 2.0
+
+
+def connect(url: str) -> Redis:
+    """Connects with the first command. Raises ValueError."""
+    if why := url_error(url):
+        raise _bad(url, why)
+    try:
+        redis: Redis = Redis.from_url(url, **_options(url))
+    except ValueError:
+        raise _bad(url, UNREADABLE) from None
+    if not _options_fit(redis):
+        raise _bad(url, BAD_OPTION)
+    return redis
+
+
+async def wrong_credentials(url: str) -> str:
+    """Say what is wrong with the credentials of a URL whose server has refused them."""
+    given = connect(url).connection_pool.connection_kwargs
+    has_user, has_password = bool(given.get("username")), bool(given.get("password"))
+    return why_not_let_in(has_user=has_user, has_password=has_password, is_open=await _is_open(url))
+
+
+async def _is_open(url: str) -> bool:
+    """Whether the server answers without a password."""
+    redis = connect(url)
+    for name in ("username", "password"):
+        redis.connection_pool.connection_kwargs.pop(name, None)
+    try:
+        async with redis, asyncio.timeout(_ANSWER_S):
+            await redis.ping()
+    except (RedisError, OSError, TimeoutError):
+        return False
+    return True
+
+
+def _options(url: str) -> dict[str, Any]:
+    """Time limits and tries are those of `Retries`; redis-py's own differ from release to release."""
+    options: dict[str, Any] = {"socket_connect_timeout": 5, "socket_timeout": None, "retry": Retry(NoBackoff(), 0)}
+    return options if url.startswith("unix:") else {**options, "socket_keepalive": True}
+
+
+def _options_fit(redis: Redis) -> bool:
+    """Whether redis-py can make a connection of what the URL asks for; by itself it tries with the first command."""
+    pool = redis.connection_pool
+    try:
+        pool.connection_class(**pool.connection_kwargs)
+        redis.get_encoder().encode("")  # type: ignore[no-untyped-call]
+    except (RedisError, ValueError, TypeError, LookupError, AttributeError, NameError):
+        return False
+    return True
+
+
+def _bad(url: str, why: str) -> ValueError:
+    return ValueError(f"{redacted(url)!r} is not the URL of a server: {why}. One looks like redis://localhost:6379/0")

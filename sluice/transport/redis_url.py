@@ -1,0 +1,93 @@
+"""URLs of Redis servers: what is wrong with one, and how to show one without its password.
+
+`sluice/transport/redis_url.py` and `worker/redis_url.py` are the same text, and a test holds them
+equal: a backend installs no worker.
+"""
+
+import re
+from urllib.parse import parse_qsl
+
+_SCHEMES = ("redis", "rediss", "unix")
+_HOST = r"(?P<host>[^\s/?#@:\[\]]*|\[[0-9A-Fa-f:.]+\])"
+_PLACE = re.compile(_HOST + r"(?::(?P<port>\d*))?")
+_MOST_PORT = 65_535
+_OTHER_SCHEMES = ("http", "https", "tcp", "valkey", "valkeys")
+_BARE = re.compile(r"[^\s/?#@:\[\]]+:\d{1,5}(?:/\d{0,4})?")
+
+UNREADABLE = "it cannot be read: in a password / is written as %2F, ? as %3F, # as %23, @ as %40, [ as %5B"
+BAD_OPTION = "an option after the ? is unknown to redis-py, or has a bad value"
+
+
+def url_error(url: str) -> str | None:
+    """Say what is wrong with the URL, quoting nothing of it; None if redis-py can try it.
+
+    redis-py and urllib quote what they cannot read, and that may be a part of a password.
+    """
+    scheme, found, rest = url.partition("://")
+    if not found or scheme not in _SCHEMES:
+        return "it must begin with redis://, rediss:// or unix://"
+    rest, _, query = rest.partition("?")
+    if scheme != "unix" and (wrong := _wrong_server(rest)):
+        return wrong
+    try:
+        parse_qsl(query, strict_parsing=bool(query), keep_blank_values=True)
+    except ValueError:
+        return UNREADABLE
+    return None
+
+
+def _wrong_server(rest: str) -> str | None:
+    authority, slash, path = rest.partition("/")
+    if "@" in path or "#" in rest or not authority.isprintable():
+        return UNREADABLE
+    place = _PLACE.fullmatch(authority.rpartition("@")[2])
+    if place is None or int(place["port"] or 0) > _MOST_PORT:
+        return f"the port must be a number up to {_MOST_PORT}"
+    if slash and not re.fullmatch(r"\d*/?", path):
+        return "what follows the host must be the number of a database"
+    return None
+
+
+def redacted(url: str) -> str:
+    """Show the URL without user, password and query. What might be a part of a password is `***`."""
+    scheme, found, rest = url.partition("://")
+    if not found or scheme.lower() not in (*_SCHEMES, *_OTHER_SCHEMES):
+        return _public_without_scheme(url)
+    before, at, place = rest.rpartition("@")
+    hidden = "***@" if at else ""
+    if "?" in before:  # the last @ may stand in a password that is an option
+        return f"{scheme}://***"
+    place = re.split(r"[?#]", place)[0]
+    if scheme == "unix":
+        return f"unix://{hidden}{place if place.startswith('/') else '***'}"
+    return f"{scheme}://{hidden}{_public_place(place)}"
+
+
+def _public_without_scheme(url: str) -> str:
+    """Show no more than what is surely a host and a port, as in `localhost:6379`."""
+    before, at, place = url.rpartition("@")
+    if not url or ("?" not in before and _BARE.fullmatch(place)):
+        return f"***@{place}" if at else place
+    return "***"
+
+
+def _public_place(place: str) -> str:
+    server, slash, database = place.partition("/")
+    host, _, port = server.rpartition(":") if re.search(r":[^\]]*$", server) else (server, "", "")
+    shown = host if re.fullmatch(_HOST, host) else "***"
+    if port:
+        shown += f":{port}" if re.fullmatch(r"\d{1,5}", port) else ":***"
+    if slash:
+        shown += f"/{database}" if re.fullmatch(r"\d{0,4}", database) else "/***"
+    return shown
+
+
+def why_not_let_in(*, has_user: bool, has_password: bool, is_open: bool) -> str:
+    """Say what is wrong with the credentials of a URL that its server has refused; `is_open`: it asks for none."""
+    if not has_user and not has_password:
+        return "it wants a password; put it into the URL, as in redis://:PASSWORD@HOST:PORT/0"
+    if not is_open:
+        return "it refuses the user or the password in the URL; correct them"
+    if has_user:
+        return "it refuses the user or the password in the URL, and answers without them; correct or remove them"
+    return "it has no password, and refuses the one in the URL; remove it from the URL"

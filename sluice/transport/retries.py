@@ -1,0 +1,160 @@
+"""Commands to the server: each has a time limit, and one whose connection was lost is sent again."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    ClusterDownError,
+    ConnectionError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from sluice.errors import ServerUnreachable
+
+Command = Callable[[], Any]  # sends one to the server; what redis-py says of its types is not to be relied upon
+
+# A silently dead connection costs the first of these and no more, since a new one answers: well within 5 s together.
+ANSWER_S = 2.0
+_PING_S = 3.0  # further tries begin with a PING, on a new connection
+_LONG_ANSWER_S = 30.0  # after it an answer may take its time: megabytes on a slow line
+_WAITS_S = (0.0, 0.1, 0.2, 0.5)  # between tries; the first is for connections that died while they were idle
+_CALL_S = 5.0
+
+_CODES_THAT_PASS = frozenset({"BUSY", "MASTERDOWN", "NOREPLICAS"})
+
+
+def is_transient(error: Exception) -> bool:
+    """True for an outage, which passes; False for a refusal, such as a wrong password or a key of another type."""
+    match error:
+        case AuthenticationError() | AuthorizationError():  # redis-py counts them as lost connections
+            return False
+        case ReadOnlyError() | ClusterDownError() | TryAgainError():
+            return True
+        case ResponseError():
+            return _code(error) in _CODES_THAT_PASS
+    return isinstance(error, ConnectionError | RedisTimeoutError | OSError)
+
+
+@asynccontextmanager
+async def time_limit(seconds: float) -> AsyncIterator[None]:
+    """Raises redis-py's TimeoutError. A command that is cut off takes its connection with it."""
+    try:
+        async with asyncio.timeout(seconds):  # until Python 3.12 wait_for loses cancellations
+            yield
+    except TimeoutError:
+        raise RedisTimeoutError(f"no answer within {seconds:g} s") from None
+
+
+class Retries:
+    """Sends commands to one server until they are answered. Nothing is retried unless twice is as good as once."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        outage_s: float | None,
+        *,
+        waits_for: tuple[type[RedisError], ...] = (),
+        log: logging.Logger | None = None,
+    ) -> None:
+        """`outage_s`: None waits for ever. `waits_for`: errors that pass besides outages. `log`: receives the
+        beginning and end of an outage."""
+        self._redis, self._outage_s, self._waits_for, self._log = redis, outage_s, waits_for, log
+        self._dropped_at = 0.0  # by the monotonic clock
+
+    async def run(self, command: Command) -> Any:
+        """For a call whose caller waits for nothing but its answer: after a few seconds the outage is theirs."""
+        return await self.run_for(command, _CALL_S if self._outage_s is None else min(_CALL_S, self._outage_s))
+
+    async def run_until_answered(self, command: Command) -> Any:
+        """For what waits anyway, for a job or for a run."""
+        return await self.run_for(command, self._outage_s)
+
+    async def run_for(self, command: Command, outage_s: float | None) -> Any:
+        """The answer. Raises redis-py's error of a refusal at once, and `ServerUnreachable` after an outage of
+        `outage_s` seconds, but not before a second try."""
+        began, failures = time.monotonic(), 0
+        while True:
+            sent_at = time.monotonic()
+            try:
+                answer = await self._try(command, is_first=not failures)
+            except (RedisError, OSError) as error:
+                failures += 1
+                if not self._is_retryable(error):
+                    raise
+                tried_s = time.monotonic() - began
+                if failures > 1 and outage_s is not None and tried_s >= outage_s:
+                    raise _gave_up(error, tried_s) from error
+                self._report_outage(failures, error)
+            else:
+                self._report_recovery(failures, time.monotonic() - began)
+                return answer
+            await self._drop_idle_connections(sent_at)
+            await asyncio.sleep(_WAITS_S[min(failures, len(_WAITS_S)) - 1])
+
+    async def scan(self, pattern: str, *, waits_out_outages: bool = False) -> list[bytes]:
+        """All keys that match. A command each thousand: no time limit holds for a whole keyspace."""
+        found, cursor, send = set[bytes](), 0, self.run_until_answered if waits_out_outages else self.run
+        while True:
+            cursor, keys = await send(partial(self._redis.scan, cursor, match=pattern, count=1000))
+            found.update(keys)
+            if not cursor:
+                return list(found)
+
+    async def _try(self, command: Command, *, is_first: bool) -> Any:
+        if is_first:
+            async with time_limit(ANSWER_S):
+                return await command()
+        async with time_limit(_PING_S):
+            await self._ping()
+        async with time_limit(_LONG_ANSWER_S):
+            return await command()
+
+    async def _ping(self) -> None:
+        try:
+            await self._redis.ping()
+        except ResponseError as error:  # a refusal to answer is an answer too
+            if is_transient(error):
+                raise
+
+    def _is_retryable(self, error: Exception) -> bool:
+        return is_transient(error) or isinstance(error, self._waits_for)
+
+    def _report_outage(self, failures: int, error: Exception) -> None:
+        if self._log and failures == 1:
+            self._log.warning("the server does not answer (%s); retrying until it does", error)
+
+    def _report_recovery(self, failures: int, seconds: float) -> None:
+        if self._log and failures:
+            self._log.warning("the server answers again, after %.1f s", seconds)
+
+    async def _drop_idle_connections(self, sent_at: float) -> None:
+        """The pool's other connections went the same way. Nothing to do if another command has dropped them since."""
+        if self._dropped_at > sent_at:
+            return
+        self._dropped_at = time.monotonic()
+        # Not by the pool's own `disconnect`, which lets others have a connection while it waits for the socket.
+        for connection in list(self._redis.connection_pool._available_connections):
+            await connection.disconnect(nowait=True)
+
+
+def _code(error: ResponseError) -> str:
+    """First word of an error reply: RESP's name for its kind, where redis-py has no class for it."""
+    return str(error).partition(" ")[0]
+
+
+def _gave_up(error: Exception, seconds: float) -> Exception:
+    if not is_transient(error):
+        return error
+    return ServerUnreachable(f"no answer for {seconds:.0f} s: {error}" if seconds >= 1 else str(error))

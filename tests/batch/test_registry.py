@@ -1,0 +1,92 @@
+"""A run that nobody feeds is paused, and whoever asks is told since when."""
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from sluice import Batch, Client
+from sluice.batch import run, status
+from sluice.batch.registry import BatchRegistry
+from sluice.batch.run import Run
+from sluice.batch.source import Scan, Source
+from sluice.wire import batch_key
+from tests.batch.helpers import Chat, leave, says, started, write
+from tests.queue.helpers import until
+
+
+async def test_a_run_that_was_left_is_paused_until_it_is_gone_on_with(
+    client: Client, db: Redis, chat: Chat, tmp_path: Path, out: Path
+) -> None:
+    many = write(tmp_path / "in.jsonl", *(says(f"r{k}") for k in range(40)), says("last", then="hang"))
+    task = await started(client, many, out, window=4)
+    (batch,) = await client.batches()
+    assert batch.sluice.paused_at is None
+    await leave(task)
+    (paused,) = await client.batches()
+    assert paused == await client.batch_status(batch.id)
+    assert paused.sluice.paused_at is not None
+    assert (paused.status, abs(paused.sluice.paused_at - time.time()) < 5) == ("in_progress", True)
+    assert paused.request_counts.completed > 0
+    task = asyncio.create_task(client.batch(many, out))
+
+    async def is_fed() -> bool:
+        return (await client.batch_status(batch.id)).sluice.paused_at is None
+
+    await until(is_fed)
+    await leave(task)
+
+
+async def test_a_run_whose_feeder_died_is_paused_since_it_was_heard_of(
+    client: Client, db: Redis, chat: Chat, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Run, "_tell_pause", nothing)
+    await leave(await started(client, write(tmp_path / "in.jsonl", says("a"), says("b", then="hang")), out))
+    (batch,) = await client.batches()
+    assert batch.sluice.paused_at is None, "it may have been heard of just now"
+    await db.expire(batch_key(batch.id), 7 * 86_400 - 60)
+    (batch,) = await client.batches()
+    assert batch.sluice.paused_at is not None
+    assert abs(time.time() - 60 - batch.sluice.paused_at) < 3
+
+
+async def nothing(self: Run) -> None:
+    """Says nothing, as a process does that was killed."""
+
+
+async def test_a_run_that_only_reads_its_file_is_heard_of(
+    client: Client, db: Redis, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "_TOUCH_S", 0.02)
+    reading, read_on = threading.Event(), threading.Event()
+
+    def slow(self: Source) -> Scan:
+        reading.set()
+        read_on.wait(10)
+        return Scan()
+
+    monkeypatch.setattr(Source, "scan", slow)
+    task = asyncio.create_task(client.batch(write(tmp_path / "in.jsonl", says("a")), out))
+    await until(reading.is_set)
+    (batch,) = await client.batches()
+    await db.expire(batch_key(batch.id), 60)
+
+    async def is_touched() -> bool:
+        return bool(await db.ttl(batch_key(batch.id)) > 60)
+
+    await until(is_touched)
+    read_on.set()
+    await asyncio.wait([task])
+
+
+@pytest.mark.parametrize("state", ["validating", "completed", "failed", "expired", "cancelled"])
+async def test_a_run_that_waits_in_an_inbox_or_has_ended_is_not_paused(
+    client: Client, db: Redis, state: status.State
+) -> None:
+    batch = Batch(id="batch_1", input_file_id="in", completion_window="24h", status=state, created_at=1)
+    await BatchRegistry(db).announce(batch)
+    await db.expire(batch_key(batch.id), 1_000)
+    assert await client.batches() == [batch]

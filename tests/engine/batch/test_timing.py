@@ -1,0 +1,100 @@
+"""How long a step took is told only where its beginning and its end are known."""
+
+import pytest
+
+from worker.engine.batch import timing
+from worker.engine.batch.timing import Stopwatch
+
+
+class Clock:
+    now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", clock)
+    return clock
+
+
+def launch(watch: Stopwatch, clock: Clock, *, at: float, known_at: float) -> float | None:
+    """The host begins at one time, and has launched a step, and heard of the one before, at another."""
+    clock.now = known_at
+    return watch.launched(at)
+
+
+def test_a_step_on_an_idle_device_takes_from_its_launch_until_it_was_waited_for(clock: Clock) -> None:
+    watch = Stopwatch()
+    assert launch(watch, clock, at=100, known_at=101) is None
+    clock.now = 108
+    assert watch.ended() == 8
+
+
+def test_a_step_that_follows_another_takes_from_the_end_of_that_one(clock: Clock) -> None:
+    watch = Stopwatch()
+    launch(watch, clock, at=100, known_at=101)
+    launch(watch, clock, at=102, known_at=107)  # the first has ended
+    assert launch(watch, clock, at=108, known_at=112) == 5
+    assert launch(watch, clock, at=113, known_at=119) == 7
+
+
+def test_the_first_step_of_many_is_not_timed_by_the_launch_of_the_next(clock: Clock) -> None:
+    """It may have ended long before it was asked for."""
+    watch = Stopwatch()
+    launch(watch, clock, at=100, known_at=101)
+    assert launch(watch, clock, at=150, known_at=151) is None
+
+
+def test_a_step_under_way_behind_another_is_not_timed_by_waiting(clock: Clock) -> None:
+    """The host may have come late to see the other one end."""
+    watch = Stopwatch()
+    launch(watch, clock, at=100, known_at=101)
+    launch(watch, clock, at=102, known_at=107)
+    clock.now = 112
+    assert watch.ended() is None
+
+
+def test_the_time_between_steps_counts_for_none(clock: Clock) -> None:
+    watch = Stopwatch()
+    launch(watch, clock, at=100, known_at=101)
+    launch(watch, clock, at=102, known_at=107)
+    clock.now = 112
+    watch.ended()
+    assert launch(watch, clock, at=500, known_at=501) is None
+    clock.now = 507
+    assert watch.ended() == 7
+
+
+def test_a_step_beside_which_the_device_did_something_else_is_not_timed(clock: Clock) -> None:
+    alone, following = Stopwatch(), Stopwatch()
+    launch(alone, clock, at=100, known_at=101)
+    alone.invalidate()
+    clock.now = 108
+    assert alone.ended() is None
+    launch(following, clock, at=100, known_at=101)
+    launch(following, clock, at=102, known_at=107)
+    following.invalidate()
+    assert launch(following, clock, at=112, known_at=113) is None
+
+
+def test_steps_are_timed_again_after_a_disturbance(clock: Clock) -> None:
+    watch = Stopwatch()
+    launch(watch, clock, at=100, known_at=101)
+    watch.invalidate()
+    launch(watch, clock, at=102, known_at=107)
+    assert launch(watch, clock, at=108, known_at=113) == 6
+
+
+def test_it_is_known_whether_a_step_is_under_way(clock: Clock) -> None:
+    watch = Stopwatch()
+    seen = [watch.running]
+    launch(watch, clock, at=100, known_at=101)
+    seen.append(watch.running)
+    watch.invalidate()
+    seen.append(watch.running)
+    watch.ended()
+    seen.append(watch.running)
+    assert seen == [False, True, True, False]

@@ -1,0 +1,618 @@
+"""What was computed before is not computed again, and nobody can tell by what is said."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from tests.engine import test_memory
+from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
+from tests.engine.test_isolation import always, failing_once, once, raising
+from tests.engine.tiny import EOS, VOCAB, alone, model, network, prompt, told_alone
+from worker.engine.admission import AdmissionController
+from worker.engine.batch import decode_batch as rows_module
+from worker.engine.cache import prefix as prefix_module
+from worker.engine.cache.layers import layers
+from worker.engine.model.load import Model
+from worker.engine.prefill import base as prefill_module
+from worker.schedule import prefix as tree_module
+from worker.schedule.memory import KVLayers, MemoryModel
+from worker.schedule.request import Sampling
+
+Tokens = tuple[int, ...]
+
+BY_TOKEN = ["llama", "deepseek_v3", "deepseek_v32"]
+WINDOWED = ["gemma3", "gpt_oss", "gemma3n"]  # of 16
+STATEFUL = [*WINDOWED, "qwen3_5", "falcon_h1", "jamba", "kimi_linear", "mamba2", "rwkv7"]
+FEW = ["llama", "gemma3", "qwen3_5", "deepseek_v32"]
+ALL = pytest.mark.parametrize("family", [*BY_TOKEN, *STATEFUL])
+SOME = pytest.mark.parametrize("family", FEW)
+
+ANSWER, LONG = 6, 24
+SYSTEM = prompt(40, 5)
+
+
+@cache
+def lonely(family: str, tokens: Tokens, most: int = ANSWER) -> Tokens:
+    return tuple(alone(network(family), tokens, most))
+
+
+def opened(family: str, *, step_s: float = 0.02, most: int = 10**9) -> Run:
+    return Run(model(family), step_s=step_s, prefix_bytes=most)
+
+
+def say(run: Run, family: str, tokens: Tokens, *boundaries: int, most: int = ANSWER, space: str = "") -> int:
+    """To its end, and right; returns how many of its tokens were found."""
+    id = f"row {len(run.said)}"
+    run.add(id, tokens, max_tokens=most, boundaries=boundaries, space=space)
+    run.drain()
+    assert tuple(run.said[id]) == lonely(family, tokens, most)
+    return run.cached[id]
+
+
+# What people ask of it
+
+
+@ALL
+def test_a_system_prompt_is_computed_once(family: str) -> None:
+    run = opened(family)
+    found = [say(run, family, SYSTEM + prompt(9 + i, 20 + i), 40) for i in range(3)]
+    assert found == [0, 40, 40]
+
+
+@ALL
+def test_every_turn_begins_where_the_last_answer_ended(family: str) -> None:
+    run, talk, found, expected = opened(family), SYSTEM, list[int](), [0]
+    for turn in range(3):
+        talk += prompt(7 + turn, 30 + turn)
+        found.append(say(run, family, talk, 40))
+        talk += lonely(family, talk)
+        expected.append(len(talk))
+    assert found == expected[:-1]
+
+
+@ALL
+def test_an_answer_of_a_tool_goes_on_from_the_call(family: str) -> None:
+    """A tool's answer is long, and the next turn comes with an answer that the template spells another way."""
+    run, asked = opened(family), SYSTEM + prompt(9, 40)
+    say(run, family, asked, 40)
+    called = asked + lonely(family, asked)
+    returned = called + prompt(50, 41)
+    assert say(run, family, returned, 40, len(called)) == len(called)
+    # The last answer comes back in another spelling: the turn of the tool is found, and what led there.
+    first, *others = lonely(family, returned)
+    spelt_anew = (*returned, (first + 1) % VOCAB, *others, *prompt(8, 42))
+    assert say(run, family, spelt_anew, 40, len(returned)) == len(returned) - (family not in BY_TOKEN)
+
+
+@ALL
+def test_whoever_parts_in_the_middle_goes_on_from_there_or_from_the_last_boundary(family: str) -> None:
+    run, whole = opened(family), SYSTEM + prompt(40, 50)
+    say(run, family, whole, 40, 62)
+    parted = [whole[:at] + prompt(9, 51) for at in (70, 62, 61, 39)]
+    found = [say(run, family, tokens) for tokens in parted]
+    assert found == ([70, 62, 61, 39] if family in BY_TOKEN else [62, 62, 40, 0])
+
+
+@ALL
+def test_the_same_prompt_leaves_its_last_token_to_compute(family: str) -> None:
+    run = opened(family)
+    assert [say(run, family, SYSTEM), say(run, family, SYSTEM), say(run, family, SYSTEM)] == [0, 39, 39]
+
+
+@ALL
+def test_a_prompt_that_an_earlier_one_began_with_is_found_in_it(family: str) -> None:
+    run, whole = opened(family), SYSTEM + prompt(40, 60)
+    say(run, family, whole, 40)
+    assert say(run, family, whole[:60]) == (59 if family in BY_TOKEN else 40)
+    assert say(run, family, whole[:41]) == 40
+    assert say(run, family, whole[:40]) == (39 if family in BY_TOKEN else 0)  # its last token is to be computed
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_a_boundary_close_behind_another_is_computed_again(family: str) -> None:
+    run, whole = opened(family), SYSTEM + prompt(40, 61)
+    say(run, family, whole, 40, 50)
+    assert say(run, family, whole[:55] + prompt(5, 62)) == 40
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_a_long_text_is_taken_up_at_the_nearest_place_of_a_grid(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    monkeypatch.setattr(prefix_module, "GRID", 32)
+    run, text = opened(family), prompt(110, 66)
+    say(run, family, text)
+    assert [say(run, family, text[:at] + prompt(20, 67)) for at in (31, 63, 80)] == [0, 32, 64]
+
+
+@pytest.mark.parametrize("family", BY_TOKEN)
+def test_a_long_prompt_is_found_before_it_is_through(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    monkeypatch.setattr(prefill_module, "MAX_SEGMENT_TOKENS", 32)
+    run, text = opened(family, step_s=0.0), prompt(110, 68)
+    run.add("gone", text, max_tokens=LONG)
+    run.until(lambda: any(done > 64 for done in run.engine._prefills.lengths))
+    run.engine.remove("gone")
+    assert 64 <= say(run, family, text) < 109
+
+
+@pytest.mark.parametrize("family", [*WINDOWED, "qwen3_5", "mamba2"])
+def test_only_windows_that_are_not_full_are_found_at_any_token(family: str) -> None:
+    run = opened(family)
+    say(run, family, prompt(9, 63), most=4)
+    assert say(run, family, prompt(9, 63)[:6] + prompt(30, 64), most=4) == (6 if family in WINDOWED else 0)
+
+
+@ALL
+def test_probabilities_behind_a_hit_are_those_without(family: str) -> None:
+    run, asked = opened(family), SYSTEM + prompt(25, 65)
+    for id in "cold", "warm":
+        run.add(id, asked, max_tokens=ANSWER, boundaries=(40,), top_logprobs=0)
+        run.drain()
+    assert run.cached == {"cold": 0, "warm": 64}
+    expected = [logprob for _, logprob in told_alone(network(family), asked, ANSWER)]
+    assert run.logprobs["warm"] == pytest.approx(run.logprobs["cold"], abs=1e-4)
+    assert run.logprobs["warm"] == pytest.approx(expected, abs=1e-4)
+
+
+@SOME
+@pytest.mark.parametrize("step_s", [0.0, 0.02, 10.0], ids=["in small chunks", "in some", "in one step"])
+def test_many_who_come_at_once_have_their_system_prompt_computed_once(family: str, step_s: float) -> None:
+    run = opened(family, step_s=step_s)
+    asked = {str(i): SYSTEM + prompt(20, 70 + i) for i in range(5)}
+    for id, tokens in asked.items():
+        run.add(id, tokens, max_tokens=ANSWER, boundaries=(40,))
+    run.drain()
+    assert {id: tuple(said) for id, said in run.said.items()} == {id: lonely(family, asked[id]) for id in asked}
+    assert sorted(run.cached.values()) == [0, 40, 40, 40, 40]
+
+
+@SOME
+def test_a_prompt_on_its_way_skips_what_another_has_computed_meanwhile(family: str) -> None:
+    run = opened(family, step_s=0.0)
+    long, short = SYSTEM + prompt(60, 75), SYSTEM + prompt(1, 76)
+    run.add("long", long, max_tokens=ANSWER)
+    run.step()
+    run.add("short", short, max_tokens=ANSWER)
+    run.drain()
+    assert tuple(run.said["long"]) == lonely(family, long)
+    assert tuple(run.said["short"]) == lonely(family, short)
+    assert run.cached["short"] == 0
+    assert 0 < run.cached["long"] < 40
+
+
+@SOME
+def test_spaces_share_nothing(family: str) -> None:
+    run = opened(family)
+    assert [say(run, family, SYSTEM, space=space) for space in ("one", "other", "one", "")] == [0, 0, 39, 0]
+
+
+@SOME
+def test_a_line_of_a_file_leaves_its_prompt_and_not_its_answer(family: str) -> None:
+    run = opened(family)
+    run.add("line", SYSTEM, max_tokens=ANSWER, lane="batch")
+    run.drain()
+    assert say(run, family, SYSTEM + lonely(family, SYSTEM) + prompt(5, 77)) == 39
+
+
+def test_no_prefixes_are_kept_where_there_is_no_room_for_any() -> None:
+    run = opened("llama", most=0)
+    assert [say(run, "llama", SYSTEM), say(run, "llama", SYSTEM)] == [0, 0]
+    assert run.step().prefix.nbytes == 0
+
+
+def test_a_step_tells_what_was_asked_for_and_found() -> None:
+    run = opened("qwen3_5", step_s=0.0)
+    use = list[Any]()
+    for tail in 80, 81:
+        run.add(str(tail), SYSTEM + prompt(21, tail), max_tokens=2, boundaries=(40,))
+        while len(run.engine):
+            use.append(run.step().prefix)
+    assert (sum(each.queried for each in use), sum(each.hit for each in use)) == (2 * 60, 40)
+    assert use[-1].nbytes == run.engine._caches.prefix.nbytes > 0
+
+
+@SOME
+def test_what_is_evicted_is_told(family: str) -> None:
+    run = opened(family, most=1)
+    say(run, family, SYSTEM)
+    most = opened(family)
+    say(most, family, SYSTEM)
+    run = opened(family, most=most.step().prefix.nbytes)
+    say(run, family, SYSTEM)
+    run.add("other", prompt(40, 82), max_tokens=ANSWER)
+    evicted = 0
+    while len(run.engine):
+        evicted += run.step().prefix.evicted
+    assert evicted > 0
+    assert say(run, family, SYSTEM) == 0
+
+
+@SOME
+def test_what_was_found_last_stays_longest(family: str) -> None:
+    run, other = opened(family), prompt(40, 89)
+    say(run, family, SYSTEM)
+    say(run, family, other)
+    assert run.engine._caches.prefix
+    run.engine._caches.prefix.load("", SYSTEM)
+    run.engine._caches.prefix.set_limit(run.engine._caches.prefix.nbytes // 2)
+    assert run.engine._caches.prefix.match_length("", other) < 39
+    assert say(run, family, SYSTEM) == 39
+
+
+# How rows end
+
+
+@ALL
+def test_what_a_cancelled_row_had_said_is_found(family: str) -> None:
+    run = opened(family)
+    run.add("gone", SYSTEM, max_tokens=LONG)
+    run.until(lambda: len(run.said["gone"]) == 5)
+    run.engine.remove("gone")
+    assert say(run, family, SYSTEM + tuple(run.said["gone"]) + prompt(6, 83)) == 45
+
+
+@ALL
+def test_a_row_that_is_cancelled_as_it_joins_leaves_its_prompt(family: str) -> None:
+    run = opened(family)
+    run.add("gone", SYSTEM, max_tokens=LONG)
+    run.until(lambda: len(run.engine._running) == 1)
+    assert all(row.awaiting_first_step for _, row in run.engine._running)
+    run.engine.remove("gone")
+    assert say(run, family, SYSTEM + prompt(6, 84)) == 39
+
+
+@ALL
+def test_a_row_that_is_cancelled_before_it_says_anything_leaves_its_prompt(family: str) -> None:
+    run = opened(family)
+    run.add("gone", SYSTEM, max_tokens=LONG)
+    run.until(lambda: any(not row.awaiting_first_step for _, row in run.engine._running))
+    assert run.said["gone"] == []
+    run.engine.remove("gone")
+    assert say(run, family, SYSTEM + prompt(6, 84)) == 40
+
+
+@ALL
+def test_a_prompt_that_is_cancelled_on_its_way_leaves_what_is_right(family: str) -> None:
+    run, asked = opened(family, step_s=0.0), SYSTEM + prompt(60, 85)
+    run.add("gone", asked, max_tokens=LONG, boundaries=(40,))
+    run.until(lambda: any(done > 40 for done in run.engine._prefills.lengths))
+    run.engine.remove("gone")
+    assert say(run, family, asked) == (0 if family in BY_TOKEN else 40)
+
+
+@SOME
+def test_a_row_of_one_token_leaves_it(family: str) -> None:
+    run, asked = opened(family), prompt(1, 86)
+    run.add("gone", asked, max_tokens=LONG)
+    run.until(lambda: len(run.engine._running) == 1)
+    run.engine.remove("gone")
+    assert say(run, family, asked + prompt(20, 87)) == 1
+
+
+@ALL
+def test_an_answer_that_was_ended_is_found_with_its_end(family: str) -> None:
+    run = opened(family)
+    run.add("ends", SYSTEM, max_tokens=LONG, sampling=Sampling(logit_bias=((EOS, 1000.0),)))
+    run.drain()
+    assert run.ended["ends"] == "stop"
+    assert say(run, family, (*SYSTEM, EOS, *prompt(20, 88))) == 41
+
+
+@SOME
+def test_a_row_among_others_leaves_its_own_tokens(family: str) -> None:
+    run = opened(family)
+    run.group_by(ONE_GROUP)
+    asked = {f"neighbour {i}": prompt(12 + 11 * i, 90 + i) for i in range(4)}
+    for i, (id, tokens) in enumerate(asked.items()):
+        run.add(id, tokens, max_tokens=ANSWER + 3 * i)
+        run.step()
+    run.drain()
+    for i, (id, tokens) in enumerate(asked.items()):
+        talk = tokens + tuple(run.said[id])
+        assert tuple(run.said[id]) == lonely(family, tokens, ANSWER + 3 * i)
+        assert say(run, family, talk + prompt(8, 95)) == len(talk)
+
+
+@SOME
+def test_a_row_that_is_parked_without_its_cache_begins_from_its_prompt(family: str) -> None:
+    run = opened(family)
+    run.add("parked", SYSTEM, max_tokens=LONG)
+    run.until(lambda: len(run.said["parked"]) == 4)
+    run.park("parked")
+    run.stir(keep=False)
+    run.drain()
+    assert tuple(run.said["parked"]) == lonely(family, SYSTEM, LONG)
+    assert run.cached["parked"] == 39
+
+
+@SOME
+def test_a_row_that_comes_back_with_its_cache_leaves_its_answer(family: str) -> None:
+    run = opened(family)
+    run.add("parked", SYSTEM, max_tokens=ANSWER)
+    run.until(lambda: len(run.said["parked"]) == 3)
+    run.park("parked")
+    run.stir()
+    run.drain()
+    assert say(run, family, SYSTEM + lonely(family, SYSTEM) + prompt(5, 96)) == 46
+
+
+@SOME
+def test_rows_that_come_again_after_a_failed_step_begin_from_their_prompts(
+    monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    run, other = opened(family), SYSTEM + prompt(20, 97)
+    run.add("a", SYSTEM, max_tokens=LONG)
+    run.add("b", other, max_tokens=LONG)
+    run.until(lambda: min(map(len, run.said.values())) >= 3)
+    monkeypatch.setattr(rows_module, "forward", raising(once(), rows_module.forward))
+    run.drain()
+    assert {id: tuple(said) for id, said in run.said.items()} == {
+        "a": lonely(family, SYSTEM, LONG),
+        "b": lonely(family, other, LONG),
+    }
+    assert run.cached == {"a": 40 if family in BY_TOKEN else 39, "b": 59}
+
+
+@ALL
+def test_an_attempt_that_is_resumed_goes_on_from_what_is_still_there(family: str) -> None:
+    run = opened(family)
+    run.add("first", SYSTEM, max_tokens=LONG)
+    run.until(lambda: len(run.said["first"]) == 5)
+    run.engine.remove("first")
+    for delivered in 4, 5:
+        id = f"again {delivered}"
+        run.add(id, SYSTEM, max_tokens=LONG, resume_tokens=run.said["first"][:delivered])
+        run.drain()
+        assert tuple(run.said[id]) == lonely(family, SYSTEM, LONG)
+    # States are where a prompt ended: that of the first attempt, and what the second one was fed to begin with.
+    assert run.cached["again 4"] == (43 if family in BY_TOKEN else 39)
+    assert run.cached["again 5"] == (44 if family in BY_TOKEN else 43)
+    talk = SYSTEM + lonely(family, SYSTEM, LONG)
+    assert say(run, family, talk + prompt(5, 98)) == len(talk)
+
+
+# What goes wrong
+
+
+@contextmanager
+def poisoned(family: str, token: int) -> Iterator[None]:
+    """Its embedding is NaN."""
+    inner = network(family).language_model.model if family == "qwen3_5" else network(family).model
+    whole = mx.array(inner.embed_tokens.weight)
+    inner.embed_tokens.weight[token] = float("nan")
+    try:
+        yield
+    finally:
+        inner.embed_tokens.weight = whole
+
+
+@SOME
+@pytest.mark.parametrize("place", [10, 55], ids=["before a boundary", "behind it"])
+def test_a_row_without_numbers_leaves_nothing_to_the_next(family: str, place: int) -> None:
+    run, asked = opened(family), SYSTEM + prompt(25, 110)
+    asked = (*asked[:place], 4, *asked[place + 1 :])
+    with poisoned(family, 4):
+        run.add("guilty", asked, max_tokens=ANSWER, boundaries=(40,))
+        run.drain()
+    assert run.ended["guilty"] == "faulted"
+    found = say(run, family, asked, 40)
+    assert found <= place
+    assert found == (40 if place > 40 and family not in BY_TOKEN else 0)
+    assert say(run, family, asked, 40) == 64
+
+
+@SOME
+def test_what_was_sound_before_a_row_without_numbers_stays(family: str) -> None:
+    run, asked = opened(family), (*SYSTEM, 4, *prompt(25, 111))
+    say(run, family, SYSTEM + prompt(30, 112), 40)
+    with poisoned(family, 4):
+        run.add("guilty", asked, max_tokens=ANSWER, boundaries=(40,))
+        run.drain()
+    assert (run.ended["guilty"], run.cached["guilty"]) == ("faulted", 40)
+    assert say(run, family, asked, 40) == 40
+
+
+@SOME
+def test_a_prefix_that_cannot_be_kept_costs_its_row_nothing(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    run = opened(family)
+    monkeypatch.setattr(prefix_module, "copy_segment", raising(always, prefix_module.copy_segment))
+    assert [say(run, family, SYSTEM, 20), say(run, family, SYSTEM, 20)] == [0, 0]
+    monkeypatch.undo()
+    assert [say(run, family, SYSTEM, 20), say(run, family, SYSTEM, 20)] == [0, 39]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
+@pytest.mark.parametrize("ending", ["by itself", "cancelled"])
+def test_a_cache_that_cannot_be_read_at_its_rows_end_costs_no_row_anything(family: str, ending: str) -> None:
+    run, other = opened(family), prompt(30, 113)
+    run.add("ends", SYSTEM, max_tokens=ANSWER)
+    run.add("stays", other, max_tokens=LONG)
+    run.until(lambda: len(run.said["ends"]) == 3)
+    with failing_once("extract"):
+        if ending == "cancelled":
+            run.engine.remove("ends")
+        else:
+            run.until(lambda: "ends" in run.ended)
+    run.drain()
+    assert tuple(run.said["stays"]) == lonely(family, other, LONG)
+    assert tuple(run.said["ends"]) == lonely(family, SYSTEM)[: len(run.said["ends"])]
+
+
+@SOME
+def test_a_prefix_that_cannot_be_fetched_costs_its_own_row_at_most(
+    monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    run, other = opened(family), prompt(30, 114)
+    say(run, family, SYSTEM)
+    run.add("neighbour", other, max_tokens=LONG)
+    run.until(lambda: bool(run.said["neighbour"]))
+    monkeypatch.setattr(prefix_module, "restore_cache", raising(once(), prefix_module.restore_cache))
+    run.add("unlucky", SYSTEM, max_tokens=ANSWER)
+    run.drain()
+    assert tuple(run.said["neighbour"]) == lonely(family, other, LONG)
+    assert run.ended["unlucky"] in ("faulted", "length", "stop")
+    assert say(run, family, SYSTEM) == 39
+
+
+def found(run: Run, tokens: Tokens) -> list[mx.array]:
+    """All numbers that these tokens would begin with."""
+    assert run.engine._caches.prefix
+    cache, length = run.engine._caches.prefix.load("", tokens)
+    assert length == len(tokens)
+    states = [state for layer in layers(cache) for state in layer.state]
+    arrays = [each for state in states for each in (state if isinstance(state, list) else [state])]
+    return [each for each in arrays if isinstance(each, mx.array)]
+
+
+@ALL
+def test_whoever_goes_on_from_a_prefix_does_not_change_it(family: str) -> None:
+    run = opened(family)
+    say(run, family, SYSTEM, most=2)
+    before = found(run, SYSTEM[:39])
+    for tail in 120, 121:
+        assert say(run, family, SYSTEM + prompt(3, tail), most=LONG) >= 39
+    assert all(mx.array_equal(*each).item() for each in zip(before, found(run, SYSTEM[:39]), strict=True))
+
+
+# Memory
+
+
+@SOME
+@pytest.mark.parametrize("share", [0.3, 0.6, 1.0, 1.5])
+def test_the_cache_never_takes_more_than_it_may(monkeypatch: pytest.MonkeyPatch, family: str, share: float) -> None:
+    """`share` of what one conversation leaves."""
+    monkeypatch.setattr(tree_module, "MAX_SEGMENT_TOKENS", 64)
+    run = opened(family)
+    run.add("first", prompt(150, 130), max_tokens=2, boundaries=(70,))
+    run.drain()
+    most = int(share * run.step().prefix.nbytes)
+    run = opened(family, most=most)
+    for id, tokens in enumerate([prompt(150, 130), prompt(110, 130), prompt(190, 130), prompt(50, 131)]):
+        run.add(str(id), tokens, max_tokens=2, boundaries=(70,))
+        while len(run.engine):
+            assert run.step().prefix.nbytes <= most
+
+
+@pytest.fixture
+def wide() -> Model:
+    """What other tests have left in memory counts as its weights."""
+    gc.collect()
+    built = test_memory.built()
+    return replace(built, costs=replace(built.costs, weights_bytes=mx.get_active_memory()))
+
+
+def beside(wide: Model, bytes_: int) -> float:
+    """In MB, beside the model."""
+    return (bytes_ - wide.costs.resident_bytes) / 1e6
+
+
+def test_prefixes_make_room_for_rows(wide: Model) -> None:
+    limit, jobs, highest, held = test_memory.room_for(wide, 3), 30, 0, 0
+    run = Run(wide, memory=limit, prefix_bytes=10**9)
+    for i in range(jobs):
+        run.add(str(i), prompt(test_memory.PROMPT, i % 6), max_tokens=4, lane="batch" if i % 3 else "interactive")
+    while len(run.engine):
+        report = run.step()
+        held = max(held, report.prefix.nbytes)
+        highest = max(highest, mx.get_peak_memory())
+        assert run.steps < 5000
+    assert all(run.said[str(i)] == test_memory.lonely(i % 6, 4) for i in range(jobs))
+    assert held > 0
+    assert beside(wide, highest) < beside(wide, limit)
+
+
+def test_rows_that_are_put_together_and_the_prefixes_stay_within_memory(wide: Model) -> None:
+    """A group of unlike rows takes more than they did apart, and what they left had gone to prefixes."""
+    short = 16
+    limit = wide.costs.peak_bytes([[1040, *[130] * short]]) + wide.costs.row_bytes(1)
+    run = Run(wide, step_s=1.0, memory=limit, prefix_bytes=10**9)
+    run.group_by(EACH_ALONE)
+    run.add("long", prompt(1000, 9), max_tokens=60)
+    run.until(lambda: len(run.engine._running) == 1)
+    for i in range(short):
+        run.add(str(i), prompt(30, 140 + i), max_tokens=100)
+    run.until(lambda: all(run.said.values()))
+    assert run.engine._caches.prefix
+    for i in range(100):  # as by other conversations
+        if run.engine._caches.prefix.nbytes < 0.9 * run.engine._admission.free_bytes:
+            (cache, place), *_ = run.engine._running.cache_of(run.engine._active["long"])
+            run.engine._caches.prefix.insert(f"space {i}", run.engine._active["long"].cache_key(), cache, place)
+    mx.reset_peak_memory()
+    run.group_by(ONE_GROUP)
+    for _ in range(3):
+        run.step()
+        assert beside(wide, mx.get_peak_memory()) < beside(wide, limit)
+
+
+def test_a_cache_that_fills_is_not_taken_for_what_rows_need() -> None:
+    costs = MemoryModel(weights_bytes=0, kv_layers=(KVLayers(20_000, 10_000),))
+    gc.collect()
+    entry = AdmissionController(replace(costs, weights_bytes=mx.get_active_memory()), limit=10**10)
+    rows = mx.zeros((costs.rectangle_bytes([1280]),), mx.uint8)
+    mx.eval(rows)
+    prefixes, looked = list[mx.array](), None
+    for _ in range(64):
+        looked = looked or entry.calibrate([[1000]], 1, sum(prefix.nbytes for prefix in prefixes))
+        prefixes.append(mx.zeros((1_000_000,), mx.uint8))
+        mx.eval(prefixes)
+    assert looked
+    predicted, measured = looked
+    assert 0.4 * predicted < measured < 1.1 * predicted
+    assert entry._correction.factor < 1.1
+
+
+def test_what_is_kept_of_a_row_owns_its_memory(wide: Model) -> None:
+    run = Run(wide, prefix_bytes=10**9)
+    run.group_by(ONE_GROUP)
+    for i in range(6):
+        run.add(str(i), prompt(test_memory.PROMPT, i), max_tokens=4, lane="batch" if i else "interactive")
+    run.drain()
+    held, before = run.step().prefix.nbytes, mx.get_active_memory()
+    assert held > 5 * test_memory.PROMPT * 8192
+    assert run.engine._caches.prefix
+    run.engine._caches.prefix.set_limit(held // 2)
+    assert mx.get_active_memory() <= before - held // 2 + 100_000
+    run.engine._caches.prefix.set_limit(0)
+    assert mx.get_active_memory() == pytest.approx(before - held, abs=100_000)
+
+
+@SOME
+def test_what_was_fetched_is_let_go_at_once(family: str) -> None:
+    """And not when Python comes to collect its garbage."""
+    run = opened(family)
+    say(run, family, SYSTEM)
+    assert run.engine._caches.prefix
+    gc.collect()
+    gc.disable()
+    try:
+        before = mx.get_active_memory()
+        for _ in range(5):
+            run.engine._caches.prefix.load("", SYSTEM)
+        assert mx.get_active_memory() == before
+        held = run.engine._caches.prefix.nbytes
+        run.engine._caches.prefix.set_limit(0)
+        assert mx.get_active_memory() <= before - 0.9 * held
+    finally:
+        gc.enable()
+
+
+def test_the_prefixes_of_those_who_come_in_go_last(wide: Model) -> None:
+    """Room is made when they are admitted, and they have not begun then."""
+    tokens, answer = test_memory.PROMPT, 4
+    both = wide.costs.peak_bytes([[tokens + answer] * 2], 2048)
+    run = Run(wide, memory=both + 3 * (tokens + answer) * 8192 // 2, prefix_bytes=10**9)  # room for one beside them
+    for seed in 1, 2:
+        run.add(f"first {seed}", prompt(tokens, seed), max_tokens=answer)
+        run.drain()
+    run.add("hit", prompt(tokens, 1), max_tokens=answer)
+    run.add("miss", prompt(tokens, 3), max_tokens=answer)
+    run.drain()
+    assert (run.cached["hit"], run.cached["miss"]) == (tokens - 1, 0)
+    assert run.said["hit"] == test_memory.lonely(1, answer)
+    run.add("late", prompt(tokens, 2), max_tokens=answer)
+    run.drain()
+    assert run.cached["late"] == 0

@@ -1,0 +1,141 @@
+"""Whatever people go on from, edit, repeat or give up: each row says what it says where nothing is kept."""
+
+from functools import cache
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
+from tests.engine.tiny import alone, model, network, prompt
+from worker.engine.prefill import base
+from worker.schedule import prefix
+from worker.schedule.grouping import StepCost
+from worker.schedule.request import Lane
+
+Tokens = tuple[int, ...]
+
+MOST = 8  # tokens of an answer
+LONGEST = 120  # of a conversation
+LANES: list[Lane] = ["interactive", "interactive", "batch"]
+SYSTEMS = [prompt(20, 1), prompt(37, 2)]
+
+
+@cache
+def lonely(family: str, tokens: Tokens) -> list[int]:
+    return alone(network(family), tokens, MOST)
+
+
+class Life(RuleBasedStateMachine):
+    @initialize(
+        family=st.sampled_from(["llama", "gemma3", "qwen3_5", "deepseek_v32"]),
+        step_s=st.sampled_from([0.0, 0.02]),
+        most=st.sampled_from([15_000, 60_000, 10**9]),
+        longest_run=st.sampled_from([16, prefix.MAX_SEGMENT_TOKENS]),
+    )
+    def open(self, family: str, step_s: float, most: int, longest_run: int) -> None:
+        """`most`: bytes of prefixes; one conversation takes some 50,000."""
+        self.patch = pytest.MonkeyPatch()
+        for module in prefix, base:
+            self.patch.setattr(module, "MAX_SEGMENT_TOKENS", longest_run)
+        self.family, self.most = family, most
+        self.run = Run(model(family), step_s=step_s, prefix_bytes=most)
+        self.asked: dict[str, tuple[Tokens, int]] = {}
+        self.parked = set[str]()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "run"):
+            return
+        try:
+            self.run.stir()
+            self.run.drain()
+            assert set(self.run.ended.values()) <= {"stop", "length"}
+            self.each_says_what_it_says_alone()
+        finally:  # an example may be given up in the middle of a rule, and then nothing here holds
+            self.patch.undo()
+
+    def ask(self, data: st.DataObject, tokens: Tokens) -> None:
+        id = str(len(self.asked))
+        most = data.draw(st.integers(1, MOST), "most tokens")
+        places = st.one_of(st.sampled_from([20, 37, len(tokens)]), st.integers(1, len(tokens)))
+        self.asked[id] = tokens, most
+        self.run.add(
+            id,
+            tokens,
+            max_tokens=most,
+            lane=data.draw(st.sampled_from(LANES), "lane"),
+            space=data.draw(st.sampled_from(["", "", "another's"]), "space"),
+            boundaries=data.draw(st.lists(places, max_size=5, unique=True), "boundaries"),
+        )
+
+    def earlier(self, data: st.DataObject) -> str:
+        return data.draw(st.sampled_from(sorted(self.asked)), "earlier")
+
+    @rule(data=st.data(), system=st.sampled_from(SYSTEMS), tail=st.integers(0, 25), seed=st.integers(3, 5))
+    def begin(self, data: st.DataObject, system: Tokens, tail: int, seed: int) -> None:
+        self.ask(data, system + prompt(tail, seed))
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), turn=st.integers(1, 20), seed=st.integers(6, 7))
+    def go_on(self, data: st.DataObject, turn: int, seed: int) -> None:
+        """From all that was heard so far, which may be less than the answer."""
+        id = self.earlier(data)
+        talk = self.asked[id][0] + tuple(self.run.said[id])
+        self.ask(data, (talk + prompt(turn, seed))[:LONGEST])
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), turn=st.integers(1, 20), seed=st.integers(8, 9))
+    def edit(self, data: st.DataObject, turn: int, seed: int) -> None:
+        talk = self.asked[self.earlier(data)][0]
+        self.ask(data, talk[: data.draw(st.integers(0, len(talk)), "kept")] + prompt(turn, seed))
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def ask_again(self, data: st.DataObject) -> None:
+        self.ask(data, self.asked[self.earlier(data)][0])
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def ask_less(self, data: st.DataObject) -> None:
+        talk = self.asked[self.earlier(data)][0]
+        self.ask(data, talk[: data.draw(st.integers(1, len(talk)), "kept")])
+
+    @precondition(lambda self: self.run.inside or self.run.waiting)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        id = data.draw(st.sampled_from(sorted(self.run.inside + self.run.waiting)), "cancelled")
+        self.run.engine.remove(id)
+
+    @precondition(lambda self: self.run.inside)
+    @rule(data=st.data(), keep=st.booleans())
+    def park(self, data: st.DataObject, keep: bool) -> None:
+        id = data.draw(st.sampled_from(self.run.inside), "parked")
+        self.parked.add(id)
+        self.run.park(id)
+        self.run.stir(keep=keep)
+
+    @rule(steps=st.sampled_from([1, 3, 30]))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            assert self.run.step().prefix.nbytes <= self.most
+
+    @rule(cost=st.sampled_from([ONE_GROUP, EACH_ALONE]))
+    def regroup(self, cost: StepCost) -> None:
+        self.run.group_by(cost)
+
+    @invariant()
+    def each_says_what_it_says_alone(self) -> None:
+        for id, (tokens, most) in self.asked.items():
+            expected, said = lonely(self.family, tokens)[:most], self.run.said[id]
+            assert said == (expected if id in self.run.ended else expected[: len(said)])
+
+    @invariant()
+    def a_token_at_least_is_computed(self) -> None:
+        for id, cached in self.run.cached.items():
+            prompt_tokens, came_again = len(self.asked[id][0]), id in self.parked
+            assert cached < prompt_tokens + came_again * len(self.run.said[id])
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)

@@ -1,0 +1,125 @@
+"""What is served is identified, and what cannot keep our promises is refused at start."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from scripts.stack import TINY_CHAT
+from tests.engine.tiny import CANNOT_BATCH, CONFIGS, write_checkpoint
+from worker.engine.model.load import fingerprint, open_model
+from worker.errors import CannotStart
+
+
+@pytest.mark.parametrize(("name", "reason"), [("llama4", "ChunkedKVCache"), ("dynamic_ntk", "Dynamic-NTK")])
+def test_a_model_that_cannot_batch_is_refused_with_the_reason(tmp_path: Path, name: str, reason: str) -> None:
+    folder = write_checkpoint(CANNOT_BATCH[name], tmp_path)
+    with pytest.raises(CannotStart, match=reason):
+        open_model(str(folder))
+
+
+def test_a_folder_that_is_not_there_is_refused_by_name() -> None:
+    with pytest.raises(CannotStart, match="./no/such/folder: there is no such folder"):
+        open_model("./no/such/folder")
+
+
+@pytest.mark.parametrize("given", ["./tiny-chta", "sub/../tiny-chta", "tiny-chta/"])
+def test_a_misspelt_folder_is_refused_with_the_one_that_is_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    for name in ("tiny-chat", "other", "sub"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CannotStart) as refused:
+        open_model(given)
+    assert str(refused.value).startswith(f"SLUICE_MODEL={given}: there is no such folder; did you mean ")
+    assert str(refused.value).endswith("tiny-chat?")
+
+
+def test_a_hub_id_that_the_hub_does_not_have_is_refused_with_the_folder_that_is_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(*_: object, **__: object) -> str:
+        raise OSError("no such repository")
+
+    monkeypatch.setattr("worker.engine.model.load.download", download)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "tiny-chat").mkdir(parents=True)
+    with pytest.raises(CannotStart, match=r"no such folder; did you mean models/tiny-chat\?$"):
+        open_model("models/tiny-chta")
+    with pytest.raises(CannotStart, match="is not a local folder, and could not be downloaded: no such repository"):
+        open_model("mlx-community/unheard-of")
+
+
+def test_a_file_in_place_of_a_folder_is_refused() -> None:
+    with pytest.raises(CannotStart, match="is a file"):
+        open_model(str(TINY_CHAT / "config.json"))
+
+
+def test_weights_that_were_cut_short_are_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(CONFIGS["qwen3"], tmp_path)
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:500])
+    with pytest.raises(CannotStart, match="cannot load"):
+        open_model(str(folder))
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(CONFIGS["qwen3"], tmp_path)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CannotStart, match="No safetensors"):
+        open_model(str(folder))
+
+
+def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
+    folder = write_checkpoint(CONFIGS["qwen3"], tmp_path)
+    (folder / "config.json").write_text(json.dumps({**CONFIGS["qwen3"], "model_type": "nosuchmodel"}))
+    with pytest.raises(CannotStart, match="nosuchmodel"):
+        open_model(str(folder))
+
+
+def test_weights_that_do_not_fit_the_config_are_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(CONFIGS["qwen3"], tmp_path)
+    (folder / "config.json").write_text(json.dumps({**CONFIGS["qwen3"], "hidden_size": 128}))
+    with pytest.raises(CannotStart, match="cannot load"):
+        open_model(str(folder))
+
+
+def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(CONFIGS["qwen3"], tmp_path)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(CannotStart, match="chat template"):
+        open_model(str(folder))
+
+
+def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
+    folder = write_checkpoint(CONFIGS["qwen3"], tmp_path)
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (folder / "config.json").write_text(json.dumps({**CONFIGS["qwen3"], "model_file": "evil.py"}))
+    with pytest.raises(CannotStart, match=r"evil\.py"):
+        open_model(str(folder))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("changed", ["config.json", "tokenizer_config.json", "model.safetensors"])
+def test_a_fingerprint_changes_with_any_part_of_the_model(tmp_path: Path, changed: str) -> None:
+    folder = shutil.copytree(TINY_CHAT, tmp_path / "copy")
+    assert fingerprint(folder) == fingerprint(TINY_CHAT)
+    content = bytearray((folder / changed).read_bytes())
+    content[-2] ^= 1
+    (folder / changed).write_bytes(content)
+    assert fingerprint(folder) != fingerprint(TINY_CHAT)
+
+
+def test_code_of_a_checkpoint_runs_only_where_it_is_trusted(tmp_path: Path) -> None:
+    folder, ran = write_checkpoint(CONFIGS["qwen3"], tmp_path), tmp_path / "ran"
+    (folder / "own.py").write_text(f"from mlx_lm.models.qwen3 import *\nopen({str(ran)!r}, 'w')\n")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_file": "own.py"}))
+    with pytest.raises(CannotStart, match=r"config\.json names Python code .*own.py.*SLUICE_TRUST_MODEL_CODE"):
+        open_model(str(folder))
+    assert not ran.exists()
+    assert open_model(str(folder), trusted=True).vocab > 0
+    assert ran.exists()

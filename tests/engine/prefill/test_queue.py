@@ -1,0 +1,106 @@
+"""Which prompts advance beside rows that decode, and when they join those: told by numbers, and not by a clock."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from tests.engine.tiny import model, prompt
+from worker.engine.batch.row import Row
+from worker.engine.prefill.caches import EngineCaches
+from worker.engine.prefill.queue import PrefillQueue
+from worker.schedule.budget import PROMPT_SHARE
+from worker.schedule.plan import Chunk
+from worker.schedule.request import GenerationRequest, Lane
+
+STEP_S, DECODE_S, TOKENS_PER_S = 0.1, 0.09, 2000
+ROOM = 10**9
+
+
+def prefills(family: str = "qwen3", prefix_bytes: int = 0) -> PrefillQueue:
+    """Of a model that takes most of a step to decode, a millisecond for two tokens, and nothing for a join."""
+    opened = model(family)
+    made = PrefillQueue(opened, STEP_S, EngineCaches(opened, prefix_bytes))
+    for _ in range(100):
+        made.budget.observe_decode(DECODE_S)
+    return made
+
+
+def begin(
+    made: PrefillQueue, id: str, tokens: int, lane: Lane = "interactive", boundaries: tuple[int, ...] = ()
+) -> None:
+    made.add(Row.of(GenerationRequest(id, prompt(tokens + 1, 0), 1, lane=lane, boundaries=boundaries)))
+
+
+@dataclass
+class Running:
+    """One row that decodes."""
+
+    copied: int = 0  # bytes, when another joins
+    row_cost: float = 0.0  # of each row more, in steps of today's
+
+    def __len__(self) -> int:
+        return 1
+
+    def decode_slowdown(self, more: int) -> float:
+        return 1 + more * self.row_cost
+
+    def join_copy_bytes(self, length: int) -> int:
+        return self.copied
+
+
+def planned(made: PrefillQueue, running: Running | None = None) -> list[Chunk]:
+    return made.plan(running or Running(), DECODE_S, ROOM)
+
+
+def test_an_interactive_prompt_gets_a_share_of_the_decode_time_and_an_offline_one_what_is_left() -> None:
+    interactive, offline = prefills(), prefills()
+    begin(interactive, "a", 5000)
+    begin(offline, "a", 5000, "batch")
+    [chunk], [least] = planned(interactive), planned(offline)
+    assert chunk.tokens == pytest.approx(PROMPT_SHARE * DECODE_S * TOKENS_PER_S, rel=0.02)
+    assert least.tokens == pytest.approx((STEP_S - DECODE_S) * TOKENS_PER_S, rel=0.1)
+
+
+def test_the_share_is_of_what_decoding_takes_with_the_waiting_interactive_prompts() -> None:
+    made, running = prefills(), Running(row_cost=0.1)
+    begin(made, "offline", 6000, "batch")
+    begin(made, "long", 5000)
+    begin(made, "longer", 5100)
+    [chunk] = planned(made, running)
+    most_s = (1 + PROMPT_SHARE) * 1.2 * DECODE_S
+    assert chunk.tokens == pytest.approx((most_s - DECODE_S) * TOKENS_PER_S, rel=0.02)
+
+
+def test_an_offline_prompt_gets_nothing_of_what_an_interactive_one_leaves_of_its_share() -> None:
+    made = prefills()
+    begin(made, "offline", 5000, "batch")
+    begin(made, "interactive", 100)
+    assert planned(made) == [Chunk("interactive", 100, joins=True)]
+
+
+def test_a_prompt_whose_join_has_to_wait_joins_in_the_next_step_and_computes_nothing_there() -> None:
+    made = prefills()
+    begin(made, "a", 100)
+    for _ in range(50):
+        made.budget.observe_join(100, 10**8, 10.0)
+    [chunk] = planned(made, Running(copied=10**8))
+    assert chunk == Chunk("a", 100)
+    assert made.advance(chunk)[0] == 100
+    [join] = planned(made, Running(copied=10**8))
+    assert join == Chunk("a", 0, joins=True)
+    assert made.advance(join)[0] == 0
+    through = made.pop_finished("a")
+    assert through is not None
+    assert through.done == 100
+    assert len(made) == 0
+
+
+def test_a_cut_is_counted_as_a_pass_where_states_are_kept() -> None:
+    made = prefills("qwen3_5", prefix_bytes=10**9)
+    made.budget.forward_s = 0.05
+    fits = int((PROMPT_SHARE * DECODE_S - 0.05) * TOKENS_PER_S) - 10  # in a single pass, and not in two
+    begin(made, "a", fits, boundaries=(fits - 40,))
+    assert planned(made) == [Chunk("a", fits - 40)]
+    made.remove("a")
+    begin(made, "b", fits)
+    assert planned(made) == [Chunk("b", fits, joins=True)]

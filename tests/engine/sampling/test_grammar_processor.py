@@ -1,0 +1,212 @@
+"""Guided rows keep to their grammars, and the free rows beside them say what they say alone."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+from jsonschema import Draft202012Validator
+from llguidance import LLTokenizer
+
+from schemas import ChatRequest
+from scripts.stack import TINY_CHAT
+from tests.engine.driver import answer, answers, tokens
+from tests.engine.tiny import CONFIGS, EOS, VOCAB, prompt, write_checkpoint
+from tests.text.structured import Schema, schema
+from worker.engine.model.load import Model, open_model
+from worker.engine.sampling.grammar_processor import grammar_processor
+from worker.engine.tokenizer import MLXTokenizer
+from worker.schedule.outcomes import Sampled
+from worker.schedule.request import GenerationRequest, Sampling
+from worker.text.codec import TextCodec
+from worker.text.grammar.guide import RowGrammar
+from worker.text.grammar.lark import Grammar
+from worker.text.grammar.sandbox import compile_grammar
+
+FREE = [GenerationRequest(f"free {i}", prompt(5 + 9 * i, i), 60, Sampling(temperature=i / 2, seed=i)) for i in range(4)]
+
+
+class Told:
+    """A guide that allows what it is told to, and keeps what it hears."""
+
+    def __init__(self, allowed: Iterable[int] | None) -> None:
+        self.heard = list[int]()
+        self.error = None
+        self._mask = None if allowed is None else sum(1 << token for token in allowed).to_bytes(8, "little")
+
+    def accept(self, token: int) -> None:
+        self.heard.append(token)
+
+    def bitmask(self) -> bytes | None:
+        return self._mask
+
+    def reset(self) -> None:
+        self.heard.clear()
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [50, 64, 100])
+def test_what_is_not_allowed_is_impossible_and_the_rest_is_as_it_was(dtype: mx.Dtype, width: int) -> None:
+    logits = mx.arange(width)[None].astype(dtype)
+    processed = grammar_processor(Told({0, 31, 32, 49, 63}), 1)(mx.array([7]), logits)
+    assert processed.dtype == dtype
+    possible = [token for token, logit in enumerate(processed[0].tolist()) if logit != -float("inf")]
+    assert possible == [token for token in (0, 31, 32, 49, 63) if token < width]
+    assert mx.array_equal(processed[0, mx.array(possible)], logits[0, mx.array(possible)])
+
+
+def test_a_row_that_is_built_anew_begins_its_guide_anew() -> None:
+    guide = Told(None)
+    for known in ([7, 20], [7, 20, 21]):
+        grammar_processor(guide, 1)(mx.array(known), mx.zeros((1, 64)))
+    assert guide.heard == [20, 21]
+
+
+def test_where_anything_goes_the_logits_are_left_alone() -> None:
+    logits = mx.zeros((1, 64))
+    assert grammar_processor(Told(None), 1)(mx.array([7]), logits) is logits
+
+
+def test_a_guide_hears_each_token_of_the_answer_once_those_delivered_before_included() -> None:
+    guide = Told(None)
+    process = grammar_processor(guide, 2)
+    for known in ([7, 8, 20, 21], [7, 8, 20, 21, 22], [7, 8, 20, 21, 22, 23]):
+        process(mx.array(known), mx.zeros((1, 64)))
+    assert guide.heard == [20, 21, 22, 23]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return open_model(str(write_checkpoint(CONFIGS["qwen3_5"], tmp_path_factory.mktemp("qwen3_5"))))
+
+
+@pytest.fixture(scope="module")
+def vocabulary(model: Model) -> LLTokenizer:
+    return LLTokenizer(str(MLXTokenizer(model.tokenizer).definition), n_vocab=VOCAB, eos_token=[EOS])
+
+
+def guide(vocabulary: LLTokenizer, asked: Schema, ends: frozenset[int] = frozenset({EOS})) -> RowGrammar:
+    grammar = Grammar({})
+    return RowGrammar(compile_grammar(vocabulary, grammar.starting_with(grammar.json(asked, "response_format"))), ends)
+
+
+def text(model: Model, heard: list[Sampled]) -> str:
+    return str(model.tokenizer.decode(tokens(heard)))
+
+
+@pytest.fixture(scope="module")
+def free_alone(model: Model) -> dict[str, list[Sampled]]:
+    return {free.id: answer(model, free) for free in FREE}
+
+
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_every_answer_that_a_random_model_finishes_is_valid(
+    model: Model, vocabulary: LLTokenizer, free_alone: dict[str, list[Sampled]], first: int
+) -> None:
+    asked = {str(seed): schema(seed) for seed in range(first, first + 50)}
+    rows = [
+        GenerationRequest(
+            id, prompt(3 + i % 20, i), 150, Sampling(temperature=float(i % 2), seed=i), grammar=guide(vocabulary, each)
+        )
+        for i, (id, each) in enumerate(asked.items())
+    ]
+    together = answers(model, [*rows[:25], *FREE, *rows[25:]])
+    finished = [id for id in asked if together[id][-1].finish_reason == "stop"]
+    for id in finished:
+        Draft202012Validator(asked[id]).validate(json.loads(text(model, together[id])))
+    assert len(finished) >= 40
+    assert {id: together[id] for id in free_alone} == free_alone
+
+
+SAMPLED = Sampling(temperature=1.0, seed=3)
+PEOPLE: Schema = {
+    "type": "array",
+    "minItems": 2,
+    "maxItems": 3,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "minimum": 0}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("delivered", [1, 9, 20])
+def test_a_resumed_row_goes_on_as_if_it_had_never_stopped(
+    model: Model, vocabulary: LLTokenizer, sampling: Sampling, delivered: int
+) -> None:
+    row = GenerationRequest("a", prompt(9, 1), 60, sampling)
+    whole = answer(model, replace(row, grammar=guide(vocabulary, PEOPLE)))
+    earlier = tuple(tokens(whole)[:delivered])
+    rest = answer(model, replace(row, grammar=guide(vocabulary, PEOPLE), resume_tokens=earlier))
+    assert rest == whole[delivered:]
+
+
+def test_no_bias_and_no_penalty_gets_past_the_guide(model: Model, vocabulary: LLTokenizer) -> None:
+    tempted = Sampling(logit_bias=((EOS, 100.0), (700, 100.0)), presence_penalty=2.0, repetition_penalty=1.5)
+    heard = answer(model, GenerationRequest("a", prompt(9, 1), 150, tempted, grammar=guide(vocabulary, PEOPLE)))
+    assert heard[-1].finish_reason == "stop"
+    Draft202012Validator(PEOPLE).validate(json.loads(text(model, heard)))
+
+
+def test_a_guide_that_breaks_ends_its_row_and_no_other(
+    model: Model, vocabulary: LLTokenizer, free_alone: dict[str, list[Sampled]]
+) -> None:
+    tiring = {"type": "string", "pattern": "^(([a-z]{1,9} ){1,9}|.{3,60}[aeiou]){5,40}$"}
+    breaking, beside = guide(vocabulary, tiring), guide(vocabulary, PEOPLE)
+    row = GenerationRequest("beside", prompt(4, 4), 60, SAMPLED)
+    tired = GenerationRequest("tired", prompt(5, 5), 150, SAMPLED, grammar=breaking)
+    together = answers(model, [tired, replace(row, grammar=beside), *FREE])
+    assert breaking.error
+    assert together["tired"][-1].finish_reason == "stop"
+    assert beside.error is None
+    assert together["beside"] == answer(model, replace(row, grammar=guide(vocabulary, PEOPLE)))
+    assert {id: together[id] for id in free_alone} == free_alone
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+WISHES = {
+    "Answer in JSON. What is the capital of Norway?": {"response_format": {"type": "json_object"}},
+    "Call the weather tool for Oslo.": {"tools": [TOOL], "tool_choice": "required"},
+    "Think: what is 8 plus 3?": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "sum", "schema": {"type": "integer"}}}
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def chat() -> Model:
+    return open_model(str(TINY_CHAT))
+
+
+def test_every_answer_that_a_trained_model_finishes_is_valid(chat: Model) -> None:
+    ends, asked = frozenset(chat.tokenizer.eos_token_ids), {str(seed): schema(seed) for seed in range(200, 250)}
+    vocabulary = LLTokenizer(str(MLXTokenizer(chat.tokenizer).definition), n_vocab=chat.vocab, eos_token=sorted(ends))
+    messages = [{"role": "user", "content": "Answer in JSON."}]
+    said = tuple(chat.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    rows = [
+        GenerationRequest(id, said, 100, Sampling(temperature=i % 2, seed=i), grammar=guide(vocabulary, each, ends))
+        for i, (id, each) in enumerate(asked.items())
+    ]
+    together = answers(chat, rows)
+    finished = [id for id in asked if together[id][-1].finish_reason == "stop"]
+    for id in finished:
+        Draft202012Validator(asked[id]).validate(json.loads(text(chat, together[id])))
+    assert len(finished) >= 35
+
+
+@pytest.mark.parametrize("words", WISHES)
+async def test_an_answer_that_is_right_anyway_stays_as_it_was(chat: Model, words: str) -> None:
+    language = TextCodec(MLXTokenizer(chat.tokenizer), chat.vocab)
+    request = ChatRequest.model_validate({"messages": [{"role": "user", "content": words}], **WISHES[words]})
+    rendered = await language.prompt(request)
+    row = GenerationRequest("a", rendered.tokens, 60)
+    held = replace(row, grammar=await language.guide(request, rendered))
+    assert held.grammar
+    assert answer(chat, held) == answer(chat, row)

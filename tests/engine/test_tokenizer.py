@@ -1,0 +1,188 @@
+"""mlx-lm's tokenizer behind the face that `worker.text` knows."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import ByT5Tokenizer
+
+from scripts.stack import TINY_CHAT
+from tests.text.tokenizers import KINDS, tokenizer
+from worker.engine.tokenizer import MLXTokenizer
+from worker.engine.upstream.mlx_lm import TokenizerWrapper, load_tokenizer
+from worker.engine.upstream.transformers import TokenizersBackend
+from worker.errors import JobFailure
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture
+def wrapper() -> Any:
+    return load_tokenizer(TINY_CHAT)
+
+
+def render(words: MLXTokenizer, **given: Any) -> str:
+    return words.render(HELLO, **{"tools": [], "continues": False, "variables": {}, **given})
+
+
+def test_the_tiny_model_s_words_are_told_as_they_are(wrapper: Any) -> None:
+    words = MLXTokenizer(wrapper)
+    assert (words.think, words.tool) == (("<think>", "</think>"), ("<tool_call>", "</tool_call>"))
+    assert (words.tool_format, words.byte_level, words.eos_token_ids) == ("json_tools", True, {2})
+    assert words.tokens[5] == "<tool_call>"
+    assert words.encode("<|im_end|>") == [2]
+    assert words.definition is not None
+    assert "Two user messages in a row" in words.template
+
+
+def test_a_template_hears_of_thinking_only_what_the_request_says(wrapper: Any) -> None:
+    wrapper._tokenizer.chat_template = "{{ enable_thinking is defined }} {{ enable_thinking }}"
+    words = MLXTokenizer(wrapper)
+    assert render(words) == "False "
+    assert render(words, variables={"enable_thinking": False}) == "True False"
+
+
+def test_a_template_that_calls_it_otherwise_is_told_in_its_own_word(wrapper: Any) -> None:
+    wrapper._thinking_kwarg = "thinking"  # as mlx-lm infers it from a tokenizer with a renderer of its own
+    wrapper._tokenizer.chat_template = "{{ thinking }}"
+    assert render(MLXTokenizer(wrapper), variables={"enable_thinking": True}) == "True"
+
+
+def test_a_template_in_python_is_called_as_mlx_lm_calls_it(wrapper: Any) -> None:
+    called: list[dict[str, Any]] = []
+
+    def template(conversation: Any, **how: Any) -> str:
+        called.append(how)
+        return "rendered"
+
+    wrapper._chat_template = template
+    assert render(MLXTokenizer(wrapper), continues=True) == "rendered"
+    assert called == [{"add_generation_prompt": False, "continue_final_message": True, "enable_thinking": True}]
+
+
+def test_tools_reach_the_template_and_none_are_none(wrapper: Any) -> None:
+    wrapper._tokenizer.chat_template = "{{ tools[0].function.name if tools is not none else 'nothing' }}"
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    words = MLXTokenizer(wrapper)
+    assert (render(words, tools=[tool]), render(words)) == ("look", "nothing")
+
+
+def test_a_turn_that_is_gone_on_with_stays_open(wrapper: Any) -> None:
+    begun = [*HELLO, {"role": "assistant", "content": "Good mor"}]
+    text = MLXTokenizer(wrapper).render(begun, tools=[], continues=True, variables={})
+    assert text.endswith("<|im_start|>assistant\nGood mor")
+
+
+def test_calls_are_read_by_the_model_s_parser_as_a_list(wrapper: Any) -> None:
+    words = MLXTokenizer(wrapper)
+    call = {"name": "look", "arguments": {"at": "me"}}
+    assert words.parse_tool_call('{"name": "look", "arguments": {"at": "me"}}', []) == [call]
+    with pytest.raises(ValueError, match="Expecting value"):
+        words.parse_tool_call("no call", [])
+
+
+def test_a_splitter_goes_by_the_model_s_markers_or_by_those_it_is_given(wrapper: Any) -> None:
+    words = MLXTokenizer(wrapper)
+    inferred = words.splitter("reasoning")
+    assert inferred.feed("hm</think>x<") == [("reasoning", "hm"), ("normal", "x")]
+    assert inferred.flush() == ("normal", "<")
+    given = words.splitter("normal", {"normal": [("|", "other")], "other": []})
+    assert given.feed("a|b<think>") == [("normal", "a"), ("other", "b<think>")]
+
+
+def of_kind(kind: str, **given: Any) -> Any:
+    return TokenizerWrapper(TokenizersBackend(tokenizer_object=tokenizer(kind), **given))
+
+
+PIECES = [
+    "Hello",
+    " ",
+    "\n\n",
+    "<|im_end|>",
+    "<|image_pad|>",
+    "<think>",
+    "12",
+    "é",
+    "e\u0301",
+    "日本語",
+    "🙂",
+    "\x00",
+    "ing",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("split", [False, True])
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from(PIECES) | st.text(max_size=9), max_size=30))
+def test_tokens_are_those_that_transformers_gives(kind: str, split: bool, words: list[str]) -> None:
+    wrapper, text = of_kind(kind, split_special_tokens=split), "".join(words)
+    assert MLXTokenizer(wrapper).encode(text) == list(wrapper._tokenizer.encode(text, add_special_tokens=False))
+
+
+def test_a_tokenizer_file_that_truncates_and_pads_does_not_do_so_here(tmp_path: Path) -> None:
+    backend = tokenizer("qwen")
+    backend.enable_truncation(3)
+    backend.enable_padding(length=9)
+    try:
+        assert len(MLXTokenizer(of_kind("qwen")).encode("one two three four five six seven eight")) > 9
+        assert 0 < len(MLXTokenizer(of_kind("qwen")).encode("a")) < 9
+    finally:
+        backend.no_truncation()
+        backend.no_padding()
+
+
+def test_a_tokenizer_in_python_gives_its_own_tokens() -> None:
+    wrapper = TokenizerWrapper(ByT5Tokenizer())
+    words = MLXTokenizer(wrapper)
+    assert words.definition is None
+    assert words.encode("Hé") == wrapper._tokenizer.encode("Hé", add_special_tokens=False) != []
+
+
+def test_a_tokenizer_with_an_encode_of_its_own_keeps_it() -> None:
+    class Reversed(TokenizersBackend):  # type: ignore[misc]
+        def _encode_plus(self, text: str, **how: Any) -> Any:
+            return super()._encode_plus(text[::-1], **how)
+
+    ours, plain = Reversed(tokenizer_object=tokenizer("qwen")), of_kind("qwen")
+    assert MLXTokenizer(TokenizerWrapper(ours)).encode("ab cd") == MLXTokenizer(plain).encode("dc ba")
+
+
+def moves(work: Callable[[], object]) -> tuple[int, float]:
+    """How often another thread came to run meanwhile, and the seconds that it took."""
+    counted, ended = 0, threading.Event()
+
+    def count() -> None:
+        nonlocal counted
+        while not ended.wait(0.001):
+            counted += 1
+
+    other = threading.Thread(target=count)
+    other.start()
+    began, before = time.perf_counter(), counted
+    work()
+    took_s, during = time.perf_counter() - began, counted - before
+    ended.set()
+    other.join()
+    return during, took_s
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized(wrapper: Any) -> None:
+    words, digits = MLXTokenizer(wrapper), "0123456789" * 20_000
+    during, took_s = moves(lambda: words.encode(digits))
+    assert during > 20 * took_s  # with the interpreter's lock held, one or two
+
+
+def test_a_panic_of_the_tokenizer_is_a_refusal() -> None:
+    """Or it would end more than its job, since it is no Exception."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+b"), "isolated")  # type: ignore[assignment]
+    words = MLXTokenizer(TokenizerWrapper(TokenizersBackend(tokenizer_object=backend)))
+    with pytest.raises(JobFailure, match="retry-limit"):
+        words.encode("a" * 40)

@@ -1,0 +1,22 @@
+"""Every name and signature of mlx-vlm that we borrow. When an upgrade fails, it fails here first."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from worker.engine.upstream import mlx_vlm
+
+
+@pytest.mark.parametrize(
+    ("call", "parameters"),
+    [
+        (mlx_vlm.load_model, ["model_path", "lazy", "kwargs"]),
+        (mlx_vlm.load_processor, ["model_path", "add_detokenizer", "eos_token_ids", "kwargs"]),
+        (mlx_vlm.make_prompt_cache, ["model", "max_kv_size"]),
+        (mlx_vlm.new_image, ["mode", "size", "color"]),
+    ],
+)
+def test_a_borrowed_function_takes_what_it_took(call: Callable[..., Any], parameters: list[str]) -> None:
+    assert list(inspect.signature(call).parameters) == parameters

@@ -1,0 +1,57 @@
+import io
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from worker.app import set_up_logging
+from worker.process.log_lines import LineFormatter, escaped
+from worker.settings import Settings
+
+FORGED = "x\n2026-01-01 00:00:00,000 I sluice.queue: job y finished"
+
+
+@pytest.fixture
+def out() -> Iterator[io.StringIO]:
+    logger, stream = logging.getLogger("test.lines"), io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(LineFormatter("%(levelname).1s %(name)s: %(message)s"))
+    logger.addHandler(handler)
+    logger.propagate = False  # a lone surrogate is more than pytest's own capture can send on
+    yield stream
+    logger.propagate = True
+    logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("text", [FORGED, "a\rb", "a\x1b[2Jb", "a\u2028b", "a\x85b", "a\x00b"])
+def test_a_client_s_text_stays_on_its_line(out: io.StringIO, text: str) -> None:
+    logging.getLogger("test.lines").warning("job %s failed", text)
+    (line,) = out.getvalue().splitlines()
+    assert line.startswith("W test.lines: job ")
+    assert line.isprintable()
+
+
+def test_a_traceback_is_indented_so_that_no_error_s_text_looks_like_a_record(out: io.StringIO) -> None:
+    try:
+        raise ValueError(FORGED)
+    except ValueError:
+        logging.getLogger("test.lines").exception("job %s failed", "a")
+    first, *traceback = out.getvalue().splitlines()
+    assert first == "E test.lines: job a failed"
+    assert all(line.startswith("  ") for line in traceback)
+    assert "ValueError: x" in out.getvalue()
+
+
+def test_a_byte_that_is_no_utf_8_is_escaped() -> None:
+    assert escaped("a\udcffb") == "a\\udcffb"
+
+
+def test_ordinary_text_is_left_as_it_is() -> None:
+    assert escaped("né 🙂 日本語 \\n 100 %") == "né 🙂 日本語 \\n 100 %"
+
+
+def test_the_worker_logs_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = logging.Logger("root")
+    monkeypatch.setattr(logging, "root", root)
+    set_up_logging(Settings(model="none"))
+    assert [type(handler.formatter) for handler in root.handlers] == [LineFormatter]

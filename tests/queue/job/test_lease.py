@@ -1,0 +1,110 @@
+"""The thread that keeps leases, and that ends a process which hangs."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+import redis.asyncio
+
+from scripts.scenarios.harness import ask, paced, running, until_decoding
+from sluice import Client
+from worker.monitoring.heartbeat import Heartbeat
+from worker.queue.job.claims import Claim, Claims
+from worker.queue.job.lease import EXIT_STALLED, LeaseKeeper
+from worker.settings import Settings
+
+
+def settings(url: str, **more: object) -> Settings:
+    given = {"redis_url": url, "model": "none", "worker_name": "keeper", "lease_s": 1, "watchdog_s": 0.5, **more}
+    return Settings(_env_file=None, **given)  # type: ignore[arg-type]
+
+
+async def claimed(client: Client, db: redis.asyncio.Redis, given: Settings, job_id: str = "job") -> Claim:
+    await client.submit(ask(1), id=job_id)
+    (claim,) = await Claims(db, given).take("interactive", 1)
+    return claim
+
+
+class Keeping:
+    def __init__(self, given: Settings, held: list[Claim], pulses: list[Heartbeat]) -> None:
+        self.lost: list[Claim] = []
+        self.hung = threading.Event()
+        self._keeper = LeaseKeeper(given, lambda: held, self.lost.append, pulses, self.hung.set)
+
+    def __enter__(self) -> "Keeping":
+        self._keeper.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._keeper.stop()
+
+
+def wait_for(true: Callable[[], bool], seconds: float = 3) -> bool:
+    until = time.monotonic() + seconds
+    while not true() and time.monotonic() < until:
+        time.sleep(0.02)
+    return true()
+
+
+async def test_a_lease_is_renewed_while_the_event_loop_is_blocked(
+    redis_url: str, client: Client, db: redis.asyncio.Redis
+) -> None:
+    given = settings(redis_url)
+    claim = await claimed(client, db, given)
+    with Keeping(given, [claim], []) as keeping:
+        time.sleep(3)  # three leases, on the loop
+        assert await db.exists("arq:in-progress:job")
+    assert keeping.lost == []
+
+
+async def test_a_lease_that_ran_out_unnoticed_is_taken_back(
+    redis_url: str, client: Client, db: redis.asyncio.Redis
+) -> None:
+    given = settings(redis_url)
+    claim = await claimed(client, db, given)
+    await db.delete("arq:in-progress:job")
+    with Keeping(given, [claim], []):
+        await asyncio.sleep(0.6)
+        assert await db.get("arq:in-progress:job") == b"keeper:1"
+
+
+async def test_a_job_that_another_attempt_owns_is_told_lost(
+    redis_url: str, client: Client, db: redis.asyncio.Redis
+) -> None:
+    given = settings(redis_url)
+    claim = await claimed(client, db, given)
+    await db.hset("sluice:job:job", "attempt", 2)
+    with Keeping(given, [claim], []) as keeping:
+        assert wait_for(lambda: keeping.lost != [])
+    assert keeping.lost[0] is claim
+    assert await db.pttl("arq:in-progress:job") <= 1000
+
+
+def test_a_pulse_that_stops_ends_the_process_and_one_at_rest_does_not(redis_url: str) -> None:
+    beating, resting, stopped = Heartbeat("beating"), Heartbeat("resting"), Heartbeat("stopped")
+    resting.beat()
+    resting.pause()
+    with Keeping(settings(redis_url, watchdog_s=3600), [], [resting]) as calm:
+        time.sleep(1)
+        assert not calm.hung.is_set()
+    stopped.beat()
+    with Keeping(settings(redis_url), [], [beating, stopped]) as keeping:
+        assert wait_for(keeping.hung.is_set)
+
+
+def test_a_server_that_is_away_does_not_end_the_keeper(client: Client, redis_url: str) -> None:
+    away = settings("redis://127.0.0.1:1/0")
+    claim = Claim("job", "interactive", 1, 0, False, 0.0, 0, b"", 0)
+    with Keeping(away, [claim], []) as keeping:
+        time.sleep(1)
+        assert keeping._keeper._thread.is_alive()
+        assert keeping.lost == []
+
+
+async def test_a_worker_whose_loop_hangs_ends_and_says_why(redis_url: str, client: Client) -> None:
+    async with running(paced(redis_url, lease_s=1, watchdog_s=1.5)) as worker:
+        job = await client.submit(ask(30, "block 30"))
+        await until_decoding(client, [job.id], 2)
+        assert await asyncio.to_thread(worker.wait, 10) == EXIT_STALLED
+        assert "the event loop has hung" in worker.log()

@@ -1,0 +1,54 @@
+"""After an outage the owners of lapsed leases come first."""
+
+import pytest
+
+from worker.queue.job import takeover
+from worker.queue.job.takeover import Takeover
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(takeover, "time", clock)
+    return clock
+
+
+def test_a_server_that_has_been_up_for_long_allows_it_at_once(clock: Clock) -> None:
+    rule = Takeover(10)
+    rule.met(server_up_s=3600)
+    assert rule.allowed()
+
+
+def test_a_server_that_has_just_come_up_does_not_for_one_lease(clock: Clock) -> None:
+    rule = Takeover(10)
+    rule.met(server_up_s=2)
+    for _ in range(20):
+        assert rule.allowed() == (clock.now >= 1010)
+        rule.answered()
+        clock.now += 1
+
+
+def test_half_a_lease_without_an_answer_is_an_outage(clock: Clock) -> None:
+    rule = Takeover(10)
+    rule.met(server_up_s=3600)
+    clock.now += 4.9
+    assert rule.allowed()
+    rule.answered()
+    clock.now += 5.1
+    assert not rule.allowed()
+    rule.answered()
+    clock.now += 4.9
+    assert not rule.allowed()
+    rule.answered()
+    clock.now += 4.9
+    rule.answered()
+    clock.now += 0.3
+    assert rule.allowed()

@@ -1,0 +1,71 @@
+"""The layout stays small enough to hold in the head: packages, modules and functions have a largest size."""
+
+import ast
+from collections import Counter
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.test_imports import imported, modules
+
+MAX_MODULES_IN_A_PACKAGE = 14
+MAX_LINES_OF_A_MODULE = 350
+MAX_LINES_OF_A_FUNCTION = 50
+
+
+def dependencies() -> dict[str, set[str]]:
+    """The modules of this project that each module imports by name."""
+    known = modules()
+    graph = dict[str, set[str]]()
+    for module, file in known.items():
+        package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+        names = imported(file.read_text(), package)
+        graph[module] = {found for name in names if (found := owner(name, known)) and found != module}
+    return graph
+
+
+def owner(name: str, known: dict[str, Path]) -> str | None:
+    """The module that an imported name is, or that defines it: `worker.jobs.chat` is of `worker.jobs`."""
+    if name in known:
+        return name
+    package = name.rpartition(".")[0]
+    return package if package in known else None
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        found: list[str] = error.args[1]
+        return found
+    return []
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    assert cycle(dependencies()) == []
+
+
+def test_a_cycle_is_found() -> None:
+    assert set(cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})) == {"a", "b", "c"}
+
+
+def test_a_package_holds_few_modules() -> None:
+    files = [file for file in modules().values() if file.name not in ("__init__.py", "__main__.py")]
+    sizes = Counter(str(file.parent) for file in files)
+    assert {package: size for package, size in sizes.items() if size > MAX_MODULES_IN_A_PACKAGE} == {}
+
+
+@pytest.mark.parametrize("module", modules())
+def test_a_module_and_its_functions_are_short(module: str) -> None:
+    source = modules()[module].read_text()
+    assert len(source.splitlines()) <= MAX_LINES_OF_A_MODULE
+    functions = (
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    assert {each.name for each in functions if lines_of_body(each) > MAX_LINES_OF_A_FUNCTION} == set()
+
+
+def lines_of_body(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines below the signature: the options of a command are one parameter a line."""
+    return (function.end_lineno or 0) - function.body[0].lineno + 1

@@ -1,0 +1,130 @@
+from typing import Any
+
+import pytest
+
+from tests.text.speech import TOOLS, Heard, cut, gpt_oss, hear, heard, output
+from worker.text.output.output import OutputDelta
+
+GPT_OSS = gpt_oss()
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+CALL = '{"city": "Oslo"}'
+OSLO = {"name": "weather", "arguments": CALL}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"{THOUGHT}<|channel|>final<|message|>Oslo.", OutputDelta("Oslo.", "Hm.")),
+        (f"{THOUGHT}<|channel|>final<|message|>Oslo.<|return|>", OutputDelta("Oslo.", "Hm.")),
+        ("<|channel|>final<|message|> Oslo. ", OutputDelta("Oslo. ")),
+        ("<|channel|>analysis<|message|>Hm, and never", OutputDelta("", "Hm, and never")),
+        (f"{THOUGHT}<|channel|>commentary<|message|>Let me look.<|end|>", OutputDelta("Let me look.", "Hm.")),
+        (f"{THOUGHT}{THOUGHT}<|channel|>final<|message|>Oslo.", OutputDelta("Oslo.", "Hm.\n\nHm.")),
+        (
+            "<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant<|channel|>final<|message|>Oslo.",
+            OutputDelta("Wait.\n\nOslo."),
+        ),
+        ("<|channel|>final <|constrain|>json<|message|>{}", OutputDelta("{}")),
+        ("<|message|>No header.", OutputDelta("No header.")),
+        ("<|channel|>analysis<|message|>Hm.<|channel|>final<|message|>Oslo.", OutputDelta("Oslo.", "Hm.")),
+        ("<|channel|>final<|message|>One <|message|>and.", OutputDelta("One and.")),
+        ("<|channel|>fin", OutputDelta()),
+        ("", OutputDelta()),
+    ],
+)
+def test_analysis_is_reasoning_and_the_rest_is_content(text: str, said: OutputDelta) -> None:
+    assert heard(GPT_OSS, text).said == said
+
+
+@pytest.mark.parametrize("text", [" and so on. ", "assist", "assistant: yes", " to", "token by token", "{}", " \n"])
+def test_an_answer_without_a_header_is_content(text: str) -> None:
+    assert heard(GPT_OSS, text).said == OutputDelta(text)
+
+
+def test_an_answer_without_a_header_is_not_held_back_for_long() -> None:
+    answer = output(GPT_OSS)
+    said = [answer.feed(token).content for token in cut(GPT_OSS, "assume that", range(20))]
+    assert said == ["", "", "", "assu", "m", "e", "", " t", "h", "a", "t"]
+    header_like = "assistant " + "word " * 60
+    assert hear(output(GPT_OSS), GPT_OSS.words.encode(header_like)).said == OutputDelta(header_like)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>",
+        " to=functions.weather<|channel|>commentary json<|message|>",
+        "<|channel|>commentary to=functions.weather<|message|>",
+        "<|channel|>commentary to=weather code<|message|>",
+        "<|channel|>analysis to=functions.weather<|message|>",
+    ],
+)
+@pytest.mark.parametrize("end", ["", "<|call|>", "<|end|>"])
+@pytest.mark.parametrize("before", ["", THOUGHT])
+def test_a_recipient_makes_a_tool_call(header: str, end: str, before: str) -> None:
+    said = heard(GPT_OSS, f"{before}{header}{CALL}{end}", tools=TOOLS)
+    assert said.calls == [OSLO]
+    assert (said.said.content, said.said.reasoning) == ("", "Hm." if before else "")
+    assert said.finish_reason == "tool_calls"
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    answer = output(GPT_OSS, tools=TOOLS)
+    header = "<|channel|>commentary to=functions.weather<|message|>"
+    assert all(answer.feed(token) == OutputDelta() for token in GPT_OSS.words.encode(header))
+    pieces = [answer.feed(token).tool_calls[0]["function"]["arguments"] for token in cut(GPT_OSS, CALL, range(20))]
+    assert pieces == list(CALL)
+
+
+def test_two_calls_with_words_before_them() -> None:
+    first = f"<|channel|>commentary to=functions.weather<|message|>{CALL}<|call|>"
+    second = "<|start|>assistant<|channel|>commentary to=functions.now<|message|>{}<|call|>"
+    text = f"<|channel|>commentary<|message|>Let me look. <|end|><|start|>assistant{first}{second}"
+    said = heard(GPT_OSS, text, tools=TOOLS)
+    assert said.said.content == "Let me look."
+    assert said.calls == [OSLO, {"name": "now", "arguments": "{}"}]
+    only = heard(GPT_OSS, text, tools=TOOLS, parallel_tool_calls=False)
+    assert (only.calls, only.finish_reason) == ([OSLO], "tool_calls")
+
+
+@pytest.mark.parametrize(
+    ("call", "fields"),
+    [
+        ("<|channel|>commentary to=functions.storm<|message|>{}<|call|>", {"tools": TOOLS}),
+        ("<|channel|>analysis to=python code<|message|>print(1)<|call|>", {"tools": TOOLS}),
+        ("<|channel|>commentary to=functions.weather<|message|>Oslo<|end|>", {"tools": TOOLS}),
+        ("<|channel|>commentary to=functions.weather<|message|>[]", {"tools": TOOLS}),
+        (f"<|channel|>commentary to=functions.weather<|message|>{CALL}<|call|>", {}),
+        (
+            f"<|channel|>commentary to=functions.weather<|message|>{CALL}<|call|>",
+            {"tools": TOOLS, "tool_choice": "none"},
+        ),
+    ],
+)
+def test_what_is_no_call_is_content_as_the_model_wrote_it(call: str, fields: dict[str, Any]) -> None:
+    assert heard(GPT_OSS, call, **fields) == Heard(OutputDelta(call), "stop")
+    after = heard(GPT_OSS, f"{THOUGHT}{call}<|start|>assistant<|channel|>final<|message|>So.", **fields).said
+    assert (after.content, after.reasoning) == (f"<|start|>assistant{call}So.", "Hm.")
+
+
+def test_a_call_that_breaks_after_it_was_announced_is_void_and_content() -> None:
+    call = '<|channel|>commentary to=functions.weather<|message|>{"city": Oslo}'
+    said = heard(GPT_OSS, call, tools=TOOLS)
+    assert (said.said.content, said.calls, said.voided, said.finish_reason) == (call, [], {0}, "stop")
+
+
+def test_a_call_that_the_tokens_ran_out_in_stays_as_far_as_it_came() -> None:
+    text = '<|channel|>commentary to=functions.weather<|message|>{"city": "Os'
+    said = heard(GPT_OSS, text, engine="length", tools=TOOLS)
+    assert (said.calls, said.finish_reason) == ([{"name": "weather", "arguments": '{"city": "Os'}], "length")
+
+
+def test_stop_strings_look_at_the_content_alone() -> None:
+    text = f"{THOUGHT}<|channel|>final<|message|>It is. Hm. No."
+    assert heard(GPT_OSS, text, stop="Hm.") == Heard(OutputDelta("It is. ", "Hm."), "stop")
+
+
+def test_the_dialect_knows_where_reasoning_and_answer_begin() -> None:
+    words = GPT_OSS.words
+    assert GPT_OSS.dialect.think_start == tuple(words.encode("<|channel|>analysis<|message|>"))
+    assert GPT_OSS.dialect.answer_begins == tuple(words.encode("<|channel|>final<|message|>"))

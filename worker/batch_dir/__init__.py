@@ -1,0 +1,1 @@
+"""The folder whose batch files the worker runs by itself."""

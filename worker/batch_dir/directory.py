@@ -1,0 +1,115 @@
+"""Runs a folder of offline batches: takes in the inbox on schedule, and restarts feeders of abandoned runs."""
+
+import asyncio
+import fcntl
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from worker.batch_dir.feeder import feed, wait_first
+from worker.errors import CannotStart
+from worker.queue.cron import Cron
+from worker.schedule_times import Crontab
+from worker.settings import Settings, environment
+
+logger = logging.getLogger("sluice.batch")
+
+FEED = ("nice", sys.executable, "-m", "sluice.cli", "batch", "feed")
+_INPUT, _LOCK = "*/input.jsonl", "run"  # in a run's folder; its feeder holds the lock
+_LOOK_S = 60.0
+_START_S = 60.0  # a feeder that fails sooner may not have taken any file
+
+
+class BatchDirectory:
+    """Feeds the runs of one folder by child processes; workers that share the folder take turns."""
+
+    def __init__(self, folder: str, settings: Settings, *, command: Sequence[str] = FEED, look_s: float = _LOOK_S):
+        """`look_s`: interval of the search for runs without a feeder, in seconds. Raises `CannotStart`."""
+        self._folder, self._settings, self._look_s = Path(folder).absolute(), settings, look_s
+        models = ["--models", settings.batch_models] if settings.batch_models else []
+        self._command = [*command, str(self._folder), "--until-eof", *models]
+        self._slot, self.feeding = asyncio.Event(), False
+        if any(find_spec(name) is None for name in ("sluice", "typer", "rich")):
+            raise CannotStart(
+                "SLUICE_BATCH_DIR: the command `sluice`, which reads its files, is not installed: in a checkout of "
+                "Sluice, pip install './sluice[cli]'"
+            )
+        try:
+            (self._folder / "inbox").mkdir(parents=True, exist_ok=True)
+            name = _identity(self._folder)
+        except OSError as error:
+            raise CannotStart(f"SLUICE_BATCH_DIR={folder}: cannot create its inbox: {error.strerror}") from None
+        self.cron = Cron(name, self._taken, Crontab(settings.batch_schedule), free=self._is_free)
+
+    async def run(self, stopping: asyncio.Event, hurry: asyncio.Event) -> None:
+        """Run until `stopping`. A running feeder then has `SLUICE_GRACE_S` to end, and is killed at `hurry`."""
+        owed = False  # a slot of the schedule is ours, and its feeder failed before it took any file
+        while not stopping.is_set():
+            if owed or self._slot.is_set():
+                began = time.monotonic()
+                taken = await self._feed("--take", stopping=stopping, hurry=hurry)
+                owed = not taken and time.monotonic() - began < _START_S
+            elif await asyncio.to_thread(_is_left_alone, self._folder / "running"):
+                await self._feed(stopping=stopping, hurry=hurry)
+            await wait_first(self._slot.wait(), stopping.wait(), timeout_s=self._look_s)
+
+    async def _feed(self, *more: str, stopping: asyncio.Event, hurry: asyncio.Event) -> bool:
+        self.feeding = True
+        self._slot.clear()
+        env, grace_s = environment(self._settings.redis_url), self._settings.grace_s
+        well = await feed([*self._command, *more], env, stopping=stopping, hurry=hurry, grace_s=grace_s)
+        self.feeding = False
+        return well
+
+    async def _taken(self, ctx: dict[Any, Any]) -> None:
+        self._slot.set()
+
+    def _is_free(self) -> bool:
+        return not self.feeding and not self._slot.is_set()
+
+
+def _identity(folder: Path) -> str:
+    """Return the folder's id, which the first worker writes into it.
+
+    It is independent of the mount point, and folders at the same path on two machines have different ids. Raises
+    OSError.
+    """
+    known, new = folder / ".id", uuid4().hex
+    mine = folder / f".id.{new}"
+    mine.write_text(new)
+    try:
+        known.hardlink_to(mine)  # atomic: the file never exists without its content
+    except OSError:
+        pass  # it exists already, or the file system has no hard links
+    finally:
+        mine.unlink()
+    return known.read_text() if known.exists() else str(folder)
+
+
+def _is_left_alone(running: Path) -> bool:
+    """True if there is a run without a feeder."""
+    try:
+        return any(_is_unlocked(input.with_name(_LOCK)) for input in running.glob(_INPUT))
+    except OSError as error:
+        logger.warning("cannot search for offline runs: %s", error)
+        return False
+
+
+def _is_unlocked(lock: Path) -> bool:
+    """True if no feeder holds the lock.
+
+    A feeder that tries to take the lock at this moment fails, and the next search finds its run.
+    """
+    try:
+        with lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:
+        return True  # its feeder died before it began
+    return True

@@ -1,0 +1,81 @@
+"""Runs a feeder as a child process, since files of 200 MB would block the loop that publishes tokens.
+
+The feeder ends when its stdin is closed: on request, or because its worker died in any way.
+"""
+
+import asyncio
+import logging
+from asyncio.subprocess import PIPE, STDOUT
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any
+
+logger = logging.getLogger("sluice.batch")
+
+_LONGEST_LINE = 1 << 20  # bytes in the feeder's log
+
+
+async def feed(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    stopping: asyncio.Event,
+    hurry: asyncio.Event,
+    grace_s: float,
+) -> bool:
+    """Run a feeder to its end, and stop it at `stopping`. Returns False if it failed; the reason is only logged.
+
+    `grace_s`: seconds that it may take to stop; `hurry` ends them early. Then it is killed.
+    """
+    try:
+        child = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=STDOUT,
+            limit=_LONGEST_LINE,
+            env=env,
+            process_group=0,  # so Ctrl-C reaches only the worker
+        )
+    except OSError as error:
+        logger.error("cannot start a feeder: %s", error)
+        return False
+    assert child.stdin is not None
+    assert child.stdout is not None
+    words = asyncio.create_task(_pass_on(child.stdout))
+    try:
+        await wait_first(child.wait(), stopping.wait())
+        child.stdin.close()
+        await wait_first(child.wait(), hurry.wait(), timeout_s=grace_s)
+    finally:
+        if child.returncode is None:
+            child.kill()
+        last = await words
+    if (code := await child.wait()) and not stopping.is_set():
+        logger.error("the feeder failed with code %d: %s", code, last)
+        return False
+    return True
+
+
+async def _pass_on(lines: asyncio.StreamReader) -> str:
+    """Log the lines. Returns the last one."""
+    last = ""
+    while True:
+        try:
+            line = await lines.readline()
+        except ValueError:
+            continue  # longer than the limit; the stream reader has dropped it
+        if not line:
+            return last
+        if said := line.decode("utf-8", "replace").rstrip():
+            logger.info("%s", said)
+            last = said
+
+
+async def wait_first(*waits: Awaitable[Any], timeout_s: float | None = None) -> None:
+    """Wait for the first of them, or for the timeout, and cancel the others."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

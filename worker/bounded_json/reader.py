@@ -1,0 +1,104 @@
+"""Reads what clients send, without holding up the event loop or, for long, the interpreter's lock.
+
+A small body is read at once. A large one is read in a thread of its lane, so that offline jobs keep no interactive one
+waiting, and tenants take turns there. `json.loads` holds the interpreter's lock all the while, so a body that would
+take it long is read by a child process; it counts the values first, and sends back a refusal or the values in a form
+that is quickly read.
+"""
+
+import asyncio
+import logging
+import marshal
+import signal
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from schemas.keys import Lane
+from worker.bounded_json.size import MAX_BODY_VALUES, is_expensive
+from worker.bounded_json.strict import NotJson, loads
+from worker.errors import JobFailure
+from worker.process.child import Ended, run_child
+from worker.turns import Turns
+
+logger = logging.getLogger("sluice.reading")
+
+SMALL_BYTES = 16_384  # takes at most some 5 ms to read and to validate
+_TOO_MUCH = {-signal.SIGXCPU, -signal.SIGSEGV, -signal.SIGABRT}
+_T = TypeVar("_T")
+
+
+class Reader:
+    """A worker has one: a thread and a child process, at most, for each lane."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[Lane, _Lane] = {}
+
+    async def parse(self, body: bytes, lane: Lane, tenant: str = "") -> Any:
+        """Return the JSON value. Raises `Refusal`."""
+        if len(body) <= SMALL_BYTES:
+            return _parsed(body)
+        dear = await self.run(is_expensive, body, size=len(body), lane=lane, tenant=tenant)
+        if not dear:
+            return await self.run(_parsed, body, size=len(body), lane=lane, tenant=tenant)
+        async with self._lane(lane).child.slot(lane, tenant):
+            return await _parsed_by_child(body)
+
+    async def run(self, function: Callable[..., _T], *args: object, size: int, lane: Lane, tenant: str = "") -> _T:
+        """Call it, in the lane's thread if the body that it works on is not small."""
+        if size <= SMALL_BYTES:
+            return function(*args)
+        return await self._lane(lane).call(lane, tenant, partial(function, *args))
+
+    def _lane(self, lane: Lane) -> "_Lane":
+        return self._lanes.setdefault(lane, _Lane(lane))
+
+
+class _Lane:
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"read-{name}")  # starts when it is first used
+        self._turns, self.child = Turns(1), Turns(1)
+
+    async def call(self, lane: Lane, tenant: str, work: Callable[[], _T]) -> _T:
+        await self._turns.take(lane, tenant)
+        loop = asyncio.get_running_loop()
+        running = self._thread.submit(work)
+        # Not when the job ends, but when the thread is free.
+        running.add_done_callback(partial(self._freed, loop))
+        return await asyncio.wrap_future(running)
+
+    def _freed(self, loop: asyncio.AbstractEventLoop, _: Future[Any]) -> None:
+        with suppress(RuntimeError):  # the loop has closed: nobody waits
+            loop.call_soon_threadsafe(self._turns.give_back)
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return loads(body)
+    except NotJson as why:
+        raise JobFailure("invalid_request", str(why)) from None
+
+
+async def _parsed_by_child(body: bytes) -> Any:
+    return _value_of(await run_child("worker.bounded_json", body), len(body))
+
+
+def _value_of(ended: Ended, size: int) -> Any:
+    if ended.status in _TOO_MUCH:
+        raise JobFailure("too_large", "The request takes too long to read: split it, or shorten its lists and objects.")
+    if ended.status:
+        logger.error("reading a body of %d bytes ended with %d: %s", size, ended.status, ended.errors[-500:])
+        raise JobFailure("overloaded", "The server has no room to read a request of this size now.", retryable=True)
+    verdict, said = marshal.loads(ended.output)
+    match verdict:
+        case "json":
+            return said
+        case "refused":
+            raise JobFailure("invalid_request", said)
+    raise JobFailure(
+        "too_large",
+        f"The request holds {said:,} JSON values; this worker reads {MAX_BODY_VALUES:,}. "
+        "Shorten its lists and objects, or send them as text.",
+    )

@@ -1,0 +1,42 @@
+"""Halves of surrogate pairs: JSON can spell them, and no text holds them."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+_PLAIN_NAME = re.compile(r"[\w$-]{1,40}", re.ASCII)
+
+
+def is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def first_lone_surrogate(value: Any) -> str | None:
+    """Return the path of the first string or name with half of a pair in it, as `messages[0].content`."""
+    return next(_places(value, ""), None)
+
+
+def _places(value: Any, path: str) -> Iterator[str]:
+    match value:
+        case str():
+            if not is_text(value):
+                yield path
+        case list():
+            for index, item in enumerate(value):
+                yield from _places(item, f"{path}[{index}]")
+        case dict():
+            for name, item in value.items():
+                inside = _longer(path, name)
+                yield from _places(name, inside)
+                yield from _places(item, inside)
+
+
+def _longer(path: str, name: str) -> str:
+    """A name that is no plain word is left out of the path."""
+    if not _PLAIN_NAME.fullmatch(name):
+        return path
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,1 @@
+"""One chat job: its request, images, resuming, record and result."""

@@ -1,0 +1,90 @@
+"""Builds the stored result: OpenAI's `chat.completion`, with additional fields under `sluice`."""
+
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Any
+
+from schemas import ChatRequest
+from schemas.keys import Lane
+from worker.chat.context import WorkerContext
+from worker.json_bytes import Items
+from worker.queue.job.job import Job
+from worker.text.output.output import OutputDelta
+from worker.text.output.tool_calls import completed
+
+_ECHOED = {"tenant", "safety_identifier", "user", "prompt_cache_key", "metadata", "store"}
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """An answer's part of the result."""
+
+    output: OutputDelta
+    retracted: Container[int]  # indices of announced tool calls that turned out to be invalid
+    logprobs: list[bytes]  # one entry per token, in OpenAI's form, as JSON
+    finish_reason: str
+    seed: int
+    began_at: float  # Unix seconds
+    timings: dict[str, float]
+    rows_mean: float
+    specprefill: dict[str, Any] | None = None  # SpecPrefill's report
+
+
+def completion(job: Job, request: ChatRequest, served: WorkerContext, answer: Answered) -> dict[str, object]:
+    """Return the result; `logprobs` in it holds JSON items, so it is written by `json_bytes`."""
+    choice = {
+        "index": 0,
+        "message": _message(answer.output, answer.retracted),
+        "finish_reason": answer.finish_reason,
+        "logprobs": {"content": Items(answer.logprobs), "refusal": None} if request.logprobs else None,
+    }
+    images = {} if job.usage.image_tokens is None else {"image_tokens": job.usage.image_tokens}
+    return {
+        "id": job.claim.job_id,
+        "object": "chat.completion",
+        "created": int(answer.began_at),
+        "model": served.settings.model_name,
+        "system_fingerprint": served.fingerprint,
+        "service_tier": _service_tier(request.service_tier, job.claim.lane),
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": job.usage.prompt_tokens,
+            "completion_tokens": job.usage.completion_tokens,
+            "total_tokens": job.usage.prompt_tokens + job.usage.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": job.usage.cached_tokens, **images},
+        },
+        "sluice": _ours(job, request, served, answer),
+    }
+
+
+def _service_tier(asked: str | None, lane: Lane) -> str:
+    """Return OpenAI's name for how the job was run: `flex` or `default`."""
+    if asked is None:
+        return "flex" if lane == "batch" else "default"
+    return "flex" if asked == "flex" else "default"
+
+
+def _message(said: OutputDelta, voided: Container[int]) -> dict[str, object]:
+    """Return the message. Its content is null if there are only tool calls, as in OpenAI's form."""
+    calls = completed(said.tool_calls, voided)
+    message: dict[str, object] = {"role": "assistant", "content": None if calls and not said.content else said.content}
+    if said.reasoning:
+        message["reasoning"] = said.reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return {**message, "refusal": None}
+
+
+def _ours(job: Job, request: ChatRequest, served: WorkerContext, answer: Answered) -> dict[str, object]:
+    return {
+        "lane": job.claim.lane,
+        "worker": served.settings.worker_name,
+        "attempt": job.claim.attempt,
+        "seed": answer.seed,
+        "fingerprint": served.fingerprint,
+        "timings": answer.timings,
+        "rows_mean": answer.rows_mean,
+        **({} if job.usage.kept_tokens is None else {"kept_tokens": job.usage.kept_tokens}),
+        **({"specprefill": answer.specprefill} if answer.specprefill else {}),
+        **request.model_dump(include=_ECHOED, exclude_none=True),
+    }

@@ -1,0 +1,38 @@
+"""The parts of a worker that its jobs use."""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from worker.bounded_json.reader import Reader
+from worker.chat.images import ImageInputs
+from worker.monitoring.metrics import Metrics
+from worker.schedule.outcomes import OutcomeListener
+from worker.schedule.request import GenerationRequest
+from worker.settings import Settings
+from worker.text.codec import TextCodec
+
+
+class Engine(Protocol):
+    """The engine thread's interface for jobs."""
+
+    def submit(self, sequence: GenerationRequest, listener: OutcomeListener) -> None:
+        """Queue a sequence. Its id must never have been used before."""
+
+    def remove(self, sequence_id: str) -> None:
+        """Remove a sequence in any state; one that has ended is ignored. Its listener is not called any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerContext:
+    """Objects and figures that all jobs of a worker share."""
+
+    settings: Settings
+    engine: Engine
+    codec: TextCodec
+    images: ImageInputs | None  # None for a text model
+    fingerprint: str
+    context: int  # tokens, prompt and answer together
+    vocab: int
+    generation: dict[str, Any]  # the model's own sampling defaults
+    metrics: Metrics
+    reader: Reader = field(default_factory=Reader)

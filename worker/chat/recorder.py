@@ -1,0 +1,171 @@
+"""What is said and counted while a row runs: deltas and progress on the way, usage and timings."""
+
+import logging
+import time
+from collections.abc import Container
+from typing import Any, Literal
+
+from schemas import ChatRequest
+from worker.chat.completion import Answered, completion
+from worker.chat.context import WorkerContext
+from worker.chat.resume import Delivered
+from worker.chat.specprefill import SpecPrefillReport, stored
+from worker.json_bytes import dumps
+from worker.monitoring.metrics import Metrics
+from worker.queue.job.job import Job, JobResult
+from worker.schedule.outcomes import SpecPrefillApplied, SpecPrefillSkipped
+from worker.text.output.output import OutputDelta, together
+
+logger = logging.getLogger("sluice.jobs")
+
+Entry = dict[str, Any]  # of a token, in OpenAI's form
+
+_PROGRESS_EVERY_S = 0.25
+_GATHER_S = {"interactive": 0.0, "batch": 1.0}  # offline deltas are gathered, so that a file does not fill Redis
+
+
+class Pace:
+    """Speed of the tokens of one attempt, by when the engine made them: several may reach the event loop at once."""
+
+    def __init__(self) -> None:
+        self._tokens, self._first_at, self._last_at = 0, 0.0, 0.0
+
+    def count(self, at: float) -> None:
+        """`at`: monotonic seconds."""
+        if not self._tokens:
+            self._first_at = at
+        self._tokens, self._last_at = self._tokens + 1, at
+
+    def tokens_per_s(self) -> float:
+        """Tokens after the first per second; 0 if there are fewer than two tokens."""
+        seconds = self._last_at - self._first_at
+        return (self._tokens - 1) / seconds if seconds > 0 else 0.0
+
+
+class JobRecorder:
+    def __init__(self, job: Job, metrics: Metrics) -> None:
+        self._job, self._metrics = job, metrics
+        self._began = self._said_progress = self._said_delta = time.monotonic()
+        self._began_at = job.log.clock.now()
+        self._prefilled_at = self._first_at = self._last_at = self._began
+        self._gather_s = _GATHER_S[job.claim.lane]
+        self._ids: list[int] = []
+        self._said = OutputDelta()  # gathered, and not told yet
+        self._logprobs: list[Entry] = []
+        self._told: list[OutputDelta] = []
+        self._told_logprobs: list[bytes] = []
+        self._rows = self._steps = 0
+        self._pace = Pace()
+        self.specprefill = SpecPrefillReport()
+
+    def resume(self, earlier: Delivered, receipt: SpecPrefillReport | None) -> None:
+        """Count what was delivered before; timings are of this attempt alone."""
+        self.specprefill = receipt or self.specprefill
+        self._job.usage.kept_tokens = self.specprefill.kept_tokens
+        self._told.append(earlier.said)
+        self._told_logprobs += earlier.logprobs
+        self._job.usage.completion_tokens = len(earlier.tokens)
+
+    def prefilled(self, done: int, total: int, cached: int) -> None:
+        self._prefilled_at = time.monotonic()
+        if not self._steps:  # else a row came again, after a failure, and began with what it had computed itself
+            self._job.usage.cached_tokens = min(cached, self._job.usage.prompt_tokens)
+        self.progress("prefill", done, total)
+
+    def progress(self, phase: Literal["encoding", "scoring", "prefill"], done: int, total: int) -> None:
+        now = time.monotonic()
+        if done < total and now - self._said_progress >= _PROGRESS_EVERY_S:
+            self._said_progress = now
+            self._job.log.append("progress", phase=phase, done=done, total=total)
+
+    def decided(self, outcome: SpecPrefillApplied | SpecPrefillSkipped, fingerprint: str) -> None:
+        """Which tokens of the prompt are computed. Told with the next events, and so before the first token is."""
+        self.specprefill.saw(outcome)
+        self._job.usage.kept_tokens = self.specprefill.kept_tokens
+        self._job.log.fields["specprefill"] = stored(self.specprefill, fingerprint)
+
+    def sampled(
+        self,
+        token: int | None,
+        said: OutputDelta,
+        logprobs: Entry | None,
+        rows: int,
+        *,
+        at: float | None = None,
+        last: bool,
+    ) -> None:
+        """`at`: monotonic seconds when the engine had made the token; None is now."""
+        now = time.monotonic()
+        gap_s, self._last_at = now - self._last_at if self._steps else None, now
+        if self._steps == 0:
+            self._began_to_answer(now)
+        self._rows, self._steps = self._rows + rows, self._steps + 1
+        self._said += said
+        self._job.made_progress()
+        if token is not None:
+            self._ids.append(token)
+            self._pace.count(now if at is None else at)
+            self._job.usage.completion_tokens += 1
+            self._metrics.token(self._job.claim.lane, gap_s)
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
+        if last or now - self._said_delta >= self._gather_s:
+            self.flush()
+
+    def _began_to_answer(self, now: float) -> None:
+        self._first_at = now
+        logger.info("%s first token after %.3f s", self._job.claim.job_id, now - self._began)
+        self._metrics.first_token(
+            self._job.claim.lane,
+            ttft_s=self._job.claim.age_s(self._began_at) + now - self._began,
+            prefill_s=self._prefilled_at - self._began,
+            prompt_tokens=self._job.usage.prompt_tokens,
+        )
+
+    def flush(self) -> None:
+        """Say what was gathered."""
+        if self._ids or self._said:
+            logprobs = {"logprobs": self._logprobs} if self._logprobs else {}
+            self._job.log.append("delta", token_ids=self._ids, **_fields(self._said), **logprobs)
+        if self._said:
+            self._told.append(self._said)
+        self._told_logprobs += map(dumps, self._logprobs)
+        self._ids, self._said, self._logprobs, self._said_delta = [], OutputDelta(), [], time.monotonic()
+
+    def answer(
+        self, request: ChatRequest, served: WorkerContext, seed: int, finish_reason: str, voided: Container[int]
+    ) -> JobResult:
+        """`voided`: tool calls that were announced and turned out to be none."""
+        timings = self._timings()
+        spent = f"{self._job.usage.completion_tokens} tokens in {timings['ttft_s'] + timings['decode_s']:.3f} s"
+        rate = f", {timings['tokens_per_s']:.1f} tokens/s" if timings["tokens_per_s"] else ""
+        logger.info("%s finished: %s, %s%s", self._job.claim.job_id, finish_reason, spent, rate)
+        answered = Answered(
+            output=together(self._told),
+            retracted=voided,
+            logprobs=self._told_logprobs,
+            finish_reason=finish_reason,
+            seed=seed,
+            began_at=self._began_at,
+            timings=timings,
+            specprefill=self.specprefill.told(self._job.usage.prompt_tokens, timings["prefill_s"]),
+            rows_mean=round(self._rows / max(self._steps, 1), 2),
+        )
+        return JobResult(finish_reason, timings, completion(self._job, request, served, answered))
+
+    def _timings(self) -> dict[str, float]:
+        decode_s = self._last_at - self._first_at
+        timings = {
+            "queue_s": self._job.claim.age_s(self._began_at),
+            "prefill_s": self._prefilled_at - self._began,
+            "ttft_s": self._first_at - self._began,
+            "decode_s": decode_s,
+            "tokens_per_s": self._pace.tokens_per_s(),
+        }
+        return {name: round(value, 6) for name, value in timings.items()}
+
+
+def _fields(said: OutputDelta) -> dict[str, object]:
+    """Of a delta: those that are not empty."""
+    fields = {"content": said.content, "reasoning": said.reasoning, "tool_calls": said.tool_calls}
+    return {name: value for name, value in fields.items() if value}

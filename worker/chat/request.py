@@ -1,0 +1,134 @@
+"""Validates a request and resolves its defaults against this worker's model."""
+
+import hashlib
+from typing import Any
+
+from pydantic import ValidationError
+
+from schemas import ChatRequest, explain
+from schemas.base import MOST_VALUES as MOST_OBJECT_VALUES
+from schemas.messages import AssistantMessage, Message
+from worker.bounded_json.size import MAX_BODY_VALUES, count_values
+from worker.chat.functions import with_tools
+from worker.errors import JobFailure, prompt_too_large
+from worker.schedule.request import Sampling
+
+
+def read_request(body: Any, served: str, *, max_parts: int, drafted: bool = False) -> ChatRequest:
+    """Validate a job's body. `served`: the name of the served model. `drafted`: this worker has a draft model.
+
+    Raises `JobFailure`, which names the field.
+    """
+    try:
+        request = ChatRequest.model_validate(body)
+    except ValidationError as error:
+        raise JobFailure("invalid_request", explain(error)) from None
+    except RecursionError:
+        raise JobFailure("invalid_request", "The request is nested too deeply.") from None
+    if request.model not in (None, served):
+        raise JobFailure("invalid_request", f"model: this queue serves {served!r}, not {request.model!r}.")
+    if not drafted:
+        _refuse_thinning(request)
+    _refuse_too_many(sum(map(_parts, request.messages)), max_parts)
+    request = with_tools(request)
+    _refuse_large_arguments(request.messages)
+    return request
+
+
+def _refuse_thinning(request: ChatRequest) -> None:
+    """Refuse SpecPrefill fields on a worker without a draft model, instead of ignoring them silently."""
+    wanted = {"specprefill": request.specprefill, "specprefill_keep_pct": request.specprefill_keep_pct}
+    if named := [name for name, value in wanted.items() if value]:
+        raise JobFailure("unsupported", f"{', '.join(named)}: this worker has no draft model; leave it out.")
+
+
+def _parts(message: Message) -> int:
+    calls = message.tool_calls if isinstance(message, AssistantMessage) else None
+    return (len(message.content) if isinstance(message.content, list) else 1) + len(calls or ())
+
+
+def _refuse_too_many(parts: int, most: int) -> None:
+    if parts > most:
+        raise JobFailure(
+            "too_large",
+            f"messages: {parts:,} texts, images and tool calls are {parts - most:,} more than this worker allows; "
+            f"send at most {most:,}.",
+        )
+
+
+def _refuse_large_arguments(messages: list[Message]) -> None:
+    """Limit the JSON values in arguments of earlier calls, which are parsed for the chat template."""
+    written = {
+        f"messages[{place}].tool_calls[{index}].function.arguments": call.function.arguments
+        for place, message in enumerate(messages)
+        if isinstance(message, AssistantMessage)
+        for index, call in enumerate(message.tool_calls or ())
+    }
+    if sum(text.count(",") + text.count("[") + text.count("{") for text in written.values()) <= MOST_OBJECT_VALUES:
+        return
+    total = 0
+    for where, text in written.items():
+        values = count_values(text.encode())
+        total += values
+        if values > MOST_OBJECT_VALUES or total > MAX_BODY_VALUES:
+            most = f"{MOST_OBJECT_VALUES:,} a call and {MAX_BODY_VALUES:,} in a request"
+            raise JobFailure("too_large", f"{where}: it holds {values:,} JSON values; send at most {most}.")
+
+
+def output_tokens(request: ChatRequest, *, prompt: int, context: int, default: int, most: int | None = None) -> int:
+    """Return the maximum length of the answer. All lengths are in tokens.
+
+    `most`: this worker's own limit. Raises `JobFailure` if the prompt leaves no space for an answer, or if the request
+    asks for more than `most`.
+    """
+    room = context - prompt
+    if room < 1:
+        raise prompt_too_large(prompt, context)
+    asked = request.output_limit
+    if asked and most and asked > most:
+        raise JobFailure(
+            "too_large",
+            f"max_tokens: {asked:,} is {asked - most:,} more than this worker allows; send at most {most:,}.",
+        )
+    return min(asked or default, most or room, room)
+
+
+def sampling_of(request: ChatRequest, generation: dict[str, Any], vocab: int, seed: int) -> Sampling:
+    """Return the sampling parameters: the request's, else those of the model's generation config, else neutral ones.
+
+    Raises `JobFailure` for a biased token that is not in the vocabulary.
+    """
+
+    def wish(name: str, otherwise: Any) -> Any:
+        asked = getattr(request, name)
+        return asked if asked is not None else generation.get(name) or otherwise
+
+    temperature = wish("temperature", 1.0)
+    if request.temperature is None and (generation.get("do_sample") is False or generation.get("temperature") == 0):
+        temperature = 0.0
+    return Sampling(
+        temperature=temperature,
+        top_p=wish("top_p", 1.0),
+        top_k=wish("top_k", 0),
+        min_p=wish("min_p", 0.0),
+        repetition_penalty=request.repetition_penalty or 1.0,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        logit_bias=_bias(request.logit_bias or {}, vocab),
+        seed=seed,
+    )
+
+
+def _bias(wanted: dict[str, float], vocab: int) -> tuple[tuple[int, float], ...]:
+    pairs = tuple((int(token), value) for token, value in wanted.items())
+    if beyond := [token for token, _ in pairs if token >= vocab]:
+        raise JobFailure("invalid_request", f"logit_bias: token {beyond[0]} is not in the vocabulary of {vocab:,}.")
+    return pairs
+
+
+def seed_of(request: ChatRequest, job_id: str) -> int:
+    """Return the request's seed, or one derived from the job's id, so that all attempts sample the same tokens."""
+    if request.seed is not None:
+        return request.seed
+    # Six bytes, since JavaScript clients can represent integers only up to 53 bits.
+    return int.from_bytes(hashlib.blake2b(job_id.encode(), digest_size=6).digest())

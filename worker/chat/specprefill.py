@@ -1,0 +1,123 @@
+"""Decides for a job if SpecPrefill applies to its prompt, and reports the outcome in its result."""
+
+import json
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import PurePath
+from typing import Any
+
+from schemas import ChatRequest
+from schemas.chat import JsonObjectFormat, JsonSchemaFormat
+from schemas.messages import TextPart
+from worker.schedule.outcomes import SpecPrefillApplied, SpecPrefillSkipped
+from worker.schedule.request import Range, SpecPrefillParams, tokens_in
+from worker.settings import Settings
+from worker.text.prompt.prompt import Prompt
+
+_MOSTLY_CODE = 0.5  # share of the conversation's characters in code fences: an edit needs every line
+
+
+@dataclass(slots=True)
+class SpecPrefillReport:
+    """The part of a prompt that was computed, and why. Empty if SpecPrefill is off, or if the prompt is short."""
+
+    draft: str = ""
+    why_whole: str = ""
+    kept: tuple[Range, ...] | None = None
+    scoring_s: float = 0.0
+
+    @property
+    def kept_tokens(self) -> int | None:
+        """Number of prompt tokens that were kept; None if the prompt was computed whole."""
+        return None if self.kept is None else tokens_in(self.kept)
+
+    def saw(self, outcome: SpecPrefillApplied | SpecPrefillSkipped) -> None:
+        """Record the engine's outcome."""
+        match outcome:
+            case SpecPrefillApplied(kept_ranges=kept, seconds=seconds):
+                self.kept, self.scoring_s = kept, seconds
+            case SpecPrefillSkipped(reason=why):
+                self.kept, self.why_whole = None, why
+
+    def told(self, prompt_tokens: int, prefill_s: float) -> dict[str, Any] | None:
+        """Return the report for the stored result. `prefill_s`: the whole prefill time, scoring included."""
+        if self.kept_tokens is not None:
+            times = {"scoring_s": round(self.scoring_s, 6), "prefill_s": round(max(0.0, prefill_s - self.scoring_s), 6)}
+            return {"kept": round(self.kept_tokens / prompt_tokens, 4), "draft": self.draft, **times}
+        return {"skipped": self.why_whole} if self.why_whole else None
+
+
+def thinning_of(
+    request: ChatRequest, prompt: Prompt, settings: Settings
+) -> tuple[SpecPrefillParams | None, SpecPrefillReport]:
+    """Decide by the request's field, else by the worker's settings. Returns None to compute the whole prompt."""
+    if settings.specprefill_draft_model is None or request.specprefill is False:
+        return None, SpecPrefillReport()
+    receipt = SpecPrefillReport(PurePath(settings.specprefill_draft_model).name)
+    asked, tokens = request.specprefill or False, len(prompt.tokens)
+    if not asked and tokens < settings.specprefill_threshold:
+        return None, receipt
+    receipt.why_whole = _why_whole(request, prompt, settings, asked=asked)
+    if receipt.why_whole:
+        return None, receipt
+    keep = request.specprefill_keep_pct or settings.specprefill_keep_pct
+    return SpecPrefillParams(
+        keep, prompt.droppable_ranges, 1 if asked else settings.specprefill_threshold, asked
+    ), receipt
+
+
+def _why_whole(request: ChatRequest, prompt: Prompt, settings: Settings, *, asked: bool) -> str:
+    most = settings.specprefill_max_tokens
+    if len(prompt.tokens) > most:
+        return f"The prompt has {len(prompt.tokens):,} tokens, and scoring ends at {most:,}."
+    if not prompt.droppable_ranges:
+        return "The prompt has no long text of which tokens could be left out."
+    if asked:
+        return ""
+    if request.offered_tools:
+        return "The request offers tools; `specprefill: true` asks for it."
+    if isinstance(request.response_format, JsonObjectFormat | JsonSchemaFormat):
+        return "The request asks for JSON; `specprefill: true` asks for it."
+    if _code_share(request) > _MOSTLY_CODE:
+        return "The prompt is mostly code; `specprefill: true` asks for it."
+    return ""
+
+
+def _code_share(request: ChatRequest) -> float:
+    """Return the share of the conversation's characters that is within code fences."""
+    texts = [text for message in request.messages for text in _texts(message.content)]
+    code = sum(len(piece) for text in texts for piece in text.split("```")[1::2])
+    return code / max(1, sum(map(len, texts)))
+
+
+def _texts(content: str | list[Any] | None) -> list[str]:
+    if isinstance(content, list):
+        return [part.text for part in content if isinstance(part, TextPart)]
+    return [content or ""]
+
+
+# Between the attempts at a job
+
+
+def stored(receipt: SpecPrefillReport, fingerprint: str) -> str:
+    """Serialize the report for the job's hash: a new attempt must drop the same tokens to continue exactly."""
+    return json.dumps({"fingerprint": fingerprint, **asdict(receipt)}, separators=(",", ":"))
+
+
+def recalled(told: bytes, fingerprint: str, prompt_tokens: int) -> SpecPrefillReport | None:
+    """Load a stored report. None if there is none, if it is of another model, or if it is invalid."""
+    try:
+        earlier = json.loads(told or b"{}")
+        if earlier.pop("fingerprint", None) != fingerprint:
+            return None
+        kept = earlier.pop("kept")
+        ranges = None if kept is None else tuple((int(start), int(end)) for start, end in kept)
+        return SpecPrefillReport(**earlier, kept=ranges) if ranges is None or _fit(ranges, prompt_tokens) else None
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return None
+
+
+def _fit(ranges: tuple[Range, ...], prompt_tokens: int) -> bool:
+    """True if the ranges are in order, separate, and end at the prompt's end."""
+    edges = [edge for span in ranges for edge in span]
+    return all(one < other for one, other in pairwise([-1, *edges])) and edges[-1:] == [prompt_tokens]

@@ -1,0 +1,1 @@
+"""The rows that decode together, in groups of similar length."""

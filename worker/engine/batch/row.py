@@ -1,0 +1,99 @@
+"""One request in the engine, from admission to its last token."""
+
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from worker.engine.sampling.grammar_processor import grammar_processor
+from worker.engine.sampling.sampler import Kind, Processor, draw_key, kind_of, processors_for
+from worker.engine.upstream.mlx_lm import TokenBuffer
+from worker.schedule.request import GenerationRequest, Range
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """Mutable state of one request while it prefills and decodes. Its KV cache lives elsewhere: in its prefill, then in
+    a batch."""
+
+    request: GenerationRequest
+    processors: tuple[Processor, ...]
+    context: TokenBuffer | None  # all tokens fed so far, for the processors; None if there are no processors
+    kind: Kind
+    drawn: int  # number of draws: tokens of the answer from all attempts, the pending one included
+    answer: list[int]  # tokens delivered so far, by all attempts
+    num_dropped: int = 0  # tokens of the prompt that are never computed
+    suspect: bool = False  # it was in a failed step, and has produced no token since
+    awaiting_first_step: bool = True  # its next input is the last known token, which is no output
+
+    @classmethod
+    def of(cls, sequence: GenerationRequest, *, suspect: bool = False) -> "Row":
+        """Return a new row for a request, also for one that resumes after `resume_tokens`. Resets its grammar.
+        `suspect`: the row was in a step that failed."""
+        processors = _processors(sequence)
+        context = TokenBuffer(list(sequence.tokens[:-1])) if processors else None
+        delivered = list(sequence.resume_tokens)
+        kind, left_out = kind_of(sequence.sampling), sequence.num_dropped
+        return cls(sequence, processors, context, kind, len(delivered), delivered, left_out, suspect=suspect)
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def length(self) -> int:
+        """Number of tokens with computed KV state."""
+        return len(self.request.prompt) - self.num_dropped + len(self.answer)
+
+    @property
+    def end(self) -> int:
+        """Its length if it says all that it may."""
+        return len(self.request.prompt) - self.num_dropped + self.request.max_tokens
+
+    def drop_tokens(self, kept: tuple[Range, ...]) -> None:
+        """Drop all tokens of the prompt outside the ranges, now and if the row is recomputed later. Called before its
+        prefill."""
+        self.request = replace(self.request, kept_ranges=kept)
+        self.num_dropped = self.request.num_dropped
+
+    def keep_all_tokens(self) -> None:
+        """Keep all tokens of the prompt, and never score it again, so that admission need not reserve the draft's
+        cache."""
+        self.request, self.num_dropped = replace(self.request, kept_ranges=None, specprefill=None), 0
+
+    def cache_key(self, *ending: int) -> tuple[int, ...]:
+        """Return the cache key of everything in its cache between two steps: prompt, answer, and `ending`, tokens that
+        it was fed but that are not part of the answer."""
+        return self.request.cache_key((*self.request.prompt, *self.answer, *ending))
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """True if the request wants logprobs."""
+        return self.request.top_logprobs is not None
+
+    def resumable_request(self) -> GenerationRequest:
+        """Return a request that continues the row from its tokens, without its cache."""
+        return replace(self.request, resume_tokens=tuple(self.answer))
+
+    def next_key(self) -> tuple[int, int]:
+        """Return the random key of the next draw, and advance. Draw k is keyed by (seed, k), so a resumed row continues
+        with the same draws."""
+        key = draw_key(self.request.sampling.seed, self.drawn)
+        self.drawn += 1
+        return key >> 32, key & 0xFFFFFFFF  # the layout of mx.random.key
+
+    def processed(self, logits: mx.array, fed: mx.array) -> mx.array:
+        """Apply the logits processors. `logits` (1, vocab), `fed` (1,), the token that produced them. Lazy, apart from
+        a grammar."""
+        if self.context is None:
+            return logits
+        so_far = self.context.update_and_fetch(fed)
+        for process in self.processors:
+            logits = process(so_far, logits)
+        return logits
+
+
+def _processors(sequence: GenerationRequest) -> tuple[Processor, ...]:
+    """Return the logits processors in order. The grammar is last, so that no bias allows what it forbids."""
+    prompt_tokens = len(sequence.prompt)
+    others = processors_for(sequence.sampling, prompt_tokens)
+    return (*others, grammar_processor(sequence.grammar, prompt_tokens)) if sequence.grammar else others

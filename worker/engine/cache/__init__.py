@@ -1,0 +1,1 @@
+"""KV caches and recurrent states: slots of a batch, segments, the prefix cache."""

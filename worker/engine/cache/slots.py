@@ -1,0 +1,183 @@
+"""Batched caches whose rows join and leave in place: a new row is written into its slot, and no other row is copied.
+
+    batch = batch_of(make_prompt_cache(network))      # no rows yet
+    join(batch, row)                                  # a prompt that was prefilled alone
+    logits = network(tokens[:, None], cache=batch)    # one token for each row
+    select_rows(batch, compact_order(rows, {3}))      # row 3 leaves, and the last row takes its slot
+
+Callers that hold other data by row keep it in the same order: `select_rows` takes that order, and `join` appends."""
+
+import copy
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from worker.engine.cache.layers import layers
+from worker.engine.cache.slot_kv import SlotKVCache, SlotRotatingKVCache
+from worker.engine.upstream.mlx_lm import (
+    ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
+    CacheList,
+    KVCache,
+    RotatingKVCache,
+)
+from worker.schedule.memory import UNENDING
+
+
+class SlotArraysCache(ArraysCache):
+    """Recurrent state of a batch. A model replaces it entirely at every step, so joining may copy all of it."""
+
+    def __init__(self, size: int) -> None:
+        self.cache: list[mx.array | None]
+        super().__init__(size)
+        self.rows = 0
+
+    def extend(self, other: ArraysCache, position: int | None = None, end: int = UNENDING) -> None:
+        """Append one row, an mlx-lm cache. `position` and `end` are not used. Blocks; if it fails, the rows stay as
+        they were."""
+        joined = [_concatenate(ours, theirs) for ours, theirs in zip(self.cache, other.cache, strict=True)]
+        mx.eval(joined)
+        self.cache, self.rows = joined, self.rows + 1
+
+    def growth(self, tokens: int) -> int:
+        """Return the bytes copied when a row joins: the whole state."""
+        return sum(state.nbytes for state in self.cache if state is not None)
+
+    def tighten(self) -> None:
+        """Does nothing: a state has nothing to spare."""
+
+    def moved(self, places: Sequence[int]) -> list[mx.array]:
+        """Return no arrays: a state is replaced, not written into."""
+        return []
+
+    def filter(self, places: Sequence[int], moved: Sequence[mx.array] | None = None) -> None:
+        """Keep row `places[i]` as row i, and drop the others. Lazy. `moved` is not used."""
+        taken = mx.array(list(places), dtype=mx.int32)
+        self.cache = [None if state is None or not len(places) else state[taken] for state in self.cache]
+        self.rows = len(places)
+
+    def extract(self, place: int) -> ArraysCache:
+        """Return a copy of one row as an mlx-lm cache. Lazy: it references the whole batch until it is evaluated."""
+        row = ArraysCache(len(self.cache))
+        row.cache = [None if state is None else mx.contiguous(state[place : place + 1]) for state in self.cache]
+        return row
+
+
+def _concatenate(rows: mx.array | None, row: mx.array | None) -> mx.array | None:
+    return row if rows is None or row is None else mx.concatenate([rows, row])
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Copy of one row outside its batch, such as a preempted one. Owns its memory."""
+
+    row: list[Any]
+    position: int | None  # of the next token; None if no layer of the model counts positions
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its caches."""
+        return bytes_of(self.row)
+
+
+def batch_of(row: Sequence[Any], position: int | None = None, end: int = UNENDING) -> list[Any]:
+    """Return batched caches for rows of this layout, with `row` as the first row if it holds tokens (it must not be
+    used afterwards). Raises NotImplementedError if a layer has no slot variant."""
+    batch = [_slots_for(layer) for layer in row]
+    if _begun(row):
+        join(batch, row, position, end)
+    return batch
+
+
+def _slots_for(layer: Any) -> Any:
+    """Return an empty slot cache for a layer. Compares exact classes, since a subclass may keep state that a slot would
+    lose."""
+    kind = type(layer)
+    if kind is CacheList:
+        return CacheList(*map(_slots_for, layer.caches))
+    if kind is ArraysCache:
+        return SlotArraysCache(len(layer.cache))
+    if kind in (KVCache, BatchKVCache):
+        return SlotKVCache()
+    if kind is BatchRotatingKVCache or (kind is RotatingKVCache and layer.keep == 0):
+        return SlotRotatingKVCache(layer.max_size)
+    raise NotImplementedError(f"{kind.__name__} has no batch that rows can join in place")
+
+
+def join(batch: Sequence[Any], row: Sequence[Any], position: int | None = None, end: int = UNENDING) -> None:
+    """Append a row, mlx-lm caches of one sequence, to the batch. Blocks. The row must not be used afterwards.
+    `position`: position of its next token, if it differs from the row's own offset. `end`: the most tokens that it will
+    have. If anything fails, the batch stays as it was.
+
+    Raises ValueError for a row without tokens: for some models an absent state differs from a state of zeros."""
+    if not _begun(row):
+        raise ValueError("A row can join only after it has computed a token.")
+    # Errors of the row must surface before the batch is changed, and a batch that a running step still reads would be
+    # copied instead of written in place.
+    materialize([*row, *batch])
+    with ExitStack() as undo:
+        for ours, theirs in zip(layers(batch), layers(row), strict=True):
+            undo.callback(ours.filter, range(ours.rows))
+            ours.extend(theirs, position, end)
+        materialize(batch)
+        undo.pop_all()
+
+
+def _begun(row: Sequence[Any]) -> bool:
+    return any(not layer.empty() for layer in layers(row))
+
+
+def tighten(batch: Sequence[Any]) -> None:
+    """Gives back what buffers have beyond their room to spare, since rows left."""
+    for layer in layers(batch):
+        layer.tighten()
+
+
+def growth(batch: Sequence[Any], tokens: int) -> int:
+    """Return the bytes of existing buffers that are reallocated and copied when a row of `tokens` tokens joins."""
+    return sum(layer.growth(tokens) for layer in layers(batch))
+
+
+def select_rows(batch: Sequence[Any], places: Sequence[int]) -> None:
+    """Keep row `places[i]` as row i, and drop the others. Blocks until the rows that change their slot are copied."""
+    leaves = list(layers(batch))
+    moved = [layer.moved(places) for layer in leaves]
+    mx.eval(moved)
+    for layer, rows in zip(leaves, moved, strict=True):
+        layer.filter(places, rows)
+
+
+def compact_order(rows: int, leaving: Collection[int]) -> list[int]:
+    """Return the order for `select_rows` that drops the `leaving` rows: the last rows fill the gaps, so as few as
+    possible are copied."""
+    staying = rows - len(leaving)
+    movers = [place for place in range(staying, rows) if place not in leaving]
+    return [movers.pop() if place in leaving else place for place in range(staying)]
+
+
+def snapshot(batch: Sequence[Any], place: int) -> Snapshot:
+    """Copy one row out of the batch. Blocks."""
+    row = [layer.extract(place) for layer in batch]
+    materialize(row)
+    positions = (layer.position(place) for layer in layers(batch) if isinstance(layer, SlotKVCache))
+    return Snapshot(row, next(positions, None))
+
+
+def restore(kept: Snapshot) -> list[Any]:
+    """Return caches to compute on, or to join with `kept.position`. They share memory with the snapshot until they are
+    written."""
+    return copy.deepcopy(kept.row)
+
+
+def materialize(cache: Sequence[Any]) -> None:
+    """Evaluate all pending arrays of the cache. Blocks."""
+    mx.eval([layer.state for layer in layers(cache)])
+
+
+def bytes_of(cache: Sequence[Any]) -> int:
+    """Return the allocated bytes of a cache, spare room included."""
+    return sum(layer.nbytes for layer in layers(cache))

@@ -1,0 +1,1 @@
+"""Loading a model, its memory profile, and the report of `sluice check`."""

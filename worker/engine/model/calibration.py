@@ -1,0 +1,95 @@
+"""What a prompt chunk takes in passing on this device, behind short and long contexts.
+
+Only what MLX's own attention scores is known from the model's anatomy. Others hold more for each pair of tokens:
+DeepSeek-V3.2's indexer scores all tokens before it picks some, and only where there are more of them than it picks. So
+a chunk is measured behind several contexts, and what grows with the context is what each pair costs.
+"""
+
+from dataclasses import replace
+from math import ceil
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from worker.engine.cache.layers import layers
+from worker.engine.upstream.mlx_lm import KVCache, make_prompt_cache
+from worker.schedule.memory import BUFFER_TOKENS, CHUNK, MemoryModel
+
+_LONGEST = 8192  # tokens; DeepSeek-V3.2 and GLM pick 2,048
+_PROBE = 32  # tokens of a chunk behind a long context: enough to tell, and an eighth of the time
+_WEIGHTS_SHARE = 8  # of the weights' bytes, one part may go into a measurement
+_LEAST_BYTES = 64_000_000  # and so many in any case
+
+
+class _Point(NamedTuple):
+    context: int  # tokens before a chunk and in it
+    each_bytes: float  # that it took, for each of its tokens
+
+
+def calibrated(costs: MemoryModel, network: nn.Module, context: int) -> MemoryModel:
+    """With the needs of a prompt chunk as they are on this device. Computes some, so it takes the weights in.
+    `context`: the most tokens that a row may have."""
+    longest, score_bytes = _longest(costs, context), float(costs.score_bytes)
+    points = [_first(network)]
+    if longest:
+        half, whole = (_probed(network, tokens) for tokens in (longest // 2, longest))
+        # A chunk behind a context has its buffers grow, and be copied, which no probe does.
+        score_bytes = _slope(half, whole) + sum(kind.token_bytes for kind in costs.kv_layers) / CHUNK
+        points += half + whole
+    token_bytes = max(each - score_bytes * tokens for tokens, each in points)
+    return replace(costs, chunk_token_bytes=max(0, ceil(token_bytes)), score_bytes=ceil(score_bytes))
+
+
+def _longest(costs: MemoryModel, context: int) -> int:
+    """Tokens of a context that costs no more to measure than may be spent on it; of no such, none."""
+    if all(kind.window for kind in costs.kv_layers):
+        return 0
+    most = max(_LEAST_BYTES, costs.weights_bytes // _WEIGHTS_SHARE)
+    tokens = max(0, min(_LONGEST, context - 2 * CHUNK)) // BUFFER_TOKENS * BUFFER_TOKENS
+    while tokens and costs.row_bytes(tokens) + costs.chunk_bytes(CHUNK, tokens) > most:
+        tokens //= 2
+    return tokens
+
+
+def _first(network: nn.Module) -> _Point:
+    """Of a chunk that nothing is before."""
+    return _measured(network, make_prompt_cache(network), 0, CHUNK)
+
+
+def _probed(network: nn.Module, context: int) -> list[_Point]:
+    """Of two chunks, one behind the other: which buffers are there at once depends on how threads get to them."""
+    cache = make_prompt_cache(network)
+    network(mx.zeros((1, 2), mx.int32), cache=cache)
+    _pad(cache, context - 2 * _PROBE)  # these buffers have room for the probes
+    return [_measured(network, cache, context + at, _PROBE) for at in (0, _PROBE)]
+
+
+def _measured(network: nn.Module, cache: list[Any], context: int, chunk: int) -> _Point:
+    _settle(cache)
+    mx.reset_peak_memory()
+    network(mx.zeros((1, chunk), mx.int32), cache=cache)
+    _settle(cache)
+    return _Point(context + chunk, (mx.get_peak_memory() - mx.get_active_memory()) / chunk)
+
+
+def _pad(cache: list[Any], tokens: int) -> None:
+    """As if there were so many tokens more. Windows and recurrent states are as large as ever."""
+    for layer in layers(cache):
+        if isinstance(layer, KVCache):
+            layer.update_and_fetch(*(mx.zeros((*like.shape[:2], tokens, like.shape[3]), like.dtype)
+                                     for like in (layer.keys, layer.values)))  # fmt: skip
+
+
+def _settle(cache: list[Any]) -> None:
+    mx.eval([layer.state for layer in layers(cache)])
+
+
+def _slope(few: list[_Point], many: list[_Point]) -> float:
+    less, more = _mean(few), _mean(many)
+    return max(0.0, (more.each_bytes - less.each_bytes) / (more.context - less.context))
+
+
+def _mean(points: list[_Point]) -> _Point:
+    contexts, each_bytes = zip(*points, strict=True)
+    return _Point(sum(contexts) // len(points), sum(each_bytes) / len(points))

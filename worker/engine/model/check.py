@@ -1,0 +1,182 @@
+"""Report how a worker would serve a model, from its config, its tokenizer and the headers of its weight files."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from worker.engine import device
+from worker.engine.checkpoint import tensor_names
+from worker.engine.model.load import model_folder, template_of, why_not_loaded
+from worker.engine.model.profile import ModelProfile, profile, weights_bytes, why_not_batched
+from worker.engine.tokenizer import MLXTokenizer
+from worker.engine.upstream.mlx_lm import load_model, load_tokenizer
+from worker.engine.vision.load import Vision, open_vision, refuse_unready, vision_unsupported_reason
+from worker.errors import CannotStart
+from worker.schedule.memory import MemoryModel, format_bytes
+
+# The files to download from a hub: all that are read here, and no weights.
+_TEXTS = ["*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model", "tiktoken.model"]
+_MTP_LAYERS = "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"
+_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+# "without weights": the config has MTP layers and the files do not, since mlx-lm's conversions drop them.
+Mtp = Literal["yes", "no", "without weights"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """The report on one model."""
+
+    config: dict[str, Any]
+    profile: ModelProfile
+    costs: MemoryModel
+    batches: bool
+    device: str
+    limit: int  # bytes of memory that a worker may use
+    tokenizer: MLXTokenizer
+    mtp: Mtp
+    vision_unsupported_reason: str | None  # why images are not served; None if they are
+    encoder_bytes: int  # weights of the vision encoder; 0 if unknown
+    blockers: tuple[str, ...]  # why no worker would serve it, and what to do
+
+    @property
+    def context(self) -> int | None:
+        """Context length in tokens; None if the config has none."""
+        said: int | None = self.config.get("text_config", self.config).get("max_position_embeddings")
+        return said
+
+    @property
+    def bits(self) -> int | None:
+        """Bits per quantized weight; None if the model is not quantized."""
+        bits: int | None = (self.config.get("quantization") or {}).get("bits")
+        return bits
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """Files of the weights."""
+
+    here: bool
+    names: list[str] | None  # of all tensors; None if no local file lists them
+    nbytes: int = 0  # by the index file, if only that is local
+
+
+def check(folder_or_hub_id: str, *, memory: int, vision: bool = True, trusted: bool = False) -> ModelReport:
+    """Report on a model without reading a weight; from the hub, only small files are downloaded. `memory`: bytes that a
+    worker may use. The other parameters: see `open_model`. Blocks. Raises `CannotStart` if the model cannot be
+    examined."""
+    folder = model_folder(folder_or_hub_id, said=folder_or_hub_id, only=_TEXTS)
+    if Path(folder_or_hub_id).expanduser().is_dir() and not any(folder.glob("model*.safetensors")):
+        raise CannotStart(f"{folder_or_hub_id} has no weights: mlx-lm reads model*.safetensors.")
+    seeing = False
+    try:
+        files = _files(folder)
+        blind = _why_blind(folder, files, vision=vision)
+        seeing = blind is None
+        network, config, sight, refused = _opened(folder, files, seeing=seeing, trusted=trusted)
+        tokenizer = load_tokenizer(folder, template_of(sight), eos_token_ids=config.get("eos_token_id"))
+        found = profile(network, config)
+        why_not = why_not_batched(network, config)
+    except (ValueError, OSError, KeyError, TypeError, ImportError, RuntimeError, AttributeError) as error:
+        raise CannotStart(why_not_loaded(folder_or_hub_id, error, seeing=seeing)) from error
+    blind = blind or refused
+    tower_bytes = 0 if blind else _tower_bytes(network, sight, files)
+    costs = found.costs(weights_bytes=weights_bytes(network) + tower_bytes)
+    no_template = None if tokenizer.has_chat_template else "It has no chat template, so it cannot serve chat requests."
+    return ModelReport(
+        config=config,
+        profile=found,
+        costs=costs,
+        batches=why_not is None,
+        device=device.describe(),
+        limit=memory,
+        tokenizer=MLXTokenizer(tokenizer),
+        mtp=_mtp(config, files.names or []),
+        vision_unsupported_reason=blind,
+        encoder_bytes=tower_bytes,
+        blockers=tuple(filter(None, (refused, why_not, no_template, _no_room(costs, memory)))),
+    )
+
+
+def _files(folder: Path) -> _Files:
+    if files := sorted(folder.glob("model*.safetensors")):
+        return _Files(True, [name for file in files for name in tensor_names(file)])
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return _Files(False, None)
+    said = json.loads(index.read_text())
+    return _Files(False, [*said["weight_map"]], int(said.get("metadata", {}).get("total_size", 0)))
+
+
+def _why_blind(folder: Path, files: _Files, *, vision: bool) -> str | None:
+    config = json.loads((folder / "config.json").read_text())
+    return vision_unsupported_reason(config, files.names) or (None if vision else "SLUICE_VISION is off.")
+
+
+def _opened(
+    folder: Path, files: _Files, *, seeing: bool, trusted: bool
+) -> tuple[nn.Module, dict[str, Any], Vision | None, str | None]:
+    """Open the model as a worker does. The last value is why a worker would refuse it; the others are then as complete
+    as possible."""
+    refused = None
+    if seeing:
+        try:
+            if files.here:
+                return *open_vision(folder, trusted=trusted), None
+            refuse_unready(folder, trusted=trusted)
+        except CannotStart as error:
+            refused = str(error)
+    network, config = load_model(folder, lazy=True, strict=files.here)
+    if not files.here:
+        _assume(network, config)
+    return network, config, None, refused
+
+
+def _tower_bytes(network: nn.Module, sight: Vision | None, files: _Files) -> int:
+    whole = weights_bytes(sight.network) if sight else files.nbytes
+    return max(0, whole - weights_bytes(network))
+
+
+def _assume(network: nn.Module, config: dict[str, Any]) -> None:
+    """Set dtypes and quantization by the config, for a network whose weight files are not here."""
+    text = config.get("text_config", config)
+    said = (place.get(name) for place in (config, text) for name in ("dtype", "torch_dtype"))
+    network.set_dtype(_DTYPES.get(next(filter(None, said), ""), mx.bfloat16))
+    if (quantization := config.get("quantization")) is None:
+        return
+    nn.quantize(
+        network,
+        group_size=quantization["group_size"],
+        bits=quantization["bits"],
+        mode=quantization.get("mode", "affine"),
+        class_predicate=lambda path, layer: (
+            hasattr(layer, "to_quantized")
+            and quantization.get(path, layer.weight.shape[-1] % quantization["group_size"] == 0)
+        ),
+    )
+
+
+def _mtp(config: dict[str, Any], names: list[str]) -> Mtp:
+    text = config.get("text_config", config)
+    if not any(place.get(name) for place in (config, text) for name in _MTP_LAYERS):
+        return "no"
+    beyond = (re.search(r"layers\.(\d+)\.", name) for name in names)
+    held = any("mtp" in name for name in names) or any(
+        int(found[1]) >= text["num_hidden_layers"] for found in beyond if found
+    )
+    return "yes" if held else "without weights"
+
+
+def _no_room(costs: MemoryModel, limit: int) -> str | None:
+    if costs.max_tokens(limit):
+        return None
+    return (
+        f"Its weights take {format_bytes(costs.weights_bytes)} of the {format_bytes(limit)} that a worker may use on "
+        f"{device.describe()}, which leaves too little for any answer. Serve a conversion with fewer bits, or a "
+        "smaller model."
+    )

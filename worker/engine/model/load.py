@@ -1,0 +1,162 @@
+"""Load and identify the model that a worker serves, and refuse one at start that it cannot serve correctly."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from worker.engine.cache.segments import needs_states
+from worker.engine.checkpoint import is_path, read_json, refuse_code, similar_folder
+from worker.engine.model.calibration import calibrated
+from worker.engine.model.profile import profile, weights_bytes, why_not_batched
+from worker.engine.upstream.mlx_lm import TokenizerWrapper, download, load_model, load_tokenizer
+from worker.engine.vision.load import TEXT_ONLY, Vision, is_vision_model, open_vision, refuse_unlike
+from worker.engine.vision.memory_profile import with_encoder_cost
+from worker.errors import CannotStart
+from worker.schedule.memory import MemoryModel
+
+_UNKNOWN_CONTEXT = 4096  # tokens, if a config has no length: short enough to be safe
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """The draft model of SpecPrefill, which scores the tokens of long prompts."""
+
+    network: nn.Module
+    context: int  # tokens
+    stateful: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A loaded model. Only the engine's thread computes with its network and its vision part."""
+
+    network: nn.Module
+    tokenizer: TokenizerWrapper
+    fingerprint: str  # of weights, config and template; models with equal ones can continue each other's answers
+    context: int  # tokens, prompt and answer together
+    vocab: int
+    generation: dict[str, Any]  # the model's own sampling defaults
+    costs: MemoryModel  # predicts memory use, in bytes
+    stateful: bool  # a cached prefix can end only at a state snapshot
+    draft: DraftModel | None = None
+    vision: Vision | None = None  # None if images are not served
+
+
+def open_model(path_or_hub_id: str, *, vision: bool = True, trusted: bool = False) -> Model:
+    """Load a model with its weights, and measure its memory use. Blocks; must run on the thread that will compute.
+    `vision`: serve images too, if the model supports them. `trusted`: code in its folder may run. Raises `CannotStart`
+    with the reason and what to do."""
+    path, seeing = model_folder(path_or_hub_id, said=f"SLUICE_MODEL={path_or_hub_id}"), False
+    try:
+        seeing = vision and is_vision_model(path)
+        network, config, sight = open_vision(path, trusted=trusted) if seeing else _open_text(path, trusted)
+        tokenizer = load_tokenizer(path, template_of(sight), eos_token_ids=config.get("eos_token_id"))
+        # Before weights are read, so that an unsupported model is refused at once.
+        why_not, found = why_not_batched(network, config), profile(network, config)
+        costs = found.costs(weights_bytes=weights_bytes(_whole(network, sight)))
+        if why_not is None:
+            mx.eval(_whole(network, sight).parameters())
+            if sight:
+                refuse_unlike(sight.network, network, found.vocab)
+            costs = calibrated(costs, network, context_of(config))
+            costs = with_encoder_cost(costs, sight) if sight else costs
+    except (ValueError, OSError, KeyError, TypeError, ImportError, RuntimeError, AttributeError) as error:
+        raise CannotStart(why_not_loaded(path_or_hub_id, error, seeing=seeing)) from error
+    if why_not:
+        raise CannotStart(why_not)
+    if not tokenizer.has_chat_template:
+        raise CannotStart(f"{path_or_hub_id} has no chat template, so it cannot serve chat requests.")
+    return Model(
+        network=network,
+        tokenizer=tokenizer,
+        fingerprint=fingerprint(path),
+        context=context_of(config),
+        vocab=found.vocab,
+        generation=read_json(path, "generation_config.json"),
+        costs=costs,
+        stateful=needs_states(network),
+        vision=sight,
+    )
+
+
+def context_of(config: dict[str, Any]) -> int:
+    """Return the context length in tokens, prompt and answer together, by the model's config."""
+    tokens: int = config.get("text_config", config).get("max_position_embeddings") or _UNKNOWN_CONTEXT
+    return tokens
+
+
+def _open_text(path: Path, trusted: bool) -> tuple[nn.Module, dict[str, Any], Vision | None]:
+    if not trusted:
+        refuse_code(path, "model_file")  # mlx-lm does not read auto_map
+    network, config = load_model(path, lazy=True, trust_remote_code=trusted)
+    return network, config, None
+
+
+def why_not_loaded(path_or_hub_id: str, error: Exception, *, seeing: bool) -> str:
+    """Return the error message for a model that a library could not load."""
+    by, way_out = ("mlx-vlm", f"; {TEXT_ONLY}") if seeing else ("mlx-lm", "")
+    return f"{by} cannot load {path_or_hub_id}: {error}{way_out}"
+
+
+def template_of(vision: Vision | None) -> dict[str, str]:
+    """Return the tokenizer settings that select the processor's chat template, if there is one."""
+    return {"chat_template": vision.template} if vision and vision.template else {}
+
+
+def _whole(network: nn.Module, vision: Vision | None) -> nn.Module:
+    """Return the network with all weights: a vision model's includes the language model's, which are the same
+    arrays."""
+    return vision.network if vision else network
+
+
+def model_folder(path_or_hub_id: str, *, said: str, only: list[str] | None = None) -> Path:
+    """Return the local folder of a model, downloading it from the hub if necessary. Blocks. `said`: its name in errors.
+    `only`: patterns of the files to download; None is all. Raises `CannotStart`."""
+    folder = Path(path_or_hub_id).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise CannotStart(f"{said} is a file, not a folder; give the folder that contains it.")
+    meant = similar_folder(path_or_hub_id)
+    missing = f"{said}: there is no such folder" + (f"; did you mean {meant}?" if meant else ".")
+    if is_path(path_or_hub_id):
+        raise CannotStart(missing)
+    try:
+        return Path(download(path_or_hub_id, allow_patterns=only))
+    except (OSError, ValueError) as error:
+        if meant:  # after the hub, which may have this name although a local folder has a similar one
+            raise CannotStart(missing) from error
+        raise CannotStart(f"{said} is not a local folder, and could not be downloaded: {error}") from error
+
+
+def fingerprint(path: Path) -> str:
+    """Return a hash of the config, the template, and of the name, size, head and tail of each weight file (in
+    safetensors, the head holds names, shapes and dtypes). Reading all weights would delay the start."""
+    digest = hashlib.sha256()
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        "processor_config.json",
+        "preprocessor_config.json",
+    ):
+        if (path / name).is_file():
+            digest.update(name.encode() + (path / name).read_bytes())
+    for weights in sorted(path.glob("model*.safetensors")):
+        digest.update(f"{weights.name} {weights.stat().st_size}".encode())
+        digest.update(_ends(weights))
+    return "fp_" + digest.hexdigest()[:16]
+
+
+def _ends(path: Path, most: int = 1 << 20) -> bytes:
+    with path.open("rb") as file:
+        head = file.read(most)
+        file.seek(max(most, path.stat().st_size - most))
+        return head + file.read(most)

@@ -1,0 +1,211 @@
+"""Derive a model's memory profile and whether its rows can share a batch, without computing anything.
+
+Calling a network leaves lazy arrays with known shapes in its caches. So it is called with prompts of two lengths, the
+shapes are compared, and nothing is evaluated: no weight is read. Decided by what layers hold and can do, not by their
+class."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from worker.engine.cache.layers import cannot_batch, layers
+from worker.engine.device import fused_attention
+from worker.engine.upstream.mlx_lm import make_prompt_cache
+from worker.schedule.memory import BUFFER_TOKENS, KVLayers, MemoryModel
+
+Kind = Literal["kv", "rotating", "compressed", "recurrent", "chunked", "quantized", "unused"]
+
+_HELD: dict[Kind, str] = {"chunked": "in chunks, as Llama 4 does", "quantized": "in quantized form"}
+
+_FEW, _MANY = 2, 2 + BUFFER_TOKENS  # tokens: many models treat a single token differently
+# Peak of a layer's intermediate results, relative to the output of its linear maps: 2.1 to 2.3 measured for dense and
+# MoE layers in float32.
+_LIVE = 2.5
+_EXPERTS = "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts"
+_UNKNOWN_EXPERTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Memory of one cache layer for one row."""
+
+    kind: Kind
+    token_bytes: int  # for each token that it holds
+    window: int | None  # the most tokens that it holds; None is unlimited
+    fixed_bytes: int  # independent of the length of the row
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """One call of MLX's attention. Shapes are (rows, heads, tokens, head_dim)."""
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    values: tuple[int, ...]
+    dtype: mx.Dtype
+    sinks: bool
+    mask_per_head: bool  # the mask is then as large as the scores
+
+    @property
+    def score_bytes(self) -> int:
+        """Bytes for each pair of tokens; 0 if the device does not materialize the scores."""
+        fused = fused_attention(self.queries, self.keys, self.values, self.dtype, sinks=self.sinks)
+        held = 0 if fused else 3 if self.sinks else 1  # scores are copied to append the sinks, and back
+        return int((held + self.mask_per_head) * self.queries[1] * self.dtype.size)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProfile:
+    """A model's layers and memory use, derived from shapes."""
+
+    layers: tuple[Layer, ...]
+    attention_calls: int  # calls of MLX's attention function in a forward
+    score_bytes: int
+    chunk_token_bytes: int
+    dtype: str  # of the logits, and so of most activations
+    vocab: int  # number of logits
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes per token of a row, in all layers that hold it."""
+        return sum(layer.token_bytes for layer in self.layers)
+
+    def costs(self, *, weights_bytes: int, draft_bytes: int = 0) -> MemoryModel:
+        """Return the memory model: for rows of any length, before calibration."""
+        kinds = defaultdict[int | None, list[int]](list)
+        for layer in self.layers:
+            if layer.token_bytes:
+                kinds[layer.window].append(layer.token_bytes)
+        return MemoryModel(
+            weights_bytes=weights_bytes,
+            kv_layers=tuple(KVLayers(sum(each), max(each), window) for window, each in kinds.items()),
+            state_bytes=sum(layer.fixed_bytes for layer in self.layers),
+            chunk_token_bytes=self.chunk_token_bytes,
+            score_bytes=self.score_bytes,
+            draft_bytes=draft_bytes,
+        )
+
+
+def weights_bytes(network: nn.Module) -> int:
+    """Return the bytes of all weights, loaded or not. Weights used in two places, such as tied embeddings, count
+    once."""
+    return sum({id(array): array.nbytes for _, array in tree_flatten(network.parameters())}.values())
+
+
+def profile(network: nn.Module, config: dict[str, Any]) -> ModelProfile:
+    """Return the profile of a model. Lazy: computes nothing. Must not run while another thread computes, since MLX's
+    attention is replaced during the call."""
+    with _watched_attention() as calls:
+        few, _ = _filled(network, _FEW)
+    many, logits = _filled(network, _MANY)
+    text, width = config.get("text_config", config), logits.dtype.size
+    found = tuple(_layer(one, other) for one, other in zip(layers(few), layers(many), strict=True))
+    # Some models do not call MLX's attention, and materialize all scores.
+    unseen = text.get("num_attention_heads", 0) * width if any(layer.token_bytes for layer in found) else 0
+    return ModelProfile(
+        layers=found,
+        attention_calls=len(calls),
+        score_bytes=max((call.score_bytes for call in set(calls)), default=unseen),
+        chunk_token_bytes=int(_LIVE * width * _outputs(network, text)),
+        dtype=str(logits.dtype).removeprefix("mlx.core."),
+        vocab=logits.shape[-1],
+    )
+
+
+def why_not_batched(network: nn.Module, config: dict[str, Any]) -> str | None:
+    """Return why rows of this model cannot share a batch, and what to do; None if they can. Lazy: computes nothing."""
+    (one, _), (other, _) = _filled(network, 1), _filled(network, 2)
+    if kinds := cannot_batch(one):
+        held = next((_HELD[kind] for layer in layers(one) if (kind := _kind(layer)) in _HELD), "in its own way")
+        return (
+            f"This model keeps its context {held} ({', '.join(kinds)}), which mlx-lm cannot batch. Serve another "
+            "model; mlx_lm.server can serve this one, one request at a time."
+        )
+    try:
+        # Two rows and three: a model that confuses rows with heads fails only if their numbers differ.
+        for rows in [one, other], [one, other, other]:
+            batch = [layer[0].merge(list(layer)) for layer in zip(*rows, strict=True)]
+            network(mx.zeros((len(rows), 1), mx.int32), cache=batch)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        return _why_not_together(config, error)
+    return None
+
+
+def _why_not_together(config: dict[str, Any], error: Exception) -> str:
+    scaling = config.get("text_config", config).get("rope_scaling") or {}
+    if "dynamic" in (scaling.get("type"), scaling.get("rope_type")):
+        return (
+            "Dynamic-NTK rope scaling depends on the length of the longest row, so rows of different "
+            "length cannot share a batch. Set a fixed rope_scaling in the model's config.json, for example "
+            '{"type": "linear", "factor": 2.0}, or remove it and stay within the length the model was trained for.'
+        )
+    return f"This model cannot compute rows of different length together: {error}. Serve another one."
+
+
+def _filled(network: nn.Module, tokens: int) -> tuple[list[Any], mx.array]:
+    """Return the caches after a prompt of `tokens` tokens, and its logits. Lazy."""
+    cache = make_prompt_cache(network)
+    return cache, network(mx.zeros((1, tokens), mx.int32), cache=cache)
+
+
+@contextmanager
+def _watched_attention() -> Iterator[list[_Attention]]:
+    calls, original = list[_Attention](), mx.fast.scaled_dot_product_attention
+
+    def watch(q: mx.array, k: mx.array, v: mx.array, *, mask: Any = None, sinks: Any = None, **how: Any) -> mx.array:
+        per_head = isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[1] == q.shape[1]
+        calls.append(_Attention(q.shape, k.shape, v.shape, q.dtype, sinks is not None, per_head))
+        return original(q, k, v, mask=mask, sinks=sinks, **how)
+
+    mx.fast.scaled_dot_product_attention = watch
+    try:
+        yield calls
+    finally:
+        mx.fast.scaled_dot_product_attention = original
+
+
+def _layer(few: Any, many: Any) -> Layer:
+    """Return the layer by its caches after two prompts whose lengths differ by `BUFFER_TOKENS`."""
+    grown = -(-(many.nbytes - few.nbytes) // BUFFER_TOKENS)
+    return Layer(
+        kind=_kind(few, grows=grown > 0),
+        token_bytes=grown,
+        window=few.max_size if hasattr(few, "max_size") else None,
+        fixed_bytes=0 if grown else few.nbytes,
+    )
+
+
+def _kind(layer: Any, *, grows: bool = True) -> Kind:
+    if hasattr(layer, "chunk_size"):
+        return "chunked"
+    if hasattr(layer, "bits"):
+        return "quantized"
+    if not grows:
+        return "recurrent" if layer.nbytes else "unused"
+    if hasattr(layer, "max_size"):
+        return "rotating"
+    return "compressed" if _is_latent(layer) else "kv"
+
+
+def _is_latent(layer: Any) -> bool:
+    """Return True if the layer holds one latent vector for all heads, and positions separately (MLA)."""
+    if not (hasattr(layer, "keys") and hasattr(layer, "values")):
+        return False
+    return bool(layer.keys.shape[1] == 1 and layer.keys.shape[-1] != layer.values.shape[-1])
+
+
+def _outputs(network: nn.Module, text: dict[str, Any]) -> int:
+    """Return the output values per token of all linear maps in the widest layer."""
+    experts = next((text[name] for name in _EXPERTS if text.get(name)), _UNKNOWN_EXPERTS)
+
+    def outputs(parameters: Sequence[tuple[str, mx.array]]) -> int:
+        maps = [array.shape for name, array in parameters if name.endswith("weight") and array.ndim >= 2]
+        return sum(shape[-2] * (experts if len(shape) == 3 else 1) for shape in maps)
+
+    return max(outputs(tree_flatten(layer.parameters())) for layer in network.layers)

@@ -1,0 +1,1 @@
+"""Computing prompts: dense, sparse after SpecPrefill, and with images."""

@@ -1,0 +1,68 @@
+"""Caches kept across requests: prefixes of the model, prefixes of a draft model, and features of images."""
+
+from collections.abc import Iterable
+
+from worker.engine.batch.row import Row
+from worker.engine.cache.prefix import PrefixCache
+from worker.engine.model.load import Model
+from worker.engine.prefill.scoring import Draft
+from worker.engine.vision.encoder import FeatureCache
+from worker.schedule.request import GenerationRequest
+
+# Each takes 1 / share of all bytes.
+_DRAFT_SHARE = 4
+_FEATURES_SHARE = 4
+
+
+class EngineCaches:
+    """Owner of all caches that outlive a request, and of how they divide the bytes. For the engine's thread."""
+
+    def __init__(self, model: Model, most: int) -> None:
+        """`most`: bytes for all caches together. A draft model and a vision model each get a share of them."""
+        draft_bytes = most // _DRAFT_SHARE if model.draft else 0
+        features_bytes = most // _FEATURES_SHARE if model.vision else 0
+        self.prefix = PrefixCache(model.network, most - draft_bytes - features_bytes) if most > 0 else None
+        self.draft = _draft_of(model, draft_bytes)
+        self.features = FeatureCache(features_bytes) if model.vision else None
+        caches = (self.prefix, self.draft.prefix if self.draft else None, self.features)
+        self._all = [cache for cache in caches if cache is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all caches hold now."""
+        return sum(cache.nbytes for cache in self._all)
+
+    @property
+    def evicted(self) -> int:
+        """Number of KV segments, state snapshots and images evicted so far."""
+        return sum(cache.evicted for cache in self._all)
+
+    def touch(self, coming: Iterable[GenerationRequest]) -> None:
+        """Mark the prefixes and images of these requests as most recently used, so that they are evicted last."""
+        for sequence in coming:
+            if self.prefix:
+                self.prefix.touch(sequence.namespace, sequence.cache_key(sequence.tokens))
+            if self.features:
+                for picture in sequence.images:
+                    self.features.get(sequence.namespace, picture.digest)
+
+    def set_limit(self, spare: int) -> None:
+        """Limit all caches together to `spare` bytes, and evict what exceeds it. Image features come first, then the
+        draft's prefixes; the model's prefixes get what is left."""
+        for cache in reversed(self._all):
+            cache.set_limit(spare)
+            spare -= cache.nbytes
+
+    def forget_non_finite(self, row: Row) -> None:
+        """Drop the cached prefixes and image features of this row that are not finite. Blocks."""
+        if self.prefix:
+            self.prefix.forget_non_finite(row.request.namespace, row.cache_key())
+        if self.features:
+            self.features.forget_non_finite(row.request.namespace, row.request.images)
+
+
+def _draft_of(model: Model, prefix_bytes: int) -> Draft | None:
+    if model.draft is None:
+        return None
+    unread = model.vision.family.placeholder if model.vision else None
+    return Draft(model.draft.network, prefix_bytes, model.draft.context, unread)

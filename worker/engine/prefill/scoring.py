@@ -1,0 +1,275 @@
+"""Scores of a prompt's tokens: how much attention a draft model gives to each while it begins the answer.
+
+After SpecPrefill (arXiv 2502.02789). MLX's attention function is replaced during a forward and receives queries, keys
+and masks as they are compared, so this module depends on no model family."""
+
+import hashlib
+import math
+from array import array
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from worker.engine.batch.row import Row
+from worker.engine.cache.layers import layers
+from worker.engine.cache.prefix import PrefixCache
+from worker.engine.cache.segments import is_sliceable
+from worker.engine.prefill.base import Prefill
+from worker.engine.upstream.mlx_lm import make_prompt_cache
+from worker.schedule.request import GenerationRequest as Asked
+
+# Queries whose attention is recorded: the prompt's last token, and the first tokens of an answer. On the tiny model, 4
+# gave scores of little use, and 16 no better ones than 8.
+LOOKAHEAD = 8
+_POOL = 13  # tokens, an odd number; on the tiny model 9 was worse, and 21 no better
+_MEMO = 16  # prompts; 13 MB if each has 200,000 tokens
+
+Scores = Sequence[float]  # one for each token of a prompt
+
+
+class Draft:
+    """A draft model with its prefix cache, and the scores of recent prompts. For the engine's thread."""
+
+    def __init__(
+        self, network: nn.Module, prefix_bytes: int, context: int = 1 << 30, skip_token_id: int | None = None
+    ) -> None:
+        """`prefix_bytes`: the largest size of its prefix cache. `context`: tokens that it was trained for.
+        `skip_token_id`: id of a token that is removed before the draft reads a prompt, and may be outside its
+        vocabulary: the image placeholder."""
+        self.network, self.prefix, self.context = network, PrefixCache(network, prefix_bytes), context
+        self.skip_token_id = skip_token_id
+        self._memo = OrderedDict[tuple[str, bytes], Scores]()
+
+    def scoring(self, space: str, tokens: tuple[int, ...], boundaries: tuple[int, ...] = ()) -> "Scoring":
+        """Return a new scoring of a prompt of at least two tokens. `space`, `tokens` and `boundaries` are those of the
+        prompt's own `GenerationRequest`."""
+        return Scoring(self, Asked("", tokens, LOOKAHEAD, namespace=space, boundaries=boundaries))
+
+    def num_scored(self, tokens: tuple[int, ...]) -> int:
+        """Return the number of these tokens that the draft reads."""
+        return len(tokens) - tokens.count(self.skip_token_id)
+
+    def recall(self, asked: Asked) -> Scores | None:
+        """Return the remembered scores of this prompt, or None."""
+        if (scores := self._memo.get(_key(asked))) is not None:
+            self._memo.move_to_end(_key(asked))
+        return scores
+
+    def remember(self, asked: Asked, scores: Scores) -> None:
+        """Store the scores of a prompt; the least recently used are dropped."""
+        self._memo[_key(asked)] = scores
+        if len(self._memo) > _MEMO:
+            self._memo.popitem(last=False)
+
+
+def _key(asked: Asked) -> tuple[str, bytes]:
+    return asked.namespace, hashlib.sha256(array("q", asked.prompt)).digest()
+
+
+class Scoring:
+    """The scoring of one prompt. It may be dropped at any time; then only entries in the draft's prefix cache
+    remain."""
+
+    def __init__(self, draft: Draft, asked: Asked) -> None:
+        self._draft, self._tokens, self._asked = draft, asked.prompt, _without_skipped(asked, draft.skip_token_id)
+        self._scores = draft.recall(self._asked)
+        self._prefill = Prefill(draft.network, Row.of(self._asked), draft.prefix)
+        self._prefill.match_prefix()
+        self._lookahead: _Lookahead | None = None
+
+    @property
+    def scores(self) -> Scores | None:
+        """One score per token of the prompt, or None until all is computed. Tokens that the draft does not read score
+        0."""
+        if self._scores is None or len(self._scores) == len(self._tokens):
+            return self._scores
+        read = iter(self._scores)
+        return array("f", (0.0 if token == self._draft.skip_token_id else next(read) for token in self._tokens))
+
+    @property
+    def total(self) -> int:
+        """Tokens that the draft computes or takes from its prefix cache."""
+        return self._prefill.total + LOOKAHEAD
+
+    @property
+    def remaining(self) -> int:
+        """Tokens left for the draft to compute; 0 once there are scores."""
+        if self._scores is not None:
+            return 0
+        return self._lookahead.remaining if self._lookahead else self._prefill.remaining + LOOKAHEAD
+
+    def advance(self, tokens: int) -> None:
+        """Compute up to `tokens` tokens of the prompt, or one of the last `LOOKAHEAD` tokens, each of which takes its
+        own forward. Blocks.
+
+        Raises ArithmeticError if the draft's scores are not finite."""
+        if self._scores is not None:
+            return
+        if self._lookahead is None:
+            self._advance_prompt(tokens)
+        else:
+            self._lookahead.advance()
+            if self._lookahead.remaining == 0:
+                self._finish(self._lookahead.most)
+
+    def apply_prefix(self) -> None:
+        """Load the longest prefix from the draft's prefix cache. Blocks."""
+        if self._scores is None and self._lookahead is None:
+            self._prefill.match_prefix()
+            self._prefill.apply_prefix()
+
+    def _advance_prompt(self, tokens: int) -> None:
+        self.apply_prefix()
+        self._prefill.advance(min(tokens, self._prefill.remaining))
+        if self._prefill.remaining == 0:
+            cache, drawn, _ = self._prefill.finish()
+            self._lookahead = _Lookahead(self._draft.network, cache, drawn.tokens, len(self._asked.prompt))
+
+    def _finish(self, most: mx.array) -> None:
+        scores: list[float] = _pooled(most).tolist()  # type: ignore[assignment]
+        if not all(map(math.isfinite, scores)):
+            self._draft.prefix.forget_non_finite(self._asked.namespace, self._asked.prompt)
+            raise ArithmeticError("The draft's scores for this prompt are not finite.")
+        self._scores = array("f", scores)
+        self._draft.remember(self._asked, self._scores)
+
+
+def _without_skipped(asked: Asked, skip_token_id: int | None) -> Asked:
+    if skip_token_id not in asked.prompt:
+        return asked
+    places = [place for place, token in enumerate(asked.prompt) if token != skip_token_id]
+    boundaries = tuple(bisect_left(places, boundary) for boundary in asked.boundaries)
+    return replace(asked, prompt=tuple(asked.prompt[place] for place in places), boundaries=boundaries)
+
+
+class _Lookahead:
+    """Computes a prompt's last token, then the most likely next tokens one by one, and records their attention."""
+
+    def __init__(self, network: nn.Module, cache: list[Any], last: mx.array, prompt: int) -> None:
+        """`cache` holds all tokens of the prompt but the last, and is written to."""
+        self._network, self._cache, self._next, self._prompt = network, cache, last, prompt
+        self.most = mx.zeros(prompt)  # the largest attention weight that each token received
+        self.remaining = LOOKAHEAD
+
+    def advance(self) -> None:
+        with probe_attention(self._prompt + LOOKAHEAD - self.remaining) as watch:
+            logits = self._network(self._next[None], cache=self._cache)
+        self._next = mx.argmax(logits[:, -1], axis=-1)
+        self.most = mx.stack([self.most, *(given[: self._prompt] for given in watch.weights)]).max(axis=0)
+        mx.eval(self._next, self.most)
+        self.remaining -= 1
+
+
+def _pooled(most: mx.array) -> mx.array:
+    """Average each score with its neighbours', since adjacent tokens give a word its meaning. The paper does this for
+    each head; for the maximum over all heads the result was as good, and it costs almost nothing."""
+    mean = mx.full((1, _POOL, 1), 1 / _POOL)
+    return mx.conv1d(most[None, :, None], mean, padding=_POOL // 2).flatten()
+
+
+# Recording attention while one token is computed
+
+
+@dataclass(slots=True)
+class AttentionProbe:
+    """Record of the attention calls of one forward."""
+
+    calls: int = 0
+    weights: list[mx.array] = field(default_factory=list)  # by layer: for each token the largest weight among the heads
+
+
+@contextmanager
+def probe_attention(tokens: int) -> Iterator[AttentionProbe]:
+    """Record the attention that the last of `tokens` tokens gives to all of them, in layers without a shorter window.
+    Replaces the function process-wide: for one forward on the engine's thread."""
+    watch, attend = AttentionProbe(), mx.fast.scaled_dot_product_attention
+
+    def watching(q: mx.array, k: mx.array, v: mx.array, *, scale: float, **how: Any) -> mx.array:
+        watch.calls += 1
+        # A layer with a window has fewer keys once it is full; before that, its keys are in order too.
+        if q.shape[2] == 1 and k.shape[2] == tokens:
+            watch.weights.append(attention(q, k, scale=scale, **how).max(axis=0))
+        return attend(q, k, v, scale=scale, **how)
+
+    mx.fast.scaled_dot_product_attention = watching
+    try:
+        yield watch
+    finally:
+        mx.fast.scaled_dot_product_attention = attend
+
+
+def attention(
+    q: mx.array, k: mx.array, *, scale: float, mask: mx.array | str | None = None, sinks: mx.array | None = None
+) -> mx.array:
+    """Return attention weights (heads, keys) in float32 of one query. `q`: (1, heads, 1, head_dim); `k`: (1, kv_heads,
+    keys, head_dim); `mask` and `sinks` as in mx.fast.scaled_dot_product_attention. Lazy."""
+    heads, groups, keys = q.shape[1], k.shape[1], k.shape[2]
+    products = (q.reshape(1, groups, heads // groups, -1) * scale) @ k.swapaxes(-1, -2)
+    products = products.reshape(1, heads, 1, keys)
+    if isinstance(mask, mx.array):  # "causal" hides nothing here; latent attention adds its positional part as a mask
+        products = mx.where(mask, products, -mx.inf) if mask.dtype == mx.bool_ else products + mask
+    products = products.reshape(heads, keys).astype(mx.float32)
+    whole = mx.logsumexp(products, axis=-1, keepdims=True)
+    if sinks is not None:
+        whole = mx.logaddexp(whole, sinks.astype(mx.float32)[:, None])
+    return mx.exp(products - whole)
+
+
+# Checks at start
+
+_LONG = 1 << 18  # tokens: longer than any sliding window
+
+
+def why_not_draft(target: Sequence[str], draft: Sequence[str], network: nn.Module) -> str | None:
+    """Return why this network cannot be the draft, and what to do; None if it can. `target` and `draft`: tokens of the
+    model and of its draft by id, "" for ids without a token. Builds lazy graphs and computes nothing. Must not run
+    while another thread computes."""
+    watch, attends, vocab = _probe_long_prompt(network)
+    if why_not := _why_not_its_tokens(target, draft, vocab):
+        return f"{why_not}. Choose a draft of the model's own family, which shares its tokens."
+    if watch.weights:
+        return None
+    family = type(network).__module__.rpartition(".")[2]
+    if watch.calls:
+        why_not = "none of its layers attends to all tokens of a long prompt"
+    elif attends:
+        why_not = "mlx-lm implements its attention without MLX's function, so it cannot be recorded"
+    else:
+        why_not = "it has no attention"
+    return f"{family} cannot be a draft: {why_not}. Choose a model with full attention, such as a small Qwen3 or Llama."
+
+
+def _probe_long_prompt(network: nn.Module) -> tuple[AttentionProbe, bool, int]:
+    """Return the attention record at the end of a long prompt, whether any layer keeps keys by token, and the number of
+    logits. Everything is lazy, so only shapes are known."""
+    cache, token = make_prompt_cache(network), mx.zeros((1, 1), mx.int32)
+    network(token, cache=cache)
+    kept = [layer for layer in layers(cache) if is_sliceable(layer) and layer.keys is not None]
+    for layer in kept:
+        layer.keys, layer.values = _lengthened(layer.keys), _lengthened(layer.values)
+        layer.offset = _LONG
+    with probe_attention(_LONG + 1) as watch:
+        logits = network(token, cache=cache)
+    return watch, bool(kept), logits.shape[-1]
+
+
+def _lengthened(buffer: mx.array) -> mx.array:
+    rows, heads, _, width = buffer.shape
+    return mx.zeros((rows, heads, _LONG, width), buffer.dtype)
+
+
+def _why_not_its_tokens(target: Sequence[str], draft: Sequence[str], vocab: int) -> str | None:
+    """`vocab`: number of the draft's logits, unnamed tokens included."""
+    for token, (ours, its) in enumerate(zip(target, draft, strict=False)):
+        if ours and its and ours != its:
+            return f"Token {token} is {ours!r} in the model and {its!r} in its draft"
+    unknown = (token for token, name in enumerate(target) if name and token >= vocab)
+    if (first := next(unknown, None)) is not None:
+        return f"The draft has {vocab:,} tokens, and the model's token {first} is {target[first]!r}"
+    return None

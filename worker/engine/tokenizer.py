@@ -1,0 +1,197 @@
+"""Implement `worker.text.tokenizer` with mlx-lm's tokenizer, state machine and tool parsers."""
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, TypeVar
+
+from worker.engine.control_tokens import ControlTokens
+from worker.engine.upstream.mlx_lm import (
+    BPEStreamingDetokenizer,
+    TextStateMachine,
+    TokenizerWrapper,
+    make_text_state_machine,
+)
+from worker.engine.upstream.transformers import TokenizersBackend
+from worker.engine.vision.markers import expand_markers, split_parts
+from worker.errors import JobFailure
+
+T = TypeVar("T")
+
+
+class MLXTokenizer:
+    """A model's tokenizer. The methods implement `Tokenizer` in `worker.text.tokenizer`, and are described there."""
+
+    def __init__(self, wrapper: TokenizerWrapper, marker: str = "") -> None:
+        """`marker`: text that stands for an image in a vision model's chat template."""
+        self._wrapper, self._tokenizer, self._marker = wrapper, wrapper._tokenizer, marker
+        self._backend = _backend(self._tokenizer)
+
+    @cached_property
+    def tokens(self) -> list[str]:
+        """The vocabulary by id; "" for ids without a token."""
+        count = 1 + max(self._tokenizer.get_vocab().values())  # a vocabulary may have holes
+        return [token or "" for token in self._tokenizer.convert_ids_to_tokens(list(range(count)))]
+
+    @cached_property
+    def byte_level(self) -> bool:
+        """True if `tokens` are written in GPT-2's byte alphabet."""
+        return isinstance(self._wrapper.detokenizer, BPEStreamingDetokenizer)
+
+    @cached_property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Ids that end an answer."""
+        return frozenset(self._wrapper.eos_token_ids)
+
+    @cached_property
+    def definition(self) -> str | None:
+        """The content of a `tokenizer.json`, or None for a tokenizer in Python."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)  # a tokenizer in Python has none
+        return None if backend is None else str(backend.to_str())
+
+    @cached_property
+    def template(self) -> str:
+        """The chat template's source; empty if there is none, several by name, or one in Python."""
+        source = self._tokenizer.chat_template
+        return source if isinstance(source, str) else ""
+
+    @property
+    def think(self) -> tuple[str, str] | None:
+        """Markers around reasoning, or None."""
+        return (self._wrapper.think_start, self._wrapper.think_end) if self._wrapper.has_thinking else None
+
+    @property
+    def tool(self) -> tuple[str, str] | None:
+        """Markers around a tool call, or None."""
+        wrapper = self._wrapper
+        return (wrapper.tool_call_start, wrapper.tool_call_end) if wrapper.has_tool_calling else None
+
+    @property
+    def tool_format(self) -> str | None:
+        """mlx-lm's name of the tool call format, or None."""
+        name: str | None = self._tokenizer.init_kwargs.get("tool_parser_type")
+        return name
+
+    @cached_property
+    def control_tokens(self) -> ControlTokens:
+        """The tokens that structure a chat."""
+        markers = (*(self.think or ()), *(self.tool or ()), self._marker)
+        return ControlTokens(self._tokenizer, self._template_source, markers, self.encode)
+
+    @property
+    def _template_source(self) -> str:
+        if self._wrapper._chat_template is not None:
+            return ""
+        source = self._tokenizer.chat_template  # a dict holds several by name, and any may be used
+        return "\0".join(source.values()) if isinstance(source, dict) else source or ""
+
+    def encode(self, text: str) -> list[int]:
+        """Tokenize a text; markers in it become control tokens, and none are added. Releases the interpreter's lock if
+        the tokenizer is not in Python. Raises `JobFailure` if the tokenizer panics."""
+        if self._backend is None:
+            return list(self._tokenizer.encode(text, add_special_tokens=False))
+        # `encode` would hold the interpreter's lock throughout: 2.5 s for a megabyte of digits.
+        (encoding,) = _without_panic(self._backend.encode_batch_fast, [text], add_special_tokens=False)
+        return list(encoding.ids)
+
+    def streaming(self) -> "Streaming":
+        """Return a new detokenizer for one answer."""
+        return Streaming(self._wrapper.detokenizer)
+
+    def splitter(self, initial: str, transitions: dict[str, list[tuple[str, str]]] | None = None) -> "Splitter":
+        """Return a new splitter for one answer, by these transitions or else by those that mlx-lm infers."""
+        machine = TextStateMachine(transitions) if transitions else make_text_state_machine(self._wrapper)
+        return Splitter(machine, self._wrapper.response_initial_state or initial)
+
+    def parse_tool_call(self, text: str, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Parse the text between the markers with mlx-lm's parser. Raises what the parser raises."""
+        parsed = self._wrapper.tool_parser(text, tools)
+        return parsed if isinstance(parsed, list) else [parsed]
+
+    def render(
+        self, conversation: list[dict[str, Any]], *, tools: list[dict[str, Any]], continues: bool,
+        variables: dict[str, Any], images: Mapping[str, str] | None = None,
+    ) -> str:  # fmt: skip
+        """Return the chat template's text of a conversation. Raises what the template raises, and ValueError if it does
+        not emit each image once."""
+        if not images:
+            return self._render(conversation, tools, continues, variables)
+        text = self._render(split_parts(conversation, images), tools, continues, variables)
+        return expand_markers(text, self._marker, conversation, images)
+
+    def _render(
+        self,
+        conversation: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        continues: bool,
+        variables: dict[str, Any],
+    ) -> str:
+        how = {"tokenize": False, "add_generation_prompt": not continues, "continue_final_message": continues}
+        if self._wrapper._chat_template is not None:  # a template in Python, written for the wrapper's defaults
+            given = {"tools": tools} if tools else {}
+            return str(self._wrapper.apply_chat_template(conversation, **how, **given, **variables))
+        named = {self._thinking.get(name, name): value for name, value in variables.items()}
+        # Not through the wrapper, which enables thinking by default.
+        return str(self._tokenizer.apply_chat_template(conversation, tools=tools or None, **how, **named))
+
+    @cached_property
+    def _thinking(self) -> dict[str, str]:
+        """The template's own name for `enable_thinking`."""
+        return {"enable_thinking": self._wrapper._thinking_kwarg}
+
+
+def _backend(tokenizer: Any) -> Any:
+    """Return the tokenizer of Hugging Face's `tokenizers` with the settings that transformers uses, or None if Python
+    code takes part in encoding. Calling it directly avoids transformers' conversion of its results, which holds the
+    interpreter's lock."""
+    if getattr(type(tokenizer), "_encode_plus", None) is not TokenizersBackend._encode_plus:
+        return None
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+    return backend
+
+
+def _without_panic(call: Callable[..., T], *given: Any, **named: Any) -> T:
+    """Call, and turn a panic in Rust into a `JobFailure`: it is no Exception and would end more than the job. One cause
+    is a run of spaces that is too long for the tokenizer's regular expressions."""
+    try:
+        return call(*given, **named)
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise JobFailure("invalid_request", f"messages: the model's tokenizer failed on them: {error}.") from None
+
+
+class Streaming:
+    """Detokenizer of one answer, mlx-lm's."""
+
+    def __init__(self, upstream: Any) -> None:
+        self._upstream = upstream
+
+    def feed(self, token: int) -> str:
+        """Add a token, and return the text that is complete with it."""
+        self._upstream.add_token(token)
+        return str(self._upstream.last_segment)
+
+    def flush(self) -> str:
+        """Return the text held back. No token follows."""
+        self._upstream.finalize()
+        return str(self._upstream.last_segment)
+
+
+class Splitter:
+    """Splits one answer at the model's markers, with mlx-lm's state machine."""
+
+    def __init__(self, machine: TextStateMachine, initial: str) -> None:
+        self._at = machine.make_state(initial)
+
+    def feed(self, text: str) -> list[tuple[str, str]]:
+        """Return (state, text) for each state that the text passes through, in order."""
+        self._at, segments = TextStateMachine.split(self._at, text)
+        return list(segments)
+
+    def flush(self) -> tuple[str, str]:
+        """Return the present state and the text held back."""
+        self._at, text, state = TextStateMachine.flush(self._at)
+        return state, text

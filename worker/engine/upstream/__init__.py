@@ -1,0 +1,1 @@
+"""Everything that is borrowed from mlx-lm, mlx-vlm and transformers."""

@@ -1,0 +1,1 @@
+"""Images as the model takes them: processors, encoders, positions, memory."""

@@ -1,0 +1,97 @@
+"""Encode an image with the vision encoder, layer by layer, and cache the features."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from worker.schedule.recent import ByteLRU
+from worker.schedule.request import PromptImage
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """The language model's input for one image: a row for each token of its span."""
+
+    rows: mx.array  # (tokens, hidden_size), used instead of the tokens' embeddings
+    deepstack: tuple[mx.array, ...] = ()  # the same shape; element i is added to the output of text layer i
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """All arrays, `rows` first."""
+        return (self.rows, *self.deepstack)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def is_finite(self) -> bool:
+        """True if all values are finite. Blocks."""
+        return all(bool(mx.isfinite(array).all()) for array in self.arrays)
+
+
+Encode = Callable[[Any, list[mx.array]], Features]
+
+
+class EncoderRun:
+    """The run of one image through the encoder. The graph is built at once and evaluated one encoder layer at a time,
+    so that a large image delays other work by one layer at most."""
+
+    def __init__(self, picture: PromptImage, encode: Encode) -> None:
+        """`encode`: build the lazy features from the pixel inputs, and append the output of each encoder layer to the
+        list it is given."""
+        self.picture = picture
+        passed = list[mx.array]()
+        self._features = encode(picture.pixel_inputs, passed)
+        self._ahead: list[tuple[mx.array, ...]] = [*((layer,) for layer in passed), self._features.arrays]
+        self._stages = len(self._ahead)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens of the image's span left to compute; 0 only at the end."""
+        return self._behind(len(self._ahead))
+
+    def advance(self, tokens: int) -> int:
+        """Compute about `tokens` tokens in whole layers, at least one layer. Blocks. Returns the number computed."""
+        before = self.remaining
+        while self._ahead:
+            mx.eval(self._ahead.pop(0))
+            if before - self._behind(len(self._ahead) - 1) > tokens:
+                break
+        return before - self.remaining
+
+    def _behind(self, stages: int) -> int:
+        """Return the tokens that correspond to `stages` remaining stages, rounded up."""
+        return -(-self.picture.tokens * stages // self._stages)
+
+    @property
+    def features(self) -> Features | None:
+        """The features, computed, or None until the encoder is done."""
+        return None if self._ahead else self._features
+
+
+def noting(blocks: Iterable[Callable[..., mx.array]], passed: list[mx.array]) -> list[Callable[..., mx.array]]:
+    """Wrap encoder layers so that each appends its output to `passed`."""
+
+    def noted(block: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        def call(*given: Any, **named: Any) -> mx.array:
+            passed.append(block(*given, **named))
+            return passed[-1]
+
+        return call
+
+    return [noted(block) for block in blocks]
+
+
+class FeatureCache(ByteLRU[Features]):
+    """Least recently used cache of image features, for the engine's thread. Response times would reveal to one tenant
+    which images another has sent, so tenants that are isolated have a namespace each."""
+
+    def forget_non_finite(self, space: str, pictures: Iterable[PromptImage]) -> None:
+        """Drop the features of these images that are not finite. Blocks."""
+        for key in self._entries.keys() & {(space, picture.digest) for picture in pictures}:
+            if not self._entries[key].is_finite:
+                self.nbytes -= self._entries.pop(key).nbytes

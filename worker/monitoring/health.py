@@ -1,0 +1,46 @@
+"""What a worker answers to those who probe it: is it alive, and does it take jobs?
+
+Each part is a function that returns what is wrong with it, or None. Probes call them on threads of their own, so that
+they are answered while the event loop hangs.
+"""
+
+from collections.abc import Callable, Mapping
+
+from worker.monitoring.heartbeat import Heartbeat
+
+Part = Callable[[], str | None]
+
+_SILENT_S = 10.0  # longer than any step of the engine and any pause of the loop that ends by itself
+
+
+class Health:
+    """A worker that loads its model is alive, and not ready."""
+
+    def __init__(self, watchdog_s: float) -> None:
+        """`watchdog_s`: after so long the process ends itself; probes learn of it before."""
+        self._silent_s = min(_SILENT_S, watchdog_s / 2)
+        self._alive: Mapping[str, Part] = {}
+        self._ready: Mapping[str, Part] = {"model": lambda: "it is loading"}
+
+    def serving(self, pulses: Mapping[str, Heartbeat], parts: Mapping[str, Part]) -> None:
+        """The model is loaded: from now on the worker is alive while its pulses beat, and ready if its parts are."""
+        self._alive = {name: self._is_stalled(pulse) for name, pulse in pulses.items()}
+        self._ready = {"model": lambda: None, **parts}
+
+    def alive(self) -> dict[str, str]:
+        """By part: "ok", or what is wrong."""
+        return _told(self._alive)
+
+    def ready(self) -> dict[str, str]:
+        return _told({**self._alive, **self._ready})
+
+    def _is_stalled(self, pulse: Heartbeat) -> Part:
+        def part() -> str | None:
+            silent_s = pulse.stalled_s()
+            return f"it has not moved for {silent_s:.0f} s" if silent_s > self._silent_s else None
+
+        return part
+
+
+def _told(parts: Mapping[str, Part]) -> dict[str, str]:
+    return {name: part() or "ok" for name, part in parts.items()}

@@ -1,0 +1,241 @@
+"""What a worker counts, for Prometheus: `worker.monitoring.probes` serves it.
+
+The names are vLLM's where it has one, with vLLM's meaning; what only we have begins with `sluice:`. Everything is
+counted all the time, and served where a port is set.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any, TypeVar, get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+
+from schemas.keys import LANES, Lane
+from worker.errors import ErrorType
+from worker.schedule.report import StepReport
+
+_Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
+
+# A token takes a Mac from 5 ms (a small model) to some 100 ms, the default target of a step; more is trouble.
+_TOKEN_S = (0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.125, 0.15, 0.2, 0.3, 0.5, 1, 2, 5)
+# From a job that is picked up at once to an offline one's day in the queue, with the minutes of a long prompt between.
+_JOB_S = (
+    0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 20, 30, 60, 120, 300, 600, 1800,
+    3600, 14_400, 86_400,
+)  # fmt: skip
+_TOKENS = tuple(digit * 10**zeros for zeros in range(6) for digit in (1, 2, 5))
+_ROWS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512)
+_RATIO = (0.5, 0.7, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.2, 1.5, 2, 4)
+
+_ENDINGS = ("stop", "length", "tool_calls", "abort", "error")  # the last two are vLLM's for cancelled and failed
+_NOT_ADMITTED: tuple[ErrorType, ...] = ("too_large", "overloaded")
+
+_BY_MODEL = ("model_name",)
+_BY_LANE = ("model_name", "lane")
+
+
+class Metrics:
+    """Of one worker. Seconds are never negative."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._tokens = _Tokens(model_name)
+        self.registry.register(self._tokens)
+        make = _Families(self.registry, model_name)
+        self._of_jobs(make)
+        self._of_the_engine(make)
+
+    def _of_jobs(self, make: "_Families") -> None:
+        self._running = make.by_lane(Gauge, "vllm:num_requests_running", "Jobs that this worker runs.")
+        self._waiting = make.by_lane(
+            Gauge,
+            "vllm:num_requests_waiting",
+            "Jobs in the queue that no worker runs. All workers of a model report the same number: use max, not sum.",
+        )
+        self._queue_s = make.seconds("vllm:request_queue_time_seconds", "Seconds from submission to claim.")
+        self._ttft_s = make.seconds(
+            "vllm:time_to_first_token_seconds",
+            "Seconds from submission to the first token. A job's own ttft_s counts from the claim.",
+        )
+        self._prefill_s = make.seconds(
+            "vllm:request_prefill_time_seconds", "Seconds from claim to the end of the prompt."
+        )
+        self._decode_s = make.seconds("vllm:request_decode_time_seconds", "Seconds from the first token to the last.")
+        self._e2e_s = make.seconds(
+            "vllm:e2e_request_latency_seconds", "Seconds from submission to the end, of finished jobs."
+        )
+        self._read = make.by_lane(Counter, "vllm:prompt_tokens", "Prompt tokens processed.")
+        self._prompts = make.by_lane(
+            Histogram, "vllm:request_prompt_tokens", "Prompt tokens of a finished job.", buckets=_TOKENS
+        )
+        self._answers = make.by_lane(
+            Histogram, "vllm:request_generation_tokens", "Answer tokens of a finished job.", buckets=_TOKENS
+        )
+        self._ended = make.by_lane_and(
+            "finished_reason",
+            _ENDINGS,
+            "vllm:request_success",
+            "Jobs that have ended, by finished_reason: stop, length, tool_calls, abort (cancelled) or error (failed).",
+        )
+        self._failed = make.by_lane_and(
+            "error_type", get_args(ErrorType), "sluice:request_failures", "Failed jobs, by error_type as in the event."
+        )
+        self._rejected = make.by_lane_and(
+            "reason",
+            _NOT_ADMITTED,
+            "vllm:admission_rejections",
+            "Jobs that failed because they do not fit into memory or context, by reason: too_large or overloaded.",
+        )
+        self._taken_over = make.by_lane(Counter, "sluice:takeovers", "Jobs taken over from a worker that died.")
+
+    def _of_the_engine(self, make: "_Families") -> None:
+        self._queried = make.one(Counter, "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._hit = make.one(
+            Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache, and not computed."
+        )
+        self._evicted = make.one(
+            Counter, "sluice:prefix_cache_evictions", "Segments, snapshots and images evicted from the prefix cache."
+        )
+        self._prefixes = make.one(Gauge, "sluice:prefix_cache_bytes", "Size of the prefix cache.")
+        self._step_s = make.one(Histogram, "sluice:step_seconds", "Seconds of an engine step.", buckets=_TOKEN_S)
+        self._step_rows = make.one(Histogram, "sluice:step_rows", "Rows that decode in a step.", buckets=_ROWS)
+        self._no_room = make.one(Gauge, "sluice:rows_awaiting_memory", "Claimed jobs that wait for memory.")
+        self._parked = make.one(
+            Gauge, "sluice:rows_preempted", "Offline rows that are preempted now, to make room for interactive ones."
+        )
+        self._preempted = make.one(Counter, "vllm:num_preemptions", "Preemptions of rows.")
+        self._promised = make.one(
+            Gauge, "vllm:kv_cache_usage_perc", "Share of the memory for rows that is reserved; 1 is all of it."
+        )
+        self._predicted = make.one(
+            Gauge, "sluice:memory_predicted_bytes", "Predicted peak memory of the rows, without the model."
+        )
+        self._measured = make.one(Gauge, "sluice:memory_measured_bytes", "Measured peak memory of the same rows.")
+        self._ratio = make.one(
+            Histogram,
+            "sluice:memory_prediction_ratio",
+            "Measured divided by predicted peak memory; above 1, the prediction was too low.",
+            buckets=_RATIO,
+        )
+
+    # A job's life
+
+    def claimed(self, lane: Lane, *, queue_s: float, lapses: int) -> None:
+        """`lapses`: how many workers have died while they ran it."""
+        self._running[lane].inc()
+        self._queue_s[lane].observe(queue_s)
+        if lapses:
+            self._taken_over[lane].inc()
+
+    def first_token(self, lane: Lane, *, ttft_s: float, prefill_s: float, prompt_tokens: int) -> None:
+        """Once an attempt, with its first draw, be that the end of the answer."""
+        self._ttft_s[lane].observe(ttft_s)
+        self._prefill_s[lane].observe(prefill_s)
+        self._read[lane].inc(prompt_tokens)
+
+    def token(self, lane: Lane, gap_s: float | None) -> None:
+        """Each token of each row, on the event loop. `gap_s`: since the one before, None for an attempt's first."""
+        self._tokens.saw(lane, gap_s)
+
+    def finished(
+        self, lane: Lane, reason: str, *, e2e_s: float, decode_s: float, prompt_tokens: int, completion_tokens: int
+    ) -> None:
+        self._ended[lane, reason].inc()
+        self._e2e_s[lane].observe(e2e_s)
+        self._decode_s[lane].observe(decode_s)
+        self._prompts[lane].observe(prompt_tokens)
+        self._answers[lane].observe(completion_tokens)
+
+    def failed(self, lane: Lane, error: ErrorType) -> None:
+        self._ended[lane, "error"].inc()
+        self._failed[lane, error].inc()
+        if error in _NOT_ADMITTED:
+            self._rejected[lane, error].inc()
+
+    def cancelled(self, lane: Lane) -> None:
+        self._ended[lane, "abort"].inc()
+
+    def left(self, lane: Lane) -> None:
+        """Each claimed job once, those that were handed back or lost too."""
+        self._running[lane].dec()
+
+    # How things stand
+
+    def waiting(self, lane: Lane, jobs: int) -> None:
+        self._waiting[lane].set(jobs)
+
+    def stepped(self, step: StepReport) -> None:
+        self._step_rows.observe(step.rows)
+        self._step_s.observe(step.seconds)
+        self._no_room.set(step.num_waiting)
+        self._parked.set(step.num_preempted)
+        self._preempted.inc(step.num_preemptions)
+        if step.reserved:
+            used, there = step.reserved
+            self._promised.set(used / there)
+        self._queried.inc(step.prefix.queried)
+        self._hit.inc(step.prefix.hit)
+        self._evicted.inc(step.prefix.evicted)
+        self._prefixes.set(step.prefix.nbytes)
+        if step.memory:
+            self._saw_memory(*step.memory)
+
+    def _saw_memory(self, predicted: int, measured: int) -> None:
+        self._predicted.set(predicted)
+        self._measured.set(measured)
+        self._ratio.observe(measured / predicted)
+
+
+class _Families:
+    """Makes metrics with their labels, and all series at zero from the start: Prometheus sees no increase in one
+    that begins with its first event."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._registry, self._model = registry, model_name
+
+    def one(self, kind: type[_Kind], name: str, help: str, **more: Any) -> _Kind:
+        return kind(name, help, _BY_MODEL, registry=self._registry, **more).labels(self._model)
+
+    def by_lane(self, kind: type[_Kind], name: str, help: str, **more: Any) -> dict[Lane, _Kind]:
+        family = kind(name, help, _BY_LANE, registry=self._registry, **more)
+        return {lane: family.labels(self._model, lane) for lane in LANES}
+
+    def seconds(self, name: str, help: str) -> dict[Lane, Histogram]:
+        return self.by_lane(Histogram, name, help, buckets=_JOB_S)
+
+    def by_lane_and(self, label: str, values: tuple[str, ...], name: str, help: str) -> dict[tuple[Lane, str], Counter]:
+        family = Counter(name, help, (*_BY_LANE, label), registry=self._registry)
+        return {(lane, value): family.labels(self._model, lane, value) for lane in LANES for value in values}
+
+
+class _Tokens:
+    """Tokens and the time between them, counted by hand: prometheus-client's counter and histogram take 1.7 µs for
+    each, of the ten in which a token is to be said and published; this takes a third of that."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model = model_name
+        self._tokens = dict.fromkeys(LANES, 0)
+        self._gaps = {lane: [0] * (len(_TOKEN_S) + 1) for lane in LANES}
+        self._seconds = dict.fromkeys(LANES, 0.0)
+
+    def saw(self, lane: Lane, gap_s: float | None) -> None:
+        self._tokens[lane] += 1
+        if gap_s is not None:
+            self._gaps[lane][bisect_left(_TOKEN_S, gap_s)] += 1
+            self._seconds[lane] += gap_s
+
+    def collect(self) -> Iterator[Metric]:
+        """On the server's threads; the loop counts on meanwhile, so the numbers may be a token apart."""
+        tokens = CounterMetricFamily("vllm:generation_tokens", "Answer tokens.", labels=_BY_LANE)
+        gaps = HistogramMetricFamily(
+            "vllm:inter_token_latency_seconds", "Seconds between two tokens of an answer.", labels=_BY_LANE
+        )
+        bounds = [*(str(float(bound)) for bound in _TOKEN_S), "+Inf"]
+        for lane in LANES:
+            labels = (self._model, lane)
+            tokens.add_metric(labels, self._tokens[lane])
+            upto = accumulate(self._gaps[lane].copy())
+            gaps.add_metric(labels, list(zip(bounds, upto, strict=True)), self._seconds[lane])
+        yield from (tokens, gaps)

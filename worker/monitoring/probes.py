@@ -1,0 +1,114 @@
+"""The port on which Prometheus reads the metrics, and supervisors and load balancers ask for the worker's health."""
+
+import errno
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from socketserver import ThreadingTCPServer
+from threading import Thread
+
+from prometheus_client import CollectorRegistry, MetricsHandler
+from prometheus_client.exposition import choose_encoder
+
+from worker.errors import CannotStart
+from worker.monitoring.health import Health
+
+logger = logging.getLogger("sluice.probes")
+
+_CLOSE_S = 0.1  # how often the server looks whether it shall close
+_MOST_DROPPED = 65_536  # bytes of a body that nobody asked for; after more the answer may be lost
+_TEXT = "text/plain; charset=utf-8"
+
+
+@contextmanager
+def answer_probes(port: int | None, registry: CollectorRegistry, health: Health) -> Iterator[None]:
+    """Answer inside the block, to whoever can reach this machine: there are no prompts and no ids in the answers.
+    Without a port, nobody listens. Raises `CannotStart` if the port cannot be had."""
+    if port is None:
+        yield
+        return
+    handler = type("Handler", (_Handler,), {"registry": registry, "health": health})
+    try:
+        server = _Server(("", port), handler)
+    except OSError as error:
+        raise CannotStart(f"SLUICE_METRICS_PORT={port}: {_why(error)}") from None
+    with server:
+        thread = Thread(target=server.serve_forever, args=[_CLOSE_S], name="probes")
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class _Server(ThreadingTCPServer):
+    """Not an HTTPServer: that one looks up this machine's name at start, which may take seconds."""
+
+    allow_reuse_address = True  # a worker that is started again finds its port free
+    daemon_threads = True  # a scrape does not hold up the end
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        gone = isinstance(sys.exc_info()[1], ConnectionError | TimeoutError)
+        logger.log(logging.DEBUG if gone else logging.WARNING, "a probe was not answered", exc_info=True)
+
+
+class _Handler(MetricsHandler):
+    health: Health
+    timeout = 10.0  # whoever connects and asks nothing does not keep a thread
+
+    def do_GET(self) -> None:
+        match self.path.partition("?")[0]:
+            case "/metrics" if self.command == "GET":
+                super().do_GET()
+            case "/metrics":
+                self._answer(200, choose_encoder(self.headers.get("Accept", ""))[1], b"")
+            case "/healthz":
+                self._tell(self.health.alive())
+            case "/readyz":
+                self._tell(self.health.ready())
+            case _:
+                self._answer(404, _TEXT, b"There are /metrics, /healthz and /readyz here.\n")
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer in plain text what the library answers in HTML: most of all a method that has no `do_...` here."""
+        if code == HTTPStatus.NOT_IMPLEMENTED:
+            self._answer(405, _TEXT, b"Only GET and HEAD are answered here.\n", allow="GET, HEAD")
+            self._drop_body()
+        else:
+            self._answer(code, _TEXT, f"{message or HTTPStatus(code).phrase}\n".encode("ascii", "replace"))
+
+    def _drop_body(self) -> None:
+        """A connection that is closed with unread bytes is reset, and the answer may be lost with it."""
+        length = self.headers.get("Content-Length", "")
+        if length.isascii() and length.isdecimal() and len(length) < 10:
+            self.rfile.read(min(int(length), _MOST_DROPPED))
+
+    def _tell(self, parts: dict[str, str]) -> None:
+        well = all(said == "ok" for said in parts.values())
+        body = json.dumps({"status": "ok" if well else "unavailable", **parts}) + "\n"
+        self._answer(200 if well else 503, "application/json", body.encode())
+
+    def _answer(self, status: int, content_type: str, body: bytes, *, allow: str = "") -> None:
+        self.send_response(status)
+        if allow:
+            self.send_header("Allow", allow)
+        self.send_header("Content-Type", content_type)
+        if body:
+            self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+def _why(error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return "the port is taken; each worker on a machine needs one of its own."
+    return f"nothing can be served there: {error.strerror}."

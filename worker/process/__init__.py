@@ -1,0 +1,1 @@
+"""The worker's process and its child processes: resource limits, exit, log format."""

@@ -1,0 +1,73 @@
+"""The end of the process, whatever its threads do: native code cannot be interrupted, and Python waits for it."""
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from worker.errors import CannotStart
+
+logger = logging.getLogger("sluice")
+
+EXIT_FAILED = 1  # as Python's own for an exception
+EXIT_CANNOT_START = 2
+EXIT_FORCED = 5  # a second signal, and not every job was handed back
+_EXIT_INTERRUPTED = 128 + signal.SIGINT
+
+
+class ExitTimer:
+    """Ends the process after a time limit, if it has not ended by itself. A process has one."""
+
+    def __init__(self) -> None:
+        self._timer: threading.Timer | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    def exit_after(self, limit_s: float, code: int, error: BaseException | None = None) -> None:
+        """Returns at once. Replaces what was set before. `error`: logged if the limit is reached."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = threading.Timer(limit_s, _end, (code, error))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def when(self, hurry: asyncio.Event, limit_s: float, code: int) -> None:
+        """Set the limit as soon as the event is set. Replaces the call before."""
+        if self._watch is not None:
+            self._watch.cancel()
+        self._watch = asyncio.create_task(self._await(hurry, limit_s, code))
+
+    @contextmanager
+    def after_error(self, limit_s: float) -> Iterator[None]:
+        """Set the limit if the block raises: what comes after it may wait for a thread."""
+        try:
+            yield
+        except BaseException as error:
+            self.exit_after(limit_s, _exit_code(error), error)
+            raise
+
+    async def _await(self, hurry: asyncio.Event, limit_s: float, code: int) -> None:
+        await hurry.wait()
+        self.exit_after(limit_s, code)
+
+
+def _exit_code(error: BaseException) -> int:
+    """Return the code with which the process would end because of it, if no thread kept it."""
+    match error:
+        case CannotStart():
+            return EXIT_CANNOT_START
+        case KeyboardInterrupt() | asyncio.CancelledError():
+            return _EXIT_INTERRUPTED
+    return EXIT_FAILED
+
+
+def _end(code: int, error: BaseException | None) -> None:
+    if error is not None and code == EXIT_FAILED:
+        logger.critical("the worker failed", exc_info=error)
+    elif code == EXIT_CANNOT_START:
+        logger.critical("%s", error)
+    logger.warning("a thread is still at work: ending without it")
+    logging.shutdown()
+    os._exit(code)

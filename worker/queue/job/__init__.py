@@ -1,0 +1,1 @@
+"""A job in Redis: claim, lease, log of events, result, ending."""

@@ -1,0 +1,207 @@
+"""What a job says, from the worker to Redis: one fenced call for all rows of a step."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from schemas import keys
+from worker.errors import OwnershipLost
+from worker.json_bytes import dumps
+from worker.queue.job.claims import Claim, cleanup_keys
+from worker.queue.scripts import JOB_LIFE_MS, script
+from worker.queue.server.clock import ServerClock
+from worker.settings import Settings
+
+logger = logging.getLogger("sluice.queue")
+
+State = Literal["finished", "failed", "cancelled"]
+_BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+_MOST_HELD = 20_000  # events not yet in Redis; beyond it the engine waits too
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    state: State
+    result: bytes
+    parked: bytes  # for the dead letters; empty for almost all
+
+
+@dataclass(slots=True)
+class JobLog:
+    """The events of one job, those of earlier attempts first. All are kept until the job has ended, so that a
+    list which a failover shortened can be filled again."""
+
+    claim: Claim
+    clock: ServerClock
+    changed: Callable[[], None]
+    lost: Callable[[], None]  # called when the fence shows that another attempt owns the job
+    events: list[bytes] = field(default_factory=list)
+    fields: dict[str, str | int] = field(default_factory=dict)  # for the job's hash, with the next events
+    written: int = 0
+    ending: Ending | None = None
+    flushed: asyncio.Event = field(default_factory=asyncio.Event)
+    fenced: bool = False
+    on_abandoned: Callable[[], None] | None = None  # set: called when nobody has listened for a while
+    alone_since: float | None = None  # monotonic
+
+    def append(self, type: str, **content: object) -> None:
+        event = {
+            "id": self.claim.job_id,
+            "seq": len(self.events),
+            "attempt": self.claim.attempt,
+            "type": type,
+            "ts": round(self.clock.now(), 6),
+            **content,
+        }
+        self.events.append(dumps(event))
+        self.flushed.clear()
+        self.changed()
+
+    def load(self, said: list[bytes]) -> None:
+        """What earlier attempts have said: ours comes after it."""
+        self.events, self.written = said, len(said)
+
+    @property
+    def pending(self) -> bool:
+        return not self.fenced and self.written < len(self.events)
+
+    def was_written(self, upto: int, sent: dict[str, str | int], *, alone: bool, grace_s: float) -> None:
+        self.written = upto
+        self.fields = {name: value for name, value in self.fields.items() if sent.get(name) != value}
+        if not alone or self.on_abandoned is None:
+            self.alone_since = None
+        elif self.alone_since is None:
+            self.alone_since = time.monotonic()
+        elif time.monotonic() - self.alone_since > grace_s:
+            self.on_abandoned()
+
+
+class Publisher:
+    """The only writer of events. Everything is safely sent again, so an outage costs time and nothing else."""
+
+    def __init__(
+        self, redis: Redis, clock: ServerClock, settings: Settings, hold: Callable[[bool], None] = lambda on: None
+    ) -> None:
+        """`hold`: stop making tokens while too many wait to be written, and go on."""
+        self._clock, self._settings, self._hold = clock, settings, hold
+        self._append, self._final = script(redis, "append"), script(redis, "final")
+        self._logs: dict[str, JobLog] = {}
+        self._changed = asyncio.Event()
+        self._failures, self._holding = 0, False
+
+    def open(self, claim: Claim, *, lost: Callable[[], None]) -> JobLog:
+        log = JobLog(claim, self._clock, self._changed.set, lost)
+        self._logs[claim.job_id] = log
+        return log
+
+    def close(self, log: JobLog) -> None:
+        del self._logs[log.claim.job_id]
+
+    async def flush(self, log: JobLog) -> None:
+        """Until everything said so far is in Redis. Raises `OwnershipLost`."""
+        while log.pending:
+            await log.flushed.wait()
+        if log.fenced:
+            raise OwnershipLost
+
+    async def finish(
+        self, log: JobLog, state: State, result: bytes | None = None, *, parked: bytes = b"", **content: object
+    ) -> None:
+        """The final event with the result and the state; without a result, the event is the result."""
+        log.append(state, **content)
+        log.ending = Ending(state, log.events[-1] if result is None else result, parked)
+        await self.flush(log)
+
+    @property
+    def num_unwritten(self) -> int:
+        """Events that are not in Redis yet."""
+        return sum(len(log.events) - log.written for log in self._logs.values() if not log.fenced)
+
+    async def run(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            try:
+                await self._write()
+            except (RedisError, OSError) as error:
+                await self._wait_out(error)
+            else:
+                self._went_well()
+
+    async def _wait_out(self, error: Exception) -> None:
+        self._changed.set()
+        if self._failures == 0:
+            logger.warning("redis did not take %d events (%s): holding them", self.num_unwritten, error)
+        self._hold_engine(self.num_unwritten > _MOST_HELD)
+        for log in self._logs.values():
+            log.alone_since = None  # whoever listened has to connect again, as we have
+        await asyncio.sleep(_BACKOFF_S[min(self._failures, len(_BACKOFF_S) - 1)])
+        self._failures += 1
+
+    def _went_well(self) -> None:
+        if self._failures:
+            logger.warning("redis takes events again, everything held has been written")
+            self._hold_engine(False)
+        self._failures = 0
+
+    def _hold_engine(self, on: bool) -> None:
+        if on != self._holding:
+            self._holding = on
+            self._hold(on)
+
+    async def _write(self) -> None:
+        pending = [log for log in self._logs.values() if log.pending]
+        if running := [log for log in pending if log.ending is None]:
+            await self._append_step(running)
+        for log in pending:
+            if log.ending is not None:
+                await self._append_final(log, log.ending)
+
+    async def _append_step(self, logs: list[JobLog]) -> None:
+        sent = [(len(log.events), log.fields.copy()) for log in logs]
+        args: list[bytes | str | int] = [JOB_LIFE_MS]
+        for log in logs:
+            args += _row(log)
+        answer = await self._append(keys=[keys.job(log.claim.job_id) for log in logs], args=args)
+        verdicts = dict(zip(answer[::2], answer[1::2], strict=True))
+        for row, log in enumerate(logs):
+            self._settle_row(log, sent[row], verdicts.get(row + 1))
+
+    async def _append_final(self, log: JobLog, ending: Ending) -> None:
+        job_id, sent = log.claim.job_id, (len(log.events), log.fields.copy())
+        model, settings = self._settings.model_name, self._settings
+        verdict = await self._final(
+            keys=[
+                keys.job(job_id), keys.log(job_id), keys.channel(job_id), keys.result(job_id),
+                keys.queue(model, log.claim.lane), *cleanup_keys(job_id),
+            ],
+            args=[
+                JOB_LIFE_MS, log.claim.attempt, log.written, ending.state, ending.result,
+                settings.log_ttl_s * 1000, settings.result_ttl_s * 1000, ending.parked, *log.events[log.written :],
+            ],
+        )  # fmt: skip
+        self._settle_row(log, sent, None if verdict == b"done" else verdict)
+
+    def _settle_row(self, log: JobLog, sent: tuple[int, dict[str, str | int]], verdict: int | bytes | None) -> None:
+        if isinstance(verdict, int):  # the list is shorter than we left it: fill it again from there
+            log.written = verdict
+            self._changed.set()
+        elif verdict == b"fenced":
+            log.fenced = True
+            log.lost()
+        else:
+            log.was_written(*sent, alone=verdict == b"alone", grace_s=self._settings.disconnect_grace_s)
+        if not log.pending:
+            log.flushed.set()
+
+
+def _row(log: JobLog) -> list[bytes | str | int]:
+    events, watch = log.events[log.written :], int(log.on_abandoned is not None)
+    header = f"{log.claim.attempt} {log.written} {watch} {len(events)} {len(log.fields)}"
+    return [header, *events, *(part for pair in log.fields.items() for part in pair)]

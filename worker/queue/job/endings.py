@@ -1,0 +1,110 @@
+"""The four ways a claim can end, each through one place."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable
+
+from redis.exceptions import RedisError
+
+from worker.errors import Cancelled, JobFailure, OwnershipLost, Requeue
+from worker.json_bytes import dumps
+from worker.monitoring.metrics import Metrics
+from worker.queue.job.channel import Publisher
+from worker.queue.job.claims import Claims
+from worker.queue.job.job import Interruption, Job, JobResult
+
+logger = logging.getLogger("sluice.queue")
+
+MAX_CRASHES = 3  # of a worker that ran this job as its only suspect
+
+POISON_JOB = JobFailure(
+    "internal",
+    f"Workers died {MAX_CRASHES} times while this job was the only suspect; it is kept with the dead letters.",
+)
+
+
+class Endings:
+    def __init__(self, publisher: Publisher, claims: Claims, model: str, metrics: Metrics) -> None:
+        self._publisher, self._claims, self._model, self._metrics = publisher, claims, model, metrics
+
+    async def finish(self, job: Job, answer: JobResult, result: bytes) -> None:
+        said = self._publisher.finish(
+            job.log,
+            "finished",
+            result,
+            finish_reason=answer.finish_reason,
+            usage=job.usage.as_event(),
+            timings=answer.timings,
+        )
+        if await _unless_lost(job, said):
+            self._metrics.finished(
+                job.claim.lane,
+                answer.finish_reason,
+                e2e_s=job.claim.age_s(job.log.clock.now()),
+                decode_s=answer.timings["decode_s"],
+                prompt_tokens=job.usage.prompt_tokens,
+                completion_tokens=job.usage.completion_tokens,
+            )
+
+    async def end(self, job: Job, why: Interruption) -> None:
+        job.closing = True
+        job_id, usage = job.claim.job_id, job.usage.as_event()
+        match why:
+            case JobFailure():
+                logger.info("job %s failed: %s", job_id, why.type)
+                if await _unless_lost(job, self._fail(job, why)):
+                    self._metrics.failed(job.claim.lane, why.type)
+            case Cancelled():
+                logger.info("job %s cancelled: %s", job_id, why.reason)
+                said = self._publisher.finish(job.log, "cancelled", reason=why.reason, usage=usage)
+                if await _unless_lost(job, said):
+                    self._metrics.cancelled(job.claim.lane)
+            case Requeue():
+                await _unless_lost(job, self._hand_back(job))
+            case OwnershipLost():
+                _log_lost_lease(job)
+
+    async def _fail(self, job: Job, why: JobFailure) -> None:
+        error = {"type": why.type, "message": why.message, "retryable": why.retryable}
+        # In a thread: a letter is as large as the job's body.
+        parked = await asyncio.to_thread(self._dead_letter, job, error) if why is POISON_JOB else b""
+        await self._publisher.finish(job.log, "failed", parked=parked, error=error, usage=job.usage.as_event())
+
+    def _dead_letter(self, job: Job, error: dict[str, object]) -> bytes:
+        """What `sluice dead` shows, and what it submits again: a body that was opened is JSON text."""
+        return dumps(
+            {
+                "id": job.claim.job_id,
+                "model": self._model,
+                "lane": job.claim.lane,
+                "crashes": job.claim.crashes,
+                "parked_at": time.time(),
+                "error": error,
+                "body": job.body.decode("utf-8", "replace"),
+            }
+        )
+
+    async def _hand_back(self, job: Job) -> None:
+        await self._publisher.flush(job.log)
+        try:
+            await self._claims.release(job.claim)
+        except (RedisError, OSError):
+            await asyncio.sleep(0.1)  # the worker waits for the last words of its jobs, but not for ever
+            await self._hand_back(job)
+        else:
+            logger.info("job %s handed back", job.claim.job_id)
+
+
+async def _unless_lost(job: Job, ending: Awaitable[None]) -> bool:
+    """Whether the ending is ours."""
+    try:
+        await ending
+    except OwnershipLost:
+        _log_lost_lease(job)
+        return False
+    return True
+
+
+def _log_lost_lease(job: Job) -> None:
+    logger.warning("job %s is another worker's now", job.claim.job_id)

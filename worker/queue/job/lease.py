@@ -1,0 +1,88 @@
+"""Leases, kept by a thread that no busy event loop can stop, and that ends a process which hangs."""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+import redis
+from redis.exceptions import RedisError
+
+from schemas import keys
+from worker.monitoring.heartbeat import Heartbeat
+from worker.queue.job.claims import Claim, lease_key
+from worker.queue.scripts import JOB_LIFE_MS, source
+from worker.settings import Settings
+
+logger = logging.getLogger("sluice.queue")
+
+EXIT_STALLED = 4
+
+
+class LeaseKeeper:
+    """Renews three times a lease. Its own connection, its own thread: a job is not taken from a worker that
+    tokenizes a book or waits for a collection of garbage, only from one that is gone."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        held: Callable[[], Iterable[Claim]],
+        lost: Callable[[Claim], None],
+        pulses: Iterable[Heartbeat],
+        hung: Callable[[], None] = lambda: os._exit(EXIT_STALLED),
+    ) -> None:
+        """`held` and `lost` are called on the keeper's thread."""
+        self._settings, self._held, self._lost, self._hung = settings, held, lost, hung
+        self._pulses = tuple(pulses)
+        self._every_s = settings.lease_s / 3
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
+        self._redis = redis.Redis.from_url(
+            settings.redis_url,
+            socket_timeout=self._every_s,
+            socket_connect_timeout=self._every_s,
+            encoding_errors="surrogateescape",
+        )
+        self._renew = self._redis.register_script(source("renew"))
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns at once; a renewal under way finds its fence."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        due = time.monotonic()
+        while not self._stop.wait(max(0.0, due - time.monotonic())):
+            slept_through = time.monotonic() - due > self._every_s
+            due = time.monotonic() + self._every_s
+            self._renew_held()
+            if slept_through:  # the whole process was stopped: nobody's pulse says anything
+                for pulse in self._pulses:
+                    pulse.refresh()
+            self._watch()
+
+    def _renew_held(self) -> None:
+        claims = list(self._held())
+        if not claims:
+            return
+        try:
+            for claim in self._ask(claims):
+                self._lost(claim)
+        except (RedisError, OSError):
+            pass  # again in a third of a lease; after an outage the same call takes our leases back
+
+    def _ask(self, claims: list[Claim]) -> list[Claim]:
+        """Those that somebody else owns by now."""
+        names = [k for c in claims for k in (keys.job(c.job_id), lease_key(c.job_id), keys.log(c.job_id))]
+        lease_ms, name = int(self._settings.lease_s * 1000), self._settings.worker_name
+        answer = self._renew(keys=names, args=[lease_ms, JOB_LIFE_MS, name, *(c.attempt for c in claims)])
+        return [claims[i - 1] for i in answer]
+
+    def _watch(self) -> None:
+        for pulse in self._pulses:
+            if pulse.stalled_s() > self._settings.watchdog_s:
+                logger.critical("the %s has hung for %.0f s: leaving", pulse.name, pulse.stalled_s())
+                self._hung()

@@ -1,0 +1,1 @@
+"""The Redis server: checks at start, permissions, clock, outages."""

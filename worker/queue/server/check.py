@@ -1,0 +1,152 @@
+"""What a worker finds out about its Redis when it first connects, and what it makes of it."""
+
+import asyncio
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from redis.asyncio import ConnectionPool, Redis
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
+
+from worker.errors import CannotStart
+from worker.queue.server.permissions import NEEDED, forbidden, named, rules
+from worker.redis_url import redacted, why_not_let_in
+from worker.settings import Settings
+
+logger = logging.getLogger("sluice.queue")
+
+_EARLY_S = 3.0
+_OLDEST = 7  # major version of Redis: SET with NX and GET came with it
+
+_CLUSTER = "it runs in cluster mode, where the worker's scripts cannot reach their keys; use a server without it."
+_EVICTS = (
+    "maxmemory-policy is %s: when the server is full, it drops queued jobs. Run CONFIG SET maxmemory-policy noeviction "
+    "and put `maxmemory-policy noeviction` into redis.conf."
+)
+_FORGETS = (
+    "the server writes nothing to disk: when it restarts, all queued jobs are lost. Run CONFIG SET appendonly yes and "
+    "put `appendonly yes` into redis.conf."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What the server tells of itself; None where it does not let us ask."""
+
+    info: Mapping[str, Any] | None
+    config: Mapping[str, str] | None
+
+
+def refusal(facts: ServerInfo) -> str | None:
+    """Say why no worker can work with this server, or None."""
+    info = facts.info or {}
+    if info.get("cluster_enabled") or "cluster" in (info.get("redis_mode"), info.get("server_mode")):
+        return _CLUSTER
+    version = str(info.get("redis_version", ""))
+    major = re.match(r"\d+", version)
+    if "valkey_version" not in info and major and int(major[0]) < _OLDEST:
+        return f"it is version {version}, and the worker needs Redis {_OLDEST}.0 or Valkey; install one of these."
+    return None
+
+
+def warnings(facts: ServerInfo, *, keyspace_events: bool) -> list[str]:
+    """Say what an operator should change."""
+    info, config = facts.info or {}, facts.config or {}
+    policy = info.get("maxmemory_policy") or config.get("maxmemory-policy") or "noeviction"
+    found = [] if policy == "noeviction" else [_EVICTS % policy]
+    if config.get("save") == "" and config.get("appendonly") == "no":
+        found.append(_FORGETS)
+    if None in (facts.info, facts.config):
+        found.append(_denied(facts, keyspace_events))
+    return found
+
+
+def _denied(facts: ServerInfo, keyspace_events: bool) -> str:
+    lost = {
+        "INFO": (facts.info, "version and cluster mode are not checked"),
+        "CONFIG": (facts.config, "eviction and persistence are not checked"),
+    }
+    names = " and ".join(name for name, (known, _) in lost.items() if known is None)
+    follows = "; ".join(meaning for known, meaning in lost.values() if known is None)
+    if facts.config is None and keyspace_events:
+        follows += ", and jobs of plain arq producers wait for the next poll unless notify-keyspace-events has Kz"
+    return f"the server denies {names}: {follows}."
+
+
+class ServerCheck:
+    """Checks the server once. Later than the start nothing ends a worker: its jobs outlast a change of password."""
+
+    def __init__(self, redis: Redis, settings: Settings) -> None:
+        self._redis, self._settings, self._passed = redis, settings, False
+
+    async def run(self) -> None:
+        """Raises `CannotStart` for what waiting does not mend; RedisError, OSError for what it may."""
+        if self._passed:
+            return
+        try:
+            facts = await _ask(self._redis)
+            if why := refusal(facts):
+                raise self._cannot(why)
+            if denied := await forbidden(self._redis, NEEDED):
+                raise self._cannot(f"its user may not use {named(denied)}. Run {rules(self._user(), denied)}")
+        except AuthenticationError:
+            raise self._cannot(f"{await self._wrong_credentials()}.") from None
+        for warning in warnings(facts, keyspace_events=self._settings.keyspace_events):
+            logger.warning("redis: %s", warning)
+        self._passed = True
+
+    async def run_early(self) -> None:
+        """Before a model is loaded, which takes long. A server that is away is checked when it comes."""
+        try:
+            async with asyncio.timeout(_EARLY_S):
+                await self.run()
+        except (RedisError, OSError):
+            pass
+
+    def _cannot(self, why: str) -> CannotStart:
+        return CannotStart(f"SLUICE_REDIS_URL={redacted(self._settings.redis_url)}: {why}")
+
+    async def _wrong_credentials(self) -> str:
+        given = self._redis.connection_pool.connection_kwargs
+        has_user, has_password = bool(given.get("username")), bool(given.get("password"))
+        return why_not_let_in(has_user=has_user, has_password=has_password, is_open=await _is_open(self._redis))
+
+    def _user(self) -> str:
+        return str(self._redis.connection_pool.connection_kwargs.get("username") or "default")
+
+
+async def _is_open(redis: Redis) -> bool:
+    """Whether the server of this client answers without a password."""
+    pool = redis.connection_pool
+    given = {name: value for name, value in pool.connection_kwargs.items() if name not in ("username", "password")}
+    try:
+        async with Redis(connection_pool=ConnectionPool(pool.connection_class, **given)) as anonymous:
+            async with asyncio.timeout(_EARLY_S):
+                await anonymous.ping()
+    except (RedisError, OSError, TimeoutError):
+        return False
+    return True
+
+
+async def _ask(redis: Redis) -> ServerInfo:
+    try:
+        info = await redis.info()
+    except AuthenticationError:
+        raise
+    except ResponseError:
+        info = None
+    try:
+        config = await redis.config_get("maxmemory-policy", "save", "appendonly")  # type: ignore[arg-type]
+    except ResponseError:
+        config = None
+    return ServerInfo(info, config)
+
+
+async def uptime_s(redis: Redis) -> float:
+    """0 if the server does not tell: then it may have come up just now."""
+    try:
+        return float((await redis.info("server"))["uptime_in_seconds"])
+    except (ResponseError, KeyError):
+        return 0.0

@@ -1,0 +1,50 @@
+"""The worker's Redis client, or a sentence on what is wrong with the URL in which no part of a password is quoted."""
+
+from arq.connections import ArqRedis
+from redis.asyncio import BlockingConnectionPool, ConnectionPool
+from redis.exceptions import RedisError
+
+from worker.bounded_json.strict import loads
+from worker.errors import CannotStart
+from worker.json_bytes import dumps
+from worker.redis_url import BAD_OPTION, UNREADABLE, redacted
+from worker.settings import Settings
+
+
+def connect(settings: Settings) -> ArqRedis:
+    """Job ids may be any bytes; they must come back as they were. Raises `CannotStart`."""
+    pool = _pool(settings)
+    if not _options_fit(pool):
+        raise _bad_url(settings, BAD_OPTION)
+    return ArqRedis(pool_or_conn=pool, job_serializer=dumps, job_deserializer=loads)
+
+
+def _pool(settings: Settings) -> BlockingConnectionPool:
+    tcp = {} if settings.redis_url.startswith("unix:") else {"socket_keepalive": True}
+    try:
+        return BlockingConnectionPool.from_url(
+            settings.redis_url,
+            max_connections=32,
+            timeout=None,
+            socket_connect_timeout=2,
+            socket_timeout=10,
+            encoding_errors="surrogateescape",
+            **tcp,
+        )
+    except ValueError:
+        raise _bad_url(settings, UNREADABLE) from None
+
+
+def _options_fit(pool: ConnectionPool) -> bool:
+    """Whether redis-py can make a connection of what the URL asks for; by itself it tries with the first command."""
+    try:
+        pool.connection_class(**pool.connection_kwargs)
+        encoder = pool.get_encoder()  # type: ignore[no-untyped-call]
+        encoder.encode("")
+    except (RedisError, ValueError, TypeError, LookupError, AttributeError, NameError):
+        return False
+    return not encoder.decode_responses
+
+
+def _bad_url(settings: Settings, why: str) -> CannotStart:
+    return CannotStart(f"SLUICE_REDIS_URL={redacted(settings.redis_url)}: {why}")

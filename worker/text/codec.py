@@ -1,0 +1,89 @@
+"""Everything between messages and tokens for one model: prompts, grammars, output and logprobs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from schemas import ChatRequest
+from schemas.keys import Lane
+from worker.schedule.outcomes import Logprobs
+from worker.schedule.request import GrammarState
+from worker.text.grammar.guide import GrammarStates
+from worker.text.output.formats import ModelFormat
+from worker.text.output.logprobs import entry
+from worker.text.output.output import Output
+from worker.text.prompt.boundaries import Boundaries
+from worker.text.prompt.droppable import DroppableRanges
+from worker.text.prompt.escaping import ControlTokenEscaping
+from worker.text.prompt.offsets import TokenOffsets
+from worker.text.prompt.prompt import Prompt, Prompts
+from worker.text.threads import Check, TextThreads
+from worker.text.tokenizer import Tokenizer
+from worker.text.vocabulary import Vocabulary
+
+T = TypeVar("T")
+
+
+class TextCodec:
+    """Renders prompts and reads answers for one model; a worker has one."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab: int,
+        *,
+        boundaries: bool = False,
+        thinnable: bool = False,
+        control_tokens: bool = False,
+        context: int | None = None,
+    ) -> None:
+        """`vocab`: width of the logits in tokens, which may exceed the tokenizer's vocabulary.
+        `boundaries`: plan cache boundaries, for models whose cache cannot be cut at any token.
+        `thinnable`: plan the droppable ranges, for workers with a draft model.
+        `control_tokens`: read control tokens in a client's text as tokens, not as text.
+        `context`: its length in tokens; a prompt well beyond it is refused before it is tokenized.
+        """
+        self._vocabulary, self._dialect = Vocabulary(tokenizer), ModelFormat(tokenizer)
+        places = TokenOffsets(self._vocabulary, len(tokenizer.tokens)) if boundaries or thinnable else None
+        self._threads = TextThreads()
+        self._prompts = Prompts(
+            tokenizer,
+            self._dialect.think,
+            Boundaries(places) if places and boundaries else None,
+            DroppableRanges(places) if places and thinnable else None,
+            None if control_tokens else _quoting(tokenizer, self._dialect),
+            context=context,
+            threads=self._threads,
+        )
+        self._guides = GrammarStates(tokenizer, self._vocabulary, self._dialect, vocab)
+
+    async def prompt(self, request: ChatRequest, images: Sequence[str] = (), lane: Lane = "interactive") -> Prompt:
+        """Render and tokenize the request's messages.
+
+        `images`: the text that the model reads for each image of the messages, in order. Raises `JobFailure`, which
+        quotes the template's error.
+        """
+        return await self._prompts.render(request, images, lane)
+
+    async def guide(self, request: ChatRequest, prompt: Prompt, lane: Lane = "interactive") -> GrammarState | None:
+        """Return the grammar of the answer, or None if the answer is free.
+
+        Raises `JobFailure` for a schema that cannot be enforced.
+        """
+        return await self._guides.guide(request, prompt, lane)
+
+    async def run(self, lane: Lane, characters: int, work: Callable[[Check], T], tenant: str = "") -> T:
+        """Call `work`, whose input has `characters` characters, on a text thread: see `Pool.run`."""
+        return await self._threads.run(lane, characters, work, tenant)
+
+    def output(self, request: ChatRequest, prompt: Prompt, job_id: str) -> Output:
+        """Return a new output parser for the job's answer."""
+        return Output(self._vocabulary, self._dialect, request, prompt.thinking, job_id)
+
+    def logprobs(self, token: int, sampled: Logprobs) -> dict[str, Any]:
+        """Return the token's entry in OpenAI's form."""
+        return entry(token, sampled, self._vocabulary.bytes_of)
+
+
+def _quoting(tokenizer: Tokenizer, dialect: ModelFormat) -> ControlTokenEscaping:
+    own = () if dialect.harmony else (*(dialect.think or ()), *(tokenizer.tool or ()))  # gpt-oss's markers end turns
+    return ControlTokenEscaping(tokenizer.control_tokens, own)

@@ -1,0 +1,122 @@
+"""Child process that writes the grammar of a client's constraint and compiles it: see `compiler`.
+
+It reads a marshalled question from stdin, and writes a line of JSON with the verdict. If the grammar does not compile,
+a second line names the part of the request that is the cause. The search for that part has a time limit.
+"""
+
+import json
+import marshal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+
+from llguidance import LLTokenizer
+
+from worker.errors import ErrorType, JobFailure
+from worker.process.rlimits import limit_resources
+from worker.text.grammar.builder import Grammars, Markup, OutputConstraint
+from worker.text.grammar.sandbox import Uncompilable, compile_grammar
+from worker.text.grammar.tool_grammars import Function
+
+PANICKED = 3  # exit status if llguidance panicked
+_CPU_S = 2  # CPU time; schemas from practice take a tenth of it, the start of the process included
+_SEARCH_CPU_S = 1.0  # CPU time after which no further part is tried
+_STACK_BYTES = 4 << 20  # at most half of the worker's own threads' stacks
+_BYTES = 2 << 30  # of address space
+_STABLE = 2  # marshal's version that writes equal values as equal bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The grammar, which compiles."""
+
+    grammar: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unwanted:
+    """The error if no grammar can be written."""
+
+    type: ErrorType
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Complaint:
+    """The grammar does not compile. `place`: the part of the request that is the cause; empty if it is not known."""
+
+    said: str  # in llguidance's words
+    place: str = ""
+
+
+Verdict = Written | Unwanted | Complaint
+
+
+def question(markup: Markup, wish: OutputConstraint, *, reasoned: bool) -> bytes:
+    """Return the input of the process. Equal questions are equal bytes."""
+    functions = [(function.name, function.parameters) for function in wish.functions]
+    return marshal.dumps((astuple(markup), (wish.schema, functions, wish.many), reasoned), _STABLE)
+
+
+def verdict_of(output: bytes) -> Verdict | None:
+    """Parse the output of the process. None if it ended without a verdict."""
+    lines = [json.loads(line) for line in output.splitlines(keepends=True) if line.endswith(b"\n")]
+    match lines:
+        case [["written", grammar]]:
+            return Written(grammar)
+        case [["unwanted", type, message]]:
+            return Unwanted(type, message)
+        case [["complaint", said], *places]:
+            return Complaint(said, *places)
+    return None
+
+
+def _main() -> None:
+    limit_resources(cpu_s=_CPU_S, address_bytes=_BYTES)
+    threading.stack_size(_STACK_BYTES)
+    markup, (schema, functions, many), reasoned = marshal.loads(sys.stdin.buffer.read())
+    wish = OutputConstraint(schema, tuple(Function(*each) for each in functions), many)
+    done = list[bool]()
+    attempt = threading.Thread(target=lambda: done.append(_answer(Grammars(Markup(*markup)), wish, reasoned, _say)))
+    attempt.start()
+    attempt.join()
+    if not done:
+        sys.exit(PANICKED)
+
+
+def _say(line: str | list[str]) -> None:
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+def _answer(grammars: Grammars, wish: OutputConstraint, reasoned: bool, say: Callable[[str | list[str]], None]) -> bool:
+    vocabulary = LLTokenizer("byte")
+    try:
+        spelled, grammar = grammars.both(wish, reasoned=reasoned)
+        compile_grammar(vocabulary, spelled)
+    except JobFailure as refusal:
+        say(["unwanted", refusal.type, refusal.message])
+    except Uncompilable as error:
+        say(["complaint", str(error)])
+        if place := _cause(grammars, vocabulary, wish):
+            say(place)
+    else:
+        say(["written", grammar])
+    return True
+
+
+def _cause(grammars: Grammars, vocabulary: LLTokenizer, wish: OutputConstraint) -> str | None:
+    for place, part in wish.parts():
+        if time.process_time() > _SEARCH_CPU_S:
+            return None
+        try:
+            compile_grammar(vocabulary, grammars.spelled(part))
+        except Uncompilable:
+            return place
+    return None
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,108 @@
+"""Writes the grammar of an answer, from a constraint and the model's format."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from worker.errors import JobFailure
+from worker.text.grammar import tool_grammars
+from worker.text.grammar.lark import Grammar, Schema
+from worker.text.grammar.tool_grammars import Function
+from worker.text.output.harmony import MARKERS
+
+
+@dataclass(frozen=True, slots=True)
+class OutputConstraint:
+    """Constraint of a request on its answer: a schema, a call of a function, or one of both."""
+
+    schema: Schema | None
+    functions: tuple[Function, ...]
+    many: bool  # more than one call is allowed
+
+    @property
+    def field(self) -> str:
+        """Name of the request's field that sets the constraint."""
+        return "tool_choice" if self.schema is None else "response_format"
+
+    def parts(self) -> Iterator[tuple[str, "OutputConstraint"]]:
+        """Yield (field, constraint) for each schema alone."""
+        if self.schema is not None:
+            yield "response_format", replace(self, functions=())
+        for function in self.functions:
+            yield f"tools: {function.name}", replace(self, schema=None, functions=(function,))
+
+
+@dataclass(frozen=True, slots=True)
+class Markup:
+    """Markers of a model's calls and answers."""
+
+    markers: dict[str, int]  # markers that are one token, to its id
+    calls_as: str | None  # mlx-lm's name of the tool format, or "harmony"
+    names_arguments: bool  # calls contain [ARGS], as in newer templates of Mistral
+    has_calls: bool
+
+
+def markers_of(calls_as: str | None) -> Sequence[str]:
+    """Return all markers that grammars of this tool format may use."""
+    return (*MARKERS, "<|constrain|>") if calls_as == "harmony" else tool_grammars.MARKERS
+
+
+class Grammars:
+    """Grammars of one model's answers, in llguidance's format."""
+
+    def __init__(self, markup: Markup) -> None:
+        self._markup, self._calls_as = markup, markup.calls_as
+        self._harmony = self._calls_as == "harmony"  # reasoning is a message like others, in the grammar too
+        self._form = tool_grammars.form_of(self._calls_as, names_arguments=markup.names_arguments)
+
+    def of(self, wish: OutputConstraint, *, reasoned: bool) -> str:
+        """Return the grammar. Raises `JobFailure` if it cannot be written.
+
+        `reasoned`: the answer may follow a think marker, after which models write empty lines.
+        """
+        return self._written(Grammar(self._markup.markers), wish, reasoned)
+
+    def spelled(self, wish: OutputConstraint) -> str:
+        """Return the grammar with its markers as text, for a vocabulary of single bytes."""
+        return self._written(Grammar({}), wish, reasoned=False)
+
+    def both(self, wish: OutputConstraint, *, reasoned: bool) -> tuple[str, str]:
+        """Return `spelled` and `of`, with each schema rewritten once."""
+        spelled = Grammar({})
+        first = self._written(spelled, wish, reasoned=False)
+        return first, self._written(Grammar(self._markup.markers, rewritten=spelled.schemas), wish, reasoned)
+
+    def _written(self, grammar: Grammar, wish: OutputConstraint, reasoned: bool) -> str:
+        ways = list[str]()
+        if wish.schema is not None:
+            ways.append(self._answer(grammar, wish.schema))
+        if wish.functions and (form := self._form_for(wish)):
+            ways.append(form(grammar, wish.functions, wish.many))
+        before = _analysis(grammar) if self._harmony else "/[ \\n]{0,4}/" if reasoned else ""
+        return grammar.starting_with(f"{before} ({' | '.join(ways)})")
+
+    def _answer(self, grammar: Grammar, schema: Schema) -> str:
+        if self._harmony:
+            answer = tool_grammars.harmony_json(grammar, schema, "response_format")
+            return f'{grammar.marker("<|channel|>")} "final" {answer}'
+        return grammar.json(schema, "response_format")
+
+    def _form_for(self, wish: OutputConstraint) -> tool_grammars.Form | None:
+        """Return the form of calls, or None if a model without calls may answer by the schema alone."""
+        if self._form or (wish.schema is not None and not self._markup.has_calls):
+            return self._form
+        if not self._markup.has_calls:
+            raise JobFailure("unsupported", "tool_choice: this model cannot call tools; leave it out.")
+        writes = f"this model writes its calls as {self._calls_as}, which cannot be forced"
+        instead = "use 'auto'" if wish.schema is None else "leave out the tools, or response_format"
+        raise JobFailure("unsupported", f"{wish.field}: {writes}; {instead}.")
+
+
+def _analysis(grammar: Grammar) -> str:
+    """Return the rule for harmony's analysis messages.
+
+    Their text must not spell a marker, since the output parser detects markers in the text.
+    """
+    channel, text, end, start = map(grammar.marker, ("<|channel|>", "<|message|>", "<|end|>", "<|start|>"))
+    words = grammar.terminal(f"/(?s:.*)/ & ~/(?s:.*)({'|'.join(map(re.escape, MARKERS))})(?s:.*)/")
+    return grammar.rule(f'({channel} "analysis" {text} {words} {end} {start} "assistant")*')

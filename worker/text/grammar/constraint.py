@@ -1,0 +1,53 @@
+"""Reads the constraint of a request on its answer, and the markers that the model has for it."""
+
+import json
+
+from schemas import ChatRequest
+from schemas.chat import JsonObjectFormat, JsonSchemaFormat, NamedTool
+from worker.errors import JobFailure
+from worker.text.grammar.builder import Markup, OutputConstraint, markers_of
+from worker.text.grammar.quick import QUICK_CHARACTERS, is_quick_schema
+from worker.text.grammar.tool_grammars import Function
+from worker.text.output.formats import ModelFormat
+from worker.text.prompt.size_limit import characters
+from worker.text.tokenizer import Tokenizer
+
+_QUICK_WEIGHT = 16 * QUICK_CHARACTERS  # a value has two characters or more, and `characters` counts it as 32
+
+
+def wish_of(request: ChatRequest) -> OutputConstraint | None:
+    """Return the request's constraint, or None if the answer is free. A forced call takes precedence over a schema.
+
+    Raises `JobFailure` for a `json_schema` without a schema.
+    """
+    many = request.parallel_tool_calls is not False
+    functions = tuple(Function(tool.function.name, tool.function.parameters) for tool in request.offered_tools)
+    match request.tool_choice:
+        case NamedTool(function=named):
+            return OutputConstraint(None, tuple(each for each in functions if each.name == named.name)[:1], many=False)
+        case "required":
+            return OutputConstraint(None, functions, many)
+    match request.response_format:
+        case JsonObjectFormat():
+            return OutputConstraint({"type": "object"}, functions, many)
+        case JsonSchemaFormat(json_schema=asked):
+            if asked.json_schema is None:
+                raise JobFailure("invalid_request", "response_format: json_schema has no schema; add one.")
+            return OutputConstraint(asked.json_schema, functions, many)
+    return None
+
+
+def is_quick(wish: OutputConstraint) -> bool:
+    """Return True if it compiles fast enough for the event loop. The schema of any object always does."""
+    schemas = [wish.schema or {}, *(function.parameters or {} for function in wish.functions)]
+    # Counted first, since dumping a large schema would block the event loop.
+    if characters(schemas, _QUICK_WEIGHT) > _QUICK_WEIGHT:
+        return False
+    return len(json.dumps(schemas)) < QUICK_CHARACTERS and all(map(is_quick_schema, schemas))
+
+
+def markup_of(tokenizer: Tokenizer, dialect: ModelFormat) -> Markup:
+    """Collect the model's markers for grammars."""
+    calls_as = "harmony" if dialect.harmony else tokenizer.tool_format
+    single = {text: tokens[0] for text in markers_of(calls_as) if len(tokens := tokenizer.encode(text)) == 1}
+    return Markup(single, calls_as, "[ARGS]" in tokenizer.template, tokenizer.tool is not None)

@@ -1,0 +1,47 @@
+"""What llguidance (1.9) says against a grammar, as sentences for clients.
+
+Its own words name its options and types, and repeat expressions that it made. They go to the log. A text that it
+changes costs a sentence its precision and nothing else.
+"""
+
+import logging
+
+logger = logging.getLogger("sluice.text")
+
+TOO_MUCH = "it is too large, too deep or too slow to compile."
+_NOTHING_LEFT = "its keywords contradict each other, so nothing satisfies it; correct them."
+_UNKNOWN = "it could not be turned into a grammar; make it simpler."
+_LOGGED_CHARACTERS = 500
+
+_CROWDED = "minProperties and maxProperties cannot be held beside optional properties; make these required."
+_OVERLAP = "two of its patternProperties may match one name; write them so that they exclude each other."
+_UNDECIDED = "its patterns and lengths take too long to compare; make them simpler."
+_CIRCLE = "a reference with keywords beside it leads back to itself; put these into the definition."
+_PROPERTY = "a pattern names a Unicode property that does not exist; correct it."
+
+_SENTENCES = {
+    "nsatisfiable": _NOTHING_LEFT,
+    "Regex is empty": _NOTHING_LEFT,
+    "is greater than": _NOTHING_LEFT,
+    "min/maxProperties only": _CROWDED,
+    "are not disjoint": _OVERLAP,
+    "are disjoint": _UNDECIDED,
+    "if regex is empty": _UNDECIDED,
+    "circular references": _CIRCLE,
+    "Unicode property": _PROPERTY,
+    "too many": TOO_MUCH,
+    "too large": TOO_MUCH,
+    "too big": TOO_MUCH,
+    "too deep": TOO_MUCH,
+    "exceed": TOO_MUCH,
+    "limit": TOO_MUCH,
+    "fuel": TOO_MUCH,
+}
+
+
+def grammar_error(complaint: str) -> str:
+    """Return the sentence for the first of `_SENTENCES` that the complaint holds."""
+    if complaint == TOO_MUCH:
+        return complaint
+    logger.info("a grammar is refused: %s", " ".join(complaint.split())[:_LOGGED_CHARACTERS])
+    return next((sentence for part, sentence in _SENTENCES.items() if part in complaint), _UNKNOWN)

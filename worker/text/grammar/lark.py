@@ -1,0 +1,99 @@
+"""Writes a grammar for llguidance: rules in its dialect of Lark, and the JSON schemas that they refer to."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from worker.errors import JobFailure
+from worker.text.grammar.schema.rewrite import rewrite
+from worker.text.grammar.schema.unsupported import UnsupportedKeyword
+
+Schema = dict[str, Any]
+
+# Space within JSON is limited to what people and programs write: without a limit a weak model may emit it forever.
+_SPACE = r" {1,2}|\n {0,40}|\n\t{0,10}"
+# Without \u, which could spell a property's name in a form that its schema does not match.
+_HOW = {"whitespace_pattern": _SPACE, "json_allowed_escapes": r"nrbtf\""}
+_LONGEST = 500_000  # characters: llguidance parses them in about 20 ms and holds the interpreter's lock meanwhile
+
+
+class Grammar:
+    """A grammar under construction. Its methods return the names of rules, for use in other rules."""
+
+    def __init__(self, markers: Mapping[str, int], rewritten: Sequence[Schema] = ()) -> None:
+        """`markers`: the tokens of markers that have one each. `rewritten`: the schemas of a grammar that names the
+        same ones in the same order."""
+        self._markers, self._rewritten = markers, rewritten
+        self._rules, self._schemas = list[str](), list[Schema]()
+
+    @property
+    def schemas(self) -> Sequence[Schema]:
+        """The schemas that were added, in llguidance's form."""
+        return self._schemas
+
+    def rule(self, body: str) -> str:
+        """Add a rule."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def terminal(self, body: str) -> str:
+        """Add a terminal, which the lexer matches as a whole."""
+        name = f"T{len(self._rules)}"
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def text(self, terminal: str, until: str) -> str:
+        """Add a rule for text that matches the terminal, and ends with the first `until`."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}[suffix={literal(until)}]: {self.terminal(terminal)}")
+        return name
+
+    def json(self, schema: Schema, field: str, root: Schema | None = None) -> str:
+        """Add a JSON schema. Raises `JobFailure`, which names `field`, for a schema that cannot be enforced.
+
+        `root`: the schema that references are resolved in, if not this one.
+        """
+        place = len(self._schemas)
+        name = f"s{place}"
+        if self._rewritten:
+            self._schemas.append(self._rewritten[place])
+            return f"@{name}"
+        try:
+            written = rewrite(schema, root)
+        except UnsupportedKeyword as error:
+            raise JobFailure("invalid_request", f"{field}: {error}.") from error
+        self._schemas.append({"name": name, "json_schema": {**written, "x-guidance": _HOW}})
+        return f"@{name}"
+
+    def marker(self, text: str) -> str:
+        """Return the symbol of a marker: its token if the vocabulary has one, else its text."""
+        return f"<[{self._markers[text]}]>" if text in self._markers else literal(text)
+
+    def starting_with(self, rule: str) -> str:
+        """Return the whole grammar in llguidance's JSON form. Raises `JobFailure` if it is too long."""
+        rules = "\n".join([f"start: {rule}", *self._rules])
+        return _written({"grammars": [{"lark_grammar": rules}, *self._schemas]})
+
+
+def _written(value: Any) -> str:
+    """Return the value's JSON. Stops at the limit, since parts that many names share are written repeatedly."""
+    parts, length = list[str](), 0
+    for part in json.JSONEncoder().iterencode(value):
+        parts.append(part)
+        length += len(part)
+        if length > _LONGEST:
+            raise JobFailure(
+                "too_large", f"The request's schemas need a grammar of over {_LONGEST:,} characters; shorten them."
+            )
+    return "".join(parts)
+
+
+def literal(text: str) -> str:
+    """Return a literal of the grammar, in quotes."""
+    return json.dumps(text)
+
+
+def spaced(pattern: str) -> str:
+    """Return a regular expression in which each space of `pattern` allows the space that JSON may have there."""
+    return "/" + pattern.replace(" ", f"(?:{_SPACE})?") + "/"

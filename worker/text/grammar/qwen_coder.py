@@ -1,0 +1,197 @@
+"""A function's parameters as qwen3_coder's calls write them: <parameter=city>\nOslo\n</parameter>
+
+mlx-lm's parser (0.32) goes by a parameter's own `type`. Without one it takes an object or a list for JSON and all else
+for a string, and null for null whatever the schema says. So a schema is taken where a grammar holds all of it and the
+parser reads it back as it was meant; the rest is refused by name.
+"""
+
+import json
+import math
+import re
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from worker.errors import JobFailure
+from worker.text.grammar.lark import Grammar, Schema, literal
+from worker.text.grammar.schema.patterns import Pattern
+from worker.text.grammar.schema.regex import Unreadable
+from worker.text.grammar.schema.unsupported import shown
+
+_TEXT = r"/(?s:.*)/ & ~/(?s:.*)<\/(parameter|function|tool_call)>(?s:.*)/"
+_NOT_NULL = r" & ~/[nN][uU][lL][lL]/"
+_NOT_JSON = r" & ~/[ \t\r\n]*[\[{](?s:.*)/"
+_TAG = re.compile("</(parameter|function|tool_call)>")
+_END = "\n</parameter>"
+_EXACT = 2**53  # a parameter's own number is read as a float
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_DEFINITIONS = ("$defs", "definitions")
+_NAMED = {"properties", "required", "additionalProperties", *_DEFINITIONS}
+_SAYS_NOTHING = {"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"}
+_NUMBERS = {"integer", "number"}
+
+
+def parameters(grammar: Grammar, function: str, schema: Schema) -> list[str]:
+    """A rule for each, in the schema's order: they cannot come in any other."""
+    return list(_Parameters(grammar, function, schema).rules())
+
+
+class _Parameters:
+    def __init__(self, grammar: Grammar, function: str, whole: Schema) -> None:
+        self._grammar, self._function, self._whole = grammar, function, whole
+        self._parameter = ""  # the one at hand
+
+    def rules(self) -> Iterator[str]:
+        self._knows(self._whole, {"type", *_NAMED})
+        properties, required = self._whole.get("properties", {}), self._whole.get("required", [])
+        if not isinstance(properties, dict) or not _is_names(required):
+            raise self._wrong()
+        if self._whole.get("additionalProperties", True) not in (True, {}) and not properties.keys() >= {*required}:
+            raise self._refusal("required, of what is not among the properties")
+        for name in dict.fromkeys([*properties, *required]):
+            yield self._rule(name, properties.get(name, {})) + ("" if name in required else "?")
+
+    def _rule(self, name: str, schema: Any) -> str:
+        if re.search(r"[\s<>]", name):
+            raise JobFailure("unsupported", f"tools: this model's calls cannot name a parameter {name!r}.")
+        head, self._parameter = literal(f"<parameter={name}>\n"), name
+        return self._grammar.rule(f'{head} ({" | ".join(self._values(self._schema(schema)))}) "\\n"')
+
+    def _values(self, schema: Schema) -> list[str]:
+        """All that it may be, each with the tag that ends it."""
+        match schema.get("type"):
+            case "string":
+                return self._strings(schema)
+            case str():
+                return [self._json(schema)]
+            case list() as types if all(each in (*_NUMBERS, "null") for each in types):
+                return [self._json(schema)]
+            case None:
+                return self._untyped(schema)
+        raise self._refusal("a list of types; try anyOf")
+
+    def _untyped(self, schema: Schema) -> list[str]:
+        meant = self._resolved(schema)
+        if "anyOf" not in meant:
+            return self._branch(meant)
+        self._knows(meant, {"anyOf"})
+        if not isinstance(meant["anyOf"], list):
+            raise self._wrong()
+        branches = [self._resolved(self._schema(branch)) for branch in meant["anyOf"]]
+        return [value for branch in branches for value in self._branch(branch)]
+
+    def _branch(self, schema: Schema) -> list[str]:
+        match schema.get("type"):
+            case "string":
+                return self._strings(schema, beside_json=True)
+            case "object" | "array":
+                return [self._json(schema)]
+            case "null":
+                return [literal("null" + _END)]
+            case None if schema.keys() & {"enum", "const"}:
+                return self._words(schema, beside_json=True)
+            case None:
+                self._knows(schema, ())
+                return [self._grammar.text(_TEXT, until=_END)]
+        raise self._refusal(f"type {shown(schema['type'])} within anyOf or $ref")
+
+    def _json(self, schema: Schema) -> str:
+        types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        exact = self._exact(schema) if _NUMBERS.intersection(types) else {}
+        field = f"tools: {self._function}: {self._parameter}"
+        return f"{self._grammar.json({**schema, **exact}, field, self._whole)} {literal(_END)}"
+
+    def _exact(self, schema: Schema) -> Schema:
+        """Return bounds within which a float holds every whole number, in place of its own that are wider."""
+        own = [schema[key] for key in (*_LOWER, *_UPPER) if key in schema]
+        if not all(type(bound) in (int, float) for bound in own):
+            return {}  # refused with what is wrong with them
+        low = max((schema[key] for key in _LOWER if key in schema), default=-math.inf)
+        high = min((schema[key] for key in _UPPER if key in schema), default=math.inf)
+        if low > _EXACT or high < -_EXACT:
+            raise self._refusal("a bound beyond 2**53")
+        exact = {"minimum": -_EXACT} if low < -_EXACT else {}
+        return exact | ({"maximum": _EXACT} if high > _EXACT else {})
+
+    def _strings(self, schema: Schema, *, beside_json: bool = False) -> list[str]:
+        if schema.keys() & {"enum", "const"}:
+            return self._words(schema, beside_json=beside_json)
+        self._knows(schema, {"type", "pattern", "minLength", "maxLength"})
+        terminal = _TEXT + _NOT_NULL + (_NOT_JSON if beside_json else "")
+        if "pattern" in schema:
+            terminal += f" & /{self._whole_pattern(schema['pattern'])}/"
+        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        if not all(type(length) is int and length >= 0 for length in (least, most or 0)):
+            raise self._wrong()
+        if (least, most) != (0, ""):
+            terminal += f" & /(?s:.{{{least},{most}}})/"
+        return [self._grammar.text(terminal, until=_END)]
+
+    def _words(self, schema: Schema, *, beside_json: bool) -> list[str]:
+        key = "const" if "const" in schema else "enum"
+        self._knows(schema, {"type", key})
+        listed = [schema["const"]] if key == "const" else schema["enum"]
+        if not isinstance(listed, list):
+            raise self._wrong()
+        if "type" in schema:
+            listed = [word for word in listed if isinstance(word, str)]
+        words = [self._word(value) for value in listed if not _is_misread(value, beside_json)]
+        if not words:
+            raise self._refusal(f"this {key}")
+        return [literal(word + _END) for word in words]
+
+    def _word(self, value: Any) -> str:
+        if isinstance(value, bool | int | float):
+            raise self._refusal("an enum of numbers without their type")
+        return value if isinstance(value, str) else json.dumps(value)
+
+    def _whole_pattern(self, text: Any) -> str:
+        if not isinstance(text, str):
+            raise self._wrong()
+        try:
+            return Pattern(text).whole()
+        except Unreadable as error:
+            raise self._refusal(f"pattern {shown(text)}: {error}") from error
+
+    def _resolved(self, schema: Schema) -> Schema:
+        """What its reference says, if it is one, to a definition."""
+        seen = set[str]()
+        while "$ref" in schema:
+            self._knows(schema, {"$ref"})
+            match str(schema["$ref"]).split("/"):
+                case ["#", ("$defs" | "definitions") as where, name] if name not in seen:
+                    seen.add(name)
+                    named = self._whole.get(where, {})
+                    schema = self._schema(named.get(name) if isinstance(named, dict) else named)
+                case _:
+                    raise self._refusal(f"$ref {shown(schema['$ref'])}")
+        return schema
+
+    def _schema(self, schema: Any) -> Schema:
+        if isinstance(schema, dict):
+            return schema
+        raise self._refusal(f"a schema of {json.dumps(schema)}") if isinstance(schema, bool) else self._wrong()
+
+    def _knows(self, schema: Schema, keywords: Collection[str]) -> None:
+        if unknown := sorted(schema.keys() - {*keywords} - _SAYS_NOTHING):
+            raise self._refusal(unknown[0])
+
+    def _refusal(self, keyword: str) -> JobFailure:
+        return JobFailure(
+            "unsupported", f"tools: {self._function}: this model's calls cannot be held to parameters by {keyword}."
+        )
+
+    def _wrong(self) -> JobFailure:
+        return JobFailure("invalid_request", f"tools: the parameters of {self._function} are no JSON schema.")
+
+
+def _is_names(names: Any) -> bool:
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
+
+
+def _is_misread(value: Any, beside_json: bool) -> bool:
+    """By the parser. Such a word is left out."""
+    if not isinstance(value, str):
+        return _TAG.search(json.dumps(value)) is not None
+    return (
+        value.lower() == "null" or _TAG.search(value) is not None or (beside_json and value.lstrip()[:1] in ("[", "{"))
+    )

@@ -1,0 +1,89 @@
+"""Token masks for the reasoning before an answer that a grammar constrains.
+
+Reasoning ends as in the output parser: at the text of its end marker, whichever tokens spell it.
+"""
+
+from collections.abc import Iterable
+
+from worker.text.vocabulary import Vocabulary
+
+
+class ReasoningMask:
+    """Masks for one model's reasoning.
+
+    They prevent the end of the answer and the start of a tool call, which no grammar would constrain. The end marker
+    must end together with a token, since the grammar cannot start within one.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, count: int, *, begins: int, ends: str, call: str, banned: Iterable[int]
+    ) -> None:
+        """`count`: tokens in a mask. `begins`: the token that begins reasoning. `ends`: its end marker.
+        `call`: the marker of a tool call, empty if there is none. `banned`: tokens that no mask allows.
+        """
+        self.begins, self.ends = begins, ends.encode()
+        self.bytes_of = vocabulary.bytes_of
+        self._count, self._call = count, call.encode()
+        self.longest = max(len(self.ends), len(self._call))
+        self._after = self._barred()
+        always = (1 << count) - 1 & ~self._after.pop(b"")
+        for token in banned:
+            always &= ~(1 << token)
+        self._always, self._always_mask = always, self._mask(always)
+
+    def allowed(self, tail: bytes) -> bytes:
+        """Return the mask after text that ends with `tail`: a bit per token, in little-endian 32-bit words."""
+        bars = [tokens for begun, tokens in self._after.items() if tail.endswith(begun)]
+        if not bars:
+            return self._always_mask
+        allowed = self._always
+        for tokens in bars:
+            allowed &= ~tokens
+        return self._mask(allowed)
+
+    def _barred(self) -> dict[bytes, int]:
+        """Return the barred tokens by the marker prefix that they follow.
+
+        Under the empty prefix: tokens that hold a whole marker, unless it is an end marker at the token's end.
+        """
+        rests = [(marker[:at], marker[at:]) for marker in (self.ends, self._call) for at in range(1, len(marker))]
+        beginnings = tuple(rest for _, rest in rests)
+        barred = dict.fromkeys([b"", *(begun for begun, _ in rests)], 0)
+        for token in range(self._count):
+            text = self.bytes_of(token)
+            if self.ends in text[:-1] or (self._call and self._call in text):
+                barred[b""] |= 1 << token
+            if text.startswith(beginnings):
+                for begun, rest in rests:
+                    if text.startswith(rest) and (text != rest or begun + rest != self.ends):
+                        barred[begun] |= 1 << token
+        return barred
+
+    def _mask(self, tokens: int) -> bytes:
+        return tokens.to_bytes(-(-self._count // 32) * 4, "little")
+
+
+class ReasoningState:
+    """State of one row's reasoning."""
+
+    def __init__(self, reasoning: ReasoningMask, *, begun: bool) -> None:
+        """`begun`: the prompt ends within reasoning; else it begins with its own token."""
+        self._reasoning, self._tail = reasoning, b""
+        self.begun, self.over = begun, False
+
+    @property
+    def begins(self) -> int:
+        """The token that begins reasoning."""
+        return self._reasoning.begins
+
+    def take(self, token: int) -> bool:
+        """Add a sampled token. Returns True if it belongs to the reasoning."""
+        self.begun = self.begun or token == self.begins
+        if self.begun:
+            self._tail = (self._tail + self._reasoning.bytes_of(token))[-self._reasoning.longest :]
+            self.over = self._tail.endswith(self._reasoning.ends)
+        return self.begun
+
+    def allowed(self) -> bytes:
+        """Return the mask for the next token."""
+        return self._reasoning.allowed(self._tail)

@@ -1,0 +1,52 @@
+"""Compiles grammars with llguidance. A client's grammar is first compiled in a child process: see `attempt`.
+
+A schema can overflow the compiler's stack, which ends the process, or occupy it for minutes and fill gigabytes of
+memory. llguidance (1.9) limits neither, but a child process can be limited and killed.
+"""
+
+import random
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+# A state takes about 2 kB. With 6,000 items in a row, as for 1,500 optional properties, a mask takes 20 ms.
+_LIMITS = LLParserLimits(max_lexer_states=50_000, max_items_in_row=6_000, verbose_errors=False)
+_AHEAD = 8  # tokens: a schema that exceeds llguidance's limits mostly does so within the first ones
+
+
+class Uncompilable(ValueError):
+    """The grammar cannot be compiled. The message is llguidance's."""
+
+
+def compile_grammar(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
+    """Compile a grammar and try its first tokens. Raises `Uncompilable`."""
+    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
+    _go_ahead(matcher)  # only this detects a schema that nothing satisfies
+    if wrong := error_of(matcher):
+        raise Uncompilable(wrong)
+    return matcher
+
+
+def _go_ahead(matcher: LLMatcher) -> None:
+    """Consume a few allowed tokens, then reset."""
+    dice = random.Random(0)
+    for _ in range(_AHEAD):
+        if matcher.is_error() or matcher.is_stopped():
+            break
+        mask = matcher.compute_bitmask()
+        if not matcher.is_error():
+            matcher.consume_token(_one_of(mask, dice))
+    if not matcher.is_error():
+        matcher.reset()
+
+
+def _one_of(mask: bytes, dice: random.Random) -> int:
+    """Return one of the tokens that the mask allows."""
+    begin = dice.randrange(len(mask))
+    turned = (mask[begin:] + mask[:begin]).lstrip(b"\0")
+    place = (begin + len(mask) - len(turned)) % len(mask)
+    return place * 8 + (mask[place] & -mask[place]).bit_length() - 1
+
+
+def error_of(matcher: LLMatcher) -> str | None:
+    """Return the matcher's error, or None."""
+    return matcher.get_error().removesuffix("<non-verbose/>").strip() if matcher.is_error() else None

@@ -1,0 +1,273 @@
+"""Proofs that no value satisfies several schemas at once.
+
+A proof may read less of a schema than it says, never more: what it does not know it takes for anything. So True is
+certain, and False says nothing.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any
+
+from worker.text.grammar.schema import values
+from worker.text.grammar.schema.budget import Budget
+from worker.text.grammar.schema.unsupported import UnsupportedKeyword
+
+Schema = dict[str, Any]
+Resolve = Callable[[Any], Any]  # from a reference to the schema that it leads to
+_STEPS = 20_000  # of proofs; what is not proved by then is taken as not excluded
+_DEEPEST = 12
+_FARTHEST = 10**300  # a bound beyond is not read
+
+
+class Disjointness:
+    """Its steps are bounded, over all that it is asked. Each of its methods raises `Spent`."""
+
+    def __init__(self, resolve: Resolve, budget: Budget | None = None) -> None:
+        self._resolve, self._left, self._budget = resolve, _STEPS, budget or Budget()
+
+    @property
+    def spent(self) -> bool:
+        return self._left <= 0
+
+    def excluded(self, schemas: Iterable[Any], depth: int = 0) -> bool:
+        self._left -= 1
+        if self._left <= 0 or depth > _DEEPEST:
+            return False
+        together = self.flat(schemas)
+        if together is None:
+            return True
+        if (found := self.listed(together)) is not None:
+            return not any(all(self.may_be(value, each, depth) for each in together) for value in found)
+        if all(self._is_empty(kind, together, depth) for kind in kinds(together)):
+            return True
+        return self._excluded_by_cases(together, depth)
+
+    def flat(self, schemas: Iterable[Any]) -> list[Schema] | None:
+        """Return them with those that they all say by reference and `allOf`. None if one of them is false."""
+        found, waiting, seen = list[Schema](), deque(schemas), set[int]()
+        while waiting:
+            self._budget.take()
+            schema = waiting.popleft()
+            if schema is False:
+                return None
+            if not isinstance(schema, dict) or id(schema) in seen:
+                continue
+            self._left -= 1
+            self._budget.take(_listed_members(schema))
+            seen.add(id(schema))
+            found.append(schema)
+            if isinstance(schema.get("allOf"), list):
+                waiting += schema["allOf"]
+            if "$ref" in schema and self._left > 0:
+                waiting.append(self._resolved(schema["$ref"]))
+        return found
+
+    def key(self, value: Any) -> Hashable:
+        """Return what the value has in common with those that JSON has equal."""
+        return values.key(value, self._budget.take)
+
+    def _resolved(self, reference: Any) -> Any:
+        try:
+            return self._resolve(reference)
+        except UnsupportedKeyword:  # it is refused where it stands
+            return True
+
+    def listed(self, together: Sequence[Schema]) -> list[Any] | None:
+        """Return the values that all of them list, if any lists values. Not all need satisfy the rest."""
+        lists = [found for schema in together if (found := _own_list(schema)) is not None]
+        if not lists:
+            kind = kinds(together)
+            return [None, True, False] if kind <= {"null", "boolean"} else None
+        self._left -= sum(map(len, lists))
+        others = [set(map(self.key, each)) for each in lists[1:]]
+        return [value for value in lists[0] if all(self.key(value) in each for each in others)]
+
+    def required(self, together: Sequence[Schema]) -> list[str]:
+        names = (name for schema in together for name in _strings(schema.get("required")))
+        return list(dict.fromkeys(names))
+
+    def of_property(self, name: str, together: Sequence[Schema]) -> list[Any]:
+        """Return what they say of a property's value."""
+        self._budget.take(len(together))
+        return [said for schema in together for said in _of_property(schema, name)]
+
+    def _is_empty(self, kind: str, together: Sequence[Schema], depth: int) -> bool:
+        """Return whether no value of the kind is in all of them."""
+        match kind:
+            case "number":
+                return _no_number(together)
+            case "string":
+                return _no_size(together, "minLength", "maxLength")
+            case "array":
+                return _no_size(together, "minItems", "maxItems") or self._item_excluded(together, depth)
+            case "object":
+                return any(
+                    self.excluded(self.of_property(name, together), depth + 1) for name in self.required(together)
+                )
+        return not any(
+            all(self.may_be(value, each, depth) for each in together)
+            for value in ([None] if kind == "null" else [True, False])
+        )
+
+    def _item_excluded(self, together: Sequence[Schema], depth: int) -> bool:
+        least = max((size for schema in together if (size := _size(schema, "minItems")) is not None), default=0)
+        self._budget.take(8 * len(together))
+        return any(
+            self.excluded([_of_item(schema, index) for schema in together], depth + 1)
+            for index in range(min(int(least), 8))
+        )
+
+    def _excluded_by_cases(self, together: Sequence[Schema], depth: int) -> bool:
+        for schema in together:
+            for keyword in ("anyOf", "oneOf"):
+                cases = schema.get(keyword)
+                if isinstance(cases, list) and cases:
+                    self._budget.take(len(schema) + len(together))
+                    rest = [{key: said for key, said in schema.items() if key != keyword}]
+                    rest += [each for each in together if each is not schema]
+                    return all(self.excluded([case, *rest], depth + 1) for case in cases)
+        return False
+
+    def may_be(self, value: Any, schema: Any, depth: int = 0) -> bool:
+        """Return False only if the value does not satisfy the schema."""
+        self._left -= 1
+        if not isinstance(schema, dict) or depth > _DEEPEST or self._left <= 0:
+            return schema is not False
+        together = self.flat([schema])
+        if together is None:
+            return False
+        return all(self._may_be_by_itself(value, each, depth + 1) for each in together)
+
+    def _may_be_by_itself(self, value: Any, schema: Schema, depth: int) -> bool:
+        if values.kind(value) not in kinds([schema]) or (_integers_only([schema]) and _is_fraction(value)):
+            return False
+        own = _own_list(schema)
+        if own is not None:
+            self._left -= len(own)
+            wanted = self.key(value)
+            if not any(wanted == self.key(each) for each in own):
+                return False
+        for keyword in ("anyOf", "oneOf"):
+            cases = schema.get(keyword)
+            if isinstance(cases, list) and not any(self.may_be(value, case, depth) for case in cases):
+                return False
+        match value:
+            case str():
+                return _fits(len(value), schema, "minLength", "maxLength")
+            case list():
+                within = (self.may_be(each, _of_item(schema, index), depth) for index, each in enumerate(value))
+                return _fits(len(value), schema, "minItems", "maxItems") and all(within)
+            case dict():
+                self._budget.take(len(value))
+                said = ((each, says) for name, each in value.items() for says in _of_property(schema, name))
+                return value.keys() >= {*_strings(schema.get("required"))} and all(
+                    self.may_be(each, says, depth) for each, says in said
+                )
+            case int() | float() if not isinstance(value, bool):
+                return not _no_number([schema, {"const": value}])
+        return True
+
+
+def kinds(together: Iterable[Schema]) -> frozenset[str]:
+    """Return the kinds of value that all of them allow; an integer is a number."""
+    found = values.KINDS
+    for schema in together:
+        if "type" in schema:
+            names = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+            found &= {"number" if name == "integer" else name for name in _strings(names)}
+    return found
+
+
+def _integers_only(together: Iterable[Schema]) -> bool:
+    return any("integer" in _types(schema) and "number" not in _types(schema) for schema in together)
+
+
+def _types(schema: Schema) -> list[str]:
+    says = schema.get("type", [])
+    return [says] if isinstance(says, str) else list(_strings(says))
+
+
+def _is_fraction(value: Any) -> bool:
+    return values.kind(value) == "number" and not values.is_integer(value)
+
+
+def _listed_members(schema: Schema) -> int:
+    """Return how long its lists are that are read whole."""
+    return sum(len(said) for keyword in ("allOf", "required", "type") if isinstance(said := schema.get(keyword), list))
+
+
+def _own_list(schema: Schema) -> list[Any] | None:
+    if "const" in schema:
+        return [schema["const"]]
+    return schema["enum"] if isinstance(schema.get("enum"), list) else None
+
+
+def _strings(found: Any) -> Iterator[str]:
+    return (each for each in found if isinstance(each, str)) if isinstance(found, list) else iter(())
+
+
+def _of_property(schema: Schema, name: str) -> Iterator[Any]:
+    named = schema.get("properties")
+    if isinstance(named, dict) and name in named:
+        yield named[name]
+    elif "patternProperties" not in schema and "additionalProperties" in schema:
+        yield schema["additionalProperties"]
+
+
+def _of_item(schema: Schema, index: int) -> Any:
+    items = schema.get("items", True)
+    first = items if isinstance(items, list) else schema.get("prefixItems", [])
+    if isinstance(first, list) and index < len(first):
+        return first[index]
+    return schema.get("additionalItems", True) if isinstance(items, list) else items
+
+
+def _size(schema: Schema, keyword: str) -> float | None:
+    size = schema.get(keyword)
+    if isinstance(size, bool) or not isinstance(size, int | float) or size != size or abs(size) > _FARTHEST:
+        return None
+    return size
+
+
+def _fits(size: float, schema: Schema, least: str, most: str) -> bool:
+    return not _no_size([schema, {least: size, most: size}], least, most)
+
+
+def _no_size(together: Iterable[Schema], least: str, most: str) -> bool:
+    low = [size for schema in together if (size := _size(schema, least)) is not None]
+    high = [size for schema in together if (size := _size(schema, most)) is not None]
+    return max(low, default=0) > min(high, default=math.inf)
+
+
+def _no_number(together: Sequence[Schema]) -> bool:
+    """Return whether their bounds leave none. Ends are pairs that compare as they bound."""
+    low = max((end for schema in together for end in _lower_ends(schema)), default=(-math.inf, False))
+    high = min((end for schema in together for end in _upper_ends(schema)), default=(math.inf, True))
+    least, excluded = low
+    most, included = high
+    if not _integers_only(together):
+        return least > most or (least == most and (excluded or not included))
+    if math.isfinite(least):
+        least = math.floor(least) + 1 if excluded else math.ceil(least)
+    if math.isfinite(most):
+        most = math.floor(most) if included else math.ceil(most) - 1
+    return least > most
+
+
+def _lower_ends(schema: Schema) -> Iterator[tuple[float, bool]]:
+    """Return each with whether it is excluded itself."""
+    for keyword in ("minimum", "const"):
+        if (bound := _size(schema, keyword)) is not None:
+            yield bound, keyword == "minimum" and schema.get("exclusiveMinimum") is True
+    if (bound := _size(schema, "exclusiveMinimum")) is not None:
+        yield bound, True
+
+
+def _upper_ends(schema: Schema) -> Iterator[tuple[float, bool]]:
+    """Return each with whether it is included itself."""
+    for keyword in ("maximum", "const"):
+        if (bound := _size(schema, keyword)) is not None:
+            yield bound, keyword == "const" or schema.get("exclusiveMaximum") is not True
+    if (bound := _size(schema, "exclusiveMaximum")) is not None:
+        yield bound, False

@@ -1,0 +1,190 @@
+"""Properties by name, by pattern, and the names that `propertyNames` leaves.
+
+llguidance has no `propertyNames`: what it allows is listed, or stands as the one pattern beside which no other
+property may come.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from worker.text.grammar.schema.characters import has, union
+from worker.text.grammar.schema.disjoint import Disjointness, kinds
+from worker.text.grammar.schema.patterns import Pattern, Reading, Steps
+from worker.text.grammar.schema.regex import Unreadable
+from worker.text.grammar.schema.unsupported import UnsupportedKeyword, shown
+
+Schema = dict[str, Any]
+Hold = Callable[[Any, str], Any]
+KEYWORDS = ("properties", "patternProperties", "additionalProperties", "propertyNames")
+_FOR_NAMES = {
+    "type", "const", "enum", "pattern", "minLength", "maxLength", "allOf", "$ref",
+    "title", "description", "default", "examples", "$comment",
+}  # fmt: skip
+
+
+def pattern_of(text: Any, at: str, steps: Steps | None = None) -> Pattern:
+    if not isinstance(text, str):
+        raise UnsupportedKeyword(at, "a pattern must be a string; correct it")
+    try:
+        return Pattern(text, steps)
+    except Unreadable as error:
+        raise UnsupportedKeyword(at, f"the pattern {shown(text)} cannot be held: {error}") from error
+
+
+def written_pattern(text: Any, at: str) -> str:
+    """Return a pattern of strings as llguidance holds it."""
+    pattern = pattern_of(text, at)
+    try:
+        return pattern.written()
+    except Unreadable as error:
+        raise UnsupportedKeyword(at, f"the pattern {shown(text)} cannot be held: {error}") from error
+
+
+def objects(schema: Schema, at: str, hold: Hold, proofs: Disjointness, steps: Steps) -> Schema:
+    """Return the keywords to put in place of the schema's own."""
+    found = _Properties(schema, at, hold, steps)
+    try:
+        if "propertyNames" in schema:
+            found.limit(_Names(schema["propertyNames"], f"{at}/propertyNames", proofs, steps))
+        return found.written()
+    except Unreadable as error:
+        raise UnsupportedKeyword(at, f"a pattern of its properties' names cannot be held: {error}") from error
+
+
+class _Properties:
+    def __init__(self, schema: Schema, at: str, hold: Hold, steps: Steps) -> None:
+        self._at, self._has_names, self._steps = at, "properties" in schema, steps
+        self._named = {
+            name: hold(each, f"{at}/properties/{name}") for name, each in _by_name(schema, "properties", at).items()
+        }
+        self._patterns = [
+            (pattern_of(text, f"{at}/patternProperties", steps), hold(each, f"{at}/patternProperties/{text}"))
+            for text, each in _by_name(schema, "patternProperties", at).items()
+        ]
+        self._disputed = union(*(pattern.disputed for pattern, _ in self._patterns))
+        self._rest = hold(schema.get("additionalProperties", True), f"{at}/additionalProperties")
+
+    def limit(self, names: "_Names") -> None:
+        """Leave only those that `propertyNames` allows."""
+        if names.anything:
+            return
+        self._named = {name: said for name, said in self._named.items() if names.allow(name)}
+        if names.listed is not None:
+            listed = {name: self._of(name) for name in names.listed if name not in self._named and names.allow(name)}
+            self._named, self._has_names = {**self._named, **listed}, True
+        elif self._rest is not False or self._patterns:
+            self._limit_by(names)
+            return
+        self._patterns, self._rest = [], False
+
+    def _limit_by(self, names: "_Names") -> None:
+        if self._patterns:
+            raise UnsupportedKeyword(names.at, "it cannot be held beside patternProperties; put it into their patterns")
+        if self._named and self._rest not in (True, {}):
+            instead = "use patternProperties, and additionalProperties: false"
+            raise UnsupportedKeyword(
+                names.at, f"it cannot be held beside properties and additionalProperties; {instead}"
+            )
+        self._patterns, self._rest = [(names.pattern(), self._rest)], False
+
+    def _of(self, name: str) -> Any:
+        """Return what is said of a property that has no schema of its own."""
+        self._check_undisputed([name], self._at)
+        said = [each for pattern, each in self._patterns if pattern.matches(name)]
+        return {"allOf": said} if said else self._rest
+
+    def written(self) -> Schema:
+        found = Schema()
+        if self._has_names:
+            found["properties"] = self._named
+        if self._patterns:
+            found["patternProperties"] = self._written_patterns()
+        if self._rest not in (True, {}):
+            found["additionalProperties"] = self._rest
+        return found
+
+    def _written_patterns(self) -> Schema:
+        found = Schema()
+        for text, said in self._spelled():
+            found[text] = {"allOf": [found[text], said]} if text in found else said
+        return found
+
+    def _spelled(self) -> list[tuple[str, Any]]:
+        """Return them as narrow, or as wide, as keeps every name from what it must not be, in each dialect."""
+        if self._rest in (True, {}):
+            return [(pattern.written(Reading.POSSIBLY), said) for pattern, said in self._patterns]
+        self._check_undisputed(self._named, f"{self._at}/patternProperties")
+        if self._rest is not False and self._disputed:
+            instead = "write out their classes, or use additionalProperties: false"
+            raise UnsupportedKeyword(
+                f"{self._at}/patternProperties", f"\\w and the like mean different names to some; {instead}"
+            )
+        less = self._disputed if len(self._patterns) > 1 else ()
+        return [(pattern.written(Reading.SURELY, less), said) for pattern, said in self._patterns]
+
+    def _check_undisputed(self, names: Iterable[str], at: str) -> None:
+        for name in names if self._disputed else ():
+            self._steps.take(len(name) + 1)
+            if any(has(self._disputed, character) for character in name):
+                which = f"whether a pattern means {shown(name)}"
+                raise UnsupportedKeyword(at, f"{which} depends on the validator; write out its classes")
+
+
+def _by_name(schema: Schema, keyword: str, at: str) -> Schema:
+    said = schema.get(keyword, {})
+    if not isinstance(said, dict):
+        raise UnsupportedKeyword(f"{at}/{keyword}", "it must be an object of schemas; correct it")
+    return said
+
+
+class _Names:
+    """What `propertyNames` allows: `anything`, or `listed`, or what a pattern matches."""
+
+    def __init__(self, said: Any, at: str, proofs: Disjointness, steps: Steps) -> None:
+        self.at, self._steps = at, steps
+        together = proofs.flat([said])
+        self.listed: list[str] | None = [] if together is None or "string" not in kinds(together) else None
+        self._patterns, self._sizes = list[Pattern](), list[tuple[int, int | None]]()
+        for schema in together or []:
+            self._take(schema)
+        if together is not None and self.listed is None:
+            values = proofs.listed(together)
+            self.listed = None if values is None else [value for value in values if isinstance(value, str)]
+        self._allowed = None if self.listed is None else set(self.listed)
+        self.anything = self.listed is None and not self._patterns and not self._sizes
+
+    def _take(self, schema: Schema) -> None:
+        if unknown := sorted(schema.keys() - _FOR_NAMES):
+            known = "enum, const, pattern, minLength and maxLength"
+            raise UnsupportedKeyword(f"{self.at}/{unknown[0]}", f"names cannot be held to it; use {known}")
+        if "pattern" in schema:
+            self._patterns.append(pattern_of(schema["pattern"], f"{self.at}/pattern", self._steps))
+        least, most = (size(schema, keyword, self.at) for keyword in ("minLength", "maxLength"))
+        if least or most is not None:
+            self._sizes.append((least or 0, most))
+
+    def allow(self, name: str) -> bool:
+        self._steps.take(1 + len(self._sizes))
+        matched = all(pattern.matches(name) for pattern in self._patterns)
+        fits = all(least <= len(name) and (most is None or len(name) <= most) for least, most in self._sizes)
+        return matched and fits and (self._allowed is None or name in self._allowed)
+
+    def pattern(self) -> Pattern:
+        if len(self._patterns) + len(self._sizes) > 1:
+            raise UnsupportedKeyword(
+                self.at, "only one pattern, or one range of lengths, can be held; put them into one pattern"
+            )
+        if self._patterns:
+            return self._patterns[0]
+        ((least, most),) = self._sizes
+        return Pattern(rf"^[\s\S]{{{least},{'' if most is None else most}}}$")
+
+
+def size(schema: Schema, keyword: str, at: str) -> int | None:
+    """Return the whole number that a keyword says."""
+    said = schema.get(keyword)
+    if isinstance(said, float) and said.is_integer():
+        said = int(said)
+    if said is not None and (isinstance(said, bool) or not isinstance(said, int) or said < 0):
+        raise UnsupportedKeyword(f"{at}/{keyword}", f"{shown(said)} is no whole number from 0; correct it")
+    return said

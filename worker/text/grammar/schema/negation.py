@@ -1,0 +1,120 @@
+"""The opposite of a schema, as schemas of which one holds whenever it does not."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from worker.text.grammar.schema.disjoint import Disjointness, kinds
+
+Schema = dict[str, Any]
+_MOST = 32
+_DEEPEST = 8
+_SAYS_NOTHING = {
+    "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema",
+    "$id", "$defs", "definitions", "$anchor",
+}  # fmt: skip
+_TURNED = {
+    "minimum": ("number", "exclusiveMaximum", 0),
+    "exclusiveMinimum": ("number", "maximum", 0),
+    "maximum": ("number", "exclusiveMinimum", 0),
+    "exclusiveMaximum": ("number", "minimum", 0),
+    "minLength": ("string", "maxLength", -1),
+    "maxLength": ("string", "minLength", 1),
+    "minItems": ("array", "maxItems", -1),
+    "maxItems": ("array", "minItems", 1),
+}
+
+
+class NotNegatable(Exception):
+    """It cannot be written as schemas."""
+
+
+def negation(schema: Any, known: Sequence[Any], proofs: Disjointness, depth: int = 0) -> list[Any]:
+    """`known` are schemas that every value in question satisfies. Raises `NoOpposite`."""
+    if isinstance(schema, bool):
+        return [] if schema else [True]
+    if not isinstance(schema, dict) or depth > _DEEPEST:
+        raise NotNegatable
+    found = [each for keyword in schema for each in _of_keyword(keyword, schema, known, proofs, depth + 1)]
+    if len(found) > _MOST:
+        raise NotNegatable
+    return found
+
+
+def _of_keyword(keyword: str, schema: Schema, known: Sequence[Any], proofs: Disjointness, depth: int) -> Iterable[Any]:
+    said = schema[keyword]
+    match keyword:
+        case _ if keyword in _SAYS_NOTHING:
+            return []
+        case "type":
+            return _other_types(said, known, proofs)
+        case "const":
+            return _other_values([said], known, proofs)
+        case "enum" if isinstance(said, list):
+            return _other_values(said, known, proofs)
+        case "required" if isinstance(said, list) and all(isinstance(name, str) for name in said):
+            return [{"type": "object", "properties": {name: False}} for name in said]
+        case "properties" if isinstance(said, dict):
+            return _other_properties(said, known, proofs, depth)
+        case "allOf" if isinstance(said, list):
+            return [each for part in said for each in negation(part, known, proofs, depth)]
+        case "anyOf" if isinstance(said, list):
+            return _none_of(said, known, proofs, depth)
+        case "not":
+            return [said]
+        case _ if keyword in _TURNED and isinstance(said, int | float) and not isinstance(said, bool):
+            return _turned(keyword, said)
+    raise NotNegatable
+
+
+def _turned(keyword: str, bound: float) -> list[Any]:
+    kind, other, by = _TURNED[keyword]
+    if by and bound + by < 0:
+        return []
+    return [{"type": kind, other: bound + by if by else bound}]
+
+
+def _other_types(said: Any, known: Sequence[Any], proofs: Disjointness) -> list[Any]:
+    names = [said] if isinstance(said, str) else said
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise NotNegatable
+    others = _kinds(known, proofs).difference(names)
+    if "integer" in names and "number" in others:
+        raise NotNegatable  # numbers that are not whole
+    return [{"type": sorted(others)}] if others else []
+
+
+def _kinds(known: Sequence[Any], proofs: Disjointness) -> frozenset[str]:
+    together = proofs.flat(known)
+    return frozenset() if together is None else kinds(together)
+
+
+def _other_values(said: list[Any], known: Sequence[Any], proofs: Disjointness) -> list[Any]:
+    together = proofs.flat(known)
+    if together is None:
+        return []
+    listed = proofs.listed(together)
+    if listed is None:
+        raise NotNegatable
+    these = set(map(proofs.key, said))
+    others = [value for value in listed if proofs.key(value) not in these]
+    return [{"enum": others}] if others else []
+
+
+def _other_properties(said: dict[str, Any], known: Sequence[Any], proofs: Disjointness, depth: int) -> list[Any]:
+    together = proofs.flat(known)
+    return [
+        {"type": "object", "properties": {name: each}, "required": [name]}
+        for name, schema in said.items()
+        for each in negation(schema, proofs.of_property(name, together or []), proofs, depth)
+    ]
+
+
+def _none_of(said: list[Any], known: Sequence[Any], proofs: Disjointness, depth: int) -> list[Any]:
+    """Return each way in which one opposite of every part holds."""
+    ways: list[list[Any]] = [[]]
+    for part in said:
+        contrary = negation(part, known, proofs, depth)
+        ways = [[*way, each] for way in ways for each in contrary]
+        if len(ways) > _MOST:
+            raise NotNegatable
+    return [{"allOf": way} if len(way) != 1 else way[0] for way in ways]

@@ -1,0 +1,230 @@
+"""Patterns, written for llguidance so that it holds them within a JSON string.
+
+Derivre, its engine, quotes a set of characters for JSON. If the set has all control characters, or all but the line
+feed, as `[^"]` has, it lets every short escape through, that of the quotation mark and that of the backslash too. So no
+set that it is given has a character that cannot be written. It reads a group called `stop` as look-ahead, and \\w, \\s
+and `.` in a way of its own, so groups lose their names and classes are written out.
+"""
+
+from collections.abc import Iterator
+from enum import Enum
+from functools import cached_property
+
+from worker.text.grammar.schema import regex
+from worker.text.grammar.schema.characters import WRITABLE, Ranges, has, intersection, union, without
+from worker.text.grammar.schema.regex import Anchor, Chars, Either, Node, Repeated, Sequenced, Unreadable
+
+_MOST_BRANCHES = 64
+_LONGEST = 200_000  # characters, once the classes are written out
+_STEPS_A_CLASS = 400  # what the dialects read in it are some 750 ranges
+_NOTHING = "[a&&b]"
+
+
+class Reading(Enum):
+    """Which strings an expression is written for, if the dialects differ."""
+
+    SURELY = "those that match in every dialect"
+    POSSIBLY = "those that match in some dialect"
+
+
+class Steps:
+    """How many steps are left for reading patterns and comparing names with them."""
+
+    def __init__(self, left: int = 400_000) -> None:
+        self._left = left
+
+    def take(self, count: int) -> None:
+        self._left -= count
+        if self._left < 0:
+            raise Unreadable("reading it, or comparing names with it, takes too long; make it simpler")
+
+
+class Pattern:
+    """One that may be found anywhere in a string, as JSON Schema has it. Raises `Unreadable`."""
+
+    def __init__(self, text: str, steps: Steps | None = None) -> None:
+        self._steps = steps or Steps()
+        self._branches = [_Branch(items) for items in _expanded(regex.read(text), len(text) + 1, self._steps)]
+
+    @cached_property
+    def disputed(self) -> Ranges:
+        """The characters that are in a class by one dialect only."""
+        nodes = (node for branch in self._branches for node in branch.nodes())
+        classes = dict.fromkeys(node for node in nodes if isinstance(node, Chars) and node.letters)
+        self._steps.take(_STEPS_A_CLASS * len(classes))
+        found = [without(each.possibly(), each.surely()) for each in classes]
+        return intersection(union(*found), WRITABLE)
+
+    def written(self, reading: Reading = Reading.SURELY, less: Ranges = ()) -> str:
+        """Return an expression with anchors at its ends alone, without the characters of `less`."""
+        return f"^{self.whole(reading, less)}$"
+
+    def whole(self, reading: Reading = Reading.SURELY, less: Ranges = ()) -> str:
+        """Return an expression of whole strings, without anchors."""
+        writer = _Writer(reading, less)
+        return f"(?:{'|'.join(writer.branch(branch) for branch in self._branches)})"
+
+    def matches(self, text: str) -> bool:
+        """Return whether it surely does. Raises `Unreadable` if that takes too long to tell."""
+        match = _Match(text, self._steps)
+        return any(branch.matches(match) for branch in self._branches)
+
+
+class _Branch:
+    """A way to match, whose anchors are taken off its ends."""
+
+    def __init__(self, items: list[Node]) -> None:
+        begun, ended = 0, len(items)
+        while begun < ended and items[begun] == Anchor(end=False):
+            begun += 1
+        while ended > begun and items[ended - 1] == Anchor(end=True):
+            ended -= 1
+        self.at_start, self.at_end = begun > 0, ended < len(items)
+        self.body = Sequenced(tuple(items[begun:ended]))
+        if any(isinstance(node, Anchor) for node in self.nodes()):
+            raise Unreadable("^ and $ can be held only at the ends of an alternative; write it without")
+
+    def nodes(self) -> Iterator[Node]:
+        return _within(self.body)
+
+    def matches(self, match: "_Match") -> bool:
+        ends = match.ends(self.body, {0} if self.at_start else match.places)
+        return max(match.places) in ends if self.at_end else bool(ends)
+
+
+def _within(node: Node) -> Iterator[Node]:
+    waiting = [node]
+    while waiting:
+        yield (node := waiting.pop())
+        waiting += regex.parts(node)
+
+
+def _expanded(node: Node, size: int, steps: Steps) -> list[list[Node]]:
+    """Return the ways to match, with each group that has an anchor taken apart if it stands at an end. `size`: at
+    least the number of its nodes, which may all be looked at for each way."""
+    ways, count = [[node]], 0
+    for side in (0, -1):
+        done = list[list[Node]]()
+        while ways:
+            if (count := count + 1) > _MOST_BRANCHES * 8 or len(done) > _MOST_BRANCHES:
+                raise Unreadable("its groups have too many ^ and $; write it with fewer")
+            steps.take(size)
+            way = ways.pop(0)
+            opened = _opened(way, side)
+            if opened is None:
+                done.append(way)
+            else:
+                ways = opened + ways
+        ways = done
+    return ways
+
+
+def _opened(way: list[Node], side: int) -> list[list[Node]] | None:
+    """Return the ways without the outermost group on that side. None if it needs no opening."""
+    own, other = Anchor(end=side == -1), list(way)
+    outer = list[Node]()
+    while other and other[side] == own:
+        outer.append(other.pop(side))
+    if not other or isinstance(other[side], Anchor) or own not in _within(other[side]):
+        return None
+    match other.pop(side):
+        case Sequenced(items):
+            inner = [list(items)]
+        case Either(options):
+            inner = [[option] for option in options]
+        case Repeated(item, 0, 1):
+            inner = [[], [item]]
+        case _:
+            raise Unreadable("^ and $ within what is repeated cannot be held; write it without")
+    return [outer + each + other if side == 0 else other + each + outer for each in inner]
+
+
+class _Match:
+    """Where in a text an expression may end, by sets of places."""
+
+    def __init__(self, text: str, steps: Steps) -> None:
+        self._text, self._steps = text, steps
+        self.places = {*range(len(text) + 1)}
+
+    def ends(self, node: Node, starts: set[int]) -> set[int]:
+        self._steps.take(len(starts) + 1)
+        match node:
+            case Chars() if node.properties:
+                raise Unreadable("names cannot be compared with \\p; write out the characters")
+            case Chars():
+                text, ranges = self._text, node.surely()
+                return {start + 1 for start in starts if start < len(text) and has(ranges, text[start])}
+            case Sequenced(items):
+                for item in items:
+                    starts = self.ends(item, starts) if starts else starts
+            case Either(options):
+                return set[int]().union(*(self.ends(option, starts) for option in options))
+            case Repeated(item, least, most):
+                return self._of_repeat(item, starts, least, most)
+        return starts
+
+    def _of_repeat(self, item: Node, starts: set[int], least: int, most: int | None) -> set[int]:
+        for _ in range(least):
+            before, starts = starts, self.ends(item, starts)
+            if starts == before:
+                break
+        found, times = set(starts), least
+        while starts and (most is None or times < most):
+            starts = self.ends(item, starts) - found
+            found, times = found | starts, times + 1
+        return found
+
+
+class _Writer:
+    def __init__(self, reading: Reading, less: Ranges) -> None:
+        self._reading, self._less = reading, less
+        self._anything, self._left = f"{self._set(WRITABLE)}*", _LONGEST
+        self._classes = dict[Chars, str]()
+
+    def branch(self, branch: _Branch) -> str:
+        before = "" if branch.at_start else self._anything
+        return before + self._node(branch.body) + ("" if branch.at_end else self._anything)
+
+    def _node(self, node: Node) -> str:
+        match node:
+            case Chars():
+                return self._counted(node)
+            case Sequenced(items):
+                return "".join(map(self._node, items))
+            case Either(options):
+                return f"(?:{'|'.join(map(self._node, options))})"
+            case Repeated(item, least, most):
+                return f"(?:{self._node(item)}){{{least},{'' if most is None else most}}}"
+        raise AssertionError(node)
+
+    def _counted(self, chars: Chars) -> str:
+        if chars not in self._classes:
+            self._classes[chars] = self._class(chars)
+        self._left -= len(self._classes[chars])
+        if self._left < 0:
+            raise Unreadable("its classes are too large; make it shorter")
+        return self._classes[chars]
+
+    def _class(self, chars: Chars) -> str:
+        if chars.properties:
+            return self._with_properties(chars)
+        return self._set(chars.surely() if self._reading is Reading.SURELY else chars.possibly())
+
+    def _with_properties(self, chars: Chars) -> str:
+        """Unicode's properties are named: the engine knows them."""
+        plain = Chars(chars.ranges, chars.letters)
+        ranges = plain.possibly() if chars.negated == (self._reading is Reading.SURELY) else plain.surely()
+        own = f"[{'^' if chars.negated else ''}{_spelled(ranges)}{''.join(chars.properties)}]"
+        return f"[{own}&&{self._set(WRITABLE)}]"
+
+    def _set(self, ranges: Ranges) -> str:
+        ranges = without(intersection(ranges, WRITABLE), self._less)
+        return f"[{_spelled(ranges)}]" if ranges else _NOTHING
+
+
+def _spelled(ranges: Ranges) -> str:
+    return "".join(_one(low) if low == high else f"{_one(low)}-{_one(high)}" for low, high in ranges)
+
+
+def _one(code: int) -> str:
+    return chr(code) if chr(code).isascii() and chr(code).isalnum() else f"\\x{{{code:X}}}"

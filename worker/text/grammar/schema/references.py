@@ -1,0 +1,91 @@
+"""References within a schema: what they lead to, and the names that their targets get."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+from worker.text.grammar.schema.unsupported import UnsupportedKeyword, shown
+
+Schema = dict[str, Any]
+
+DATA = frozenset({"const", "enum", "default", "examples"})
+NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})  # schemas by name
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    name: str
+    schema: Any
+    place: str
+
+
+class References:
+    """The references of one schema. Those that lead out of it are refused."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._found = dict[str, Target]()  # by the text of the reference
+        self._names = dict[str, str]()  # by the place that is meant
+        self._anchors: dict[str, tuple[Any, str]] | None = None
+        self._own = root["$id"].rstrip("#") if isinstance(root, dict) and isinstance(root.get("$id"), str) else ""
+
+    def target(self, reference: Any, at: str) -> Target:
+        if not isinstance(reference, str):
+            raise UnsupportedKeyword(f"{at}/$ref", "a reference must be a string; write it as #/$defs/name")
+        if reference not in self._found:
+            schema, place = self._led_to(reference, f"{at}/$ref")
+            name = self._names.setdefault(place, f"d{len(self._names)}")
+            self._found[reference] = Target(name, schema, place)
+        return self._found[reference]
+
+    def _led_to(self, reference: str, at: str) -> tuple[Any, str]:
+        before, _, fragment = reference.partition("#")
+        if before and before != self._own:
+            raise UnsupportedKeyword(at, f"{shown(reference)} is not within this schema; put what it means under $defs")
+        if self._known_anchors().get(""):
+            raise UnsupportedKeyword(at, "references cannot be held beside an $id further down; leave that out")
+        if fragment and not fragment.startswith("/"):
+            found = self._known_anchors().get(unquote(fragment))
+            if found is None:
+                raise UnsupportedKeyword(at, f"nothing has the anchor {shown(fragment)}; correct it")
+            return found
+        return self._pointed(unquote(fragment), at), f"#{unquote(fragment)}"
+
+    def _pointed(self, pointer: str, at: str) -> Any:
+        found = self._root
+        for part in pointer.split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            match found:
+                case dict() if key in found:
+                    found = found[key]
+                case list() if key.isascii() and key.isdigit() and int(key[:9]) < len(found):
+                    found = found[int(key[:9])]
+                case _:
+                    raise UnsupportedKeyword(at, f"#{shown(pointer)} does not exist; correct it")
+        return found
+
+    def _known_anchors(self) -> dict[str, tuple[Any, str]]:
+        """Return what has an `$anchor`, by its name, and under "" an `$id` that is not the schema's own."""
+        if self._anchors is None:
+            self._anchors = dict(_anchored(self._root))
+        return self._anchors
+
+
+def _anchored(root: Any) -> Iterator[tuple[str, tuple[Any, str]]]:
+    """Yield each anchor with its schema and how it is referred to. Places within are not spelled: they may be long."""
+    waiting: list[tuple[Any, bool]] = [(root, True)]
+    while waiting:
+        found, is_schema = waiting.pop()
+        if isinstance(found, list):
+            waiting += [(each, True) for each in found]
+        if not isinstance(found, dict):
+            continue
+        for key in ("$anchor", "$dynamicAnchor"):
+            if is_schema and isinstance(found.get(key), str) and found[key]:
+                yield found[key], (found, f"#{found[key]}")
+        if is_schema and found is not root and isinstance(found.get("$id"), str):
+            yield "", (found, "#")
+        waiting += [
+            (each, not (is_schema and key in NAMED)) for key, each in found.items() if not (is_schema and key in DATA)
+        ]

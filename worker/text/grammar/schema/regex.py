@@ -1,0 +1,276 @@
+"""Regular expressions of clients, read into a tree: what ECMA-262 and Python both have, without look-around."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from worker.text.grammar.schema.characters import DIALECTS, Ranges, complement, intersection, named, union
+
+_DEEPEST = 40  # groups in groups
+_LONGEST = 4_000  # characters
+_MOST_TIMES = 1_000_000
+
+_CONTROLS = {"t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D}
+_HEXADECIMAL = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}")
+_HIGH, _LOW = range(0xD800, 0xDC00), range(0xDC00, 0xE000)
+_LOW_FOLLOWS = re.compile(r"\\u([0-9a-fA-F]{4})")
+_PROPERTY = re.compile(r"([pP])\{([A-Za-z_]+(?:=[A-Za-z_]+)?)\}")
+_TIMES = re.compile(r"\{([0-9]{1,9})(?:(,)([0-9]{1,9})?)?\}")
+_NAME = re.compile(r"P?<[A-Za-z_$][A-Za-z0-9_$]*>")
+_LOOKS = {"(?=": "look-ahead", "(?!": "look-ahead", "(?<=": "look-behind", "(?<!": "look-behind"}
+
+
+class Unreadable(ValueError):
+    """What of an expression cannot be held, as a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    end: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Chars:
+    """One character of a class: of its ranges, of the letters that name classes, of Unicode's properties."""
+
+    ranges: Ranges = ()
+    letters: frozenset[str] = frozenset()
+    properties: tuple[str, ...] = ()
+    negated: bool = False
+
+    def read(self, dialect: str) -> Ranges:
+        """Return the characters that the dialect reads in the class, its properties left out."""
+        ranges = union(self.ranges, *(named(letter, dialect) for letter in self.letters))
+        return complement(ranges) if self.negated else ranges
+
+    def surely(self) -> Ranges:
+        return _by_dialects(self)[0] if self.letters else self.read(DIALECTS[0])
+
+    def possibly(self) -> Ranges:
+        return _by_dialects(self)[1] if self.letters else self.read(DIALECTS[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Sequenced:
+    items: tuple["Node", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Either:
+    options: tuple["Node", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    item: "Node"
+    least: int
+    most: int | None
+
+
+Node = Anchor | Chars | Sequenced | Either | Repeated
+
+
+@lru_cache(maxsize=256)
+def _by_dialects(chars: Chars) -> tuple[Ranges, Ranges]:
+    """Return what is in it by all dialects, and what is by any."""
+    found = [chars.read(dialect) for dialect in DIALECTS]
+    return intersection(*found), union(*found)
+
+
+def read(pattern: str) -> Node:
+    """Raises `Unreadable`."""
+    if len(pattern) > _LONGEST:
+        raise Unreadable(f"it is longer than {_LONGEST:,} characters; shorten it")
+    reader = _Reader(pattern)
+    node = reader.either(0)
+    if not reader.ended():
+        raise Unreadable("a closing parenthesis is without its group; write it as \\)")
+    return node
+
+
+def parts(node: Node) -> Sequence[Node]:
+    match node:
+        case Sequenced(items):
+            return items
+        case Either(options):
+            return options
+        case Repeated(item):
+            return (item,)
+    return ()
+
+
+class _Reader:
+    def __init__(self, text: str) -> None:
+        self._text, self._at = text, 0
+
+    def ended(self) -> bool:
+        return self._at == len(self._text)
+
+    def _follows(self, *prefixes: str) -> bool:
+        return self._text.startswith(prefixes, self._at)
+
+    def _take(self, prefix: str) -> bool:
+        if found := self._text.startswith(prefix, self._at):
+            self._at += len(prefix)
+        return found
+
+    def _next(self) -> str:
+        if self.ended():
+            raise Unreadable("it ends too early; complete it")
+        self._at += 1
+        return self._text[self._at - 1]
+
+    def _matched(self, expression: re.Pattern[str]) -> re.Match[str] | None:
+        if found := expression.match(self._text, self._at):
+            self._at = found.end()
+        return found
+
+    def either(self, depth: int) -> Node:
+        if depth > _DEEPEST:
+            raise Unreadable("its groups are nested too deeply; flatten them")
+        options = [self._sequence(depth)]
+        while self._take("|"):
+            options.append(self._sequence(depth))
+        return options[0] if len(options) == 1 else Either(tuple(options))
+
+    def _sequence(self, depth: int) -> Node:
+        items = list[Node]()
+        while not self.ended() and not self._follows("|", ")"):
+            items.append(self._repeated(self._one(depth)))
+        return items[0] if len(items) == 1 else Sequenced(tuple(items))
+
+    def _one(self, depth: int) -> Node:
+        match self._next():
+            case "(":
+                return self._group(depth)
+            case "[":
+                return self._class()
+            case "\\":
+                return self._escaped()
+            case "." as dot:
+                return Chars(letters=frozenset(dot))
+            case ("^" | "$") as anchor:
+                return Anchor(end=anchor == "$")
+            case ("*" | "+" | "?" | "{") as sign:
+                raise Unreadable(f"{sign} has nothing to repeat; write it as \\{sign}")
+            case other:
+                return _just(ord(other))
+
+    def _group(self, depth: int) -> Node:
+        for opening, name in _LOOKS.items():
+            if self._follows(opening[1:]):
+                raise Unreadable(f"{name} cannot be held; write it without")
+        if self._take("?") and not self._take(":") and self._matched(_NAME) is None:
+            raise Unreadable("groups with flags or references cannot be held; write it without")
+        node = self.either(depth + 1)
+        if not self._take(")"):
+            raise Unreadable("a group is not closed; close it")
+        return node
+
+    def _repeated(self, item: Node) -> Node:
+        least, most = self._times()
+        if (least, most) == (1, 1):
+            return item
+        if isinstance(item, Anchor):
+            raise Unreadable("^ and $ cannot be repeated; write them once")
+        if most is not None and most < least:
+            raise Unreadable("a number of times ends before it begins; exchange them")
+        if self._take("+"):
+            raise Unreadable("possessive repeats cannot be held; write it without")
+        self._take("?")  # lazy or not, it matches the same strings
+        if self._follows("*", "+", "?") or self._matched(_TIMES):
+            raise Unreadable("a repeat of a repeat needs a group around it; add one")
+        return Repeated(item, least, most)
+
+    def _times(self) -> tuple[int, int | None]:
+        for sign, times in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
+            if self._take(sign):
+                return times
+        if self._follows("{"):
+            return self._counted()
+        return 1, 1
+
+    def _counted(self) -> tuple[int, int | None]:
+        found = self._matched(_TIMES)
+        if found is None:
+            raise Unreadable("{ that begins no number of times must be written as \\{")
+        least = int(found[1])
+        most = int(found[3]) if found[3] else None if found[2] else least
+        if max(least, most or 0) > _MOST_TIMES:
+            raise Unreadable(f"no repeat of more than {_MOST_TIMES:,} times can be held; use fewer")
+        return least, most
+
+    def _escaped(self) -> Chars:
+        if (found := self._matched(_PROPERTY)) is not None:
+            return Chars(properties=(f"\\{found[1]}{{{found[2]}}}",))
+        letter = self._text[self._at : self._at + 1]
+        if letter and letter in "dDwWsS":
+            self._at += 1
+            return Chars(letters=frozenset(letter))
+        return _just(self._character())
+
+    def _character(self) -> int:
+        """Read what follows a backslash, if it means one character."""
+        if found := self._matched(_HEXADECIMAL):
+            return self._surrogates(int(found[1] or found[2] or found[3], 16))
+        match self._next():
+            case letter if letter in _CONTROLS:
+                return _CONTROLS[letter]
+            case "0" if not self._follows(*"0123456789"):
+                return 0
+            case digit if digit.isascii() and digit.isdigit():
+                raise Unreadable("references to groups cannot be held; write it without")
+            case letter if letter.isascii() and letter.isalpha():
+                raise Unreadable(f"\\{letter} cannot be held; write it without")
+            case other:
+                return ord(other)
+
+    def _surrogates(self, code: int) -> int:
+        if code in _HIGH and (found := _LOW_FOLLOWS.match(self._text, self._at)) and int(found[1], 16) in _LOW:
+            self._at = found.end()
+            return 0x10000 + (code - 0xD800) * 0x400 + int(found[1], 16) - 0xDC00
+        if code > 0x10FFFF:
+            raise Unreadable("characters go to \\u{10FFFF}; use one of them")
+        return code
+
+    def _class(self) -> Chars:
+        negated = self._take("^")
+        if self._follows("]"):
+            raise Unreadable("an empty class means different things; write a ] in a class as \\]")
+        found = list[Chars]()
+        while not self._take("]"):
+            found.append(self._of_class())
+        return Chars(
+            union(*(each.ranges for each in found)),
+            frozenset().union(*(each.letters for each in found)),
+            tuple(name for each in found for name in each.properties),
+            negated,
+        )
+
+    def _of_class(self) -> Chars:
+        first = self._member()
+        if self._follows("-]") or not self._take("-"):
+            return first
+        last = self._member()
+        if not first.ranges or not last.ranges:
+            raise Unreadable("a range of a class must be between two characters; write the - as \\-")
+        (low, _), (high, _) = first.ranges[0], last.ranges[0]
+        if low > high:
+            raise Unreadable("a range of a class ends before it begins; exchange its ends")
+        return Chars(((low, high),))
+
+    def _member(self) -> Chars:
+        match self._next():
+            case "\\" if self._take("b"):
+                return _just(0x08)
+            case "\\":
+                return self._escaped()
+            case "[" if self._follows(":", ".", "="):
+                raise Unreadable("named classes such as [:alpha:] cannot be held; write out the characters")
+            case other:
+                return _just(ord(other))
+
+
+def _just(code: int) -> Chars:
+    return Chars(((code, code),))

@@ -1,0 +1,318 @@
+"""A client's schema, rewritten so that llguidance (1.9) holds every keyword that is left in it, or refused by name.
+
+What JSON schema has no meaning for is left out, references lead to `$defs` alone, and what llguidance would take
+without holding to it, or not take, is written as what it does hold.
+"""
+
+import re
+from fractions import Fraction
+from typing import Any
+
+from worker.text.grammar.schema import disjoint, names, numbers
+from worker.text.grammar.schema.budget import Budget, Spent
+from worker.text.grammar.schema.choices import alternatives, one_of, without_conditions
+from worker.text.grammar.schema.patterns import Steps
+from worker.text.grammar.schema.references import References
+from worker.text.grammar.schema.unsupported import UnsupportedKeyword, shown
+
+Schema = dict[str, Any]
+
+# Those that llguidance knows.
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+_MOST_SCHEMAS = 30_000  # within one another, those that a rewriting repeats included
+_MOST_CHARACTERS = 500_000  # of patterns, once their classes are written out
+_MOST_WRITTEN = 2_000_000  # characters of values and names, those that a rewriting repeats included
+_DEEPEST = 100  # llguidance's reader stops at 128
+_ENDLESS = 2**31 - 1  # generators write it for "any number"
+_UNWRITABLE = re.compile(r"[^\b\f\n\r\t -~\x80-\U0010ffff]")
+_USE_ANOTHER = "leave it out, and check the answer"
+REFUSED = {
+    "not": "use enum, or anyOf with what is allowed",
+    "contains": _USE_ANOTHER,
+    "minContains": _USE_ANOTHER,
+    "maxContains": _USE_ANOTHER,
+    "unevaluatedProperties": "use additionalProperties",
+    "unevaluatedItems": "use items",
+    "$dynamicRef": "use $ref",
+    "$recursiveRef": "use $ref",
+}
+_SIMPLE = frozenset({
+    "type", "minLength", "maxLength", "pattern", "format", *numbers.BOUNDS, "multipleOf", *names.KEYWORDS, "required",
+    "minProperties", "maxProperties", "items", "additionalItems", "prefixItems", "minItems", "maxItems",
+})  # fmt: skip
+_APPLIED = frozenset({"const", "enum", "allOf", "anyOf", "oneOf", "$ref"})
+
+
+def rewrite(schema: Schema, root: Schema | None = None) -> Schema:
+    """Return it with what it refers to in `root`, which is the schema itself if it is no part of another.
+
+    Raises `Unheld`. Its cost is bounded, whatever the schema says."""
+    root = schema if root is None else root
+    _check_depth(root)
+    return _Holding(root).whole(schema)
+
+
+class _Holding:
+    def __init__(self, root: Schema) -> None:
+        self._references, self._left, self._depth = References(root), _MOST_SCHEMAS, 0
+        self._steps = Steps()
+        self._proofs = disjoint.Disjointness(lambda said: self._references.target(said, "#").schema, Budget())
+        self._waiting, self._definitions = list[tuple[str, Any, str]](), Schema()
+        self._within, self._in_place = "", True  # the definition at hand, and whether it is still about its own value
+        self._leads = dict[str, dict[str, str]]()
+        self._multiples, self._combines = dict[Fraction, str](), False
+        self._characters, self._written = _MOST_CHARACTERS, _MOST_WRITTEN
+
+    def whole(self, schema: Schema) -> Schema:
+        found = self._object(schema, "#")
+        while self._waiting:
+            name, meant, place = self._waiting.pop()
+            self._within, self._in_place = name, True
+            self._definitions[name] = self.schema(meant, place)
+        self._check_circles()
+        if self._combines:
+            numbers.check_multiples(self._multiples)
+        return {**found, "$defs": self._definitions} if self._definitions else found
+
+    def schema(self, schema: Any, at: str) -> Any:
+        self._left -= 1
+        if self._left < 0 or self._depth > _DEEPEST:
+            raise UnsupportedKeyword(at, "the schema is too large or too deep from here on; make it smaller")
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            raise UnsupportedKeyword(at, "a schema must be an object, true or false; correct it")
+        self._depth += 1
+        found = self._object(schema, at)
+        self._depth -= 1
+        return found
+
+    def _inner(self, schema: Any, at: str) -> Any:
+        """Rewrite the schema of what is within the value."""
+        before, self._in_place = self._in_place, False
+        found = self.schema(schema, at)
+        self._in_place = before
+        return found
+
+    def _object(self, schema: Schema, at: str) -> Schema:
+        try:
+            return self._rewritten(schema, at)
+        except Spent:
+            instead = "use fewer alternatives, conditions and allOf, or shorter lists in them"
+            raise UnsupportedKeyword(at, f"its parts take too long to compare; {instead}") from None
+
+    def _rewritten(self, schema: Schema, at: str) -> Schema:
+        _check_known(schema, at)
+        cases = alternatives(schema, at, self._proofs)
+        if cases is not None:
+            rest = without_conditions(schema)
+            return self._object({**rest, "allOf": [*_all_of(rest, at), {"anyOf": cases}]}, at)
+        found, simple = Schema(), self._simple(schema, at)
+        for keyword, said in schema.items():
+            if keyword in _SIMPLE:
+                found |= simple  # together, since some of these keywords mean nothing without the others
+            if keyword in _APPLIED:
+                self._combines = self._combines or keyword not in ("const", "enum")
+                found |= self._applied(keyword, said, schema, at)
+        if "oneOf" in schema and "anyOf" in schema:
+            found["allOf"] = [*found.get("allOf", []), {"anyOf": self._one_of(schema, at)}]
+        return found
+
+    def _simple(self, schema: Schema, at: str) -> Schema:
+        """Return the keywords that are about values of one type, if the schema allows that type."""
+        kinds, found = disjoint.kinds([schema]), Schema()
+        if "type" in schema:
+            found["type"] = _types(schema["type"], at)
+        if "number" in kinds and any(keyword in schema for keyword in (*numbers.BOUNDS, "multipleOf")):
+            found |= self._numeric(schema, at)
+        if "string" in kinds:
+            found |= _textual(schema, at)
+        if "object" in kinds:
+            found |= self._named(schema, at) | self._required(schema, at)
+        if "array" in kinds:
+            found |= self._items(schema, at)
+        self._characters -= sum(map(len, (found.get("pattern", ""), *found.get("patternProperties", ()))))
+        if self._characters < 0:
+            raise UnsupportedKeyword(at, "the schema's patterns are too large from here on; make them smaller")
+        return found
+
+    def _numeric(self, schema: Schema, at: str) -> Schema:
+        types = schema.get("type", "number")
+        found = numbers.bounds(schema, integer="number" not in ([types] if isinstance(types, str) else types), at=at)
+        if "multipleOf" in schema:
+            found["multipleOf"] = numbers.multiple(schema["multipleOf"], at)
+            self._multiples.setdefault(Fraction(repr(found["multipleOf"])), at)
+        return found
+
+    def _named(self, schema: Schema, at: str) -> Schema:
+        if not any(keyword in schema for keyword in names.KEYWORDS):
+            return {}
+        found = names.objects(schema, at, self._inner, self._proofs, self._steps)
+        self._check_writable([*found.get("properties", {})], f"{at}/properties")
+        return found
+
+    def _items(self, schema: Schema, at: str) -> Schema:
+        """Return the keywords of arrays; a list of items is what earlier drafts call `prefixItems`."""
+        items, rest, found = schema.get("items"), "items", _sizes(schema, "minItems", "maxItems", at)
+        first = schema.get("prefixItems", [])
+        if isinstance(items, list):
+            first, rest, items = items, "additionalItems", schema.get("additionalItems")
+        if not isinstance(first, list):
+            raise UnsupportedKeyword(f"{at}/prefixItems", "it must be a list of schemas; correct it")
+        if first:
+            found["prefixItems"] = [self._inner(each, f"{at}/prefixItems/{place}") for place, each in enumerate(first)]
+        if items is not None or rest in schema:
+            found["items"] = self._inner(items, f"{at}/{rest}")
+        return found
+
+    def _applied(self, keyword: str, said: Any, schema: Schema, at: str) -> Schema:
+        match keyword:
+            case "const":
+                self._check_writable(said, f"{at}/const")
+                return {keyword: said}
+            case "enum":
+                return {keyword: self._listed(said, at)}
+            case "$ref":
+                return {keyword: self._referred(said, at)}
+            case "oneOf":
+                return {} if "anyOf" in schema else {"anyOf": self._one_of(schema, at)}
+        if not isinstance(said, list) or not said:
+            raise UnsupportedKeyword(f"{at}/{keyword}", "it must be a list of schemas; correct it")
+        return {keyword: [self.schema(each, f"{at}/{keyword}/{place}") for place, each in enumerate(said)]}
+
+    def _one_of(self, schema: Schema, at: str) -> list[Any]:
+        beside = {keyword: said for keyword, said in schema.items() if keyword != "oneOf"}
+        found = one_of(schema["oneOf"], beside, at, self._proofs)
+        return [self.schema(each, f"{at}/oneOf/{place}") for place, each in enumerate(found)]
+
+    def _required(self, schema: Schema, at: str) -> Schema:
+        found, said = _sizes(schema, "minProperties", "maxProperties", at), schema.get("required")
+        if said is not None and not (isinstance(said, list) and all(isinstance(name, str) for name in said)):
+            raise UnsupportedKeyword(f"{at}/required", "it must list names of properties; correct it")
+        self._check_writable(said, f"{at}/required")
+        if found.get("minProperties", 0) > 1:
+            if found["minProperties"] > len(set(said or [])):
+                raise UnsupportedKeyword(
+                    f"{at}/minProperties", "above 1 it cannot be held, a property may come twice; use required"
+                )
+            del found["minProperties"]
+        return found if said is None else {**found, "required": said}
+
+    def _listed(self, said: Any, at: str) -> list[Any]:
+        if not isinstance(said, list) or not said:
+            raise UnsupportedKeyword(f"{at}/enum", "it must list values; give one at least")
+        self._check_writable(said, f"{at}/enum")
+        return said
+
+    def _check_writable(self, value: Any, at: str) -> None:
+        """Refuse words and numbers of the schema that an answer could not repeat as they are."""
+        waiting = [value]
+        while waiting:
+            self._take_written(waiting[-1], at)
+            match each := waiting.pop():
+                case str() if found := _UNWRITABLE.search(each):
+                    raise UnsupportedKeyword(
+                        at, f"an answer cannot have the control character {found[0]!r}; leave it out"
+                    )
+                case list():
+                    waiting += each
+                case dict():
+                    waiting += [*each, *each.values()]
+                case int() | float() if not isinstance(each, bool):
+                    numbers.check_value(each, at)
+
+    def _take_written(self, value: Any, at: str) -> None:
+        self._written -= 1 + (len(value) if isinstance(value, str) else 0)
+        if self._written < 0:
+            raise UnsupportedKeyword(
+                at, "the schema's values and names are too large from here on; make them fewer or shorter"
+            )
+
+    def _referred(self, reference: Any, at: str) -> str:
+        target = self._references.target(reference, at)
+        if target.name not in self._definitions:
+            self._definitions[target.name] = True
+            self._waiting.append((target.name, target.schema, target.place))
+        if self._in_place:
+            self._leads.setdefault(self._within, {})[target.name] = at
+        return f"#/$defs/{target.name}"
+
+    def _check_circles(self) -> None:
+        """Refuse what says nothing of a value but what it says of it already."""
+        done = set[str]()
+        for begin in self._leads:
+            path, waiting = dict[str, None](), [(begin, True)]
+            while waiting:
+                name, enters = waiting.pop()
+                if not enters:
+                    done.add(path.popitem()[0])
+                elif name not in done:
+                    path[name] = None
+                    waiting.append((name, False))
+                    for lead, at in self._leads.get(name, {}).items():
+                        if lead in path:
+                            raise UnsupportedKeyword(
+                                f"{at}/$ref", "it leads back to itself without a value between; break the circle"
+                            )
+                        waiting.append((lead, True))
+
+
+def _check_depth(schema: Any) -> None:
+    level, depth = [schema], 0
+    while level := [
+        each
+        for found in level
+        if isinstance(found, dict | list)
+        for each in (found.values() if isinstance(found, dict) else found)
+    ]:
+        if (depth := depth + 1) > _DEEPEST:
+            raise UnsupportedKeyword("#", f"it is nested deeper than {_DEEPEST} levels; flatten it")
+
+
+def _all_of(schema: Schema, at: str) -> list[Any]:
+    said = schema.pop("allOf", [])
+    if not isinstance(said, list):
+        raise UnsupportedKeyword(f"{at}/allOf", "it must be a list of schemas; correct it")
+    return said
+
+
+def _check_known(schema: Schema, at: str) -> None:
+    for keyword in sorted(schema.keys() & REFUSED.keys()):
+        raise UnsupportedKeyword(f"{at}/{keyword}", f"{keyword} cannot be held; {REFUSED[keyword]}")
+    if schema.get("uniqueItems", False) is not False:
+        raise UnsupportedKeyword(f"{at}/uniqueItems", f"uniqueItems cannot be held; {_USE_ANOTHER}")
+
+
+def _types(said: Any, at: str) -> Any:
+    for name in said if isinstance(said, list) and said else [said]:
+        if not isinstance(name, str) or name not in TYPES:
+            raise UnsupportedKeyword(
+                f"{at}/type", f"{shown(name)} is no type of JSON schema; use one of {', '.join(sorted(TYPES))}"
+            )
+    return list(dict.fromkeys(said)) if isinstance(said, list) else said
+
+
+def _textual(schema: Schema, at: str) -> Schema:
+    found = _sizes(schema, "minLength", "maxLength", at)
+    if "pattern" in schema:
+        found["pattern"] = names.written_pattern(schema["pattern"], f"{at}/pattern")
+    if "format" in schema:
+        if schema["format"] not in FORMATS:
+            known = ", ".join(FORMATS)
+            raise UnsupportedKeyword(
+                f"{at}/format", f"{shown(schema['format'])} cannot be held; leave it out, or use {known}"
+            )
+        found["format"] = schema["format"]
+    return found
+
+
+def _sizes(schema: Schema, least: str, most: str, at: str) -> Schema:
+    found = Schema()
+    if (low := names.size(schema, least, at)) is not None:
+        if low >= _ENDLESS:
+            raise UnsupportedKeyword(f"{at}/{least}", f"no answer is as long as {shown(low)}; use a smaller number")
+        found[least] = low
+    if (high := names.size(schema, most, at)) is not None and high < _ENDLESS:
+        found[most] = high
+    return found

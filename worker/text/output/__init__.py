@@ -1,0 +1,1 @@
+"""From tokens to the answer's parts: text, reasoning, tool calls, stop strings."""

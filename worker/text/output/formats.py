@@ -1,0 +1,102 @@
+"""The format of a model's output: how it marks reasoning, tool calls and content."""
+
+import json
+import re
+from typing import Any
+
+from worker.text.output import harmony
+from worker.text.output.harmony import Harmony
+from worker.text.output.markers import MarkerParser, OutputParser
+from worker.text.output.tool_calls import Format, Tools
+from worker.text.prompt.prompt import Thinking
+from worker.text.tokenizer import Tokenizer, Transitions
+
+# Magistral's and Seed-OSS's, which mlx-lm 0.32 does not detect.
+_THINK = (("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+_MORE_MARKERS = ("kimi_k3", "muse_spark")  # formats with additional markers, which mlx-lm detects
+_MISTRAL = re.compile(r"\s*([\w-]+)\s*\[ARGS\]\s*")
+# mlx-lm's parsers of these formats search the rest of the text from each occurrence of these.
+_SEARCHED_FROM = {
+    "function_gemma": "call:", "gemma4": "call:", "glm47": "<arg_key>", "kimi_k3": "<|open|>", "laguna": "<arg_key>",
+    "longcat": "<longcat_arg_key>", "muse_spark": "<atem:",
+}  # fmt: skip
+# Occurrences times characters: about 50 ms on the event loop, while 20 kB of occurrences alone would take seconds. A
+# call with ten arguments may have 40 kB.
+_MOST_SEARCHED = 400_000
+_LONGEST_HEADER = 100  # characters; a function's name has at most 64
+
+
+class ModelFormat:
+    """The output format of one model; a worker has one."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        tokens = frozenset(tokenizer.tokens)
+        self._tokenizer, self.harmony = tokenizer, tokens.issuperset(harmony.MARKERS)
+        self.think = tokenizer.think or next((pair for pair in _THINK if tokens.issuperset(pair)), None)
+        begins, ends = self.think or ("", "")
+        if self.harmony:
+            begins, ends = harmony.REASONING_BEGINS, harmony.ANSWER_BEGINS
+        # The tokens after which reasoning begins, and those after which the answer begins. Empty without reasoning.
+        self.think_start = tuple(tokenizer.encode(begins)) if begins else ()
+        self.answer_begins = tuple(tokenizer.encode(ends)) if ends else ()
+        self.format = self._format()
+
+    def parser(self, thinking: Thinking, *, calls: bool) -> OutputParser | None:
+        """Return a parser for one answer, or None if there are no markers to detect.
+
+        `calls`: the request offers tools.
+        """
+        tokenizer, tool = self._tokenizer, self._tokenizer.tool
+        if self.harmony:
+            return Harmony(tokenizer.splitter("<|start|>", harmony.TRANSITIONS))
+        if not self.think and not (tool and calls):
+            return None
+        state = "reasoning" if thinking == "open" else "normal"
+        transitions = None if tokenizer.tool_format in _MORE_MARKERS else self._transitions(tool if calls else None)
+        return MarkerParser(lambda at: tokenizer.splitter(at, transitions), state, tool or ("", ""), calls=calls)
+
+    def _transitions(self, tool: tuple[str, str] | None) -> Transitions:
+        """Return the transitions that mlx-lm infers, and two more.
+
+        A model may repeat the think marker that its prompt ended with. If a format has no end marker for calls, the
+        start of another call ends one too.
+        """
+        found: Transitions = {"normal": []}
+        if self.think:
+            start, end = self.think
+            found["normal"].append((start, "reasoning"))
+            found["reasoning"] = [(start, "reasoning"), (end, "normal")]
+        if tool:
+            start, end = tool
+            for edges in found.values():
+                edges.append((start, "tool"))
+            found["tool"] = [(end, "normal")] if end else [(start, "tool")]
+        return found
+
+    def _format(self) -> Format:
+        if self.harmony:
+            return Format(harmony.parse, lambda opening, text: _named(harmony.function_of(opening), text))
+        match self._tokenizer.tool_format:
+            case "json_tools":
+                return Format(self._parse, lambda opening, text: text)
+            case "mistral":
+                return Format(self._parse, _mistral)
+        return Format(self._parse)
+
+    def _parse(self, opening: str, text: str, tools: Tools) -> list[dict[str, Any]]:
+        searched_from = _SEARCHED_FROM.get(self._tokenizer.tool_format or "")
+        if searched_from and text.count(searched_from) * len(text) > _MOST_SEARCHED:
+            raise ValueError("The text is not a tool call: it has too many beginnings of arguments.")
+        return self._tokenizer.parse_tool_call(text, tools)
+
+
+def _mistral(opening: str, text: str) -> str | None:
+    if header := _MISTRAL.match(text, 0, _LONGEST_HEADER):
+        return _named(header[1], text[header.end() :])
+    if len(text) > _LONGEST_HEADER:
+        raise ValueError("The text is not a tool call, or it is written as a list.")
+    return None
+
+
+def _named(function: str, arguments: str) -> str:
+    return f'{{"name": {json.dumps(function)}, "arguments": {arguments}'

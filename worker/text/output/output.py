@@ -1,0 +1,236 @@
+"""Turns an answer's tokens into content, reasoning and tool calls for the client."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from schemas import ChatRequest
+from schemas.chat import JsonObjectFormat, JsonSchemaFormat
+from worker.schedule.outcomes import FinishReason
+from worker.text.output.formats import ModelFormat
+from worker.text.output.markers import Kind, OutputParser, ParseEvent, PlainParser
+from worker.text.output.stop import StopStrings
+from worker.text.output.tool_calls import Calls, ClosedCall, Delta, Tools, gathered
+from worker.text.prompt.prompt import Thinking
+from worker.text.vocabulary import Vocabulary
+
+_BLANK = " \t\r\n"
+_TO_MARKERS = re.compile(r"[^>\]]*[>\]]|[^>\]]+")  # parts that end after > or ], as markers do
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """Output of some tokens."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[Delta, ...] = ()  # one for each call
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.tool_calls)
+
+    def __add__(self, later: "OutputDelta") -> "OutputDelta":
+        if not later:
+            return self
+        if not self:
+            return later
+        calls = gathered((*self.tool_calls, *later.tool_calls)) if later.tool_calls else self.tool_calls
+        return OutputDelta(self.content + later.content, self.reasoning + later.reasoning, calls)
+
+
+_NOTHING = OutputDelta()
+
+
+def together(parts: Iterable[OutputDelta]) -> OutputDelta:
+    """Return the sum of the parts, in linear time."""
+    said = list(parts)
+    calls = gathered(delta for part in said for delta in part.tool_calls)
+    return OutputDelta("".join(part.content for part in said), "".join(part.reasoning for part in said), calls)
+
+
+class Output:
+    """Parses one answer. Feeding the delivered tokens again restores its state, which resuming relies on.
+
+    Stop strings match within content only, never across a marker. If an answer has markers, leading and trailing
+    whitespace of each kind next to them belongs to the format and is dropped. An invalid tool call is content, as the
+    model wrote it. If it was already announced, `retracted` holds its index: the client has fragments of it, but it is
+    not in the result and does not make the finish reason "tool_calls".
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, dialect: ModelFormat, request: ChatRequest, thinking: Thinking, job_id: str
+    ) -> None:
+        tools = _functions(request)
+        self._detokenizer = vocabulary.detokenizer()
+        self._reader = dialect.parser(thinking, calls=bool(tools))
+        # A grammar constrains such an answer to JSON, whose strings may hold text that looks like a marker.
+        self._by_schema = isinstance(request.response_format, JsonObjectFormat | JsonSchemaFormat)
+        self._calls = Calls(dialect.format, tools, job_id, parallel=request.parallel_tool_calls is not False)
+        self._content, self._reasoning = _Channel(request.stop or ()), _Channel(())
+        self._now: Literal["content", "reasoning"] = "content"
+        self._closing = ""  # beginning of an end marker that the answer's end cut off
+        if thinking == "open":
+            self._now = "reasoning"
+            # The prompt ends with the think marker, unless it continues an assistant message.
+            if request.messages[-1].role != "assistant":
+                self._reasoning.mark()
+
+    @property
+    def stopped(self) -> bool:
+        """True after a stop string, or after the one call that the request allows."""
+        return self._content.stopped or self._calls.enough
+
+    @property
+    def retracted(self) -> frozenset[int]:
+        """Indices of announced tool calls that turned out to be invalid."""
+        return frozenset(self._calls.retracted)
+
+    def finish_reason(self, engine: FinishReason) -> Literal["stop", "length", "tool_calls"]:
+        """Return OpenAI's finish reason: "tool_calls" for an answer that stopped and has a call, as agents expect."""
+        return "tool_calls" if engine == "stop" and self._calls.made else engine
+
+    def feed(self, token: int) -> OutputDelta:
+        """Return the output that this token releases; nothing once `stopped`."""
+        if self.stopped:
+            return _NOTHING
+        text = self._detokenizer.feed(token)
+        if self._reader is None:
+            return OutputDelta(self._content.say(text))
+        return self._read(self._reader, text) if text else _NOTHING
+
+    def flush(self, engine: FinishReason = "stop") -> OutputDelta:
+        """Return the rest, at the end of the answer. A call that "length" cut off is kept, incomplete."""
+        if self.stopped:
+            return _NOTHING
+        text = self._detokenizer.flush()
+        if self._reader is None:
+            return OutputDelta(self._content.say(text) + self._content.flush())
+        said = self._read(self._reader, text)
+        if not self.stopped:
+            said += self._hear(self._reader.flush())
+        return said if self.stopped else said + self._end(engine)
+
+    def _read(self, reader: OutputParser, text: str) -> OutputDelta:
+        said = _NOTHING
+        # Whether a marker ends the open call is only known when all text before it was parsed.
+        for part in _TO_MARKERS.findall(text) if self._calls.open else [text]:
+            said += self._hear(reader.feed(part))
+            if self.stopped:
+                return said
+        if self._by_schema and self._content.begun:
+            self._by_schema, self._reader = False, PlainParser()
+            said += self._hear(reader.flush())
+        return said
+
+    def _end(self, engine: FinishReason) -> OutputDelta:
+        said = _NOTHING
+        if self._calls.open:
+            said = self._let_out(self._channel.settle())
+            settled = self._calls.cut_off(self._closing, keep=engine == "length")
+            if settled is None:
+                return said
+            said += self._settle_call(settled)
+        return said if self.stopped else said + self._let_out(self._channel.flush())
+
+    @property
+    def _channel(self) -> "_Channel":
+        return self._content if self._now == "content" else self._reasoning
+
+    def _let_out(self, text: str) -> OutputDelta:
+        return OutputDelta(text) if self._now == "content" else OutputDelta(reasoning=text)
+
+    def _hear(self, pieces: list[ParseEvent]) -> OutputDelta:
+        if len(pieces) == 1:
+            return self._hear_one(*pieces[0])
+        said = _NOTHING
+        for kind, text in pieces:
+            said += self._hear_one(kind, text)
+            if self.stopped:
+                break
+        return said
+
+    def _hear_one(self, kind: Kind, text: str) -> OutputDelta:
+        match kind:
+            case "content" | "reasoning":
+                crossed = self._cross(kind) if kind != self._now or not text else _NOTHING
+                return crossed + self._let_out(self._channel.feed(text))
+            case "begins" if not self._calls.open:
+                self._calls.begin(text)
+            case "call" | "begins":
+                return OutputDelta(tool_calls=tuple(self._calls.feed(text)))
+            case "ends" if self._calls.quoting and self._reader:
+                return self._hear_one("call", text + self._reader.reopen())
+            case "ends":
+                return self._settle_call(self._calls.end(text))
+            case "cut":
+                self._closing += text
+        return _NOTHING
+
+    def _settle_call(self, settled: ClosedCall) -> OutputDelta:
+        if settled.text:
+            return self._hear_one("content", settled.text)
+        return self._cross("content") + OutputDelta(tool_calls=gathered(settled.deltas))
+
+    def _cross(self, kind: Literal["content", "reasoning"]) -> OutputDelta:
+        """End the present channel at a marker; the following text is of this kind."""
+        said = self._let_out(self._channel.mark())
+        self._now = kind
+        self._channel.mark()
+        return said
+
+
+class _Channel:
+    """Content or reasoning of one answer, with markers in between."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = StopStrings(stops)
+        self.begun = False  # a character other than space has arrived
+        self._blank = ""  # trailing space, which is held back because a marker may follow
+        self._at_marker = False  # a marker, and no text since
+
+    @property
+    def stopped(self) -> bool:
+        return self._stops.stopped
+
+    def say(self, text: str) -> str:
+        """Return the text to emit, for a format without markers: no whitespace is dropped."""
+        return self._stops.feed(text)
+
+    def feed(self, text: str) -> str:
+        """Return the text to emit now."""
+        if not self.begun:
+            if self._at_marker:
+                text = text.lstrip(_BLANK)
+            self.begun = bool(text.strip(_BLANK))
+        return self._hold(self._stops.feed(text))
+
+    def settle(self) -> str:
+        """Return the text that was held back as the possible start of a stop string."""
+        return self._hold(self._stops.flush())
+
+    def mark(self) -> str:
+        """Return the text before a marker. Its trailing space is emitted only if more text of this kind follows."""
+        text = self.settle()
+        self._blank, self._at_marker = self._blank if self.begun else "", True
+        return text
+
+    def flush(self) -> str:
+        """Return the rest at the end of the answer."""
+        text, blank = self.settle(), "" if self._at_marker else self._blank
+        self._blank = ""
+        return text + blank
+
+    def _hold(self, text: str) -> str:
+        text = self._blank + text
+        said = text if self.stopped else text.rstrip(_BLANK)
+        self._blank = text[len(said) :]
+        if said:
+            self._at_marker = False
+        return said
+
+
+def _functions(request: ChatRequest) -> Tools:
+    functions = [tool.function.model_dump(exclude_none=True) for tool in request.offered_tools]
+    # Some of mlx-lm's parsers require parameters even if a function has none.
+    return [{"type": "function", "function": {"parameters": {}, **function}} for function in functions]

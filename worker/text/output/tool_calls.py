@@ -1,0 +1,264 @@
+"""Turns tool calls, as a model writes them, into OpenAI's deltas."""
+
+import json
+import re
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from worker.text.output.partial_json import PartialJson
+
+Tools = list[dict[str, Any]]
+Delta = dict[str, Any]
+
+# Raised by mlx-lm's parsers for text that is not a call, and for JSON schemas that they do not expect.
+_NO_CALL = (
+    ValueError, TypeError, AttributeError, LookupError, SyntaxError, OverflowError, RecursionError, MemoryError,
+)  # fmt: skip
+_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How a model writes its calls. An opening is everything before a call's text, the marker included."""
+
+    # (opening, text, tools) to calls. Raises one of `_NO_CALL`.
+    parse: Callable[[str, str, Tools], list[dict[str, Any]]]
+    # (opening, text so far) to the beginning of one JSON object with name and arguments. None if it cannot be decided
+    # yet; raises ValueError if the text is not such an object. JSON shows its own end. A format without this function
+    # emits a call only when its end marker arrives.
+    as_json: Callable[[str, str], str | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedCall:
+    """A call that has ended."""
+
+    deltas: list[Delta]  # not emitted before
+    text: str = ""  # the whole text, if it is not a valid call
+
+
+class Calls:
+    """The tool calls of one answer.
+
+    A call in JSON is announced when its function is known and its arguments have begun, and its arguments are
+    streamed; any other call is emitted in one piece. The format's parser decides at the end. If it disagrees with what
+    was announced, the call is retracted: the client has received its beginning, but its text becomes content.
+    """
+
+    def __init__(self, format: Format, tools: Tools, job_id: str, *, parallel: bool) -> None:
+        self._format, self._tools, self._job_id, self._parallel = format, tools, job_id, parallel
+        self._functions = {tool["function"]["name"] for tool in tools}
+        self._open: _StreamingCall | None = None
+        self._announced: int | None = None  # the index of the open call
+        self._ids = list[str]()  # of all calls emitted so far, by index
+        self.made = 0
+        self.retracted = set[int]()
+
+    @property
+    def enough(self) -> bool:
+        """True if the one call that the request allows has been made."""
+        return self.made > 0 and not self._parallel
+
+    @property
+    def open(self) -> bool:
+        """True between a call's opening and its end."""
+        return self._open is not None
+
+    @property
+    def quoting(self) -> bool:
+        """True if the open call is within a JSON string, so that even text that looks like a marker belongs to it."""
+        return self._open is not None and self._open.quoting
+
+    def begin(self, opening: str) -> None:
+        """Open a call with the text before it, its marker included."""
+        self._open = _StreamingCall(opening, self._format.as_json)
+
+    def feed(self, text: str) -> list[Delta]:
+        """Add text to the open call. Returns its deltas so far not emitted."""
+        assert self._open is not None
+        more = self._open.feed(text)
+        if self._announced is not None:
+            return [{"index": self._announced, "function": {"arguments": more}}] if more else []
+        if not self._open.begun or self._open.function not in self._functions:
+            return []
+        self._announced = len(self._ids)
+        return [self._new(self._open.function, self._open.arguments, None)]
+
+    def end(self, closing: str) -> ClosedCall:
+        """Close the open call at its end marker, `closing`."""
+        assert self._open is not None
+        return self._settle(self._open, self._meant(self._open), closing)
+
+    def cut_off(self, closing: str, *, keep: bool) -> ClosedCall | None:
+        """Close the open call because the answer has ended.
+
+        Returns None if the incomplete call stays in the result: with `keep`, if it was announced and is valid so far.
+        """
+        call = self._open
+        assert call is not None
+        # Some parsers accept the first half of a call, so only formats that show their own end are parsed here.
+        meant = self._meant(call) if self._format.as_json else []
+        if keep and not meant and self._announced is not None and call.sound:
+            return None
+        return self._settle(call, meant, closing)
+
+    def _settle(self, call: "_StreamingCall", meant: list["_ParsedCall"], closing: str) -> ClosedCall:
+        announced, self._announced, self._open = self._announced, None, None
+        if announced is None and meant:
+            return ClosedCall(self._make(meant if self._parallel else meant[:1]))
+        if announced is not None and meant and call.says(meant[0]):
+            self.made += 1
+            return ClosedCall(self._make(meant[1:] if self._parallel else []))
+        if announced is not None:
+            self.retracted.add(announced)
+        return ClosedCall([], f"{call.opening}{call.text}{closing}")
+
+    def _make(self, meant: list["_ParsedCall"]) -> list[Delta]:
+        self.made += len(meant)
+        return [self._new(call.function, call.written, call.id) for call in meant]
+
+    def _meant(self, call: "_StreamingCall") -> list["_ParsedCall"]:
+        """Parse the call. Empty if the text is not a call, or if it names an unknown function."""
+        try:
+            meant = [_read(entry) for entry in self._format.parse(call.opening, call.text, self._tools)]
+        except _NO_CALL:
+            return []
+        return meant if self._functions.issuperset(each.function for each in meant) else []
+
+    def _new(self, function: str, arguments: str, id: str | None) -> Delta:
+        index = len(self._ids)
+        if id is None or id in self._ids:  # derived from the job's id, so it is the same in every attempt
+            id = "call_" + blake2b(f"{self._job_id}/{index}".encode(), digest_size=12).hexdigest()
+        self._ids.append(id)
+        return {
+            "index": index,
+            "id": id,
+            "type": "function",
+            "function": {"name": function, "arguments": arguments},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _ParsedCall:
+    """A call as the format's parser returns it."""
+
+    function: str
+    arguments: dict[str, Any]
+    written: str  # the arguments as JSON
+    id: str | None
+
+
+def _read(entry: dict[str, Any]) -> _ParsedCall:
+    """Validate a call of the parser. Raises one of `_NO_CALL`."""
+    function, arguments, id = entry["name"], entry.get("arguments"), entry.get("id")
+    if isinstance(arguments, str):  # JSON within JSON
+        arguments = json.loads(arguments)
+    arguments = {} if arguments is None else arguments
+    if not isinstance(function, str) or not isinstance(arguments, dict):
+        raise ValueError("The text is not a tool call.")
+    known = id if isinstance(id, str) and _ID.fullmatch(id) else None
+    return _ParsedCall(function, arguments, _dumps(arguments), known)
+
+
+def _dumps(arguments: dict[str, Any]) -> str:
+    written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    try:
+        written.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair can only be sent as an escape
+        return json.dumps(arguments)
+    return written
+
+
+class _StreamingCall:
+    """A call that is being generated."""
+
+    def __init__(self, opening: str, as_json: Callable[[str, str], str | None] | None) -> None:
+        self.opening, self._as_json = opening, as_json
+        self._text = list[str]()
+        self._json: PartialJson | None = None
+        self._name, self._arguments = list[str](), list[str]()
+
+    @property
+    def text(self) -> str:
+        return "".join(self._text)
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self._arguments)
+
+    @property
+    def _whole(self) -> bool:
+        return self._json is not None and self._json.whole >= {"name", "arguments"}
+
+    @property
+    def quoting(self) -> bool:
+        """True if the JSON is within a string."""
+        return self._json is not None and self._json.quoting
+
+    @property
+    def sound(self) -> bool:
+        """True if the call is complete, or is valid JSON so far."""
+        return self._whole or (self._json is not None and not self._json.broken)
+
+    @property
+    def begun(self) -> bool:
+        """True if the name is complete and the arguments have begun."""
+        if self._json is None or "name" not in self._json.whole or not self._name or not self._arguments:
+            return False
+        return self._name[0].startswith('"') and self._arguments[0].startswith("{")
+
+    @property
+    def function(self) -> str:
+        """Name of the function; valid only if `begun`."""
+        return str(json.loads("".join(self._name)))
+
+    def says(self, meant: _ParsedCall) -> bool:
+        """True if it is complete and equals the parsed call; valid only if `begun`."""
+        return self._whole and (self.function, json.loads(self.arguments)) == (meant.function, meant.arguments)
+
+    def feed(self, text: str) -> str:
+        """Add text. Returns what it adds to the arguments."""
+        self._text.append(text)
+        if self._json is None:
+            text = self._beginning()
+        if self._json is None or self._whole:
+            return ""
+        before = len(self._arguments)
+        for key, piece in self._json.feed(text):
+            if key == "name":
+                self._name.append(piece)
+            elif key == "arguments":
+                self._arguments.append(piece)
+        return "".join(self._arguments[before:])
+
+    def _beginning(self) -> str:
+        """Return the text for the JSON parser as soon as it is known to be JSON; empty before."""
+        try:
+            beginning = None if self._as_json is None else self._as_json(self.opening, self.text)
+        except ValueError:
+            beginning, self._as_json = None, None
+        if beginning is not None:
+            self._json = PartialJson()
+        return beginning or ""
+
+
+def gathered(deltas: Iterable[Delta]) -> tuple[Delta, ...]:
+    """Merge consecutive deltas of a call: one for each call, with its fragments of arguments joined."""
+    calls = list[tuple[Delta, list[str]]]()
+    for delta in deltas:
+        if not calls or calls[-1][0]["index"] != delta["index"]:
+            calls.append((delta, []))
+        calls[-1][1].append(delta["function"]["arguments"])
+    return tuple(_with_arguments(first, "".join(written)) for first, written in calls)
+
+
+def _with_arguments(delta: Delta, arguments: str) -> Delta:
+    return {**delta, "function": {**delta["function"], "arguments": arguments}}
+
+
+def completed(deltas: Iterable[Delta], voided: Container[int] = ()) -> list[dict[str, Any]]:
+    """Return a message's `tool_calls`, without the retracted ones. A call that was cut off is included, incomplete."""
+    calls = [delta for delta in gathered(deltas) if delta["index"] not in voided]
+    return [{"id": call["id"], "type": call["type"], "function": call["function"]} for call in calls]

@@ -1,0 +1,172 @@
+"""Predicts where later prompts diverge from this one, by rendering the likely next turns.
+
+Recurrent and rotating caches can be restored only at positions where a snapshot was taken, so these positions are
+planned before prefill. A wrong prediction only costs a cache miss: tokens are compared before a snapshot is restored.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from worker.text.prompt.offsets import TokenOffsets
+from worker.text.prompt.template_compat import RAISED, Tools
+from worker.text.tokenizer import Conversation
+
+# Private-use characters: no template treats them specially, and texts hardly ever contain them.
+_MARKS = tuple(map(chr, range(0xE000, 0xE010)))
+# Raised by templates on the turns that are only predicted. Such a turn is skipped.
+_STUMBLES = (*RAISED, ArithmeticError, AttributeError, LookupError)
+# Positions that are worth a tokenization each: the next user turn, the next tool result, the system message's end.
+_FEW = 3
+
+_ANSWER = {"role": "assistant", "content": "…"}
+_QUESTION = {"role": "user", "content": "…"}
+_CALL = "call00000"  # nine letters and digits, as Mistral's templates require
+_NO_ARGUMENTS: tuple[Any, ...] = ({}, "{}")  # some templates accept only text
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """Encodes a template's text."""
+
+    encode: Callable[[str], list[int]]
+    plain: Callable[[str], str] = str  # a piece of the text without the marks that escape control tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """One request's rendered prompt, with what is needed to render variations of it."""
+
+    conversation: Conversation
+    tools: Tools
+    text: str
+    tokens: Sequence[int]
+    thinks: bool  # the text ends within a think block
+    render: Callable[[Conversation], str]  # renders another conversation with the same tools
+    marks: Collection[str]  # characters that mark the images' positions in the contents
+    codec: Codec
+
+
+class Boundaries:
+    """Plans cache boundaries for prompts; a worker has one."""
+
+    def __init__(self, places: TokenOffsets) -> None:
+        self._places = places
+
+    def plan(self, rendered: Rendered) -> tuple[int, ...]:
+        """Return boundaries as token counts from 1 to one less than the prompt's, the most valuable first."""
+        most = len(rendered.tokens) - 1
+        if most < 1:
+            return ()
+        counts = (min(count, most) for count in self._counts(rendered, _places(rendered)))
+        return tuple(dict.fromkeys(count for count in counts if count > 0))
+
+    def _counts(self, rendered: Rendered, places: list[int]) -> list[int]:
+        counts = self._places.counts(rendered.text, rendered.tokens, places, rendered.codec.plain)
+        if counts is not None:
+            return [counts[place] for place in places]
+        tokens = list(rendered.tokens)
+        return [_alike(rendered.codec.encode(rendered.text[:place].rstrip()), tokens) for place in places[:_FEW]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A predicted text compared with the prompt's text; positions in characters."""
+
+    end: int  # length of the common prefix
+    starts: list[int]  # of the contents that begin within the common prefix
+    whole: bool  # all contents begin within the common prefix
+
+
+def _places(rendered: Rendered) -> list[int]:
+    """Return boundaries as positions in the text, in characters, the most valuable first."""
+    mark = next((mark for mark in _MARKS if mark not in rendered.text), None)
+    if mark is None:
+        return []
+    marked = [_marked(message, mark) for message in rendered.conversation]
+    asked = _seen(rendered, mark, [[*_answered(marked, rendered), _QUESTION]])
+    called = _seen(rendered, mark, _called(marked, rendered)) if rendered.tools else None
+    seen = [each for each in (asked, called) if each]
+    if not any(each.whole for each in seen) and (itself := _seen(rendered, mark, [marked])):
+        # The template rewrites earlier turns when another one is added. Other conversations may still share the rest.
+        seen.append(itself)
+    starts = sorted({start for each in seen for start in each.starts})
+    ends = [_before_the_last_word(rendered, starts, each.end) for each in (asked, called) if each]
+    system = sum(message["role"] == "system" and _is_text(message) for message in rendered.conversation)
+    return [*ends, *starts[system : system + 1], *reversed(starts)]
+
+
+def _seen(rendered: Rendered, mark: str, conversations: list[Conversation]) -> _Seen | None:
+    """Compare the prompt with the first of these conversations that the template accepts. None if it accepts none."""
+    for conversation in conversations:
+        try:
+            pieces = rendered.render(conversation).split(mark)
+        except _STUMBLES:
+            continue
+        end = _alike("".join(pieces), rendered.text)
+        starts = list(accumulate(map(len, pieces[:-1])))
+        within = [start for start in starts if start <= end]
+        return _Seen(end, within, within == starts)
+    return None
+
+
+def _marked(message: dict[str, Any], mark: str) -> dict[str, Any]:
+    """Put the mark in front of the content, but behind leading space, which some templates strip."""
+    content = message["content"]
+    said = content.lstrip()
+    return {**message, "content": content[: len(content) - len(said)] + mark + said} if said else message
+
+
+def _is_text(message: dict[str, Any]) -> bool:
+    return bool(message["content"].strip())
+
+
+def _is_begun(message: dict[str, Any]) -> bool:
+    return message["role"] == "assistant" and "tool_calls" not in message
+
+
+def _answered(conversation: Conversation, rendered: Rendered) -> Conversation:
+    *before, last = conversation
+    if not _is_begun(last):
+        return [*conversation, _ANSWER]
+    # If the answer stops within its reasoning, the next turn's prompt may leave that reasoning out.
+    return [*before, _ANSWER] if rendered.thinks else conversation
+
+
+def _called(conversation: Conversation, rendered: Rendered) -> list[Conversation]:
+    """Return conversations that go on with a tool call and its result, one for each form of arguments.
+
+    Templates that drop earlier reasoning keep it in front of a call, so they render these differently.
+    """
+    *before, answer = _answered(conversation, rendered)
+    result = {"role": "tool", "tool_call_id": _CALL, "content": "…"}
+    name = rendered.tools[0]["function"]["name"]
+    ways: list[Conversation] = []
+    for arguments in _NO_ARGUMENTS:
+        call = {"id": _CALL, "type": "function", "function": {"name": name, "arguments": arguments}}
+        ways.append([*before, {**answer, "tool_calls": [call]}, result])
+    return ways
+
+
+def _before_the_last_word(rendered: Rendered, starts: list[int], end: int) -> int:
+    """Return `end`, or the start of the last word if the prompt ends with the beginning of an answer.
+
+    The next prompt holds the whole answer, in which that word may be longer and so have other tokens.
+    """
+    last, text = rendered.conversation[-1], rendered.text
+    if end < len(text) or not (_is_begun(last) and _is_text(last)):
+        return end
+    return max(len(text.rstrip().rsplit(None, 1)[0]), *starts[-1:])
+
+
+def _alike(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return the length of the common prefix. A binary search over slices, since a loop over a document is slow."""
+    known, most = 0, min(len(one), len(other))
+    while known < most:
+        middle = (known + most + 1) // 2
+        if one[known:middle] == other[known:middle]:
+            known = middle
+        else:
+            most = middle - 1
+    return known

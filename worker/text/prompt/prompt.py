@@ -1,0 +1,249 @@
+"""Renders a request's messages with the model's own chat template, and tokenizes the text."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any, Literal
+
+from jinja2 import TemplateError
+
+from schemas import ChatRequest
+from schemas.keys import Lane
+from worker.errors import JobFailure
+from worker.text.prompt.boundaries import Boundaries, Codec, Rendered
+from worker.text.prompt.droppable import DroppableRanges
+from worker.text.prompt.escaping import ControlTokenEscaping, Inputs
+from worker.text.prompt.normalize import normalize
+from worker.text.prompt.size_limit import PromptLimit, characters
+from worker.text.prompt.template_changes import Adaptation
+from worker.text.prompt.template_compat import RAISED, Adapt, Finding, Flaw, NotTaken, TemplateAdapter, Think, Tools
+from worker.text.prompt.template_variables import template_variables
+from worker.text.threads import LARGE, Check, TextThreads, never
+from worker.text.tokenizer import Conversation, Tokenizer
+
+logger = logging.getLogger("sluice.text")
+
+# Longer conversations take more than a millisecond, and are rendered on a thread: other streams share the event loop.
+_LONG_CHARACTERS = 2_000
+# Private-use characters, which texts hardly ever contain.
+_FOR_IMAGES = range(0x100000, 0x10FFFE)
+_LONGEST_REASON = 500  # characters; one of transformers' errors quotes the whole conversation
+
+Thinking = Literal["open", "closed", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A tokenized prompt."""
+
+    tokens: tuple[int, ...]
+    thinking: Thinking  # the answer begins within a think block, behind one that the prompt closed, or neither
+    boundaries: tuple[int, ...] = ()  # token counts at which later prompts may diverge, the most valuable first
+    droppable_ranges: tuple[tuple[int, int], ...] = ()  # droppable ranges of tokens: see `SpecPrefillParams`
+
+
+class Prompts:
+    """Renders prompts for one model; a worker has one."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        think: Think,
+        boundaries: Boundaries | None = None,
+        thinnable: DroppableRanges | None = None,
+        quoting: ControlTokenEscaping | None = None,
+        *,
+        context: int | None = None,
+        threads: TextThreads | None = None,
+    ) -> None:
+        """`think`: the markers around reasoning. `boundaries`, `thinnable`: plan these parts of a prompt; None omits
+        them. `quoting`: escapes control tokens in a request; without it they are read as tokens. `context`: its length
+        in tokens; a prompt well beyond it is refused before it is tokenized.
+        """
+        self._tokenizer, self._think, self._boundaries, self._thinnable = tokenizer, think, boundaries, thinnable
+        self._counting, self._threads = PromptLimit(tokenizer.encode, context, think), threads or TextThreads()
+        self._quoting, self._adapter = quoting, TemplateAdapter(think)
+        self._logged = set[str]()
+
+    async def render(self, request: ChatRequest, images: Sequence[str] = (), lane: Lane = "interactive") -> Prompt:
+        """Return the request's prompt. A short one is rendered on the event loop, others on a text thread.
+
+        `images`: the text that the model reads for each image of the messages, in order; empty for a text model.
+        Raises `JobFailure`, which quotes the template's error.
+        """
+        variables, unread = template_variables(request, self._tokenizer.template)
+        for name in unread:
+            self._log_once(f"does not read {name}: requests that set it are answered without it")
+        read = partial(_inputs, request, variables)
+        length = characters([request.messages, request.offered_tools, variables, images], LARGE)
+        if length < _LONG_CHARACTERS and not self._quotes(inputs := read()):
+            with suppress(NotTaken):  # then several trials are needed, which belong on a thread
+                return self._prompt(lambda: inputs, images, self._adapter.as_it_is, never)
+        work = partial(self._prompt, read, images, self._adapter.adapt)
+        return await self._threads.run(lane, length, work, request.billed_to or "")
+
+    def _prompt(self, read: Callable[[], Inputs], images: Sequence[str], adapt: Adapt, check: Check) -> Prompt:
+        parts, tools, variables = read()
+        flat, shown = _flattened(parts, images)
+        counted = self._counting.check_contents(flat, check)
+        inputs, codec = self._quoted(Inputs(flat, tools, variables))
+        conversation = inputs.conversation
+        render = partial(self._tokenizer.render, variables=inputs.variables, images=shown)
+        rendering, marks = _Rendering(render, adapt, inputs.tools, check), tuple(shown)
+        text, begun = self._opened(conversation, rendering, codec)
+        text += begun
+        self._counting.check_rendered(codec.plain(text), counted, check)
+        tokens, thinking = tuple(_encoded(text, codec)), _thinking(text, begun, self._think)
+        check()
+        thinks, tools = thinking == "open", rendering.tools
+        rendered = Rendered(conversation, tools, text, tokens, thinks, rendering.imagined, marks, codec)
+        boundaries = self._boundaries.plan(rendered) if self._boundaries else ()
+        return Prompt(tokens, thinking, boundaries, self._thinnable.plan(rendered) if self._thinnable else ())
+
+    def _quotes(self, inputs: Inputs) -> bool:
+        return self._quoting is not None and self._quoting.needs_escaping(inputs)
+
+    def _quoted(self, inputs: Inputs) -> tuple[Inputs, Codec]:
+        """Return the template's inputs, with control tokens escaped if necessary, and the codec for its text."""
+        if self._quoting is None or not self._quoting.needs_escaping(inputs):
+            return inputs, Codec(self._tokenizer.encode)
+        tokens = self._tokenizer.control_tokens
+        return self._quoting.escaped(inputs), Codec(tokens.encode, tokens.unmark)
+
+    def _opened(self, conversation: Conversation, rendering: "_Rendering", codec: Codec) -> tuple[str, str]:
+        try:
+            text, begun = _opening(conversation, self._think, rendering.text_of)
+        except RAISED as error:
+            does = "refuses" if isinstance(error, TemplateError) else "cannot render"
+            reason = codec.plain(str(error))[:_LONGEST_REASON]
+            raise JobFailure("invalid_request", f"The model's chat template {does} these messages: {reason}") from error
+        for finding in rendering.findings:
+            self._log_once(finding.why)
+        if Flaw.TAKES_NO_TOOLS in rendering.findings:
+            raise JobFailure("unsupported", "The model's chat template takes no tools: leave them out.")
+        return text, begun
+
+    def _log_once(self, why: str) -> None:
+        if why not in self._logged:
+            self._logged.add(why)
+            logger.info("The chat template %s.", why)
+
+
+class _Rendering:
+    """Renders one request's conversation, and variations of it."""
+
+    def __init__(self, template: Callable[..., str], adapt: Adapt, tools: Tools, check: Check) -> None:
+        """`template`: a tokenizer's `render` with the arguments that are the same in all trials."""
+        self._template, self._adapt, self.tools, self._check = template, adapt, tools, check
+        self.findings: list[Finding] = []  # reasons for the changes that were made
+
+    def text_of(self, conversation: Conversation, continues: bool) -> str:
+        """Return the template's text, with the changes that it needs. `continues`: leave the last turn open."""
+        text, findings = self._adapt(conversation, self.tools, partial(self._render, continues))
+        self.findings += findings
+        return text
+
+    def imagined(self, conversation: Conversation) -> str:
+        """Render a predicted conversation in one trial, with the same changes as the request's own."""
+        for finding in self.findings:
+            if isinstance(finding, Adaptation):
+                conversation = finding.change(conversation)
+        return self._render(False, conversation, self.tools)
+
+    def _render(self, continues: bool, conversation: Conversation, tools: Tools) -> str:
+        self._check()
+        return self._template(conversation, tools=tools, continues=continues)
+
+
+def _inputs(request: ChatRequest, variables: dict[str, Any]) -> Inputs:
+    tools = [tool.model_dump(exclude_none=True) for tool in request.offered_tools]
+    return Inputs(normalize(request.messages), tools, variables)
+
+
+def _opening(conversation: Conversation, think: Think, text_of: Callable[[Conversation, bool], str]) -> tuple[str, str]:
+    """Return the template's text up to the answer, and the beginning of the answer, which is to be appended.
+
+    A trailing assistant message is continued; else the template opens a new turn.
+    """
+    *before, last = conversation
+    if last["role"] != "assistant" or "tool_calls" in last:
+        return text_of(conversation, False), ""
+    begun: str = last["content"]
+    # Templates remove reasoning from assistant messages, so an answer that has some is appended, not rendered.
+    if think and any(marker in begun for marker in think):
+        text, start = text_of(before, False), think[0]
+        if begun.lstrip().startswith(start) and text.rstrip().endswith(start):
+            text = text.rstrip().removesuffix(start)  # the answer begins with the marker itself
+        return text, begun
+    if begun.strip():
+        return text_of(conversation, True), ""
+    if think and (thoughts := last.get("reasoning_content", "").strip()):
+        text = text_of(conversation, True)
+        if thoughts in text and text.rstrip().endswith(think[1]):
+            return text, ""
+    # The template shows nothing of the message, so a new turn is opened: to continue it would strip the header's space.
+    return text_of(before, False), ""
+
+
+def _encoded(text: str, codec: Codec) -> list[int]:
+    try:
+        return codec.encode(text)
+    except ValueError as error:
+        reason = str(error)[:_LONGEST_REASON]
+        raise JobFailure("invalid_request", f"messages: a control token cannot be escaped; {reason}") from error
+
+
+def _thinking(text: str, begun: str, think: Think) -> Thinking:
+    if think is None:
+        return "none"
+    start, end = think
+    if start in begun or end in begun:
+        return "open" if begun.rfind(start) > begun.rfind(end) else "closed"
+    # Every template writes an end behind a user's message, so the text never ends with a user's own words.
+    return "open" if text.rstrip().endswith(start) else "closed" if text.rstrip().endswith(end) else "none"
+
+
+def _flattened(conversation: Conversation, images: Sequence[str]) -> tuple[Conversation, dict[str, str]]:
+    """Return the conversation with strings for contents, and the images' texts by the characters that mark their place.
+
+    Many templates accept only strings. Raises `JobFailure` for images if the model is a text model.
+    """
+    parts = [part for message in conversation if isinstance(message["content"], list) for part in message["content"]]
+    shown = sum(part["type"] != "text" for part in parts)
+    if shown > len(images):
+        raise JobFailure("unsupported", "This model takes text only: leave out the image_url parts.")
+    marks = _unwritten(conversation, shown) if shown else []
+    unused = iter(marks)
+    flat = [{**message, "content": _flat(message["content"], unused)} for message in conversation]
+    return flat, dict(zip(marks, images, strict=True))
+
+
+def _unwritten(conversation: Conversation, count: int) -> list[str]:
+    """Return `count` characters that occur in no content."""
+    written = set("".join(text for message in conversation for text in _texts(message["content"])))
+    return list(islice((mark for mark in map(chr, _FOR_IMAGES) if mark not in written), count))
+
+
+def _texts(content: Any) -> list[str]:
+    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+
+
+def _flat(content: Any, marks: Iterator[str]) -> str:
+    if isinstance(content, str):
+        return content
+    flat, before = "", ""
+    for part in content:
+        image = part["type"] != "text"
+        after = next(marks) if image else part["text"]
+        # Between an image and a text the template's own separator is enough.
+        flat += after if image or not before else _gap(before, after) + after
+        before = "" if image else after
+    return flat
+
+
+def _gap(before: str, after: str) -> str:
+    """Return the separator of two text parts: a line break, as in other servers, unless one part is only space."""
+    return "" if before.isspace() or after.isspace() else "\n"

@@ -1,0 +1,138 @@
+"""Refuses prompts that are too large before they are rendered and tokenized as a whole."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+from schemas.messages import ImagePart
+from worker.errors import JobFailure, prompt_too_large
+from worker.text.threads import Check
+from worker.text.tokenizer import Conversation
+
+# At most 32 kB of UTF-8, which the slowest tokenizers encode in about 20 ms.
+_SLICE = 8_192  # characters
+# A cut within a word, within a control token or behind a run of spaces adds tokens: in all measurements at most one
+# for each character of the word. Tests measure it over tokenizers and texts.
+_PER_CUT = 32  # tokens
+# Tokenizers use up to 120 bytes of memory for each character of a text, and those that split words by a regular
+# expression fail on runs of about ten million characters.
+_WHOLE = 4_000_000  # characters
+_WHOLE_PER_TOKEN = 16  # characters per token of the context, if that is more; English has about 4
+_EACH_VALUE = 32  # characters: copying and rendering a value costs about as much as this much text
+_IMAGE = 2_000  # characters; its URL, which may hold the whole file, is not counted as text
+
+_ENDS_THOUGHTS = "</think>"  # templates search for it, even if the model has other markers
+
+
+class PromptLimit:
+    """Refuses a prompt that cannot fit the context; a worker has one."""
+
+    def __init__(
+        self, encode: Callable[[str], list[int]], context: int | None, think: Iterable[str] | None = None
+    ) -> None:
+        """`context`: its length in tokens; None refuses no prompt. `think`: the markers around reasoning."""
+        self._encode, self._context = encode, context
+        self._think = {_ENDS_THOUGHTS, *(think or ())}
+
+    def check_contents(self, conversation: Conversation, check: Check) -> int:
+        """Count the tokens of the contents before they are rendered, if their characters exceed the context.
+
+        Returns the number of characters that were counted. Raises `JobFailure` if the contents exceed the context.
+        """
+        texts = [text for message in conversation for text in self._shown(message)]
+        if self._context is None or sum(map(len, texts)) <= self._context:
+            return 0
+        self._refuse(texts, check)
+        return sum(map(len, texts))
+
+    def check_rendered(self, text: str, counted: int, check: Check) -> None:
+        """Check the rendered text, of which `counted` characters were counted before.
+
+        Raises `JobFailure` if the text exceeds the context, or is too long to be tokenized.
+        """
+        if self._context is None:
+            return
+        if len(text) - counted > self._context:
+            self._refuse([text], check)
+        most = max(_WHOLE, _WHOLE_PER_TOKEN * self._context)
+        if len(text) > most:
+            raise JobFailure(
+                "too_large",
+                f"The prompt has {len(text):,} characters and this worker tokenizes at most {most:,}: shorten it.",
+            )
+
+    def _shown(self, message: dict[str, Any]) -> Iterator[str]:
+        """Yield the texts that every template writes: long arguments, and contents without the space around them.
+
+        Left out are assistant messages with reasoning, which templates may drop, and those with calls: gpt-oss's
+        template drops their content.
+        """
+        content: str = message["content"]
+        called = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
+        yield from _long_strings(called)
+        if message["role"] != "assistant" or not (called or any(marker in content for marker in self._think)):
+            yield content.strip()
+
+    def _refuse(self, texts: Iterable[str], check: Check) -> None:
+        assert self._context is not None
+        at_least = 0
+        for text in texts:
+            for piece in _slices(text):
+                check()
+                at_least += max(0, len(self._encode(piece)) - _PER_CUT)
+                if at_least > self._context:
+                    raise prompt_too_large(at_least, self._context, exact=False)
+
+
+def _long_strings(values: Iterable[Any]) -> Iterator[str]:
+    ahead = [iter(values)]
+    while ahead:
+        value = next(ahead[-1], ahead)
+        if value is ahead:
+            ahead.pop()
+        elif isinstance(value, str) and len(value) > _PER_CUT:
+            yield value
+        elif (within := _within(value)) is not None:
+            ahead.append(within)
+
+
+def _slices(text: str) -> Iterator[str]:
+    return (text[start : start + _SLICE] for start in range(0, len(text), _SLICE))
+
+
+def characters(values: Iterable[Any], most: int) -> int:
+    """Return the number of characters in strings at any depth, plus 32 for each value, as a measure of cost.
+
+    Stops when the number exceeds `most`, so its own cost is bounded. Names of model fields do not count, and an image
+    counts as 2,000.
+    """
+    total, ahead = 0, [iter(values)]
+    while ahead and total <= most:
+        value = next(ahead[-1], ahead)
+        if value is ahead:
+            ahead.pop()
+            continue
+        total += _cost(value)
+        if (within := _within(value)) is not None:
+            ahead.append(within)
+    return total
+
+
+def _cost(value: Any) -> int:
+    if isinstance(value, ImagePart):
+        return _IMAGE
+    return _EACH_VALUE + (len(value) if isinstance(value, str) else 0)
+
+
+def _within(value: Any) -> Iterator[Any] | None:
+    match value:
+        case ImagePart():
+            return None
+        case BaseModel():
+            return iter(vars(value).values())
+        case dict():
+            return (each for item in value.items() for each in item)
+        case list() | tuple():
+            return iter(value)
+    return None

@@ -1,0 +1,221 @@
+"""Changes to a conversation that make a chat template accept it.
+
+No change drops text, and none affects a conversation that does not need it. They are tried in groups (ladders), all
+changes of a ladder at once.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from itertools import chain, count
+from typing import Any, NamedTuple
+
+from worker.text.prompt.normalize import joined, merged
+from worker.text.tokenizer import Conversation
+
+Message = dict[str, Any]
+
+
+class Adaptation(NamedTuple):
+    why: str  # what the template does, and what we change; logged
+    change: Callable[[Conversation], Conversation]
+
+
+def _lone_results_said(conversation: Conversation) -> Conversation:
+    called, told = set[str](), []
+    for message in conversation:
+        called |= {call["id"] for call in _calls(message)}
+        lone = message["role"] == "tool" and message["tool_call_id"] not in called
+        told.append(_turn("user", message["content"]) if lone else message)
+    return merged(told)
+
+
+def _thoughts_in_content(conversation: Conversation) -> Conversation:
+    return [_thinking_aloud(turn) if _calls(turn) and turn["content"] else turn for turn in conversation]
+
+
+def _thinking_aloud(turn: Message) -> Message:
+    return {**_without("reasoning_content", turn), "content": joined([turn.get("reasoning_content"), turn["content"]])}
+
+
+def _one_call_a_turn(conversation: Conversation) -> Conversation:
+    exchanges: list[tuple[Message, list[Message]]] = []  # a message, and the results behind it
+    for message in conversation:
+        if message["role"] == "tool" and exchanges:
+            exchanges[-1][1].append(message)
+        else:
+            exchanges.append((message, []))
+    return [message for turn, results in exchanges for message in _call_by_call(turn, results)]
+
+
+def _call_by_call(turn: Message, results: list[Message]) -> Conversation:
+    """Return one turn for each call, followed by its own results."""
+    if len(_calls(turn)) < 2:
+        return [turn, *results]
+    first, *further = _calls(turn)
+    own: dict[str, list[Message]] = {}
+    for result in results:
+        own.setdefault(result["tool_call_id"], []).append(result)
+    told = [{**turn, "tool_calls": [first]}, *own.pop(first["id"], ())]
+    for call in further:
+        told += [{**_turn("assistant"), "tool_calls": [call]}, *own.pop(call["id"], ())]
+    return [*told, *chain.from_iterable(own.values())]
+
+
+def _arguments_as_objects(conversation: Conversation) -> Conversation:
+    return _each_arguments(conversation, lambda given: {"arguments": given} if isinstance(given, str) else given)
+
+
+def _arguments_as_text(conversation: Conversation) -> Conversation:
+    return _each_arguments(conversation, lambda given: given if isinstance(given, str) else _json(given))
+
+
+def _each_arguments(conversation: Conversation, change: Callable[[Any], Any]) -> Conversation:
+    def changed(call: dict[str, Any]) -> dict[str, Any]:
+        return {**call, "function": {**call["function"], "arguments": change(call["function"]["arguments"])}}
+
+    return _each_call(conversation, changed)
+
+
+def _short_ids(conversation: Conversation) -> Conversation:
+    short: dict[str, str] = {}
+
+    def of(id: str) -> str:
+        return short.setdefault(id, f"call{len(short):05}")
+
+    renamed = _each_call(conversation, lambda call: {**call, "id": of(call["id"])})
+    return [{**each, "tool_call_id": of(each["tool_call_id"])} if each["role"] == "tool" else each for each in renamed]
+
+
+def _tools_said(conversation: Conversation) -> Conversation:
+    return merged([_said(message) for message in conversation])
+
+
+def _said(message: Message) -> Message:
+    if message["role"] == "tool":
+        return _turn("user", message["content"])
+    calls = "\n".join(_json(call["function"]) for call in _calls(message))
+    return {**_without("tool_calls", message), "content": joined([message["content"], calls])}
+
+
+def _system_first(conversation: Conversation) -> Conversation:
+    system, turns = parted(conversation)
+    return conversation if system else [_turn("system"), *turns]
+
+
+def _user_first(conversation: Conversation) -> Conversation:
+    system, turns = parted(conversation)
+    return conversation if turns and turns[0]["role"] == "user" else [*system, _turn("user"), *turns]
+
+
+def _turns_between(conversation: Conversation) -> Conversation:
+    # Mistral's templates skip calls and results when they check that the roles alternate.
+    told: Conversation = []
+    last = None
+    for message in conversation:
+        if message["role"] in ("user", "assistant") and not _calls(message):
+            if message["role"] == last:
+                told.append(_turn("assistant" if last == "user" else "user"))
+            last = message["role"]
+        told.append(message)
+    return told
+
+
+def _system_in_user(conversation: Conversation) -> Conversation:
+    system, turns = parted(conversation)
+    if not system:
+        return conversation
+    user, *rest = turns if turns and turns[0]["role"] == "user" else [_turn("user"), *turns]
+    return [{**user, "content": joined([system[0]["content"], user["content"]])}, *rest]
+
+
+def parted(conversation: Conversation) -> tuple[Conversation, Conversation]:
+    """Return the system message, as a list of at most one, and the other messages."""
+    start = 1 if conversation and conversation[0]["role"] == "system" else 0
+    return conversation[:start], conversation[start:]
+
+
+class CallMarks:
+    """Unique marks in names and arguments of calls, which show if a template writes each call.
+
+    Arguments get a mark only if one of them is a string.
+    """
+
+    def __init__(self, text: str) -> None:
+        """Choose marks that do not occur in `text`. Letters and digits alone, since no template escapes these."""
+        unused = (stem for stem in map("mark{}x".format, count()) if stem not in text)
+        self._stem = next(unused)
+        self._names, self._words = list[int](), list[int]()
+
+    def into(self, conversation: Conversation) -> Conversation:
+        """Return the conversation with marks in its calls."""
+        return _each_call(conversation, self._marked)
+
+    def all_in(self, shown: str) -> bool:
+        """True if `shown` holds all marks, those of the names in order."""
+        found = dict.fromkeys(int(number) for number in re.findall(f"{self._stem}([0-9]+)z", shown))
+        names = [number for number in found if number % 2 == 0]
+        return names == self._names and found.keys() >= set(self._words)
+
+    def _marked(self, call: dict[str, Any]) -> dict[str, Any]:
+        number = 2 * len(self._names)
+        self._names.append(number)
+        function = call["function"]
+        arguments = self._with_words_marked(function["arguments"], number + 1)
+        return {**call, "function": {"name": f"{function['name']}{self._mark(number)}", "arguments": arguments}}
+
+    def _with_words_marked(self, arguments: Any, number: int) -> Any:
+        names = (
+            [name for name, value in arguments.items() if isinstance(value, str)] if isinstance(arguments, dict) else []
+        )
+        if not names:
+            return arguments
+        self._words.append(number)
+        return {**arguments, names[0]: f"{arguments[names[0]]}{self._mark(number)}"}
+
+    def _mark(self, number: int) -> str:
+        return f"{self._stem}{number}z"
+
+
+def _calls(message: Message) -> list[dict[str, Any]]:
+    calls: list[dict[str, Any]] = message.get("tool_calls", [])
+    return calls
+
+
+def _each_call(conversation: Conversation, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Conversation:
+    return [{**turn, "tool_calls": list(map(change, _calls(turn)))} if _calls(turn) else turn for turn in conversation]
+
+
+def _turn(role: str, content: Any = "") -> Message:
+    return {"role": role, "content": content}
+
+
+def _without(field: str, message: Message) -> Message:
+    return {name: value for name, value in message.items() if name != field}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+_IDS = Adaptation("accepts only tool call ids of nine letters and digits: calls are numbered", _short_ids)
+_THOUGHTS = Adaptation("accepts only text or reasoning before a call: both are sent as content", _thoughts_in_content)
+_ONE_CALL = Adaptation("accepts one tool call per turn: each call gets its own turn and result", _one_call_a_turn)
+_OBJECTS = Adaptation("accepts arguments only as objects: other arguments are wrapped in one", _arguments_as_objects)
+_TEXT = Adaptation("accepts arguments only as text: they are sent as JSON", _arguments_as_text)
+_LONE = Adaptation("accepts no tool result without a call: it is sent as a user message", _lone_results_said)
+_SAID = Adaptation("accepts no tool calls: calls and results are sent as assistant and user messages", _tools_said)
+_TURNS = (
+    Adaptation("requires a user turn first: an empty one is added", _user_first),
+    Adaptation("requires alternating user and assistant turns: empty turns are added", _turns_between),
+)
+# The changes of a ladder are ordered by how much of the template's own formatting they lose, least first.
+LADDERS = (
+    *((_IDS, _THOUGHTS, _ONE_CALL, arguments, _LONE, *_TURNS) for arguments in (_OBJECTS, _TEXT)),
+    (_SAID, *_TURNS),
+)
+# Each ladder ends with one of these two.
+SYSTEM_FIRST = Adaptation("writes tools only into a system message: an empty one is added", _system_first)
+SYSTEM_IN_USER = Adaptation(
+    "accepts no system role: system text is put in front of the first user message", _system_in_user
+)

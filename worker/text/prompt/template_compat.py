@@ -1,0 +1,240 @@
+"""Changes a conversation until the model's chat template accepts it and writes all of it."""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from typing import Any
+
+from jinja2 import TemplateError
+
+from worker.text.prompt.template_changes import LADDERS, SYSTEM_FIRST, SYSTEM_IN_USER, Adaptation, CallMarks, parted
+from worker.text.tokenizer import Conversation
+
+# Raised by a template that refuses a conversation or fails on it. mlx-lm's own templates are Python code and assert.
+RAISED = (TemplateError, TypeError, KeyError, ValueError, AssertionError)
+
+
+class Flaw(Enum):
+    """Fault of a template that no change prevents."""
+
+    TAKES_NO_TOOLS = "takes no tools"
+    LEAVES_OUT = "leaves out texts, tool calls or results, in every form that was tried"
+    FIRST_AS_USER = "writes a first assistant turn as a user turn, in every form that was tried"
+
+    @property
+    def why(self) -> str:
+        """Description of the fault, for the log."""
+        return str(self.value)
+
+
+Finding = Adaptation | Flaw
+Think = tuple[str, str] | None
+Ladder = tuple[Adaptation, ...]
+Tools = list[dict[str, Any]]
+Render = Callable[[Conversation, Tools], str]
+Adapt = Callable[[Conversation, Tools, Render], tuple[str, list[Finding]]]
+
+
+class NotTaken(Exception):
+    """The template refuses the unchanged conversation, or leaves a part of it out."""
+
+
+class TemplateAdapter:
+    """Adapts conversations to one chat template; a worker has one.
+
+    It remembers the changes that were necessary before. That saves trials and changes no result.
+    """
+
+    def __init__(self, think: Think = None) -> None:
+        """`think`: the markers around reasoning, since templates may leave reasoning out."""
+        self._think = think
+        self._needed = defaultdict[Ladder, set[Adaptation]](set)  # in any request so far
+
+    def as_it_is(self, conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[Finding]]:
+        """Return what `adapt` returns for an unchanged conversation, with one trial. Raises `NotTaken`."""
+        text = _Trials(tools, render, self._think).whole(conversation)
+        if text is None:
+            raise NotTaken
+        return text, []
+
+    def adapt(self, conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[Finding]]:
+        """Return the template's text, and the changes that it needed; none if it accepts the conversation unchanged.
+
+        A text that leaves a part of the conversation out does not count, unless every change leaves something out:
+        then the first text is returned, with its flaws. If every trial raises, raises the error of the unchanged
+        conversation.
+        """
+        trials = _Trials(tools, render, self._think)
+        text = trials.whole(conversation)
+        if text is not None:
+            return text, []
+        for ladder in _ladders(tools):
+            if found := self._fewest(ladder, conversation, trials):
+                needed, text = found
+                self._needed[ladder].update(needed)
+                return text, list(needed)
+        return trials.good_enough()
+
+    def _fewest(
+        self, ladder: Ladder, conversation: Conversation, trials: "_Trials"
+    ) -> tuple[list[Adaptation], str] | None:
+        """Return the ladder's changes that the template needs, and its text. None if all of them together fail."""
+        changes = _that_matter(ladder, conversation)
+        text = trials.whole(_changed(conversation, changes))
+        if text is None:
+            return None
+        # If the changes that earlier requests needed are enough, they also are with others added. So this one trial
+        # replaces most of those below.
+        likely = [each for each in changes if each in self._needed[ladder]]
+        enough = trials.whole(_changed(conversation, likely)) if likely else None
+        for adaptation in reversed(changes):
+            fewer = [each for each in changes if each is not adaptation]
+            if enough is not None and adaptation not in likely:
+                changes, text = fewer, enough
+            elif fewer and (without := trials.whole(_changed(conversation, fewer))) is not None:
+                changes, text, enough = fewer, without, None
+        return changes, text
+
+
+class _Trials:
+    """Renderings of one request's conversation, and what each of them leaves out."""
+
+    def __init__(self, tools: Tools, render: Render, think: Think) -> None:
+        self._tools, self._render, self._think = tools, render, think
+        self._texts: list[tuple[str, list[Finding]]] = []  # each with the reasons why it does not count
+        self._errors: list[Exception] = []
+
+    def whole(self, conversation: Conversation) -> str | None:
+        """Return the template's text, or None if it refuses or leaves something out."""
+        try:
+            text = self._render(conversation, self._tools)
+        except RAISED as error:
+            self._errors.append(error)
+            return None
+        missing = self._missing(conversation, text)
+        self._texts.append((text, missing))
+        return None if missing else text
+
+    def good_enough(self) -> tuple[str, list[Finding]]:
+        """Return the first text and its flaws. Raises the first error if there is no text."""
+        if not self._texts:
+            raise self._errors[0]
+        return self._texts[0]
+
+    def _missing(self, conversation: Conversation, text: str) -> list[Finding]:
+        missing = list[Finding]()
+        if not (_is_in(conversation, text, self._think) and self._has_calls(conversation, text)):
+            missing.append(Flaw.LEAVES_OUT)
+        of_a_user = _with_first_as_user(conversation)
+        if of_a_user != conversation and self._makes(text, of_a_user, self._tools):
+            missing.append(Flaw.FIRST_AS_USER)
+        if self._tools and self._makes(text, conversation, []):
+            missing.append(Flaw.TAKES_NO_TOOLS)
+        return missing
+
+    def _has_calls(self, conversation: Conversation, text: str) -> bool:
+        """True if the text shows each call, in order.
+
+        A function's name in the text proves nothing, since a user may have written it. So each call is rendered again
+        with a unique mark.
+        """
+        if not any("tool_calls" in turn for turn in conversation):
+            return True
+        marks = CallMarks(text)
+        try:
+            return marks.all_in(self._render(marks.into(conversation), self._tools))
+        except RAISED:  # the template refuses a name with a mark
+            return not self._makes(text, _with_fewer_calls(conversation), self._tools)
+
+    def _makes(self, text: str, conversation: Conversation, tools: Tools) -> bool:
+        """True if this conversation renders to the same text: then the text leaves out the difference."""
+        try:
+            return self._render(conversation, tools) == text
+        except RAISED:
+            return False
+
+
+def _ladders(tools: Tools) -> Iterator[Ladder]:
+    for ladder in LADDERS:
+        if tools:
+            yield (*ladder, SYSTEM_FIRST)
+        yield (*ladder, SYSTEM_IN_USER)
+
+
+def _that_matter(ladder: Ladder, conversation: Conversation) -> list[Adaptation]:
+    matter = []
+    for adaptation in ladder:
+        changed = adaptation.change(conversation)
+        if changed != conversation:
+            matter.append(adaptation)
+            conversation = changed
+    return matter
+
+
+def _changed(conversation: Conversation, adaptations: Iterable[Adaptation]) -> Conversation:
+    for adaptation in adaptations:
+        conversation = adaptation.change(conversation)
+    return conversation
+
+
+def _with_fewer_calls(conversation: Conversation) -> Conversation:
+    """Return the turns with only their first call, or without calls if no turn has more than one.
+
+    gpt-oss's template writes only the first call of a turn.
+    """
+    kept = 1 if any(len(turn.get("tool_calls", ())) > 1 for turn in conversation) else 0
+    return [
+        {**turn, "tool_calls": turn["tool_calls"][:kept]} if "tool_calls" in turn else turn for turn in conversation
+    ]
+
+
+def _with_first_as_user(conversation: Conversation) -> Conversation:
+    """Return the conversation with a first assistant turn as a user turn.
+
+    Llama 3.1's template writes the tools and the first turn, of either role, as one user turn.
+    """
+    system, turns = parted(conversation)
+    if not turns or turns[0]["role"] != "assistant":
+        return conversation
+    return [*system, {"role": "user", "content": turns[0]["content"]}, *turns[1:]]
+
+
+def _is_in(conversation: Conversation, text: str, think: Think) -> bool:
+    """True if the text holds each content, in order within its role.
+
+    Some templates silently leave contents out. That is accepted for reasoning, and for text that comes with a call.
+    """
+    by_role: dict[str, list[str]] = {}
+    for message in conversation:
+        if "tool_calls" not in message:
+            by_role.setdefault(message["role"], []).append(_told(message, think))
+    return all(_in_order(texts, text) for texts in by_role.values())
+
+
+def _told(message: dict[str, Any], think: Think) -> str:
+    content: str = message["content"]
+    return content.rpartition(think[1])[2] if think and message["role"] == "assistant" else content
+
+
+def _in_order(words: Iterable[str], text: str) -> bool:
+    """True if the text holds the words in this order.
+
+    Each search starts behind the last match: searches from the beginning would take seconds in a long text.
+    """
+    end = 0
+    for word in words:
+        found = word.strip()
+        start = text.find(found, end)
+        if start < 0:
+            found = _sturdy(word)
+            start = text.find(found, end)
+        if start < 0:
+            return False
+        end = start + len(found)
+    return True
+
+
+def _sturdy(words: str) -> str:
+    """Return the longest piece that trimming, indenting and JSON leave unchanged, without our marks (private use)."""
+    return max(re.split(r'["\\\x00-\x1f\ue000-\uf8ff\U000f0000-\U0010ffff]', words), key=len).strip()
