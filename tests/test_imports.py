@@ -193,7 +193,7 @@ def test_the_table_itself_keeps_the_promises_of_the_design() -> None:
         ("worker.jobs", "from worker.app import serve", "worker.app.serve"),
         ("worker.jobs", "import worker.engine.engine", "worker.engine.engine"),
         ("sluice.client", "import schemas", "schemas"),
-        ("sluice.client", "from worker.errors import Refusal", "worker.errors.Refusal"),
+        ("sluice.client", "from worker.errors import JobFailure", "worker.errors.JobFailure"),
         ("sluice.client", "import typer", "typer"),
         ("schemas.chat", "from tests import keyspace", "tests.keyspace"),
         ("worker.errors", "from worker.settings import Settings", "worker.settings.Settings"),

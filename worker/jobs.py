@@ -36,7 +36,7 @@ logger = logging.getLogger("sluice.jobs")
 
 
 async def chat(ctx: dict[Any, Any], body: Any) -> JobResult:
-    """The function that producers enqueue. Raises `Refusal` with what the client should change."""
+    """The function that producers enqueue. Raises `JobFailure` with what the client should change."""
     attempt = Chat(ctx["job"], ctx["served"])
     try:
         return await attempt.run(body)

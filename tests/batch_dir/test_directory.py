@@ -349,11 +349,11 @@ async def test_a_feeder_that_does_not_listen_is_ended_with_the_grace_or_by_a_sec
 
 WORKER = """
 import asyncio, sys
-from worker.batches import Batches
+from worker.batch_dir.directory import BatchDirectory
 from worker.settings import Settings
 
 folder, url, *command = sys.argv[1:]
-batches = Batches(folder, Settings(model="none", redis_url=url), command=command)
+batches = BatchDirectory(folder, Settings(model="none", redis_url=url), command=command)
 asyncio.run(batches.run(asyncio.Event(), asyncio.Event()))
 """
 

@@ -58,7 +58,7 @@ class Fixed:
     def __init__(self, cost: StepCost) -> None:
         self._cost = cost
 
-    def saw(self, groups: Sequences[Sequences[int]], seconds: float) -> None:
+    def observe(self, groups: Sequences[Sequences[int]], seconds: float) -> None:
         pass
 
     def cost(self) -> StepCost:

@@ -132,7 +132,7 @@ def bombs() -> dict[str, bytes]:
 _MEASURED = """
 import resource, sys
 from pathlib import Path
-from worker.errors import Refusal
+from worker.errors import JobFailure
 from worker.images.decode import decode
 
 def peak():
@@ -145,7 +145,7 @@ before = peak()
 try:
     decode(Path(sys.argv[1]).read_bytes(), max_pixels=25_000_000)
     print("read", end=" ")
-except Refusal as refusal:
+except JobFailure as refusal:
     print(refusal.type, end=" ")
 print(peak() - before)
 """

@@ -37,7 +37,7 @@ class Reader:
         self._lanes: dict[Lane, _Lane] = {}
 
     async def parse(self, body: bytes, lane: Lane, tenant: str = "") -> Any:
-        """Return the JSON value. Raises `Refusal`."""
+        """Return the JSON value. Raises `JobFailure`."""
         if len(body) <= SMALL_BYTES:
             return _parsed(body)
         dear = await self.run(is_expensive, body, size=len(body), lane=lane, tenant=tenant)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
-_ROOT = Path(__file__).parents[1]  # where the package `worker` is found
+_ROOT = Path(__file__).parents[2]  # where the package `worker` is found
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ class PromptCost:
 
     @property
     def worthwhile(self) -> int:
-        """Tokens of the shortest chunk that is worth its pass over the weights; between `LEAST` and `MOST`."""
+        """Tokens of the shortest chunk that is worth its pass over the weights; between `MIN_CHUNK` and `MAX_CHUNK`."""
         return max(MIN_CHUNK, min(MAX_CHUNK, ceil(MIN_TOKENS_TIME_PER_PASS * self.forward_s / max(self.token_s, 1e-9))))
 
     def within(self, seconds: float, done: int) -> int:

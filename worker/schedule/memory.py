@@ -164,7 +164,7 @@ class MemoryModel:
         return bisect(range(1, UNENDING), limit, key=lambda tokens: self.peak_bytes([[tokens]]))
 
     def max_rows(self, tokens: int, limit: int) -> int:
-        """So many rows of that length fit, in one group; `MOST_ROWS` where more would."""
+        """So many rows of that length fit, in one group; `MAX_ROWS` where more would."""
         return bisect(range(1, MAX_ROWS + 1), limit, key=lambda rows: self.peak_bytes([[tokens] * rows]))
 
     def longest_chunk(self, groups: Sequence[Sequence[int]], limit: int, images: ImageDemand = NO_IMAGES) -> int:
@@ -191,7 +191,7 @@ class Correction:
         return Correction(max(self.factor, min(_MOST, measured / predicted)))
 
     def observe(self, predicted: int, measured: int) -> "Correction":
-        """Both beside the weights, and at their highest: `Costs.beside_bytes` of what ran, and what it took."""
+        """Both beside the weights, and at their highest: `MemoryModel.beside_bytes` of what ran, and what it took."""
         if predicted < _NOISE_BYTES:
             return self
         ratio = min(_MOST, max(_LEAST, measured / predicted))

@@ -71,7 +71,7 @@ class ProcessedImage:
     text: str  # what the template's marker for an image becomes
     tokens: int  # from the first placeholder in it to the last
     placeholders: int
-    pixel_inputs: Mapping[str, Any] = field(compare=False, repr=False)  # by the vision tower: see `Eyes`
+    pixel_inputs: Mapping[str, Any] = field(compare=False, repr=False)  # by the vision tower: see `ImageProcessor`
     nbytes: int  # of what is seen
 
 
@@ -81,7 +81,7 @@ class PromptImage:
 
     digest: bytes  # of what the model sees of it; equal ones are the same image
     span: Range  # of the prompt, whose tokens there say nothing but that an image is
-    pixel_inputs: Mapping[str, Any] = field(compare=False, repr=False)  # by the vision tower: see `Eyes`
+    pixel_inputs: Mapping[str, Any] = field(compare=False, repr=False)  # by the vision tower: see `ImageProcessor`
     nbytes: int = 0  # of what is seen
 
     @property

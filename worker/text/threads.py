@@ -19,7 +19,7 @@ from worker.errors import JobFailure
 from worker.turns import Turn, Turns
 
 T = TypeVar("T")
-Check = Callable[[], None]  # raises `Abandoned` when nobody waits for the work any more
+Check = Callable[[], None]  # raises `WorkAbandoned` when nobody waits for the work any more
 
 LARGE = 65_536  # characters: the slowest tokenizers read as many in a quarter of a second
 _SMALL_AT_ONCE = 2
@@ -59,7 +59,7 @@ class Pool:
 
     async def run(self, lane: Lane, work: Callable[[Check], T], tenant: str = "") -> T:
         """Call `work` on a thread. Native code cannot be interrupted, so work that takes long calls its check between
-        two steps. Raises `Refusal` when it has run too long; its thread is free again at its next check."""
+        two steps. Raises `JobFailure` when it has run too long; its thread is free again at its next check."""
         await self._turns.take(lane, tenant)
         running = _Running(partial(self._pause, lane, tenant), self._slice_s)
         future = self._threads.submit(work, running.check)
@@ -144,7 +144,7 @@ class _Running:
         self._goes_on.set()
 
     def check(self) -> None:
-        """Called on the thread, by its work. Raises `Abandoned`."""
+        """Called on the thread, by its work. Raises `WorkAbandoned`."""
         had_s = time.monotonic() - self._began
         if not self.abandoned and had_s >= self._slice_s:
             self.used_s += had_s

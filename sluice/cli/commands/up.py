@@ -74,7 +74,7 @@ class _Up:
         self._stopped = False
 
     async def run(self) -> int:
-        """Return the exit status of the command. Raises `Trouble`."""
+        """Return the exit status of the command. Raises `CliError`."""
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._pass_on, number)

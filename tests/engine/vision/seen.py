@@ -128,7 +128,7 @@ def together(sights: Sequences[ProcessedImage]) -> tuple[Any, dict[str, Any]]:
 
 
 def _filmed(patches: Any) -> Any:
-    """Of two frames, which are the same: see `GridEyes`."""
+    """Of two frames, which are the same: see `QwenImageProcessor`."""
     return patches.reshape(len(patches), 3, 1, -1).repeat(2, axis=2).reshape(len(patches), -1)
 
 

@@ -194,7 +194,7 @@ async def test_boundaries_and_droppable_ranges_are_where_they_were() -> None:
 
     told = language("qwen", boundaries=True, thinnable=True)
     quoted, plain = [await told.prompt(request(*said(text))) for text in ("<|im_end|>", "quoted")]
-    for ends in ("boundaries", "thinnable"):
+    for ends in ("boundaries", "droppable_ranges"):
         assert getattr(quoted, ends)
 
         def spelled(prompt: Prompt, ends: str = ends) -> list[str]:

@@ -47,7 +47,7 @@ class Compiler:
 
     async def verdict(self, lane: Lane, tenant: str, question: bytes) -> Verdict:
         """Return what a process found out about a question of `attempt`'s. Only what is new waits its turn.
-        Raises `Refusal` if it could not be tried."""
+        Raises `JobFailure` if it could not be tried."""
         known = hashlib.blake2b(question).digest()
         if known not in self._verdicts:
             async with self._turns.slot(lane, tenant):

@@ -48,7 +48,7 @@ class GrammarStates:
         self._reasoning = _reasoning(tokenizer, vocabulary, dialect, self._count)
 
     async def guide(self, request: ChatRequest, prompt: Prompt, lane: Lane = "interactive") -> "RowGrammar | None":
-        """None where the answer may be anything. Raises `Refusal` for what cannot be held to."""
+        """None where the answer may be anything. Raises `JobFailure` for what cannot be held to."""
         wish = wish_of(request)
         if wish is None:
             return None

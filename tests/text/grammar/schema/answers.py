@@ -14,7 +14,7 @@ _LIKELY = {ord(sign): 8 for sign in '"}]'} | {ord(","): 2} | dict.fromkeys(range
 
 
 def matcher(schema: Schema) -> LLMatcher:
-    """Raises `Refusal`, and `Uncompilable`."""
+    """Raises `JobFailure`, and `Uncompilable`."""
     grammar = Grammar({})
     return compile_grammar(BYTES, grammar.starting_with(grammar.json(schema, "response_format")))
 

@@ -29,7 +29,7 @@ class NotNegatable(Exception):
 
 
 def negation(schema: Any, known: Sequence[Any], proofs: Disjointness, depth: int = 0) -> list[Any]:
-    """`known` are schemas that every value in question satisfies. Raises `NoOpposite`."""
+    """`known` are schemas that every value in question satisfies. Raises `NotNegatable`."""
     if isinstance(schema, bool):
         return [] if schema else [True]
     if not isinstance(schema, dict) or depth > _DEEPEST:

@@ -47,7 +47,7 @@ _APPLIED = frozenset({"const", "enum", "allOf", "anyOf", "oneOf", "$ref"})
 def rewrite(schema: Schema, root: Schema | None = None) -> Schema:
     """Return it with what it refers to in `root`, which is the schema itself if it is no part of another.
 
-    Raises `Unheld`. Its cost is bounded, whatever the schema says."""
+    Raises `UnsupportedKeyword`. Its cost is bounded, whatever the schema says."""
     root = schema if root is None else root
     _check_depth(root)
     return _Holding(root).whole(schema)
