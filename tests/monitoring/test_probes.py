@@ -43,7 +43,7 @@ def serving(parts: Mapping[str, Part], **pulses: Heartbeat) -> Health:
 
 
 class Stopped(Heartbeat):
-    def silent_s(self) -> float:
+    def stalled_s(self) -> float:
         return 11.0
 
 

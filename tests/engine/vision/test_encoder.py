@@ -180,7 +180,7 @@ def test_what_was_seen_of_an_image_is_found_by_no_other_tenant(monkeypatch: pyte
     looked = counted("qwen3_5", monkeypatch)
     run = Run(seen.model("qwen3_5"), prefix_bytes=1 << 24)
     for id, space in ("a", "a"), ("b", "b"), ("a again", "a"):
-        run.submit(asked("qwen3_5", id, prompt("qwen3_5", 4, LARGE, 5, seed=len(id)), 4, space=space))
+        run.submit(asked("qwen3_5", id, prompt("qwen3_5", 4, LARGE, 5, seed=len(id)), 4, namespace=space))
         run.drain()
     assert len(looked) == 2
     assert [run.encoded[id] > 0 for id in ("a", "b", "a again")] == [True, True, False]

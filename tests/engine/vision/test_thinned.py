@@ -47,7 +47,7 @@ def long(family: str, seed: int = 1) -> Prompt:
 
 
 def asked(family: str, id: str = "thin", each: Prompt | None = None, **more: Any) -> GenerationRequest:
-    return seen.asked(family, id, each or long(family), ANSWER, **{"thinning": EVERYWHERE, **more})
+    return seen.asked(family, id, each or long(family), ANSWER, **{"specprefill": EVERYWHERE, **more})
 
 
 def spans(family: str) -> list[Range]:

@@ -43,7 +43,7 @@ class QwenImageProcessor(ImageProcessor):
         # while it copies the second. `Qwen.encode` repeats the frame on the device.
         processor.image_processor.temporal_patch_size = 1
 
-    def look(self, image: Any, digest: bytes) -> ProcessedImage:
+    def preprocess(self, image: Any, digest: bytes) -> ProcessedImage:
         """Return the image as a grid of patches, in one frame."""
         process = self._processor.image_processor
         seen = process(images=[image])
@@ -58,7 +58,7 @@ class Gemma3ImageProcessor(ImageProcessor):
         super().__init__(processor, placeholder)
         self.marker = processor.boi_token
 
-    def look(self, image: Any, digest: bytes) -> ProcessedImage:
+    def preprocess(self, image: Any, digest: bytes) -> ProcessedImage:
         """Return the image as one square of pixels."""
         seen = self._processor.image_processor(images=[image], return_tensors="np")
         tokens = self._processor.image_seq_length
@@ -70,7 +70,7 @@ class Gemma3ImageProcessor(ImageProcessor):
 class Gemma4ImageProcessor(ImageProcessor):
     """Processor of Gemma 4: the number of tokens depends on the aspect ratio, up to a maximum."""
 
-    def look(self, image: Any, digest: bytes) -> ProcessedImage:
+    def preprocess(self, image: Any, digest: bytes) -> ProcessedImage:
         """Return the image between its begin and end tokens."""
         processor = self._processor
         seen, (tokens,) = processor.image_processor(images=[image])
@@ -81,7 +81,7 @@ class Gemma4ImageProcessor(ImageProcessor):
 class PixtralImageProcessor(ImageProcessor):
     """Processor of Pixtral: each row of an image ends with a break token, and the last row with an end token."""
 
-    def look(self, image: Any, digest: bytes) -> ProcessedImage:
+    def preprocess(self, image: Any, digest: bytes) -> ProcessedImage:
         """Return the image with a token after each row."""
         processor = self._processor
         side = processor.patch_size * processor.spatial_merge_size
