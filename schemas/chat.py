@@ -118,7 +118,7 @@ def _in_parts(bias: object, read: ValidatorFunctionWrapHandler) -> object:
     return whole
 
 
-Stop = Annotated[str, Field(min_length=1)]
+Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Stops = Annotated[list[Stop], Field(max_length=16, fail_fast=True)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]

@@ -103,6 +103,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "a stop string": chat(stop="END"),
     "sixteen stop strings": chat(stop=[str(i) for i in range(16)]),
     "no stop strings": chat(stop=[]),
+    "a stop string of 1,024 characters": chat(stop="🙂" * 1024),
     "whole numbers where fractions may be": chat(temperature=0, top_p=1, min_p=0, repetition_penalty=10),
     "the far ends": chat(temperature=2, min_p=1, presence_penalty=2, frequency_penalty=-2, top_k=0, top_logprobs=0),
     "an absurd limit": chat(max_tokens=10**12),
@@ -293,6 +294,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a number to stop at": (chat(stop=5), "stop must be a string or a list of strings, not 5."),
     "an empty stop": (chat(stop=""), "stop[0] must not be empty."),
     "a stop that is none": (chat(stop=["a", None]), "stop[1] must be a string, not null."),
+    "a stop that is too long": (
+        chat(stop=["a", "b", "c", "d" * 1025]), "stop[3] is longer than 1024 characters.",
+    ),
     "seventeen stops": (chat(stop=["a"] * 17), "stop has 17 entries; at most 16 are taken."),
     "logprobs by number": (chat(logprobs=5), "logprobs must be true or false, not 5."),
     "many logprobs": (chat(logprobs=True, top_logprobs=21), "top_logprobs: 21 is too large; the most is 20."),

@@ -1,4 +1,5 @@
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from hypothesis import example, given, settings
@@ -82,3 +83,60 @@ def test_of_two_that_end_together_the_longer_one_is_cut() -> None:
 
 def test_one_that_is_complete_first_wins_over_one_that_began_first() -> None:
     assert said(["abcd", "bc"], ["xabcd"]) == ("xa", True)
+
+
+class Searched:
+    """The definition of `StopStrings`: searches all held text for each piece."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops, self._held, self.stopped = stops, "", False
+
+    def feed(self, text: str) -> str:
+        if self.stopped:
+            return ""
+        text, self._held = self._held + text, ""
+        if ends := [(text.index(stop) + len(stop), text.index(stop)) for stop in self._stops if stop in text]:
+            self.stopped = True
+            return text[: min(ends)[1]]
+        starts = {stop[:length] for stop in self._stops for length in range(1, len(stop))}
+        keep = max((length for length in range(1, len(text) + 1) if text[-length:] in starts), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+LONG_STOPS = st.lists(st.text("ab", min_size=1, max_size=9), max_size=5)
+PIECES = st.lists(st.none() | st.text("ab", max_size=5), max_size=30)  # None: a marker, where no stop string continues
+
+
+def each(strings: StopStrings | Searched, pieces: Iterable[str | None]) -> list[tuple[str, bool]]:
+    """What comes out with each piece."""
+    return [(strings.flush() if piece is None else strings.feed(piece), strings.stopped) for piece in pieces]
+
+
+@settings(max_examples=400)
+@given(LONG_STOPS, PIECES)
+def test_each_piece_returns_what_a_search_of_all_held_text_returns(stops: list[str], pieces: list[str | None]) -> None:
+    pieces.append(None)
+    assert each(StopStrings(stops), pieces) == each(Searched(stops), pieces)
+
+
+@given(LONG_STOPS, PIECES, st.integers(0, 30))
+def test_a_replay_of_the_first_pieces_continues_as_the_unbroken_text(
+    stops: list[str], pieces: list[str | None], at: int
+) -> None:
+    pieces.append(None)
+    replayed = StopStrings(stops)
+    each(replayed, pieces[:at])
+    assert each(replayed, pieces[at:]) == each(Searched(stops), pieces)[at:]
+
+
+def test_the_cost_of_a_token_does_not_grow_with_the_held_text_or_the_stop_strings() -> None:
+    stops = ["assistant" * 10_000, *(letter * 1024 for letter in "abcdefghijklmno")]
+    strings, began = StopStrings(stops), time.process_time()
+    assert not any(strings.feed("assistant") for _ in range(9_999))
+    assert time.process_time() - began < 2  # a search of the held text takes far longer
+    assert strings.feed("!") == "assistant" * 9_999 + "!"

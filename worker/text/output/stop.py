@@ -1,41 +1,99 @@
-"""Finds stop strings in text that arrives in pieces."""
+"""Stop strings in a text that arrives in pieces."""
 
+from collections import deque
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """Ends the text at the first complete stop string, and holds back text that may be the start of one.
-
-    The total output does not depend on how the text was cut into pieces.
-    """
+    """Ends a text at the stop string that is complete first, and holds back text that may be the start of one. What it
+    returns does not depend on how the text was cut into pieces."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+        self._matcher = _Matcher(stops)
         self._starts = frozenset(stop[0] for stop in stops)
-        self._held = ""
+        self._held = deque[str]()  # characters
         self.stopped = False
 
     def feed(self, text: str) -> str:
-        """Return the text that cannot be a part of a stop string; nothing once `stopped`."""
+        """Return the text that can be no part of a stop string. Returns nothing once `stopped`."""
         if self.stopped:
             return ""
         if not self._held and self._starts.isdisjoint(text):
             return text
-        text = self._held + text
-        if ends := [(text.index(s) + len(s), text.index(s)) for s in self._stops if s in text]:
-            self.stopped, self._held = True, ""
-            return text[: min(ends)[1]]
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        for char in text:
+            self._held.append(char)
+            if matched := self._matcher.feed(char):
+                return self._stop(matched)
+        return self._release(len(self._held) - self._matcher.depth)
 
     def flush(self) -> str:
-        """Return the text that was held back, at the end of the answer."""
-        held, self._held = self._held, ""
-        return held
+        """Return what was held back: no stop string continues from here."""
+        self._matcher.reset()
+        return self._release(len(self._held))
+
+    def _stop(self, matched: int) -> str:
+        text = self._release(len(self._held) - matched)
+        self._held.clear()
+        self.stopped = True
+        return text
+
+    def _release(self, count: int) -> str:
+        return "".join([self._held.popleft() for _ in range(count)])
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest proper prefix of `stop` that `text` ends with."""
-    longest = min(len(stop) - 1, len(text))
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+class _Matcher:
+    """Automaton over all stop strings (Aho and Corasick 1975). A character costs O(1) amortized, whatever the length
+    and the number of the strings."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        # By node, a node being a start of a stop string; node 0 is the empty one.
+        self._next: list[dict[str, int]] = [{}]
+        self._depths = [0]
+        self._matched = [0]  # length of the longest stop string that ends here
+        self._fallback = [0]  # node of the longest proper suffix
+        self._node = 0
+        for stop in stops:
+            self._add(stop)
+        self._link()
+
+    @property
+    def depth(self) -> int:
+        """Length of the longest start of a stop string that the text ends with."""
+        return self._depths[self._node]
+
+    def feed(self, char: str) -> int:
+        """Return the length of the longest stop string that ends with this character, or 0."""
+        self._node = self._after(self._node, char)
+        return self._matched[self._node]
+
+    def reset(self) -> None:
+        self._node = 0
+
+    def _after(self, node: int, char: str) -> int:
+        while node and char not in self._next[node]:
+            node = self._fallback[node]
+        return self._next[node].get(char, 0)
+
+    def _add(self, stop: str) -> None:
+        node = 0
+        for depth, char in enumerate(stop, 1):
+            found = self._next[node].get(char)
+            if found is None:
+                found = self._next[node][char] = len(self._next)
+                self._next.append({})
+                self._depths.append(depth)
+                self._matched.append(0)
+                self._fallback.append(0)
+            node = found
+        self._matched[node] = len(stop)
+
+    def _link(self) -> None:
+        """Set the fallbacks, shorter nodes first."""
+        queue = deque(self._next[0].values())
+        while queue:
+            node = queue.popleft()
+            fallback = self._fallback[node]
+            self._matched[node] = self._matched[node] or self._matched[fallback]
+            for char, child in self._next[node].items():
+                self._fallback[child] = self._after(fallback, char)
+                queue.append(child)
