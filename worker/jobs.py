@@ -125,7 +125,7 @@ class Chat:
         log, lane = self._job.log.events, self._job.claim.lane
         if not log:
             return None, None
-        work = partial(taken_up, tuple(log), model, afresh)
+        work = partial(taken_up, tuple(log), model, afresh, self._served.vocab)
         return await self._served.codec.run(lane, sum(map(len, log)), work, self._job.claim.tenant)
 
     def _announce(self, how: Literal["started", "resumed", "restarted"], seed: int) -> None:

@@ -103,7 +103,9 @@ NOT_OURS = [
     b"", b"{", b"[]", b"7", b"\xff", b'{"fingerprint":"fp"}', b'{"fingerprint":"fp","kept":[1]}',
     b'{"fingerprint":"fp","kept":null,"more":1}', b'{"fingerprint":"fp","kept":[[0,5]]}', b"[" * 100_000,
     b'{"fingerprint":"fp","kept":[[5,3],[4,9]]}', b'{"fingerprint":"fp","kept":[[0,1e400]]}',
-    b'{"fingerprint":"fp","kept":[]}',
+    b'{"fingerprint":"fp","kept":[]}', b'{"fingerprint":"fp","kept":[[0,9]],"scoring_s":"x"}',
+    b'{"fingerprint":"fp","kept":[[0,9]],"scoring_s":NaN}', b'{"fingerprint":"fp","kept":null,"draft":5}',
+    b'{"fingerprint":"fp","kept":null,"why_whole":[]}',
 ]  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from worker.chat.resume import Delivered, delivered, replay, taken_up
 from worker.text.output.output import Output, OutputDelta, together
 
 TINY = speech.model()
+VOCAB = len(TINY.words.tokens)
 BEGUN = {"fingerprint": "fp", "seed": 7}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
 
@@ -153,8 +154,38 @@ def test_a_long_replay_stops_when_its_job_has_gone() -> None:
 
 def test_only_what_this_model_said_with_this_seed_is_taken_up() -> None:
     events = spoken(output(TINY), TINY.words.encode("Hello"))
-    earlier, replayed = taken_up(events, (BEGUN["fingerprint"], BEGUN["seed"]), lambda: output(TINY))
+    earlier, replayed = taken_up(events, (BEGUN["fingerprint"], BEGUN["seed"]), lambda: output(TINY), VOCAB)
     assert earlier == delivered(events)
     assert replayed is not None
-    assert taken_up(events, ("other", BEGUN["seed"]), lambda: output(TINY)) == (earlier, None)
-    assert taken_up(events, None, lambda: output(TINY)) == (earlier, None)
+    assert taken_up(events, ("other", BEGUN["seed"]), lambda: output(TINY), VOCAB) == (earlier, None)
+    assert taken_up(events, None, lambda: output(TINY), VOCAB) == (earlier, None)
+
+
+def started_and(*events: Any) -> list[bytes]:
+    return log({"type": "started", **BEGUN}, *events)
+
+
+FOREIGN: dict[str, list[bytes]] = {
+    "no JSON": [b"garbage"],
+    "nested too deep": [b"[" * 100_000],
+    "a list": [b"[]"],
+    "a string": [b'"a"'],
+    "a seed that is a string": log({"type": "started", "fingerprint": "fp", "seed": "7"}),
+    "no fingerprint": log({"type": "started", "seed": 7}),
+    "no tokens": started_and({"type": "delta"}),
+    **{
+        f"the token {token!r}": started_and({"type": "delta", "token_ids": [token]})
+        for token in (-1, -(2**31), 2**70, VOCAB, "a", 1.5, None, [1], True)
+    },
+    "reasoning that is a number": started_and({"type": "delta", "token_ids": [], "reasoning": 1}),
+    "content that is a list": started_and({"type": "delta", "token_ids": [], "content": ["a"]}),
+    "a call without a function": started_and({"type": "delta", "token_ids": [], "tool_calls": [{"index": 0}]}),
+    "logprobs that are numbers": started_and({"type": "delta", "token_ids": [], "logprobs": [1]}),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_log_that_no_worker_wrote_is_started_over(name: str) -> None:
+    earlier, replayed = taken_up(FOREIGN[name], (BEGUN["fingerprint"], BEGUN["seed"]), lambda: output(TINY), VOCAB)
+    assert earlier is not None
+    assert replayed is None

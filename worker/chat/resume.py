@@ -2,8 +2,11 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
+from schemas.base import Sent
 from worker.bounded_json.strict import loads
 from worker.json_bytes import dumps
 from worker.text.output.output import Output, OutputDelta, together
@@ -23,28 +26,62 @@ class Delivered:
     logprobs: tuple[bytes, ...] = ()  # an entry a token, as JSON
 
 
+class _AttemptBegins(Sent):
+    fingerprint: str
+    seed: int
+
+
+class _Function(Sent):
+    arguments: str
+
+
+class _ToolCall(Sent):
+    index: int
+    function: _Function
+
+
+class _Delta(Sent):
+    token_ids: list[Annotated[int, Field(ge=0)]]
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[_ToolCall] = Field(default_factory=list)
+    logprobs: list[dict[str, Any]] = Field(default_factory=list)
+
+
+# Stands for a log that no worker wrote: nothing is known of what its readers received.
+_UNREADABLE = Delivered("", 0, (), OutputDelta())
+
+
 def taken_up(
-    log: Iterable[bytes], model: tuple[str, int] | None, afresh: Callable[[], Output], check: Check = never
+    log: Iterable[bytes], model: tuple[str, int] | None, afresh: Callable[[], Output], vocab: int, check: Check = never
 ) -> tuple[Delivered | None, "Replayed | None"]:
-    """Read what was delivered, and replay it if it is of this model: its fingerprint and the seed. An answer may be
+    """Read what was delivered, and replay it if it is of this model: its fingerprint and the seed. A log with a token
+    that is not in the vocabulary is not replayed, since the engine would index its embeddings by it. An answer may be
     long, so the check is called between tokens."""
-    earlier = delivered(log, check)
-    if earlier is None or (earlier.fingerprint, earlier.seed) != model:
+    try:
+        earlier = delivered(log, check)
+    except (ValueError, RecursionError):
+        return _UNREADABLE, None
+    if earlier is None or (earlier.fingerprint, earlier.seed) != model or max(earlier.tokens, default=0) >= vocab:
         return earlier, None
     return earlier, replay(earlier, afresh, check)
 
 
 def delivered(log: Iterable[bytes], check: Check = never) -> Delivered | None:
-    """None where no attempt has begun."""
+    """Return None if no attempt has begun. Raises ValueError for a log that no worker wrote."""
     fingerprint, seed, tokens, said, logprobs = "", 0, list[int](), list[OutputDelta](), list[bytes]()
     for event in map(loads, log):
         check()
-        match event["type"]:
+        if not isinstance(event, dict):
+            raise ValueError("An event is an object.")
+        match event.get("type"):
             case "started" | "restarted":
+                _AttemptBegins.model_validate(event)
                 fingerprint, seed = event["fingerprint"], event["seed"]
                 for gathered in (tokens, said, logprobs):
                     gathered.clear()
             case "delta":
+                _Delta.model_validate(event)
                 tokens += event["token_ids"]
                 said.append(_said(event))
                 logprobs += map(dumps, event.get("logprobs", ()))  # see `Items`

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from math import isfinite
 from pathlib import PurePath
 from typing import Any
 
@@ -112,9 +113,16 @@ def recalled(told: bytes, fingerprint: str, prompt_tokens: int) -> SpecPrefillRe
             return None
         kept = earlier.pop("kept")
         ranges = None if kept is None else tuple((int(start), int(end)) for start, end in kept)
-        return SpecPrefillReport(**earlier, kept=ranges) if ranges is None or _fit(ranges, prompt_tokens) else None
+        report = SpecPrefillReport(**earlier, kept=ranges)
+        return report if _sound(report) and (ranges is None or _fit(ranges, prompt_tokens)) else None
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
+
+
+def _sound(report: SpecPrefillReport) -> bool:
+    """Return whether the values that go into the result are of their types."""
+    texts = isinstance(report.draft, str) and isinstance(report.why_whole, str)
+    return texts and isinstance(report.scoring_s, int | float) and isfinite(report.scoring_s)
 
 
 def _fit(ranges: tuple[Range, ...], prompt_tokens: int) -> bool:

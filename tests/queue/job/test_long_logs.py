@@ -88,3 +88,21 @@ async def test_a_job_with_a_long_log_is_taken_up_and_ended_in_short_turns_of_the
     if logprobs:
         assert result["logprobs"]["content"][:EVENTS] == [entry(token) for token in ANSWER[:EVENTS].encode()]
     assert longest_s < LONGEST_TURN_S, what
+
+
+@pytest.mark.parametrize("token", [-1, 256, 2_000_000_000, 2**70, True])
+async def test_a_log_with_a_token_outside_the_vocabulary_never_reaches_the_engine(
+    redis_url: str, db: Redis, token: int
+) -> None:
+    tokenizer, known = ByteTokenizer(), settings(redis_url)
+    engine = FakeEngine(lambda sequence: b"Hello")
+    started = {"id": "a", "seq": 0, "attempt": 1, "type": "started", "seed": 7, "fingerprint": "fp_fake"}
+    foreign = {"id": "a", "seq": 1, "attempt": 1, "type": "delta", "token_ids": [token]}
+    await db.rpush(keys.log("a"), json.dumps(started), json.dumps(foreign))
+    await db.hset(keys.job("a"), mapping={"state": "queued", "attempt": 1})
+    async with engine, working(known, chat, served=served(known, engine, tokenizer)):
+        await put(db, "a", envelope({**REQUEST, "max_tokens": 5}))
+        said = await ended(db, "a")
+    assert types(said)[2:3] == ["restarted"]
+    assert words(said) == "Hello"
+    assert [sequence.resume_tokens for sequence in engine.sequences] == [()]
