@@ -84,10 +84,21 @@ class ModelFormat:
         return Format(self._parse)
 
     def _parse(self, opening: str, text: str, tools: Tools) -> list[dict[str, Any]]:
+        if self._tokenizer.tool_format == "qwen3_coder":
+            _check_coder(text)
         searched_from = _SEARCHED_FROM.get(self._tokenizer.tool_format or "")
         if searched_from and text.count(searched_from) * len(text) > _MOST_SEARCHED:
             raise ValueError("The text is not a tool call: it has too many beginnings of arguments.")
         return self._tokenizer.parse_tool_call(text, tools)
+
+
+def _check_coder(text: str) -> None:
+    """Raise ValueError if mlx-lm's parser would find no call, or search the rest of the text from each of many
+    parameters that do not end."""
+    open_parameters = text.rpartition("</parameter>")[2]
+    searched = open_parameters.count("<parameter=") * len(open_parameters)
+    if not text.removesuffix("\n").endswith("</function>") or searched > _MOST_SEARCHED:
+        raise ValueError("This is no call.")
 
 
 def _mistral(opening: str, text: str) -> str | None:

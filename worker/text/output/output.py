@@ -185,9 +185,9 @@ class _Channel:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = StopStrings(stops)
-        self.begun = False  # a character other than space has arrived
-        self._blank = ""  # trailing space, which is held back because a marker may follow
-        self._at_marker = False  # a marker, and no text since
+        self.begun = False  # with a word
+        self._blank = list[str]()  # the text's own if a word follows, else it may be the template's
+        self._at_marker = False  # since the last word
 
     @property
     def stopped(self) -> bool:
@@ -212,19 +212,24 @@ class _Channel:
     def mark(self) -> str:
         """Return the text before a marker. Its trailing space is emitted only if more text of this kind follows."""
         text = self.settle()
-        self._blank, self._at_marker = self._blank if self.begun else "", True
+        if not self.begun:
+            self._blank.clear()
+        self._at_marker = True
         return text
 
     def flush(self) -> str:
-        """Return the rest at the end of the answer."""
-        text, blank = self.settle(), "" if self._at_marker else self._blank
-        self._blank = ""
+        text, blank = self.settle(), "" if self._at_marker else "".join(self._blank)
+        self._blank.clear()
         return text + blank
 
     def _hold(self, text: str) -> str:
-        text = self._blank + text
-        said = text if self.stopped else text.rstrip(_BLANK)
-        self._blank = text[len(said) :]
+        words = text if self.stopped else text.rstrip(_BLANK)
+        said = words
+        if words or self.stopped:
+            said = "".join([*self._blank, words])
+            self._blank.clear()
+        if blank := text[len(words) :]:
+            self._blank.append(blank)
         if said:
             self._at_marker = False
         return said

@@ -21,10 +21,10 @@ class PartialJson:
     def __init__(self) -> None:
         self._open = list[str]()  # brackets, the outermost first
         self._expects = "object"
-        self._then = ""  # expected after the string
-        self._token = ""  # a scalar, or a key of the outermost object, so far
-        self._hex = 0  # digits that an escape still needs
-        self._inside = False  # within a member of the outermost object
+        self._then = ""  # what is expected after the string
+        self._token = list[str]()  # characters of a scalar, or a key of the outermost object, so far
+        self._hex = 0  # digits that an escape still wants
+        self._inside = False  # a member of the outermost object
         self._key = ""
         self.whole = set[str]()  # members that are complete
         self.broken = False
@@ -62,15 +62,15 @@ class PartialJson:
         elif self._expects != "scalar":
             self._structure(char)
         elif char in _SCALAR_LETTERS:
-            self._token += char
+            self._token.append(char)
         else:
-            _must(_SCALAR.fullmatch(self._token) is not None)
+            _must(_SCALAR.fullmatch("".join(self._token)) is not None)
             self._expects = "next"
             self._structure(char)
 
     def _in_string(self, char: str) -> None:
         if self._then == "colon" and len(self._open) == 1:
-            self._token += char
+            self._token.append(char)
         match self._expects:
             case "string" if char == '"':
                 self._expects = self._then
@@ -89,7 +89,7 @@ class PartialJson:
                 self._expects = "hex" if self._hex else "string"
 
     def _name_member(self) -> None:
-        key = json.loads(self._token)
+        key = json.loads("".join(self._token))
         _must(key not in self.whole)
         self._key = key
 
@@ -124,10 +124,10 @@ class PartialJson:
             _must(char in _SCALAR_LETTERS)
             if len(self._open) == 1:
                 self.whole.add(self._key)
-            self._expects, self._token = "scalar", char
+            self._expects, self._token = "scalar", [char]
 
     def _string(self, quote: str, *, then: str) -> None:
-        self._expects, self._then, self._token = "string", then, quote
+        self._expects, self._then, self._token = "string", then, [quote]
 
     def _enter(self, bracket: str) -> None:
         self._open.append(bracket)

@@ -179,6 +179,7 @@ class _StreamingCall:
         self._text = list[str]()
         self._json: PartialJson | None = None
         self._name, self._arguments = list[str](), list[str]()
+        self._function: str | None = None
 
     @property
     def text(self) -> str:
@@ -211,8 +212,10 @@ class _StreamingCall:
 
     @property
     def function(self) -> str:
-        """Name of the function; valid only if `begun`."""
-        return str(json.loads("".join(self._name)))
+        """Once it has `begun`."""
+        if self._function is None:  # read once: it may be long, and is asked for at each token
+            self._function = str(json.loads("".join(self._name)))
+        return self._function
 
     def says(self, meant: _ParsedCall) -> bool:
         """True if it is complete and equals the parsed call; valid only if `begun`."""
