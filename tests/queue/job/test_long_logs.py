@@ -96,8 +96,16 @@ async def test_a_log_with_a_token_outside_the_vocabulary_never_reaches_the_engin
 ) -> None:
     tokenizer, known = ByteTokenizer(), settings(redis_url)
     engine = FakeEngine(lambda sequence: b"Hello")
-    started = {"id": "a", "seq": 0, "attempt": 1, "type": "started", "seed": 7, "fingerprint": "fp_fake"}
-    foreign = {"id": "a", "seq": 1, "attempt": 1, "type": "delta", "token_ids": [token]}
+    started = {
+        "id": "a",
+        "seq": 0,
+        "attempt": 1,
+        "ts": time.time(),
+        "type": "started",
+        "seed": 7,
+        "fingerprint": "fp_fake",
+    }
+    foreign = {"id": "a", "seq": 1, "attempt": 1, "ts": time.time(), "type": "delta", "token_ids": [token]}
     await db.rpush(keys.log("a"), json.dumps(started), json.dumps(foreign))
     await db.hset(keys.job("a"), mapping={"state": "queued", "attempt": 1})
     async with engine, working(known, chat, served=served(known, engine, tokenizer)):
