@@ -4,7 +4,9 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
+import pytest
 import redis.asyncio
 
 from scripts.scenarios.harness import ask, paced, running, until_decoding
@@ -27,10 +29,11 @@ async def claimed(client: Client, db: redis.asyncio.Redis, given: Settings, job_
 
 
 class Keeping:
-    def __init__(self, given: Settings, held: list[Claim], pulses: list[Heartbeat]) -> None:
+    def __init__(self, given: Settings, held: list[Claim] | Callable[[], list[Claim]], pulses: list[Heartbeat]) -> None:
         self.lost: list[Claim] = []
         self.hung = threading.Event()
-        self._keeper = LeaseKeeper(given, lambda: held, self.lost.append, pulses, self.hung.set)
+        ask_held = held if callable(held) else lambda: held
+        self._keeper = LeaseKeeper(given, ask_held, self.lost.append, pulses, self.hung.set)
 
     def __enter__(self) -> "Keeping":
         self._keeper.start()
@@ -108,3 +111,40 @@ async def test_a_worker_whose_loop_hangs_ends_and_says_why(redis_url: str, clien
         await until_decoding(client, [job.id], 2)
         assert await asyncio.to_thread(worker.wait, 10) == EXIT_STALLED
         assert "the event loop has hung" in worker.log()
+
+
+async def test_the_lease_of_an_id_that_is_not_utf_8_is_renewed_with_those_of_others(
+    redis_url: str, db: redis.asyncio.Redis
+) -> None:
+    given = settings(redis_url)
+    names = [b"arq:in-progress:\xff\xfe", b"arq:in-progress:good"]
+    await db.zadd("sluice:queue:default:interactive", {b"\xff\xfe": 1, "good": 1})
+    claims = await Claims(db, given).take("interactive", 2)
+    await db.delete(*names)
+    with Keeping(given, claims, []) as keeping:
+        await asyncio.sleep(0.6)
+        assert set(await db.mget(names)) == {b"keeper:1"}
+    assert keeping.lost == []
+
+
+async def test_a_round_that_fails_is_logged_and_the_next_one_renews(
+    redis_url: str, client: Client, db: redis.asyncio.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = settings(redis_url)
+    claim = await claimed(client, db, given)
+    await db.delete("arq:in-progress:job")
+    rounds = [[replace(claim, job_id=None)], [claim]]  # type: ignore[arg-type]
+    with Keeping(given, lambda: rounds.pop(0) if len(rounds) > 1 else rounds[0], []) as keeping:
+        await asyncio.sleep(0.9)
+        assert await db.get("arq:in-progress:job") == b"keeper:1"
+    assert "leases were not renewed" in caplog.text
+    assert not keeping.hung.is_set()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_end_of_the_thread_ends_the_process(redis_url: str) -> None:
+    def held() -> list[Claim]:
+        raise KeyboardInterrupt
+
+    with Keeping(settings(redis_url), held, []) as keeping:
+        assert wait_for(keeping.hung.is_set)

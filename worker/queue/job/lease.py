@@ -42,7 +42,6 @@ class LeaseKeeper:
             settings.redis_url,
             socket_timeout=self._every_s,
             socket_connect_timeout=self._every_s,
-            encoding_errors="surrogateescape",
         )
         self._renew = self._redis.register_script(source("renew"))
 
@@ -54,6 +53,15 @@ class LeaseKeeper:
         self._stop.set()
 
     def _run(self) -> None:
+        """Without this thread other workers would take all our jobs, so its end is the end of the process."""
+        try:
+            self._renew_until_stopped()
+        finally:
+            if not self._stop.is_set():
+                logger.critical("the thread that renews leases has ended: leaving")
+                self._hung()
+
+    def _renew_until_stopped(self) -> None:
         due = time.monotonic()
         while not self._stop.wait(max(0.0, due - time.monotonic())):
             slept_through = time.monotonic() - due > self._every_s
@@ -73,10 +81,12 @@ class LeaseKeeper:
                 self._lost(claim)
         except (RedisError, OSError):
             pass  # again in a third of a lease; after an outage the same call takes our leases back
+        except Exception:  # the border of this thread: one bad round costs no later one
+            logger.exception("leases were not renewed; trying again in %.1f s", self._every_s)
 
     def _ask(self, claims: list[Claim]) -> list[Claim]:
         """Those that somebody else owns by now."""
-        names = [k for c in claims for k in (keys.job(c.job_id), lease_key(c.job_id), keys.log(c.job_id))]
+        names = [_as_bytes(name) for claim in claims for name in _keys_of(claim.job_id)]
         lease_ms, name = int(self._settings.lease_s * 1000), self._settings.worker_name
         answer = self._renew(keys=names, args=[lease_ms, JOB_LIFE_MS, name, *(c.attempt for c in claims)])
         return [claims[i - 1] for i in answer]
@@ -86,3 +96,12 @@ class LeaseKeeper:
             if pulse.stalled_s() > self._settings.watchdog_s:
                 logger.critical("the %s has hung for %.0f s: leaving", pulse.name, pulse.stalled_s())
                 self._hung()
+
+
+def _keys_of(job_id: str) -> tuple[str, str, str]:
+    return keys.job(job_id), lease_key(job_id), keys.log(job_id)
+
+
+def _as_bytes(key: str) -> bytes:
+    """Encode a key whose id may be no UTF-8. redis-py's blocking client ignores `encoding_errors` with hiredis."""
+    return key.encode("utf-8", "surrogateescape")
