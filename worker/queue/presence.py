@@ -19,7 +19,8 @@ from worker.settings import Settings
 logger = logging.getLogger("sluice.queue")
 
 _RATE_OVER_S = 60.0
-_SAID = re.compile(rb"[\d.]+ [\d.]+ (\d+) (\d+) (\d+)")  # until when, and the jobs by lane
+# Valid until, and the running jobs by lane. Anybody can write a field: with more digits int() would refuse it.
+_SAID = re.compile(rb"[\d.]+ [\d.]+ (\d{1,15}) (\d{1,15}) (\d{1,15})")
 
 
 class Presence:
