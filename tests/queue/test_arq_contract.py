@@ -175,7 +175,7 @@ async def test_job_status_tells_the_truth_about_our_jobs(arq_redis: ArqRedis, re
     async with working(settings(redis_url), chat.chat) as worker:
         await until(lambda: bool(chat.running))
         assert await status(arq_redis, "a") == JobStatus.in_progress
-        await worker.cancel("a")
+        assert worker.cancel("a")
         await ended(db, "a")
         assert await status(arq_redis, "a") == JobStatus.not_found
     assert await status(arq_redis, "later") == JobStatus.deferred

@@ -28,7 +28,7 @@ class Heard:
     def wake(self) -> None:
         self.wakes += 1
 
-    async def cancel(self, job_id: str) -> None:
+    def cancel(self, job_id: str) -> None:
         self.cancels.append(job_id)
 
     async def missed(self) -> None:

@@ -1,6 +1,9 @@
 """Whether a thread still moves."""
 
+import asyncio
 import time
+
+_EVERY_S = 0.5
 
 
 class Heartbeat:
@@ -12,6 +15,15 @@ class Heartbeat:
 
     def beat(self) -> None:
         self._beat = time.monotonic()
+
+    async def keep_beating(self) -> None:
+        """Beat on the event loop until cancelled."""
+        try:
+            while True:
+                self.beat()
+                await asyncio.sleep(_EVERY_S)
+        finally:
+            self.pause()
 
     def pause(self) -> None:
         self._beat = None

@@ -29,7 +29,7 @@ class ControlListener:
         *,
         keyspace_events: bool,
         wake: Callable[[], None],
-        cancel: Callable[[str], Awaitable[None]],
+        cancel: Callable[[str], None],
         missed: Callable[[], Awaitable[None]],
     ) -> None:
         self._redis, self._model, self._keyspace_events = redis, model, keyspace_events
@@ -65,7 +65,7 @@ class ControlListener:
             if channel == keys.CONTROL.encode():
                 await self._missed()
         elif channel == keys.CONTROL.encode():
-            await self._cancel(data.decode("utf-8", "surrogateescape"))
+            self._cancel(data.decode("utf-8", "surrogateescape"))
         elif channel == keys.wake(self._model).encode() or data == b"zadd":
             self._wake()
 

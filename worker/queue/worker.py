@@ -20,6 +20,7 @@ from worker.errors import Cancelled, JobFailure, OwnershipLost, Requeue
 from worker.json_bytes import dumps, dumps_with_items
 from worker.monitoring.heartbeat import Heartbeat
 from worker.monitoring.metrics import Metrics
+from worker.queue.cancel_backlog import CancelBacklog
 from worker.queue.cron import Cron
 from worker.queue.drain import drain, farewell, jobs_text
 from worker.queue.job.channel import Publisher
@@ -88,12 +89,13 @@ class QueueWorker(Worker):
         self._metrics, self._reader = metrics, reader or Reader()
         self.endings = Endings(self.publisher, self.claims, model, metrics)
         self.presence = Presence(redis, settings, self.clock, images=images)
+        self._cancels = CancelBacklog(self.cancel, self.claims)
         self.listener = ControlListener(
             redis,
             model,
             keyspace_events=settings.keyspace_events,
             wake=self.wake,
-            cancel=self.cancel,
+            cancel=self._cancels.add,
             missed=lambda: self._cancel_wanted(list(self.jobs)),
         )
         self.pulse = Heartbeat("event loop")
@@ -114,7 +116,8 @@ class QueueWorker(Worker):
             return
         self.leases.start()
         try:
-            async with running_services(self.publisher.run, self.listener.run, self._keep, self._beat):
+            services = self.publisher.run, self.listener.run, self._cancels.run, self._keep, self.pulse.keep_beating
+            async with running_services(*services):
                 await self._claim_until_stopping()
                 await self._take_back_unheard()
                 await drain(self.jobs.values, self.settings.grace_s, self.force_stop)
@@ -188,14 +191,6 @@ class QueueWorker(Worker):
                 pass  # the publisher and the claim loop say what they wait for
             await asyncio.sleep(self.settings.lease_s / 3)
 
-    async def _beat(self) -> None:
-        try:
-            while True:
-                self.pulse.beat()
-                await asyncio.sleep(0.5)
-        finally:
-            self.pulse.pause()
-
     # From the queue to a running job
 
     async def _poll_iteration(self) -> None:
@@ -214,6 +209,7 @@ class QueueWorker(Worker):
             if self.claims.needs_reconcile(lane):
                 self.wake()
         if sweep:
+            await self._cancel_wanted(list(self.jobs))
             self._swept_at = time.monotonic()
             await self.heart_beat()
 
@@ -318,15 +314,13 @@ class QueueWorker(Worker):
 
     # Interruption
 
-    async def cancel(self, job_id: str) -> None:
-        """A running job of ours is interrupted, a waiting one ended on the spot."""
-        if job_id in self.jobs:
-            self._interrupt(job_id, Cancelled("requested"))
-        elif job_id and await self.claims.cancel_waiting(job_id):
-            logger.info("job %s cancelled in the queue", job_id)
+    def cancel(self, job_id: str) -> bool:
+        """Interrupt a running job. False if it does not run here."""
+        self._interrupt(job_id, Cancelled("requested"))
+        return job_id in self.jobs
 
     async def _cancel_wanted(self, running: Sequence[str]) -> None:
-        """For when the word on the channel may not have been heard."""
+        """For when the message on the channel was lost, or waits behind many others."""
         wanted = await self.pool.mget([keys.cancel(job_id) for job_id in running]) if running else []
         for job_id, flag in zip(running, wanted, strict=True):
             if flag is not None:

@@ -64,9 +64,11 @@ class Claims:
         self._inline_bytes, self._redis = min(_INLINE_BYTES, self._most_bytes), redis
         self._answer_lost, self._one_at_a_time = set[Lane](), asyncio.Lock()
         self._to_mend = set[Lane]()
+        self._queues = [keys.queue(self._model, lane) for lane in keys.LANES]
         self._claim = script(redis, "claim")
         self._release = script(redis, "release")
         self._cancel = script(redis, "cancel")
+        self._waiting = script(redis, "waiting")
         self._log_ttl_ms, self._result_ttl_ms = settings.log_ttl_s * 1000, settings.result_ttl_s * 1000
 
     async def take(
@@ -116,10 +118,15 @@ class Claims:
             return b""
         return bytes(found or b"")
 
+    async def find_waiting(self, job_ids: Collection[str]) -> list[str]:
+        """Return the ids that are in one of our lanes; their jobs may run, on this worker or another."""
+        found = await self._waiting(keys=self._queues, args=list(job_ids)) if job_ids else []
+        return [job_id.decode("utf-8", "surrogateescape") for job_id in found]
+
     async def cancel_waiting(self, job_id: str) -> bool:
         """End a job that waits in one of our lanes. False where it does not."""
         (outcome,) = await self._cancel(
-            keys=[keys.queue(self._model, lane) for lane in keys.LANES],
+            keys=self._queues,
             args=[job_id, JOB_LIFE_MS, self._log_ttl_ms, self._result_ttl_ms, "", ""],
         )
         return bool(outcome == b"cancelled")
