@@ -23,6 +23,7 @@ from sluice.errors import (
     SluiceError,
     UnknownBatch,
     UnknownJob,
+    UnreadableLog,
 )
 from sluice.queues import Queue
 from sluice.submission import Submitted
@@ -71,6 +72,7 @@ __all__ = [
     "Timings",
     "UnknownBatch",
     "UnknownJob",
+    "UnreadableLog",
     "Usage",
     "__version__",
     "openai",

@@ -121,8 +121,9 @@ class Client:
         """Every event after the given `seq`, once and in order, up to the final one.
 
         Late, dropped and repeated subscribers all see the same. Raises `UnknownJob` when there has been no
-        trace of the job for `unknown_s` seconds, `ServerUnreachable` after an outage of the client's `outage_s`, and
-        ValueError where `after` is not an integer from -1 to 2**53.
+        trace of the job for `unknown_s` seconds, `UnreadableLog` when its list of events holds a foreign item,
+        `ServerUnreachable` after an outage of the client's `outage_s`, and ValueError where `after` is not an integer
+        from -1 to 2**53.
         """
         async with aclosing(self._streams.follow(job_id, after, unknown_s)) as heard:
             async for _, event in heard:

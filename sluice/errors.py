@@ -22,6 +22,10 @@ class UnknownJob(SluiceError):
     """There is no such job: it was never submitted, or its events have expired."""
 
 
+class UnreadableLog(SluiceError):
+    """The list of a job's events holds an item that no worker wrote."""
+
+
 class QueueFull(SluiceError):
     """The lane is at the workers' limit, and nothing was queued. Try again after `retry_after_s`."""
 

@@ -17,6 +17,7 @@ from sluice.transport.scripts import source
 from sluice.wire import Lane
 
 _FULL, _NO_WORKER = -1, -2  # submit.lua's answers
+_LONGEST_ESTIMATE_S = 3600.0  # a rate says nothing about a time further ahead
 _DRAINS_UNKNOWN_S = 60.0  # nothing has ended in the last minute
 _LONGEST_DEADLINE_S = 1e9  # a longer one is none
 
@@ -100,7 +101,7 @@ def _read(job: NewJob, answer: list[Any]) -> Submitted | QueueFull | NoWorker:
         return NoWorker(job.model, ())
     if outcome == _FULL:
         length, limit, retry_after_s = said
-        return QueueFull(length, limit, float(retry_after_s or _DRAINS_UNKNOWN_S))
+        return QueueFull(length, limit, min(float(retry_after_s or _DRAINS_UNKNOWN_S), _LONGEST_ESTIMATE_S))
     state, served = said
     return Submitted(job.id, bool(outcome), state.decode(), bool(served))
 

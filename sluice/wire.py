@@ -212,8 +212,22 @@ D = TypeVar("D")
 
 
 def parse_event(raw: bytes | str) -> Event:
-    """Fields that a later worker adds are left out, and an event type that it adds comes as a bare `Event`."""
-    said: dict[str, Any] = json.loads(raw)
+    """Fields that a later worker adds are left out, and an event type that it adds comes as a bare `Event`.
+
+    Raises ValueError if it is no event of a worker.
+    """
+    try:
+        return _parse_event(json.loads(raw))
+    except (KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"no event: {type(error).__name__} at {error}") from None
+
+
+def _parse_event(said: Any) -> Event:
+    match said:
+        case {"type": str(), "id": str(), "seq": int(), "attempt": int(), "ts": int() | float()}:
+            pass
+        case _:
+            raise ValueError("no event: type, id, seq, attempt or ts is absent or of another type")
     for name, nested in _NESTED.items():
         if name in said:
             said[name] = parse_as(nested, said[name])

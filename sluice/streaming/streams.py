@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from redis.asyncio import Redis
 
 from sluice import wire
-from sluice.errors import UnknownJob
+from sluice.errors import UnknownJob, UnreadableLog
 from sluice.streaming.hub import Hub
 from sluice.transport.retries import Retries
 from sluice.wire import Event
@@ -38,7 +38,7 @@ class Streams:
         next_seq, known_at = after + 1, time.monotonic()
         async with self._hub.listen(wire.channel(job_id)) as mail:
             while True:
-                news = [(raw, wire.parse_event(raw)) for raw in await mail.take(SILENCE_S)]
+                news = _parse_publications(await mail.take(SILENCE_S))
                 fresh = {event.seq for _, event in news if event.seq >= next_seq}
                 if not news or (fresh and max(fresh) - next_seq >= len(fresh)):
                     news = await self._read_log(job_id, max(next_seq - 1, 0))  # `after` may name the final one
@@ -55,7 +55,10 @@ class Streams:
 
     async def _read_log(self, job_id: str, first: int) -> list[tuple[bytes, Event]]:
         found = await self._read_range(job_id, first) or await self._read_range(job_id, -1)  # may have ended before
-        return [(raw, wire.parse_event(raw)) for raw in found]
+        try:
+            return [(raw, wire.parse_event(raw)) for raw in found]
+        except ValueError as error:
+            raise UnreadableLog(f"{wire.log_key(job_id)} holds an item that no worker wrote: {error}") from None
 
     async def _read_range(self, job_id: str, first: int) -> list[bytes]:
         log = wire.log_key(job_id)
@@ -65,6 +68,17 @@ class Streams:
     async def _exists(self, job_id: str) -> bool:
         traces = wire.body_key(job_id), wire.log_key(job_id)
         return bool(await self._retries.run_until_answered(lambda: self._redis.exists(*traces)))
+
+
+def _parse_publications(published: list[bytes]) -> list[tuple[bytes, Event]]:
+    """Parse events. Anybody may publish, so what is no event is skipped: the list is the truth."""
+    events = []
+    for raw in published:
+        try:
+            events.append((raw, wire.parse_event(raw)))
+        except ValueError:
+            continue
+    return events
 
 
 class ReadAhead(Generic[T]):
