@@ -42,6 +42,13 @@ def test_a_traceback_is_indented_so_that_no_error_s_text_looks_like_a_record(out
     assert "ValueError: x" in out.getvalue()
 
 
+def test_a_message_of_megabytes_is_shortened(out: io.StringIO) -> None:
+    logging.getLogger("test.lines").warning("job %s failed", "x" * 1_000_000)
+    assert out.getvalue().startswith("W test.lines: job xxx")
+    assert out.getvalue().endswith("... (1,000,011 characters)\n")
+    assert len(out.getvalue()) < 5000
+
+
 def test_a_byte_that_is_no_utf_8_is_escaped() -> None:
     assert escaped("a\udcffb") == "a\\udcffb"
 

@@ -404,7 +404,7 @@ async def test_a_claim_says_how_many_events_there_are_already(db: Redis, claims:
     assert await db.pttl(keys.log("a")) > 86_000_000
 
 
-@pytest.mark.parametrize("name", [b"\xff\xfe", b"", "né 🙂".encode(), b"a:b c*[x]\n", b"x" * 10_000])
+@pytest.mark.parametrize("name", [b"\xff\xfe", b"", "né 🙂".encode(), b"a:b c*[x]\n", b"x" * 1024])
 async def test_an_id_may_be_any_bytes(db: Redis, claims: Claims, name: bytes) -> None:
     await put(db, name, BODY)
     (claim,) = await claims.take("interactive", 1)
@@ -412,6 +412,19 @@ async def test_an_id_may_be_any_bytes(db: Redis, claims: Claims, name: bytes) ->
     assert await db.get(b"arq:in-progress:" + name) == b"ada:1"
     await claims.release(claim)
     assert await db.hget(b"sluice:job:" + name, "state") == b"queued"
+
+
+async def test_an_id_of_over_a_kilobyte_is_deleted_and_leaves_no_key(
+    db: Redis, claims: Claims, caplog: pytest.LogCaptureFixture
+) -> None:
+    long = b"x" * 100_000
+    await put(db, long, BODY)
+    await put(db, "a", BODY)
+    assert [claim.job_id for claim in await claims.take("interactive", 2)] == ["a"]
+    assert await db.zrange(QUEUE, 0, -1) == [b"a"]
+    assert [key async for key in db.scan_iter(b"*" + b"x" * 100 + b"*")] == []
+    assert "an id of 100000 bytes" in caplog.text
+    assert len(caplog.text) < 1000
 
 
 class ClaimsMachine(RuleBasedStateMachine):

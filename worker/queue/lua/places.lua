@@ -1,11 +1,19 @@
 -- What is known of a job that nobody runs, and its place in the index of its queue.
 
 local RECHECK_MS = 500 -- a lease is looked at as often: it may be given back by somebody who does not know the index
+local MOST_ID_BYTES = 1024
 local notes = {}       -- foreign values that were found, for the worker's log
 
 local function found_foreign(key, kind)
   redis.call('DEL', key)
-  notes[#notes + 1] = key .. ' held ' .. kind
+  notes[#notes + 1] = string.sub(key, 1, 200) .. ' held ' .. kind
+end
+
+-- An id far longer than the contract's 128 characters: with an event, its keys and log lines would be as long.
+local function drop_long_id(queue, id)
+  redis.call('ZREM', queue, id)
+  redis.call('UNLINK', 'arq:job:' .. id)
+  notes[#notes + 1] = queue .. ' held an id of ' .. #id .. ' bytes, beginning with ' .. string.sub(id, 1, 100)
 end
 
 -- A number that HINCRBY takes.
@@ -64,6 +72,10 @@ local function place(index, id)
   leave_index(index, id)
   local score = redis.call('ZSCORE', index.queue, id)
   if not score then return end
+  if #id > MOST_ID_BYTES then
+    drop_long_id(index.queue, id)
+    return
+  end
   local known = known_of(id)
   if FINAL[known.state] then -- queued again after it had ended: the ending stands
     redis.call('ZREM', index.queue, id)
