@@ -52,3 +52,13 @@ def test_the_readme_is_short_and_leads_to_every_page() -> None:
     assert len(readme.read_text().splitlines()) <= 200
     led_to = {path for path, _ in links(readme)}
     assert set(ROOT.glob("docs/*.md")) | {ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"} <= led_to
+
+
+@documents
+def test_every_path_that_a_document_names_exists(document: Path) -> None:
+    tops = "|".join(("docs", "examples", "models", "schemas", "scripts", "sluice", "tests", "worker"))
+    named = set(re.findall(rf"`((?:{tops})/[\w./-]*\w/?)`", document.read_text())) - {
+        "worker/x/y.py",
+        "tests/x/test_y.py",
+    }
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
