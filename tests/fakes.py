@@ -153,7 +153,7 @@ def _next(sequence: GenerationRequest, answer: Iterator[tuple[int, int]]) -> Out
 def served(settings: Settings, engine: FakeEngine, tokenizer: ByteTokenizer, **changed: Any) -> WorkerContext:
     vocab = len(tokenizer.vocab)
     known = {
-        "sights": None,
+        "images": None,
         "fingerprint": "fp_fake",
         "context": 2048,
         "vocab": vocab,
