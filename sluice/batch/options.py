@@ -32,6 +32,8 @@ class RunPaths:
     @classmethod
     def beside(cls, input: Path, output: Path, errors: Path | None = None) -> Self:
         """All that is not named lies beside the output: out.jsonl has out.errors.jsonl and out.jsonl.run."""
+        if not output.name:
+            raise ValueError(f"output: {output} is a folder; name a file")
         failed = errors or output.with_name(f"{output.name.removesuffix('.jsonl')}.errors.jsonl")
         state = output.with_name(f"{output.name}.run")
         return cls(input.absolute(), output.absolute(), failed.absolute(), state.absolute())
@@ -39,6 +41,8 @@ class RunPaths:
     def refuse_to_overwrite(self) -> None:
         """Where no run has begun, what is there is somebody else's. Raises `BatchRefused`."""
         for path in (self.output, self.errors):
+            if path.is_symlink() and not path.exists():
+                raise BatchRefused(f"{path} is a link to nothing: name another, or remove it")
             if path.exists() and (not path.is_file() or path.stat().st_size):
                 raise BatchRefused(f"{path} is there already, and not of this run: name another, or remove it")
 

@@ -5,9 +5,11 @@ import json
 import mimetypes
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from sluice.cli.errors import CliError
+
+_MOST_BYTES = 256 * 1024 * 1024  # far more than workers take, unless their SLUICE_MAX_REQUEST_BYTES says otherwise
 
 
 def read_message(given: str) -> str:
@@ -47,12 +49,26 @@ def read_request(path: str) -> dict[str, Any]:
 
 def _text(path: str) -> str:
     try:
-        raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        raw = _read_bounded(sys.stdin.buffer) if path == "-" else _read_file(path)
+        if len(raw) > _MOST_BYTES:
+            raise CliError(f"{_name(path)} is larger than {_MOST_BYTES:,} bytes, the most that is read.")
         return raw.decode("utf-8-sig")
     except OSError as error:
         raise CliError(f"cannot read {_name(path)}: {error.strerror}.") from None
     except UnicodeDecodeError as error:
         raise CliError(f"{_name(path)} is not UTF-8: {error.reason} at byte {error.start}.") from None
+
+
+def _read_file(path: str) -> bytes:
+    """Read a file or a pipe. A device such as /dev/zero has no end. Raises OSError."""
+    if not Path(path).is_dir() and Path(path).exists() and not (Path(path).is_file() or Path(path).is_fifo()):
+        raise CliError(f"{path} is neither a file nor a pipe: name one, or pipe the text and give `-`.")
+    with Path(path).open("rb") as file:
+        return _read_bounded(file)
+
+
+def _read_bounded(file: BinaryIO) -> bytes:
+    return file.read(_MOST_BYTES + 1)
 
 
 def _name(path: str) -> str:
