@@ -34,9 +34,12 @@ def print_table(title: str, columns: Mapping[str, JustifyMethod], rows: Iterable
     Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS).print(table)
 
 
+_LONGEST_S = 1e12  # an infinite score in a queue is no time
+
+
 def format_duration(seconds: float) -> str:
     """The largest two units of it: `3 d 4 h`, `5 min 7 s`. Below a second, and by a clock that is behind, `0 s`."""
-    left, parts = max(0, int(seconds)), []
+    left, parts = int(min(max(0.0, seconds), _LONGEST_S)), []
     for unit, size_s in {"d": 86_400, "h": 3_600, "min": 60, "s": 1}.items():
         count, left = divmod(left, size_s)
         if count:

@@ -52,6 +52,7 @@ def cleanup_keys(job_id: str) -> list[str]:
     return [keys.cancel(job_id), job_key_prefix + job_id, lease_key(job_id), retry_key_prefix + job_id]
 
 
+_LATEST_MS = 1e15  # in the year 33658: a time that any clock can still be compared with
 # Bodies up to this size come with the claim. Larger ones would hold up the other jobs of the same answer, and the
 # server while it puts the answer together.
 _INLINE_BYTES = 65_536
@@ -147,7 +148,7 @@ def _claim(lane: Lane, row: list[bytes]) -> Claim:
         attempt=int(said[b"attempt"]),
         crashes=int(said[b"crashes"]),
         cancelled=bool(int(said[b"cancelled"])),
-        queued_at=max(0.0, float(said[b"queued_ms"])) / 1000,  # a score may be -inf
+        queued_at=min(max(0.0, float(said[b"queued_ms"])), _LATEST_MS) / 1000,  # a score may be infinite
         events=int(said[b"events"]),
         body=said[b"body"],
         body_bytes=int(said[b"body_bytes"]),
