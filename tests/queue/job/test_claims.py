@@ -276,6 +276,13 @@ async def test_no_job_was_queued_before_time_began(db: Redis, claims: Claims, sc
     assert await claims.take("interactive", 1) == [first_claim("a", at_ms=0)]
 
 
+async def test_an_infinite_score_is_a_time_that_can_be_counted_with(db: Redis, claims: Claims) -> None:
+    await put(db, "a", BODY, at_ms="+inf")  # type: ignore[arg-type]
+    await db.hset(keys.job("a"), mapping={"state": "queued", "deadline": "1"})
+    (claim,) = await claims.take("interactive", 1)
+    assert int(claim.queued_at * 1000) == 10**15
+
+
 async def test_a_body_that_has_expired_comes_back_empty(db: Redis, claims: Claims) -> None:
     await put(db, "a", None)
     assert await claims.take("interactive", 1) == [first_claim("a", body=b"", body_bytes=0)]
