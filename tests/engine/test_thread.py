@@ -118,12 +118,12 @@ from scripts.stack import TINY_CHAT
 from tests.engine.test_thread import Ear, tiny_chat, unreached
 from tests.engine.tiny import prompt
 from worker.engine.thread import EngineThread
-from worker.schedule.sequence import Sequence
+from worker.schedule.request import GenerationRequest
 
 async def main():
     engine = EngineThread(tiny_chat, step_s=0.1, died=unreached)
     await engine.start()
-    engine.submit(Sequence("a", prompt(5, 1), 5000), Ear())
+    engine.submit(GenerationRequest("a", prompt(5, 1), 5000), Ear())
     await asyncio.sleep(0.2)
     await engine.stop()
 

@@ -47,7 +47,7 @@ def check(
         if facts["servable"]:
             _print_rows(facts)
     if not facts["servable"]:
-        raise CliError(f"{model} cannot be served. {' '.join(facts['complaints'])}")
+        raise CliError(f"{model} cannot be served. {' '.join(facts['blockers'])}")
 
 
 def _look(model: str) -> Facts:

@@ -142,6 +142,7 @@ async def test_a_round_that_fails_is_logged_and_the_next_one_renews(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_the_end_of_the_thread_ends_the_process(redis_url: str) -> None:
     def held() -> list[Claim]:
         raise KeyboardInterrupt

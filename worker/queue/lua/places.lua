@@ -1,7 +1,7 @@
 -- What is known of a job that nobody runs, and its place in the index of its queue.
 
 local RECHECK_MS = 500 -- a lease is looked at as often: it may be given back by somebody who does not know the index
-local MOST_ID_BYTES = 1024
+local MOST_ID_BYTES = 8192
 local notes = {}       -- foreign values that were found, for the worker's log
 
 local function found_foreign(key, kind)
