@@ -135,6 +135,6 @@ def test_a_draft_with_other_tokens_is_refused_at_start(redis_url: str, model: Pa
     try:
         assert process.wait() == 2
         assert "SLUICE_SPECPREFILL_DRAFT_MODEL" in process.log()
-        assert "draft knows 512 tokens" in process.log()
+        assert "draft has 512 tokens" in process.log()
     finally:
         process.stop()

@@ -195,7 +195,7 @@ BAD: dict[str, tuple[str, str]] = {
     "no image": (data_url(b"Hello, I am a text."), "messages[0].content[1].image_url"),
     "svg": (data_url(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image/svg+xml"), "SVG"),
     "another type than declared": (data_url(saved(patch()), "image/jpeg"), "PNG"),
-    "a url": ("https://example.com/cat.png", "data: URLs only"),
+    "a url": ("https://example.com/cat.png", "accepts only data: URLs"),
     "nothing": ("data:image/png;base64,", "image"),
 }
 
