@@ -1,1 +1,1 @@
-"""Everything that knows Redis and arq."""
+"""The worker's use of Redis and arq: claims, leases, events, presence, cancellation, server checks."""

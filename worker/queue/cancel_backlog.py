@@ -1,4 +1,4 @@
-"""Requests to cancel jobs: those of running jobs take effect at once, others are looked up in batches."""
+"""Cancel requests: running jobs are interrupted at once, waiting ones are cancelled in Redis in batches."""
 
 import asyncio
 import logging
@@ -18,21 +18,23 @@ _RETRY_S = 0.2
 
 
 class CancelBacklog:
-    """Anybody may publish ids, and most belong to other workers: reading them must not wait for the server."""
+    """Ids of jobs to cancel. Any client may publish them, and most jobs run elsewhere, so `add` does not call Redis."""
 
     def __init__(self, cancel_running: Callable[[str], bool], claims: Claims) -> None:
         """`cancel_running` interrupts a job that this worker runs, and returns False for any other."""
         self._cancel_running, self._claims = cancel_running, claims
-        self._pending: dict[str, None] = {}  # in the order in which they came
+        self._pending: dict[str, None] = {}  # in order of arrival
         self._news = asyncio.Event()
 
     def add(self, job_id: str) -> None:
+        """Interrupt the job if it runs here; else store its id for `run`. Drops ids that break the contract."""
         if self._cancel_running(job_id) or not keys.is_job_id(job_id) or len(self._pending) >= _MOST_PENDING:
             return
         self._pending[job_id] = None
         self._news.set()
 
     async def run(self) -> None:
+        """Cancel stored jobs that wait in the queue, until this task is cancelled."""
         while True:
             await self._news.wait()
             ids = self._next_batch()
@@ -43,7 +45,7 @@ class CancelBacklog:
                 await asyncio.sleep(_RETRY_S)
 
     def _next_batch(self) -> list[str]:
-        """Take ids out of the backlog. Jobs that have begun to run here since they came are cancelled."""
+        """Remove up to `_BATCH` ids from the backlog, interrupt those that run here by now, and return the others."""
         ids = list(islice(self._pending, _BATCH))
         for job_id in ids:
             del self._pending[job_id]

@@ -1,4 +1,4 @@
-"""arq's cron jobs, by a crontab and in UTC. Each slot is run by the one worker that takes it."""
+"""Cron jobs with crontab expressions, in UTC. Each slot is run by the one worker that takes it."""
 
 import logging
 from collections.abc import Callable
@@ -14,13 +14,14 @@ from worker.schedule_times import Crontab
 
 logger = logging.getLogger("sluice.queue")
 
-_TAKEN_S = 86_400  # how long a slot stays taken: a worker that was busy all the while may look at it late
+_TAKEN_S = 86_400  # how long a slot stays taken: a worker that has been busy may try to take it late
 
 
 class Cron(CronJob):
-    """arq's own times know no ranges or steps, and its weekday is beside the day of month, never instead of it."""
+    """A job with a crontab: arq's own schedule has no ranges or steps, and cannot match weekday or day of month."""
 
     def __init__(self, name: str, coroutine: WorkerCoroutine, crontab: Crontab, *, free: Callable[[], bool]) -> None:
+        """`free` returns False while this worker should leave the slots to others."""
         super().__init__(**vars(cron(coroutine, name=name)))
         self._crontab, self._free = crontab, free
 
@@ -28,10 +29,11 @@ class Cron(CronJob):
         self.next_run = self._crontab.after(prev_run)
 
     async def run_if_due(self, redis: Redis, worker: str, now: datetime) -> None:
-        """Call it often. A worker that is not free leaves the slot to others, and looks again when it is.
+        """Run the job if a slot is due and this worker takes it. Call it often.
 
-        Slots that nobody was there for are not made up for, and those that passed meanwhile are one.
-        Raises RedisError, OSError.
+        A worker that is not free leaves the slot to others, and tries to take it when it is free. Slots missed while
+        no worker is up are skipped; several slots that pass while this worker is busy count as one. Raises RedisError,
+        OSError.
         """
         if self.next_run is None:
             self.calculate_next(now)
@@ -42,7 +44,7 @@ class Cron(CronJob):
                 await self.coroutine({})
 
     async def _take(self, redis: Redis, worker: str, slot: datetime) -> bool:
-        """Ours also where it was taken by us and the answer was lost."""
+        """Take the slot. Returns True also if an earlier call took it and its reply was lost."""
         key = keys.slot(self.name, int(slot.timestamp()))
         try:
             before = await redis.set(key, worker, nx=True, get=True, ex=_TAKEN_S)

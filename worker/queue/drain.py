@@ -1,4 +1,4 @@
-"""The end of a worker: running jobs get their grace, and what is left goes back to the queue."""
+"""The drain of a worker: running jobs get a grace period to end, and the rest are requeued."""
 
 import asyncio
 import logging
@@ -9,7 +9,7 @@ from worker.queue.job.job import Job
 
 logger = logging.getLogger("sluice.queue")
 
-_LAST_WRITES_S = 5.0  # for the last writes of a worker that leaves, if Redis is away just then
+_LAST_WRITES_S = 5.0  # for the last writes of a worker that stops, if Redis does not answer just then
 
 
 def jobs_text(count: int) -> str:
@@ -17,7 +17,7 @@ def jobs_text(count: int) -> str:
 
 
 def farewell(running: int, grace_s: float) -> str:
-    """Tell an operator what a worker that was signalled once waits for, and what a second signal does."""
+    """Return the log text for the first signal: which jobs the worker waits for, and the effect of a second signal."""
     if not running:
         return "no job is running"
     if not grace_s:
@@ -26,7 +26,10 @@ def farewell(running: int, grace_s: float) -> str:
 
 
 async def drain(jobs: Callable[[], Collection[Job]], grace_s: float, force_stop: asyncio.Event) -> None:
-    """`jobs` returns those that have not ended; `hurry` ends the grace."""
+    """Wait up to `grace_s` seconds for running jobs, requeue the rest, and wait for the last writes.
+
+    `jobs` returns the jobs that have not ended; `force_stop` ends the grace period early.
+    """
     either = [asyncio.create_task(_all_ended(jobs)), asyncio.create_task(force_stop.wait())]
     await asyncio.wait(either, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
     for task in either:

@@ -1,4 +1,4 @@
-"""That a worker is alive, and what it serves: a hash that runs out with the lease."""
+"""Presence of a worker: a hash with the model and limits that it serves, which expires with the lease."""
 
 import logging
 import re
@@ -19,13 +19,16 @@ from worker.settings import Settings
 logger = logging.getLogger("sluice.queue")
 
 _RATE_OVER_S = 60.0
-# Valid until, and the running jobs by lane. Anybody can write a field: with more digits int() would refuse it.
+# Groups: valid until, in Unix seconds, and running jobs by lane. Any client can write a field, so digits are bounded:
+# int() refuses very long numbers.
 _SAID = re.compile(rb"[\d.]+ [\d.]+ (\d{1,15}) (\d{1,15}) (\d{1,15})")
 
 
 class Presence:
+    """Publishes that this worker is alive, for one lease at a time."""
+
     def __init__(self, redis: Redis, settings: Settings, clock: ServerClock, *, images: bool) -> None:
-        """`images`: whether the model takes images."""
+        """`images`: if the model accepts images."""
         self._clock, self._settings = clock, settings
         self._redis, self._key = redis, keys.worker(settings.worker_name)
         self._name, self._queue_limit = settings.worker_name, settings.queue_limit
@@ -44,10 +47,15 @@ class Presence:
         }
 
     def job_ended(self) -> None:
+        """Count an ended job for the reported rate."""
         self._ended.append(time.monotonic())
 
     async def show(self, running: Mapping[Lane, int]) -> dict[Lane, int]:
-        """Returns how many jobs wait in each lane, by what all workers of the model say that they run."""
+        """Publish this worker's state, valid for one lease. `running`: its running jobs by lane.
+
+        Returns the waiting jobs by lane, computed from the reports of all workers of the model. Raises RedisError,
+        OSError.
+        """
         try:
             return await self._show(running)
         except ResponseError:
@@ -55,7 +63,7 @@ class Presence:
             raise
 
     async def _delete_foreign(self) -> None:
-        """What is no hash at these keys is not ours, and would hide the worker for as long as it stays."""
+        """Delete values that are not hashes from our keys: other programs wrote them, and they hide the worker."""
         for key in (self._key, self._model_key):
             if (kind := await self._redis.type(key)) not in (b"hash", b"none"):
                 logger.warning("deleted a foreign value: %s held a %s", key, kind.decode())
@@ -82,13 +90,14 @@ class Presence:
         return self._clock.now() + self._lease_ms / 1000 + 1
 
     async def remove(self) -> None:
+        """Delete this worker's presence. Raises RedisError, OSError."""
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.delete(self._key)
             pipe.hdel(self._model_key, self._name)
             await pipe.execute()
 
     def _jobs_per_s(self) -> float:
-        """Of the last minute: from it a client tells how long a full queue takes to drain."""
+        """Ended jobs per second over the last minute; clients estimate from it how long a full queue takes to drain."""
         since = time.monotonic() - _RATE_OVER_S
         while self._ended and self._ended[0] < since:
             self._ended.popleft()
@@ -96,7 +105,7 @@ class Presence:
 
 
 def _less(due: Mapping[Lane, int], workers: Iterable[bytes], now: float) -> dict[Lane, int]:
-    """Jobs that are due, less those that a living worker runs: they stay in the queue."""
+    """Waiting jobs by lane: due jobs minus those that live workers run, since running jobs stay in the queue."""
     said = [match.groups() for worker in workers if (match := _SAID.fullmatch(worker))]
     alive = [running for until, *running in said if int(until) > now]
     return {lane: max(0, due[lane] - sum(int(running[i]) for running in alive)) for i, lane in enumerate(LANES)}

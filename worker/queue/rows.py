@@ -1,4 +1,4 @@
-"""How many more rows a lane may take."""
+"""Number of rows that a lane may still take."""
 
 from collections.abc import Collection
 from datetime import datetime
@@ -10,10 +10,11 @@ from worker.settings import Settings
 
 
 def free_rows(lane: Lane, running: Collection[Claim], settings: Settings, now: datetime) -> int:
-    """Negative where more run than may be begun.
+    """Return the number of rows that the lane may still take; negative if it has more than it may have.
 
-    Interactive jobs have the offline ones put aside where rows are short, see `worker.schedule.admission`. Offline jobs
-    leave the reserved rows free, so that the first few need not even do that, and outside of their hours all but a few.
+    Interactive jobs ignore offline rows: if rows are short, offline rows are preempted, see
+    `worker.schedule.admission`. Offline jobs leave `reserved_rows` free, so that the first interactive jobs need no
+    preemption, and outside of `batch_hours` they take at most `batch_off_hours_rows`.
     """
     offline = sum(claim.lane == "batch" for claim in running)
     if lane == "interactive":
@@ -23,7 +24,7 @@ def free_rows(lane: Lane, running: Collection[Claim], settings: Settings, now: d
 
 
 def offline_rows(settings: Settings, now: datetime) -> int:
-    """As many as the lane may have at this time, were there no interactive jobs."""
+    """Return the number of rows that offline jobs may have at this time if there are no interactive jobs."""
     hours = settings.batch_hours
     inside = hours is None or now in Hours.read(hours)
     most = settings.max_rows - settings.reserved_rows

@@ -10,13 +10,13 @@ Service = Callable[[], Coroutine[Any, Any, None]]
 
 @asynccontextmanager
 async def running_services(*services: Service) -> AsyncIterator[None]:
-    """Run endless coroutines beside the block, and cancel them after it. If one of them raises, the block is
-    cancelled and the error comes out as an ExceptionGroup."""
+    """Run endless coroutines while the block runs, and cancel them after it. If one of them raises, the block is
+    cancelled and an ExceptionGroup with the error is raised."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(service()) for service in services]
         yield
         while any(not task.done() for task in tasks):
             for task in tasks:
                 task.cancel()
-            # Until Python 3.12 a cancellation that hits asyncio.wait_for, and so redis-py, may be lost.
+            # Before Python 3.12 a cancellation during asyncio.wait_for, which redis-py uses, may be lost.
             await asyncio.wait(tasks, timeout=0.1)

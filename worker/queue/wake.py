@@ -1,4 +1,4 @@
-"""The worker's ear: one connection for wake-ups and cancellations."""
+"""The worker's pub/sub connection, for wake-ups and cancellations."""
 
 import asyncio
 import logging
@@ -15,12 +15,12 @@ from worker.queue.server.permissions import Need, forbidden
 
 logger = logging.getLogger("sluice.queue")
 
-_QUIET_S = 5.0  # then the connection is asked, and after as long again without an answer it is lost
+_QUIET_S = 5.0  # after it a ping is sent; after the same time again without an answer, the connection is lost
 
 
 class ControlListener:
-    """`wake` is called when there may be work, `cancel` with each id that somebody wants stopped, and `missed`
-    whenever the connection is new and something may have been said before."""
+    """Calls `wake` when there may be work, `cancel` with each id to cancel, and `missed` on each new connection,
+    since messages may have been lost before it."""
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class ControlListener:
         self._wake, self._cancel, self._missed = wake, cancel, missed
 
     async def run(self) -> None:
+        """Listen, and reconnect after errors, until this task is cancelled."""
         while True:
             try:
                 await self._listen()
@@ -53,14 +54,14 @@ class ControlListener:
                 await self._hear(message["type"], message["channel"], message["data"])
 
     async def _keyspace_channels(self) -> list[str]:
-        """Those that our user may subscribe to: the server refuses all channels of a call for the sake of one."""
+        """Channels that our user may subscribe to: the server refuses a whole SUBSCRIBE if one channel is denied."""
         db = self._redis.connection_pool.connection_kwargs.get("db", 0)
         channels = [f"__keyspace@{db}__:{keys.queue(self._model, lane)}" for lane in keys.LANES]
         denied = await forbidden(self._redis, [Need("SUBSCRIBE", (channel,), channel) for channel in channels])
         return [channel for channel in channels if channel not in {need.name for need in denied}]
 
     async def _hear(self, type: str, channel: bytes, data: bytes) -> None:
-        if type == "subscribe":  # also when redis-py has connected again without telling
+        if type == "subscribe":  # also after redis-py has reconnected by itself
             self._wake()
             if channel == keys.CONTROL.encode():
                 await self._missed()
@@ -71,8 +72,8 @@ class ControlListener:
 
 
 async def _messages(pubsub: PubSub) -> AsyncIterator[dict[str, Any]]:
-    """A quiet connection is asked whether it is still there: `PubSub.listen` would drop it after `socket_timeout`,
-    and the moment until the next one is deaf."""
+    """Yield messages, and send a ping when none arrive: `PubSub.listen` would drop a quiet connection after
+    `socket_timeout`, and messages before the next connection would be lost."""
     asked = False
     while True:
         message = await pubsub.get_message(timeout=_QUIET_S)
@@ -85,7 +86,7 @@ async def _messages(pubsub: PubSub) -> AsyncIterator[dict[str, Any]]:
 
 
 async def allow_keyspace_events(redis: Redis) -> None:
-    """Add what we need to the server's flags, as far as it lets us. An operator may have set them."""
+    """Add "Kz" to the server's notify-keyspace-events if it permits, and keep the flags that an operator has set."""
     try:
         flags = (await redis.config_get("notify-keyspace-events")).get("notify-keyspace-events", "")
         if "K" not in flags or not {"z", "A"} & set(flags):

@@ -1,4 +1,4 @@
-"""The arq worker: of arq we keep the wire format, the queue's sorted set and the functions; the rest is ours."""
+"""The queue worker: wire format, sorted-set queue and functions are arq's; claims, leases and endings are ours."""
 
 import asyncio
 import logging
@@ -44,10 +44,10 @@ logger = logging.getLogger("sluice.queue")
 
 
 class QueueWorker(Worker):
-    """Pulls jobs of both lanes while the engine has rows, and sees each to its one ending.
+    """Claims jobs of both lanes while rows are free, and brings each to exactly one ending.
 
-    arq's tries, timeout, results, abort and health check are off: a lease, an attempt that fences every write,
-    and one final script stand in their place.
+    arq's retries, timeout, results, abort and health check are disabled; a lease, an attempt number that fences every
+    write, and one final script replace them.
     """
 
     def __init__(
@@ -66,9 +66,8 @@ class QueueWorker(Worker):
         check: ServerCheck | None = None,
         images: bool = False,
     ) -> None:
-        """`crons` are no jobs: they run beside the rows, and nobody can queue one.
-        `pulses`: more threads to watch beside the event loop. `hold`: see `Publisher`. `images`: whether the
-        model takes images."""
+        """`crons` are not jobs: they take no row, and no client can enqueue one. `pulses`: heartbeats of further
+        threads to watch, besides the event loop's. `hold`: see `Publisher`. `images`: if the model accepts images."""
         model = settings.model_name
         super().__init__(
             functions,
@@ -101,7 +100,7 @@ class QueueWorker(Worker):
         self.pulse = Heartbeat("event loop")
         self.leases = LeaseKeeper(settings, self._held, self._lost, [self.pulse, *pulses])
         self._awake, self.stopping, self.force_stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        # Often enough that the jobs of a dead worker wait for their lease and hardly longer.
+        # Short compared with a lease, so that a dead worker's jobs wait hardly longer than their lease.
         self._sweep_s = min(self.poll_delay_s, max(0.1, settings.lease_s / 20))
         self._swept_at = 0.0  # monotonic
         self._check, self._met = check or ServerCheck(redis, settings), False
@@ -111,7 +110,10 @@ class QueueWorker(Worker):
     # The life of the worker
 
     async def main(self) -> None:
-        """Until a signal; then what runs gets its grace, and what is left goes back to the queue."""
+        """Run until a signal; then give running jobs `grace_s` seconds to end, and requeue the rest.
+
+        Raises `CannotStart`.
+        """
         if not await self.connect():
             return
         self.leases.start()
@@ -126,13 +128,13 @@ class QueueWorker(Worker):
         await self._leave()
 
     async def connect(self) -> bool:
-        """Wait for Redis, and check it. False when the worker is told to stop before. Raises `CannotStart`."""
+        """Wait for Redis and check it. Returns False if the worker is stopped first. Raises `CannotStart`."""
         if not self._met:
             self._met = await until_redis_answers(self._meet, self.stopping)
         return self._met
 
     def handle_sig(self, signum: Signals) -> None:
-        """The first signal starts the drain, a second one ends its grace."""
+        """Start the drain at the first signal; end its grace period at the second."""
         name = Signals(signum).name
         if not self.stopping.is_set():
             logger.info("%s: stopping; %s", name, farewell(len(self.jobs), self.settings.grace_s))
@@ -165,13 +167,13 @@ class QueueWorker(Worker):
                 pass
 
     async def _take_back_unheard(self) -> None:
-        """A claim whose answer was lost would otherwise wait for its lease, and its job count as a suspect."""
+        """Requeue claims whose reply was lost; their jobs would wait for their leases, and then count as suspects."""
         try:
             for lane in keys.LANES:
                 for claim in await self._take(lane, 0):
                     await self._begin(claim)
         except (RedisError, OSError):
-            pass  # then its lease runs out
+            pass  # then the leases expire
 
     async def _leave(self) -> None:
         try:
@@ -180,7 +182,7 @@ class QueueWorker(Worker):
             logger.info("redis is away: the worker's presence runs out by itself")
 
     async def _keep(self) -> None:
-        """Presence and clock, three times a lease."""
+        """Refresh presence and clock, three times per lease."""
         while True:
             try:
                 running = Counter(job.claim.lane for job in self.jobs.values())
@@ -188,13 +190,14 @@ class QueueWorker(Worker):
                     self._metrics.waiting(lane, jobs)
                 await self.clock.sync(self.pool)
             except (RedisError, OSError):
-                pass  # the publisher and the claim loop say what they wait for
+                pass  # the publisher and the claim loop log an outage
             await asyncio.sleep(self.settings.lease_s / 3)
 
     # From the queue to a running job
 
     async def _poll_iteration(self) -> None:
-        """Claim for every free row; now and then also look for deadlines that have passed in the queue."""
+        """Claim a job for every free row. Every `_sweep_s` seconds also claim jobs past their deadline, check the
+        cancel keys of running jobs, and run the crons that are due."""
         sweep = time.monotonic() - self._swept_at >= self._sweep_s
         for lane in keys.LANES:
             want = max(0, free_rows(lane, self._held(), self.settings, self.clock.utc()))
@@ -204,7 +207,7 @@ class QueueWorker(Worker):
                 self.readiness.answered()
                 for claim in claimed:
                     await self._begin(claim)
-                # A wish that came while the answer to the claim was on its way found no job to stop.
+                # A cancellation that arrived before the claim's reply found no job to interrupt.
                 await self._cancel_wanted([claim.job_id for claim in claimed])
             if self.claims.needs_reconcile(lane):
                 self.wake()
@@ -214,7 +217,7 @@ class QueueWorker(Worker):
             await self.heart_beat()
 
     async def heart_beat(self) -> None:
-        """arq's place for cron; it would put a job on the queue for each slot, and we run what is due here."""
+        """Run the crons that are due. Overrides arq's method, which would enqueue a job for each slot."""
         for job in self._crons:
             await job.run_if_due(self.pool, self.settings.worker_name, self.clock.utc())
 
@@ -234,12 +237,12 @@ class QueueWorker(Worker):
         if claim.job_id not in self.jobs:
             self._start(claim)
             return
-        # Our own, whose lease was gone for a moment. The attempt that runs has lost it; the next one takes it anew.
+        # Our own job, claimed again after its lease had expired: the running attempt has lost it, so requeue it.
         self._interrupt(claim.job_id, OwnershipLost())
         try:
             await self.claims.release(claim)
         except (RedisError, OSError):
-            pass  # then its lease runs out
+            pass  # then its lease expires
 
     def _start(self, claim: Claim) -> None:
         self._metrics.claimed(claim.lane, queue_s=claim.age_s(self.clock.now()), lapses=claim.lease_expirations)
@@ -256,10 +259,10 @@ class QueueWorker(Worker):
         del self.tasks[job_id]
         self.presence.job_ended()
         self.wake()
-        task.result()  # run_job never raises; if it does, the loop's handler shows it
+        task.result()  # run_job never raises; if it does, the loop's exception handler logs it
 
     async def run_job(self, job_id: str, score: int) -> None:
-        """One claimed job to its one ending."""
+        """Run a claimed job to its one ending. Does not raise."""
         job = self.jobs[job_id]
         try:
             await self._recall(job)
@@ -271,7 +274,7 @@ class QueueWorker(Worker):
             await self.endings.end(job, job.interruption or Requeue())
         except (JobFailure, Cancelled, Requeue, OwnershipLost) as why:
             await self.endings.end(job, why)
-        except Exception:  # the border of a job: whatever a request sets off ends that request alone
+        except Exception:  # the border of a job: an error in one request ends that request alone
             logger.exception("job %s failed", job_id)
             ours = JobFailure("internal", "The worker failed on this job; its log says why.", retryable=True)
             await self.endings.end(job, ours)
@@ -315,12 +318,12 @@ class QueueWorker(Worker):
     # Interruption
 
     def cancel(self, job_id: str) -> bool:
-        """Interrupt a running job. False if it does not run here."""
+        """Interrupt a running job. Returns False if it does not run on this worker."""
         self._interrupt(job_id, Cancelled("requested"))
         return job_id in self.jobs
 
     async def _cancel_wanted(self, running: Sequence[str]) -> None:
-        """For when the message on the channel was lost, or waits behind many others."""
+        """Interrupt the jobs that have a cancel key: the message on the channel may be late or lost."""
         wanted = await self.pool.mget([keys.cancel(job_id) for job_id in running]) if running else []
         for job_id, flag in zip(running, wanted, strict=True):
             if flag is not None:
@@ -331,7 +334,7 @@ class QueueWorker(Worker):
             job.interrupt(why)
 
     def _lost(self, claim: Claim) -> None:
-        """From the leases' thread."""
+        """Interrupt a job that another attempt owns. Called on the lease keeper's thread."""
         try:
             self.loop.call_soon_threadsafe(self._disown, claim)
         except RuntimeError:
