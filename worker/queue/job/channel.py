@@ -1,4 +1,4 @@
-"""What a job says, from the worker to Redis: one fenced call for all rows of a step."""
+"""Writes the events of jobs to Redis: one fenced call for all rows of a step."""
 
 import asyncio
 import logging
@@ -22,35 +22,36 @@ logger = logging.getLogger("sluice.queue")
 
 State = Literal["finished", "failed", "cancelled"]
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
-_MOST_HELD = 20_000  # events not yet in Redis; beyond it the engine waits too
+_MOST_HELD = 20_000  # events not yet in Redis; above it the engine waits too
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
     state: State
     result: bytes
-    parked: bytes  # for the dead letters; empty for almost all
+    parked: bytes  # the dead letter; empty unless the job is the cause of crashes
 
 
 @dataclass(slots=True)
 class JobLog:
-    """The events of one job, those of earlier attempts first. All are kept until the job has ended, so that a
-    list which a failover shortened can be filled again."""
+    """Events of one job, those of earlier attempts first. All stay in memory until the job has ended, so that a list
+    that a failover has shortened can be completed."""
 
     claim: Claim
     clock: ServerClock
     changed: Callable[[], None]
     lost: Callable[[], None]  # called when the fence shows that another attempt owns the job
     events: list[bytes] = field(default_factory=list)
-    fields: dict[str, str | int] = field(default_factory=dict)  # for the job's hash, with the next events
-    written: int = 0
+    fields: dict[str, str | int] = field(default_factory=dict)  # of the job's hash, written with the next events
+    written: int = 0  # number of events in Redis
     ending: Ending | None = None
     flushed: asyncio.Event = field(default_factory=asyncio.Event)
     fenced: bool = False
-    on_abandoned: Callable[[], None] | None = None  # set: called when nobody has listened for a while
-    alone_since: float | None = None  # monotonic
+    on_abandoned: Callable[[], None] | None = None  # called after `disconnect_grace_s` without a subscriber
+    alone_since: float | None = None  # monotonic seconds; None if the last event had a subscriber
 
     def append(self, type: str, **content: object) -> None:
+        """Add an event, which the publisher writes soon. Does not block."""
         event = {
             "id": self.claim.job_id,
             "seq": len(self.events),
@@ -64,14 +65,19 @@ class JobLog:
         self.changed()
 
     def load(self, said: list[bytes]) -> None:
-        """What earlier attempts have said: ours comes after it."""
+        """Set the events of earlier attempts, which are in Redis. Events of this attempt follow them."""
         self.events, self.written = said, len(said)
 
     @property
     def pending(self) -> bool:
+        """True if events must still be written."""
         return not self.fenced and self.written < len(self.events)
 
     def was_written(self, upto: int, sent: dict[str, str | int], *, alone: bool, grace_s: float) -> None:
+        """Record that the first `upto` events and the fields `sent` are in Redis. Fields changed since stay.
+
+        `alone`: the last event had no subscriber. After `grace_s` seconds of that, `on_abandoned` is called.
+        """
         self.written = upto
         self.fields = {name: value for name, value in self.fields.items() if sent.get(name) != value}
         if not alone or self.on_abandoned is None:
@@ -83,12 +89,12 @@ class JobLog:
 
 
 class Publisher:
-    """The only writer of events. Everything is safely sent again, so an outage costs time and nothing else."""
+    """The only writer of events. Each call can safely be sent again, so an outage delays events and loses none."""
 
     def __init__(
         self, redis: Redis, clock: ServerClock, settings: Settings, hold: Callable[[bool], None] = lambda on: None
     ) -> None:
-        """`hold`: stop making tokens while too many wait to be written, and go on."""
+        """`hold` is called with True to pause the engine while too many events wait, and with False to continue."""
         self._clock, self._settings, self._hold = clock, settings, hold
         self._append, self._final = script(redis, "append"), script(redis, "final")
         self._logs: dict[str, JobLog] = {}
@@ -96,6 +102,7 @@ class Publisher:
         self._failures, self._holding = 0, False
 
     def open(self, claim: Claim, *, lost: Callable[[], None]) -> JobLog:
+        """Return a log that is written until `close`. `lost` is called if another attempt owns the job."""
         log = JobLog(claim, self._clock, self._changed.set, lost)
         self._logs[claim.job_id] = log
         return log
@@ -104,7 +111,7 @@ class Publisher:
         del self._logs[log.claim.job_id]
 
     async def flush(self, log: JobLog) -> None:
-        """Until everything said so far is in Redis. Raises `OwnershipLost`."""
+        """Wait until all events of the log are in Redis. Raises `OwnershipLost`."""
         while log.pending:
             await log.flushed.wait()
         if log.fenced:
@@ -113,17 +120,19 @@ class Publisher:
     async def finish(
         self, log: JobLog, state: State, result: bytes | None = None, *, parked: bytes = b"", **content: object
     ) -> None:
-        """The final event with the result and the state; without a result, the event is the result."""
+        """Write the final event with the job's result and state, and wait for it. Without a result, the event itself
+        is stored as the result. Raises `OwnershipLost`."""
         log.append(state, **content)
         log.ending = Ending(state, log.events[-1] if result is None else result, parked)
         await self.flush(log)
 
     @property
     def num_unwritten(self) -> int:
-        """Events that are not in Redis yet."""
+        """Number of events that are not in Redis yet."""
         return sum(len(log.events) - log.written for log in self._logs.values() if not log.fenced)
 
     async def run(self) -> None:
+        """Write pending events, and retry after outages, until this task is cancelled."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -140,7 +149,7 @@ class Publisher:
             logger.warning("redis did not take %d events (%s): holding them", self.num_unwritten, error)
         self._hold_engine(self.num_unwritten > _MOST_HELD)
         for log in self._logs.values():
-            log.alone_since = None  # whoever listened has to connect again, as we have
+            log.alone_since = None  # subscribers have to reconnect too
         await asyncio.sleep(_BACKOFF_S[min(self._failures, len(_BACKOFF_S) - 1)])
         self._failures += 1
 
@@ -189,7 +198,7 @@ class Publisher:
         self._settle_row(log, sent, None if verdict == b"done" else verdict)
 
     def _settle_row(self, log: JobLog, sent: tuple[int, dict[str, str | int]], verdict: int | bytes | None) -> None:
-        if isinstance(verdict, int):  # the list is shorter than we left it: fill it again from there
+        if isinstance(verdict, int):  # the list has lost events: write again from this length on
             log.written = verdict
             self._changed.set()
         elif verdict == b"fenced":

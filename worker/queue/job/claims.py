@@ -1,4 +1,4 @@
-"""Who owns a job: claimed under a lease, kept, handed back."""
+"""Ownership of jobs: claimed under a lease, and released."""
 
 import asyncio
 import logging
@@ -20,45 +20,47 @@ logger = logging.getLogger("sluice.queue")
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A job that is ours until its lease runs out. `attempt` fences every write."""
+    """A job that this worker owns until its lease expires. `attempt` fences every write."""
 
     job_id: str
     lane: Lane
     attempt: int
     crashes: int
     cancelled: bool
-    queued_at: float  # Unix seconds from 0 on, by the clock of whoever queued it
-    events: int  # already in the log, from earlier attempts
-    body: bytes  # empty when it or the job has expired, or it is large: see `Claims.body`
+    queued_at: float  # Unix seconds, never negative, by the producer's clock
+    events: int  # number of events in the log, from earlier attempts
+    body: bytes  # empty if it is missing or large (see `Claims.body`), or if the job's deadline has passed
     body_bytes: int
-    tenant: str = ""  # where the submit said so
-    lease_expirations: int = 0  # times that its lease ran out: a worker died while it ran, through its fault or not
+    tenant: str = ""  # empty if the producer gave none
+    lease_expirations: int = 0  # times that its lease expired while it ran, whether or not the job was the cause
     expired: bool = False  # its deadline has passed
-    specprefill: bytes = b""  # which tokens of its prompt an earlier attempt computed, where that were not all
-    images_digest: bytes = b""  # what tells the images that an earlier attempt saw from others
+    specprefill: bytes = b""  # an earlier attempt's `SpecPrefillReport`, as `worker.chat.specprefill` stored it
+    images_digest: bytes = b""  # digest of the images that an earlier attempt processed
 
     def age_s(self, now: float) -> float:
-        """Since it was queued; 0 where that was by a clock that goes ahead."""
+        """Seconds since it was queued; 0 if the producer's clock is ahead."""
         return max(0.0, now - self.queued_at)
 
 
 def lease_key(job_id: str) -> str:
-    """arq's own in-progress key, so that arq's `Job.status()` tells the truth about our jobs."""
+    """Return arq's in-progress key of the job, so that arq's `Job.status()` is right about our jobs."""
     return in_progress_key_prefix + job_id
 
 
 def cleanup_keys(job_id: str) -> list[str]:
-    """What a job that has ended leaves nobody a use for: arq's keys, and the wish to cancel it."""
+    """Return the keys to delete when the job ends: its cancel key, and arq's keys."""
     return [keys.cancel(job_id), job_key_prefix + job_id, lease_key(job_id), retry_key_prefix + job_id]
 
 
-_LATEST_MS = 1e15  # in the year 33658: a time that any clock can still be compared with
-# Bodies up to this size come with the claim. Larger ones would hold up the other jobs of the same answer, and the
-# server while it puts the answer together.
+_LATEST_MS = 1e15  # in the year 33658: finite, so that it can be compared with any clock
+# Bodies up to this size come with the claim. Larger ones would delay the other jobs of the same reply, and block the
+# server while it builds the reply.
 _INLINE_BYTES = 65_536
 
 
 class Claims:
+    """Claims, finds, cancels and releases jobs in the queues of one model."""
+
     def __init__(self, redis: Redis, settings: Settings) -> None:
         self._model, self._worker = settings.model_name, settings.worker_name
         self._lease_ms, self._most_bytes = int(settings.lease_s * 1000), settings.max_request_bytes
@@ -81,17 +83,17 @@ class Claims:
         suspects: int = 0,
         takeover: bool = True,
     ) -> list[Claim]:
-        """Up to `want` jobs, those past their deadline beside.
+        """Claim up to `want` jobs, and in addition jobs whose deadline has passed.
 
-        `running`: what this worker runs now, for the sake of fairness between tenants. `suspects`: how many of
-        them are on probation. Without `takeover` the jobs of a worker whose lease ran out are left alone.
+        `running`: the claims that this worker runs now, for fairness between tenants. `suspects`: the number of them
+        that are on probation. If `takeover` is False, jobs of other workers whose leases expired are not claimed.
         Raises RedisError, OSError.
         """
         tenants = Counter(claim.tenant for claim in running)
         async with self._one_at_a_time:
             lost = lane in self._answer_lost
             known = [claim.job_id for claim in running] if lost else []
-            self._answer_lost.add(lane)  # until we hear this one
+            self._answer_lost.add(lane)  # until this reply has arrived
             more, foreign, rows = await self._claim(
                 keys=[keys.queue(self._model, lane)],
                 args=[
@@ -106,26 +108,28 @@ class Claims:
         return [_claim(lane, row) for row in rows]
 
     def needs_reconcile(self, lane: Lane) -> bool:
-        """The lane's index lacks jobs of its queue: claim again at once, whether rows are free or not."""
+        """True if the lane's index does not match its queue yet: claim again at once, even if no row is free."""
         return lane in self._to_mend
 
     async def body(self, claim: Claim) -> bytes:
-        """Return the job's body; empty if it is gone, or larger than we take. Raises RedisError, OSError."""
+        """Return the job's body; empty if it is missing or above `max_request_bytes`. Raises RedisError, OSError."""
         if claim.body or not 0 < claim.body_bytes <= self._most_bytes:
             return claim.body
         try:
             found = await self._redis.get(job_key_prefix + claim.job_id)
-        except ResponseError:  # a foreign value stands there by now
+        except ResponseError:  # the key holds a foreign value by now
             return b""
         return bytes(found or b"")
 
     async def find_waiting(self, job_ids: Collection[str]) -> list[str]:
-        """Return the ids that are in one of our lanes; their jobs may run, on this worker or another."""
+        """Return the ids that are in one of the model's queues; their jobs may be running, here or on another worker.
+        Raises RedisError, OSError."""
         found = await self._waiting(keys=self._queues, args=list(job_ids)) if job_ids else []
         return [job_id.decode("utf-8", "surrogateescape") for job_id in found]
 
     async def cancel_waiting(self, job_id: str) -> bool:
-        """End a job that waits in one of our lanes. False where it does not."""
+        """Cancel a job that waits in one of the model's queues. Returns False if it does not wait there. Raises
+        RedisError, OSError."""
         (outcome,) = await self._cancel(
             keys=self._queues,
             args=[job_id, JOB_LIFE_MS, self._log_ttl_ms, self._result_ttl_ms, "", ""],
@@ -133,7 +137,8 @@ class Claims:
         return bool(outcome == b"cancelled")
 
     async def release(self, claim: Claim) -> None:
-        """Hand it back; whoever is idle hears of it at once."""
+        """Return the job to its queue and wake the workers. Does nothing if another attempt owns the job. Raises
+        RedisError, OSError."""
         await self._release(
             keys=[keys.job(claim.job_id), lease_key(claim.job_id), keys.queue(self._model, claim.lane)],
             args=[claim.attempt, keys.wake(self._model)],

@@ -1,4 +1,4 @@
-"""The four ways a claim can end, each through one place."""
+"""Endings of a claim: finished, failed, cancelled, requeued, or lost to another attempt."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ from worker.queue.job.job import Interruption, Job, JobResult
 
 logger = logging.getLogger("sluice.queue")
 
-MAX_CRASHES = 3  # of a worker that ran this job as its only suspect
+MAX_CRASHES = 3  # worker crashes during which this job was the only suspect
 
 POISON_JOB = JobFailure(
     "internal",
@@ -29,6 +29,7 @@ class Endings:
         self._publisher, self._claims, self._model, self._metrics = publisher, claims, model, metrics
 
     async def finish(self, job: Job, answer: JobResult, result: bytes) -> None:
+        """Write the final event of a finished job, and wait for it. `result`: the JSON text to store."""
         said = self._publisher.finish(
             job.log,
             "finished",
@@ -48,6 +49,7 @@ class Endings:
             )
 
     async def end(self, job: Job, why: Interruption) -> None:
+        """End a job that did not finish, by the reason: fail, cancel or requeue it, or log that it is lost."""
         job.closing = True
         job_id, usage = job.claim.job_id, job.usage.as_event()
         match why:
@@ -67,12 +69,12 @@ class Endings:
 
     async def _fail(self, job: Job, why: JobFailure) -> None:
         error = {"type": why.type, "message": why.message, "retryable": why.retryable}
-        # In a thread: a letter is as large as the job's body.
+        # In a thread: a dead letter is as large as the job's body.
         parked = await asyncio.to_thread(self._dead_letter, job, error) if why is POISON_JOB else b""
         await self._publisher.finish(job.log, "failed", parked=parked, error=error, usage=job.usage.as_event())
 
     def _dead_letter(self, job: Job, error: dict[str, object]) -> bytes:
-        """What `sluice dead` shows, and what it submits again: a body that was opened is JSON text."""
+        """Return the dead letter that `sluice dead` shows and can submit again. Its body is valid JSON text."""
         return dumps(
             {
                 "id": job.claim.job_id,
@@ -90,14 +92,14 @@ class Endings:
         try:
             await self._claims.release(job.claim)
         except (RedisError, OSError):
-            await asyncio.sleep(0.1)  # the worker waits for the last words of its jobs, but not for ever
+            await asyncio.sleep(0.1)  # retry without a limit: `drain` bounds how long the worker waits
             await self._hand_back(job)
         else:
             logger.info("job %s handed back", job.claim.job_id)
 
 
 async def _unless_lost(job: Job, ending: Awaitable[None]) -> bool:
-    """Whether the ending is ours."""
+    """Write the ending. Returns False if another attempt owns the job."""
     try:
         await ending
     except OwnershipLost:

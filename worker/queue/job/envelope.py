@@ -17,7 +17,7 @@ Functions = Mapping[str, Function | CronJob]
 async def open_envelope(
     claim: Claim, body: bytes, reader: Reader, functions: Functions, most_bytes: int
 ) -> tuple[Function | CronJob, Any]:
-    """The function to call and its argument. Raises `JobFailure`; runs nothing of what it reads."""
+    """Return the function to call and its argument. Nothing in the body is executed. Raises `JobFailure`."""
     if not keys.is_job_id(claim.job_id):
         raise JobFailure("invalid_request", f"A job id must match {keys.JOB_ID}.")
     if claim.body_bytes > most_bytes:

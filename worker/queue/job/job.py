@@ -13,7 +13,7 @@ Interruption = Cancelled | Requeue | OwnershipLost | JobFailure
 
 @dataclass(slots=True)
 class Usage:
-    """Counted while the job runs, so that a failure tells what was spent."""
+    """Tokens counted while the job runs, so that failed and cancelled jobs report them too."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -34,7 +34,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """A job's good ending."""
+    """Result of a job that finished. `timings` are in seconds, except `tokens_per_s`."""
 
     finish_reason: str
     timings: dict[str, float]
@@ -48,33 +48,33 @@ class Job:
     task: asyncio.Task[None] | None = None
     usage: Usage = field(default_factory=Usage)
     interruption: Interruption | None = None
-    began: bool = False  # before that a cancelled task would skip its ending, or end without what has been said
-    closing: bool = False  # its ending is being written: too late to stop it
+    began: bool = False  # until then cancelling the task would skip its ending, or its earlier events
+    closing: bool = False  # its ending is being written: too late to interrupt it
 
     cleared: Callable[[], None] = lambda: None  # called when its probation is over
     on_probation: bool = False
-    body: bytes = b""  # of a job that will be parked
+    body: bytes = b""  # empty unless the job becomes a dead letter
 
     def keep_body(self, body: bytes) -> None:
-        """For the dead letters."""
+        """Keep the body for the job's dead letter."""
         self.body = body
 
     def made_progress(self) -> None:
-        """A new token: whatever killed the last worker, this job got past it. A second lapse is not forgiven."""
+        """End the probation, since the job made a token after a crash. After a second lease expiration it stays."""
         if self.on_probation and self.claim.lease_expirations == 1:
             self.on_probation = False
             self.log.fields["probation"] = 0
             self.cleared()
 
     def interrupt(self, why: Interruption) -> None:
-        """Stop it from outside: its task is cancelled, and ends by the first reason given."""
+        """Stop the job by cancelling its task. The first reason counts; once the ending is written, none does."""
         if self.interruption is None and self.task is not None and not self.closing:
             self.interruption = why
             if self.began:
                 self.task.cancel()
 
     def begin(self) -> None:
-        """From here on it can be stopped anywhere. Raises the reason if that was asked for before."""
+        """Allow the task to be cancelled from here on. Raises the reason if the job was interrupted before."""
         self.began = True
         if self.interruption is not None:
             raise self.interruption

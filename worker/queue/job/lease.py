@@ -1,4 +1,4 @@
-"""Leases, kept by a thread that no busy event loop can stop, and that ends a process which hangs."""
+"""Leases, renewed by a thread that a busy event loop does not delay, and that ends the process if it hangs."""
 
 import logging
 import os
@@ -21,8 +21,8 @@ EXIT_STALLED = 4
 
 
 class LeaseKeeper:
-    """Renews three times a lease. Its own connection, its own thread: a job is not taken from a worker that
-    tokenizes a book or waits for a collection of garbage, only from one that is gone."""
+    """Renews the leases of running jobs three times per lease, on a thread and a connection of its own: a worker that
+    tokenizes a book or collects garbage keeps its jobs, and a dead worker loses them."""
 
     def __init__(
         self,
@@ -32,7 +32,8 @@ class LeaseKeeper:
         pulses: Iterable[Heartbeat],
         hung: Callable[[], None] = lambda: os._exit(EXIT_STALLED),
     ) -> None:
-        """`held` and `lost` are called on the keeper's thread."""
+        """`held` returns the running claims, `lost` receives each that this worker no longer owns, and `hung` ends the
+        process. All are called on the keeper's thread."""
         self._settings, self._held, self._lost, self._hung = settings, held, lost, hung
         self._pulses = tuple(pulses)
         self._every_s = settings.lease_s / 3
@@ -49,11 +50,11 @@ class LeaseKeeper:
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns at once; a renewal under way finds its fence."""
+        """Stop renewing. Returns at once; a renewal in progress is fenced, so it cannot harm a later attempt."""
         self._stop.set()
 
     def _run(self) -> None:
-        """Without this thread other workers would take all our jobs, so its end is the end of the process."""
+        """Renew until stopped. Any other end of this thread ends the process: its jobs would be taken over anyway."""
         try:
             self._renew_until_stopped()
         finally:
@@ -67,7 +68,7 @@ class LeaseKeeper:
             slept_through = time.monotonic() - due > self._every_s
             due = time.monotonic() + self._every_s
             self._renew_held()
-            if slept_through:  # the whole process was stopped: nobody's pulse says anything
+            if slept_through:  # the whole process was suspended, so old heartbeats mean nothing
                 for pulse in self._pulses:
                     pulse.refresh()
             self._watch()
@@ -80,18 +81,19 @@ class LeaseKeeper:
             for claim in self._ask(claims):
                 self._lost(claim)
         except (RedisError, OSError):
-            pass  # again in a third of a lease; after an outage the same call takes our leases back
-        except Exception:  # the border of this thread: one bad round costs no later one
+            pass  # retried in a third of a lease; after an outage the same call sets expired leases again
+        except Exception:  # the border of this thread: a failed round does not prevent the next one
             logger.exception("leases were not renewed; trying again in %.1f s", self._every_s)
 
     def _ask(self, claims: list[Claim]) -> list[Claim]:
-        """Those that somebody else owns by now."""
+        """Renew the leases. Returns the claims that this worker no longer owns."""
         names = [_as_bytes(name) for claim in claims for name in _keys_of(claim.job_id)]
         lease_ms, name = int(self._settings.lease_s * 1000), self._settings.worker_name
         answer = self._renew(keys=names, args=[lease_ms, JOB_LIFE_MS, name, *(c.attempt for c in claims)])
         return [claims[i - 1] for i in answer]
 
     def _watch(self) -> None:
+        """End the process if a heartbeat has stalled for longer than `watchdog_s`."""
         for pulse in self._pulses:
             if pulse.stalled_s() > self._settings.watchdog_s:
                 logger.critical("the %s has hung for %.0f s: leaving", pulse.name, pulse.stalled_s())
@@ -103,5 +105,5 @@ def _keys_of(job_id: str) -> tuple[str, str, str]:
 
 
 def _as_bytes(key: str) -> bytes:
-    """Encode a key whose id may be no UTF-8. redis-py's blocking client ignores `encoding_errors` with hiredis."""
+    """Encode a key whose id may not be UTF-8. redis-py's blocking client ignores `encoding_errors` with hiredis."""
     return key.encode("utf-8", "surrogateescape")

@@ -1,27 +1,28 @@
-"""When a worker may take over the jobs of others whose leases ran out."""
+"""Decides when a worker may take over jobs of other workers whose leases expired."""
 
 import time
 
 
 class Takeover:
-    """Not in the first lease after an outage. While the server was away nobody could renew, so the leases of
-    workers that live ran out too, and these come first."""
+    """Forbids takeovers for one lease after an outage: no worker could renew its leases meanwhile, so those of live
+    workers expired too, and these must have time to renew them."""
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
         self._answered_at = self._from = time.monotonic()
 
     def met(self, server_up_s: float) -> None:
-        """The server answers for the first time; it may have come back just now."""
+        """Record the first answer of the server. An uptime of less than a lease counts as an outage."""
         self._answered_at = time.monotonic()
         if server_up_s < self._lease_s:
             self._from = self._answered_at + self._lease_s
 
     def answered(self) -> None:
+        """Record an answer of the server."""
         self._answered_at = time.monotonic()
 
     def allowed(self) -> bool:
-        """To be asked before each claim: half a lease without an answer counts as an outage."""
+        """True if takeovers are allowed. Call it before each claim: half a lease without an answer is an outage."""
         now = time.monotonic()
         if now - self._answered_at > self._lease_s / 2:
             self._from = now + self._lease_s

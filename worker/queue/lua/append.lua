@@ -1,9 +1,9 @@
 -- The events of one decode step, all rows in one call.
 -- KEYS  a row: job
--- ARGV  life_ms; a row: 'attempt seq watch events fields', then so many events, then so many pairs for the job's hash.
---       One header instead of four arguments: packing them is most of what a token costs the worker.
--- Returns two values for each row that was not written: its number from 1, and 'fenced' or the list's length;
--- for one that was written and is watched (1), 'alone' when nobody heard it.
+-- ARGV  life_ms; a row: 'attempt seq watch events fields', then that number of events, then that number of name-value
+--       pairs for the job's hash. One header instead of five arguments: packing them is most of a token's cost here.
+-- Returns two values for each row that was not written: its number from 1, and 'fenced' or the list's length. For a
+-- row that was written with watch = 1 and whose last event had no subscriber: its number and 'alone'.
 local out, at = {}, 1  -- ARGV[1] is life_ms
 
 local function take(count)

@@ -1,16 +1,16 @@
 -- Take up to `want` waiting jobs of one queue, at a cost that does not depend on its length.
 -- KEYS  queue
--- ARGV  want, lease_ms, worker, lane, life_ms, most_body_bytes, whether lapsed leases may be taken over
---       (1 or 0), suspects on probation here, whether an earlier answer may have been lost (1 or 0),
---       number of jobs that this worker knows it runs, their ids, then tenant and its running rows, in pairs
--- Returns whether there is more of the index to mend (1 or 0); the foreign values that were found; and for each claimed
+-- ARGV  want, lease_ms, worker, lane, life_ms, most_body_bytes, 1 if expired leases may be taken over (else 0),
+--       number of suspects on probation here, 1 if an earlier reply may have been lost (else 0),
+--       number of ids that follow, ids of the jobs that run on this worker, then tenant and its running rows, in pairs
+-- Returns 1 if more of the index must be mended (else 0); the foreign values that were found; and for each claimed
 -- job a list of names and values, those of `Claim`.
 --
--- Each tenant's oldest in turn, beginning with the tenant that has the fewest rows on this worker. A job whose deadline
--- has passed is taken at once and beyond `want`: it only has to end.
--- A job that was running when its worker died is a suspect, on probation until the worker that took it over has
--- made a new token of it (after a second lapse, until its end). A worker has one job on probation at a time, and
--- a crash in that time counts: three, and the job is the culprit. Its neighbours' lapses do not.
+-- Each tenant's oldest job in turn, beginning with the tenant that has the fewest rows on this worker. A job whose
+-- deadline has passed is claimed at once and in addition to `want`: it only has to end.
+-- A job that was running when its worker died is a suspect. It is on probation until the worker that took it over has
+-- generated a new token for it (after a second lapse, until its end). A worker has one job on probation at a time. A
+-- crash in that time counts against the job, and after three it fails. Lapses of other jobs on that worker do not.
 local index, want, lease_ms, worker, lane = index_of(KEYS[1]), tonumber(ARGV[1]), ARGV[2], ARGV[3], ARGV[4]
 local most_bytes, takeover, suspects, answer_lost = tonumber(ARGV[6]), ARGV[7] == '1', tonumber(ARGV[8]), ARGV[9] == '1'
 local now, claimed, heard_of, load = milliseconds(), {}, {}, {}
@@ -40,7 +40,7 @@ local function events_of(id)
   return 0
 end
 
--- The job is this worker's from here on.
+-- Claim the job for this worker. Returns false if its deadline has passed.
 local function claim(id, score, known)
   local job = 'sluice:job:' .. id
   leave_index(index, id)
@@ -62,7 +62,7 @@ local function claim(id, score, known)
   return not expired
 end
 
--- The score and what is known of a job whose turn has come, if it waits: else it gets the place where it belongs.
+-- Return the score and state of a job if it waits. Otherwise correct its place in the index and return nil.
 local function still_waits(id)
   local score = redis.call('ZSCORE', index.queue, id)
   local known = score and known_of(id)
@@ -77,7 +77,7 @@ local function still_waits(id)
   watch_lease(id, left_ms)
 end
 
--- Claims of this worker whose answer was lost: it has not begun these jobs, so they wait again.
+-- Requeue claims of this worker whose reply was lost: it has not begun these jobs.
 local function take_back_unheard()
   for _, id in ipairs(redis.call('ZRANGE', index.leases, 0, -1)) do
     local _, owner = held_for(id, lease_ms)
@@ -89,7 +89,7 @@ local function take_back_unheard()
   end
 end
 
--- Running jobs whose lease has not been looked at lately: those that nobody holds any more wait again.
+-- Check the leases that are due for it, at most PAGE: jobs without a lease wait again.
 local function look_at_leases()
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', index.leases, '-inf', now, 'LIMIT', 0, PAGE)) do
     local score, known = still_waits(id)
@@ -110,8 +110,8 @@ local function take_expired()
   end
 end
 
--- One suspect, those with the least against them first: should workers die for another reason, again and again,
--- no job is tried twice while others wait.
+-- Claim one suspect, those with the fewest crashes first: if workers die repeatedly for another reason, no suspect is
+-- tried twice while others wait.
 local function take_suspect()
   for _ = 1, PAGE do
     local id = redis.call('ZRANGE', index.suspects, 0, 0)[1]
@@ -126,7 +126,7 @@ local function take_suspect()
   end
 end
 
--- The lines that may come first, by their oldest job: `want` of those without a row here are enough.
+-- Return the lines that may come first, by their oldest job: `want` lines without a row on this worker are enough.
 local function lines_by_age()
   local count, lines = want, {}
   for _ in pairs(load) do count = count + 1 end
@@ -142,7 +142,7 @@ local function lines_by_age()
   return lines
 end
 
--- The place of the line whose turn it is: of those with the fewest rows the one that has waited longest.
+-- Return the position of the line whose turn it is: of those with the fewest rows, the one that has waited longest.
 local function next_line(lines)
   local best = 1
   for at, line in ipairs(lines) do
@@ -152,7 +152,7 @@ local function next_line(lines)
   return best
 end
 
--- Take the first job out of a line, and claim it if it still waits there. Returns whether a row has got work.
+-- Take the first job out of a line, and claim it if it still waits there. Returns true if it takes a row.
 local function take_first(line, first)
   local mark, id = split_place(line, first)
   leave_line(index, line, first)
@@ -166,7 +166,7 @@ local function take_first(line, first)
   return claim(id, score, known)
 end
 
--- When the first job of a line was queued, and its member of `lines`; nil when none is due.
+-- Return when the first job of a line was queued, and its member of `lines`; nil if none is due.
 local function first_due(line)
   local first = first_of(index, line)
   local since = first and tonumber((split_place(line, first)))

@@ -1,13 +1,13 @@
 -- The one ending of a job: its last events, its result, its state, and the clean-up of arq's keys.
 -- KEYS  job, log, channel, result, queue, and the keys to delete
--- ARGV  life_ms, attempt, seq, state, result, log_ttl_ms, result_ttl_ms, what to park with the dead or '', events ...
--- Returns 'done', 'fenced', or the length of a list that lost events.
+-- ARGV  life_ms, attempt, seq, state, result, log_ttl_ms, result_ttl_ms, dead letter or '', events ...
+-- Returns 'done', 'fenced', or the length of a list that has lost events.
 local DEAD, MOST_DEAD = 'sluice:dead', 1000
 local job, log, channel, result, queue = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local life_ms, attempt, seq, state = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 
 if not owns(job, attempt) then
-  -- Sent again because the answer was lost? Then our final event is the last one.
+  -- If this call is sent again because its reply was lost, our final event is the last one.
   return redis.call('LINDEX', log, -1) == ARGV[#ARGV] and 'done' or 'fenced'
 end
 local events = {}
@@ -17,7 +17,7 @@ if verdict then return verdict == 'conflict' and 'fenced' or verdict end
 
 local function park(id, letter)
   local letters = redis.pcall('HLEN', DEAD)
-  if type(letters) ~= 'number' then redis.call('DEL', DEAD) -- no hash: somebody wrote over it
+  if type(letters) ~= 'number' then redis.call('DEL', DEAD) -- not a hash: a foreign value
   elseif letters >= MOST_DEAD then
     local all, oldest, oldest_at = redis.call('HGETALL', DEAD), nil, math.huge
     for i = 1, #all, 2 do

@@ -1,20 +1,20 @@
--- Make the index agree with its queue again, a bounded piece in each claim. Plain producers, workers and clients that
--- know no index, and people with redis-cli change the queue alone; a failover may lose keys.
+-- Make the index match its queue again, a bounded part in each claim. Plain arq producers, versions without an index
+-- and people with redis-cli change only the queue; a failover may lose keys.
 
-local PAGE = 500 -- jobs looked at in one claim: about 3 ms
+local PAGE = 500 -- jobs checked in one claim: about 3 ms
 
 local function size(index)
   return redis.call('ZCARD', index.queue), redis.call('ZCARD', index.jobs)
 end
 
--- Is the member at this rank of the queue at the same rank of the index, with the same score?
+-- True if queue and index have the same member with the same score at this rank.
 local function agrees(index, rank)
   local id, score = unpack(redis.call('ZRANGE', index.queue, rank, rank, 'WITHSCORES'))
   return id and redis.call('ZRANK', index.jobs, id) == rank and redis.call('ZSCORE', index.jobs, id) == score
 end
 
--- The first rank from which queue and index differ, or nil. One that came and another that was removed behind our back
--- leave the sizes equal; every rank between the two differs then, so the last and any one are tried as well.
+-- Return the first rank from which queue and index differ, or nil. If one job was added and another removed without the
+-- index, the sizes are equal but every rank between the two differs, so the last rank and another one are tested too.
 local function differs_from(index, now)
   local queued, indexed = size(index)
   local low, high = -1, nil -- agrees at low, not at high
@@ -32,7 +32,7 @@ local function differs_from(index, now)
   return high
 end
 
--- One page from this rank. Returns how many jobs got a place or lost theirs.
+-- Mend one page from this rank. Returns the number of jobs that were added, moved or removed.
 local function mend_page(index, rank)
   local mended = 0
   local extra = redis.call('ZRANGE', index.jobs, rank, rank + PAGE - 1)
@@ -52,7 +52,8 @@ local function mend_page(index, rank)
   return mended
 end
 
--- Every indexed job has one place; a line may still hold one that has gone, until its turn comes.
+-- True if the parts of the index are consistent: every indexed job has a place. A line may still hold a job that has
+-- left the queue, until its turn comes.
 local function is_whole(index)
   local places = redis.call('ZLEXCOUNT', index.lines, '[w', '(x') + redis.call('ZCARD', index.suspects)
     + redis.call('ZCARD', index.leases)
@@ -62,7 +63,7 @@ local function is_whole(index)
   return places >= indexed and (indexed > 0 or places == 0)
 end
 
--- Is there a queue at all?
+-- True if there is a queue. Deletes a foreign value at its key.
 local function exists(queue)
   local kind = redis.call('TYPE', queue).ok
   if kind == 'zset' then return true end

@@ -1,7 +1,7 @@
--- What is known of a job that nobody runs, and its place in the index of its queue.
+-- The state of a job, and its place in the index of its queue.
 
-local RECHECK_MS = 500 -- a lease is looked at as often: it may be given back by somebody who does not know the index
-local MOST_ID_BYTES = 8192
+local RECHECK_MS = 500 -- interval of lease checks: a worker of a version without an index may release a job
+local MOST_ID_BYTES = 1024
 local notes = {}       -- foreign values that were found, for the worker's log
 
 local function found_foreign(key, kind)
@@ -9,14 +9,14 @@ local function found_foreign(key, kind)
   notes[#notes + 1] = string.sub(key, 1, 200) .. ' held ' .. kind
 end
 
--- An id far longer than the contract's 128 characters: with an event, its keys and log lines would be as long.
+-- Drop an id far longer than the contract's 128 characters: its keys, events and log lines would be as long.
 local function drop_long_id(queue, id)
   redis.call('ZREM', queue, id)
   redis.call('UNLINK', 'arq:job:' .. id)
   notes[#notes + 1] = queue .. ' held an id of ' .. #id .. ' bytes, beginning with ' .. string.sub(id, 1, 100)
 end
 
--- A number that HINCRBY takes.
+-- True for a number that HINCRBY accepts.
 local function is_count(text)
   return #text <= 15 and (text == '0' or string.match(text, '^[1-9]%d*$') ~= nil)
 end
@@ -26,7 +26,8 @@ local function read_deadline(text)
   if seconds and seconds == seconds and math.abs(seconds) < 1e12 then return seconds * 1000 end
 end
 
--- A job whose state is `running` although it has no lease has lapsed; one that was on probation then is to blame.
+-- Return the state of a job without a lease. If it is `running`, the job has lapsed: its worker died. If the job was on
+-- probation then, the crash counts against it.
 local function known_of(id)
   local key = 'sluice:job:' .. id
   local said = redis.pcall('HMGET', key, 'state', 'lapses', 'probation', 'tenant', 'deadline', 'crashes', 'attempt')
@@ -42,7 +43,8 @@ local function known_of(id)
     lapses = tonumber(said[2] or 0) + (lapsed and 1 or 0), crashes = tonumber(said[6] or 0) + (guilty and 1 or 0) }
 end
 
--- Milliseconds for which somebody still holds the job, or nil. A lease without an end is not one of ours: it gets one.
+-- Return the milliseconds that are left of the job's lease, and its owner; nil without a lease. A lease without an
+-- expiry is not one of ours: it gets one.
 local function held_for(id, lease_ms)
   local lease = 'arq:in-progress:' .. id
   local owner = redis.pcall('GET', lease)
@@ -56,7 +58,7 @@ local function held_for(id, lease_ms)
   return left == -1 and tonumber(lease_ms) or left, owner
 end
 
--- Put a job that waits where its turn will come: suspects by their crashes, all others with their tenant's.
+-- Give a waiting job its place: among the suspects by its crashes if it has lapsed, else in its tenant's line.
 local function line_up(index, id, score, known)
   if known.lapses == 0 then
     wait_in_line(index, id, score, known.tenant, known.deadline)
@@ -67,7 +69,7 @@ local function line_up(index, id, score, known)
   if known.deadline then keep_deadline(index, id, known.deadline) end
 end
 
--- Take a job of the queue into the index, or give it its place anew.
+-- Add a job of the queue to the index, or move it to its right place.
 local function place(index, id)
   leave_index(index, id)
   local score = redis.call('ZSCORE', index.queue, id)
@@ -82,7 +84,7 @@ local function place(index, id)
     redis.call('DEL', 'arq:job:' .. id)
   elseif known.lapsed or redis.call('EXISTS', 'arq:in-progress:' .. id) == 1 then
     redis.call('ZADD', index.jobs, score, id)
-    redis.call('ZADD', index.leases, 0, id) -- to be looked at by the next claim
+    redis.call('ZADD', index.leases, 0, id) -- checked by the next claim
   else
     line_up(index, id, score, known)
   end

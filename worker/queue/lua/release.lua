@@ -1,7 +1,7 @@
--- Hand a job back to its queue as if it had never been claimed. The attempt stays: it is the fence.
+-- Return a job to its queue as if it had never been claimed. The attempt number stays: it is the fence.
 -- KEYS  job, lease, queue
 -- ARGV  attempt, wake channel
--- Returns 1, or 0 where the job is no longer ours.
+-- Returns 1, or 0 if this attempt no longer owns the job.
 if not owns(KEYS[1], ARGV[1]) then return 0 end
 redis.call('DEL', KEYS[2]) -- first: a full server refuses no write that follows one which frees memory
 redis.call('HSET', KEYS[1], 'state', 'queued', 'worker', '')

@@ -1,7 +1,7 @@
 -- Find jobs by their ids.
 -- KEYS  queues
 -- ARGV  ids
--- Returns those of the ids that are in one of the queues.
+-- Returns the ids that are in one of the queues.
 local found = {}
 for _, id in ipairs(ARGV) do
   for _, queue in ipairs(KEYS) do

@@ -1,4 +1,4 @@
-"""What a worker finds out about its Redis when it first connects, and what it makes of it."""
+"""Checks of the Redis server when a worker first connects: problems that end it, and warnings for the operator."""
 
 import asyncio
 import logging
@@ -33,14 +33,14 @@ _FORGETS = (
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What the server tells of itself; None where it does not let us ask."""
+    """Replies of the server to INFO and CONFIG GET; None if it denies the command."""
 
     info: Mapping[str, Any] | None
     config: Mapping[str, str] | None
 
 
 def refusal(facts: ServerInfo) -> str | None:
-    """Say why no worker can work with this server, or None."""
+    """Return the reason why no worker can use this server, or None."""
     info = facts.info or {}
     if info.get("cluster_enabled") or "cluster" in (info.get("redis_mode"), info.get("server_mode")):
         return _CLUSTER
@@ -52,7 +52,7 @@ def refusal(facts: ServerInfo) -> str | None:
 
 
 def warnings(facts: ServerInfo, *, keyspace_events: bool) -> list[str]:
-    """Say what an operator should change."""
+    """Return what an operator should change or know, a text each."""
     info, config = facts.info or {}, facts.config or {}
     policy = info.get("maxmemory_policy") or config.get("maxmemory-policy") or "noeviction"
     found = [] if policy == "noeviction" else [_EVICTS % policy]
@@ -76,13 +76,14 @@ def _denied(facts: ServerInfo, keyspace_events: bool) -> str:
 
 
 class ServerCheck:
-    """Checks the server once. Later than the start nothing ends a worker: its jobs outlast a change of password."""
+    """Checks the server until it has passed once. After that no check ends a worker, so jobs survive a new password."""
 
     def __init__(self, redis: Redis, settings: Settings) -> None:
         self._redis, self._settings, self._passed = redis, settings, False
 
     async def run(self) -> None:
-        """Raises `CannotStart` for what waiting does not mend; RedisError, OSError for what it may."""
+        """Check the server and log warnings. Raises `CannotStart` for problems that waiting does not solve, and
+        RedisError or OSError for those that it may solve."""
         if self._passed:
             return
         try:
@@ -98,7 +99,8 @@ class ServerCheck:
         self._passed = True
 
     async def run_early(self) -> None:
-        """Before a model is loaded, which takes long. A server that is away is checked when it comes."""
+        """Check the server before the model is loaded, which takes long, for at most `_EARLY_S` seconds. A server that
+        does not answer is checked later. Raises `CannotStart`."""
         try:
             async with asyncio.timeout(_EARLY_S):
                 await self.run()
@@ -118,7 +120,7 @@ class ServerCheck:
 
 
 async def _is_open(redis: Redis) -> bool:
-    """Whether the server of this client answers without a password."""
+    """True if the client's server answers without a password."""
     pool = redis.connection_pool
     given = {name: value for name, value in pool.connection_kwargs.items() if name not in ("username", "password")}
     try:
@@ -145,7 +147,8 @@ async def _ask(redis: Redis) -> ServerInfo:
 
 
 async def uptime_s(redis: Redis) -> float:
-    """0 if the server does not tell: then it may have come up just now."""
+    """Return the server's uptime in seconds; 0 if it does not report it, since it may just have started. Raises
+    RedisError, OSError."""
     try:
         return float((await redis.info("server"))["uptime_in_seconds"])
     except (ResponseError, KeyError):

@@ -1,4 +1,4 @@
-"""The worker's Redis client, or a sentence on what is wrong with the URL in which no part of a password is quoted."""
+"""Creates the worker's Redis client. Errors about its URL quote no part of a password."""
 
 from arq.connections import ArqRedis
 from redis.asyncio import BlockingConnectionPool, ConnectionPool
@@ -12,7 +12,8 @@ from worker.settings import Settings
 
 
 def connect(settings: Settings) -> ArqRedis:
-    """Job ids may be any bytes; they must come back as they were. Raises `CannotStart`."""
+    """Return a client, which connects at its first command. Its key encoding preserves job ids of any bytes. Raises
+    `CannotStart` if the URL is not valid."""
     pool = _pool(settings)
     if not _options_fit(pool):
         raise _bad_url(settings, BAD_OPTION)
@@ -36,7 +37,7 @@ def _pool(settings: Settings) -> BlockingConnectionPool:
 
 
 def _options_fit(pool: ConnectionPool) -> bool:
-    """Whether redis-py can make a connection of what the URL asks for; by itself it tries with the first command."""
+    """True if redis-py accepts the options of the URL. By itself it would check them only at the first command."""
     try:
         pool.connection_class(**pool.connection_kwargs)
         encoder = pool.get_encoder()  # type: ignore[no-untyped-call]

@@ -16,8 +16,8 @@ REMIND_S = 30.0  # between two log lines about one outage
 async def until_redis_answers(
     call: Callable[[], Awaitable[None]], stopping: asyncio.Event, *, remind_s: float = REMIND_S
 ) -> bool:
-    """Repeat the call until Redis answers it, and log at first and every `remind_s` that it does not. Returns False if
-    `stopping` is set before that."""
+    """Repeat the call until Redis answers it. Logs an outage when it begins and every `remind_s` seconds. Returns False
+    if `stopping` is set before Redis answers."""
     outage: _Outage | None = None
     while not stopping.is_set():
         try:
@@ -43,7 +43,7 @@ class _Outage:
         return time.monotonic() - self._began
 
     def note(self, error: Exception) -> None:
-        """Log the error if it is the first, or the last line was long ago."""
+        """Log the error if it is the first, or if `remind_s` seconds have passed since the last line."""
         if self.lasted_s < self._next_s:
             return
         since = f" for {self.lasted_s:.0f} s" if self._next_s else ""

@@ -13,26 +13,26 @@ CHANNELS = ("sluice:*",)
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A command, with arguments of the right number."""
+    """A command that a worker needs, with as many arguments as it requires."""
 
     command: str  # SCRIPT LOAD is two words
     arguments: tuple[str, ...] = ()
 
-    name: str = ""  # of a key or channel, its first argument
+    name: str = ""  # the key or channel, if that is its first argument
 
     @property
     def rule(self) -> str:
-        """For ACL SETUSER."""
+        """Rule of ACL SETUSER that allows the command."""
         return "+" + self.command.lower().replace(" ", "|")
 
 
 def _on(name: str, **commands: str) -> list[Need]:
-    """Needs on one key or channel; the values are the other arguments."""
+    """Return the needs on one key or channel; the values are the other arguments."""
     return [Need(command, (name, *arguments.split()), name) for command, arguments in commands.items()]
 
 
 MULTI, EXEC = Need("MULTI"), Need("EXEC")
-# Those of the scripts too: the server checks each call that a script makes as if the user had made it.
+# Commands inside scripts are included: the server checks each as if the user had sent it.
 NEEDED: tuple[Need, ...] = (
     MULTI,
     EXEC,
@@ -56,16 +56,16 @@ NEEDED: tuple[Need, ...] = (
 
 
 async def forbidden(redis: Redis, needs: Sequence[Need]) -> list[Need]:
-    """Return those that the user may not use; if MULTI is one of them, no others but EXEC are found.
+    """Return the needs that the user is denied. If MULTI is denied, only MULTI and EXEC are tested.
 
-    Nothing is executed: in a transaction the server checks a command when it is queued, and it drops them all when
-    the connection closes. ACL DRYRUN would tell too, but seldom may a user without administrator's rights call it.
-    Raises RedisError, OSError.
+    Nothing is executed: the server checks a command when a transaction queues it, and drops the transaction when the
+    connection closes. ACL DRYRUN would also work, but users without administrator rights may seldom call it. Raises
+    RedisError, OSError.
     """
     try:
         client = await redis.client().initialize()  # with a connection of its own
     except NoPermissionError:
-        return [Need("SELECT")]  # of a database other than 0, the one command in a connection's beginning that can be
+        return [Need("SELECT")]  # for a database other than 0: the one command of connecting that can be denied
     connection = client.connection
     assert connection is not None
     try:
@@ -90,7 +90,7 @@ async def _denied(connection: AbstractConnection, need: Need) -> bool:
 
 
 def named(denied: Sequence[Need]) -> str:
-    """Name the commands, and the key or channel that each was tried on."""
+    """Return the names of the commands, and the key or channel on which each was tested."""
     by_name: dict[str, list[str]] = {}
     for need in denied:
         by_name.setdefault(need.name, []).append(need.command)
@@ -98,7 +98,7 @@ def named(denied: Sequence[Need]) -> str:
 
 
 def rules(user: str, denied: Sequence[Need]) -> str:
-    """Return the ACL command that allows them, or all that a worker needs if nobody knows which are denied."""
+    """Return the ACL command that allows them; if MULTI is denied, it allows all that a worker needs."""
     commands = dict.fromkeys(need.rule for need in (NEEDED if MULTI in denied else denied))
     names = [*(f"~{pattern}" for pattern in KEYS), *(f"&{pattern}" for pattern in CHANNELS)]
     return " ".join(["ACL SETUSER", user, *names, *commands])

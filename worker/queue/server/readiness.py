@@ -1,29 +1,32 @@
-"""Whether a worker takes jobs: it has met its Redis, has an answer from it now and then, and is not told to stop."""
+"""Readiness of a worker to claim jobs: Redis has answered, still answers regularly, and the worker is not stopping."""
 
 import time
 from collections.abc import Callable, Mapping
 
 
 class Readiness:
-    """Written on the event loop, read on other threads."""
+    """State of the readiness checks, written on the event loop and read on other threads."""
 
     def __init__(self, every_s: float) -> None:
-        """`every_s`: how often the worker asks its Redis for jobs."""
+        """`every_s`: interval at which the worker polls Redis for jobs, in seconds."""
         self._late_s = 2 * every_s + 3.0
         self._answered_at: float | None = None
         self._draining = False
 
     def answered(self) -> None:
+        """Record an answer from Redis."""
         self._answered_at = time.monotonic()
 
     def drain(self) -> None:
+        """Report from now on that the worker claims no more jobs."""
         self._draining = True
 
     def parts(self) -> Mapping[str, Callable[[], str | None]]:
+        """Return the checks by name. Each returns the problem, or None."""
         return {"redis": self._redis, "claims": self._claims}
 
     def _redis(self) -> str | None:
-        """What is wrong with it. A worker that drains does not ask any more."""
+        """Return the problem with Redis, or None. A draining worker does not poll, so silence is no problem then."""
         if self._answered_at is None:
             return "it has not answered yet"
         silent_s = time.monotonic() - self._answered_at
