@@ -1,4 +1,4 @@
-"""Build, start, drain."""
+"""Builds the worker, starts it, and shuts it down."""
 
 import asyncio
 import gc
@@ -36,22 +36,22 @@ logger = logging.getLogger("sluice")
 EXIT_ENGINE_DIED = 3
 
 
-# A second signal: jobs are handed back within milliseconds, if Redis answers and the event loop is not held up.
+# After a second signal: jobs are requeued within milliseconds if Redis answers and the event loop is not blocked.
 _HURRIED_S = 2.0
-# After the last job has ended: nothing that a thread still does is for anybody.
+# After the last job has ended: the work of remaining threads is no longer needed.
 _THREADS_S = 1.0
-# After an error: the engine's thread may end its step, and then release its memory.
+# After an error: time for the engine's thread to end its step and release its memory.
 _ENGINE_S = 3.0
 
 
 async def serve(settings: Settings) -> None:
-    """Until SIGTERM or SIGINT; from then on the process ends, also when a thread does not. Raises `CannotStart`."""
+    """Serve until SIGTERM or SIGINT; then the process ends, even if a thread does not. Raises `CannotStart`."""
     metrics, health, ending = Metrics(settings.model_name), Health(settings.watchdog_s), ExitTimer()
     with ending.after_error(_THREADS_S), answer_probes(settings.metrics_port, metrics.registry, health):
         async with connect(settings) as redis:
             check = ServerCheck(redis, settings)
             await _serve(settings, redis, check, metrics, health, ending)
-    # Else Python waits for threads in native code: first asyncio for its own, then the interpreter for all.
+    # Otherwise Python waits for threads in native code: first asyncio for its own, then the interpreter for all.
     ending.exit_after(_THREADS_S, 0)
 
 
@@ -73,7 +73,7 @@ async def _serve(
     async with _loaded(engine, ending) as model:
         with _sights(settings, model) as sights:
             served = _served(settings, engine, model, sights, metrics)
-            gc.freeze()  # a full collection goes over none of this again: it would hold up every row
+            gc.freeze()  # a full collection would walk over all of this again, and delay every row
             worker = QueueWorker(
                 [func(chat, name="chat")],
                 redis=redis,
@@ -101,7 +101,7 @@ async def _serve(
 
 @asynccontextmanager
 async def _loaded(engine: EngineThread, ending: ExitTimer) -> AsyncIterator[Model]:
-    """Load the model, and stop the engine in the end: within a limit after an error, even while it still loads."""
+    """Load the model, and stop the engine after the block. After an error the time for that is limited."""
     try:
         with ending.after_error(_ENGINE_S):
             yield await engine.start()
@@ -148,7 +148,7 @@ async def _work(worker: QueueWorker, batches: BatchDirectory | None, ending: Exi
         if batches:
             group.create_task(batches.run(worker.stopping, worker.force_stop))
         await worker.main()
-        # No job is left to be handed back; the feeder and the engine may still take their time.
+        # No job is left to requeue, but the feeder and the engine may still need time to end.
         ending.when(worker.force_stop, _THREADS_S, 0)
 
 
@@ -163,7 +163,7 @@ def _open(settings: Settings) -> Model:
 
 
 def _die() -> None:
-    """Without its engine a worker is only in the way; its jobs' leases run out and others take them."""
+    """End the process: without its engine a worker is useless, and others take its jobs when the leases expire."""
     os._exit(EXIT_ENGINE_DIED)
 
 

@@ -1,4 +1,4 @@
-"""How a job can end badly, and how a start can."""
+"""Exceptions that end a job, an attempt, or the start of a worker."""
 
 from typing import Literal
 
@@ -6,7 +6,7 @@ ErrorType = Literal["invalid_request", "unsupported", "too_large", "overloaded",
 
 
 class JobFailure(Exception):
-    """The job ends as `failed`, and `message` tells the client what to change."""
+    """Ends the job as `failed`. `message` tells the client what to change."""
 
     def __init__(self, type: ErrorType, message: str, *, retryable: bool = False) -> None:
         super().__init__(message)
@@ -16,7 +16,7 @@ class JobFailure(Exception):
 
 
 def prompt_too_large(tokens: int, context: int, *, exact: bool = True) -> JobFailure:
-    """`exact`: whether `tokens` is the prompt's length, or a lower bound of it."""
+    """Return the failure of a prompt that fills the context. `exact`: if False, `tokens` is a lower bound."""
     has = f"{tokens:,} tokens" if exact else f"at least {tokens:,} tokens"
     return JobFailure(
         "too_large",
@@ -26,7 +26,7 @@ def prompt_too_large(tokens: int, context: int, *, exact: bool = True) -> JobFai
 
 
 class Cancelled(Exception):
-    """The job ends as `cancelled`: somebody asked for it."""
+    """Ends the job as `cancelled`. `reason` is sent in the final event."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -34,12 +34,12 @@ class Cancelled(Exception):
 
 
 class Requeue(Exception):
-    """The worker stops: the job goes back to its queue as it was, and no try is counted."""
+    """Returns the job to its queue, since the worker stops. It does not count as a crash."""
 
 
 class OwnershipLost(Exception):
-    """Another attempt owns the job, or it has ended: nothing of ours may be written any more."""
+    """Another attempt owns the job, or it has ended: this attempt must write nothing more."""
 
 
 class CannotStart(Exception):
-    """The worker ends before its first job, with a sentence for whoever started it."""
+    """Ends the worker before its first job, with a message for the operator."""

@@ -1,4 +1,4 @@
-"""One job's life: job to request, request to sequence, sequence to events. Read this first."""
+"""Runs one job: job to request, request to generation request, outcomes to events. Read this first."""
 
 import asyncio
 import logging
@@ -47,17 +47,17 @@ async def chat(ctx: dict[Any, Any], body: Any) -> JobResult:
 class Chat:
     def __init__(self, job: Job, served: WorkerContext) -> None:
         self._job, self._served, self._record = job, served, JobRecorder(job, served.metrics)
-        # A step under way may still speak of an earlier attempt: it must find nobody of that name.
+        # Ids are per attempt, so late outcomes of an old attempt are dropped.
         self._id = f"{job.claim.job_id}#{job.claim.attempt}"
         self._done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._guide: GrammarState | None = None
-        self._images_digest = ""  # what tells the request's images from others
-        self._ended = False  # by an earlier attempt, all but for its final event
+        self._images_digest = ""  # empty without images
+        self._ended = False  # True if an earlier attempt completed the answer, except for its final event
 
     async def run(self, body: Any) -> JobResult:
         job, served = self._job, self._served
         settings = served.settings
-        # What an earlier attempt has decided can be gone on with without a draft.
+        # An attempt that resumes SpecPrefill's earlier decision needs no draft model.
         drafted = settings.specprefill_draft_model is not None or bool(job.claim.specprefill)
         reading = partial(
             read_request, body, settings.model_name, max_parts=settings.max_content_parts, drafted=drafted
@@ -99,15 +99,15 @@ class Chat:
         return prompt, seeing.placed(prompt.tokens, sights)
 
     def _namespace(self, request: ChatRequest) -> str:
-        """Whose prefixes and images it may find, and leaves its own to."""
+        """Return the cache namespace of the request: the tenant's, or the common one."""
         return (request.billed_to or "") if self._served.settings.prefix_cache_per_tenant else ""
 
     async def _begin(self, request: ChatRequest, prompt: Prompt, seed: int) -> tuple[int, ...]:
-        """Say how this attempt begins. Returns the tokens that it goes on after."""
+        """Emit the first event of this attempt. Returns the earlier tokens that it continues; empty if it starts."""
         afresh = partial(self._served.codec.output, request, prompt, self._job.claim.job_id)
         thinned = self._job.claim.specprefill
         receipt = recalled(thinned, self._served.fingerprint, len(prompt.tokens)) if thinned else None
-        same = receipt is not None or not thinned  # else nobody knows which tokens were left out
+        same = receipt is not None or not thinned  # else it is unknown which prompt tokens were dropped
         same = same and self._job.claim.images_digest.decode(errors="replace") == self._images_digest
         earlier, replayed = await self._taken_up((self._served.fingerprint, seed) if same else None, afresh)
         if earlier is None or replayed is None:
@@ -132,7 +132,7 @@ class Chat:
         served = self._served
         self._job.log.fields |= {"seed": seed, "fingerprint": served.fingerprint}
         if how != "resumed":
-            # What an earlier attempt left out, or saw, does not count any more.
+            # The dropped tokens and the images of an earlier attempt no longer apply.
             self._job.log.fields |= {"specprefill": "", "images": self._images_digest}
         self._job.log.append(
             how,
@@ -171,21 +171,21 @@ class Chat:
         )
 
     def _finish_resumed(self, sequence: GenerationRequest) -> None:
-        """The earlier worker died between the last token and the final event."""
+        """Finish without the engine: the earlier worker died between the last token and the final event."""
         ran_out = len(sequence.resume_tokens) >= sequence.max_tokens and not self._output.stopped
         self._done.set_result(self._output.finish_reason("length" if ran_out else "stop"))
 
     def on_outcome(self, outcome: Outcome, rows: int) -> None:
-        """What the engine did for this row in one step, on the event loop."""
+        """Process one outcome of the engine for this row, on the event loop. `rows`: rows in that step."""
         if self._done.done():
             return
         try:
             self._handle(outcome, rows)
-        except Exception as error:  # its words cannot be made: this job ends, and the step's other rows are told
+        except Exception as error:  # ends this job only: the other rows of the step still get their outcomes
             self._done.set_exception(error)
 
     def release_images(self) -> None:
-        """For other jobs' images. Once the engine speaks of the row, it counts what ours take."""
+        """Release our share of the pixel budget: from a row's first outcome on, the engine counts its images."""
         if self._served.images:
             self._served.images.release(self._id)
 
@@ -229,7 +229,8 @@ class Chat:
 
 @contextmanager
 def _deadline(job: Job, deadline_s: float | None) -> Iterator[None]:
-    """Seconds from submission, queue included."""
+    """Interrupt the job `deadline_s` seconds after its submission, queue time included. Raises `JobFailure` if that
+    time has passed already."""
     if deadline_s is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""JSON as it is written to Redis."""
+"""Serializes JSON for Redis."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -9,8 +9,8 @@ from pydantic_core import PydanticSerializationError, to_json
 
 
 class Items:
-    """A list whose items are JSON text already. As objects, thousands of them would hold up the event loop twice: the
-    garbage collector walks over them, and nothing else runs while they are serialized."""
+    """A list whose items are JSON text already. As objects, thousands of them would block the event loop twice: when
+    the garbage collector walks over them, and when they are serialized."""
 
     # No dataclass: pydantic would serialize it as one.
 
@@ -19,12 +19,13 @@ class Items:
 
 
 def dumps(value: object) -> bytes:
-    """Compact UTF-8, five times as fast as json: this is done for every token. Raises TypeError."""
+    """Serialize to compact UTF-8, five times as fast as json: it runs for every token. NaN and infinity become null.
+    Raises TypeError."""
     return _encode(value, _refuse)
 
 
 def dumps_with_items(value: object) -> bytes:
-    """The same for a value that holds `Items`."""
+    """Serialize a value that contains `Items`. Raises TypeError."""
     found, mark = list[Items](), uuid4().hex  # so no text in the value is equal to it
 
     def stand_in(unknown: object) -> str:
@@ -34,7 +35,7 @@ def dumps_with_items(value: object) -> bytes:
         return mark
 
     text = _encode(value, stand_in)
-    # Where a lone surrogate made it begin anew, each was found twice; the last time counts.
+    # If a lone surrogate made `_encode` start again, each was found twice; the last time counts.
     head, *tails = text.split(f'"{mark}"'.encode())
     parts = [head]
     for items, tail in zip(found[len(found) - len(tails) :], tails, strict=True):

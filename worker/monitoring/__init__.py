@@ -1,1 +1,1 @@
-"""What an operator sees: metrics, probes, heartbeats."""
+"""Metrics, health probes and heartbeats."""

@@ -1,7 +1,7 @@
-"""What a worker answers to those who probe it: is it alive, and does it take jobs?
+"""Liveness and readiness of a worker.
 
-Each part is a function that returns what is wrong with it, or None. Probes call them on threads of their own, so that
-they are answered while the event loop hangs.
+Each part is a function that returns its problem, or None. Probes call the parts on threads of their own, so that they
+are answered even if the event loop hangs.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,21 +14,21 @@ _SILENT_S = 10.0  # longer than any step of the engine and any pause of the loop
 
 
 class Health:
-    """A worker that loads its model is alive, and not ready."""
+    """Liveness and readiness by part. A worker that loads its model is alive, but not ready."""
 
     def __init__(self, watchdog_s: float) -> None:
-        """`watchdog_s`: after so long the process ends itself; probes learn of it before."""
+        """`watchdog_s`: seconds after which a stalled process ends itself; probes report the stall earlier."""
         self._silent_s = min(_SILENT_S, watchdog_s / 2)
         self._alive: Mapping[str, Part] = {}
         self._ready: Mapping[str, Part] = {"model": lambda: "it is loading"}
 
     def serving(self, pulses: Mapping[str, Heartbeat], parts: Mapping[str, Part]) -> None:
-        """The model is loaded: from now on the worker is alive while its pulses beat, and ready if its parts are."""
+        """Set the checks of a loaded worker: alive while its heartbeats beat, and ready if its parts are too."""
         self._alive = {name: self._is_stalled(pulse) for name, pulse in pulses.items()}
         self._ready = {"model": lambda: None, **parts}
 
     def alive(self) -> dict[str, str]:
-        """By part: "ok", or what is wrong."""
+        """Return "ok" or the problem, by part."""
         return _told(self._alive)
 
     def ready(self) -> dict[str, str]:

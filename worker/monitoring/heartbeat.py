@@ -1,4 +1,4 @@
-"""Whether a thread still moves."""
+"""A heartbeat that shows if a thread still makes progress."""
 
 import asyncio
 import time
@@ -7,7 +7,7 @@ _EVERY_S = 0.5
 
 
 class Heartbeat:
-    """Beaten by the thread that it is about, read by another. One with nothing to do rests, and is not missed."""
+    """Written by the watched thread, read by others. A thread with nothing to do pauses it, and is not stalled then."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -29,10 +29,11 @@ class Heartbeat:
         self._beat = None
 
     def refresh(self) -> None:
-        """Count from now, unless at rest."""
+        """Restart the count from now, unless it is paused."""
         if self._beat is not None:
             self.beat()
 
     def stalled_s(self) -> float:
+        """Seconds since the last beat; 0 if paused."""
         beat = self._beat
         return 0.0 if beat is None else time.monotonic() - beat

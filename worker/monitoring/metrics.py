@@ -1,7 +1,7 @@
-"""What a worker counts, for Prometheus: `worker.monitoring.probes` serves it.
+"""A worker's Prometheus metrics, served by `worker.monitoring.probes`.
 
-The names are vLLM's where it has one, with vLLM's meaning; what only we have begins with `sluice:`. Everything is
-counted all the time, and served where a port is set.
+Names and meanings are vLLM's if it has the metric; ours begin with `sluice:`. They are always counted, and served if a
+port is set.
 """
 
 from bisect import bisect_left
@@ -37,7 +37,7 @@ _BY_LANE = ("model_name", "lane")
 
 
 class Metrics:
-    """Of one worker. Seconds are never negative."""
+    """Metrics of one worker. Seconds are never negative."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -123,20 +123,20 @@ class Metrics:
     # A job's life
 
     def claimed(self, lane: Lane, *, queue_s: float, lapses: int) -> None:
-        """`lapses`: how many workers have died while they ran it."""
+        """`lapses`: how often the job's lease has expired while it ran."""
         self._running[lane].inc()
         self._queue_s[lane].observe(queue_s)
         if lapses:
             self._taken_over[lane].inc()
 
     def first_token(self, lane: Lane, *, ttft_s: float, prefill_s: float, prompt_tokens: int) -> None:
-        """Once an attempt, with its first draw, be that the end of the answer."""
+        """Count an attempt's first token, once per attempt, even if it ends the answer."""
         self._ttft_s[lane].observe(ttft_s)
         self._prefill_s[lane].observe(prefill_s)
         self._read[lane].inc(prompt_tokens)
 
     def token(self, lane: Lane, gap_s: float | None) -> None:
-        """Each token of each row, on the event loop. `gap_s`: since the one before, None for an attempt's first."""
+        """Count a token of a row, on the event loop. `gap_s`: seconds since the one before; None for the first."""
         self._tokens.saw(lane, gap_s)
 
     def finished(
@@ -158,7 +158,7 @@ class Metrics:
         self._ended[lane, "abort"].inc()
 
     def left(self, lane: Lane) -> None:
-        """Each claimed job once, those that were handed back or lost too."""
+        """Count that a claimed job has left this worker: once per claim, if requeued or lost too."""
         self._running[lane].dec()
 
     # How things stand
@@ -189,8 +189,8 @@ class Metrics:
 
 
 class _Families:
-    """Makes metrics with their labels, and all series at zero from the start: Prometheus sees no increase in one
-    that begins with its first event."""
+    """Makes metrics with their labels, and all series at zero from the start: Prometheus computes no increase for a
+    series that begins with its first event."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._registry, self._model = registry, model_name
@@ -227,7 +227,7 @@ class _Tokens:
             self._seconds[lane] += gap_s
 
     def collect(self) -> Iterator[Metric]:
-        """On the server's threads; the loop counts on meanwhile, so the numbers may be a token apart."""
+        """Yield the metrics. Called on the server's threads while the loop counts, so numbers may differ by a token."""
         tokens = CounterMetricFamily("vllm:generation_tokens", "Answer tokens.", labels=_BY_LANE)
         gaps = HistogramMetricFamily(
             "vllm:inter_token_latency_seconds", "Seconds between two tokens of an answer.", labels=_BY_LANE

@@ -18,15 +18,15 @@ from worker.monitoring.health import Health
 
 logger = logging.getLogger("sluice.probes")
 
-_CLOSE_S = 0.1  # how often the server looks whether it shall close
-_MOST_DROPPED = 65_536  # bytes of a body that nobody asked for; after more the answer may be lost
+_CLOSE_S = 0.1  # interval at which the server checks if it must close
+_MOST_DROPPED = 65_536  # bytes of an unwanted body that are read; the answer to a longer one may be lost
 _TEXT = "text/plain; charset=utf-8"
 
 
 @contextmanager
 def answer_probes(port: int | None, registry: CollectorRegistry, health: Health) -> Iterator[None]:
-    """Answer inside the block, to whoever can reach this machine: there are no prompts and no ids in the answers.
-    Without a port, nobody listens. Raises `CannotStart` if the port cannot be had."""
+    """Serve while the block runs, to every client that can reach this machine: answers contain no prompts and no ids.
+    Without a port, nothing is served. Raises `CannotStart` if the port cannot be opened."""
     if port is None:
         yield
         return
@@ -46,7 +46,7 @@ def answer_probes(port: int | None, registry: CollectorRegistry, health: Health)
 
 
 class _Server(ThreadingTCPServer):
-    """Not an HTTPServer: that one looks up this machine's name at start, which may take seconds."""
+    """A plain TCP server: HTTPServer resolves this machine's name at start, which may take seconds."""
 
     allow_reuse_address = True  # a worker that is started again finds its port free
     daemon_threads = True  # a scrape does not hold up the end
@@ -58,7 +58,7 @@ class _Server(ThreadingTCPServer):
 
 class _Handler(MetricsHandler):
     health: Health
-    timeout = 10.0  # whoever connects and asks nothing does not keep a thread
+    timeout = 10.0  # a connection without a request does not keep a thread
 
     def do_GET(self) -> None:
         match self.path.partition("?")[0]:
@@ -77,7 +77,7 @@ class _Handler(MetricsHandler):
         self.do_GET()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer in plain text what the library answers in HTML: most of all a method that has no `do_...` here."""
+        """Send errors as plain text instead of the library's HTML, in particular for methods without a `do_...`."""
         if code == HTTPStatus.NOT_IMPLEMENTED:
             self._answer(405, _TEXT, b"Only GET and HEAD are answered here.\n", allow="GET, HEAD")
             self._drop_body()
@@ -85,7 +85,7 @@ class _Handler(MetricsHandler):
             self._answer(code, _TEXT, f"{message or HTTPStatus(code).phrase}\n".encode("ascii", "replace"))
 
     def _drop_body(self) -> None:
-        """A connection that is closed with unread bytes is reset, and the answer may be lost with it."""
+        """Read the body: a connection that is closed with unread bytes is reset, and the answer may be lost."""
         length = self.headers.get("Content-Length", "")
         if length.isascii() and length.isdecimal() and len(length) < 10:
             self.rfile.read(min(int(length), _MOST_DROPPED))
