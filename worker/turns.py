@@ -33,7 +33,7 @@ class Turns:
             self.give_back()
 
     async def take(self, lane: Lane, tenant: str) -> None:
-        """Wait for a slot. Whoever took one gives it back."""
+        """Wait for a slot. The caller must give it back."""
         turn = self.queue(lane, tenant)
         try:
             await turn
@@ -43,8 +43,8 @@ class Turns:
             raise
 
     def queue(self, lane: Lane, tenant: str, used_s: float = 0.0) -> Turn:
-        """Return a turn that is waited for, or cancelled. `used_s`: how long the job has had a slot before; of a
-        tenant's jobs the one comes first that has had it the shortest."""
+        """Return a turn to await or cancel. `used_s`: seconds for which the job has had a slot before; of a tenant's
+        jobs, the one with the least comes first."""
         turn = asyncio.get_running_loop().create_future()
         self._lines[lane].add(turn, tenant, used_s)
         self._grant()

@@ -1,1 +1,1 @@
-"""The folder whose batch files the worker runs by itself."""
+"""Runs the batch files of a folder: inbox, schedule and feeder processes."""

@@ -1,1 +1,1 @@
-"""From a queued body to JSON values: large bodies never hold up the event loop or another thread."""
+"""Parses queued bodies as JSON without blocking the event loop or another thread for long."""

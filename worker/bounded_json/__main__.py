@@ -1,4 +1,4 @@
-"""The process that reads one dear body from stdin and writes a marshalled verdict to stdout: see `reader`."""
+"""Child process that reads one expensive body from stdin and writes a marshalled verdict to stdout: see `reader`."""
 
 import marshal
 import sys

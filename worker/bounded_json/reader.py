@@ -70,7 +70,7 @@ class _Lane:
         return await asyncio.wrap_future(running)
 
     def _freed(self, loop: asyncio.AbstractEventLoop, _: Future[Any]) -> None:
-        with suppress(RuntimeError):  # the loop has closed: nobody waits
+        with suppress(RuntimeError):  # the loop has closed: no job waits
             loop.call_soon_threadsafe(self._turns.give_back)
 
 

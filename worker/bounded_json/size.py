@@ -1,4 +1,4 @@
-"""How dear a body is to read, found out from its bytes."""
+"""Estimates from a body's bytes how expensive it is to parse."""
 
 import re
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ _STRING = re.compile(rb'"[^"]*"?')
 
 
 def is_expensive(body: bytes) -> bool:
-    """Whether to read it could hold the interpreter's lock for more than some 50 ms. Takes 30 ms for 16 MB, in
-    slices, so that other threads run between them. Counts what is inside of strings too."""
+    """True if parsing could hold the interpreter's lock for more than about 50 ms. Takes 30 ms for 16 MB, in slices, so
+    that other threads run between them. Counts characters inside strings too."""
     if len(body) > _WIDE_BYTES and not body.isascii():
         return True
     values = escapes = 0
@@ -27,8 +27,8 @@ def is_expensive(body: bytes) -> bool:
 
 
 def count_values(text: bytes) -> int:
-    """Commas and opening brackets outside of strings. Exact for JSON; what is not JSON is never read as more.
-    Takes some 0.3 s for 16 MB, in slices."""
+    """Count the commas and opening brackets outside of strings. The count is exact for JSON; from other bytes, the
+    parser never reads more values than it. Takes about 0.3 s for 16 MB, in slices."""
     count, carried, inside = 0, b"", False
     for part in _slices(text):
         plain = (carried + part).replace(b"\\\\", b"")
@@ -40,7 +40,7 @@ def count_values(text: bytes) -> int:
 
 
 def limits(length: int) -> tuple[int, int]:
-    """Seconds of processor time and bytes of addresses for the child process that reads a body of this length."""
+    """Return the limits of the child process for a body of `length` bytes: CPU seconds, and bytes of address space."""
     return 5 + length // 2_000_000, (1 << 30) + 40 * length
 
 

@@ -1,4 +1,4 @@
-"""JSON as its standard has it, and a sentence for what is not."""
+"""Parses JSON strictly by its standard, with a message for anything else."""
 
 import json
 import re
@@ -15,11 +15,11 @@ TOO_DEEP = "The job's body is nested too deeply to be read; nest its lists and o
 
 
 class NotJson(ValueError):
-    """The message is a sentence for whoever sent it."""
+    """The body is not valid JSON. The message is for the client."""
 
 
 def loads(raw: bytes) -> Any:
-    """Raises `NotJson`."""
+    """Parse UTF-8 JSON with finite numbers. Raises `NotJson`."""
     try:
         return json.loads(
             raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite, parse_int=_whole_number
@@ -37,7 +37,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _finite(digits: str) -> float:
-    """1e999 would be read as infinity, which cannot be written again."""
+    """Parse a finite number: 1e999 would become infinity, which JSON cannot represent."""
     number = float(digits)
     if not isfinite(number):
         raise NotJson(f"The request holds the number {_short(digits)}; numbers go up to 1.8e308.")
@@ -54,7 +54,7 @@ def _whole_number(digits: str) -> int:
 
 
 def _short(digits: str) -> str:
-    """The beginning and the exponent."""
+    """Return the digits; of a long number, the beginning and the exponent."""
     if len(digits) <= _ECHOED:
         return digits
     exponent = re.search(r"[eE][+-]?\d{1,6}$", digits)

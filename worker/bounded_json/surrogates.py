@@ -1,4 +1,4 @@
-"""Halves of surrogate pairs: JSON can spell them, and no text holds them."""
+"""Finds lone surrogates: JSON escapes can spell them, but UTF-8 text cannot contain them."""
 
 import re
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def _places(value: Any, path: str) -> Iterator[str]:
 
 
 def _longer(path: str, name: str) -> str:
-    """A name that is no plain word is left out of the path."""
+    """Append a name to the path, unless it is not a plain word."""
     if not _PLAIN_NAME.fullmatch(name):
         return path
     return f"{path}.{name}" if path else name

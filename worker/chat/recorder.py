@@ -1,4 +1,4 @@
-"""What is said and counted while a row runs: deltas and progress on the way, usage and timings."""
+"""Records a running row: delta and progress events, usage and timings."""
 
 import logging
 import time
@@ -18,14 +18,14 @@ from worker.text.output.output import OutputDelta, together
 
 logger = logging.getLogger("sluice.jobs")
 
-Entry = dict[str, Any]  # of a token, in OpenAI's form
+Entry = dict[str, Any]  # logprobs of a token, in OpenAI's form
 
 _PROGRESS_EVERY_S = 0.25
-_GATHER_S = {"interactive": 0.0, "batch": 1.0}  # offline deltas are gathered, so that a file does not fill Redis
+_GATHER_S = {"interactive": 0.0, "batch": 1.0}  # offline deltas are merged, so that a batch does not fill Redis
 
 
 class Pace:
-    """Speed of the tokens of one attempt, by when the engine made them: several may reach the event loop at once."""
+    """Token rate of one attempt, by the engine's times: several tokens may reach the event loop at once."""
 
     def __init__(self) -> None:
         self._tokens, self._first_at, self._last_at = 0, 0.0, 0.0
@@ -43,6 +43,8 @@ class Pace:
 
 
 class JobRecorder:
+    """Counts and reports one attempt at a job, on the event loop."""
+
     def __init__(self, job: Job, metrics: Metrics) -> None:
         self._job, self._metrics = job, metrics
         self._began = self._said_progress = self._said_delta = time.monotonic()
@@ -50,7 +52,7 @@ class JobRecorder:
         self._prefilled_at = self._first_at = self._last_at = self._began
         self._gather_s = _GATHER_S[job.claim.lane]
         self._ids: list[int] = []
-        self._said = OutputDelta()  # gathered, and not told yet
+        self._said = OutputDelta()  # not emitted yet
         self._logprobs: list[Entry] = []
         self._told: list[OutputDelta] = []
         self._told_logprobs: list[bytes] = []
@@ -59,7 +61,7 @@ class JobRecorder:
         self.specprefill = SpecPrefillReport()
 
     def resume(self, earlier: Delivered, receipt: SpecPrefillReport | None) -> None:
-        """Count what was delivered before; timings are of this attempt alone."""
+        """Count the output that earlier attempts delivered. Timings are of this attempt alone."""
         self.specprefill = receipt or self.specprefill
         self._job.usage.kept_tokens = self.specprefill.kept_tokens
         self._told.append(earlier.said)
@@ -68,18 +70,19 @@ class JobRecorder:
 
     def prefilled(self, done: int, total: int, cached: int) -> None:
         self._prefilled_at = time.monotonic()
-        if not self._steps:  # else a row came again, after a failure, and began with what it had computed itself
+        if not self._steps:  # else the row is recomputed after a failure, from KV state that it computed itself
             self._job.usage.cached_tokens = min(cached, self._job.usage.prompt_tokens)
         self.progress("prefill", done, total)
 
     def progress(self, phase: Literal["encoding", "scoring", "prefill"], done: int, total: int) -> None:
+        """Emit a progress event, at most one every `_PROGRESS_EVERY_S` seconds, and none for the end of a phase."""
         now = time.monotonic()
         if done < total and now - self._said_progress >= _PROGRESS_EVERY_S:
             self._said_progress = now
             self._job.log.append("progress", phase=phase, done=done, total=total)
 
     def decided(self, outcome: SpecPrefillApplied | SpecPrefillSkipped, fingerprint: str) -> None:
-        """Which tokens of the prompt are computed. Told with the next events, and so before the first token is."""
+        """Record which prompt tokens are computed. It is written with the next events, so before the first token."""
         self.specprefill.saw(outcome)
         self._job.usage.kept_tokens = self.specprefill.kept_tokens
         self._job.log.fields["specprefill"] = stored(self.specprefill, fingerprint)
@@ -94,7 +97,11 @@ class JobRecorder:
         at: float | None = None,
         last: bool,
     ) -> None:
-        """`at`: monotonic seconds when the engine had made the token; None is now."""
+        """Record a row's outcome of one step.
+
+        `token` is None if the step ended the answer without one. `rows`: rows in the step. `at`: monotonic seconds at
+        which the engine had made the token; None is now. `last`: if True, gathered output is emitted at once.
+        """
         now = time.monotonic()
         gap_s, self._last_at = now - self._last_at if self._steps else None, now
         if self._steps == 0:
@@ -123,7 +130,7 @@ class JobRecorder:
         )
 
     def flush(self) -> None:
-        """Say what was gathered."""
+        """Emit the gathered output as one delta event."""
         if self._ids or self._said:
             logprobs = {"logprobs": self._logprobs} if self._logprobs else {}
             self._job.log.append("delta", token_ids=self._ids, **_fields(self._said), **logprobs)
@@ -135,7 +142,7 @@ class JobRecorder:
     def answer(
         self, request: ChatRequest, served: WorkerContext, seed: int, finish_reason: str, voided: Container[int]
     ) -> JobResult:
-        """`voided`: tool calls that were announced and turned out to be none."""
+        """Return the result of a finished job. `voided`: indices of tool calls that were emitted and then retracted."""
         timings = self._timings()
         spent = f"{self._job.usage.completion_tokens} tokens in {timings['ttft_s'] + timings['decode_s']:.3f} s"
         rate = f", {timings['tokens_per_s']:.1f} tokens/s" if timings["tokens_per_s"] else ""
@@ -166,6 +173,6 @@ class JobRecorder:
 
 
 def _fields(said: OutputDelta) -> dict[str, object]:
-    """Of a delta: those that are not empty."""
+    """Return the non-empty fields of a delta event."""
     fields = {"content": said.content, "reasoning": said.reasoning, "tool_calls": said.tool_calls}
     return {name: value for name, value in fields.items() if value}

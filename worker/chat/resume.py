@@ -1,4 +1,4 @@
-"""What earlier attempts at a job have delivered, so that a new one goes on after it."""
+"""Reads the output that earlier attempts at a job delivered, so that a new attempt continues it."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ _ENDINGS: tuple[Literal["length", "stop"], ...] = ("length", "stop")
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """Since an attempt last started over."""
+    """Output delivered since an attempt last started over."""
 
-    fingerprint: str  # of the model that said it
+    fingerprint: str  # of the model that generated it
     seed: int
     tokens: tuple[int, ...]
     said: OutputDelta
-    logprobs: tuple[bytes, ...] = ()  # an entry a token, as JSON
+    logprobs: tuple[bytes, ...] = ()  # one entry per token, as JSON
 
 
 class _AttemptBegins(Sent):
@@ -48,16 +48,16 @@ class _Delta(Sent):
     logprobs: list[dict[str, Any]] = Field(default_factory=list)
 
 
-# Stands for a log that no worker wrote: nothing is known of what its readers received.
+# Stands for a log that no worker wrote: it is unknown which output its readers received.
 _UNREADABLE = Delivered("", 0, (), OutputDelta())
 
 
 def taken_up(
     log: Iterable[bytes], model: tuple[str, int] | None, afresh: Callable[[], Output], vocab: int, check: Check = never
 ) -> tuple[Delivered | None, "Replayed | None"]:
-    """Read what was delivered, and replay it if it is of this model: its fingerprint and the seed. A log with a token
-    that is not in the vocabulary is not replayed, since the engine would index its embeddings by it. An answer may be
-    long, so the check is called between tokens."""
+    """Read the delivered output, and replay it if fingerprint and seed equal `model`. A log with a token that is not in
+    the vocabulary is not replayed, since the engine would index its embeddings by it. An answer may be long, so `check`
+    is called between tokens."""
     try:
         earlier = delivered(log, check)
     except (ValueError, RecursionError):
@@ -68,7 +68,7 @@ def taken_up(
 
 
 def delivered(log: Iterable[bytes], check: Check = never) -> Delivered | None:
-    """Return None if no attempt has begun. Raises ValueError for a log that no worker wrote."""
+    """Return the delivered output; None if no attempt has begun. Raises ValueError for a log that no worker wrote."""
     fingerprint, seed, tokens, said, logprobs = "", 0, list[int](), list[OutputDelta](), list[bytes]()
     for event in map(loads, log):
         check()
@@ -96,13 +96,13 @@ def _said(delta: dict[str, Any]) -> OutputDelta:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    output: Output  # where the earlier attempt's was
-    # Its last words were let out: the worker died between that and the final event.
+    output: Output  # in the state of the earlier attempt's
+    # True if the answer was complete: the worker died before it wrote the final event.
     ended: bool
 
 
 def replay(earlier: Delivered, afresh: Callable[[], Output], check: Check = never) -> Replayed | None:
-    """By the tokens that were delivered. None where they say something else now."""
+    """Replay the delivered tokens. Returns None if they yield another text than the delivered one."""
 
     def fed(output: Output) -> Iterator[OutputDelta]:
         for token in earlier.tokens:

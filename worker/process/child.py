@@ -1,4 +1,4 @@
-"""Processes for work that no thread can do, since it cannot be stopped there or holds the interpreter's lock."""
+"""Child processes, for work that a thread could not stop, or that would hold the interpreter's lock there."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
-_ROOT = Path(__file__).parents[2]  # where the package `worker` is found
+_ROOT = Path(__file__).parents[2]  # the folder of the package `worker`
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Ended:
 async def run_child(module: str, given: bytes) -> Ended:
     """Run `python -m module` once, with `given` on its standard input. If the caller is cancelled, the process ends.
 
-    It is started and waited for on a thread of its own: a client chooses how often, and the event loop has other work.
+    A thread of its own starts it and waits for it, so that the event loop is not blocked.
     """
     child, thread = _Child(module, given), ThreadPoolExecutor(1, "child")
     running = asyncio.get_running_loop().run_in_executor(thread, child.run)
@@ -47,7 +47,7 @@ class _Child:
     def run(self) -> Ended:
         with start(self._module) as process:
             self._process = process
-            if self._unwanted.is_set():  # in this order: `kill` sets it before it looks for a process
+            if self._unwanted.is_set():  # in this order: `kill` sets it before it checks for a process
                 process.kill()
             output, errors = process.communicate(self._given)
         return Ended(process.returncode, output, errors)

@@ -1,4 +1,4 @@
-"""The end of the process, whatever its threads do: native code cannot be interrupted, and Python waits for it."""
+"""Ends the process even if a thread does not: native code cannot be interrupted, and Python waits for it."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ class ExitTimer:
         self._watch: asyncio.Task[None] | None = None
 
     def exit_after(self, limit_s: float, code: int, error: BaseException | None = None) -> None:
-        """Returns at once. Replaces what was set before. `error`: logged if the limit is reached."""
+        """Start the timer in place of an earlier one. Returns at once. `error` is logged if the limit is reached."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = threading.Timer(limit_s, _end, (code, error))
@@ -34,14 +34,14 @@ class ExitTimer:
         self._timer.start()
 
     def when(self, hurry: asyncio.Event, limit_s: float, code: int) -> None:
-        """Set the limit as soon as the event is set. Replaces the call before."""
+        """Start the timer when the event is set. Replaces an earlier call."""
         if self._watch is not None:
             self._watch.cancel()
         self._watch = asyncio.create_task(self._await(hurry, limit_s, code))
 
     @contextmanager
     def after_error(self, limit_s: float) -> Iterator[None]:
-        """Set the limit if the block raises: what comes after it may wait for a thread."""
+        """Start the timer if the block raises: the clean-up that follows may wait for a thread."""
         try:
             yield
         except BaseException as error:

@@ -5,7 +5,7 @@ import sys
 
 
 def limit_resources(*, cpu_s: int, address_bytes: int) -> None:
-    """Bound the process that calls this. It ends by SIGXCPU when its time is spent."""
+    """Limit the calling process. SIGXCPU ends it when its CPU time is spent. The address limit holds on Linux only."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
     if sys.platform == "linux":  # macOS does not enforce this one
