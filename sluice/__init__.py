@@ -1,6 +1,7 @@
-"""What a backend imports: submit a chat, stream its tokens, fetch its result, cancel it; run files of chats offline.
+"""Client library for backends: submit a chat, stream its tokens, fetch its result, cancel it; run files of chats
+offline.
 
-`Client` is for asyncio, `SyncClient` for threads; `sse` serves a job to a browser, `openai` to OpenAI's clients.
+`Client` is for asyncio, `SyncClient` for threads; `sse` streams a job to a browser, `openai` to OpenAI clients.
 
 Needs redis-py and nothing else; the daemon's packages `worker` and `schemas` are never imported.
 """

@@ -1,4 +1,4 @@
-"""The end of a job before its time: at once while it waits, through its worker when it runs."""
+"""Cancellation of jobs: immediate while a job is queued, through its worker when it runs."""
 
 import uuid
 from collections.abc import Iterator, Sequence
@@ -19,12 +19,14 @@ _AT_ONCE = 100  # queues, or jobs, in one call
 
 
 class Cancellation:
+    """Cancels jobs with the script `cancel.lua`."""
+
     def __init__(self, redis: Redis, retries: Retries) -> None:
         self._redis, self._retries = redis, retries
         self._script = redis.register_script(source("cancel"))
 
     async def cancel(self, job_id: str) -> Outcome:
-        """Raises `CancelNotStored`."""
+        """Cancel one job; the outcomes are those of `Client.cancel`. Raises `CancelNotStored`."""
         mark = _new_mark()
         outcome, error = await self._cancel(job_id, [], mark)
         if outcome == b"lost":  # queued by a plain producer: its state does not name the queue
@@ -36,8 +38,8 @@ class Cancellation:
         return _named(outcome)
 
     async def cancel_all(self, job_ids: Sequence[str]) -> None:
-        """Cancel jobs that our submit queued, riding out an outage. A full server keeps no request for those that run;
-        their workers receive it all the same."""
+        """Cancel jobs that `Submission` queued, riding out an outage. A server out of memory stores no request for
+        running jobs; their workers receive it all the same."""
         for start in range(0, len(job_ids), _AT_ONCE):
             await self._retries.run_until_answered(partial(self._cancel_some, job_ids[start : start + _AT_ONCE]))
 
@@ -50,7 +52,7 @@ class Cancellation:
                     raise answer
 
     async def end_waiting(self, queue: str, job_ids: Sequence[bytes]) -> int:
-        """Cancel those that wait in this queue; the others are left alone. Returns the number of those that ended."""
+        """Cancel the given jobs that wait in this queue; others are unchanged. Returns the number of jobs cancelled."""
         ended, mark = 0, _new_mark()
         for start in range(0, len(job_ids), _AT_ONCE):
             some = job_ids[start : start + _AT_ONCE]
@@ -68,7 +70,7 @@ class Cancellation:
         for queues in _pages(sorted(await self._retries.scan(wire.QUEUES))):
             outcome, error = await self._cancel(job_id, queues, mark)
             if outcome == b"ended":
-                break  # by a worker that has received the request meanwhile
+                break  # a worker has received the request in the meantime
             if outcome != b"lost":
                 return outcome, error
         return b"requested", error
@@ -80,7 +82,7 @@ class Cancellation:
 
 
 def _new_mark() -> str:
-    """Return what the script stores with the jobs that it ends: by it a call that is sent again knows them."""
+    """Return an id that the script stores with the jobs it ends, so that a resent call recognizes them."""
     return uuid.uuid4().hex
 
 

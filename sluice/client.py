@@ -1,4 +1,4 @@
-"""The client for web backends: `submit`, `stream`, `result`, `cancel`."""
+"""The asyncio client for web backends: `submit`, `stream`, `result`, `cancel`."""
 
 import asyncio
 import json
@@ -29,21 +29,21 @@ from sluice.transport.connection import connect
 from sluice.transport.retries import Retries
 from sluice.wire import Event, JobError, Lane
 
-_WORKER_EVERY_S = 0.25  # how often a submit that waits for a worker looks again
+_WORKER_EVERY_S = 0.25  # between two checks of a submit that waits for a worker
 
 
 class Client:
-    """Any number of jobs and streams over a handful of connections.
+    """The asyncio client. Any number of jobs and streams share a few connections.
 
         async with Client("redis://localhost:6379/0") as client:
             job = await client.submit([{"role": "user", "content": "Hello!"}])
             async for event in client.stream(job.id):
                 ...
 
-    No connection is waited for in vain: a silent one is dropped within a few seconds, and a new one made. Calls are
-    tried again for about five seconds; what waits for a job or a run (`stream`, `result`, `batch_events`) rides out
-    an outage of up to `outage_s` seconds. Then `ServerUnreachable` is raised. What the server refuses, for a
-    wrong password or a missing permission, is raised at once, as redis-py's error.
+    An unresponsive connection is dropped within a few seconds and replaced. Calls are retried for about five seconds;
+    calls that wait for a job or a run (`stream`, `result`, `batch_events`) survive an outage of up to `outage_s`
+    seconds. After that `ServerUnreachable` is raised. If the server refuses a command, for example because of a wrong
+    password or a missing permission, redis-py's error is raised at once.
     """
 
     def __init__(
@@ -53,10 +53,11 @@ class Client:
         redis: Redis | None = None,
         outage_s: float | None = 60.0,
     ) -> None:
-        """`redis`: a client of yours to use instead; it must not decode responses, and you close it. `outage_s`: None
-        waits for ever.
+        """Create a client that connects with its first call.
 
-        Raises ValueError if the URL cannot be read; its password is not in the sentence.
+        `redis`: an existing client to use instead of `url`; it must not decode responses, and the caller closes it.
+        `outage_s`: the longest outage to wait out, in seconds; None waits for ever. Raises ValueError if the URL is
+        invalid (the message never quotes its password) or `redis` decodes responses.
         """
         self._owned = redis is None
         self._redis: Redis = redis or connect(url)
@@ -76,6 +77,7 @@ class Client:
         await self.aclose()
 
     async def aclose(self) -> None:
+        """Close the pub/sub connection, and the Redis client unless the caller passed it in."""
         await self._hub.aclose()
         if self._owned:
             await self._redis.aclose()
@@ -89,17 +91,17 @@ class Client:
         id: str | None = None,
         wait_worker_s: float | None = None,
     ) -> Submitted:
-        """Queue a chat: the body of an OpenAI chat completion, or just its messages.
+        """Queue a chat: the body of an OpenAI chat completion, or only its messages.
 
         Without a `lane`, the request's `service_tier` decides: "flex" is the batch lane, all else is interactive.
 
-        A job for a model that nobody serves waits for a worker; `served` of the answer says whether there is one. With
-        `wait_worker_s` the job is queued only once a worker is alive, and `NoWorker` is raised if there is none within
-        so many seconds; 0 does not wait.
+        A job for a model without a worker waits for one; `Submitted.served` is True if a live worker serves the model.
+        With `wait_worker_s` the job is queued only once a worker is alive, and `NoWorker` is raised if none appears
+        within that many seconds; 0 does not wait.
 
-        Submitting an id twice queues one job, and the second call learns its state. The request is checked by
-        the worker; a bad one ends as `failed` with a sentence. Raises `QueueFull`, or ValueError for a bad id,
-        model or lane.
+        Submitting an id twice queues one job, and the second call returns its state. The worker validates the request;
+        an invalid one ends as `failed` with an explanation. Raises `QueueFull`, `ServerUnreachable`, or ValueError for
+        a bad id, model or lane.
         """
         body = dict(request) if isinstance(request, Mapping) else {"messages": list(request)}
         job = NewJob(uuid.uuid4().hex if id is None else id, body, model, lane or lane_of(body))
@@ -118,27 +120,27 @@ class Client:
                 await asyncio.sleep(min(_WORKER_EVERY_S, left_s))
 
     async def stream(self, job_id: str, *, after: int = -1, unknown_s: float = 10.0) -> AsyncGenerator[Event]:
-        """Every event after the given `seq`, once and in order, up to the final one.
+        """Yield every event after sequence number `after`, once and in order, up to the final one.
 
-        Late, dropped and repeated subscribers all see the same. Raises `UnknownJob` when there has been no
-        trace of the job for `unknown_s` seconds, `UnreadableLog` when its list of events holds a foreign item,
-        `ServerUnreachable` after an outage of the client's `outage_s`, and ValueError where `after` is not an integer
-        from -1 to 2**53.
+        Late, reconnected and repeated subscribers all receive the same events. Raises `UnknownJob` if there has been no
+        trace of the job for `unknown_s` seconds, `UnreadableLog` if its list of events holds a foreign item,
+        `ServerUnreachable` after an outage of the client's `outage_s`, and ValueError if `after` is not an integer from
+        -1 to 2**53.
         """
         async with aclosing(self._streams.follow(job_id, after, unknown_s)) as heard:
             async for _, event in heard:
                 yield event
 
     async def stream_json(self, job_id: str, *, after: int = -1, unknown_s: float = 10.0) -> AsyncGenerator[bytes]:
-        """The same as `stream`, each event as the JSON that the worker wrote: to pass on, or to keep."""
+        """Yield the events of `stream`, each as the JSON that the worker wrote, to forward or to store."""
         async with aclosing(self._streams.follow(job_id, after, unknown_s)) as heard:
             async for raw, _ in heard:
                 yield raw
 
     async def result(self, job_id: str, *, timeout: float | None = None) -> dict[str, Any]:
-        """The `chat.completion` object, waiting for it if need be.
+        """Return the `chat.completion` object, waiting until the job has ended.
 
-        Raises `JobFailed`, `JobCancelled`, `UnknownJob`, TimeoutError after `timeout` seconds, or
+        Raises `JobFailed`, `JobCancelled`, `UnknownJob`, TimeoutError after `timeout` seconds (None waits for ever), or
         `ServerUnreachable`.
         """
         wire.check_job_id(job_id)
@@ -153,23 +155,26 @@ class Client:
         return _completion(json.loads(stored))
 
     async def cancel(self, job_id: str) -> Outcome:
-        """End a job. One that waits in its queue is "cancelled" at once, whether a worker is there or not. For one that
-        runs the end is "requested": its stream then ends with `cancelled`, unless it has just finished. "ended": there
-        was nothing left to cancel. A request for an id that is not known yet holds for an hour.
+        """Cancel a job and return the outcome.
 
-        Raises `CancelNotStored` where the server is full: the workers were told all the same."""
+        "cancelled": the job was still queued and has ended, with or without a live worker. "requested": the job runs,
+        and its stream ends with `cancelled` unless it finishes first. "ended": the job had ended before. A request for
+        an id that is not known yet holds for an hour.
+
+        Raises `CancelNotStored` if the server is out of memory; the workers have received the request all the same.
+        """
         wire.check_job_id(job_id)
         return await self._cancellation.cancel(job_id)
 
     async def waits_for(self, job_id: str) -> str | None:
-        """Return the model for which a queued job waits; None if it does not wait, or a plain producer queued it."""
+        """Return the model for which a queued job waits; None if it is not queued, or a plain arq producer queued it."""
         wire.check_job_id(job_id)
         read = partial(self._redis.hmget, wire.job_key(job_id), ["state", "model"])
         state, model = await self._retries.run(read)
         return model.decode() if state == b"queued" and model else None
 
     async def state(self, job_id: str) -> str | None:
-        """queued, running, finished, failed or cancelled; None where there is no trace of the job."""
+        """Return queued, running, finished, failed or cancelled; None if there is no trace of the job."""
         wire.check_job_id(job_id)
         state: bytes | None = await self._retries.run(lambda: self._redis.hget(wire.job_key(job_id), "state"))
         if state is None:  # other producers than ours write no state
@@ -177,20 +182,20 @@ class Client:
         return state.decode()
 
     async def workers(self) -> list[dict[str, str]]:
-        """The live workers, as they describe themselves."""
+        """Return the fields that each live worker publishes about itself."""
         return await self._workers.read_all()
 
     async def dead_letters(self) -> list[DeadLetter]:
-        """The jobs that took workers down with them, oldest first."""
+        """Return the dead letters, the jobs that crashed workers, oldest first."""
         return await self._letters.read_all()
 
     async def dead_letter(self, job_id: str) -> DeadLetter:
-        """Raises `UnknownJob`."""
+        """Return one dead letter. Raises `UnknownJob`."""
         return await self._letters.read(job_id)
 
     async def retry(self, job_id: str) -> Submitted:
-        """Submit a dead letter again, under a new id, and drop the letter. Raises `UnknownJob`, `QueueFull`, and
-        ValueError if its body is gone or broken."""
+        """Submit a dead letter again under a new id, and delete the letter. If the submission fails, the letter is
+        restored. Raises `UnknownJob`, `QueueFull`, and ValueError if its body is missing or broken."""
         letter = await self.dead_letter(job_id)
         request = letter.request
         await self._letters.take(letter)
@@ -201,7 +206,7 @@ class Client:
             raise
 
     async def drop_dead_letter(self, job_id: str) -> None:
-        """Raises `UnknownJob`."""
+        """Delete a dead letter. Raises `UnknownJob`."""
         await self._letters.take(await self.dead_letter(job_id))
 
     async def batch(
@@ -217,16 +222,16 @@ class Client:
         served_only: bool = False,
         on_progress: Callable[[Batch], None] = lambda batch: None,
     ) -> Batch:
-        """Run an OpenAI Batch file to its end; outages of the server are waited out, however long.
+        """Run an OpenAI Batch file to its end and return the final status; outages of the server are waited out,
+        however long.
 
-        Called again after it was cancelled or died, it goes on where it was. `models` maps the names in the file to
-        served ones, "*" any other. What is not done when the completion window ("90m"; 24h) has run out ends as
-        expired. A file with bad lines comes back as `failed`, with all of them in `errors`, and
-        nothing of it is run or kept. `window` is how many lines of a model are queued or running at once. With
-        `served_only` a file for a model that nobody serves is bad too, if others are served; else its lines wait for
-        a worker.
-        Raises `BatchRefused`, ValueError, OSError where a file cannot be written, or redis-py's error where the
-        server refuses.
+        A run that was interrupted, or whose process died, is resumed by the same call. `models` maps the model names in
+        the file to served ones; "*" stands for any other name. Lines that have not ended when the completion window
+        ("90m"; default 24h) runs out end as expired. A file with bad lines returns as `failed`, with the problems in
+        `errors`, and none of its lines is run. `window` is the number of lines of one model that are queued or running
+        at once. With `served_only` a file for a model without a worker is refused as well, if other models are served;
+        else its lines wait for a worker. `on_progress` is called a few times a second. Raises `BatchRefused`,
+        ValueError, OSError if a file cannot be written, or redis-py's error if the server refuses.
         """
         from sluice.batch.run import run  # files are locked as Unix does it, and a backend may be written elsewhere
 
@@ -236,37 +241,39 @@ class Client:
         return await run(self._redis, place, wish, on_progress)
 
     async def submit_batch(self, input: str | Path, folder: str | Path) -> Batch:
-        """Leave a file in the folder that is workers' SLUICE_BATCH_DIR; they run it at its time. Raises OSError."""
+        """Copy a file into the folder that is the workers' SLUICE_BATCH_DIR; they run it at its scheduled time. Raises
+        OSError."""
         from sluice.batch.folder import Folder, submit
 
         return await submit(self._redis, Folder(Path(folder).absolute()), Path(input))
 
     async def feed_batches(self, folder: str | Path, *, take: bool, models: Mapping[str, str]) -> None:
-        """One pass over such a folder: go on with what runs there, and `take` what lies in its inbox."""
+        """Make one pass over such a folder: resume the runs there, and start the files of its inbox if `take`. Returns
+        when these runs have ended."""
         from sluice.batch.folder import Folder, feed
 
         await feed(self._redis, Folder(Path(folder).absolute()), take=take, models=models)
 
     async def batch_status(self, batch_id: str) -> Batch:
-        """How a run goes, wherever it is fed. Raises `UnknownBatch`."""
+        """Return the status of a run, whichever host feeds it. Raises `UnknownBatch`."""
         batch: Batch = await self._retries.run(lambda: self._board.read(batch_id))
         return batch
 
     async def batches(self) -> list[Batch]:
-        """The runs that were heard of in the last week, oldest first."""
+        """Return the runs that reported within the last week, oldest first."""
         keys = await self._retries.scan(wire.BATCHES)
         batches: list[Batch] = await self._retries.run(lambda: self._board.read_all(keys))
         return batches
 
     async def cancel_batch(self, batch_id: str) -> Batch:
-        """Ask for the end of a run, and say how it is now. Raises `UnknownBatch`."""
+        """Request the cancellation of a run, and return its status before that. Raises `UnknownBatch`."""
         batch = await self.batch_status(batch_id)
         if not batch.ended:
             await self._retries.run(lambda: self._board.request_cancel(batch_id))
         return batch
 
     async def batch_events(self, batch_id: str) -> AsyncGenerator[Batch]:
-        """How the run is now, and again whenever that has changed, to its end. Raises `UnknownBatch`, and
+        """Yield the status of a run now and after each change, until it has ended. Raises `UnknownBatch`, and
         `ServerUnreachable` after an outage of the client's `outage_s`."""
         last: Batch | None = None
         async with self._hub.listen(wire.batch_channel(batch_id)) as mail:
@@ -278,11 +285,11 @@ class Client:
                         last = batch
 
     async def queued(self, model: str, lane: Lane) -> int:
-        """Jobs in the lane, those that run included."""
+        """Return the number of jobs in the lane, including those that run."""
         return int(await self._retries.run(lambda: self._redis.zcard(wire.queue_key(model, lane))))
 
     async def queues(self) -> list[Queue]:
-        """Every queue in which there are jobs, and how many workers serve it."""
+        """Return every queue that holds jobs, with the number of workers that serve its model."""
         return await self._queues.read_all([worker.get("model", "") for worker in await self.workers()])
 
     async def purge(
@@ -293,10 +300,11 @@ class Client:
         older_than_s: float = 0.0,
         on_progress: Callable[[int, int], None] = lambda done, ended: None,
     ) -> int:
-        """Cancel the jobs that wait in a queue, those that run excepted. Returns the number of those that ended.
+        """Cancel the jobs that wait in a queue, but not those that run. Returns the number of jobs cancelled.
 
-        `older_than_s`: only those that were queued so long ago. `on_progress` receives how many were looked at, and
-        how many of them ended."""
+        `older_than_s`: cancel only jobs that were queued at least this many seconds ago. `on_progress` receives the
+        number of jobs checked and the number cancelled, after each page.
+        """
         done = ended = 0
         async for ids in self._queues.pages(model, lane, older_than_s=older_than_s):
             ended += await self._cancellation.end_waiting(wire.queue_key(model, lane), ids)
@@ -305,7 +313,7 @@ class Client:
         return ended
 
     async def ping(self) -> None:
-        """Raises `ServerUnreachable` where no server answers."""
+        """Check that the server answers, with at most one retry. Raises `ServerUnreachable`."""
         await self._retries.run_for(self._redis.ping, 0.0)
 
     async def _stored_result(self, job_id: str) -> bytes | None:

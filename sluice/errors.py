@@ -1,4 +1,4 @@
-"""What can go wrong for a backend, apart from redis-py's own errors."""
+"""Exceptions of the client, apart from redis-py's own errors."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -11,15 +11,15 @@ from sluice.wording import counted
 
 
 class SluiceError(Exception):
-    """Base of all of these."""
+    """Base class of the client's exceptions."""
 
 
 class ServerUnreachable(SluiceError, ConnectionError):
-    """The server has not answered for as long as the caller is ready to wait; its cause is redis-py's last error."""
+    """The server has not answered within the caller's time limit; `__cause__` is redis-py's last error."""
 
 
 class UnknownJob(SluiceError):
-    """There is no such job: it was never submitted, or its events have expired."""
+    """The job does not exist: it was never submitted, or its events have expired."""
 
 
 class UnreadableLog(SluiceError):
@@ -27,7 +27,8 @@ class UnreadableLog(SluiceError):
 
 
 class QueueFull(SluiceError):
-    """The lane is at the workers' limit, and nothing was queued. Try again after `retry_after_s`."""
+    """The lane has reached the workers' limit, and nothing was queued. Retry after `retry_after_s` seconds; `length`
+    and `limit` count jobs."""
 
     def __init__(self, length: int, limit: int, retry_after_s: float) -> None:
         wait_s = max(1, math.ceil(retry_after_s))
@@ -36,8 +37,8 @@ class QueueFull(SluiceError):
 
 
 class NoWorker(SluiceError):
-    """No worker serves the model, and nothing was queued. `served`: the models that are; `close`: one of them that may
-    be meant."""
+    """No worker serves the model, and nothing was queued. `served`: the models that have workers; `close`: the one with
+    the most similar name, or None."""
 
     def __init__(self, model: str, served: Sequence[str]) -> None:
         self.model, self.served = model, tuple(sorted(served))
@@ -46,19 +47,19 @@ class NoWorker(SluiceError):
 
     @property
     def hint(self) -> str:
-        """What is served instead, to go behind a sentence."""
+        """The served models, as the end of a sentence."""
         if self.close:
             return f"; did you mean {self.close!r}?"
         return f"; {describe_served(self.served)}"
 
 
 def describe_served(models: Collection[str]) -> str:
-    """Name the models that are served instead."""
+    """Return a clause that lists the served models."""
     return f"there are workers for {', '.join(sorted(models))}" if models else "no worker is alive"
 
 
 class JobFailed(SluiceError):
-    """The job ended as `failed`; `error` says why, and whether trying again can help."""
+    """The job ended as `failed`; `error` holds the type, the message and if a retry can help."""
 
     def __init__(self, error: JobError) -> None:
         super().__init__(f"{error.type}: {error.message}")
@@ -66,7 +67,7 @@ class JobFailed(SluiceError):
 
 
 class JobCancelled(SluiceError):
-    """The job ended as `cancelled`."""
+    """The job ended as `cancelled`, for `reason`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -74,16 +75,16 @@ class JobCancelled(SluiceError):
 
 
 class CancelNotStored(SluiceError):
-    """Every worker was told to cancel the job, but the server is out of memory and did not keep the request: a job
-    that no worker knows yet will still run, unless it is cancelled again."""
+    """Every worker has received the cancel request, but the server is out of memory and did not store it: a job that no
+    worker has claimed yet will still run, unless it is cancelled again."""
 
 
 class UnknownBatch(SluiceError):
-    """There is no such offline run, or nothing has been heard of it for a week."""
+    """The offline run does not exist, or has not reported for a week."""
 
 
 class BatchRefused(SluiceError):
-    """An offline run cannot be started or resumed, and nothing was changed."""
+    """An offline run cannot be started or resumed; nothing was changed."""
 
 
 class BatchTaken(BatchRefused):

@@ -1,9 +1,9 @@
-"""A job's events in OpenAI's form, for a backend that serves OpenAI's clients.
+"""A job's events in OpenAI's format, for a backend that serves OpenAI clients.
 
     lines = await openai.sse(openai.chunks(client.stream(job.id)))
     return StreamingResponse(lines, media_type="text/event-stream")
 
-OpenAI has no field for reasoning. It comes as `reasoning`, beside `content`, as in our results and from vLLM.
+OpenAI has no field for reasoning. It is sent as `reasoning`, next to `content`, as in Sluice's results and in vLLM.
 """
 
 import json
@@ -24,24 +24,24 @@ Chunk = dict[str, Any]  # a `chat.completion.chunk`
 _STATUS = {
     "invalid_request": 400,
     "unsupported": 400,
-    "too_large": 400,  # OpenAI's for a prompt beyond the context
+    "too_large": 400,  # OpenAI's status for a prompt longer than the context
     "overloaded": 503,
     "deadline": 504,
     "internal": 500,
 }
-_MODEL = "default"  # of a request that names none
-_CANCELLED = 499  # what proxies log for a client that left; OpenAI's clients do not try it again
+_MODEL = "default"  # for a request without a model
+_CANCELLED = 499  # the status that proxies log for a disconnected client; OpenAI clients do not retry it
 
 
 class JobRestarted(SluiceError):
-    """The job starts over on another worker, and OpenAI's form cannot take back what was streamed.
+    """The job restarts on another worker, and OpenAI's format cannot retract the streamed text.
 
-    The job itself goes on: `client.result` will have the whole answer.
+    The job itself continues: `client.result` returns the whole answer.
     """
 
 
 class BadRequest(SluiceError):
-    """The body of the HTTP request is none that can be queued; `param` is the field, if it is one."""
+    """The body of the HTTP request cannot be queued; `param` is the invalid field, or None."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -49,9 +49,9 @@ class BadRequest(SluiceError):
 
 
 def read_body(raw: bytes) -> dict[str, Any]:
-    """Return the JSON object of an HTTP body, whose `model` is there and can be a queue's name. Raises `BadRequest`.
+    """Return the JSON object of an HTTP body, with a `model` that is a valid queue name. Raises `BadRequest`.
 
-    All other fields are for the worker to check.
+    The worker validates all other fields.
     """
     try:
         body = json.loads(raw, parse_constant=_refuse_constant, parse_float=_finite)
@@ -66,7 +66,7 @@ def read_body(raw: bytes) -> dict[str, Any]:
 
 
 def wants_usage(body: Mapping[str, Any]) -> bool:
-    """Return the `include_usage` of the request's `stream_options`."""
+    """Return True if the request's `stream_options` set `include_usage`."""
     options = body.get("stream_options")
     return isinstance(options, dict) and options.get("include_usage") is True
 
@@ -82,10 +82,10 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 async def chunks(events: AsyncGenerator[Event], *, include_usage: bool = False) -> AsyncGenerator[Chunk]:
-    """The events of a whole job, from its first; they are closed with this. Waiting and resuming say nothing.
+    """Yield the chunks of a whole job, from its first event; closes `events`. Progress and resumption yield no chunk.
 
-    `include_usage` is that of OpenAI's `stream_options`. Raises `JobFailed`, `JobCancelled`, `JobRestarted`, and
-    what the stream of events does.
+    `include_usage` is that of OpenAI's `stream_options`. Raises `JobFailed`, `JobCancelled`, `JobRestarted`, and every
+    error of the stream of events.
     """
     answer = _Answer(include_usage)
     async with aclosing(events):
@@ -95,17 +95,17 @@ async def chunks(events: AsyncGenerator[Event], *, include_usage: bool = False) 
 
 
 async def sse(chunks: AsyncGenerator[Chunk]) -> AsyncGenerator[str]:
-    """The body of the HTTP answer, as server-sent events. Waits for the first chunk, up to the job's start.
+    """Return the body of the HTTP response, as server-sent events. Waits for the first chunk, until the job starts.
 
-    What ends the job before that is raised here, while an HTTP status can still be chosen: see `error_reply`. What
-    ends it later is told in the stream, and OpenAI's clients raise it.
+    An error before that is raised here, while an HTTP status can still be chosen: see `error_reply`. A later error is
+    sent in the stream, and OpenAI clients raise it.
     """
     return _lines(await anext(chunks), chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """An HTTP answer; the headers tell OpenAI's clients whether to try again by themselves, and when."""
+    """An HTTP error response; the headers tell OpenAI clients if and when to retry."""
 
     status: int
     body: dict[str, Any]
@@ -113,6 +113,7 @@ class ErrorReply:
 
 
 def error_reply(error: SluiceError) -> ErrorReply:
+    """Return the HTTP response for an error of `read_body`, `Client.submit` or `sse`."""
     match error:
         case BadRequest(param=param):
             return _reply(400, "invalid_request", str(error), retryable=False, param=param)
@@ -132,11 +133,11 @@ def error_reply(error: SluiceError) -> ErrorReply:
 
 
 class _Answer:
-    """What was told of one answer so far."""
+    """State of one streamed answer: the fields common to its chunks, and if any text was sent."""
 
     def __init__(self, include_usage: bool) -> None:
         self._include_usage = include_usage
-        self._head: Chunk = {}  # what all chunks have in common
+        self._head: Chunk = {}  # fields common to all chunks
         self._told_any = False
 
     def chunks(self, event: Event) -> list[Chunk]:
@@ -172,7 +173,7 @@ class _Answer:
         said = {"reasoning": event.reasoning, "content": event.content, "tool_calls": list(event.tool_calls or ())}
         delta = {name: value for name, value in said.items() if value}
         if not delta and not event.logprobs:
-            return []  # the text of these tokens is held back
+            return []  # the text of these tokens is not final yet
         self._told_any = True
         logprobs = {"content": list(event.logprobs), "refusal": None} if event.logprobs else None
         return [self._chunk(delta, logprobs=logprobs)]
@@ -191,7 +192,7 @@ class _Answer:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """As in the stored result."""
+    """Return the usage in the format of the stored result."""
     images = {} if usage.image_tokens is None else {"image_tokens": usage.image_tokens}
     return {
         "prompt_tokens": usage.prompt_tokens,

@@ -1,4 +1,4 @@
-"""The live workers, each of which keeps a hash about itself on the server."""
+"""The live workers; each publishes a hash about itself on the server."""
 
 from typing import Any
 
@@ -9,23 +9,23 @@ from sluice.transport.retries import Command, Retries
 
 
 class Workers:
-    """Reads what workers publish about themselves. Values of others under such a key are skipped."""
+    """Reads the hashes that workers publish. Foreign values under such a key are skipped."""
 
     def __init__(self, redis: Redis, retries: Retries, *, waits_out_outages: bool = False) -> None:
         self._redis, self._retries, self._waits_out_outages = redis, retries, waits_out_outages
 
     async def read_all(self) -> list[dict[str, str]]:
-        """The fields of each live worker."""
+        """Return the fields of each live worker."""
         keys = await self._retries.scan(wire.WORKERS, waits_out_outages=self._waits_out_outages)
         found = [await self._read(key) for key in keys]
         return [worker for worker in found if worker]
 
     async def models(self) -> set[str]:
-        """The models that are served."""
+        """Return the models that have a live worker."""
         return {worker["model"] for worker in await self.read_all() if "model" in worker}
 
     async def _read(self, key: bytes) -> dict[str, str]:
-        """Nothing if the worker has just left, or if the key holds no hash."""
+        """Return the fields of one worker; empty if it has just exited, or if the key is not a hash."""
         if await self._send(lambda: self._redis.type(key)) != b"hash":
             return {}
         fields: dict[bytes, bytes] = await self._send(lambda: self._redis.hgetall(key))  # type: ignore[arg-type]

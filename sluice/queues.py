@@ -1,4 +1,4 @@
-"""The queues of a server, whether somebody serves them or not."""
+"""The queues of a server, with or without workers."""
 
 from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,30 +10,33 @@ from sluice import wire
 from sluice.transport.retries import Retries
 from sluice.wire import Lane
 
-_AT_ONCE = 1000  # ids in one answer
+_AT_ONCE = 1000  # ids in one reply
 
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """One lane of a model in which there are jobs."""
+    """One lane of a model that holds jobs."""
 
     model: str
     lane: Lane
-    jobs: int  # those that run included
-    oldest_s: float  # since the oldest of them was queued
-    workers: int  # that serve the model
+    jobs: int  # including those that run
+    oldest_s: float  # seconds since the oldest of them was queued
+    workers: int  # live workers of the model
 
     @property
     def served(self) -> bool:
+        """True if a live worker serves the model."""
         return self.workers > 0
 
 
 class Queues:
+    """Reads the queues of a server."""
+
     def __init__(self, redis: Redis, retries: Retries) -> None:
         self._redis, self._retries = redis, retries
 
     async def read_all(self, workers: Collection[str]) -> list[Queue]:
-        """Every queue with jobs, by model. `workers`: the model of each live worker."""
+        """Return every queue with jobs, sorted by model and lane. `workers`: the model of each live worker."""
         lanes = sorted(filter(None, map(wire.parse_queue_key, await self._retries.scan(wire.QUEUES))))
         found = [await self._read(model, lane, workers) for model, lane in lanes]
         return [queue for queue in found if queue is not None]
@@ -41,14 +44,15 @@ class Queues:
     async def _read(self, model: str, lane: Lane, workers: Iterable[str]) -> Queue | None:
         key = wire.queue_key(model, lane)
         if await self._retries.run(lambda: self._redis.type(key)) != b"zset":
-            return None  # it has just ended, or is a foreign value
+            return None  # the queue has just emptied, or is a foreign value
         jobs: int = await self._retries.run(lambda: self._redis.zcard(key))
         oldest = await self._retries.run(lambda: self._redis.zrange(key, 0, 0, withscores=True))
         since_s = await self._now() - oldest[0][1] / 1000 if oldest else 0.0
         return Queue(model, lane, jobs, max(0.0, since_s), list(workers).count(model)) if jobs else None
 
     async def pages(self, model: str, lane: Lane, *, older_than_s: float = 0.0) -> AsyncGenerator[Sequence[bytes]]:
-        """The ids of the jobs that were queued so long ago, oldest first, as they are at the beginning."""
+        """Yield pages of the ids of the jobs that were queued at least `older_than_s` seconds ago, oldest first. The
+        ids are read before the first page is yielded."""
         key = wire.queue_key(model, lane)
         until_ms = (await self._now() - older_than_s) * 1000 if older_than_s else "+inf"
         ids: list[bytes] = []

@@ -1,13 +1,13 @@
-"""A job's events as server-sent events, for a browser's `EventSource`. Needs no web framework, and fits any:
+"""A job's events as server-sent events, for a browser's `EventSource`. Works with any web framework:
 
     frames = sse.frames(client, job_id, last_event_id=request.headers.get("last-event-id"))
     return StreamingResponse(frames, headers=sse.HEADERS)
 
-`sync_frames` is the same with a `SyncClient`, for Django's `StreamingHttpResponse` or Flask's `Response`.
+`sync_frames` does the same with a `SyncClient`, for Django's `StreamingHttpResponse` or Flask's `Response`.
 
 Each frame's `id` is the event's `seq`, its `event` the type, its `data` the JSON that the worker wrote. An EventSource
-that lost its connection comes back by itself with the last id, and goes on after it. The page closes it on
-`finished`, `failed`, `cancelled` and `unknown`: left open, it would ask again.
+that loses its connection reconnects with the last id and continues after it. The page must close it on `finished`,
+`failed`, `cancelled` and `unknown`; otherwise it reconnects.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ from sluice.sync import iterating
 HEADERS = {
     "Content-Type": "text/event-stream",
     "Cache-Control": "no-store",
-    "X-Accel-Buffering": "no",  # nginx would hold events back
+    "X-Accel-Buffering": "no",  # or nginx buffers the events
 }
 KEEP_ALIVE_S = 15.0  # proxies cut a connection after 30 to 60 seconds of silence
-RETRY = b"retry: 500\n\n"  # milliseconds; by default browsers come back after 3 to 5 seconds
+RETRY = b"retry: 500\n\n"  # milliseconds; by default browsers reconnect after 3 to 5 seconds
 KEEP_ALIVE = b": keep-alive\n\n"
 UNKNOWN = b'event: unknown\ndata: {"message": "There is no such job, or its events have expired."}\n\n'
 
@@ -39,12 +39,12 @@ async def frames(
     keep_alive_s: float = KEEP_ALIVE_S,
     unknown_s: float = 10.0,
 ) -> AsyncGenerator[bytes]:
-    """The body of an HTTP answer: the events after `last_event_id`, up to the final one.
+    """Yield the body of an HTTP response: the events after `last_event_id`, up to the final one.
 
-    `last_event_id` is the request's header `Last-Event-ID`; all events come if it is None or not a `seq`. A comment
-    fills each `keep_alive_s` seconds without an event. A job without a trace for `unknown_s` seconds ends as the
-    event `unknown`, and so does an id that no job can have. Raises `ServerUnreachable` as `Client.stream` does: the
-    answer breaks off, and an EventSource comes back.
+    `last_event_id` is the request's header `Last-Event-ID`; all events are sent if it is None or not a `seq`. A comment
+    is sent after each `keep_alive_s` seconds without an event. A job without a trace for `unknown_s` seconds ends as
+    the event `unknown`, and so does an invalid id. Raises `ServerUnreachable` as `Client.stream` does: the response
+    breaks off, and an EventSource reconnects.
     """
     yield RETRY
     try:
@@ -69,7 +69,7 @@ sync_frames = iterating(frames)
 
 
 def seq_of(last_event_id: str | None) -> int:
-    """Return the number in a `Last-Event-ID` header; -1, which stands before all events, for anything else."""
+    """Return the number in a `Last-Event-ID` header; -1, which precedes all events, for anything else."""
     digits = (last_event_id or "").strip()
     if not (digits.isascii() and digits.isdigit() and len(digits) <= len(str(LAST_SEQ))):
         return -1
@@ -77,7 +77,7 @@ def seq_of(last_event_id: str | None) -> int:
 
 
 async def _take(source: ReadAhead[bytes], silence_s: float) -> list[bytes] | None:
-    """Return what has come, [] at the end, or None after `silence_s` seconds without anything."""
+    """Return the pending items, [] at the end, or None after `silence_s` seconds without an item."""
     try:
         async with asyncio.timeout(silence_s) as limit:
             return await source.take()

@@ -1,4 +1,4 @@
-"""How a job gets onto its queue: one Lua call, alone or with many others in one round trip."""
+"""Submission of jobs to their queues: one Lua call for each job, alone or many in one round trip."""
 
 import json
 import time
@@ -16,23 +16,25 @@ from sluice.transport.retries import Retries
 from sluice.transport.scripts import source
 from sluice.wire import Lane
 
-_FULL, _NO_WORKER = -1, -2  # submit.lua's answers
-_LONGEST_ESTIMATE_S = 3600.0  # a rate says nothing about a time further ahead
-_DRAINS_UNKNOWN_S = 60.0  # nothing has ended in the last minute
-_LONGEST_DEADLINE_S = 1e9  # a longer one is none
+_FULL, _NO_WORKER = -1, -2  # submit.lua's return codes
+_LONGEST_ESTIMATE_S = 3600.0  # a drain rate predicts nothing beyond this
+_DRAINS_UNKNOWN_S = 60.0  # used when no job has ended within the last minute
+_LONGEST_DEADLINE_S = 1e9  # a longer deadline is ignored
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
+    """The outcome of a submission."""
+
     id: str
     new: bool  # False: there was a job of this id already, and nothing was queued
-    state: str  # of the job now: queued, running, finished, failed or cancelled
-    served: bool = False  # whether a live worker serves the model
+    state: str  # current state of the job: queued, running, finished, failed or cancelled
+    served: bool = False  # True if a live worker serves the model
 
 
 @dataclass(frozen=True, slots=True)
 class NewJob:
-    """Raises ValueError for a bad id, model or lane."""
+    """A job to be queued. Raises ValueError for a bad id, model or lane."""
 
     id: str
     request: dict[str, Any]
@@ -47,12 +49,14 @@ class NewJob:
 
 
 class Submission:
+    """Queues jobs with the script `submit.lua`."""
+
     def __init__(self, redis: Redis, retries: Retries) -> None:
         self._redis, self._retries = redis, retries
         self._script = redis.register_script(source("submit"))
 
     async def submit(self, job: NewJob, *, needs_worker: bool = False) -> Submitted:
-        """Raises `QueueFull`, and `NoWorker` where the model needs a worker and has none."""
+        """Queue one job. Raises `QueueFull`, and `NoWorker` if `needs_worker` and no live worker serves the model."""
         args = _args(job, submission=uuid.uuid4().hex, needs_worker=needs_worker)
         said = _read(job, await self._retries.run(lambda: self._script(keys=_keys(job), args=args)))
         if not isinstance(said, Submitted):
@@ -60,11 +64,12 @@ class Submission:
         return said
 
     async def submit_all(self, jobs: Sequence[NewJob]) -> list[Submitted | QueueFull | OutOfMemoryError]:
-        """After an error that is raised, some of them may be queued."""
+        """Queue jobs in one round trip, and return an outcome for each. Raises redis-py's other errors; some of the
+        jobs may have been queued by then."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for job in jobs:
                 await self._script(keys=_keys(job), args=_args(job), client=pipe)
-            answers = await pipe.execute(raise_on_error=False)  # raised there, it would quote the whole request
+            answers = await pipe.execute(raise_on_error=False)  # else the error quotes the whole request
         return [_read_or_raise(job, answer) for job, answer in zip(jobs, answers, strict=True)]
 
 
@@ -79,7 +84,7 @@ def _keys(job: NewJob) -> list[str]:
 
 
 def _args(job: NewJob, *, submission: str = "", needs_worker: bool = False) -> list[str | bytes | int]:
-    """`submission`: by which the script knows that a job of this id is the one that it queued before."""
+    """Return the ARGV of `submit.lua`. `submission` identifies the call, so that a resent one recognizes its own job."""
     return [job.id, _arq_job(job.request), wire.JOB_LIFE_S * 1000, *_known_at_once(job.request, job.lane), submission,
             int(needs_worker)]  # fmt: skip
 
@@ -107,13 +112,14 @@ def _read(job: NewJob, answer: list[Any]) -> Submitted | QueueFull | NoWorker:
 
 
 def _arq_job(request: dict[str, Any]) -> bytes:
-    """arq's wire format, with JSON in place of pickle."""
+    """Serialize a job in arq's wire format, with JSON in place of pickle."""
     job: dict[str, Any] = {"t": None, "f": "chat", "a": [request], "k": {}, "et": int(time.time() * 1000)}
     return json.dumps(job, separators=(",", ":"), allow_nan=False).encode()
 
 
 def _known_at_once(request: dict[str, Any], lane: Lane) -> list[str]:
-    """For the job's hash before any worker has seen it. What is not as it should be, the worker will refuse."""
+    """Return the fields of the job's hash that are known before a worker claims it. Invalid values become '', which the
+    worker rejects."""
     tenant = request.get("tenant") or request.get("safety_identifier") or request.get("user")
     return [
         lane,
@@ -129,12 +135,13 @@ def _short(value: object, most: int) -> str:
 
 
 def _seconds(value: object) -> str:
-    """A deadline that has passed before it began would end the job before its error is found."""
+    """Return a deadline as text, or empty if it is invalid: one that has already passed would end the job before its
+    error is found."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
     return str(value) if 0 < value <= _LONGEST_DEADLINE_S else ""
 
 
 def lane_of(request: Mapping[str, Any]) -> Lane:
-    """Return the lane that OpenAI's `service_tier` asks for."""
+    """Return the lane that a request's `service_tier` selects."""
     return "batch" if request.get("service_tier") == "flex" else "interactive"

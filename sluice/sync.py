@@ -25,11 +25,11 @@ Work = Callable[[], Coroutine[Any, Any, T]]
 
 
 class _Background:
-    """An event loop in a thread of its own, and a `Client` on it. Usable only in the process that made it."""
+    """An event loop in a thread of its own, and a `Client` on it. Usable only in the process that created it."""
 
     def __init__(self, client: Client, owner: object) -> None:
         self.client, self._pid = client, os.getpid()
-        self._lock = threading.RLock()  # reentrant: a stream that is garbage-collected while it is held, takes it too
+        self._lock = threading.RLock()  # reentrant: garbage-collecting a stream may acquire it while it is held
         self._loop = asyncio.new_event_loop()
         self._stopping, self._closed = asyncio.Event(), False
         self._thread = threading.Thread(target=self._run, name="sluice-client", daemon=True)
@@ -37,7 +37,7 @@ class _Background:
         self.close = weakref.finalize(owner, self._close)  # called once, at the latest when the process exits
 
     def call(self, work: Work[T]) -> T:
-        """Run the coroutine and wait for its end. An exception in the waiting thread, such as KeyboardInterrupt or
+        """Run the coroutine and block until it ends. An exception in the calling thread, such as KeyboardInterrupt or
         Celery's soft time limit, cancels it."""
         if threading.current_thread() is self._thread:
             raise RuntimeError("SyncClient: a callback cannot call the client that runs it; use a thread of its own")
@@ -56,7 +56,7 @@ class _Background:
         self._schedule(work)
 
     def _close(self) -> None:
-        """End the calls that are waiting, the connections and the thread."""
+        """Cancel the pending calls, close the connections and end the thread."""
         if self._pid != os.getpid():
             _INHERITED.append(self)
             return
@@ -68,7 +68,7 @@ class _Background:
             self._thread.join(_CLOSE_S)
 
     def _schedule(self, work: Work[T]) -> Future[T] | None:
-        """None once it is closed, and in a forked child. What was scheduled before `close` is ended by it."""
+        """Schedule the coroutine; None after `close` and in a forked child. `close` cancels scheduled calls."""
         if self._pid != os.getpid():
             return None
         with self._lock:
@@ -124,7 +124,7 @@ def iterating(
 
 
 class SyncClient:
-    """The methods of `Client`, without `await`, for any number of threads.
+    """The methods of `Client` without `await`, for any number of threads.
 
         client = SyncClient("redis://localhost:6379/0")  # one for each process, at import
 
@@ -132,17 +132,17 @@ class SyncClient:
         for event in client.stream(job.id):
             ...
 
-    Parameters, results and exceptions are those of `Client`. A stream that is left early, by `break` or `close()`,
-    ends its subscription. Connections and the background thread start with the first call in each process, so a
-    client that was made, or even used, before a fork (gunicorn's preload, Celery's prefork) works on both sides of it;
-    a stream that was begun before goes on in the parent only. In a thread that runs an event loop it
-    works too, but blocks that loop: use `Client` there. `on_progress` of `batch` runs in the background thread and
-    must not call the client.
+    Parameters, results and exceptions are those of `Client`; each call blocks its thread. Leaving a stream early, by
+    `break` or `close()`, ends its subscription. Connections and the background thread start with the first call in each
+    process, so a client that was created, or even used, before a fork (gunicorn's preload, Celery's prefork) works in
+    the parent and the child; a stream that was started before the fork continues in the parent only. In a thread that
+    runs an event loop the calls work but block that loop: use `Client` there. `on_progress` of `batch` and `purge` runs
+    in the background thread and must not call the client.
     """
 
     def __init__(self, url: str = "redis://localhost:6379/0", *, outage_s: float | None = 60.0) -> None:
-        """`outage_s`: how long `stream`, `result` and `batch_events` wait for a server that is away; None waits for
-        ever. Raises ValueError if the URL cannot be read."""
+        """Create a client that connects with its first call. `outage_s`: the longest outage, in seconds, that `stream`,
+        `result` and `batch_events` wait out; None waits for ever. Raises ValueError if the URL is invalid."""
         self._open = partial(Client, url, outage_s=outage_s)
         self._open()  # checks the URL; connects to nothing
         # By process id: a lock that another thread holds during a fork is never released in the child.
@@ -156,8 +156,8 @@ class SyncClient:
         self.close()
 
     def close(self) -> None:
-        """Close the connections and end the thread; calls that wait in other threads raise RuntimeError. A process
-        that exits does so by itself, and a later call starts anew."""
+        """Close the connections and end the thread; calls that are blocked in other threads raise RuntimeError. A
+        process that exits closes its client, and a later call opens it again."""
         if background := self._backgrounds.pop(os.getpid(), None):
             background.close()
 
