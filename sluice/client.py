@@ -167,7 +167,7 @@ class Client:
         return await self._cancellation.cancel(job_id)
 
     async def waits_for(self, job_id: str) -> str | None:
-        """Return the model for which a queued job waits; None if it is not queued, or a plain arq producer queued it."""
+        """Return the model for which a queued job waits; None if it is not queued or its hash names no model."""
         wire.check_job_id(job_id)
         read = partial(self._redis.hmget, wire.job_key(job_id), ["state", "model"])
         state, model = await self._retries.run(read)

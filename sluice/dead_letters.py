@@ -1,4 +1,4 @@
-"""The dead letters: jobs that took workers down with them, kept until somebody looks."""
+"""The dead letters: jobs that crashed workers, kept until they are retried or dropped."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -15,17 +15,19 @@ _YEAR_9999_S = 253_000_000_000  # beyond it there is no date
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
+    """A job that crashed workers `crashes` times, and the request that it held."""
+
     id: str
     model: str
     lane: wire.Lane
     crashes: int
     parked_at: float  # Unix seconds
     error: dict[str, Any]
-    body: str  # arq's, as it was queued
+    body: str  # arq's serialized job, as it was queued
 
     @property
     def request(self) -> dict[str, Any]:
-        """Raises ValueError if the body is gone or broken."""
+        """The request of the job. Raises ValueError if the body is missing or broken."""
         match json.loads(self.body):
             case {"a": [{**request}]}:
                 return {str(name): value for name, value in request.items()}
@@ -33,23 +35,25 @@ class DeadLetter:
 
 
 class Letters:
+    """Reads and removes dead letters."""
+
     def __init__(self, redis: Redis, retries: Retries) -> None:
         self._redis, self._retries = redis, retries
 
     async def read_all(self) -> list[DeadLetter]:
-        """Oldest first."""
+        """Return all dead letters, oldest first."""
         stored: dict[bytes, bytes] = await self._retries.run(lambda: self._redis.hgetall(wire.DEAD))
         return sorted((_letter(id, text) for id, text in stored.items()), key=lambda letter: letter.parked_at)
 
     async def read(self, job_id: str) -> DeadLetter:
-        """Raises `UnknownJob`."""
+        """Return one dead letter. Raises `UnknownJob`."""
         stored: bytes | None = await self._retries.run(lambda: self._redis.hget(wire.DEAD, job_id))
         if stored is None:
             raise UnknownJob(f"there is no dead letter {job_id!r}")
         return _letter(job_id.encode(), stored)
 
     async def take(self, letter: DeadLetter) -> None:
-        """Drop it, and be the one who did. Raises `UnknownJob` when somebody else was."""
+        """Delete a letter. Raises `UnknownJob` if another client has deleted it first."""
         tries = 0
 
         async def drop() -> int:
@@ -58,11 +62,12 @@ class Letters:
             dropped: int = await self._redis.hdel(wire.DEAD, letter.id)  # type: ignore[misc]
             return dropped
 
-        # A letter that is gone at a second try was taken by the first, whose answer was lost.
+        # If the letter is absent at a second try, the first one deleted it and its answer was lost.
         if not await self._retries.run(drop) and tries == 1:
             raise UnknownJob(f"somebody else has just taken the dead letter {letter.id!r}")
 
     async def put_back(self, letter: DeadLetter) -> None:
+        """Store a letter that `take` deleted."""
         stored = json.dumps(asdict(letter))
         await self._retries.run(lambda: self._redis.hset(wire.DEAD, letter.id, stored))
 
@@ -71,7 +76,7 @@ _UNREADABLE = {"type": "internal", "message": "This entry cannot be read: no wor
 
 
 def _letter(id: bytes, stored: bytes) -> DeadLetter:
-    """One that cannot be read is a letter too, without a body: it is to be seen, and dropped."""
+    """Parse a letter. An unreadable one becomes a letter without a body, so that it can be listed and dropped."""
     name = id.decode("utf-8", "backslashreplace")
     match _loaded(stored):
         case {

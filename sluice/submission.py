@@ -84,7 +84,7 @@ def _keys(job: NewJob) -> list[str]:
 
 
 def _args(job: NewJob, *, submission: str = "", needs_worker: bool = False) -> list[str | bytes | int]:
-    """Return the ARGV of `submit.lua`. `submission` identifies the call, so that a resent one recognizes its own job."""
+    """Return the ARGV of `submit.lua`. `submission` identifies the call, so a resent one recognizes its own job."""
     return [job.id, _arq_job(job.request), wire.JOB_LIFE_S * 1000, *_known_at_once(job.request, job.lane), submission,
             int(needs_worker)]  # fmt: skip
 

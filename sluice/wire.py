@@ -1,7 +1,7 @@
 """The contract as a backend needs it: key names, and events as plain dataclasses.
 
-Says the same as the daemon's `schemas`, which a backend must not import (it often has its own module of that
-name); a test holds the two equal.
+Equivalent to the daemon's `schemas`, which a backend must not import (it often has its own module of that name); a test
+compares the two.
 """
 
 import json
@@ -23,7 +23,7 @@ DEAD = "sluice:dead"
 WORKERS = "sluice:worker:*"
 BATCHES = "sluice:batch:*"
 QUEUES = "sluice:queue:*"
-CANCEL_S = 3600  # how long a wish to cancel is remembered
+CANCEL_S = 3600  # how long a cancel request is stored
 JOB_LIFE_S = 86_400  # of a job that has not ended: arq's own default for a queued body
 # Of a job that a client ends: the defaults of SLUICE_LOG_TTL_S and SLUICE_RESULT_TTL_S.
 LOG_TTL_S = 600
@@ -31,54 +31,63 @@ RESULT_TTL_S = 3600
 
 
 def queue_key(model: str, lane: Lane) -> str:
+    """Sorted set: ids of the queued and running jobs, scored by the queueing time in Unix milliseconds."""
     return f"sluice:queue:{model}:{lane}"
 
 
 def parse_queue_key(key: bytes) -> tuple[str, Lane] | None:
-    """The model and the lane; None for a key that only looks like a queue."""
+    """Return the model and the lane; None if the key is not the key of a queue."""
     found = re.fullmatch(f"sluice:queue:({MODEL_NAME}):(interactive|batch)", key.decode("utf-8", "replace"))
     return (found[1], "batch" if found[2] == "batch" else "interactive") if found else None
 
 
 def log_key(job_id: str) -> str:
+    """List: the job's events, as JSON."""
     return f"sluice:log:{job_id}"
 
 
 def channel(job_id: str) -> str:
+    """Pub/sub channel of the job's events."""
     return f"sluice:ch:{job_id}"
 
 
 def result_key(job_id: str) -> str:
+    """String: the job's stored result, as JSON."""
     return f"sluice:result:{job_id}"
 
 
 def job_key(job_id: str) -> str:
+    """Hash: the job's state and the fields that workers schedule by."""
     return f"sluice:job:{job_id}"
 
 
 def cancel_key(job_id: str) -> str:
+    """Key of a stored cancel request."""
     return f"sluice:cancel:{job_id}"
 
 
 def wake_channel(model: str) -> str:
+    """Pub/sub channel that wakes the model's workers."""
     return f"sluice:wake:{model}"
 
 
 def model_key(model: str) -> str:
-    """Hash: what each live worker of the model says of its limit and its rate."""
+    """Hash: the queue limit and the rate (jobs per second) that each live worker of the model publishes."""
     return f"sluice:model:{model}"
 
 
 def batch_key(batch_id: str) -> str:
-    """How an offline run goes."""
+    """String: the status of an offline run, as JSON."""
     return f"sluice:batch:{batch_id}"
 
 
 def batch_channel(batch_id: str) -> str:
+    """Pub/sub channel of the status changes of an offline run."""
     return f"sluice:batch:{batch_id}"
 
 
 def batch_cancel_key(batch_id: str) -> str:
+    """String: set if the cancellation of the run is requested."""
     return f"sluice:batch:{batch_id}:cancel"
 
 
@@ -88,17 +97,21 @@ def body_key(job_id: str) -> str:
 
 
 def check_model_name(name: str) -> None:
+    """Raises ValueError if the name does not match `MODEL_NAME`."""
     if not re.fullmatch(MODEL_NAME, name):
         raise ValueError(f"a model name must match {MODEL_NAME}, and {name!r} does not")
 
 
 def check_job_id(job_id: str) -> None:
+    """Raises ValueError if the id does not match `JOB_ID`."""
     if not re.fullmatch(JOB_ID, job_id):
         raise ValueError(f"a job id must match {JOB_ID}, and {job_id!r} does not")
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """Token counts of a job."""
+
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -108,7 +121,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds, but for the last."""
+    """Durations in seconds, and the decode rate in tokens per second."""
 
     queue_s: float
     prefill_s: float
@@ -119,6 +132,8 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class JobError:
+    """Why a job failed; `retryable` is True if the same request may succeed later."""
+
     type: str
     message: str
     retryable: bool
@@ -126,7 +141,7 @@ class JobError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """What every event carries. `seq` is its place in the job's whole life: 0, 1, 2 ..."""
+    """Fields common to all events. `seq` counts the job's events over all attempts, from 0; `ts` is in Unix seconds."""
 
     type: str
     id: str
@@ -136,11 +151,14 @@ class Event:
 
     @property
     def final(self) -> bool:
+        """True for the last event of a job."""
         return self.type in ("finished", "failed", "cancelled")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started(Event):
+    """The first attempt has started."""
+
     model: str
     fingerprint: str
     worker: str
@@ -149,16 +167,18 @@ class Started(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed(Started):
-    """A new attempt goes on after what was delivered."""
+    """A new attempt continues after the tokens already delivered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restarted(Started):
-    """A new attempt starts over: drop the text so far."""
+    """A new attempt starts over: discard the text received so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress(Event):
+    """`done` of `total` tokens of a phase before the first token are processed."""
+
     phase: str
     done: int
     total: int
@@ -166,6 +186,8 @@ class Progress(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta(Event):
+    """New tokens, and the text that became final with them."""
+
     token_ids: tuple[int, ...]
     content: str | None = None
     reasoning: str | None = None
@@ -175,6 +197,8 @@ class Delta(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(Event):
+    """The job completed."""
+
     finish_reason: str
     usage: Usage
     timings: Timings
@@ -182,12 +206,16 @@ class Finished(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed(Event):
+    """The job ended with an error."""
+
     error: JobError
     usage: Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancelled(Event):
+    """The job was cancelled."""
+
     reason: str
     usage: Usage
 
@@ -212,9 +240,9 @@ D = TypeVar("D")
 
 
 def parse_event(raw: bytes | str) -> Event:
-    """Fields that a later worker adds are left out, and an event type that it adds comes as a bare `Event`.
+    """Parse an event. Unknown fields are dropped, and an unknown event type becomes a bare `Event`.
 
-    Raises ValueError if it is no event of a worker.
+    Raises ValueError if `raw` is not an event of a worker.
     """
     try:
         return _parse_event(json.loads(raw))
@@ -238,5 +266,5 @@ def _parse_event(said: Any) -> Event:
 
 
 def parse_as(cls: type[D], said: Mapping[str, Any]) -> D:
-    """What a later worker adds is left out."""
+    """Create a `cls` from a mapping, dropping unknown fields."""
     return cls(**{field.name: said[field.name] for field in fields(cls) if field.name in said})  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ _MOST_WAITING = 4096  # events of one slow reader; beyond it the list is the bet
 
 
 class Subscription:
-    """What has come on one channel for one reader. An empty answer says: read the list."""
+    """Buffers the messages of one channel for one reader. An empty batch means: read the list instead."""
 
     def __init__(self) -> None:
         self._waiting: deque[bytes] = deque()
@@ -29,6 +29,7 @@ class Subscription:
         self._failure: Exception | None = None
 
     def put(self, payload: bytes) -> None:
+        """Buffer a message; if the buffer is full, drop all and mark a gap."""
         if len(self._waiting) >= _MOST_WAITING:
             self._waiting.clear()
             self._missed = True
@@ -36,17 +37,18 @@ class Subscription:
         self._news.set()
 
     def mark_gap(self) -> None:
-        """The channel was subscribed, or was away for a while."""
+        """Record that messages may be missing: the channel was just subscribed, again perhaps."""
         self._missed = True
         self._news.set()
 
     def set_error(self, error: Exception) -> None:
-        """The server refuses to be subscribed to."""
+        """Record that the server refuses the subscription."""
         self._failure = error
         self._news.set()
 
     async def take(self, silence_s: float) -> list[bytes]:
-        """All that has come; nothing after a gap, or after so many seconds of silence. Raises the server's refusal."""
+        """Wait for messages and return all; none after a gap or `silence_s` seconds without one. Raises the server's
+        refusal."""
         try:
             async with asyncio.timeout(silence_s):  # until Python 3.12 wait_for loses cancellations
                 await self._news.wait()
@@ -62,6 +64,8 @@ class Subscription:
 
 
 class Hub:
+    """Shares one pub/sub connection among all subscriptions of a client."""
+
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
         self._readers: dict[str, set[Subscription]] = {}
@@ -70,6 +74,7 @@ class Hub:
 
     @asynccontextmanager
     async def listen(self, channel: str) -> AsyncIterator[Subscription]:
+        """Subscribe to a channel while the context is open."""
         mail, readers = Subscription(), self._readers.setdefault(channel, set())
         readers.add(mail)
         try:
@@ -82,12 +87,13 @@ class Hub:
                 await self._unsubscribe(channel)
 
     async def aclose(self) -> None:
+        """Close the connection."""
         while self._task is not None and not self._task.done():
             self._task.cancel()  # again, if redis-py's wait_for has lost it
             await asyncio.wait([self._task], timeout=0.1)
 
     async def _subscribe(self, channel: str) -> None:
-        """Its acknowledgement reaches the reader as `miss`. Not connected: the next connection subscribes all."""
+        """Subscribe now, or with the next connection. The acknowledgement calls `Subscription.mark_gap`."""
         if self._task is None or self._task.done():  # closed, or its event loop was
             self._task = asyncio.create_task(self._run(), name="sluice-hub")
         if self._pubsub is not None:
@@ -125,7 +131,7 @@ class Hub:
             await _close(pubsub)
 
     async def _listen(self, pubsub: PubSub) -> None:
-        """Raises redis-py's TimeoutError when a quiet connection turns out to be dead."""
+        """Dispatch messages. Raises redis-py's TimeoutError if a quiet connection turns out to be dead."""
         asked_at: float | None = None
         while True:
             async with time_limit(_QUIET_S + ANSWER_S):  # redis-py may connect again in it
@@ -158,7 +164,7 @@ async def _send(command: Callable[[str], Awaitable[None]], channel: str) -> None
 
 
 async def _close(pubsub: PubSub) -> None:
-    """Give its connection back to the pool, closed. To wait for the end of a dead one of TLS takes half a minute."""
+    """Return the connection to the pool, disconnected. Closing a dead TLS connection gracefully takes 30 s."""
     if (connection := getattr(pubsub, "connection", None)) is not None:  # which redis-py declares as None
         await connection.disconnect(nowait=True)
     await pubsub.aclose()  # type: ignore[no-untyped-call]

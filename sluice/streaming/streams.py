@@ -1,4 +1,4 @@
-"""A job's events, each once and in order: from the channel as they come, from the list what the channel lost."""
+"""A job's events, each once and in order: from the channel as they arrive, missed ones from the list."""
 
 import asyncio
 import time
@@ -22,17 +22,19 @@ T = TypeVar("T")
 
 
 def check_after(after: int) -> None:
-    """Raises ValueError."""
+    """Raises ValueError if `after` is not an integer from -1 to 2**53."""
     if isinstance(after, bool) or not isinstance(after, int) or not -1 <= after <= LAST_SEQ:
         raise ValueError(f"after: must be an integer from -1, for all events, to 2**53; it is {after!r}")
 
 
 class Streams:
+    """Follows the events of jobs."""
+
     def __init__(self, redis: Redis, hub: Hub, retries: Retries) -> None:
         self._redis, self._hub, self._retries = redis, hub, retries
 
     async def follow(self, job_id: str, after: int, unknown_s: float) -> AsyncGenerator[tuple[bytes, Event]]:
-        """Each event as the worker wrote it, and parsed. Raises as `Client.stream` does."""
+        """Yield each event after `after` as the worker wrote it, and parsed. Raises as `Client.stream` does."""
         wire.check_job_id(job_id)
         check_after(after)
         next_seq, known_at = after + 1, time.monotonic()
@@ -71,7 +73,7 @@ class Streams:
 
 
 def _parse_publications(published: list[bytes]) -> list[tuple[bytes, Event]]:
-    """Parse events. Anybody may publish, so what is no event is skipped: the list is the truth."""
+    """Parse events. Any client may publish, so invalid messages are skipped: the list is authoritative."""
     events = []
     for raw in published:
         try:
@@ -82,9 +84,9 @@ def _parse_publications(published: list[bytes]) -> list[tuple[bytes, Event]]:
 
 
 class ReadAhead(Generic[T]):
-    """Reads an asynchronous generator in a task, so that a consumer may wait with a time limit and take in batches.
+    """Reads an asynchronous generator in a task, so that a consumer can wait with a time limit and receive batches.
 
-    The task begins with the first `take` and lives until the end of the source or `close`.
+    The task starts with the first `take` and lives until the source ends or `close` is called.
     """
 
     def __init__(self, source: AsyncGenerator[T]) -> None:
@@ -93,8 +95,8 @@ class ReadAhead(Generic[T]):
         self._task: asyncio.Task[None] | None = None
 
     async def take(self) -> list[T]:
-        """Wait for items and return all that have come; none at the end. Raises what the source raised. May be
-        cancelled without loss."""
+        """Wait for items and return all of them; none at the end. Raises the errors of the source. Cancellation loses
+        no item."""
         self._task = self._task or asyncio.create_task(self._read())
         await self._news.wait()
         items, self._items = self._items, []
@@ -106,7 +108,7 @@ class ReadAhead(Generic[T]):
         return items
 
     async def close(self) -> None:
-        """Close the source, and wait for that."""
+        """Close the source and wait until it is closed."""
         if self._task is None:
             return await self._source.aclose()
         self._task.cancel()

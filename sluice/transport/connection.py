@@ -1,4 +1,4 @@
-"""A Redis client of a URL, or a sentence on what is wrong with it in which no part of a password is quoted."""
+"""Redis clients from URLs. Errors about a URL never quote any part of its password."""
 
 import asyncio
 from typing import Any
@@ -14,7 +14,7 @@ _ANSWER_S = 2.0
 
 
 def connect(url: str) -> Redis:
-    """Connects with the first command. Raises ValueError."""
+    """Return a client that connects with its first command. Raises ValueError if the URL is invalid."""
     if why := url_error(url):
         raise _bad(url, why)
     try:
@@ -27,14 +27,14 @@ def connect(url: str) -> Redis:
 
 
 async def wrong_credentials(url: str) -> str:
-    """Say what is wrong with the credentials of a URL whose server has refused them."""
+    """Return what is wrong with the credentials of a URL whose server has refused them. Connects to the server."""
     given = connect(url).connection_pool.connection_kwargs
     has_user, has_password = bool(given.get("username")), bool(given.get("password"))
     return why_not_let_in(has_user=has_user, has_password=has_password, is_open=await _is_open(url))
 
 
 async def _is_open(url: str) -> bool:
-    """Whether the server answers without a password."""
+    """Return True if the server answers without a password."""
     redis = connect(url)
     for name in ("username", "password"):
         redis.connection_pool.connection_kwargs.pop(name, None)
@@ -47,13 +47,14 @@ async def _is_open(url: str) -> bool:
 
 
 def _options(url: str) -> dict[str, Any]:
-    """Time limits and tries are those of `Retries`; redis-py's own differ from release to release."""
+    """Return connection options without redis-py's time limits and retries, which differ by release: `Retries` has
+    them."""
     options: dict[str, Any] = {"socket_connect_timeout": 5, "socket_timeout": None, "retry": Retry(NoBackoff(), 0)}
     return options if url.startswith("unix:") else {**options, "socket_keepalive": True}
 
 
 def _options_fit(redis: Redis) -> bool:
-    """Whether redis-py can make a connection of what the URL asks for; by itself it tries with the first command."""
+    """Return True if redis-py accepts the options of the URL; redis-py itself checks them with the first command."""
     pool = redis.connection_pool
     try:
         pool.connection_class(**pool.connection_kwargs)

@@ -23,7 +23,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from sluice.errors import ServerUnreachable
 
-Command = Callable[[], Any]  # sends one to the server; what redis-py says of its types is not to be relied upon
+Command = Callable[[], Any]  # sends one command; redis-py's type hints are unreliable
 
 # A silently dead connection costs the first of these and no more, since a new one answers: well within 5 s together.
 ANSWER_S = 2.0
@@ -49,7 +49,7 @@ def is_transient(error: Exception) -> bool:
 
 @asynccontextmanager
 async def time_limit(seconds: float) -> AsyncIterator[None]:
-    """Raises redis-py's TimeoutError. A command that is cut off takes its connection with it."""
+    """Raises redis-py's TimeoutError after `seconds`. A command that is cut off loses its connection."""
     try:
         async with asyncio.timeout(seconds):  # until Python 3.12 wait_for loses cancellations
             yield
@@ -58,7 +58,7 @@ async def time_limit(seconds: float) -> AsyncIterator[None]:
 
 
 class Retries:
-    """Sends commands to one server until they are answered. Nothing is retried unless twice is as good as once."""
+    """Sends commands to one server until they are answered. Only commands that are safe to send twice may be passed."""
 
     def __init__(
         self,
@@ -68,22 +68,24 @@ class Retries:
         waits_for: tuple[type[RedisError], ...] = (),
         log: logging.Logger | None = None,
     ) -> None:
-        """`outage_s`: None waits for ever. `waits_for`: errors that pass besides outages. `log`: receives the
-        beginning and end of an outage."""
+        """`outage_s`: the longest outage in seconds; None waits for ever. `waits_for`: further errors to retry as if
+        they were outages. `log`: receives the beginning and end of an outage."""
         self._redis, self._outage_s, self._waits_for, self._log = redis, outage_s, waits_for, log
         self._dropped_at = 0.0  # by the monotonic clock
 
     async def run(self, command: Command) -> Any:
-        """For a call whose caller waits for nothing but its answer: after a few seconds the outage is theirs."""
+        """Send a command whose caller waits only for its answer; gives up after about five seconds. Raises as
+        `run_for`."""
         return await self.run_for(command, _CALL_S if self._outage_s is None else min(_CALL_S, self._outage_s))
 
     async def run_until_answered(self, command: Command) -> Any:
-        """For what waits anyway, for a job or for a run."""
+        """Send a command for a caller that waits anyway, for a job or a run: up to the outage limit. Raises as
+        `run_for`."""
         return await self.run_for(command, self._outage_s)
 
     async def run_for(self, command: Command, outage_s: float | None) -> Any:
-        """The answer. Raises redis-py's error of a refusal at once, and `ServerUnreachable` after an outage of
-        `outage_s` seconds, but not before a second try."""
+        """Send a command and return its answer. Raises redis-py's error of a refusal at once, and `ServerUnreachable`
+        after an outage of `outage_s` seconds, but not before a second try."""
         began, failures = time.monotonic(), 0
         while True:
             sent_at = time.monotonic()
@@ -104,7 +106,7 @@ class Retries:
             await asyncio.sleep(_WAITS_S[min(failures, len(_WAITS_S)) - 1])
 
     async def scan(self, pattern: str, *, waits_out_outages: bool = False) -> list[bytes]:
-        """All keys that match. A command each thousand: no time limit holds for a whole keyspace."""
+        """Return all matching keys, in commands of about a thousand keys: no time limit suits a whole keyspace."""
         found, cursor, send = set[bytes](), 0, self.run_until_answered if waits_out_outages else self.run
         while True:
             cursor, keys = await send(partial(self._redis.scan, cursor, match=pattern, count=1000))
@@ -140,7 +142,7 @@ class Retries:
             self._log.warning("the server answers again, after %.1f s", seconds)
 
     async def _drop_idle_connections(self, sent_at: float) -> None:
-        """The pool's other connections went the same way. Nothing to do if another command has dropped them since."""
+        """Disconnect the pool's idle connections, which are probably lost too, unless another command did so since."""
         if self._dropped_at > sent_at:
             return
         self._dropped_at = time.monotonic()
@@ -150,7 +152,7 @@ class Retries:
 
 
 def _code(error: ResponseError) -> str:
-    """First word of an error reply: RESP's name for its kind, where redis-py has no class for it."""
+    """Return the first word of an error reply: the RESP error code, for kinds without a redis-py class."""
     return str(error).partition(" ")[0]
 
 

@@ -6,6 +6,6 @@ from importlib.resources import files
 
 @cache
 def source(name: str) -> str:
-    """One script, with what it calls in front of it."""
+    """Return one script, preceded by the library code that it calls."""
     lua = files("sluice") / "lua"
     return "\n".join((lua / f"{part}.lua").read_text() for part in ("lib", "index", name))
