@@ -1,4 +1,4 @@
-"""A run's lines on their way: queued a window at a time, and written down as they end."""
+"""Dispatch of a run's lines: queued within a window, and written to the result files as they end."""
 
 import asyncio
 import json
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Child:
-    """A line in the window, and which of its jobs is at work on it."""
+    """A line in the window, and the job that is currently queued for it."""
 
     line: Line
     retry: int = 0
@@ -49,12 +49,12 @@ class _Child:
     due: float = 0.0  # if it is not: when to queue it, by the monotonic clock
 
     def again(self, wait_s: float) -> None:
-        """Under a new id: an id is used once."""
+        """Schedule the line under a new job id, since ids are used once, after `wait_s` seconds."""
         self.retry, self.queued, self.due = self.retry + 1, False, time.monotonic() + wait_s
 
 
 class LineDispatcher:
-    """`window`: lines of one model that are queued or running at once."""
+    """Queues the lines of one run and collects results. `window`: lines of one model queued or running at once."""
 
     def __init__(
         self, run_id: str, source: Source, lines: Iterable[Line], children: JobStore, answers: ResultFiles, window: int
@@ -69,10 +69,11 @@ class LineDispatcher:
 
     @property
     def done(self) -> bool:
+        """True if no line waits or runs."""
         return not self._children and not any(self._waiting.values())
 
     async def step(self) -> float:
-        """How long the next one may wait: not at all where this one found much of the window at its end."""
+        """Queue and collect once. Returns the seconds to wait before the next step: 0 if most of the window ended."""
         self._fill()
         await self._queue()
         before = len(self._children)
@@ -80,7 +81,7 @@ class LineDispatcher:
         return 0.0 if len(self._children) < before / 2 else _POLL_S
 
     async def end(self, code: str, message: str) -> None:
-        """What has not ended by now ends so; what ends just now keeps its answer."""
+        """End all unfinished lines with this error; lines that finish meanwhile keep their answer."""
         self._last_word = code, message
         await self._server.cancel([self._job_id(child) for child in self._queued()])
         deadline = time.monotonic() + _PATIENCE_S
@@ -162,7 +163,7 @@ class LineDispatcher:
         return None
 
     async def _write(self, ended: Sequence[tuple[_Child, LineResult]]) -> None:
-        """First the files, and only then the server forgets: whatever dies in between, nothing is lost."""
+        """Write the files before deleting the jobs on the server, so that no crash loses a result."""
         if not ended:
             return
         jobs = [job for child, _ in ended for job in self._jobs(child)]
@@ -181,7 +182,7 @@ class LineDispatcher:
         return [child for child in self._children.values() if child.queued]
 
     def _jobs(self, child: _Child) -> Iterator[tuple[str, str]]:
-        """All that the line has had, by id and model."""
+        """Yield the id and model of each job that the line has had."""
         for retry in range(child.retry + 1):
             yield names.job(self._run_id, child.line.number, retry), child.line.model
 

@@ -1,4 +1,4 @@
-"""What a run writes: the answers and the failures, a line each. These files are the truth about what is done."""
+"""A run's result files: answers and failures, one line each. These files are authoritative for which lines are done."""
 
 import fcntl
 import json
@@ -14,7 +14,7 @@ from sluice.errors import BatchRefused
 
 
 class AppendOnlyFile:
-    """A file of whole lines. What is in it after `append` stays, whatever dies."""
+    """A file of whole lines. Lines survive any crash once `append` has returned."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -22,10 +22,11 @@ class AppendOnlyFile:
         self._end = os.fstat(self._file).st_size
 
     def close(self) -> None:
+        """Close the file and release its lock."""
         os.close(self._file)
 
     def lock(self) -> bool:
-        """Until it is closed, or the process dies. False if another process has it, or has just removed it."""
+        """Lock the file until `close` or the end of the process. False if another process holds or removed it."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -33,7 +34,7 @@ class AppendOnlyFile:
         return os.fstat(self._file).st_nlink > 0
 
     def raw_lines(self) -> Iterator[bytes]:
-        """To be read before the first `append`: half a line at the end, of a write that was cut off, is dropped."""
+        """Yield the lines, before the first `append`; then truncate a partial line at the end."""
         end = 0
         with self.path.open("rb") as file:
             for raw in file:
@@ -43,7 +44,7 @@ class AppendOnlyFile:
         self._cut(end)
 
     def append(self, lines: Sequence[bytes]) -> None:
-        """On the disk when it returns; raises OSError, and then nothing of it is in the file."""
+        """Write lines and fsync. Raises OSError, and then the file is unchanged."""
         left = memoryview(b"".join(lines))
         try:
             while left:
@@ -61,7 +62,7 @@ class AppendOnlyFile:
 
 @dataclass(frozen=True, slots=True)
 class LineResult:
-    """A line's one ending: the result as a worker wrote it, or else what went wrong."""
+    """The outcome of one line: the result as a worker wrote it, or an error's code and message."""
 
     job_id: str
     custom_id: str
@@ -70,6 +71,7 @@ class LineResult:
     message: str = ""
 
     def as_line(self) -> bytes:
+        """Return the line in OpenAI's output format, with its line break."""
         head = f'{{"id":{json.dumps(self.job_id)},"custom_id":{json.dumps(self.custom_id)},"response":'
         if self.code:
             error = json.dumps({"code": self.code, "message": self.message})
@@ -80,10 +82,10 @@ class LineResult:
 
 
 class ResultFiles:
-    """The output file and the error file. Each line of the input ends in one of them, once."""
+    """The output file and the error file. Each input line ends in one of them, once."""
 
     def __init__(self, output: Path, errors: Path) -> None:
-        """Raises OSError, or `BatchRefused` where a file holds what no run writes."""
+        """Raises OSError, or `BatchRefused` if a file holds a line that no run wrote."""
         self._errors_path = errors
         self._output = AppendOnlyFile(output)
         self._errors = AppendOnlyFile(errors) if errors.exists() else None
@@ -96,15 +98,17 @@ class ResultFiles:
             raise
 
     def close(self) -> None:
+        """Close both files."""
         for file in filter(None, [self._output, self._errors]):
             file.close()
 
     @property
     def errors_path(self) -> Path | None:
+        """Path of the error file; None until it exists."""
         return self._errors_path if self._errors else None
 
     def add(self, ended: Sequence[LineResult]) -> None:
-        """Raises OSError; what is not in the files by then counts as not ended."""
+        """Append results. Raises OSError; results that are not in the files by then count as unfinished."""
         answers = [each.as_line() for each in ended if not each.code]
         failures = [each.as_line() for each in ended if each.code]
         if answers:

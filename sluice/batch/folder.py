@@ -28,38 +28,47 @@ _SETTLED_S = 2.0  # a file that has not grown for so long has been written
 
 @dataclass(frozen=True, slots=True)
 class Folder:
+    """Paths of a folder of runs."""
+
     root: Path
 
     @property
     def inbox(self) -> Path:
+        """Files that wait to be started."""
         return self.root / "inbox"
 
     @property
     def running(self) -> Path:
+        """Runs that have not ended."""
         return self.root / "running"
 
     @property
     def done(self) -> Path:
+        """Completed runs."""
         return self.root / "done"
 
     @property
     def failed(self) -> Path:
+        """Runs that ended otherwise."""
         return self.root / "failed"
 
     def make(self) -> None:
+        """Create the subfolders. Raises OSError."""
         for part in (self.inbox, self.running, self.done, self.failed):
             part.mkdir(parents=True, exist_ok=True)
 
     def has(self, run_id: str) -> bool:
+        """True if a run of this id exists."""
         return any(place_in(part / run_id).input.exists() for part in (self.running, self.done, self.failed))
 
 
 def place_in(home: Path) -> RunPaths:
+    """Return the files of a run in its own folder."""
     return RunPaths(home / "input.jsonl", home / "output.jsonl", home / "errors.jsonl", home / "run")
 
 
 async def submit(redis: Redis, folder: Folder, file: Path) -> Batch:
-    """A copy into the inbox, seen there only when it is whole. Raises OSError."""
+    """Copy a file into the inbox atomically. Raises OSError."""
     folder.make()
     run_id = names.new_run(file.stem)
     half, whole = folder.inbox / f".{run_id}.part", folder.inbox / f"{run_id}.jsonl"
@@ -74,9 +83,10 @@ async def submit(redis: Redis, folder: Folder, file: Path) -> Batch:
 
 
 async def feed(redis: Redis, folder: Folder, *, take: bool, models: Mapping[str, str]) -> None:
-    """One pass: what is fed by nobody, oldest first; before that, to `take`, all that lies in the inbox is taken in.
+    """Make one pass: take the files of the inbox if `take`, then run everything that no other process feeds, oldest
+    first.
 
-    Then others go on with all of it, should this feeder die; what stayed in the inbox would wait for the next slot.
+    Files are taken first so that another feeder can resume them if this process dies.
     """
     folder.make()
     for file in await _written(folder.inbox) if take else []:
@@ -120,7 +130,7 @@ async def _feed(redis: Redis, folder: Folder, home: Path, state: StateFile, mode
 
 
 def _refused(home: Path, error: BatchRefused) -> Batch:
-    """With files in it that no run wrote."""
+    """Return a failed status for a folder that holds files no run wrote."""
     batch = replace(new_batch(place_in(home), RunOptions(id=home.name)), errors=Problems((_problem(error),)))
     return batch.enter("failed", time.time())
 

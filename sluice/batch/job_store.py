@@ -1,4 +1,4 @@
-"""The jobs that a run's lines become, in Redis."""
+"""The jobs on the server that belong to a run's lines."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,39 +19,40 @@ _BYTES_AT_ONCE = 4_000_000
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the server knows of a job: its result, or whether there is any trace of it."""
+    """A job's result, and if the server has any trace of the job."""
 
     result: bytes | None
     known: bool
 
 
 class JobStore:
-    """Each of these waits out the server's outages. None is a transaction: a full server takes none, not even one
-    that makes room."""
+    """Submits, reads and deletes jobs; each call waits out outages. No transactions: a full server rejects them."""
 
     def __init__(self, redis: Redis, retries: Retries) -> None:
         self._redis, self._retries = redis, retries
         self._submission, self._cancellation = Submission(redis, retries), Cancellation(redis, retries)
 
     async def submit(self, jobs: Sequence[NewJob]) -> list[Submitted | QueueFull | OutOfMemoryError]:
+        """Queue jobs, and return an outcome for each."""
         answers: list[Submitted | QueueFull | OutOfMemoryError] = await self._retries.run_until_answered(
             lambda: self._submission.submit_all(jobs)
         )
         return answers
 
     async def look(self, ids: Sequence[str]) -> list[Found]:
+        """Return the result of each job, in order."""
         found: list[Found] = []
         for start in range(0, len(ids), _AT_ONCE):
             found += await self._look(ids[start : start + _AT_ONCE])
         return found
 
     async def cancel(self, ids: Sequence[str]) -> None:
-        """End those that wait at once, even if nobody serves their model, and the others through their workers."""
+        """Cancel jobs: queued ones at once, running ones through their workers."""
         await self._cancellation.cancel_all(ids)
 
     async def forget(self, jobs: Sequence[tuple[str, str]]) -> None:
-        """Leave nothing of these jobs, given by id and model: a large file must not fill the server. One that still
-        waits will not run, and what is still said of one that runs is said to nobody."""
+        """Delete all keys of these jobs (id and model). A queued one will not run; the output of a running one is
+        discarded."""
 
         async def ask() -> None:
             async with self._redis.pipeline(transaction=False) as pipe:
@@ -64,7 +65,7 @@ class JobStore:
             await self._retries.run_until_answered(ask)
 
     async def withdraw(self, run_id: str, models: Iterable[str]) -> None:
-        """Leave nothing of a run's jobs that are queued or running for these models."""
+        """Delete the run's queued or running jobs of these models."""
         for model in models:
             queued = await self._queued(f"{run_id}-*", model)
             for start in range(0, len(queued), _AT_ONCE):

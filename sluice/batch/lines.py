@@ -33,6 +33,8 @@ class BadLine(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Request:
+    """A valid line. `asked` is the model that it names, `model` the one that serves it."""
+
     custom_id: str
     model: str  # that it is served by
     body: dict[str, Any]
@@ -40,20 +42,21 @@ class Request:
 
     @property
     def digest(self) -> bytes:
+        """Digest of the custom_id."""
         return digest(self.custom_id)
 
     def as_job(self) -> dict[str, Any]:
-        """The body as it is queued. Nobody listens to a line while it runs, so it must not end for that."""
+        """Return the body to queue. It does not end for want of subscribers, since a line has none."""
         return {**self.body, "model": self.model, "on_disconnect": "continue"}
 
 
 def digest(custom_id: str) -> bytes:
-    """Stands for a custom_id where 50,000 are to be remembered."""
+    """Return a 16-byte digest that stands for a custom_id, to save memory."""
     return hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
 
 
 def read_line(raw: bytes, models: Models) -> Request:
-    """Raises `BadLine`."""
+    """Parse and check a line. Raises `BadLine`."""
     said = _object(_text(raw))
     if problems := _problems(said, models):
         raise _joined(problems)
@@ -150,7 +153,7 @@ def _check_custom_id(said: object, _: Models) -> None:
 
 
 def _check_body(said: object, models: Models) -> None:
-    """What a worker cannot say later, or would say of each line alike; all else it says of the one line."""
+    """Check only what a worker cannot report later, or would report for every line."""
     if not isinstance(said, dict):
         raise BadLine("invalid_body", f"body must be an object, not {_shown(said)}", "body")
     messages, answers = said.get("messages"), said.get("n")

@@ -1,4 +1,4 @@
-"""What a run is asked for: its files, and how it is to be made."""
+"""Inputs of a run: its files and its options."""
 
 import re
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:
-    """The files of a run. Raises ValueError where two are one."""
+    """The files of a run. Raises ValueError if two are the same."""
 
     input: Path
     output: Path
@@ -39,7 +39,7 @@ class RunPaths:
         return cls(input.absolute(), output.absolute(), failed.absolute(), state.absolute())
 
     def refuse_to_overwrite(self) -> None:
-        """Where no run has begun, what is there is somebody else's. Raises `BatchRefused`."""
+        """Raises `BatchRefused` if a result file has contents or is not a regular file; for a new run."""
         for path in (self.output, self.errors):
             if path.is_symlink() and not path.exists():
                 raise BatchRefused(f"{path} is a link to nothing: name another, or remove it")
@@ -49,7 +49,7 @@ class RunPaths:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Raises ValueError. What is None is as the run began, or as it is by itself."""
+    """Options of a run; None keeps the value of a resumed run, else the default. Raises ValueError."""
 
     models: Mapping[str, str] | None = None  # by the names in the file
     completion_window: str | None = None  # 24h
@@ -66,7 +66,7 @@ class RunOptions:
 
 
 def parse_window(window: str) -> int:
-    """Raises ValueError."""
+    """Return the seconds of a completion window such as 24h. Raises ValueError."""
     found = re.fullmatch(r"([1-9]\d{0,8})([smhd])", window, re.ASCII)
     if found is None:
         raise ValueError(f"a completion window is a number of s, m, h or d, such as 24h, and {window!r} is none")

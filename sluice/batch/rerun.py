@@ -9,7 +9,7 @@ from sluice.errors import BatchRefused
 
 
 def difference(saved: RunState, wish: RunOptions, sha256: str) -> str | None:
-    """Say in what the run was begun with something else; None if the wish is to go on with it."""
+    """Return how the saved run differs from the request; None if it can be resumed."""
     if saved.sha256 not in ("", sha256):
         return "another input"
     # While its file was read for the first time, nothing was queued by any name.
@@ -20,11 +20,12 @@ def difference(saved: RunState, wish: RunOptions, sha256: str) -> str | None:
 
 
 def may_begin_anew(saved: RunState, place: RunPaths) -> bool:
-    """Whether a run, wished otherwise, has nothing to lose: no line of it has ended."""
+    """Return True if a run with other options has nothing to lose: no line of it has ended."""
     return not saved.batch.ended and not _has_lines(place)
 
 
 def refused(saved: RunState, place: RunPaths, difference: str) -> BatchRefused:
+    """Return the error for a run that cannot be resumed."""
     files = ", ".join(str(path) for path in (place.output, place.errors, place.state) if path.exists())
     if saved.batch.ended:
         way_out = (
@@ -36,7 +37,7 @@ def refused(saved: RunState, place: RunPaths, difference: str) -> BatchRefused:
 
 
 def replaced(batch: Batch, difference: str, now: float) -> Batch:
-    """The run in whose place another begins."""
+    """Return the status of a run that another replaces."""
     problem = Problem(
         "replaced", f"It was begun with {difference}, and had answered nothing when another took its place."
     )

@@ -43,13 +43,14 @@ _EARLY = {
 
 
 def _nobody(_: Batch) -> None:
-    """Hears nothing."""
+    """Ignore the status."""
 
 
 async def run(redis: Redis, place: RunPaths, wish: RunOptions, told: Told = _nobody) -> Batch:
-    """Raises `BatchRefused`, or OSError where a file cannot be written. Cancelled, it can be gone on with.
+    """Run a file to its end. Raises `BatchRefused`, or OSError if a file cannot be written. Can be resumed after
+    cancellation.
 
-    `told` hears how it goes, a few times a second.
+    `told` receives the status, a few times a second.
     """
     with Source(place.input, {}) as source:  # before a file is made for the run
         if not place.state.exists():
@@ -90,7 +91,7 @@ async def _to_its_end(redis: Redis, place: RunPaths, wish: RunOptions, state: St
 
 
 def patient(redis: Redis) -> Retries:
-    """A run outlives its server's outages, and waits for room on a full server."""
+    """Return retries without an outage limit, which also wait for memory on a full server."""
     return Retries(redis, None, waits_for=(OutOfMemoryError,), log=logger)
 
 
@@ -103,6 +104,7 @@ async def tell(retries: Retries, how: Callable[[Batch], Awaitable[None]], batch:
 
 
 def new_batch(place: RunPaths, wish: RunOptions) -> Batch:
+    """Return the status of a run that starts now."""
     batch = Batch(
         id=wish.id,
         input_file_id=str(place.input),
@@ -128,7 +130,7 @@ def _as_wished(batch: Batch, place: RunPaths, wish: RunOptions) -> Batch:
 
 
 class Run:
-    """Of which the state file is ours."""
+    """One run whose state file this process has locked."""
 
     def __init__(self, redis: Redis, place: RunPaths, wish: RunOptions, state: StateFile, told: Told = _nobody) -> None:
         self._redis, self._place, self._wish, self._state, self._told = redis, place, wish, state, told
@@ -139,7 +141,7 @@ class Run:
         self._put_at = 0.0
 
     async def go(self) -> Batch:
-        """To its end, of which the server has not been told yet."""
+        """Run to the end and return the final status, which the caller announces."""
         keeping = asyncio.create_task(self._keep_touched())
         try:
             return await self._go()
@@ -194,7 +196,7 @@ class Run:
                 await self._board.put(self._now().paused(time.time()))
 
     def fail(self, problems: Sequence[Problem]) -> Batch:
-        """Before it has run, or where it cannot be gone on with."""
+        """Fail the run before its first line, or if it cannot be resumed."""
         output = str(self._place.output) if self._place.output.exists() else None
         batch = replace(self._saved.batch, errors=Problems(tuple(problems)), output_file_id=output)
         self._save(batch.enter("failed", time.time()))

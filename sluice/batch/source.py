@@ -25,7 +25,7 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Where a request lies in the file."""
+    """Position of a request in the file, in bytes, and the data to schedule it."""
 
     number: int  # from 1
     offset: int
@@ -37,7 +37,7 @@ class Line:
 
 @dataclass(slots=True)
 class Scan:
-    """What is in a file. Where there are problems, nothing of it is run."""
+    """The contents of a file. If there are problems, no line is run."""
 
     lines: list[Line] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
@@ -46,12 +46,14 @@ class Scan:
     asked: set[str] = field(default_factory=set)  # the names of the mapping that lines have
 
     def add(self, problem: Problem) -> None:
+        """Add a problem; after the first thousand they are only counted."""
         if len(self.problems) < _MOST_PROBLEMS:
             self.problems.append(problem)
         else:
             self.unnamed += 1
 
     def named(self) -> tuple[Problem, ...]:
+        """Return the problems, with one for those counted only."""
         if not self.unnamed:
             return tuple(self.problems)
         return (
@@ -72,7 +74,7 @@ class _Raw:
 
 
 class Source:
-    """Raises `BatchRefused` where the file cannot be read."""
+    """An open input file. Raises `BatchRefused` if it cannot be read."""
 
     def __init__(self, path: Path, models: Models) -> None:
         self._path, self._models = path, models
@@ -90,7 +92,7 @@ class Source:
         self._file.close()
 
     def scan(self) -> Scan:
-        """Every line, in the order of the file."""
+        """Check every line, in file order."""
         found, seen = Scan(), dict[bytes, int]()
         if (size := os.fstat(self._file.fileno()).st_size) > MOST_BYTES:
             found.add(Problem("file_too_large", f"the file is {size:,} bytes; at most {MOST_BYTES:,} are taken."))
@@ -112,7 +114,7 @@ class Source:
         return found
 
     def sha256(self) -> str:
-        """Of the whole file, as `scan` finds it."""
+        """Return the digest of the whole file, equal to that of `scan`."""
         self._file.seek(0)
         sha256 = hashlib.sha256()
         while read := self._file.read(_BLOCK_BYTES):
@@ -120,7 +122,7 @@ class Source:
         return sha256.hexdigest()
 
     def request(self, line: Line) -> Request:
-        """Raises `BatchRefused` where the file is no longer what was scanned."""
+        """Read a line again. Raises `BatchRefused` if the file has changed since the scan."""
         try:
             request = read_line(os.pread(self._file.fileno(), line.length, line.offset), self._models)
         except BadLine:
@@ -187,6 +189,7 @@ class Source:
 
 
 def sorted_for_reuse(lines: list[Line]) -> list[Line]:
+    """Return the lines with shared prompt prefixes next to each other."""
     return sorted(lines, key=lambda line: (line.prefix, line.number))
 
 
@@ -195,8 +198,7 @@ _BLOCKS = tuple(chain(repeat(64, 16), repeat(512, 16), repeat(4096, 16)))
 
 
 def prefix_key(body: dict[str, Any]) -> bytes:
-    """Sorts lines with a common beginning next to each other. Raises ValueError where the body is none that JSON can
-    hold: 1e999 reads as infinity."""
+    """Return a key that sorts requests with a common prefix together. Raises ValueError for non-finite numbers."""
     first = {"tools": body.get("tools"), "messages": body["messages"]}
     text = json.dumps({**first, **body}, separators=(",", ":"), allow_nan=False).encode()
     return b"".join(zlib.crc32(block).to_bytes(4) for block in _blocks(text))

@@ -15,15 +15,17 @@ from sluice.errors import BatchRefused, BatchTaken
 
 @dataclass(frozen=True, slots=True)
 class RunState:
+    """A stored state: the status, the digest of the input (empty until scanned) and the model mapping."""
+
     batch: Batch
     sha256: str  # of the input
     models: Mapping[str, str]
 
 
 class StateFile:
-    """A line for each state that the run came to, of which the last whole one counts.
+    """A line for each state of the run; the last whole one is current.
 
-    Who has it locked feeds the run. The kernel lets go of the lock when that process ends, however it does.
+    The process that holds the lock feeds the run. The kernel releases the lock when that process ends.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,7 +43,7 @@ class StateFile:
         self._file.close()
 
     def load(self) -> RunState | None:
-        """Raises `BatchRefused` where the file is none of a run."""
+        """Return the current state, or None. Raises `BatchRefused` if no run wrote the file."""
         if not self._lines:
             return None
         try:
@@ -50,10 +52,11 @@ class StateFile:
             raise BatchRefused(f"{self._file.path} is there already, and no run wrote it") from None
 
     def remove(self) -> None:
-        """Leave no file of a run that did nothing. Until it is closed, it stays locked."""
+        """Delete the file of a run that did nothing. It stays locked until closed."""
         self._file.path.unlink(missing_ok=True)
 
     def save(self, saved: RunState) -> None:
+        """Append a state. Raises OSError."""
         said = {
             "feeder": f"process {os.getpid()} on {socket.gethostname()}",
             "sha256": saved.sha256,

@@ -1,4 +1,4 @@
-"""How an offline run goes: OpenAI's Batch object, with what is ours under `sluice`. `schemas.batch` says the same."""
+"""Status of an offline run: OpenAI's Batch object, with our fields under `sluice`. Mirrors `schemas.batch`."""
 
 import json
 from collections import Counter
@@ -15,6 +15,8 @@ _FED: frozenset[State] = frozenset({"in_progress", "finalizing", "cancelling"}) 
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
+    """Numbers of lines."""
+
     total: int = 0
     completed: int = 0
     failed: int = 0
@@ -22,17 +24,21 @@ class RequestCounts:
 
 @dataclass(frozen=True, slots=True)
 class InputTokens:
+    """Breakdown of the prompt tokens."""
+
     cached_tokens: int = 0  # that lines shared, and that were not computed again
 
 
 @dataclass(frozen=True, slots=True)
 class OutputTokens:
+    """Breakdown of the completion tokens."""
+
     reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BatchUsage:
-    """Of the answers in the output file."""
+    """Token counts of the answers in the output file."""
 
     input_tokens: int = 0
     output_tokens: int = 0
@@ -43,7 +49,7 @@ class BatchUsage:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why an input file is refused; `line` counts from 1, and is None where the file as a whole is meant."""
+    """Why an input file is refused; `line` counts from 1, and is None if the problem concerns the whole file."""
 
     code: str
     message: str
@@ -53,13 +59,15 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Problems:
+    """OpenAI's list of problems."""
+
     data: tuple[Problem, ...]
     object: Literal["list"] = "list"
 
 
 @dataclass(frozen=True, slots=True)
 class BatchDetails:
-    """What OpenAI's object has no place for."""
+    """Fields that OpenAI's object does not have."""
 
     host: str = ""  # where the files are
     seconds: float = 0.0  # since the first line was queued, pauses included
@@ -71,7 +79,7 @@ class BatchDetails:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Times are Unix seconds. Files are named by their paths on `sluice.host`."""
+    """The status of a run. Times are Unix seconds. Files are named by their paths on `sluice.host`."""
 
     id: str
     object: Literal["batch"] = "batch"
@@ -99,25 +107,27 @@ class Batch:
 
     @property
     def ended(self) -> bool:
+        """True in a final state."""
         return self.status in ENDED
 
     def enter(self, state: State, now: float) -> Self:
-        """The same run in another state, from now on."""
+        """Return a copy in another state, entered at `now`."""
         since: dict[str, Any] = {f"{state}_at": int(now)}
         return replace(self, status=state, **since)
 
     def paused(self, since: float) -> Self:
-        """The same run, as it is while nobody feeds it. One that waits in an inbox, or has ended, needs no feeder."""
+        """Return a copy marked as paused since then; unchanged if the run waits in an inbox or has ended."""
         if self.status not in _FED or self.sluice.paused_at is not None:
             return self
         return replace(self, sluice=replace(self.sluice, paused_at=int(since)))
 
     def to_json(self) -> str:
+        """Serialize to compact JSON."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, raw: str | bytes) -> Self:
-        """What a later version adds is left out."""
+        """Parse a status, dropping unknown fields."""
         return parse_as(cls, _nested(json.loads(raw)))
 
 
@@ -143,6 +153,8 @@ def _usage(said: dict[str, Any]) -> BatchUsage:
 
 
 class RunCounts:
+    """Counts of the lines in the result files, and their tokens."""
+
     def __init__(self) -> None:
         self.completed, self.retried = 0, 0
         self.failures = Counter[str]()
@@ -150,16 +162,18 @@ class RunCounts:
 
     @property
     def failed(self) -> int:
+        """Number of failed lines."""
         return self.failures.total()
 
     @property
     def usage(self) -> BatchUsage:
+        """Token counts of the answered lines."""
         into, out = self._tokens["prompt"], self._tokens["completion"]
         cached, reasoning = self._tokens["cached"], self._tokens["reasoning"]
         return BatchUsage(into, out, into + out, InputTokens(cached), OutputTokens(reasoning))
 
     def add(self, said: dict[str, Any]) -> None:
-        """A line of the output file or of the error file."""
+        """Count a line of the output or error file."""
         self.retried += is_retry(said["id"])
         match said:
             case {"error": {"code": str(code)}}:

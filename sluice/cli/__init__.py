@@ -7,6 +7,7 @@ from sluice import __version__
 
 
 def main() -> None:
+    """Run the command."""
     if any(find_spec(name) is None for name in ("typer", "rich")):
         if sys.argv[1:] == ["--version"]:
             print(f"sluice {__version__}")

@@ -112,6 +112,7 @@ class EmbeddedServer:
         return await self._process.wait()
 
     async def stop(self) -> None:
+        """End the server."""
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(signal.SIGTERM)
             try:

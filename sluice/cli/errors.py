@@ -1,4 +1,4 @@
-"""What a person can put right, said in a sentence with a way out."""
+"""Errors that the user can fix, each with a message that says how."""
 
 import math
 import socket
@@ -29,7 +29,7 @@ _USABLE = "The URL must name a database that it has, as 0 behind the last /, and
 
 
 class CliError(Exception):
-    """Ends the command with this sentence and exit code."""
+    """Ends the command with this message and exit code."""
 
     def __init__(self, sentence: str, *, exit_code: int = 2) -> None:
         super().__init__(sentence)
@@ -38,7 +38,7 @@ class CliError(Exception):
 
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[Client]:
-    """A client whose server has answered. What may go wrong with it inside comes out as `CliError`."""
+    """Yield a client whose server has answered. Its errors inside the block become `CliError`."""
     async with _client(url) as client:
         try:
             await _reach(client, url)
@@ -55,17 +55,18 @@ async def connected(url: str) -> AsyncIterator[Client]:
 
 
 def start_worker(model: str) -> str:
-    """Tell how to start a worker that serves the model."""
+    """Return how to start a worker that serves the model."""
     name = "" if model == "default" else f" --name {model}"
     return f"Start one: sluice worker --model FOLDER_OR_HUB_ID{name}"
 
 
 def sentence(said: str) -> str:
-    """End with one mark, whatever it ends with."""
+    """Return the text with a final period if it has no end mark."""
     return said if said.endswith((".", "?", "!")) else f"{said}."
 
 
 def check_job_id(job_id: str) -> None:
+    """Raises `CliError` for a bad id."""
     try:
         wire.check_job_id(job_id)
     except ValueError as error:

@@ -35,6 +35,7 @@ def number(least: float | None = None) -> Callable[[str | float], float]:
 
 
 def lane(given: str) -> Lane:
+    """Return the lane. Raises typer.BadParameter."""
     if given not in LANES:
         raise typer.BadParameter(f"it must be {' or '.join(LANES)}, not {given!r}.")
     return given

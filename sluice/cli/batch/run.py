@@ -116,7 +116,7 @@ def _exit_code(batch: Batch) -> int:
 
 @contextmanager
 def _heard(name: str) -> Iterator[None]:
-    """What a logger has to say, among the notes."""
+    """Print a logger's messages as notes."""
 
     class Notes(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

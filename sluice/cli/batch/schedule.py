@@ -92,5 +92,5 @@ def _hours(settings: "Settings", now: datetime) -> str:
 
 
 def _by_local_clock(minute: int, now: datetime) -> str:
-    """Of a minute of today."""
+    """Return a minute of today by this machine's clock."""
     return f"{(now.replace(hour=0, minute=0) + timedelta(minutes=minute)).astimezone():%H:%M}"

@@ -30,21 +30,24 @@ def read_models(given: list[str]) -> dict[str, str]:
 
 
 class Pace:
-    """Of the last minute."""
+    """Rates over the last minute."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int, int]] = deque()
 
     def add(self, batch: Batch) -> None:
+        """Record a status."""
         now = time.monotonic()
         self._seen.append((now, _ended(batch), batch.usage.output_tokens))
         while now - self._seen[0][0] > _PACE_OVER_S:
             self._seen.popleft()
 
     def tokens_per_s(self) -> float:
+        """Return completion tokens per second."""
         return self._per_s(2)
 
     def left(self, lines: int) -> str:
+        """Return the estimated time for this number of lines, as text."""
         rate = self._per_s(1)
         return f"{format_duration(lines / rate)} left" if rate else "time left unknown"
 
@@ -72,6 +75,7 @@ class Watch:
         self._bar.stop()
 
     def told(self, batch: Batch) -> None:
+        """Show a status."""
         if not self.begun:
             self._begin(batch)
         self._pace.add(batch)
@@ -92,6 +96,7 @@ class Watch:
 
 
 def print_report(batch: Batch) -> None:
+    """Print the final table."""
     counts, usage, told = batch.request_counts, batch.usage, batch.sluice
     rows = {
         "status": _status(batch),
@@ -110,6 +115,7 @@ def print_report(batch: Batch) -> None:
 
 
 def print_problems(batch: Batch) -> None:
+    """Print the first problems."""
     problems = batch.errors.data if batch.errors else ()
     for problem in problems[:_MOST_SHOWN]:
         place = f"line {problem.line:,}: " if problem.line else ""

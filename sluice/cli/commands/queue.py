@@ -90,6 +90,7 @@ def purge(
 
 
 def print_queues(found: list[Queue]) -> None:
+    """Print a table of queues."""
     print_table(
         "Queues",
         {"model": "left", "lane": "left", "jobs": "right", "oldest": "right", "workers": "right"},

@@ -1,4 +1,4 @@
-"""What was said so far, and the request that goes on from there."""
+"""The conversation so far, and the next request."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,12 +6,15 @@ from typing import Any
 
 @dataclass
 class Conversation:
+    """Turns, options and pending images of a chat."""
+
     system: str | None = None
     options: dict[str, Any] = field(default_factory=dict)  # of every request: max_tokens, seed ...
     images: list[str] = field(default_factory=list)  # data: URLs, shown with the next message
     turns: list[dict[str, Any]] = field(default_factory=list)
 
     def request(self, message: str) -> dict[str, Any]:
+        """Return the request that adds this message."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return {"messages": [*system, *self.turns, self._turn(message)], **self.options}
 

@@ -21,7 +21,7 @@ EXIT_CODES = {"finished": 0, "failed": 1, "cancelled": 3}
 async def ask(
     url: str, model: str, lane: Lane | None, request: dict[str, Any], shown: AbstractContextManager[Show]
 ) -> Event | None:
-    """The final event; None when Ctrl-C asked for the end and nobody has heard it yet."""
+    """Return the final event; None if Ctrl-C requested a cancel that no worker has confirmed yet."""
     async with connected(url) as client:
         with _interrupt() as pressed:
             job = await submit_job(client, request, model=model, lane=lane)
@@ -30,6 +30,7 @@ async def ask(
 
 
 def exit_code(ending: Event | None) -> int:
+    """Return the exit code for a final event; None counts as cancelled."""
     return EXIT_CODES[ending.type if ending else "cancelled"]
 
 
@@ -42,6 +43,7 @@ async def submit_job(
     job_id: str | None = None,
     wait_worker_s: float | None = None,
 ) -> Submitted:
+    """Submit a job and print notes about it. Raises `CliError`."""
     try:
         job = await client.submit(request, model=model, lane=lane, id=job_id, wait_worker_s=wait_worker_s)
     except ValueError as error:
@@ -87,6 +89,7 @@ async def mention_waiting(client: Client, job_id: str) -> None:
 
 
 async def follow(client: Client, job_id: str, show: Show, *, after: int = -1, unknown_s: float = 10.0) -> Event:
+    """Show events after `after` and return the final one."""
     async for raw in client.stream_json(job_id, unknown_s=unknown_s):
         event = parse_event(raw)
         if event.seq > after:

@@ -1,4 +1,4 @@
-"""What to ask, as it was given: on the command line, on stdin, in a file."""
+"""Reads requests from the command line, stdin and files."""
 
 import base64
 import json
@@ -13,7 +13,7 @@ _MOST_BYTES = 256 * 1024 * 1024  # far more than workers take, unless their SLUI
 
 
 def read_message(given: str) -> str:
-    """`-` stands for stdin."""
+    """Return the message; `-` reads stdin. Raises `CliError`."""
     message = _text("-").rstrip("\n") if given == "-" else given
     if not message.strip():
         raise CliError("the message is empty; there is nothing to answer.")
@@ -21,7 +21,7 @@ def read_message(given: str) -> str:
 
 
 def read_image(path: str) -> str:
-    """As a data: URL."""
+    """Return an image file as a data: URL. Raises `CliError`."""
     kind, _ = mimetypes.guess_type(path)
     if kind is None or not kind.startswith("image/"):
         raise CliError(f"{path} does not look like an image: its name must end in .png, .jpg, .webp or .gif.")
@@ -32,7 +32,8 @@ def read_image(path: str) -> str:
 
 
 def read_request(path: str) -> dict[str, Any]:
-    """The body of a chat completion, or just its messages. `-` stands for stdin."""
+    """Return the body of a chat completion, which may be given as its messages only. `-` reads stdin. Raises
+    `CliError`."""
     try:
         said = json.loads(_text(path), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:

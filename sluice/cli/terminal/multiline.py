@@ -1,4 +1,4 @@
-"""What a person types at the prompt: one message, of one line or of several."""
+"""Reads one message, of one or several lines, at the prompt."""
 
 import select
 import sys

@@ -1,4 +1,4 @@
-"""What goes to stdout besides a model's text: JSON for machines, tables for people."""
+"""Output on stdout besides a model's text: JSON for machines, tables for people."""
 
 import json
 import re
@@ -19,6 +19,7 @@ _PIPE_COLUMNS = 1000  # a pipe has no edge, and an id that was folded is none
 
 
 def print_json(value: dict[str, Any], indent: int | None = None) -> None:
+    """Print a JSON line, with control characters escaped."""
     text = json.dumps(value, ensure_ascii=False, indent=indent)
     escaped = _TO_ESCAPE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
     sys.stdout.buffer.write(escaped.encode() + b"\n")
@@ -26,6 +27,7 @@ def print_json(value: dict[str, Any], indent: int | None = None) -> None:
 
 
 def print_table(title: str, columns: Mapping[str, JustifyMethod], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table; cells are escaped and folded."""
     table = Table(title=title, title_justify="left")
     for name, justify in columns.items():
         table.add_column(name, justify=justify, overflow="fold")
@@ -38,7 +40,7 @@ _LONGEST_S = 1e12  # an infinite score in a queue is no time
 
 
 def format_duration(seconds: float) -> str:
-    """The largest two units of it: `3 d 4 h`, `5 min 7 s`. Below a second, and by a clock that is behind, `0 s`."""
+    """Return the largest two units of a duration: `3 d 4 h`, `5 min 7 s`; `0 s` below a second or if negative."""
     left, parts = int(min(max(0.0, seconds), _LONGEST_S)), []
     for unit, size_s in {"d": 86_400, "h": 3_600, "min": 60, "s": 1}.items():
         count, left = divmod(left, size_s)

@@ -13,7 +13,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 async def stoppable(work: Coroutine[Any, Any, T], *, at_eof: bool = False) -> T | None:
-    """What comes of it; None where it was told to stop first. A second signal ends the command on the spot."""
+    """Return the result of the work; None if a signal stopped it. A second signal ends the command at once."""
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
 
     def stop() -> None:

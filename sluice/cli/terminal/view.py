@@ -22,11 +22,12 @@ Show = Callable[[bytes, Event], None]  # an event as it was written, and as it w
 
 
 def showing(*, as_json: bool, announce: bool = False) -> AbstractContextManager[Show]:
-    """For programs or for people; `announce` tells people of starts too."""
+    """Return a context that yields a printer of events: JSON lines or text. `announce` also prints starts."""
     return nullcontext(print_line) if as_json else View(announce=announce).shown()
 
 
 def print_line(raw: bytes, event: Event) -> None:
+    """Print an event as a JSON line; failures also on stderr."""
     sys.stdout.buffer.write(raw + b"\n")
     sys.stdout.buffer.flush()
     if isinstance(event, Failed):
@@ -35,13 +36,14 @@ def print_line(raw: bytes, event: Event) -> None:
 
 @dataclass
 class Answer:
-    """As far as it counts."""
+    """The answer of the current attempt."""
 
     text: str = ""
     thought: bool = False
     called: bool = False
 
     def why_silent(self, finish_reason: str) -> str:
+        """Return why there is no text."""
         if self.called:
             return "the model asks for the result of a tool first"
         if finish_reason == "length":
@@ -51,14 +53,14 @@ class Answer:
 
 @dataclass
 class Call:
-    """Of a tool. Its name comes first, then its arguments bit by bit."""
+    """A tool call. Its name comes first, then its arguments in fragments."""
 
     function: str
     arguments: str = ""
 
     @property
     def whole(self) -> bool:
-        """One that was cut off, or that proved to be none, is not."""
+        """True if the arguments are complete JSON."""
         try:
             json.loads(self.arguments)
         except (ValueError, RecursionError):
@@ -67,6 +69,8 @@ class Call:
 
 
 class View:
+    """Prints the events of one job for people."""
+
     def __init__(self, *, announce: bool = False) -> None:
         self.answer = Answer()
         self._from_start = False  # has all of the answer been shown?
@@ -77,6 +81,7 @@ class View:
 
     @contextmanager
     def shown(self) -> Iterator[Show]:
+        """Show a status line and yield `show`."""
         try:
             self._status.start()
             yield self.show
@@ -85,6 +90,7 @@ class View:
             self._end_line()
 
     def show(self, raw: bytes, event: Event) -> None:
+        """Print one event."""
         match event:
             case Restarted():
                 self._begin_anew()
@@ -188,10 +194,12 @@ class View:
 
 
 def note(text: str, style: str = "dim") -> None:
+    """Print a line on stderr."""
     notes.print(Text(printable(text), style), soft_wrap=not notes.is_terminal)
 
 
 def printable(text: str) -> str:
+    """Replace control characters and lone surrogates."""
     return _UNPRINTABLE.sub("\ufffd", text)
 
 
