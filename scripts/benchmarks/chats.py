@@ -26,7 +26,7 @@ _TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one client saw; seconds count from the moment at which all chats were sent."""
+    """Measurements of one client; seconds count from the time at which all chats were sent."""
 
     tokens: int
     arrivals: tuple[float, ...]  # of the pieces in which the tokens came

@@ -1,4 +1,4 @@
-"""What a worker goes through while it is attacked: gaps in its streams, memory, and how each job ended."""
+"""Measurements of a worker under attack: gaps in its streams, memory, and how each job ended."""
 
 import asyncio
 import itertools
@@ -103,7 +103,7 @@ class Memory:
 
 
 def resident_mb(pid: int) -> float:
-    """Of a process and its children."""
+    """Return the resident memory of a process and its children."""
     told = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,rss="], capture_output=True, text=True, check=True).stdout
     rows = [[int(number) for number in line.split()] for line in told.splitlines()]
     return sum(kilobytes for process, parent, kilobytes in rows if pid in (process, parent)) / 1000

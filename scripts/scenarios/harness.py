@@ -1,4 +1,4 @@
-"""What the scenarios share: paced workers, watched streams, and the reading of what went wrong."""
+"""Shared by the scenarios: paced workers, watched streams, and checks of the results."""
 
 import asyncio
 import json

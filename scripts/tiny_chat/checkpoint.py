@@ -1,4 +1,4 @@
-"""Where a run is, as one file: a run that goes on from it ends with the weights of one that never stopped."""
+"""Training state in one file: a resumed run ends with the weights of an uninterrupted one."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is taught when: the whole run as data, and what one step of a shorter run takes from it."""
+"""The curriculum: the whole run as data, and the selection for each step of a shorter run."""
 
 import math
 from dataclasses import dataclass

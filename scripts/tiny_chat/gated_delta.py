@@ -73,7 +73,7 @@ def _decay_between(since_start: mx.array) -> mx.array:
 
 
 def _inverse(strictly_lower: mx.array) -> mx.array:
-    """Of I + strictly_lower, with its gradient."""
+    """Return the inverse of I + strictly_lower, with its gradient."""
     inverse = mx.stop_gradient(_inverse_by_doubling(strictly_lower))
     # One Newton step from the inverse: its value is the inverse again, and its derivative the inverse's own.
     return 2 * inverse - inverse @ (inverse + strictly_lower @ inverse)

@@ -1,4 +1,4 @@
-"""What a run will do, step by step: no MLX, no clock, no files."""
+"""The plan of a run, step by step: no MLX, no clock, no files."""
 
 from dataclasses import dataclass
 from random import Random
