@@ -1,4 +1,4 @@
-"""What drawing the tokens of a step costs: all rows in shared calls, as the engine does, or each by itself."""
+"""Cost of sampling the tokens of a step: all rows in shared calls, as the engine does, or each separately."""
 
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""What the way through Redis costs: tokens per second against the bare engine, and the publisher's own time."""
+"""Cost of the path through Redis: tokens per second against the bare engine, and the publisher's own time."""
 
 import asyncio
 import statistics

@@ -55,6 +55,7 @@ def sluice(
 
 
 def run() -> None:
+    """Run the command line; errors become a message and an exit code."""
     try:
         app(prog_name="sluice")
     except CliError as trouble:
