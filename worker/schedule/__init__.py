@@ -1,1 +1,1 @@
-"""What to run next, as pure functions over numbers. Standard library only."""
+"""Scheduling decisions as pure functions over numbers. Standard library only."""

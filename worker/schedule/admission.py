@@ -1,4 +1,4 @@
-"""Who may come in: never more than fits by prediction, and for good reasons only."""
+"""Admission by predicted memory: which waiting rows are admitted, keep waiting, or are refused."""
 
 from bisect import bisect
 from collections import defaultdict
@@ -8,47 +8,47 @@ from dataclasses import dataclass, replace
 from worker.schedule.memory import MAX_ROWS, NO_IMAGES, ImageDemand, MemoryModel, format_bytes
 from worker.schedule.request import Lane
 
-# So many may overtake a row that is too large for now. Then those behind it wait too, and memory comes free for it.
+# Rows that may overtake a row that does not fit yet. Then the rows behind it wait too, so memory is freed for it.
 MAX_OVERTAKES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class RowEstimate:
-    """A sequence, as far as memory is concerned."""
+    """Predicted memory demand of a request."""
 
     id: str
     lane: Lane
     prompt_tokens: int
     max_tokens: int  # of the answer
-    group: int = 0  # of the rows that it decodes with, or will
-    overtaken: int = 0  # by how many; see `Wait`
-    preempted: bool = False  # it was inside before: a later correction of the costs shall not end its answer
-    held_bytes: int = 0  # that it takes while it waits
-    images: ImageDemand = NO_IMAGES  # that its prompt has still to be computed with
+    group: int = 0  # number of the group that it decodes in, or will decode in
+    overtaken: int = 0  # rows admitted before it although they were behind it; see `Wait`
+    preempted: bool = False  # it was active before, so a later correction of the costs must not refuse it
+    held_bytes: int = 0  # bytes of its saved cache while it waits
+    images: ImageDemand = NO_IMAGES  # images that are not yet computed
 
     @property
     def tokens(self) -> int:
-        """At its end, if it says all that it may."""
+        """Length at its end in tokens, if the answer reaches `max_tokens`."""
         return self.prompt_tokens + self.max_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Now, once these have been parked."""
+    """Admit the row after preempting the rows with these ids."""
 
     preempt: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """`passed` is what the row says when it asks again."""
+    """Keep the row waiting. `overtaken`: the value for its `RowEstimate` at the next decision."""
 
     overtaken: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """It would not even fit alone."""
+    """Refuse the row: it does not fit even alone. `message` tells the client what to change."""
 
     message: str
 
@@ -63,9 +63,9 @@ def admit_in_turn(
     limit: int,
     max_rows: int = MAX_ROWS,
 ) -> list[tuple[RowEstimate, Decision]]:
-    """What becomes of each that waits: the interactive ones first, and else in the order given. `running` has the
-    oldest first, and prompts on their way too; `limit` is the bytes that the model and all rows may take, and `most`
-    how many rows there may be."""
+    """Return the decision for each waiting row, interactive rows first, otherwise in the given order. `running`: active
+    rows, the oldest first, including those in prefill. `limit`: bytes that the model and all rows may take. `max_rows`:
+    most rows that may be active at once."""
     rows, verdicts, closed = list(running), list[tuple[RowEstimate, Decision]](), False
     held_bytes = sum(row.held_bytes for row in waiting)
     for candidate in sorted(waiting, key=lambda row: row.lane == "batch"):
@@ -77,7 +77,7 @@ def admit_in_turn(
                 rows = [*(row for row in rows if row.id not in park), candidate]
                 held_bytes -= candidate.held_bytes
             case Wait() if candidate.overtaken >= MAX_OVERTAKES:
-                closed = True  # interactive rows have all had their turn before an offline one can close
+                closed = True  # all interactive rows are decided before an offline row can close admission
         verdicts.append((candidate, decision))
     return _count_overtaken(verdicts)
 
@@ -90,8 +90,8 @@ def admit(
     held_bytes: int = 0,
     max_rows: int = MAX_ROWS,
 ) -> Decision:
-    """An interactive candidate may have offline rows parked, the youngest first. `held_bytes`: by others who wait; they
-    could be given up, so that nobody is refused for them."""
+    """Return the decision for one row. An interactive row may preempt offline rows, the youngest first. `held_bytes`:
+    saved caches of the other waiting rows; these can be dropped, so they never cause a refusal."""
     if not fits([candidate], costs, limit):
         if not candidate.preempted:
             return Refuse(_refusal(candidate, costs, limit))
@@ -111,12 +111,12 @@ def admit(
 
 
 def group_lengths(rows: Iterable[RowEstimate]) -> list[list[int]]:
-    """At the end, by group."""
+    """Return the rows' lengths at their end in tokens, one list per group."""
     return list(by_group(rows).values())
 
 
 def by_group(rows: Iterable[RowEstimate]) -> dict[int, list[int]]:
-    """Return the lengths at the end, under the number of the group."""
+    """Return the rows' lengths at their end in tokens, by group number."""
     groups = defaultdict[int, list[int]](list)
     for row in rows:
         groups[row.group].append(row.tokens)
@@ -124,11 +124,12 @@ def by_group(rows: Iterable[RowEstimate]) -> dict[int, list[int]]:
 
 
 def image_demand(rows: Iterable[RowEstimate]) -> ImageDemand:
-    """Of all of them."""
+    """Return the rows' image demands added up."""
     return sum((row.images for row in rows), NO_IMAGES)
 
 
 def fits(rows: Sequence[RowEstimate], costs: MemoryModel, limit: int, most: int = MAX_ROWS) -> bool:
+    """Return True if there are at most `most` rows and their predicted peak is within `limit` bytes, model included."""
     return len(rows) <= most and _peak_bytes(rows, costs) <= limit
 
 
@@ -170,13 +171,13 @@ def _image_refusal(candidate: RowEstimate, costs: MemoryModel, limit: int) -> st
 
 
 def _with_images(candidate: RowEstimate, percent: int) -> RowEstimate:
-    """The same, if they had so much of their pixels."""
+    """Return the estimate for images that are scaled to `percent` of their pixels."""
     images = candidate.images.at(percent)
     fewer = candidate.images.total - images.total
     return replace(candidate, prompt_tokens=candidate.prompt_tokens - fewer, images=images)
 
 
 def _rounded_up(tokens: int) -> int:
-    """To two digits."""
+    """Return the number rounded up to two significant digits."""
     unit = int(10 ** max(0, len(str(tokens)) - 2))
     return -(-tokens // unit) * unit

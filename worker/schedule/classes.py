@@ -1,5 +1,5 @@
-"""Which rows decode apart when memory is short. Every row of a group takes as much as its longest, so classes of like
-length take less, at the price of a pass over the weights for each."""
+"""Length classes: rows that decode in separate groups if memory is short. Every row of a group takes as much memory as
+its longest row, so groups of similar length take less, at the cost of a pass over the weights for each group."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,59 +8,61 @@ from dataclasses import dataclass
 from worker.schedule.admission import Admit, Decision, RowEstimate, Wait
 from worker.schedule.grouping import StepCost, partition, place
 
-# The longest rows of all classes but the last, ascending. No bounds: rows are grouped for speed alone.
+# The greatest length of each class but the last, in tokens, ascending. If empty, rows are grouped for speed alone.
 Bounds = tuple[int, ...]
 
 _MOST_CLASSES = 4
-# Other classes are taken only for so many times the tokens per second, since rows that decode are not moved at once.
+# New bounds must reach this multiple of the tokens per second, since decoding rows are not moved at once.
 _LEAST_GAIN = 1.15
-# And only for so much of what one class after the other would make. With lengths of 100 and 2,000 tokens and passes
-# that cost as much as 100 rows, classes made 0.72 of that and ran 0.87 times as fast as no classes.
+# They must also reach this share of the rate at which the classes would decode in turn: see `rate_in_turns`. With
+# lengths of 100 and 2,000 tokens and passes that cost as much as 100 rows, classes reached 0.72 of that rate and ran
+# 0.87 times as fast as no classes.
 _LEAST_OF_TURNS = 0.8
 
 
 def class_of(length: int, bounds: Bounds) -> int:
+    """Return the number of the class for a row of this length at its end, in tokens. Bounds are inclusive."""
     return bisect_left(bounds, length)
 
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """The groups that decode now."""
+    """State of the decoding groups, as admission needs it."""
 
     cost: StepCost
-    lengths: Sequence[Sequence[int]] = ()  # of their rows, in tokens
-    ends: Sequence[Sequence[int]] = ()  # their lengths at the end, prompt and answer together
-    buffers: Sequence[int] = ()  # bytes that they take now
+    lengths: Sequence[Sequence[int]] = ()  # current lengths of the rows in tokens, by group
+    ends: Sequence[Sequence[int]] = ()  # lengths of the rows at their end, prompt and answer together, by group
+    buffers: Sequence[int] = ()  # bytes of each group's buffers
 
     def group_of(self, length: int, bounds: Bounds) -> int:
-        """Return the number of the group that a row of this length at its end will decode in; those that are yet to be
-        opened count on."""
+        """Return the number of the group that a row will decode in, by its length at its end in tokens. A number beyond
+        the existing groups stands for a new group."""
         if not bounds:
             return place(length, self.lengths, self.cost)
         number = class_of(length, bounds)
         return next(self.of_class(number, bounds), len(self.lengths) + number)
 
     def of_class(self, number: int, bounds: Bounds) -> Iterator[int]:
-        """Yield the groups of that class, the one of its longest row."""
+        """Yield the numbers of the groups of a class. The class of a group is that of its longest row."""
         return (i for i, ends in enumerate(self.ends) if class_of(max(ends, default=0), bounds) == number)
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What would become of the rows with these bounds."""
+    """Result of admission with these bounds, without applying it."""
 
     bounds: Bounds
-    inside: Sequence[int]  # lengths at the end of all rows that would be inside
-    left: Sequence[RowEstimate] = ()  # that would wait
+    inside: Sequence[int]  # lengths at their end, in tokens, of all rows that would be active
+    left: Sequence[RowEstimate] = ()  # rows that would keep waiting
 
     def rate(self, cost: StepCost) -> float:
-        """Return the tokens per second when all of them decode."""
+        """Return the tokens per second if all active rows decode; 0 if no cost is known."""
         step_s = cost.step_s(apart(self.inside, self.bounds))
         return len(self.inside) / step_s if step_s else 0.0
 
 
 def choices(lengths: Iterable[int]) -> list[Bounds]:
-    """Return ways to part rows of these lengths by memory, each with more classes than the one before."""
+    """Return bounds that divide rows of these lengths by memory, each with more classes than the one before."""
     ordered = sorted(lengths)
     spread = sum(ordered[-1] - length for length in ordered) if ordered else 0
     found, cell_s = list[Bounds](), 1.0
@@ -94,9 +96,9 @@ def best(
     attempt: Callable[[Bounds], Trial | None],
     most_rows: Callable[[int], int],
 ) -> Bounds:
-    """Return the bounds with which rows make the most tokens per second; of like ones, the fewest classes. `now`: those
-    in force; `lengths`: of all rows inside and waiting, at their end; `attempt` returns None where the rows inside do
-    not fit; `most_rows` of a length are in memory at once, if there are no others."""
+    """Return the bounds with the most tokens per second; among similar ones, those with the fewest classes. `now`: the
+    current bounds. `lengths`: lengths at their end, in tokens, of all active and waiting rows. `attempt` returns None
+    if the active rows do not fit. `most_rows`: number of rows of a length that fit into memory without others."""
     there = attempt(now)
     if cost.group_s + cost.row_s + cost.cell_s == 0 or (there and not now and not there.left):
         return now
@@ -113,8 +115,8 @@ def best(
 
 
 def rate_in_turns(lengths: Iterable[int], bounds: Bounds, cost: StepCost, most_rows: Callable[[int], int]) -> float:
-    """Return the tokens per second if one class decoded after the other, each with all the memory. That is what comes
-    of no classes in the long run: the rows of a group that leave make room for others of their length."""
+    """Return the tokens per second if one class decoded after the other, each with all the memory. Without classes, a
+    worker tends to this rate: rows that leave a group make room for others of their length."""
     seconds, rows = 0.0, 0
     for each in filter(None, apart(lengths, bounds)):
         together = max(1, min(len(each), most_rows(max(each))))
@@ -124,11 +126,12 @@ def rate_in_turns(lengths: Iterable[int], bounds: Bounds, cost: StepCost, most_r
 
 
 def left(decided: Iterable[tuple[RowEstimate, Decision]]) -> list[RowEstimate]:
+    """Return the rows that keep waiting."""
     return [row for row, decision in decided if isinstance(decision, Wait)]
 
 
 def inside(running: Iterable[RowEstimate], decided: Sequence[tuple[RowEstimate, Decision]]) -> list[RowEstimate]:
-    """Return the rows that are inside once this is done."""
+    """Return the active rows after the decisions are applied."""
     parked = {id for _, decision in decided if isinstance(decision, Admit) for id in decision.preempt}
     coming = (row for row, decision in decided if isinstance(decision, Admit))
     return [*(row for row in running if row.id not in parked), *coming]

@@ -1,25 +1,27 @@
-"""What something costs, learned from measurements while they are made: least squares, in which old ones fade."""
+"""Costs estimated from measurements as they arrive: least squares with exponential decay of old measurements."""
 
 from collections.abc import Sequence
 
-_DECAY = 0.998  # of what earlier measurements weigh: half of it is gone after some 350
+_DECAY = 0.998  # of the weight of earlier measurements, for each new one: it halves after about 350
 
 
 class LeastSquares:
+    """Online ridge regression of seconds on a fixed number of amounts."""
+
     def __init__(self, prior: Sequence[float]) -> None:
-        """`belief` that each share costs nothing, in measurements that would say so."""
+        """`prior`: for each amount, the weight of the prior that it costs nothing, in measurements of amount 1."""
         self._prior = prior
         self._squares = [[0.0] * len(prior) for _ in prior]
         self._products = [0.0] * len(prior)
 
     def observe(self, amounts: Sequence[float], seconds: float) -> None:
-        """Of each share so much was in it, and it took so long. Amounts are best of one size, near 1."""
+        """Record a measurement: `amounts` together took `seconds`. Amounts should have similar magnitude, near 1."""
         for i, a in enumerate(amounts):
             self._products[i] = self._products[i] * _DECAY + a * seconds
             self._squares[i] = [kept * _DECAY + a * b for kept, b in zip(self._squares[i], amounts, strict=True)]
 
     def costs(self) -> list[float]:
-        """Of one of each share, in seconds; never below 0."""
+        """Return the estimated seconds for one unit of each amount, at least 0."""
         squares = [list(line) for line in self._squares]
         for i, belief in enumerate(self._prior):
             squares[i][i] += belief
@@ -27,7 +29,7 @@ class LeastSquares:
 
 
 def _solve(squares: list[list[float]], products: list[float]) -> list[float]:
-    """Gauss, with the largest pivot. The squares are positive definite, so there is one."""
+    """Solve by Gauss-Jordan elimination with partial pivoting. `squares` is positive definite, so no pivot is 0."""
     rows = [[*line, product] for line, product in zip(squares, products, strict=True)]
     for k in range(len(rows)):
         pivot = max(range(k, len(rows)), key=lambda i: abs(rows[i][k]))

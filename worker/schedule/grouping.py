@@ -1,52 +1,57 @@
-"""Which rows decode together. A batch's KV is a rectangle, so one long row makes every row beside it pay for its
-length; a group of its own costs another pass over the weights instead."""
+"""Groups of rows that decode together. A batch's KV cache is a rectangle, so a long row makes every row of its group
+pay for its length; a separate group costs another pass over the weights instead."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from worker.schedule.fitting import LeastSquares
 
-_CELLS = 1e4  # cells are counted in these, so that all three unknowns are of one size
-# Rows are parted, and moved, only for a step shorter than this share: moving costs a copy, and a measurement is noisy.
+_CELLS = 1e4  # cells are counted in this unit, so that all three unknowns have similar magnitude
+# Rows are divided or moved only if the step becomes shorter than this share: moving costs a copy, and measurements are
+# noisy.
 _LEAST_GAIN = 0.85
-# A belief that groups, rows and cells cost nothing, in steps that would say so. For groups it is faint: while all steps
-# look alike, it is the passes over the weights that cost, and rows are not parted before it was seen that length does.
+# Prior that groups, rows and cells cost nothing: see `LeastSquares`. It is weak for groups: while all steps are alike,
+# their cost is assigned to the passes over the weights, so rows are not divided before length is measured to cost.
 _PRIOR = 1e-3, 10.0, 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of one decode step: so much for each group, each row, and each token position of a rectangle."""
+    """Seconds of one decode step: for each group, each row, and each cell (token position) of a group's rectangle."""
 
     group_s: float = 0.0
     row_s: float = 0.0
     cell_s: float = 0.0
 
     def of(self, rows: int, longest: int) -> float:
+        """Return the seconds of a group of `rows`, of which the longest has `longest` tokens; 0 without rows."""
         return self.group_s + rows * (self.row_s + longest * self.cell_s) if rows else 0.0
 
     def step_s(self, groups: Sequence[Sequence[int]]) -> float:
-        """Of groups of rows, each given by its length in tokens."""
+        """Return the seconds of a step of these groups, given by their rows' lengths in tokens."""
         return sum(self.of(len(group), max(group, default=0)) for group in groups)
 
 
 class MeasuredCost:
-    """Learns a `StepCost` from the steps as they run."""
+    """Estimates a `StepCost` from measured steps."""
 
     def __init__(self) -> None:
         self._fit = LeastSquares(_PRIOR)
 
     def observe(self, groups: Sequence[Sequence[int]], seconds: float) -> None:
+        """Record the measured seconds of a step of these groups, given by their rows' lengths in tokens."""
         rows, cells = sum(map(len, groups)), sum(len(group) * max(group, default=0) for group in groups)
         self._fit.observe((len(groups), rows, cells / _CELLS), seconds)
 
     def cost(self) -> StepCost:
+        """Return the current estimate."""
         group_s, row_s, cells_s = self._fit.costs()
         return StepCost(group_s, row_s, cells_s / _CELLS)
 
 
 def place(length: int, groups: Sequence[Sequence[int]], cost: StepCost) -> int:
-    """The group that a new row makes least dearer; `len(groups)` is a new one, where that is worth it."""
+    """Return the index of the group that a new row slows down the least, or `len(groups)` for a new group if that is
+    worth another pass over the weights; 0 if there are no groups. `length` and `groups` are in tokens."""
 
     def dearer(group: Sequence[int]) -> float:
         longest = max(group, default=0)
@@ -63,8 +68,8 @@ def place(length: int, groups: Sequence[Sequence[int]], cost: StepCost) -> int:
 def regroup(
     groups: Sequence[Sequence[int]], cost: StepCost, classes: Sequence[int] | None = None
 ) -> list[list[int]] | None:
-    """Better groups, as indices into the flattened lengths; None where what there is does well enough. Rows of
-    different `classes` are never put together."""
+    """Return faster groups as indices into the flattened lengths, or None if the gain is too small. Rows of different
+    `classes` (one number per row, in the flattened order) are never grouped together."""
     lengths = [length for group in groups for length in group]
     best = list[list[int]]()
     classes = classes or [0] * len(lengths)
@@ -76,18 +81,18 @@ def regroup(
 
 
 def partition(lengths: Sequence[int], cost: StepCost) -> list[list[int]]:
-    """The cheapest groups of all, as indices. They are runs of the rows in order of length, since swapping two
-    rows between groups that overlap never makes a rectangle wider."""
+    """Return the cheapest of all groupings, as indices into `lengths`. Its groups are contiguous in order of length,
+    since swapping two rows between groups that overlap never makes a rectangle wider."""
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    cheapest, begins = [0.0], list[int]()  # of the first n rows; where the last group of those begins
-    hull = list[int]()  # beginnings that are, or may become, the best
+    cheapest, begins = [0.0], list[int]()  # seconds of the first n rows; index at which their last group begins
+    hull = list[int]()  # beginnings that are the best, or may become so
 
     def total(begin: int, end: int) -> float:
         return cheapest[begin] + cost.of(end - begin, lengths[order[end - 1]])
 
     for end in range(1, len(order) + 1):
-        # The longer its rows, the more a group saves by beginning later: what is better once stays better. And only
-        # corners of the lower hull of `cheapest` are ever the best.
+        # The longer its rows, the more a group saves by beginning later, so a beginning that is better once stays
+        # better. Only corners of the lower hull of `cheapest` are ever the best.
         while len(hull) > 1 and _bends_down(cheapest, hull[-2], hull[-1], end - 1):
             hull.pop()
         hull.append(end - 1)
@@ -103,5 +108,5 @@ def partition(lengths: Sequence[int], cost: StepCost) -> list[list[int]]:
 
 
 def _bends_down(heights: Sequence[float], a: int, b: int, c: int) -> bool:
-    """Whether the line through a, b and c does so at b, or is straight there."""
+    """Return True if the line through a, b and c bends down at b, or is straight."""
     return (heights[b] - heights[a]) * (c - b) >= (heights[c] - heights[b]) * (b - a)

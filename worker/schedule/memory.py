@@ -1,27 +1,27 @@
-"""What rows cost in bytes, before they are there."""
+"""Predicted memory of rows, in bytes."""
 
 from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from math import ceil
 
-BUFFER_TOKENS = 256  # buffers grow in steps of this, as mlx-lm's do
-# A prediction allows for prompt chunks of so many tokens. Longer ones are a matter of speed: see `longest_chunk`.
+BUFFER_TOKENS = 256  # buffers grow in steps of this many tokens, as mlx-lm's do
+# Tokens of a prompt chunk that every prediction allows for. Longer chunks are only faster: see `longest_chunk`.
 CHUNK = 256
 
-MAX_ROWS = 512  # what SLUICE_MAX_ROWS can be
-UNENDING = 1 << 32  # tokens; no device holds so many, unless the model keeps none
+MAX_ROWS = 512  # upper limit of SLUICE_MAX_ROWS
+UNENDING = 1 << 32  # tokens; more than any device holds, unless the model caches none
 
 
 def padded_shape(rows: int, tokens: int, most: int = UNENDING) -> tuple[int, int]:
-    """Return the size of a batch's buffers. A share to spare makes it rare that they grow, and are copied. No row can
-    become longer than `most`, so beyond it nothing is to spare."""
+    """Return the shape (rows, tokens) of a batch's buffers. The padding makes it rare that they grow, which copies
+    them. No row becomes longer than `most` tokens, so tokens are not padded beyond it except to whole buffer steps."""
     columns = max(tokens, min(tokens + tokens // 8, most))
     return rows + rows // 4, -(-columns // BUFFER_TOKENS) * BUFFER_TOKENS
 
 
 def format_bytes(count: int) -> str:
-    """Of so many bytes, for people: `3.1 GB`."""
+    """Return a readable size, such as `3.1 GB`."""
     for unit, least in ("GB", 1e9), ("MB", 1e6), ("kB", 1e3):
         if count >= least:
             return f"{count / least:.1f}".removesuffix(".0") + f" {unit}"
@@ -30,24 +30,26 @@ def format_bytes(count: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KVLayers:
-    """Layers of one kind that keep each token, or the last `window` of them."""
+    """Layers of one kind that cache the keys and values of every token, or of the last `window` tokens."""
 
-    token_bytes: int  # all these layers together
-    layer_bytes: int  # the largest one of them; both for each token
-    window: int | None = None
+    token_bytes: int  # for each token, all these layers together
+    layer_bytes: int  # for each token, the largest of these layers
+    window: int | None = None  # tokens; None: all
 
     def cached_tokens(self, tokens: int) -> int:
+        """Return the number of tokens that these layers cache for a row of `tokens`."""
         return tokens if self.window is None else min(tokens, self.window)
 
 
 @dataclass(frozen=True, slots=True)
 class ImageDemand:
-    """Of rows, in tokens that they stand for; those of prompts that are through count for nothing but their bytes."""
+    """Memory demand of the images of rows. Sizes are in prompt tokens. Images of finished prefills count only with
+    their `prepared_bytes`."""
 
-    largest: int = 0  # of those that go through the vision tower, one after the other
-    total: int = 0  # of all: what the language model gets of each is held until its prompt is through
-    longest: int = 0  # of all: some models compute an image in one chunk
-    prepared_bytes: int = 0  # of what the tower looks at: not MLX's, and held as long as the row is there
+    largest: int = 0  # tokens of the largest image still to be encoded; images are encoded one after the other
+    total: int = 0  # tokens of all images: the features of each are held until its prefill has finished
+    longest: int = 0  # tokens of the longest image: some models compute an image in one chunk
+    prepared_bytes: int = 0  # pixel inputs of the vision encoder: outside MLX's memory, held until the row ends
 
     def __add__(self, other: "ImageDemand") -> "ImageDemand":
         return ImageDemand(
@@ -58,7 +60,7 @@ class ImageDemand:
         )
 
     def at(self, percent: int) -> "ImageDemand":
-        """With so much of their pixels."""
+        """Return the demand if all images had `percent` of their pixels."""
         return ImageDemand(*(each * percent // 100 for each in astuple(self)))
 
 
@@ -67,17 +69,18 @@ NO_IMAGES = ImageDemand()
 
 @dataclass(frozen=True, slots=True)
 class EncoderCost:
-    """What images need, in bytes."""
+    """Memory of the vision encoder and of its features, in bytes."""
 
-    token_bytes: int = 0  # of the one that is in the tower, at the most, for each of its tokens
-    pair_bytes: int = 0  # and for each pair of them: attention scores, where the device holds them
-    feature_bytes: int = 0  # of what the language model gets, for each token
+    token_bytes: int = 0  # at most, while an image is encoded, for each of its tokens
+    pair_bytes: int = 0  # likewise for each pair of its tokens: attention scores, if the device materializes them
+    feature_bytes: int = 0  # features for the language model, for each token
     whole: bool = False  # the language model computes an image in one chunk
 
     @classmethod
     def of(cls, few: tuple[int, int], many: tuple[int, int], feature_bytes: int) -> "EncoderCost":
-        """`few`: the tokens of an image, and the bytes that it took; `many`: of a larger one, or of another of the same
-        size where there is no other. Neither is predicted lower than it was."""
+        """Return the cost that fits two measurements and predicts neither lower than measured. `few`: tokens of an
+        image and the bytes that it took; `many`: the same for a larger image, or for one of the same size if there is
+        no larger one."""
         (tokens, needed), (more, needed_more) = few, many
         each, each_of_more = needed / tokens, needed_more / more
         pair_bytes = max(0, ceil((each_of_more - each) / (more - tokens))) if more > tokens else 0
@@ -85,6 +88,7 @@ class EncoderCost:
         return cls(max(0, *map(ceil, left)), pair_bytes, feature_bytes)
 
     def bytes_for(self, images: ImageDemand) -> int:
+        """Return the peak bytes of encoding the images, with the features of all of them."""
         looking = images.largest * (self.token_bytes + self.pair_bytes * images.largest)
         return looking + self.feature_bytes * images.total
 
@@ -94,35 +98,37 @@ NO_ENCODER = EncoderCost()
 
 @dataclass(frozen=True, slots=True)
 class MemoryModel:
-    """Of a model, in bytes. Lengths are in tokens, prompt and answer together."""
+    """Memory of a model and of its rows, in bytes. Lengths are in tokens, prompt and answer together."""
 
     weights_bytes: int
     kv_layers: tuple[KVLayers, ...] = ()
-    state_bytes: int = 0  # a row's recurrent state, whatever its length
+    state_bytes: int = 0  # recurrent state of a row, independent of its length
     chunk_token_bytes: int = 0  # activations, for each token of a chunk
-    score_bytes: int = 0  # attention scores, for each pair of a chunk's token and one before it; 0 where none are kept
+    score_bytes: int = 0  # attention scores, for each pair of a chunk's token and one before it; 0 if not materialized
     draft_bytes: int = 0  # the weights of a draft model
-    draft: "MemoryModel | None" = None  # its own
-    encoder: EncoderCost = NO_ENCODER  # for images; its weights are among the others
-    factor: float = 1.0  # of what comes beside the weights: see `Correction`
+    draft: "MemoryModel | None" = None  # of the draft model
+    encoder: EncoderCost = NO_ENCODER  # for images; its weights are in `weights_bytes`
+    factor: float = 1.0  # applied to all memory except weights and pixel inputs: see `Correction`
 
     @property
     def resident_bytes(self) -> int:
+        """Bytes of the weights, the draft model's included."""
         return self.weights_bytes + self.draft_bytes
 
     def draft_tokens(self, tokens: int) -> int:
-        """So many tokens in the model's cache take as much as these do in its draft's."""
+        """Return the number of tokens in the model's own cache that take as many bytes as a row of `tokens` in the
+        draft's cache; 0 without a draft."""
         each = sum(kind.token_bytes for kind in self.kv_layers)
         return -(-self.draft.row_bytes(tokens) // each) if self.draft and each else 0
 
     def row_bytes(self, tokens: int) -> int:
-        """A row alone, in mlx-lm's caches. They grow by whole steps from wherever they stand, so up to a step less
-        one is to spare."""
+        """Return the bytes of a single row in mlx-lm's caches. They grow in whole steps from any length, so up to one
+        token less than a step is unused."""
         reach = tokens + BUFFER_TOKENS - 1
         return self.state_bytes + sum(kind.token_bytes * kind.cached_tokens(reach) for kind in self.kv_layers)
 
     def rectangle_bytes(self, lengths: Sequence[int]) -> int:
-        """Rows that decode as one group, at their end: each has room for the longest."""
+        """Return the bytes of rows that decode as one group, at their end: each has room for the longest."""
         rows, tokens = self._rectangle(lengths)
         return len(lengths) * self.state_bytes + rows * sum(
             k.token_bytes * k.cached_tokens(tokens) for k in self.kv_layers
@@ -133,19 +139,19 @@ class MemoryModel:
         return padded_shape(len(lengths), longest, longest)
 
     def _copy_bytes(self, lengths: Sequence[int]) -> int:
-        """When buffers grow, one layer after the other is there twice."""
+        """Return the extra bytes while buffers grow: one layer at a time exists twice."""
         rows, tokens = self._rectangle(lengths)
         return rows * max((kind.layer_bytes * kind.cached_tokens(tokens) for kind in self.kv_layers), default=0)
 
     def chunk_bytes(self, chunk: int, tokens: int) -> int:
-        """What a step's prompt chunk needs in passing, at the end of a row of so many tokens."""
+        """Return the temporary bytes of a prompt chunk of `chunk` tokens at the end of a row of `tokens`."""
         windows = sum(kind.token_bytes for kind in self.kv_layers if kind.window)  # stretched by the chunk
         return chunk * (self.chunk_token_bytes + windows + self.score_bytes * tokens)
 
     def beside_bytes(self, groups: Iterable[Sequence[int]], chunk: int = CHUNK, images: ImageDemand = NO_IMAGES) -> int:
-        """The most that rows of these lengths, by group, need beside the weights. One of them may not have joined its
-        group yet, and is there by itself, while its prompt advances or buffers grow. As MLX measures it: images as they
-        are prepared are not its own. Not corrected by `factor`."""
+        """Return the peak bytes in addition to the weights, for rows of these lengths at their end, by group. Includes
+        one row that has not joined its group yet and has a cache of its own, while its prompt advances or buffers grow.
+        Counts MLX's memory only, so without pixel inputs. Not corrected by `factor`."""
         groups, seeing = [group for group in groups if group], self.encoder.bytes_for(images)
         if not groups:
             return seeing
@@ -154,44 +160,49 @@ class MemoryModel:
         return lasting + seeing + max(self.chunk_bytes(min(chunk, longest), longest), *map(self._copy_bytes, groups))
 
     def peak_bytes(self, groups: Iterable[Sequence[int]], chunk: int = CHUNK, images: ImageDemand = NO_IMAGES) -> int:
-        """With the model; where it computes an image in one chunk, none is promised less than the longest takes."""
+        """Return the predicted peak bytes with the weights and the pixel inputs, corrected by `factor`. If the model
+        computes an image in one chunk, the chunk is at least as long as the longest image."""
         chunk = max(chunk, images.longest) if self.encoder.whole else chunk
         beside_bytes = round(self.factor * self.beside_bytes(groups, chunk, images))
         return self.resident_bytes + beside_bytes + images.prepared_bytes
 
     def max_tokens(self, limit: int) -> int:
-        """The longest row that fits alone; 0 where none does, and a very large number where length costs nothing."""
+        """Return the length of the longest row that fits alone: 0 if none fits, nearly `UNENDING` if length costs
+        nothing."""
         return bisect(range(1, UNENDING), limit, key=lambda tokens: self.peak_bytes([[tokens]]))
 
     def max_rows(self, tokens: int, limit: int) -> int:
-        """So many rows of that length fit, in one group; `MAX_ROWS` where more would."""
+        """Return the number of rows of this length that fit in one group, at most `MAX_ROWS`."""
         return bisect(range(1, MAX_ROWS + 1), limit, key=lambda rows: self.peak_bytes([[tokens] * rows]))
 
     def longest_chunk(self, groups: Sequence[Sequence[int]], limit: int, images: ImageDemand = NO_IMAGES) -> int:
-        """How many tokens a prompt may advance by in one step; `CHUNK` at least, which was promised at admission."""
+        """Return the most tokens that a prompt may advance by in one step; at least `CHUNK`, which admission has
+        reserved."""
         fitting = bisect(range(1, 1 << 16), limit, key=lambda chunk: self.peak_bytes(groups, chunk, images))
         return max(CHUNK, fitting)
 
 
-_NOISE_BYTES = 16_000_000  # a measurement below it says more about the allocator
-_UP, _DOWN = 0.5, 0.05  # weights of the newest measurement: too little memory is worse than some unused
-_LEAST, _MOST = 0.5, 4.0
+_NOISE_BYTES = 16_000_000  # below this, a measurement reflects mostly the allocator
+_UP, _DOWN = 0.5, 0.05  # weights of the newest measurement: running out of memory is worse than leaving some unused
+_LEAST, _MOST = 0.5, 4.0  # limits of the factor
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """How measurements compare with predictions."""
+    """Ratio of measured to predicted memory, applied as `MemoryModel.factor`."""
 
     factor: float = 1.0
 
     def exceeded(self, predicted: int, measured: int) -> "Correction":
-        """One step took more than was predicted, before correction: the next decisions allow for as much at once."""
+        """Return the correction after one step's measurement: it rises at once to measured / predicted, and never
+        falls. `predicted`: bytes before correction."""
         if predicted < _NOISE_BYTES:
             return self
         return Correction(max(self.factor, min(_MOST, measured / predicted)))
 
     def observe(self, predicted: int, measured: int) -> "Correction":
-        """Both beside the weights, and at their highest: `MemoryModel.beside_bytes` of what ran, and what it took."""
+        """Return the correction moved towards measured / predicted, faster upwards than downwards. Both are peak bytes
+        in addition to the weights; `predicted` is `MemoryModel.beside_bytes` of the rows that ran."""
         if predicted < _NOISE_BYTES:
             return self
         ratio = min(_MOST, max(_LEAST, measured / predicted))

@@ -1,4 +1,4 @@
-"""TODO worker.schedule.outcomes"""
+"""Outcomes: messages about a request that the engine returns from a step."""
 
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -10,7 +10,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """So many of a prompt's tokens are in the row's cache, some of them from the prefix cache."""
+    """Prefill progress in tokens: `done` of `total` are in the row's cache, `cached` of them from the prefix cache."""
 
     id: str
     done: int
@@ -20,7 +20,7 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """So many of the tokens that a prompt's images stand for have been through the vision tower."""
+    """Image encoding progress: `done` of the `total` image tokens of a prompt have been through the vision encoder."""
 
     id: str
     done: int
@@ -29,7 +29,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """So many of a prompt's tokens has the draft been through."""
+    """SpecPrefill progress: the draft model has computed `done` of the `total` tokens of a prompt."""
 
     id: str
     done: int
@@ -38,16 +38,16 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class SpecPrefillApplied:
-    """By the draft's scores these tokens are kept, and the others left out."""
+    """SpecPrefill has dropped the tokens of a prompt outside `kept_ranges`, by the draft's scores."""
 
     id: str
     kept_ranges: tuple[Range, ...]
-    seconds: float  # that the scoring took
+    seconds: float  # time of the scoring
 
 
 @dataclass(frozen=True, slots=True)
 class SpecPrefillSkipped:
-    """The prompt is computed whole, though it might have been thinned."""
+    """All tokens of the prompt are computed, although the request allowed SpecPrefill. `reason`: why."""
 
     id: str
     reason: str
@@ -55,33 +55,33 @@ class SpecPrefillSkipped:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Natural logs of the row's probabilities, after penalties, bias and guide, before temperature and filters."""
+    """Natural logarithms of the probabilities, after penalties, bias and grammar, before temperature and filters."""
 
-    token: float
-    top: tuple[tuple[int, float], ...] = ()  # (token, its own), the most probable first
+    token: float  # of the drawn token
+    top: tuple[tuple[int, float], ...] = ()  # (token, logprob), the most probable first
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One step of one row. `token` is None where the end of the sequence was drawn."""
+    """The token of one row in one step. `token` is None if an end-of-sequence token was drawn."""
 
     id: str
     token: int | None
     finish_reason: FinishReason | None = None
-    logprobs: Logprobs | None = None  # where the sequence asked for them, and there is a token
-    at: float | None = field(default=None, compare=False)  # time.monotonic() when the device had computed it
+    logprobs: Logprobs | None = None  # if the request wants them and there is a token
+    at: float | None = field(default=None, compare=False)  # time.monotonic() when the host received it
 
 
 @dataclass(frozen=True, slots=True)
 class RowFailed:
-    """The row is out of the engine, and it was our fault."""
+    """The row was removed after a failure of the engine."""
 
     id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The row will never fit into this worker's memory; a sentence says by how much."""
+    """The row does not fit into this worker's memory even alone; `message` tells the client what to change."""
 
     id: str
     message: str
@@ -91,5 +91,8 @@ Outcome = Prefilled | Encoded | Scored | SpecPrefillApplied | SpecPrefillSkipped
 
 
 class OutcomeListener(Protocol):
+    """Receiver of the outcomes of one request."""
+
     def on_outcome(self, outcome: Outcome, rows: int) -> None:
-        """What a step did for the sequence, and how many rows decoded in it. On the event loop, in order."""
+        """Handle an outcome of the request. Called on the event loop, in order. `rows`: rows that decoded in the
+        step."""

@@ -1,4 +1,4 @@
-"""Which prompts advance in this step, and by how many tokens."""
+"""Plan the prefill of a step: the prompts that advance, and by how many tokens."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,41 +6,42 @@ from dataclasses import dataclass
 from worker.schedule.budget import MIN_CHUNK, PromptCost
 from worker.schedule.request import Lane
 
-# One step in so many belongs to the prompt that has waited longest. A long one then takes four times as long
-# under an endless stream of short ones, instead of for ever, and a short one waits for one chunk more.
+# One step in this many is for the prompt that has waited longest. Under an endless stream of short prompts, a long one
+# then takes four times as long instead of forever, and a short one waits for one more chunk.
 OLDEST_FIRST_EVERY = 4
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingPrompt:
-    """A prompt that is not wholly in the cache, of the model or of its draft, or that has yet to join the rows that
-    decode."""
+    """A prompt in prefill: not all of its tokens are in the cache (of the model, or of the draft while that scores it),
+    or its row has not joined the decoding rows yet."""
 
     id: str
     done: int  # tokens in the cache
     remaining: int  # tokens still to prefill
-    waited: int  # steps since it came
+    waited: int  # steps since it was added
     lane: Lane
     cost: PromptCost
-    cuts: Sequence[int] = ()  # tokens of the prompt, in order, behind which a forward has to end
-    growth: int = 0  # bytes that are copied when it joins, beside its own
+    cuts: Sequence[int] = ()  # positions of the prompt, ascending, at which a forward has to end
+    growth: int = 0  # bytes of the batch's buffers that are copied when the row joins
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
+    """Tokens that one prompt advances by in a step."""
+
     id: str
     tokens: int
-    joins: bool = False  # the prompt is then in the cache, and its row joins those that decode
+    joins: bool = False  # prefill is finished with this chunk, and the row joins the decoding rows
 
 
 def plan(waiting: Iterable[WaitingPrompt], spare_s: Mapping[Lane, float], step: int, longest: int) -> list[Chunk]:
-    """Spend each lane's seconds on the prompts that are done soonest; interactive ones first, and offline ones get what
-    those leave of theirs. `step` counts up, and `longest` is what a chunk may have in tokens. The first prompt always
-    advances, if only by a few tokens.
+    """Return the chunks of a step. Spends each lane's seconds on the prompts that finish soonest, interactive ones
+    first; the time that these take is not left for offline ones. The first prompt always advances, if only by a few
+    tokens. `step`: number of the step, counting up. `longest`: most tokens of a chunk.
 
-    Always one row a chunk: rows padded to one length would pay for the longest, and a recurrent state takes
-    the padding in.
-    """
+    Every chunk is one row: rows padded to one length would pay for the longest, and padding would enter a recurrent
+    state."""
     chunks, spent_s = list[Chunk](), 0.0
     for row in sorted(waiting, key=_age if step % OLDEST_FIRST_EVERY == 0 else _length):
         left_s = spare_s[row.lane] - spent_s
@@ -53,9 +54,10 @@ def plan(waiting: Iterable[WaitingPrompt], spare_s: Mapping[Lane, float], step: 
 
 
 def _chunk(row: WaitingPrompt, seconds: float, longest: int, *, first: bool) -> Chunk | None:
-    """The longest chunk that takes no longer; None if that is not worth its pass over the weights.
+    """Return the longest chunk that takes at most `seconds`, or None if it is not worth its pass over the weights. The
+    `first` chunk of a step is never None.
 
-    A row whose join does not fit joins in the next step: to leave a token for that step would cost a pass."""
+    A row whose join does not fit joins in the next step: leaving a token for that step would cost a pass."""
     tokens = _fitting(row, seconds, longest)
     if tokens < min(row.remaining, row.cost.worthwhile):
         if not first:
@@ -68,7 +70,8 @@ def _chunk(row: WaitingPrompt, seconds: float, longest: int, *, first: bool) -> 
 
 
 def _fitting(row: WaitingPrompt, seconds: float, longest: int) -> int:
-    """The most tokens that can be computed in that time. Each cut within them costs another pass over the weights."""
+    """Return the most tokens that can be computed in `seconds`. Each cut within them costs another pass over the
+    weights."""
     ends = [*(cut - row.done for cut in row.cuts if 0 < cut - row.done < row.remaining), row.remaining]
     fitting = (
         min(end, longest, row.cost.within(seconds - cuts * row.cost.forward_s, row.done))
@@ -78,7 +81,8 @@ def _fitting(row: WaitingPrompt, seconds: float, longest: int) -> int:
 
 
 def _forward_s(row: WaitingPrompt, tokens: int) -> float:
-    """A prompt of a single token has none to advance by, and costs one."""
+    """Return the seconds of a chunk's forwards. A prompt of a single token has no tokens to prefill, and costs as much
+    as one token."""
     if tokens == 0 and row.done:
         return 0.0
     cuts = sum(0 < cut - row.done < tokens for cut in row.cuts)

@@ -1,8 +1,8 @@
-"""Which prefixes are kept: a tree of tokens, and what goes when there is too much.
+"""Prefix tree of cached tokens, with eviction of the least recently used.
 
-A node is a run of tokens behind its parent's, so what begins alike is there once. Tokens are compared, not hashes of
-them. What an engine keeps of a run can be had for any part of it; a state, which stands at the end of a node, is
-what it can only keep whole.
+A node holds a segment of tokens that follows its parent's, so a shared prefix is stored once. Tokens are compared, not
+their hashes. A segment (KV state of each token) can be split at any token; a snapshot (recurrent state at the end of a
+node) cannot.
 """
 
 from bisect import bisect
@@ -11,28 +11,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, Self, TypeVar
 
-MAX_SEGMENT_TOKENS = 1024  # tokens; so much comes and goes at once
+MAX_SEGMENT_TOKENS = 1024  # tokens of a new node, and so of what one eviction frees
 
 
 class Segment(Protocol):
-    """What is kept of each token of a node."""
+    """Cached data of each token of a node."""
 
     @property
     def nbytes(self) -> int: ...
 
     def split(self, at: int) -> tuple[Self, Self]:
-        """Of its first `at` tokens, and of the others."""
+        """Return the segment of the first `at` tokens, and that of the others."""
 
 
 class Snapshot(Protocol):
-    """What is kept of all tokens up to the end of a node together."""
+    """Cached state after all tokens up to the end of a node."""
 
     @property
     def nbytes(self) -> int: ...
 
     @property
     def trimmable(self) -> bool:
-        """Whether it can be made that of fewer tokens."""
+        """True if it can be trimmed to the state after fewer tokens."""
 
 
 R = TypeVar("R", bound=Segment)
@@ -41,9 +41,11 @@ S = TypeVar("S", bound=Snapshot)
 
 @dataclass(slots=True, eq=False)
 class Node(Generic[R, S]):
-    parent: "Node[R, S] | None"  # None for what lies before the first token
+    """A segment of tokens in the tree. The root of a namespace has no tokens."""
+
+    parent: "Node[R, S] | None"  # None for the root
     tokens: tuple[int, ...]
-    end: int  # tokens from the very first to the node's last
+    end: int  # number of tokens from the root to the node's last token
     segment: R | None = None
     snapshot: S | None = None
     children: "dict[int, Node[R, S]]" = field(default_factory=dict)  # by their first token
@@ -51,27 +53,28 @@ class Node(Generic[R, S]):
 
 @dataclass(frozen=True, slots=True)
 class Found(Generic[R, S]):
-    """The longest prefix that can be had."""
+    """The longest usable cached prefix."""
 
     length: int = 0  # tokens
-    nodes: tuple[Node[R, S], ...] = ()  # the last one may reach further
-    holder: Node[R, S] | None = None  # of the state; further on, where that has to be shortened
+    nodes: tuple[Node[R, S], ...] = ()  # from the root's child on; the last one may hold more tokens than match
+    holder: Node[R, S] | None = None  # node with the snapshot; beyond `length` if that has to be trimmed
 
 
 class PrefixTree(Generic[R, S]):
-    """`space` is whose prefixes they are; nothing is found in another's."""
+    """Cached prefixes by namespace (`space`); a lookup finds nothing of another namespace. Not thread-safe."""
 
     def __init__(self, *, stateful: bool) -> None:
-        """`stateful`: a prefix can be had only with a state."""
+        """`stateful`: a prefix is usable only with a snapshot at its end."""
         self._stateful = stateful
         self._roots: dict[str, Node[R, S]] = {}
-        # Least recently used first. Whoever uses a node uses its parents after it, so the first run is a leaf's.
+        # Least recently used first. A use touches a node before its parents, so the first "run" entry is a leaf's.
         self._order: OrderedDict[tuple[Node[R, S], Literal["run", "state"]], None] = OrderedDict()
-        self._shortening = 0  # states that can be made those of fewer tokens
+        self._shortening = 0  # number of trimmable snapshots
         self.nbytes = self.evicted = 0
-        self.version = 0  # another one when more may be found
+        self.version = 0  # changes if a lookup may find more than before
 
     def find(self, space: str, tokens: tuple[int, ...]) -> Found[R, S]:
+        """Return the longest usable prefix of the tokens. Does not count as a use: see `touch`."""
         path, matched = self.walk(space, tokens)
         if not path or not self._stateful:
             return Found(matched, tuple(path))
@@ -83,7 +86,7 @@ class PrefixTree(Generic[R, S]):
         return Found()
 
     def walk(self, space: str, tokens: tuple[int, ...]) -> tuple[list[Node[R, S]], int]:
-        """The nodes along these tokens, and how many tokens they share; the last node may reach further."""
+        """Return the nodes along these tokens, and the number of tokens that match; the last node may hold more."""
         path, matched, node = list[Node[R, S]](), 0, self._roots.get(space)
         while node is not None and matched < len(tokens) and (child := node.children.get(tokens[matched])):
             path.append(child)
@@ -94,6 +97,7 @@ class PrefixTree(Generic[R, S]):
         return path, matched
 
     def touch(self, found: Found[R, S]) -> None:
+        """Mark a found prefix as the most recently used."""
         if found.holder is not None:
             self._order.move_to_end((found.holder, "state"))
         self._touch(found.holder or (found.nodes[-1] if found.nodes else None))
@@ -101,8 +105,8 @@ class PrefixTree(Generic[R, S]):
     def insert(
         self, space: str, tokens: tuple[int, ...], take: Callable[[int, int], R], state: S | None = None
     ) -> None:
-        """Keeps what is not there yet. `take` gives the run from one token to before another; `state` is that of
-        all the tokens."""
+        """Insert the tokens that are not in the tree yet. `take(start, end)` returns the segment of tokens start to
+        end - 1; `state` is the snapshot after all the tokens."""
         path, matched = self.walk(space, tokens)
         ends = range(matched, len(tokens), MAX_SEGMENT_TOKENS)
         runs = [
@@ -119,7 +123,7 @@ class PrefixTree(Generic[R, S]):
         self.version += 1
 
     def shrink(self, most: int) -> None:
-        """To so many bytes, the least recently used first."""
+        """Evict segments and snapshots, the least recently used first, until at most `most` bytes are left."""
         while self.nbytes > most and self._order:
             node, what = next(iter(self._order))
             self.evicted += 1
@@ -132,12 +136,12 @@ class PrefixTree(Generic[R, S]):
         self._space_checkpoints()
 
     def discard(self, node: Node[R, S]) -> None:
-        """With all that begins with it."""
+        """Remove a node with all its descendants."""
         doomed = [node]
         for each in doomed:
             doomed += each.children.values()
         for each in reversed(doomed):
-            if (each, "run") in self._order:  # else it went with its last child
+            if (each, "run") in self._order:  # else it was removed with its last child
                 self._remove(each)
         self._space_checkpoints()
 
@@ -145,7 +149,7 @@ class PrefixTree(Generic[R, S]):
         self._roots = {space: root for space, root in self._roots.items() if root.children}
 
     def _touch(self, node: Node[R, S] | None) -> None:
-        """It and all that is before it."""
+        """Mark a node and its ancestors as the most recently used."""
         while node is not None and node.parent is not None:
             self._order.move_to_end((node, "run"))
             node = node.parent
@@ -157,7 +161,7 @@ class PrefixTree(Generic[R, S]):
         return node
 
     def _cut(self, node: Node[R, S], end: int) -> Node[R, S]:
-        """Makes two of it; returns the one that ends there."""
+        """Split a node in two at token `end`; return the upper one, which ends there."""
         assert node.parent is not None, "the root is never cut"
         assert node.segment is not None
         at = end - node.parent.end
@@ -182,18 +186,18 @@ class PrefixTree(Generic[R, S]):
             node.snapshot = None
 
     def _extend(self, node: Node[R, S]) -> Node[R, S] | None:
-        """One that has a state, here or further on, that can be made that of fewer tokens."""
+        """Return a node with a trimmable snapshot, this one or a descendant; None if there is none."""
         places = [node] if self._shortening else []
         while places:
             place = places.pop()
             if place.snapshot is None:
                 places += place.children.values()
             elif place.snapshot.trimmable:
-                return place  # where it does not, one further on is of more tokens, and does not either
+                return place  # below a snapshot that is not trimmable, none is: it covers more tokens
         return None
 
     def _remove(self, node: Node[R, S]) -> None:
-        """A leaf, and whatever is of no use without it."""
+        """Remove a leaf, and the ancestors that are useless without it."""
         while True:
             assert not node.children, "others begin with it"
             assert node.parent is not None, "the root stays"
@@ -207,25 +211,25 @@ class PrefixTree(Generic[R, S]):
                 return
 
     def _is_useless(self, node: Node[R, S]) -> bool:
-        """Where nothing can be had without a state, a leaf has to have one."""
+        """Return True for a leaf without a snapshot if prefixes are usable only with one."""
         return self._stateful and node.parent is not None and not node.children and node.snapshot is None
 
 
 def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """How many tokens they begin with alike."""
+    """Return the length of the common prefix."""
     return bisect(range(1, min(len(one), len(other)) + 1), False, key=lambda count: one[:count] != other[:count])
 
 
-_CLOSE = 16  # tokens: to compute them again takes hardly longer than to compute one
-_FREELY = 4  # boundaries; each takes a forward of its own, and a state's memory
+_CLOSE = 16  # tokens; recomputing them takes hardly longer than computing one
+_FREELY = 4  # boundaries used in any case; each takes another forward, and the memory of a snapshot
 
 
 def checkpoint_positions(boundaries: Sequence[int], tokens: int, grid: int) -> tuple[int, ...]:
-    """Where to keep a state of a prompt of so many tokens, in order: at the most valuable boundaries and its end, and
-    else where that is far from all others."""
+    """Return the positions, ascending, at which to take a snapshot of a prompt of `tokens`: its end, the first
+    (likeliest) boundaries, and further boundaries and multiples of `grid` that are far from all others."""
     chosen = list[int]()
     for at in sorted([*boundaries[:_FREELY], tokens]):
-        # Of two that are close the first will do for both.
+        # Of two close positions, the first serves both.
         if _CLOSE <= at <= tokens and not (chosen and at - chosen[-1] < _CLOSE):
             chosen.append(at)
     for at in [*boundaries[_FREELY:], *range(grid, tokens, grid)]:

@@ -1,4 +1,4 @@
-"""TODO worker.schedule.report"""
+"""Report of an engine step, from the engine thread to the event loop."""
 
 from dataclasses import dataclass
 
@@ -7,24 +7,24 @@ from worker.schedule.outcomes import Outcome
 
 @dataclass(frozen=True, slots=True)
 class PrefixUse:
-    """Of the prefix cache, in one step."""
+    """Use of the prefix cache in one step."""
 
-    queried: int = 0  # tokens of the prompts that are through
-    hit: int = 0  # those that were found
-    evicted: int = 0  # runs of tokens, states, and the features of images
-    nbytes: int = 0  # that it holds after the step
+    queried: int = 0  # tokens of the prompts whose prefill has finished
+    hit: int = 0  # those of them that were cached
+    evicted: int = 0  # number of KV segments, state snapshots and image features
+    nbytes: int = 0  # bytes held after the step
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One engine step: what happened to each row, and how many decoded together."""
+    """Result of one engine step."""
 
     outcomes: tuple[Outcome, ...]
-    rows: int
+    rows: int  # rows that decoded
     seconds: float = 0.0
-    num_waiting: int = 0  # for memory
-    num_preempted: int = 0  # of those: they were inside before
+    num_waiting: int = 0  # requests that wait for memory
+    num_preempted: int = 0  # those of them that were active before
     num_preemptions: int = 0  # in this step
-    reserved: tuple[int, int] | None = None  # bytes beside the model: what those inside may need, and what there is
-    memory: tuple[int, int] | None = None  # bytes beside the model: predicted, and measured since the last look
+    reserved: tuple[int, int] | None = None  # bytes in addition to the weights: reserved for active rows, and available
+    memory: tuple[int, int] | None = None  # bytes in addition to the weights: predicted, measured; None: not compared
     prefix: PrefixUse = PrefixUse()

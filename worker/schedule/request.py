@@ -1,88 +1,90 @@
-"""TODO worker.schedule.request"""
+"""Generation request, as the worker submits it to the engine."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 Lane = Literal["interactive", "batch"]
-Range = tuple[int, int]  # of tokens: the first, and the one behind the last
+Range = tuple[int, int]  # of tokens: (start, end), end excluded
 
 
 def tokens_in(ranges: Iterable[Range]) -> int:
+    """Return the number of tokens in ranges that do not overlap."""
     return sum(end - start for start, end in ranges)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a row's tokens are drawn. Draw k of a row depends on (seed, k) and its own logits alone."""
+    """Sampling parameters of a row. Draw k of a row depends on (seed, k) and its own logits alone."""
 
     temperature: float = 0.0  # 0 is greedy
     top_p: float = 1.0  # 1 is off
     top_k: int = 0  # 0 is off
     min_p: float = 0.0  # 0 is off
-    repetition_penalty: float = 1.0  # 1 is off; over prompt and answer
-    presence_penalty: float = 0.0  # over the answer
-    frequency_penalty: float = 0.0  # over the answer
+    repetition_penalty: float = 1.0  # 1 is off; counts tokens of prompt and answer
+    presence_penalty: float = 0.0  # counts tokens of the answer
+    frequency_penalty: float = 0.0  # counts tokens of the answer
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarError:
-    """Why a grammar cannot go on."""
+    """Reason why a grammar cannot continue."""
 
     reason: str
-    ours: bool  # a token came that was not allowed; else the grammar was too much for its limits
+    ours: bool  # a token was accepted that is not allowed; otherwise the grammar exceeded its limits
 
 
 class GrammarState(Protocol):
-    """Which tokens an answer may go on with: a grammar's place. It belongs to the engine thread once submitted."""
+    """State of a grammar after a part of an answer. Owned by the engine thread once the request is submitted."""
 
     def accept(self, token: int) -> None:
-        """The answer has gone on with it. Never raises; see `broken`."""
+        """Advance by a token of the answer. Never raises; see `error`."""
 
     def bitmask(self) -> bytes | None:
-        """A bit for each token of the vocabulary, the lowest bit of the first byte being token 0, in whole
-        32-bit words. None: any token."""
+        """Return the tokens that may come next: one bit per token of the vocabulary, token 0 in the lowest bit of the
+        first byte, in whole 32-bit words. None: any token."""
 
     def reset(self) -> None:
-        """To before the answer's first token."""
+        """Return to the state before the first token of the answer."""
 
     @property
     def error(self) -> GrammarError | None:
-        """Not None where the grammar cannot go on; only the end of the sequence is allowed then."""
+        """Error of a grammar that cannot continue, else None. After an error only the end of the sequence is
+        allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpecPrefillParams:
-    """That a prompt need not be computed whole: SpecPrefill (arXiv 2502.02789)."""
+    """Parameters of SpecPrefill (arXiv 2502.02789), which computes only a part of a prompt."""
 
-    keep: float  # share of those that may be left out and are not in the prefix cache
-    droppable_ranges: tuple[Range, ...]  # all others stay
-    min_tokens: int  # tokens to compute: with fewer it is not worth it
-    requested: bool  # by the request: whether or not it pays
+    keep: float  # share to keep of the droppable tokens that are not in the prefix cache
+    droppable_ranges: tuple[Range, ...]  # ranges of the prompt; all other tokens are kept
+    min_tokens: int  # tokens to compute below which SpecPrefill is not worthwhile
+    requested: bool  # the request demands it, whether or not it is worthwhile
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessedImage:
-    """An image as the model is shown it, wherever in a prompt that is."""
+    """An image prepared for the vision encoder, independent of its place in a prompt."""
 
     digest: bytes
-    text: str  # what the template's marker for an image becomes
+    text: str  # replaces the template's marker for an image
     tokens: int  # from the first placeholder in it to the last
     placeholders: int
-    pixel_inputs: Mapping[str, Any] = field(compare=False, repr=False)  # by the vision tower: see `ImageProcessor`
-    nbytes: int  # of what is seen
+    pixel_inputs: Mapping[str, Any] = field(compare=False, repr=False)  # of the vision encoder: see `ImageProcessor`
+    nbytes: int  # of `pixel_inputs`
 
 
 @dataclass(frozen=True, slots=True)
 class PromptImage:
-    """An image of a prompt."""
+    """An image at its place in a prompt."""
 
-    digest: bytes  # of what the model sees of it; equal ones are the same image
-    span: Range  # of the prompt, whose tokens there say nothing but that an image is
-    pixel_inputs: Mapping[str, Any] = field(compare=False, repr=False)  # by the vision tower: see `ImageProcessor`
-    nbytes: int = 0  # of what is seen
+    digest: bytes  # of `pixel_inputs`; images with equal digests are the same
+    span: Range  # of the prompt's tokens that stand for the image
+    pixel_inputs: Mapping[str, Any] = field(compare=False, repr=False)  # of the vision encoder: see `ImageProcessor`
+    nbytes: int = 0  # of `pixel_inputs`
 
     @property
     def tokens(self) -> int:
@@ -90,36 +92,36 @@ class PromptImage:
 
     @property
     def key(self) -> int:
-        """What tells its tokens from those of other images; no token's id."""
+        """Negative number that replaces the image's token ids in a cache key, so that it differs from other images'."""
         return -1 - int.from_bytes(self.digest, "big")
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A request as the engine sees it."""
+    """A request for the engine: a prompt in tokens, and how to continue it. Frozen, since it crosses threads."""
 
     id: str
     prompt: tuple[int, ...]  # at least one token
     max_tokens: int  # of the whole answer, at least 1
     sampling: Sampling = Sampling()
     lane: Lane = "interactive"
-    resume_tokens: tuple[int, ...] = ()  # of the answer, by an earlier attempt; fewer than max_tokens
-    grammar: GrammarState | None = None  # before the first token of the answer, the delivered ones included
+    resume_tokens: tuple[int, ...] = ()  # tokens of the answer from an earlier attempt; fewer than max_tokens
+    grammar: GrammarState | None = None  # in the state before the answer's first token, so before `resume_tokens`
     top_logprobs: int | None = None  # alternatives to report with each token; None: no logprobs at all
-    namespace: str = ""  # whose prefixes it may use, and leaves its own to
-    boundaries: tuple[int, ...] = ()  # tokens of the prompt where others are likely to part; the likeliest first
+    namespace: str = ""  # of the prefix cache: prefixes are shared within a namespace only
+    boundaries: tuple[int, ...] = ()  # positions at which other prompts are likely to diverge; the likeliest first
     specprefill: SpecPrefillParams | None = None
-    kept_ranges: tuple[Range, ...] | None = None  # of the prompt, where that is decided: the others are never computed
+    kept_ranges: tuple[Range, ...] | None = None  # tokens of the prompt to compute, once decided; None: all
     images: tuple[PromptImage, ...] = ()  # in the order of the prompt
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All tokens that are in the cache before the next one is drawn."""
+        """All tokens of the prompt and of the answer so far."""
         return self.prompt + self.resume_tokens
 
     def cache_key(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """The same, for such tokens as begin with its prompt, or are the beginning of it, and yet not the same as those
-        of a prompt with other images: by these a prefix is found."""
+        """Return the key of these tokens in the prefix cache: the tokens, with those of each image replaced by the
+        image's key. `tokens` must begin with the prompt, or be a prefix of it."""
         if not self.images:
             return tokens
         keys = list(tokens)

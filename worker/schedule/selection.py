@@ -1,6 +1,6 @@
-"""Which tokens of a long prompt are worth computing, by a draft's scores alone.
+"""Select the tokens of a long prompt to compute, by a draft model's scores.
 
-A chunk counts as much as its best token: what is asked for is often shorter than a chunk, and a mean would dilute it.
+The score of a chunk is that of its best token: relevant text is often shorter than a chunk, and a mean would dilute it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,15 +8,15 @@ from itertools import pairwise
 
 from worker.schedule.request import Range, tokens_in
 
-# Tokens. On the tiny model 8 and 16 were alike, and 32 worse where little was kept.
+# Tokens. On the tiny model 8 and 16 gave similar results, and 32 worse ones if little was kept.
 CHUNK = 16
-REGION = 1024  # tokens, whole chunks; the best chunk of each is kept whatever the others score
+REGION = 1024  # tokens, a multiple of `CHUNK`; the best chunk of each region is always kept
 
 
 def select_ranges(scores: Sequence[float], keep: float, protected: Iterable[Range] = ()) -> list[Range]:
-    """In order, apart from each other. `keep` is the share of all these tokens, the protected ones among them: so many
-    are kept, and less than a chunk more. The protected ones and the best chunk of each region stay even where they
-    alone are more, so that from one kept token to the next there are less than two regions."""
+    """Return the ranges to keep, ascending and separate. `scores`: one per token. `keep`: share of all tokens to keep,
+    the protected ones included; less than a chunk more is kept. The protected tokens and the best chunk of each region
+    without kept tokens are kept even if they exceed that share, so any gap is shorter than two regions."""
     tokens = len(scores)
     if keep >= 1:
         return merged([(0, tokens)], tokens)
@@ -28,7 +28,7 @@ def select_ranges(scores: Sequence[float], keep: float, protected: Iterable[Rang
 
 
 def merged(ranges: Iterable[Range], tokens: int) -> list[Range]:
-    """As far as they lie within so many tokens: in order, and apart from each other."""
+    """Return the ranges clipped to (0, tokens), ascending, with those that touch or overlap merged."""
     apart: list[Range] = []
     for start, end in sorted((max(0, start), min(end, tokens)) for start, end in ranges):
         if start >= end:
@@ -40,19 +40,19 @@ def merged(ranges: Iterable[Range], tokens: int) -> list[Range]:
 
 
 def outside(ranges: Iterable[Range], tokens: int) -> list[Range]:
-    """The tokens of so many that are in none of these."""
+    """Return the ranges of (0, tokens) that are in none of these ranges, ascending."""
     apart = [(0, 0), *merged(ranges, tokens), (tokens, tokens)]
     return [(start, end) for (_, start), (end, _) in pairwise(apart) if start < end]
 
 
 def _pieces(kept: Sequence[Range], tokens: int) -> Iterator[Range]:
-    """What is between, cut where chunks begin."""
+    """Yield the ranges between the kept ones, cut at the starts of chunks."""
     for start, end in outside(kept, tokens):
         yield from pairwise([start, *range(start - start % CHUNK + CHUNK, end, CHUNK), end])
 
 
 def _floor(kept: Iterable[Range], best: Iterable[Range]) -> list[Range]:
-    """The best piece of each region of which nothing is kept."""
+    """Return the best piece of each region without kept tokens. `best`: pieces, the best first."""
     seen = {region for start, end in kept for region in range(start // REGION, (end - 1) // REGION + 1)}
     floor: list[Range] = []
     for piece in best:
@@ -63,7 +63,7 @@ def _floor(kept: Iterable[Range], best: Iterable[Range]) -> list[Range]:
 
 
 def _first(tokens: int, best: Iterable[Range], there: set[Range]) -> Iterator[Range]:
-    """Of those that are not there: as many as bring so many tokens."""
+    """Yield the best pieces that are not in `there`, until they have at least `tokens` tokens."""
     for start, end in best:
         if tokens <= 0:
             return
