@@ -1,4 +1,4 @@
-"""Who may come into the engine: by what memory is predicted to be needed, and what was needed so far."""
+"""Admission of requests to the engine, by predicted memory, corrected by measurements."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from worker.schedule.classes import Bounds, Decoding, Trial
 from worker.schedule.memory import CHUNK, MAX_ROWS, NO_IMAGES, Correction, ImageDemand, MemoryModel
 from worker.schedule.request import GenerationRequest as Asked
 
-_CALIBRATE_EVERY = 64  # steps between two looks at what was needed
+_CALIBRATE_EVERY = 64  # steps between two comparisons of predicted and measured memory
 # To try bounds takes a few times as long as to decide without, so they are tried at every such decision, and where
 # nobody is inside, with the first of the waiting rows.
 _TRY_EVERY = 8
@@ -39,14 +39,14 @@ class WaitingRequest:
     preempted: bool = False
 
     def drop_cache(self) -> None:
-        """Where it was: its cache is computed again when it comes back."""
+        """Drop the saved cache, if there is one: it is recomputed when the row is admitted again."""
         if self.saved_row:
             self.request, self.saved_row = self.saved_row.row.resumable_request(), None
 
 
 class AdmissionController:
     def __init__(self, costs: MemoryModel, limit: int, rows: int = MAX_ROWS) -> None:
-        """`limit`: bytes that the model and all rows may take; `rows`: as many at once."""
+        """`limit`: bytes that the model and all rows may take; `rows`: most rows that are active at once."""
         self._costs, self._limit, self._rows, self._correction = costs, limit, rows, Correction()
         self._waiting: dict[str, WaitingRequest] = {}
         self._dirty = False  # somebody came or went since it was last decided
@@ -70,7 +70,7 @@ class AdmissionController:
 
     @property
     def num_preempted(self) -> int:
-        """Of those who wait, those who were inside before."""
+        """Number of waiting requests that were active before."""
         return sum(each.preempted for each in self._waiting.values())
 
     def add(self, sequence: Asked) -> None:
@@ -78,7 +78,7 @@ class AdmissionController:
         self.mark_dirty()
 
     def requeue(self, candidate: WaitingRequest) -> None:
-        """Before all others of its lane, and with its cache where there is memory for that too."""
+        """Put a preempted row first in its lane. Drops saved caches if memory is short, the youngest row's first."""
         self._waiting = {candidate.request.id: candidate, **self._waiting}
         keeping, (promised, room) = self._with_caches(), self.reserved_bytes
         while keeping and promised + self._held_bytes() > room:
@@ -86,7 +86,7 @@ class AdmissionController:
         self._distribute()
 
     def pop(self, candidate: WaitingRequest) -> None:
-        """It waits no longer."""
+        """Remove an admitted or refused request from the waiting ones. Raises KeyError if it is not waiting."""
         del self._waiting[candidate.request.id]
 
     def remove(self, sequence_id: str) -> None:
@@ -94,17 +94,17 @@ class AdmissionController:
         self.mark_dirty()
 
     def mark_dirty(self) -> None:
-        """Somebody left: there may be room."""
+        """Request a new decision, since memory may have become free."""
         self._dirty = True
 
     @property
     def needs_decision(self) -> bool:
-        """Whether there is anything to decide."""
+        """True if anything has changed since the last decision."""
         return self._dirty
 
     def decide(self, running: Sequence[RowEstimate], decoding: Decoding) -> list[tuple[WaitingRequest, Decision]]:
-        """Who may come in and who never will; until they are taken, they wait with the others. `running` has the oldest
-        first."""
+        """Return the waiting requests to admit and to refuse; they stay in the queue until `pop`. Drops saved caches
+        that keep other rows out, and updates the reservation. `running`: active rows, the oldest first."""
         self._dirty = False
         order = sorted(self._waiting.values(), key=lambda candidate: candidate.request.lane == "batch")
         rows = [self._waiting_estimate(each) for each in order]
@@ -117,7 +117,7 @@ class AdmissionController:
         return [(self._waiting[row.id], decision) for row, decision in decided if not self._waits(row, decision)]
 
     def _bounds(self, waiting: Sequence[RowEstimate], running: Sequence[RowEstimate], decoding: Decoding) -> Bounds:
-        """The best ones, if the rows that decode were moved into their classes."""
+        """Return the best bounds, assuming that the decoding rows are moved into their classes."""
         costs, tried = self._corrected(), [*islice(waiting, _TRIED)]
 
         def attempt(bounds: Bounds) -> Trial | None:
@@ -140,7 +140,7 @@ class AdmissionController:
     def _seated(
         self, rows: Iterable[RowEstimate], decoding: Decoding, bounds: Bounds | None = None
     ) -> list[RowEstimate]:
-        """The same, each in the group that it decodes in or will."""
+        """Return the estimates with the group that each row decodes in or will decode in."""
         bounds = self.bounds if bounds is None else bounds
         return [
             replace(row, group=decoding.group_of(row.tokens, bounds)) if row.group == _YET_TO_JOIN else row
@@ -150,7 +150,7 @@ class AdmissionController:
     def _decide_in_turn(
         self, rows: Sequence[RowEstimate], running: Sequence[RowEstimate]
     ) -> list[tuple[RowEstimate, Decision]]:
-        """Of the caches of those who wait, as many are given up as keep somebody out, that of the youngest first."""
+        """Return the decisions, after dropping the saved caches that keep rows out, that of the youngest row first."""
         costs, keeping = self._corrected(), self._with_caches()
         decided = admit_in_turn(rows, running, costs, self._limit, self._rows)
         if not keeping:
@@ -178,7 +178,7 @@ class AdmissionController:
         self._distribute()
 
     def _distribute(self) -> None:
-        """What those inside and the caches of those who wait leave: to longer chunks, and then to others."""
+        """Give the memory that active rows and saved caches leave to longer chunks, and the rest to prefixes."""
         costs, free = self._corrected(), self._limit - self._held_bytes() - self._surplus
         self.longest_chunk = costs.longest_chunk(self._active_lengths, free, self._images)
         self.free_bytes = free - costs.peak_bytes(
@@ -260,7 +260,7 @@ class AdmissionController:
         return [each for each in self._waiting.values() if each.saved_row]
 
     def _held_bytes(self) -> int:
-        """Bytes of those who wait with their caches."""
+        """Return the bytes of all saved caches."""
         return sum(each.saved_row.snapshot.nbytes for each in self._waiting.values() if each.saved_row)
 
 

@@ -42,7 +42,7 @@ _MOST_FAILURES = 10  # in a row; then it is not the rows
 
 
 class EngineBroken(Exception):
-    """Step after step has failed, whoever was in it."""
+    """Several steps in a row have failed, so the rows are not the cause."""
 
 
 class Engine:
@@ -71,7 +71,7 @@ class Engine:
         self._decoding_since = 0.0
 
     def __len__(self) -> int:
-        """Sequences that wait, prefill or decode."""
+        """Number of requests that wait, prefill or decode."""
         return len(self._admission) + len(self._active)
 
     def add(self, sequence: GenerationRequest) -> None:
@@ -128,7 +128,7 @@ class Engine:
         return PrefixUse(self._queried, self._hit, self._caches.evicted - evicted, self._caches.nbytes)
 
     def _admit(self, outcomes: list[Outcome]) -> None:
-        """Those who wait, as far as there is memory for them."""
+        """Admit waiting requests as far as memory allows, and refuse those that never fit."""
         if not self._admission.needs_decision:
             return
         groups = {row.id: number for number, row in self._running}
@@ -154,7 +154,7 @@ class Engine:
                     outcomes.append(Refused(candidate.request.id, sentence))
 
     def _active_estimates(self, groups: Mapping[str, int]) -> Iterator[Admitted]:
-        """Those who are inside, if they decode in these groups."""
+        """Yield the estimates of the active rows. `groups`: group number by row id; rows in prefill have none."""
         for id, row in self._active.items():
             yield self._admission.estimate(row.request, groups.get(id), self._prefills.images(id))
 
@@ -172,7 +172,7 @@ class Engine:
             self._active[row.id] = row
 
     def _preempt(self, id: str) -> None:
-        """To make room for another. It goes on later, where it was."""
+        """Preempt an active row and requeue it, with its cache if it was decoding and memory allows."""
         row = self._active[id]
         parked = None if id in self._prefills else self._running.preempt(row)
         del self._active[id]
@@ -182,7 +182,7 @@ class Engine:
         logger.info("%s is parked", id)
 
     def _decode(self, outcomes: list[Outcome]) -> None:
-        """The next token of every running row."""
+        """Decode the next token of every running row."""
         if not len(self._running):
             return
         idle, began = self._running.idle, time.perf_counter()
@@ -247,14 +247,14 @@ class Engine:
             raise EngineBroken(f"{self._failures} steps in a row have failed")
 
     def _recover(self, outcomes: list[Outcome]) -> None:
-        """Those who are inside, and neither prefill nor decode: something failed that no row is to blame for."""
+        """Recompute active rows that a failed step has lost: those that neither prefill nor decode."""
         if len(self._prefills) + len(self._running) < len(self._active):
             there = [*self._prefills.rows, *(row for _, row in self._running)]
             self._recompute([row for row in self._active.values() if row not in there], outcomes)
 
     def _recompute(self, rows: Iterable[Row], outcomes: list[Outcome]) -> None:
-        """Their caches are lost. Each comes again alone, from its tokens: one that is to blame then fails alone, and
-        the others lose nothing but time."""
+        """Recompute rows from their tokens, since their caches are lost. Each decodes in a group of its own until it
+        has produced a token, so a row that causes the failure fails alone."""
         self._failed()
         for row in rows:
             self._begin(row.resumable_request(), outcomes, suspect=True)
@@ -294,7 +294,7 @@ class Engine:
 
     @contextmanager
     def _isolate(self, id: str, outcomes: list[Outcome]) -> Iterator[None]:
-        """A prompt computes alone, so what fails here is about this sequence and no other."""
+        """Turn an exception into the failure of this request: prefill computes one prompt at a time."""
         try:
             yield
         except Exception:
@@ -303,7 +303,7 @@ class Engine:
             self._fault(id, outcomes)
 
     def _fits(self, groups: list[list[Row]]) -> bool:
-        """Whether all who are inside fit into memory, if these rows decode in these groups. Prefixes make room."""
+        """Return True if all active rows fit into memory with these groups; then shrinks the prefix cache for them."""
         numbers = {row.id: number for number, group in enumerate(groups) for row in group}
         left = self._admission.headroom(self._active_estimates(numbers), self._running.decoding(groups))
         if left >= 0:
@@ -311,11 +311,11 @@ class Engine:
         return left >= 0
 
     def _lengths(self) -> list[list[int]]:
-        """Of all that is in memory, by group; a prompt on its way is by itself."""
+        """Return the lengths in tokens of all rows in memory, by group; a row in prefill is a group of its own."""
         return [*self._running.lengths, *([length] for length in self._prefills.lengths)]
 
     def _finish_step(self, outcomes: list[Outcome]) -> None:
-        """Between two steps."""
+        """Rebalance the groups, and clear MLX's buffer cache now and then."""
         self._running.rebalance()
         if self._computed >= _CLEAR_EVERY:
             self._computed = 0
@@ -323,7 +323,7 @@ class Engine:
 
 
 def _frees_memory(outcome: Outcome) -> bool:
-    """Whether the row needs less from here on than it was promised."""
+    """Return True if the row needs less memory from now on than is reserved for it."""
     match outcome:
         case SpecPrefillApplied() | SpecPrefillSkipped():
             return True

@@ -19,8 +19,8 @@ class PendingTokens:
     """The tokens that rows are fed next, one each; lazy."""
 
     tokens: mx.array  # (rows,)
-    finite: mx.array  # (rows,): they were drawn from numbers
-    logprobs: dict[Row, mx.array]  # (1, vocab), of the rows that ask
+    finite: mx.array  # (rows,): true if all logits of the row were finite
+    logprobs: dict[Row, mx.array]  # (1, vocab), of the rows that want logprobs
 
     def compute(self) -> None:
         """Does not block. Arrays that are first computed as a part of the next step can be read only at its end, and
@@ -30,7 +30,7 @@ class PendingTokens:
 
 @dataclass(frozen=True, slots=True)
 class StepToken:
-    """A row's next token; one that is not `sound` was drawn from NaN or infinity."""
+    """A row's next token. `finite` is False if it was drawn from non-finite logits."""
 
     row: Row
     token: int
@@ -40,7 +40,7 @@ class StepToken:
 
 @dataclass(frozen=True, slots=True)
 class PreemptedRow:
-    """A row out of its batch, with all that it needs to go on."""
+    """A row outside its batch, with everything that it needs to continue."""
 
     row: Row
     snapshot: slots.Snapshot
@@ -71,7 +71,7 @@ class DecodeBatch:
         return slots.bytes_of(self._cache)
 
     def cache_of(self, row: Row) -> tuple[list[Any], int]:
-        """The cache that it is in, and its place there."""
+        """Return the batch's cache and the row's index in it."""
         return self._cache, self.rows.index(row)
 
     def join_copy_bytes(self, tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""The rows that decode, in groups of like length."""
+"""The decoding rows, in groups of similar length."""
 
 import logging
 import time
@@ -48,7 +48,7 @@ class Groups:
         return [group.nbytes for group in self._groups]
 
     def step(self) -> tuple[list[StepToken], list[list[Row]]]:
-        """What the rows are told, and the groups that failed: their rows are out, and their caches lost.
+        """Return the rows' tokens, and the rows of each group that failed: these are removed and their caches lost.
 
         All groups are launched before the first is waited for."""
         began, lengths = time.perf_counter(), self.lengths
@@ -68,11 +68,11 @@ class Groups:
 
     @property
     def idle(self) -> bool:
-        """Whether no step is under way."""
+        """True if no step is running on the device."""
         return not self._stopwatch.running
 
     def wait(self) -> None:
-        """Until the step under way has ended: what the device does next can then be timed, and so can the step."""
+        """Block until the running step has ended, so that it and the next work of the device can be timed."""
         if self._stopwatch.running and all(_tried(group.wait) for group in self._groups):
             self._learn(self._stopwatch.ended())
 
@@ -83,7 +83,7 @@ class Groups:
 
     @property
     def forward_s(self) -> float:
-        """Of a step of a single row, without its cache."""
+        """Estimated seconds of a step of a single row without cached tokens."""
         return self._cost.cost().of(1, 0)
 
     @property
@@ -154,7 +154,7 @@ class Groups:
         self._sweep()
 
     def clear(self) -> None:
-        """All rows are given up, and their caches."""
+        """Remove all rows and drop their caches."""
         self._stopwatch.invalidate()
         self._groups = []
 
@@ -228,7 +228,7 @@ def _end(row: Row) -> int:
 
 
 def _tried(act: Callable[[], T]) -> list[T]:
-    """What came of it; nothing where it failed. Whatever that was, it must not cost more than these rows."""
+    """Return a list with the result, or an empty list if the call failed: a failure must affect only its group."""
     try:
         return [act()]
     except Exception:
