@@ -79,7 +79,7 @@ class Pool:
             running.abandon()
 
     def _pause(self, lane: Lane, tenant: str, running: "_Running") -> None:
-        """Give the thread's slot to whoever waits for it."""
+        """Give the slot to other work that waits for one, or let this work continue."""
         if running.over or self._paused >= _MOST_PAUSED or not self._turns.wanted:
             running.go_on()
             return
@@ -120,7 +120,7 @@ class _Running:
 
     @property
     def over(self) -> bool:
-        """Whether its job waits for it no more."""
+        """True if its job no longer waits for it."""
         return self.abandoned or self.limit.expired()
 
     @property
@@ -174,6 +174,6 @@ class TextThreads:
         self._large = {lane: Pool(f"large-text-{lane}", 1) for lane in LANES}
 
     async def run(self, lane: Lane, characters: int, work: Callable[[Check], T], tenant: str = "") -> T:
-        """Call `work`, which is on so many characters, on a thread: see `Pool.run`."""
+        """Call `work` on a thread that suits its number of `characters`: see `Pool.run`."""
         pool = self._large[lane] if characters > LARGE else self._small
         return await pool.run(lane, work, tenant)

@@ -1,4 +1,4 @@
-"""What a prompt chunk takes in passing on this device, behind short and long contexts.
+"""Measure the temporary memory of a prompt chunk on this device, after short and long contexts.
 
 Only what MLX's own attention scores is known from the model's anatomy. Others hold more for each pair of tokens:
 DeepSeek-V3.2's indexer scores all tokens before it picks some, and only where there are more of them than it picks. So
@@ -28,8 +28,8 @@ class _Point(NamedTuple):
 
 
 def calibrated(costs: MemoryModel, network: nn.Module, context: int) -> MemoryModel:
-    """With the needs of a prompt chunk as they are on this device. Computes some, so it takes the weights in.
-    `context`: the most tokens that a row may have."""
+    """Return the memory model with a prompt chunk's temporary bytes measured on this device. Runs forwards, so it
+    blocks and loads the weights into memory. `context`: the most tokens that a row may have."""
     longest, score_bytes = _longest(costs, context), float(costs.score_bytes)
     points = [_first(network)]
     if longest:
@@ -53,12 +53,12 @@ def _longest(costs: MemoryModel, context: int) -> int:
 
 
 def _first(network: nn.Module) -> _Point:
-    """Of a chunk that nothing is before."""
+    """Measure a chunk at the start of a prompt."""
     return _measured(network, make_prompt_cache(network), 0, CHUNK)
 
 
 def _probed(network: nn.Module, context: int) -> list[_Point]:
-    """Of two chunks, one behind the other: which buffers are there at once depends on how threads get to them."""
+    """Measure two consecutive chunks: which buffers exist at once varies with the scheduling of threads."""
     cache = make_prompt_cache(network)
     network(mx.zeros((1, 2), mx.int32), cache=cache)
     _pad(cache, context - 2 * _PROBE)  # these buffers have room for the probes
@@ -74,7 +74,7 @@ def _measured(network: nn.Module, cache: list[Any], context: int, chunk: int) ->
 
 
 def _pad(cache: list[Any], tokens: int) -> None:
-    """As if there were so many tokens more. Windows and recurrent states are as large as ever."""
+    """Append zeros for `tokens` tokens to unlimited KV caches. Windows and recurrent states keep their size."""
     for layer in layers(cache):
         if isinstance(layer, KVCache):
             layer.update_and_fetch(*(mx.zeros((*like.shape[:2], tokens, like.shape[3]), like.dtype)

@@ -42,7 +42,8 @@ class Compiler:
         return await self._pool.run(lane, lambda check: work(*given), tenant)
 
     async def compiled(self, lane: Lane, tenant: str, vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
-        """Anew for each row: copies of a matcher share its lexer, and what breaks it. Raises `trial.Uncompilable`."""
+        """Return a new matcher for each row: copies of one share its lexer and its errors. Raises
+        `sandbox.Uncompilable`."""
         return await self.run(lane, tenant, sandbox.compile_grammar, vocabulary, grammar)
 
     async def verdict(self, lane: Lane, tenant: str, question: bytes) -> Verdict:

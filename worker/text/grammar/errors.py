@@ -1,4 +1,4 @@
-"""What llguidance (1.9) says against a grammar, as sentences for clients.
+"""Errors of llguidance (1.9) about a grammar, rewritten as sentences for clients.
 
 Its own words name its options and types, and repeat expressions that it made. They go to the log. A text that it
 changes costs a sentence its precision and nothing else.

@@ -1,4 +1,4 @@
-"""What an answer may go on with, where a client wants it in a form: each row has its own guide."""
+"""Grammar state of a constrained answer, one for each row."""
 
 import copy
 import logging
@@ -48,7 +48,8 @@ class GrammarStates:
         self._reasoning = _reasoning(tokenizer, vocabulary, dialect, self._count)
 
     async def guide(self, request: ChatRequest, prompt: Prompt, lane: Lane = "interactive") -> "RowGrammar | None":
-        """None where the answer may be anything. Raises `JobFailure` for what cannot be held to."""
+        """Return the grammar of a request, or None if the answer is unconstrained. Raises `JobFailure` if the
+        constraint is not supported or cannot be satisfied."""
         wish = wish_of(request)
         if wish is None:
             return None
@@ -70,7 +71,7 @@ class GrammarStates:
         return ReasoningState(self._reasoning, begun=prompt.thinking == "open")
 
     def _begun(self, vocabulary: LLTokenizer, request: ChatRequest, prompt: Prompt) -> list[int]:
-        """Of the answer proper, by the prompt."""
+        """Return the tokens of the answer, without reasoning, that the prompt already holds."""
         text, dialect = _last_words(request), self._dialect
         if dialect.think:
             text = text.rpartition(dialect.think[1])[2].lstrip()
@@ -134,8 +135,8 @@ def _is_spoken(message: Message) -> bool:
 
 
 def readable(tokenizer: Tokenizer, count: int) -> LLTokenizer | None:
-    """As llguidance reads it, which takes a second for a large one and lets no other thread run meanwhile, so it is
-    done before the first job. None where it cannot."""
+    """Return llguidance's form of the tokenizer, or None if it cannot read it. Blocks all threads, about a second for a
+    large vocabulary, so it is called before the first job. `count`: number of logits."""
     if tokenizer.definition is None:
         return None
     try:
@@ -148,7 +149,7 @@ def readable(tokenizer: Tokenizer, count: int) -> LLTokenizer | None:
 
 
 def _reasoning(tokenizer: Tokenizer, vocabulary: Vocabulary, dialect: ModelFormat, count: int) -> ReasoningMask | None:
-    """None where the model does not reason, or does so within the grammar."""
+    """Return the reasoning mask, or None if the model does not reason or does so within the grammar."""
     if dialect.harmony or not dialect.think:
         return None
     begins, (_, ends), (call, _) = dialect.think_start[0], dialect.think, tokenizer.tool or ("", "")
@@ -157,7 +158,8 @@ def _reasoning(tokenizer: Tokenizer, vocabulary: Vocabulary, dialect: ModelForma
 
 
 class RowGrammar:
-    """One row's. The engine thread's own, but for `broken`: llguidance raises where two threads meet in a matcher."""
+    """Grammar state of one row. Used by the engine thread alone, except `error`: llguidance raises if two threads use a
+    matcher at once."""
 
     def __init__(
         self,

@@ -153,7 +153,7 @@ class _Parameters:
             raise self._refusal(f"pattern {shown(text)}: {error}") from error
 
     def _resolved(self, schema: Schema) -> Schema:
-        """What its reference says, if it is one, to a definition."""
+        """Return the definition that a schema refers to, or the schema itself if it is no reference."""
         seen = set[str]()
         while "$ref" in schema:
             self._knows(schema, {"$ref"})
@@ -189,7 +189,7 @@ def _is_names(names: Any) -> bool:
 
 
 def _is_misread(value: Any, beside_json: bool) -> bool:
-    """By the parser. Such a word is left out."""
+    """Return True if the parser would read the value as another one. Such a value is left out."""
     if not isinstance(value, str):
         return _TAG.search(json.dumps(value)) is not None
     return (

@@ -1,4 +1,4 @@
-"""How many steps a schema's rewriting may take in comparing its parts."""
+"""Limit of the steps that rewriting a schema may take to compare its parts."""
 
 MOST_STEPS = 300_000  # some 0.3 s
 

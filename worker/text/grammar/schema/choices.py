@@ -138,7 +138,8 @@ def _in_one(lists: Sequence[list[Any]], proofs: Disjointness) -> list[Any]:
 
 
 def _forbidding(said: Sequence[Any], beside: Schema, at: str, proofs: Disjointness) -> list[Any]:
-    """Where two may hold at once, each is taken without a property that the other requires."""
+    """Return alternatives of which no two hold at once: if two might, each forbids a property that the other
+    requires."""
     if len(said) > _MOST_IN_PAIRS:
         apart = "give each a required property with a const of its own"
         raise UnsupportedKeyword(

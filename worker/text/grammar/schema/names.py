@@ -138,7 +138,7 @@ def _by_name(schema: Schema, keyword: str, at: str) -> Schema:
 
 
 class _Names:
-    """What `propertyNames` allows: `anything`, or `listed`, or what a pattern matches."""
+    """Names that `propertyNames` allows: `anything`, or `listed`, or those that match patterns and lengths."""
 
     def __init__(self, said: Any, at: str, proofs: Disjointness, steps: Steps) -> None:
         self.at, self._steps = at, steps

@@ -21,14 +21,14 @@ _NOTHING = "[a&&b]"
 
 
 class Reading(Enum):
-    """Which strings an expression is written for, if the dialects differ."""
+    """Strings that a written expression matches if the dialects differ."""
 
     SURELY = "those that match in every dialect"
     POSSIBLY = "those that match in some dialect"
 
 
 class Steps:
-    """How many steps are left for reading patterns and comparing names with them."""
+    """Steps left for reading patterns and comparing names with them."""
 
     def __init__(self, left: int = 400_000) -> None:
         self._left = left
@@ -140,7 +140,7 @@ def _opened(way: list[Node], side: int) -> list[list[Node]] | None:
 
 
 class _Match:
-    """Where in a text an expression may end, by sets of places."""
+    """Matcher of expressions in one text: computes the set of places at which a match may end."""
 
     def __init__(self, text: str, steps: Steps) -> None:
         self._text, self._steps = text, steps

@@ -22,7 +22,7 @@ _LOOKS = {"(?=": "look-ahead", "(?!": "look-ahead", "(?<=": "look-behind", "(?<!
 
 
 class Unreadable(ValueError):
-    """What of an expression cannot be held, as a sentence."""
+    """Unsupported or invalid part of an expression. The message is a sentence for the client."""
 
 
 @dataclass(frozen=True, slots=True)

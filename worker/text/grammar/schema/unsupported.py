@@ -1,4 +1,4 @@
-"""What is raised for a schema that no answer can be held to."""
+"""Error for a schema that cannot be enforced."""
 
 import json
 
