@@ -242,9 +242,9 @@ class AdmissionController:
     def estimate(
         self, asked: Asked, group: int | None, images: ImageDemand = NO_IMAGES, passed: int = 0
     ) -> RowEstimate:
-        """As admission sees it; a prompt on its way has no `group` yet. Until it is thinned, a prompt that may be takes
-        the draft a cache, too. `images`: that it has still to be computed with. All of them stay as they were prepared:
-        it may have to be computed again."""
+        """Return the estimate of a request. `group`: None while it prefills. Until SpecPrefill is decided, the prompt
+        also takes a cache in the draft. `images`: those that are not computed yet; the pixel inputs of all images are
+        kept, since the row may have to be recomputed. `passed`: how many rows have overtaken it."""
         scored = self._costs.draft_tokens(len(asked.prompt)) if asked.specprefill and asked.kept_ranges is None else 0
         tokens = len(asked.prompt) - asked.num_dropped + scored
         group = _YET_TO_JOIN if group is None else group

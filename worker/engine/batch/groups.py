@@ -109,8 +109,8 @@ class Groups:
                 self._groups.remove(group)
 
     def decode_slowdown(self, more: int) -> float:
-        """How many times as long as now a step takes with this many rows more, of the length of the longest. What was
-        measured tells of batches up to twice as large: for more rows it is that of twice as many."""
+        """Return the factor by which a step becomes slower with `more` rows of the longest row's length. Extrapolates
+        to at most twice the current number of rows."""
         cost, lengths, more = self._cost.cost(), self.lengths, min(more, len(self))
         longest = max((length for group in lengths for length in group), default=0)
         return 1 + more * (cost.row_s + longest * cost.cell_s) / max(cost.step_s(lengths), 1e-9)
