@@ -100,6 +100,51 @@ async def test_one_that_came_and_one_that_went_are_both_noticed(db: Redis, claim
     assert await db.zrange(INDEX, 0, -1) == await db.zrange(QUEUE, 0, -1)
 
 
+async def test_two_differences_are_mended_one_after_the_other(db: Redis, claims: Claims) -> None:
+    for k in range(60):
+        await put(db, f"job-{k:02}", BODY, at_ms=k)
+    await mended(claims)
+    await db.zrem(QUEUE, "job-20", "job-50")
+    await put(db, "early", BODY, at_ms=10)
+    await mended(claims)
+    assert await db.zrange(INDEX, 0, -1) == await db.zrange(QUEUE, 0, -1)
+
+
+async def test_one_of_a_short_queue_that_took_the_place_of_another_is_noticed_at_once(
+    db: Redis, claims: Claims
+) -> None:
+    for k in range(60):
+        await put(db, f"job-{k:02}", BODY, at_ms=k)
+    await mended(claims)
+    await db.zrem(QUEUE, "job-07")
+    await put(db, "other", BODY, at_ms=7)
+    await mended(claims)
+    assert await db.zrange(INDEX, 0, -1) == await db.zrange(QUEUE, 0, -1)
+
+
+async def test_jobs_that_another_version_runs_are_passed_over_in_the_same_claim(db: Redis, claims: Claims) -> None:
+    for k in range(5):
+        await submit(db, f"job-{k}", tenant=f"tenant-{k}")
+    await mended(claims)
+    for k in range(4):
+        await db.hset(keys.job(f"job-{k}"), "state", "running")
+        await db.set(lease_key(f"job-{k}"), "old:1", px=60_000)
+    assert ids(await claims.take("interactive", 1)) == ["job-4"]
+
+
+async def test_of_two_tenants_the_one_that_waits_longer_is_next_behind_a_job_that_another_version_runs(
+    db: Redis, claims: Claims
+) -> None:
+    await submit(db, "a-1", tenant="acme")
+    await put(db, "plain", BODY, at_ms=int(float((await db.zscore(QUEUE, "a-1")) or 0)) + 1)
+    await asyncio.sleep(0.01)
+    await submit(db, "a-2", tenant="acme")
+    await mended(claims)
+    await db.hset(keys.job("a-1"), "state", "running")
+    await db.set(lease_key("a-1"), "old:1", px=60_000)
+    assert ids(await claims.take("interactive", 1)) == ["plain"]
+
+
 async def test_a_job_whose_time_was_changed_is_taken_at_the_new_one(db: Redis, claims: Claims) -> None:
     seconds, _ = await db.time()
     await put(db, "a", BODY, at_ms=1)
@@ -230,6 +275,14 @@ async def test_foreign_members_of_the_lines_stop_nobody(db: Redis, claims: Claim
     await db.zadd(f"{INDEX}:lines", {member: 0})
     taken = [*await claims.take("interactive", 9), *await claims.take("interactive", 9)]
     assert ids(taken) == ["a", "b"]
+
+
+async def test_a_line_without_jobs_keeps_nobody_from_a_claim(db: Redis, claims: Claims) -> None:
+    await submit(db, "a", tenant="acme")
+    await mended(claims)
+    await db.zadd(f"{INDEX}:lines", {f"h{k:015}nobody-{k}": 0 for k in range(3)})
+    taken = [claim for _ in range(4) for claim in await claims.take("interactive", 1)]
+    assert ids(taken) == ["a"]
 
 
 @pytest.mark.parametrize("tenant", ["", "\0", "a\0b", "x" * 128, "né 🙂", "a b", "\n", "h", "w"])

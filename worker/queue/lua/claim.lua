@@ -169,9 +169,13 @@ end
 -- Return when the first job of a line was queued, and its member of `lines`; nil if none is due.
 local function first_due(line)
   local first = first_of(index, line)
-  local since = first and tonumber((split_place(line, first)))
-  if first and not since then redis.call('ZREM', index.lines, first) end -- not one of ours
-  if since and since <= now then return since, first end
+  if not first then return nil end
+  local since = tonumber((split_place(line, first)))
+  if not since then
+    redis.call('ZREM', index.lines, first) -- not one of ours
+    return first_due(line)
+  end
+  if since <= now then return since, first end
 end
 
 local function take_in_turn()
@@ -181,13 +185,14 @@ local function take_in_turn()
     local line = lines[at]
     local since, first = first_due(line.name)
     if not since then
+      redis.call('ZREM', index.lines, 'h' .. stamp(line.since) .. line.name)
       table.remove(lines, at)
     elseif since > line.since then
       line.since = since
     elseif take_first(line.name, first) then
       load[line.name], want = (load[line.name] or 0) + 1, want - 1
-    else
-      tries = tries - 1
+    else -- the job did not wait, so another line may be the older one
+      lines, tries = lines_by_age(), tries - 1
     end
   end
 end

@@ -1,7 +1,8 @@
 -- Make the index match its queue again, a bounded part in each claim. Plain arq producers, versions without an index
 -- and people with redis-cli change only the queue; a failover may lose keys.
 
-local PAGE = 500 -- jobs checked in one claim: about 3 ms
+local PAGE = 500  -- jobs mended in one claim: about 3 ms
+local SAMPLE = 64 -- jobs compared in one claim
 
 local function size(index)
   return redis.call('ZCARD', index.queue), redis.call('ZCARD', index.jobs)
@@ -13,8 +14,18 @@ local function agrees(index, rank)
   return id and redis.call('ZRANK', index.jobs, id) == rank and redis.call('ZSCORE', index.jobs, id) == score
 end
 
+-- Return the first rank at which a part of queue and index differs, or nil. Each claim compares another part, so all of
+-- a short queue.
+local function sample_differs_at(index, queued, now)
+  local from = now % math.ceil(queued / SAMPLE) * SAMPLE
+  local ours = redis.call('ZRANGE', index.jobs, from, from + SAMPLE - 1, 'WITHSCORES')
+  for at, value in ipairs(redis.call('ZRANGE', index.queue, from, from + SAMPLE - 1, 'WITHSCORES')) do
+    if ours[at] ~= value then return from + math.floor((at - 1) / 2) end
+  end
+end
+
 -- Return the first rank from which queue and index differ, or nil. If one job was added and another removed without the
--- index, the sizes are equal but every rank between the two differs, so the last rank and another one are tested too.
+-- index, the sizes are equal but every rank between the two differs, so the last rank and a sample are compared too.
 local function differs_from(index, now)
   local queued, indexed = size(index)
   local low, high = -1, nil -- agrees at low, not at high
@@ -22,8 +33,8 @@ local function differs_from(index, now)
     high = queued
   elseif queued > 0 and not agrees(index, queued - 1) then
     high = queued - 1
-  elseif queued > 0 and not agrees(index, now % queued) then
-    high = now % queued
+  elseif queued > 0 then
+    high = sample_differs_at(index, queued, now)
   end
   while high and high - low > 1 do
     local middle = math.floor((low + high) / 2)
@@ -78,9 +89,7 @@ local function mend(index, now)
   local rank = differs_from(index, now)
   if not rank then return 0 end
   redis.call('PEXPIRE', index.jobs, INDEX_LIFE_MS) -- a full server takes it, and then whatever this script writes
-  local mended = mend_page(index, rank)
-  local queued, indexed = size(index)
-  return mended > 0 and queued ~= indexed and 1 or 0
+  return mend_page(index, rank) > 0 and differs_from(index, now) and 1 or 0
 end
 
 local function keep(index)

@@ -1,7 +1,7 @@
 -- The state of a job, and its place in the index of its queue.
 
 local RECHECK_MS = 500 -- interval of lease checks: a worker of a version without an index may release a job
-local MOST_ID_BYTES = 1024
+local MOST_ID_BYTES = 8192
 local notes = {}       -- foreign values that were found, for the worker's log
 
 local function found_foreign(key, kind)
