@@ -3,6 +3,7 @@
 import base64
 import json
 import mimetypes
+import os
 import sys
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -10,6 +11,8 @@ from typing import Any, BinaryIO, NoReturn
 from sluice.cli.errors import CliError
 
 _MOST_BYTES = 256 * 1024 * 1024  # far more than workers take, unless their SLUICE_MAX_REQUEST_BYTES says otherwise
+_IMAGE_LIMIT = "SLUICE_IMAGE_MAX_BYTES"  # the worker's setting; the most bytes of an image file
+_MOST_IMAGE_BYTES = 20_000_000  # its default
 
 
 def read_message(given: str) -> str:
@@ -25,10 +28,34 @@ def read_image(path: str) -> str:
     kind, _ = mimetypes.guess_type(path)
     if kind is None or not kind.startswith("image/"):
         raise CliError(f"{path} does not look like an image: its name must end in .png, .jpg, .webp or .gif.")
+    most_bytes = _most_image_bytes()
     try:
-        return f"data:{kind};base64,{base64.b64encode(Path(path).read_bytes()).decode()}"
+        raw = _read_image_file(path, most_bytes)
     except OSError as error:
         raise CliError(f"cannot read {path}: {error.strerror}.") from None
+    if len(raw) > most_bytes:
+        raise CliError(
+            f"{path} is larger than {most_bytes:,} bytes, the most that a worker takes: make it smaller. If your "
+            f"workers take more, set {_IMAGE_LIMIT} here to what it is there."
+        )
+    return f"data:{kind};base64,{base64.b64encode(raw).decode()}"
+
+
+def _read_image_file(path: str, most_bytes: int) -> bytes:
+    """Read up to a byte more than `most_bytes`. A device may have no end, and a pipe no writer. Raises OSError."""
+    place = Path(path)
+    if place.exists() and not place.is_file() and not place.is_dir():
+        raise CliError(f"{path} is not a file: an image is read from a file only.")
+    with place.open("rb") as file:
+        return file.read(most_bytes + 1)
+
+
+def _most_image_bytes() -> int:
+    """Return the limit that workers have if they are set up as this environment says."""
+    given = os.environ.get(_IMAGE_LIMIT, "").strip() or str(_MOST_IMAGE_BYTES)
+    if not given.isdecimal() or not 0 < len(given) < 16:
+        raise CliError(f"{_IMAGE_LIMIT} must be a number of bytes; correct or unset it.")
+    return int(given)
 
 
 def read_request(path: str) -> dict[str, Any]:
