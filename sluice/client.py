@@ -123,9 +123,9 @@ class Client:
         """Yield every event after sequence number `after`, once and in order, up to the final one.
 
         Late, reconnected and repeated subscribers all receive the same events. Raises `UnknownJob` if there has been no
-        trace of the job for `unknown_s` seconds, `UnreadableLog` if its list of events holds a foreign item,
-        `ServerUnreachable` after an outage of the client's `outage_s`, and ValueError if `after` is not an integer from
-        -1 to 2**53.
+        trace of the job for `unknown_s` seconds, `UnreadableLog` if its list of events holds a foreign item or its
+        numbers are not in order, `ServerUnreachable` after an outage of the client's `outage_s`, and ValueError if
+        `after` is not an integer from -1 to 2**53.
         """
         async with aclosing(self._streams.follow(job_id, after, unknown_s)) as heard:
             async for _, event in heard:
@@ -140,8 +140,8 @@ class Client:
     async def result(self, job_id: str, *, timeout: float | None = None) -> dict[str, Any]:
         """Return the `chat.completion` object, waiting until the job has ended.
 
-        Raises `JobFailed`, `JobCancelled`, `UnknownJob`, TimeoutError after `timeout` seconds (None waits for ever), or
-        `ServerUnreachable`.
+        Raises `JobFailed`, `JobCancelled`, `UnknownJob`, `UnreadableLog`, TimeoutError after `timeout` seconds (None
+        waits for ever), or `ServerUnreachable`.
         """
         wire.check_job_id(job_id)
         async with asyncio.timeout(timeout):

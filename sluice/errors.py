@@ -23,7 +23,7 @@ class UnknownJob(SluiceError):
 
 
 class UnreadableLog(SluiceError):
-    """The list of a job's events holds an item that no worker wrote."""
+    """The list of a job's events holds an item that no worker wrote: it is no event, or its `seq` is not its index."""
 
 
 class QueueFull(SluiceError):

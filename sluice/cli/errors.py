@@ -16,7 +16,7 @@ from redis.exceptions import (
 
 from sluice import wire
 from sluice.client import Client
-from sluice.errors import NoWorker, QueueFull, UnknownJob
+from sluice.errors import NoWorker, QueueFull, UnknownJob, UnreadableLog
 from sluice.transport.connection import wrong_credentials
 from sluice.transport.redis_url import UNREADABLE, redacted
 
@@ -48,6 +48,8 @@ async def connected(url: str) -> AsyncIterator[Client]:
         except UnknownJob as error:
             way_out = f"Check the id, and that {redacted(url)} is the server it was submitted to."
             raise CliError(f"{sentence(str(error))} {way_out}") from None
+        except UnreadableLog as error:
+            raise CliError(f"{sentence(str(error))} Another program changed it, so the job cannot be shown.") from None
         except NoWorker as missing:
             raise CliError(f"{sentence(str(missing))} Nothing was queued. {start_worker(missing.model)}") from None
         except QueueFull as full:

@@ -56,11 +56,19 @@ class Streams:
                     raise UnknownJob(f"no trace of job {job_id!r}: never submitted, or its events have expired")
 
     async def _read_log(self, job_id: str, first: int) -> list[tuple[bytes, Event]]:
-        found = await self._read_range(job_id, first) or await self._read_range(job_id, -1)  # may have ended before
-        try:
-            return [(raw, wire.parse_event(raw)) for raw in found]
-        except ValueError as error:
-            raise UnreadableLog(f"{wire.log_key(job_id)} holds an item that no worker wrote: {error}") from None
+        """Return the events from index `first` on; if there are none, the last one: the job may have ended before.
+        Raises `UnreadableLog` if an item is no event or its `seq` is not its index, so that no `seq` is waited for in
+        vain."""
+        if found := await self._read_range(job_id, first):
+            return _parse_log(job_id, found, first)
+        last = await self._read_range(job_id, -1)
+        if not last:
+            return []
+        place = _parse_item(job_id, last[0]).seq
+        found = await self._read_range(job_id, place) if 0 <= place <= LAST_SEQ else []
+        if not found:  # lists only grow
+            raise _unreadable(job_id, f"its last item has seq {place}, which is beyond its end")
+        return _parse_log(job_id, found, place)
 
     async def _read_range(self, job_id: str, first: int) -> list[bytes]:
         log = wire.log_key(job_id)
@@ -70,6 +78,26 @@ class Streams:
     async def _exists(self, job_id: str) -> bool:
         traces = wire.body_key(job_id), wire.log_key(job_id)
         return bool(await self._retries.run_until_answered(lambda: self._redis.exists(*traces)))
+
+
+def _parse_log(job_id: str, found: list[bytes], first: int) -> list[tuple[bytes, Event]]:
+    """Parse the items of a log from index `first` on. Raises `UnreadableLog`."""
+    events = [(raw, _parse_item(job_id, raw)) for raw in found]
+    for index, (_, event) in enumerate(events, first):
+        if event.seq != index:
+            raise _unreadable(job_id, f"item {index} has seq {event.seq}")
+    return events
+
+
+def _parse_item(job_id: str, raw: bytes) -> Event:
+    try:
+        return wire.parse_event(raw)
+    except ValueError as error:
+        raise _unreadable(job_id, str(error)) from None
+
+
+def _unreadable(job_id: str, why: str) -> UnreadableLog:
+    return UnreadableLog(f"{wire.log_key(job_id)} holds an item that no worker wrote: {why}")
 
 
 def _parse_publications(published: list[bytes]) -> list[tuple[bytes, Event]]:

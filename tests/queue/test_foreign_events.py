@@ -1,5 +1,6 @@
 """A client's stream among publications and items of others, and a lane full of them."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -7,7 +8,8 @@ import pytest
 from redis.asyncio import Redis
 
 from schemas import keys
-from sluice import Client, QueueFull, UnreadableLog
+from sluice import Client, QueueFull, SyncClient, UnreadableLog, sse
+from tests.queue.streaming import seqs
 
 FOREIGN = [
     b"\xff", b"", b"x", b"[]", b"{}", b"null", b"[" * 100_000, b'"type"', b'{"type":"delta"}', b'{"type":[]}',
@@ -43,6 +45,77 @@ async def test_a_foreign_item_in_the_list_ends_the_stream_by_a_named_error(
     with pytest.raises(UnreadableLog):
         async for _ in client.stream("a"):
             pass
+
+
+SECOND = event(1, "delta", token_ids=[2])
+# Logs whose numbers are not their indices, each with the number after which a stream begins.
+MISNUMBERED = [
+    ([event(1, "delta", token_ids=[1])], -1),  # the first is missing
+    ([DELTA, event(2, "cancelled", reason="requested", usage={})], -1),  # a gap
+    ([DELTA, DELTA], -1),  # a duplicate
+    ([DELTA, SECOND, DELTA], -1),  # backwards
+    ([DELTA, event(-1, "delta", token_ids=[1])], -1),
+    ([DELTA, event(2**70, "delta", token_ids=[1])], -1),
+    ([event(7, "delta", token_ids=[1])], 5),  # a number beyond the end
+    ([DELTA, event(2**70, "delta", token_ids=[1])], 5),
+    ([DELTA, event(-1, "delta", token_ids=[1])], 5),
+    ([DELTA, SECOND, SECOND], 9),
+    ([DELTA, DELTA, SECOND], 9),
+]
+
+
+@pytest.mark.parametrize(("log", "after"), MISNUMBERED)
+async def test_a_wrong_number_in_the_list_ends_the_stream_by_a_named_error(
+    db: Redis, client: Client, log: list[bytes], after: int
+) -> None:
+    await db.rpush(keys.log("a"), *log)
+    with pytest.raises(UnreadableLog):
+        await asyncio.wait_for(seqs(client, "a", after=after), 5)
+
+
+async def test_a_wrong_number_that_is_found_after_a_gap_ends_the_stream(db: Redis, client: Client) -> None:
+    await db.rpush(keys.log("a"), DELTA)
+
+    async def read() -> None:
+        async for _ in client.stream("a"):
+            await db.rpush(keys.log("a"), event(5, "delta", token_ids=[1]))
+            await db.publish(keys.channel("a"), event(5, "delta", token_ids=[1]))
+
+    with pytest.raises(UnreadableLog):
+        await asyncio.wait_for(read(), 5)
+
+
+async def test_a_wrong_number_ends_server_sent_events_and_a_wait_for_the_result(db: Redis, client: Client) -> None:
+    await db.rpush(keys.log("a"), event(3, "delta", token_ids=[1]))
+
+    async def frames() -> list[bytes]:
+        return [frame async for frame in sse.frames(client, "a")]
+
+    with pytest.raises(UnreadableLog):
+        await asyncio.wait_for(frames(), 5)
+    with pytest.raises(UnreadableLog):
+        await client.result("a", timeout=5)
+
+
+async def test_a_wrong_number_ends_the_streams_of_a_blocking_client(db: Redis, redis_url: str) -> None:
+    await db.rpush(keys.log("a"), event(3, "delta", token_ids=[1]))
+
+    def read(client: SyncClient) -> None:
+        with pytest.raises(UnreadableLog):
+            list(client.stream("a"))
+        with pytest.raises(UnreadableLog):
+            list(sse.sync_frames(client, "a"))
+
+    with SyncClient(redis_url) as client:
+        await asyncio.wait_for(asyncio.to_thread(read, client), 5)
+
+
+async def test_a_stream_from_beyond_the_end_waits_while_the_list_grows(db: Redis, client: Client) -> None:
+    await db.rpush(keys.log("a"), DELTA)
+    reading = asyncio.create_task(seqs(client, "a", after=1))
+    await asyncio.sleep(1.2)  # the list was read from beyond its end
+    await db.rpush(keys.log("a"), SECOND, event(2, "cancelled", reason="requested", usage={}))
+    assert await asyncio.wait_for(reading, 5) == [2]
 
 
 async def test_no_more_than_an_hour_is_estimated_for_a_lane_full_of_foreign_ids(db: Redis, client: Client) -> None:
