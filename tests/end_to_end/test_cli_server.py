@@ -70,6 +70,15 @@ def test_a_database_that_the_server_does_not_have_is_told(sluice: Command, open_
     assert "The URL must name a database that it has" in refused(sluice, f"redis://{open_server}/99")
 
 
+@pytest.mark.parametrize("command", [("chat", "hi"), ("submit", "hi"), ("tail", "a"), ("cancel", "a")])
+def test_every_command_ends_at_once_without_its_database(
+    sluice: Command, open_server: str, command: tuple[str, ...]
+) -> None:
+    code, _, err = sluice(*command, "--redis-url", f"redis://{open_server}/16")
+    assert code == 2
+    assert "The URL must name a database that it has" in err
+
+
 @pytest.mark.parametrize(
     ("url", "why"),
     [

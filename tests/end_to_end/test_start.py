@@ -42,6 +42,18 @@ def test_a_worker_without_the_right_password_ends_before_it_loads_its_model(user
             worker.stop()
 
 
+def test_a_worker_with_a_database_that_its_server_does_not_have_ends_before_it_loads_its_model() -> None:
+    with Server() as server:
+        worker = WorkerProcess(server.url.removesuffix("0") + "16").start(wait=False)
+        try:
+            assert worker.wait() == 2
+            assert "must be that of a database that it has" in worker.log()
+            assert "loading" not in worker.log()
+            assert "Traceback" not in worker.log()
+        finally:
+            worker.stop()
+
+
 def test_a_worker_says_that_it_serves_when_it_has_met_its_server_and_not_before() -> None:
     port, probes = free_port(), free_port()
     worker = WorkerProcess(f"redis://127.0.0.1:{port}/0", metrics_port=probes, lease_s=1).start(wait=False)

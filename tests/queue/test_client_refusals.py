@@ -18,7 +18,8 @@ from redis.exceptions import (
 )
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from sluice import CancelNotStored, Client, wire
+from scripts.stack import Server
+from sluice import CancelNotStored, Client, SyncClient, wire
 from sluice.transport.retries import is_transient
 from tests.queue.streaming import HELLO, event, say, seqs, subscribed
 
@@ -28,6 +29,23 @@ async def test_a_wrong_password_is_raised_at_once(redis_url: str) -> None:
         for call in (seqs(client, "a"), client.result("a"), client.submit(HELLO), client.cancel("a"), client.ping()):
             with pytest.raises(AuthenticationError):
                 await asyncio.wait_for(call, 3)
+
+
+async def test_a_database_that_the_server_does_not_have_is_raised_at_once(redis_url: str) -> None:
+    async with Client(redis_url.removesuffix("/0") + "/16") as client:
+        for call in (seqs(client, "a"), client.result("a"), client.submit(HELLO), client.cancel("a"), client.ping()):
+            with pytest.raises(ResponseError):
+                await asyncio.wait_for(call, 3)
+    with SyncClient(redis_url.removesuffix("/0") + "/16") as blocking, pytest.raises(ResponseError):
+        await asyncio.wait_for(asyncio.to_thread(blocking.result, "a"), 3)
+
+
+async def test_a_command_that_the_server_does_not_have_is_raised_at_once() -> None:
+    with Server(args=("--rename-command", "EVALSHA", "", "--rename-command", "LRANGE", "")) as server:
+        async with Client(server.url) as client:
+            for call in (client.submit(HELLO), seqs(client, "a"), client.cancel("a")):
+                with pytest.raises(ResponseError):
+                    await asyncio.wait_for(call, 3)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pytest
 import redis as sync_redis
 from arq.worker import func
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from scripts.stack import Server, free_port
 from tests.fakes import FakeChat
@@ -153,6 +154,43 @@ async def test_commands_that_are_denied_are_a_reason_not_to_start(server: Server
     assert "+evalsha +zrem" in said
     await admin.execute_command("ACL", "SETUSER", "ann", "+evalsha", "+zrem")
     await check(with_user(server.url, "ann:pw"))
+
+
+@pytest.mark.parametrize("database", ["16", "99999999999999999999"])
+async def test_a_database_that_the_server_does_not_have_is_a_reason_not_to_start(server: Server, database: str) -> None:
+    said = await why_not(server.url.removesuffix("0") + database)
+    assert "it refuses the connection" in said
+    assert "The number behind the last / must be that of a database that it has" in said
+
+
+async def test_a_worker_that_is_given_such_a_database_ends_at_once(server: Server) -> None:
+    given = settings(server.url.removesuffix("0") + "16")
+    async with connect(given) as redis:
+        worker = QueueWorker([func(FakeChat().chat)], redis=redis, settings=given, ctx={}, metrics=Metrics("m"))
+        with pytest.raises(CannotStart):
+            await asyncio.wait_for(worker.main(), 5)
+
+
+async def test_commands_that_the_server_does_not_have_are_a_reason_not_to_start() -> None:
+    renamed = ("--rename-command", "EVALSHA", "", "--rename-command", "ZRANK", "other")
+    with Server(args=renamed) as server:
+        said = await why_not(server.url)
+    assert "it has no EVALSHA, ZRANK; remove the rename-command lines" in said
+
+
+async def test_a_server_that_is_busy_with_a_script_is_waited_for(server: Server, admin: Redis) -> None:
+    """Commands are refused with an error code meanwhile, among them the one that selects a database."""
+    await admin.config_set("busy-reply-threshold", 50)
+    async with Redis.from_url(server.url) as blocking:
+        script = asyncio.ensure_future(blocking.eval("while true do end", 0))
+        await asyncio.sleep(0.5)
+        try:
+            with pytest.raises(ResponseError, match="BUSY"):
+                await check(server.url.removesuffix("0") + "1")
+        finally:
+            await admin.script_kill()
+            await asyncio.gather(script, return_exceptions=True)
+    await check(server.url.removesuffix("0") + "1")
 
 
 async def test_a_server_that_is_away_is_no_reason_not_to_start() -> None:

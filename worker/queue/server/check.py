@@ -11,7 +11,7 @@ from redis.asyncio import ConnectionPool, Redis
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from worker.errors import CannotStart
-from worker.queue.server.permissions import NEEDED, forbidden, named, rules
+from worker.queue.server.permissions import NEEDED, forbidden, missing, named, rules
 from worker.redis_url import redacted, why_not_let_in
 from worker.settings import Settings
 
@@ -19,6 +19,7 @@ logger = logging.getLogger("sluice.queue")
 
 _EARLY_S = 3.0
 _OLDEST = 7  # major version of Redis: SET with NX and GET came with it
+_BUSY = "BUSY"  # error code while a script of another client runs, which ends
 
 _CLUSTER = "it runs in cluster mode, where the worker's scripts cannot reach their keys; use a server without it."
 _EVICTS = (
@@ -90,10 +91,19 @@ class ServerCheck:
             facts = await _ask(self._redis)
             if why := refusal(facts):
                 raise self._cannot(why)
+            if absent := await missing(self._redis, NEEDED):
+                raise self._cannot(f"it has no {', '.join(absent)}; remove the rename-command lines from redis.conf.")
             if denied := await forbidden(self._redis, NEEDED):
                 raise self._cannot(f"its user may not use {named(denied)}. Run {rules(self._user(), denied)}")
         except AuthenticationError:
             raise self._cannot(f"{await self._wrong_credentials()}.") from None
+        except ResponseError as error:
+            if _code(error) == _BUSY:
+                raise
+            raise self._cannot(
+                f"it refuses the connection: {error}. The number behind the last / must be that of a database that it "
+                "has, and the options behind the ? must be right for it."
+            ) from None
         for warning in warnings(facts, keyspace_events=self._settings.keyspace_events):
             logger.warning("redis: %s", warning)
         self._passed = True
@@ -117,6 +127,11 @@ class ServerCheck:
 
     def _user(self) -> str:
         return str(self._redis.connection_pool.connection_kwargs.get("username") or "default")
+
+
+def _code(error: ResponseError) -> str:
+    """Return the first word of an error reply: the code, for kinds without a redis-py class."""
+    return str(error).partition(" ")[0]
 
 
 async def _is_open(redis: Redis) -> bool:

@@ -1,4 +1,4 @@
-"""The commands, keys and channels that a worker needs, and which of them its user may not use."""
+"""The commands, keys and channels that a worker needs, and which of them the server lacks or denies to its user."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,6 +87,18 @@ async def _denied(connection: AbstractConnection, need: Need) -> bool:
     except ResponseError:
         return False  # no transaction to execute, or no memory
     return False
+
+
+async def missing(redis: Redis, needs: Sequence[Need]) -> list[str]:
+    """Return the commands that the server does not have, because its redis.conf renames them or because it is another
+    kind of server; none if the user may not ask. Raises RedisError, OSError."""
+    names = list(dict.fromkeys(need.command.split()[0] for need in needs))
+    try:
+        # In one word: redis-py cannot parse an unknown command in the answer to two.
+        found = await redis.execute_command("COMMAND INFO", *names)  # type: ignore[no-untyped-call]
+    except NoPermissionError:
+        return []
+    return [name for name, info in zip(names, found, strict=True) if info is None]
 
 
 def named(denied: Sequence[Need]) -> str:
