@@ -1,23 +1,25 @@
 """Who may come in. One row of 1,000 tokens costs what `cost(1000)` says, and nothing here computes."""
 
+import random
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.schedule.plain_admission import plainly_in_turn
 from worker.schedule.admission import (
     MAX_OVERTAKES,
+    Admission,
     Admit,
     Decision,
     Refuse,
     RowEstimate,
     Wait,
-    admit,
     admit_in_turn,
     group_lengths,
 )
-from worker.schedule.memory import NO_IMAGES, EncoderCost, ImageDemand, KVLayers, MemoryModel
+from worker.schedule.memory import MAX_ROWS, NO_IMAGES, EncoderCost, ImageDemand, KVLayers, MemoryModel
 from worker.schedule.request import Lane
 
 COSTS = MemoryModel(weights_bytes=1_000_000_000, kv_layers=(KVLayers(token_bytes=100_000, layer_bytes=3_000),))
@@ -29,6 +31,20 @@ def row(id: str, tokens: int = 1000, lane: Lane = "interactive", *, group: int =
 
 def room_for(*rows: RowEstimate) -> int:
     return COSTS.peak_bytes(group_lengths(rows))
+
+
+def admit(
+    candidate: RowEstimate,
+    running: list[RowEstimate],
+    costs: MemoryModel,
+    limit: int,
+    held_bytes: int = 0,
+    max_rows: int = MAX_ROWS,
+) -> Decision:
+    """`held_bytes`: of other rows."""
+    admission = Admission(running, costs, limit, max_rows)
+    admission.hold(held_bytes + candidate.held_bytes)
+    return admission.decide(candidate)
 
 
 lanes: list[Lane] = ["interactive", "batch"]
@@ -253,3 +269,73 @@ def test_a_long_text_with_a_small_image_is_told_to_shorten_the_text() -> None:
     refused = admit(long, [], SEEING, 12_000_000_000)
     assert isinstance(refused, Refuse)
     assert "shorten the prompt" in refused.message
+
+
+# Against the rules written plainly, and what it takes
+
+WINDOWED = MemoryModel(
+    weights_bytes=10_000_000,
+    kv_layers=(KVLayers(8192, 1000), KVLayers(4096, 500, window=512)),
+    state_bytes=100_000,
+    chunk_token_bytes=2_000,
+    score_bytes=64,
+    encoder=EncoderCost(token_bytes=1_000, pair_bytes=10, feature_bytes=4_000, whole=True),
+    factor=1.37,
+)
+demands = st.builds(ImageDemand, *[st.integers(0, 4_000)] * 3, st.integers(0, 10**7))
+estimates = st.builds(
+    RowEstimate,
+    id=st.just(""),
+    lane=st.sampled_from(lanes),
+    prompt_tokens=st.one_of(st.integers(1, 300), st.integers(1, 20_000)),
+    max_tokens=st.integers(1, 600),
+    group=st.integers(0, 3),
+    overtaken=st.sampled_from([0, 0, 0, MAX_OVERTAKES - 1, MAX_OVERTAKES]),
+    preempted=st.booleans(),
+    held_bytes=st.sampled_from([0, 0, 0, 1, 2_000_000, 50_000_000]),
+    images=st.one_of(st.just(NO_IMAGES), st.just(NO_IMAGES), demands),
+)
+
+
+def named(given: list[RowEstimate], prefix: str) -> list[RowEstimate]:
+    return [replace(each, id=f"{prefix} {number}") for number, each in enumerate(given)]
+
+
+@given(
+    st.lists(estimates, max_size=14),
+    st.lists(estimates, max_size=10),
+    st.floats(0.0, 1.5),
+    st.sampled_from([1, 3, 8, MAX_ROWS]),
+    st.sampled_from([WINDOWED, COSTS]),
+)
+def test_each_decision_is_that_of_the_rules_written_plainly(
+    waiting: list[RowEstimate], running: list[RowEstimate], share: float, most: int, costs: MemoryModel
+) -> None:
+    waiting, running = named(waiting, "new"), named(running, "here")
+    everyone = [*waiting, *running]
+    spare = costs.peak_bytes(group_lengths(everyone), images=sum((each.images for each in everyone), NO_IMAGES))
+    limit = costs.resident_bytes + int(share * (spare - costs.resident_bytes))
+    decided = [
+        (each, Refuse("") if isinstance(decision, Refuse) else decision)
+        for each, decision in admit_in_turn(waiting, running, costs, limit, most)
+    ]
+    assert decided == plainly_in_turn(waiting, running, costs, limit, most)
+
+
+@pytest.mark.parametrize("lane", lanes)
+def test_a_long_queue_before_a_full_memory_takes_few_predictions(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    dice, calls = random.Random(1), 0
+    running = [row(f"here {i}", dice.randrange(200, 4_000), lane, group=i % 4) for i in range(64)]
+    waiting = [row(f"new {i}", dice.randrange(200, 4_000), group=i % 5) for i in range(500)]
+    predicted = MemoryModel.group_bytes
+
+    def counted(self: MemoryModel, rows: int, longest: int) -> tuple[int, int]:
+        nonlocal calls
+        calls += 1
+        return predicted(self, rows, longest)
+
+    monkeypatch.setattr(MemoryModel, "group_bytes", counted)
+    decided = admit_in_turn(waiting, running, COSTS, room_for(*running))
+    assert any(isinstance(decision, Wait) for _, decision in decided)
+    # Most rows are decided by comparing their lengths with one that did not fit. Rows that are preempted are counted.
+    assert calls < (len(waiting) / 4 if lane == "interactive" else 12 * len(waiting))

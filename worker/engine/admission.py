@@ -37,11 +37,18 @@ class WaitingRequest:
     saved_row: PreemptedRow | None = None  # where it was, if it decoded before
     overtaken: int = 0
     preempted: bool = False
+    estimate: RowEstimate | None = None  # until the request, its cache or `overtaken` changes
 
     def drop_cache(self) -> None:
         """Drop the saved cache, if there is one: it is recomputed when the row is admitted again."""
         if self.saved_row:
             self.request, self.saved_row = self.saved_row.row.resumable_request(), None
+            self.estimate = None
+
+    def set_overtaken(self, rows: int) -> None:
+        """Set the number of rows that have overtaken it."""
+        if rows != self.overtaken:
+            self.overtaken, self.estimate = rows, None
 
 
 class AdmissionController:
@@ -118,18 +125,20 @@ class AdmissionController:
 
     def _bounds(self, waiting: Sequence[RowEstimate], running: Sequence[RowEstimate], decoding: Decoding) -> Bounds:
         """Return the best bounds, assuming that the decoding rows are moved into their classes."""
-        costs, tried = self._corrected(), [*islice(waiting, _TRIED)]
+        costs, tried, free = self._corrected(), [*islice(waiting, _TRIED)], self._limit - self._held_bytes()
 
         def attempt(bounds: Bounds) -> Trial | None:
-            rows, others = ([_classed(row, bounds) for row in each] for each in (running, tried))
-            if not fits(rows, costs, self._limit - self._held_bytes()):
+            rows, others = (
+                [row.in_group(classes.class_of(row.tokens, bounds)) for row in each] for each in (running, tried)
+            )
+            if not fits(rows, costs, free):
                 return None
             decided = admit_in_turn(others, rows, costs, self._limit, self._rows)
             there = classes.inside(rows, decided)
             return Trial(bounds, [row.tokens for row in there], classes.left(decided))
 
         def most_rows(tokens: int) -> int:
-            return costs.max_rows(tokens, self._limit - self._held_bytes())
+            return costs.max_rows(tokens, free)
 
         everyone = [row.tokens for row in (*running, *waiting)]
         chosen = classes.best(self.bounds, everyone, decoding.cost, attempt, most_rows)
@@ -142,10 +151,8 @@ class AdmissionController:
     ) -> list[RowEstimate]:
         """Return the estimates with the group that each row decodes in or will decode in."""
         bounds = self.bounds if bounds is None else bounds
-        return [
-            replace(row, group=decoding.group_of(row.tokens, bounds)) if row.group == _YET_TO_JOIN else row
-            for row in rows
-        ]
+        group_of = decoding.groups_by_length(bounds)
+        return [row.in_group(group_of(row.tokens)) if row.group == _YET_TO_JOIN else row for row in rows]
 
     def _decide_in_turn(
         self, rows: Sequence[RowEstimate], running: Sequence[RowEstimate]
@@ -187,7 +194,7 @@ class AdmissionController:
 
     def _waits(self, row: RowEstimate, decision: Decision) -> bool:
         if isinstance(decision, Wait):
-            self._waiting[row.id].overtaken = decision.overtaken
+            self._waiting[row.id].set_overtaken(decision.overtaken)
         return isinstance(decision, Wait)
 
     def calibrate(
@@ -235,9 +242,11 @@ class AdmissionController:
         )
 
     def _waiting_estimate(self, candidate: WaitingRequest) -> RowEstimate:
-        row = self.estimate(candidate.request, None, _images_of(candidate.request), candidate.overtaken)
-        held_bytes = candidate.saved_row.snapshot.nbytes if candidate.saved_row else 0
-        return replace(row, preempted=candidate.preempted, held_bytes=held_bytes)
+        if candidate.estimate is None:
+            row = self.estimate(candidate.request, None, _images_of(candidate.request), candidate.overtaken)
+            held_bytes = candidate.saved_row.snapshot.nbytes if candidate.saved_row else 0
+            candidate.estimate = replace(row, preempted=candidate.preempted, held_bytes=held_bytes)
+        return candidate.estimate
 
     def estimate(
         self, asked: Asked, group: int | None, images: ImageDemand = NO_IMAGES, passed: int = 0
@@ -249,7 +258,7 @@ class AdmissionController:
         tokens = len(asked.prompt) - asked.num_dropped + scored
         group = _YET_TO_JOIN if group is None else group
         return RowEstimate(
-            asked.id, asked.lane, tokens, asked.max_tokens, group, passed, images=images + _prepared(asked)
+            asked.id, asked.lane, tokens, asked.max_tokens, group, passed, images=_with_prepared(images, asked)
         )
 
     def _corrected(self) -> MemoryModel:
@@ -266,18 +275,18 @@ class AdmissionController:
 
 def _images_of(asked: Asked) -> ImageDemand:
     """All of them, also those that are known: room for the row may be made at the cost of what is known of them."""
+    if not asked.images:
+        return NO_IMAGES
     tokens = {picture.digest: picture.tokens for picture in asked.images}.values()
     longest = max(tokens, default=0)
     return ImageDemand(longest, sum(tokens), longest)
 
 
-def _prepared(asked: Asked) -> ImageDemand:
+def _with_prepared(images: ImageDemand, asked: Asked) -> ImageDemand:
+    if not asked.images:
+        return images
     each = {picture.digest: picture.nbytes for picture in asked.images}.values()
-    return ImageDemand(prepared_bytes=sum(each))
-
-
-def _classed(row: RowEstimate, bounds: Bounds) -> RowEstimate:
-    return replace(row, group=classes.class_of(row.tokens, bounds))
+    return images + ImageDemand(prepared_bytes=sum(each))
 
 
 def _kinds(decided: Iterable[tuple[RowEstimate, Decision]]) -> list[type[Decision]]:

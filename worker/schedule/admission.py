@@ -4,8 +4,10 @@ from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from worker.schedule.memory import MAX_ROWS, NO_IMAGES, ImageDemand, MemoryModel, format_bytes
+from worker.schedule.occupancy import Occupancy
 from worker.schedule.request import Lane
 
 # Rows that may overtake a row that does not fit yet. Then the rows behind it wait too, so memory is freed for it.
@@ -30,6 +32,13 @@ class RowEstimate:
     def tokens(self) -> int:
         """Length at its end in tokens, if the answer reaches `max_tokens`."""
         return self.prompt_tokens + self.max_tokens
+
+    def in_group(self, group: int) -> "RowEstimate":
+        """Return the estimate for another group."""
+        return RowEstimate(  # thousands are made for a decision, and `replace` takes three times as long
+            self.id, self.lane, self.prompt_tokens, self.max_tokens, group, self.overtaken, self.preempted,
+            self.held_bytes, self.images,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,9 @@ class Refuse:
 Decision = Admit | Wait | Refuse
 
 
+_WAIT = Wait()
+
+
 def admit_in_turn(
     waiting: Sequence[RowEstimate],
     running: Sequence[RowEstimate],
@@ -66,48 +78,115 @@ def admit_in_turn(
     """Return the decision for each waiting row, interactive rows first, otherwise in the given order. `running`: active
     rows, the oldest first, including those in prefill. `limit`: bytes that the model and all rows may take. `max_rows`:
     most rows that may be active at once."""
-    rows, verdicts, closed = list(running), list[tuple[RowEstimate, Decision]](), False
-    held_bytes = sum(row.held_bytes for row in waiting)
+    admission, verdicts, closed = (
+        Admission(running, costs, limit, max_rows),
+        list[tuple[RowEstimate, Decision]](),
+        False,
+    )
+    admission.hold(sum(row.held_bytes for row in waiting))
     for candidate in sorted(waiting, key=lambda row: row.lane == "batch"):
-        decision = admit(candidate, rows, costs, limit, held_bytes - candidate.held_bytes, max_rows)
+        decision = admission.decide(candidate)
         if closed and isinstance(decision, Admit):
-            decision = Wait(candidate.overtaken)
+            decision = _WAIT
         match decision:
-            case Admit(park):
-                rows = [*(row for row in rows if row.id not in park), candidate]
-                held_bytes -= candidate.held_bytes
+            case Admit():
+                admission.apply(candidate, decision)
             case Wait() if candidate.overtaken >= MAX_OVERTAKES:
                 closed = True  # all interactive rows are decided before an offline row can close admission
         verdicts.append((candidate, decision))
     return _count_overtaken(verdicts)
 
 
-def admit(
-    candidate: RowEstimate,
-    running: Sequence[RowEstimate],
-    costs: MemoryModel,
-    limit: int,
-    held_bytes: int = 0,
-    max_rows: int = MAX_ROWS,
-) -> Decision:
-    """Return the decision for one row. An interactive row may preempt offline rows, the youngest first. `held_bytes`:
-    saved caches of the other waiting rows; these can be dropped, so they never cause a refusal."""
-    if not fits([candidate], costs, limit):
-        if not candidate.preempted:
-            return Refuse(_refusal(candidate, costs, limit))
-        return Wait(candidate.overtaken) if running or held_bytes else Admit()
-    free = limit - held_bytes
-    if fits([*running, candidate], costs, free, max_rows):
-        return Admit()
-    if candidate.lane == "batch":
-        return Wait(candidate.overtaken)
-    staying, parked = list(running), list[str]()
-    for youngest in [row for row in reversed(running) if row.lane == "batch"]:
-        staying.remove(youngest)
-        parked.append(youngest.id)
-        if fits([*staying, candidate], costs, free, max_rows):
-            return Admit(tuple(parked))
-    return Wait(candidate.overtaken)
+class Admission:
+    """Active rows during one round of decisions. Remembers what did not fit, so that most rows of a long queue are
+    decided by a comparison."""
+
+    def __init__(self, running: Sequence[RowEstimate], costs: MemoryModel, limit: int, max_rows: int) -> None:
+        self._costs, self._limit, self._max_rows, self._held_bytes = costs, limit, max_rows, 0
+        self._nothing = Occupancy(costs)
+        self._fits_alone = 0  # tokens of the longest row without images that was found to fit alone
+        self._batch = [row for row in running if row.lane == "batch"]  # active offline rows, the oldest first
+        self._interactive = Occupancy(costs, (row for row in running if row.lane != "batch"))
+        self._all = Occupancy(costs, running) if self._batch else self._interactive.copy()
+        # By group: tokens of the shortest row that was found not to fit, with the offline rows and without them.
+        self._too_long, self._too_long_for_all = dict[int, int](), dict[int, int]()
+
+    def hold(self, held_bytes: int) -> None:
+        """Set the bytes of all waiting rows' saved caches."""
+        if held_bytes < self._held_bytes:
+            self._forget_failures()
+        self._held_bytes = held_bytes
+
+    def decide(self, candidate: RowEstimate) -> Decision:
+        """Return the decision for one row, whose saved cache is among those held. Changes nothing that another decision
+        depends on. `Wait` has no count."""
+        held_bytes = self._held_bytes - candidate.held_bytes
+        if not self._fits_by_itself(candidate):
+            if not candidate.preempted:
+                return Refuse(_refusal(candidate, self._costs, self._limit, self._most_tokens))
+            return _WAIT if len(self._all) or held_bytes else Admit()
+        if self._fits(self._all, candidate, self._too_long):
+            return Admit()
+        if candidate.lane == "batch" or not self._batch:
+            return _WAIT
+        if not self._fits(self._interactive, candidate, self._too_long_for_all):
+            return _WAIT
+        staying = self._count_staying(candidate)
+        return Admit(tuple(row.id for row in reversed(self._batch[staying:])))
+
+    def apply(self, candidate: RowEstimate, decision: Admit) -> None:
+        """Record that the row was admitted."""
+        if decision.preempt:
+            del self._batch[-len(decision.preempt) :]
+            self._all = self._interactive.copy()
+            for row in self._batch:
+                self._all.add(row)
+            self._forget_failures()
+        self._all.add(candidate)
+        if candidate.lane == "batch":
+            self._batch.append(candidate)
+        else:
+            self._interactive.add(candidate)
+        self.hold(self._held_bytes - candidate.held_bytes)
+
+    def _count_staying(self, candidate: RowEstimate) -> int:
+        """Return how many offline rows, the oldest ones, leave room for a row that needs the room of some."""
+        rows, free = self._interactive.copy(), self._limit - self._held_bytes + candidate.held_bytes
+        for number, row in enumerate(self._batch):
+            rows.add(row)
+            if not self._has_room(rows, candidate, free):
+                return number
+        return len(self._batch)
+
+    def _fits(self, rows: Occupancy, candidate: RowEstimate, too_long: dict[int, int]) -> bool:
+        known = candidate.held_bytes == 0  # else there is more room for it than for others
+        if known and candidate.tokens >= too_long.get(candidate.group, candidate.tokens + 1):
+            return False
+        fits = self._has_room(rows, candidate, self._limit - self._held_bytes + candidate.held_bytes)
+        if not fits and known and candidate.images is NO_IMAGES:
+            too_long[candidate.group] = candidate.tokens
+        return fits
+
+    def _has_room(self, rows: Occupancy, candidate: RowEstimate, free: int) -> bool:
+        return len(rows) < self._max_rows and rows.peak_with(candidate) <= free
+
+    def _fits_by_itself(self, candidate: RowEstimate) -> bool:
+        if candidate.images is not NO_IMAGES:
+            return self._nothing.peak_with(candidate) <= self._limit
+        if candidate.tokens <= self._fits_alone:
+            return True
+        fits = self._nothing.peak_with(candidate) <= self._limit
+        if fits:
+            self._fits_alone = candidate.tokens
+        return fits
+
+    @cached_property
+    def _most_tokens(self) -> int:
+        return self._costs.max_tokens(self._limit)
+
+    def _forget_failures(self) -> None:
+        self._too_long.clear()
+        self._too_long_for_all.clear()
 
 
 def group_lengths(rows: Iterable[RowEstimate]) -> list[list[int]]:
@@ -145,8 +224,9 @@ def _count_overtaken(verdicts: list[tuple[RowEstimate, Decision]]) -> list[tuple
     return counted[::-1]
 
 
-def _refusal(candidate: RowEstimate, costs: MemoryModel, limit: int) -> str:
-    spare, most = limit - costs.resident_bytes, costs.max_tokens(limit)
+def _refusal(candidate: RowEstimate, costs: MemoryModel, limit: int, most: int) -> str:
+    """`most`: tokens of the longest row that fits alone."""
+    spare = limit - costs.resident_bytes
     if not most:
         return f"This worker has {format_bytes(max(0, spare))} beside its model, too little for any answer."
     if fits([_with_images(candidate, 0)], costs, limit):

@@ -4,9 +4,10 @@ its longest row, so groups of similar length take less, at the cost of a pass ov
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from worker.schedule.admission import Admit, Decision, RowEstimate, Wait
-from worker.schedule.grouping import StepCost, partition, place
+from worker.schedule.grouping import StepCost, partition, placing
 
 # The greatest length of each class but the last, in tokens, ascending. If empty, rows are grouped for speed alone.
 Bounds = tuple[int, ...]
@@ -37,10 +38,15 @@ class Decoding:
     def group_of(self, length: int, bounds: Bounds) -> int:
         """Return the number of the group that a row will decode in, by its length at its end in tokens. A number beyond
         the existing groups stands for a new group."""
+        return self.groups_by_length(bounds)(length)
+
+    def groups_by_length(self, bounds: Bounds) -> Callable[[int], int]:
+        """Return `group_of` for these bounds as a function of a row's length, for many rows."""
         if not bounds:
-            return place(length, self.lengths, self.cost)
-        number = class_of(length, bounds)
-        return next(self.of_class(number, bounds), len(self.lengths) + number)
+            return cache(placing(self.lengths, self.cost))
+        numbers = range(len(bounds) + 1)
+        groups = [next(self.of_class(number, bounds), len(self.lengths) + number) for number in numbers]
+        return lambda length: groups[class_of(length, bounds)]
 
     def of_class(self, number: int, bounds: Bounds) -> Iterator[int]:
         """Yield the numbers of the groups of a class. The class of a group is that of its longest row."""

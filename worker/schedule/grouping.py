@@ -1,7 +1,7 @@
 """Groups of rows that decode together. A batch's KV cache is a rectangle, so a long row makes every row of its group
 pay for its length; a separate group costs another pass over the weights instead."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from worker.schedule.fitting import LeastSquares
@@ -52,17 +52,27 @@ class MeasuredCost:
 def place(length: int, groups: Sequence[Sequence[int]], cost: StepCost) -> int:
     """Return the index of the group that a new row slows down the least, or `len(groups)` for a new group if that is
     worth another pass over the weights; 0 if there are no groups. `length` and `groups` are in tokens."""
+    return placing(groups, cost)(length)
 
-    def dearer(group: Sequence[int]) -> float:
-        longest = max(group, default=0)
-        return cost.of(len(group) + 1, max(length, longest)) - cost.of(len(group), longest)
 
-    best = min(range(len(groups)), key=lambda i: dearer(groups[i]), default=0)
-    if not groups:
-        return best
-    before_s = cost.step_s(groups)
-    alone_s, together_s = before_s + cost.of(1, length), before_s + dearer(groups[best])
-    return len(groups) if alone_s < _LEAST_GAIN * together_s else best
+def placing(groups: Sequence[Sequence[int]], cost: StepCost) -> Callable[[int], int]:
+    """Return `place` for these groups as a function of a row's length, for many rows."""
+    shapes = [(len(group), max(group, default=0)) for group in groups]
+    now_s = [cost.of(rows, longest) for rows, longest in shapes]
+    before_s = sum(now_s)
+
+    def at(length: int) -> int:
+        if not shapes:
+            return 0
+        dearer_s = [
+            cost.of(rows + 1, max(length, longest)) - each_s
+            for (rows, longest), each_s in zip(shapes, now_s, strict=True)
+        ]
+        least_s = min(dearer_s)
+        alone_s, together_s = before_s + cost.of(1, length), before_s + least_s
+        return len(shapes) if alone_s < _LEAST_GAIN * together_s else dearer_s.index(least_s)
+
+    return at
 
 
 def regroup(
@@ -85,28 +95,28 @@ def partition(lengths: Sequence[int], cost: StepCost) -> list[list[int]]:
     since swapping two rows between groups that overlap never makes a rectangle wider."""
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     cheapest, begins = [0.0], list[int]()  # seconds of the first n rows; index at which their last group begins
-    hull = list[int]()  # beginnings that are the best, or may become so
-
-    def total(begin: int, end: int) -> float:
-        return cheapest[begin] + cost.of(end - begin, lengths[order[end - 1]])
-
-    for end in range(1, len(order) + 1):
+    hull, first = list[int](), 0  # beginnings that are the best, or may become so, from the index `first` on
+    group_s, row_s, cell_s = cost.group_s, cost.row_s, cost.cell_s
+    for end, index in enumerate(order, 1):
         # The longer its rows, the more a group saves by beginning later, so a beginning that is better once stays
         # better. Only corners of the lower hull of `cheapest` are ever the best.
-        while len(hull) > 1 and _bends_down(cheapest, hull[-2], hull[-1], end - 1):
+        while len(hull) > first + 1:
+            a, b = hull[-2], hull[-1]
+            if (cheapest[b] - cheapest[a]) * (end - 1 - b) < (cheapest[end - 1] - cheapest[b]) * (b - a):
+                break  # the line through a, b and the new beginning bends up at b
             hull.pop()
         hull.append(end - 1)
-        while len(hull) > 1 and total(hull[1], end) <= total(hull[0], end):
-            del hull[0]
-        begins.append(hull[0])
-        cheapest.append(total(hull[0], end))
+        each_s = row_s + lengths[index] * cell_s
+        best_s = cheapest[hull[first]] + (group_s + (end - hull[first]) * each_s)
+        while len(hull) > first + 1:
+            later_s = cheapest[hull[first + 1]] + (group_s + (end - hull[first + 1]) * each_s)
+            if later_s > best_s:
+                break
+            first, best_s = first + 1, later_s
+        begins.append(hull[first])
+        cheapest.append(best_s)
     groups, end = list[list[int]](), len(order)
     while end:
         groups.append(order[begins[end - 1] : end])
         end = begins[end - 1]
     return groups[::-1]
-
-
-def _bends_down(heights: Sequence[float], a: int, b: int, c: int) -> bool:
-    """Return True if the line through a, b and c bends down at b, or is straight."""
-    return (heights[b] - heights[a]) * (c - b) >= (heights[c] - heights[b]) * (b - a)

@@ -3,6 +3,7 @@
 from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
+from itertools import starmap
 from math import ceil
 
 BUFFER_TOKENS = 256  # buffers grow in steps of this many tokens, as mlx-lm's do
@@ -11,6 +12,8 @@ CHUNK = 256
 
 MAX_ROWS = 512  # upper limit of SLUICE_MAX_ROWS
 UNENDING = 1 << 32  # tokens; more than any device holds, unless the model caches none
+
+Shape = tuple[int, int]  # of a group that is not empty: its rows, and the length of the longest at its end in tokens
 
 
 def padded_shape(rows: int, tokens: int, most: int = UNENDING) -> tuple[int, int]:
@@ -129,19 +132,18 @@ class MemoryModel:
 
     def rectangle_bytes(self, lengths: Sequence[int]) -> int:
         """Return the bytes of rows that decode as one group, at their end: each has room for the longest."""
-        rows, tokens = self._rectangle(lengths)
-        return len(lengths) * self.state_bytes + rows * sum(
-            k.token_bytes * k.cached_tokens(tokens) for k in self.kv_layers
-        )
+        return self.group_bytes(len(lengths), max(lengths, default=0))[0]
 
-    def _rectangle(self, lengths: Sequence[int]) -> tuple[int, int]:
-        longest = max(lengths, default=0)
-        return padded_shape(len(lengths), longest, longest)
-
-    def _copy_bytes(self, lengths: Sequence[int]) -> int:
-        """Return the extra bytes while buffers grow: one layer at a time exists twice."""
-        rows, tokens = self._rectangle(lengths)
-        return rows * max((kind.layer_bytes * kind.cached_tokens(tokens) for kind in self.kv_layers), default=0)
+    def group_bytes(self, rows: int, longest: int) -> tuple[int, int]:
+        """Return the bytes of a group of `rows`, of which the longest has `longest` tokens at its end, and the extra
+        bytes while its buffers grow: one layer at a time exists twice."""
+        padded, tokens = padded_shape(rows, longest, longest)
+        column_bytes = copied = 0
+        for kind in self.kv_layers:
+            cached = kind.cached_tokens(tokens)
+            column_bytes += kind.token_bytes * cached
+            copied = max(copied, kind.layer_bytes * cached)
+        return rows * self.state_bytes + padded * column_bytes, padded * copied
 
     def chunk_bytes(self, chunk: int, tokens: int) -> int:
         """Return the temporary bytes of a prompt chunk of `chunk` tokens at the end of a row of `tokens`."""
@@ -152,34 +154,55 @@ class MemoryModel:
         """Return the peak bytes in addition to the weights, for rows of these lengths at their end, by group. Includes
         one row that has not joined its group yet and has a cache of its own, while its prompt advances or buffers grow.
         Counts MLX's memory only, so without pixel inputs. Not corrected by `factor`."""
-        groups, seeing = [group for group in groups if group], self.encoder.bytes_for(images)
-        if not groups:
-            return seeing
-        longest = max(map(max, groups))
-        lasting = sum(map(self.rectangle_bytes, groups)) + self.row_bytes(longest)
-        return lasting + seeing + max(self.chunk_bytes(min(chunk, longest), longest), *map(self._copy_bytes, groups))
+        return self._beside_bytes(_shapes(groups), chunk, images)
+
+    def _beside_bytes(self, shapes: Sequence[Shape], chunk: int, images: ImageDemand) -> int:
+        if not shapes:
+            return self.encoder.bytes_for(images)
+        lasting, copied = zip(*starmap(self.group_bytes, shapes), strict=True)
+        return self.step_bytes(sum(lasting), max(copied), max(longest for _, longest in shapes), chunk, images)
+
+    def step_bytes(self, lasting: int, copied: int, longest: int, chunk: int, images: ImageDemand) -> int:
+        """Return `beside_bytes` of groups whose buffers take `lasting` bytes, of which growing the largest takes
+        `copied` more, and whose longest row has `longest` tokens at its end."""
+        step = max(self.chunk_bytes(min(chunk, longest), longest), copied)
+        return lasting + self.row_bytes(longest) + self.encoder.bytes_for(images) + step
 
     def peak_bytes(self, groups: Iterable[Sequence[int]], chunk: int = CHUNK, images: ImageDemand = NO_IMAGES) -> int:
         """Return the predicted peak bytes with the weights and the pixel inputs, corrected by `factor`. If the model
         computes an image in one chunk, the chunk is at least as long as the longest image."""
-        chunk = max(chunk, images.longest) if self.encoder.whole else chunk
-        beside_bytes = round(self.factor * self.beside_bytes(groups, chunk, images))
-        return self.resident_bytes + beside_bytes + images.prepared_bytes
+        return self._peak_bytes(_shapes(groups), chunk, images)
+
+    def _peak_bytes(self, shapes: Sequence[Shape], chunk: int = CHUNK, images: ImageDemand = NO_IMAGES) -> int:
+        return self.corrected_bytes(self._beside_bytes(shapes, self.chunk_with(images, chunk), images), images)
+
+    def chunk_with(self, images: ImageDemand, chunk: int = CHUNK) -> int:
+        """Return the tokens of a chunk that may contain an image: see `peak_bytes`."""
+        return max(chunk, images.longest) if self.encoder.whole else chunk
+
+    def corrected_bytes(self, beside_bytes: int, images: ImageDemand) -> int:
+        """Return the peak bytes that `beside_bytes` stand for, with the weights and the pixel inputs."""
+        return self.resident_bytes + round(self.factor * beside_bytes) + images.prepared_bytes
 
     def max_tokens(self, limit: int) -> int:
         """Return the length of the longest row that fits alone: 0 if none fits, nearly `UNENDING` if length costs
         nothing."""
-        return bisect(range(1, UNENDING), limit, key=lambda tokens: self.peak_bytes([[tokens]]))
+        return bisect(range(1, UNENDING), limit, key=lambda tokens: self._peak_bytes([(1, tokens)]))
 
     def max_rows(self, tokens: int, limit: int) -> int:
         """Return the number of rows of this length that fit in one group, at most `MAX_ROWS`."""
-        return bisect(range(1, MAX_ROWS + 1), limit, key=lambda rows: self.peak_bytes([[tokens] * rows]))
+        return bisect(range(1, MAX_ROWS + 1), limit, key=lambda rows: self._peak_bytes([(rows, tokens)]))
 
     def longest_chunk(self, groups: Sequence[Sequence[int]], limit: int, images: ImageDemand = NO_IMAGES) -> int:
         """Return the most tokens that a prompt may advance by in one step; at least `CHUNK`, which admission has
         reserved."""
-        fitting = bisect(range(1, 1 << 16), limit, key=lambda chunk: self.peak_bytes(groups, chunk, images))
+        shapes = _shapes(groups)
+        fitting = bisect(range(1, 1 << 16), limit, key=lambda chunk: self._peak_bytes(shapes, chunk, images))
         return max(CHUNK, fitting)
+
+
+def _shapes(groups: Iterable[Sequence[int]]) -> list[Shape]:
+    return [(len(group), max(group)) for group in groups if group]
 
 
 _NOISE_BYTES = 16_000_000  # below this, a measurement reflects mostly the allocator

@@ -1,0 +1,64 @@
+"""Admission written as its rules say, a prediction for every row and every candidate: slow, and easy to check."""
+
+from collections.abc import Sequence
+
+from worker.schedule.admission import (
+    MAX_OVERTAKES,
+    Admit,
+    Decision,
+    Refuse,
+    RowEstimate,
+    Wait,
+    fits,
+)
+from worker.schedule.memory import MemoryModel
+
+
+def plainly_in_turn(
+    waiting: Sequence[RowEstimate], running: Sequence[RowEstimate], costs: MemoryModel, limit: int, max_rows: int
+) -> list[tuple[RowEstimate, Decision]]:
+    """Return what `admit_in_turn` returns. A refusal has no message."""
+    rows, decided, closed = list(running), list[tuple[RowEstimate, Decision]](), False
+    held_bytes = sum(row.held_bytes for row in waiting)
+    for candidate in sorted(waiting, key=lambda row: row.lane == "batch"):
+        decision = plainly(candidate, rows, costs, limit, held_bytes - candidate.held_bytes, max_rows)
+        if closed and isinstance(decision, Admit):
+            decision = Wait()
+        match decision:
+            case Admit(parked):
+                rows = [*(row for row in rows if row.id not in parked), candidate]
+                held_bytes -= candidate.held_bytes
+            case Wait() if candidate.overtaken >= MAX_OVERTAKES:
+                closed = True
+        decided.append((candidate, decision))
+    return [
+        (row, Wait(row.overtaken + _admitted(decided[at:])) if isinstance(decision, Wait) else decision)
+        for at, (row, decision) in enumerate(decided)
+    ]
+
+
+def plainly(
+    candidate: RowEstimate,
+    running: Sequence[RowEstimate],
+    costs: MemoryModel,
+    limit: int,
+    held_bytes: int,
+    max_rows: int,
+) -> Decision:
+    """Return what `Admission.decide` returns. A refusal has no message."""
+    if not fits([candidate], costs, limit):
+        if not candidate.preempted:
+            return Refuse("")
+        return Wait() if running or held_bytes else Admit()
+    staying, parked = list(running), list[str]()
+    while not fits([*staying, candidate], costs, limit - held_bytes, max_rows):
+        batch = [row for row in staying if row.lane == "batch"]
+        if candidate.lane == "batch" or not batch:
+            return Wait()
+        staying.remove(batch[-1])
+        parked.append(batch[-1].id)
+    return Admit(tuple(parked))
+
+
+def _admitted(decided: Sequence[tuple[RowEstimate, Decision]]) -> int:
+    return sum(isinstance(decision, Admit) for _, decision in decided)

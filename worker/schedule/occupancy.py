@@ -1,0 +1,81 @@
+"""Predicted memory of active rows, kept so that one more row takes the same few operations however many there are."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from worker.schedule.memory import NO_IMAGES, ImageDemand, MemoryModel, Shape
+
+
+class Occupant(Protocol):
+    """A row as `Occupancy` needs it."""
+
+    @property
+    def tokens(self) -> int:
+        """Length at its end in tokens, prompt and answer together."""
+
+    @property
+    def group(self) -> int:
+        """Number of the group that it decodes in, or will decode in."""
+
+    @property
+    def images(self) -> ImageDemand:
+        """Images that are not yet computed."""
+
+
+class Occupancy:
+    """Active rows, by group. Peaks are those of `MemoryModel.peak_bytes` for the same rows.
+
+    A peak never falls when a row is added or becomes longer, so a row that does not fit does not fit later either,
+    unless rows leave.
+    """
+
+    def __init__(self, costs: MemoryModel, rows: Iterable[Occupant] = ()) -> None:
+        self._costs, self._groups, self._images = costs, dict[int, Shape](), NO_IMAGES
+        self._rows = self._longest = 0  # tokens
+        for row in rows:
+            self._count(row)
+        self._bytes = {group: costs.group_bytes(*shape) for group, shape in self._groups.items()}
+        self._lasting = sum(lasting for lasting, _ in self._bytes.values())  # of all buffers
+        self._copied = max((copied for _, copied in self._bytes.values()), default=0)  # while one of them grows
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def copy(self) -> "Occupancy":
+        """Return a copy; rows that are added to one are not in the other."""
+        other = Occupancy(self._costs)
+        other._groups, other._bytes, other._images = dict(self._groups), dict(self._bytes), self._images
+        other._rows, other._longest = self._rows, self._longest
+        other._lasting, other._copied = self._lasting, self._copied
+        return other
+
+    def add(self, row: Occupant) -> None:
+        self._bytes[row.group], self._lasting, self._copied = self._joined(row)
+        self._count(row)
+
+    def peak_with(self, row: Occupant) -> int:
+        """Return the predicted peak bytes with one more row."""
+        costs, images = self._costs, self._with_images(row)
+        _, lasting, copied = self._joined(row)
+        longest = max(self._longest, row.tokens)
+        beside_bytes = costs.step_bytes(lasting, copied, longest, costs.chunk_with(images), images)
+        return costs.corrected_bytes(beside_bytes, images)
+
+    def _count(self, row: Occupant) -> None:
+        self._groups[row.group] = self._shape_with(row)
+        self._rows += 1
+        self._longest = max(self._longest, row.tokens)
+        self._images = self._with_images(row)
+
+    def _shape_with(self, row: Occupant) -> Shape:
+        rows, longest = self._groups.get(row.group, (0, 0))
+        return rows + 1, max(longest, row.tokens)
+
+    def _joined(self, row: Occupant) -> tuple[tuple[int, int], int, int]:
+        """Return the bytes of the row's group with the row, of all buffers then, and of the largest copy."""
+        after = self._costs.group_bytes(*self._shape_with(row))
+        before, _ = self._bytes.get(row.group, (0, 0))
+        return after, self._lasting - before + after[0], max(self._copied, after[1])
+
+    def _with_images(self, row: Occupant) -> ImageDemand:
+        return self._images if row.images is NO_IMAGES else self._images + row.images
