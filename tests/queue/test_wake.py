@@ -1,6 +1,8 @@
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -126,6 +128,35 @@ async def test_a_cancellation_is_heard_with_its_id(db: Redis) -> None:
         await db.publish(keys.CONTROL, "job-1")
         await until(lambda: bool(heard.cancels))
         assert heard.cancels == ["job-1"]
+
+
+async def test_a_flood_of_messages_leaves_the_event_loop_to_others(db: Redis) -> None:
+    """Messages that have arrived are read without a pause of redis-py's own."""
+    turns = list[int]()  # messages that were read before each turn of the loop
+
+    async def watch() -> None:
+        while True:
+            turns.append(len(heard.cancels))
+            await asyncio.sleep(0)
+
+    async with heard_by_a_listener(db) as heard, db.pipeline(transaction=False) as pipe:
+        for number in range(3000):
+            pipe.publish(keys.CONTROL, f"x{number}")
+        watching = asyncio.create_task(watch())
+        await pipe.execute()
+        await until(lambda: len(heard.cancels) == 3000)
+        watching.cancel()
+    assert max(after - before for before, after in pairwise(turns)) <= 32
+
+
+async def test_a_flood_is_read_at_a_pace_that_leaves_most_of_the_time_to_streams(db: Redis) -> None:
+    async with heard_by_a_listener(db) as heard, db.pipeline(transaction=False) as pipe:
+        for number in range(2000):
+            pipe.publish(keys.CONTROL, f"x{number}")
+        began = time.monotonic()
+        await pipe.execute()
+        await until(lambda: len(heard.cancels) == 2000)
+    assert time.monotonic() - began >= 2000 / 32 * 0.01 * 0.9
 
 
 async def test_what_may_have_been_missed_is_looked_for_after_every_new_connection(db: Redis) -> None:

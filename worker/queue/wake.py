@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -15,6 +16,9 @@ from worker.queue.server.permissions import Need, forbidden
 
 logger = logging.getLogger("sluice.queue")
 
+# A flood of messages is read at this pace, which leaves most of the event loop's and the interpreter's time to streams.
+_AT_ONCE = 32  # messages: some 2 ms of work
+_WINDOW_S = 0.01
 _QUIET_S = 5.0  # after it a ping is sent; after the same time again without an answer, the connection is lost
 
 
@@ -50,8 +54,10 @@ class ControlListener:
             channels += await self._keyspace_channels()
         async with self._redis.pubsub() as pubsub:
             await pubsub.subscribe(*channels)
+            pace = _Pace()
             async for message in _messages(pubsub):
                 await self._hear(message["type"], message["channel"], message["data"])
+                await pace.keep()
 
     async def _keyspace_channels(self) -> list[str]:
         """Channels that our user may subscribe to: the server refuses a whole SUBSCRIBE if one channel is denied."""
@@ -69,6 +75,21 @@ class ControlListener:
             self._cancel(data.decode("utf-8", "surrogateescape"))
         elif channel == keys.wake(self._model).encode() or data == b"zadd":
             self._wake()
+
+
+class _Pace:
+    """Limits a loop to `_AT_ONCE` rounds in each `_WINDOW_S`. Messages wait on the server meanwhile, which closes the
+    connection if they take too much memory; what they asked for is then found by the poll and the cancel keys."""
+
+    def __init__(self) -> None:
+        self._left, self._ends = _AT_ONCE, 0.0  # rounds of this window, and its end by the monotonic clock
+
+    async def keep(self) -> None:
+        """Count a round, and wait for the end of the window if it was the last one."""
+        self._left -= 1
+        if not self._left:
+            await asyncio.sleep(max(0.0, self._ends - time.monotonic()))
+            self._left, self._ends = _AT_ONCE, time.monotonic() + _WINDOW_S
 
 
 async def _messages(pubsub: PubSub) -> AsyncIterator[dict[str, Any]]:
