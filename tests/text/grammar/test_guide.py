@@ -127,7 +127,7 @@ async def test_after_space_alone_nothing_has_begun() -> None:
 async def test_a_message_that_begins_no_such_answer_is_refused(begun: str) -> None:
     refused = await refusal(**by(CITY), **after(begun))
     assert (refused.type, refused.message) == (
-        "invalid_request", "response_format: the last message begins no answer that it allows."
+        "invalid_request", "response_format: it does not allow the beginning of the answer in the last message."
     )  # fmt: skip
 
 

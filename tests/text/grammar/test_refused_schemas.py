@@ -32,25 +32,25 @@ from worker.text.vocabulary import Vocabulary
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"type": "nonsense"}, "#/type: nonsense is no type"),
+        ({"type": "nonsense"}, "#/type: nonsense is not a type"),
         ({"type": "object", "properties": {"a": 5}}, "#/properties/a: a schema must be an object"),
         ({"type": "object", "required": "a"}, "#/required: it must list names"),
-        ({"type": "string", "pattern": "["}, "#/pattern: the pattern [ cannot be held: it ends too early"),
+        ({"type": "string", "pattern": "["}, "#/pattern: the pattern [ is not supported: it ends too early"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-ahead"),
-        ({"type": "string", "format": "binary"}, "#/format: binary cannot be held"),
+        ({"type": "string", "format": "binary"}, "#/format: binary is not supported"),
         ({"$ref": "#/$defs/none"}, "#/$ref: #/$defs/none does not exist"),
         ({"$ref": "https://example.org/schema"}, "#/$ref: https://example.org/schema is not within this schema"),
-        ({"$ref": "#"}, "#/$ref: it leads back to itself"),
-        ({"anyOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"allOf": [{"$ref": "#"}]}}}, "it leads back to itself"),
-        ({"type": "array", "uniqueItems": True}, "#/uniqueItems: uniqueItems cannot be held"),
-        ({"not": {"type": "string"}}, "#/not: not cannot be held"),
+        ({"$ref": "#"}, "#/$ref: it refers back to itself"),
+        ({"anyOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"allOf": [{"$ref": "#"}]}}}, "it refers back to itself"),
+        ({"type": "array", "uniqueItems": True}, "#/uniqueItems: uniqueItems is not supported"),
+        ({"not": {"type": "string"}}, "#/not: not is not supported"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "#/oneOf: alternatives 1 and 2 may hold at once"),
-        ({"type": "integer", "minimum": 5, "maximum": 3}, "#/minimum: nothing is within it and maximum"),
-        ({"enum": []}, "#/enum: it must list values"),
-        ({"type": "object", "minProperties": 2}, "#/minProperties: above 1 it cannot be held"),
+        ({"type": "integer", "minimum": 5, "maximum": 3}, "#/minimum: no number satisfies it and maximum"),
+        ({"enum": []}, "#/enum: it must be a list of at least one value"),
+        ({"type": "object", "minProperties": 2}, "#/minProperties: above 1 it is not supported"),
         ({"type": "string", "enum": [1, 2]}, "its keywords contradict each other, so nothing satisfies it"),
         ({"type": "string", "pattern": "^\\p{Nothing}$"}, "a Unicode property that does not exist"),
-        ({"properties": {"a": {}, "b": {}}, "maxProperties": 1}, "beside optional properties"),
+        ({"properties": {"a": {}, "b": {}}, "maxProperties": 1}, "with optional properties"),
         ({"patternProperties": {"^a": {}, "b$": {}}}, "may match one name"),
     ],
 )
@@ -66,7 +66,7 @@ async def test_a_refusal_says_where_the_schema_stands() -> None:
     bad = {"type": "function", "function": {"name": "bad", "parameters": {"properties": {"a": {"type": "x"}}}}}
     for fields in ({"tool_choice": "required"}, by(CITY)):
         refused = await refusal(tools=[WEATHER, bad], **fields)
-        assert refused.message.startswith("tools: bad: #/properties/a/type: x is no type of JSON schema; ")
+        assert refused.message.startswith("tools: bad: #/properties/a/type: x is not a type of JSON Schema; ")
 
 
 def links(count: int) -> Schema:
@@ -85,7 +85,7 @@ def links(count: int) -> Schema:
 async def test_a_schema_that_would_end_the_process_or_hold_it_up_is_refused(asked: Schema) -> None:
     refused = await refusal(**by({"type": "array", **asked}))
     assert refused.message == (
-        "response_format: no answer can be held to this schema: it is too large, too deep or too slow to compile."
+        "response_format: this schema cannot be enforced: it is too large, too deep or too slow to compile."
     )
     assert await model().guide(**ANY_OBJECT)
 
@@ -206,7 +206,7 @@ async def test_the_one_tool_that_nothing_satisfies_is_found_by_one_process(proce
     tools = [*(tool(f"f{i}", held_to(f"^{i}$")) for i in range(40)), tool("bad", wrong)]
     with pytest.raises(JobFailure) as refused:
         await fresh().guide(request(tools=tools, tool_choice="required"), Prompt((1,), "closed"))
-    assert refused.value.message.startswith("tools: bad: no answer can be held to this schema: ")
+    assert refused.value.message.startswith("tools: bad: this schema cannot be enforced: ")
     assert len(processes) == 1
 
 
@@ -295,7 +295,7 @@ async def test_a_tokenizer_that_cannot_be_read_is_refused_by_the_field(definitio
     ):
         with pytest.raises(JobFailure) as refused:
             await guides.guide(request(**fields), Prompt((1,), "none"))
-        assert refused.value.message == f"{named}: this model's tokenizer cannot be guided; leave it out."
+        assert refused.value.message == f"{named}: this model's tokenizer does not support it; leave it out."
 
 
 @pytest.mark.parametrize(

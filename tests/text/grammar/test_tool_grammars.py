@@ -157,29 +157,29 @@ def test_a_parameter_between_tags_is_held_to_its_type(kind: str) -> None:
     ("schema", "words"),
     [
         ({"properties": {"two words": {}}}, "cannot name a parameter 'two words'"),
-        ({"anyOf": [{"properties": {"a": {}}}]}, "tools: f: this model's calls cannot be held to parameters by anyOf"),
-        ({"properties": {}, "minProperties": 1}, "by minProperties"),
-        ({"properties": {"a": {"oneOf": [{"type": "string"}]}}}, "by oneOf"),
-        ({"properties": {"a": {"type": "string", "allOf": [{"minLength": 2}]}}}, "by allOf"),
-        ({"properties": {"a": {"type": "string", "not": {"const": "x"}}}}, "by not"),
-        ({"properties": {"a": {"anyOf": [{"anyOf": [{"type": "string"}]}]}}}, "by anyOf"),
-        ({"properties": {"a": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}}, "by type integer within anyOf"),
-        ({"properties": {"a": {"properties": {"b": {}}}}}, "by properties"),
-        ({"properties": {"a": {"minLength": 2}}}, "by minLength"),
-        ({"properties": {"a": {"type": "string", "format": "date"}}}, "by format"),
-        ({"properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}, "by pattern (?=a)b"),
-        ({"properties": {"a": {"type": "string", "pattern": "a^b"}}}, "by pattern a^b"),
-        ({"properties": {"a": {"type": "integer", "minimum": 2**60}}}, "by a bound beyond 2**53"),
-        ({"properties": {"a": {"type": ["string", "null"]}}}, "by a list of types; try anyOf"),
-        ({"properties": {"a": {"enum": [1, 2]}}}, "by an enum of numbers without their type"),
-        ({"properties": {"a": {"type": "string", "const": "null"}}}, "by this const"),
-        ({"properties": {"a": True}}, "by a schema of true"),
-        ({"properties": {"a": {"$ref": "#/properties/a"}}}, "by $ref #/properties/a"),
-        ({"properties": {}, "required": ["a"], "additionalProperties": False}, "by required"),
-        ({"properties": {"a": {}}, "required": "a"}, "the parameters of f are no JSON schema"),
-        ({"properties": {"a": {}}, "required": [1]}, "the parameters of f are no JSON schema"),
-        ({"properties": {"a": 5}}, "the parameters of f are no JSON schema"),
-        ({"properties": {"a": {"$ref": "#/$defs/none"}}}, "the parameters of f are no JSON schema"),
+        ({"anyOf": [{"properties": {"a": {}}}]}, "tools: f: this model's calls do not support parameters with anyOf"),
+        ({"properties": {}, "minProperties": 1}, "with minProperties"),
+        ({"properties": {"a": {"oneOf": [{"type": "string"}]}}}, "with oneOf"),
+        ({"properties": {"a": {"type": "string", "allOf": [{"minLength": 2}]}}}, "with allOf"),
+        ({"properties": {"a": {"type": "string", "not": {"const": "x"}}}}, "with not"),
+        ({"properties": {"a": {"anyOf": [{"anyOf": [{"type": "string"}]}]}}}, "with anyOf"),
+        ({"properties": {"a": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}}, "with type integer within anyOf"),
+        ({"properties": {"a": {"properties": {"b": {}}}}}, "with properties"),
+        ({"properties": {"a": {"minLength": 2}}}, "with minLength"),
+        ({"properties": {"a": {"type": "string", "format": "date"}}}, "with format"),
+        ({"properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}, "with pattern (?=a)b"),
+        ({"properties": {"a": {"type": "string", "pattern": "a^b"}}}, "with pattern a^b"),
+        ({"properties": {"a": {"type": "integer", "minimum": 2**60}}}, "with a bound beyond 2**53"),
+        ({"properties": {"a": {"type": ["string", "null"]}}}, "with a list of types; use anyOf"),
+        ({"properties": {"a": {"enum": [1, 2]}}}, "with an enum of numbers without their type"),
+        ({"properties": {"a": {"type": "string", "const": "null"}}}, "with this const"),
+        ({"properties": {"a": True}}, "with a schema of true"),
+        ({"properties": {"a": {"$ref": "#/properties/a"}}}, "with $ref #/properties/a"),
+        ({"properties": {}, "required": ["a"], "additionalProperties": False}, "with required"),
+        ({"properties": {"a": {}}, "required": "a"}, "the parameters of f are not a JSON Schema"),
+        ({"properties": {"a": {}}, "required": [1]}, "the parameters of f are not a JSON Schema"),
+        ({"properties": {"a": 5}}, "the parameters of f are not a JSON Schema"),
+        ({"properties": {"a": {"$ref": "#/$defs/none"}}}, "the parameters of f are not a JSON Schema"),
         ({"type": "string"}, "the parameters of f must be of type object"),
     ],
 )
@@ -245,7 +245,7 @@ async def test_a_functions_parameters_are_refused_with_the_place() -> None:
         refused = await refusal(format, tools=tools, tool_choice="required")
         assert refused.type == "invalid_request"
         assert refused.message.startswith("tools: f: a: #/" if format == "qwen3_coder" else "tools: f: #/properties/a/")
-        assert "items/maximum: a bound beyond 2**53 cannot be held exactly; " in refused.message
+        assert "items/maximum: a bound beyond 2**53 cannot be enforced exactly; " in refused.message
 
 
 URGES = {"qwen3_coder": ["\n</parameter>", "null", "</"], "harmony": ["<|end|>"]}

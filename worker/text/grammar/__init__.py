@@ -1,1 +1,1 @@
-"""Guided decoding: from a schema or a set of tools to a grammar, and its state for each row."""
+"""Guided decoding: turns a schema or a set of tools into a grammar, and keeps its state for each row."""

@@ -1,7 +1,7 @@
 """Child process that writes the grammar of a client's constraint and compiles it: see `compiler`.
 
 It reads a marshalled question from stdin, and writes a line of JSON with the verdict. If the grammar does not compile,
-a second line names the part of the request that is the cause. The search for that part has a time limit.
+a second line names the part of the request that causes it. The search for that part has a time limit.
 """
 
 import json
@@ -21,11 +21,11 @@ from worker.text.grammar.sandbox import Uncompilable, compile_grammar
 from worker.text.grammar.tool_grammars import Function
 
 PANICKED = 3  # exit status if llguidance panicked
-_CPU_S = 2  # CPU time; schemas from practice take a tenth of it, the start of the process included
+_CPU_S = 2  # CPU time; real schemas take a tenth of it, process start included
 _SEARCH_CPU_S = 1.0  # CPU time after which no further part is tried
-_STACK_BYTES = 4 << 20  # at most half of the worker's own threads' stacks
-_BYTES = 2 << 30  # of address space
-_STABLE = 2  # marshal's version that writes equal values as equal bytes
+_STACK_BYTES = 4 << 20  # at most half of the stack of the worker's own threads
+_BYTES = 2 << 30  # limit of address space
+_STABLE = 2  # version of marshal's format that writes equal values as equal bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Unwanted:
-    """The error if no grammar can be written."""
+    """No grammar can be written: the error for the client."""
 
     type: ErrorType
     message: str
@@ -45,9 +45,9 @@ class Unwanted:
 
 @dataclass(frozen=True, slots=True)
 class Complaint:
-    """The grammar does not compile. `place`: the part of the request that is the cause; empty if it is not known."""
+    """The grammar does not compile. `place`: the part of the request that causes it; empty if unknown."""
 
-    said: str  # in llguidance's words
+    said: str  # llguidance's message
     place: str = ""
 
 
@@ -55,13 +55,13 @@ Verdict = Written | Unwanted | Complaint
 
 
 def question(markup: Markup, wish: OutputConstraint, *, reasoned: bool) -> bytes:
-    """Return the input of the process. Equal questions are equal bytes."""
+    """Return the input of the process: equal bytes for equal arguments."""
     functions = [(function.name, function.parameters) for function in wish.functions]
     return marshal.dumps((astuple(markup), (wish.schema, functions, wish.many), reasoned), _STABLE)
 
 
 def verdict_of(output: bytes) -> Verdict | None:
-    """Parse the output of the process. None if it ended without a verdict."""
+    """Parse the output of the process. Returns None if it ended without a verdict."""
     lines = [json.loads(line) for line in output.splitlines(keepends=True) if line.endswith(b"\n")]
     match lines:
         case [["written", grammar]]:

@@ -1,4 +1,4 @@
-"""Grammars to matchers, without one client's schemas holding up another's."""
+"""Compiles grammars to matchers, so that one client's schemas do not delay another's."""
 
 import hashlib
 import logging
@@ -23,14 +23,14 @@ logger = logging.getLogger("sluice.text")
 T = TypeVar("T")
 
 _AT_ONCE = 4
-_RESERVED = 1  # which offline jobs leave free
-_KEPT = 64  # verdicts, of which a grammar has at most half a million characters
-# How an attempt ends that is too much; any other end is not the schema's fault.
+_RESERVED = 1  # threads and processes that offline jobs leave free
+_KEPT = 64  # verdicts; a grammar has at most half a million characters
+# Exit statuses of a process that a schema made exceed its limits; any other failure is not caused by the schema.
 _ITS_OWN_FAULT = {attempt.PANICKED, -signal.SIGXCPU, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
 
 
 class Compiler:
-    """A worker has one."""
+    """Compiles grammars on threads, after a trial in a child process; a worker has one."""
 
     def __init__(self) -> None:
         self._pool = Pool("grammar", _AT_ONCE, reserved=_RESERVED, subject="schemas")
@@ -38,21 +38,22 @@ class Compiler:
         self._verdicts = OrderedDict[bytes, Verdict]()
 
     async def run(self, lane: Lane, tenant: str, work: Callable[..., T], *given: Any) -> T:
-        """Call `work`, which is on a request's schemas, on a thread that does nothing else."""
+        """Call `work`, which handles a request's schemas, on a thread of the grammar pool. Raises `JobFailure` if it takes
+        too long."""
         return await self._pool.run(lane, lambda check: work(*given), tenant)
 
     async def compiled(self, lane: Lane, tenant: str, vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
-        """Return a new matcher for each row: copies of one share its lexer and its errors. Raises
+        """Return a new matcher, for one row: copies of a matcher share its lexer and its errors. Raises
         `sandbox.Uncompilable`."""
         return await self.run(lane, tenant, sandbox.compile_grammar, vocabulary, grammar)
 
     async def verdict(self, lane: Lane, tenant: str, question: bytes) -> Verdict:
-        """Return what a process found out about a question of `attempt`'s. Only what is new waits its turn.
-        Raises `JobFailure` if it could not be tried."""
+        """Return the verdict of a child process on a question of `attempt`. Recent verdicts are cached, and returned
+        without waiting for a process. Raises `JobFailure` if the process cannot run."""
         known = hashlib.blake2b(question).digest()
         if known not in self._verdicts:
             async with self._turns.slot(lane, tenant):
-                if known not in self._verdicts:  # it may have been another row's meanwhile
+                if known not in self._verdicts:  # another row may have asked the same meanwhile
                     self._verdicts[known] = _verdict(await run_child("worker.text.grammar.attempt", question))
         self._verdicts.move_to_end(known)
         verdict = self._verdicts[known]
@@ -64,7 +65,11 @@ class Compiler:
 def _verdict(ended: Ended) -> Verdict:
     if verdict := attempt.verdict_of(ended.output):
         return verdict
-    logger.warning("the attempt at a schema ended with %d: %s", ended.status, ended.errors[-500:])
+    logger.warning("the trial of a schema ended with status %d: %s", ended.status, ended.errors[-500:])
     if ended.status not in _ITS_OWN_FAULT:
-        raise JobFailure("overloaded", "The server has no room to try the request's schema now.", retryable=True)
+        raise JobFailure(
+            "overloaded",
+            "The server has no resources to check the request's schema now; try again later.",
+            retryable=True,
+        )
     return Complaint(TOO_MUCH)

@@ -1,4 +1,4 @@
-"""Reads the constraint of a request on its answer, and the markers that the model has for it."""
+"""Reads the constraint of a request on its answer, and the model's markers for it."""
 
 import json
 
@@ -38,7 +38,7 @@ def wish_of(request: ChatRequest) -> OutputConstraint | None:
 
 
 def is_quick(wish: OutputConstraint) -> bool:
-    """Return True if it compiles fast enough for the event loop. The schema of any object always does."""
+    """True if the constraint compiles fast enough without a trial in a child process. The schema of any object does."""
     schemas = [wish.schema or {}, *(function.parameters or {} for function in wish.functions)]
     # Counted first, since dumping a large schema would block the event loop.
     if characters(schemas, _QUICK_WEIGHT) > _QUICK_WEIGHT:

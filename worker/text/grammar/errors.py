@@ -1,7 +1,7 @@
-"""Errors of llguidance (1.9) about a grammar, rewritten as sentences for clients.
+"""Translates errors of llguidance (1.9) about a grammar to sentences for clients.
 
-Its own words name its options and types, and repeat expressions that it made. They go to the log. A text that it
-changes costs a sentence its precision and nothing else.
+Its own messages name its options and types, and quote expressions that it generated; they go to the log. If a new
+release changes a message, the client gets a general sentence.
 """
 
 import logging
@@ -13,10 +13,10 @@ _NOTHING_LEFT = "its keywords contradict each other, so nothing satisfies it; co
 _UNKNOWN = "it could not be turned into a grammar; make it simpler."
 _LOGGED_CHARACTERS = 500
 
-_CROWDED = "minProperties and maxProperties cannot be held beside optional properties; make these required."
+_CROWDED = "minProperties and maxProperties are not supported with optional properties; make these required."
 _OVERLAP = "two of its patternProperties may match one name; write them so that they exclude each other."
 _UNDECIDED = "its patterns and lengths take too long to compare; make them simpler."
-_CIRCLE = "a reference with keywords beside it leads back to itself; put these into the definition."
+_CIRCLE = "a reference with further keywords refers back to itself; move these keywords into the definition."
 _PROPERTY = "a pattern names a Unicode property that does not exist; correct it."
 
 _SENTENCES = {
@@ -40,8 +40,8 @@ _SENTENCES = {
 
 
 def grammar_error(complaint: str) -> str:
-    """Return the sentence for the first of `_SENTENCES` that the complaint holds."""
+    """Return the sentence for llguidance's message, and log the message."""
     if complaint == TOO_MUCH:
         return complaint
-    logger.info("a grammar is refused: %s", " ".join(complaint.split())[:_LOGGED_CHARACTERS])
+    logger.info("grammar refused: %s", " ".join(complaint.split())[:_LOGGED_CHARACTERS])
     return next((sentence for part, sentence in _SENTENCES.items() if part in complaint), _UNKNOWN)

@@ -36,10 +36,10 @@ _SYSTEM = ("system", "developer")  # roles of messages that `normalize` puts in 
 
 
 class GrammarStates:
-    """A worker has one."""
+    """Creates the grammar state of each constrained answer; a worker has one."""
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary, dialect: ModelFormat, width: int) -> None:
-        """`width` is that of the network's logits."""
+        """`width`: tokens in the model's logits, which may exceed the tokenizer's vocabulary."""
         self._count = max(width, len(tokenizer.tokens))
         self._encode, self._ends, self._dialect = tokenizer.encode, tokenizer.eos_token_ids, dialect
         self._readable = readable(tokenizer, self._count)
@@ -54,7 +54,7 @@ class GrammarStates:
         if wish is None:
             return None
         if self._readable is None:
-            raise JobFailure("unsupported", f"{wish.field}: this model's tokenizer cannot be guided; leave it out.")
+            raise JobFailure("unsupported", f"{wish.field}: this model's tokenizer does not support it; leave it out.")
         tenant = request.billed_to or ""
         run = partial(self._compiler.run, lane, tenant)
         begun = await run(self._begun, self._readable, request, prompt)
@@ -62,7 +62,9 @@ class GrammarStates:
         matcher = await self._matcher(self._readable, wish, thoughts is not None, lane, tenant)
         guide = await run(RowGrammar, matcher, self._ends, thoughts, begun)
         if guide.error:
-            raise JobFailure("invalid_request", f"{wish.field}: the last message begins no answer that it allows.")
+            raise JobFailure(
+                "invalid_request", f"{wish.field}: it does not allow the beginning of the answer in the last message."
+            )
         return guide
 
     def _thoughts(self, prompt: Prompt) -> ReasoningState | None:
@@ -90,11 +92,11 @@ class GrammarStates:
             return await self._compiler.compiled(lane, tenant, vocabulary, grammar)
         except Uncompilable as error:
             if quick:
-                await tried()  # names the part that is the cause
+                await tried()  # raises an error that names the cause
             _refuse(wish.field, str(error))
 
     async def _tried(self, wish: OutputConstraint, reasoned: bool, lane: Lane, tenant: str) -> str:
-        """Return a grammar that can be compiled in this process."""
+        """Return a grammar that a child process has compiled, so that compiling it here is safe. Raises `JobFailure`."""
         asked = await self._compiler.run(lane, tenant, partial(question, self._markup, wish, reasoned=reasoned))
         match await self._compiler.verdict(lane, tenant, asked):
             case Written(grammar):
@@ -106,17 +108,21 @@ class GrammarStates:
 
 
 def _refuse(place: str, wrong: str) -> NoReturn:
-    raise JobFailure("invalid_request", f"{place}: no answer can be held to this schema: {grammar_error(wrong)}")
+    raise JobFailure("invalid_request", f"{place}: this schema cannot be enforced: {grammar_error(wrong)}")
 
 
 def _as_text(vocabulary: LLTokenizer, text: str) -> list[int]:
-    """Cut where a control token's name would begin: llguidance (1.9) reads names whatever it is told."""
+    """Tokenize as plain text. Cuts the text before each `NAME_BEGINS`, since llguidance (1.9) would read a control token's
+    name despite `parse_special=False`."""
     parts = re.split(f"({NAME_BEGINS})", text)
     return [token for part in parts for token in vocabulary.tokenize_str(part, parse_special=False)]
 
 
 def _last_words(request: ChatRequest) -> str:
-    """Return the text that the answer goes on after: of the assistant's messages at the end, which count as one."""
+    """Return the text of the trailing assistant messages, which the answer continues; empty if there are none.
+
+    Raises `JobFailure` for a text in several parts.
+    """
     told = [message for message in request.messages if message.role not in _SYSTEM]
     last = list(takewhile(_is_spoken, reversed(told)))[::-1]
     if not last:
@@ -126,7 +132,10 @@ def _last_words(request: ChatRequest) -> str:
     if isinstance(content, str):
         return content
     if len(content) > 1:
-        raise JobFailure("unsupported", "An answer in a form cannot go on after one in several parts: send one string.")
+        raise JobFailure(
+            "unsupported",
+            "response_format: an assistant message in several parts cannot be continued; send one string.",
+        )
     return "".join(part["text"] for part in content)
 
 
@@ -135,8 +144,8 @@ def _is_spoken(message: Message) -> bool:
 
 
 def readable(tokenizer: Tokenizer, count: int) -> LLTokenizer | None:
-    """Return llguidance's form of the tokenizer, or None if it cannot read it. Blocks all threads, about a second for a
-    large vocabulary, so it is called before the first job. `count`: number of logits."""
+    """Return the tokenizer in llguidance's form, or None if it does not support it. Blocks all threads for about a second
+    with a large vocabulary, so it is called before the first job. `count`: number of logits."""
     if tokenizer.definition is None:
         return None
     try:
@@ -144,7 +153,10 @@ def readable(tokenizer: Tokenizer, count: int) -> LLTokenizer | None:
             without_added_tokens(tokenizer.definition), n_vocab=count, eos_token=sorted(tokenizer.eos_token_ids)
         )
     except ValueError as error:
-        logger.info("llguidance cannot read this tokenizer, so answers cannot be held to a form: %s", error)
+        logger.info(
+            "llguidance does not support this tokenizer, so response_format and forced tool calls are refused: %s",
+            error,
+        )
         return None
 
 
@@ -168,16 +180,18 @@ class RowGrammar:
         thoughts: ReasoningState | None = None,
         begun: Sequence[int] = (),
     ) -> None:
-        """`ends` are the tokens that end a sequence, `begun` those of the answer proper that the prompt holds."""
+        """`ends`: tokens that end a sequence. `begun`: tokens of the answer, without reasoning, that the prompt holds."""
         self._matcher, self._ends, self._begun, self._first_thoughts = matcher, ends, begun, thoughts
         self._broken: GrammarError | None = None
         self._begin()
 
     @property
     def error(self) -> GrammarError | None:
+        """The error after which the grammar constrains nothing any more, or None."""
         return self._broken
 
     def reset(self) -> None:
+        """Return to the state before the first sampled token."""
         self._matcher.reset()
         self._begin()
 
@@ -187,7 +201,8 @@ class RowGrammar:
             self._consume(token)
 
     def accept(self, token: int) -> None:
-        if token in self._ends:  # a batch computes a step more than its rows need
+        """Advance by a sampled token. Tokens that end the sequence are ignored."""
+        if token in self._ends:  # a batch may compute one step more than a row needs
             return
         if self._thoughts and self._thoughts.take(token):
             self._thoughts = None if self._thoughts.over else self._thoughts
@@ -196,6 +211,7 @@ class RowGrammar:
         self._consume(token)
 
     def bitmask(self) -> bytes:
+        """Return the mask of allowed next tokens: a bit per token, in little-endian 32-bit words."""
         thoughts = self._thoughts
         if thoughts and thoughts.begun:
             return thoughts.allowed()
@@ -208,7 +224,7 @@ class RowGrammar:
             return
         if not self._matcher.try_consume_tokens([token]) and not self._matcher.is_error():
             self._broken = GrammarError(f"token {token} was not allowed.", ours=True)
-            self._matcher.consume_token(token)  # from here on it allows the end alone
+            self._matcher.consume_token(token)  # makes the matcher allow only the end from here on
         self._look()
 
     def _look(self) -> None:

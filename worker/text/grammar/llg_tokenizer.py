@@ -11,7 +11,7 @@ _NORMAL_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
 def without_added_tokens(definition: str) -> str:
     """Return the definition with added tokens renamed to unlikely strings, and without Unicode normalizers.
 
-    llguidance (1.9) encodes text that its grammar forces. If a schema's own text looks like a marker, it must not
+    llguidance (1.9) tokenizes text that its grammar forces. If a schema's own text looks like a marker, it must not
     become that token, and a normalizer must not compose characters that the schema writes separately. Grammars name
     markers by id. Added tokens of nothing but space keep their names, since they are plain text.
     """

@@ -11,7 +11,7 @@ QUICK_CHARACTERS = 4_000
 
 
 def is_quick_schema(schema: Any) -> bool:
-    """Return True if the schema compiles fast, given that it has at most `QUICK_CHARACTERS`."""
+    """True if the schema compiles fast, given that it has at most `QUICK_CHARACTERS`."""
     if not isinstance(schema, dict):
         return isinstance(schema, bool)
     if not schema.keys() <= _QUICK:

@@ -1,8 +1,8 @@
-"""A function's parameters as qwen3_coder's calls write them: <parameter=city>\nOslo\n</parameter>
+"""Writes grammars for the parameters of qwen3_coder's calls: <parameter=city>\nOslo\n</parameter>
 
-mlx-lm's parser (0.32) goes by a parameter's own `type`. Without one it takes an object or a list for JSON and all else
-for a string, and null for null whatever the schema says. So a schema is taken where a grammar holds all of it and the
-parser reads it back as it was meant; the rest is refused by name.
+mlx-lm's parser (0.32) decides by a parameter's own `type`. Without one it parses objects and lists as JSON and anything
+else as a string, and it parses null as null for any schema. So a schema is supported if a grammar can enforce all of it
+and the parser returns the meant value; anything else is refused by name.
 """
 
 import json
@@ -22,7 +22,7 @@ _NOT_NULL = r" & ~/[nN][uU][lL][lL]/"
 _NOT_JSON = r" & ~/[ \t\r\n]*[\[{](?s:.*)/"
 _TAG = re.compile("</(parameter|function|tool_call)>")
 _END = "\n</parameter>"
-_EXACT = 2**53  # a parameter's own number is read as a float
+_EXACT = 2**53  # the parser reads a number as a float
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _DEFINITIONS = ("$defs", "definitions")
 _NAMED = {"properties", "required", "additionalProperties", *_DEFINITIONS}
@@ -31,14 +31,14 @@ _NUMBERS = {"integer", "number"}
 
 
 def parameters(grammar: Grammar, function: str, schema: Schema) -> list[str]:
-    """A rule for each, in the schema's order: they cannot come in any other."""
+    """Return a rule for each parameter, in the schema's order, which calls must follow. Raises `JobFailure`."""
     return list(_Parameters(grammar, function, schema).rules())
 
 
 class _Parameters:
     def __init__(self, grammar: Grammar, function: str, whole: Schema) -> None:
         self._grammar, self._function, self._whole = grammar, function, whole
-        self._parameter = ""  # the one at hand
+        self._parameter = ""  # name of the current one, for errors
 
     def rules(self) -> Iterator[str]:
         self._knows(self._whole, {"type", *_NAMED})
@@ -46,7 +46,7 @@ class _Parameters:
         if not isinstance(properties, dict) or not _is_names(required):
             raise self._wrong()
         if self._whole.get("additionalProperties", True) not in (True, {}) and not properties.keys() >= {*required}:
-            raise self._refusal("required, of what is not among the properties")
+            raise self._refusal("required names that are not in properties")
         for name in dict.fromkeys([*properties, *required]):
             yield self._rule(name, properties.get(name, {})) + ("" if name in required else "?")
 
@@ -57,7 +57,7 @@ class _Parameters:
         return self._grammar.rule(f'{head} ({" | ".join(self._values(self._schema(schema)))}) "\\n"')
 
     def _values(self, schema: Schema) -> list[str]:
-        """All that it may be, each with the tag that ends it."""
+        """Return a rule for each alternative of the value, with the tag that ends it."""
         match schema.get("type"):
             case "string":
                 return self._strings(schema)
@@ -67,7 +67,7 @@ class _Parameters:
                 return [self._json(schema)]
             case None:
                 return self._untyped(schema)
-        raise self._refusal("a list of types; try anyOf")
+        raise self._refusal("a list of types; use anyOf")
 
     def _untyped(self, schema: Schema) -> list[str]:
         meant = self._resolved(schema)
@@ -101,10 +101,10 @@ class _Parameters:
         return f"{self._grammar.json({**schema, **exact}, field, self._whole)} {literal(_END)}"
 
     def _exact(self, schema: Schema) -> Schema:
-        """Return bounds within which a float holds every whole number, in place of its own that are wider."""
+        """Return bounds that replace the schema's wider ones: within them a float represents every integer."""
         own = [schema[key] for key in (*_LOWER, *_UPPER) if key in schema]
         if not all(type(bound) in (int, float) for bound in own):
-            return {}  # refused with what is wrong with them
+            return {}  # `_json` refuses them with the reason
         low = max((schema[key] for key in _LOWER if key in schema), default=-math.inf)
         high = min((schema[key] for key in _UPPER if key in schema), default=math.inf)
         if low > _EXACT or high < -_EXACT:
@@ -177,11 +177,13 @@ class _Parameters:
 
     def _refusal(self, keyword: str) -> JobFailure:
         return JobFailure(
-            "unsupported", f"tools: {self._function}: this model's calls cannot be held to parameters by {keyword}."
+            "unsupported", f"tools: {self._function}: this model's calls do not support parameters with {keyword}."
         )
 
     def _wrong(self) -> JobFailure:
-        return JobFailure("invalid_request", f"tools: the parameters of {self._function} are no JSON schema.")
+        return JobFailure(
+            "invalid_request", f"tools: the parameters of {self._function} are not a JSON Schema; correct them."
+        )
 
 
 def _is_names(names: Any) -> bool:
@@ -189,7 +191,7 @@ def _is_names(names: Any) -> bool:
 
 
 def _is_misread(value: Any, beside_json: bool) -> bool:
-    """Return True if the parser would read the value as another one. Such a value is left out."""
+    """True if the parser would return another value for it. Such a value is left out."""
     if not isinstance(value, str):
         return _TAG.search(json.dumps(value)) is not None
     return (

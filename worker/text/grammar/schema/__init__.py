@@ -1,1 +1,1 @@
-"""JSON schemas as clients send them, rewritten so that llguidance holds every keyword that is left in them."""
+"""Rewrites clients' JSON schemas so that llguidance enforces every keyword that is left in them."""

@@ -1,20 +1,20 @@
-"""Limit of the steps that rewriting a schema may take to compare its parts."""
+"""Limits the work of comparing the parts of one schema."""
 
 MOST_STEPS = 300_000  # some 0.3 s
 
 
 class Spent(Exception):
-    """No step is left."""
+    """The limit of a schema's steps is reached."""
 
 
 class Budget:
-    """Steps that are left. Every walk over a client's lists takes one for each member that it visits."""
+    """Steps left for one schema. Every loop over a client's list takes one step for each member that it visits."""
 
     def __init__(self, steps: int = MOST_STEPS) -> None:
         self._left = steps
 
     def take(self, count: int = 1) -> None:
-        """Raises `Spent`."""
+        """Subtract `count` steps. Raises `Spent` if fewer are left."""
         self._left -= count
         if self._left < 0:
             raise Spent

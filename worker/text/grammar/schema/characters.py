@@ -1,7 +1,7 @@
 """Sets of characters, and the classes that two dialects of regular expressions read differently.
 
-JSON Schema's patterns are ECMA-262's, while many clients validate with Python's. A string is held to a pattern where
-both agree that it matches.
+JSON Schema's patterns are ECMA-262's, while many clients validate with Python's. A string must match a pattern in
+both.
 """
 
 import re
@@ -9,13 +9,13 @@ from bisect import bisect_right
 from functools import cache
 from operator import itemgetter
 
-Ranges = tuple[tuple[int, int], ...]  # of code points, both ends included, sorted and apart
+Ranges = tuple[tuple[int, int], ...]  # of code points, both ends included, sorted, with gaps between them
 
 _LAST = 0x10FFFF
 _ASSIGNED = 0x40000  # no digit, letter or space comes later
 ALL: Ranges = ((0, _LAST),)
-# What a string of an answer can have: \u is not among the escapes that the grammar allows, and without it the other
-# control characters cannot be written.
+# Characters that a string of an answer can contain. The grammar allows no \u escapes, which the other control characters
+# would need.
 WRITABLE: Ranges = ((0x08, 0x0A), (0x0C, 0x0D), (0x20, 0x7E), (0x80, 0xD7FF), (0xE000, _LAST))
 
 _LINE_ENDS = {"ecma": "\n\r\u2028\u2029", "python": "\n"}
@@ -31,6 +31,7 @@ DIALECTS = ("ecma", "python")
 
 
 def union(*sets: Ranges) -> Ranges:
+    """Return the characters of any of the sets."""
     merged = list[tuple[int, int]]()
     for low, high in sorted(each for ranges in sets for each in ranges):
         if merged and low <= merged[-1][1] + 1:
@@ -41,6 +42,7 @@ def union(*sets: Ranges) -> Ranges:
 
 
 def complement(ranges: Ranges) -> Ranges:
+    """Return all characters but these."""
     gaps, begin = list[tuple[int, int]](), 0
     for low, high in ranges:
         if begin < low:
@@ -50,14 +52,17 @@ def complement(ranges: Ranges) -> Ranges:
 
 
 def intersection(*sets: Ranges) -> Ranges:
+    """Return the characters of all the sets."""
     return complement(union(*map(complement, sets)))
 
 
 def without(ranges: Ranges, less: Ranges) -> Ranges:
+    """Return the characters of `ranges` that are not in `less`."""
     return intersection(ranges, complement(less)) if less else ranges
 
 
 def has(ranges: Ranges, character: str) -> bool:
+    """True if the set contains the character."""
     code = ord(character)
     place = bisect_right(ranges, code, key=itemgetter(0))
     return place > 0 and code <= ranges[place - 1][1]
@@ -65,7 +70,7 @@ def has(ranges: Ranges, character: str) -> bool:
 
 @cache
 def named(letter: str, dialect: str) -> Ranges:
-    r"""Return the class of `d`, `w`, `s`, of a capital for its opposite, or of `.`, as the dialect reads it."""
+    r"""Return the characters of \d, \w, \s, their opposites (a capital letter), or `.`, by this dialect."""
     if letter == ".":
         return complement(union(*(((ord(end), ord(end)),) for end in _LINE_ENDS[dialect])))
     if letter.isupper():

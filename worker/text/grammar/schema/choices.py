@@ -1,4 +1,4 @@
-"""Keywords that say "if this, then that", and `oneOf`, as alternatives: `anyOf` is what a grammar has."""
+"""Rewrites conditional keywords and `oneOf` as alternatives, since a grammar only has `anyOf`."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
@@ -11,14 +11,17 @@ from worker.text.grammar.schema.negation import NotNegatable, negation
 from worker.text.grammar.schema.unsupported import UnsupportedKeyword, shown
 
 Schema = dict[str, Any]
-_MOST = 64  # alternatives, where several of these keywords meet
-_MOST_IN_PAIRS = 64
+_MOST = 64  # alternatives of one schema, after all combinations of its conditions
+_MOST_IN_PAIRS = 64  # alternatives of a `oneOf` that are compared in pairs
 _LISTING = {"const", "enum", "type", "title", "description", "default", "examples", "deprecated", "$comment"}
 CONDITIONS = ("dependentRequired", "dependentSchemas", "dependencies", "if", "then", "else")
 
 
 def alternatives(schema: Schema, at: str, proofs: Disjointness) -> list[Any] | None:
-    """Return alternatives that say together what its conditions say. None if it has no condition."""
+    """Return alternatives that together replace the schema's conditions; None if it has none. `at`: its JSON pointer.
+
+    Raises `UnsupportedKeyword` for conditions that cannot be replaced, and `Spent`.
+    """
     known = without_conditions(schema)
     choices = [*_choices(schema, known, at, proofs)]
     members = schema.get("allOf")
@@ -32,15 +35,17 @@ def alternatives(schema: Schema, at: str, proofs: Disjointness) -> list[Any] | N
         ways = [[*way, each] for way in ways for each in choice if not proofs.excluded([known, *way, each])]
         if len(ways) > _MOST:
             raise UnsupportedKeyword(
-                place, f"together with the conditions beside it, it makes over {_MOST} cases; use fewer"
+                place, f"its combinations with the other conditions are over {_MOST} cases; use fewer"
             )
         if not ways:
-            raise UnsupportedKeyword(place, "nothing can satisfy it with what stands beside it; correct one of them")
+            raise UnsupportedKeyword(
+                place, "no value satisfies it together with the other keywords; correct one of them"
+            )
     return [{"allOf": way} if len(way) != 1 else way[0] for way in ways]
 
 
 def without_conditions(schema: Schema) -> Schema:
-    """Return what is left beside `alternatives`."""
+    """Return the schema without the conditions that `alternatives` replaces."""
     rest = {keyword: said for keyword, said in schema.items() if keyword not in CONDITIONS}
     if isinstance(rest.get("allOf"), list):
         rest["allOf"] = [_without(member) for member in rest["allOf"]]
@@ -54,7 +59,7 @@ def _without(member: Any) -> Any:
 
 
 def _choices(schema: Schema, known: Schema, at: str, proofs: Disjointness) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the alternatives of each condition. `known` is what its values satisfy besides."""
+    """Yield the JSON pointer and the alternatives of each condition. `known`: a schema that all values satisfy."""
     for keyword in ("dependentRequired", "dependencies", "dependentSchemas"):
         said = schema.get(keyword, {})
         if not isinstance(said, dict):
@@ -81,12 +86,15 @@ def _conditional(schema: Schema, known: Schema, at: str, proofs: Disjointness) -
         contrary = negation(condition, [known], proofs)
     except NotNegatable:
         instead = "compare properties that have an enum, or write the cases as anyOf"
-        raise UnsupportedKeyword(f"{at}/if", f"its opposite cannot be written as a schema; {instead}") from None
+        raise UnsupportedKeyword(f"{at}/if", f"its negation cannot be written as a schema; {instead}") from None
     return [{"allOf": [condition, then]}, *({"allOf": [each, otherwise]} for each in contrary)]
 
 
 def one_of(said: Any, beside: Schema, at: str, proofs: Disjointness) -> list[Any]:
-    """Return alternatives for `anyOf` of which no two hold at once. `beside` is the rest of the schema."""
+    """Return alternatives for `anyOf`, at most one of which holds for any value. `beside`: the rest of the schema.
+
+    Raises `UnsupportedKeyword` if they cannot be separated, and `Spent`.
+    """
     if not isinstance(said, list) or not said:
         raise UnsupportedKeyword(f"{at}/oneOf", "it must be a list of schemas; correct it")
     if len(said) == 1 or _told_apart(said, beside, proofs):
@@ -94,12 +102,12 @@ def one_of(said: Any, beside: Schema, at: str, proofs: Disjointness) -> list[Any
     if all(isinstance(each, dict) and each.keys() <= _LISTING and each.keys() & {"const", "enum"} for each in said):
         if found := _in_one([_satisfying(each, proofs) for each in said], proofs):
             return [{"enum": found}]
-        raise UnsupportedKeyword(f"{at}/oneOf", "no value is in one of its alternatives alone; use anyOf")
+        raise UnsupportedKeyword(f"{at}/oneOf", "every value is in more than one of its alternatives; use anyOf")
     return _forbidding(said, beside, at, proofs)
 
 
 def _told_apart(said: Sequence[Any], beside: Schema, proofs: Disjointness) -> bool:
-    """Return whether one look shows it: each lists values, or a property must have one of the values listed."""
+    """True if the alternatives clearly exclude each other: by their values, or by those of a required property."""
     lists = [_listed([each], proofs) for each in said]
     if all(each is not None for each in lists):
         return _apart(lists, proofs)
@@ -117,7 +125,7 @@ def _listed(schemas: Sequence[Any], proofs: Disjointness) -> list[Any] | None:
 
 
 def _satisfying(schema: Schema, proofs: Disjointness) -> list[Any]:
-    """Return the values of a schema that says nothing besides them and their types."""
+    """Return the values that a schema of nothing but values and types allows."""
     return [value for value in _listed([schema], proofs) or [] if proofs.may_be(value, schema)]
 
 
@@ -139,12 +147,10 @@ def _in_one(lists: Sequence[list[Any]], proofs: Disjointness) -> list[Any]:
 
 def _forbidding(said: Sequence[Any], beside: Schema, at: str, proofs: Disjointness) -> list[Any]:
     """Return alternatives of which no two hold at once: if two might, each forbids a property that the other
-    requires."""
+    requires. Raises `UnsupportedKeyword` if there is no such property."""
     if len(said) > _MOST_IN_PAIRS:
         apart = "give each a required property with a const of its own"
-        raise UnsupportedKeyword(
-            f"{at}/oneOf", f"{len(said)} alternatives are too many to tell apart in pairs; {apart}"
-        )
+        raise UnsupportedKeyword(f"{at}/oneOf", f"{len(said)} alternatives are too many to compare in pairs; {apart}")
     forbidden: list[dict[str, bool]] = [{} for _ in said]
     for one, other in combinations(range(len(said)), 2):
         if proofs.excluded([said[one], said[other], beside]):
@@ -161,7 +167,7 @@ def _forbidding(said: Sequence[Any], beside: Schema, at: str, proofs: Disjointne
 
 
 def _own_name(schema: Any, other: Any, proofs: Disjointness) -> str | None:
-    """Return a property that it requires and the other does not."""
+    """Return a property that `schema` requires and `other` does not, or None."""
     own, others = (proofs.required(proofs.flat([each]) or []) for each in (schema, other))
     unwanted = set(others)
     return next((name for name in own if name not in unwanted), None)

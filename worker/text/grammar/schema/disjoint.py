@@ -1,7 +1,6 @@
 """Proofs that no value satisfies several schemas at once.
 
-A proof may read less of a schema than it says, never more: what it does not know it takes for anything. So True is
-certain, and False says nothing.
+A proof may ignore keywords, which allows more values, never fewer. So True is certain, and False proves nothing.
 """
 
 import math
@@ -14,23 +13,25 @@ from worker.text.grammar.schema.budget import Budget
 from worker.text.grammar.schema.unsupported import UnsupportedKeyword
 
 Schema = dict[str, Any]
-Resolve = Callable[[Any], Any]  # from a reference to the schema that it leads to
-_STEPS = 20_000  # of proofs; what is not proved by then is taken as not excluded
+Resolve = Callable[[Any], Any]  # from a reference to its target
+_STEPS = 20_000  # of proofs; without a proof by then, schemas are taken as not disjoint
 _DEEPEST = 12
-_FARTHEST = 10**300  # a bound beyond is not read
+_FARTHEST = 10**300  # bounds beyond it are ignored
 
 
 class Disjointness:
-    """Its steps are bounded, over all that it is asked. Each of its methods raises `Spent`."""
+    """Proofs about the parts of one schema. All of them share a bounded number of steps; each method raises `Spent`."""
 
     def __init__(self, resolve: Resolve, budget: Budget | None = None) -> None:
         self._resolve, self._left, self._budget = resolve, _STEPS, budget or Budget()
 
     @property
     def spent(self) -> bool:
+        """True if no steps for proofs are left."""
         return self._left <= 0
 
     def excluded(self, schemas: Iterable[Any], depth: int = 0) -> bool:
+        """True if it is proved that no value satisfies all of the schemas."""
         self._left -= 1
         if self._left <= 0 or depth > _DEEPEST:
             return False
@@ -44,7 +45,7 @@ class Disjointness:
         return self._excluded_by_cases(together, depth)
 
     def flat(self, schemas: Iterable[Any]) -> list[Schema] | None:
-        """Return them with those that they all say by reference and `allOf`. None if one of them is false."""
+        """Return the schemas with those that they include by `$ref` and `allOf`. None if one of them is false."""
         found, waiting, seen = list[Schema](), deque(schemas), set[int]()
         while waiting:
             self._budget.take()
@@ -64,17 +65,20 @@ class Disjointness:
         return found
 
     def key(self, value: Any) -> Hashable:
-        """Return what the value has in common with those that JSON has equal."""
+        """Return a key that is equal for values that are equal in JSON."""
         return values.key(value, self._budget.take)
 
     def _resolved(self, reference: Any) -> Any:
         try:
             return self._resolve(reference)
-        except UnsupportedKeyword:  # it is refused where it stands
+        except UnsupportedKeyword:  # `rewrite` refuses it
             return True
 
     def listed(self, together: Sequence[Schema]) -> list[Any] | None:
-        """Return the values that all of them list, if any lists values. Not all need satisfy the rest."""
+        """Return the values that all schemas with an `enum` or a `const` list; None if none has one.
+
+        Other keywords may exclude some of these values.
+        """
         lists = [found for schema in together if (found := _own_list(schema)) is not None]
         if not lists:
             kind = kinds(together)
@@ -84,16 +88,17 @@ class Disjointness:
         return [value for value in lists[0] if all(self.key(value) in each for each in others)]
 
     def required(self, together: Sequence[Schema]) -> list[str]:
+        """Return the properties that any of the schemas requires."""
         names = (name for schema in together for name in _strings(schema.get("required")))
         return list(dict.fromkeys(names))
 
     def of_property(self, name: str, together: Sequence[Schema]) -> list[Any]:
-        """Return what they say of a property's value."""
+        """Return the schemas of a property's value."""
         self._budget.take(len(together))
         return [said for schema in together for said in _of_property(schema, name)]
 
     def _is_empty(self, kind: str, together: Sequence[Schema], depth: int) -> bool:
-        """Return whether no value of the kind is in all of them."""
+        """True if no value of this kind satisfies all of the schemas."""
         match kind:
             case "number":
                 return _no_number(together)
@@ -130,7 +135,7 @@ class Disjointness:
         return False
 
     def may_be(self, value: Any, schema: Any, depth: int = 0) -> bool:
-        """Return False only if the value does not satisfy the schema."""
+        """Return False only if it is certain that the value does not satisfy the schema."""
         self._left -= 1
         if not isinstance(schema, dict) or depth > _DEEPEST or self._left <= 0:
             return schema is not False
@@ -170,7 +175,7 @@ class Disjointness:
 
 
 def kinds(together: Iterable[Schema]) -> frozenset[str]:
-    """Return the kinds of value that all of them allow; an integer is a number."""
+    """Return the kinds of value that all of the schemas allow; an integer is a number."""
     found = values.KINDS
     for schema in together:
         if "type" in schema:
@@ -193,7 +198,7 @@ def _is_fraction(value: Any) -> bool:
 
 
 def _listed_members(schema: Schema) -> int:
-    """Return how long its lists are that are read whole."""
+    """Return the total length of the lists that are read whole."""
     return sum(len(said) for keyword in ("allOf", "required", "type") if isinstance(said := schema.get(keyword), list))
 
 
@@ -241,7 +246,7 @@ def _no_size(together: Iterable[Schema], least: str, most: str) -> bool:
 
 
 def _no_number(together: Sequence[Schema]) -> bool:
-    """Return whether their bounds leave none. Ends are pairs that compare as they bound."""
+    """True if the bounds leave no number. An end is a pair of a bound and a flag that orders equal bounds."""
     low = max((end for schema in together for end in _lower_ends(schema)), default=(-math.inf, False))
     high = min((end for schema in together for end in _upper_ends(schema)), default=(math.inf, True))
     least, excluded = low
@@ -256,7 +261,7 @@ def _no_number(together: Sequence[Schema]) -> bool:
 
 
 def _lower_ends(schema: Schema) -> Iterator[tuple[float, bool]]:
-    """Return each with whether it is excluded itself."""
+    """Yield each lower bound, and True if the bound itself is excluded."""
     for keyword in ("minimum", "const"):
         if (bound := _size(schema, keyword)) is not None:
             yield bound, keyword == "minimum" and schema.get("exclusiveMinimum") is True
@@ -265,7 +270,7 @@ def _lower_ends(schema: Schema) -> Iterator[tuple[float, bool]]:
 
 
 def _upper_ends(schema: Schema) -> Iterator[tuple[float, bool]]:
-    """Return each with whether it is included itself."""
+    """Yield each upper bound, and True if the bound itself is included."""
     for keyword in ("maximum", "const"):
         if (bound := _size(schema, keyword)) is not None:
             yield bound, keyword == "const" or schema.get("exclusiveMaximum") is not True

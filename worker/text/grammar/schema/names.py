@@ -1,7 +1,7 @@
-"""Properties by name, by pattern, and the names that `propertyNames` leaves.
+"""Rewrites keywords about properties by name.
 
-llguidance has no `propertyNames`: what it allows is listed, or stands as the one pattern beside which no other
-property may come.
+llguidance has no `propertyNames`: the allowed names become `properties`, or one pattern in `patternProperties`, and no
+other properties are allowed.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,32 +23,36 @@ _FOR_NAMES = {
 
 
 def pattern_of(text: Any, at: str, steps: Steps | None = None) -> Pattern:
+    """Parse a client's pattern. `at`: its JSON pointer. Raises `UnsupportedKeyword`."""
     if not isinstance(text, str):
         raise UnsupportedKeyword(at, "a pattern must be a string; correct it")
     try:
         return Pattern(text, steps)
     except Unreadable as error:
-        raise UnsupportedKeyword(at, f"the pattern {shown(text)} cannot be held: {error}") from error
+        raise UnsupportedKeyword(at, f"the pattern {shown(text)} is not supported: {error}") from error
 
 
 def written_pattern(text: Any, at: str) -> str:
-    """Return a pattern of strings as llguidance holds it."""
+    """Return a pattern of strings in llguidance's form. Raises `UnsupportedKeyword`."""
     pattern = pattern_of(text, at)
     try:
         return pattern.written()
     except Unreadable as error:
-        raise UnsupportedKeyword(at, f"the pattern {shown(text)} cannot be held: {error}") from error
+        raise UnsupportedKeyword(at, f"the pattern {shown(text)} is not supported: {error}") from error
 
 
 def objects(schema: Schema, at: str, hold: Hold, proofs: Disjointness, steps: Steps) -> Schema:
-    """Return the keywords to put in place of the schema's own."""
+    """Return the keywords that replace the schema's own. `hold` rewrites a property's schema.
+
+    Raises `UnsupportedKeyword`, and `Spent`.
+    """
     found = _Properties(schema, at, hold, steps)
     try:
         if "propertyNames" in schema:
             found.limit(_Names(schema["propertyNames"], f"{at}/propertyNames", proofs, steps))
         return found.written()
     except Unreadable as error:
-        raise UnsupportedKeyword(at, f"a pattern of its properties' names cannot be held: {error}") from error
+        raise UnsupportedKeyword(at, f"a pattern of its properties' names is not supported: {error}") from error
 
 
 class _Properties:
@@ -65,7 +69,7 @@ class _Properties:
         self._rest = hold(schema.get("additionalProperties", True), f"{at}/additionalProperties")
 
     def limit(self, names: "_Names") -> None:
-        """Leave only those that `propertyNames` allows."""
+        """Leave only the properties that `propertyNames` allows."""
         if names.anything:
             return
         self._named = {name: said for name, said in self._named.items() if names.allow(name)}
@@ -79,16 +83,16 @@ class _Properties:
 
     def _limit_by(self, names: "_Names") -> None:
         if self._patterns:
-            raise UnsupportedKeyword(names.at, "it cannot be held beside patternProperties; put it into their patterns")
+            raise UnsupportedKeyword(names.at, "it is not supported with patternProperties; put it into their patterns")
         if self._named and self._rest not in (True, {}):
             instead = "use patternProperties, and additionalProperties: false"
             raise UnsupportedKeyword(
-                names.at, f"it cannot be held beside properties and additionalProperties; {instead}"
+                names.at, f"it is not supported with properties and additionalProperties; {instead}"
             )
         self._patterns, self._rest = [(names.pattern(), self._rest)], False
 
     def _of(self, name: str) -> Any:
-        """Return what is said of a property that has no schema of its own."""
+        """Return the schema of a property that is not in `properties`."""
         self._check_undisputed([name], self._at)
         said = [each for pattern, each in self._patterns if pattern.matches(name)]
         return {"allOf": said} if said else self._rest
@@ -110,14 +114,18 @@ class _Properties:
         return found
 
     def _spelled(self) -> list[tuple[str, Any]]:
-        """Return them as narrow, or as wide, as keeps every name from what it must not be, in each dialect."""
+        """Return each pattern with its schema, in the reading that is strict in both dialects.
+
+        Without other restrictions that is the wider reading: more names get the schema. Otherwise it is the narrower
+        one: fewer names are allowed.
+        """
         if self._rest in (True, {}):
             return [(pattern.written(Reading.POSSIBLY), said) for pattern, said in self._patterns]
         self._check_undisputed(self._named, f"{self._at}/patternProperties")
         if self._rest is not False and self._disputed:
             instead = "write out their classes, or use additionalProperties: false"
             raise UnsupportedKeyword(
-                f"{self._at}/patternProperties", f"\\w and the like mean different names to some; {instead}"
+                f"{self._at}/patternProperties", f"\\w and similar classes differ between validators; {instead}"
             )
         less = self._disputed if len(self._patterns) > 1 else ()
         return [(pattern.written(Reading.SURELY, less), said) for pattern, said in self._patterns]
@@ -126,8 +134,8 @@ class _Properties:
         for name in names if self._disputed else ():
             self._steps.take(len(name) + 1)
             if any(has(self._disputed, character) for character in name):
-                which = f"whether a pattern means {shown(name)}"
-                raise UnsupportedKeyword(at, f"{which} depends on the validator; write out its classes")
+                which = f"validators differ on whether a pattern matches {shown(name)}"
+                raise UnsupportedKeyword(at, f"{which}; write out its classes")
 
 
 def _by_name(schema: Schema, keyword: str, at: str) -> Schema:
@@ -138,7 +146,7 @@ def _by_name(schema: Schema, keyword: str, at: str) -> Schema:
 
 
 class _Names:
-    """Names that `propertyNames` allows: `anything`, or `listed`, or those that match patterns and lengths."""
+    """Names that `propertyNames` allows: `anything`, or `listed` names, or names that match patterns and lengths."""
 
     def __init__(self, said: Any, at: str, proofs: Disjointness, steps: Steps) -> None:
         self.at, self._steps = at, steps
@@ -156,7 +164,7 @@ class _Names:
     def _take(self, schema: Schema) -> None:
         if unknown := sorted(schema.keys() - _FOR_NAMES):
             known = "enum, const, pattern, minLength and maxLength"
-            raise UnsupportedKeyword(f"{self.at}/{unknown[0]}", f"names cannot be held to it; use {known}")
+            raise UnsupportedKeyword(f"{self.at}/{unknown[0]}", f"it is not supported for names; use {known}")
         if "pattern" in schema:
             self._patterns.append(pattern_of(schema["pattern"], f"{self.at}/pattern", self._steps))
         least, most = (size(schema, keyword, self.at) for keyword in ("minLength", "maxLength"))
@@ -172,7 +180,7 @@ class _Names:
     def pattern(self) -> Pattern:
         if len(self._patterns) + len(self._sizes) > 1:
             raise UnsupportedKeyword(
-                self.at, "only one pattern, or one range of lengths, can be held; put them into one pattern"
+                self.at, "only one pattern, or one range of lengths, is supported; put them into one pattern"
             )
         if self._patterns:
             return self._patterns[0]
@@ -181,10 +189,10 @@ class _Names:
 
 
 def size(schema: Schema, keyword: str, at: str) -> int | None:
-    """Return the whole number that a keyword says."""
+    """Return the value of a keyword that must be a whole number from 0; None if it is not set."""
     said = schema.get(keyword)
     if isinstance(said, float) and said.is_integer():
         said = int(said)
     if said is not None and (isinstance(said, bool) or not isinstance(said, int) or said < 0):
-        raise UnsupportedKeyword(f"{at}/{keyword}", f"{shown(said)} is no whole number from 0; correct it")
+        raise UnsupportedKeyword(f"{at}/{keyword}", f"{shown(said)} is not a whole number from 0; correct it")
     return said

@@ -1,4 +1,4 @@
-"""The opposite of a schema, as schemas of which one holds whenever it does not."""
+"""Negates a schema: returns alternatives, at least one of which holds exactly when the schema does not."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 from worker.text.grammar.schema.disjoint import Disjointness, kinds
 
 Schema = dict[str, Any]
-_MOST = 32
-_DEEPEST = 8
+_MOST = 32  # alternatives
+_DEEPEST = 8  # schemas within schemas
 _SAYS_NOTHING = {
     "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema",
     "$id", "$defs", "definitions", "$anchor",
@@ -25,11 +25,14 @@ _TURNED = {
 
 
 class NotNegatable(Exception):
-    """It cannot be written as schemas."""
+    """The negation cannot be written as schemas."""
 
 
 def negation(schema: Any, known: Sequence[Any], proofs: Disjointness, depth: int = 0) -> list[Any]:
-    """`known` are schemas that every value in question satisfies. Raises `NotNegatable`."""
+    """Return the alternatives; none for a schema that every value satisfies.
+
+    `known`: schemas that all values in question satisfy. Raises `NotNegatable`, and `Spent`.
+    """
     if isinstance(schema, bool):
         return [] if schema else [True]
     if not isinstance(schema, dict) or depth > _DEEPEST:
@@ -79,7 +82,7 @@ def _other_types(said: Any, known: Sequence[Any], proofs: Disjointness) -> list[
         raise NotNegatable
     others = _kinds(known, proofs).difference(names)
     if "integer" in names and "number" in others:
-        raise NotNegatable  # numbers that are not whole
+        raise NotNegatable  # fractions are left, and no type is fractions alone
     return [{"type": sorted(others)}] if others else []
 
 
@@ -110,7 +113,7 @@ def _other_properties(said: dict[str, Any], known: Sequence[Any], proofs: Disjoi
 
 
 def _none_of(said: list[Any], known: Sequence[Any], proofs: Disjointness, depth: int) -> list[Any]:
-    """Return each way in which one opposite of every part holds."""
+    """Return every combination of one negation of each part."""
     ways: list[list[Any]] = [[]]
     for part in said:
         contrary = negation(part, known, proofs, depth)

@@ -1,7 +1,7 @@
-"""Bounds of numbers, as llguidance (1.9) can hold them exactly.
+"""Rewrites bounds of numbers so that llguidance (1.9) enforces them exactly.
 
-It reads every bound as a double and computes with 64-bit integers. A bound that no 64-bit integer can break becomes the
-outermost one that both can express. Any other bound that a double does not hold exactly is refused.
+It parses every bound as a double and computes with 64-bit integers. A bound that every 64-bit integer satisfies becomes
+the outermost one that both can represent. Any other bound that a double cannot represent exactly is refused.
 """
 
 import math
@@ -16,16 +16,19 @@ Schema = dict[str, Any]
 BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 EXACT = 2**53
 _INT64_LEAST, _INT64_MOST = -(2**63), 2**63 - 1
-_LEAST_INTEGER = -(2**63) + 1024  # the double above -2**63, whose opposite overflows in llguidance
+_LEAST_INTEGER = -(2**63) + 1024  # the double above -2**63, which llguidance would negate and overflow
 _MOST_INTEGER = _INT64_MOST  # read as 2**63, and saturated to 2**63 - 1
 _LEAST_NUMBER, _MOST_NUMBER = -9 * 10**18, 9 * 10**18  # of one digit and zeros, as llguidance prints them
 _NEARBY = Fraction(1, 10**9)
-_EXACT_POWER = 22  # of ten: beyond it, or with more digits than EXACT has, llguidance may read the double beside
+_EXACT_POWER = 22  # of ten: beyond it, or with more digits than EXACT has, llguidance may parse a neighbouring double
 _MULTIPLE_DIGITS = 2**32
 
 
 def bounds(schema: Schema, *, integer: bool, at: str) -> Schema:
-    """Return the bounds to put in place of the schema's own. `integer`: no other number satisfies the schema."""
+    """Return the bounds that replace the schema's own. `integer`: only integers satisfy the schema.
+
+    Raises `UnsupportedKeyword`.
+    """
     low, high = _limits(schema, at)
     if integer:
         return _integers(_up(low), _down(high), at)
@@ -33,7 +36,7 @@ def bounds(schema: Schema, *, integer: bool, at: str) -> Schema:
 
 
 class _Limit:
-    """One end of a range: the client's `keyword` stands behind it."""
+    """One end of a range, and the client's keyword that set it."""
 
     def __init__(self, value: Fraction, excluded: bool, keyword: str) -> None:
         self.value, self.excluded, self.keyword = value, excluded, keyword
@@ -43,12 +46,12 @@ def _limits(schema: Schema, at: str) -> tuple[_Limit | None, _Limit | None]:
     low = _limit(schema, "minimum", "exclusiveMinimum", at)
     high = _limit(schema, "maximum", "exclusiveMaximum", at)
     if low and high and (low.value > high.value or (low.value == high.value and (low.excluded or high.excluded))):
-        raise UnsupportedKeyword(f"{at}/{low.keyword}", f"nothing is within it and {high.keyword}; widen one of them")
+        raise UnsupportedKeyword(f"{at}/{low.keyword}", f"no number satisfies it and {high.keyword}; widen one of them")
     return low, high
 
 
 def _limit(schema: Schema, included: str, excluded: str, at: str) -> _Limit | None:
-    """Return the tighter of two keywords. As a boolean the second says that the first is excluded (draft 4)."""
+    """Return the tighter of two keywords. In draft 4 the second is a boolean: the first one's value is excluded."""
     value, other = _number(schema, included, at), schema.get(excluded)
     if isinstance(other, bool):
         return None if value is None else _Limit(value, other, included)
@@ -65,7 +68,7 @@ def _number(schema: Schema, keyword: str, at: str) -> Fraction | None:
         return None
     value = schema[keyword]
     if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
-        raise UnsupportedKeyword(f"{at}/{keyword}", f"{shown(value)} is no number; give a number")
+        raise UnsupportedKeyword(f"{at}/{keyword}", f"{shown(value)} is not a number; send a number")
     return Fraction(value)
 
 
@@ -74,7 +77,7 @@ def _is_finite(value: int | float) -> bool:
 
 
 def _up(limit: _Limit | None) -> _Limit | None:
-    """Return the least integer that is allowed."""
+    """Return the lowest allowed integer as a limit."""
     if limit is None:
         return None
     least = math.floor(limit.value) + 1 if limit.excluded else math.ceil(limit.value)
@@ -82,6 +85,7 @@ def _up(limit: _Limit | None) -> _Limit | None:
 
 
 def _down(limit: _Limit | None) -> _Limit | None:
+    """Return the highest allowed integer as a limit."""
     if limit is None:
         return None
     most = math.ceil(limit.value) - 1 if limit.excluded else math.floor(limit.value)
@@ -91,11 +95,11 @@ def _down(limit: _Limit | None) -> _Limit | None:
 def _integers(low: _Limit | None, high: _Limit | None, at: str) -> Schema:
     if low and high and low.value > high.value:
         raise UnsupportedKeyword(
-            f"{at}/{low.keyword}", f"no integer is within it and {high.keyword}; widen one of them"
+            f"{at}/{low.keyword}", f"no integer satisfies it and {high.keyword}; widen one of them"
         )
     least = _outermost(low, _INT64_LEAST, _LEAST_INTEGER, at)
     most = _outermost(high, _INT64_MOST, _MOST_INTEGER, at)
-    # llguidance cannot leave the other end open so far out.
+    # llguidance cannot leave the other end open if this one is beyond 2**53.
     if least is not None and least > EXACT and most is None:
         most = _MOST_INTEGER
     if most is not None and most < -EXACT and least is None:
@@ -104,7 +108,7 @@ def _integers(low: _Limit | None, high: _Limit | None, at: str) -> Schema:
 
 
 def _outermost(limit: _Limit | None, unbreakable: int, instead: int, at: str) -> int | None:
-    """Return the bound, or `instead` of one that no 64-bit integer can break."""
+    """Return the bound, or `instead` if every 64-bit integer satisfies it. `unbreakable`: the first such bound."""
     if limit is None:
         return None
     value = int(limit.value)
@@ -114,7 +118,7 @@ def _outermost(limit: _Limit | None, unbreakable: int, instead: int, at: str) ->
         return instead
     if not _INT64_LEAST <= value <= _INT64_MOST:
         raise UnsupportedKeyword(
-            f"{at}/{limit.keyword}", f"no 64-bit integer can satisfy {shown(value)}; use a nearer bound"
+            f"{at}/{limit.keyword}", f"no 64-bit integer satisfies {shown(value)}; use a bound nearer to 0"
         )
     if int(float(value)) != value or value == _INT64_LEAST:
         raise _inexact(limit, at)
@@ -122,13 +126,13 @@ def _outermost(limit: _Limit | None, unbreakable: int, instead: int, at: str) ->
 
 
 def _numbers(low: _Limit | None, high: _Limit | None, at: str) -> Schema:
-    """Return the bounds of what need not be an integer."""
+    """Return the bounds of numbers that need not be integers."""
     low, high = _nearer(low, _LEAST_NUMBER, at), _nearer(high, _MOST_NUMBER, at)
     if low and high is None and low.value > EXACT:
         high = _Limit(Fraction(_MOST_NUMBER), False, low.keyword)
     if high and low is None and high.value < -EXACT:
         low = _Limit(Fraction(_LEAST_NUMBER), False, high.keyword)
-    # An excluded whole number is let through where the range ends within the same unit.
+    # llguidance accepts an excluded whole number if the range ends less than 1 away from it.
     if low and high and high.value - low.value < 1:
         low, high = _inwards(low, _NEARBY), _inwards(high, -_NEARBY)
     return {**_end(low, "minimum", "exclusiveMinimum", at), **_end(high, "maximum", "exclusiveMaximum", at)}
@@ -140,15 +144,15 @@ def _nearer(limit: _Limit | None, outermost: int, at: str) -> _Limit | None:
     if limit.value <= outermost if outermost < 0 else limit.value >= outermost:
         return _Limit(Fraction(outermost), False, limit.keyword)
     if abs(limit.value) > _MOST_NUMBER:
-        raise UnsupportedKeyword(f"{at}/{limit.keyword}", "a bound so far out cannot be held; use one within 9e18")
-    # As it is printed: the shortest digits that name the double, then zeros.
+        raise UnsupportedKeyword(f"{at}/{limit.keyword}", "so large a bound is not supported; use one within ±9e18")
+    # llguidance prints the shortest digits of the double, then zeros.
     if limit.excluded or limit.value.denominator != 1 or Fraction(repr(float(limit.value))) != limit.value:
         raise _inexact(limit, at)
     return limit
 
 
 def _inwards(limit: _Limit, by: Fraction) -> _Limit:
-    """Move an excluded end into the range, in decimal digits: 1.6 + 1e-9 in doubles has too many to be read exactly."""
+    """Move an excluded end into the range, in decimal: as a double, 1.6 + 1e-9 has too many digits."""
     return _Limit(Fraction(repr(float(limit.value))) + by, True, limit.keyword) if limit.excluded else limit
 
 
@@ -157,7 +161,9 @@ def _end(limit: _Limit | None, included: str, excluded: str, at: str) -> Schema:
         return {}
     value = int(limit.value) if limit.value.denominator == 1 else float(limit.value)
     if not _is_read_exactly(value) or abs(Fraction(repr(value)) - limit.value) > _NEARBY / 2**10:
-        raise UnsupportedKeyword(f"{at}/{limit.keyword}", "a bound of so many digits cannot be held exactly; round it")
+        raise UnsupportedKeyword(
+            f"{at}/{limit.keyword}", "a bound of so many digits cannot be enforced exactly; round it"
+        )
     return {excluded if limit.excluded else included: value}
 
 
@@ -170,7 +176,7 @@ def _is_read_exactly(value: int | float) -> bool:
 
 def _inexact(limit: _Limit, at: str) -> UnsupportedKeyword:
     instead = "use one within ±2**53, or one that every 64-bit integer satisfies"
-    return UnsupportedKeyword(f"{at}/{limit.keyword}", f"a bound beyond 2**53 cannot be held exactly; {instead}")
+    return UnsupportedKeyword(f"{at}/{limit.keyword}", f"a bound beyond 2**53 cannot be enforced exactly; {instead}")
 
 
 def _written(**values: int | None) -> Schema:
@@ -178,10 +184,13 @@ def _written(**values: int | None) -> Schema:
 
 
 def multiple(value: Any, at: str) -> int | float:
-    """Return a `multipleOf` that llguidance reads as it was meant: it takes a fraction's digits by multiplying."""
+    """Return `multipleOf` if llguidance parses it exactly: it multiplies a fraction by ten until it is whole.
+
+    Raises `UnsupportedKeyword`.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MULTIPLE_DIGITS:
         raise UnsupportedKeyword(
-            f"{at}/multipleOf", f"{shown(value)} cannot be held; use a number above 0 and below 2**32"
+            f"{at}/multipleOf", f"{shown(value)} is not supported; use a number above 0 and below 2**32"
         )
     digits = float(value)
     while digits % 1 and digits < _MULTIPLE_DIGITS:
@@ -192,20 +201,20 @@ def multiple(value: Any, at: str) -> int | float:
 
 
 def check_multiples(places: Mapping[Fraction, str]) -> None:
-    """Refuse multiples, by the places where they stand, of which llguidance cannot compute a common one."""
+    """Refuse multiples whose common multiple llguidance cannot compute. `places`: the JSON pointer of each."""
     common, finest = Fraction(1), max((each.denominator for each in places), default=1)
     for value, at in places.items():
         common *= value * finest
         if common >= _MULTIPLE_DIGITS:
             raise UnsupportedKeyword(
-                f"{at}/multipleOf", "together with the others it is too large to be held; use smaller ones"
+                f"{at}/multipleOf", "its common multiple with the others is too large; use smaller ones"
             )
 
 
 def check_value(value: int | float, at: str) -> None:
-    """Refuse a number of an `enum` or a `const` that would be written as another one."""
+    """Refuse a number of an `enum` or a `const` that an answer would write as another number."""
     if not _is_finite(value):
-        raise UnsupportedKeyword(at, f"{shown(value)} is no number; leave it out")
+        raise UnsupportedKeyword(at, f"{shown(value)} is not a number; leave it out")
     if not _is_read_exactly(value):
         raise UnsupportedKeyword(at, f"{shown(value)} has too many digits to be written exactly; round it")
     if abs(value) <= EXACT or (abs(value) < _INT64_MOST and isinstance(value, int) and int(float(value)) == value):

@@ -1,9 +1,9 @@
-"""Patterns, written for llguidance so that it holds them within a JSON string.
+"""Rewrites patterns so that llguidance enforces them within a JSON string.
 
-Derivre, its engine, quotes a set of characters for JSON. If the set has all control characters, or all but the line
-feed, as `[^"]` has, it lets every short escape through, that of the quotation mark and that of the backslash too. So no
-set that it is given has a character that cannot be written. It reads a group called `stop` as look-ahead, and \\w, \\s
-and `.` in a way of its own, so groups lose their names and classes are written out.
+Derivre, its regex engine, escapes character sets for JSON. If a set has all control characters, or all but the line
+feed, as `[^"]` has, it accepts every short escape, also those of the quotation mark and the backslash. So the sets here
+contain only characters that an answer can write. Derivre takes a group named `stop` for look-ahead, and has its own
+meaning of \\w, \\s and `.`, so groups lose their names and classes are written out.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from worker.text.grammar.schema.regex import Anchor, Chars, Either, Node, Repeat
 
 _MOST_BRANCHES = 64
 _LONGEST = 200_000  # characters, once the classes are written out
-_STEPS_A_CLASS = 400  # what the dialects read in it are some 750 ranges
+_STEPS_A_CLASS = 400  # a class of both dialects has some 750 ranges
 _NOTHING = "[a&&b]"
 
 
@@ -34,13 +34,14 @@ class Steps:
         self._left = left
 
     def take(self, count: int) -> None:
+        """Subtract steps. Raises `Unreadable` if too few are left."""
         self._left -= count
         if self._left < 0:
-            raise Unreadable("reading it, or comparing names with it, takes too long; make it simpler")
+            raise Unreadable("parsing it, or comparing names with it, takes too long; make it simpler")
 
 
 class Pattern:
-    """One that may be found anywhere in a string, as JSON Schema has it. Raises `Unreadable`."""
+    """A client's pattern, which may match anywhere in a string, as in JSON Schema. Raises `Unreadable`."""
 
     def __init__(self, text: str, steps: Steps | None = None) -> None:
         self._steps = steps or Steps()
@@ -48,7 +49,7 @@ class Pattern:
 
     @cached_property
     def disputed(self) -> Ranges:
-        """The characters that are in a class by one dialect only."""
+        """Characters that are in one of its classes by only one of the dialects."""
         nodes = (node for branch in self._branches for node in branch.nodes())
         classes = dict.fromkeys(node for node in nodes if isinstance(node, Chars) and node.letters)
         self._steps.take(_STEPS_A_CLASS * len(classes))
@@ -56,22 +57,22 @@ class Pattern:
         return intersection(union(*found), WRITABLE)
 
     def written(self, reading: Reading = Reading.SURELY, less: Ranges = ()) -> str:
-        """Return an expression with anchors at its ends alone, without the characters of `less`."""
+        """Return an expression that is anchored at both ends. `less`: characters to leave out of its classes."""
         return f"^{self.whole(reading, less)}$"
 
     def whole(self, reading: Reading = Reading.SURELY, less: Ranges = ()) -> str:
-        """Return an expression of whole strings, without anchors."""
+        """Return an expression that must match the whole string, without anchors."""
         writer = _Writer(reading, less)
         return f"(?:{'|'.join(writer.branch(branch) for branch in self._branches)})"
 
     def matches(self, text: str) -> bool:
-        """Return whether it surely does. Raises `Unreadable` if that takes too long to tell."""
+        """True if the text matches in every dialect. Raises `Unreadable` if that takes too many steps."""
         match = _Match(text, self._steps)
         return any(branch.matches(match) for branch in self._branches)
 
 
 class _Branch:
-    """A way to match, whose anchors are taken off its ends."""
+    """One alternative of a pattern. Its anchors are removed, and stored as `at_start` and `at_end`."""
 
     def __init__(self, items: list[Node]) -> None:
         begun, ended = 0, len(items)
@@ -82,7 +83,7 @@ class _Branch:
         self.at_start, self.at_end = begun > 0, ended < len(items)
         self.body = Sequenced(tuple(items[begun:ended]))
         if any(isinstance(node, Anchor) for node in self.nodes()):
-            raise Unreadable("^ and $ can be held only at the ends of an alternative; write it without")
+            raise Unreadable("^ and $ are supported only at the ends of an alternative; remove them")
 
     def nodes(self) -> Iterator[Node]:
         return _within(self.body)
@@ -100,8 +101,10 @@ def _within(node: Node) -> Iterator[Node]:
 
 
 def _expanded(node: Node, size: int, steps: Steps) -> list[list[Node]]:
-    """Return the ways to match, with each group that has an anchor taken apart if it stands at an end. `size`: at
-    least the number of its nodes, which may all be looked at for each way."""
+    """Return the alternatives, each a sequence of nodes, with the groups at its ends expanded if they hold an anchor.
+
+    `size`: at least the number of nodes, all of which may be visited for each alternative.
+    """
     ways, count = [[node]], 0
     for side in (0, -1):
         done = list[list[Node]]()
@@ -120,7 +123,7 @@ def _expanded(node: Node, size: int, steps: Steps) -> list[list[Node]]:
 
 
 def _opened(way: list[Node], side: int) -> list[list[Node]] | None:
-    """Return the ways without the outermost group on that side. None if it needs no opening."""
+    """Return the alternatives without the outermost group on that side. None if it needs no expansion."""
     own, other = Anchor(end=side == -1), list(way)
     outer = list[Node]()
     while other and other[side] == own:
@@ -135,12 +138,12 @@ def _opened(way: list[Node], side: int) -> list[list[Node]] | None:
         case Repeated(item, 0, 1):
             inner = [[], [item]]
         case _:
-            raise Unreadable("^ and $ within what is repeated cannot be held; write it without")
+            raise Unreadable("^ and $ within a repeat are not supported; remove them")
     return [outer + each + other if side == 0 else other + each + outer for each in inner]
 
 
 class _Match:
-    """Matcher of expressions in one text: computes the set of places at which a match may end."""
+    """Matches expressions in one text, by the set of positions at which a match may end."""
 
     def __init__(self, text: str, steps: Steps) -> None:
         self._text, self._steps = text, steps
@@ -150,7 +153,7 @@ class _Match:
         self._steps.take(len(starts) + 1)
         match node:
             case Chars() if node.properties:
-                raise Unreadable("names cannot be compared with \\p; write out the characters")
+                raise Unreadable("\\p is not supported in patterns of names; write out the characters")
             case Chars():
                 text, ranges = self._text, node.surely()
                 return {start + 1 for start in starts if start < len(text) and has(ranges, text[start])}
@@ -211,7 +214,7 @@ class _Writer:
         return self._set(chars.surely() if self._reading is Reading.SURELY else chars.possibly())
 
     def _with_properties(self, chars: Chars) -> str:
-        """Unicode's properties are named: the engine knows them."""
+        """Return a class with Unicode properties by name, which the regex engine supports."""
         plain = Chars(chars.ranges, chars.letters)
         ranges = plain.possibly() if chars.negated == (self._reading is Reading.SURELY) else plain.surely()
         own = f"[{'^' if chars.negated else ''}{_spelled(ranges)}{''.join(chars.properties)}]"

@@ -1,4 +1,4 @@
-"""References within a schema: what they lead to, and the names that their targets get."""
+"""Resolves the references within a schema, and gives their targets names."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,22 +15,25 @@ NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "d
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    name: str
+    """The schema that a reference points to."""
+
+    name: str  # in the `$defs` of the rewritten schema
     schema: Any
-    place: str
+    place: str  # JSON pointer, for errors
 
 
 class References:
-    """The references of one schema. Those that lead out of it are refused."""
+    """The references of one schema. A reference to another schema is refused."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
         self._found = dict[str, Target]()  # by the text of the reference
-        self._names = dict[str, str]()  # by the place that is meant
+        self._names = dict[str, str]()  # by the target's place
         self._anchors: dict[str, tuple[Any, str]] | None = None
         self._own = root["$id"].rstrip("#") if isinstance(root, dict) and isinstance(root.get("$id"), str) else ""
 
     def target(self, reference: Any, at: str) -> Target:
+        """Resolve a `$ref` of the schema at `at`. Raises `UnsupportedKeyword`."""
         if not isinstance(reference, str):
             raise UnsupportedKeyword(f"{at}/$ref", "a reference must be a string; write it as #/$defs/name")
         if reference not in self._found:
@@ -42,13 +45,13 @@ class References:
     def _led_to(self, reference: str, at: str) -> tuple[Any, str]:
         before, _, fragment = reference.partition("#")
         if before and before != self._own:
-            raise UnsupportedKeyword(at, f"{shown(reference)} is not within this schema; put what it means under $defs")
+            raise UnsupportedKeyword(at, f"{shown(reference)} is not within this schema; copy its target into $defs")
         if self._known_anchors().get(""):
-            raise UnsupportedKeyword(at, "references cannot be held beside an $id further down; leave that out")
+            raise UnsupportedKeyword(at, "references are not supported if an inner schema has an $id; remove that")
         if fragment and not fragment.startswith("/"):
             found = self._known_anchors().get(unquote(fragment))
             if found is None:
-                raise UnsupportedKeyword(at, f"nothing has the anchor {shown(fragment)}; correct it")
+                raise UnsupportedKeyword(at, f"no schema has the anchor {shown(fragment)}; correct it")
             return found
         return self._pointed(unquote(fragment), at), f"#{unquote(fragment)}"
 
@@ -66,14 +69,14 @@ class References:
         return found
 
     def _known_anchors(self) -> dict[str, tuple[Any, str]]:
-        """Return what has an `$anchor`, by its name, and under "" an `$id` that is not the schema's own."""
+        """Return the schemas that have an `$anchor`, by its name; under "" one that has an `$id`, except the root."""
         if self._anchors is None:
             self._anchors = dict(_anchored(self._root))
         return self._anchors
 
 
 def _anchored(root: Any) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """Yield each anchor with its schema and how it is referred to. Places within are not spelled: they may be long."""
+    """Yield each anchor with its schema and its reference. JSON pointers would be long, so none are built."""
     waiting: list[tuple[Any, bool]] = [(root, True)]
     while waiting:
         found, is_schema = waiting.pop()

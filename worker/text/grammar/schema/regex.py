@@ -1,4 +1,4 @@
-"""Regular expressions of clients, read into a tree: what ECMA-262 and Python both have, without look-around."""
+"""Parses clients' regular expressions into a tree: the syntax that ECMA-262 and Python share, without look-around."""
 
 import re
 from collections.abc import Sequence
@@ -27,42 +27,52 @@ class Unreadable(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
+    """^, or $ if `end`."""
+
     end: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character of a class: of its ranges, of the letters that name classes, of Unicode's properties."""
+    """One character of a class: in its ranges, in a class such as \\d, or with a Unicode property."""
 
     ranges: Ranges = ()
-    letters: frozenset[str] = frozenset()
+    letters: frozenset[str] = frozenset()  # names of classes, as in \d
     properties: tuple[str, ...] = ()
     negated: bool = False
 
     def read(self, dialect: str) -> Ranges:
-        """Return the characters that the dialect reads in the class, its properties left out."""
+        """Return the characters of the class by this dialect, without those of its properties."""
         ranges = union(self.ranges, *(named(letter, dialect) for letter in self.letters))
         return complement(ranges) if self.negated else ranges
 
     def surely(self) -> Ranges:
+        """Return the characters of the class that are in it by every dialect."""
         return _by_dialects(self)[0] if self.letters else self.read(DIALECTS[0])
 
     def possibly(self) -> Ranges:
+        """Return the characters of the class that are in it by any dialect."""
         return _by_dialects(self)[1] if self.letters else self.read(DIALECTS[0])
 
 
 @dataclass(frozen=True, slots=True)
 class Sequenced:
+    """Items that follow each other."""
+
     items: tuple["Node", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Either:
+    """Alternatives."""
+
     options: tuple["Node", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
+    """An item that occurs `least` to `most` times; without a limit if `most` is None."""
+
     item: "Node"
     least: int
     most: int | None
@@ -73,23 +83,24 @@ Node = Anchor | Chars | Sequenced | Either | Repeated
 
 @lru_cache(maxsize=256)
 def _by_dialects(chars: Chars) -> tuple[Ranges, Ranges]:
-    """Return what is in it by all dialects, and what is by any."""
+    """Return the characters of the class by every dialect, and by any."""
     found = [chars.read(dialect) for dialect in DIALECTS]
     return intersection(*found), union(*found)
 
 
 def read(pattern: str) -> Node:
-    """Raises `Unreadable`."""
+    """Parse a pattern. Raises `Unreadable`."""
     if len(pattern) > _LONGEST:
         raise Unreadable(f"it is longer than {_LONGEST:,} characters; shorten it")
     reader = _Reader(pattern)
     node = reader.either(0)
     if not reader.ended():
-        raise Unreadable("a closing parenthesis is without its group; write it as \\)")
+        raise Unreadable("a closing parenthesis has no group; write it as \\)")
     return node
 
 
 def parts(node: Node) -> Sequence[Node]:
+    """Return the nodes directly within a node."""
     match node:
         case Sequenced(items):
             return items
@@ -160,9 +171,9 @@ class _Reader:
     def _group(self, depth: int) -> Node:
         for opening, name in _LOOKS.items():
             if self._follows(opening[1:]):
-                raise Unreadable(f"{name} cannot be held; write it without")
+                raise Unreadable(f"{name} is not supported; remove it")
         if self._take("?") and not self._take(":") and self._matched(_NAME) is None:
-            raise Unreadable("groups with flags or references cannot be held; write it without")
+            raise Unreadable("groups with flags or references are not supported; remove them")
         node = self.either(depth + 1)
         if not self._take(")"):
             raise Unreadable("a group is not closed; close it")
@@ -175,12 +186,12 @@ class _Reader:
         if isinstance(item, Anchor):
             raise Unreadable("^ and $ cannot be repeated; write them once")
         if most is not None and most < least:
-            raise Unreadable("a number of times ends before it begins; exchange them")
+            raise Unreadable("a repeat has a maximum below its minimum; exchange them")
         if self._take("+"):
-            raise Unreadable("possessive repeats cannot be held; write it without")
-        self._take("?")  # lazy or not, it matches the same strings
+            raise Unreadable("possessive repeats are not supported; remove the +")
+        self._take("?")  # a lazy repeat matches the same strings
         if self._follows("*", "+", "?") or self._matched(_TIMES):
-            raise Unreadable("a repeat of a repeat needs a group around it; add one")
+            raise Unreadable("a repeat of a repeat needs a group; add one")
         return Repeated(item, least, most)
 
     def _times(self) -> tuple[int, int | None]:
@@ -194,11 +205,11 @@ class _Reader:
     def _counted(self) -> tuple[int, int | None]:
         found = self._matched(_TIMES)
         if found is None:
-            raise Unreadable("{ that begins no number of times must be written as \\{")
+            raise Unreadable("a { that begins no repeat is not supported; write it as \\{")
         least = int(found[1])
         most = int(found[3]) if found[3] else None if found[2] else least
         if max(least, most or 0) > _MOST_TIMES:
-            raise Unreadable(f"no repeat of more than {_MOST_TIMES:,} times can be held; use fewer")
+            raise Unreadable(f"a repeat may have at most {_MOST_TIMES:,} times; use fewer")
         return least, most
 
     def _escaped(self) -> Chars:
@@ -211,7 +222,7 @@ class _Reader:
         return _just(self._character())
 
     def _character(self) -> int:
-        """Read what follows a backslash, if it means one character."""
+        """Parse an escape of one character, after its backslash."""
         if found := self._matched(_HEXADECIMAL):
             return self._surrogates(int(found[1] or found[2] or found[3], 16))
         match self._next():
@@ -220,9 +231,9 @@ class _Reader:
             case "0" if not self._follows(*"0123456789"):
                 return 0
             case digit if digit.isascii() and digit.isdigit():
-                raise Unreadable("references to groups cannot be held; write it without")
+                raise Unreadable("references to groups are not supported; remove them")
             case letter if letter.isascii() and letter.isalpha():
-                raise Unreadable(f"\\{letter} cannot be held; write it without")
+                raise Unreadable(f"\\{letter} is not supported; remove it")
             case other:
                 return ord(other)
 
@@ -231,13 +242,13 @@ class _Reader:
             self._at = found.end()
             return 0x10000 + (code - 0xD800) * 0x400 + int(found[1], 16) - 0xDC00
         if code > 0x10FFFF:
-            raise Unreadable("characters go to \\u{10FFFF}; use one of them")
+            raise Unreadable("\\u{10FFFF} is the last character; use one up to it")
         return code
 
     def _class(self) -> Chars:
         negated = self._take("^")
         if self._follows("]"):
-            raise Unreadable("an empty class means different things; write a ] in a class as \\]")
+            raise Unreadable("validators differ on an empty class; write a ] in a class as \\]")
         found = list[Chars]()
         while not self._take("]"):
             found.append(self._of_class())
@@ -267,7 +278,7 @@ class _Reader:
             case "\\":
                 return self._escaped()
             case "[" if self._follows(":", ".", "="):
-                raise Unreadable("named classes such as [:alpha:] cannot be held; write out the characters")
+                raise Unreadable("named classes such as [:alpha:] are not supported; write out the characters")
             case other:
                 return _just(ord(other))
 

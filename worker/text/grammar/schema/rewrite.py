@@ -1,7 +1,7 @@
-"""A client's schema, rewritten so that llguidance (1.9) holds every keyword that is left in it, or refused by name.
+"""Rewrites a client's schema so that llguidance (1.9) enforces every keyword that is left in it, or refuses a keyword.
 
-What JSON schema has no meaning for is left out, references lead to `$defs` alone, and what llguidance would take
-without holding to it, or not take, is written as what it does hold.
+Keywords without a meaning in JSON Schema are dropped, and references point to `$defs` only. A keyword that llguidance
+would ignore or reject is expressed by keywords that it enforces.
 """
 
 import re
@@ -17,14 +17,14 @@ from worker.text.grammar.schema.unsupported import UnsupportedKeyword, shown
 
 Schema = dict[str, Any]
 
-# Those that llguidance knows.
+# The formats that llguidance supports.
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-_MOST_SCHEMAS = 30_000  # within one another, those that a rewriting repeats included
-_MOST_CHARACTERS = 500_000  # of patterns, once their classes are written out
-_MOST_WRITTEN = 2_000_000  # characters of values and names, those that a rewriting repeats included
+_MOST_SCHEMAS = 30_000  # at all levels, copies by the rewriting included
+_MOST_CHARACTERS = 500_000  # of patterns, after their classes are written out
+_MOST_WRITTEN = 2_000_000  # characters of values and names, copies by the rewriting included
 _DEEPEST = 100  # llguidance's reader stops at 128
-_ENDLESS = 2**31 - 1  # generators write it for "any number"
+_ENDLESS = 2**31 - 1  # some schema generators write it for "no limit"
 _UNWRITABLE = re.compile(r"[^\b\f\n\r\t -~\x80-\U0010ffff]")
 _USE_ANOTHER = "leave it out, and check the answer"
 REFUSED = {
@@ -45,9 +45,11 @@ _APPLIED = frozenset({"const", "enum", "allOf", "anyOf", "oneOf", "$ref"})
 
 
 def rewrite(schema: Schema, root: Schema | None = None) -> Schema:
-    """Return it with what it refers to in `root`, which is the schema itself if it is no part of another.
+    """Return the rewritten schema, with the definitions that it refers to.
 
-    Raises `UnsupportedKeyword`. Its cost is bounded, whatever the schema says."""
+    `root`: the schema that references are resolved in, if not this one. Its cost is bounded for any schema. Raises
+    `UnsupportedKeyword`.
+    """
     root = schema if root is None else root
     _check_depth(root)
     return _Holding(root).whole(schema)
@@ -59,7 +61,7 @@ class _Holding:
         self._steps = Steps()
         self._proofs = disjoint.Disjointness(lambda said: self._references.target(said, "#").schema, Budget())
         self._waiting, self._definitions = list[tuple[str, Any, str]](), Schema()
-        self._within, self._in_place = "", True  # the definition at hand, and whether it is still about its own value
+        self._within, self._in_place = "", True  # name of the current definition; True while its own value is described
         self._leads = dict[str, dict[str, str]]()
         self._multiples, self._combines = dict[Fraction, str](), False
         self._characters, self._written = _MOST_CHARACTERS, _MOST_WRITTEN
@@ -89,7 +91,7 @@ class _Holding:
         return found
 
     def _inner(self, schema: Any, at: str) -> Any:
-        """Rewrite the schema of what is within the value."""
+        """Rewrite the schema of a member of the value: a property or an item."""
         before, self._in_place = self._in_place, False
         found = self.schema(schema, at)
         self._in_place = before
@@ -111,7 +113,7 @@ class _Holding:
         found, simple = Schema(), self._simple(schema, at)
         for keyword, said in schema.items():
             if keyword in _SIMPLE:
-                found |= simple  # together, since some of these keywords mean nothing without the others
+                found |= simple  # all at once, since some of these keywords depend on others
             if keyword in _APPLIED:
                 self._combines = self._combines or keyword not in ("const", "enum")
                 found |= self._applied(keyword, said, schema, at)
@@ -120,7 +122,7 @@ class _Holding:
         return found
 
     def _simple(self, schema: Schema, at: str) -> Schema:
-        """Return the keywords that are about values of one type, if the schema allows that type."""
+        """Return the keywords that apply to values of one type, for the types that the schema allows."""
         kinds, found = disjoint.kinds([schema]), Schema()
         if "type" in schema:
             found["type"] = _types(schema["type"], at)
@@ -153,7 +155,7 @@ class _Holding:
         return found
 
     def _items(self, schema: Schema, at: str) -> Schema:
-        """Return the keywords of arrays; a list of items is what earlier drafts call `prefixItems`."""
+        """Return the keywords of arrays. In earlier drafts `items` as a list has the meaning of `prefixItems`."""
         items, rest, found = schema.get("items"), "items", _sizes(schema, "minItems", "maxItems", at)
         first = schema.get("prefixItems", [])
         if isinstance(items, list):
@@ -194,19 +196,19 @@ class _Holding:
         if found.get("minProperties", 0) > 1:
             if found["minProperties"] > len(set(said or [])):
                 raise UnsupportedKeyword(
-                    f"{at}/minProperties", "above 1 it cannot be held, a property may come twice; use required"
+                    f"{at}/minProperties", "above 1 it is not supported, since a property may come twice; use required"
                 )
             del found["minProperties"]
         return found if said is None else {**found, "required": said}
 
     def _listed(self, said: Any, at: str) -> list[Any]:
         if not isinstance(said, list) or not said:
-            raise UnsupportedKeyword(f"{at}/enum", "it must list values; give one at least")
+            raise UnsupportedKeyword(f"{at}/enum", "it must be a list of at least one value; correct it")
         self._check_writable(said, f"{at}/enum")
         return said
 
     def _check_writable(self, value: Any, at: str) -> None:
-        """Refuse words and numbers of the schema that an answer could not repeat as they are."""
+        """Refuse strings and numbers that an answer could not write exactly."""
         waiting = [value]
         while waiting:
             self._take_written(waiting[-1], at)
@@ -239,7 +241,7 @@ class _Holding:
         return f"#/$defs/{target.name}"
 
     def _check_circles(self) -> None:
-        """Refuse what says nothing of a value but what it says of it already."""
+        """Refuse definitions that refer back to themselves for the same value, without a property or item between."""
         done = set[str]()
         for begin in self._leads:
             path, waiting = dict[str, None](), [(begin, True)]
@@ -253,7 +255,7 @@ class _Holding:
                     for lead, at in self._leads.get(name, {}).items():
                         if lead in path:
                             raise UnsupportedKeyword(
-                                f"{at}/$ref", "it leads back to itself without a value between; break the circle"
+                                f"{at}/$ref", "it refers back to itself for the same value; break the circle"
                             )
                         waiting.append((lead, True))
 
@@ -279,16 +281,16 @@ def _all_of(schema: Schema, at: str) -> list[Any]:
 
 def _check_known(schema: Schema, at: str) -> None:
     for keyword in sorted(schema.keys() & REFUSED.keys()):
-        raise UnsupportedKeyword(f"{at}/{keyword}", f"{keyword} cannot be held; {REFUSED[keyword]}")
+        raise UnsupportedKeyword(f"{at}/{keyword}", f"{keyword} is not supported; {REFUSED[keyword]}")
     if schema.get("uniqueItems", False) is not False:
-        raise UnsupportedKeyword(f"{at}/uniqueItems", f"uniqueItems cannot be held; {_USE_ANOTHER}")
+        raise UnsupportedKeyword(f"{at}/uniqueItems", f"uniqueItems is not supported; {_USE_ANOTHER}")
 
 
 def _types(said: Any, at: str) -> Any:
     for name in said if isinstance(said, list) and said else [said]:
         if not isinstance(name, str) or name not in TYPES:
             raise UnsupportedKeyword(
-                f"{at}/type", f"{shown(name)} is no type of JSON schema; use one of {', '.join(sorted(TYPES))}"
+                f"{at}/type", f"{shown(name)} is not a type of JSON Schema; use one of {', '.join(sorted(TYPES))}"
             )
     return list(dict.fromkeys(said)) if isinstance(said, list) else said
 
@@ -301,7 +303,7 @@ def _textual(schema: Schema, at: str) -> Schema:
         if schema["format"] not in FORMATS:
             known = ", ".join(FORMATS)
             raise UnsupportedKeyword(
-                f"{at}/format", f"{shown(schema['format'])} cannot be held; leave it out, or use {known}"
+                f"{at}/format", f"{shown(schema['format'])} is not supported; leave it out, or use {known}"
             )
         found["format"] = schema["format"]
     return found
@@ -311,7 +313,7 @@ def _sizes(schema: Schema, least: str, most: str, at: str) -> Schema:
     found = Schema()
     if (low := names.size(schema, least, at)) is not None:
         if low >= _ENDLESS:
-            raise UnsupportedKeyword(f"{at}/{least}", f"no answer is as long as {shown(low)}; use a smaller number")
+            raise UnsupportedKeyword(f"{at}/{least}", f"{shown(low)} is longer than any answer; use a smaller number")
         found[least] = low
     if (high := names.size(schema, most, at)) is not None and high < _ENDLESS:
         found[most] = high

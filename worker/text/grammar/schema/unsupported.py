@@ -8,7 +8,7 @@ _TOO_LONG = 10**_SHOWN_CHARACTERS
 
 
 class UnsupportedKeyword(ValueError):
-    """`place` is a JSON pointer into the schema, `reason` says what is wrong there and what to do."""
+    """A keyword cannot be enforced. `place`: its JSON pointer. `reason`: what is wrong, and what to do."""
 
     def __init__(self, place: str, reason: str) -> None:
         short = place if len(place) <= _PLACE_CHARACTERS else "…" + place[-_PLACE_CHARACTERS:]
@@ -17,7 +17,7 @@ class UnsupportedKeyword(ValueError):
 
 
 def shown(value: object) -> str:
-    """Return a client's value as a message may repeat it."""
+    """Return a client's value in a form that is short and printable enough for an error message."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     if isinstance(value, int) and abs(value) >= _TOO_LONG:

@@ -1,16 +1,17 @@
-"""Values as JSON compares them: 1 is 1.0, and neither is true."""
+"""Compares values as JSON does: 1 equals 1.0, and neither equals true."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
 
 Take = Callable[[], None]
 
-# Whole numbers from here on are compared by their digits: many of them can be chosen to have the same hash.
+# Integers from here on are compared by their digits: a client could choose many that have the same hash.
 _SPELLED = 2**53
 KINDS = frozenset({"null", "boolean", "number", "string", "array", "object"})
 
 
 def kind(value: Any) -> str:
+    """Return the value's JSON type, one of `KINDS`."""
     match value:
         case None:
             return "null"
@@ -26,11 +27,12 @@ def kind(value: Any) -> str:
 
 
 def is_integer(value: Any) -> bool:
+    """True for a number without a fraction, such as 2 or 2.0."""
     return kind(value) == "number" and (isinstance(value, int) or value.is_integer())
 
 
 def key(value: Any, take: Take) -> Hashable:
-    """Return what two values have in common if JSON has them equal. Calls `take` for each value within."""
+    """Return a hashable key that is equal for values that are equal in JSON. Calls `take` for each value within."""
     take()
     match value:
         case list():
