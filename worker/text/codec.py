@@ -1,4 +1,4 @@
-"""Everything between messages and tokens for one model: prompts, grammars, output and logprobs."""
+"""Converts between messages and tokens for one model: prompts, grammars, output and logprobs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -36,7 +36,7 @@ class TextCodec:
         control_tokens: bool = False,
         context: int | None = None,
     ) -> None:
-        """`vocab`: width of the logits in tokens, which may exceed the tokenizer's vocabulary.
+        """`vocab`: number of logits, which may exceed the tokenizer's vocabulary.
         `boundaries`: plan cache boundaries, for models whose cache cannot be cut at any token.
         `thinnable`: plan the droppable ranges, for workers with a draft model.
         `control_tokens`: read control tokens in a client's text as tokens, not as text.

@@ -1,8 +1,8 @@
-"""Threads for work whose cost a client chooses: templates, tokenizing and what is planned from them.
+"""Runs work whose cost a client chooses on threads: chat templates, tokenization, and plans made from their results.
 
-The work of a job runs on one thread at a time. Large texts have threads of their own, one for each lane, so a short
-prompt never waits for a long one, nor an interactive job for offline work. Within a lane tenants take turns, and work
-that has had a slice of time lets those go first, at its next check, that have had less.
+A job uses one thread at a time. Large texts have their own threads, one for each lane, so a short prompt never waits
+for a long one, nor an interactive job for offline work. Within a lane tenants take turns. Work that has used up its
+time slice pauses at its next check, and lets work go first that has used less time.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from worker.errors import JobFailure
 from worker.turns import Turn, Turns
 
 T = TypeVar("T")
-Check = Callable[[], None]  # raises `WorkAbandoned` when nobody waits for the work any more
+Check = Callable[[], None]  # raises `WorkAbandoned` if the result is no longer needed
 
-LARGE = 65_536  # characters: the slowest tokenizers read as many in a quarter of a second
+LARGE = 65_536  # characters: the slowest tokenizers take a quarter of a second for them
 _SMALL_AT_ONCE = 2
-# A text that fits a context of a million tokens takes some 5 s on a slow machine.
+# A text that fills a context of a million tokens takes about 5 s on a slow machine.
 _LONGEST_S = 60.0
 _SLICE_S = 0.1
-_MOST_PAUSED = 6  # works that keep a thread, and what they have made so far, while others run
+_MOST_PAUSED = 6  # paused calls: each keeps its thread and its memory while others run
 _LOOK_AGAIN_S = 1.0
 
 
@@ -39,7 +39,7 @@ def never() -> None:
 
 
 class Pool:
-    """A few threads at work. A free one goes to the interactive job whose tenant's turn it is, then to offline work."""
+    """A few threads. A free one takes the interactive job of the next tenant in turn, else offline work."""
 
     def __init__(
         self,
@@ -51,19 +51,19 @@ class Pool:
         longest_s: float = _LONGEST_S,
         slice_s: float = _SLICE_S,
     ) -> None:
-        """`reserved`: threads that offline jobs leave free. `subject`: what takes too long, as the refusal names it.
-        `longest_s` counts from when the work began, pauses left out."""
+        """`reserved`: threads that offline jobs leave free. `subject`: the field that the error for a timeout names.
+        `longest_s`: timeout of a call in seconds, without its waits and pauses."""
         self._threads, self._turns = ThreadPoolExecutor(threads + _MOST_PAUSED, name), Turns(threads, reserved=reserved)
         self._longest_s, self._slice_s, self._paused = longest_s, slice_s, 0
         self._subject = subject
 
     async def run(self, lane: Lane, work: Callable[[Check], T], tenant: str = "") -> T:
-        """Call `work` on a thread. Native code cannot be interrupted, so work that takes long calls its check between
-        two steps. Raises `JobFailure` when it has run too long; its thread is free again at its next check."""
+        """Call `work` on a thread. Native code cannot be interrupted, so long work must call its argument, the check,
+        between steps. Raises `JobFailure` after the timeout; the thread becomes free at the next check."""
         await self._turns.take(lane, tenant)
         running = _Running(partial(self._pause, lane, tenant), self._slice_s)
         future = self._threads.submit(work, running.check)
-        # Not when the job ends, but when the thread is free.
+        # The slot is free when the thread is, which may be after the job has ended.
         future.add_done_callback(partial(self._freed, running))
         try:
             async with asyncio.timeout(self._longest_s) as limit:
@@ -73,7 +73,7 @@ class Pool:
             if not limit.expired():
                 raise
             raise JobFailure(
-                "too_large", f"{self._subject}: to prepare them took longer than {self._longest_s:g} s; shorten them."
+                "too_large", f"{self._subject}: preparing them took longer than {self._longest_s:g} s; shorten them."
             ) from None
         finally:
             running.abandon()
@@ -94,7 +94,7 @@ class Pool:
         running.go_on()
 
     def _freed(self, running: "_Running", _: Future[T]) -> None:
-        with suppress(RuntimeError):  # the loop has closed: nobody waits
+        with suppress(RuntimeError):  # the loop has closed: no job waits
             running.loop.call_soon_threadsafe(self._end, running)
 
     def _end(self, running: "_Running") -> None:
@@ -103,15 +103,16 @@ class Pool:
 
 
 class _Running:
-    """Work on a thread. All but `check` is the event loop's, which reads `used_s` while the work waits."""
+    """One call of `Pool.run`. Only `check` runs on its thread; all else belongs to the event loop, which reads `used_s`
+    while the work is paused."""
 
     def __init__(self, wants_pause: Callable[["_Running"], None], slice_s: float) -> None:
         self.loop, self.limit = asyncio.get_running_loop(), asyncio.timeout(None)
         self._wants_pause, self._slice_s = wants_pause, slice_s
         self._abandoned, self._goes_on = Event(), Event()
-        self._began = time.monotonic()  # the slice
-        self.used_s = 0.0  # by the slices before
-        self._turn: Turn | None = None  # the last that it waited for
+        self._began = time.monotonic()  # of the time slice
+        self.used_s = 0.0  # in earlier slices
+        self._turn: Turn | None = None  # of the last pause; None before the first
         self._left_s = 0.0
 
     @property
@@ -144,7 +145,7 @@ class _Running:
         self._goes_on.set()
 
     def check(self) -> None:
-        """Called on the thread, by its work. Raises `WorkAbandoned`."""
+        """Pause if the time slice is over. The work calls it on its thread. Raises `WorkAbandoned`."""
         had_s = time.monotonic() - self._began
         if not self.abandoned and had_s >= self._slice_s:
             self.used_s += had_s
@@ -167,13 +168,13 @@ class _Running:
 
 
 class TextThreads:
-    """A worker has one."""
+    """The text threads of a worker: a few for small texts, and one per lane for large ones."""
 
     def __init__(self) -> None:
         self._small = Pool("text", _SMALL_AT_ONCE)
         self._large = {lane: Pool(f"large-text-{lane}", 1) for lane in LANES}
 
     async def run(self, lane: Lane, characters: int, work: Callable[[Check], T], tenant: str = "") -> T:
-        """Call `work` on a thread that suits its number of `characters`: see `Pool.run`."""
+        """Call `work` on a thread for small or for large texts, by the length of its input: see `Pool.run`."""
         pool = self._large[lane] if characters > LARGE else self._small
         return await pool.run(lane, work, tenant)

@@ -90,7 +90,7 @@ class Tokenizer(Protocol):
         """The vocabulary's control tokens."""
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text. Markers and control tokens in it become tokens; none are added."""
+        """Encode a text. Markers and control tokens in it become tokens; no others, such as BOS, are added."""
 
     def streaming(self) -> Detokenizer:
         """Return mlx-lm's own detokenizer for this tokenizer."""

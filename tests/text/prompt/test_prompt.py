@@ -53,7 +53,7 @@ async def test_parts_of_different_messages_are_paragraphs() -> None:
 
 async def test_an_image_is_refused_by_name() -> None:
     assert await refusal("qwen", user([text("What is this?"), image("AA==")])) == (
-        "unsupported", "This model takes text only: leave out the image_url parts.",
+        "unsupported", "messages: this model does not support images; leave out the image_url parts.",
     )  # fmt: skip
 
 
@@ -121,7 +121,7 @@ async def test_without_tools_the_template_hears_of_none(rest: Said) -> None:
 @pytest.mark.parametrize("messages", [[HELLO], [user("look"), calling(call("1")), result("1", "Rain.")]])
 async def test_tools_are_refused_where_the_template_has_no_place_for_them(template: str, messages: list[Said]) -> None:
     assert await refusal(template, *messages, tools=[LOOK]) == (
-        "unsupported", "The model's chat template takes no tools: leave them out.",
+        "unsupported", "tools: the model's chat template does not support them; leave them out.",
     )  # fmt: skip
 
 

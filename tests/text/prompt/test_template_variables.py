@@ -44,5 +44,5 @@ async def test_an_effort_without_effect_is_logged_once(caplog: pytest.LogCapture
     for _ in range(2):
         await plain.render(request(user("Hi"), reasoning_effort="high"))
     assert [record.getMessage() for record in caplog.records if "reasoning_effort" in record.getMessage()] == [
-        "The chat template does not read reasoning_effort: requests that set it are answered without it."
+        "The chat template does not read reasoning_effort: it has no effect on requests that set it."
     ]

@@ -284,6 +284,4 @@ async def test_what_is_left_out_whatever_we_do_is_logged_and_no_refusal(caplog: 
     caplog.set_level("INFO", "sluice.text")
     template = "{{ messages[1].content if messages[0].role == 'system' else raise_exception('No system.') }}"
     assert await rendered(template, system("Be brief."), user("Hello")) == "Hello"
-    assert caplog.messages == [
-        "The chat template leaves out texts, tool calls or results, in every form that was tried."
-    ]
+    assert caplog.messages == ["The chat template omits texts, tool calls or results, in every form that was tried."]

@@ -38,8 +38,8 @@ class Compiler:
         self._verdicts = OrderedDict[bytes, Verdict]()
 
     async def run(self, lane: Lane, tenant: str, work: Callable[..., T], *given: Any) -> T:
-        """Call `work`, which handles a request's schemas, on a thread of the grammar pool. Raises `JobFailure` if it takes
-        too long."""
+        """Call `work`, which handles a request's schemas, on a thread of the pool. Raises `JobFailure` if it takes too
+        long."""
         return await self._pool.run(lane, lambda check: work(*given), tenant)
 
     async def compiled(self, lane: Lane, tenant: str, vocabulary: LLTokenizer, grammar: str) -> LLMatcher:

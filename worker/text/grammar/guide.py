@@ -96,7 +96,7 @@ class GrammarStates:
             _refuse(wish.field, str(error))
 
     async def _tried(self, wish: OutputConstraint, reasoned: bool, lane: Lane, tenant: str) -> str:
-        """Return a grammar that a child process has compiled, so that compiling it here is safe. Raises `JobFailure`."""
+        """Return a grammar that a child process has compiled, so compiling it here is safe. Raises `JobFailure`."""
         asked = await self._compiler.run(lane, tenant, partial(question, self._markup, wish, reasoned=reasoned))
         match await self._compiler.verdict(lane, tenant, asked):
             case Written(grammar):
@@ -112,8 +112,8 @@ def _refuse(place: str, wrong: str) -> NoReturn:
 
 
 def _as_text(vocabulary: LLTokenizer, text: str) -> list[int]:
-    """Tokenize as plain text. Cuts the text before each `NAME_BEGINS`, since llguidance (1.9) would read a control token's
-    name despite `parse_special=False`."""
+    """Tokenize as plain text. Cuts the text before each `NAME_BEGINS`, since llguidance (1.9) would read a control
+    token's name despite `parse_special=False`."""
     parts = re.split(f"({NAME_BEGINS})", text)
     return [token for part in parts for token in vocabulary.tokenize_str(part, parse_special=False)]
 
@@ -144,8 +144,8 @@ def _is_spoken(message: Message) -> bool:
 
 
 def readable(tokenizer: Tokenizer, count: int) -> LLTokenizer | None:
-    """Return the tokenizer in llguidance's form, or None if it does not support it. Blocks all threads for about a second
-    with a large vocabulary, so it is called before the first job. `count`: number of logits."""
+    """Return the tokenizer in llguidance's form, or None if it does not support it. Blocks all threads for about a
+    second with a large vocabulary, so it is called before the first job. `count`: number of logits."""
     if tokenizer.definition is None:
         return None
     try:
@@ -180,7 +180,7 @@ class RowGrammar:
         thoughts: ReasoningState | None = None,
         begun: Sequence[int] = (),
     ) -> None:
-        """`ends`: tokens that end a sequence. `begun`: tokens of the answer, without reasoning, that the prompt holds."""
+        """`ends`: tokens that end a sequence. `begun`: tokens of the answer proper that the prompt holds."""
         self._matcher, self._ends, self._begun, self._first_thoughts = matcher, ends, begun, thoughts
         self._broken: GrammarError | None = None
         self._begin()

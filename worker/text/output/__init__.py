@@ -1,1 +1,1 @@
-"""From tokens to the answer's parts: text, reasoning, tool calls, stop strings."""
+"""Turns tokens into the parts of an answer: text, reasoning, tool calls, stop strings."""

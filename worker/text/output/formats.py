@@ -11,11 +11,11 @@ from worker.text.output.tool_calls import Format, Tools
 from worker.text.prompt.prompt import Thinking
 from worker.text.tokenizer import Tokenizer, Transitions
 
-# Magistral's and Seed-OSS's, which mlx-lm 0.32 does not detect.
+# Think markers of Magistral and Seed-OSS, which mlx-lm 0.32 does not detect.
 _THINK = (("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 _MORE_MARKERS = ("kimi_k3", "muse_spark")  # formats with additional markers, which mlx-lm detects
 _MISTRAL = re.compile(r"\s*([\w-]+)\s*\[ARGS\]\s*")
-# mlx-lm's parsers of these formats search the rest of the text from each occurrence of these.
+# From each occurrence of these texts, mlx-lm's parsers of these formats search the rest of the text.
 _SEARCHED_FROM = {
     "function_gemma": "call:", "gemma4": "call:", "glm47": "<arg_key>", "kimi_k3": "<|open|>", "laguna": "<arg_key>",
     "longcat": "<longcat_arg_key>", "muse_spark": "<atem:",
@@ -98,7 +98,7 @@ def _check_coder(text: str) -> None:
     open_parameters = text.rpartition("</parameter>")[2]
     searched = open_parameters.count("<parameter=") * len(open_parameters)
     if not text.removesuffix("\n").endswith("</function>") or searched > _MOST_SEARCHED:
-        raise ValueError("This is no call.")
+        raise ValueError("The text is not a tool call: it has no end, or too many open parameters.")
 
 
 def _mistral(opening: str, text: str) -> str | None:

@@ -5,7 +5,7 @@ The channel "analysis" is reasoning, a message with a recipient is a tool call, 
     <|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant<|channel|>final<|message|>It is warm.
     <|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Oslo"}<|call|>
 
-The recipient may also stand before the channel. The prompt ends with <|start|>assistant.
+The recipient may also come before the channel. The prompt ends with <|start|>assistant.
 """
 
 import json

@@ -7,7 +7,7 @@ from worker.text.tokenizer import Splitter
 
 # "begins" and "ends" are a tool call's markers as the model wrote them, and "call" is the text between them. "cut"
 # replaces "ends" if the answer ends within a call, and holds the beginning of the end marker. Empty content or
-# reasoning is an event of its own: a marker of another kind.
+# reasoning is an event too: a marker that switches to this kind.
 Kind = Literal["content", "reasoning", "begins", "call", "ends", "cut"]
 ParseEvent = tuple[Kind, str]
 
@@ -32,12 +32,15 @@ class PlainParser:
     """Parses a text that is all content."""
 
     def feed(self, text: str) -> list[ParseEvent]:
+        """Return the text as content."""
         return [("content", text)]
 
     def reopen(self) -> str:
+        """Do nothing: there are no calls."""
         return ""
 
     def flush(self) -> list[ParseEvent]:
+        """Return nothing: no text is held back."""
         return []
 
 
@@ -55,6 +58,7 @@ class MarkerParser:
         self._begin, self._splitter, self._tool, self._calls = splitter, splitter(state), tool, calls
 
     def feed(self, text: str) -> list[ParseEvent]:
+        """Return the events of the next text."""
         (state, text), *more = self._splitter.feed(text)
         pieces = self._said(state, text)
         for entered, text in more:
@@ -63,10 +67,12 @@ class MarkerParser:
         return pieces
 
     def reopen(self) -> str:
+        """Continue the last call. The event "ends" held its whole end marker, so there is no rest to return."""
         self._splitter = self._begin("tool")
         return ""
 
     def flush(self) -> list[ParseEvent]:
+        """Return the events of the text that was held back, at the end of the answer."""
         state, held = self._splitter.flush()
         return [("cut", held)] if state == "tool" and self._calls else self._said(state, held)
 

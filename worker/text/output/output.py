@@ -113,7 +113,7 @@ class Output:
 
     def _read(self, reader: OutputParser, text: str) -> OutputDelta:
         said = _NOTHING
-        # Whether a marker ends the open call is only known when all text before it was parsed.
+        # A marker ends the open call only outside of JSON strings, so all text before it is parsed first.
         for part in _TO_MARKERS.findall(text) if self._calls.open else [text]:
             said += self._hear(reader.feed(part))
             if self.stopped:
@@ -185,9 +185,9 @@ class _Channel:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = StopStrings(stops)
-        self.begun = False  # with a word
-        self._blank = list[str]()  # the text's own if a word follows, else it may be the template's
-        self._at_marker = False  # since the last word
+        self.begun = False  # True after the first character that is not whitespace
+        self._blank = list[str]()  # trailing whitespace, held back: it belongs to the format if a marker follows
+        self._at_marker = False  # True if no text followed the last marker
 
     @property
     def stopped(self) -> bool:

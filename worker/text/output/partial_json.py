@@ -23,8 +23,8 @@ class PartialJson:
         self._expects = "object"
         self._then = ""  # what is expected after the string
         self._token = list[str]()  # characters of a scalar, or a key of the outermost object, so far
-        self._hex = 0  # digits that an escape still wants
-        self._inside = False  # a member of the outermost object
+        self._hex = 0  # digits missing in an escape
+        self._inside = False  # True within the value of a member of the outermost object
         self._key = ""
         self.whole = set[str]()  # members that are complete
         self.broken = False

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Ends a text at the stop string that is complete first, and holds back text that may be the start of one. What it
-    returns does not depend on how the text was cut into pieces."""
+    """Ends a text at the stop string that is complete first, and holds back text that may be the start of one. The
+    result does not depend on how the text was split into pieces."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._matcher = _Matcher(stops)
@@ -27,7 +27,7 @@ class StopStrings:
         return self._release(len(self._held) - self._matcher.depth)
 
     def flush(self) -> str:
-        """Return what was held back: no stop string continues from here."""
+        """Return the text that was held back, at the end of the text."""
         self._matcher.reset()
         return self._release(len(self._held))
 
@@ -46,7 +46,7 @@ class _Matcher:
     and the number of the strings."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        # By node, a node being a start of a stop string; node 0 is the empty one.
+        # Indexed by node. A node is a prefix of a stop string; node 0 is the empty prefix.
         self._next: list[dict[str, int]] = [{}]
         self._depths = [0]
         self._matched = [0]  # length of the longest stop string that ends here
@@ -58,7 +58,7 @@ class _Matcher:
 
     @property
     def depth(self) -> int:
-        """Length of the longest start of a stop string that the text ends with."""
+        """Length of the longest prefix of a stop string that the text ends with."""
         return self._depths[self._node]
 
     def feed(self, char: str) -> int:
@@ -67,6 +67,7 @@ class _Matcher:
         return self._matched[self._node]
 
     def reset(self) -> None:
+        """Forget the text so far."""
         self._node = 0
 
     def _after(self, node: int, char: str) -> int:

@@ -21,13 +21,13 @@ _ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a model writes its calls. An opening is everything before a call's text, the marker included."""
+    """Functions to parse a model's tool calls. An opening is all that precedes a call's text, the marker included."""
 
     # (opening, text, tools) to calls. Raises one of `_NO_CALL`.
     parse: Callable[[str, str, Tools], list[dict[str, Any]]]
     # (opening, text so far) to the beginning of one JSON object with name and arguments. None if it cannot be decided
-    # yet; raises ValueError if the text is not such an object. JSON shows its own end. A format without this function
-    # emits a call only when its end marker arrives.
+    # yet; raises ValueError if the text is not such an object. The end of a JSON object is unambiguous.
+    # Without this function a call is emitted only when its end marker arrives.
     as_json: Callable[[str, str], str | None] | None = None
 
 
@@ -98,7 +98,7 @@ class Calls:
         """
         call = self._open
         assert call is not None
-        # Some parsers accept the first half of a call, so only formats that show their own end are parsed here.
+        # Some parsers accept the first half of a call, so only calls in JSON are parsed here.
         meant = self._meant(call) if self._format.as_json else []
         if keep and not meant and self._announced is not None and call.sound:
             return None
@@ -166,7 +166,7 @@ def _dumps(arguments: dict[str, Any]) -> str:
     written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     try:
         written.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair can only be sent as an escape
+    except UnicodeEncodeError:  # a lone surrogate can only be sent as an escape
         return json.dumps(arguments)
     return written
 
@@ -212,8 +212,8 @@ class _StreamingCall:
 
     @property
     def function(self) -> str:
-        """Once it has `begun`."""
-        if self._function is None:  # read once: it may be long, and is asked for at each token
+        """Name of the function; valid only if `begun`."""
+        if self._function is None:  # parsed once: it may be long, and is read at each token
             self._function = str(json.loads("".join(self._name)))
         return self._function
 

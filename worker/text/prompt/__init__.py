@@ -1,1 +1,1 @@
-"""From messages to prompt tokens: templates, escaping, size limits, boundaries."""
+"""Turns messages into prompt tokens: templates, escaping, size limits, boundaries."""

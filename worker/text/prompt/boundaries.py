@@ -15,7 +15,7 @@ from worker.text.tokenizer import Conversation
 
 # Private-use characters: no template treats them specially, and texts hardly ever contain them.
 _MARKS = tuple(map(chr, range(0xE000, 0xE010)))
-# Raised by templates on the turns that are only predicted. Such a turn is skipped.
+# Errors that templates raise on predicted turns. Such a turn is skipped.
 _STUMBLES = (*RAISED, ArithmeticError, AttributeError, LookupError)
 # Positions that are worth a tokenization each: the next user turn, the next tool result, the system message's end.
 _FEW = 3
@@ -75,7 +75,7 @@ class _Seen:
     """A predicted text compared with the prompt's text; positions in characters."""
 
     end: int  # length of the common prefix
-    starts: list[int]  # of the contents that begin within the common prefix
+    starts: list[int]  # starts of the contents that begin within the common prefix
     whole: bool  # all contents begin within the common prefix
 
 
@@ -89,7 +89,7 @@ def _places(rendered: Rendered) -> list[int]:
     called = _seen(rendered, mark, _called(marked, rendered)) if rendered.tools else None
     seen = [each for each in (asked, called) if each]
     if not any(each.whole for each in seen) and (itself := _seen(rendered, mark, [marked])):
-        # The template rewrites earlier turns when another one is added. Other conversations may still share the rest.
+        # The template rewrites earlier turns when another one is added. The prompt itself still has boundaries.
         seen.append(itself)
     starts = sorted({start for each in seen for start in each.starts})
     ends = [_before_the_last_word(rendered, starts, each.end) for each in (asked, called) if each]
@@ -135,7 +135,7 @@ def _answered(conversation: Conversation, rendered: Rendered) -> Conversation:
 
 
 def _called(conversation: Conversation, rendered: Rendered) -> list[Conversation]:
-    """Return conversations that go on with a tool call and its result, one for each form of arguments.
+    """Return conversations continued with a tool call and its result, one for each form of arguments.
 
     Templates that drop earlier reasoning keep it in front of a call, so they render these differently.
     """

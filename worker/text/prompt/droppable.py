@@ -47,7 +47,7 @@ def _spans(rendered: Rendered) -> Iterator[tuple[int, int]]:
 
 
 def _long_pieces(rendered: Rendered) -> Iterator[tuple[str, int]]:
-    """Yield each long piece of a content, and the number of characters to keep at each of its ends."""
+    """Yield each long piece of a content, and the number of characters to keep at each end of it."""
     conversation = rendered.conversation
     asked = max((at for at, message in enumerate(conversation) if message["role"] == "user"), default=0)
     for at, message in enumerate(conversation):

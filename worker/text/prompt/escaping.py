@@ -28,7 +28,7 @@ class ControlTokenEscaping:
     """Escapes control tokens in the inputs of a chat template; a worker has one."""
 
     def __init__(self, tokens: ControlTokens, kept_markers: Iterable[str] = ()) -> None:
-        """`own`: the markers that are kept in assistant messages."""
+        """`kept_markers`: markers that stay unescaped in assistant messages."""
         self._tokens = tokens
         longest_first = sorted(filter(None, kept_markers), key=len, reverse=True)
         self._own = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None

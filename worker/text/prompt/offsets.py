@@ -11,7 +11,7 @@ from worker.text.vocabulary import Vocabulary
 Form = Callable[[str], str]
 
 _SPACE = b" \t\n\v\f\r"
-# The text that tokens spell: unchanged, or in NFC as with Qwen's tokenizer.
+# Forms of the text that tokens may spell: unchanged, or in NFC as with Qwen's tokenizer.
 _FORMS: tuple[Form, ...] = (str, partial(normalize, "NFC"))
 
 
@@ -28,8 +28,8 @@ class TokenOffsets:
         """Return, for each position in characters, the number of tokens that end at or before it.
 
         Returns None if these tokens do not spell this text. `plain` removes the marks from a piece of the text.
-        Whitespace is ignored, since some tokenizers add or drop it. So tokens of nothing but space in front of a
-        position are not counted either; such tokens often merge with the text that follows.
+        Whitespace is ignored, since some tokenizers add or drop it. So whitespace tokens just before a position are not
+        counted; such tokens often merge with the text that follows.
         """
         spelled = [self._spelled[token] for token in tokens]
         whole = b"".join(spelled)

@@ -40,9 +40,9 @@ class Prompt:
     """A tokenized prompt."""
 
     tokens: tuple[int, ...]
-    thinking: Thinking  # the answer begins within a think block, behind one that the prompt closed, or neither
+    thinking: Thinking  # the answer begins within a think block, after one that the prompt closed, or neither
     boundaries: tuple[int, ...] = ()  # token counts at which later prompts may diverge, the most valuable first
-    droppable_ranges: tuple[tuple[int, int], ...] = ()  # droppable ranges of tokens: see `SpecPrefillParams`
+    droppable_ranges: tuple[tuple[int, int], ...] = ()  # ranges of tokens, end exclusive: see `SpecPrefillParams`
 
 
 class Prompts:
@@ -76,11 +76,11 @@ class Prompts:
         """
         variables, unread = template_variables(request, self._tokenizer.template)
         for name in unread:
-            self._log_once(f"does not read {name}: requests that set it are answered without it")
+            self._log_once(f"does not read {name}: it has no effect on requests that set it")
         read = partial(_inputs, request, variables)
         length = characters([request.messages, request.offered_tools, variables, images], LARGE)
         if length < _LONG_CHARACTERS and not self._quotes(inputs := read()):
-            with suppress(NotTaken):  # then several trials are needed, which belong on a thread
+            with suppress(NotTaken):  # several trials are needed then, which run on a thread
                 return self._prompt(lambda: inputs, images, self._adapter.as_it_is, never)
         work = partial(self._prompt, read, images, self._adapter.adapt)
         return await self._threads.run(lane, length, work, request.billed_to or "")
@@ -123,7 +123,7 @@ class Prompts:
         for finding in rendering.findings:
             self._log_once(finding.why)
         if Flaw.TAKES_NO_TOOLS in rendering.findings:
-            raise JobFailure("unsupported", "The model's chat template takes no tools: leave them out.")
+            raise JobFailure("unsupported", "tools: the model's chat template does not support them; leave them out.")
         return text, begun
 
     def _log_once(self, why: str) -> None:
@@ -164,7 +164,7 @@ def _inputs(request: ChatRequest, variables: dict[str, Any]) -> Inputs:
 
 
 def _opening(conversation: Conversation, think: Think, text_of: Callable[[Conversation, bool], str]) -> tuple[str, str]:
-    """Return the template's text up to the answer, and the beginning of the answer, which is to be appended.
+    """Return the template's text up to the answer, and the beginning of the answer, for the caller to append.
 
     A trailing assistant message is continued; else the template opens a new turn.
     """
@@ -184,7 +184,7 @@ def _opening(conversation: Conversation, think: Think, text_of: Callable[[Conver
         text = text_of(conversation, True)
         if thoughts in text and text.rstrip().endswith(think[1]):
             return text, ""
-    # The template shows nothing of the message, so a new turn is opened: to continue it would strip the header's space.
+    # The template writes no text of the message, so a new turn is opened: continuing it would strip the header's space.
     return text_of(before, False), ""
 
 
@@ -202,19 +202,19 @@ def _thinking(text: str, begun: str, think: Think) -> Thinking:
     start, end = think
     if start in begun or end in begun:
         return "open" if begun.rfind(start) > begun.rfind(end) else "closed"
-    # Every template writes an end behind a user's message, so the text never ends with a user's own words.
+    # Every template writes an end marker after a user's message, so the text never ends with a user's own words.
     return "open" if text.rstrip().endswith(start) else "closed" if text.rstrip().endswith(end) else "none"
 
 
 def _flattened(conversation: Conversation, images: Sequence[str]) -> tuple[Conversation, dict[str, str]]:
-    """Return the conversation with strings for contents, and the images' texts by the characters that mark their place.
+    """Return the conversation with strings for contents, and the images' texts by the characters that mark them.
 
     Many templates accept only strings. Raises `JobFailure` for images if the model is a text model.
     """
     parts = [part for message in conversation if isinstance(message["content"], list) for part in message["content"]]
     shown = sum(part["type"] != "text" for part in parts)
     if shown > len(images):
-        raise JobFailure("unsupported", "This model takes text only: leave out the image_url parts.")
+        raise JobFailure("unsupported", "messages: this model does not support images; leave out the image_url parts.")
     marks = _unwritten(conversation, shown) if shown else []
     unused = iter(marks)
     flat = [{**message, "content": _flat(message["content"], unused)} for message in conversation]

@@ -12,11 +12,11 @@ from worker.text.tokenizer import Conversation
 
 # At most 32 kB of UTF-8, which the slowest tokenizers encode in about 20 ms.
 _SLICE = 8_192  # characters
-# A cut within a word, within a control token or behind a run of spaces adds tokens: in all measurements at most one
-# for each character of the word. Tests measure it over tokenizers and texts.
+# A cut within a word, within a control token or after a run of spaces adds tokens: in all measurements at most one for
+# each character of the word. Tests measure it for several tokenizers and texts.
 _PER_CUT = 32  # tokens
-# Tokenizers use up to 120 bytes of memory for each character of a text, and those that split words by a regular
-# expression fail on runs of about ten million characters.
+# Tokenizers use up to 120 bytes of memory for each character of a text, and tokenizers that split words by a
+# regular expression fail on runs of about ten million characters.
 _WHOLE = 4_000_000  # characters
 _WHOLE_PER_TOKEN = 16  # characters per token of the context, if that is more; English has about 4
 _EACH_VALUE = 32  # characters: copying and rendering a value costs about as much as this much text
@@ -59,7 +59,7 @@ class PromptLimit:
         if len(text) > most:
             raise JobFailure(
                 "too_large",
-                f"The prompt has {len(text):,} characters and this worker tokenizes at most {most:,}: shorten it.",
+                f"The prompt has {len(text):,} characters and this worker tokenizes at most {most:,}; shorten it.",
             )
 
     def _shown(self, message: dict[str, Any]) -> Iterator[str]:

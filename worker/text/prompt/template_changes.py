@@ -17,7 +17,9 @@ Message = dict[str, Any]
 
 
 class Adaptation(NamedTuple):
-    why: str  # what the template does, and what we change; logged
+    """One change, with its reason."""
+
+    why: str  # the template's restriction, and the change; logged
     change: Callable[[Conversation], Conversation]
 
 
@@ -39,7 +41,7 @@ def _thinking_aloud(turn: Message) -> Message:
 
 
 def _one_call_a_turn(conversation: Conversation) -> Conversation:
-    exchanges: list[tuple[Message, list[Message]]] = []  # a message, and the results behind it
+    exchanges: list[tuple[Message, list[Message]]] = []  # a message, and the tool results after it
     for message in conversation:
         if message["role"] == "tool" and exchanges:
             exchanges[-1][1].append(message)
@@ -142,7 +144,7 @@ class CallMarks:
     """
 
     def __init__(self, text: str) -> None:
-        """Choose marks that do not occur in `text`. Letters and digits alone, since no template escapes these."""
+        """Choose marks that do not occur in `text`, of letters and digits only, since no template escapes these."""
         unused = (stem for stem in map("mark{}x".format, count()) if stem not in text)
         self._stem = next(unused)
         self._names, self._words = list[int](), list[int]()

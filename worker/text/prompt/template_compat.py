@@ -16,15 +16,15 @@ RAISED = (TemplateError, TypeError, KeyError, ValueError, AssertionError)
 
 
 class Flaw(Enum):
-    """Fault of a template that no change prevents."""
+    """A defect of a template that no change avoids."""
 
-    TAKES_NO_TOOLS = "takes no tools"
-    LEAVES_OUT = "leaves out texts, tool calls or results, in every form that was tried"
+    TAKES_NO_TOOLS = "does not support tools"
+    LEAVES_OUT = "omits texts, tool calls or results, in every form that was tried"
     FIRST_AS_USER = "writes a first assistant turn as a user turn, in every form that was tried"
 
     @property
     def why(self) -> str:
-        """Description of the fault, for the log."""
+        """Description of the defect, for the log."""
         return str(self.value)
 
 
@@ -37,7 +37,7 @@ Adapt = Callable[[Conversation, Tools, Render], tuple[str, list[Finding]]]
 
 
 class NotTaken(Exception):
-    """The template refuses the unchanged conversation, or leaves a part of it out."""
+    """The template refuses the unchanged conversation, or omits a part of it."""
 
 
 class TemplateAdapter:
@@ -47,9 +47,9 @@ class TemplateAdapter:
     """
 
     def __init__(self, think: Think = None) -> None:
-        """`think`: the markers around reasoning, since templates may leave reasoning out."""
+        """`think`: the markers around reasoning, which templates may omit."""
         self._think = think
-        self._needed = defaultdict[Ladder, set[Adaptation]](set)  # in any request so far
+        self._needed = defaultdict[Ladder, set[Adaptation]](set)  # needed by any request so far
 
     def as_it_is(self, conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[Finding]]:
         """Return what `adapt` returns for an unchanged conversation, with one trial. Raises `NotTaken`."""
@@ -61,9 +61,8 @@ class TemplateAdapter:
     def adapt(self, conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[Finding]]:
         """Return the template's text, and the changes that it needed; none if it accepts the conversation unchanged.
 
-        A text that leaves a part of the conversation out does not count, unless every change leaves something out:
-        then the first text is returned, with its flaws. If every trial raises, raises the error of the unchanged
-        conversation.
+        A text that omits a part of the conversation is not accepted, unless every text omits something: then the first
+        text is returned, with its flaws. If every trial raises, raises the error of the unchanged conversation.
         """
         trials = _Trials(tools, render, self._think)
         text = trials.whole(conversation)
@@ -84,8 +83,8 @@ class TemplateAdapter:
         text = trials.whole(_changed(conversation, changes))
         if text is None:
             return None
-        # If the changes that earlier requests needed are enough, they also are with others added. So this one trial
-        # replaces most of those below.
+        # If the changes that earlier requests needed are enough, so is every larger set: this one trial replaces most of
+        # the trials below.
         likely = [each for each in changes if each in self._needed[ladder]]
         enough = trials.whole(_changed(conversation, likely)) if likely else None
         for adaptation in reversed(changes):
@@ -98,15 +97,15 @@ class TemplateAdapter:
 
 
 class _Trials:
-    """Renderings of one request's conversation, and what each of them leaves out."""
+    """Renderings of one request's conversation, and the parts that each of them omits."""
 
     def __init__(self, tools: Tools, render: Render, think: Think) -> None:
         self._tools, self._render, self._think = tools, render, think
-        self._texts: list[tuple[str, list[Finding]]] = []  # each with the reasons why it does not count
+        self._texts: list[tuple[str, list[Finding]]] = []  # each with its flaws
         self._errors: list[Exception] = []
 
     def whole(self, conversation: Conversation) -> str | None:
-        """Return the template's text, or None if it refuses or leaves something out."""
+        """Return the template's text, or None if it refuses the conversation or omits a part of it."""
         try:
             text = self._render(conversation, self._tools)
         except RAISED as error:
@@ -148,7 +147,7 @@ class _Trials:
             return not self._makes(text, _with_fewer_calls(conversation), self._tools)
 
     def _makes(self, text: str, conversation: Conversation, tools: Tools) -> bool:
-        """True if this conversation renders to the same text: then the text leaves out the difference."""
+        """True if this conversation renders to the same text, so that the text omits the difference."""
         try:
             return self._render(conversation, tools) == text
         except RAISED:
@@ -203,7 +202,7 @@ def _with_first_as_user(conversation: Conversation) -> Conversation:
 def _is_in(conversation: Conversation, text: str, think: Think) -> bool:
     """True if the text holds each content, in order within its role.
 
-    Some templates silently leave contents out. That is accepted for reasoning, and for text that comes with a call.
+    Some templates silently omit contents. That is accepted for reasoning, and for text that comes with a call.
     """
     by_role: dict[str, list[str]] = {}
     for message in conversation:
@@ -220,7 +219,7 @@ def _told(message: dict[str, Any], think: Think) -> str:
 def _in_order(words: Iterable[str], text: str) -> bool:
     """True if the text holds the words in this order.
 
-    Each search starts behind the last match: searches from the beginning would take seconds in a long text.
+    Each search starts after the last match: searches from the beginning would take seconds in a long text.
     """
     end = 0
     for word in words:

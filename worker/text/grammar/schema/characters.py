@@ -14,7 +14,7 @@ Ranges = tuple[tuple[int, int], ...]  # of code points, both ends included, sort
 _LAST = 0x10FFFF
 _ASSIGNED = 0x40000  # no digit, letter or space comes later
 ALL: Ranges = ((0, _LAST),)
-# Characters that a string of an answer can contain. The grammar allows no \u escapes, which the other control characters
+# Characters that a string of an answer can contain. The grammar allows no \u escapes, which other control characters
 # would need.
 WRITABLE: Ranges = ((0x08, 0x0A), (0x0C, 0x0D), (0x20, 0x7E), (0x80, 0xD7FF), (0xE000, _LAST))
 
