@@ -12,6 +12,7 @@ lists them. `sluice worker --help` shows the few that can be given on the comman
 
 
 def main() -> None:
+    """Run the worker until it is stopped. Exits with a code and a message if it cannot start."""
     if len(sys.argv) > 1:
         asked = sys.argv[1] in ("-h", "--help")
         print(USAGE, file=sys.stdout if asked else sys.stderr)

@@ -38,7 +38,7 @@ EXIT_ENGINE_DIED = 3
 
 # After a second signal: jobs are requeued within milliseconds if Redis answers and the event loop is not blocked.
 _HURRIED_S = 2.0
-# After the last job has ended: the work of remaining threads is no longer needed.
+# After the last job has ended: the results of remaining threads are no longer needed.
 _THREADS_S = 1.0
 # After an error: time for the engine's thread to end its step and release its memory.
 _ENGINE_S = 3.0
@@ -51,7 +51,7 @@ async def serve(settings: Settings) -> None:
         async with connect(settings) as redis:
             check = ServerCheck(redis, settings)
             await _serve(settings, redis, check, metrics, health, ending)
-    # Otherwise Python waits for threads in native code: first asyncio for its own, then the interpreter for all.
+    # Without it Python would wait for threads in native code: asyncio for its own, then the interpreter for all.
     ending.exit_after(_THREADS_S, 0)
 
 
@@ -73,7 +73,7 @@ async def _serve(
     async with _loaded(engine, ending) as model:
         with _sights(settings, model) as sights:
             served = _served(settings, engine, model, sights, metrics)
-            gc.freeze()  # a full collection would walk over all of this again, and delay every row
+            gc.freeze()  # otherwise a full collection would visit these objects each time, and delay every row
             worker = QueueWorker(
                 [func(chat, name="chat")],
                 redis=redis,
@@ -168,11 +168,13 @@ def _die() -> None:
 
 
 def set_up_logging(settings: Settings) -> None:
+    """Log to stderr at the level of the settings."""
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
     logging.basicConfig(level=settings.log_level, handlers=[handler])
 
 
 def run(settings: Settings) -> None:
+    """Serve until the worker is stopped. Blocks. Raises `CannotStart`."""
     set_up_logging(settings)
     asyncio.run(serve(settings))

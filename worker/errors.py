@@ -38,7 +38,7 @@ class Requeue(Exception):
 
 
 class OwnershipLost(Exception):
-    """Another attempt owns the job, or it has ended: this attempt must write nothing more."""
+    """Another attempt owns the job, or the job has ended: this attempt must write nothing more."""
 
 
 class CannotStart(Exception):

@@ -45,6 +45,8 @@ async def chat(ctx: dict[Any, Any], body: Any) -> JobResult:
 
 
 class Chat:
+    """One attempt at a chat job."""
+
     def __init__(self, job: Job, served: WorkerContext) -> None:
         self._job, self._served, self._record = job, served, JobRecorder(job, served.metrics)
         # Ids are per attempt, so late outcomes of an old attempt are dropped.
@@ -55,6 +57,7 @@ class Chat:
         self._ended = False  # True if an earlier attempt completed the answer, except for its final event
 
     async def run(self, body: Any) -> JobResult:
+        """Run the attempt to its end. Raises `JobFailure`; when cancelled, it frees the row first."""
         job, served = self._job, self._served
         settings = served.settings
         # An attempt that resumes SpecPrefill's earlier decision needs no draft model.
@@ -205,7 +208,7 @@ class Chat:
             case Refused(message=sentence):
                 self._done.set_exception(JobFailure("too_large", sentence))
             case RowFailed():
-                ours = "The engine failed on this row; the worker's log says why."
+                ours = "The engine failed on this row; the worker's log has the error."
                 self._done.set_exception(JobFailure("internal", ours, retryable=True))
 
     def _sampled(self, step: Sampled, rows: int) -> None:
@@ -216,8 +219,8 @@ class Chat:
         self._record.sampled(step.token, said, self._logprobs(step), rows, at=step.at, last=ended is not None)
         if self._guide and (broken := self._guide.error):
             if broken.ours:
-                raise RuntimeError(f"The answer left its grammar: {broken.reason}")
-            raise JobFailure("invalid_request", f"An answer cannot be held to this schema: {broken.reason}")
+                raise RuntimeError(f"the sampled token violates the grammar: {broken.reason}")
+            raise JobFailure("invalid_request", f"The request's schema cannot be enforced: {broken.reason}")
         if ended:
             self._done.set_result(self._output.finish_reason(ended))
 

@@ -26,7 +26,7 @@ def dumps(value: object) -> bytes:
 
 def dumps_with_items(value: object) -> bytes:
     """Serialize a value that contains `Items`. Raises TypeError."""
-    found, mark = list[Items](), uuid4().hex  # so no text in the value is equal to it
+    found, mark = list[Items](), uuid4().hex  # unique, so no text in the value equals it
 
     def stand_in(unknown: object) -> str:
         if not isinstance(unknown, Items):
@@ -35,7 +35,7 @@ def dumps_with_items(value: object) -> bytes:
         return mark
 
     text = _encode(value, stand_in)
-    # If a lone surrogate made `_encode` start again, each was found twice; the last time counts.
+    # If a lone surrogate made `_encode` start again, each of them was found twice; the second time counts.
     head, *tails = text.split(f'"{mark}"'.encode())
     parts = [head]
     for items, tail in zip(found[len(found) - len(tails) :], tails, strict=True):
@@ -47,10 +47,10 @@ def _encode(value: object, fallback: Callable[[object], object]) -> bytes:
     try:
         return to_json(value, inf_nan_mode="null", fallback=fallback)
     except PydanticSerializationError:
-        # A lone surrogate, which UTF-8 has no bytes for, comes out as its JSON escape.
+        # UTF-8 cannot represent a lone surrogate, so it is written as a JSON escape.
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=fallback)
         return text.encode("utf-8", "backslashreplace")
 
 
 def _refuse(unknown: object) -> NoReturn:
-    raise TypeError(f"{type(unknown).__name__} has no JSON")
+    raise TypeError(f"{type(unknown).__name__} is not JSON serializable")

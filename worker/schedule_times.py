@@ -28,7 +28,7 @@ class Crontab:
             field = str(error).removeprefix("Bad ")
             raise ValueError(f"its {field} is not valid: {_EXAMPLE}") from None
         if slot is None:
-            raise ValueError(f"there is no such day in the next fifty years: {_EXAMPLE}")
+            raise ValueError(f"no day of the next fifty years matches: {_EXAMPLE}")
 
     def after(self, moment: datetime) -> datetime:
         """Return the next time after `moment`, in UTC."""
@@ -52,7 +52,7 @@ class Hours:
         begin = int(begin_h) * 60 + int(begin_min)
         end = int(end_h) * 60 + int(end_min) if end_h else _DAY_MIN
         if begin == end:
-            raise ValueError("the hours end where they begin; 00:00-24:00 is all day")
+            raise ValueError("the hours begin and end at the same time; 00:00-24:00 is all day")
         return cls(begin, end)
 
     def __contains__(self, moment: datetime) -> bool:

@@ -29,6 +29,8 @@ def _worker_name() -> str:
 
 
 class Settings(BaseSettings):
+    """The worker's settings. Each is read from the variable `SLUICE_` + its name in capitals."""
+
     model_config = SettingsConfigDict(
         env_prefix=PREFIX,
         env_file=".env",
@@ -247,7 +249,7 @@ class Settings(BaseSettings):
     def _leaves_a_row(cls, reserved: int, info: object) -> int:
         rows = info.data.get("max_rows", reserved + 1)  # type: ignore[attr-defined]
         if reserved >= rows:
-            raise ValueError(f"{reserved} of {rows} rows reserved leaves none for offline jobs")
+            raise ValueError(f"{reserved} of {rows} rows reserved leaves none for offline jobs; reserve fewer")
         return reserved
 
     @field_validator("batch_schedule")
@@ -310,6 +312,7 @@ def _set_names() -> set[str]:
 
 
 def variable(field: str) -> str:
+    """Return the environment variable of a setting."""
     return PREFIX + field.upper()
 
 

@@ -1,4 +1,4 @@
-"""Slots that jobs wait for: interactive before offline ones, and within a lane tenant by tenant."""
+"""A semaphore with fair turns: interactive jobs before offline ones, and tenants in turn within a lane."""
 
 import asyncio
 from collections import OrderedDict
@@ -9,7 +9,7 @@ from itertools import count
 
 from schemas.keys import LANES, Lane
 
-Turn = asyncio.Future[None]  # done when the slot is the waiter's
+Turn = asyncio.Future[None]  # done when its waiter has the slot
 
 
 class Turns:
@@ -22,10 +22,12 @@ class Turns:
 
     @property
     def wanted(self) -> bool:
+        """True if a job waits for a slot."""
         return any(line.waiting for line in self._lines.values())
 
     @asynccontextmanager
     async def slot(self, lane: Lane, tenant: str) -> AsyncIterator[None]:
+        """Wait for a slot, and give it back after the block."""
         await self.take(lane, tenant)
         try:
             yield
@@ -43,14 +45,15 @@ class Turns:
             raise
 
     def queue(self, lane: Lane, tenant: str, used_s: float = 0.0) -> Turn:
-        """Return a turn to await or cancel. `used_s`: seconds for which the job has had a slot before; of a tenant's
-        jobs, the one with the least comes first."""
+        """Return a turn to await or cancel. `used_s`: seconds for which the job has used a slot before; of a tenant's
+        jobs, the one with the fewest seconds comes first."""
         turn = asyncio.get_running_loop().create_future()
         self._lines[lane].add(turn, tenant, used_s)
         self._grant()
         return turn
 
     def give_back(self) -> None:
+        """Release a slot, and grant it to the next turn."""
         self._free += 1
         self._grant()
 
@@ -62,7 +65,7 @@ class Turns:
 
 
 class _Line:
-    """The turns of a lane."""
+    """The waiting turns of a lane, by tenant."""
 
     def __init__(self) -> None:
         self._numbers = count()
@@ -76,7 +79,7 @@ class _Line:
         heappush(self._tenants.setdefault(tenant, []), (used_s, next(self._numbers), turn))
 
     def next(self) -> Turn | None:
-        """Take the next turn that is still waited for. Its tenant goes behind the others."""
+        """Remove and return the next turn that is not cancelled. Its tenant moves to the end of the order."""
         while self._tenants:
             tenant, turns = self._tenants.popitem(last=False)
             _, _, turn = heappop(turns)

@@ -1,7 +1,7 @@
-"""URLs of Redis servers: what is wrong with one, and how to show one without its password.
+"""Checks URLs of Redis servers, and redacts their passwords.
 
-`sluice/transport/redis_url.py` and `worker/redis_url.py` are the same text, and a test holds them
-equal: a backend installs no worker.
+`sluice/transport/redis_url.py` and `worker/redis_url.py` are copies, and a test keeps them equal: a backend does not
+install the worker.
 """
 
 import re
@@ -19,9 +19,9 @@ BAD_OPTION = "an option after the ? is unknown to redis-py, or has a bad value"
 
 
 def url_error(url: str) -> str | None:
-    """Say what is wrong with the URL, quoting nothing of it; None if redis-py can try it.
+    """Return the problem of the URL without quoting it, or None if redis-py can use the URL.
 
-    redis-py and urllib quote what they cannot read, and that may be a part of a password.
+    The errors of redis-py and urllib quote text that they cannot parse, which may be a part of a password.
     """
     scheme, found, rest = url.partition("://")
     if not found or scheme not in _SCHEMES:
@@ -44,18 +44,18 @@ def _wrong_server(rest: str) -> str | None:
     if place is None or int(place["port"] or 0) > _MOST_PORT:
         return f"the port must be a number up to {_MOST_PORT}"
     if slash and not re.fullmatch(r"\d*/?", path):
-        return "what follows the host must be the number of a database"
+        return "only the number of a database may follow the host"
     return None
 
 
 def redacted(url: str) -> str:
-    """Show the URL without user, password and query. What might be a part of a password is `***`."""
+    """Return the URL without user, password and query. Text that might be a part of a password becomes `***`."""
     scheme, found, rest = url.partition("://")
     if not found or scheme.lower() not in (*_SCHEMES, *_OTHER_SCHEMES):
         return _public_without_scheme(url)
     before, at, place = rest.rpartition("@")
     hidden = "***@" if at else ""
-    if "?" in before:  # the last @ may stand in a password that is an option
+    if "?" in before:  # the last @ may be in a password that is an option
         return f"{scheme}://***"
     place = re.split(r"[?#]", place)[0]
     if scheme == "unix":
@@ -64,7 +64,7 @@ def redacted(url: str) -> str:
 
 
 def _public_without_scheme(url: str) -> str:
-    """Show no more than what is surely a host and a port, as in `localhost:6379`."""
+    """Return the URL if it is certain to be a host and a port, as in `localhost:6379`; else `***`."""
     before, at, place = url.rpartition("@")
     if not url or ("?" not in before and _BARE.fullmatch(place)):
         return f"***@{place}" if at else place
@@ -83,11 +83,11 @@ def _public_place(place: str) -> str:
 
 
 def why_not_let_in(*, has_user: bool, has_password: bool, is_open: bool) -> str:
-    """Say what is wrong with the credentials of a URL that its server has refused; `is_open`: it asks for none."""
+    """Return the problem of a URL whose credentials the server refused. `is_open`: the server needs no password."""
     if not has_user and not has_password:
-        return "it wants a password; put it into the URL, as in redis://:PASSWORD@HOST:PORT/0"
+        return "it requires a password; put it into the URL, as in redis://:PASSWORD@HOST:PORT/0"
     if not is_open:
         return "it refuses the user or the password in the URL; correct them"
     if has_user:
-        return "it refuses the user or the password in the URL, and answers without them; correct or remove them"
+        return "it refuses the user or the password in the URL, but needs none; correct or remove them"
     return "it has no password, and refuses the one in the URL; remove it from the URL"

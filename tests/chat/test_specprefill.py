@@ -77,9 +77,9 @@ def test_half_in_fences_is_not_mostly_code() -> None:
 
 def test_what_is_too_long_or_has_nothing_to_leave_out_is_computed_whole_even_if_it_is_asked_for() -> None:
     _, receipt = asked(9_000, settings={"specprefill_max_tokens": 8_999}, specprefill=True)
-    assert receipt.why_whole == "The prompt has 9,000 tokens, and scoring ends at 8,999."
+    assert receipt.why_whole == "The prompt has 9,000 tokens, and prompts are scored up to 8,999."
     _, receipt = asked(thinnable=(), specprefill=True)
-    assert receipt.why_whole == "The prompt has no long text of which tokens could be left out."
+    assert receipt.why_whole == "The prompt has no long text from which tokens could be dropped."
 
 
 def test_a_receipt_tells_what_was_kept() -> None:

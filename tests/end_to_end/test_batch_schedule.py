@@ -75,7 +75,7 @@ def test_without_a_folder_it_says_that_nothing_is_taken_in(sluice: Command) -> N
     [
         (("--schedule", "at two"), "SLUICE_BATCH_SCHEDULE=at two: .*five fields, and this has 2"),
         (("--schedule", "0 0 30 2 *"), "SLUICE_BATCH_SCHEDULE=0 0 30 2 .*: .*its day-of-month is not valid"),
-        (("--schedule", "0 0 */30 2 mon#5"), "no such day in the next fifty years"),
+        (("--schedule", "0 0 */30 2 mon#5"), "no day of the next fifty years matches"),
         (("--hours", "nights"), "SLUICE_BATCH_HOURS=nights: .*hours look like 22:00-06:00"),
     ],
 )

@@ -180,7 +180,7 @@ def test_a_port_that_is_taken_keeps_the_worker_from_starting(redis_url: str) -> 
         port = taken.getsockname()[1]
         worker = WorkerProcess(redis_url, metrics_port=port).start(wait=False)
         assert worker.wait() == 2
-        assert f"SLUICE_METRICS_PORT={port}: the port is taken" in worker.log()
+        assert f"SLUICE_METRICS_PORT={port}: the port is in use" in worker.log()
         worker.stop()
 
 

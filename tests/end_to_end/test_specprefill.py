@@ -78,7 +78,7 @@ async def test_each_setting_has_its_effect(redis_url: str, client: Client, model
         assert (await result(specprefill=True))["kept"] < 0.35  # both ends of the last turn stay, whatever is asked
         assert "kept" in await result(specprefill=True, tools=[TOOL])
     with worker(redis_url, model, specprefill_max_tokens=500):
-        assert "scoring ends at 500" in (await result(specprefill=True))["skipped"]
+        assert "prompts are scored up to 500" in (await result(specprefill=True))["skipped"]
         assert await result() is None  # shorter than the threshold
 
 

@@ -28,7 +28,7 @@ def probe(port: int, path: str) -> tuple[int, dict[str, str]]:
         return 0, {}
 
 
-@pytest.mark.parametrize(("user", "why"), [("", "it wants a password"), (":kumquat@", "it refuses the user or the")])
+@pytest.mark.parametrize(("user", "why"), [("", "it requires a password"), (":kumquat@", "it refuses the user or the")])
 def test_a_worker_without_the_right_password_ends_before_it_loads_its_model(user: str, why: str) -> None:
     with Server(args=("--requirepass", "pw"), password="pw") as server:
         worker = WorkerProcess(server.url.replace("//", f"//{user}")).start(wait=False)

@@ -73,7 +73,7 @@ def test_any_other_method_is_refused_in_a_plain_line_that_names_those_allowed(pa
         answer, body = ask(port, path, method)
     assert (answer.status, answer.headers["Allow"]) == (405, "GET, HEAD")
     assert answer.headers["Content-Type"] == "text/plain; charset=utf-8"
-    assert body == b"Only GET and HEAD are answered here.\n"
+    assert body == b"Method not allowed; use GET or HEAD.\n"
 
 
 @pytest.mark.parametrize("said", ["-1", "x", "9" * 20, "\N{SUPERSCRIPT TWO}"])
@@ -118,7 +118,7 @@ def test_a_worker_with_a_part_that_hangs_is_neither() -> None:
     with probes(port := free_port(), serving({}, engine=Stopped("engine"), loop=Heartbeat("loop"))):
         assert told(port, "/healthz") == (
             503,
-            {"status": "unavailable", "engine": "it has not moved for 11 s", "loop": "ok"},
+            {"status": "unavailable", "engine": "no heartbeat for 11 s", "loop": "ok"},
         )
         assert told(port, "/readyz")[0] == 503
 
@@ -137,7 +137,7 @@ def test_a_taken_port_is_a_reason_not_to_start() -> None:
     with probes(port), pytest.raises(CannotStart) as refused, probes(port):
         pass
     assert str(refused.value) == (
-        f"SLUICE_METRICS_PORT={port}: the port is taken; each worker on a machine needs one of its own."
+        f"SLUICE_METRICS_PORT={port}: the port is in use; set another one for each worker of this machine."
     )
 
 

@@ -48,7 +48,7 @@ class BatchDirectory:
 
     async def run(self, stopping: asyncio.Event, hurry: asyncio.Event) -> None:
         """Run until `stopping`. A running feeder then has `SLUICE_GRACE_S` to end, and is killed at `hurry`."""
-        owed = False  # a slot of the schedule is ours, and its feeder failed before it took any file
+        owed = False  # True if this worker took a slot of the schedule, and its feeder failed before it took any file
         while not stopping.is_set():
             if owed or self._slot.is_set():
                 began = time.monotonic()

@@ -19,10 +19,10 @@ def verdict(body: bytes) -> tuple[str, Any]:
         value = loads(body)
     except NotJson as why:
         return "refused", str(why)
-    # The worker would take a second to read two million of these back.
+    # Checked here, since it would take the worker a second for two million strings.
     try:
         place = first_lone_surrogate(_request(value))
-    except RecursionError:  # less deep than what json reads, from Python 3.13 on much less
+    except RecursionError:  # its limit is lower than that of `json`, from Python 3.13 on much lower
         return "refused", TOO_DEEP
     if place is not None:
         return "refused", f"{place or 'The request'} holds half of a surrogate pair, which is no character."
@@ -34,7 +34,7 @@ def answer(body: bytes) -> bytes:
     said = verdict(body)
     try:
         return marshal.dumps(said)
-    except ValueError:  # its limit is 2,000 levels; json has nothing else that it refuses
+    except ValueError:  # its limit is 2,000 levels; it accepts all other values of JSON
         return marshal.dumps(("refused", TOO_DEEP))
 
 
@@ -46,6 +46,7 @@ def _request(envelope: Any) -> Any:
 
 
 def main() -> None:
+    """Read a body from stdin, and write its verdict to stdout. Ends the process by a signal at a resource limit."""
     body = sys.stdin.buffer.read()
     cpu_s, address_bytes = limits(len(body))
     limit_resources(cpu_s=cpu_s, address_bytes=address_bytes)

@@ -1,9 +1,8 @@
-"""Reads what clients send, without holding up the event loop or, for long, the interpreter's lock.
+"""Parses bodies of clients without blocking the event loop, or holding the interpreter's lock for long.
 
-A small body is read at once. A large one is read in a thread of its lane, so that offline jobs keep no interactive one
-waiting, and tenants take turns there. `json.loads` holds the interpreter's lock all the while, so a body that would
-take it long is read by a child process; it counts the values first, and sends back a refusal or the values in a form
-that is quickly read.
+A small body is parsed at once. A large one is parsed on a thread of its lane, so that interactive jobs do not wait for
+offline ones, and tenants take turns there. `json.loads` never releases the interpreter's lock, so an expensive body is
+parsed by a child process. It counts the values first, and returns an error, or the values in a form that loads fast.
 """
 
 import asyncio
@@ -25,19 +24,19 @@ from worker.turns import Turns
 
 logger = logging.getLogger("sluice.reading")
 
-SMALL_BYTES = 16_384  # takes at most some 5 ms to read and to validate
+SMALL_BYTES = 16_384  # parsed and validated in at most 5 ms
 _TOO_MUCH = {-signal.SIGXCPU, -signal.SIGSEGV, -signal.SIGABRT}
 _T = TypeVar("_T")
 
 
 class Reader:
-    """A worker has one: a thread and a child process, at most, for each lane."""
+    """Parses bodies; a worker has one. Uses at most one thread and one child process for each lane."""
 
     def __init__(self) -> None:
         self._lanes: dict[Lane, _Lane] = {}
 
     async def parse(self, body: bytes, lane: Lane, tenant: str = "") -> Any:
-        """Return the JSON value. Raises `JobFailure`."""
+        """Return the JSON value of a body. Raises `JobFailure`."""
         if len(body) <= SMALL_BYTES:
             return _parsed(body)
         dear = await self.run(is_expensive, body, size=len(body), lane=lane, tenant=tenant)
@@ -47,7 +46,7 @@ class Reader:
             return await _parsed_by_child(body)
 
     async def run(self, function: Callable[..., _T], *args: object, size: int, lane: Lane, tenant: str = "") -> _T:
-        """Call it, in the lane's thread if the body that it works on is not small."""
+        """Call a function that handles a body of `size` bytes, on the lane's thread if that is large."""
         if size <= SMALL_BYTES:
             return function(*args)
         return await self._lane(lane).call(lane, tenant, partial(function, *args))
@@ -65,7 +64,7 @@ class _Lane:
         await self._turns.take(lane, tenant)
         loop = asyncio.get_running_loop()
         running = self._thread.submit(work)
-        # Not when the job ends, but when the thread is free.
+        # The slot is free when the thread is, which may be after the job has ended.
         running.add_done_callback(partial(self._freed, loop))
         return await asyncio.wrap_future(running)
 
@@ -87,10 +86,16 @@ async def _parsed_by_child(body: bytes) -> Any:
 
 def _value_of(ended: Ended, size: int) -> Any:
     if ended.status in _TOO_MUCH:
-        raise JobFailure("too_large", "The request takes too long to read: split it, or shorten its lists and objects.")
+        raise JobFailure(
+            "too_large", "The request takes too long to parse: split it, or shorten its lists and objects."
+        )
     if ended.status:
-        logger.error("reading a body of %d bytes ended with %d: %s", size, ended.status, ended.errors[-500:])
-        raise JobFailure("overloaded", "The server has no room to read a request of this size now.", retryable=True)
+        logger.error("parsing a body of %d bytes ended with status %d: %s", size, ended.status, ended.errors[-500:])
+        raise JobFailure(
+            "overloaded",
+            "The server has no resources to parse a request of this size now; try again later.",
+            retryable=True,
+        )
     verdict, said = marshal.loads(ended.output)
     match verdict:
         case "json":
@@ -99,6 +104,6 @@ def _value_of(ended: Ended, size: int) -> Any:
             raise JobFailure("invalid_request", said)
     raise JobFailure(
         "too_large",
-        f"The request holds {said:,} JSON values; this worker reads {MAX_BODY_VALUES:,}. "
+        f"The request holds {said:,} JSON values; this worker accepts {MAX_BODY_VALUES:,}. "
         "Shorten its lists and objects, or send them as text.",
     )

@@ -3,11 +3,11 @@
 import re
 from collections.abc import Iterator
 
-# Counted as the commas and opening brackets outside of strings: at least the values that a body holds. 10,000 tool
-# calls, the most that a conversation has by default, are 60,000. To read this many takes some 50 ms.
+# The commas and opening brackets outside of strings are counted: at least as many as values. 10,000 tool calls, the
+# default limit of a conversation, are 60,000. Parsing this many takes about 50 ms.
 MAX_BODY_VALUES = 100_000
-_MOST_ESCAPES = 1_000_000  # to resolve a million takes 20 ms, and the interpreter's lock is held meanwhile
-_WIDE_BYTES = 4_000_000  # text that is not ASCII takes up to four bytes a character in memory, and is copied twice
+_MOST_ESCAPES = 1_000_000  # decoding a million takes 20 ms, during which the interpreter's lock is held
+_WIDE_BYTES = 4_000_000  # of non-ASCII text: up to four bytes a character in memory, and copied twice
 _SLICE = 65_536
 _STRING = re.compile(rb'"[^"]*"?')
 

@@ -8,6 +8,7 @@ _PLAIN_NAME = re.compile(r"[\w$-]{1,40}", re.ASCII)
 
 
 def is_text(value: str) -> bool:
+    """True if the string has no lone surrogates, so that UTF-8 can represent it."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -16,7 +17,7 @@ def is_text(value: str) -> bool:
 
 
 def first_lone_surrogate(value: Any) -> str | None:
-    """Return the path of the first string or name with half of a pair in it, as `messages[0].content`."""
+    """Return the path of the first string or name with a lone surrogate, such as `messages[0].content`, or None."""
     return next(_places(value, ""), None)
 
 

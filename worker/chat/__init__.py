@@ -1,1 +1,1 @@
-"""One chat job: its request, images, resuming, record and result."""
+"""Runs one chat job: request, images, resuming, recording, result."""

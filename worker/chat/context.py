@@ -1,4 +1,4 @@
-"""The parts of a worker that its jobs use."""
+"""The objects of a worker that its jobs use."""
 
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ class Engine(Protocol):
         """Queue a sequence. Its id must never have been used before."""
 
     def remove(self, sequence_id: str) -> None:
-        """Remove a sequence in any state; one that has ended is ignored. Its listener is not called any more."""
+        """Remove a sequence in any state; one that has ended is ignored. Its listener is no longer called."""
 
 
 @dataclass(frozen=True, slots=True)

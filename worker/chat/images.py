@@ -15,7 +15,7 @@ from worker.schedule.recent import ByteLRU
 from worker.schedule.request import Lane, ProcessedImage, PromptImage
 from worker.settings import Settings
 
-_KNOWN_BYTES = 300_000_000  # two photos of 12 megapixels, as Qwen's processor prepares them
+_KNOWN_BYTES = 300_000_000  # two photos of 12 megapixels after Qwen's preprocessing
 
 
 class ImageProcessor(Protocol):
@@ -82,14 +82,14 @@ class ImageInputs:
 
 
 class PixelBudget:
-    """Limits the pixels of images for jobs that the engine has not admitted, and whose memory it does not count."""
+    """Limits the pixels of images that wait for the engine, which does not count their memory before admission."""
 
     def __init__(self, most: int) -> None:
         """`most`: the limit in pixels. The oldest job may exceed it, so that one job can always proceed."""
         self._most, self._pixels, self._left = most, dict[str, int](), asyncio.Event()
 
     async def enter(self, id: str, pixels: int) -> None:
-        """Add the job's pixels, when the limit allows it."""
+        """Add pixels to the job's share. Waits until the limit allows it."""
         self._pixels.setdefault(id, 0)
         while sum(self._pixels.values()) + pixels > self._most and next(iter(self._pixels)) != id:
             self._left.clear()

@@ -31,7 +31,7 @@ class Pace:
         self._tokens, self._first_at, self._last_at = 0, 0.0, 0.0
 
     def count(self, at: float) -> None:
-        """`at`: monotonic seconds."""
+        """Count a token. `at`: monotonic seconds."""
         if not self._tokens:
             self._first_at = at
         self._tokens, self._last_at = self._tokens + 1, at
@@ -69,8 +69,9 @@ class JobRecorder:
         self._job.usage.completion_tokens = len(earlier.tokens)
 
     def prefilled(self, done: int, total: int, cached: int) -> None:
+        """Record the progress of the prefill, in tokens. `cached`: tokens found in the prefix cache."""
         self._prefilled_at = time.monotonic()
-        if not self._steps:  # else the row is recomputed after a failure, from KV state that it computed itself
+        if not self._steps:  # else the row is recomputed after a failure, partly from KV state that it computed itself
             self._job.usage.cached_tokens = min(cached, self._job.usage.prompt_tokens)
         self.progress("prefill", done, total)
 

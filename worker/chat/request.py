@@ -24,7 +24,7 @@ def read_request(body: Any, served: str, *, max_parts: int, drafted: bool = Fals
     except ValidationError as error:
         raise JobFailure("invalid_request", explain(error)) from None
     except RecursionError:
-        raise JobFailure("invalid_request", "The request is nested too deeply.") from None
+        raise JobFailure("invalid_request", "The request is nested too deeply; flatten it.") from None
     if request.model not in (None, served):
         raise JobFailure("invalid_request", f"model: this queue serves {served!r}, not {request.model!r}.")
     if not drafted:
@@ -57,7 +57,7 @@ def _refuse_too_many(parts: int, most: int) -> None:
 
 
 def _refuse_large_arguments(messages: list[Message]) -> None:
-    """Limit the JSON values in arguments of earlier calls, which are parsed for the chat template."""
+    """Refuse too many JSON values in the arguments of earlier calls, which are parsed for the chat template."""
     written = {
         f"messages[{place}].tool_calls[{index}].function.arguments": call.function.arguments
         for place, message in enumerate(messages)

@@ -19,7 +19,7 @@ _ENDINGS: tuple[Literal["length", "stop"], ...] = ("length", "stop")
 class Delivered:
     """Output delivered since an attempt last started over."""
 
-    fingerprint: str  # of the model that generated it
+    fingerprint: str  # fingerprint of the model that generated it
     seed: int
     tokens: tuple[int, ...]
     said: OutputDelta
@@ -48,7 +48,7 @@ class _Delta(Sent):
     logprobs: list[dict[str, Any]] = Field(default_factory=list)
 
 
-# Stands for a log that no worker wrote: it is unknown which output its readers received.
+# Result for a log that no worker wrote: it is unknown which output its subscribers received.
 _UNREADABLE = Delivered("", 0, (), OutputDelta())
 
 
@@ -96,13 +96,15 @@ def _said(delta: dict[str, Any]) -> OutputDelta:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    output: Output  # in the state of the earlier attempt's
+    """The output parser after the delivered tokens."""
+
+    output: Output  # in the state that it had in the earlier attempt
     # True if the answer was complete: the worker died before it wrote the final event.
     ended: bool
 
 
 def replay(earlier: Delivered, afresh: Callable[[], Output], check: Check = never) -> Replayed | None:
-    """Replay the delivered tokens. Returns None if they yield another text than the delivered one."""
+    """Replay the delivered tokens. Returns None if they yield another text than was delivered."""
 
     def fed(output: Output) -> Iterator[OutputDelta]:
         for token in earlier.tokens:

@@ -20,7 +20,7 @@ _MOSTLY_CODE = 0.5  # share of the conversation's characters in code fences: an 
 
 @dataclass(slots=True)
 class SpecPrefillReport:
-    """The part of a prompt that was computed, and why. Empty if SpecPrefill is off, or if the prompt is short."""
+    """The prompt tokens that were kept, or why all were. Empty if SpecPrefill is off, or if the prompt is short."""
 
     draft: str = ""
     why_whole: str = ""
@@ -70,9 +70,9 @@ def thinning_of(
 def _why_whole(request: ChatRequest, prompt: Prompt, settings: Settings, *, asked: bool) -> str:
     most = settings.specprefill_max_tokens
     if len(prompt.tokens) > most:
-        return f"The prompt has {len(prompt.tokens):,} tokens, and scoring ends at {most:,}."
+        return f"The prompt has {len(prompt.tokens):,} tokens, and prompts are scored up to {most:,}."
     if not prompt.droppable_ranges:
-        return "The prompt has no long text of which tokens could be left out."
+        return "The prompt has no long text from which tokens could be dropped."
     if asked:
         return ""
     if request.offered_tools:
@@ -106,7 +106,7 @@ def stored(receipt: SpecPrefillReport, fingerprint: str) -> str:
 
 
 def recalled(told: bytes, fingerprint: str, prompt_tokens: int) -> SpecPrefillReport | None:
-    """Load a stored report. None if there is none, if it is of another model, or if it is invalid."""
+    """Load a stored report. Returns None if there is none, if it is of another model, or if it is invalid."""
     try:
         earlier = json.loads(told or b"{}")
         if earlier.pop("fingerprint", None) != fingerprint:
@@ -120,7 +120,7 @@ def recalled(told: bytes, fingerprint: str, prompt_tokens: int) -> SpecPrefillRe
 
 
 def _sound(report: SpecPrefillReport) -> bool:
-    """Return whether the values that go into the result are of their types."""
+    """True if the values that go into the result have their types."""
     texts = isinstance(report.draft, str) and isinstance(report.why_whole, str)
     return texts and isinstance(report.scoring_s, int | float) and isfinite(report.scoring_s)
 

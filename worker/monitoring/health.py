@@ -10,7 +10,7 @@ from worker.monitoring.heartbeat import Heartbeat
 
 Part = Callable[[], str | None]
 
-_SILENT_S = 10.0  # longer than any step of the engine and any pause of the loop that ends by itself
+_SILENT_S = 10.0  # longer than any step of the engine, and any pause of the event loop that is not a hang
 
 
 class Health:
@@ -32,12 +32,13 @@ class Health:
         return _told(self._alive)
 
     def ready(self) -> dict[str, str]:
+        """Return "ok" or the problem, by part; those of `alive` included."""
         return _told({**self._alive, **self._ready})
 
     def _is_stalled(self, pulse: Heartbeat) -> Part:
         def part() -> str | None:
             silent_s = pulse.stalled_s()
-            return f"it has not moved for {silent_s:.0f} s" if silent_s > self._silent_s else None
+            return f"no heartbeat for {silent_s:.0f} s" if silent_s > self._silent_s else None
 
         return part
 

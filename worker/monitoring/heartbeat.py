@@ -14,6 +14,7 @@ class Heartbeat:
         self._beat: float | None = None
 
     def beat(self) -> None:
+        """Record that the thread makes progress now."""
         self._beat = time.monotonic()
 
     async def keep_beating(self) -> None:
@@ -26,6 +27,7 @@ class Heartbeat:
             self.pause()
 
     def pause(self) -> None:
+        """Stop counting until the next beat, since the thread has nothing to do."""
         self._beat = None
 
     def refresh(self) -> None:

@@ -18,9 +18,9 @@ from worker.schedule.report import StepReport
 
 _Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
 
-# A token takes a Mac from 5 ms (a small model) to some 100 ms, the default target of a step; more is trouble.
+# A token takes 5 ms (a small model on a Mac) to 100 ms, the default target of a step; more shows a problem.
 _TOKEN_S = (0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.125, 0.15, 0.2, 0.3, 0.5, 1, 2, 5)
-# From a job that is picked up at once to an offline one's day in the queue, with the minutes of a long prompt between.
+# From a job that is claimed at once, over the minutes of a long prompt, to an offline job that is queued for a day.
 _JOB_S = (
     0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 20, 30, 60, 120, 300, 600, 1800,
     3600, 14_400, 86_400,
@@ -123,7 +123,7 @@ class Metrics:
     # A job's life
 
     def claimed(self, lane: Lane, *, queue_s: float, lapses: int) -> None:
-        """`lapses`: how often the job's lease has expired while it ran."""
+        """Count a claim. `queue_s`: seconds in the queue. `lapses`: times that the job's lease expired while it ran."""
         self._running[lane].inc()
         self._queue_s[lane].observe(queue_s)
         if lapses:
@@ -142,6 +142,7 @@ class Metrics:
     def finished(
         self, lane: Lane, reason: str, *, e2e_s: float, decode_s: float, prompt_tokens: int, completion_tokens: int
     ) -> None:
+        """Count a finished job. `reason`: its finish reason. `e2e_s`: seconds since submission."""
         self._ended[lane, reason].inc()
         self._e2e_s[lane].observe(e2e_s)
         self._decode_s[lane].observe(decode_s)
@@ -149,24 +150,28 @@ class Metrics:
         self._answers[lane].observe(completion_tokens)
 
     def failed(self, lane: Lane, error: ErrorType) -> None:
+        """Count a failed job."""
         self._ended[lane, "error"].inc()
         self._failed[lane, error].inc()
         if error in _NOT_ADMITTED:
             self._rejected[lane, error].inc()
 
     def cancelled(self, lane: Lane) -> None:
+        """Count a cancelled job."""
         self._ended[lane, "abort"].inc()
 
     def left(self, lane: Lane) -> None:
         """Count that a claimed job has left this worker: once per claim, if requeued or lost too."""
         self._running[lane].dec()
 
-    # How things stand
+    # Current state
 
     def waiting(self, lane: Lane, jobs: int) -> None:
+        """Set the number of jobs that wait in the lane's queue."""
         self._waiting[lane].set(jobs)
 
     def stepped(self, step: StepReport) -> None:
+        """Record a step of the engine."""
         self._step_rows.observe(step.rows)
         self._step_s.observe(step.seconds)
         self._no_room.set(step.num_waiting)
@@ -212,7 +217,7 @@ class _Families:
 
 class _Tokens:
     """Tokens and the time between them, counted by hand: prometheus-client's counter and histogram take 1.7 µs for
-    each, of the ten in which a token is to be said and published; this takes a third of that."""
+    each, of the ten that publishing a token may take; this takes a third of that."""
 
     def __init__(self, model_name: str) -> None:
         self._model = model_name

@@ -1,4 +1,4 @@
-"""The port on which Prometheus reads the metrics, and supervisors and load balancers ask for the worker's health."""
+"""The HTTP server for metrics and health checks."""
 
 import errno
 import json
@@ -48,8 +48,8 @@ def answer_probes(port: int | None, registry: CollectorRegistry, health: Health)
 class _Server(ThreadingTCPServer):
     """A plain TCP server: HTTPServer resolves this machine's name at start, which may take seconds."""
 
-    allow_reuse_address = True  # a worker that is started again finds its port free
-    daemon_threads = True  # a scrape does not hold up the end
+    allow_reuse_address = True  # a restarted worker can use its port at once
+    daemon_threads = True  # a scrape does not delay the end of the process
 
     def handle_error(self, request: object, client_address: object) -> None:
         gone = isinstance(sys.exc_info()[1], ConnectionError | TimeoutError)
@@ -71,7 +71,7 @@ class _Handler(MetricsHandler):
             case "/readyz":
                 self._tell(self.health.ready())
             case _:
-                self._answer(404, _TEXT, b"There are /metrics, /healthz and /readyz here.\n")
+                self._answer(404, _TEXT, b"Not found; use /metrics, /healthz or /readyz.\n")
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -79,7 +79,7 @@ class _Handler(MetricsHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Send errors as plain text instead of the library's HTML, in particular for methods without a `do_...`."""
         if code == HTTPStatus.NOT_IMPLEMENTED:
-            self._answer(405, _TEXT, b"Only GET and HEAD are answered here.\n", allow="GET, HEAD")
+            self._answer(405, _TEXT, b"Method not allowed; use GET or HEAD.\n", allow="GET, HEAD")
             self._drop_body()
         else:
             self._answer(code, _TEXT, f"{message or HTTPStatus(code).phrase}\n".encode("ascii", "replace"))
@@ -110,5 +110,5 @@ class _Handler(MetricsHandler):
 
 def _why(error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return "the port is taken; each worker on a machine needs one of its own."
-    return f"nothing can be served there: {error.strerror}."
+        return "the port is in use; set another one for each worker of this machine."
+    return f"the port cannot be opened: {error.strerror}."

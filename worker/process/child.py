@@ -1,4 +1,4 @@
-"""Child processes, for work that a thread could not stop, or that would hold the interpreter's lock there."""
+"""Runs child processes, for work that could not be stopped on a thread, or would hold the interpreter's lock."""
 
 import asyncio
 import os
@@ -15,15 +15,17 @@ _ROOT = Path(__file__).parents[2]  # the folder of the package `worker`
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    status: int  # negative: the signal that ended it
+    """A process that has ended."""
+
+    status: int  # exit status; minus the number of the signal if one ended it
     output: bytes
     errors: bytes
 
 
 async def run_child(module: str, given: bytes) -> Ended:
-    """Run `python -m module` once, with `given` on its standard input. If the caller is cancelled, the process ends.
+    """Run `python -m module` once, with `given` on its standard input. If the caller is cancelled, it is killed.
 
-    A thread of its own starts it and waits for it, so that the event loop is not blocked.
+    A new thread starts the process and waits for it, so that the event loop is not blocked.
     """
     child, thread = _Child(module, given), ThreadPoolExecutor(1, "child")
     running = asyncio.get_running_loop().run_in_executor(thread, child.run)
@@ -47,7 +49,7 @@ class _Child:
     def run(self) -> Ended:
         with start(self._module) as process:
             self._process = process
-            if self._unwanted.is_set():  # in this order: `kill` sets it before it checks for a process
+            if self._unwanted.is_set():  # checked after `_process` is set: `kill` uses the opposite order
                 process.kill()
             output, errors = process.communicate(self._given)
         return Ended(process.returncode, output, errors)
@@ -59,16 +61,18 @@ class _Child:
 
 
 def start(module: str) -> subprocess.Popen[bytes]:
-    """Start it without a fork, which takes long when the caller has many gigabytes in memory and holds the
-    interpreter's lock. The caller's thread receives no more interrupts."""
-    # The process inherits this: an interrupt from the terminal is meant for the worker.
+    """Start `python -m module` with pipes. The calling thread receives no more interrupts.
+
+    It does not fork, which would take long for a process of many gigabytes, and hold the interpreter's lock.
+    """
+    # The process inherits this: Ctrl-C in the terminal is meant for the worker.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        # So, and with neither a session nor a working directory of its own, it is posix_spawn. What Python opens is
+        # With this, and without a new session or working directory, Popen uses posix_spawn. Files that Python opens are
         # closed in the new process anyway.
         close_fds=False,
     )  # fmt: skip

@@ -12,14 +12,14 @@ from worker.errors import CannotStart
 
 logger = logging.getLogger("sluice")
 
-EXIT_FAILED = 1  # as Python's own for an exception
+EXIT_FAILED = 1  # Python's own code for an exception
 EXIT_CANNOT_START = 2
-EXIT_FORCED = 5  # a second signal, and not every job was handed back
+EXIT_FORCED = 5  # after a second signal, with jobs that were not requeued
 _EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 class ExitTimer:
-    """Ends the process after a time limit, if it has not ended by itself. A process has one."""
+    """Ends the process after a time limit, unless it ends before. A process has one."""
 
     def __init__(self) -> None:
         self._timer: threading.Timer | None = None
@@ -54,7 +54,7 @@ class ExitTimer:
 
 
 def _exit_code(error: BaseException) -> int:
-    """Return the code with which the process would end because of it, if no thread kept it."""
+    """Return the exit code of a process that ends by this error."""
     match error:
         case CannotStart():
             return EXIT_CANNOT_START
@@ -68,6 +68,6 @@ def _end(code: int, error: BaseException | None) -> None:
         logger.critical("the worker failed", exc_info=error)
     elif code == EXIT_CANNOT_START:
         logger.critical("%s", error)
-    logger.warning("a thread is still at work: ending without it")
+    logger.warning("a thread still runs: ending without it")
     logging.shutdown()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Limits of a child process."""
+"""Sets resource limits of a child process."""
 
 import resource
 import sys

@@ -137,7 +137,7 @@ async def test_a_missing_password_is_a_reason_not_to_start() -> None:
     with Server() as server:
         async with Redis.from_url(server.url) as admin:
             await admin.config_set("requirepass", "pw")
-        assert "it wants a password; put it into the URL" in await why_not(server.url)
+        assert "it requires a password; put it into the URL" in await why_not(server.url)
         assert (await why_not(with_user(server.url, ":no"))).endswith("it refuses the user or the password in the URL; "
                                                                       "correct them.")  # fmt: skip
 

@@ -83,8 +83,8 @@ class TemplateAdapter:
         text = trials.whole(_changed(conversation, changes))
         if text is None:
             return None
-        # If the changes that earlier requests needed are enough, so is every larger set: this one trial replaces most of
-        # the trials below.
+        # If the changes that earlier requests needed are enough, so is every larger set: this trial replaces most of
+        # those below.
         likely = [each for each in changes if each in self._needed[ladder]]
         enough = trials.whole(_changed(conversation, likely)) if likely else None
         for adaptation in reversed(changes):
