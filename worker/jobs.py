@@ -208,7 +208,7 @@ class Chat:
             case Refused(message=sentence):
                 self._done.set_exception(JobFailure("too_large", sentence))
             case RowFailed():
-                ours = "The engine failed on this row; the worker's log has the error."
+                ours = "The engine failed on this row; the worker's log says why."
                 self._done.set_exception(JobFailure("internal", ours, retryable=True))
 
     def _sampled(self, step: Sampled, rows: int) -> None:

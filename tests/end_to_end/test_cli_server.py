@@ -36,8 +36,8 @@ def refused(sluice: Command, url: str) -> str:
 
 def test_a_password_that_is_missing_is_asked_for(sluice: Command, closed_server: str) -> None:
     assert refused(sluice, f"redis://{closed_server}/0") == (
-        f"the server at redis://{closed_server}/0 refuses the connection: it requires a password; put it into the URL, as "
-        "in redis://:PASSWORD@HOST:PORT/0."
+        f"the server at redis://{closed_server}/0 refuses the connection: it requires a password; put it into the URL, "
+        "as in redis://:PASSWORD@HOST:PORT/0."
     )
 
 

@@ -162,7 +162,7 @@ async def test_nobody_can_run_a_cron_job_through_the_queue(redis_url: str, db: R
     async with working(settings(redis_url), FakeChat().chat, crons=[keeper.cron], clock=Clock()):
         await put(db, "a", envelope({}, function="night"))
         (said,) = await ended(db, "a")
-    assert said["error"]["message"] == "There is no function 'night' here; this worker has: chat."
+    assert said["error"]["message"] == "The function 'night' does not exist; this worker has: chat."
     assert keeper.ran == 0
 
 

@@ -97,12 +97,12 @@ async def test_a_good_job_says_what_it_says_and_leaves_its_result(redis_url: str
 
 BODIES: dict[str, tuple[bytes | None, str, str]] = {
     "an unknown function": (
-        envelope({}, function="rm"), "invalid_request", "There is no function 'rm' here; this worker has: chat.",
+        envelope({}, function="rm"), "invalid_request", "The function 'rm' does not exist; this worker has: chat.",
     ),
     "a function with a long name": (
         envelope({}, function="x" * 500),
         "invalid_request",
-        f"There is no function {'x' * 64!r} here; this worker has: chat.",
+        f"The function {'x' * 64!r} does not exist; this worker has: chat.",
     ),
     "not JSON": (b"hello", "invalid_request", NOT_JSON),
     "not UTF-8": (b'{"f": "chat", "a": ["\xff"], "k": {}}', "invalid_request", NOT_JSON),
@@ -115,7 +115,7 @@ BODIES: dict[str, tuple[bytes | None, str, str]] = {
     "no argument": (envelope(), "invalid_request", ONE_ARGUMENT),
     "no lists at all": (b'{"f": "chat"}', "invalid_request", ONE_ARGUMENT),
     "an expired body": (None, "invalid_request", EXPIRED),
-    "too many bytes": (b" " * 5_001, "too_large", "The job is 5,001 bytes; this worker takes 5,000 at most."),
+    "too many bytes": (b" " * 5_001, "too_large", "The job is 5,001 bytes; this worker accepts 5,000."),
 }  # fmt: skip
 
 
@@ -522,8 +522,8 @@ async def test_the_log_of_a_worker_that_stops_tells_how_long_it_waits_and_how_to
             worker.stop()
         await until(lambda: not worker.jobs)
     assert [message for message in caplog.messages if message.startswith("SIGTERM")] == [
-        "SIGTERM: stopping; waiting up to 60 s for 1 job; a second signal hands back what runs at once",
-        "SIGTERM again: handing back 1 job",
+        "SIGTERM: stopping; waiting up to 60 s for 1 job; a second signal requeues them at once",
+        "SIGTERM again: requeueing 1 job",
     ]
 
 

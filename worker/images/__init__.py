@@ -1,2 +1,2 @@
-"""Images: from the parts of a request to pixels. Used by a vision model's worker; independent of MLX, Redis and text
-processing."""
+"""Turns the image parts of a request into pixels. Used by a vision model's worker; independent of MLX, Redis and
+text processing."""

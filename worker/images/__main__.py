@@ -1,7 +1,7 @@
-"""The process started by `worker.images.decoder`: requests arrive on stdin, images and errors leave on stdout.
+"""Child process that decodes images: see `worker.images.decoder`.
 
-A request is a line of JSON, then as many bytes as it announces. An answer is a line of JSON and, for an image, its
-pixels."""
+A request on stdin is a line of JSON, followed by `length` bytes. An answer on stdout is a line of JSON, followed by the
+pixels of an image."""
 
 import json
 import os
@@ -19,8 +19,8 @@ from worker.images.image import Image
 
 
 def main() -> None:
-    """Serve stdin until it ends. What else the process prints goes to stderr."""
-    # These signals are for the worker, which may run on for a while. This process ends when stdin does.
+    """Answer the requests on stdin until it ends. All other output of the process goes to stderr."""
+    # These signals are for the worker, which may still need this process while it drains. It ends when stdin does.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     warnings.simplefilter("ignore")  # Pillow's, about irregular files

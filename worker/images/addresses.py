@@ -17,8 +17,8 @@ _NAT64 = IPv6Network("64:ff9b::/96")
 
 
 def is_public(address: str) -> bool:
-    """Return True if the address is on the public internet, by its number alone: not this machine, its network, or a
-    cloud's metadata service. Raises ValueError for text that is not an address."""
+    """True if the address is on the public internet, by its number: not this machine, its network, or a cloud's
+    metadata service. Raises ValueError for text that is not an address."""
     ip = ip_address(address)
     if isinstance(ip, IPv4Address):
         return ip.is_global and not ip.is_multicast and not any(ip in network for network in _NOT_PUBLIC_4)

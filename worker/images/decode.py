@@ -20,7 +20,7 @@ _SLIMMEST = 200
 # Each scan of a progressive JPEG of 25 megapixels takes 40 ms to decode, and can be 42 bytes. Encoders write ten.
 _MOST_SCANS = 100
 
-# What Pillow raises for damaged files, found by damaging files. AssertionError: for a missing palette.
+# Errors that Pillow raises for damaged files, found by damaging files. AssertionError: for a missing palette.
 _DAMAGED = (OSError, SyntaxError, ValueError, LookupError, TypeError, EOFError, struct.error, AssertionError)
 
 _UPRIGHT = {
@@ -35,8 +35,8 @@ _UPRIGHT = {
 
 
 def decode(data: bytes, *, max_pixels: int, declared: str | None = None, low: bool = False) -> Image:
-    """Decode a file to an upright, opaque RGB image. `declared`: the media type that the file must have; None if there
-    is none. `low`: reduce it to the resolution of `detail: low`. Colour profiles are ignored: samples are taken as they
+    """Decode a file to an upright, opaque RGB image. `declared`: the media type that the file must have; None for
+    any. `low`: reduce it to the resolution of `detail: low`. Colour profiles are ignored: samples are taken as they
     are. Blocks. Raises `JobFailure`."""
     kind = _kind(data, declared)
     try:

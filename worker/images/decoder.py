@@ -1,7 +1,7 @@
-"""Handle of a process that decodes images.
+"""Runs a child process that decodes images.
 
-Not a thread: decoding a large WebP keeps the engine's thread waiting for the interpreter's lock for tens of
-milliseconds, a thread that takes minutes over a malicious file cannot be stopped, and a crash in a decoder's C code
+A thread would not do: decoding a large WebP holds the interpreter's lock for tens of milliseconds, which the engine's
+thread needs; a thread that takes minutes for a malicious file cannot be stopped; and a crash in a decoder's C code
 would end every job of the worker."""
 
 import json
@@ -74,7 +74,7 @@ class Decoder:
         self.kill()
         self._process.wait()
         for pipe in (self._tasks, self._answers):
-            with suppress(OSError):  # unwritten input is of no use any more
+            with suppress(OSError):  # unwritten input is no longer needed
                 pipe.close()
 
 

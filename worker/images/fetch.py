@@ -95,5 +95,5 @@ class Fetcher:
         return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
     def close(self) -> None:
-        """Release the threads. Blocks for no lookup."""
+        """Release the threads, without waiting for lookups."""
         self._names.shutdown(wait=False, cancel_futures=True)

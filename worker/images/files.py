@@ -45,7 +45,7 @@ def kind_of(data: bytes) -> str | None:
 
 
 def declared_kind(media_type: str) -> str | None:
-    """Return the format of a media type in lower case; None if it is none of `READ`."""
+    """Return the format of a media type in lower case; None if it is not supported."""
     return _DECLARED.get(media_type)
 
 

@@ -1,4 +1,4 @@
-"""The part of HTTP/1.1 needed to get one file; nothing of unbounded length is ever read at once."""
+"""The part of HTTP/1.1 that fetching one file needs. Every read has a maximum length."""
 
 import asyncio
 import re

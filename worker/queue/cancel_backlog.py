@@ -45,7 +45,7 @@ class CancelBacklog:
                 await asyncio.sleep(_RETRY_S)
 
     def _next_batch(self) -> list[str]:
-        """Remove up to `_BATCH` ids from the backlog, interrupt those that run here by now, and return the others."""
+        """Remove up to `_BATCH` ids from the backlog. Interrupts jobs that run here now, and returns the other ids."""
         ids = list(islice(self._pending, _BATCH))
         for job_id in ids:
             del self._pending[job_id]

@@ -1,4 +1,4 @@
-"""Cron jobs with crontab expressions, in UTC. Each slot is run by the one worker that takes it."""
+"""Cron jobs with crontab expressions, in UTC. One worker takes each slot and runs it."""
 
 import logging
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from worker.schedule_times import Crontab
 
 logger = logging.getLogger("sluice.queue")
 
-_TAKEN_S = 86_400  # how long a slot stays taken: a worker that has been busy may try to take it late
+_TAKEN_S = 86_400  # expiry of a taken slot: a busy worker may try to take it late
 
 
 class Cron(CronJob):
@@ -26,6 +26,7 @@ class Cron(CronJob):
         self._crontab, self._free = crontab, free
 
     def calculate_next(self, prev_run: datetime) -> None:
+        """Set the next slot after `prev_run`. Overrides arq's method."""
         self.next_run = self._crontab.after(prev_run)
 
     async def run_if_due(self, redis: Redis, worker: str, now: datetime) -> None:
@@ -51,6 +52,6 @@ class Cron(CronJob):
         except ResponseError:
             if await redis.type(key) in (b"string", b"none"):
                 raise
-            logger.warning("%s holds a foreign value: nobody takes this slot", key)
+            logger.warning("%s holds a foreign value: this slot is skipped", key)
             return False
         return before in (None, worker.encode())

@@ -9,10 +9,11 @@ from worker.queue.job.job import Job
 
 logger = logging.getLogger("sluice.queue")
 
-_LAST_WRITES_S = 5.0  # for the last writes of a worker that stops, if Redis does not answer just then
+_LAST_WRITES_S = 5.0  # for the last writes of a stopping worker, if Redis does not answer at once
 
 
 def jobs_text(count: int) -> str:
+    """Return the number of jobs in words, such as "1 job"."""
     return "1 job" if count == 1 else f"{count} jobs"
 
 
@@ -21,8 +22,8 @@ def farewell(running: int, grace_s: float) -> str:
     if not running:
         return "no job is running"
     if not grace_s:
-        return f"handing back {jobs_text(running)}"
-    return f"waiting up to {grace_s:g} s for {jobs_text(running)}; a second signal hands back what runs at once"
+        return f"requeueing {jobs_text(running)}"
+    return f"waiting up to {grace_s:g} s for {jobs_text(running)}; a second signal requeues them at once"
 
 
 async def drain(jobs: Callable[[], Collection[Job]], grace_s: float, force_stop: asyncio.Event) -> None:
@@ -38,7 +39,7 @@ async def drain(jobs: Callable[[], Collection[Job]], grace_s: float, force_stop:
         job.interrupt(Requeue())
     await asyncio.wait([asyncio.create_task(_all_ended(jobs))], timeout=_LAST_WRITES_S)
     if left := jobs():
-        logger.error("jobs that could not be handed back: %d; others take them when the lease is out", len(left))
+        logger.error("%d jobs could not be requeued: other workers take them over when their leases expire", len(left))
 
 
 async def _all_ended(jobs: Callable[[], Collection[Job]]) -> None:

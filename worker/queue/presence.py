@@ -1,4 +1,4 @@
-"""Presence of a worker: a hash with the model and limits that it serves, which expires with the lease."""
+"""Publishes a worker's presence: a hash with its model and limits, which expires with its lease."""
 
 import logging
 import re
@@ -63,7 +63,7 @@ class Presence:
             raise
 
     async def _delete_foreign(self) -> None:
-        """Delete values that are not hashes from our keys: other programs wrote them, and they hide the worker."""
+        """Delete values of other types from our keys: other programs wrote them, and they hide the worker."""
         for key in (self._key, self._model_key):
             if (kind := await self._redis.type(key)) not in (b"hash", b"none"):
                 logger.warning("deleted a foreign value: %s held a %s", key, kind.decode())
@@ -105,7 +105,7 @@ class Presence:
 
 
 def _less(due: Mapping[Lane, int], workers: Iterable[bytes], now: float) -> dict[Lane, int]:
-    """Waiting jobs by lane: due jobs minus those that live workers run, since running jobs stay in the queue."""
+    """Waiting jobs by lane: due jobs minus running jobs of live workers, since running jobs stay in the queue."""
     said = [match.groups() for worker in workers if (match := _SAID.fullmatch(worker))]
     alive = [running for until, *running in said if int(until) > now]
     return {lane: max(0, due[lane] - sum(int(running[i]) for running in alive)) for i, lane in enumerate(LANES)}

@@ -1,4 +1,4 @@
-"""Number of rows that a lane may still take."""
+"""Computes how many rows a lane may still take."""
 
 from collections.abc import Collection
 from datetime import datetime

@@ -1,4 +1,4 @@
-"""The Lua scripts."""
+"""Loads the Lua scripts."""
 
 from functools import cache
 from importlib.resources import files
@@ -9,8 +9,8 @@ from redis.commands.core import AsyncScript
 JOB_LIFE_MS = 86_400_000  # expiry of the keys of a job that has not ended: arq's default for a queued body
 
 
-# Files that a script needs, besides `lib` and `index`. Those two and `cancel` are in `sluice` too, since a backend does
-# not install `worker`; a test checks that the copies are equal.
+# Files that a script needs in addition to `lib` and `index`. These two and `cancel` are in `sluice` too, since a
+# backend does not install `worker`; a test checks that the copies are equal.
 _PARTS = {"claim": ("places", "mend"), "release": ("places",)}
 
 

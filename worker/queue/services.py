@@ -1,4 +1,4 @@
-"""Tasks that run as long as the worker does."""
+"""Runs tasks for as long as the worker runs."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine

@@ -1,4 +1,4 @@
-"""The worker's pub/sub connection, for wake-ups and cancellations."""
+"""Receives wake-ups and cancellations by pub/sub."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ logger = logging.getLogger("sluice.queue")
 # A flood of messages is read at this pace, which leaves most of the event loop's and the interpreter's time to streams.
 _AT_ONCE = 32  # messages: some 2 ms of work
 _WINDOW_S = 0.01
-_QUIET_S = 5.0  # after it a ping is sent; after the same time again without an answer, the connection is lost
+_QUIET_S = 5.0  # silence after which a ping is sent; without an answer for as long again, the connection is lost
 
 
 class ControlListener:
@@ -60,7 +60,7 @@ class ControlListener:
                 await pace.keep()
 
     async def _keyspace_channels(self) -> list[str]:
-        """Channels that our user may subscribe to: the server refuses a whole SUBSCRIBE if one channel is denied."""
+        """Return the channels that our user may subscribe to: the server refuses SUBSCRIBE if one channel is denied."""
         db = self._redis.connection_pool.connection_kwargs.get("db", 0)
         channels = [f"__keyspace@{db}__:{keys.queue(self._model, lane)}" for lane in keys.LANES]
         denied = await forbidden(self._redis, [Need("SUBSCRIBE", (channel,), channel) for channel in channels])
@@ -107,7 +107,7 @@ async def _messages(pubsub: PubSub) -> AsyncIterator[dict[str, Any]]:
 
 
 async def allow_keyspace_events(redis: Redis) -> None:
-    """Add "Kz" to the server's notify-keyspace-events if it permits, and keep the flags that an operator has set."""
+    """Add "Kz" to the server's notify-keyspace-events if the server permits it. Other flags are kept."""
     try:
         flags = (await redis.config_get("notify-keyspace-events")).get("notify-keyspace-events", "")
         if "K" not in flags or not {"z", "A"} & set(flags):

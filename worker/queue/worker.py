@@ -100,7 +100,7 @@ class QueueWorker(Worker):
         self.pulse = Heartbeat("event loop")
         self.leases = LeaseKeeper(settings, self._held, self._lost, [self.pulse, *pulses])
         self._awake, self.stopping, self.force_stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        # Short compared with a lease, so that a dead worker's jobs wait hardly longer than their lease.
+        # Much shorter than a lease, so that a dead worker's jobs wait hardly longer than for their leases.
         self._sweep_s = min(self.poll_delay_s, max(0.1, settings.lease_s / 20))
         self._swept_at = 0.0  # monotonic
         self._check, self._met = check or ServerCheck(redis, settings), False
@@ -139,16 +139,18 @@ class QueueWorker(Worker):
         if not self.stopping.is_set():
             logger.info("%s: stopping; %s", name, farewell(len(self.jobs), self.settings.grace_s))
         elif not self.force_stop.is_set():
-            logger.info("%s again: handing back %s", name, jobs_text(len(self.jobs)))
+            logger.info("%s again: requeueing %s", name, jobs_text(len(self.jobs)))
             self.force_stop.set()
         self.stopping.set()
         self.readiness.drain()
         self.wake()
 
     def stop(self) -> None:
+        """Start the drain, as at SIGTERM."""
         self.handle_sig(signal.SIGTERM)
 
     def wake(self) -> None:
+        """Claim jobs at once instead of at the next poll."""
         self._awake.set()
 
     async def _meet(self) -> None:
@@ -179,7 +181,7 @@ class QueueWorker(Worker):
         try:
             await self.presence.remove()
         except (RedisError, OSError):
-            logger.info("redis is away: the worker's presence runs out by itself")
+            logger.info("redis does not answer: the worker's presence expires with its lease")
 
     async def _keep(self) -> None:
         """Refresh presence and clock, three times per lease."""
@@ -259,7 +261,7 @@ class QueueWorker(Worker):
         del self.tasks[job_id]
         self.presence.job_ended()
         self.wake()
-        task.result()  # run_job never raises; if it does, the loop's exception handler logs it
+        task.result()  # run_job does not raise; if it does, the loop's exception handler logs it
 
     async def run_job(self, job_id: str, score: int) -> None:
         """Run a claimed job to its one ending. Does not raise."""

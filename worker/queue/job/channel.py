@@ -22,14 +22,16 @@ logger = logging.getLogger("sluice.queue")
 
 State = Literal["finished", "failed", "cancelled"]
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
-_MOST_HELD = 20_000  # events not yet in Redis; above it the engine waits too
+_MOST_HELD = 20_000  # unwritten events; above it the engine is paused
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
+    """The end of a job, written with its final event."""
+
     state: State
-    result: bytes
-    parked: bytes  # the dead letter; empty unless the job is the cause of crashes
+    result: bytes  # as stored
+    parked: bytes  # the dead letter; empty unless the job is a poison job
 
 
 @dataclass(slots=True)
@@ -108,6 +110,7 @@ class Publisher:
         return log
 
     def close(self, log: JobLog) -> None:
+        """Forget a log, because its attempt has ended."""
         del self._logs[log.claim.job_id]
 
     async def flush(self, log: JobLog) -> None:
@@ -146,7 +149,9 @@ class Publisher:
     async def _wait_out(self, error: Exception) -> None:
         self._changed.set()
         if self._failures == 0:
-            logger.warning("redis did not take %d events (%s): holding them", self.num_unwritten, error)
+            logger.warning(
+                "redis does not accept %d events (%s): keeping them until it does", self.num_unwritten, error
+            )
         self._hold_engine(self.num_unwritten > _MOST_HELD)
         for log in self._logs.values():
             log.alone_since = None  # subscribers have to reconnect too
@@ -155,7 +160,7 @@ class Publisher:
 
     def _went_well(self) -> None:
         if self._failures:
-            logger.warning("redis takes events again, everything held has been written")
+            logger.warning("redis accepts events again: all kept events are written")
             self._hold_engine(False)
         self._failures = 0
 

@@ -1,4 +1,4 @@
-"""Ownership of jobs: claimed under a lease, and released."""
+"""Claims jobs under a lease, and releases them."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ class Claim:
     body: bytes  # empty if it is missing or large (see `Claims.body`), or if the job's deadline has passed
     body_bytes: int
     tenant: str = ""  # empty if the producer gave none
-    lease_expirations: int = 0  # times that its lease expired while it ran, whether or not the job was the cause
+    lease_expirations: int = 0  # times that its lease expired while it ran, for any reason
     expired: bool = False  # its deadline has passed
     specprefill: bytes = b""  # an earlier attempt's `SpecPrefillReport`, as `worker.chat.specprefill` stored it
     images_digest: bytes = b""  # digest of the images that an earlier attempt processed
@@ -52,7 +52,7 @@ def cleanup_keys(job_id: str) -> list[str]:
     return [keys.cancel(job_id), job_key_prefix + job_id, lease_key(job_id), retry_key_prefix + job_id]
 
 
-_LATEST_MS = 1e15  # in the year 33658: finite, so that it can be compared with any clock
+_LATEST_MS = 1e15  # year 33658: finite, so that it can be compared with any clock
 # Bodies up to this size come with the claim. Larger ones would delay the other jobs of the same reply, and block the
 # server while it builds the reply.
 _INLINE_BYTES = 65_536
@@ -117,7 +117,7 @@ class Claims:
             return claim.body
         try:
             found = await self._redis.get(job_key_prefix + claim.job_id)
-        except ResponseError:  # the key holds a foreign value by now
+        except ResponseError:  # the key holds a foreign value now
             return b""
         return bytes(found or b"")
 

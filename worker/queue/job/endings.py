@@ -1,4 +1,4 @@
-"""Endings of a claim: finished, failed, cancelled, requeued, or lost to another attempt."""
+"""Ends claims: finished, failed, cancelled, requeued, or lost to another attempt."""
 
 import asyncio
 import logging
@@ -25,6 +25,8 @@ POISON_JOB = JobFailure(
 
 
 class Endings:
+    """Writes the endings of jobs, and counts them in the metrics."""
+
     def __init__(self, publisher: Publisher, claims: Claims, model: str, metrics: Metrics) -> None:
         self._publisher, self._claims, self._model, self._metrics = publisher, claims, model, metrics
 
@@ -74,7 +76,7 @@ class Endings:
         await self._publisher.finish(job.log, "failed", parked=parked, error=error, usage=job.usage.as_event())
 
     def _dead_letter(self, job: Job, error: dict[str, object]) -> bytes:
-        """Return the dead letter that `sluice dead` shows and can submit again. Its body is valid JSON text."""
+        """Return the dead letter, which `sluice dead` can show and submit again. Its body is JSON text."""
         return dumps(
             {
                 "id": job.claim.job_id,
@@ -95,7 +97,7 @@ class Endings:
             await asyncio.sleep(0.1)  # retry without a limit: `drain` bounds how long the worker waits
             await self._hand_back(job)
         else:
-            logger.info("job %s handed back", job.claim.job_id)
+            logger.info("job %s requeued", job.claim.job_id)
 
 
 async def _unless_lost(job: Job, ending: Awaitable[None]) -> bool:
@@ -109,4 +111,4 @@ async def _unless_lost(job: Job, ending: Awaitable[None]) -> bool:
 
 
 def _log_lost_lease(job: Job) -> None:
-    logger.warning("job %s is another worker's now", job.claim.job_id)
+    logger.warning("job %s lost: another attempt owns it", job.claim.job_id)

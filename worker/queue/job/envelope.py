@@ -1,4 +1,4 @@
-"""A queued body: arq's `{t, f, a, k, et}`, as JSON, with one argument."""
+"""Reads a queued body: arq's `{t, f, a, k, et}`, as JSON, with one argument."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,9 +21,7 @@ async def open_envelope(
     if not keys.is_job_id(claim.job_id):
         raise JobFailure("invalid_request", f"A job id must match {keys.JOB_ID}.")
     if claim.body_bytes > most_bytes:
-        raise JobFailure(
-            "too_large", f"The job is {claim.body_bytes:,} bytes; this worker takes {most_bytes:,} at most."
-        )
+        raise JobFailure("too_large", f"The job is {claim.body_bytes:,} bytes; this worker accepts {most_bytes:,}.")
     if not body:
         raise JobFailure(
             "invalid_request", "The job's body has expired or was deleted; submit it again.", retryable=True
@@ -31,7 +29,7 @@ async def open_envelope(
     name, args = _named(await reader.parse(body, claim.lane, claim.tenant))
     if name not in functions:
         known = ", ".join(sorted(functions))
-        raise JobFailure("invalid_request", f"There is no function {name[:64]!r} here; this worker has: {known}.")
+        raise JobFailure("invalid_request", f"The function {name[:64]!r} does not exist; this worker has: {known}.")
     return functions[name], args[0]
 
 

@@ -22,6 +22,7 @@ class Usage:
     kept_tokens: int | None = None
 
     def as_event(self) -> dict[str, int]:
+        """Return the usage of a final event."""
         counted = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -43,12 +44,14 @@ class JobResult:
 
 @dataclass(slots=True)
 class Job:
+    """A claimed job while it runs on this worker."""
+
     claim: Claim
     log: JobLog
     task: asyncio.Task[None] | None = None
     usage: Usage = field(default_factory=Usage)
     interruption: Interruption | None = None
-    began: bool = False  # until then cancelling the task would skip its ending, or its earlier events
+    began: bool = False  # before that, cancelling the task would skip its ending, or the load of its events
     closing: bool = False  # its ending is being written: too late to interrupt it
 
     cleared: Callable[[], None] = lambda: None  # called when its probation is over
@@ -60,14 +63,14 @@ class Job:
         self.body = body
 
     def made_progress(self) -> None:
-        """End the probation, since the job made a token after a crash. After a second lease expiration it stays."""
+        """End the probation, since the job generated a token after a crash. After a second expired lease it stays."""
         if self.on_probation and self.claim.lease_expirations == 1:
             self.on_probation = False
             self.log.fields["probation"] = 0
             self.cleared()
 
     def interrupt(self, why: Interruption) -> None:
-        """Stop the job by cancelling its task. The first reason counts; once the ending is written, none does."""
+        """Stop the job by cancelling its task. The first reason counts; after the ending is begun, none does."""
         if self.interruption is None and self.task is not None and not self.closing:
             self.interruption = why
             if self.began:

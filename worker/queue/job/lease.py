@@ -1,4 +1,4 @@
-"""Leases, renewed by a thread that a busy event loop does not delay, and that ends the process if it hangs."""
+"""Renews leases on a thread, which a busy event loop does not delay, and ends the process if it hangs."""
 
 import logging
 import os
@@ -21,8 +21,8 @@ EXIT_STALLED = 4
 
 
 class LeaseKeeper:
-    """Renews the leases of running jobs three times per lease, on a thread and a connection of its own: a worker that
-    tokenizes a book or collects garbage keeps its jobs, and a dead worker loses them."""
+    """Renews the leases of running jobs three times per lease, on a thread and a connection of its own: a busy event
+    loop or a garbage collection costs no lease, and only a dead worker loses its jobs."""
 
     def __init__(
         self,
@@ -47,6 +47,7 @@ class LeaseKeeper:
         self._renew = self._redis.register_script(source("renew"))
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -59,7 +60,7 @@ class LeaseKeeper:
             self._renew_until_stopped()
         finally:
             if not self._stop.is_set():
-                logger.critical("the thread that renews leases has ended: leaving")
+                logger.critical("the thread that renews leases has ended: ending the process")
                 self._hung()
 
     def _renew_until_stopped(self) -> None:
@@ -83,7 +84,7 @@ class LeaseKeeper:
         except (RedisError, OSError):
             pass  # retried in a third of a lease; after an outage the same call sets expired leases again
         except Exception:  # the border of this thread: a failed round does not prevent the next one
-            logger.exception("leases were not renewed; trying again in %.1f s", self._every_s)
+            logger.exception("leases were not renewed: trying again in %.1f s", self._every_s)
 
     def _ask(self, claims: list[Claim]) -> list[Claim]:
         """Renew the leases. Returns the claims that this worker no longer owns."""
@@ -96,7 +97,7 @@ class LeaseKeeper:
         """End the process if a heartbeat has stalled for longer than `watchdog_s`."""
         for pulse in self._pulses:
             if pulse.stalled_s() > self._settings.watchdog_s:
-                logger.critical("the %s has hung for %.0f s: leaving", pulse.name, pulse.stalled_s())
+                logger.critical("the %s has hung for %.0f s: ending the process", pulse.name, pulse.stalled_s())
                 self._hung()
 
 

@@ -1,4 +1,4 @@
-"""Checks of the Redis server when a worker first connects: problems that end it, and warnings for the operator."""
+"""Checks the Redis server when a worker first connects: problems that end the worker, and warnings."""
 
 import asyncio
 import logging
@@ -23,8 +23,8 @@ _BUSY = "BUSY"  # error code while a script of another client runs, which ends
 
 _CLUSTER = "it runs in cluster mode, where the worker's scripts cannot reach their keys; use a server without it."
 _EVICTS = (
-    "maxmemory-policy is %s: when the server is full, it drops queued jobs. Run CONFIG SET maxmemory-policy noeviction "
-    "and put `maxmemory-policy noeviction` into redis.conf."
+    "maxmemory-policy is %s: when the server is full, it evicts queued jobs. Run CONFIG SET maxmemory-policy "
+    "noeviction and put `maxmemory-policy noeviction` into redis.conf."
 )
 _FORGETS = (
     "the server writes nothing to disk: when it restarts, all queued jobs are lost. Run CONFIG SET appendonly yes and "
@@ -53,7 +53,7 @@ def refusal(facts: ServerInfo) -> str | None:
 
 
 def warnings(facts: ServerInfo, *, keyspace_events: bool) -> list[str]:
-    """Return what an operator should change or know, a text each."""
+    """Return warnings for the operator, without those of `refusal`."""
     info, config = facts.info or {}, facts.config or {}
     policy = info.get("maxmemory_policy") or config.get("maxmemory-policy") or "noeviction"
     found = [] if policy == "noeviction" else [_EVICTS % policy]
@@ -77,7 +77,7 @@ def _denied(facts: ServerInfo, keyspace_events: bool) -> str:
 
 
 class ServerCheck:
-    """Checks the server until it has passed once. After that no check ends a worker, so jobs survive a new password."""
+    """Checks the server until it passes once. Later checks cannot end the worker, so jobs survive a new password."""
 
     def __init__(self, redis: Redis, settings: Settings) -> None:
         self._redis, self._settings, self._passed = redis, settings, False

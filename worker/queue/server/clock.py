@@ -1,4 +1,4 @@
-"""The Redis server's clock, estimated on this machine."""
+"""Estimates the Redis server's clock."""
 
 import time
 from datetime import UTC, datetime
@@ -24,4 +24,5 @@ class ServerClock:
         return time.time() + self._ahead_s
 
     def utc(self) -> datetime:
+        """UTC by the server's clock."""
         return datetime.fromtimestamp(self.now(), UTC)

@@ -1,4 +1,4 @@
-"""Creates the worker's Redis client. Errors about its URL quote no part of a password."""
+"""Creates the worker's Redis client. Errors about its URL never contain a part of a password."""
 
 from arq.connections import ArqRedis
 from redis.asyncio import BlockingConnectionPool, ConnectionPool
@@ -37,7 +37,7 @@ def _pool(settings: Settings) -> BlockingConnectionPool:
 
 
 def _options_fit(pool: ConnectionPool) -> bool:
-    """True if redis-py accepts the options of the URL. By itself it would check them only at the first command."""
+    """True if redis-py accepts the options of the URL. Otherwise it would check them at the first command."""
     try:
         pool.connection_class(**pool.connection_kwargs)
         encoder = pool.get_encoder()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Redis calls that outlast an outage."""
+"""Repeats Redis calls during an outage."""
 
 import asyncio
 import logging

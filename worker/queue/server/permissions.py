@@ -1,4 +1,4 @@
-"""The commands, keys and channels that a worker needs, and which of them the server lacks or denies to its user."""
+"""The commands, keys and channels that a worker needs, and a check which of them the server lacks or denies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ CHANNELS = ("sluice:*",)
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A command that a worker needs, with as many arguments as it requires."""
+    """A command that a worker needs, with valid arguments."""
 
     command: str  # SCRIPT LOAD is two words
     arguments: tuple[str, ...] = ()
@@ -65,13 +65,15 @@ async def forbidden(redis: Redis, needs: Sequence[Need]) -> list[Need]:
     try:
         client = await redis.client().initialize()  # with a connection of its own
     except NoPermissionError:
-        return [Need("SELECT")]  # for a database other than 0: the one command of connecting that can be denied
+        return [Need("SELECT")]  # sent for a database other than 0; no other command of connecting can be denied
     connection = client.connection
     assert connection is not None
     try:
-        frame = [need for need in (EXEC, MULTI) if await _denied(connection, need)]  # EXEC has nothing to execute yet
+        frame = [
+            need for need in (EXEC, MULTI) if await _denied(connection, need)
+        ]  # no transaction is open, so EXEC executes nothing
         if MULTI in frame:
-            return frame  # without it the others would be executed
+            return frame  # without MULTI the commands would be executed
         return [*frame, *[need for need in needs if need not in (EXEC, MULTI) and await _denied(connection, need)]]
     finally:
         await connection.disconnect()
@@ -110,7 +112,7 @@ def named(denied: Sequence[Need]) -> str:
 
 
 def rules(user: str, denied: Sequence[Need]) -> str:
-    """Return the ACL command that allows them; if MULTI is denied, it allows all that a worker needs."""
+    """Return the ACL command that allows these needs; if MULTI is denied, all needs."""
     commands = dict.fromkeys(need.rule for need in (NEEDED if MULTI in denied else denied))
     names = [*(f"~{pattern}" for pattern in KEYS), *(f"&{pattern}" for pattern in CHANNELS)]
     return " ".join(["ACL SETUSER", user, *names, *commands])

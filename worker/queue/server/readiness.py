@@ -33,4 +33,4 @@ class Readiness:
         return f"no answer for {silent_s:.0f} s" if silent_s > self._late_s and not self._draining else None
 
     def _claims(self) -> str | None:
-        return "the worker is told to stop, and takes no more jobs" if self._draining else None
+        return "the worker is stopping, and claims no more jobs" if self._draining else None
