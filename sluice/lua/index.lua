@@ -1,19 +1,19 @@
--- The index of one queue: which of its jobs is next, without a walk over the queue.
+-- The index of one queue: finds the next job without a walk over the queue.
 --
--- The queue itself, arq's sorted set, is the truth: what is not in it is no job. The index may be deleted at any
--- time; claim.lua compares the two and mends the index. Each job of the queue is in `jobs` and in exactly one of
+-- The queue, arq's sorted set, is authoritative: an id that is not in it is no job. The index may be deleted at any
+-- time; claim.lua compares the two and repairs the index. Each job of the queue is in `jobs` and in exactly one of
 -- `lines`, `suspects` and `leases`.
---   jobs       ids by their score in the queue: a copy of the queue, as far as it is indexed
---   lines      the waiting jobs, a line for each tenant. All scores are 0, so members are in the order of their bytes:
+--   jobs       ids by their score in the queue: a copy of the indexed part of the queue
+--   lines      waiting jobs, in a line for each tenant. All scores are 0, so members are in the order of their bytes:
 --              'w' line '\0' stamp id   a job
 --              'h' stamp line           a line, by the stamp of its first job
---              'd'                      there are jobs in `deadlines`: if that key is lost, it is noticed
+--              'd'                      `deadlines` has members: shows if that key was lost
 --   suspects   jobs that were running when a worker died: those with the fewest crashes first, then the oldest
---   leases     running jobs, by the time at which their lease is to be looked at
---   deadlines  jobs of `lines` and `suspects` that have a deadline, by it
+--   leases     running jobs, by the time of the next check of their lease
+--   deadlines  jobs of `lines` and `suspects` that have a deadline, by deadline
 --
--- Only workers keep the index alive: without a claim it expires, and a submit does not begin a new one. So it cannot
--- grow where all workers are of a version that does not know it.
+-- Only claims renew the index: without them it expires, and a submit does not create a new one. So it cannot grow if
+-- all workers are of a version without an index.
 local INDEX_LIFE_MS = 60000
 
 local function index_of(queue)
@@ -26,17 +26,18 @@ local function drop_index(index)
   redis.call('UNLINK', index.jobs, index.lines, index.suspects, index.leases, index.deadlines)
 end
 
--- Run one of the functions below. Whatever stops it, such as a foreign value at one of the keys, costs the index alone.
+-- Run one of the functions below. If it fails, for example by a foreign value at one of the keys, only the index is
+-- lost.
 local function in_index(change, index, ...)
   if not pcall(change, index, ...) then drop_index(index) end
 end
 
--- A score as 15 digits, so that bytes are in the order of numbers.
+-- Return a score as 15 digits, whose order as bytes is that of the numbers.
 local function stamp(score)
   return string.format('%015.0f', math.min(math.max(tonumber(score), 0), 999999999999999))
 end
 
--- The name of a tenant's line. Tenants that differ only beyond the 128th byte share one.
+-- Return the name of a tenant's line. Tenants whose first 128 bytes are equal share one.
 local function line_of(tenant)
   return (string.gsub(string.sub(tenant or '', 1, 128), '%z', ' '))
 end
@@ -46,7 +47,7 @@ local function first_of(index, line)
   return redis.call('ZRANGEBYLEX', index.lines, '[' .. name .. '\0', '(' .. name .. '\1', 'LIMIT', 0, 1)[1]
 end
 
--- The stamp and the id in a member of `lines` for a job.
+-- Return the stamp and the id in a member of `lines` for a job.
 local function split_place(line, place)
   local from = #line + 3
   return string.sub(place, from, from + 14), string.sub(place, from + 15)
@@ -71,7 +72,7 @@ local function leave_line(index, line, place)
   if next_one then redis.call('ZADD', index.lines, 0, 'h' .. split_place(line, next_one) .. line) end
 end
 
--- Keep when a job's deadline passes, in Unix milliseconds. An error if the deadlines of other jobs were lost.
+-- Store a job's deadline, in Unix milliseconds. Raises an error if the deadlines of other jobs were lost.
 local function keep_deadline(index, id, deadline)
   local marked = redis.call('ZADD', index.lines, 0, 'd') == 0
   if marked and redis.call('EXISTS', index.deadlines) == 0 then error('the deadlines were lost') end
@@ -86,14 +87,14 @@ local function forget_deadline(index, id)
   end
 end
 
--- A job begins to wait. `deadline` in Unix milliseconds, or nil.
+-- Add a waiting job. `deadline`: in Unix milliseconds, or nil.
 local function wait_in_line(index, id, score, tenant, deadline)
   redis.call('ZADD', index.jobs, score, id)
   stand_in_line(index, line_of(tenant), score, id)
   if deadline then keep_deadline(index, id, deadline) end
 end
 
--- A job is not to be in the index any more, or is to get another place in it.
+-- Remove a job from the index, for good or before it gets another place.
 local function leave_index(index, id)
   local score = redis.call('ZSCORE', index.jobs, id)
   if not score then return end
@@ -106,7 +107,7 @@ local function leave_index(index, id)
   forget_deadline(index, id)
 end
 
--- Out of the queue and out of its index.
+-- Remove a job from the queue and its index.
 local function leave_queue(queue, id)
   redis.call('ZREM', queue, id)
   in_index(leave_index, index_of(queue), id)

@@ -1,9 +1,11 @@
--- Queue one job and wake the workers, unless its id is known, the lane is full, or a worker is required and none lives.
+-- Queue one job and wake the workers, unless its id is in use, the lane is full, or no live worker serves the model
+-- although one is required.
 -- KEYS  body, queue, job, wake channel, workers of the model
 -- ARGV  id, body, life_ms, lane, tenant or '', deadline_s or '', prompt_cache_key or '', submission or '',
---       whether a worker is required (1 or 0)
--- Returns 1, 'queued' and whether a worker serves the model (1 or 0); 0, the known job's state, and the same; -1, the
--- lane's length, its limit, and the seconds until there will be room ('' where nothing has ended lately); or -2.
+--       1 if a live worker is required (else 0)
+-- Returns 1, 'queued', and 1 if a worker serves the model (else 0); or 0, the state of the job with this id, and the
+-- same flag; or -1, the lane's length, its limit, and the estimated seconds until it has room ('' if no job ended
+-- lately); or -2 without a live worker.
 local body, queue, job, wake, workers = unpack(KEYS)
 local id, lane, tenant = ARGV[1], ARGV[4], ARGV[5]
 local now_ms = milliseconds()
@@ -33,7 +35,7 @@ if known.err then
   redis.call('DEL', job) -- a foreign value
   known = {}
 end
-if known[1] then -- the same submission again, because the answer to it was lost, is as new as it was
+if known[1] then -- a submission that is repeated because its reply was lost counts as new again
   local is_ours = ARGV[8] ~= '' and known[2] == ARGV[8]
   return { is_ours and 1 or 0, known[1], served }
 end
@@ -57,7 +59,7 @@ if ARGV[8] ~= '' then redis.call('HSET', job, 'submission', ARGV[8]) end
 redis.call('PEXPIRE', job, ARGV[3])
 
 local index = index_of(queue)
-if redis.call('EXISTS', index.jobs) == 1 then -- where not, the next claim begins it
+if redis.call('EXISTS', index.jobs) == 1 then -- otherwise the next claim creates it
   in_index(wait_in_line, index, id, now_ms, tenant, deadline and deadline * 1000)
 end
 redis.call('PUBLISH', wake, '')

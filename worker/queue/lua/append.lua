@@ -1,7 +1,7 @@
--- The events of one decode step, all rows in one call.
+-- Append the events of one decode step, all rows in one call.
 -- KEYS  a row: job
 -- ARGV  life_ms; a row: 'attempt seq watch events fields', then that number of events, then that number of name-value
---       pairs for the job's hash. One header instead of five arguments: packing them is most of a token's cost here.
+--       pairs for the job's hash. One header instead of five arguments, since packing arguments is most of the cost.
 -- Returns two values for each row that was not written: its number from 1, and 'fenced' or the list's length. For a
 -- row that was written with watch = 1 and whose last event had no subscriber: its number and 'alone'.
 local out, at = {}, 1  -- ARGV[1] is life_ms

@@ -1,9 +1,10 @@
--- Cancel a job: one that waits ends here and now, one that runs is for its worker to end.
--- KEYS  queues in which it may wait, besides the one that its state names
--- ARGV  id, life_ms, log_ttl_ms, result_ttl_ms, and for how many ms a request to cancel a running job is kept ('': none
---       is made); the mark by which the caller knows its own cancellation again ('': none)
--- Returns 'cancelled', also if it is sent again because the answer was lost; 'ended', if the job had ended before;
--- 'requested'; or 'lost', which is `requested` for a job that has a body and is in none of the queues. Behind the last two: the error, if the request was not kept.
+-- Cancel a job: a waiting job ends at once; for a running job, its worker is asked to end it.
+-- KEYS  queues in which it may wait, in addition to the one that its state names
+-- ARGV  id, life_ms, log_ttl_ms, result_ttl_ms, the ms for which a request to cancel a running job is stored ('': no
+--       request is made), an id of this cancellation ('': none)
+-- Returns 'cancelled', also if the call is repeated with its id because the reply was lost; 'ended' if the job had
+-- ended before; 'requested'; or 'lost': as 'requested', but the job has a body and is in none of the queues. The last
+-- two are followed by the error if the request could not be stored.
 local id = ARGV[1]
 local job, log, result, wish = 'sluice:job:' .. id, 'sluice:log:' .. id, 'sluice:result:' .. id, 'sluice:cancel:' .. id
 local body, lease = 'arq:job:' .. id, 'arq:in-progress:' .. id
@@ -23,7 +24,7 @@ local function queue_of_job()
   end
 end
 
--- A higher attempt fences whoever ran it before.
+-- A higher attempt number fences all earlier attempts.
 local function next_attempt()
   local attempt = redis.pcall('HINCRBY', job, 'attempt', 1)
   if type(attempt) == 'number' then return attempt end

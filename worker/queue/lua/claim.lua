@@ -1,16 +1,16 @@
--- Take up to `want` waiting jobs of one queue, at a cost that does not depend on its length.
+-- Claim up to `want` waiting jobs of one queue, at a cost that does not depend on its length.
 -- KEYS  queue
 -- ARGV  want, lease_ms, worker, lane, life_ms, most_body_bytes, 1 if expired leases may be taken over (else 0),
 --       number of suspects on probation here, 1 if an earlier reply may have been lost (else 0),
 --       number of ids that follow, ids of the jobs that run on this worker, then tenant and its running rows, in pairs
--- Returns 1 if more of the index must be mended (else 0); the foreign values that were found; and for each claimed
--- job a list of names and values, those of `Claim`.
+-- Returns 1 if more of the index must be repaired (else 0); descriptions of foreign values that were deleted; and for
+-- each claimed job a list of names and values, the members of `Claim`.
 --
--- Each tenant's oldest job in turn, beginning with the tenant that has the fewest rows on this worker. A job whose
--- deadline has passed is claimed at once and in addition to `want`: it only has to end.
+-- Tenants take turns, beginning with the one that has the fewest rows on this worker; a tenant's oldest job comes
+-- first. A job whose deadline has passed is claimed at once and in addition to `want`: it only has to end.
 -- A job that was running when its worker died is a suspect. It is on probation until the worker that took it over has
--- generated a new token for it (after a second lapse, until its end). A worker has one job on probation at a time. A
--- crash in that time counts against the job, and after three it fails. Lapses of other jobs on that worker do not.
+-- generated a new token for it (after a second expired lease: until its end). A worker has one job on probation at a
+-- time. A crash in that time counts against the job, and after three it fails. It does not count against other jobs.
 local index, want, lease_ms, worker, lane = index_of(KEYS[1]), tonumber(ARGV[1]), ARGV[2], ARGV[3], ARGV[4]
 local most_bytes, takeover, suspects, answer_lost = tonumber(ARGV[6]), ARGV[7] == '1', tonumber(ARGV[8]), ARGV[9] == '1'
 local now, claimed, heard_of, load = milliseconds(), {}, {}, {}
@@ -27,8 +27,8 @@ end
 local function body_of(id, expired)
   local key = 'arq:job:' .. id
   local bytes = redis.pcall('STRLEN', key)
-  if type(bytes) ~= 'number' then bytes = 0 end -- a foreign value: the job ends as one without a body
-  local wanted = bytes > 0 and bytes <= most_bytes and not expired -- thousands may expire together
+  if type(bytes) ~= 'number' then bytes = 0 end -- a foreign value: the job ends like one without a body
+  local wanted = bytes > 0 and bytes <= most_bytes and not expired -- no body if so, since thousands may expire together
   return wanted and redis.call('GET', key) or '', bytes
 end
 
@@ -77,7 +77,7 @@ local function still_waits(id)
   watch_lease(id, left_ms)
 end
 
--- Requeue claims of this worker whose reply was lost: it has not begun these jobs.
+-- Requeue claims of this worker whose reply was lost: it has not started these jobs.
 local function take_back_unheard()
   for _, id in ipairs(redis.call('ZRANGE', index.leases, 0, -1)) do
     local _, owner = held_for(id, lease_ms)
@@ -89,7 +89,7 @@ local function take_back_unheard()
   end
 end
 
--- Check the leases that are due for it, at most PAGE: jobs without a lease wait again.
+-- Check the leases that are due for a check, at most PAGE. Jobs without a lease wait again.
 local function look_at_leases()
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', index.leases, '-inf', now, 'LIMIT', 0, PAGE)) do
     local score, known = still_waits(id)
@@ -110,7 +110,7 @@ local function take_expired()
   end
 end
 
--- Claim one suspect, those with the fewest crashes first: if workers die repeatedly for another reason, no suspect is
+-- Claim one suspect, of those with the fewest crashes: if workers die repeatedly for another reason, no suspect is
 -- tried twice while others wait.
 local function take_suspect()
   for _ = 1, PAGE do
@@ -126,7 +126,7 @@ local function take_suspect()
   end
 end
 
--- Return the lines that may come first, by their oldest job: `want` lines without a row on this worker are enough.
+-- Return lines by the age of their oldest job. `want` lines without a row on this worker are enough.
 local function lines_by_age()
   local count, lines = want, {}
   for _ in pairs(load) do count = count + 1 end
@@ -142,7 +142,7 @@ local function lines_by_age()
   return lines
 end
 
--- Return the position of the line whose turn it is: of those with the fewest rows, the one that has waited longest.
+-- Return the position of the next line: of those with the fewest rows, the one whose oldest job has waited longest.
 local function next_line(lines)
   local best = 1
   for at, line in ipairs(lines) do
@@ -152,7 +152,7 @@ local function next_line(lines)
   return best
 end
 
--- Take the first job out of a line, and claim it if it still waits there. Returns true if it takes a row.
+-- Remove the first job of a line, and claim it if it still waits there. Returns true if it takes a row.
 local function take_first(line, first)
   local mark, id = split_place(line, first)
   leave_line(index, line, first)

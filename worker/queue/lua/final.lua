@@ -1,4 +1,4 @@
--- The one ending of a job: its last events, its result, its state, and the clean-up of arq's keys.
+-- End a job: append its last events, store its result and state, and delete arq's keys.
 -- KEYS  job, log, channel, result, queue, and the keys to delete
 -- ARGV  life_ms, attempt, seq, state, result, log_ttl_ms, result_ttl_ms, dead letter or '', events ...
 -- Returns 'done', 'fenced', or the length of a list that has lost events.
@@ -7,7 +7,7 @@ local job, log, channel, result, queue = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEY
 local life_ms, attempt, seq, state = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 
 if not owns(job, attempt) then
-  -- If this call is sent again because its reply was lost, our final event is the last one.
+  -- If this call is repeated because its reply was lost, our final event is the last one.
   return redis.call('LINDEX', log, -1) == ARGV[#ARGV] and 'done' or 'fenced'
 end
 local events = {}

@@ -1,16 +1,16 @@
--- Shared by the scripts that write to a job: put in front of each of them.
+-- Functions of the scripts that write to a job. This file is put in front of each of them.
 
 local FINAL = { finished = true, failed = true, cancelled = true }
 
--- The fence: a claim's attempt still owns the job, and the job has not ended.
+-- The fence: return true if this attempt still owns the job, and the job has not ended.
 local function owns(job, attempt)
-  local held = redis.pcall('HMGET', job, 'attempt', 'state') -- of a key that is no hash: nobody's
+  local held = redis.pcall('HMGET', job, 'attempt', 'state') -- an error if it is not a hash: no attempt owns it
   return held[1] == attempt and held[2] == 'running'
 end
 
--- Append events so that the first gets index `seq`. An equal event already there is skipped, so a call whose
--- answer was lost may be sent again. Returns nil, or the length of a list that is too short, or 'conflict'; and
--- how many heard the last event.
+-- Append events, the first at index `seq`. Equal events at their index are skipped, so a call may be repeated if its
+-- reply was lost. Returns nil, or the length of a list that is shorter than `seq`, or 'conflict'; and the number of
+-- subscribers that received the last event.
 local function append(log, channel, seq, events, life_ms)
   local length, heard = redis.pcall('LLEN', log), 0
   if type(length) ~= 'number' then return 'conflict' end -- a foreign value: it must not stop the other rows

@@ -1,7 +1,7 @@
--- Make the index match its queue again, a bounded part in each claim. Plain arq producers, versions without an index
--- and people with redis-cli change only the queue; a failover may lose keys.
+-- Repair differences between the index and its queue, a bounded part in each claim. Plain arq producers, versions
+-- without an index and commands in redis-cli change only the queue, and a failover may lose keys.
 
-local PAGE = 500  -- jobs mended in one claim: about 3 ms
+local PAGE = 500  -- jobs repaired in one claim: about 3 ms
 local SAMPLE = 64 -- jobs compared in one claim
 
 local function size(index)
@@ -43,7 +43,7 @@ local function differs_from(index, now)
   return high
 end
 
--- Mend one page from this rank. Returns the number of jobs that were added, moved or removed.
+-- Repair one page from this rank. Returns the number of jobs that were added, moved or removed.
 local function mend_page(index, rank)
   local mended = 0
   local extra = redis.call('ZRANGE', index.jobs, rank, rank + PAGE - 1)
@@ -82,13 +82,13 @@ local function exists(queue)
   return false
 end
 
--- Returns 1 if there is more to mend, else 0.
+-- Repair a part of the index. Returns 1 if there is more to repair, else 0.
 local function mend(index, now)
   local readable, whole = pcall(is_whole, index)
   if not readable or not whole then drop_index(index) end
   local rank = differs_from(index, now)
   if not rank then return 0 end
-  redis.call('PEXPIRE', index.jobs, INDEX_LIFE_MS) -- a full server takes it, and then whatever this script writes
+  redis.call('PEXPIRE', index.jobs, INDEX_LIFE_MS) -- a full server accepts it, and then all writes of this script
   return mend_page(index, rank) > 0 and differs_from(index, now) and 1 or 0
 end
 

@@ -1,8 +1,8 @@
--- The state of a job, and its place in the index of its queue.
+-- Read the state of a job, and put it into the index of its queue.
 
 local RECHECK_MS = 500 -- interval of lease checks: a worker of a version without an index may release a job
 local MOST_ID_BYTES = 8192
-local notes = {}       -- foreign values that were found, for the worker's log
+local notes = {}       -- descriptions of deleted foreign values, for the worker's log
 
 local function found_foreign(key, kind)
   redis.call('DEL', key)
@@ -26,8 +26,8 @@ local function read_deadline(text)
   if seconds and seconds == seconds and math.abs(seconds) < 1e12 then return seconds * 1000 end
 end
 
--- Return the state of a job without a lease. If it is `running`, the job has lapsed: its worker died. If the job was on
--- probation then, the crash counts against it.
+-- Return the state of a job without a lease. If it is `running`, its lease has expired: its worker died. If the job was
+-- on probation, the crash counts against it.
 local function known_of(id)
   local key = 'sluice:job:' .. id
   local said = redis.pcall('HMGET', key, 'state', 'lapses', 'probation', 'tenant', 'deadline', 'crashes', 'attempt')
@@ -43,8 +43,8 @@ local function known_of(id)
     lapses = tonumber(said[2] or 0) + (lapsed and 1 or 0), crashes = tonumber(said[6] or 0) + (guilty and 1 or 0) }
 end
 
--- Return the milliseconds that are left of the job's lease, and its owner; nil without a lease. A lease without an
--- expiry is not one of ours: it gets one.
+-- Return the remaining milliseconds of the job's lease, and its owner; nil without a lease. A lease without an expiry
+-- is not ours, and gets one.
 local function held_for(id, lease_ms)
   local lease = 'arq:in-progress:' .. id
   local owner = redis.pcall('GET', lease)
@@ -58,7 +58,7 @@ local function held_for(id, lease_ms)
   return left == -1 and tonumber(lease_ms) or left, owner
 end
 
--- Give a waiting job its place: among the suspects by its crashes if it has lapsed, else in its tenant's line.
+-- Add a waiting job: to the suspects, by its crashes, if its lease has ever expired; else to its tenant's line.
 local function line_up(index, id, score, known)
   if known.lapses == 0 then
     wait_in_line(index, id, score, known.tenant, known.deadline)
@@ -69,7 +69,7 @@ local function line_up(index, id, score, known)
   if known.deadline then keep_deadline(index, id, known.deadline) end
 end
 
--- Add a job of the queue to the index, or move it to its right place.
+-- Add a job of the queue to the index, or correct its place.
 local function place(index, id)
   leave_index(index, id)
   local score = redis.call('ZSCORE', index.queue, id)
@@ -79,7 +79,7 @@ local function place(index, id)
     return
   end
   local known = known_of(id)
-  if FINAL[known.state] then -- queued again after it had ended: the ending stands
+  if FINAL[known.state] then -- queued again after its end: it stays ended
     redis.call('ZREM', index.queue, id)
     redis.call('DEL', 'arq:job:' .. id)
   elseif known.lapsed or redis.call('EXISTS', 'arq:in-progress:' .. id) == 1 then
