@@ -6,19 +6,19 @@
 -- ended before; 'requested'; or 'lost': as 'requested', but the job has a body and is in none of the queues. The last
 -- two are followed by the error if the request could not be stored.
 local id = ARGV[1]
-local job, log, result, wish = 'sluice:job:' .. id, 'sluice:log:' .. id, 'sluice:result:' .. id, 'sluice:cancel:' .. id
-local body, lease = 'arq:job:' .. id, 'arq:in-progress:' .. id
+local job, log, result = 'sluice:job:' .. id, 'sluice:log:' .. id, 'sluice:result:' .. id
+local cancel_key, body, lease = 'sluice:cancel:' .. id, 'arq:job:' .. id, 'arq:in-progress:' .. id
 
-local known = redis.pcall('HMGET', job, 'state', 'model', 'lane', 'cancellation')
-if known.err then known = {} end
-if FINAL[known[1]] then
-  redis.call('DEL', wish)
-  return { ARGV[6] ~= '' and known[4] == ARGV[6] and 'cancelled' or 'ended' }
+local fields = redis.pcall('HMGET', job, 'state', 'model', 'lane', 'cancellation')
+if fields.err then fields = {} end
+if FINAL[fields[1]] then
+  redis.call('DEL', cancel_key)
+  return { ARGV[6] ~= '' and fields[4] == ARGV[6] and 'cancelled' or 'ended' }
 end
 
 local function queue_of_job()
   local queues = { unpack(KEYS) }
-  if known[2] and known[3] then queues[#queues + 1] = 'sluice:queue:' .. known[2] .. ':' .. known[3] end
+  if fields[2] and fields[3] then queues[#queues + 1] = 'sluice:queue:' .. fields[2] .. ':' .. fields[3] end
   for _, queue in ipairs(queues) do
     if type(redis.pcall('ZSCORE', queue, id)) == 'string' then return queue end
   end
@@ -33,8 +33,8 @@ local function next_attempt()
 end
 
 local function end_waiting(queue)
-  leave_queue(queue, id) -- first: a full server refuses no write that follows one which frees memory
-  redis.call('DEL', wish, body, lease, 'arq:retry:' .. id)
+  remove_from_queue(queue, id) -- first: a full server refuses no write that follows one which frees memory
+  redis.call('DEL', cancel_key, body, lease, 'arq:retry:' .. id)
   local seq, now, attempt = redis.pcall('LLEN', log), milliseconds() / 1000, next_attempt()
   if type(seq) ~= 'number' then
     redis.call('DEL', log)
@@ -59,7 +59,7 @@ end
 if ARGV[5] == '' then return { 'requested' } end
 
 -- In this order: a worker that misses the message finds the key when it claims the job.
-local kept = redis.pcall('SET', wish, '1', 'PX', ARGV[5])
+local stored = redis.pcall('SET', cancel_key, '1', 'PX', ARGV[5])
 redis.call('PUBLISH', 'sluice:control', id)
-local lost = not queue and known[1] ~= 'running' and redis.call('EXISTS', body) == 1
-return { lost and 'lost' or 'requested', kept.err and kept or nil }
+local lost = not queue and fields[1] ~= 'running' and redis.call('EXISTS', body) == 1
+return { lost and 'lost' or 'requested', stored.err and stored or nil }

@@ -12,16 +12,16 @@ local now_ms = milliseconds()
 
 -- Each worker of the model keeps a field in this hash: 'limit jobs_per_s valid_until ...'.
 local function read_workers()
-  local said, limit, rate = redis.pcall('HVALS', workers), nil, 0
-  if said.err then
+  local reports, limit, rate = redis.pcall('HVALS', workers), nil, 0
+  if reports.err then
     redis.call('DEL', workers) -- a foreign value; the workers write theirs again
-    said = {}
+    reports = {}
   end
-  for _, text in ipairs(said) do
-    local its_limit, its_rate, valid_until = string.match(text, '^(%d+) ([%d.]+) (%d+)')
-    if its_limit and tonumber(its_rate) and tonumber(valid_until) * 1000 > now_ms then
-      limit = math.min(limit or math.huge, tonumber(its_limit))
-      rate = rate + tonumber(its_rate)
+  for _, text in ipairs(reports) do
+    local worker_limit, worker_rate, valid_until = string.match(text, '^(%d+) ([%d.]+) (%d+)')
+    if worker_limit and tonumber(worker_rate) and tonumber(valid_until) * 1000 > now_ms then
+      limit = math.min(limit or math.huge, tonumber(worker_limit))
+      rate = rate + tonumber(worker_rate)
     end
   end
   return limit, rate
@@ -30,14 +30,14 @@ end
 local limit, rate = read_workers()
 local served = limit and 1 or 0
 
-local known = redis.pcall('HMGET', job, 'state', 'submission')
-if known.err then
+local existing = redis.pcall('HMGET', job, 'state', 'submission')
+if existing.err then
   redis.call('DEL', job) -- a foreign value
-  known = {}
+  existing = {}
 end
-if known[1] then -- a submission that is repeated because its reply was lost counts as new again
-  local is_ours = ARGV[8] ~= '' and known[2] == ARGV[8]
-  return { is_ours and 1 or 0, known[1], served }
+if existing[1] then -- a submission that is repeated because its reply was lost counts as new again
+  local is_repeated = ARGV[8] ~= '' and existing[2] == ARGV[8]
+  return { is_repeated and 1 or 0, existing[1], served }
 end
 if redis.call('EXISTS', body) == 1 then return { 0, 'queued', served } end
 
@@ -60,7 +60,7 @@ redis.call('PEXPIRE', job, ARGV[3])
 
 local index = index_of(queue)
 if redis.call('EXISTS', index.jobs) == 1 then -- otherwise the next claim creates it
-  in_index(wait_in_line, index, id, now_ms, tenant, deadline and deadline * 1000)
+  in_index(add_waiting, index, id, now_ms, tenant, deadline and deadline * 1000)
 end
 redis.call('PUBLISH', wake, '')
 return { 1, 'queued', served }

@@ -11,7 +11,7 @@ JOB_LIFE_MS = 86_400_000  # expiry of the keys of a job that has not ended: arq'
 
 # Files that a script needs in addition to `lib` and `index`. These two and `cancel` are in `sluice` too, since a
 # backend does not install `worker`; a test checks that the copies are equal.
-_PARTS = {"claim": ("places", "mend"), "release": ("places",)}
+_PARTS = {"claim": ("places", "reconcile"), "release": ("places",)}
 
 
 @cache

@@ -158,8 +158,8 @@ def _claim(lane: Lane, row: list[bytes]) -> Claim:
         body=said[b"body"],
         body_bytes=int(said[b"body_bytes"]),
         tenant=said[b"tenant"].decode("utf-8", "replace"),
-        lease_expirations=int(said[b"lapses"]),
+        lease_expirations=int(said[b"lease_expirations"]),
         expired=bool(int(said[b"expired"])),
-        specprefill=said[b"thinned"],
-        images_digest=said[b"shown"],
+        specprefill=said[b"specprefill"],
+        images_digest=said[b"images_digest"],
     )

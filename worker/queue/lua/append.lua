@@ -17,12 +17,12 @@ for row, job in ipairs(KEYS) do
   local id = string.sub(job, #'sluice:job:' + 1)
   local attempt, seq, watch, events, pairs = string.match(take(1)[1], '(%d+) (%d+) (%d) (%d+) (%d+)')
   events, pairs = take(tonumber(events)), take(2 * tonumber(pairs))
-  local verdict, heard = 'fenced', 0
+  local verdict, receivers = 'fenced', 0
   if owns(job, attempt) then
-    verdict, heard = append('sluice:log:' .. id, 'sluice:ch:' .. id, tonumber(seq), events, ARGV[1])
+    verdict, receivers = append('sluice:log:' .. id, 'sluice:ch:' .. id, tonumber(seq), events, ARGV[1])
     if verdict == 'conflict' then verdict = 'fenced' end
     if not verdict and #pairs > 0 then redis.call('HSET', job, unpack(pairs)) end
-    if not verdict and watch == '1' and heard == 0 then verdict = 'alone' end
+    if not verdict and watch == '1' and receivers == 0 then verdict = 'alone' end
   end
   if verdict then
     out[#out + 1] = row

@@ -12,15 +12,15 @@
 -- generated a new token for it (after a second expired lease: until its end). A worker has one job on probation at a
 -- time. A crash in that time counts against the job, and after three it fails. It does not count against other jobs.
 local index, want, lease_ms, worker, lane = index_of(KEYS[1]), tonumber(ARGV[1]), ARGV[2], ARGV[3], ARGV[4]
-local most_bytes, takeover, suspects, answer_lost = tonumber(ARGV[6]), ARGV[7] == '1', tonumber(ARGV[8]), ARGV[9] == '1'
-local now, claimed, heard_of, load = milliseconds(), {}, {}, {}
-for i = 11, 10 + tonumber(ARGV[10]) do heard_of[ARGV[i]] = true end
+local most_bytes, takeover, suspects, reply_lost = tonumber(ARGV[6]), ARGV[7] == '1', tonumber(ARGV[8]), ARGV[9] == '1'
+local now, claimed, known_ids, rows = milliseconds(), {}, {}, {}
+for i = 11, 10 + tonumber(ARGV[10]) do known_ids[ARGV[i]] = true end
 for i = 11 + tonumber(ARGV[10]), #ARGV, 2 do
   local line = line_of(ARGV[i])
-  load[line] = (load[line] or 0) + tonumber(ARGV[i + 1])
+  rows[line] = (rows[line] or 0) + tonumber(ARGV[i + 1])
 end
 
-local function watch_lease(id, left_ms)
+local function schedule_lease_check(id, left_ms)
   redis.call('ZADD', index.leases, now + math.min(left_ms, RECHECK_MS), id)
 end
 
@@ -36,52 +36,53 @@ local function events_of(id)
   local key = 'sluice:log:' .. id
   local events = redis.pcall('LLEN', key)
   if type(events) == 'number' then return events end
-  found_foreign(key, 'no list')
+  delete_foreign(key, 'no list')
   return 0
 end
 
 -- Claim the job for this worker. Returns false if its deadline has passed.
-local function claim(id, score, known)
+local function claim(id, score, info)
   local job = 'sluice:job:' .. id
-  leave_index(index, id)
+  remove_from_index(index, id)
   redis.call('ZADD', index.jobs, score, id)
-  watch_lease(id, tonumber(lease_ms))
+  schedule_lease_check(id, tonumber(lease_ms))
   local attempt = redis.call('HINCRBY', job, 'attempt', 1)
-  local crashes = redis.call('HINCRBY', job, 'crashes', known.guilty and 1 or 0)
-  if known.lapses > 0 then redis.call('HSET', job, 'lapses', known.lapses, 'probation', 1) end
+  local crashes = redis.call('HINCRBY', job, 'crashes', info.counts_as_crash and 1 or 0)
+  if info.expirations > 0 then redis.call('HSET', job, 'lapses', info.expirations, 'probation', 1) end
   redis.call('SET', 'arq:in-progress:' .. id, worker .. ':' .. attempt, 'PX', lease_ms)
   redis.call('HSET', job, 'state', 'running', 'worker', worker, 'lane', lane, 'started_at', now / 1000)
   redis.call('PEXPIRE', job, ARGV[5])
   redis.call('PEXPIRE', 'sluice:log:' .. id, ARGV[5])
-  local expired = known.deadline ~= nil and known.deadline < now
+  local expired = info.deadline ~= nil and info.deadline < now
   local body, bytes = body_of(id, expired)
-  claimed[#claimed + 1] = { 'id', id, 'attempt', attempt, 'crashes', crashes, 'lapses', known.lapses,
+  claimed[#claimed + 1] = { 'id', id, 'attempt', attempt, 'crashes', crashes, 'lease_expirations', info.expirations,
     'cancelled', redis.call('EXISTS', 'sluice:cancel:' .. id), 'expired', expired and 1 or 0,
-    'queued_ms', score, 'events', events_of(id), 'body', body, 'body_bytes', bytes, 'tenant', known.tenant,
-    'thinned', redis.call('HGET', job, 'specprefill') or '', 'shown', redis.call('HGET', job, 'images') or '' }
+    'queued_ms', score, 'events', events_of(id), 'body', body, 'body_bytes', bytes, 'tenant', info.tenant,
+    'specprefill', redis.call('HGET', job, 'specprefill') or '',
+    'images_digest', redis.call('HGET', job, 'images') or '' }
   return not expired
 end
 
 -- Return the score and state of a job if it waits. Otherwise correct its place in the index and return nil.
 local function still_waits(id)
   local score = redis.call('ZSCORE', index.queue, id)
-  local known = score and known_of(id)
-  if not known or FINAL[known.state] then
-    place(index, id)
+  local info = score and read_job(id)
+  if not info or FINAL[info.state] then
+    index_job(index, id)
     return nil
   end
-  local left_ms = held_for(id, lease_ms)
-  if not left_ms then return score, known end
-  leave_index(index, id)
+  local left_ms = lease_left(id, lease_ms)
+  if not left_ms then return score, info end
+  remove_from_index(index, id)
   redis.call('ZADD', index.jobs, score, id)
-  watch_lease(id, left_ms)
+  schedule_lease_check(id, left_ms)
 end
 
 -- Requeue claims of this worker whose reply was lost: it has not started these jobs.
-local function take_back_unheard()
+local function requeue_lost_claims()
   for _, id in ipairs(redis.call('ZRANGE', index.leases, 0, -1)) do
-    local _, owner = held_for(id, lease_ms)
-    if not heard_of[id] and owner and string.sub(owner, 1, #worker + 1) == worker .. ':' then
+    local _, owner = lease_left(id, lease_ms)
+    if not known_ids[id] and owner and string.sub(owner, 1, #worker + 1) == worker .. ':' then
       redis.pcall('HSET', 'sluice:job:' .. id, 'state', 'queued')
       redis.call('DEL', 'arq:in-progress:' .. id)
       redis.call('ZADD', index.leases, 0, id)
@@ -90,22 +91,22 @@ local function take_back_unheard()
 end
 
 -- Check the leases that are due for a check, at most PAGE. Jobs without a lease wait again.
-local function look_at_leases()
+local function check_leases()
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', index.leases, '-inf', now, 'LIMIT', 0, PAGE)) do
-    local score, known = still_waits(id)
-    if score and (takeover or not known.lapsed) then
-      leave_index(index, id)
-      line_up(index, id, score, known)
+    local score, info = still_waits(id)
+    if score and (takeover or not info.lease_expired) then
+      remove_from_index(index, id)
+      add_to_index(index, id, score, info)
     end
   end
 end
 
 local function take_expired()
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', index.deadlines, '-inf', now, 'LIMIT', 0, PAGE)) do
-    local score, known = still_waits(id)
-    if score and (takeover or not known.lapsed) then
-      forget_deadline(index, id)
-      if known.deadline and known.deadline < now then claim(id, score, known) end
+    local score, info = still_waits(id)
+    if score and (takeover or not info.lease_expired) then
+      delete_deadline(index, id)
+      if info.deadline and info.deadline < now then claim(id, score, info) end
     end
   end
 end
@@ -116,11 +117,11 @@ local function take_suspect()
   for _ = 1, PAGE do
     local id = redis.call('ZRANGE', index.suspects, 0, 0)[1]
     if not id then return end
-    local score, known = still_waits(id)
-    if score and known.lapsed and not takeover then return end
-    if score and claim(id, score, known) then
-      local line = line_of(known.tenant)
-      load[line], want = (load[line] or 0) + 1, want - 1
+    local score, info = still_waits(id)
+    if score and info.lease_expired and not takeover then return end
+    if score and claim(id, score, info) then
+      local line = line_of(info.tenant)
+      rows[line], want = (rows[line] or 0) + 1, want - 1
       return
     end
   end
@@ -129,7 +130,7 @@ end
 -- Return lines by the age of their oldest job. `want` lines without a row on this worker are enough.
 local function lines_by_age()
   local count, lines = want, {}
-  for _ in pairs(load) do count = count + 1 end
+  for _ in pairs(rows) do count = count + 1 end
   local heads = redis.call('ZRANGEBYLEX', index.lines, '[h', '(h' .. stamp(now + 1), 'LIMIT', 0, count)
   for _, head in ipairs(heads) do
     local since = tonumber(string.sub(head, 2, 16))
@@ -146,31 +147,31 @@ end
 local function next_line(lines)
   local best = 1
   for at, line in ipairs(lines) do
-    local lighter = (load[line.name] or 0) - (load[lines[best].name] or 0)
-    if lighter < 0 or (lighter == 0 and line.since < lines[best].since) then best = at end
+    local difference = (rows[line.name] or 0) - (rows[lines[best].name] or 0)
+    if difference < 0 or (difference == 0 and line.since < lines[best].since) then best = at end
   end
   return best
 end
 
 -- Remove the first job of a line, and claim it if it still waits there. Returns true if it takes a row.
 local function take_first(line, first)
-  local mark, id = split_place(line, first)
-  leave_line(index, line, first)
-  local score, known = nil, nil
-  if redis.call('ZSCORE', index.jobs, id) then score, known = still_waits(id) end
+  local first_stamp, id = split_member(line, first)
+  remove_from_line(index, line, first)
+  local score, info = nil, nil
+  if redis.call('ZSCORE', index.jobs, id) then score, info = still_waits(id) end
   if not score then return false end
-  if stamp(score) ~= mark or known.lapses > 0 then
-    place(index, id)
+  if stamp(score) ~= first_stamp or info.expirations > 0 then
+    index_job(index, id)
     return false
   end
-  return claim(id, score, known)
+  return claim(id, score, info)
 end
 
 -- Return when the first job of a line was queued, and its member of `lines`; nil if none is due.
 local function first_due(line)
   local first = first_of(index, line)
   if not first then return nil end
-  local since = tonumber((split_place(line, first)))
+  local since = tonumber((split_member(line, first)))
   if not since then
     redis.call('ZREM', index.lines, first) -- not one of ours
     return first_due(line)
@@ -190,22 +191,22 @@ local function take_in_turn()
     elseif since > line.since then
       line.since = since
     elseif take_first(line.name, first) then
-      load[line.name], want = (load[line.name] or 0) + 1, want - 1
+      rows[line.name], want = (rows[line.name] or 0) + 1, want - 1
     else -- the job did not wait, so another line may be the older one
       lines, tries = lines_by_age(), tries - 1
     end
   end
 end
 
-if not exists(index.queue) then
+if not queue_exists(index.queue) then
   drop_index(index)
   return { 0, notes, {} }
 end
-local more = mend(index, now)
-if answer_lost then take_back_unheard() end
-look_at_leases()
+local more = reconcile(index, now)
+if reply_lost then requeue_lost_claims() end
+check_leases()
 take_expired()
 if want > 0 and suspects == 0 then take_suspect() end
 if want > 0 then take_in_turn() end
-keep(index)
+renew_index(index)
 return { more, notes, claimed }

@@ -15,14 +15,14 @@ for i = 9, #ARGV do events[#events + 1] = ARGV[i] end
 local verdict = append(log, channel, seq, events, life_ms)
 if verdict then return verdict == 'conflict' and 'fenced' or verdict end
 
-local function park(id, letter)
+local function store_dead_letter(id, letter)
   local letters = redis.pcall('HLEN', DEAD)
   if type(letters) ~= 'number' then redis.call('DEL', DEAD) -- not a hash: a foreign value
   elseif letters >= MOST_DEAD then
     local all, oldest, oldest_at = redis.call('HGETALL', DEAD), nil, math.huge
     for i = 1, #all, 2 do
-      local readable, said = pcall(cjson.decode, all[i + 1])
-      local at = readable and type(said) == 'table' and tonumber(said.parked_at) or 0
+      local readable, decoded = pcall(cjson.decode, all[i + 1])
+      local at = readable and type(decoded) == 'table' and tonumber(decoded.parked_at) or 0
       if at < oldest_at then oldest, oldest_at = all[i], at end
     end
     redis.call('HDEL', DEAD, oldest)
@@ -31,11 +31,11 @@ local function park(id, letter)
 end
 
 local id = string.sub(job, #'sluice:job:' + 1)
-if ARGV[8] ~= '' then park(id, ARGV[8]) end
+if ARGV[8] ~= '' then store_dead_letter(id, ARGV[8]) end
 redis.call('HSET', job, 'state', state, 'finished_at', milliseconds() / 1000)
 redis.call('SET', result, ARGV[5], 'PX', ARGV[7])
 redis.call('PEXPIRE', job, ARGV[7])
 redis.call('PEXPIRE', log, ARGV[6])
-leave_queue(queue, id)
+remove_from_queue(queue, id)
 for i = 6, #KEYS do redis.call('DEL', KEYS[i]) end
 return 'done'

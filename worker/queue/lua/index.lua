@@ -48,32 +48,32 @@ local function first_of(index, line)
 end
 
 -- Return the stamp and the id in a member of `lines` for a job.
-local function split_place(line, place)
+local function split_member(line, member)
   local from = #line + 3
-  return string.sub(place, from, from + 14), string.sub(place, from + 15)
+  return string.sub(member, from, from + 14), string.sub(member, from + 15)
 end
 
-local function stand_in_line(index, line, score, id)
-  local first, mark = first_of(index, line), stamp(score)
-  redis.call('ZADD', index.lines, 0, 'w' .. line .. '\0' .. mark .. id)
-  local first_mark = first and split_place(line, first)
-  if not first or tonumber(mark) < tonumber(first_mark) then
-    if first then redis.call('ZREM', index.lines, 'h' .. first_mark .. line) end
-    redis.call('ZADD', index.lines, 0, 'h' .. mark .. line)
+local function enqueue(index, line, score, id)
+  local first, own_stamp = first_of(index, line), stamp(score)
+  redis.call('ZADD', index.lines, 0, 'w' .. line .. '\0' .. own_stamp .. id)
+  local first_stamp = first and split_member(line, first)
+  if not first or tonumber(own_stamp) < tonumber(first_stamp) then
+    if first then redis.call('ZREM', index.lines, 'h' .. first_stamp .. line) end
+    redis.call('ZADD', index.lines, 0, 'h' .. own_stamp .. line)
   end
   redis.call('PEXPIRE', index.lines, INDEX_LIFE_MS)
 end
 
-local function leave_line(index, line, place)
+local function remove_from_line(index, line, member)
   local first = first_of(index, line)
-  if redis.call('ZREM', index.lines, place) == 0 or first ~= place then return end
-  redis.call('ZREM', index.lines, 'h' .. split_place(line, first) .. line)
-  local next_one = first_of(index, line)
-  if next_one then redis.call('ZADD', index.lines, 0, 'h' .. split_place(line, next_one) .. line) end
+  if redis.call('ZREM', index.lines, member) == 0 or first ~= member then return end
+  redis.call('ZREM', index.lines, 'h' .. split_member(line, first) .. line)
+  local next_first = first_of(index, line)
+  if next_first then redis.call('ZADD', index.lines, 0, 'h' .. split_member(line, next_first) .. line) end
 end
 
 -- Store a job's deadline, in Unix milliseconds. Raises an error if the deadlines of other jobs were lost.
-local function keep_deadline(index, id, deadline)
+local function store_deadline(index, id, deadline)
   local marked = redis.call('ZADD', index.lines, 0, 'd') == 0
   if marked and redis.call('EXISTS', index.deadlines) == 0 then error('the deadlines were lost') end
   redis.call('ZADD', index.deadlines, deadline, id)
@@ -81,34 +81,34 @@ local function keep_deadline(index, id, deadline)
   redis.call('PEXPIRE', index.deadlines, INDEX_LIFE_MS)
 end
 
-local function forget_deadline(index, id)
+local function delete_deadline(index, id)
   if redis.call('ZREM', index.deadlines, id) == 1 and redis.call('EXISTS', index.deadlines) == 0 then
     redis.call('ZREM', index.lines, 'd')
   end
 end
 
 -- Add a waiting job. `deadline`: in Unix milliseconds, or nil.
-local function wait_in_line(index, id, score, tenant, deadline)
+local function add_waiting(index, id, score, tenant, deadline)
   redis.call('ZADD', index.jobs, score, id)
-  stand_in_line(index, line_of(tenant), score, id)
-  if deadline then keep_deadline(index, id, deadline) end
+  enqueue(index, line_of(tenant), score, id)
+  if deadline then store_deadline(index, id, deadline) end
 end
 
 -- Remove a job from the index, for good or before it gets another place.
-local function leave_index(index, id)
+local function remove_from_index(index, id)
   local score = redis.call('ZSCORE', index.jobs, id)
   if not score then return end
   local tenant = redis.pcall('HGET', 'sluice:job:' .. id, 'tenant')
   local line = line_of(type(tenant) == 'string' and tenant or '')
-  leave_line(index, line, 'w' .. line .. '\0' .. stamp(score) .. id)
+  remove_from_line(index, line, 'w' .. line .. '\0' .. stamp(score) .. id)
   redis.call('ZREM', index.jobs, id)
   redis.call('ZREM', index.suspects, id)
   redis.call('ZREM', index.leases, id)
-  forget_deadline(index, id)
+  delete_deadline(index, id)
 end
 
 -- Remove a job from the queue and its index.
-local function leave_queue(queue, id)
+local function remove_from_queue(queue, id)
   redis.call('ZREM', queue, id)
-  in_index(leave_index, index_of(queue), id)
+  in_index(remove_from_index, index_of(queue), id)
 end

@@ -4,7 +4,7 @@ local RECHECK_MS = 500 -- interval of lease checks: a worker of a version withou
 local MOST_ID_BYTES = 8192
 local notes = {}       -- descriptions of deleted foreign values, for the worker's log
 
-local function found_foreign(key, kind)
+local function delete_foreign(key, kind)
   redis.call('DEL', key)
   notes[#notes + 1] = string.sub(key, 1, 200) .. ' held ' .. kind
 end
@@ -28,64 +28,68 @@ end
 
 -- Return the state of a job without a lease. If it is `running`, its lease has expired: its worker died. If the job was
 -- on probation, the crash counts against it.
-local function known_of(id)
+local function read_job(id)
   local key = 'sluice:job:' .. id
-  local said = redis.pcall('HMGET', key, 'state', 'lapses', 'probation', 'tenant', 'deadline', 'crashes', 'attempt')
+  local fields = redis.pcall('HMGET', key, 'state', 'lapses', 'probation', 'tenant', 'deadline', 'crashes', 'attempt')
   for _, at in ipairs({ 2, 6, 7 }) do
-    if said.err or (said[at] and not is_count(said[at])) then
-      found_foreign(key, said.err and 'no hash' or 'a count that is no number')
-      said = {}
+    if fields.err or (fields[at] and not is_count(fields[at])) then
+      delete_foreign(key, fields.err and 'no hash' or 'a count that is no number')
+      fields = {}
     end
   end
-  local lapsed = said[1] == 'running'
-  local guilty = lapsed and said[3] == '1'
-  return { state = said[1], lapsed = lapsed, guilty = guilty, tenant = said[4] or '', deadline = read_deadline(said[5]),
-    lapses = tonumber(said[2] or 0) + (lapsed and 1 or 0), crashes = tonumber(said[6] or 0) + (guilty and 1 or 0) }
+  local lease_expired = fields[1] == 'running'
+  local counts_as_crash = lease_expired and fields[3] == '1'
+  return {
+    state = fields[1], lease_expired = lease_expired, counts_as_crash = counts_as_crash,
+    tenant = fields[4] or '', deadline = read_deadline(fields[5]),
+    expirations = tonumber(fields[2] or 0) + (lease_expired and 1 or 0),
+    crashes = tonumber(fields[6] or 0) + (counts_as_crash and 1 or 0)
+  }
 end
 
 -- Return the remaining milliseconds of the job's lease, and its owner; nil without a lease. A lease without an expiry
 -- is not ours, and gets one.
-local function held_for(id, lease_ms)
+local function lease_left(id, lease_ms)
   local lease = 'arq:in-progress:' .. id
   local owner = redis.pcall('GET', lease)
   if not owner then return nil end
   if type(owner) ~= 'string' then
-    found_foreign(lease, 'no string')
+    delete_foreign(lease, 'no string')
     return nil
   end
-  local left = redis.call('PTTL', lease)
-  if left == -1 then redis.call('PEXPIRE', lease, lease_ms) end
-  return left == -1 and tonumber(lease_ms) or left, owner
+  local left_ms = redis.call('PTTL', lease)
+  if left_ms == -1 then redis.call('PEXPIRE', lease, lease_ms) end
+  return left_ms == -1 and tonumber(lease_ms) or left_ms, owner
 end
 
 -- Add a waiting job: to the suspects, by its crashes, if its lease has ever expired; else to its tenant's line.
-local function line_up(index, id, score, known)
-  if known.lapses == 0 then
-    wait_in_line(index, id, score, known.tenant, known.deadline)
+local function add_to_index(index, id, score, info)
+  if info.expirations == 0 then
+    add_waiting(index, id, score, info.tenant, info.deadline)
     return
   end
   redis.call('ZADD', index.jobs, score, id)
-  redis.call('ZADD', index.suspects, math.min(known.crashes, 99) * 1e13 + math.min(tonumber(stamp(score)), 1e13 - 1), id)
-  if known.deadline then keep_deadline(index, id, known.deadline) end
+  redis.call('ZADD', index.suspects, math.min(info.crashes, 99) * 1e13 + math.min(tonumber(stamp(score)), 1e13 - 1), id)
+  if info.deadline then store_deadline(index, id, info.deadline) end
 end
 
 -- Add a job of the queue to the index, or correct its place.
-local function place(index, id)
-  leave_index(index, id)
+local function index_job(index, id)
+  remove_from_index(index, id)
   local score = redis.call('ZSCORE', index.queue, id)
   if not score then return end
   if #id > MOST_ID_BYTES then
     drop_long_id(index.queue, id)
     return
   end
-  local known = known_of(id)
-  if FINAL[known.state] then -- queued again after its end: it stays ended
+  local info = read_job(id)
+  if FINAL[info.state] then -- queued again after its end: it stays ended
     redis.call('ZREM', index.queue, id)
     redis.call('DEL', 'arq:job:' .. id)
-  elseif known.lapsed or redis.call('EXISTS', 'arq:in-progress:' .. id) == 1 then
+  elseif info.lease_expired or redis.call('EXISTS', 'arq:in-progress:' .. id) == 1 then
     redis.call('ZADD', index.jobs, score, id)
     redis.call('ZADD', index.leases, 0, id) -- checked by the next claim
   else
-    line_up(index, id, score, known)
+    add_to_index(index, id, score, info)
   end
 end

@@ -6,6 +6,6 @@ if not owns(KEYS[1], ARGV[1]) then return 0 end
 redis.call('DEL', KEYS[2]) -- first: a full server refuses no write that follows one which frees memory
 redis.call('HSET', KEYS[1], 'state', 'queued', 'worker', '')
 local index = index_of(KEYS[3])
-if redis.call('EXISTS', index.jobs) == 1 then in_index(place, index, string.sub(KEYS[1], #'sluice:job:' + 1)) end
+if redis.call('EXISTS', index.jobs) == 1 then in_index(index_job, index, string.sub(KEYS[1], #'sluice:job:' + 1)) end
 redis.call('PUBLISH', ARGV[2], '')
 return 1

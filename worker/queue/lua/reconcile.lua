@@ -18,9 +18,9 @@ end
 -- a short queue.
 local function sample_differs_at(index, queued, now)
   local from = now % math.ceil(queued / SAMPLE) * SAMPLE
-  local ours = redis.call('ZRANGE', index.jobs, from, from + SAMPLE - 1, 'WITHSCORES')
+  local copy = redis.call('ZRANGE', index.jobs, from, from + SAMPLE - 1, 'WITHSCORES')
   for at, value in ipairs(redis.call('ZRANGE', index.queue, from, from + SAMPLE - 1, 'WITHSCORES')) do
-    if ours[at] ~= value then return from + math.floor((at - 1) / 2) end
+    if copy[at] ~= value then return from + math.floor((at - 1) / 2) end
   end
 end
 
@@ -44,28 +44,28 @@ local function differs_from(index, now)
 end
 
 -- Repair one page from this rank. Returns the number of jobs that were added, moved or removed.
-local function mend_page(index, rank)
-  local mended = 0
+local function reconcile_page(index, rank)
+  local changed = 0
   local extra = redis.call('ZRANGE', index.jobs, rank, rank + PAGE - 1)
   for _, id in ipairs(extra) do
     if not redis.call('ZSCORE', index.queue, id) then
-      leave_index(index, id)
-      mended = mended + 1
+      remove_from_index(index, id)
+      changed = changed + 1
     end
   end
   local queued = redis.call('ZRANGE', index.queue, rank, rank + PAGE - 1, 'WITHSCORES')
   for i = 1, #queued, 2 do
     if redis.call('ZSCORE', index.jobs, queued[i]) ~= queued[i + 1] then
-      place(index, queued[i])
-      mended = mended + 1
+      index_job(index, queued[i])
+      changed = changed + 1
     end
   end
-  return mended
+  return changed
 end
 
--- True if the parts of the index are consistent: every indexed job has a place. A line may still hold a job that has
--- left the queue, until its turn comes.
-local function is_whole(index)
+-- True if the parts of the index are consistent: every indexed job has a place. A line may still hold a
+-- job that has left the queue, until its turn comes.
+local function is_consistent(index)
   local places = redis.call('ZLEXCOUNT', index.lines, '[w', '(x') + redis.call('ZCARD', index.suspects)
     + redis.call('ZCARD', index.leases)
   local with_deadline = redis.call('ZCARD', index.deadlines) > 0
@@ -75,24 +75,24 @@ local function is_whole(index)
 end
 
 -- True if there is a queue. Deletes a foreign value at its key.
-local function exists(queue)
+local function queue_exists(queue)
   local kind = redis.call('TYPE', queue).ok
   if kind == 'zset' then return true end
-  if kind ~= 'none' then found_foreign(queue, 'a ' .. kind .. ', no sorted set') end
+  if kind ~= 'none' then delete_foreign(queue, 'a ' .. kind .. ', no sorted set') end
   return false
 end
 
 -- Repair a part of the index. Returns 1 if there is more to repair, else 0.
-local function mend(index, now)
-  local readable, whole = pcall(is_whole, index)
-  if not readable or not whole then drop_index(index) end
+local function reconcile(index, now)
+  local readable, consistent = pcall(is_consistent, index)
+  if not readable or not consistent then drop_index(index) end
   local rank = differs_from(index, now)
   if not rank then return 0 end
   redis.call('PEXPIRE', index.jobs, INDEX_LIFE_MS) -- a full server accepts it, and then all writes of this script
-  return mend_page(index, rank) > 0 and differs_from(index, now) and 1 or 0
+  return reconcile_page(index, rank) > 0 and differs_from(index, now) and 1 or 0
 end
 
-local function keep(index)
+local function renew_index(index)
   for _, name in ipairs({ 'jobs', 'lines', 'suspects', 'leases', 'deadlines' }) do
     redis.call('PEXPIRE', index[name], INDEX_LIFE_MS)
   end
