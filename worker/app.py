@@ -71,21 +71,21 @@ async def _serve(
     )
     logger.info("loading %s", settings.model)
     async with _loaded(engine, ending) as model:
-        with _sights(settings, model) as sights:
-            served = _served(settings, engine, model, sights, metrics)
+        with _sights(settings, model) as images:
+            context = _served(settings, engine, model, images, metrics)
             gc.freeze()  # otherwise a full collection would visit these objects each time, and delay every row
             worker = QueueWorker(
                 [func(chat, name="chat")],
                 redis=redis,
                 settings=settings,
-                ctx={"served": served},
+                ctx={"context": context},
                 metrics=metrics,
                 crons=[batches.cron] if batches else [],
                 pulses=[engine.pulse],
                 hold=engine.hold,
-                reader=served.reader,
+                reader=context.reader,
                 check=check,
-                images=sights is not None,
+                images=images is not None,
             )
             health.serving({"event loop": worker.pulse, "engine": engine.pulse}, worker.readiness.parts())
             ending.when(worker.force_stop, _HURRIED_S, EXIT_FORCED)
@@ -114,29 +114,29 @@ def _sights(settings: Settings, model: Model) -> Iterator[ImageInputs | None]:
     if model.vision is None:
         yield None
         return
-    with closing(ImageInputs(settings, model.vision.image_processor)) as sights:
-        yield sights
+    with closing(ImageInputs(settings, model.vision.image_processor)) as images:
+        yield images
 
 
 def _served(
-    settings: Settings, engine: EngineThread, model: Model, sights: ImageInputs | None, metrics: Metrics
+    settings: Settings, engine: EngineThread, model: Model, images: ImageInputs | None, metrics: Metrics
 ) -> WorkerContext:
-    context = min(model.context, settings.context_tokens or model.context)
-    language = TextCodec(
+    context_tokens = min(model.context, settings.context_tokens or model.context)
+    codec = TextCodec(
         MLXTokenizer(model.tokenizer, model.vision.image_processor.marker if model.vision else ""),
         model.vocab,
         boundaries=settings.prefix_cache_gb != 0 and _needs_boundaries(model),
         thinnable=model.draft is not None,
         control_tokens=settings.allow_control_tokens,
-        context=context,
+        context=context_tokens,
     )
     return WorkerContext(
         settings=settings,
         engine=engine,
-        codec=language,
-        images=sights,
+        codec=codec,
+        images=images,
         fingerprint=model.fingerprint,
-        context=context,
+        context=context_tokens,
         vocab=model.vocab,
         generation=model.generation,
         metrics=metrics,

@@ -37,7 +37,7 @@ logger = logging.getLogger("sluice.jobs")
 
 async def chat(ctx: dict[Any, Any], body: Any) -> JobResult:
     """The function that producers enqueue. Raises `JobFailure` with what the client should change."""
-    attempt = Chat(ctx["job"], ctx["served"])
+    attempt = Chat(ctx["job"], ctx["context"])
     try:
         return await attempt.run(body)
     finally:
@@ -61,27 +61,31 @@ class Chat:
         job, served = self._job, self._served
         settings = served.settings
         # An attempt that resumes SpecPrefill's earlier decision needs no draft model.
-        drafted = settings.specprefill_draft_model is not None or bool(job.claim.specprefill)
-        reading = partial(
-            read_request, body, settings.model_name, max_parts=settings.max_content_parts, drafted=drafted
+        has_draft_model = settings.specprefill_draft_model is not None or bool(job.claim.specprefill)
+        read = partial(
+            read_request,
+            body,
+            settings.model_name,
+            max_parts=settings.max_content_parts,
+            has_draft_model=has_draft_model,
         )
         claim = job.claim
-        request = await served.reader.run(reading, size=claim.body_bytes, lane=claim.lane, tenant=claim.tenant)
+        request = await served.reader.run(read, size=claim.body_bytes, lane=claim.lane, tenant=claim.tenant)
         if request.on_disconnect == "cancel":
             job.log.on_abandoned = partial(job.interrupt, Cancelled("disconnected"))
         with _deadline(job, request.deadline_s):
             seed = seed_of(request, job.claim.job_id)
             job.log.fields |= request.model_dump(include={"prompt_cache_key"}, exclude_none=True)
-            prompt, pictures = await self._prompt(request)
-            sequence = self._sequence(request, prompt, pictures, seed)
+            prompt, images = await self._prompt(request)
+            sequence = self._sequence(request, prompt, images, seed)
             self._guide = await served.codec.guide(request, prompt, job.claim.lane)
-            earlier = await self._begin(request, prompt, seed)
+            resumed_tokens = await self._begin(request, prompt, seed)
             sequence = replace(
-                sequence, grammar=self._guide, resume_tokens=earlier, kept_ranges=self._record.specprefill.kept
+                sequence, grammar=self._guide, resume_tokens=resumed_tokens, kept_ranges=self._record.specprefill.kept
             )
             logger.info("%s admitted: %d prompt tokens, lane %s", job.claim.job_id, len(prompt.tokens), job.claim.lane)
             try:
-                if self._ended or len(earlier) >= sequence.max_tokens:
+                if self._ended or len(resumed_tokens) >= sequence.max_tokens:
                     self._finish_resumed(sequence)
                 else:
                     served.engine.submit(sequence, self)
@@ -92,14 +96,14 @@ class Chat:
         return self._record.answer(request, served, seed, finish_reason, self._output.retracted)
 
     async def _prompt(self, request: ChatRequest) -> tuple[Prompt, tuple[PromptImage, ...]]:
-        seeing, lane, space = self._served.images, self._job.claim.lane, self._namespace(request)
-        sights = await seeing.of(request.messages, self._id, lane, space) if seeing else ()
-        prompt = await self._served.codec.prompt(request, [sight.text for sight in sights], lane)
-        if not (seeing and sights):
+        inputs, lane, namespace = self._served.images, self._job.claim.lane, self._namespace(request)
+        images = await inputs.of(request.messages, self._id, lane, namespace) if inputs else ()
+        prompt = await self._served.codec.prompt(request, [image.text for image in images], lane)
+        if not (inputs and images):
             return prompt, ()
-        self._images_digest = images_digest(sights)
-        self._job.usage.image_tokens = sum(sight.placeholders for sight in sights)
-        return prompt, seeing.placed(prompt.tokens, sights)
+        self._images_digest = images_digest(images)
+        self._job.usage.image_tokens = sum(image.placeholders for image in images)
+        return prompt, inputs.placed(prompt.tokens, images)
 
     def _namespace(self, request: ChatRequest) -> str:
         """Return the cache namespace of the request: the tenant's, or the common one."""
@@ -107,28 +111,30 @@ class Chat:
 
     async def _begin(self, request: ChatRequest, prompt: Prompt, seed: int) -> tuple[int, ...]:
         """Emit the first event of this attempt. Returns the earlier tokens that it continues; empty if it starts."""
-        afresh = partial(self._served.codec.output, request, prompt, self._job.claim.job_id)
-        thinned = self._job.claim.specprefill
-        receipt = recalled(thinned, self._served.fingerprint, len(prompt.tokens)) if thinned else None
-        same = receipt is not None or not thinned  # else it is unknown which prompt tokens were dropped
-        same = same and self._job.claim.images_digest.decode(errors="replace") == self._images_digest
-        earlier, replayed = await self._taken_up((self._served.fingerprint, seed) if same else None, afresh)
-        if earlier is None or replayed is None:
-            self._output = afresh()
-            self._announce("restarted" if earlier else "started", seed)
+        new_output = partial(self._served.codec.output, request, prompt, self._job.claim.job_id)
+        stored_report = self._job.claim.specprefill
+        report = recalled(stored_report, self._served.fingerprint, len(prompt.tokens)) if stored_report else None
+        same_prompt = report is not None or not stored_report  # else it is unknown which prompt tokens were dropped
+        same_prompt = same_prompt and self._job.claim.images_digest.decode(errors="replace") == self._images_digest
+        delivered, replayed = await self._taken_up(
+            (self._served.fingerprint, seed) if same_prompt else None, new_output
+        )
+        if delivered is None or replayed is None:
+            self._output = new_output()
+            self._announce("restarted" if delivered else "started", seed)
             return ()
         self._output, self._ended = replayed.output, replayed.ended
         self._announce("resumed", seed)
-        self._record.resume(earlier, receipt)
-        return earlier.tokens
+        self._record.resume(delivered, report)
+        return delivered.tokens
 
     async def _taken_up(
-        self, model: tuple[str, int] | None, afresh: Callable[[], Output]
+        self, model: tuple[str, int] | None, new_output: Callable[[], Output]
     ) -> tuple[Delivered | None, Replayed | None]:
         log, lane = self._job.log.events, self._job.claim.lane
         if not log:
             return None, None
-        work = partial(taken_up, tuple(log), model, afresh, self._served.vocab)
+        work = partial(taken_up, tuple(log), model, new_output, self._served.vocab)
         return await self._served.codec.run(lane, sum(map(len, log)), work, self._job.claim.tenant)
 
     def _announce(self, how: Literal["started", "resumed", "restarted"], seed: int) -> None:
@@ -146,7 +152,7 @@ class Chat:
         )
 
     def _sequence(
-        self, request: ChatRequest, prompt: Prompt, pictures: tuple[PromptImage, ...], seed: int
+        self, request: ChatRequest, prompt: Prompt, images: tuple[PromptImage, ...], seed: int
     ) -> GenerationRequest:
         served, claim = self._served, self._job.claim
         self._job.usage.prompt_tokens = len(prompt.tokens)
@@ -158,7 +164,7 @@ class Chat:
             most=served.settings.max_output_tokens,
         )
         sampling = sampling_of(request, served.generation, served.vocab, seed)
-        thinning, self._record.specprefill = thinning_of(request, prompt, served.settings)
+        specprefill, self._record.specprefill = thinning_of(request, prompt, served.settings)
         top = (request.top_logprobs or 0) if request.logprobs else None
         return GenerationRequest(
             self._id,
@@ -169,8 +175,8 @@ class Chat:
             top_logprobs=top,
             namespace=self._namespace(request),
             boundaries=prompt.boundaries,
-            specprefill=thinning,
-            images=pictures,
+            specprefill=specprefill,
+            images=images,
         )
 
     def _finish_resumed(self, sequence: GenerationRequest) -> None:
@@ -205,22 +211,22 @@ class Chat:
                 self._record.decided(outcome, self._served.fingerprint)
             case Sampled():
                 self._sampled(outcome, rows)
-            case Refused(message=sentence):
-                self._done.set_exception(JobFailure("too_large", sentence))
+            case Refused(message=message):
+                self._done.set_exception(JobFailure("too_large", message))
             case RowFailed():
-                ours = "The engine failed on this row; the worker's log says why."
-                self._done.set_exception(JobFailure("internal", ours, retryable=True))
+                message = "The engine failed on this row; the worker's log says why."
+                self._done.set_exception(JobFailure("internal", message, retryable=True))
 
     def _sampled(self, step: Sampled, rows: int) -> None:
-        said = OutputDelta() if step.token is None else self._output.feed(step.token)
+        delta = OutputDelta() if step.token is None else self._output.feed(step.token)
         if step.finish_reason and not self._output.stopped:
-            said += self._output.flush(step.finish_reason)
+            delta += self._output.flush(step.finish_reason)
         ended = "stop" if self._output.stopped else step.finish_reason
-        self._record.sampled(step.token, said, self._logprobs(step), rows, at=step.at, last=ended is not None)
-        if self._guide and (broken := self._guide.error):
-            if broken.ours:
-                raise RuntimeError(f"the sampled token violates the grammar: {broken.reason}")
-            raise JobFailure("invalid_request", f"The request's schema cannot be enforced: {broken.reason}")
+        self._record.sampled(step.token, delta, self._logprobs(step), rows, at=step.at, last=ended is not None)
+        if self._guide and (error := self._guide.error):
+            if error.ours:
+                raise RuntimeError(f"the sampled token violates the grammar: {error.reason}")
+            raise JobFailure("invalid_request", f"The request's schema cannot be enforced: {error.reason}")
         if ended:
             self._done.set_result(self._output.finish_reason(ended))
 

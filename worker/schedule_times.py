@@ -43,9 +43,9 @@ class Hours:
     end_min: int
 
     @classmethod
-    def read(cls, said: str) -> Self:
+    def read(cls, text: str) -> Self:
         """Parse hours such as 22:00-06:00. Raises ValueError, which names the accepted form."""
-        found = _HOURS.fullmatch(said)
+        found = _HOURS.fullmatch(text)
         if not found:
             raise ValueError("hours look like 22:00-06:00")
         begin_h, begin_min, end_h, end_min = found.groups()

@@ -240,8 +240,8 @@ class Settings(BaseSettings):
     @field_validator("redis_url")
     @classmethod
     def _can_be_read(cls, url: str) -> str:
-        if said := url_error(url):
-            raise ValueError(said)
+        if problem := url_error(url):
+            raise ValueError(problem)
         return url
 
     @field_validator("reserved_rows")
@@ -260,19 +260,19 @@ class Settings(BaseSettings):
 
     @field_validator("batch_models")
     @classmethod
-    def _names_served_models(cls, said: str | None) -> str | None:
-        for pair in said.split(",") if said else ():
-            theirs, _, ours = pair.partition("=")
-            if not theirs or theirs != theirs.strip() or not is_model_name(ours):
+    def _names_served_models(cls, models: str | None) -> str | None:
+        for pair in models.split(",") if models else ():
+            requested, _, served = pair.partition("=")
+            if not requested or requested != requested.strip() or not is_model_name(served):
                 raise ValueError(f"{pair!r} must look like gpt-4o-mini=default")
-        return said
+        return models
 
     @field_validator("batch_hours")
     @classmethod
-    def _are_hours(cls, said: str | None) -> str | None:
-        if said is not None:
-            Hours.read(said)
-        return said
+    def _are_hours(cls, hours: str | None) -> str | None:
+        if hours is not None:
+            Hours.read(hours)
+        return hours
 
     @field_validator("result_ttl_s")
     @classmethod

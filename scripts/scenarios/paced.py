@@ -144,7 +144,7 @@ async def serve(settings: Settings, step_s: float) -> None:
                 [func(chat, name="chat")],
                 redis=redis,
                 settings=settings,
-                ctx={"served": served},
+                ctx={"context": served},
                 metrics=metrics,
                 hold=engine.hold,
             )

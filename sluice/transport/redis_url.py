@@ -74,12 +74,12 @@ def _public_without_scheme(url: str) -> str:
 def _public_place(place: str) -> str:
     server, slash, database = place.partition("/")
     host, _, port = server.rpartition(":") if re.search(r":[^\]]*$", server) else (server, "", "")
-    shown = host if re.fullmatch(_HOST, host) else "***"
+    public = host if re.fullmatch(_HOST, host) else "***"
     if port:
-        shown += f":{port}" if re.fullmatch(r"\d{1,5}", port) else ":***"
+        public += f":{port}" if re.fullmatch(r"\d{1,5}", port) else ":***"
     if slash:
-        shown += f"/{database}" if re.fullmatch(r"\d{0,4}", database) else "/***"
-    return shown
+        public += f"/{database}" if re.fullmatch(r"\d{0,4}", database) else "/***"
+    return public
 
 
 def why_not_let_in(*, has_user: bool, has_password: bool, is_open: bool) -> str:

@@ -56,7 +56,7 @@ async def seeing(
     tokenizer, known = ByteTokenizer(), settings(url, **given)
     fake = engine(lambda sequence: tokenizer.encode(ANSWER), step_s=step_s)
     with closing(ImageInputs(known, DimEyes(salt))) as sights:
-        async with fake, working(known, chat, served=served(known, fake, tokenizer, images=sights)):
+        async with fake, working(known, chat, context=served(known, fake, tokenizer, images=sights)):
             yield fake
 
 

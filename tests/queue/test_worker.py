@@ -287,7 +287,7 @@ async def chatting(
     tokenizer, known = ByteTokenizer(), settings(url, **given)
     engine = FakeEngine(lambda sequence: tokenizer.encode(answer), step_s=step_s)
     model = served(known, engine, tokenizer, fingerprint=fingerprint)
-    async with engine, working(known, real_chat, served=model):
+    async with engine, working(known, real_chat, context=model):
         yield engine
 
 
@@ -426,7 +426,7 @@ async def test_a_row_whose_words_cannot_be_made_harms_no_other(redis_url: str, d
         return [*b"so far", hole] if sequence.id == "a#1" else list(b"all is well")
 
     engine = FakeEngine(answer, step_s=0.005)
-    async with engine, working(known, real_chat, served=served(known, engine, tokenizer)):
+    async with engine, working(known, real_chat, context=served(known, engine, tokenizer)):
         await asyncio.gather(ask(db, "a", {"messages": HELLO}), ask(db, "b", {"messages": HELLO}))
         assert (await ended(db, "a", within_s=3))[-1]["error"]["type"] == "internal"
         assert words(await ended(db, "b", within_s=3)) == "all is well"

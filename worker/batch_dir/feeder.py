@@ -41,7 +41,7 @@ async def feed(
         return False
     assert child.stdin is not None
     assert child.stdout is not None
-    words = asyncio.create_task(_pass_on(child.stdout))
+    log = asyncio.create_task(_pass_on(child.stdout))
     try:
         await wait_first(child.wait(), stopping.wait())
         child.stdin.close()
@@ -49,7 +49,7 @@ async def feed(
     finally:
         if child.returncode is None:
             child.kill()
-        last = await words
+        last = await log
     if (code := await child.wait()) and not stopping.is_set():
         logger.error("the feeder failed with code %d: %s", code, last)
         return False
@@ -66,9 +66,9 @@ async def _pass_on(lines: asyncio.StreamReader) -> str:
             continue  # longer than the limit; the stream reader has dropped it
         if not line:
             return last
-        if said := line.decode("utf-8", "replace").rstrip():
-            logger.info("%s", said)
-            last = said
+        if text := line.decode("utf-8", "replace").rstrip():
+            logger.info("%s", text)
+            last = text
 
 
 async def wait_first(*waits: Awaitable[Any], timeout_s: float | None = None) -> None:

@@ -17,8 +17,8 @@ def verdict(body: bytes) -> tuple[str, Any]:
         return "too many", values
     try:
         value = loads(body)
-    except NotJson as why:
-        return "refused", str(why)
+    except NotJson as error:
+        return "refused", str(error)
     # Checked here, since it would take the worker a second for two million strings.
     try:
         place = first_lone_surrogate(_request(value))
@@ -31,9 +31,9 @@ def verdict(body: bytes) -> tuple[str, Any]:
 
 def answer(body: bytes) -> bytes:
     """Return the verdict, marshalled."""
-    said = verdict(body)
+    result = verdict(body)
     try:
-        return marshal.dumps(said)
+        return marshal.dumps(result)
     except ValueError:  # its limit is 2,000 levels; it accepts all other values of JSON
         return marshal.dumps(("refused", TOO_DEEP))
 

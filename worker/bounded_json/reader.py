@@ -39,8 +39,8 @@ class Reader:
         """Return the JSON value of a body. Raises `JobFailure`."""
         if len(body) <= SMALL_BYTES:
             return _parsed(body)
-        dear = await self.run(is_expensive, body, size=len(body), lane=lane, tenant=tenant)
-        if not dear:
+        expensive = await self.run(is_expensive, body, size=len(body), lane=lane, tenant=tenant)
+        if not expensive:
             return await self.run(_parsed, body, size=len(body), lane=lane, tenant=tenant)
         async with self._lane(lane).child.slot(lane, tenant):
             return await _parsed_by_child(body)
@@ -96,14 +96,14 @@ def _value_of(ended: Ended, size: int) -> Any:
             "The server has no resources to parse a request of this size now; try again later.",
             retryable=True,
         )
-    verdict, said = marshal.loads(ended.output)
-    match verdict:
+    kind, value = marshal.loads(ended.output)
+    match kind:
         case "json":
-            return said
+            return value
         case "refused":
-            raise JobFailure("invalid_request", said)
+            raise JobFailure("invalid_request", value)
     raise JobFailure(
         "too_large",
-        f"The request holds {said:,} JSON values; this worker accepts {MAX_BODY_VALUES:,}. "
+        f"The request holds {value:,} JSON values; this worker accepts {MAX_BODY_VALUES:,}. "
         "Shorten its lists and objects, or send them as text.",
     )

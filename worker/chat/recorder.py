@@ -60,9 +60,9 @@ class JobRecorder:
         self._pace = Pace()
         self.specprefill = SpecPrefillReport()
 
-    def resume(self, earlier: Delivered, receipt: SpecPrefillReport | None) -> None:
+    def resume(self, earlier: Delivered, report: SpecPrefillReport | None) -> None:
         """Count the output that earlier attempts delivered. Timings are of this attempt alone."""
-        self.specprefill = receipt or self.specprefill
+        self.specprefill = report or self.specprefill
         self._job.usage.kept_tokens = self.specprefill.kept_tokens
         self._told.append(earlier.said)
         self._told_logprobs += earlier.logprobs
@@ -91,7 +91,7 @@ class JobRecorder:
     def sampled(
         self,
         token: int | None,
-        said: OutputDelta,
+        delta: OutputDelta,
         logprobs: Entry | None,
         rows: int,
         *,
@@ -108,7 +108,7 @@ class JobRecorder:
         if self._steps == 0:
             self._began_to_answer(now)
         self._rows, self._steps = self._rows + rows, self._steps + 1
-        self._said += said
+        self._said += delta
         self._job.made_progress()
         if token is not None:
             self._ids.append(token)
@@ -141,16 +141,16 @@ class JobRecorder:
         self._ids, self._said, self._logprobs, self._said_delta = [], OutputDelta(), [], time.monotonic()
 
     def answer(
-        self, request: ChatRequest, served: WorkerContext, seed: int, finish_reason: str, voided: Container[int]
+        self, request: ChatRequest, served: WorkerContext, seed: int, finish_reason: str, retracted: Container[int]
     ) -> JobResult:
-        """Return the result of a finished job. `voided`: indices of tool calls that were emitted and then retracted."""
+        """Return the result of a finished job. `retracted`: indices of announced tool calls that turned out invalid."""
         timings = self._timings()
         spent = f"{self._job.usage.completion_tokens} tokens in {timings['ttft_s'] + timings['decode_s']:.3f} s"
         rate = f", {timings['tokens_per_s']:.1f} tokens/s" if timings["tokens_per_s"] else ""
         logger.info("%s finished: %s, %s%s", self._job.claim.job_id, finish_reason, spent, rate)
         answered = Answered(
             output=together(self._told),
-            retracted=voided,
+            retracted=retracted,
             logprobs=self._told_logprobs,
             finish_reason=finish_reason,
             seed=seed,
@@ -173,7 +173,7 @@ class JobRecorder:
         return {name: round(value, 6) for name, value in timings.items()}
 
 
-def _fields(said: OutputDelta) -> dict[str, object]:
+def _fields(delta: OutputDelta) -> dict[str, object]:
     """Return the non-empty fields of a delta event."""
-    fields = {"content": said.content, "reasoning": said.reasoning, "tool_calls": said.tool_calls}
+    fields = {"content": delta.content, "reasoning": delta.reasoning, "tool_calls": delta.tool_calls}
     return {name: value for name, value in fields.items() if value}

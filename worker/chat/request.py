@@ -14,8 +14,8 @@ from worker.errors import JobFailure, prompt_too_large
 from worker.schedule.request import Sampling
 
 
-def read_request(body: Any, served: str, *, max_parts: int, drafted: bool = False) -> ChatRequest:
-    """Validate a job's body. `served`: the name of the served model. `drafted`: this worker has a draft model.
+def read_request(body: Any, served: str, *, max_parts: int, has_draft_model: bool = False) -> ChatRequest:
+    """Validate a job's body. `served`: the name of the served model. `has_draft_model`: this worker has a draft model.
 
     Raises `JobFailure`, which names the field.
     """
@@ -27,7 +27,7 @@ def read_request(body: Any, served: str, *, max_parts: int, drafted: bool = Fals
         raise JobFailure("invalid_request", "The request is nested too deeply; flatten it.") from None
     if request.model not in (None, served):
         raise JobFailure("invalid_request", f"model: this queue serves {served!r}, not {request.model!r}.")
-    if not drafted:
+    if not has_draft_model:
         _refuse_thinning(request)
     _refuse_too_many(sum(map(_parts, request.messages)), max_parts)
     request = with_tools(request)

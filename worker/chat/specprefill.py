@@ -54,17 +54,17 @@ def thinning_of(
     """Decide by the request's field, else by the worker's settings. Returns None to compute the whole prompt."""
     if settings.specprefill_draft_model is None or request.specprefill is False:
         return None, SpecPrefillReport()
-    receipt = SpecPrefillReport(PurePath(settings.specprefill_draft_model).name)
+    report = SpecPrefillReport(PurePath(settings.specprefill_draft_model).name)
     asked, tokens = request.specprefill or False, len(prompt.tokens)
     if not asked and tokens < settings.specprefill_threshold:
-        return None, receipt
-    receipt.why_whole = _why_whole(request, prompt, settings, asked=asked)
-    if receipt.why_whole:
-        return None, receipt
+        return None, report
+    report.why_whole = _why_whole(request, prompt, settings, asked=asked)
+    if report.why_whole:
+        return None, report
     keep = request.specprefill_keep_pct or settings.specprefill_keep_pct
     return SpecPrefillParams(
         keep, prompt.droppable_ranges, 1 if asked else settings.specprefill_threshold, asked
-    ), receipt
+    ), report
 
 
 def _why_whole(request: ChatRequest, prompt: Prompt, settings: Settings, *, asked: bool) -> str:
@@ -100,9 +100,9 @@ def _texts(content: str | list[Any] | None) -> list[str]:
 # Between the attempts at a job
 
 
-def stored(receipt: SpecPrefillReport, fingerprint: str) -> str:
+def stored(report: SpecPrefillReport, fingerprint: str) -> str:
     """Serialize the report for the job's hash: a new attempt must drop the same tokens to continue exactly."""
-    return json.dumps({"fingerprint": fingerprint, **asdict(receipt)}, separators=(",", ":"))
+    return json.dumps({"fingerprint": fingerprint, **asdict(report)}, separators=(",", ":"))
 
 
 def recalled(told: bytes, fingerprint: str, prompt_tokens: int) -> SpecPrefillReport | None:

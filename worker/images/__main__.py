@@ -39,13 +39,13 @@ def serve(tasks: IO[bytes], answers: IO[bytes]) -> None:
 
 
 def _answer(task: DecodeRequest, source: bytes, answers: IO[bytes]) -> None:
-    told: dict[str, Any]
+    head: dict[str, Any]
     try:
         image = _image(task, source)
-        told, pixels = {"width": image.width, "height": image.height, "digest": image.digest.hex()}, image.pixels
+        head, pixels = {"width": image.width, "height": image.height, "digest": image.digest.hex()}, image.pixels
     except JobFailure as refusal:
-        told, pixels = {"type": refusal.type, "message": refusal.message}, b""
-    answers.write(json.dumps(told).encode() + b"\n")
+        head, pixels = {"type": refusal.type, "message": refusal.message}, b""
+    answers.write(json.dumps(head).encode() + b"\n")
     answers.write(pixels)
     answers.flush()
 

@@ -37,28 +37,28 @@ class ImageLoader:
         `JobFailure` at the first image that is invalid or exceeds a limit."""
         shown = list(shown_in(messages))
         self._refuse_too_many(len(shown))
-        pixels, most = 0, _TOGETHER * self._settings.image_max_pixels
+        pixels, limit = 0, _TOGETHER * self._settings.image_max_pixels
         for each in shown:
             image = await self._at(each)
             pixels += image.width * image.height
-            if pixels > most:
+            if pixels > limit:
                 raise JobFailure(
-                    "too_large", f"{each.place}: with this image the request has more than {most:,} pixels."
+                    "too_large", f"{each.place}: with this image the request has more than {limit:,} pixels."
                 )
             yield each.place, image
 
     def _refuse_too_many(self, images: int) -> None:
-        most = self._settings.max_images
-        if images > most:
-            said = f"messages: {images:,} images are {images - most:,} more than this worker accepts ({most:,})."
-            raise JobFailure("too_large", said)
+        limit = self._settings.max_images
+        if images > limit:
+            message = f"messages: {images:,} images are {images - limit:,} more than this worker accepts ({limit:,})."
+            raise JobFailure("too_large", message)
 
     async def _at(self, shown: ImageRef) -> Image:
         try:
             return await self._image(shown.image)
         except JobFailure as refusal:
-            said = f"{shown.place}: {refusal.message}"
-            raise JobFailure(refusal.type, said, retryable=refusal.retryable) from None
+            message = f"{shown.place}: {refusal.message}"
+            raise JobFailure(refusal.type, message, retryable=refusal.retryable) from None
 
     async def _image(self, image: ImageUrl) -> Image:
         is_data = image.url[: len("data:")].lower() == "data:"

@@ -61,8 +61,8 @@ def _kind(data: bytes, declared: str | None) -> str:
     if kind not in READ:
         raise JobFailure("unsupported", f"{kind} is not supported; send {THEM}.")
     if declared is not None and declared_kind(declared) != kind:
-        said = f"declares {declared!r}" if declared else "declares no media type"
-        raise JobFailure("invalid_request", f"the data: URL {said}, but contains a {kind}; write {READ[kind]}.")
+        declaration = f"declares {declared!r}" if declared else "declares no media type"
+        raise JobFailure("invalid_request", f"the data: URL {declaration}, but contains a {kind}; write {READ[kind]}.")
     return kind
 
 

@@ -79,11 +79,11 @@ class Decoder:
 
 
 def _answer(stdout: IO[bytes]) -> Image | JobFailure:
-    told = json.loads(stdout.readline())
-    if "message" in told:
-        return JobFailure(told["type"], told["message"])
-    width, height = told["width"], told["height"]
+    answer = json.loads(stdout.readline())
+    if "message" in answer:
+        return JobFailure(answer["type"], answer["message"])
+    width, height = answer["width"], answer["height"]
     pixels = stdout.read(width * height * 3)
     if len(pixels) < width * height * 3:
         raise DecoderDied
-    return Image(width, height, bytes.fromhex(told["digest"]), pixels)
+    return Image(width, height, bytes.fromhex(answer["digest"]), pixels)

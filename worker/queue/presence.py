@@ -73,12 +73,12 @@ class Presence:
         rate, now = round(self._jobs_per_s(), 3), self._clock.now()
         rows = [running[lane] for lane in LANES]
         offline = offline_rows(self._settings, self._clock.utc())
-        now_shown = {"rows": sum(rows), "offline_rows": offline, "jobs_per_s": rate}
-        said = f"{self._queue_limit} {rate} {self._until():.0f} {' '.join(map(str, rows))}"
+        load = {"rows": sum(rows), "offline_rows": offline, "jobs_per_s": rate}
+        report = f"{self._queue_limit} {rate} {self._until():.0f} {' '.join(map(str, rows))}"
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hset(self._key, mapping={**self._fields, **now_shown})
+            pipe.hset(self._key, mapping={**self._fields, **load})
             pipe.pexpire(self._key, self._lease_ms)
-            pipe.hset(self._model_key, self._name, said)
+            pipe.hset(self._model_key, self._name, report)
             pipe.pexpire(self._model_key, self._lease_ms)
             pipe.hvals(self._model_key)
             for queue in self._queues:
@@ -106,6 +106,6 @@ class Presence:
 
 def _less(due: Mapping[Lane, int], workers: Iterable[bytes], now: float) -> dict[Lane, int]:
     """Waiting jobs by lane: due jobs minus running jobs of live workers, since running jobs stay in the queue."""
-    said = [match.groups() for worker in workers if (match := _SAID.fullmatch(worker))]
-    alive = [running for until, *running in said if int(until) > now]
+    reports = [match.groups() for worker in workers if (match := _SAID.fullmatch(worker))]
+    alive = [running for until, *running in reports if int(until) > now]
     return {lane: max(0, due[lane] - sum(int(running[i]) for running in alive)) for i, lane in enumerate(LANES)}

@@ -75,7 +75,7 @@ async def test_a_job_with_a_long_log_is_taken_up_and_ended_in_short_turns_of_the
     model = served(known, engine, tokenizer, context=20_000)
     await write_log(db, logprobs)
     asks = {"logprobs": True, "top_logprobs": ALTERNATIVES} if logprobs else {}
-    async with engine, working(known, chat, served=model):
+    async with engine, working(known, chat, context=model):
         turns.longest_s = 0.0
         await put(db, "a", envelope({**REQUEST, **asks}))
         while await db.hget(keys.job("a"), "state") != b"finished":
@@ -108,7 +108,7 @@ async def test_a_log_with_a_token_outside_the_vocabulary_never_reaches_the_engin
     foreign = {"id": "a", "seq": 1, "attempt": 1, "ts": time.time(), "type": "delta", "token_ids": [token]}
     await db.rpush(keys.log("a"), json.dumps(started), json.dumps(foreign))
     await db.hset(keys.job("a"), mapping={"state": "queued", "attempt": 1})
-    async with engine, working(known, chat, served=served(known, engine, tokenizer)):
+    async with engine, working(known, chat, context=served(known, engine, tokenizer)):
         await put(db, "a", envelope({**REQUEST, "max_tokens": 5}))
         said = await ended(db, "a")
     assert types(said)[2:3] == ["restarted"]

@@ -146,20 +146,20 @@ class Claims:
 
 
 def _claim(lane: Lane, row: list[bytes]) -> Claim:
-    said = dict(zip(row[::2], row[1::2], strict=True))
+    values = dict(zip(row[::2], row[1::2], strict=True))
     return Claim(
-        job_id=said[b"id"].decode("utf-8", "surrogateescape"),
+        job_id=values[b"id"].decode("utf-8", "surrogateescape"),
         lane=lane,
-        attempt=int(said[b"attempt"]),
-        crashes=int(said[b"crashes"]),
-        cancelled=bool(int(said[b"cancelled"])),
-        queued_at=min(max(0.0, float(said[b"queued_ms"])), _LATEST_MS) / 1000,  # a score may be infinite
-        events=int(said[b"events"]),
-        body=said[b"body"],
-        body_bytes=int(said[b"body_bytes"]),
-        tenant=said[b"tenant"].decode("utf-8", "replace"),
-        lease_expirations=int(said[b"lease_expirations"]),
-        expired=bool(int(said[b"expired"])),
-        specprefill=said[b"specprefill"],
-        images_digest=said[b"images_digest"],
+        attempt=int(values[b"attempt"]),
+        crashes=int(values[b"crashes"]),
+        cancelled=bool(int(values[b"cancelled"])),
+        queued_at=min(max(0.0, float(values[b"queued_ms"])), _LATEST_MS) / 1000,  # a score may be infinite
+        events=int(values[b"events"]),
+        body=values[b"body"],
+        body_bytes=int(values[b"body_bytes"]),
+        tenant=values[b"tenant"].decode("utf-8", "replace"),
+        lease_expirations=int(values[b"lease_expirations"]),
+        expired=bool(int(values[b"expired"])),
+        specprefill=values[b"specprefill"],
+        images_digest=values[b"images_digest"],
     )

@@ -32,7 +32,7 @@ class Endings:
 
     async def finish(self, job: Job, answer: JobResult, result: bytes) -> None:
         """Write the final event of a finished job, and wait for it. `result`: the JSON text to store."""
-        said = self._publisher.finish(
+        ending = self._publisher.finish(
             job.log,
             "finished",
             result,
@@ -40,7 +40,7 @@ class Endings:
             usage=job.usage.as_event(),
             timings=answer.timings,
         )
-        if await _unless_lost(job, said):
+        if await _unless_lost(job, ending):
             self._metrics.finished(
                 job.claim.lane,
                 answer.finish_reason,
@@ -61,8 +61,8 @@ class Endings:
                     self._metrics.failed(job.claim.lane, why.type)
             case Cancelled():
                 logger.info("job %s cancelled: %s", job_id, why.reason)
-                said = self._publisher.finish(job.log, "cancelled", reason=why.reason, usage=usage)
-                if await _unless_lost(job, said):
+                ending = self._publisher.finish(job.log, "cancelled", reason=why.reason, usage=usage)
+                if await _unless_lost(job, ending):
                     self._metrics.cancelled(job.claim.lane)
             case Requeue():
                 await _unless_lost(job, self._hand_back(job))

@@ -44,9 +44,9 @@ _NOTHING = OutputDelta()
 
 def together(parts: Iterable[OutputDelta]) -> OutputDelta:
     """Return the sum of the parts, in linear time."""
-    said = list(parts)
-    calls = gathered(delta for part in said for delta in part.tool_calls)
-    return OutputDelta("".join(part.content for part in said), "".join(part.reasoning for part in said), calls)
+    deltas = list(parts)
+    calls = gathered(call for delta in deltas for call in delta.tool_calls)
+    return OutputDelta("".join(each.content for each in deltas), "".join(each.reasoning for each in deltas), calls)
 
 
 class Output:
@@ -106,32 +106,32 @@ class Output:
         text = self._detokenizer.flush()
         if self._reader is None:
             return OutputDelta(self._content.say(text) + self._content.flush())
-        said = self._read(self._reader, text)
+        delta = self._read(self._reader, text)
         if not self.stopped:
-            said += self._hear(self._reader.flush())
-        return said if self.stopped else said + self._end(engine)
+            delta += self._hear(self._reader.flush())
+        return delta if self.stopped else delta + self._end(engine)
 
     def _read(self, reader: OutputParser, text: str) -> OutputDelta:
-        said = _NOTHING
+        delta = _NOTHING
         # A marker ends the open call only outside of JSON strings, so all text before it is parsed first.
         for part in _TO_MARKERS.findall(text) if self._calls.open else [text]:
-            said += self._hear(reader.feed(part))
+            delta += self._hear(reader.feed(part))
             if self.stopped:
-                return said
+                return delta
         if self._by_schema and self._content.begun:
             self._by_schema, self._reader = False, PlainParser()
-            said += self._hear(reader.flush())
-        return said
+            delta += self._hear(reader.flush())
+        return delta
 
     def _end(self, engine: FinishReason) -> OutputDelta:
-        said = _NOTHING
+        delta = _NOTHING
         if self._calls.open:
-            said = self._let_out(self._channel.settle())
+            delta = self._let_out(self._channel.settle())
             settled = self._calls.cut_off(self._closing, keep=engine == "length")
             if settled is None:
-                return said
-            said += self._settle_call(settled)
-        return said if self.stopped else said + self._let_out(self._channel.flush())
+                return delta
+            delta += self._settle_call(settled)
+        return delta if self.stopped else delta + self._let_out(self._channel.flush())
 
     @property
     def _channel(self) -> "_Channel":
@@ -143,12 +143,12 @@ class Output:
     def _hear(self, pieces: list[ParseEvent]) -> OutputDelta:
         if len(pieces) == 1:
             return self._hear_one(*pieces[0])
-        said = _NOTHING
+        delta = _NOTHING
         for kind, text in pieces:
-            said += self._hear_one(kind, text)
+            delta += self._hear_one(kind, text)
             if self.stopped:
                 break
-        return said
+        return delta
 
     def _hear_one(self, kind: Kind, text: str) -> OutputDelta:
         match kind:
@@ -174,10 +174,10 @@ class Output:
 
     def _cross(self, kind: Literal["content", "reasoning"]) -> OutputDelta:
         """End the present channel at a marker; the following text is of this kind."""
-        said = self._let_out(self._channel.mark())
+        delta = self._let_out(self._channel.mark())
         self._now = kind
         self._channel.mark()
-        return said
+        return delta
 
 
 class _Channel:
@@ -224,15 +224,15 @@ class _Channel:
 
     def _hold(self, text: str) -> str:
         words = text if self.stopped else text.rstrip(_BLANK)
-        said = words
+        emitted = words
         if words or self.stopped:
-            said = "".join([*self._blank, words])
+            emitted = "".join([*self._blank, words])
             self._blank.clear()
         if blank := text[len(words) :]:
             self._blank.append(blank)
-        if said:
+        if emitted:
             self._at_marker = False
-        return said
+        return emitted
 
 
 def _functions(request: ChatRequest) -> Tools:

@@ -114,8 +114,8 @@ def _seen(rendered: Rendered, mark: str, conversations: list[Conversation]) -> _
 def _marked(message: dict[str, Any], mark: str) -> dict[str, Any]:
     """Put the mark in front of the content, but behind leading space, which some templates strip."""
     content = message["content"]
-    said = content.lstrip()
-    return {**message, "content": content[: len(content) - len(said)] + mark + said} if said else message
+    text = content.lstrip()
+    return {**message, "content": content[: len(content) - len(text)] + mark + text} if text else message
 
 
 def _is_text(message: dict[str, Any]) -> bool:

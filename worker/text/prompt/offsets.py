@@ -35,8 +35,8 @@ class TokenOffsets:
         whole = b"".join(spelled)
         order = sorted({*places, len(text)})
         for form in _FORMS:
-            said = (form(plain(text[a:b])) for a, b in pairwise([0, *order]))
-            pieces = [_squeezed(piece.encode("utf-8", "surrogatepass")) for piece in said]
+            parts = (form(plain(text[a:b])) for a, b in pairwise([0, *order]))
+            pieces = [_squeezed(piece.encode("utf-8", "surrogatepass")) for piece in parts]
             if b"".join(pieces) == whole:
                 ends = _ends(spelled)
                 return {place: _count(ends, length) for place, length in zip(order, _ends(pieces), strict=True)}

@@ -24,12 +24,12 @@ class Adaptation(NamedTuple):
 
 
 def _lone_results_said(conversation: Conversation) -> Conversation:
-    called, told = set[str](), []
+    called, turns = set[str](), []
     for message in conversation:
         called |= {call["id"] for call in _calls(message)}
         lone = message["role"] == "tool" and message["tool_call_id"] not in called
-        told.append(_turn("user", message["content"]) if lone else message)
-    return merged(told)
+        turns.append(_turn("user", message["content"]) if lone else message)
+    return merged(turns)
 
 
 def _thoughts_in_content(conversation: Conversation) -> Conversation:
@@ -58,10 +58,10 @@ def _call_by_call(turn: Message, results: list[Message]) -> Conversation:
     own: dict[str, list[Message]] = {}
     for result in results:
         own.setdefault(result["tool_call_id"], []).append(result)
-    told = [{**turn, "tool_calls": [first]}, *own.pop(first["id"], ())]
+    turns = [{**turn, "tool_calls": [first]}, *own.pop(first["id"], ())]
     for call in further:
-        told += [{**_turn("assistant"), "tool_calls": [call]}, *own.pop(call["id"], ())]
-    return [*told, *chain.from_iterable(own.values())]
+        turns += [{**_turn("assistant"), "tool_calls": [call]}, *own.pop(call["id"], ())]
+    return [*turns, *chain.from_iterable(own.values())]
 
 
 def _arguments_as_objects(conversation: Conversation) -> Conversation:
@@ -112,15 +112,15 @@ def _user_first(conversation: Conversation) -> Conversation:
 
 def _turns_between(conversation: Conversation) -> Conversation:
     # Mistral's templates skip calls and results when they check that the roles alternate.
-    told: Conversation = []
+    turns: Conversation = []
     last = None
     for message in conversation:
         if message["role"] in ("user", "assistant") and not _calls(message):
             if message["role"] == last:
-                told.append(_turn("assistant" if last == "user" else "user"))
+                turns.append(_turn("assistant" if last == "user" else "user"))
             last = message["role"]
-        told.append(message)
-    return told
+        turns.append(message)
+    return turns
 
 
 def _system_in_user(conversation: Conversation) -> Conversation:

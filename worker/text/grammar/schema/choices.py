@@ -46,7 +46,7 @@ def alternatives(schema: Schema, at: str, proofs: Disjointness) -> list[Any] | N
 
 def without_conditions(schema: Schema) -> Schema:
     """Return the schema without the conditions that `alternatives` replaces."""
-    rest = {keyword: said for keyword, said in schema.items() if keyword not in CONDITIONS}
+    rest = {keyword: value for keyword, value in schema.items() if keyword not in CONDITIONS}
     if isinstance(rest.get("allOf"), list):
         rest["allOf"] = [_without(member) for member in rest["allOf"]]
     return rest
@@ -55,16 +55,16 @@ def without_conditions(schema: Schema) -> Schema:
 def _without(member: Any) -> Any:
     if not isinstance(member, dict):
         return member
-    return {keyword: said for keyword, said in member.items() if keyword not in CONDITIONS}
+    return {keyword: value for keyword, value in member.items() if keyword not in CONDITIONS}
 
 
 def _choices(schema: Schema, known: Schema, at: str, proofs: Disjointness) -> Iterator[tuple[str, list[Any]]]:
     """Yield the JSON pointer and the alternatives of each condition. `known`: a schema that all values satisfy."""
     for keyword in ("dependentRequired", "dependencies", "dependentSchemas"):
-        said = schema.get(keyword, {})
-        if not isinstance(said, dict):
+        value = schema.get(keyword, {})
+        if not isinstance(value, dict):
             raise UnsupportedKeyword(f"{at}/{keyword}", "it must be an object; correct it")
-        for name, needs in said.items():
+        for name, needs in value.items():
             yield f"{at}/{keyword}/{name}", _dependent(name, needs, f"{at}/{keyword}/{name}")
     if "if" in schema and ("then" in schema or "else" in schema):
         yield f"{at}/if", _conditional(schema, known, at, proofs)
@@ -90,28 +90,28 @@ def _conditional(schema: Schema, known: Schema, at: str, proofs: Disjointness) -
     return [{"allOf": [condition, then]}, *({"allOf": [each, otherwise]} for each in contrary)]
 
 
-def one_of(said: Any, beside: Schema, at: str, proofs: Disjointness) -> list[Any]:
+def one_of(value: Any, beside: Schema, at: str, proofs: Disjointness) -> list[Any]:
     """Return alternatives for `anyOf`, at most one of which holds for any value. `beside`: the rest of the schema.
 
     Raises `UnsupportedKeyword` if they cannot be separated, and `Spent`.
     """
-    if not isinstance(said, list) or not said:
+    if not isinstance(value, list) or not value:
         raise UnsupportedKeyword(f"{at}/oneOf", "it must be a list of schemas; correct it")
-    if len(said) == 1 or _told_apart(said, beside, proofs):
-        return said
-    if all(isinstance(each, dict) and each.keys() <= _LISTING and each.keys() & {"const", "enum"} for each in said):
-        if found := _in_one([_satisfying(each, proofs) for each in said], proofs):
+    if len(value) == 1 or _told_apart(value, beside, proofs):
+        return value
+    if all(isinstance(each, dict) and each.keys() <= _LISTING and each.keys() & {"const", "enum"} for each in value):
+        if found := _in_one([_satisfying(each, proofs) for each in value], proofs):
             return [{"enum": found}]
         raise UnsupportedKeyword(f"{at}/oneOf", "every value is in more than one of its alternatives; use anyOf")
-    return _forbidding(said, beside, at, proofs)
+    return _forbidding(value, beside, at, proofs)
 
 
-def _told_apart(said: Sequence[Any], beside: Schema, proofs: Disjointness) -> bool:
+def _told_apart(value: Sequence[Any], beside: Schema, proofs: Disjointness) -> bool:
     """True if the alternatives clearly exclude each other: by their values, or by those of a required property."""
-    lists = [_listed([each], proofs) for each in said]
+    lists = [_listed([each], proofs) for each in value]
     if all(each is not None for each in lists):
         return _apart(lists, proofs)
-    together = [proofs.flat([each, beside]) or [] for each in said]
+    together = [proofs.flat([each, beside]) or [] for each in value]
     return any(
         all(name in proofs.required(each) and kinds(each) == {"object"} for each in together)
         and _apart([_listed(proofs.of_property(name, each), proofs) for each in together], proofs)
@@ -145,24 +145,24 @@ def _in_one(lists: Sequence[list[Any]], proofs: Disjointness) -> list[Any]:
     return [value for key, value in found.items() if counts[key] == 1]
 
 
-def _forbidding(said: Sequence[Any], beside: Schema, at: str, proofs: Disjointness) -> list[Any]:
+def _forbidding(value: Sequence[Any], beside: Schema, at: str, proofs: Disjointness) -> list[Any]:
     """Return alternatives of which no two hold at once: if two might, each forbids a property that the other
     requires. Raises `UnsupportedKeyword` if there is no such property."""
-    if len(said) > _MOST_IN_PAIRS:
+    if len(value) > _MOST_IN_PAIRS:
         apart = "give each a required property with a const of its own"
-        raise UnsupportedKeyword(f"{at}/oneOf", f"{len(said)} alternatives are too many to compare in pairs; {apart}")
-    forbidden: list[dict[str, bool]] = [{} for _ in said]
-    for one, other in combinations(range(len(said)), 2):
-        if proofs.excluded([said[one], said[other], beside]):
+        raise UnsupportedKeyword(f"{at}/oneOf", f"{len(value)} alternatives are too many to compare in pairs; {apart}")
+    forbidden: list[dict[str, bool]] = [{} for _ in value]
+    for one, other in combinations(range(len(value)), 2):
+        if proofs.excluded([value[one], value[other], beside]):
             continue
-        names = _own_name(said[one], said[other], proofs), _own_name(said[other], said[one], proofs)
+        names = _own_name(value[one], value[other], proofs), _own_name(value[other], value[one], proofs)
         if proofs.spent or None in names:
             both = f"alternatives {shown(one + 1)} and {shown(other + 1)} may hold at once"
             raise UnsupportedKeyword(f"{at}/oneOf", f"{both}; use anyOf, or a required property with a const in each")
         forbidden[one][str(names[1])] = forbidden[other][str(names[0])] = False
     return [
         {"allOf": [each, {"type": "object", "properties": names}]} if names else each
-        for each, names in zip(said, forbidden, strict=True)
+        for each, names in zip(value, forbidden, strict=True)
     ]
 
 

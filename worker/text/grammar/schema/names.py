@@ -72,7 +72,7 @@ class _Properties:
         """Leave only the properties that `propertyNames` allows."""
         if names.anything:
             return
-        self._named = {name: said for name, said in self._named.items() if names.allow(name)}
+        self._named = {name: value for name, value in self._named.items() if names.allow(name)}
         if names.listed is not None:
             listed = {name: self._of(name) for name in names.listed if name not in self._named and names.allow(name)}
             self._named, self._has_names = {**self._named, **listed}, True
@@ -94,8 +94,8 @@ class _Properties:
     def _of(self, name: str) -> Any:
         """Return the schema of a property that is not in `properties`."""
         self._check_undisputed([name], self._at)
-        said = [each for pattern, each in self._patterns if pattern.matches(name)]
-        return {"allOf": said} if said else self._rest
+        value = [each for pattern, each in self._patterns if pattern.matches(name)]
+        return {"allOf": value} if value else self._rest
 
     def written(self) -> Schema:
         found = Schema()
@@ -109,8 +109,8 @@ class _Properties:
 
     def _written_patterns(self) -> Schema:
         found = Schema()
-        for text, said in self._spelled():
-            found[text] = {"allOf": [found[text], said]} if text in found else said
+        for text, value in self._spelled():
+            found[text] = {"allOf": [found[text], value]} if text in found else value
         return found
 
     def _spelled(self) -> list[tuple[str, Any]]:
@@ -120,7 +120,7 @@ class _Properties:
         one: fewer names are allowed.
         """
         if self._rest in (True, {}):
-            return [(pattern.written(Reading.POSSIBLY), said) for pattern, said in self._patterns]
+            return [(pattern.written(Reading.POSSIBLY), value) for pattern, value in self._patterns]
         self._check_undisputed(self._named, f"{self._at}/patternProperties")
         if self._rest is not False and self._disputed:
             instead = "write out their classes, or use additionalProperties: false"
@@ -128,7 +128,7 @@ class _Properties:
                 f"{self._at}/patternProperties", f"\\w and similar classes differ between validators; {instead}"
             )
         less = self._disputed if len(self._patterns) > 1 else ()
-        return [(pattern.written(Reading.SURELY, less), said) for pattern, said in self._patterns]
+        return [(pattern.written(Reading.SURELY, less), value) for pattern, value in self._patterns]
 
     def _check_undisputed(self, names: Iterable[str], at: str) -> None:
         for name in names if self._disputed else ():
@@ -139,18 +139,18 @@ class _Properties:
 
 
 def _by_name(schema: Schema, keyword: str, at: str) -> Schema:
-    said = schema.get(keyword, {})
-    if not isinstance(said, dict):
+    value = schema.get(keyword, {})
+    if not isinstance(value, dict):
         raise UnsupportedKeyword(f"{at}/{keyword}", "it must be an object of schemas; correct it")
-    return said
+    return value
 
 
 class _Names:
     """Names that `propertyNames` allows: `anything`, or `listed` names, or names that match patterns and lengths."""
 
-    def __init__(self, said: Any, at: str, proofs: Disjointness, steps: Steps) -> None:
+    def __init__(self, value: Any, at: str, proofs: Disjointness, steps: Steps) -> None:
         self.at, self._steps = at, steps
-        together = proofs.flat([said])
+        together = proofs.flat([value])
         self.listed: list[str] | None = [] if together is None or "string" not in kinds(together) else None
         self._patterns, self._sizes = list[Pattern](), list[tuple[int, int | None]]()
         for schema in together or []:
@@ -190,9 +190,9 @@ class _Names:
 
 def size(schema: Schema, keyword: str, at: str) -> int | None:
     """Return the value of a keyword that must be a whole number from 0; None if it is not set."""
-    said = schema.get(keyword)
-    if isinstance(said, float) and said.is_integer():
-        said = int(said)
-    if said is not None and (isinstance(said, bool) or not isinstance(said, int) or said < 0):
-        raise UnsupportedKeyword(f"{at}/{keyword}", f"{shown(said)} is not a whole number from 0; correct it")
-    return said
+    value = schema.get(keyword)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise UnsupportedKeyword(f"{at}/{keyword}", f"{shown(value)} is not a whole number from 0; correct it")
+    return value

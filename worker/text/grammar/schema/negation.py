@@ -44,28 +44,28 @@ def negation(schema: Any, known: Sequence[Any], proofs: Disjointness, depth: int
 
 
 def _of_keyword(keyword: str, schema: Schema, known: Sequence[Any], proofs: Disjointness, depth: int) -> Iterable[Any]:
-    said = schema[keyword]
+    value = schema[keyword]
     match keyword:
         case _ if keyword in _SAYS_NOTHING:
             return []
         case "type":
-            return _other_types(said, known, proofs)
+            return _other_types(value, known, proofs)
         case "const":
-            return _other_values([said], known, proofs)
-        case "enum" if isinstance(said, list):
-            return _other_values(said, known, proofs)
-        case "required" if isinstance(said, list) and all(isinstance(name, str) for name in said):
-            return [{"type": "object", "properties": {name: False}} for name in said]
-        case "properties" if isinstance(said, dict):
-            return _other_properties(said, known, proofs, depth)
-        case "allOf" if isinstance(said, list):
-            return [each for part in said for each in negation(part, known, proofs, depth)]
-        case "anyOf" if isinstance(said, list):
-            return _none_of(said, known, proofs, depth)
+            return _other_values([value], known, proofs)
+        case "enum" if isinstance(value, list):
+            return _other_values(value, known, proofs)
+        case "required" if isinstance(value, list) and all(isinstance(name, str) for name in value):
+            return [{"type": "object", "properties": {name: False}} for name in value]
+        case "properties" if isinstance(value, dict):
+            return _other_properties(value, known, proofs, depth)
+        case "allOf" if isinstance(value, list):
+            return [each for part in value for each in negation(part, known, proofs, depth)]
+        case "anyOf" if isinstance(value, list):
+            return _none_of(value, known, proofs, depth)
         case "not":
-            return [said]
-        case _ if keyword in _TURNED and isinstance(said, int | float) and not isinstance(said, bool):
-            return _turned(keyword, said)
+            return [value]
+        case _ if keyword in _TURNED and isinstance(value, int | float) and not isinstance(value, bool):
+            return _turned(keyword, value)
     raise NotNegatable
 
 
@@ -76,8 +76,8 @@ def _turned(keyword: str, bound: float) -> list[Any]:
     return [{"type": kind, other: bound + by if by else bound}]
 
 
-def _other_types(said: Any, known: Sequence[Any], proofs: Disjointness) -> list[Any]:
-    names = [said] if isinstance(said, str) else said
+def _other_types(value: Any, known: Sequence[Any], proofs: Disjointness) -> list[Any]:
+    names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise NotNegatable
     others = _kinds(known, proofs).difference(names)
@@ -91,31 +91,31 @@ def _kinds(known: Sequence[Any], proofs: Disjointness) -> frozenset[str]:
     return frozenset() if together is None else kinds(together)
 
 
-def _other_values(said: list[Any], known: Sequence[Any], proofs: Disjointness) -> list[Any]:
+def _other_values(value: list[Any], known: Sequence[Any], proofs: Disjointness) -> list[Any]:
     together = proofs.flat(known)
     if together is None:
         return []
     listed = proofs.listed(together)
     if listed is None:
         raise NotNegatable
-    these = set(map(proofs.key, said))
+    these = set(map(proofs.key, value))
     others = [value for value in listed if proofs.key(value) not in these]
     return [{"enum": others}] if others else []
 
 
-def _other_properties(said: dict[str, Any], known: Sequence[Any], proofs: Disjointness, depth: int) -> list[Any]:
+def _other_properties(value: dict[str, Any], known: Sequence[Any], proofs: Disjointness, depth: int) -> list[Any]:
     together = proofs.flat(known)
     return [
         {"type": "object", "properties": {name: each}, "required": [name]}
-        for name, schema in said.items()
+        for name, schema in value.items()
         for each in negation(schema, proofs.of_property(name, together or []), proofs, depth)
     ]
 
 
-def _none_of(said: list[Any], known: Sequence[Any], proofs: Disjointness, depth: int) -> list[Any]:
+def _none_of(value: list[Any], known: Sequence[Any], proofs: Disjointness, depth: int) -> list[Any]:
     """Return every combination of one negation of each part."""
     ways: list[list[Any]] = [[]]
-    for part in said:
+    for part in value:
         contrary = negation(part, known, proofs, depth)
         ways = [[*way, each] for way in ways for each in contrary]
         if len(ways) > _MOST:

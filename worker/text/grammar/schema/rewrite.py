@@ -59,7 +59,7 @@ class _Holding:
     def __init__(self, root: Schema) -> None:
         self._references, self._left, self._depth = References(root), _MOST_SCHEMAS, 0
         self._steps = Steps()
-        self._proofs = disjoint.Disjointness(lambda said: self._references.target(said, "#").schema, Budget())
+        self._proofs = disjoint.Disjointness(lambda value: self._references.target(value, "#").schema, Budget())
         self._waiting, self._definitions = list[tuple[str, Any, str]](), Schema()
         self._within, self._in_place = "", True  # name of the current definition; True while its own value is described
         self._leads = dict[str, dict[str, str]]()
@@ -111,12 +111,12 @@ class _Holding:
             rest = without_conditions(schema)
             return self._object({**rest, "allOf": [*_all_of(rest, at), {"anyOf": cases}]}, at)
         found, simple = Schema(), self._simple(schema, at)
-        for keyword, said in schema.items():
+        for keyword, value in schema.items():
             if keyword in _SIMPLE:
                 found |= simple  # all at once, since some of these keywords depend on others
             if keyword in _APPLIED:
                 self._combines = self._combines or keyword not in ("const", "enum")
-                found |= self._applied(keyword, said, schema, at)
+                found |= self._applied(keyword, value, schema, at)
         if "oneOf" in schema and "anyOf" in schema:
             found["allOf"] = [*found.get("allOf", []), {"anyOf": self._one_of(schema, at)}]
         return found
@@ -168,44 +168,44 @@ class _Holding:
             found["items"] = self._inner(items, f"{at}/{rest}")
         return found
 
-    def _applied(self, keyword: str, said: Any, schema: Schema, at: str) -> Schema:
+    def _applied(self, keyword: str, value: Any, schema: Schema, at: str) -> Schema:
         match keyword:
             case "const":
-                self._check_writable(said, f"{at}/const")
-                return {keyword: said}
+                self._check_writable(value, f"{at}/const")
+                return {keyword: value}
             case "enum":
-                return {keyword: self._listed(said, at)}
+                return {keyword: self._listed(value, at)}
             case "$ref":
-                return {keyword: self._referred(said, at)}
+                return {keyword: self._referred(value, at)}
             case "oneOf":
                 return {} if "anyOf" in schema else {"anyOf": self._one_of(schema, at)}
-        if not isinstance(said, list) or not said:
+        if not isinstance(value, list) or not value:
             raise UnsupportedKeyword(f"{at}/{keyword}", "it must be a list of schemas; correct it")
-        return {keyword: [self.schema(each, f"{at}/{keyword}/{place}") for place, each in enumerate(said)]}
+        return {keyword: [self.schema(each, f"{at}/{keyword}/{place}") for place, each in enumerate(value)]}
 
     def _one_of(self, schema: Schema, at: str) -> list[Any]:
-        beside = {keyword: said for keyword, said in schema.items() if keyword != "oneOf"}
+        beside = {keyword: value for keyword, value in schema.items() if keyword != "oneOf"}
         found = one_of(schema["oneOf"], beside, at, self._proofs)
         return [self.schema(each, f"{at}/oneOf/{place}") for place, each in enumerate(found)]
 
     def _required(self, schema: Schema, at: str) -> Schema:
-        found, said = _sizes(schema, "minProperties", "maxProperties", at), schema.get("required")
-        if said is not None and not (isinstance(said, list) and all(isinstance(name, str) for name in said)):
+        found, value = _sizes(schema, "minProperties", "maxProperties", at), schema.get("required")
+        if value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
             raise UnsupportedKeyword(f"{at}/required", "it must list names of properties; correct it")
-        self._check_writable(said, f"{at}/required")
+        self._check_writable(value, f"{at}/required")
         if found.get("minProperties", 0) > 1:
-            if found["minProperties"] > len(set(said or [])):
+            if found["minProperties"] > len(set(value or [])):
                 raise UnsupportedKeyword(
                     f"{at}/minProperties", "above 1 it is not supported, since a property may come twice; use required"
                 )
             del found["minProperties"]
-        return found if said is None else {**found, "required": said}
+        return found if value is None else {**found, "required": value}
 
-    def _listed(self, said: Any, at: str) -> list[Any]:
-        if not isinstance(said, list) or not said:
+    def _listed(self, value: Any, at: str) -> list[Any]:
+        if not isinstance(value, list) or not value:
             raise UnsupportedKeyword(f"{at}/enum", "it must be a list of at least one value; correct it")
-        self._check_writable(said, f"{at}/enum")
-        return said
+        self._check_writable(value, f"{at}/enum")
+        return value
 
     def _check_writable(self, value: Any, at: str) -> None:
         """Refuse strings and numbers that an answer could not write exactly."""
@@ -273,10 +273,10 @@ def _check_depth(schema: Any) -> None:
 
 
 def _all_of(schema: Schema, at: str) -> list[Any]:
-    said = schema.pop("allOf", [])
-    if not isinstance(said, list):
+    value = schema.pop("allOf", [])
+    if not isinstance(value, list):
         raise UnsupportedKeyword(f"{at}/allOf", "it must be a list of schemas; correct it")
-    return said
+    return value
 
 
 def _check_known(schema: Schema, at: str) -> None:
@@ -286,13 +286,13 @@ def _check_known(schema: Schema, at: str) -> None:
         raise UnsupportedKeyword(f"{at}/uniqueItems", f"uniqueItems is not supported; {_USE_ANOTHER}")
 
 
-def _types(said: Any, at: str) -> Any:
-    for name in said if isinstance(said, list) and said else [said]:
+def _types(value: Any, at: str) -> Any:
+    for name in value if isinstance(value, list) and value else [value]:
         if not isinstance(name, str) or name not in TYPES:
             raise UnsupportedKeyword(
                 f"{at}/type", f"{shown(name)} is not a type of JSON Schema; use one of {', '.join(sorted(TYPES))}"
             )
-    return list(dict.fromkeys(said)) if isinstance(said, list) else said
+    return list(dict.fromkeys(value)) if isinstance(value, list) else value
 
 
 def _textual(schema: Schema, at: str) -> Schema:
