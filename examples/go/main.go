@@ -69,6 +69,8 @@ func chat(redis *connection, address, text string) error {
 		switch event.Type {
 		case "delta":
 			fmt.Print(event.Content)
+		case "finished":
+			fmt.Println()
 		case "restarted":
 			fmt.Print("\n[starts over]\n")
 		case "failed":

@@ -13,6 +13,7 @@ async function chat(text) {
   const id = await sluice.submit({ messages: [{ role: "user", content: text }] });
   for await (const event of sluice.stream(id)) {
     if (event.type === "delta") process.stdout.write(event.content ?? "");
+    if (event.type === "finished") process.stdout.write("\n");
     if (event.type === "restarted") process.stdout.write("\n[starts over]\n");
     if (event.type === "failed") throw new Error(`${event.error.type}: ${event.error.message}`);
     if (event.type === "cancelled") throw new Error(`cancelled: ${event.reason}`);

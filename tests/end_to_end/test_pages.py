@@ -47,7 +47,6 @@ def test_the_starlette_backend_submits_resumes_and_cancels(worker: WorkerProcess
         job = http.post("/chats", json={"messages": [{"role": "user", "content": "Count to 5."}]}).json()
         body = http.get(f"/chats/{job['id']}/events", headers={"Last-Event-ID": "0"}).text
         assert http.delete(f"/chats/{job['id']}").json() == {"outcome": "ended"}
-        http.portal.call(names["client"].aclose)
     check_stream_after_first_event(body)
 
 
