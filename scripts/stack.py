@@ -1,6 +1,8 @@
 """A Redis-compatible server and workers as child processes, for the demo, the examples and the tests."""
 
 import os
+import random
+import secrets
 import shutil
 import signal
 import socket
@@ -16,6 +18,7 @@ import redis
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY_CHAT = ROOT / "models" / "tiny-chat"
+_DICE = random.SystemRandom()  # a seed that processes share would give them the same ports
 _START_S = 60.0  # a cold import of mlx on a slow disk takes its time
 
 
@@ -96,12 +99,13 @@ class WorkerProcess:
     ) -> None:
         """`root`: the checkout whose code runs, with this one's packages."""
         self._module, self._root = module, root
-        self.name, self._url = name or f"worker-{free_port()}", redis_url
+        self.name, self.url = name or f"worker-{free_port()}", redis_url
         given = {"redis_url": redis_url, "model": model, "worker_name": self.name, **settings}
         ours = {f"SLUICE_{key.upper()}": str(value) for key, value in given.items()}
         others = {key: value for key, value in os.environ.items() if not key.startswith("SLUICE_")}
         self._env = {**others, **ours, "PYTHONPATH": str(root), **(more_env or {})}
-        self.log_file = Path(tempfile.gettempdir()) / f"sluice-{self.name}.log"
+        # Tests in several processes use the same names.
+        self.log_file = Path(tempfile.gettempdir()) / f"sluice-{self.name}-{secrets.token_hex(4)}.log"
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, *, wait: bool = True) -> Self:
@@ -114,7 +118,7 @@ class WorkerProcess:
 
     def wait_ready(self) -> None:
         assert self.process is not None
-        with redis.Redis.from_url(self._url) as client:
+        with redis.Redis.from_url(self.url) as client:
             key = f"sluice:worker:{self.name}"
             _wait("the worker", self.process, lambda: _exists(client, key), self.log)
 
@@ -141,9 +145,16 @@ class WorkerProcess:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port of the loopback that nothing listens on. It lies below the ports that systems give to outgoing
+    connections (from 32768 on Linux, 49152 on macOS), so none of those takes it before it is used."""
+    while True:
+        port = _DICE.randrange(20_000, 32_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
 
 
 def _spawn(

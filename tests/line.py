@@ -1,11 +1,12 @@
 """The line between a client and its server, to be broken in every way."""
 
 import asyncio
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 from urllib.parse import urlsplit
+
+from scripts.stack import free_port
 
 
 @dataclass
@@ -31,9 +32,7 @@ class Line:
         self.lost = 0
         self.mute = False  # connections stay, and nothing comes through
         self._dead = False
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
+        self._port = free_port()
         self.url = f"redis://127.0.0.1:{self._port}{self._to.path}"
 
     async def __aenter__(self) -> Self:
