@@ -50,7 +50,7 @@ def until_it_has(out: Path, lines: int) -> None:
 async def test_every_body_is_what_the_same_request_gets_by_itself(
     sluice: Command, client: Client, tmp_path: Path
 ) -> None:
-    code, out, err = sluice("batch", "run", str(EXAMPLE), "-o", "out.jsonl", "--json")
+    code, out, err = sluice.process("batch", "run", str(EXAMPLE), "-o", "out.jsonl", "--json")
     assert code == 0, err
     batch = Batch.model_validate_json(out, strict=True)
     assert batch.request_counts is not None
@@ -219,7 +219,7 @@ def test_a_submitted_file_is_fed_and_can_be_asked_for_from_anywhere(sluice: Comm
     code, said, _ = sluice("batch", "submit", str(many), "--dir", "runs")
     run_id = said.strip()
     assert (code, json.loads(sluice("batch", "status", run_id, "--json")[1])["status"]) == (0, "validating")
-    code, said, err = sluice("batch", "feed", "runs", "--take", "--models", "gpt-4o-mini=default,*=default")
+    code, said, err = sluice.process("batch", "feed", "runs", "--take", "--models", "gpt-4o-mini=default,*=default")
     assert (code, said, f"{run_id} completed: 4 of 5 lines answered" in err) == (0, "", True), err
     assert "5: 4 answered, 1 failed" in sluice("batch", "status", run_id)[1]
     assert run_id in sluice("batch", "list")[1]

@@ -27,7 +27,7 @@ def nights(count: int) -> list[datetime]:
 def test_the_next_five_runs_are_shown_in_utc_and_by_the_local_clock(sluice: Command, tmp_path: Path) -> None:
     settings(tmp_path, f"SLUICE_BATCH_SCHEDULE={NIGHTS}")
     sluice.env["TZ"] = "Asia/Kolkata"
-    code, out, err = sluice("batch", "schedule")
+    code, out, err = sluice.process("batch", "schedule")
     assert (code, err) == (0, "")
     assert out.startswith(f"Schedule: {NIGHTS}")
     rows = table(out, "Schedule")
@@ -49,7 +49,7 @@ def test_the_hours_say_what_offline_jobs_may_take_now(sluice: Command, tmp_path:
     later = f"{now + timedelta(hours=2):%H:%M}-{now + timedelta(hours=4):%H:%M}"
     settings(tmp_path, "SLUICE_MAX_ROWS=8", "SLUICE_BATCH_OFF_HOURS_ROWS=1")
     sluice.env["TZ"] = "UTC"
-    said = [sluice("batch", "schedule", "--hours", hours)[1].splitlines()[-1] for hours in (around, later)]
+    said = [sluice.process("batch", "schedule", "--hours", hours)[1].splitlines()[-1] for hours in (around, later)]
     assert said == [
         f"Offline jobs may take 6 of a worker's 8 rows now; their hours are {around} UTC, {around} here.",
         f"Offline jobs may take 1 of a worker's 8 rows now; their hours are {later} UTC, {later} here.",

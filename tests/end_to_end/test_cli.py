@@ -1,6 +1,7 @@
-"""The command, as a process over a real server and worker: what it prints, where, and its exit code."""
+"""The command over a real server and worker: what it prints, where, and its exit code."""
 
 import base64
+import io
 import json
 import os
 import pty
@@ -9,15 +10,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import redis
 
 from scripts.stack import ROOT, TINY_CHAT, WorkerProcess, free_port
+from sluice.cli import main
 
 pytestmark = pytest.mark.usefixtures("worker")
 
@@ -40,7 +44,22 @@ class Command:
         self._given: dict[str, Any] = {"env": self.env, "cwd": folder, "text": True}
 
     def __call__(self, *args: str, stdin: str = "") -> tuple[int, str, str]:
-        """Exit code, stdout, stderr."""
+        """Run the command in this process. Return exit code, stdout and stderr, as `process` does for the same."""
+        out, err = io.BytesIO(), io.BytesIO()
+        streams = {
+            "stdin": io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8"),
+            "stdout": io.TextIOWrapper(out, encoding="utf-8"),
+            "stderr": io.TextIOWrapper(err, encoding="utf-8", errors="backslashreplace"),
+        }
+        here = patch.dict(os.environ, self.env, clear=True)
+        with here, chdir(self._given["cwd"]), patch.multiple(sys, argv=["sluice", *args], **streams):
+            code = _exit_code(main)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        return code, out.getvalue().decode(), err.getvalue().decode()
+
+    def process(self, *args: str, stdin: str = "") -> tuple[int, str, str]:
+        """Run the command in a process of its own. Return exit code, stdout and stderr."""
         return self.python("-m", "sluice.cli", *args, stdin=stdin)
 
     def python(self, *args: str, stdin: str = "") -> tuple[int, str, str]:
@@ -86,6 +105,21 @@ class Command:
         while len(self.log(job_id)) < 2:
             assert time.monotonic() < deadline, f"{job_id} does not start"
             time.sleep(0.01)
+
+
+def _exit_code(run: Callable[[], None]) -> int:
+    """Run to the end, as the interpreter does: an exception that leaves it is a traceback and code 1."""
+    try:
+        run()
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+            return 1
+        return int(ended.code or 0)
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 def first_line(process: "subprocess.Popen[str]") -> str:
@@ -139,7 +173,7 @@ def talk(redis_url: str, tmp_path: Path) -> Iterator[Terminal]:
 
 
 def test_answer_goes_to_stdout_and_timings_to_stderr(sluice: Command) -> None:
-    code, out, err = sluice("chat", "Count to 40.", "--temperature", "0")
+    code, out, err = sluice.process("chat", "Count to 40.", "--temperature", "0")
     assert (code, out[:6]) == (0, "1 2 3 ")
     queue, ttft, speed, tokens, reason = last_line(err).split(" · ")
     assert (queue[:6], ttft[:5], speed[-9:], tokens, reason) == ("queue ", "ttft ", " tokens/s", "110 tokens", "stop")
@@ -349,7 +383,7 @@ def test_cancel_of_an_unknown_id_leaves_a_later_job_of_that_name_alone(sluice: C
 
 
 def test_worker_that_cannot_start_says_why_and_exits_with_2(sluice: Command) -> None:
-    code, _, err = sluice("worker", "--model", "/nowhere", "--max-rows", "0")
+    code, _, err = sluice.process("worker", "--model", "/nowhere", "--max-rows", "0")
     assert (code, err.startswith("sluice: SLUICE_MAX_ROWS=0"), "Traceback" in err) == (2, True, False)
 
 
@@ -394,6 +428,32 @@ def test_mistake_is_told_in_one_sentence_with_exit_code_2(
 def test_a_bad_value_of_an_option_is_told_in_our_words(sluice: Command, args: tuple[str, ...], said: str) -> None:
     code, out, err = sluice(*args)
     assert (code, out, last_line(err)) == (2, "", f"Error: Invalid value for {said}")
+
+
+@pytest.mark.parametrize(
+    ("args", "stdin", "code"),
+    [
+        (("submit", "--file", "-", "--model", "nobody", "--id", "é"), '{"messages": []}', 2),
+        (("submit", "--file", "-", "--model", "nobody", "--id", "a"), '{"messages": []}', 0),
+        (("workers", "--json", "--model"), "", 2),
+        (("chat", "Count to 5.", "--temperature", "0", "--json", "--max-tokens", "x"), "", 2),
+        (("tail", "nope"), "", 2),
+        (("queue", "list"), "", 0),
+        (("dead", "list"), "", 0),
+        (("queue", "purge", "default"), "n\n", 0),
+        (("--help",), "", 0),
+        ((), "", 2),
+    ],
+)
+def test_the_command_does_the_same_in_a_process_of_its_own(
+    sluice: Command, alive: WorkerProcess, args: tuple[str, ...], stdin: str, code: int
+) -> None:
+    """Most tests run it in theirs."""
+    said = sluice(*args, stdin=stdin)
+    sluice.db.flushdb()
+    alive.wait_ready()
+    assert said == sluice.process(*args, stdin=stdin)
+    assert said[0] == code
 
 
 def test_missing_server_is_named_without_its_password(sluice: Command) -> None:

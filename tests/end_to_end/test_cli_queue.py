@@ -51,7 +51,7 @@ def test_ctrl_c_at_the_question_ends_a_purge(sluice: Command, redis_url: str, tm
     try:
         terminal.until("[y/N]")
         terminal.type("\x03")
-        assert terminal.process.wait(10) == 2
+        assert terminal.process.wait(30) == 2
     finally:
         terminal.close()
     assert sluice.db.zcard("sluice:queue:nobody:interactive") == 3
