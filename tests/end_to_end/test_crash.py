@@ -14,6 +14,7 @@ from sluice import Client, Delta, Event
 from tests.end_to_end.test_exact import checkpoint
 from tests.engine.tiny import CONFIGS, write_checkpoint
 from tests.keyspace import check_job_keys
+from tests.waiting import until
 
 LEASE_S = 2.0
 
@@ -72,6 +73,10 @@ async def run_all(client: Client, prefix: str) -> list[Seen]:
     return await asyncio.gather(*(watch(client, job.id) for job in jobs))
 
 
+async def has_events(db: redis.asyncio.Redis, job_id: str, count: int) -> bool:
+    return bool(await db.llen(f"sluice:log:{job_id}") >= count)
+
+
 async def test_a_killed_workers_streams_go_on_unchanged(
     redis_url: str, client: Client, db: redis.asyncio.Redis, model: Path
 ) -> None:
@@ -82,7 +87,7 @@ async def test_a_killed_workers_streams_go_on_unchanged(
         await asyncio.to_thread(first.wait_ready)
 
         broken = asyncio.create_task(run_all(client, "same"))
-        await asyncio.sleep(0.7)
+        await until(lambda: has_events(db, "same-00", 20))
         first.signal(signal.SIGKILL)  # before the second one starts, which may take longer than the streams
         with WorkerProcess(redis_url, name="second", **settings):
             resumed = await asyncio.wait_for(broken, 60)
@@ -97,12 +102,14 @@ async def test_a_killed_workers_streams_go_on_unchanged(
         await check_job_keys(db, f"same-{i:02}")
 
 
-async def test_another_model_starts_over_and_says_so(redis_url: str, client: Client, tmp_path: Path) -> None:
+async def test_another_model_starts_over_and_says_so(
+    redis_url: str, client: Client, db: redis.asyncio.Redis, tmp_path: Path
+) -> None:
     request = requests()[0]
     with WorkerProcess(redis_url, name="first", lease_s=1) as first:
         job = await client.submit(request)
         watching = asyncio.create_task(watch(client, job.id))
-        await asyncio.sleep(0.4)
+        await until(lambda: has_events(db, job.id, 5))
         first.signal(signal.SIGKILL)
         other = write_checkpoint(CONFIGS["qwen3"], tmp_path)
         with WorkerProcess(redis_url, name="second", model=other, lease_s=1):
