@@ -9,17 +9,31 @@ from hypothesis import settings
 
 from scripts.stack import Server, WorkerProcess
 from sluice import Client
-
-# An example may take longer on a busy machine, so none has a deadline; the suite has its own limit. On CI the examples
-# are the same in every run, so a change is judged by its own failures; every other run looks for new ones.
-settings.register_profile("sluice", deadline=None, derandomize=bool(os.environ.get("CI")))
-settings.load_profile("sluice")
+from tests.selection import case_of, chosen
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="every family with every test, and all hypothesis examples")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("all" if config.getoption("all") else "default")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and ("server_url" in item.fixturenames or "end_to_end" in item.path.parts):
             item.add_marker("live")
+    if not config.getoption("all") and not any("::" in arg for arg in config.args):
+        _leave_to_all(config, items)
+
+
+def _leave_to_all(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what only `--all` runs. A test that the command line names by its id always runs."""
+    run = [not item.get_closest_marker("slow") for item in items]
+    run = [each and first for each, first in zip(run, chosen(map(case_of, items)), strict=True)]
+    config.hook.pytest_deselected(items=[item for item, runs in zip(items, run, strict=True) if not runs])
+    items[:] = [item for item, runs in zip(items, run, strict=True) if runs]
 
 
 @pytest.fixture(scope="session")

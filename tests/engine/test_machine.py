@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
 from tests.engine.tiny import alone, model, network, prompt
+from tests.selection import examples
 from worker.schedule.grouping import StepCost
 from worker.schedule.request import Lane
 
@@ -87,4 +88,4 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+TestLife.settings = settings(max_examples=examples(20), stateful_step_count=25, deadline=None)

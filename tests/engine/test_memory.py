@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scripts.scenarios.churn import churn, growth
 from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
 from tests.engine.tiny import CONFIGS, alone, build, model, model_of, prompt
+from tests.selection import examples
 from worker.engine.model.calibration import calibrated
 from worker.engine.model.load import Model
 from worker.schedule.admission import MAX_OVERTAKES
@@ -93,7 +94,7 @@ def test_rows_are_put_together_only_as_far_as_memory_goes(wide: Model) -> None:
     assert all(run.said[f"short {i}"] == alone(wide.network, prompt(30, i), 100) for i in range(6))
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=examples(4), deadline=None)
 @given(st.lists(st.integers(20, 900), min_size=12, max_size=24), st.sampled_from([DEAR_LENGTH, ONE_GROUP, EACH_ALONE]))
 def test_rows_of_any_lengths_stay_within_memory_however_they_are_parted(lengths: list[int], cost: StepCost) -> None:
     gc.collect()

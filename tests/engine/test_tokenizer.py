@@ -13,6 +13,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import ByT5Tokenizer
 
 from scripts.stack import TINY_CHAT
+from tests.selection import examples
 from tests.text.tokenizers import KINDS, tokenizer
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import TokenizerWrapper, load_tokenizer
@@ -119,7 +120,7 @@ PIECES = [
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("split", [False, True])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=9), max_size=30))
 def test_tokens_are_those_that_transformers_gives(kind: str, split: bool, words: list[str]) -> None:
     wrapper, text = of_kind(kind, split_special_tokens=split), "".join(words)
@@ -173,6 +174,7 @@ def moves(work: Callable[[], object]) -> tuple[int, float]:
     return during, took_s
 
 
+@pytest.mark.timing
 def test_other_threads_run_while_a_long_text_is_tokenized(wrapper: Any) -> None:
     words, digits = MLXTokenizer(wrapper), "0123456789" * 20_000
     during, took_s = moves(lambda: words.encode(digits))

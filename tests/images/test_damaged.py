@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from scripts.stack import ROOT
 from tests.images.pictures import Picture, patch, png, read, saved
+from tests.selection import examples
 from worker.errors import JobFailure
 from worker.images.decode import decode
 from worker.images.image import Image
@@ -92,7 +93,7 @@ def test_what_is_damaged_below_is_whole_here(kind: str) -> None:
     assert isinstance(came, Image) or "animated" in came.message
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(damaged())
 @example(png(4, 1, 2, 3, [b"\x1b"]))  # a palette is promised, and there is none
 @example(b"\xff\xd8\xff")
@@ -109,7 +110,7 @@ def test_a_damaged_file_is_an_image_or_a_refusal_within_a_second(file: bytes) ->
         assert len(came.pixels) == 3 * came.width * came.height <= 3 * MOST_PIXELS
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.binary(max_size=200))
 def test_bytes_that_were_never_an_image_are_refused(data: bytes) -> None:
     assert isinstance(outcome(data), JobFailure)

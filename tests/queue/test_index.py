@@ -18,6 +18,7 @@ from sluice import Client
 from sluice.submission import NewJob, Submission
 from sluice.transport.retries import Retries
 from tests.queue.helpers import QUEUE, envelope, lapse, put, settings
+from tests.selection import examples
 from worker.queue.job.claims import Claim, Claims, lease_key
 from worker.queue.server.connection import connect
 
@@ -156,6 +157,7 @@ async def test_a_job_whose_time_was_changed_is_taken_at_the_new_one(db: Redis, c
     assert ids(await claims.take("interactive", 2)) == ["a"]
 
 
+@pytest.mark.timing
 async def test_jobs_of_a_worker_that_knows_no_index_are_not_claimed_and_come_back_within_a_second(
     db: Redis, claims: Claims
 ) -> None:
@@ -212,6 +214,7 @@ async def test_no_job_is_lost_with_a_key_of_the_index(db: Redis, claims: Claims,
     assert ids(await claims.take("interactive", 9)) == ["job-1"]
 
 
+@pytest.mark.timing
 async def test_lost_deadlines_are_found_again_in_the_jobs_a_page_in_each_claim(db: Redis, claims: Claims) -> None:
     await submit(db, *(f"late-{k:03}" for k in range(600)), tenant="acme", deadline_s=0.3)
     await submit(db, "later", tenant="acme", deadline_s=3600)
@@ -228,6 +231,7 @@ async def test_lost_deadlines_are_found_again_in_the_jobs_a_page_in_each_claim(d
     assert await db.zrange(f"{INDEX}:deadlines", 0, -1) == [b"later"]
 
 
+@pytest.mark.timing
 async def test_a_submit_after_the_loss_of_the_deadlines_does_not_hide_it(db: Redis, claims: Claims) -> None:
     await submit(db, "late", tenant="acme", deadline_s=0.2)
     await mended(claims)
@@ -237,6 +241,7 @@ async def test_a_submit_after_the_loss_of_the_deadlines_does_not_hide_it(db: Red
     assert ids(await claims.take("interactive", 0)) == ["late"]
 
 
+@pytest.mark.timing
 async def test_lost_deadlines_of_suspects_are_found_again(db: Redis, claims: Claims) -> None:
     await submit(db, "a", "b", tenant="acme", deadline_s=0.5)
     assert len(await claims.take("interactive", 2)) == 2
@@ -489,6 +494,6 @@ def test_claims_are_fair_and_nothing_is_lost(redis_url: str) -> None:
     run_state_machine_as_test(
         FairnessMachine,
         settings=hypothesis_settings(
-            max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=examples(40), stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )

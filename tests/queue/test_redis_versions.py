@@ -90,6 +90,7 @@ def in_environment(python: Path, *args: str | Path) -> subprocess.CompletedProce
 
 @pytest.mark.live
 @pytest.mark.registry
+@pytest.mark.slow
 def test_the_client_s_own_tests_hold(python: Path) -> None:
     tests = [HERE / name for name in WITHOUT_A_WORKER]
     done = in_environment(python, "-m", "pytest", "-p", "no:cacheprovider", "-q", *tests)
@@ -97,6 +98,7 @@ def test_the_client_s_own_tests_hold(python: Path) -> None:
 
 
 @pytest.mark.registry
+@pytest.mark.slow
 def test_a_chat_is_streamed_fetched_and_cancelled(python: Path, worker: WorkerProcess, redis_url: str) -> None:
     worker.wait_ready()
     done = in_environment(python, "-c", CHAT, redis_url)
@@ -105,6 +107,7 @@ def test_a_chat_is_streamed_fetched_and_cancelled(python: Path, worker: WorkerPr
 
 
 @pytest.mark.registry
+@pytest.mark.slow
 def test_the_worker_is_tested_with_the_newest_redis_py_that_arq_permits() -> None:
     """The constraints say what all other tests run with."""
     worker = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["engine"]

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.selection import examples
 from worker.schedule import prefix
 from worker.schedule.prefix import MAX_SEGMENT_TOKENS, Found, Node, PrefixTree, checkpoint_positions
 
@@ -458,4 +459,4 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLife.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)

@@ -14,6 +14,7 @@ from schemas.explain import _SENTENCES
 from schemas.location import locate, quoted
 from tests.schemas.bodies import FULL, HELLO, chat
 from tests.schemas.strategies import ANYTHING, JSON, NAMES, mutated
+from tests.selection import examples
 
 # Half of a surrogate pair, line breaks and characters that turn the line around are in these.
 ODD_TEXT = st.text(st.characters(codec=None) | st.sampled_from("\ud800\udfff\n\r\u2028\u202e\x00"), max_size=12)
@@ -23,7 +24,7 @@ ODD = st.recursive(
     max_leaves=6,
 )
 LONG = "Z" * 300
-many = settings(max_examples=400, deadline=None)
+many = settings(max_examples=examples(400), deadline=None)
 
 
 def refusal(body: Any) -> str | None:

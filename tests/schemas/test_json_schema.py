@@ -18,6 +18,7 @@ from schemas import generate
 from tests.schemas import page
 from tests.schemas.bodies import ACCEPTED, DOCS, REFUSED, chat
 from tests.schemas.strategies import ANYTHING, NAMES, mutated
+from tests.selection import examples
 
 CONTRACT = json.loads((DOCS / "contract.schema.json").read_text())
 
@@ -97,7 +98,7 @@ def test_the_schema_refuses_a_bad_request_for_whatever_it_can_know(name: str) ->
     assert reads("Request", body) == should_read(schemas.ChatRequest, body)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(ANYTHING | mutated() | mutated(names=NAMES))
 def test_the_schema_and_the_model_agree_on_any_request(body: Any) -> None:
     assert reads("Request", body) == should_read(schemas.ChatRequest, body)

@@ -8,12 +8,13 @@ from jsonschema import Draft202012Validator
 
 from schemas.generate import contract
 from scripts.scenarios.from_schema import REQUESTS, bodies
+from tests.selection import examples
 
 CONTRACT = contract()
 REQUEST = Draft202012Validator({**CONTRACT, "$ref": "#/$defs/Request"})
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(REQUESTS)
 def test_what_is_made_from_the_schema_is_what_the_schema_allows(request: Any) -> None:
     assert [error.message for error in REQUEST.iter_errors(request)] == []

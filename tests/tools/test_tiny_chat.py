@@ -33,6 +33,7 @@ from scripts.tiny_chat.plan import Plan
 from scripts.tiny_chat.progress import Progress
 from scripts.tiny_chat.tokenizer import TURN_END, VOCABULARY, train_tokenizer
 from scripts.tiny_chat.train import CHECKPOINT, CannotTrain, Step, open_training, run
+from tests.selection import examples
 
 # The recurrence
 
@@ -62,7 +63,7 @@ dims = st.sampled_from([4, 7, 32])
 powers = st.sampled_from([1, 2, 4, 8, 16, 32, 64])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.integers(1, 3), st.integers(1, 100), st.integers(1, 2), st.integers(1, 3), dims, dims, powers)
 def test_chunks_compute_what_the_sequential_rule_computes(batch, length, heads, repeats, k_dim, v_dim, chunk):
     inputs = rule_inputs(batch, length, heads, heads * repeats, k_dim, v_dim)

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
 from tests.engine.tiny import alone, model, network, prompt
+from tests.selection import examples
 from worker.engine.prefill import base
 from worker.schedule import prefix
 from worker.schedule.grouping import StepCost
@@ -138,4 +139,4 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestLife.settings = settings(max_examples=examples(40), stateful_step_count=25, deadline=None)

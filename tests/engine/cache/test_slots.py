@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from tests.engine.tiny import FAMILIES, alone, network, prompt
+from tests.selection import examples
 from worker.engine.cache.layers import layers
 from worker.engine.cache.slot_kv import SlotKVCache, SlotRotatingKVCache
 from worker.engine.cache.slots import (
@@ -176,7 +177,7 @@ class Comings(RuleBasedStateMachine):
 
 
 TestComings = Comings.TestCase
-TestComings.settings = settings(max_examples=8, stateful_step_count=16, deadline=None)
+TestComings.settings = settings(max_examples=examples(8), stateful_step_count=16, deadline=None)
 
 
 # Against upstream's batches: what a row sees, token by token. Keys and values are the number of their token.
@@ -217,7 +218,7 @@ ONE_OF_THESE = pytest.mark.parametrize(
 
 
 @ONE_OF_THESE
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
 def test_a_row_sees_the_tokens_that_it_sees_in_upstreams_batch(
     kind: Callable[[], Any], window: int | None, data: st.DataObject

@@ -16,6 +16,7 @@ from mlx_lm.utils import _get_classes, load_model
 
 from scripts.stack import TINY_CHAT
 from tests.engine.tiny import CANNOT_BATCH, CONFIGS, write_checkpoint
+from tests.selection import examples
 from worker.engine.batch.row import Row
 from worker.engine.cache.layers import layers
 from worker.engine.cache.slots import batch_of, bytes_of, join
@@ -159,7 +160,7 @@ def test_weights_take_what_their_files_say() -> None:
     assert weights_bytes(built) == max(ends)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(st.sampled_from(["llama", "deepseek_v3"]), st.lists(st.integers(1, 400), min_size=1, max_size=6))
 def test_a_row_never_takes_more_than_predicted_however_its_prompt_is_cut(name: str, chunks: list[int]) -> None:
     costs = told(name).costs(weights_bytes=0)

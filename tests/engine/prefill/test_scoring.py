@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from scripts.stack import TINY_CHAT
 from tests.engine.tiny import CANNOT_BATCH, FAMILIES, VOCAB, build, network, prompt
+from tests.selection import examples
 from worker.engine.prefill.scoring import LOOKAHEAD, Draft, Scores, attention, probe_attention, why_not_draft
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import load_model, load_tokenizer, make_prompt_cache
@@ -131,7 +132,7 @@ class Counted:
         return self._network(tokens, cache=cache)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.integers(2, 60), st.lists(st.integers(0, 40), max_size=12))
 def test_each_step_computes_what_it_was_given_and_no_more(tokens: int, steps: list[int]) -> None:
     counted = Counted(network("llama"))

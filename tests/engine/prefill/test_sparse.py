@@ -14,6 +14,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from tests.engine.driver import EACH_ALONE, ONE_GROUP, Fixed
 from tests.engine.tiny import FAMILIES, VOCAB, build, network, prompt, told_alone
+from tests.selection import examples
 from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row
 from worker.engine.cache.layers import layers
@@ -225,7 +226,7 @@ def some_ranges(draw: st.DrawFn) -> Ranges:
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(kept=some_ranges(), chunk=st.integers(2, 40))
 def test_it_is_the_same_whatever_is_kept_and_in_chunks_of_any_size(family: str, kept: Ranges, chunk: int) -> None:
     expected = run_by_run(network(family), prompt(LONG, 3), kept, 3)

@@ -11,6 +11,7 @@ from mlx_lm.generate import generate_step
 
 from tests.engine.driver import answer, answers, tokens
 from tests.engine.tiny import CONFIGS, EOS, prompt, write_checkpoint
+from tests.selection import examples
 from worker.engine.model.load import Model, open_model
 from worker.engine.sampling.logprobs import logprobs_of
 from worker.schedule.outcomes import Logprobs
@@ -108,7 +109,7 @@ def test_an_end_of_sequence_has_no_logprobs(qwen: Model) -> None:
 LOGIT = st.integers(-60, 60).map(lambda n: n / 4) | st.just(-math.inf)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data(), st.sampled_from(list(FLOATS)), st.integers(1, 50), st.integers(1, 4))
 def test_alternatives_are_those_of_a_full_sort(data: st.DataObject, dtype: str, vocab: int, rows: int) -> None:
     logits = [[0.0, *data.draw(st.lists(LOGIT, min_size=vocab - 1, max_size=vocab - 1))] for _ in range(rows)]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.engine.driver import answer, answers, tokens
 from tests.engine.tiny import CONFIGS, EOS, prompt, write_checkpoint
+from tests.selection import examples
 from worker.engine.batch import decode_batch as rows_module
 from worker.engine.batch.row import Row
 from worker.engine.model.load import Model, open_model
@@ -133,7 +134,7 @@ HOW = st.builds(
 LOGIT = st.integers(-40, 40).map(lambda n: n / 4) | st.just(-math.inf)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.data(), st.lists(HOW, min_size=1, max_size=9), st.sampled_from(list(FLOATS)), st.integers(2, 40))
 def test_rows_draw_together_what_each_draws_alone(
     data: st.DataObject, hows: list[Sampling], dtype: str, vocab: int

@@ -19,6 +19,7 @@ from tests.engine.driver import Run
 from tests.engine.vision import seen
 from tests.engine.vision.checkpoints import CONFIGS, EOS, write_tokenizer
 from tests.engine.vision.seen import Prompt, prompt
+from tests.selection import examples
 from worker.engine.model.load import DraftModel, Model
 from worker.engine.prefill.draft import with_draft
 from worker.engine.prefill.scoring import LOOKAHEAD
@@ -172,7 +173,7 @@ def some_ranges(draw: st.DrawFn) -> tuple[Range, ...]:
 
 
 @FAMILIES
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=examples(5), deadline=None)
 @given(thinnable=some_ranges(), keep=st.sampled_from([0.1, 0.5]), step_s=st.sampled_from([0.02, 1e-6]))
 @example(thinnable=((0, 1000),), keep=0.1, step_s=0.02)
 def test_images_are_kept_whole_with_the_tokens_around_them_whatever_may_be_left_out(

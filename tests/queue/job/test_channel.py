@@ -21,6 +21,7 @@ from scripts.stack import Server
 from tests.keyspace import check_all_ended, check_job_keys
 from tests.line import Line
 from tests.queue.helpers import envelope, field, lapse, put, renew, settings
+from tests.selection import examples
 from worker.errors import OwnershipLost
 from worker.queue.job.channel import JobLog, Publisher
 from worker.queue.job.claims import Claim, Claims, lease_key
@@ -479,6 +480,9 @@ def test_appends_follow_the_model(redis_url: str) -> None:
         run_state_machine_as_test(
             AppendMachine,
             settings=hypothesis_settings(
-                max_examples=60, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+                max_examples=examples(60),
+                stateful_step_count=20,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
             ),
         )

@@ -17,6 +17,7 @@ from schemas.keys import Lane
 from tests.keyspace import check_all_ended, check_job_keys
 from tests.line import Line
 from tests.queue.helpers import BATCH, QUEUE, envelope, field, lapse, put, renew, settings
+from tests.selection import examples
 from worker.bounded_json.strict import loads
 from worker.queue.job.claims import Claim, Claims, lease_key
 from worker.queue.server.connection import connect
@@ -105,6 +106,7 @@ async def test_a_worker_claims_no_more_than_it_wants(db: Redis, claims: Claims) 
     assert [len(await claims.take("interactive", want)) for want in (0, 1, 3, 3)] == [0, 1, 3, 1]
 
 
+@pytest.mark.timing
 async def test_a_job_whose_lease_ran_out_is_claimed_again_as_a_suspect(db: Redis, claimer: Claimer) -> None:
     await put(db, "a", BODY)
     await claimer("ada", lease_s=0.05).take("interactive", 1)
@@ -190,6 +192,7 @@ async def test_a_hand_back_wakes_the_others(db: Redis, claims: Claims) -> None:
     assert message is not None
 
 
+@pytest.mark.timing
 async def test_a_deferred_job_waits_for_its_time(db: Redis, claims: Claims) -> None:
     seconds, microseconds = await db.time()
     soon = seconds * 1000 + microseconds // 1000 + 60
@@ -523,7 +526,7 @@ def test_claims_follow_the_model(redis_url: str) -> None:
     run_state_machine_as_test(
         ClaimsMachine,
         settings=hypothesis_settings(
-            max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=examples(40), stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
 

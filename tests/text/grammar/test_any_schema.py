@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.selection import examples
 from tests.text.grammar.schema.test_held import KEYWORDS, ODD, WHOLE
 from tests.text.guided import FORCED, model
 from worker.errors import JobFailure
@@ -42,7 +43,7 @@ def of(parameters: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("format", FORCED)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(parameters=PARAMETERS)
 @example(parameters=of({"type": "integer", "maximum": 10**400}))
 @example(parameters=of({"type": "integer", "exclusiveMinimum": 10**4300 - 1}))
@@ -60,7 +61,7 @@ def test_parameters_end_in_a_grammar_or_in_a_refusal(format: str, parameters: An
         grammars.both(OutputConstraint(None, (Function("weather", parameters),), many=True), reasoned=True)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(schema=st.one_of(ANY, PARAMETERS).filter(lambda schema: isinstance(schema, dict)))
 @example(schema={"type": "integer", "maximum": 10**400})
 @example(schema={"multipleOf": 10**400})

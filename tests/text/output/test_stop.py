@@ -5,6 +5,7 @@ from itertools import pairwise
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.selection import examples
 from worker.text.output.stop import StopStrings
 
 LETTERS = "ab🙂"  # few, so that stop strings overlap with the text and with each other
@@ -42,7 +43,7 @@ def test_the_output_does_not_depend_on_how_the_text_is_cut(stops: list[str], tex
 
 @example(["aba", "b"], "aba", [])
 @example(["b", "ab"], "aab", [])
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(STOPS, TEXTS, CUTS)
 def test_the_output_is_what_one_finds_by_hand(stops: list[str], text: str, places: list[int]) -> None:
     assert said(stops, cut(text, places)) == by_hand(stops, text)
@@ -117,7 +118,7 @@ def each(strings: StopStrings | Searched, pieces: Iterable[str | None]) -> list[
     return [(strings.flush() if piece is None else strings.feed(piece), strings.stopped) for piece in pieces]
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(LONG_STOPS, PIECES)
 def test_each_piece_returns_what_a_search_of_all_held_text_returns(stops: list[str], pieces: list[str | None]) -> None:
     pieces.append(None)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from scripts.stack import TINY_CHAT
 from tests.fakes import ByteTokenizer
+from tests.selection import examples
 from tests.text.conversations import Said, assistant, call, calling, conversations, developer, result, system, user
 from tests.text.templated import TEMPLATES, prompts, request, words
 from worker.errors import JobFailure
@@ -251,7 +252,7 @@ def of_any_text(draw: st.DrawFn) -> list[Said]:
 
 
 @pytest.mark.parametrize("template", ALL)
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(said=of_any_text(), tools=st.booleans())
 async def test_boundaries_change_no_prompt_and_lie_within_it(template: str, said: list[Said], tools: bool) -> None:
     asked = request(*said, **({"tools": [LOOK]} if tools and template in TAKE_TOOLS else {}))
@@ -265,7 +266,7 @@ async def test_boundaries_change_no_prompt_and_lie_within_it(template: str, said
     assert len(set(prompt.boundaries)) == len(prompt.boundaries)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(contents=st.lists(TEXTS.filter(str.strip), min_size=1, max_size=6))
 async def test_a_boundary_is_the_last_token_before_a_content_space_aside(contents: list[str]) -> None:
     assume(is_normalized("NFC", "".join(contents)))  # else the tokenizer's own places are not the text's

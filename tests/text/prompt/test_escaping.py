@@ -15,6 +15,7 @@ from mlx_lm.chat_templates import deepseek_v32
 from tokenizers import AddedToken, Tokenizer
 
 from scripts.stack import TINY_CHAT
+from tests.selection import examples
 from tests.text.conversations import Said, assistant, call, calling, conversations, result, system, user
 from tests.text.templated import TEMPLATES, request
 from worker.engine.tokenizer import MLXTokenizer
@@ -179,7 +180,7 @@ def harmless(draw: st.DrawFn) -> list[Said]:
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(said=harmless(), tools=st.booleans())
 async def test_without_control_tokens_in_it_a_request_has_the_tokens_of_old(
     template: str, said: list[Said], tools: bool

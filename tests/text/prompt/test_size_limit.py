@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas import ChatRequest
+from tests.selection import examples
 from tests.text.conversations import assistant, calling, image, text, user
 from tests.text.tokenizers import KINDS, tokenizer
 from worker.errors import JobFailure
@@ -39,7 +40,7 @@ def test_a_cut_into_a_repeated_text_adds_less_than_half_of_what_is_left_for_it(k
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=20), max_size=200), st.integers(16, 400))
 def test_a_cut_into_any_text_adds_less_than_half_of_what_is_left_for_it(kind: str, words: list[str], size: int) -> None:
     more, cuts = added(kind, "".join(words), size)

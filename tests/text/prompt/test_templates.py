@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.selection import examples
 from tests.text.conversations import (
     Said,
     assistant,
@@ -106,7 +107,7 @@ def of_any_text(draw: st.DrawFn) -> list[Said]:
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(said=of_any_text())
 async def test_any_conversation_renders(template: str, said: list[Said]) -> None:
     await prompts(template).render(request(*said))
@@ -221,7 +222,7 @@ async def test_channels_within_a_text_for_gpt_oss_are_refused_in_its_own_words(a
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(earlier=st.lists(of_any_text(), max_size=3), said=of_any_text(), tools=st.booleans())
 async def test_what_a_worker_has_rendered_before_changes_no_prompt(
     template: str, earlier: list[list[Said]], said: list[Said], tools: bool

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from tests.selection import examples
 from tests.text.grammar.schema.answers import Schema, answers, takes
 from worker.errors import JobFailure
 from worker.text.grammar.sandbox import Uncompilable
@@ -260,7 +261,7 @@ def _larger(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 SCHEMAS = st.recursive(LEAVES, _larger, max_leaves=6)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 @given(schema=SCHEMAS, seed=st.integers(0, 99))
 def test_whatever_alternatives_and_conditions_allow_satisfies_them(schema: Any, seed: int) -> None:
     if not isinstance(schema, dict):
@@ -273,7 +274,7 @@ def test_whatever_alternatives_and_conditions_allow_satisfies_them(schema: Any, 
         Draft202012Validator(schema).validate(json.loads(text))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(
     first=SCHEMAS, second=SCHEMAS, value=st.one_of(VALUES, st.dictionaries(st.sampled_from("abc"), VALUES, max_size=3))
 )

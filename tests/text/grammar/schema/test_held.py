@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from tests.selection import examples
 from tests.text.grammar.schema.answers import Schema, answers, matcher, takes
 from tests.text.grammar.schema.test_choices import SCHEMAS
 from tests.text.grammar.schema.test_patterns import PATTERNS
@@ -80,7 +81,7 @@ WHOLE = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 @given(schema=WHOLE, seed=st.integers(0, 99))
 def test_a_schema_is_held_whole_or_refused(schema: Schema, seed: int) -> None:
     try:
@@ -118,7 +119,7 @@ _INTERNAL = re.compile(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(schema=st.dictionaries(st.sampled_from(KEYWORDS), ODD, max_size=5))
 @example(schema={"$ref": "#"})
 @example(schema={"oneOf": [{"type": "integer"}, {"type": "number"}]})

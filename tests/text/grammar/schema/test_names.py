@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from tests.selection import examples
 from tests.text.grammar.schema.answers import Schema, answers, takes
 from tests.text.grammar.schema.test_patterns import PATTERNS
 from worker.errors import JobFailure
@@ -118,7 +119,7 @@ def test_names_that_cannot_be_held_are_refused_where_they_stand(schema: Schema, 
     assert refused.value.message.startswith(f"response_format: {place}: ")
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(pattern=PATTERNS, closed=st.booleans(), other=PATTERNS, seed=st.integers(0, 99))
 def test_whatever_name_is_allowed_matches_or_has_what_the_rest_has(
     pattern: str, closed: bool, other: str, seed: int

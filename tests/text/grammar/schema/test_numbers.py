@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from tests.selection import examples
 from tests.text.grammar.schema.answers import Schema, answers, takes
 from worker.errors import JobFailure
 from worker.text.grammar.sandbox import Uncompilable
@@ -100,7 +101,7 @@ BOUNDED = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(schema=BOUNDED, other=st.one_of(st.none(), BOUNDED), seed=st.integers(0, 99))
 def test_whatever_bounds_allow_satisfies_them(schema: Schema, other: Schema | None, seed: int) -> None:
     schema = schema if other is None else {"allOf": [schema, other]}
@@ -112,7 +113,7 @@ def test_whatever_bounds_allow_satisfies_them(schema: Schema, other: Schema | No
         Draft202012Validator(schema).validate(json.loads(text, parse_float=Decimal))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(
     values=st.lists(st.one_of(st.integers(-(2**64), 2**64), st.floats(), st.sampled_from(NEAR)), min_size=1, max_size=3)
 )

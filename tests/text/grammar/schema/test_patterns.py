@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from tests.selection import examples
 from tests.text.grammar.schema.answers import answers, takes
 from worker.errors import JobFailure
 from worker.text.grammar.sandbox import Uncompilable
@@ -107,7 +108,7 @@ PATTERNS = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(pattern=PATTERNS, seed=st.integers(0, 99))
 def test_whatever_a_pattern_allows_matches_it_and_is_json(pattern: str, seed: int) -> None:
     schema = {"type": "string", "pattern": pattern}
@@ -119,7 +120,7 @@ def test_whatever_a_pattern_allows_matches_it_and_is_json(pattern: str, seed: in
         assert re.search(pattern, json.loads(text)), (pattern, text)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(pattern=PATTERNS, text=st.text(st.sampled_from('aZ5é"/-_,\n\t\\ %\u2028'), max_size=5))
 def test_a_name_that_is_compared_with_a_pattern_matches_by_python_too(pattern: str, text: str) -> None:
     try:

@@ -1,0 +1,72 @@
+"""Choose the tests of a run without `--all`: one family for each kind of cache, and a share of the examples."""
+
+import os
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+# Families whose caches are of one kind: all of a line run with `--all`, without it the first that a test lists.
+ALIKE = (
+    ("llama", "qwen3", "qwen3_moe"),  # keys and values of every token
+    ("gemma3", "gpt_oss", "gemma3n"),  # a window beside full attention
+    ("qwen3_5", "jamba", "kimi_linear", "qwen3_5_moe"),  # recurrent state beside full attention
+    ("mamba2", "rwkv7"),  # recurrent state alone
+    ("qwen3_vl", "qwen3_vl_moe"),  # images: layers of the encoder in the language model
+    ("qwen2_5_vl", "qwen2_vl"),  # images: positions by row and column
+)
+_RANK = {family: (line[0], rank) for line in ALIKE for rank, family in enumerate(line)}
+
+# Percent of a test's examples. On CI the examples are the same in every run, so a change is judged by its own failures;
+# every other run draws new ones. A busy machine is slow, so no example has a deadline; the suite has its own limit.
+_DERANDOMIZE = bool(os.environ.get("CI"))
+settings.register_profile("default", deadline=None, derandomize=_DERANDOMIZE, max_examples=25)
+settings.register_profile("all", deadline=None, derandomize=_DERANDOMIZE, max_examples=100)
+
+
+def examples(number: int) -> int:
+    """Return how many of a test's examples the loaded profile runs: `number` with `--all`, else a quarter."""
+    return max(1, number * settings().max_examples // 100)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A test with its parameters, of which some name families."""
+
+    test: str
+    parameters: tuple[tuple[str, Hashable], ...]
+
+    @classmethod
+    def of(cls, test: str, parameters: Mapping[str, Any]) -> "Case":
+        return cls(test, tuple((name, _comparable(value)) for name, value in sorted(parameters.items())))
+
+    @property
+    def rank(self) -> tuple[int, ...]:
+        """Place of each family in its line of `ALIKE`."""
+        return tuple(_RANK[value][1] for _, value in self.parameters if value in _RANK)
+
+    @property
+    def kind(self) -> "Case":
+        """The same case for the first family of each line."""
+        return Case(self.test, tuple((name, _RANK.get(value, (value, 0))[0]) for name, value in self.parameters))
+
+
+def chosen(cases: Iterable[Case]) -> list[bool]:
+    """Return for each case if it runs without `--all`: no other case of its kind has a lower rank."""
+    all_cases = list(cases)
+    best = dict[Case, tuple[int, ...]]()
+    for case in all_cases:
+        best[case.kind] = min(case.rank, best.get(case.kind, case.rank))
+    return [case.rank == best[case.kind] for case in all_cases]
+
+
+def case_of(item: pytest.Item) -> Case:
+    """Return the test of an item without its parameters, and these."""
+    callspec = getattr(item, "callspec", None)
+    return Case.of(item.nodeid.partition("[")[0], callspec.params if callspec else {})
+
+
+def _comparable(value: Any) -> Hashable:
+    return value if isinstance(value, str) else repr(value)

@@ -1,0 +1,64 @@
+"""What runs without `--all`."""
+
+import pytest
+from hypothesis import settings
+from mlx_lm.models.cache import make_prompt_cache
+
+from tests.engine import tiny
+from tests.engine.vision import checkpoints
+from tests.selection import ALIKE, Case, chosen, examples
+
+
+def cases(test: str, *families: str, **others: object) -> list[Case]:
+    return [Case.of(test, {"family": family, **others}) for family in families]
+
+
+def run(listed: list[Case]) -> list[str]:
+    return [dict(case.parameters)["family"] for case, runs in zip(listed, chosen(listed), strict=True) if runs]  # type: ignore[misc]
+
+
+def test_of_families_with_caches_alike_the_first_runs() -> None:
+    assert run(cases("test", "gpt_oss", "gemma3", "llama", "gemma3n", "deepseek_v3")) == [
+        "gemma3",
+        "llama",
+        "deepseek_v3",
+    ]
+
+
+def test_a_kind_of_cache_runs_in_each_test_that_lists_one_of_its_families() -> None:
+    assert run(cases("one", "gemma3", "gpt_oss") + cases("another", "gpt_oss", "gemma3n")) == ["gemma3", "gpt_oss"]
+
+
+def test_other_parameters_all_run() -> None:
+    assert run(cases("test", "llama", "qwen3", step_s=1.0) + cases("test", "llama", "qwen3", step_s=0.1)) == [
+        "llama",
+        "llama",
+    ]
+
+
+def test_a_value_that_belongs_to_its_family_runs() -> None:
+    """As in rows of (family, expected)."""
+    assert run(cases("test", "llama", expected=1) + cases("test", "qwen3", expected=2)) == ["llama", "qwen3"]
+
+
+def cache_classes(family: str) -> set[str]:
+    caches = make_prompt_cache(tiny.network(family))
+    return {f"{type(each).__name__} of {[*map(type, getattr(each, 'caches', []))]}" for each in caches}
+
+
+@pytest.mark.parametrize("line", ALIKE, ids=lambda line: line[0])
+def test_families_of_a_line_have_the_same_cache_classes(line: tuple[str, ...]) -> None:
+    assert set(line) <= {*tiny.FAMILIES, *checkpoints.CONFIGS}
+    assert len({frozenset(cache_classes(family)) for family in line if family in tiny.FAMILIES}) <= 1
+
+
+def test_every_cache_class_of_a_family_runs_by_default() -> None:
+    by_default = run(cases("test", *tiny.FAMILIES))
+    assert {name for family in tiny.FAMILIES for name in cache_classes(family)} == {
+        name for family in by_default for name in cache_classes(family)
+    }
+
+
+def test_all_examples_run_with_all_and_at_least_one_without() -> None:
+    with_all = settings().max_examples == 100
+    assert [examples(number) for number in (3, 10, 600)] == ([3, 10, 600] if with_all else [1, 2, 150])
