@@ -34,7 +34,18 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+# What these judge is how long a gap is, or how much happens in a second.
+TIMED = {
+    "a killed worker's streams go on",
+    "a stopped worker hands its streams over",
+    "a sleeper that wakes writes nothing stale",
+    "an idle worker is quiet",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.timing] * (name in TIMED)) for name in SCENARIOS]
+)
 async def test_nothing_is_lost_when(name: str) -> None:
     with Server() as server:
         figures = await SCENARIOS[name](server)

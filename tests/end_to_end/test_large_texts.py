@@ -4,6 +4,8 @@ import asyncio
 import subprocess
 import time
 
+import pytest
+
 from scripts.stack import WorkerProcess
 from sluice import Client, Event, Failed, Started
 
@@ -45,6 +47,7 @@ async def most_resident_mb(worker: WorkerProcess, until: asyncio.Event) -> float
     return most
 
 
+@pytest.mark.timing
 async def test_an_ordinary_prompt_does_not_wait_for_six_too_large_ones(worker: WorkerProcess, client: Client) -> None:
     large = [await client.submit(digits(1_500_000)) for _ in range(6)]
     submitted = time.time()
@@ -55,6 +58,7 @@ async def test_an_ordinary_prompt_does_not_wait_for_six_too_large_ones(worker: W
         assert (failed.error.type, failed.error.retryable) == ("too_large", False)
 
 
+@pytest.mark.timing
 async def test_a_schema_does_not_wait_for_eight_texts_as_large_as_a_body_may_be(
     worker: WorkerProcess, client: Client
 ) -> None:

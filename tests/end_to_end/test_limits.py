@@ -38,6 +38,7 @@ async def test_jobs_of_one_tenant_are_taken_oldest_first(
     assert await started_order(db, ids) == ids
 
 
+@pytest.mark.timing
 async def test_offline_jobs_leave_the_reserved_rows_free(redis_url: str, client: Client) -> None:
     batch = await submit_all(client, 10, ask(100_000), lane="batch", prefix="batch")
     async with running(paced(redis_url, max_rows=6, reserved_rows=2)):
@@ -54,6 +55,7 @@ async def test_offline_jobs_leave_the_reserved_rows_free(redis_url: str, client:
         await watch_all(client, batch)
 
 
+@pytest.mark.timing
 async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(redis_url: str, client: Client) -> None:
     async with running(paced(redis_url, max_rows=2, reserved_rows=0, queue_limit=5, lease_s=1)):
         await watch_all(client, await submit_all(client, 4, ask(1), prefix="done"))
@@ -70,6 +72,7 @@ async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(redis_url
         assert (await client.submit(ask(1))).new
 
 
+@pytest.mark.timing
 async def test_a_deadline_that_passes_in_the_queue_ends_the_job_though_no_row_is_free(
     redis_url: str, client: Client, db: redis.asyncio.Redis
 ) -> None:
@@ -87,6 +90,7 @@ async def test_a_deadline_that_passes_in_the_queue_ends_the_job_though_no_row_is
     assert await leaks(db) == []
 
 
+@pytest.mark.timing
 async def test_a_deadline_that_passes_while_running_frees_the_row(redis_url: str, client: Client) -> None:
     async with running(paced(redis_url, max_rows=1, reserved_rows=0)):
         late = await client.submit(ask(100_000, deadline_s=0.5))
@@ -96,6 +100,7 @@ async def test_a_deadline_that_passes_while_running_frees_the_row(redis_url: str
         assert (await asyncio.wait_for(watch(client, after.id), 5)).is_right(3)
 
 
+@pytest.mark.timing
 async def test_a_job_that_nobody_listens_to_is_cancelled_where_it_asks_for_that(redis_url: str, client: Client) -> None:
     async with running(paced(redis_url, disconnect_grace_s=0.5)):
         wanted = await client.submit(ask(200))
@@ -133,6 +138,7 @@ async def test_a_cancelled_job_that_waits_never_runs(redis_url: str, client: Cli
     assert await leaks(db) == []
 
 
+@pytest.mark.timing
 async def test_a_cancel_in_the_middle_of_a_long_prompt_frees_the_row(
     redis_url: str, client: Client, db: redis.asyncio.Redis
 ) -> None:

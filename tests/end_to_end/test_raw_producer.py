@@ -5,6 +5,7 @@ import json
 import time
 from typing import Any
 
+import pytest
 import redis.asyncio
 from arq import create_pool
 from arq.connections import ArqRedis, RedisSettings
@@ -74,6 +75,7 @@ async def test_the_result_and_the_state_are_there_with_the_final_event(
     assert await db.zcard(QUEUE) == 0
 
 
+@pytest.mark.timing
 async def test_a_plain_producer_is_served_without_waiting_for_a_poll(
     worker: WorkerProcess, redis_url: str, db: redis.asyncio.Redis
 ) -> None:

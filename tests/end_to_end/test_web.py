@@ -135,6 +135,7 @@ def test_a_stream_dropped_in_the_middle_goes_on_as_if_unbroken(http: httpx.Clien
     assert after[-1]["finish_reason"] == "length"
 
 
+@pytest.mark.timing
 async def test_a_browser_that_left_in_the_middle_has_its_job_cancelled(http: httpx.Client, client: Client) -> None:
     job_id = ask(http, max_tokens=4000, **ENDLESS)
     look_in(http, job_id, 5)
@@ -143,6 +144,7 @@ async def test_a_browser_that_left_in_the_middle_has_its_job_cancelled(http: htt
     assert time.monotonic() - left_at > LEAVE_S
 
 
+@pytest.mark.timing
 def test_a_browser_that_came_back_in_time_keeps_its_job(http: httpx.Client) -> None:
     job_id = ask(http, max_tokens=600, **ENDLESS)
     seen = look_in(http, job_id, 5)[-1]["seq"]

@@ -180,6 +180,7 @@ async def slow_body(writer: StreamWriter) -> None:
         await asyncio.sleep(0.01)
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("page", [silent, slow_headers, slow_body])
 async def test_a_slow_server_is_given_up_after_the_time_for_all_of_it(page: Page) -> None:
     began = asyncio.get_running_loop().time()

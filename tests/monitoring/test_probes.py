@@ -123,6 +123,7 @@ def test_a_worker_with_a_part_that_hangs_is_neither() -> None:
         assert told(port, "/readyz")[0] == 503
 
 
+@pytest.mark.timing
 def test_probes_learn_of_a_hang_before_it_ends_the_process() -> None:
     pulse, health = Heartbeat("loop"), Health(watchdog_s=0.2)
     health.serving({"loop": pulse}, {})
@@ -154,6 +155,7 @@ def test_without_a_port_nobody_listens() -> None:
         assert threading.active_count() == before
 
 
+@pytest.mark.timing
 def test_it_closes_at_once_though_somebody_hangs_on_the_line() -> None:
     port = free_port()
     with probes(port):

@@ -27,9 +27,24 @@ from tests.queue.streaming import HELLO, behind, event, say, seqs, subscribed
 GAP_S = 5.0  # the most that a dead connection may cost
 
 
+@pytest.fixture
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client waits a fifth of the time before it takes a connection, or a server, for dead."""
+    waits = {
+        "sluice.transport.retries": {"ANSWER_S": 0.4, "_PING_S": 0.6, "_CALL_S": 1.0},
+        "sluice.transport.connection": {"_ANSWER_S": 0.4},
+        "sluice.streaming.hub": {"_QUIET_S": 0.2},
+        "sluice.streaming.streams": {"SILENCE_S": 0.2},
+    }
+    for module, values in waits.items():
+        for name, value in values.items():
+            monkeypatch.setattr(f"{module}.{name}", value)
+
+
 # Connections that die without a word
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("own", [False, True])
 async def test_a_stream_goes_on_within_seconds_of_a_black_hole(db: Redis, redis_url: str, own: bool) -> None:
     async with behind(redis_url, own=own) as (line, client):
@@ -42,6 +57,7 @@ async def test_a_stream_goes_on_within_seconds_of_a_black_hole(db: Redis, redis_
         assert await asyncio.wait_for(stream, GAP_S) == [0, 1, 2]
 
 
+@pytest.mark.timing
 async def test_a_stream_after_a_black_hole_hears_the_channel_again(db: Redis, redis_url: str) -> None:
     async with behind(redis_url) as (line, client):
         stream = asyncio.create_task(seqs(client, "a"))
@@ -55,6 +71,7 @@ async def test_a_stream_after_a_black_hole_hears_the_channel_again(db: Redis, re
         assert time.monotonic() - began < 0.9, "it was told by the list"
 
 
+@pytest.mark.usefixtures("_soon")
 async def test_a_stream_goes_on_within_seconds_of_the_end_of_a_black_hole_that_took_new_connections_too(
     db: Redis, redis_url: str
 ) -> None:
@@ -63,7 +80,7 @@ async def test_a_stream_goes_on_within_seconds_of_the_end_of_a_black_hole_that_t
         await subscribed(db, wire.channel("a"))
         line.mute = True
         await say(db, event(0), event(1, "cancelled"))
-        await asyncio.sleep(6)
+        await asyncio.sleep(1.5)
         assert not stream.done()
         line.mute = False
         assert await asyncio.wait_for(stream, GAP_S) == [0, 1]
@@ -96,6 +113,7 @@ CALLS: dict[str, tuple[Callable[[Client], Awaitable[Any]], Any]] = {
 }
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("own", [False, True])
 async def test_every_call_is_answered_within_seconds_of_a_black_hole(db: Redis, redis_url: str, own: bool) -> None:
     await db.set(wire.result_key("done"), '{"object": "chat.completion"}')
@@ -118,6 +136,7 @@ async def test_every_call_is_answered_within_seconds_of_a_black_hole(db: Redis, 
     assert {name: round(seconds, 1) for name, seconds in took.items() if seconds > GAP_S} == {}
 
 
+@pytest.mark.timing
 async def test_many_calls_on_dead_connections_are_all_answered_within_seconds(redis_url: str) -> None:
     async with behind(redis_url) as (line, client):
         await asyncio.gather(*(client.ping() for _ in range(20)))
@@ -127,6 +146,7 @@ async def test_many_calls_on_dead_connections_are_all_answered_within_seconds(re
             assert all(job.new for job in await asyncio.gather(*calls))
 
 
+@pytest.mark.timing
 async def test_a_client_on_a_dead_connection_closes_at_once(db: Redis, redis_url: str) -> None:
     async with Line(redis_url) as line:
         client = Client(line.url)
@@ -213,6 +233,7 @@ async def test_a_submission_waits_while_the_server_restarts() -> None:
 # Outages that last
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("call", ["stream", "result", "batch_events"])
 async def test_an_outage_ends_what_waits_after_the_time_that_the_caller_gave(redis_url: str, call: str) -> None:
     async with behind(redis_url, outage_s=0.5) as (line, client):
@@ -227,22 +248,25 @@ async def test_an_outage_ends_what_waits_after_the_time_that_the_caller_gave(red
         assert isinstance(raised.value.__cause__, RedisError)
 
 
+@pytest.mark.usefixtures("_soon")
 async def test_without_a_limit_an_outage_is_waited_out(db: Redis, redis_url: str) -> None:
     async with behind(redis_url, outage_s=None) as (line, client):
         stream = asyncio.create_task(seqs(client, "a"))
         line.down()
-        await asyncio.sleep(7)
+        await asyncio.sleep(1.5)
         assert not stream.done()
         line.up()
         await say(db, event(0, "cancelled"))
         assert await asyncio.wait_for(stream, GAP_S) == [0]
 
 
+@pytest.mark.timing
+@pytest.mark.usefixtures("_soon")
 async def test_a_call_gives_an_outage_back_after_a_few_seconds(redis_url: str) -> None:
     async with behind(redis_url, outage_s=None) as (line, client):
         line.down()
         with pytest.raises(ServerUnreachable):
-            await asyncio.wait_for(client.submit(HELLO), 7)
+            await asyncio.wait_for(client.submit(HELLO), 2)
         with pytest.raises(ServerUnreachable):
             await asyncio.wait_for(client.ping(), 1)
 
@@ -270,6 +294,7 @@ async def test_a_stream_rides_out_a_script_that_keeps_the_server_busy(db: Redis,
         await db.config_set("lua-time-limit", 5000)
 
 
+@pytest.mark.timing
 async def test_an_answer_that_takes_long_is_waited_for_at_the_second_try(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,6 +311,7 @@ async def test_an_answer_that_takes_long_is_waited_for_at_the_second_try(
     assert len(tries) == 2
 
 
+@pytest.mark.timing
 async def test_an_outage_is_logged_when_it_begins_and_when_it_ends(
     redis_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

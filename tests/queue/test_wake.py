@@ -171,6 +171,7 @@ def _soon_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.queue.wake._QUIET_S", 0.1)
 
 
+@pytest.mark.timing
 @pytest.mark.usefixtures("_soon_asked")
 async def test_a_quiet_connection_is_kept(redis_url: str) -> None:
     """A listener that connects anew has been deaf for a moment."""
@@ -180,6 +181,7 @@ async def test_a_quiet_connection_is_kept(redis_url: str) -> None:
         await all_is_heard(redis, heard)
 
 
+@pytest.mark.timing
 @pytest.mark.usefixtures("_soon_asked")
 async def test_a_connection_that_no_longer_answers_is_given_up(redis_url: str) -> None:
     async with (

@@ -527,6 +527,7 @@ async def test_the_log_of_a_worker_that_stops_tells_how_long_it_waits_and_how_to
     ]
 
 
+@pytest.mark.timing
 async def test_a_second_signal_ends_the_grace(redis_url: str, db: Redis) -> None:
     chat, began = FakeChat(), time.monotonic()
     async with working(settings(redis_url, grace_s=60), chat.chat) as worker:
@@ -554,6 +555,7 @@ async def test_a_job_handed_back_is_finished_by_the_next_worker(redis_url: str, 
     await check_all_ended(db)
 
 
+@pytest.mark.timing
 async def test_a_job_handed_back_to_a_worker_that_waits_is_taken_at_once(redis_url: str, db: Redis) -> None:
     async with AsyncExitStack() as first:
         ada = await first.enter_async_context(at_work(redis_url, worker_name="ada"))
@@ -565,6 +567,7 @@ async def test_a_job_handed_back_to_a_worker_that_waits_is_taken_at_once(redis_u
             await until(lambda: ben.began == ["a"], within_s=2)
 
 
+@pytest.mark.timing
 async def test_an_idle_worker_leaves_at_once(redis_url: str, db: Redis) -> None:
     async with at_work(redis_url, grace_s=60):
         began = time.monotonic()
@@ -611,6 +614,7 @@ async def test_an_outage_in_the_middle_costs_time_and_nothing_else(redis_url: st
     await check_all_ended(db)
 
 
+@pytest.mark.timing
 async def test_a_worker_keeps_its_own_jobs_through_an_outage_longer_than_a_lease(redis_url: str, db: Redis) -> None:
     async with Line(redis_url) as line, at_work(line.url, lease_s=1) as chat:
         await ask(db, "a", {"say": ["Hel", "lo"], "pace_s": 2.5})
@@ -634,6 +638,7 @@ async def until_lapsed(db: Redis, job_id: str) -> None:
     await until(lapsed)
 
 
+@pytest.mark.timing
 async def test_a_worker_that_claims_its_own_job_again_ends_it_once(redis_url: str, db: Redis) -> None:
     """A server that failed over may have forgotten the lease."""
 
@@ -652,6 +657,7 @@ async def test_a_worker_that_claims_its_own_job_again_ends_it_once(redis_url: st
     await check_all_ended(db)
 
 
+@pytest.mark.timing
 async def test_a_worker_that_goes_on_with_its_own_job_says_every_token_once(redis_url: str, db: Redis) -> None:
     """The engine may still be in a step of the attempt that lost the job: here each attempt has its own name."""
     async with chatting(redis_url, step_s=0.05, lease_s=1) as engine:
@@ -664,6 +670,7 @@ async def test_a_worker_that_goes_on_with_its_own_job_says_every_token_once(redi
     assert len({sequence.id for sequence in engine.sequences}) == len(engine.sequences) > 1
 
 
+@pytest.mark.timing
 async def test_a_loop_that_was_blocked_for_longer_than_a_lease_keeps_its_job(redis_url: str, db: Redis) -> None:
     async def chat(ctx: dict[Any, Any], request: Any) -> Any:
         if request == "block":

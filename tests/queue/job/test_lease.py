@@ -50,6 +50,7 @@ def wait_for(true: Callable[[], bool], seconds: float = 3) -> bool:
     return true()
 
 
+@pytest.mark.timing
 async def test_a_lease_is_renewed_while_the_event_loop_is_blocked(
     redis_url: str, client: Client, db: redis.asyncio.Redis
 ) -> None:
@@ -61,6 +62,7 @@ async def test_a_lease_is_renewed_while_the_event_loop_is_blocked(
     assert keeping.lost == []
 
 
+@pytest.mark.timing
 async def test_a_lease_that_ran_out_unnoticed_is_taken_back(
     redis_url: str, client: Client, db: redis.asyncio.Redis
 ) -> None:
@@ -84,6 +86,7 @@ async def test_a_job_that_another_attempt_owns_is_told_lost(
     assert await db.pttl("arq:in-progress:job") <= 1000
 
 
+@pytest.mark.timing
 def test_a_pulse_that_stops_ends_the_process_and_one_at_rest_does_not(redis_url: str) -> None:
     beating, resting, stopped = Heartbeat("beating"), Heartbeat("resting"), Heartbeat("stopped")
     resting.beat()
@@ -105,6 +108,7 @@ def test_a_server_that_is_away_does_not_end_the_keeper(client: Client, redis_url
         assert keeping.lost == []
 
 
+@pytest.mark.timing
 async def test_a_worker_whose_loop_hangs_ends_and_says_why(redis_url: str, client: Client) -> None:
     async with running(paced(redis_url, lease_s=1, watchdog_s=1.5)) as worker:
         job = await client.submit(ask(30, "block 30"))
@@ -113,6 +117,7 @@ async def test_a_worker_whose_loop_hangs_ends_and_says_why(redis_url: str, clien
         assert "the event loop has hung" in worker.log()
 
 
+@pytest.mark.timing
 async def test_the_lease_of_an_id_that_is_not_utf_8_is_renewed_with_those_of_others(
     redis_url: str, db: redis.asyncio.Redis
 ) -> None:
@@ -127,6 +132,7 @@ async def test_the_lease_of_an_id_that_is_not_utf_8_is_renewed_with_those_of_oth
     assert keeping.lost == []
 
 
+@pytest.mark.timing
 async def test_a_round_that_fails_is_logged_and_the_next_one_renews(
     redis_url: str, client: Client, db: redis.asyncio.Redis, caplog: pytest.LogCaptureFixture
 ) -> None:

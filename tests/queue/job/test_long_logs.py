@@ -66,6 +66,7 @@ async def write_log(db: Redis, logprobs: bool) -> None:
     await db.hset(keys.job("a"), mapping={"state": "queued", "attempt": 1})
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("logprobs", [False, True], ids=["words alone", "logprobs of 20 alternatives"])
 async def test_a_job_with_a_long_log_is_taken_up_and_ended_in_short_turns_of_the_loop(
     redis_url: str, db: Redis, turns: Turns, logprobs: bool

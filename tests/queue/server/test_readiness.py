@@ -51,6 +51,7 @@ async def line(redis_url: str) -> AsyncIterator[Line]:
         yield line
 
 
+@pytest.mark.timing
 async def test_a_worker_is_ready_while_its_redis_answers(line: Line, port: int) -> None:
     async with working(settings(line.url, **GIVEN), FakeChat().chat) as worker:
         with answer_probes(port, Metrics("m").registry, probed(worker)):
@@ -88,6 +89,7 @@ async def test_a_worker_that_is_told_to_stop_is_alive_and_not_ready(redis_url: s
             assert (await told(port, "/healthz"))[0] == 200
 
 
+@pytest.mark.timing
 async def test_probes_are_answered_while_the_event_loop_hangs(redis_url: str, port: int) -> None:
     heard: list[Told] = []
 

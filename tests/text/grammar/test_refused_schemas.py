@@ -148,6 +148,7 @@ def test_only_the_messages_that_the_answer_goes_on_after_are_normalized(monkeypa
     assert lengths == [2]
 
 
+@pytest.mark.timing
 def test_a_large_schema_is_not_written_to_find_out_that_it_is_not_quick() -> None:
     wish = wish_of(request(**by({"enum": list(range(20_000))})))
     assert wish is not None
@@ -210,6 +211,7 @@ async def test_the_one_tool_that_nothing_satisfies_is_found_by_one_process(proce
     assert len(processes) == 1
 
 
+@pytest.mark.timing
 async def test_the_search_for_the_wrong_tool_is_bounded(processes: list[str]) -> None:
     dear = {"type": "array", "prefixItems": [{"type": "integer", "multipleOf": 999_983 - i} for i in range(2)]}
     wrong = {"type": "object", "properties": {"a": {"type": "string", "enum": [1]}}, "required": ["a"]}
