@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Literal
 
 import pytest
 import redis.asyncio
@@ -10,6 +12,8 @@ from hypothesis import settings
 from scripts.stack import Server, WorkerProcess
 from sluice import Client
 from tests.selection import case_of, chosen
+
+SERVERS = {"server_url", "redis_url", "worker"}  # fixtures that start one
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if isinstance(item, pytest.Function) and ("server_url" in item.fixturenames or "end_to_end" in item.path.parts):
+        if isinstance(item, pytest.Function) and (SERVERS & {*item.fixturenames} or "end_to_end" in item.path.parts):
             item.add_marker("live")
     if not config.getoption("all") and not any("::" in arg for arg in config.args):
         _leave_to_all(config, items)
@@ -36,20 +40,47 @@ def _leave_to_all(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = [item for item, runs in zip(items, run, strict=True) if runs]
 
 
+@contextmanager
+def server() -> Iterator[str]:
+    """Yield the URL of a server of this test process, or of the one that the environment names."""
+    if not (url := os.environ.get("SLUICE_TEST_REDIS_URL")):
+        with Server() as own:
+            yield own.url
+        return
+    if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+        pytest.exit("SLUICE_TEST_REDIS_URL: a server serves one test process at a time; run pytest without -n", 4)
+    yield url
+
+
 @pytest.fixture(scope="session")
 def server_url() -> Iterator[str]:
-    if url := os.environ.get("SLUICE_TEST_REDIS_URL"):
+    with server() as url:
         yield url
-        return
-    with Server() as server:
-        yield server.url
+
+
+def _scope_of_worker(fixture_name: str, config: pytest.Config) -> Literal["module", "session"]:
+    """A shared worker would take the jobs of other tests on the one server that the environment names."""
+    return "module" if os.environ.get("SLUICE_TEST_REDIS_URL") else "session"
+
+
+@pytest.fixture(scope=_scope_of_worker)
+def worker() -> Iterator[WorkerProcess]:
+    """One worker with the tiny model, on a server of its own, for all tests that need no other settings. Its presence
+    comes back after a flush."""
+    with server() as url, WorkerProcess(url, lease_s=1) as process:
+        yield process
 
 
 @pytest.fixture
-def redis_url(server_url: str) -> str:
-    with redis.Redis.from_url(server_url) as client:
+def redis_url(request: pytest.FixtureRequest) -> str:
+    """The URL of an empty server: the one of `worker` for a test that uses it."""
+    if "worker" in request.fixturenames:
+        url: str = request.getfixturevalue("worker").url
+    else:
+        url = request.getfixturevalue("server_url")
+    with redis.Redis.from_url(url) as client:
         client.flushdb()
-    return server_url
+    return url
 
 
 @pytest.fixture
@@ -62,10 +93,3 @@ async def db(redis_url: str) -> AsyncIterator["redis.asyncio.Redis"]:
 async def client(redis_url: str) -> AsyncIterator[Client]:
     async with Client(redis_url) as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def worker(server_url: str) -> Iterator[WorkerProcess]:
-    """One worker with the tiny model for all tests of a module. Its presence comes back after a flush."""
-    with WorkerProcess(server_url, lease_s=1) as process:
-        yield process

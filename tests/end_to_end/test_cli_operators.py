@@ -19,8 +19,9 @@ _ERROR = {"type": "internal", "message": "Workers died 3 times.", "retryable": F
 
 
 @pytest.fixture(scope="module")
-def narrow_worker(server_url: str) -> Iterator[WorkerProcess]:
-    with paced(server_url, "narrow", max_rows=1, queue_limit=1) as process:
+def narrow_worker(worker: WorkerProcess) -> Iterator[WorkerProcess]:
+    """Another worker on the server of `worker`."""
+    with paced(worker.url, "narrow", max_rows=1, queue_limit=1) as process:
         yield process
 
 

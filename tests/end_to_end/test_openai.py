@@ -35,10 +35,10 @@ ENDLESS = {"0": -100, "2": -100}  # a bias against every end of the answer
 
 
 @pytest.fixture(scope="module")
-def backend(server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def backend(worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Its address."""
     folder, port = tmp_path_factory.mktemp("backend"), free_port()
-    (folder / "main.py").write_text(OPENAI_BACKEND.replace("redis://localhost:6379", server_url))
+    (folder / "main.py").write_text(OPENAI_BACKEND.replace("redis://localhost:6379", worker.url))
     command = [sys.executable, "-m", "uvicorn", "main:app", "--port", str(port), "--log-level", "warning"]
     process = subprocess.Popen(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)})
     try:

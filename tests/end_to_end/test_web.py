@@ -49,8 +49,8 @@ def serving(redis_url: str, **settings: Any) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture(scope="module")
-def module_http(server_url: str) -> Iterator[httpx.Client]:
-    with serving(server_url) as http:
+def module_http(worker: WorkerProcess) -> Iterator[httpx.Client]:
+    with serving(worker.url) as http:
         yield http
 
 
