@@ -31,6 +31,10 @@ def narrow(narrow_worker: WorkerProcess, sluice: Command) -> Iterator[str]:
     narrow_worker.wait_ready()
     sluice("submit", "--file", "-", "--id", "busy", "--model", "narrow", stdin=json.dumps(ask(100_000)))
     sluice.wait_until_running("busy")
+    deadline = time.monotonic() + _TIMEOUT_S
+    while sluice.db.hget(f"sluice:worker:{narrow_worker.name}", "rows") != "1":
+        assert time.monotonic() < deadline, "the worker does not publish that its row is taken"
+        time.sleep(0.01)
     yield "narrow"
     sluice("cancel", "busy")
 
