@@ -150,13 +150,13 @@ def _next(sequence: GenerationRequest, answer: Iterator[tuple[int, int]]) -> Out
     return Sampled(sequence.id, token, "length" if k + 1 == sequence.max_tokens else None)
 
 
-def served(settings: Settings, engine: FakeEngine, tokenizer: ByteTokenizer, **changed: Any) -> WorkerContext:
+def worker_context(settings: Settings, engine: FakeEngine, tokenizer: ByteTokenizer, **changed: Any) -> WorkerContext:
     vocab = len(tokenizer.vocab)
     known = {
         "images": None,
         "fingerprint": "fp_fake",
-        "context": 2048,
-        "vocab": vocab,
+        "context_tokens": 2048,
+        "vocab_size": vocab,
         "generation": {},
         "metrics": Metrics("default"),
     }

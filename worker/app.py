@@ -37,7 +37,7 @@ EXIT_ENGINE_DIED = 3
 
 
 # After a second signal: jobs are requeued within milliseconds if Redis answers and the event loop is not blocked.
-_HURRIED_S = 2.0
+_FORCED_STOP_S = 2.0
 # After the last job has ended: the results of remaining threads are no longer needed.
 _THREADS_S = 1.0
 # After an error: time for the engine's thread to end its step and release its memory.
@@ -67,12 +67,12 @@ async def _serve(
         memory=memory_for_model(settings.memory_gb, settings.memory_headroom_gb),
         prefix_bytes=None if settings.prefix_cache_gb is None else int(settings.prefix_cache_gb * 1e9),
         died=_die,
-        stepped=metrics.stepped,
+        stepped=metrics.record_step,
     )
     logger.info("loading %s", settings.model)
     async with _loaded(engine, ending) as model:
-        with _sights(settings, model) as images:
-            context = _served(settings, engine, model, images, metrics)
+        with _image_inputs(settings, model) as images:
+            context = _worker_context(settings, engine, model, images, metrics)
             gc.freeze()  # otherwise a full collection would visit these objects each time, and delay every row
             worker = QueueWorker(
                 [func(chat, name="chat")],
@@ -81,14 +81,14 @@ async def _serve(
                 ctx={"context": context},
                 metrics=metrics,
                 crons=[batches.cron] if batches else [],
-                pulses=[engine.pulse],
+                heartbeats=[engine.heartbeat],
                 hold=engine.hold,
                 reader=context.reader,
                 check=check,
                 images=images is not None,
             )
-            health.serving({"event loop": worker.pulse, "engine": engine.pulse}, worker.readiness.parts())
-            ending.when(worker.force_stop, _HURRIED_S, EXIT_FORCED)
+            health.set_checks({"event loop": worker.heartbeat, "engine": engine.heartbeat}, worker.readiness.parts())
+            ending.when(worker.force_stop, _FORCED_STOP_S, EXIT_FORCED)
             if await worker.connect():
                 logger.info(
                     "%s serves %s (%s), %d row%s",
@@ -110,7 +110,7 @@ async def _loaded(engine: EngineThread, ending: ExitTimer) -> AsyncIterator[Mode
 
 
 @contextmanager
-def _sights(settings: Settings, model: Model) -> Iterator[ImageInputs | None]:
+def _image_inputs(settings: Settings, model: Model) -> Iterator[ImageInputs | None]:
     if model.vision is None:
         yield None
         return
@@ -118,7 +118,7 @@ def _sights(settings: Settings, model: Model) -> Iterator[ImageInputs | None]:
         yield images
 
 
-def _served(
+def _worker_context(
     settings: Settings, engine: EngineThread, model: Model, images: ImageInputs | None, metrics: Metrics
 ) -> WorkerContext:
     context_tokens = min(model.context, settings.context_tokens or model.context)
@@ -126,7 +126,7 @@ def _served(
         MLXTokenizer(model.tokenizer, model.vision.image_processor.marker if model.vision else ""),
         model.vocab,
         boundaries=settings.prefix_cache_gb != 0 and _needs_boundaries(model),
-        thinnable=model.draft is not None,
+        droppable=model.draft is not None,
         control_tokens=settings.allow_control_tokens,
         context=context_tokens,
     )
@@ -136,8 +136,8 @@ def _served(
         codec=codec,
         images=images,
         fingerprint=model.fingerprint,
-        context=context_tokens,
-        vocab=model.vocab,
+        context_tokens=context_tokens,
+        vocab_size=model.vocab,
         generation=model.generation,
         metrics=metrics,
     )

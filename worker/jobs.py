@@ -13,8 +13,8 @@ from worker.chat.context import WorkerContext
 from worker.chat.images import images_digest
 from worker.chat.recorder import JobRecorder
 from worker.chat.request import output_tokens, read_request, sampling_of, seed_of
-from worker.chat.resume import Delivered, Replayed, taken_up
-from worker.chat.specprefill import recalled, thinning_of
+from worker.chat.resume import Delivered, Replayed, read_and_replay
+from worker.chat.specprefill import load_report, specprefill_params
 from worker.errors import Cancelled, JobFailure
 from worker.queue.job.job import Job, JobResult
 from worker.schedule.outcomes import (
@@ -47,19 +47,19 @@ async def chat(ctx: dict[Any, Any], body: Any) -> JobResult:
 class Chat:
     """One attempt at a chat job."""
 
-    def __init__(self, job: Job, served: WorkerContext) -> None:
-        self._job, self._served, self._record = job, served, JobRecorder(job, served.metrics)
+    def __init__(self, job: Job, context: WorkerContext) -> None:
+        self._job, self._context, self._recorder = job, context, JobRecorder(job, context.metrics)
         # Ids are per attempt, so late outcomes of an old attempt are dropped.
         self._id = f"{job.claim.job_id}#{job.claim.attempt}"
         self._done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._guide: GrammarState | None = None
+        self._grammar: GrammarState | None = None
         self._images_digest = ""  # empty without images
-        self._ended = False  # True if an earlier attempt completed the answer, except for its final event
+        self._completed_before = False  # True if an earlier attempt completed the answer, except for its final event
 
     async def run(self, body: Any) -> JobResult:
         """Run the attempt to its end. Raises `JobFailure`; when cancelled, it frees the row first."""
-        job, served = self._job, self._served
-        settings = served.settings
+        job, context = self._job, self._context
+        settings = context.settings
         # An attempt that resumes SpecPrefill's earlier decision needs no draft model.
         has_draft_model = settings.specprefill_draft_model is not None or bool(job.claim.specprefill)
         read = partial(
@@ -70,101 +70,102 @@ class Chat:
             has_draft_model=has_draft_model,
         )
         claim = job.claim
-        request = await served.reader.run(read, size=claim.body_bytes, lane=claim.lane, tenant=claim.tenant)
+        request = await context.reader.run(read, size=claim.body_bytes, lane=claim.lane, tenant=claim.tenant)
         if request.on_disconnect == "cancel":
             job.log.on_abandoned = partial(job.interrupt, Cancelled("disconnected"))
         with _deadline(job, request.deadline_s):
             seed = seed_of(request, job.claim.job_id)
             job.log.fields |= request.model_dump(include={"prompt_cache_key"}, exclude_none=True)
             prompt, images = await self._prompt(request)
-            sequence = self._sequence(request, prompt, images, seed)
-            self._guide = await served.codec.guide(request, prompt, job.claim.lane)
+            sequence = self._generation_request(request, prompt, images, seed)
+            self._grammar = await context.codec.grammar(request, prompt, job.claim.lane)
             resumed_tokens = await self._begin(request, prompt, seed)
             sequence = replace(
-                sequence, grammar=self._guide, resume_tokens=resumed_tokens, kept_ranges=self._record.specprefill.kept
+                sequence,
+                grammar=self._grammar,
+                resume_tokens=resumed_tokens,
+                kept_ranges=self._recorder.specprefill.kept,
             )
             logger.info("%s admitted: %d prompt tokens, lane %s", job.claim.job_id, len(prompt.tokens), job.claim.lane)
             try:
-                if self._ended or len(resumed_tokens) >= sequence.max_tokens:
+                if self._completed_before or len(resumed_tokens) >= sequence.max_tokens:
                     self._finish_resumed(sequence)
                 else:
-                    served.engine.submit(sequence, self)
+                    context.engine.submit(sequence, self)
                 finish_reason = await self._done
             finally:
-                served.engine.remove(sequence.id)
-                self._record.flush()
-        return self._record.answer(request, served, seed, finish_reason, self._output.retracted)
+                context.engine.remove(sequence.id)
+                self._recorder.flush()
+        return self._recorder.result(request, context, seed, finish_reason, self._output.retracted)
 
     async def _prompt(self, request: ChatRequest) -> tuple[Prompt, tuple[PromptImage, ...]]:
-        inputs, lane, namespace = self._served.images, self._job.claim.lane, self._namespace(request)
-        images = await inputs.of(request.messages, self._id, lane, namespace) if inputs else ()
-        prompt = await self._served.codec.prompt(request, [image.text for image in images], lane)
+        inputs, lane, namespace = self._context.images, self._job.claim.lane, self._namespace(request)
+        images = await inputs.process(request.messages, self._id, lane, namespace) if inputs else ()
+        prompt = await self._context.codec.prompt(request, [image.text for image in images], lane)
         if not (inputs and images):
             return prompt, ()
         self._images_digest = images_digest(images)
         self._job.usage.image_tokens = sum(image.placeholders for image in images)
-        return prompt, inputs.placed(prompt.tokens, images)
+        return prompt, inputs.locate(prompt.tokens, images)
 
     def _namespace(self, request: ChatRequest) -> str:
         """Return the cache namespace of the request: the tenant's, or the common one."""
-        return (request.billed_to or "") if self._served.settings.prefix_cache_per_tenant else ""
+        return (request.billed_to or "") if self._context.settings.prefix_cache_per_tenant else ""
 
     async def _begin(self, request: ChatRequest, prompt: Prompt, seed: int) -> tuple[int, ...]:
         """Emit the first event of this attempt. Returns the earlier tokens that it continues; empty if it starts."""
-        new_output = partial(self._served.codec.output, request, prompt, self._job.claim.job_id)
+        new_output = partial(self._context.codec.output, request, prompt, self._job.claim.job_id)
         stored_report = self._job.claim.specprefill
-        report = recalled(stored_report, self._served.fingerprint, len(prompt.tokens)) if stored_report else None
+        report = load_report(stored_report, self._context.fingerprint, len(prompt.tokens)) if stored_report else None
         same_prompt = report is not None or not stored_report  # else it is unknown which prompt tokens were dropped
         same_prompt = same_prompt and self._job.claim.images_digest.decode(errors="replace") == self._images_digest
-        delivered, replayed = await self._taken_up(
-            (self._served.fingerprint, seed) if same_prompt else None, new_output
-        )
+        delivered, replayed = await self._replay((self._context.fingerprint, seed) if same_prompt else None, new_output)
         if delivered is None or replayed is None:
             self._output = new_output()
-            self._announce("restarted" if delivered else "started", seed)
+            self._emit_start("restarted" if delivered else "started", seed)
             return ()
-        self._output, self._ended = replayed.output, replayed.ended
-        self._announce("resumed", seed)
-        self._record.resume(delivered, report)
+        self._output, self._completed_before = replayed.output, replayed.ended
+        self._emit_start("resumed", seed)
+        self._recorder.resume(delivered, report)
         return delivered.tokens
 
-    async def _taken_up(
+    async def _replay(
         self, model: tuple[str, int] | None, new_output: Callable[[], Output]
     ) -> tuple[Delivered | None, Replayed | None]:
         log, lane = self._job.log.events, self._job.claim.lane
         if not log:
             return None, None
-        work = partial(taken_up, tuple(log), model, new_output, self._served.vocab)
-        return await self._served.codec.run(lane, sum(map(len, log)), work, self._job.claim.tenant)
+        work = partial(read_and_replay, tuple(log), model, new_output, self._context.vocab_size)
+        return await self._context.codec.run(lane, sum(map(len, log)), work, self._job.claim.tenant)
 
-    def _announce(self, how: Literal["started", "resumed", "restarted"], seed: int) -> None:
-        served = self._served
-        self._job.log.fields |= {"seed": seed, "fingerprint": served.fingerprint}
+    def _emit_start(self, how: Literal["started", "resumed", "restarted"], seed: int) -> None:
+        context = self._context
+        self._job.log.fields |= {"seed": seed, "fingerprint": context.fingerprint}
         if how != "resumed":
             # The dropped tokens and the images of an earlier attempt no longer apply.
             self._job.log.fields |= {"specprefill": "", "images": self._images_digest}
         self._job.log.append(
             how,
-            model=served.settings.model_name,
-            fingerprint=served.fingerprint,
-            worker=served.settings.worker_name,
+            model=context.settings.model_name,
+            fingerprint=context.fingerprint,
+            worker=context.settings.worker_name,
             seed=seed,
         )
 
-    def _sequence(
+    def _generation_request(
         self, request: ChatRequest, prompt: Prompt, images: tuple[PromptImage, ...], seed: int
     ) -> GenerationRequest:
-        served, claim = self._served, self._job.claim
+        context, claim = self._context, self._job.claim
         self._job.usage.prompt_tokens = len(prompt.tokens)
         limit = output_tokens(
             request,
             prompt=len(prompt.tokens),
-            context=served.context,
-            default=served.settings.default_max_tokens,
-            most=served.settings.max_output_tokens,
+            context=context.context_tokens,
+            default=context.settings.default_max_tokens,
+            most=context.settings.max_output_tokens,
         )
-        sampling = sampling_of(request, served.generation, served.vocab, seed)
-        specprefill, self._record.specprefill = thinning_of(request, prompt, served.settings)
+        sampling = sampling_of(request, context.generation, context.vocab_size, seed)
+        specprefill, self._recorder.specprefill = specprefill_params(request, prompt, context.settings)
         top = (request.top_logprobs or 0) if request.logprobs else None
         return GenerationRequest(
             self._id,
@@ -195,20 +196,20 @@ class Chat:
 
     def release_images(self) -> None:
         """Release our share of the pixel budget: from a row's first outcome on, the engine counts its images."""
-        if self._served.images:
-            self._served.images.release(self._id)
+        if self._context.images:
+            self._context.images.release(self._id)
 
     def _handle(self, outcome: Outcome, rows: int) -> None:
         self.release_images()
         match outcome:
             case Prefilled(done=done, total=total, cached=cached):
-                self._record.prefilled(done, total, cached)
+                self._recorder.prefilled(done, total, cached)
             case Encoded(done=done, total=total):
-                self._record.progress("encoding", done, total)
+                self._recorder.progress("encoding", done, total)
             case Scored(done=done, total=total):
-                self._record.progress("scoring", done, total)
+                self._recorder.progress("scoring", done, total)
             case SpecPrefillApplied() | SpecPrefillSkipped():
-                self._record.decided(outcome, self._served.fingerprint)
+                self._recorder.record_specprefill(outcome, self._context.fingerprint)
             case Sampled():
                 self._sampled(outcome, rows)
             case Refused(message=message):
@@ -222,8 +223,8 @@ class Chat:
         if step.finish_reason and not self._output.stopped:
             delta += self._output.flush(step.finish_reason)
         ended = "stop" if self._output.stopped else step.finish_reason
-        self._record.sampled(step.token, delta, self._logprobs(step), rows, at=step.at, last=ended is not None)
-        if self._guide and (error := self._guide.error):
+        self._recorder.sampled(step.token, delta, self._logprobs(step), rows, at=step.at, last=ended is not None)
+        if self._grammar and (error := self._grammar.error):
             if error.ours:
                 raise RuntimeError(f"the sampled token violates the grammar: {error.reason}")
             raise JobFailure("invalid_request", f"The request's schema cannot be enforced: {error.reason}")
@@ -233,7 +234,7 @@ class Chat:
     def _logprobs(self, step: Sampled) -> dict[str, Any] | None:
         if step.token is None or step.logprobs is None:
             return None
-        return self._served.codec.logprobs(step.token, step.logprobs)
+        return self._context.codec.logprobs(step.token, step.logprobs)
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def _public_place(place: str) -> str:
     return public
 
 
-def why_not_let_in(*, has_user: bool, has_password: bool, is_open: bool) -> str:
+def credentials_error(*, has_user: bool, has_password: bool, is_open: bool) -> str:
     """Return the problem of a URL whose credentials the server refused. `is_open`: the server needs no password."""
     if not has_user and not has_password:
         return "it requires a password; put it into the URL, as in redis://:PASSWORD@HOST:PORT/0"

@@ -17,13 +17,13 @@ class Turns:
 
     def __init__(self, slots: int, *, reserved: int = 0) -> None:
         """`reserved`: slots that offline jobs leave free."""
-        self._free, self._kept_free = slots, dict.fromkeys(LANES, reserved) | {"interactive": 0}
-        self._lines = {lane: _Line() for lane in LANES}
+        self._free, self._reserved = slots, dict.fromkeys(LANES, reserved) | {"interactive": 0}
+        self._queues = {lane: _TenantQueue() for lane in LANES}
 
     @property
     def wanted(self) -> bool:
         """True if a job waits for a slot."""
-        return any(line.waiting for line in self._lines.values())
+        return any(line.waiting for line in self._queues.values())
 
     @asynccontextmanager
     async def slot(self, lane: Lane, tenant: str) -> AsyncIterator[None]:
@@ -48,7 +48,7 @@ class Turns:
         """Return a turn to await or cancel. `used_s`: seconds for which the job has used a slot before; of a tenant's
         jobs, the one with the fewest seconds comes first."""
         turn = asyncio.get_running_loop().create_future()
-        self._lines[lane].add(turn, tenant, used_s)
+        self._queues[lane].add(turn, tenant, used_s)
         self._grant()
         return turn
 
@@ -59,12 +59,12 @@ class Turns:
 
     def _grant(self) -> None:
         for lane in LANES:
-            while self._free > self._kept_free[lane] and (turn := self._lines[lane].next()):
+            while self._free > self._reserved[lane] and (turn := self._queues[lane].next()):
                 self._free -= 1
                 turn.set_result(None)
 
 
-class _Line:
+class _TenantQueue:
     """The waiting turns of a lane, by tenant."""
 
     def __init__(self) -> None:

@@ -102,7 +102,7 @@ async def publishing_cost(url: str, *, rows: int = 32, steps: int = 300) -> floa
         claims, publisher = Claims(redis, settings), Publisher(redis, clock, settings)
         for i in range(rows):
             await client.submit({"messages": []}, model="bench", id=f"bench-{i}")
-        logs = [publisher.open(claim, lost=_lost) for claim in await _all(claims, rows)]
+        logs = [publisher.open(claim, on_lost=_lost) for claim in await _all(claims, rows)]
         running = asyncio.create_task(publisher.run())
         began = time.process_time()
         for step in range(steps):

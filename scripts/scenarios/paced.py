@@ -148,7 +148,7 @@ async def serve(settings: Settings, step_s: float) -> None:
                 metrics=metrics,
                 hold=engine.hold,
             )
-            health.serving({"event loop": worker.pulse}, worker.readiness.parts())
+            health.set_checks({"event loop": worker.heartbeat}, worker.readiness.parts())
             await worker.main()
     stepping.cancel()
 

@@ -8,7 +8,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from sluice.transport.redis_url import BAD_OPTION, UNREADABLE, redacted, url_error, why_not_let_in
+from sluice.transport.redis_url import BAD_OPTION, UNREADABLE, credentials_error, redacted, url_error
 
 _ANSWER_S = 2.0
 
@@ -30,7 +30,7 @@ async def wrong_credentials(url: str) -> str:
     """Return what is wrong with the credentials of a URL whose server has refused them. Connects to the server."""
     given = connect(url).connection_pool.connection_kwargs
     has_user, has_password = bool(given.get("username")), bool(given.get("password"))
-    return why_not_let_in(has_user=has_user, has_password=has_password, is_open=await _is_open(url))
+    return credentials_error(has_user=has_user, has_password=has_password, is_open=await _is_open(url))
 
 
 async def _is_open(url: str) -> bool:

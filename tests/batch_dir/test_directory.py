@@ -70,11 +70,11 @@ def feeder(tmp_path: Path, code: str = FEEDER) -> list[str]:
 
 @asynccontextmanager
 async def at_work(
-    url: str, folder: Path, clock: Clock, *, code: str = FEEDER, look_s: float = 60, **given: Any
+    url: str, folder: Path, clock: Clock, *, code: str = FEEDER, search_s: float = 60, **given: Any
 ) -> AsyncIterator[BatchDirectory]:
     """A worker, until the end of the block, and then the time that its feeder takes to leave."""
     known = settings(url, **{"poll_s": 0.05, "batch_dir": str(folder), **given})
-    batches = BatchDirectory(str(folder), known, command=feeder(folder.parent, code), look_s=look_s)
+    batches = BatchDirectory(str(folder), known, command=feeder(folder.parent, code), search_s=search_s)
     async with working(known, FakeChat().chat, crons=[batches.cron], clock=clock) as worker:
         running = asyncio.create_task(batches.run(worker.stopping, worker.force_stop))
         await until(lambda: batches.cron.next_run is not None)
@@ -173,8 +173,8 @@ async def test_a_run_whose_feeder_died_is_fed_again_by_the_next_that_looks(
 ) -> None:
     drop(folder, "a.jsonl")
     async with (
-        at_work(redis_url, folder, clock, worker_name="ada", look_s=3600),
-        at_work(redis_url, folder, clock, worker_name="ben", look_s=0.2),
+        at_work(redis_url, folder, clock, worker_name="ada", search_s=3600),
+        at_work(redis_url, folder, clock, worker_name="ben", search_s=0.2),
     ):
         clock.moment += MINUTE
         await until(lambda: is_fed(folder, "a"))
@@ -202,7 +202,7 @@ async def test_a_run_that_somebody_feeds_is_left_to_it(redis_url: str, folder: P
     with held(folder, "a"):
         (folder / "running" / ".DS_Store").write_text("no run")
         (folder / "running" / "without an input").mkdir()
-        async with at_work(redis_url, folder, clock, look_s=0.05):
+        async with at_work(redis_url, folder, clock, search_s=0.05):
             await asyncio.sleep(0.5)
             assert calls(folder) == []
 
@@ -211,7 +211,7 @@ async def test_a_worker_has_one_feeder_at_a_time_and_takes_a_slot_when_it_has_le
     redis_url: str, folder: Path, clock: Clock
 ) -> None:
     leave_a_run(folder, "a")
-    async with at_work(redis_url, folder, clock, look_s=0.05):
+    async with at_work(redis_url, folder, clock, search_s=0.05):
         await until(lambda: is_fed(folder, "a"))
         clock.moment += MINUTE
         await asyncio.sleep(0.5)
@@ -224,7 +224,7 @@ async def test_a_worker_has_one_feeder_at_a_time_and_takes_a_slot_when_it_has_le
 
 
 async def test_a_folder_that_vanishes_harms_nothing(redis_url: str, folder: Path, clock: Clock, db: Redis) -> None:
-    async with at_work(redis_url, folder, clock, look_s=0.05):
+    async with at_work(redis_url, folder, clock, search_s=0.05):
         (folder / "inbox").rmdir()
         folder.rename(folder.with_name("elsewhere"))
         clock.moment += MINUTE
@@ -272,7 +272,7 @@ async def test_a_slot_whose_feeder_fails_at_its_start_is_not_lost(redis_url: str
         sys.exit("no memory")
     {textwrap.indent(FEEDER, "    ").strip()}
     """
-    async with at_work(redis_url, folder, clock, look_s=0.05, code=fails_once):
+    async with at_work(redis_url, folder, clock, search_s=0.05, code=fails_once):
         clock.moment += MINUTE
         await until(lambda: is_fed(folder, "a"))
         assert (folder / "tried").exists()
@@ -284,7 +284,7 @@ async def test_a_feeder_that_dies_later_has_had_its_slot(
 ) -> None:
     monkeypatch.setattr("worker.batch_dir.directory._START_S", 0.0)
     drop(folder, "a.jsonl")
-    async with at_work(redis_url, folder, clock, look_s=0.05):
+    async with at_work(redis_url, folder, clock, search_s=0.05):
         clock.moment += MINUTE
         await until(lambda: is_fed(folder, "a"))
         os.kill(calls(folder)[0]["pid"], signal.SIGKILL)
@@ -297,7 +297,7 @@ async def test_a_feeder_that_is_not_there_is_in_the_log(
 ) -> None:
     leave_a_run(folder, "a")
     known = settings(redis_url)
-    batches = BatchDirectory(str(folder), known, command=["/no/such/command"], look_s=0.05)
+    batches = BatchDirectory(str(folder), known, command=["/no/such/command"], search_s=0.05)
     stopping = asyncio.Event()
     running = asyncio.create_task(batches.run(stopping, asyncio.Event()))
     await until(lambda: caplog.text.count("cannot start a feeder: ") >= 2)

@@ -17,7 +17,7 @@ from worker.bounded_json.reader import SMALL_BYTES, Reader
 from worker.bounded_json.size import MAX_BODY_VALUES
 from worker.bounded_json.strict import TOO_DEEP
 from worker.errors import JobFailure
-from worker.process.child import Ended
+from worker.process.child import CompletedChild
 
 MEGABYTE = 1_000_000
 
@@ -155,7 +155,7 @@ async def test_large_work_leaves_the_event_loop_s_thread_and_small_work_does_not
 
 async def test_a_body_that_a_process_cannot_read_in_its_time_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     async def killed(name: str, body: bytes) -> Any:
-        return module.Ended(-module.signal.SIGXCPU, b"", b"")
+        return module.CompletedChild(-module.signal.SIGXCPU, b"", b"")
 
     monkeypatch.setattr(module, "run_child", killed)
     assert (await refusal(lists(MAX_BODY_VALUES))).type == "too_large"
@@ -163,7 +163,7 @@ async def test_a_body_that_a_process_cannot_read_in_its_time_is_too_large(monkey
 
 async def test_a_process_that_fails_by_itself_is_not_the_request_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     async def failed(name: str, body: bytes) -> Any:
-        return module.Ended(1, b"", b"MemoryError")
+        return module.CompletedChild(1, b"", b"MemoryError")
 
     monkeypatch.setattr(module, "run_child", failed)
     why = await refusal(lists(MAX_BODY_VALUES))
@@ -186,10 +186,10 @@ async def test_tenants_take_turns_in_a_lanes_thread() -> None:
 async def test_a_tenants_dear_bodies_do_not_hold_up_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
     order = list[int]()
 
-    async def noted(name: str, body: bytes) -> Ended:
+    async def noted(name: str, body: bytes) -> CompletedChild:
         order.append(len(body))
         await asyncio.sleep(0.01)
-        return Ended(0, marshal.dumps(("json", None)), b"")
+        return CompletedChild(0, marshal.dumps(("json", None)), b"")
 
     monkeypatch.setattr(module, "run_child", noted)
     reader, other = Reader(), lists(2 * MAX_BODY_VALUES)

@@ -50,7 +50,7 @@ async def show(
     sights: ImageInputs, *widths: int, id: str = "job", lane: Lane = "interactive", space: str = ""
 ) -> tuple[ProcessedImage, ...]:
     messages: Any = conversations.read([user([image(width) for width in widths])])
-    return await sights.of(messages, id, lane, space)
+    return await sights.process(messages, id, lane, space)
 
 
 async def test_one_image_is_looked_at_at_a_time_whoever_shows_it_and_whoever_leaves() -> None:
@@ -100,12 +100,12 @@ async def test_what_is_prepared_ahead_of_the_engine_has_no_more_than_so_many_pix
     ahead, inside, jobs = PixelBudget(100), list[str](), list[asyncio.Task[None]]()
 
     async def enters(id: str, pixels: int) -> None:
-        await ahead.enter(id, pixels)
+        await ahead.acquire(id, pixels)
         inside.append(id)
 
     async def turn(*leaving: str) -> list[str]:
         for id in leaving:
-            ahead.leave(id)
+            ahead.release(id)
         for _ in range(5):
             await asyncio.sleep(0)
         came = inside.copy()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from schemas import ChatRequest
-from worker.chat.specprefill import SpecPrefillReport, recalled, stored, thinning_of
+from worker.chat.specprefill import SpecPrefillReport, dump_report, load_report, specprefill_params
 from worker.schedule.outcomes import SpecPrefillApplied, SpecPrefillSkipped
 from worker.schedule.request import SpecPrefillParams
 from worker.settings import Settings
@@ -27,19 +27,19 @@ def asked(
 ) -> tuple[SpecPrefillParams | None, SpecPrefillReport]:
     given = Settings(model="m", specprefill_draft_model=draft, **(settings or {}))
     body = ChatRequest.model_validate({"messages": [USER], **request})
-    return thinning_of(body, Prompt((1,) * tokens, "none", droppable_ranges=thinnable), given)
+    return specprefill_params(body, Prompt((1,) * tokens, "none", droppable_ranges=thinnable), given)
 
 
 def test_a_long_prompt_is_thinned_by_the_workers_rule() -> None:
     thinning, receipt = asked()
     assert thinning == SpecPrefillParams(0.3, THINNABLE, min_tokens=8192, requested=False)
-    assert (receipt.draft, receipt.told(9_000, 1.0)) == ("small", None)
+    assert (receipt.draft, receipt.as_result(9_000, 1.0)) == ("small", None)
 
 
 @pytest.mark.parametrize("request_", [{}, {"specprefill": None}])
 def test_a_shorter_one_is_not_and_nothing_is_said_of_it(request_: dict[str, Any]) -> None:
     thinning, receipt = asked(8_191, **request_)
-    assert (thinning, receipt.told(8_191, 1.0)) == (None, None)
+    assert (thinning, receipt.as_result(8_191, 1.0)) == (None, None)
 
 
 def test_a_request_may_ask_for_it_and_for_how_much() -> None:
@@ -67,7 +67,7 @@ def test_what_needs_every_token_is_computed_whole_unless_it_is_asked_for(why: st
     thinning, receipt = asked(**request_)
     assert thinning is None
     assert receipt.why_whole.startswith(why)
-    assert receipt.told(9_000, 1.0) == {"skipped": receipt.why_whole}
+    assert receipt.as_result(9_000, 1.0) == {"skipped": receipt.why_whole}
     assert asked(**request_, specprefill=True)[0] is not None
 
 
@@ -84,19 +84,19 @@ def test_what_is_too_long_or_has_nothing_to_leave_out_is_computed_whole_even_if_
 
 def test_a_receipt_tells_what_was_kept() -> None:
     receipt = SpecPrefillReport("small")
-    receipt.saw(SpecPrefillApplied("x", ((0, 100), (900, 1000)), seconds=0.5))
+    receipt.record(SpecPrefillApplied("x", ((0, 100), (900, 1000)), seconds=0.5))
     assert receipt.kept_tokens == 200
-    assert receipt.told(1000, 2.0) == {"kept": 0.2, "draft": "small", "scoring_s": 0.5, "prefill_s": 1.5}
-    receipt.saw(SpecPrefillSkipped("x", "It failed."))
-    assert (receipt.kept_tokens, receipt.told(1000, 2.0)) == (None, {"skipped": "It failed."})
+    assert receipt.as_result(1000, 2.0) == {"kept": 0.2, "draft": "small", "scoring_s": 0.5, "prefill_s": 1.5}
+    receipt.record(SpecPrefillSkipped("x", "It failed."))
+    assert (receipt.kept_tokens, receipt.as_result(1000, 2.0)) == (None, {"skipped": "It failed."})
 
 
 def test_another_attempt_recalls_what_was_decided_with_the_same_model() -> None:
     receipt = SpecPrefillReport("small", "", ((0, 3), (7, 9)), 0.25)
-    assert recalled(stored(receipt, "fp").encode(), "fp", 9) == receipt
-    assert recalled(stored(receipt, "fp").encode(), "other", 9) is None
+    assert load_report(dump_report(receipt, "fp").encode(), "fp", 9) == receipt
+    assert load_report(dump_report(receipt, "fp").encode(), "other", 9) is None
     whole = SpecPrefillReport("small", "It failed.")
-    assert recalled(stored(whole, "fp").encode(), "fp", 9) == whole
+    assert load_report(dump_report(whole, "fp").encode(), "fp", 9) == whole
 
 
 NOT_OURS = [
@@ -111,10 +111,10 @@ NOT_OURS = [
 
 @pytest.mark.parametrize("told", NOT_OURS)
 def test_what_is_not_ours_is_as_good_as_nothing(told: bytes) -> None:
-    assert recalled(told, "fp", 9) is None
+    assert load_report(told, "fp", 9) is None
 
 
 def test_it_is_stored_as_json() -> None:
-    assert json.loads(stored(SpecPrefillReport("small", "", ((0, 3),), 0.25), "fp")) == {
+    assert json.loads(dump_report(SpecPrefillReport("small", "", ((0, 3),), 0.25), "fp")) == {
         "fingerprint": "fp", "draft": "small", "why_whole": "", "kept": [[0, 3]], "scoring_s": 0.25,
     }  # fmt: skip

@@ -7,12 +7,12 @@ from worker.__main__ import main
 from worker.engine.tokenizer import MLXTokenizer
 from worker.queue.worker import QueueWorker
 
-_keep = QueueWorker._keep
+_refresh_presence = QueueWorker._refresh_presence
 _UNTIL_IT_TOKENIZES_S = 0.5
 
 
 async def _fail(worker: QueueWorker) -> None:
-    keeping = asyncio.create_task(_keep(worker))
+    keeping = asyncio.create_task(_refresh_presence(worker))
     while not worker.jobs:
         await asyncio.sleep(0.02)
     await asyncio.sleep(_UNTIL_IT_TOKENIZES_S)
@@ -22,5 +22,5 @@ async def _fail(worker: QueueWorker) -> None:
 
 if __name__ == "__main__":
     MLXTokenizer.encode = endless_tokenizer.encode  # type: ignore[method-assign]
-    QueueWorker._keep = _fail  # type: ignore[method-assign]
+    QueueWorker._refresh_presence = _fail  # type: ignore[method-assign]
     main()

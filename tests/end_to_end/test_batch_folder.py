@@ -104,7 +104,7 @@ async def test_what_was_taken_in_is_answered_without_another_slot_though_the_fee
     for name, lines in (("a", 100), ("b", 5), ("c", 5)):
         write(tmp_path / "inbox" / f"{name}.jsonl", lines)
     known = settings(redis_url, model_name="nobody", poll_s=0.05, batch_models="*=default")
-    batches, clock = BatchDirectory(str(tmp_path), known, look_s=0.5), Clock()
+    batches, clock = BatchDirectory(str(tmp_path), known, search_s=0.5), Clock()
     async with working(known, FakeChat().chat, crons=[batches.cron], clock=clock) as keeper:
         running = asyncio.create_task(batches.run(keeper.stopping, keeper.force_stop))
         await until(lambda: batches.cron.next_run is not None)

@@ -62,7 +62,7 @@ JSON = ChatRequest.model_validate(
 
 
 async def guide(language: TextCodec) -> GrammarState | None:
-    return await language.guide(JSON, await language.prompt(JSON))
+    return await language.grammar(JSON, await language.prompt(JSON))
 
 
 def sequences(language: TextCodec) -> list[GenerationRequest]:

@@ -95,7 +95,7 @@ async def test_an_engine_on_hold_makes_no_token_and_then_goes_on() -> None:
     said = len(ear.said)
     await asyncio.sleep(0.2)
     assert len(ear.said) == said < 200
-    assert engine.pulse.stalled_s() == 0, "an engine on hold is at rest, not hung"
+    assert engine.heartbeat.stalled_s() == 0, "an engine on hold is at rest, not hung"
     engine.hold(False)
     await asyncio.wait_for(ear.ended.wait(), 30)
     assert len(ear.said) == 200

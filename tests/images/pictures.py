@@ -59,7 +59,7 @@ def read(file: bytes, **options: Any) -> Image:
 
 
 def rows_of(image: Image) -> list[list[Pixel]]:
-    values = iter(image.picture().tobytes())
+    values = iter(image.to_pillow().tobytes())
     flat = list(zip(values, values, values, strict=True))
     return [flat[at : at + image.width] for at in range(0, len(flat), image.width)]
 

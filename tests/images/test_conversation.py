@@ -11,7 +11,7 @@ from tests.images.pictures import data_url, patch, png, read, saved
 from tests.text import conversations
 from tests.text.conversations import Said, assistant, system, text, user
 from worker.errors import JobFailure
-from worker.images.conversation import ImageLoader, shown_in
+from worker.images.conversation import ImageLoader, image_refs
 from worker.images.image import Image
 from worker.settings import Settings
 from worker.text.prompt.normalize import normalize
@@ -39,7 +39,7 @@ async def images() -> AsyncIterator[ImageLoader]:
 
 
 async def all_of(images: ImageLoader, *said: Said) -> tuple[Image, ...]:
-    return tuple([image async for _, image in images.of(conversations.read([*said]))])
+    return tuple([image async for _, image in images.load(conversations.read([*said]))])
 
 
 async def refused(images: ImageLoader, *said: Said) -> tuple[str, str]:
@@ -77,7 +77,7 @@ def picture_stories(draw: st.DrawFn) -> list[Said]:
 
 @given(picture_stories())
 def test_the_order_is_that_of_the_prompt_whatever_is_moved_to_its_front(said: list[Said]) -> None:
-    found = [each.image.url for each in shown_in(conversations.read(said))]
+    found = [each.image.url for each in image_refs(conversations.read(said))]
     assert found == urls_of_prompt(said)
 
 

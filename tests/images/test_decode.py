@@ -111,8 +111,8 @@ def test_pictures_that_differ_in_a_pixel_or_in_their_shape_have_different_digest
 
 def test_an_image_gives_a_picture_of_its_own_each_time() -> None:
     image = read(saved(patch()))
-    image.picture().putpixel((0, 0), WHITE)
-    assert image.picture().tobytes() == image.pixels == patch().tobytes()
+    image.to_pillow().putpixel((0, 0), WHITE)
+    assert image.to_pillow().tobytes() == image.pixels == patch().tobytes()
 
 
 # How a stored image of rows `abc` and `def` is to be seen, by the number in its EXIF.

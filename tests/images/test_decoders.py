@@ -153,10 +153,10 @@ async def test_an_image_that_its_decoder_dies_on_fails_alone(decoders: Decoders)
 
 async def test_an_image_that_takes_too_long_is_refused_and_its_process_ended(decoders: Decoders) -> None:
     pid = await stopped(decoders)
-    decoders._seconds = 0.3
+    decoders._timeout_s = 0.3
     assert await asked(decoders) == ("too_large", "the image took longer to decode than 0.3 s.")
     await ended(pid)
-    decoders._seconds = 30
+    decoders._timeout_s = 30
     assert await asked(decoders) == read(FILE)
 
 

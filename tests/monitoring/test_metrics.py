@@ -43,13 +43,13 @@ def test_every_name_is_one_that_vllm_has_or_begins_with_ours() -> None:
 
 def test_every_series_is_there_and_zero_before_the_first_event() -> None:
     fresh, used = Metrics("m"), Metrics("m")
-    used.claimed("batch", queue_s=1, lapses=1)
+    used.claimed("batch", queue_s=1, lease_expirations=1)
     used.first_token("batch", ttft_s=1, prefill_s=1, prompt_tokens=1)
     used.token("batch", 1)
     finish(used)
     used.failed("interactive", "too_large")
     used.cancelled("batch")
-    used.stepped(StepReport((), rows=1, seconds=1))
+    used.record_step(StepReport((), rows=1, seconds=1))
     before, after = page(fresh), page(used)
     assert {(s.name, *s.labels.items()) for s in before.samples} == {(s.name, *s.labels.items()) for s in after.samples}
     assert {s.value for s in before.samples} == {0}
@@ -64,10 +64,10 @@ def test_the_model_is_a_label_of_every_series_and_the_lane_of_what_jobs_do() -> 
 
 def test_a_job_runs_from_its_claim_until_it_has_left() -> None:
     metrics = Metrics("m")
-    metrics.claimed("interactive", queue_s=0.1, lapses=0)
-    metrics.claimed("interactive", queue_s=0.1, lapses=0)
+    metrics.claimed("interactive", queue_s=0.1, lease_expirations=0)
+    metrics.claimed("interactive", queue_s=0.1, lease_expirations=0)
     finish(metrics)
-    metrics.left("interactive")
+    metrics.released("interactive")
     read = page(metrics)
     assert read("vllm:num_requests_running", lane="interactive") == 1
     assert read("vllm:num_requests_running", lane="batch") == 0
@@ -75,8 +75,8 @@ def test_a_job_runs_from_its_claim_until_it_has_left() -> None:
 
 def test_lanes_are_counted_apart() -> None:
     metrics = Metrics("m")
-    metrics.claimed("batch", queue_s=7200, lapses=0)
-    metrics.claimed("interactive", queue_s=0.02, lapses=0)
+    metrics.claimed("batch", queue_s=7200, lease_expirations=0)
+    metrics.claimed("interactive", queue_s=0.02, lease_expirations=0)
     read = page(metrics)
     assert read("vllm:request_queue_time_seconds_sum", lane="batch") == 7200
     assert read("vllm:request_queue_time_seconds_sum", lane="interactive") == 0.02
@@ -84,8 +84,8 @@ def test_lanes_are_counted_apart() -> None:
 
 def test_a_claim_after_a_worker_died_is_a_takeover() -> None:
     metrics = Metrics("m")
-    metrics.claimed("batch", queue_s=0, lapses=0)
-    metrics.claimed("batch", queue_s=0, lapses=2)
+    metrics.claimed("batch", queue_s=0, lease_expirations=0)
+    metrics.claimed("batch", queue_s=0, lease_expirations=2)
     assert page(metrics)("sluice:takeovers_total") == 1
 
 
@@ -147,8 +147,8 @@ def buckets(registry: CollectorRegistry) -> dict[str, float]:
 
 def test_an_engine_step_says_who_decodes_waits_and_is_parked() -> None:
     metrics = Metrics("m")
-    metrics.stepped(StepReport((), rows=3, seconds=0.05, num_waiting=2, num_preempted=2, num_preemptions=2))
-    metrics.stepped(StepReport((), rows=4, seconds=0.15, num_preempted=1))
+    metrics.record_step(StepReport((), rows=3, seconds=0.05, num_waiting=2, num_preempted=2, num_preemptions=2))
+    metrics.record_step(StepReport((), rows=4, seconds=0.15, num_preempted=1))
     read = page(metrics)
     assert (read("sluice:step_rows_sum"), read("sluice:step_rows_count")) == (7, 2)
     assert read("sluice:step_seconds_sum") == pytest.approx(0.2)
@@ -158,8 +158,8 @@ def test_an_engine_step_says_who_decodes_waits_and_is_parked() -> None:
 
 def test_the_error_of_the_memory_prediction_is_a_ratio() -> None:
     metrics = Metrics("m")
-    metrics.stepped(StepReport((), rows=1, memory=(1_000, 1_400)))
-    metrics.stepped(StepReport((), rows=1, memory=(1_000, 900)))
+    metrics.record_step(StepReport((), rows=1, memory=(1_000, 1_400)))
+    metrics.record_step(StepReport((), rows=1, memory=(1_000, 900)))
     read = page(metrics)
     assert (read("sluice:memory_predicted_bytes"), read("sluice:memory_measured_bytes")) == (1_000, 900)
     assert read("sluice:memory_prediction_ratio_bucket", le="1.0") == 1
@@ -168,11 +168,11 @@ def test_the_error_of_the_memory_prediction_is_a_ratio() -> None:
 
 def test_what_stands_now_is_what_was_last_said() -> None:
     metrics = Metrics("m")
-    metrics.waiting("batch", 12)
-    metrics.waiting("batch", 5)
+    metrics.set_waiting("batch", 12)
+    metrics.set_waiting("batch", 5)
     used = PrefixUse(queried=50, hit=30, evicted=2, nbytes=700)
-    metrics.stepped(StepReport((), rows=1, reserved=(3_000, 4_000), prefix=used))
-    metrics.stepped(StepReport((), rows=1, prefix=used))
+    metrics.record_step(StepReport((), rows=1, reserved=(3_000, 4_000), prefix=used))
+    metrics.record_step(StepReport((), rows=1, prefix=used))
     read = page(metrics)
     assert read("vllm:num_requests_waiting", lane="batch") == 5
     assert read("vllm:kv_cache_usage_perc") == 0.75

@@ -38,7 +38,7 @@ def told(port: int, path: str) -> tuple[int, dict[str, str]]:
 
 def serving(parts: Mapping[str, Part], **pulses: Heartbeat) -> Health:
     health = Health(60)
-    health.serving(pulses, parts)
+    health.set_checks(pulses, parts)
     return health
 
 
@@ -126,7 +126,7 @@ def test_a_worker_with_a_part_that_hangs_is_neither() -> None:
 @pytest.mark.timing
 def test_probes_learn_of_a_hang_before_it_ends_the_process() -> None:
     pulse, health = Heartbeat("loop"), Health(watchdog_s=0.2)
-    health.serving({"loop": pulse}, {})
+    health.set_checks({"loop": pulse}, {})
     pulse.beat()
     assert health.alive() == {"loop": "ok"}
     time.sleep(0.12)

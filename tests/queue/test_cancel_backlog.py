@@ -11,7 +11,7 @@ from redis.exceptions import ConnectionError as ConnectionLost
 from schemas import keys
 from tests.fakes import FakeChat
 from tests.queue.helpers import BATCH, QUEUE, ask, ended, listening, put, settings, types, until, working
-from worker.queue.cancel_backlog import _BATCH, _MOST_PENDING, CancelBacklog
+from worker.queue.cancel_backlog import _BATCH, _MAX_PENDING, CancelBacklog
 from worker.queue.job.claims import Claims
 
 
@@ -84,11 +84,11 @@ async def test_an_id_that_comes_again_is_looked_up_once(db: Redis, claims: Count
 
 async def test_the_backlog_is_bounded(claims: CountedClaims) -> None:
     async with at_work(claims) as backlog:
-        for k in range(_MOST_PENDING + 1000):
+        for k in range(_MAX_PENDING + 1000):
             backlog.add(f"x{k}")
-        await until(lambda: sum(claims.lookups) >= _MOST_PENDING)
+        await until(lambda: sum(claims.lookups) >= _MAX_PENDING)
         await asyncio.sleep(0.05)
-    assert sum(claims.lookups) == _MOST_PENDING
+    assert sum(claims.lookups) == _MAX_PENDING
 
 
 @pytest.mark.parametrize("job_id", ["", "x" * 129, "a b", "\udcff", "runs"])

@@ -23,7 +23,7 @@ async def test_the_engine_is_held_while_too_many_events_wait_and_goes_on_after(
     async with connect(given) as redis:
         (claim,) = await Claims(redis, given).take("interactive", 1)
         publisher = Publisher(redis, ServerClock(), given, held.append)
-        log = publisher.open(claim, lost=lambda: None)
+        log = publisher.open(claim, on_lost=lambda: None)
         running = asyncio.create_task(publisher.run())
         await db.config_set("maxmemory", 1)
         try:

@@ -7,7 +7,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from tests.fakes import ByteTokenizer, FakeEngine, served
+from tests.fakes import ByteTokenizer, FakeEngine, worker_context
 from tests.images.pictures import data_url, patch, saved
 from tests.queue.helpers import ask, ended, log, settings, types, until_it_has_said, words, working
 from worker.chat.images import ImageInputs
@@ -56,7 +56,7 @@ async def seeing(
     tokenizer, known = ByteTokenizer(), settings(url, **given)
     fake = engine(lambda sequence: tokenizer.encode(ANSWER), step_s=step_s)
     with closing(ImageInputs(known, DimEyes(salt))) as sights:
-        async with fake, working(known, chat, context=served(known, fake, tokenizer, images=sights)):
+        async with fake, working(known, chat, context=worker_context(known, fake, tokenizer, images=sights)):
             yield fake
 
 

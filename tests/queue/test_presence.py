@@ -25,11 +25,11 @@ async def test_a_field_that_no_worker_wrote_counts_no_running_jobs(
     await db.zadd(QUEUE, {"a": 1, "b": 1})
     await db.hset(keys.model("default"), "evil", field)
     presence = Presence(db, settings(redis_url), ServerClock(), images=False)
-    assert await presence.show(NONE_RUNNING) == {"interactive": 2, "batch": 0}
+    assert await presence.publish(NONE_RUNNING) == {"interactive": 2, "batch": 0}
 
 
 async def test_the_jobs_that_another_live_worker_runs_do_not_wait(redis_url: str, db: Redis) -> None:
     await db.zadd(QUEUE, {"a": 1, "b": 1})
     await db.hset(keys.model("default"), "bob", "5 1.5 9999999999 1 0")
     presence = Presence(db, settings(redis_url), ServerClock(), images=False)
-    assert await presence.show(NONE_RUNNING) == {"interactive": 1, "batch": 0}
+    assert await presence.publish(NONE_RUNNING) == {"interactive": 1, "batch": 0}

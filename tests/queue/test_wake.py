@@ -41,7 +41,12 @@ class Heard:
 async def heard_by_a_listener(redis: Redis, *, keyspace_events: bool = True) -> AsyncIterator[Heard]:
     heard = Heard()
     listener = ControlListener(
-        redis, "default", keyspace_events=keyspace_events, wake=heard.wake, cancel=heard.cancel, missed=heard.missed
+        redis,
+        "default",
+        keyspace_events=keyspace_events,
+        wake=heard.wake,
+        cancel=heard.cancel,
+        on_reconnect=heard.missed,
     )
     task = asyncio.create_task(listener.run())
     try:

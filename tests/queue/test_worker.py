@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from schemas import keys
 from schemas.keys import Lane
-from tests.fakes import TIMINGS, ByteTokenizer, FakeChat, FakeEngine, served
+from tests.fakes import TIMINGS, ByteTokenizer, FakeChat, FakeEngine, worker_context
 from tests.keyspace import check_all_ended, check_job_keys
 from tests.line import Line
 from tests.queue.helpers import (
@@ -286,7 +286,7 @@ async def chatting(
 ) -> AsyncIterator[FakeEngine]:
     tokenizer, known = ByteTokenizer(), settings(url, **given)
     engine = FakeEngine(lambda sequence: tokenizer.encode(answer), step_s=step_s)
-    model = served(known, engine, tokenizer, fingerprint=fingerprint)
+    model = worker_context(known, engine, tokenizer, fingerprint=fingerprint)
     async with engine, working(known, real_chat, context=model):
         yield engine
 
@@ -426,7 +426,7 @@ async def test_a_row_whose_words_cannot_be_made_harms_no_other(redis_url: str, d
         return [*b"so far", hole] if sequence.id == "a#1" else list(b"all is well")
 
     engine = FakeEngine(answer, step_s=0.005)
-    async with engine, working(known, real_chat, context=served(known, engine, tokenizer)):
+    async with engine, working(known, real_chat, context=worker_context(known, engine, tokenizer)):
         await asyncio.gather(ask(db, "a", {"messages": HELLO}), ask(db, "b", {"messages": HELLO}))
         assert (await ended(db, "a", within_s=3))[-1]["error"]["type"] == "internal"
         assert words(await ended(db, "b", within_s=3)) == "all is well"

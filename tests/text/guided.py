@@ -17,7 +17,7 @@ from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import load_tokenizer
 from worker.errors import JobFailure
 from worker.text.grammar.builder import Grammars
-from worker.text.grammar.constraint import markup_of, wish_of
+from worker.text.grammar.constraint import constraint_of, markup_of
 from worker.text.grammar.guide import GrammarStates, RowGrammar
 from worker.text.grammar.sandbox import compile_grammar
 from worker.text.output.formats import ModelFormat
@@ -70,15 +70,15 @@ class Model:
         self.vocabulary = LLTokenizer(str(self.tokenizer.definition), eos_token=[OTHER_EOS, EOS])
 
     async def guide(self, thinking: Thinking = "closed", **fields: Any) -> RowGrammar:
-        guide = await self.guides.guide(request(**fields), Prompt((1,), thinking))
+        guide = await self.guides.create(request(**fields), Prompt((1,), thinking))
         assert guide
         return guide
 
     def quick_guide(self, asked: ChatRequest) -> RowGrammar:
         """Without the trial."""
-        wish = wish_of(asked)
+        wish = constraint_of(asked)
         assert wish
-        grammar = Grammars(markup_of(self.tokenizer, self.dialect)).of(wish, reasoned=False)
+        grammar = Grammars(markup_of(self.tokenizer, self.dialect)).grammar(wish, reasoned=False)
         return RowGrammar(compile_grammar(self.vocabulary, grammar), frozenset({EOS, OTHER_EOS}))
 
     def takes(self, guide: RowGrammar, text: str) -> bool:

@@ -16,8 +16,8 @@ from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import TokenizerWrapper, load_tokenizer
 from worker.text.output.formats import ModelFormat
 from worker.text.output.harmony import MARKERS
-from worker.text.output.output import Output, OutputDelta, together
-from worker.text.output.tool_calls import completed
+from worker.text.output.output import Output, OutputDelta, concat
+from worker.text.output.tool_calls import message_tool_calls
 from worker.text.vocabulary import Vocabulary
 
 TOOLS = [
@@ -88,7 +88,7 @@ class Heard:
     @property
     def calls(self) -> list[dict[str, Any]]:
         """As a result holds them, without their ids."""
-        return [call["function"] for call in completed(self.said.tool_calls, self.voided)]
+        return [call["function"] for call in message_tool_calls(self.said.tool_calls, self.voided)]
 
 
 def hear(output: Output, tokens: Iterable[int], engine: Any = "stop") -> Heard:
@@ -100,7 +100,7 @@ def hear(output: Output, tokens: Iterable[int], engine: Any = "stop") -> Heard:
             break
     else:
         said.append(output.flush(engine))
-    return Heard(together(said), output.finish_reason("stop" if output.stopped else engine), output.retracted)
+    return Heard(concat(said), output.finish_reason("stop" if output.stopped else engine), output.retracted)
 
 
 def heard(model: Model, text: str, thinking: Any = "none", engine: Any = "stop", **fields: Any) -> Heard:

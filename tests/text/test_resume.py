@@ -20,8 +20,8 @@ from tests.text.speech import (
     output,
     request,
 )
-from worker.chat.resume import Delivered, delivered, replay, taken_up
-from worker.text.output.output import Output, OutputDelta, together
+from worker.chat.resume import Delivered, delivered, read_and_replay, replay
+from worker.text.output.output import Output, OutputDelta, concat
 
 TINY = speech.model()
 VOCAB = len(TINY.words.tokens)
@@ -66,7 +66,7 @@ def test_what_a_new_attempt_says_after_what_was_delivered_is_the_unbroken_answer
     assert replayed.ended == first.stopped
     second = replayed.output
     rest = hear(second, () if second.stopped else tokens[at:], engine)
-    assert Heard(together([earlier.said, rest.said]), rest.finish_reason, rest.voided) == unbroken
+    assert Heard(concat([earlier.output, rest.said]), rest.finish_reason, rest.voided) == unbroken
 
 
 @given(ANSWERS, PLACES, THINKING, ENGINES, REQUESTS)
@@ -81,7 +81,7 @@ def test_an_answer_whose_last_words_were_let_out_has_ended(
     assert before is not None
     replayed = replay(earlier, lambda: output(speaker, thinking, **fields))
     assert replayed is not None
-    assert replayed.ended == (unended.stopped or earlier.said != before.said)
+    assert replayed.ended == (unended.stopped or earlier.output != before.output)
     if replayed.ended:
         second = replayed.output
         assert (second.retracted, second.finish_reason(engine)) == (first.retracted, first.finish_reason(engine))
@@ -154,11 +154,11 @@ def test_a_long_replay_stops_when_its_job_has_gone() -> None:
 
 def test_only_what_this_model_said_with_this_seed_is_taken_up() -> None:
     events = spoken(output(TINY), TINY.words.encode("Hello"))
-    earlier, replayed = taken_up(events, (BEGUN["fingerprint"], BEGUN["seed"]), lambda: output(TINY), VOCAB)
+    earlier, replayed = read_and_replay(events, (BEGUN["fingerprint"], BEGUN["seed"]), lambda: output(TINY), VOCAB)
     assert earlier == delivered(events)
     assert replayed is not None
-    assert taken_up(events, ("other", BEGUN["seed"]), lambda: output(TINY), VOCAB) == (earlier, None)
-    assert taken_up(events, None, lambda: output(TINY), VOCAB) == (earlier, None)
+    assert read_and_replay(events, ("other", BEGUN["seed"]), lambda: output(TINY), VOCAB) == (earlier, None)
+    assert read_and_replay(events, None, lambda: output(TINY), VOCAB) == (earlier, None)
 
 
 def started_and(*events: Any) -> list[bytes]:
@@ -186,6 +186,8 @@ FOREIGN: dict[str, list[bytes]] = {
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_log_that_no_worker_wrote_is_started_over(name: str) -> None:
-    earlier, replayed = taken_up(FOREIGN[name], (BEGUN["fingerprint"], BEGUN["seed"]), lambda: output(TINY), VOCAB)
+    earlier, replayed = read_and_replay(
+        FOREIGN[name], (BEGUN["fingerprint"], BEGUN["seed"]), lambda: output(TINY), VOCAB
+    )
     assert earlier is not None
     assert replayed is None

@@ -139,7 +139,7 @@ async def test_a_job_that_goes_in_the_moment_of_its_turn_passes_it_on() -> None:
 
 
 async def test_work_beyond_the_time_limit_is_refused_and_its_thread_stops() -> None:
-    pool, work = Pool("test", 1, longest_s=0.05), Blocked()
+    pool, work = Pool("test", 1, timeout_s=0.05), Blocked()
     with pytest.raises(JobFailure) as refused:
         await pool.run("interactive", work)
     assert (refused.value.type, refused.value.message.split(":")[0]) == ("too_large", "messages")
@@ -194,7 +194,7 @@ async def test_works_that_have_had_their_slice_run_in_turn_and_one_at_a_time() -
 
 
 async def test_a_pause_does_not_count_towards_the_longest_time() -> None:
-    pool, order = Pool("test", 1, longest_s=0.6, slice_s=0.02), list[str]()
+    pool, order = Pool("test", 1, timeout_s=0.6, slice_s=0.02), list[str]()
     first = Long(order, "first")
     running = asyncio.ensure_future(pool.run("interactive", first))
     await until(first.began)

@@ -21,16 +21,16 @@ logger = logging.getLogger("sluice.batch")
 
 FEED = ("nice", sys.executable, "-m", "sluice.cli", "batch", "feed")
 _INPUT, _LOCK = "*/input.jsonl", "run"  # in a run's folder; its feeder holds the lock
-_LOOK_S = 60.0
+_SEARCH_S = 60.0
 _START_S = 60.0  # a feeder that fails sooner may not have taken any file
 
 
 class BatchDirectory:
     """Feeds the runs of one folder by child processes; workers that share the folder take turns."""
 
-    def __init__(self, folder: str, settings: Settings, *, command: Sequence[str] = FEED, look_s: float = _LOOK_S):
-        """`look_s`: interval of the search for runs without a feeder, in seconds. Raises `CannotStart`."""
-        self._folder, self._settings, self._look_s = Path(folder).absolute(), settings, look_s
+    def __init__(self, folder: str, settings: Settings, *, command: Sequence[str] = FEED, search_s: float = _SEARCH_S):
+        """`search_s`: interval of the search for runs without a feeder, in seconds. Raises `CannotStart`."""
+        self._folder, self._settings, self._search_s = Path(folder).absolute(), settings, search_s
         models = ["--models", settings.batch_models] if settings.batch_models else []
         self._command = [*command, str(self._folder), "--until-eof", *models]
         self._slot, self.feeding = asyncio.Event(), False
@@ -44,29 +44,29 @@ class BatchDirectory:
             name = _identity(self._folder)
         except OSError as error:
             raise CannotStart(f"SLUICE_BATCH_DIR={folder}: cannot create its inbox: {error.strerror}") from None
-        self.cron = Cron(name, self._taken, Crontab(settings.batch_schedule), free=self._is_free)
+        self.cron = Cron(name, self._on_slot, Crontab(settings.batch_schedule), free=self._is_free)
 
-    async def run(self, stopping: asyncio.Event, hurry: asyncio.Event) -> None:
-        """Run until `stopping`. A running feeder then has `SLUICE_GRACE_S` to end, and is killed at `hurry`."""
+    async def run(self, stopping: asyncio.Event, force_stop: asyncio.Event) -> None:
+        """Run until `stopping`. A running feeder then has `SLUICE_GRACE_S` to end, and is killed at `force_stop`."""
         owed = False  # True if this worker took a slot of the schedule, and its feeder failed before it took any file
         while not stopping.is_set():
             if owed or self._slot.is_set():
                 began = time.monotonic()
-                taken = await self._feed("--take", stopping=stopping, hurry=hurry)
+                taken = await self._feed("--take", stopping=stopping, force_stop=force_stop)
                 owed = not taken and time.monotonic() - began < _START_S
-            elif await asyncio.to_thread(_is_left_alone, self._folder / "running"):
-                await self._feed(stopping=stopping, hurry=hurry)
-            await wait_first(self._slot.wait(), stopping.wait(), timeout_s=self._look_s)
+            elif await asyncio.to_thread(_has_abandoned_run, self._folder / "running"):
+                await self._feed(stopping=stopping, force_stop=force_stop)
+            await wait_first(self._slot.wait(), stopping.wait(), timeout_s=self._search_s)
 
-    async def _feed(self, *more: str, stopping: asyncio.Event, hurry: asyncio.Event) -> bool:
+    async def _feed(self, *more: str, stopping: asyncio.Event, force_stop: asyncio.Event) -> bool:
         self.feeding = True
         self._slot.clear()
         env, grace_s = environment(self._settings.redis_url), self._settings.grace_s
-        well = await feed([*self._command, *more], env, stopping=stopping, hurry=hurry, grace_s=grace_s)
+        well = await feed([*self._command, *more], env, stopping=stopping, force_stop=force_stop, grace_s=grace_s)
         self.feeding = False
         return well
 
-    async def _taken(self, ctx: dict[Any, Any]) -> None:
+    async def _on_slot(self, ctx: dict[Any, Any]) -> None:
         self._slot.set()
 
     def _is_free(self) -> bool:
@@ -91,7 +91,7 @@ def _identity(folder: Path) -> str:
     return known.read_text() if known.exists() else str(folder)
 
 
-def _is_left_alone(running: Path) -> bool:
+def _has_abandoned_run(running: Path) -> bool:
     """True if there is a run without a feeder."""
     try:
         return any(_is_unlocked(input.with_name(_LOCK)) for input in running.glob(_INPUT))

@@ -19,12 +19,12 @@ async def feed(
     env: Mapping[str, str],
     *,
     stopping: asyncio.Event,
-    hurry: asyncio.Event,
+    force_stop: asyncio.Event,
     grace_s: float,
 ) -> bool:
     """Run a feeder to its end, and stop it at `stopping`. Returns False if it failed; the reason is only logged.
 
-    `grace_s`: seconds that it may take to stop; `hurry` ends them early. Then it is killed.
+    `grace_s`: seconds that it may take to stop; `force_stop` ends them early. Then it is killed.
     """
     try:
         child = await asyncio.create_subprocess_exec(
@@ -41,11 +41,11 @@ async def feed(
         return False
     assert child.stdin is not None
     assert child.stdout is not None
-    log = asyncio.create_task(_pass_on(child.stdout))
+    log = asyncio.create_task(_log_lines(child.stdout))
     try:
         await wait_first(child.wait(), stopping.wait())
         child.stdin.close()
-        await wait_first(child.wait(), hurry.wait(), timeout_s=grace_s)
+        await wait_first(child.wait(), force_stop.wait(), timeout_s=grace_s)
     finally:
         if child.returncode is None:
             child.kill()
@@ -56,7 +56,7 @@ async def feed(
     return True
 
 
-async def _pass_on(lines: asyncio.StreamReader) -> str:
+async def _log_lines(lines: asyncio.StreamReader) -> str:
     """Log the lines. Returns the last one."""
     last = ""
     while True:

@@ -19,13 +19,13 @@ from schemas.keys import Lane
 from worker.bounded_json.size import MAX_BODY_VALUES, is_expensive
 from worker.bounded_json.strict import NotJson, loads
 from worker.errors import JobFailure
-from worker.process.child import Ended, run_child
+from worker.process.child import CompletedChild, run_child
 from worker.turns import Turns
 
 logger = logging.getLogger("sluice.reading")
 
 SMALL_BYTES = 16_384  # parsed and validated in at most 5 ms
-_TOO_MUCH = {-signal.SIGXCPU, -signal.SIGSEGV, -signal.SIGABRT}
+_LIMIT_SIGNALS = {-signal.SIGXCPU, -signal.SIGSEGV, -signal.SIGABRT}
 _T = TypeVar("_T")
 
 
@@ -84,8 +84,8 @@ async def _parsed_by_child(body: bytes) -> Any:
     return _value_of(await run_child("worker.bounded_json", body), len(body))
 
 
-def _value_of(ended: Ended, size: int) -> Any:
-    if ended.status in _TOO_MUCH:
+def _value_of(ended: CompletedChild, size: int) -> Any:
+    if ended.status in _LIMIT_SIGNALS:
         raise JobFailure(
             "too_large", "The request takes too long to parse: split it, or shorten its lists and objects."
         )

@@ -10,13 +10,13 @@ from worker.chat.context import WorkerContext
 from worker.json_bytes import Items
 from worker.queue.job.job import Job
 from worker.text.output.output import OutputDelta
-from worker.text.output.tool_calls import completed
+from worker.text.output.tool_calls import message_tool_calls
 
 _ECHOED = {"tenant", "safety_identifier", "user", "prompt_cache_key", "metadata", "store"}
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class Answer:
     """An answer's part of the result."""
 
     output: OutputDelta
@@ -30,7 +30,7 @@ class Answered:
     specprefill: dict[str, Any] | None = None  # SpecPrefill's report
 
 
-def completion(job: Job, request: ChatRequest, served: WorkerContext, answer: Answered) -> dict[str, object]:
+def completion(job: Job, request: ChatRequest, context: WorkerContext, answer: Answer) -> dict[str, object]:
     """Return the result; `logprobs` in it holds JSON items, so it is written by `json_bytes`."""
     choice = {
         "index": 0,
@@ -43,8 +43,8 @@ def completion(job: Job, request: ChatRequest, served: WorkerContext, answer: An
         "id": job.claim.job_id,
         "object": "chat.completion",
         "created": int(answer.began_at),
-        "model": served.settings.model_name,
-        "system_fingerprint": served.fingerprint,
+        "model": context.settings.model_name,
+        "system_fingerprint": context.fingerprint,
         "service_tier": _service_tier(request.service_tier, job.claim.lane),
         "choices": [choice],
         "usage": {
@@ -53,7 +53,7 @@ def completion(job: Job, request: ChatRequest, served: WorkerContext, answer: An
             "total_tokens": job.usage.prompt_tokens + job.usage.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": job.usage.cached_tokens, **images},
         },
-        "sluice": _ours(job, request, served, answer),
+        "sluice": _extension(job, request, context, answer),
     }
 
 
@@ -64,24 +64,27 @@ def _service_tier(asked: str | None, lane: Lane) -> str:
     return "flex" if asked == "flex" else "default"
 
 
-def _message(said: OutputDelta, voided: Container[int]) -> dict[str, object]:
+def _message(output: OutputDelta, retracted: Container[int]) -> dict[str, object]:
     """Return the message. Its content is null if there are only tool calls, as in OpenAI's form."""
-    calls = completed(said.tool_calls, voided)
-    message: dict[str, object] = {"role": "assistant", "content": None if calls and not said.content else said.content}
-    if said.reasoning:
-        message["reasoning"] = said.reasoning
+    calls = message_tool_calls(output.tool_calls, retracted)
+    message: dict[str, object] = {
+        "role": "assistant",
+        "content": None if calls and not output.content else output.content,
+    }
+    if output.reasoning:
+        message["reasoning"] = output.reasoning
     if calls:
         message["tool_calls"] = calls
     return {**message, "refusal": None}
 
 
-def _ours(job: Job, request: ChatRequest, served: WorkerContext, answer: Answered) -> dict[str, object]:
+def _extension(job: Job, request: ChatRequest, context: WorkerContext, answer: Answer) -> dict[str, object]:
     return {
         "lane": job.claim.lane,
-        "worker": served.settings.worker_name,
+        "worker": context.settings.worker_name,
         "attempt": job.claim.attempt,
         "seed": answer.seed,
-        "fingerprint": served.fingerprint,
+        "fingerprint": context.fingerprint,
         "timings": answer.timings,
         "rows_mean": answer.rows_mean,
         **({} if job.usage.kept_tokens is None else {"kept_tokens": job.usage.kept_tokens}),

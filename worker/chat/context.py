@@ -31,8 +31,8 @@ class WorkerContext:
     codec: TextCodec
     images: ImageInputs | None  # None for a text model
     fingerprint: str
-    context: int  # tokens, prompt and answer together
-    vocab: int
+    context_tokens: int  # prompt and answer together
+    vocab_size: int
     generation: dict[str, Any]  # the model's own sampling defaults
     metrics: Metrics
     reader: Reader = field(default_factory=Reader)

@@ -15,7 +15,7 @@ from worker.schedule.recent import ByteLRU
 from worker.schedule.request import Lane, ProcessedImage, PromptImage
 from worker.settings import Settings
 
-_KNOWN_BYTES = 300_000_000  # two photos of 12 megapixels after Qwen's preprocessing
+_CACHE_BYTES = 300_000_000  # two photos of 12 megapixels after Qwen's preprocessing
 
 
 class ImageProcessor(Protocol):
@@ -24,87 +24,88 @@ class ImageProcessor(Protocol):
     def preprocess(self, image: Any, digest: bytes) -> ProcessedImage:
         """Preprocess a PIL image. Raises ValueError."""
 
-    def prompt_images(self, prompt: tuple[int, ...], sights: Sequence[ProcessedImage]) -> tuple[PromptImage, ...]:
+    def prompt_images(self, prompt: tuple[int, ...], images: Sequence[ProcessedImage]) -> tuple[PromptImage, ...]:
         """Locate the images in the prompt's tokens. Raises ValueError."""
 
 
 class ImageInputs:
     """Prepares images for a worker with a vision model."""
 
-    def __init__(self, settings: Settings, eyes: ImageProcessor) -> None:
-        self._images, self._eyes, self._known = ImageLoader(settings), eyes, ByteLRU[ProcessedImage](_KNOWN_BYTES)
+    def __init__(self, settings: Settings, processor: ImageProcessor) -> None:
+        self._loader, self._processor = ImageLoader(settings), processor
+        self._cache = ByteLRU[ProcessedImage](_CACHE_BYTES)
         # One for each lane: an offline job may wait long for the engine, and must not block interactive jobs.
-        self._ahead: dict[Lane, PixelBudget] = {lane: PixelBudget(settings.image_max_pixels) for lane in LANES}
+        self._budgets: dict[Lane, PixelBudget] = {lane: PixelBudget(settings.image_max_pixels) for lane in LANES}
         # A thread of its own, and one image at a time, even if jobs are cancelled: preprocessing a large image takes
         # seconds, a gigabyte of memory and sometimes the interpreter's lock.
-        self._looking = ThreadPoolExecutor(1, "looking")
+        self._thread = ThreadPoolExecutor(1, "preprocess")
 
-    async def of(self, messages: list[Message], id: str, lane: Lane, space: str) -> tuple[ProcessedImage, ...]:
+    async def process(self, messages: list[Message], id: str, lane: Lane, namespace: str) -> tuple[ProcessedImage, ...]:
         """Return the processed images in the order of the conversation.
 
         Waits while too many pixels are prepared for other jobs: see `release`. `id`: the id of the job's attempt.
-        `space`: the cache namespace. Raises `JobFailure` for the first invalid image.
+        `namespace`: of the cache. Raises `JobFailure` for the first invalid image.
         """
-        looking, sights = asyncio.get_running_loop().run_in_executor, list[ProcessedImage]()
-        async for place, image in self._images.of(messages):
-            await self._ahead[lane].enter(id, image.width * image.height)
-            sights.append(await looking(self._looking, self._look, space, place, image))
-        return tuple(sights)
+        run, processed = asyncio.get_running_loop().run_in_executor, list[ProcessedImage]()
+        async for place, image in self._loader.load(messages):
+            await self._budgets[lane].acquire(id, image.width * image.height)
+            processed.append(await run(self._thread, self._preprocess, namespace, place, image))
+        return tuple(processed)
 
     def release(self, id: str) -> None:
         """Release the attempt's pixels, because the engine has admitted it or it has ended. May be repeated."""
-        for ahead in self._ahead.values():
-            ahead.leave(id)
+        for budget in self._budgets.values():
+            budget.release(id)
 
-    def _look(self, space: str, place: str, image: Image) -> ProcessedImage:
-        if known := self._known.get(space, image.digest):
-            return known
+    def _preprocess(self, namespace: str, place: str, image: Image) -> ProcessedImage:
+        if cached := self._cache.get(namespace, image.digest):
+            return cached
         try:
-            sight = self._eyes.preprocess(image.picture(), image.digest)
+            processed = self._processor.preprocess(image.to_pillow(), image.digest)
         except ValueError as error:
             raise JobFailure("invalid_request", f"{place}: the model's image processor refuses it: {error}") from None
-        self._known.put(space, image.digest, sight)
-        return sight
+        self._cache.put(namespace, image.digest, processed)
+        return processed
 
-    def placed(self, prompt: tuple[int, ...], sights: Sequence[ProcessedImage]) -> tuple[PromptImage, ...]:
+    def locate(self, prompt: tuple[int, ...], images: Sequence[ProcessedImage]) -> tuple[PromptImage, ...]:
         """Locate the images in a prompt that holds their texts. Raises `JobFailure`."""
-        if not sights:
+        if not images:
             return ()
         try:
-            return self._eyes.prompt_images(prompt, sights)
+            return self._processor.prompt_images(prompt, images)
         except ValueError as error:
             raise JobFailure("invalid_request", f"messages: {error}.") from None
 
     def close(self) -> None:
         """Stop loading and preprocessing. No job may use this object any more."""
-        self._images.close()
-        self._looking.shutdown(wait=False, cancel_futures=True)
+        self._loader.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 class PixelBudget:
     """Limits the pixels of images that wait for the engine, which does not count their memory before admission."""
 
-    def __init__(self, most: int) -> None:
-        """`most`: the limit in pixels. The oldest job may exceed it, so that one job can always proceed."""
-        self._most, self._pixels, self._left = most, dict[str, int](), asyncio.Event()
+    def __init__(self, limit: int) -> None:
+        """`limit`: the limit in pixels. The oldest job may exceed it, so that one job can always proceed."""
+        self._limit, self._pixels, self._released = limit, dict[str, int](), asyncio.Event()
 
-    async def enter(self, id: str, pixels: int) -> None:
+    async def acquire(self, id: str, pixels: int) -> None:
         """Add pixels to the job's share. Waits until the limit allows it."""
         self._pixels.setdefault(id, 0)
-        while sum(self._pixels.values()) + pixels > self._most and next(iter(self._pixels)) != id:
-            self._left.clear()
-            await self._left.wait()
+        while sum(self._pixels.values()) + pixels > self._limit and next(iter(self._pixels)) != id:
+            self._released.clear()
+            await self._released.wait()
         self._pixels[id] += pixels
 
-    def leave(self, id: str) -> None:
+    def release(self, id: str) -> None:
         """Remove all of the job's pixels."""
         self._pixels.pop(id, None)
-        self._left.set()
+        self._released.set()
 
 
-def images_digest(sights: Sequence[ProcessedImage]) -> str:
+def images_digest(images: Sequence[ProcessedImage]) -> str:
     """Return a digest of all images; empty without images.
 
     A URL may serve another image to a later attempt, which then must not continue the answer to this one.
     """
-    return hashlib.sha256(b"".join(sight.digest for sight in sights)).hexdigest() if sights else ""
+    return hashlib.sha256(b"".join(image.digest for image in images)).hexdigest() if images else ""

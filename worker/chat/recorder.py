@@ -6,15 +6,15 @@ from collections.abc import Container
 from typing import Any, Literal
 
 from schemas import ChatRequest
-from worker.chat.completion import Answered, completion
+from worker.chat.completion import Answer, completion
 from worker.chat.context import WorkerContext
 from worker.chat.resume import Delivered
-from worker.chat.specprefill import SpecPrefillReport, stored
+from worker.chat.specprefill import SpecPrefillReport, dump_report
 from worker.json_bytes import dumps
 from worker.monitoring.metrics import Metrics
 from worker.queue.job.job import Job, JobResult
 from worker.schedule.outcomes import SpecPrefillApplied, SpecPrefillSkipped
-from worker.text.output.output import OutputDelta, together
+from worker.text.output.output import OutputDelta, concat
 
 logger = logging.getLogger("sluice.jobs")
 
@@ -47,15 +47,15 @@ class JobRecorder:
 
     def __init__(self, job: Job, metrics: Metrics) -> None:
         self._job, self._metrics = job, metrics
-        self._began = self._said_progress = self._said_delta = time.monotonic()
+        self._began_monotonic = self._progress_at = self._delta_at = time.monotonic()
         self._began_at = job.log.clock.now()
-        self._prefilled_at = self._first_at = self._last_at = self._began
+        self._prefilled_at = self._first_at = self._last_at = self._began_monotonic
         self._gather_s = _GATHER_S[job.claim.lane]
         self._ids: list[int] = []
-        self._said = OutputDelta()  # not emitted yet
+        self._pending = OutputDelta()  # not emitted yet
         self._logprobs: list[Entry] = []
-        self._told: list[OutputDelta] = []
-        self._told_logprobs: list[bytes] = []
+        self._emitted: list[OutputDelta] = []
+        self._emitted_logprobs: list[bytes] = []
         self._rows = self._steps = 0
         self._pace = Pace()
         self.specprefill = SpecPrefillReport()
@@ -64,8 +64,8 @@ class JobRecorder:
         """Count the output that earlier attempts delivered. Timings are of this attempt alone."""
         self.specprefill = report or self.specprefill
         self._job.usage.kept_tokens = self.specprefill.kept_tokens
-        self._told.append(earlier.said)
-        self._told_logprobs += earlier.logprobs
+        self._emitted.append(earlier.output)
+        self._emitted_logprobs += earlier.logprobs
         self._job.usage.completion_tokens = len(earlier.tokens)
 
     def prefilled(self, done: int, total: int, cached: int) -> None:
@@ -78,15 +78,15 @@ class JobRecorder:
     def progress(self, phase: Literal["encoding", "scoring", "prefill"], done: int, total: int) -> None:
         """Emit a progress event, at most one every `_PROGRESS_EVERY_S` seconds, and none for the end of a phase."""
         now = time.monotonic()
-        if done < total and now - self._said_progress >= _PROGRESS_EVERY_S:
-            self._said_progress = now
+        if done < total and now - self._progress_at >= _PROGRESS_EVERY_S:
+            self._progress_at = now
             self._job.log.append("progress", phase=phase, done=done, total=total)
 
-    def decided(self, outcome: SpecPrefillApplied | SpecPrefillSkipped, fingerprint: str) -> None:
+    def record_specprefill(self, outcome: SpecPrefillApplied | SpecPrefillSkipped, fingerprint: str) -> None:
         """Record which prompt tokens are computed. It is written with the next events, so before the first token."""
-        self.specprefill.saw(outcome)
+        self.specprefill.record(outcome)
         self._job.usage.kept_tokens = self.specprefill.kept_tokens
-        self._job.log.fields["specprefill"] = stored(self.specprefill, fingerprint)
+        self._job.log.fields["specprefill"] = dump_report(self.specprefill, fingerprint)
 
     def sampled(
         self,
@@ -106,9 +106,9 @@ class JobRecorder:
         now = time.monotonic()
         gap_s, self._last_at = now - self._last_at if self._steps else None, now
         if self._steps == 0:
-            self._began_to_answer(now)
+            self._record_first_token(now)
         self._rows, self._steps = self._rows + rows, self._steps + 1
-        self._said += delta
+        self._pending += delta
         self._job.made_progress()
         if token is not None:
             self._ids.append(token)
@@ -117,56 +117,56 @@ class JobRecorder:
             self._metrics.token(self._job.claim.lane, gap_s)
         if logprobs is not None:
             self._logprobs.append(logprobs)
-        if last or now - self._said_delta >= self._gather_s:
+        if last or now - self._delta_at >= self._gather_s:
             self.flush()
 
-    def _began_to_answer(self, now: float) -> None:
+    def _record_first_token(self, now: float) -> None:
         self._first_at = now
-        logger.info("%s first token after %.3f s", self._job.claim.job_id, now - self._began)
+        logger.info("%s first token after %.3f s", self._job.claim.job_id, now - self._began_monotonic)
         self._metrics.first_token(
             self._job.claim.lane,
-            ttft_s=self._job.claim.age_s(self._began_at) + now - self._began,
-            prefill_s=self._prefilled_at - self._began,
+            ttft_s=self._job.claim.age_s(self._began_at) + now - self._began_monotonic,
+            prefill_s=self._prefilled_at - self._began_monotonic,
             prompt_tokens=self._job.usage.prompt_tokens,
         )
 
     def flush(self) -> None:
         """Emit the gathered output as one delta event."""
-        if self._ids or self._said:
+        if self._ids or self._pending:
             logprobs = {"logprobs": self._logprobs} if self._logprobs else {}
-            self._job.log.append("delta", token_ids=self._ids, **_fields(self._said), **logprobs)
-        if self._said:
-            self._told.append(self._said)
-        self._told_logprobs += map(dumps, self._logprobs)
-        self._ids, self._said, self._logprobs, self._said_delta = [], OutputDelta(), [], time.monotonic()
+            self._job.log.append("delta", token_ids=self._ids, **_fields(self._pending), **logprobs)
+        if self._pending:
+            self._emitted.append(self._pending)
+        self._emitted_logprobs += map(dumps, self._logprobs)
+        self._ids, self._pending, self._logprobs, self._delta_at = [], OutputDelta(), [], time.monotonic()
 
-    def answer(
-        self, request: ChatRequest, served: WorkerContext, seed: int, finish_reason: str, retracted: Container[int]
+    def result(
+        self, request: ChatRequest, context: WorkerContext, seed: int, finish_reason: str, retracted: Container[int]
     ) -> JobResult:
         """Return the result of a finished job. `retracted`: indices of announced tool calls that turned out invalid."""
         timings = self._timings()
         spent = f"{self._job.usage.completion_tokens} tokens in {timings['ttft_s'] + timings['decode_s']:.3f} s"
         rate = f", {timings['tokens_per_s']:.1f} tokens/s" if timings["tokens_per_s"] else ""
         logger.info("%s finished: %s, %s%s", self._job.claim.job_id, finish_reason, spent, rate)
-        answered = Answered(
-            output=together(self._told),
+        answered = Answer(
+            output=concat(self._emitted),
             retracted=retracted,
-            logprobs=self._told_logprobs,
+            logprobs=self._emitted_logprobs,
             finish_reason=finish_reason,
             seed=seed,
             began_at=self._began_at,
             timings=timings,
-            specprefill=self.specprefill.told(self._job.usage.prompt_tokens, timings["prefill_s"]),
+            specprefill=self.specprefill.as_result(self._job.usage.prompt_tokens, timings["prefill_s"]),
             rows_mean=round(self._rows / max(self._steps, 1), 2),
         )
-        return JobResult(finish_reason, timings, completion(self._job, request, served, answered))
+        return JobResult(finish_reason, timings, completion(self._job, request, context, answered))
 
     def _timings(self) -> dict[str, float]:
         decode_s = self._last_at - self._first_at
         timings = {
             "queue_s": self._job.claim.age_s(self._began_at),
-            "prefill_s": self._prefilled_at - self._began,
-            "ttft_s": self._first_at - self._began,
+            "prefill_s": self._prefilled_at - self._began_monotonic,
+            "ttft_s": self._first_at - self._began_monotonic,
             "decode_s": decode_s,
             "tokens_per_s": self._pace.tokens_per_s(),
         }

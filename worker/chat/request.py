@@ -14,8 +14,8 @@ from worker.errors import JobFailure, prompt_too_large
 from worker.schedule.request import Sampling
 
 
-def read_request(body: Any, served: str, *, max_parts: int, has_draft_model: bool = False) -> ChatRequest:
-    """Validate a job's body. `served`: the name of the served model. `has_draft_model`: this worker has a draft model.
+def read_request(body: Any, model_name: str, *, max_parts: int, has_draft_model: bool = False) -> ChatRequest:
+    """Validate a job's body. `model_name`: the served model. `has_draft_model`: this worker has a draft model.
 
     Raises `JobFailure`, which names the field.
     """
@@ -25,17 +25,17 @@ def read_request(body: Any, served: str, *, max_parts: int, has_draft_model: boo
         raise JobFailure("invalid_request", explain(error)) from None
     except RecursionError:
         raise JobFailure("invalid_request", "The request is nested too deeply; flatten it.") from None
-    if request.model not in (None, served):
-        raise JobFailure("invalid_request", f"model: this queue serves {served!r}, not {request.model!r}.")
+    if request.model not in (None, model_name):
+        raise JobFailure("invalid_request", f"model: this queue serves {model_name!r}, not {request.model!r}.")
     if not has_draft_model:
-        _refuse_thinning(request)
+        _refuse_specprefill(request)
     _refuse_too_many(sum(map(_parts, request.messages)), max_parts)
     request = with_tools(request)
     _refuse_large_arguments(request.messages)
     return request
 
 
-def _refuse_thinning(request: ChatRequest) -> None:
+def _refuse_specprefill(request: ChatRequest) -> None:
     """Refuse SpecPrefill fields on a worker without a draft model, instead of ignoring them silently."""
     wanted = {"specprefill": request.specprefill, "specprefill_keep_pct": request.specprefill_keep_pct}
     if named := [name for name, value in wanted.items() if value]:

@@ -9,7 +9,7 @@ from pydantic import Field
 from schemas.base import Sent
 from worker.bounded_json.strict import loads
 from worker.json_bytes import dumps
-from worker.text.output.output import Output, OutputDelta, together
+from worker.text.output.output import Output, OutputDelta, concat
 from worker.text.threads import Check, never
 
 _ENDINGS: tuple[Literal["length", "stop"], ...] = ("length", "stop")
@@ -22,7 +22,7 @@ class Delivered:
     fingerprint: str  # fingerprint of the model that generated it
     seed: int
     tokens: tuple[int, ...]
-    said: OutputDelta
+    output: OutputDelta
     logprobs: tuple[bytes, ...] = ()  # one entry per token, as JSON
 
 
@@ -52,8 +52,12 @@ class _Delta(Sent):
 _UNREADABLE = Delivered("", 0, (), OutputDelta())
 
 
-def taken_up(
-    log: Iterable[bytes], model: tuple[str, int] | None, afresh: Callable[[], Output], vocab: int, check: Check = never
+def read_and_replay(
+    log: Iterable[bytes],
+    model: tuple[str, int] | None,
+    new_output: Callable[[], Output],
+    vocab: int,
+    check: Check = never,
 ) -> tuple[Delivered | None, "Replayed | None"]:
     """Read the delivered output, and replay it if fingerprint and seed equal `model`. A log with a token that is not in
     the vocabulary is not replayed, since the engine would index its embeddings by it. An answer may be long, so `check`
@@ -64,7 +68,7 @@ def taken_up(
         return _UNREADABLE, None
     if earlier is None or (earlier.fingerprint, earlier.seed) != model or max(earlier.tokens, default=0) >= vocab:
         return earlier, None
-    return earlier, replay(earlier, afresh, check)
+    return earlier, replay(earlier, new_output, check)
 
 
 def delivered(log: Iterable[bytes], check: Check = never) -> Delivered | None:
@@ -83,14 +87,14 @@ def delivered(log: Iterable[bytes], check: Check = never) -> Delivered | None:
             case "delta":
                 _Delta.model_validate(event)
                 tokens += event["token_ids"]
-                said.append(_said(event))
+                said.append(_output_of(event))
                 logprobs += map(dumps, event.get("logprobs", ()))  # see `Items`
     if not fingerprint:
         return None
-    return Delivered(fingerprint, seed, tuple(tokens), together(said), tuple(logprobs))
+    return Delivered(fingerprint, seed, tuple(tokens), concat(said), tuple(logprobs))
 
 
-def _said(delta: dict[str, Any]) -> OutputDelta:
+def _output_of(delta: dict[str, Any]) -> OutputDelta:
     return OutputDelta(delta.get("content", ""), delta.get("reasoning", ""), tuple(delta.get("tool_calls", ())))
 
 
@@ -103,7 +107,7 @@ class Replayed:
     ended: bool
 
 
-def replay(earlier: Delivered, afresh: Callable[[], Output], check: Check = never) -> Replayed | None:
+def replay(earlier: Delivered, new_output: Callable[[], Output], check: Check = never) -> Replayed | None:
     """Replay the delivered tokens. Returns None if they yield another text than was delivered."""
 
     def fed(output: Output) -> Iterator[OutputDelta]:
@@ -111,11 +115,11 @@ def replay(earlier: Delivered, afresh: Callable[[], Output], check: Check = neve
             check()
             yield output.feed(token)
 
-    output = afresh()
-    if together(fed(output)) == earlier.said:
+    output = new_output()
+    if concat(fed(output)) == earlier.output:
         return Replayed(output, ended=output.stopped)
     for ending in _ENDINGS:
-        output = afresh()
-        if together([*fed(output), output.flush(ending)]) == earlier.said:
+        output = new_output()
+        if concat([*fed(output), output.flush(ending)]) == earlier.output:
             return Replayed(output, ended=True)
     return None

@@ -32,7 +32,7 @@ class SpecPrefillReport:
         """Number of prompt tokens that were kept; None if the prompt was computed whole."""
         return None if self.kept is None else tokens_in(self.kept)
 
-    def saw(self, outcome: SpecPrefillApplied | SpecPrefillSkipped) -> None:
+    def record(self, outcome: SpecPrefillApplied | SpecPrefillSkipped) -> None:
         """Record the engine's outcome."""
         match outcome:
             case SpecPrefillApplied(kept_ranges=kept, seconds=seconds):
@@ -40,7 +40,7 @@ class SpecPrefillReport:
             case SpecPrefillSkipped(reason=why):
                 self.kept, self.why_whole = None, why
 
-    def told(self, prompt_tokens: int, prefill_s: float) -> dict[str, Any] | None:
+    def as_result(self, prompt_tokens: int, prefill_s: float) -> dict[str, Any] | None:
         """Return the report for the stored result. `prefill_s`: the whole prefill time, scoring included."""
         if self.kept_tokens is not None:
             times = {"scoring_s": round(self.scoring_s, 6), "prefill_s": round(max(0.0, prefill_s - self.scoring_s), 6)}
@@ -48,7 +48,7 @@ class SpecPrefillReport:
         return {"skipped": self.why_whole} if self.why_whole else None
 
 
-def thinning_of(
+def specprefill_params(
     request: ChatRequest, prompt: Prompt, settings: Settings
 ) -> tuple[SpecPrefillParams | None, SpecPrefillReport]:
     """Decide by the request's field, else by the worker's settings. Returns None to compute the whole prompt."""
@@ -100,32 +100,32 @@ def _texts(content: str | list[Any] | None) -> list[str]:
 # Between the attempts at a job
 
 
-def stored(report: SpecPrefillReport, fingerprint: str) -> str:
+def dump_report(report: SpecPrefillReport, fingerprint: str) -> str:
     """Serialize the report for the job's hash: a new attempt must drop the same tokens to continue exactly."""
     return json.dumps({"fingerprint": fingerprint, **asdict(report)}, separators=(",", ":"))
 
 
-def recalled(told: bytes, fingerprint: str, prompt_tokens: int) -> SpecPrefillReport | None:
+def load_report(stored: bytes, fingerprint: str, prompt_tokens: int) -> SpecPrefillReport | None:
     """Load a stored report. Returns None if there is none, if it is of another model, or if it is invalid."""
     try:
-        earlier = json.loads(told or b"{}")
+        earlier = json.loads(stored or b"{}")
         if earlier.pop("fingerprint", None) != fingerprint:
             return None
         kept = earlier.pop("kept")
         ranges = None if kept is None else tuple((int(start), int(end)) for start, end in kept)
         report = SpecPrefillReport(**earlier, kept=ranges)
-        return report if _sound(report) and (ranges is None or _fit(ranges, prompt_tokens)) else None
+        return report if _is_valid(report) and (ranges is None or _fits(ranges, prompt_tokens)) else None
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
 
 
-def _sound(report: SpecPrefillReport) -> bool:
+def _is_valid(report: SpecPrefillReport) -> bool:
     """True if the values that go into the result have their types."""
     texts = isinstance(report.draft, str) and isinstance(report.why_whole, str)
     return texts and isinstance(report.scoring_s, int | float) and isfinite(report.scoring_s)
 
 
-def _fit(ranges: tuple[Range, ...], prompt_tokens: int) -> bool:
+def _fits(ranges: tuple[Range, ...], prompt_tokens: int) -> bool:
     """True if the ranges are in order, separate, and end at the prompt's end."""
     edges = [edge for span in ranges for edge in span]
     return all(one < other for one, other in pairwise([-1, *edges])) and edges[-1:] == [prompt_tokens]

@@ -70,7 +70,7 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._mailbox: queue.SimpleQueue[_Add | _Remove | _Hold | _Stop] = queue.SimpleQueue()
         self._held = False
-        self.pulse = Heartbeat("engine")
+        self.heartbeat = Heartbeat("engine")
         self._listeners: dict[str, OutcomeListener] = {}
         self._loaded: asyncio.Future[Model] = self._loop.create_future()
         self._thread = threading.Thread(target=self._main, name="engine")
@@ -127,13 +127,13 @@ class EngineThread:
         engine = self._engine_of(model)
         self._post(self._has_loaded, model)
         while self._handle_commands(engine):
-            self.pulse.beat()
+            self.heartbeat.beat()
             self._post(self._deliver, engine.step())
 
     def _handle_commands(self, engine: Engine) -> bool:
         """Handle the commands in the mailbox; block on it if there is nothing to compute. False ends the thread."""
         while not self._mailbox.empty() or self._held or not len(engine):
-            self.pulse.pause()
+            self.heartbeat.pause()
             match self._mailbox.get():
                 case _Hold(on):
                     self._held = on

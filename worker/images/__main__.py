@@ -35,10 +35,10 @@ def serve(tasks: IO[bytes], answers: IO[bytes]) -> None:
         task = DecodeRequest(**json.loads(line))
         source = tasks.read(task.length)
         if len(source) == task.length:
-            _answer(task, source, answers)
+            _decode_and_write(task, source, answers)
 
 
-def _answer(task: DecodeRequest, source: bytes, answers: IO[bytes]) -> None:
+def _decode_and_write(task: DecodeRequest, source: bytes, answers: IO[bytes]) -> None:
     head: dict[str, Any]
     try:
         image = _image(task, source)

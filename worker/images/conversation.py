@@ -12,7 +12,7 @@ from worker.images.image import Image
 from worker.settings import Settings
 
 # A request's images together may have this many times the pixels of one: preprocessed, they wait in memory.
-_TOGETHER = 4
+_REQUEST_FACTOR = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +31,21 @@ class ImageLoader:
         self._decoders = Decoders()
         self._fetcher = Fetcher(settings.image_max_bytes) if settings.image_urls else None
 
-    async def of(self, messages: list[Message]) -> AsyncIterator[tuple[str, Image]]:
+    async def load(self, messages: list[Message]) -> AsyncIterator[tuple[str, Image]]:
         """Yield each image with its place, in the order of the conversation, which is also that of the prompt. Each is
         loaded when the caller asks for it, so that no request takes more than its share of memory and decoders. Raises
         `JobFailure` at the first image that is invalid or exceeds a limit."""
-        shown = list(shown_in(messages))
-        self._refuse_too_many(len(shown))
-        pixels, limit = 0, _TOGETHER * self._settings.image_max_pixels
-        for each in shown:
-            image = await self._at(each)
+        refs = list(image_refs(messages))
+        self._refuse_too_many(len(refs))
+        pixels, limit = 0, _REQUEST_FACTOR * self._settings.image_max_pixels
+        for ref in refs:
+            image = await self._load(ref)
             pixels += image.width * image.height
             if pixels > limit:
                 raise JobFailure(
-                    "too_large", f"{each.place}: with this image the request has more than {limit:,} pixels."
+                    "too_large", f"{ref.place}: with this image the request has more than {limit:,} pixels."
                 )
-            yield each.place, image
+            yield ref.place, image
 
     def _refuse_too_many(self, images: int) -> None:
         limit = self._settings.max_images
@@ -53,14 +53,14 @@ class ImageLoader:
             message = f"messages: {images:,} images are {images - limit:,} more than this worker accepts ({limit:,})."
             raise JobFailure("too_large", message)
 
-    async def _at(self, shown: ImageRef) -> Image:
+    async def _load(self, ref: ImageRef) -> Image:
         try:
-            return await self._image(shown.image)
+            return await self._decode(ref.image)
         except JobFailure as refusal:
-            message = f"{shown.place}: {refusal.message}"
+            message = f"{ref.place}: {refusal.message}"
             raise JobFailure(refusal.type, message, retryable=refusal.retryable) from None
 
-    async def _image(self, image: ImageUrl) -> Image:
+    async def _decode(self, image: ImageUrl) -> Image:
         is_data = image.url[: len("data:")].lower() == "data:"
         if is_data:
             source = image.url.encode()
@@ -79,7 +79,7 @@ class ImageLoader:
             self._fetcher.close()
 
 
-def shown_in(messages: list[Message]) -> Iterator[ImageRef]:
+def image_refs(messages: list[Message]) -> Iterator[ImageRef]:
     """Yield the images in these messages, in order."""
     for at, message in enumerate(messages):
         for index, part in enumerate(message.content if isinstance(message.content, list) else ()):

@@ -11,14 +11,14 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from worker.errors import JobFailure
-from worker.images.files import READ, THEM, declared_kind, kind_of
+from worker.images.files import MEDIA_TYPES, SUPPORTED, declared_kind, kind_of
 from worker.images.image import Image
 
 LOW = 512  # pixels: OpenAI's side for `detail: low`
 # Largest ratio of the sides: the limit of Qwen's processors.
-_SLIMMEST = 200
+_MAX_ASPECT_RATIO = 200
 # Each scan of a progressive JPEG of 25 megapixels takes 40 ms to decode, and can be 42 bytes. Encoders write ten.
-_MOST_SCANS = 100
+_MAX_SCANS = 100
 
 # Errors that Pillow raises for damaged files, found by damaging files. AssertionError: for a missing palette.
 _DAMAGED = (OSError, SyntaxError, ValueError, LookupError, TypeError, EOFError, struct.error, AssertionError)
@@ -57,12 +57,14 @@ def _kind(data: bytes, declared: str | None) -> str:
         raise JobFailure("invalid_request", "the image is empty.")
     kind = kind_of(data)
     if kind is None:
-        raise JobFailure("invalid_request", f"this is not an image; send {THEM}.")
-    if kind not in READ:
-        raise JobFailure("unsupported", f"{kind} is not supported; send {THEM}.")
+        raise JobFailure("invalid_request", f"this is not an image; send {SUPPORTED}.")
+    if kind not in MEDIA_TYPES:
+        raise JobFailure("unsupported", f"{kind} is not supported; send {SUPPORTED}.")
     if declared is not None and declared_kind(declared) != kind:
         declaration = f"declares {declared!r}" if declared else "declares no media type"
-        raise JobFailure("invalid_request", f"the data: URL {declaration}, but contains a {kind}; write {READ[kind]}.")
+        raise JobFailure(
+            "invalid_request", f"the data: URL {declaration}, but contains a {kind}; write {MEDIA_TYPES[kind]}."
+        )
     return kind
 
 
@@ -72,13 +74,14 @@ def _refuse_by_header(file: ImageFile, kind: str, data: bytes, max_pixels: int) 
     if width * height > max_pixels:
         size = f"{width * height:,} pixels ({width:,} × {height:,})"
         raise JobFailure("too_large", f"the image has {size}; this worker accepts {max_pixels:,}.")
-    if max(width, height) > _SLIMMEST * min(width, height):
+    if max(width, height) > _MAX_ASPECT_RATIO * min(width, height):
         raise JobFailure(
-            "invalid_request", f"the image is {width:,} × {height:,}; its sides may differ by a factor of {_SLIMMEST}."
+            "invalid_request",
+            f"the image is {width:,} × {height:,}; its sides may differ by a factor of {_MAX_ASPECT_RATIO}.",
         )
     if kind == "JPEG":  # a second image in the file is a preview or a depth map, not a frame
-        if data.count(b"\xff\xda") > _MOST_SCANS:
-            raise JobFailure("too_large", f"the image, a JPEG, has more than {_MOST_SCANS} scans.")
+        if data.count(b"\xff\xda") > _MAX_SCANS:
+            raise JobFailure("too_large", f"the image, a JPEG, has more than {_MAX_SCANS} scans.")
     elif isinstance(file, PngImageFile | WebPImageFile | GifImageFile) and file.is_animated:
         raise JobFailure("unsupported", f"the image, a {kind}, is animated; send one of its frames.")
 

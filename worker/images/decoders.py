@@ -14,7 +14,9 @@ logger = logging.getLogger("sluice.images")
 
 T = TypeVar("T")
 
-_MOST = 2  # at once: each uses up to 24 bytes per pixel (WebP) while it works, and competes with the engine for cores
+_MAX_DECODERS = (
+    2  # at once: each uses up to 24 bytes per pixel (WebP) while it works, and competes with the engine for cores
+)
 _LONGEST_S = 30.0  # a slow machine takes 5 s for the largest accepted file
 
 
@@ -22,16 +24,16 @@ class Decoders:
     """A bounded pool. Processes are started on demand and reused. For the event loop's thread."""
 
     def __init__(self) -> None:
-        self._seconds = _LONGEST_S
+        self._timeout_s = _LONGEST_S
         # For each decoder one that decodes, one that starts and one that ends.
-        self._threads = ThreadPoolExecutor(3 * _MOST, "decoders")
-        self._room = asyncio.Semaphore(_MOST)
+        self._threads = ThreadPoolExecutor(3 * _MAX_DECODERS, "decoders")
+        self._free = asyncio.Semaphore(_MAX_DECODERS)
         self._idle: list[Decoder] = []
 
     async def decode(self, task: DecodeRequest, source: bytes) -> Image:
         """Decode an image in a process of the pool; waits for a free one. Raises `JobFailure` for an invalid image, a
         timeout, or a crash of the decoder."""
-        async with self._room:
+        async with self._free:
             answer = await self._answer(task, source)
         if isinstance(answer, JobFailure):
             raise answer
@@ -40,10 +42,10 @@ class Decoders:
     async def _answer(self, task: DecodeRequest, source: bytes) -> Image | JobFailure:
         decoder, answer = await self._ready(), None
         try:
-            async with asyncio.timeout(self._seconds):
+            async with asyncio.timeout(self._timeout_s):
                 answer = await self._thread(decoder.decode, task, source)
         except TimeoutError:
-            return JobFailure("too_large", f"the image took longer to decode than {self._seconds:g} s.")
+            return JobFailure("too_large", f"the image took longer to decode than {self._timeout_s:g} s.")
         except DecoderDied:
             logger.error("decoder process %d died on an image of %d bytes", decoder.pid, task.length)
             return JobFailure("internal", "the image's decoder crashed; the worker's log has its process id.")

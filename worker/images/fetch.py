@@ -13,10 +13,10 @@ from worker.errors import JobFailure
 from worker.images.addresses import is_public
 from worker.images.http import HEAD_BYTES, Redirected, Target, read_answer
 
-_MOST_REDIRECTS = 3
+_MAX_REDIRECTS = 3
 _FETCH_S = 10.0  # from the first DNS lookup to the last byte, redirects included
 _CONNECT_S = 3.0  # per address of a name, before the next one is tried
-_MOST_LOOK_UPS = 8  # DNS lookups at once
+_MAX_LOOK_UPS = 8  # DNS lookups at once
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 Connect = Callable[[str, Target, ssl.SSLContext | None], Awaitable[tuple[StreamReader, StreamWriter]]]
@@ -36,7 +36,7 @@ class Fetcher:
         """`seconds`: time limit per image. `resolve` and `connect` replace the network, for tests."""
         self._max_bytes, self._seconds, self._connect = max_bytes, seconds, connect
         # Own threads: a lookup cannot be stopped, and takes half a minute if the name server does not answer.
-        self._names = ThreadPoolExecutor(_MOST_LOOK_UPS, "names")
+        self._names = ThreadPoolExecutor(_MAX_LOOK_UPS, "names")
         self._resolve = resolve or self._look_up
         self._tls = ssl.create_default_context()
 
@@ -51,14 +51,14 @@ class Fetcher:
             raise JobFailure("invalid_request", late, retryable=True) from None
 
     async def _follow(self, url: str) -> bytes:
-        for _ in range(1 + _MOST_REDIRECTS):
-            answer = await self._ask(Target.of(url))
+        for _ in range(1 + _MAX_REDIRECTS):
+            answer = await self._request(Target.of(url))
             if isinstance(answer, bytes):
                 return answer
             url = urljoin(url, answer.location)
-        raise JobFailure("invalid_request", f"the URL redirects more than {_MOST_REDIRECTS} times.")
+        raise JobFailure("invalid_request", f"the URL redirects more than {_MAX_REDIRECTS} times.")
 
-    async def _ask(self, target: Target) -> bytes | Redirected:
+    async def _request(self, target: Target) -> bytes | Redirected:
         try:
             reader, writer = await self._opened(target)
             try:

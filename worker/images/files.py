@@ -2,12 +2,12 @@
 
 from worker.errors import JobFailure
 
-READ = {"PNG": "image/png", "JPEG": "image/jpeg", "WebP": "image/webp", "GIF": "image/gif"}
-THEM = "PNG, JPEG, WebP or GIF"
+MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WebP": "image/webp", "GIF": "image/gif"}
+SUPPORTED = "PNG, JPEG, WebP or GIF"
 
 # Other media types in use for these formats.
 _ALIASES = {"image/jpg": "JPEG", "image/pjpeg": "JPEG", "image/x-png": "PNG"}
-_DECLARED = {media_type: kind for kind, media_type in READ.items()} | _ALIASES
+_DECLARED = {media_type: kind for kind, media_type in MEDIA_TYPES.items()} | _ALIASES
 
 _MAGIC = (
     (b"\x89PNG\r\n\x1a\n", "PNG"),
@@ -28,11 +28,11 @@ _MAGIC = (
     (b"%PDF", "PDF"),
 )
 _BRANDS = {b"avif": "AVIF", b"avis": "AVIF", b"heic": "HEIC", b"heix": "HEIC", b"hevc": "HEIC", b"mif1": "HEIF"}
-_SVG_WITHIN = 1_000  # bytes that may precede the tag: an XML declaration, comments, a doctype
+_SVG_SEARCH_BYTES = 1_000  # bytes that may precede the tag: an XML declaration, comments, a doctype
 
 
 def kind_of(data: bytes) -> str | None:
-    """Return the file format by its first bytes: one of `READ`, the name of an unsupported one, or None if unknown."""
+    """Return the file format by its first bytes: one of `MEDIA_TYPES`, an unsupported one, or None if unknown."""
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "WebP"
     if data[4:8] == b"ftyp" and data[8:12] in _BRANDS:
@@ -40,7 +40,7 @@ def kind_of(data: bytes) -> str | None:
     for magic, kind in _MAGIC:
         if data.startswith(magic):
             return kind
-    start = data[:_SVG_WITHIN].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    start = data[:_SVG_SEARCH_BYTES].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     return "SVG" if start.startswith((b"<svg", b"<?xml", b"<!")) and b"<svg" in start else None
 
 

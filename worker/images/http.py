@@ -12,11 +12,11 @@ from urllib.parse import quote, urlsplit
 
 from worker import __version__
 from worker.errors import JobFailure
-from worker.images.files import READ, too_long
+from worker.images.files import MEDIA_TYPES, too_long
 
 HEAD_BYTES = 65_536  # limit for status line and headers, and for the line before a chunk
-_LONGEST_URL = 8_192
-_MOST_HINTS = 10
+_MAX_URL_CHARACTERS = 8_192
+_MAX_INFORMATIONAL = 10
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})(?: .*)?\r\n", re.ASCII)
 _CHUNK = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;.*)?\r\n", re.ASCII)
 _HOST = re.compile(r"[a-z0-9_.-]{1,253}", re.ASCII)
@@ -36,8 +36,8 @@ class Target:
     @classmethod
     def of(cls, url: str) -> "Target":
         """Parse an http: or https: URL. Raises `JobFailure`."""
-        if len(url) > _LONGEST_URL:
-            raise JobFailure("invalid_request", f"the URL is longer than {_LONGEST_URL:,} characters.")
+        if len(url) > _MAX_URL_CHARACTERS:
+            raise JobFailure("invalid_request", f"the URL is longer than {_MAX_URL_CHARACTERS:,} characters.")
         try:
             parts = urlsplit(url)
             if parts.scheme not in _PORTS:
@@ -61,7 +61,7 @@ class Target:
             f"GET {self.path} HTTP/1.1",
             f"Host: {host}{port}",
             f"User-Agent: sluice/{__version__}",
-            f"Accept: {', '.join(READ.values())}",
+            f"Accept: {', '.join(MEDIA_TYPES.values())}",
             "Accept-Encoding: identity",  # a compressed answer could expand without bound
             "Connection: close",
         ]
@@ -114,7 +114,7 @@ class BadResponse(Exception):
 
 async def _head(reader: StreamReader) -> tuple[int, Message]:
     """Return status and headers of the final answer, skipping informational ones (1xx)."""
-    for _ in range(_MOST_HINTS):
+    for _ in range(_MAX_INFORMATIONAL):
         head = await reader.readuntil(b"\r\n\r\n")
         found = _STATUS.match(head)
         if found is None:

@@ -25,7 +25,7 @@ class Image:
         digest.update(pixels)
         return cls(width, height, digest.digest(), pixels)
 
-    def picture(self) -> "PIL.Image.Image":
+    def to_pillow(self) -> "PIL.Image.Image":
         """Return a new Pillow image with a copy of the pixels, 4 bytes each."""
         import PIL.Image
 

@@ -22,26 +22,26 @@ class Health:
         self._alive: Mapping[str, Part] = {}
         self._ready: Mapping[str, Part] = {"model": lambda: "it is loading"}
 
-    def serving(self, pulses: Mapping[str, Heartbeat], parts: Mapping[str, Part]) -> None:
+    def set_checks(self, heartbeats: Mapping[str, Heartbeat], parts: Mapping[str, Part]) -> None:
         """Set the checks of a loaded worker: alive while its heartbeats beat, and ready if its parts are too."""
-        self._alive = {name: self._is_stalled(pulse) for name, pulse in pulses.items()}
+        self._alive = {name: self._is_stalled(heartbeat) for name, heartbeat in heartbeats.items()}
         self._ready = {"model": lambda: None, **parts}
 
     def alive(self) -> dict[str, str]:
         """Return "ok" or the problem, by part."""
-        return _told(self._alive)
+        return _run_checks(self._alive)
 
     def ready(self) -> dict[str, str]:
         """Return "ok" or the problem, by part; those of `alive` included."""
-        return _told({**self._alive, **self._ready})
+        return _run_checks({**self._alive, **self._ready})
 
-    def _is_stalled(self, pulse: Heartbeat) -> Part:
+    def _is_stalled(self, heartbeat: Heartbeat) -> Part:
         def part() -> str | None:
-            silent_s = pulse.stalled_s()
+            silent_s = heartbeat.stalled_s()
             return f"no heartbeat for {silent_s:.0f} s" if silent_s > self._silent_s else None
 
         return part
 
 
-def _told(parts: Mapping[str, Part]) -> dict[str, str]:
+def _run_checks(parts: Mapping[str, Part]) -> dict[str, str]:
     return {name: part() or "ok" for name, part in parts.items()}

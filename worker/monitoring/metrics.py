@@ -44,10 +44,10 @@ class Metrics:
         self._tokens = _Tokens(model_name)
         self.registry.register(self._tokens)
         make = _Families(self.registry, model_name)
-        self._of_jobs(make)
-        self._of_the_engine(make)
+        self._add_job_metrics(make)
+        self._add_engine_metrics(make)
 
-    def _of_jobs(self, make: "_Families") -> None:
+    def _add_job_metrics(self, make: "_Families") -> None:
         self._running = make.by_lane(Gauge, "vllm:num_requests_running", "Jobs that this worker runs.")
         self._waiting = make.by_lane(
             Gauge,
@@ -66,7 +66,7 @@ class Metrics:
         self._e2e_s = make.seconds(
             "vllm:e2e_request_latency_seconds", "Seconds from submission to the end, of finished jobs."
         )
-        self._read = make.by_lane(Counter, "vllm:prompt_tokens", "Prompt tokens processed.")
+        self._prompt_tokens = make.by_lane(Counter, "vllm:prompt_tokens", "Prompt tokens processed.")
         self._prompts = make.by_lane(
             Histogram, "vllm:request_prompt_tokens", "Prompt tokens of a finished job.", buckets=_TOKENS
         )
@@ -90,30 +90,34 @@ class Metrics:
         )
         self._taken_over = make.by_lane(Counter, "sluice:takeovers", "Jobs taken over from a worker that died.")
 
-    def _of_the_engine(self, make: "_Families") -> None:
-        self._queried = make.one(Counter, "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        self._hit = make.one(
+    def _add_engine_metrics(self, make: "_Families") -> None:
+        self._queried = make.by_model(
+            Counter, "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
+        )
+        self._hit = make.by_model(
             Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache, and not computed."
         )
-        self._evicted = make.one(
+        self._evicted = make.by_model(
             Counter, "sluice:prefix_cache_evictions", "Segments, snapshots and images evicted from the prefix cache."
         )
-        self._prefixes = make.one(Gauge, "sluice:prefix_cache_bytes", "Size of the prefix cache.")
-        self._step_s = make.one(Histogram, "sluice:step_seconds", "Seconds of an engine step.", buckets=_TOKEN_S)
-        self._step_rows = make.one(Histogram, "sluice:step_rows", "Rows that decode in a step.", buckets=_ROWS)
-        self._no_room = make.one(Gauge, "sluice:rows_awaiting_memory", "Claimed jobs that wait for memory.")
-        self._parked = make.one(
+        self._prefixes = make.by_model(Gauge, "sluice:prefix_cache_bytes", "Size of the prefix cache.")
+        self._step_s = make.by_model(Histogram, "sluice:step_seconds", "Seconds of an engine step.", buckets=_TOKEN_S)
+        self._step_rows = make.by_model(Histogram, "sluice:step_rows", "Rows that decode in a step.", buckets=_ROWS)
+        self._awaiting_memory = make.by_model(
+            Gauge, "sluice:rows_awaiting_memory", "Claimed jobs that wait for memory."
+        )
+        self._rows_preempted = make.by_model(
             Gauge, "sluice:rows_preempted", "Offline rows that are preempted now, to make room for interactive ones."
         )
-        self._preempted = make.one(Counter, "vllm:num_preemptions", "Preemptions of rows.")
-        self._promised = make.one(
+        self._preempted = make.by_model(Counter, "vllm:num_preemptions", "Preemptions of rows.")
+        self._reserved = make.by_model(
             Gauge, "vllm:kv_cache_usage_perc", "Share of the memory for rows that is reserved; 1 is all of it."
         )
-        self._predicted = make.one(
+        self._predicted = make.by_model(
             Gauge, "sluice:memory_predicted_bytes", "Predicted peak memory of the rows, without the model."
         )
-        self._measured = make.one(Gauge, "sluice:memory_measured_bytes", "Measured peak memory of the same rows.")
-        self._ratio = make.one(
+        self._measured = make.by_model(Gauge, "sluice:memory_measured_bytes", "Measured peak memory of the same rows.")
+        self._ratio = make.by_model(
             Histogram,
             "sluice:memory_prediction_ratio",
             "Measured divided by predicted peak memory; above 1, the prediction was too low.",
@@ -122,22 +126,22 @@ class Metrics:
 
     # A job's life
 
-    def claimed(self, lane: Lane, *, queue_s: float, lapses: int) -> None:
-        """Count a claim. `queue_s`: seconds in the queue. `lapses`: times that the job's lease expired while it ran."""
+    def claimed(self, lane: Lane, *, queue_s: float, lease_expirations: int) -> None:
+        """Count a claim. `queue_s`: seconds in the queue. `lease_expirations`: times that the job's lease expired."""
         self._running[lane].inc()
         self._queue_s[lane].observe(queue_s)
-        if lapses:
+        if lease_expirations:
             self._taken_over[lane].inc()
 
     def first_token(self, lane: Lane, *, ttft_s: float, prefill_s: float, prompt_tokens: int) -> None:
         """Count an attempt's first token, once per attempt, even if it ends the answer."""
         self._ttft_s[lane].observe(ttft_s)
         self._prefill_s[lane].observe(prefill_s)
-        self._read[lane].inc(prompt_tokens)
+        self._prompt_tokens[lane].inc(prompt_tokens)
 
     def token(self, lane: Lane, gap_s: float | None) -> None:
         """Count a token of a row, on the event loop. `gap_s`: seconds since the one before; None for the first."""
-        self._tokens.saw(lane, gap_s)
+        self._tokens.count(lane, gap_s)
 
     def finished(
         self, lane: Lane, reason: str, *, e2e_s: float, decode_s: float, prompt_tokens: int, completion_tokens: int
@@ -160,34 +164,34 @@ class Metrics:
         """Count a cancelled job."""
         self._ended[lane, "abort"].inc()
 
-    def left(self, lane: Lane) -> None:
+    def released(self, lane: Lane) -> None:
         """Count that a claimed job has left this worker: once per claim, if requeued or lost too."""
         self._running[lane].dec()
 
     # Current state
 
-    def waiting(self, lane: Lane, jobs: int) -> None:
+    def set_waiting(self, lane: Lane, jobs: int) -> None:
         """Set the number of jobs that wait in the lane's queue."""
         self._waiting[lane].set(jobs)
 
-    def stepped(self, step: StepReport) -> None:
+    def record_step(self, step: StepReport) -> None:
         """Record a step of the engine."""
         self._step_rows.observe(step.rows)
         self._step_s.observe(step.seconds)
-        self._no_room.set(step.num_waiting)
-        self._parked.set(step.num_preempted)
+        self._awaiting_memory.set(step.num_waiting)
+        self._rows_preempted.set(step.num_preempted)
         self._preempted.inc(step.num_preemptions)
         if step.reserved:
             used, there = step.reserved
-            self._promised.set(used / there)
+            self._reserved.set(used / there)
         self._queried.inc(step.prefix.queried)
         self._hit.inc(step.prefix.hit)
         self._evicted.inc(step.prefix.evicted)
         self._prefixes.set(step.prefix.nbytes)
         if step.memory:
-            self._saw_memory(*step.memory)
+            self._record_memory(*step.memory)
 
-    def _saw_memory(self, predicted: int, measured: int) -> None:
+    def _record_memory(self, predicted: int, measured: int) -> None:
         self._predicted.set(predicted)
         self._measured.set(measured)
         self._ratio.observe(measured / predicted)
@@ -200,7 +204,7 @@ class _Families:
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._registry, self._model = registry, model_name
 
-    def one(self, kind: type[_Kind], name: str, help: str, **more: Any) -> _Kind:
+    def by_model(self, kind: type[_Kind], name: str, help: str, **more: Any) -> _Kind:
         return kind(name, help, _BY_MODEL, registry=self._registry, **more).labels(self._model)
 
     def by_lane(self, kind: type[_Kind], name: str, help: str, **more: Any) -> dict[Lane, _Kind]:
@@ -225,7 +229,7 @@ class _Tokens:
         self._gaps = {lane: [0] * (len(_TOKEN_S) + 1) for lane in LANES}
         self._seconds = dict.fromkeys(LANES, 0.0)
 
-    def saw(self, lane: Lane, gap_s: float | None) -> None:
+    def count(self, lane: Lane, gap_s: float | None) -> None:
         self._tokens[lane] += 1
         if gap_s is not None:
             self._gaps[lane][bisect_left(_TOKEN_S, gap_s)] += 1

@@ -19,7 +19,7 @@ from worker.monitoring.health import Health
 logger = logging.getLogger("sluice.probes")
 
 _CLOSE_S = 0.1  # interval at which the server checks if it must close
-_MOST_DROPPED = 65_536  # bytes of an unwanted body that are read; the answer to a longer one may be lost
+_MAX_DROPPED_BYTES = 65_536  # bytes of an unwanted body that are read; the answer to a longer one may be lost
 _TEXT = "text/plain; charset=utf-8"
 
 
@@ -34,7 +34,7 @@ def answer_probes(port: int | None, registry: CollectorRegistry, health: Health)
     try:
         server = _Server(("", port), handler)
     except OSError as error:
-        raise CannotStart(f"SLUICE_METRICS_PORT={port}: {_why(error)}") from None
+        raise CannotStart(f"SLUICE_METRICS_PORT={port}: {_describe(error)}") from None
     with server:
         thread = Thread(target=server.serve_forever, args=[_CLOSE_S], name="probes")
         thread.start()
@@ -65,13 +65,13 @@ class _Handler(MetricsHandler):
             case "/metrics" if self.command == "GET":
                 super().do_GET()
             case "/metrics":
-                self._answer(200, choose_encoder(self.headers.get("Accept", ""))[1], b"")
+                self._send(200, choose_encoder(self.headers.get("Accept", ""))[1], b"")
             case "/healthz":
-                self._tell(self.health.alive())
+                self._send_health(self.health.alive())
             case "/readyz":
-                self._tell(self.health.ready())
+                self._send_health(self.health.ready())
             case _:
-                self._answer(404, _TEXT, b"Not found; use /metrics, /healthz or /readyz.\n")
+                self._send(404, _TEXT, b"Not found; use /metrics, /healthz or /readyz.\n")
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -79,23 +79,23 @@ class _Handler(MetricsHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Send errors as plain text instead of the library's HTML, in particular for methods without a `do_...`."""
         if code == HTTPStatus.NOT_IMPLEMENTED:
-            self._answer(405, _TEXT, b"Method not allowed; use GET or HEAD.\n", allow="GET, HEAD")
+            self._send(405, _TEXT, b"Method not allowed; use GET or HEAD.\n", allow="GET, HEAD")
             self._drop_body()
         else:
-            self._answer(code, _TEXT, f"{message or HTTPStatus(code).phrase}\n".encode("ascii", "replace"))
+            self._send(code, _TEXT, f"{message or HTTPStatus(code).phrase}\n".encode("ascii", "replace"))
 
     def _drop_body(self) -> None:
         """Read the body: a connection that is closed with unread bytes is reset, and the answer may be lost."""
         length = self.headers.get("Content-Length", "")
         if length.isascii() and length.isdecimal() and len(length) < 10:
-            self.rfile.read(min(int(length), _MOST_DROPPED))
+            self.rfile.read(min(int(length), _MAX_DROPPED_BYTES))
 
-    def _tell(self, parts: dict[str, str]) -> None:
+    def _send_health(self, parts: dict[str, str]) -> None:
         well = all(said == "ok" for said in parts.values())
         body = json.dumps({"status": "ok" if well else "unavailable", **parts}) + "\n"
-        self._answer(200 if well else 503, "application/json", body.encode())
+        self._send(200 if well else 503, "application/json", body.encode())
 
-    def _answer(self, status: int, content_type: str, body: bytes, *, allow: str = "") -> None:
+    def _send(self, status: int, content_type: str, body: bytes, *, allow: str = "") -> None:
         self.send_response(status)
         if allow:
             self.send_header("Allow", allow)
@@ -108,7 +108,7 @@ class _Handler(MetricsHandler):
             self.wfile.write(body)
 
 
-def _why(error: OSError) -> str:
+def _describe(error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return "the port is in use; set another one for each worker of this machine."
     return f"the port cannot be opened: {error.strerror}."

@@ -14,7 +14,7 @@ _ROOT = Path(__file__).parents[2]  # the folder of the package `worker`
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class CompletedChild:
     """A process that has ended."""
 
     status: int  # exit status; minus the number of the signal if one ended it
@@ -22,7 +22,7 @@ class Ended:
     errors: bytes
 
 
-async def run_child(module: str, given: bytes) -> Ended:
+async def run_child(module: str, given: bytes) -> CompletedChild:
     """Run `python -m module` once, with `given` on its standard input. If the caller is cancelled, it is killed.
 
     A new thread starts the process and waits for it, so that the event loop is not blocked.
@@ -44,18 +44,18 @@ class _Child:
     def __init__(self, module: str, given: bytes) -> None:
         self._module, self._given = module, given
         self._process: subprocess.Popen[bytes] | None = None
-        self._unwanted = Event()
+        self._killed = Event()
 
-    def run(self) -> Ended:
+    def run(self) -> CompletedChild:
         with start(self._module) as process:
             self._process = process
-            if self._unwanted.is_set():  # checked after `_process` is set: `kill` uses the opposite order
+            if self._killed.is_set():  # checked after `_process` is set: `kill` uses the opposite order
                 process.kill()
             output, errors = process.communicate(self._given)
-        return Ended(process.returncode, output, errors)
+        return CompletedChild(process.returncode, output, errors)
 
     def kill(self) -> None:
-        self._unwanted.set()
+        self._killed.set()
         if self._process is not None:
             self._process.kill()
 

@@ -33,11 +33,11 @@ class ExitTimer:
         self._timer.daemon = True
         self._timer.start()
 
-    def when(self, hurry: asyncio.Event, limit_s: float, code: int) -> None:
+    def when(self, event: asyncio.Event, limit_s: float, code: int) -> None:
         """Start the timer when the event is set. Replaces an earlier call."""
         if self._watch is not None:
             self._watch.cancel()
-        self._watch = asyncio.create_task(self._await(hurry, limit_s, code))
+        self._watch = asyncio.create_task(self._await(event, limit_s, code))
 
     @contextmanager
     def after_error(self, limit_s: float) -> Iterator[None]:
@@ -48,8 +48,8 @@ class ExitTimer:
             self.exit_after(limit_s, _exit_code(error), error)
             raise
 
-    async def _await(self, hurry: asyncio.Event, limit_s: float, code: int) -> None:
-        await hurry.wait()
+    async def _await(self, event: asyncio.Event, limit_s: float, code: int) -> None:
+        await event.wait()
         self.exit_after(limit_s, code)
 
 

@@ -13,7 +13,7 @@ from worker.queue.job.claims import Claims
 logger = logging.getLogger("sluice.queue")
 
 _BATCH = 500  # ids in one call of the script: about 1 ms of the server's time
-_MOST_PENDING = 10_000  # further ids are dropped: a job among them ends when it is claimed, by its key `sluice:cancel`
+_MAX_PENDING = 10_000  # further ids are dropped: a job among them ends when it is claimed, by its key `sluice:cancel`
 _RETRY_S = 0.2
 
 
@@ -24,19 +24,19 @@ class CancelBacklog:
         """`cancel_running` interrupts a job that this worker runs, and returns False for any other."""
         self._cancel_running, self._claims = cancel_running, claims
         self._pending: dict[str, None] = {}  # in order of arrival
-        self._news = asyncio.Event()
+        self._added = asyncio.Event()
 
     def add(self, job_id: str) -> None:
         """Interrupt the job if it runs here; else store its id for `run`. Drops ids that break the contract."""
-        if self._cancel_running(job_id) or not keys.is_job_id(job_id) or len(self._pending) >= _MOST_PENDING:
+        if self._cancel_running(job_id) or not keys.is_job_id(job_id) or len(self._pending) >= _MAX_PENDING:
             return
         self._pending[job_id] = None
-        self._news.set()
+        self._added.set()
 
     async def run(self) -> None:
         """Cancel stored jobs that wait in the queue, until this task is cancelled."""
         while True:
-            await self._news.wait()
+            await self._added.wait()
             ids = self._next_batch()
             try:
                 await self._cancel_waiting(ids)
@@ -50,7 +50,7 @@ class CancelBacklog:
         for job_id in ids:
             del self._pending[job_id]
         if not self._pending:
-            self._news.clear()
+            self._added.clear()
         return [job_id for job_id in ids if not self._cancel_running(job_id)]
 
     def _add_all(self, ids: Iterable[str]) -> None:

@@ -17,7 +17,7 @@ def jobs_text(count: int) -> str:
     return "1 job" if count == 1 else f"{count} jobs"
 
 
-def farewell(running: int, grace_s: float) -> str:
+def drain_message(running: int, grace_s: float) -> str:
     """Return the log text for the first signal: which jobs the worker waits for, and the effect of a second signal."""
     if not running:
         return "no job is running"

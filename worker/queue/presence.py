@@ -21,7 +21,7 @@ logger = logging.getLogger("sluice.queue")
 _RATE_OVER_S = 60.0
 # Groups: valid until, in Unix seconds, and running jobs by lane. Any client can write a field, so digits are bounded:
 # int() refuses very long numbers.
-_SAID = re.compile(rb"[\d.]+ [\d.]+ (\d{1,15}) (\d{1,15}) (\d{1,15})")
+_REPORT = re.compile(rb"[\d.]+ [\d.]+ (\d{1,15}) (\d{1,15}) (\d{1,15})")
 
 
 class Presence:
@@ -50,14 +50,14 @@ class Presence:
         """Count an ended job for the reported rate."""
         self._ended.append(time.monotonic())
 
-    async def show(self, running: Mapping[Lane, int]) -> dict[Lane, int]:
+    async def publish(self, running: Mapping[Lane, int]) -> dict[Lane, int]:
         """Publish this worker's state, valid for one lease. `running`: its running jobs by lane.
 
         Returns the waiting jobs by lane, computed from the reports of all workers of the model. Raises RedisError,
         OSError.
         """
         try:
-            return await self._show(running)
+            return await self._publish(running)
         except ResponseError:
             await self._delete_foreign()
             raise
@@ -69,12 +69,12 @@ class Presence:
                 logger.warning("deleted a foreign value: %s held a %s", key, kind.decode())
                 await self._redis.delete(key)
 
-    async def _show(self, running: Mapping[Lane, int]) -> dict[Lane, int]:
+    async def _publish(self, running: Mapping[Lane, int]) -> dict[Lane, int]:
         rate, now = round(self._jobs_per_s(), 3), self._clock.now()
         rows = [running[lane] for lane in LANES]
         offline = offline_rows(self._settings, self._clock.utc())
         load = {"rows": sum(rows), "offline_rows": offline, "jobs_per_s": rate}
-        report = f"{self._queue_limit} {rate} {self._until():.0f} {' '.join(map(str, rows))}"
+        report = f"{self._queue_limit} {rate} {self._valid_until():.0f} {' '.join(map(str, rows))}"
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hset(self._key, mapping={**self._fields, **load})
             pipe.pexpire(self._key, self._lease_ms)
@@ -84,9 +84,9 @@ class Presence:
             for queue in self._queues:
                 pipe.zcount(queue, "-inf", now * 1000)
             *_, workers, interactive, batch = await pipe.execute()
-        return _less(dict(zip(LANES, (interactive, batch), strict=True)), workers, now)
+        return _waiting(dict(zip(LANES, (interactive, batch), strict=True)), workers, now)
 
-    def _until(self) -> float:
+    def _valid_until(self) -> float:
         return self._clock.now() + self._lease_ms / 1000 + 1
 
     async def remove(self) -> None:
@@ -104,8 +104,8 @@ class Presence:
         return len(self._ended) / _RATE_OVER_S
 
 
-def _less(due: Mapping[Lane, int], workers: Iterable[bytes], now: float) -> dict[Lane, int]:
+def _waiting(due: Mapping[Lane, int], workers: Iterable[bytes], now: float) -> dict[Lane, int]:
     """Waiting jobs by lane: due jobs minus running jobs of live workers, since running jobs stay in the queue."""
-    reports = [match.groups() for worker in workers if (match := _SAID.fullmatch(worker))]
+    reports = [match.groups() for worker in workers if (match := _REPORT.fullmatch(worker))]
     alive = [running for until, *running in reports if int(until) > now]
     return {lane: max(0, due[lane] - sum(int(running[i]) for running in alive)) for i, lane in enumerate(LANES)}

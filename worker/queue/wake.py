@@ -23,7 +23,7 @@ _QUIET_S = 5.0  # silence after which a ping is sent; without an answer for as l
 
 
 class ControlListener:
-    """Calls `wake` when there may be work, `cancel` with each id to cancel, and `missed` on each new connection,
+    """Calls `wake` when there may be work, `cancel` with each id to cancel, and `on_reconnect` on each new connection,
     since messages may have been lost before it."""
 
     def __init__(
@@ -34,10 +34,10 @@ class ControlListener:
         keyspace_events: bool,
         wake: Callable[[], None],
         cancel: Callable[[str], None],
-        missed: Callable[[], Awaitable[None]],
+        on_reconnect: Callable[[], Awaitable[None]],
     ) -> None:
         self._redis, self._model, self._keyspace_events = redis, model, keyspace_events
-        self._wake, self._cancel, self._missed = wake, cancel, missed
+        self._wake, self._cancel, self._on_reconnect = wake, cancel, on_reconnect
 
     async def run(self) -> None:
         """Listen, and reconnect after errors, until this task is cancelled."""
@@ -56,7 +56,7 @@ class ControlListener:
             await pubsub.subscribe(*channels)
             pace = _Pace()
             async for message in _messages(pubsub):
-                await self._hear(message["type"], message["channel"], message["data"])
+                await self._handle(message["type"], message["channel"], message["data"])
                 await pace.keep()
 
     async def _keyspace_channels(self) -> list[str]:
@@ -66,11 +66,11 @@ class ControlListener:
         denied = await forbidden(self._redis, [Need("SUBSCRIBE", (channel,), channel) for channel in channels])
         return [channel for channel in channels if channel not in {need.name for need in denied}]
 
-    async def _hear(self, type: str, channel: bytes, data: bytes) -> None:
+    async def _handle(self, type: str, channel: bytes, data: bytes) -> None:
         if type == "subscribe":  # also after redis-py has reconnected by itself
             self._wake()
             if channel == keys.CONTROL.encode():
-                await self._missed()
+                await self._on_reconnect()
         elif channel == keys.CONTROL.encode():
             self._cancel(data.decode("utf-8", "surrogateescape"))
         elif channel == keys.wake(self._model).encode() or data == b"zadd":

@@ -22,7 +22,7 @@ from worker.monitoring.heartbeat import Heartbeat
 from worker.monitoring.metrics import Metrics
 from worker.queue.cancel_backlog import CancelBacklog
 from worker.queue.cron import Cron
-from worker.queue.drain import drain, farewell, jobs_text
+from worker.queue.drain import drain, drain_message, jobs_text
 from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claim, Claims
 from worker.queue.job.endings import MAX_CRASHES, POISON_JOB, Endings
@@ -60,13 +60,13 @@ class QueueWorker(Worker):
         metrics: Metrics,
         crons: Sequence[Cron] = (),
         clock: ServerClock | None = None,
-        pulses: Sequence[Heartbeat] = (),
+        heartbeats: Sequence[Heartbeat] = (),
         hold: Callable[[bool], None] = lambda on: None,
         reader: Reader | None = None,
         check: ServerCheck | None = None,
         images: bool = False,
     ) -> None:
-        """`crons` are not jobs: they take no row, and no client can enqueue one. `pulses`: heartbeats of further
+        """`crons` are not jobs: they take no row, and no client can enqueue one. `heartbeats`: heartbeats of further
         threads to watch, besides the event loop's. `hold`: see `Publisher`. `images`: if the model accepts images."""
         model = settings.model_name
         super().__init__(
@@ -95,15 +95,15 @@ class QueueWorker(Worker):
             keyspace_events=settings.keyspace_events,
             wake=self.wake,
             cancel=self._cancels.add,
-            missed=lambda: self._cancel_wanted(list(self.jobs)),
+            on_reconnect=lambda: self._interrupt_cancelled(list(self.jobs)),
         )
-        self.pulse = Heartbeat("event loop")
-        self.leases = LeaseKeeper(settings, self._held, self._lost, [self.pulse, *pulses])
-        self._awake, self.stopping, self.force_stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.heartbeat = Heartbeat("event loop")
+        self.leases = LeaseKeeper(settings, self._running_claims, self._on_lease_lost, [self.heartbeat, *heartbeats])
+        self._wake, self.stopping, self.force_stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
         # Much shorter than a lease, so that a dead worker's jobs wait hardly longer than for their leases.
         self._sweep_s = min(self.poll_delay_s, max(0.1, settings.lease_s / 20))
         self._swept_at = 0.0  # monotonic
-        self._check, self._met = check or ServerCheck(redis, settings), False
+        self._check, self._server_checked = check or ServerCheck(redis, settings), False
         self.readiness = Readiness(self._sweep_s)
         self._takeover = Takeover(settings.lease_s)
 
@@ -118,26 +118,32 @@ class QueueWorker(Worker):
             return
         self.leases.start()
         try:
-            services = self.publisher.run, self.listener.run, self._cancels.run, self._keep, self.pulse.keep_beating
+            services = (
+                self.publisher.run,
+                self.listener.run,
+                self._cancels.run,
+                self._refresh_presence,
+                self.heartbeat.keep_beating,
+            )
             async with running_services(*services):
                 await self._claim_until_stopping()
-                await self._take_back_unheard()
+                await self._requeue_lost_claims()
                 await drain(self.jobs.values, self.settings.grace_s, self.force_stop)
         finally:
             self.leases.stop()
-        await self._leave()
+        await self._remove_presence()
 
     async def connect(self) -> bool:
         """Wait for Redis and check it. Returns False if the worker is stopped first. Raises `CannotStart`."""
-        if not self._met:
-            self._met = await until_redis_answers(self._meet, self.stopping)
-        return self._met
+        if not self._server_checked:
+            self._server_checked = await until_redis_answers(self._check_server, self.stopping)
+        return self._server_checked
 
     def handle_sig(self, signum: Signals) -> None:
         """Start the drain at the first signal; end its grace period at the second."""
         name = Signals(signum).name
         if not self.stopping.is_set():
-            logger.info("%s: stopping; %s", name, farewell(len(self.jobs), self.settings.grace_s))
+            logger.info("%s: stopping; %s", name, drain_message(len(self.jobs), self.settings.grace_s))
         elif not self.force_stop.is_set():
             logger.info("%s again: requeueing %s", name, jobs_text(len(self.jobs)))
             self.force_stop.set()
@@ -151,45 +157,45 @@ class QueueWorker(Worker):
 
     def wake(self) -> None:
         """Claim jobs at once instead of at the next poll."""
-        self._awake.set()
+        self._wake.set()
 
-    async def _meet(self) -> None:
+    async def _check_server(self) -> None:
         await self._check.run()
         await self.clock.sync(self.pool)
-        self._takeover.met(await uptime_s(self.pool))
-        self.readiness.answered()
+        self._takeover.record_first_answer(await uptime_s(self.pool))
+        self.readiness.record_answer()
 
     async def _claim_until_stopping(self) -> None:
         while not self.stopping.is_set():
-            self._awake.clear()
+            self._wake.clear()
             await until_redis_answers(self._poll_iteration, self.stopping)
             try:
-                await asyncio.wait_for(self._awake.wait(), self._sweep_s)
+                await asyncio.wait_for(self._wake.wait(), self._sweep_s)
             except TimeoutError:
                 pass
 
-    async def _take_back_unheard(self) -> None:
+    async def _requeue_lost_claims(self) -> None:
         """Requeue claims whose reply was lost; their jobs would wait for their leases, and then count as suspects."""
         try:
             for lane in keys.LANES:
-                for claim in await self._take(lane, 0):
+                for claim in await self._claim_jobs(lane, 0):
                     await self._begin(claim)
         except (RedisError, OSError):
             pass  # then the leases expire
 
-    async def _leave(self) -> None:
+    async def _remove_presence(self) -> None:
         try:
             await self.presence.remove()
         except (RedisError, OSError):
             logger.info("redis does not answer: the worker's presence expires with its lease")
 
-    async def _keep(self) -> None:
+    async def _refresh_presence(self) -> None:
         """Refresh presence and clock, three times per lease."""
         while True:
             try:
                 running = Counter(job.claim.lane for job in self.jobs.values())
-                for lane, jobs in (await self.presence.show(running)).items():
-                    self._metrics.waiting(lane, jobs)
+                for lane, jobs in (await self.presence.publish(running)).items():
+                    self._metrics.set_waiting(lane, jobs)
                 await self.clock.sync(self.pool)
             except (RedisError, OSError):
                 pass  # the publisher and the claim loop log an outage
@@ -202,19 +208,19 @@ class QueueWorker(Worker):
         cancel keys of running jobs, and run the crons that are due."""
         sweep = time.monotonic() - self._swept_at >= self._sweep_s
         for lane in keys.LANES:
-            want = max(0, free_rows(lane, self._held(), self.settings, self.clock.utc()))
+            want = max(0, free_rows(lane, self._running_claims(), self.settings, self.clock.utc()))
             if want or sweep or self.claims.needs_reconcile(lane):
-                claimed = await self._take(lane, want)
-                self._takeover.answered()
-                self.readiness.answered()
+                claimed = await self._claim_jobs(lane, want)
+                self._takeover.record_answer()
+                self.readiness.record_answer()
                 for claim in claimed:
                     await self._begin(claim)
                 # A cancellation that arrived before the claim's reply found no job to interrupt.
-                await self._cancel_wanted([claim.job_id for claim in claimed])
+                await self._interrupt_cancelled([claim.job_id for claim in claimed])
             if self.claims.needs_reconcile(lane):
                 self.wake()
         if sweep:
-            await self._cancel_wanted(list(self.jobs))
+            await self._interrupt_cancelled(list(self.jobs))
             self._swept_at = time.monotonic()
             await self.heart_beat()
 
@@ -223,16 +229,16 @@ class QueueWorker(Worker):
         for job in self._crons:
             await job.run_if_due(self.pool, self.settings.worker_name, self.clock.utc())
 
-    async def _take(self, lane: Lane, want: int) -> list[Claim]:
+    async def _claim_jobs(self, lane: Lane, want: int) -> list[Claim]:
         return await self.claims.take(
             lane,
             want,
-            running=self._held(),
+            running=self._running_claims(),
             suspects=sum(job.on_probation for job in self.jobs.values()),
             takeover=self._takeover.allowed(),
         )
 
-    def _held(self) -> list[Claim]:
+    def _running_claims(self) -> list[Claim]:
         return [job.claim for job in list(self.jobs.values())]
 
     async def _begin(self, claim: Claim) -> None:
@@ -247,9 +253,13 @@ class QueueWorker(Worker):
             pass  # then its lease expires
 
     def _start(self, claim: Claim) -> None:
-        self._metrics.claimed(claim.lane, queue_s=claim.age_s(self.clock.now()), lapses=claim.lease_expirations)
-        log = self.publisher.open(claim, lost=lambda: self._interrupt(claim.job_id, OwnershipLost()))
-        job = self.jobs[claim.job_id] = Job(claim, log, on_probation=claim.lease_expirations > 0, cleared=self.wake)
+        self._metrics.claimed(
+            claim.lane, queue_s=claim.age_s(self.clock.now()), lease_expirations=claim.lease_expirations
+        )
+        log = self.publisher.open(claim, on_lost=lambda: self._interrupt(claim.job_id, OwnershipLost()))
+        job = self.jobs[claim.job_id] = Job(
+            claim, log, on_probation=claim.lease_expirations > 0, on_probation_end=self.wake
+        )
         job.task = self.loop.create_task(self.run_job(claim.job_id, int(claim.queued_at * 1000)))
         self.tasks[claim.job_id] = job.task
         job.task.add_done_callback(lambda task: self._ended(claim.job_id, task))
@@ -257,7 +267,7 @@ class QueueWorker(Worker):
     def _ended(self, job_id: str, task: asyncio.Task[None]) -> None:
         job = self.jobs.pop(job_id)
         self.publisher.close(job.log)
-        self._metrics.left(job.claim.lane)
+        self._metrics.released(job.claim.lane)
         del self.tasks[job_id]
         self.presence.job_ended()
         self.wake()
@@ -267,11 +277,11 @@ class QueueWorker(Worker):
         """Run a claimed job to its one ending. Does not raise."""
         job = self.jobs[job_id]
         try:
-            await self._recall(job)
+            await self._load_log(job)
             job.begin()
             answer = await self._call(job)
             result = dumps_with_items(answer.result)
-            job.closing = True
+            job.is_ending = True
         except asyncio.CancelledError:
             await self.endings.end(job, job.interruption or Requeue())
         except (JobFailure, Cancelled, Requeue, OwnershipLost) as why:
@@ -283,7 +293,7 @@ class QueueWorker(Worker):
         else:
             await self.endings.finish(job, answer, result)
 
-    async def _recall(self, job: Job) -> None:
+    async def _load_log(self, job: Job) -> None:
         async def read() -> None:
             said: list[bytes] = await self.pool.lrange(keys.log(job.claim.job_id), 0, -1)  # type: ignore[misc]
             job.log.load(said)
@@ -324,7 +334,7 @@ class QueueWorker(Worker):
         self._interrupt(job_id, Cancelled("requested"))
         return job_id in self.jobs
 
-    async def _cancel_wanted(self, running: Sequence[str]) -> None:
+    async def _interrupt_cancelled(self, running: Sequence[str]) -> None:
         """Interrupt the jobs that have a cancel key: the message on the channel may be late or lost."""
         wanted = await self.pool.mget([keys.cancel(job_id) for job_id in running]) if running else []
         for job_id, flag in zip(running, wanted, strict=True):
@@ -335,14 +345,14 @@ class QueueWorker(Worker):
         if job := self.jobs.get(job_id):
             job.interrupt(why)
 
-    def _lost(self, claim: Claim) -> None:
+    def _on_lease_lost(self, claim: Claim) -> None:
         """Interrupt a job that another attempt owns. Called on the lease keeper's thread."""
         try:
-            self.loop.call_soon_threadsafe(self._disown, claim)
+            self.loop.call_soon_threadsafe(self._interrupt_lost, claim)
         except RuntimeError:
             pass  # the loop has closed: there is nothing left to stop
 
-    def _disown(self, claim: Claim) -> None:
+    def _interrupt_lost(self, claim: Claim) -> None:
         job = self.jobs.get(claim.job_id)
         if job is not None and job.claim is claim:
             job.interrupt(OwnershipLost())

@@ -32,29 +32,29 @@ class TextCodec:
         vocab: int,
         *,
         boundaries: bool = False,
-        thinnable: bool = False,
+        droppable: bool = False,
         control_tokens: bool = False,
         context: int | None = None,
     ) -> None:
         """`vocab`: number of logits, which may exceed the tokenizer's vocabulary.
         `boundaries`: plan cache boundaries, for models whose cache cannot be cut at any token.
-        `thinnable`: plan the droppable ranges, for workers with a draft model.
+        `droppable`: plan the droppable ranges, for workers with a draft model.
         `control_tokens`: read control tokens in a client's text as tokens, not as text.
         `context`: its length in tokens; a prompt well beyond it is refused before it is tokenized.
         """
-        self._vocabulary, self._dialect = Vocabulary(tokenizer), ModelFormat(tokenizer)
-        places = TokenOffsets(self._vocabulary, len(tokenizer.tokens)) if boundaries or thinnable else None
+        self._vocabulary, self._format = Vocabulary(tokenizer), ModelFormat(tokenizer)
+        places = TokenOffsets(self._vocabulary, len(tokenizer.tokens)) if boundaries or droppable else None
         self._threads = TextThreads()
         self._prompts = Prompts(
             tokenizer,
-            self._dialect.think,
+            self._format.think,
             Boundaries(places) if places and boundaries else None,
-            DroppableRanges(places) if places and thinnable else None,
-            None if control_tokens else _quoting(tokenizer, self._dialect),
+            DroppableRanges(places) if places and droppable else None,
+            None if control_tokens else _escaping(tokenizer, self._format),
             context=context,
             threads=self._threads,
         )
-        self._guides = GrammarStates(tokenizer, self._vocabulary, self._dialect, vocab)
+        self._grammars = GrammarStates(tokenizer, self._vocabulary, self._format, vocab)
 
     async def prompt(self, request: ChatRequest, images: Sequence[str] = (), lane: Lane = "interactive") -> Prompt:
         """Render and tokenize the request's messages.
@@ -64,26 +64,28 @@ class TextCodec:
         """
         return await self._prompts.render(request, images, lane)
 
-    async def guide(self, request: ChatRequest, prompt: Prompt, lane: Lane = "interactive") -> GrammarState | None:
+    async def grammar(self, request: ChatRequest, prompt: Prompt, lane: Lane = "interactive") -> GrammarState | None:
         """Return the grammar of the answer, or None if the answer is free.
 
         Raises `JobFailure` for a schema that cannot be enforced.
         """
-        return await self._guides.guide(request, prompt, lane)
+        return await self._grammars.create(request, prompt, lane)
 
     async def run(self, lane: Lane, characters: int, work: Callable[[Check], T], tenant: str = "") -> T:
-        """Call `work`, whose input has `characters` characters, on a text thread: see `Pool.run`."""
+        """Call `work`, whose input has `cost_in_characters` characters, on a text thread: see `Pool.run`."""
         return await self._threads.run(lane, characters, work, tenant)
 
     def output(self, request: ChatRequest, prompt: Prompt, job_id: str) -> Output:
         """Return a new output parser for the job's answer."""
-        return Output(self._vocabulary, self._dialect, request, prompt.thinking, job_id)
+        return Output(self._vocabulary, self._format, request, prompt.thinking, job_id)
 
     def logprobs(self, token: int, sampled: Logprobs) -> dict[str, Any]:
         """Return the token's entry in OpenAI's form."""
         return entry(token, sampled, self._vocabulary.bytes_of)
 
 
-def _quoting(tokenizer: Tokenizer, dialect: ModelFormat) -> ControlTokenEscaping:
-    own = () if dialect.harmony else (*(dialect.think or ()), *(tokenizer.tool or ()))  # gpt-oss's markers end turns
+def _escaping(tokenizer: Tokenizer, model_format: ModelFormat) -> ControlTokenEscaping:
+    own = (
+        () if model_format.harmony else (*(model_format.think or ()), *(tokenizer.tool or ()))
+    )  # gpt-oss's markers end turns
     return ControlTokenEscaping(tokenizer.control_tokens, own)

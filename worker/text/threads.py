@@ -22,12 +22,12 @@ T = TypeVar("T")
 Check = Callable[[], None]  # raises `WorkAbandoned` if the result is no longer needed
 
 LARGE = 65_536  # characters: the slowest tokenizers take a quarter of a second for them
-_SMALL_AT_ONCE = 2
+_SMALL_THREADS = 2
 # A text that fills a context of a million tokens takes about 5 s on a slow machine.
-_LONGEST_S = 60.0
+_TIMEOUT_S = 60.0
 _SLICE_S = 0.1
-_MOST_PAUSED = 6  # paused calls: each keeps its thread and its memory while others run
-_LOOK_AGAIN_S = 1.0
+_MAX_PAUSED = 6  # paused calls: each keeps its thread and its memory while others run
+_RECHECK_S = 1.0
 
 
 class WorkAbandoned(Exception):
@@ -48,13 +48,13 @@ class Pool:
         *,
         reserved: int = 0,
         subject: str = "messages",
-        longest_s: float = _LONGEST_S,
+        timeout_s: float = _TIMEOUT_S,
         slice_s: float = _SLICE_S,
     ) -> None:
         """`reserved`: threads that offline jobs leave free. `subject`: the field that the error for a timeout names.
-        `longest_s`: timeout of a call in seconds, without its waits and pauses."""
-        self._threads, self._turns = ThreadPoolExecutor(threads + _MOST_PAUSED, name), Turns(threads, reserved=reserved)
-        self._longest_s, self._slice_s, self._paused = longest_s, slice_s, 0
+        `timeout_s`: timeout of a call in seconds, without its waits and pauses."""
+        self._threads, self._turns = ThreadPoolExecutor(threads + _MAX_PAUSED, name), Turns(threads, reserved=reserved)
+        self._timeout_s, self._slice_s, self._paused = timeout_s, slice_s, 0
         self._subject = subject
 
     async def run(self, lane: Lane, work: Callable[[Check], T], tenant: str = "") -> T:
@@ -66,32 +66,32 @@ class Pool:
         # The slot is free when the thread is, which may be after the job has ended.
         future.add_done_callback(partial(self._freed, running))
         try:
-            async with asyncio.timeout(self._longest_s) as limit:
+            async with asyncio.timeout(self._timeout_s) as limit:
                 running.limit = limit
                 return await asyncio.wrap_future(future)
         except TimeoutError:
             if not limit.expired():
                 raise
             raise JobFailure(
-                "too_large", f"{self._subject}: preparing them took longer than {self._longest_s:g} s; shorten them."
+                "too_large", f"{self._subject}: preparing them took longer than {self._timeout_s:g} s; shorten them."
             ) from None
         finally:
             running.abandon()
 
     def _pause(self, lane: Lane, tenant: str, running: "_Running") -> None:
         """Give the slot to other work that waits for one, or let this work continue."""
-        if running.over or self._paused >= _MOST_PAUSED or not self._turns.wanted:
-            running.go_on()
+        if running.is_over or self._paused >= _MAX_PAUSED or not self._turns.wanted:
+            running.resume()
             return
         self._paused += 1
         turn = self._turns.queue(lane, tenant, running.used_s)
-        turn.add_done_callback(partial(self._go_on, running))
+        turn.add_done_callback(partial(self._continue, running))
         running.pause(turn)
         self._turns.give_back()
 
-    def _go_on(self, running: "_Running", turn: Turn) -> None:
+    def _continue(self, running: "_Running", turn: Turn) -> None:
         self._paused -= 1
-        running.go_on()
+        running.resume()
 
     def _freed(self, running: "_Running", _: Future[T]) -> None:
         with suppress(RuntimeError):  # the loop has closed: no job waits
@@ -106,10 +106,10 @@ class _Running:
     """One call of `Pool.run`. Only `check` runs on its thread; all else belongs to the event loop, which reads `used_s`
     while the work is paused."""
 
-    def __init__(self, wants_pause: Callable[["_Running"], None], slice_s: float) -> None:
+    def __init__(self, request_pause: Callable[["_Running"], None], slice_s: float) -> None:
         self.loop, self.limit = asyncio.get_running_loop(), asyncio.timeout(None)
-        self._wants_pause, self._slice_s = wants_pause, slice_s
-        self._abandoned, self._goes_on = Event(), Event()
+        self._request_pause, self._slice_s = request_pause, slice_s
+        self._abandoned, self._continues = Event(), Event()
         self._began = time.monotonic()  # of the time slice
         self.used_s = 0.0  # in earlier slices
         self._turn: Turn | None = None  # of the last pause; None before the first
@@ -120,7 +120,7 @@ class _Running:
         return self._abandoned.is_set()
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """True if its job no longer waits for it."""
         return self.abandoned or self.limit.expired()
 
@@ -133,16 +133,16 @@ class _Running:
         self._left_s = ends - self.loop.time() if ends is not None else 0.0
         self.limit.reschedule(None)
 
-    def go_on(self) -> None:
-        if not self.over and self.limit.when() is None:
+    def resume(self) -> None:
+        if not self.is_over and self.limit.when() is None:
             self.limit.reschedule(self.loop.time() + self._left_s)
-        self._goes_on.set()
+        self._continues.set()
 
     def abandon(self) -> None:
         self._abandoned.set()
         if self._turn is not None:
             self._turn.cancel()
-        self._goes_on.set()
+        self._continues.set()
 
     def check(self) -> None:
         """Pause if the time slice is over. The work calls it on its thread. Raises `WorkAbandoned`."""
@@ -155,14 +155,14 @@ class _Running:
             raise WorkAbandoned
 
     def _wait(self) -> None:
-        self._goes_on.clear()
+        self._continues.clear()
         if self.abandoned:
             return
         try:
-            self.loop.call_soon_threadsafe(self._wants_pause, self)
+            self.loop.call_soon_threadsafe(self._request_pause, self)
         except RuntimeError:  # the loop has closed
             raise WorkAbandoned from None
-        while not self._goes_on.wait(_LOOK_AGAIN_S):
+        while not self._continues.wait(_RECHECK_S):
             if self.loop.is_closed():
                 raise WorkAbandoned
 
@@ -171,7 +171,7 @@ class TextThreads:
     """The text threads of a worker: a few for small texts, and one per lane for large ones."""
 
     def __init__(self) -> None:
-        self._small = Pool("text", _SMALL_AT_ONCE)
+        self._small = Pool("text", _SMALL_THREADS)
         self._large = {lane: Pool(f"large-text-{lane}", 1) for lane in LANES}
 
     async def run(self, lane: Lane, characters: int, work: Callable[[Check], T], tenant: str = "") -> T:

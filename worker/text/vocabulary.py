@@ -26,7 +26,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        read = _of_alphabet if tokenizer.byte_level else _of_text
+        read = _bytes_from_alphabet if tokenizer.byte_level else _bytes_from_text
         self._bytes = [read(token) for token in tokenizer.tokens]
 
     def bytes_of(self, token: int) -> bytes:
@@ -40,7 +40,7 @@ class Vocabulary:
         """
         if self._tokenizer.byte_level:
             return _ByteLevel(self._bytes)
-        return _Within(self._tokenizer.streaming(), len(self._bytes))
+        return _WithinVocabulary(self._tokenizer.streaming(), len(self._bytes))
 
 
 class _ByteLevel:
@@ -54,7 +54,7 @@ class _ByteLevel:
         return self._decode(b"", True)
 
 
-class _Within:
+class _WithinVocabulary:
     """Ignores ids beyond the vocabulary, on which mlx-lm's detokenizers fail."""
 
     def __init__(self, inner: Detokenizer, count: int) -> None:
@@ -64,12 +64,12 @@ class _Within:
         return self._inner.feed(token) if token < self._count else ""
 
 
-def _of_alphabet(token: str) -> bytes:
+def _bytes_from_alphabet(token: str) -> bytes:
     """Decode a token in GPT-2's byte alphabet. One with other characters was added as plain text."""
     return bytes(map(_BYTES.__getitem__, token)) if _BYTES.keys() >= set(token) else token.encode()
 
 
-def _of_text(token: str) -> bytes:
+def _bytes_from_text(token: str) -> bytes:
     """Decode a token as SentencePiece writes it."""
     if written := _HEX.fullmatch(token):
         return bytes.fromhex(written[1])

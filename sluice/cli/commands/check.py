@@ -68,7 +68,7 @@ def _look(model: str) -> Facts:
 
 
 def _facts(checked: "ModelReport") -> Facts:
-    from worker.text.grammar.guide import readable
+    from worker.text.grammar.guide import llguidance_tokenizer
     from worker.text.output.formats import ModelFormat
 
     anatomy, dialect = checked.profile, ModelFormat(checked.tokenizer)
@@ -91,7 +91,7 @@ def _facts(checked: "ModelReport") -> Facts:
         "think": dialect.think,
         "tool": checked.tokenizer.tool,
         "tool_format": checked.tokenizer.tool_format,
-        "schemas": readable(checked.tokenizer, anatomy.vocab) is not None,
+        "schemas": llguidance_tokenizer(checked.tokenizer, anatomy.vocab) is not None,
         "attention_layers": anatomy.attention_calls,
         "mtp": checked.mtp,
         "vision": checked.vision_unsupported_reason is None,

@@ -207,6 +207,6 @@ async def test_an_answer_that_is_right_anyway_stays_as_it_was(chat: Model, words
     request = ChatRequest.model_validate({"messages": [{"role": "user", "content": words}], **WISHES[words]})
     rendered = await language.prompt(request)
     row = GenerationRequest("a", rendered.tokens, 60)
-    held = replace(row, grammar=await language.guide(request, rendered))
+    held = replace(row, grammar=await language.grammar(request, rendered))
     assert held.grammar
     assert answer(chat, held) == answer(chat, row)

@@ -54,7 +54,7 @@ class Desk:
         """Claim the job, and take up its log."""
         (claim,) = await self.claims.take("interactive", 1)
         assert claim.job_id == job_id
-        log = self.publisher.open(claim, lost=lambda: self.lost.append(claim))
+        log = self.publisher.open(claim, on_lost=lambda: self.lost.append(claim))
         if claim.events:
             log.load(await self.redis.lrange(keys.log(job_id), 0, -1))
         return log
@@ -252,7 +252,7 @@ async def test_an_ending_takes_the_job_off_its_own_lane(db: Redis, ada: Desk) ->
         await put(db, lane, BODY, lane=lane)
     for lane in keys.LANES:
         (claim,) = await ada.claims.take(lane, 1)
-        log = ada.publisher.open(claim, lost=lambda: None)
+        log = ada.publisher.open(claim, on_lost=lambda: None)
         await ada.publisher.finish(log, "cancelled", reason="requested", usage=USAGE)
     await check_all_ended(db)
 

@@ -11,7 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from schemas import keys
-from tests.fakes import ByteTokenizer, FakeEngine, served
+from tests.fakes import ByteTokenizer, FakeEngine, worker_context
 from tests.queue.helpers import ended, envelope, put, settings, types, words, working
 from worker.jobs import chat
 
@@ -73,7 +73,7 @@ async def test_a_job_with_a_long_log_is_taken_up_and_ended_in_short_turns_of_the
 ) -> None:
     tokenizer, known = ByteTokenizer(), settings(redis_url, max_output_tokens=20_000)
     engine = FakeEngine(lambda sequence: ANSWER.encode())
-    model = served(known, engine, tokenizer, context=20_000)
+    model = worker_context(known, engine, tokenizer, context_tokens=20_000)
     await write_log(db, logprobs)
     asks = {"logprobs": True, "top_logprobs": ALTERNATIVES} if logprobs else {}
     async with engine, working(known, chat, context=model):
@@ -109,7 +109,7 @@ async def test_a_log_with_a_token_outside_the_vocabulary_never_reaches_the_engin
     foreign = {"id": "a", "seq": 1, "attempt": 1, "ts": time.time(), "type": "delta", "token_ids": [token]}
     await db.rpush(keys.log("a"), json.dumps(started), json.dumps(foreign))
     await db.hset(keys.job("a"), mapping={"state": "queued", "attempt": 1})
-    async with engine, working(known, chat, context=served(known, engine, tokenizer)):
+    async with engine, working(known, chat, context=worker_context(known, engine, tokenizer)):
         await put(db, "a", envelope({**REQUEST, "max_tokens": 5}))
         said = await ended(db, "a")
     assert types(said)[2:3] == ["restarted"]

@@ -12,7 +12,7 @@ from tests.fakes import FakeChat
 from tests.queue.helpers import QUEUE, ask, ended, listening, put, settings, types, until, working
 from worker.queue.cron import Cron
 from worker.queue.server.connection import connect
-from worker.queue.server.permissions import EXEC, MULTI, NEEDED, Need, forbidden, named, rules
+from worker.queue.server.permissions import EXEC, MULTI, NEEDED, Need, acl_command, describe, forbidden
 from worker.schedule_times import Crontab
 
 ALL = ("+@all", "~*", "&*")
@@ -83,7 +83,7 @@ async def test_nothing_is_executed(server: Server, admin: Redis) -> None:
 async def test_without_multi_the_line_that_mends_it_allows_all(server: Server, admin: Redis) -> None:
     found = await denied(server, admin, "-@all")
     assert set(found) == {MULTI, EXEC}
-    assert rules("bob", found) == rules("bob", NEEDED)
+    assert acl_command("bob", found) == acl_command("bob", NEEDED)
 
 
 async def test_another_database_needs_select(server: Server, admin: Redis) -> None:
@@ -94,17 +94,20 @@ async def test_another_database_needs_select(server: Server, admin: Redis) -> No
 
 def test_what_is_denied_is_named_with_its_key() -> None:
     found = [Need("EVALSHA"), Need("GET", ("arq:job:x",), "arq:job:x"), Need("SET", ("arq:job:x", "v"), "arq:job:x")]
-    assert named(found) == "EVALSHA; GET, SET on arq:job:x"
-    assert rules("bob", found) == "ACL SETUSER bob ~sluice:* ~arq:* &sluice:* +evalsha +get +set"
+    assert describe(found) == "EVALSHA; GET, SET on arq:job:x"
+    assert acl_command("bob", found) == "ACL SETUSER bob ~sluice:* ~arq:* &sluice:* +evalsha +get +set"
 
 
 def test_the_page_on_operations_has_the_rules_of_a_user_for_workers() -> None:
-    assert rules("sluice", NEEDED).removeprefix("ACL SETUSER sluice ") in (ROOT / "docs" / "operations.md").read_text()
+    assert (
+        acl_command("sluice", NEEDED).removeprefix("ACL SETUSER sluice ")
+        in (ROOT / "docs" / "operations.md").read_text()
+    )
 
 
 async def test_the_rules_are_enough_for_all_that_a_worker_does(server: Server, admin: Redis) -> None:
     await admin.execute_command("ACL", "SETUSER", "bob", "reset", "on", ">pw", "resetchannels", "-@all")
-    await admin.execute_command(*rules("bob", NEEDED).split())
+    await admin.execute_command(*acl_command("bob", NEEDED).split())
     await admin.execute_command("ACL", "LOG", "RESET")
     chat = FakeChat()
     given = settings(server.url.replace("//", "//bob:pw@"), lease_s=1, disconnect_grace_s=0.1)

@@ -36,7 +36,7 @@ async def told(port: int, path: str = "/readyz") -> Told:
 
 def probed(worker: QueueWorker) -> Health:
     health = Health(GIVEN["watchdog_s"])
-    health.serving({"event loop": worker.pulse}, worker.readiness.parts())
+    health.set_checks({"event loop": worker.heartbeat}, worker.readiness.parts())
     return health
 
 
@@ -99,7 +99,7 @@ async def test_probes_are_answered_while_the_event_loop_hangs(redis_url: str, po
 
     async with working(settings(redis_url, **GIVEN), FakeChat().chat) as worker:
         with answer_probes(port, Metrics("m").registry, probed(worker)):
-            await until(lambda: worker.pulse.stalled_s() > 0)
+            await until(lambda: worker.heartbeat.stalled_s() > 0)
             prober = threading.Thread(target=probe)
             prober.start()
             time.sleep(1.5)

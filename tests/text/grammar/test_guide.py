@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator
 
 from tests.text.guided import ANY_OBJECT, CITY, EOS, OTHER_EOS, SIGNS, WEATHER, by, model, refusal, request, spelled
 from tests.text.structured import Schema, allowed, walk
-from worker.text.grammar.errors import TOO_MUCH
+from worker.text.grammar.errors import TOO_EXPENSIVE
 from worker.text.grammar.guide import GrammarStates
 from worker.text.grammar.llg_tokenizer import without_added_tokens
 from worker.text.prompt.prompt import Prompt, Thinking
@@ -159,7 +159,7 @@ async def test_a_guide_that_is_rewound_allows_what_it_allowed(begun: str) -> Non
 
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"tools": [WEATHER]}])
 async def test_an_answer_that_may_be_anything_has_no_guide(fields: dict[str, Any]) -> None:
-    assert await model().guides.guide(request(**fields), Prompt((1,), "none")) is None
+    assert await model().guides.create(request(**fields), Prompt((1,), "none")) is None
 
 
 THINK, THOUGHT, CALL = 3, 4, 5
@@ -204,7 +204,7 @@ async def test_a_guide_that_breaks_says_why_and_ends_the_answer_and_harms_no_oth
     breaking, other = await model().guide(**TIRING), await model().guide(**TIRING)
     assert walk(breaking, {EOS, OTHER_EOS}, 1024, random.Random(1), [])
     assert breaking.error
-    assert breaking.error.reason == TOO_MUCH
+    assert breaking.error.reason == TOO_EXPENSIVE
     assert not breaking.error.ours
     assert set(allowed(breaking, 1024)) == {EOS, OTHER_EOS}
     later = await model().guide(**TIRING)
@@ -222,7 +222,7 @@ async def test_a_token_that_was_not_allowed_breaks_the_guide() -> None:
 
 async def test_a_network_may_be_wider_than_its_tokenizer() -> None:
     guides = GrammarStates(model().tokenizer, Vocabulary(model().tokenizer), model().dialect, 1100)
-    guide = await guides.guide(request(**ANY_OBJECT), Prompt((1,), "open"))
+    guide = await guides.create(request(**ANY_OBJECT), Prompt((1,), "open"))
     assert guide
     assert set(allowed(guide, 1100)) == set(range(1100)) - {EOS, OTHER_EOS, CALL}
     guide.accept(THOUGHT)

@@ -20,9 +20,9 @@ from worker.engine.upstream.mlx_lm import load_tokenizer
 from worker.errors import JobFailure
 from worker.process import child
 from worker.text.grammar import guide, lark
-from worker.text.grammar.attempt import Complaint, verdict_of
-from worker.text.grammar.constraint import is_quick, wish_of
-from worker.text.grammar.errors import TOO_MUCH
+from worker.text.grammar.attempt import CompileError, verdict_of
+from worker.text.grammar.constraint import constraint_of, is_quick
+from worker.text.grammar.errors import TOO_EXPENSIVE
 from worker.text.grammar.guide import GrammarStates, RowGrammar
 from worker.text.grammar.llg_tokenizer import without_added_tokens
 from worker.text.prompt.prompt import Prompt
@@ -96,11 +96,11 @@ SLOW: Schema = {"prefixItems": [{"type": "integer", "multipleOf": 99_991 - i} fo
 async def test_one_clients_slow_schemas_do_not_hold_up_what_is_quick_or_known() -> None:
     guides, prompt = fresh(), Prompt((1,), "closed")
     known = request(**by({"type": "string", "pattern": "^a+$"}))
-    assert await guides.guide(known, prompt)
-    slow = [asyncio.ensure_future(guides.guide(request(**by({**SLOW, "title": str(i)})), prompt)) for i in range(8)]
+    assert await guides.create(known, prompt)
+    slow = [asyncio.ensure_future(guides.create(request(**by({**SLOW, "title": str(i)})), prompt)) for i in range(8)]
     await asyncio.sleep(0.05)
     for quick in (request(**ANY_OBJECT), request(**by(CITY), tools=[WEATHER]), known):
-        assert await guides.guide(quick, prompt)
+        assert await guides.create(quick, prompt)
     assert not any(task.done() for task in slow)
     for task in slow:
         task.cancel()
@@ -114,7 +114,7 @@ async def test_schemas_do_not_wait_for_the_event_loops_own_threads() -> None:
     waiting = loop.run_in_executor(None, go.wait)
     begun = {"messages": [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": '{"city": '}]}
     for asked in (by(CITY), {**by({"type": "string", "pattern": "^c+$"})}, {**by(CITY), **begun}):
-        assert await asyncio.wait_for(fresh().guide(request(**asked), Prompt((1,), "closed")), 30)
+        assert await asyncio.wait_for(fresh().create(request(**asked), Prompt((1,), "closed")), 30)
     go.set()
     await waiting
 
@@ -128,7 +128,7 @@ async def test_no_answer_that_was_begun_is_tokenized_on_the_event_loop(monkeypat
 
     monkeypatch.setattr(guide, "normalize", noted)
     begun = {"messages": [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": '{"city": '}]}
-    assert await fresh().guide(request(**by(CITY), **begun), Prompt((1,), "closed"))
+    assert await fresh().create(request(**by(CITY), **begun), Prompt((1,), "closed"))
     assert threads
     assert threading.main_thread() not in threads
 
@@ -144,13 +144,13 @@ def test_only_the_messages_that_the_answer_goes_on_after_are_normalized(monkeypa
     earlier = [{"role": role, "content": "So?"} for _ in range(50) for role in ("user", "assistant")]
     last = [("user", "Where?"), ("assistant", '{"city":'), ("developer", "Be brief."), ("assistant", '"Os')]
     asked = request(messages=[*earlier, *({"role": role, "content": text} for role, text in last)])
-    assert guide._last_words(asked) == normalized(asked.messages)[-1]["content"]
+    assert guide._continued_text(asked) == normalized(asked.messages)[-1]["content"]
     assert lengths == [2]
 
 
 @pytest.mark.timing
 def test_a_large_schema_is_not_written_to_find_out_that_it_is_not_quick() -> None:
-    wish = wish_of(request(**by({"enum": list(range(20_000))})))
+    wish = constraint_of(request(**by({"enum": list(range(20_000))})))
     assert wish is not None
     began = time.perf_counter()
     assert not is_quick(wish)
@@ -165,7 +165,7 @@ async def test_a_job_that_is_cancelled_takes_its_trial_with_it(monkeypatch: pyte
         return process
 
     monkeypatch.setattr(child, "start", watched)
-    guiding = asyncio.ensure_future(fresh().guide(request(**by(SLOW)), Prompt((1,), "closed")))
+    guiding = asyncio.ensure_future(fresh().create(request(**by(SLOW)), Prompt((1,), "closed")))
     trial = await trials.get()
     await asyncio.sleep(0)
     guiding.cancel()
@@ -189,8 +189,8 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 async def test_a_schema_is_tried_once_however_many_rows_bring_it(processes: list[str]) -> None:
     guides, asked = fresh(), request(**by({"type": "string", "pattern": "^b+$"}))
-    await guides.guide(asked, Prompt((1,), "closed"))
-    await asyncio.gather(*(guides.guide(asked, Prompt((1,), "closed")) for _ in range(20)))
+    await guides.create(asked, Prompt((1,), "closed"))
+    await asyncio.gather(*(guides.create(asked, Prompt((1,), "closed")) for _ in range(20)))
     assert len(processes) == 1
 
 
@@ -206,7 +206,7 @@ async def test_the_one_tool_that_nothing_satisfies_is_found_by_one_process(proce
     wrong = {"type": "object", "properties": {"a": {"type": "string", "enum": [1]}}, "required": ["a"]}
     tools = [*(tool(f"f{i}", held_to(f"^{i}$")) for i in range(40)), tool("bad", wrong)]
     with pytest.raises(JobFailure) as refused:
-        await fresh().guide(request(tools=tools, tool_choice="required"), Prompt((1,), "closed"))
+        await fresh().create(request(tools=tools, tool_choice="required"), Prompt((1,), "closed"))
     assert refused.value.message.startswith("tools: bad: this schema cannot be enforced: ")
     assert len(processes) == 1
 
@@ -218,7 +218,7 @@ async def test_the_search_for_the_wrong_tool_is_bounded(processes: list[str]) ->
     tools = [*(tool(f"f{i}", {"type": "object", "properties": {"a": dear}}) for i in range(100)), tool("bad", wrong)]
     began = time.monotonic()
     with pytest.raises(JobFailure) as refused:
-        await fresh().guide(request(tools=tools, tool_choice="required"), Prompt((1,), "closed"))
+        await fresh().create(request(tools=tools, tool_choice="required"), Prompt((1,), "closed"))
     assert refused.value.type == "invalid_request"
     assert len(processes) == 1
     assert time.monotonic() - began < 20  # of which two are the process's own
@@ -232,26 +232,27 @@ async def test_schemas_that_are_not_quick_are_rewritten_by_a_process_of_their_ow
 
     monkeypatch.setattr(lark, "rewrite", rewritten_here)
     for asked in (by({"type": "string", "pattern": "^d+$"}), {"tools": [tool("f", held_to("^e$"))], **ANY_OBJECT}):
-        assert await fresh().guide(request(**asked), Prompt((1,), "closed"))
+        assert await fresh().create(request(**asked), Prompt((1,), "closed"))
     with pytest.raises(JobFailure) as refused:
-        await fresh().guide(request(**by({"oneOf": [{}, {}]})), Prompt((1,), "closed"))
+        await fresh().create(request(**by({"oneOf": [{}, {}]})), Prompt((1,), "closed"))
     assert refused.value.message.startswith("response_format: #/oneOf: alternatives 1 and 2 may hold at once")
     assert len(processes) == 3
 
 
 async def test_what_a_process_finds_out_does_not_depend_on_its_search_being_ended() -> None:
-    assert verdict_of(b'["complaint", "x"]\n"tools: f"\n') == Complaint("x", "tools: f")
-    assert verdict_of(b'["complaint", "x"]\n"tools') == Complaint("x")
+    assert verdict_of(b'["complaint", "x"]\n"tools: f"\n') == CompileError("x", "tools: f")
+    assert verdict_of(b'["complaint", "x"]\n"tools') == CompileError("x")
     assert verdict_of(b'["written", "gramm') is None
 
 
 async def test_offline_schemas_leave_a_process_to_interactive_ones() -> None:
     guides, prompt = fresh(), Prompt((1,), "closed")
     offline = [
-        asyncio.ensure_future(guides.guide(request(**by({**SLOW, "title": str(i)})), prompt, "batch")) for i in range(8)
+        asyncio.ensure_future(guides.create(request(**by({**SLOW, "title": str(i)})), prompt, "batch"))
+        for i in range(8)
     ]
     await asyncio.sleep(0.05)
-    assert await guides.guide(request(**by({"type": "string", "pattern": "^g+$"})), prompt)
+    assert await guides.create(request(**by({"type": "string", "pattern": "^g+$"})), prompt)
     assert not any(task.done() for task in offline)
     for task in offline:
         task.cancel()
@@ -296,7 +297,7 @@ async def test_a_tokenizer_that_cannot_be_read_is_refused_by_the_field(definitio
         ({"tools": [CLOCK], "tool_choice": "required"}, "tool_choice"),
     ):
         with pytest.raises(JobFailure) as refused:
-            await guides.guide(request(**fields), Prompt((1,), "none"))
+            await guides.create(request(**fields), Prompt((1,), "none"))
         assert refused.value.message == f"{named}: this model's tokenizer does not support it; leave it out."
 
 
@@ -318,7 +319,7 @@ async def test_a_schema_with_much_that_is_optional_is_held_to(asked: Schema) -> 
 async def test_a_schema_that_breaks_at_the_first_tokens_is_refused() -> None:
     patterns = ["^(([a-z]{1,9} ){1,9}|.{3,60}[aeiou]){5,40}$", "[a-z]+x.{1,40}y", "b.{3,30}c"]
     refused = await refusal(**by({"type": "string", "allOf": [{"pattern": pattern} for pattern in patterns]}))
-    assert refused.message.endswith(TOO_MUCH)
+    assert refused.message.endswith(TOO_EXPENSIVE)
 
 
 @pytest.mark.parametrize(
@@ -351,9 +352,9 @@ async def test_a_trial_that_is_ended_from_outside_says_nothing_of_the_schema(
     with monkeypatch.context() as patched:
         patched.setattr(child, "start", ended)
         with pytest.raises(JobFailure) as refused:
-            await guides.guide(asked, prompt)
+            await guides.create(asked, prompt)
     assert (refused.value.type, refused.value.retryable) == ("overloaded", True)
-    assert await guides.guide(asked, prompt)
+    assert await guides.create(asked, prompt)
 
 
 @pytest.mark.parametrize("unigram", [False, True], ids=["merges", "unigram"])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.text import speech
 from tests.text.speech import ANSWERS, ENGINES, PLACES, REQUESTS, THINKING, TOOLS, Heard, Model, hear, heard, output
 from worker.text.output.markers import MarkerParser
-from worker.text.output.output import OutputDelta, together
+from worker.text.output.output import OutputDelta, concat
 
 TINY = speech.model()
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
@@ -183,7 +183,7 @@ def test_the_finish_reason_is_a_call_only_where_a_whole_one_was_made(
 
 @given(st.lists(st.builds(OutputDelta, st.text(max_size=2), st.text(max_size=2)), max_size=5))
 def test_parts_put_together_at_once_are_their_sum(parts: list[OutputDelta]) -> None:
-    assert together(parts) == sum(parts, OutputDelta())
+    assert concat(parts) == sum(parts, OutputDelta())
 
 
 def test_fragments_of_a_call_put_together_are_one_call() -> None:
@@ -196,5 +196,5 @@ def test_fragments_of_a_call_put_together_are_one_call() -> None:
         OutputDelta(tool_calls=(more,)),
         OutputDelta(reasoning="b"),
     ]
-    assert together(parts) == sum(parts, OutputDelta()) == OutputDelta("a", "b", (whole,))
+    assert concat(parts) == sum(parts, OutputDelta()) == OutputDelta("a", "b", (whole,))
     assert [bool(one) for one in (*parts, OutputDelta())] == [True, True, True, True, False]

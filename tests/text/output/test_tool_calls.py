@@ -11,7 +11,7 @@ from openai.types.chat.chat_completion_chunk import ChoiceDelta
 from tests.text.speech import PLACES, TOOLS, WORDS, Heard, Model, cut, gpt_oss, hear, heard, kimi_k3, model, output
 from worker.engine.tokenizer import MLXTokenizer
 from worker.text.output.output import OutputDelta
-from worker.text.output.tool_calls import completed
+from worker.text.output.tool_calls import message_tool_calls
 
 TINY = model()
 OSLO = {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}
@@ -104,7 +104,7 @@ def test_a_call_is_told_in_the_form_of_openai() -> None:
     deltas = [d for token in TINY.words.encode(FORMATS["json_tools"]) for d in answer.feed(token).tool_calls]
     for delta in deltas:
         ChoiceDelta.model_validate({"tool_calls": [delta]}, strict=True)
-    calls = [ChatCompletionMessageToolCall.model_validate(call, strict=True) for call in completed(deltas)]
+    calls = [ChatCompletionMessageToolCall.model_validate(call, strict=True) for call in message_tool_calls(deltas)]
     assert [call.function.name for call in calls] == ["weather", "now"]
     assert [call.function.arguments for call in calls] == ['{"city": "Oslo", "days": 2}', "{}"]
 

@@ -193,7 +193,7 @@ async def test_boundaries_and_droppable_ranges_are_where_they_were() -> None:
     def said(text: str) -> list[Said]:
         return [system(text), user("long " * 200 + text + " words" * 200), assistant("Yes."), user(f"And {text}?")]
 
-    told = language("qwen", boundaries=True, thinnable=True)
+    told = language("qwen", boundaries=True, droppable=True)
     quoted, plain = [await told.prompt(request(*said(text))) for text in ("<|im_end|>", "quoted")]
     for ends in ("boundaries", "droppable_ranges"):
         assert getattr(quoted, ends)

@@ -11,7 +11,7 @@ from tests.text.conversations import assistant, calling, image, text, user
 from tests.text.tokenizers import KINDS, tokenizer
 from worker.errors import JobFailure
 from worker.text.prompt import size_limit
-from worker.text.prompt.size_limit import PromptLimit, characters
+from worker.text.prompt.size_limit import PromptLimit, cost_in_characters
 from worker.text.threads import WorkAbandoned, never
 
 PIECES = [
@@ -172,7 +172,7 @@ def request(*messages: object, **rest: object) -> ChatRequest:
 
 
 def size(*messages: object, most: int = 10**9) -> int:
-    return characters([request(*messages).messages], most)
+    return cost_in_characters([request(*messages).messages], most)
 
 
 def test_the_characters_of_all_texts_are_found() -> None:
@@ -191,12 +191,12 @@ def test_an_image_counts_as_a_short_text() -> None:
 
 
 def test_many_values_count_though_they_are_short() -> None:
-    assert characters([{"a": [[]] * 1_000}], 10**9) > 1_000
+    assert cost_in_characters([{"a": [[]] * 1_000}], 10**9) > 1_000
 
 
 def test_the_walk_ends_when_the_answer_is_known() -> None:
     walked = []
-    total = characters((walked.append(i) or "x" for i in range(10**6)), 1_000)  # type: ignore[func-returns-value]
+    total = cost_in_characters((walked.append(i) or "x" for i in range(10**6)), 1_000)  # type: ignore[func-returns-value]
     assert 1_000 < total < 2_000
     assert len(walked) < 100
 
@@ -205,4 +205,4 @@ def test_deep_nesting_is_walked() -> None:
     deep: list[object] = []
     for _ in range(100_000):
         deep = [deep]
-    assert characters(deep, 10**9) >= 100_000
+    assert cost_in_characters(deep, 10**9) >= 100_000

@@ -135,7 +135,7 @@ def whys(template: str, conversation: Conversation, think: tuple[str, str] | Non
 def test_a_text_that_comes_twice_has_to_be_there_twice() -> None:
     template = "{% for m in messages[:2] %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     said = [user("Yes"), assistant("No"), user("Yes")]
-    assert whys(template, said) == [Flaw.LEAVES_OUT.why]
+    assert whys(template, said) == [Flaw.OMITS.why]
     assert whys(template.replace("[:2]", ""), said) == []
 
 
@@ -151,7 +151,7 @@ def test_thoughts_in_a_text_may_be_left_out_and_no_other_words() -> None:
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}{% endfor %}"
     said = [user("Q"), assistant("<think>long thoughts</think>A"), user("Q")]
     assert whys(template, said, ("<think>", "</think>")) == []
-    assert whys(template.replace("[-1]", "[0]"), said, ("<think>", "</think>")) == [Flaw.LEAVES_OUT.why]
+    assert whys(template.replace("[-1]", "[0]"), said, ("<think>", "</think>")) == [Flaw.OMITS.why]
 
 
 def test_a_template_that_knows_no_roles_is_taken_as_it_is() -> None:

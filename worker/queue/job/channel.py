@@ -22,7 +22,7 @@ logger = logging.getLogger("sluice.queue")
 
 State = Literal["finished", "failed", "cancelled"]
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
-_MOST_HELD = 20_000  # unwritten events; above it the engine is paused
+_MAX_UNWRITTEN = 20_000  # unwritten events; above it the engine is paused
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Ending:
 
     state: State
     result: bytes  # as stored
-    parked: bytes  # the dead letter; empty unless the job is a poison job
+    dead_letter: bytes  # the dead letter; empty unless the job is a poison job
 
 
 @dataclass(slots=True)
@@ -41,8 +41,8 @@ class JobLog:
 
     claim: Claim
     clock: ServerClock
-    changed: Callable[[], None]
-    lost: Callable[[], None]  # called when the fence shows that another attempt owns the job
+    on_change: Callable[[], None]
+    on_lost: Callable[[], None]  # called when the fence shows that another attempt owns the job
     events: list[bytes] = field(default_factory=list)
     fields: dict[str, str | int] = field(default_factory=dict)  # of the job's hash, written with the next events
     written: int = 0  # number of events in Redis
@@ -50,7 +50,7 @@ class JobLog:
     flushed: asyncio.Event = field(default_factory=asyncio.Event)
     fenced: bool = False
     on_abandoned: Callable[[], None] | None = None  # called after `disconnect_grace_s` without a subscriber
-    alone_since: float | None = None  # monotonic seconds; None if the last event had a subscriber
+    abandoned_since: float | None = None  # monotonic seconds; None if the last event had a subscriber
 
     def append(self, type: str, **content: object) -> None:
         """Add an event, which the publisher writes soon. Does not block."""
@@ -64,18 +64,18 @@ class JobLog:
         }
         self.events.append(dumps(event))
         self.flushed.clear()
-        self.changed()
+        self.on_change()
 
-    def load(self, said: list[bytes]) -> None:
+    def load(self, events: list[bytes]) -> None:
         """Set the events of earlier attempts, which are in Redis. Events of this attempt follow them."""
-        self.events, self.written = said, len(said)
+        self.events, self.written = events, len(events)
 
     @property
     def pending(self) -> bool:
         """True if events must still be written."""
         return not self.fenced and self.written < len(self.events)
 
-    def was_written(self, upto: int, sent: dict[str, str | int], *, alone: bool, grace_s: float) -> None:
+    def record_written(self, upto: int, sent: dict[str, str | int], *, alone: bool, grace_s: float) -> None:
         """Record that the first `upto` events and the fields `sent` are in Redis. Fields changed since stay.
 
         `alone`: the last event had no subscriber. After `grace_s` seconds of that, `on_abandoned` is called.
@@ -83,10 +83,10 @@ class JobLog:
         self.written = upto
         self.fields = {name: value for name, value in self.fields.items() if sent.get(name) != value}
         if not alone or self.on_abandoned is None:
-            self.alone_since = None
-        elif self.alone_since is None:
-            self.alone_since = time.monotonic()
-        elif time.monotonic() - self.alone_since > grace_s:
+            self.abandoned_since = None
+        elif self.abandoned_since is None:
+            self.abandoned_since = time.monotonic()
+        elif time.monotonic() - self.abandoned_since > grace_s:
             self.on_abandoned()
 
 
@@ -103,9 +103,9 @@ class Publisher:
         self._changed = asyncio.Event()
         self._failures, self._holding = 0, False
 
-    def open(self, claim: Claim, *, lost: Callable[[], None]) -> JobLog:
-        """Return a log that is written until `close`. `lost` is called if another attempt owns the job."""
-        log = JobLog(claim, self._clock, self._changed.set, lost)
+    def open(self, claim: Claim, *, on_lost: Callable[[], None]) -> JobLog:
+        """Return a log that is written until `close`. `on_lost` is called if another attempt owns the job."""
+        log = JobLog(claim, self._clock, self._changed.set, on_lost)
         self._logs[claim.job_id] = log
         return log
 
@@ -121,12 +121,12 @@ class Publisher:
             raise OwnershipLost
 
     async def finish(
-        self, log: JobLog, state: State, result: bytes | None = None, *, parked: bytes = b"", **content: object
+        self, log: JobLog, state: State, result: bytes | None = None, *, dead_letter: bytes = b"", **content: object
     ) -> None:
         """Write the final event with the job's result and state, and wait for it. Without a result, the event itself
         is stored as the result. Raises `OwnershipLost`."""
         log.append(state, **content)
-        log.ending = Ending(state, log.events[-1] if result is None else result, parked)
+        log.ending = Ending(state, log.events[-1] if result is None else result, dead_letter)
         await self.flush(log)
 
     @property
@@ -144,7 +144,7 @@ class Publisher:
             except (RedisError, OSError) as error:
                 await self._wait_out(error)
             else:
-                self._went_well()
+                self._end_outage()
 
     async def _wait_out(self, error: Exception) -> None:
         self._changed.set()
@@ -152,13 +152,13 @@ class Publisher:
             logger.warning(
                 "redis does not accept %d events (%s): keeping them until it does", self.num_unwritten, error
             )
-        self._hold_engine(self.num_unwritten > _MOST_HELD)
+        self._hold_engine(self.num_unwritten > _MAX_UNWRITTEN)
         for log in self._logs.values():
-            log.alone_since = None  # subscribers have to reconnect too
+            log.abandoned_since = None  # subscribers have to reconnect too
         await asyncio.sleep(_BACKOFF_S[min(self._failures, len(_BACKOFF_S) - 1)])
         self._failures += 1
 
-    def _went_well(self) -> None:
+    def _end_outage(self) -> None:
         if self._failures:
             logger.warning("redis accepts events again: all kept events are written")
             self._hold_engine(False)
@@ -197,7 +197,7 @@ class Publisher:
             ],
             args=[
                 JOB_LIFE_MS, log.claim.attempt, log.written, ending.state, ending.result,
-                settings.log_ttl_s * 1000, settings.result_ttl_s * 1000, ending.parked, *log.events[log.written :],
+                settings.log_ttl_s * 1000, settings.result_ttl_s * 1000, ending.dead_letter, *log.events[log.written :],
             ],
         )  # fmt: skip
         self._settle_row(log, sent, None if verdict == b"done" else verdict)
@@ -208,9 +208,9 @@ class Publisher:
             self._changed.set()
         elif verdict == b"fenced":
             log.fenced = True
-            log.lost()
+            log.on_lost()
         else:
-            log.was_written(*sent, alone=verdict == b"alone", grace_s=self._settings.disconnect_grace_s)
+            log.record_written(*sent, alone=verdict == b"alone", grace_s=self._settings.disconnect_grace_s)
         if not log.pending:
             log.flushed.set()
 

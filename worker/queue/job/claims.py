@@ -63,10 +63,10 @@ class Claims:
 
     def __init__(self, redis: Redis, settings: Settings) -> None:
         self._model, self._worker = settings.model_name, settings.worker_name
-        self._lease_ms, self._most_bytes = int(settings.lease_s * 1000), settings.max_request_bytes
-        self._inline_bytes, self._redis = min(_INLINE_BYTES, self._most_bytes), redis
-        self._answer_lost, self._one_at_a_time = set[Lane](), asyncio.Lock()
-        self._to_mend = set[Lane]()
+        self._lease_ms, self._max_bytes = int(settings.lease_s * 1000), settings.max_request_bytes
+        self._inline_bytes, self._redis = min(_INLINE_BYTES, self._max_bytes), redis
+        self._reply_lost, self._claim_lock = set[Lane](), asyncio.Lock()
+        self._unreconciled = set[Lane]()
         self._queues = [keys.queue(self._model, lane) for lane in keys.LANES]
         self._claim = script(redis, "claim")
         self._release = script(redis, "release")
@@ -90,10 +90,10 @@ class Claims:
         Raises RedisError, OSError.
         """
         tenants = Counter(claim.tenant for claim in running)
-        async with self._one_at_a_time:
-            lost = lane in self._answer_lost
+        async with self._claim_lock:
+            lost = lane in self._reply_lost
             known = [claim.job_id for claim in running] if lost else []
-            self._answer_lost.add(lane)  # until this reply has arrived
+            self._reply_lost.add(lane)  # until this reply has arrived
             more, foreign, rows = await self._claim(
                 keys=[keys.queue(self._model, lane)],
                 args=[
@@ -101,19 +101,19 @@ class Claims:
                     suspects, int(lost), len(known), *known, *(part for pair in tenants.items() for part in pair),
                 ],
             )  # fmt: skip
-            self._answer_lost.discard(lane)
-        (self._to_mend.add if more else self._to_mend.discard)(lane)
+            self._reply_lost.discard(lane)
+        (self._unreconciled.add if more else self._unreconciled.discard)(lane)
         for found in foreign:
             logger.warning("deleted a foreign value: %s", found.decode("utf-8", "backslashreplace"))
         return [_claim(lane, row) for row in rows]
 
     def needs_reconcile(self, lane: Lane) -> bool:
         """True if the lane's index does not match its queue yet: claim again at once, even if no row is free."""
-        return lane in self._to_mend
+        return lane in self._unreconciled
 
     async def body(self, claim: Claim) -> bytes:
         """Return the job's body; empty if it is missing or above `max_request_bytes`. Raises RedisError, OSError."""
-        if claim.body or not 0 < claim.body_bytes <= self._most_bytes:
+        if claim.body or not 0 < claim.body_bytes <= self._max_bytes:
             return claim.body
         try:
             found = await self._redis.get(job_key_prefix + claim.job_id)

@@ -40,7 +40,7 @@ class Endings:
             usage=job.usage.as_event(),
             timings=answer.timings,
         )
-        if await _unless_lost(job, ending):
+        if await _write_ending(job, ending):
             self._metrics.finished(
                 job.claim.lane,
                 answer.finish_reason,
@@ -52,28 +52,30 @@ class Endings:
 
     async def end(self, job: Job, why: Interruption) -> None:
         """End a job that did not finish, by the reason: fail, cancel or requeue it, or log that it is lost."""
-        job.closing = True
+        job.is_ending = True
         job_id, usage = job.claim.job_id, job.usage.as_event()
         match why:
             case JobFailure():
                 logger.info("job %s failed: %s", job_id, why.type)
-                if await _unless_lost(job, self._fail(job, why)):
+                if await _write_ending(job, self._fail(job, why)):
                     self._metrics.failed(job.claim.lane, why.type)
             case Cancelled():
                 logger.info("job %s cancelled: %s", job_id, why.reason)
                 ending = self._publisher.finish(job.log, "cancelled", reason=why.reason, usage=usage)
-                if await _unless_lost(job, ending):
+                if await _write_ending(job, ending):
                     self._metrics.cancelled(job.claim.lane)
             case Requeue():
-                await _unless_lost(job, self._hand_back(job))
+                await _write_ending(job, self._requeue(job))
             case OwnershipLost():
                 _log_lost_lease(job)
 
     async def _fail(self, job: Job, why: JobFailure) -> None:
         error = {"type": why.type, "message": why.message, "retryable": why.retryable}
         # In a thread: a dead letter is as large as the job's body.
-        parked = await asyncio.to_thread(self._dead_letter, job, error) if why is POISON_JOB else b""
-        await self._publisher.finish(job.log, "failed", parked=parked, error=error, usage=job.usage.as_event())
+        dead_letter = await asyncio.to_thread(self._dead_letter, job, error) if why is POISON_JOB else b""
+        await self._publisher.finish(
+            job.log, "failed", dead_letter=dead_letter, error=error, usage=job.usage.as_event()
+        )
 
     def _dead_letter(self, job: Job, error: dict[str, object]) -> bytes:
         """Return the dead letter, which `sluice dead` can show and submit again. Its body is JSON text."""
@@ -89,18 +91,18 @@ class Endings:
             }
         )
 
-    async def _hand_back(self, job: Job) -> None:
+    async def _requeue(self, job: Job) -> None:
         await self._publisher.flush(job.log)
         try:
             await self._claims.release(job.claim)
         except (RedisError, OSError):
             await asyncio.sleep(0.1)  # retry without a limit: `drain` bounds how long the worker waits
-            await self._hand_back(job)
+            await self._requeue(job)
         else:
             logger.info("job %s requeued", job.claim.job_id)
 
 
-async def _unless_lost(job: Job, ending: Awaitable[None]) -> bool:
+async def _write_ending(job: Job, ending: Awaitable[None]) -> bool:
     """Write the ending. Returns False if another attempt owns the job."""
     try:
         await ending

@@ -52,9 +52,9 @@ class Job:
     usage: Usage = field(default_factory=Usage)
     interruption: Interruption | None = None
     began: bool = False  # before that, cancelling the task would skip its ending, or the load of its events
-    closing: bool = False  # its ending is being written: too late to interrupt it
+    is_ending: bool = False  # its ending is being written: too late to interrupt it
 
-    cleared: Callable[[], None] = lambda: None  # called when its probation is over
+    on_probation_end: Callable[[], None] = lambda: None  # called when its probation is over
     on_probation: bool = False
     body: bytes = b""  # empty unless the job becomes a dead letter
 
@@ -67,11 +67,11 @@ class Job:
         if self.on_probation and self.claim.lease_expirations == 1:
             self.on_probation = False
             self.log.fields["probation"] = 0
-            self.cleared()
+            self.on_probation_end()
 
     def interrupt(self, why: Interruption) -> None:
         """Stop the job by cancelling its task. The first reason counts; after the ending is begun, none does."""
-        if self.interruption is None and self.task is not None and not self.closing:
+        if self.interruption is None and self.task is not None and not self.is_ending:
             self.interruption = why
             if self.began:
                 self.task.cancel()

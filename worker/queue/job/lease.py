@@ -27,15 +27,15 @@ class LeaseKeeper:
     def __init__(
         self,
         settings: Settings,
-        held: Callable[[], Iterable[Claim]],
-        lost: Callable[[Claim], None],
-        pulses: Iterable[Heartbeat],
-        hung: Callable[[], None] = lambda: os._exit(EXIT_STALLED),
+        claims: Callable[[], Iterable[Claim]],
+        on_lost: Callable[[Claim], None],
+        heartbeats: Iterable[Heartbeat],
+        on_stall: Callable[[], None] = lambda: os._exit(EXIT_STALLED),
     ) -> None:
-        """`held` returns the running claims, `lost` receives each that this worker no longer owns, and `hung` ends the
-        process. All are called on the keeper's thread."""
-        self._settings, self._held, self._lost, self._hung = settings, held, lost, hung
-        self._pulses = tuple(pulses)
+        """`claims` returns the running claims, `on_lost` receives each claim that this worker no longer owns, and
+        `on_stall` ends the process. All are called on the keeper's thread."""
+        self._settings, self._claims, self._on_lost, self._on_stall = settings, claims, on_lost, on_stall
+        self._heartbeats = tuple(heartbeats)
         self._every_s = settings.lease_s / 3
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
@@ -61,44 +61,44 @@ class LeaseKeeper:
         finally:
             if not self._stop.is_set():
                 logger.critical("the thread that renews leases has ended: ending the process")
-                self._hung()
+                self._on_stall()
 
     def _renew_until_stopped(self) -> None:
         due = time.monotonic()
         while not self._stop.wait(max(0.0, due - time.monotonic())):
             slept_through = time.monotonic() - due > self._every_s
             due = time.monotonic() + self._every_s
-            self._renew_held()
+            self._renew_all()
             if slept_through:  # the whole process was suspended, so old heartbeats mean nothing
-                for pulse in self._pulses:
-                    pulse.refresh()
-            self._watch()
+                for heartbeat in self._heartbeats:
+                    heartbeat.refresh()
+            self._check_heartbeats()
 
-    def _renew_held(self) -> None:
-        claims = list(self._held())
+    def _renew_all(self) -> None:
+        claims = list(self._claims())
         if not claims:
             return
         try:
-            for claim in self._ask(claims):
-                self._lost(claim)
+            for claim in self._renew_leases(claims):
+                self._on_lost(claim)
         except (RedisError, OSError):
             pass  # retried in a third of a lease; after an outage the same call sets expired leases again
         except Exception:  # the border of this thread: a failed round does not prevent the next one
             logger.exception("leases were not renewed: trying again in %.1f s", self._every_s)
 
-    def _ask(self, claims: list[Claim]) -> list[Claim]:
+    def _renew_leases(self, claims: list[Claim]) -> list[Claim]:
         """Renew the leases. Returns the claims that this worker no longer owns."""
         names = [_as_bytes(name) for claim in claims for name in _keys_of(claim.job_id)]
         lease_ms, name = int(self._settings.lease_s * 1000), self._settings.worker_name
         answer = self._renew(keys=names, args=[lease_ms, JOB_LIFE_MS, name, *(c.attempt for c in claims)])
         return [claims[i - 1] for i in answer]
 
-    def _watch(self) -> None:
+    def _check_heartbeats(self) -> None:
         """End the process if a heartbeat has stalled for longer than `watchdog_s`."""
-        for pulse in self._pulses:
-            if pulse.stalled_s() > self._settings.watchdog_s:
-                logger.critical("the %s has hung for %.0f s: ending the process", pulse.name, pulse.stalled_s())
-                self._hung()
+        for heartbeat in self._heartbeats:
+            if heartbeat.stalled_s() > self._settings.watchdog_s:
+                logger.critical("the %s has hung for %.0f s: ending the process", heartbeat.name, heartbeat.stalled_s())
+                self._on_stall()
 
 
 def _keys_of(job_id: str) -> tuple[str, str, str]:

@@ -9,15 +9,15 @@ class Takeover:
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
-        self._answered_at = self._from = time.monotonic()
+        self._answered_at = self._allowed_from = time.monotonic()
 
-    def met(self, server_up_s: float) -> None:
+    def record_first_answer(self, server_up_s: float) -> None:
         """Record the first answer of the server. An uptime of less than a lease counts as an outage."""
         self._answered_at = time.monotonic()
         if server_up_s < self._lease_s:
-            self._from = self._answered_at + self._lease_s
+            self._allowed_from = self._answered_at + self._lease_s
 
-    def answered(self) -> None:
+    def record_answer(self) -> None:
         """Record an answer of the server."""
         self._answered_at = time.monotonic()
 
@@ -25,5 +25,5 @@ class Takeover:
         """True if takeovers are allowed. Call it before each claim: half a lease without an answer is an outage."""
         now = time.monotonic()
         if now - self._answered_at > self._lease_s / 2:
-            self._from = now + self._lease_s
-        return now >= self._from
+            self._allowed_from = now + self._lease_s
+        return now >= self._allowed_from

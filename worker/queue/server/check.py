@@ -11,8 +11,8 @@ from redis.asyncio import ConnectionPool, Redis
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from worker.errors import CannotStart
-from worker.queue.server.permissions import NEEDED, forbidden, missing, named, rules
-from worker.redis_url import redacted, why_not_let_in
+from worker.queue.server.permissions import NEEDED, acl_command, describe, forbidden, missing
+from worker.redis_url import credentials_error, redacted
 from worker.settings import Settings
 
 logger = logging.getLogger("sluice.queue")
@@ -88,19 +88,19 @@ class ServerCheck:
         if self._passed:
             return
         try:
-            facts = await _ask(self._redis)
+            facts = await _read_server_info(self._redis)
             if why := refusal(facts):
-                raise self._cannot(why)
+                raise self._error(why)
             if absent := await missing(self._redis, NEEDED):
-                raise self._cannot(f"it has no {', '.join(absent)}; remove the rename-command lines from redis.conf.")
+                raise self._error(f"it has no {', '.join(absent)}; remove the rename-command lines from redis.conf.")
             if denied := await forbidden(self._redis, NEEDED):
-                raise self._cannot(f"its user may not use {named(denied)}. Run {rules(self._user(), denied)}")
+                raise self._error(f"its user may not use {describe(denied)}. Run {acl_command(self._user(), denied)}")
         except AuthenticationError:
-            raise self._cannot(f"{await self._wrong_credentials()}.") from None
+            raise self._error(f"{await self._wrong_credentials()}.") from None
         except ResponseError as error:
             if _code(error) == _BUSY:
                 raise
-            raise self._cannot(
+            raise self._error(
                 f"it refuses the connection: {error}. The number behind the last / must be that of a database that it "
                 "has, and the options behind the ? must be right for it."
             ) from None
@@ -117,13 +117,13 @@ class ServerCheck:
         except (RedisError, OSError):
             pass
 
-    def _cannot(self, why: str) -> CannotStart:
+    def _error(self, why: str) -> CannotStart:
         return CannotStart(f"SLUICE_REDIS_URL={redacted(self._settings.redis_url)}: {why}")
 
     async def _wrong_credentials(self) -> str:
         given = self._redis.connection_pool.connection_kwargs
         has_user, has_password = bool(given.get("username")), bool(given.get("password"))
-        return why_not_let_in(has_user=has_user, has_password=has_password, is_open=await _is_open(self._redis))
+        return credentials_error(has_user=has_user, has_password=has_password, is_open=await _is_open(self._redis))
 
     def _user(self) -> str:
         return str(self._redis.connection_pool.connection_kwargs.get("username") or "default")
@@ -147,7 +147,7 @@ async def _is_open(redis: Redis) -> bool:
     return True
 
 
-async def _ask(redis: Redis) -> ServerInfo:
+async def _read_server_info(redis: Redis) -> ServerInfo:
     try:
         info = await redis.info()
     except AuthenticationError:

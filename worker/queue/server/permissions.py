@@ -103,7 +103,7 @@ async def missing(redis: Redis, needs: Sequence[Need]) -> list[str]:
     return [name for name, info in zip(names, found, strict=True) if info is None]
 
 
-def named(denied: Sequence[Need]) -> str:
+def describe(denied: Sequence[Need]) -> str:
     """Return the names of the commands, and the key or channel on which each was tested."""
     by_name: dict[str, list[str]] = {}
     for need in denied:
@@ -111,7 +111,7 @@ def named(denied: Sequence[Need]) -> str:
     return "; ".join(", ".join(commands) + (f" on {name}" if name else "") for name, commands in by_name.items())
 
 
-def rules(user: str, denied: Sequence[Need]) -> str:
+def acl_command(user: str, denied: Sequence[Need]) -> str:
     """Return the ACL command that allows these needs; if MULTI is denied, all needs."""
     commands = dict.fromkeys(need.rule for need in (NEEDED if MULTI in denied else denied))
     names = [*(f"~{pattern}" for pattern in KEYS), *(f"&{pattern}" for pattern in CHANNELS)]

@@ -13,7 +13,7 @@ class Readiness:
         self._answered_at: float | None = None
         self._draining = False
 
-    def answered(self) -> None:
+    def record_answer(self) -> None:
         """Record an answer from Redis."""
         self._answered_at = time.monotonic()
 

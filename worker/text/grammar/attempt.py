@@ -29,14 +29,14 @@ _STABLE = 2  # version of marshal's format that writes equal values as equal byt
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class CompiledGrammar:
     """The grammar, which compiles."""
 
     grammar: str
 
 
 @dataclass(frozen=True, slots=True)
-class Unwanted:
+class RefusedConstraint:
     """No grammar can be written: the error for the client."""
 
     type: ErrorType
@@ -44,20 +44,20 @@ class Unwanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Complaint:
+class CompileError:
     """The grammar does not compile. `place`: the part of the request that causes it; empty if unknown."""
 
-    said: str  # llguidance's message
+    message: str  # llguidance's message
     place: str = ""
 
 
-Verdict = Written | Unwanted | Complaint
+Verdict = CompiledGrammar | RefusedConstraint | CompileError
 
 
-def question(markup: Markup, wish: OutputConstraint, *, reasoned: bool) -> bytes:
+def question(markup: Markup, constraint: OutputConstraint, *, reasoned: bool) -> bytes:
     """Return the input of the process: equal bytes for equal arguments."""
-    functions = [(function.name, function.parameters) for function in wish.functions]
-    return marshal.dumps((astuple(markup), (wish.schema, functions, wish.many), reasoned), _STABLE)
+    functions = [(function.name, function.parameters) for function in constraint.functions]
+    return marshal.dumps((astuple(markup), (constraint.schema, functions, constraint.allows_many), reasoned), _STABLE)
 
 
 def verdict_of(output: bytes) -> Verdict | None:
@@ -65,11 +65,11 @@ def verdict_of(output: bytes) -> Verdict | None:
     lines = [json.loads(line) for line in output.splitlines(keepends=True) if line.endswith(b"\n")]
     match lines:
         case [["written", grammar]]:
-            return Written(grammar)
+            return CompiledGrammar(grammar)
         case [["unwanted", type, message]]:
-            return Unwanted(type, message)
-        case [["complaint", said], *places]:
-            return Complaint(said, *places)
+            return RefusedConstraint(type, message)
+        case [["complaint", message], *places]:
+            return CompileError(message, *places)
     return None
 
 
@@ -77,42 +77,46 @@ def _main() -> None:
     limit_resources(cpu_s=_CPU_S, address_bytes=_BYTES)
     threading.stack_size(_STACK_BYTES)
     markup, (schema, functions, many), reasoned = marshal.loads(sys.stdin.buffer.read())
-    wish = OutputConstraint(schema, tuple(Function(*each) for each in functions), many)
+    constraint = OutputConstraint(schema, tuple(Function(*each) for each in functions), many)
     done = list[bool]()
-    attempt = threading.Thread(target=lambda: done.append(_answer(Grammars(Markup(*markup)), wish, reasoned, _say)))
+    attempt = threading.Thread(
+        target=lambda: done.append(_answer(Grammars(Markup(*markup)), constraint, reasoned, _print_line))
+    )
     attempt.start()
     attempt.join()
     if not done:
         sys.exit(PANICKED)
 
 
-def _say(line: str | list[str]) -> None:
+def _print_line(line: str | list[str]) -> None:
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 
 
-def _answer(grammars: Grammars, wish: OutputConstraint, reasoned: bool, say: Callable[[str | list[str]], None]) -> bool:
+def _answer(
+    grammars: Grammars, constraint: OutputConstraint, reasoned: bool, write: Callable[[str | list[str]], None]
+) -> bool:
     vocabulary = LLTokenizer("byte")
     try:
-        spelled, grammar = grammars.both(wish, reasoned=reasoned)
+        spelled, grammar = grammars.both(constraint, reasoned=reasoned)
         compile_grammar(vocabulary, spelled)
     except JobFailure as refusal:
-        say(["unwanted", refusal.type, refusal.message])
+        write(["unwanted", refusal.type, refusal.message])
     except Uncompilable as error:
-        say(["complaint", str(error)])
-        if place := _cause(grammars, vocabulary, wish):
-            say(place)
+        write(["complaint", str(error)])
+        if place := _cause(grammars, vocabulary, constraint):
+            write(place)
     else:
-        say(["written", grammar])
+        write(["written", grammar])
     return True
 
 
-def _cause(grammars: Grammars, vocabulary: LLTokenizer, wish: OutputConstraint) -> str | None:
-    for place, part in wish.parts():
+def _cause(grammars: Grammars, vocabulary: LLTokenizer, constraint: OutputConstraint) -> str | None:
+    for place, part in constraint.parts():
         if time.process_time() > _SEARCH_CPU_S:
             return None
         try:
-            compile_grammar(vocabulary, grammars.spelled(part))
+            compile_grammar(vocabulary, grammars.grammar_as_text(part))
         except Uncompilable:
             return place
     return None

@@ -17,7 +17,7 @@ class OutputConstraint:
 
     schema: Schema | None
     functions: tuple[Function, ...]
-    many: bool  # more than one call is allowed
+    allows_many: bool  # more than one call is allowed
 
     @property
     def field(self) -> str:
@@ -55,29 +55,29 @@ class Grammars:
         self._harmony = self._calls_as == "harmony"  # reasoning is a message like others, in the grammar too
         self._form = tool_grammars.form_of(self._calls_as, names_arguments=markup.names_arguments)
 
-    def of(self, wish: OutputConstraint, *, reasoned: bool) -> str:
+    def grammar(self, constraint: OutputConstraint, *, reasoned: bool) -> str:
         """Return the grammar. Raises `JobFailure` if it cannot be written.
 
         `reasoned`: the answer may follow a think marker, after which models write empty lines.
         """
-        return self._written(Grammar(self._markup.markers), wish, reasoned)
+        return self._written(Grammar(self._markup.markers), constraint, reasoned)
 
-    def spelled(self, wish: OutputConstraint) -> str:
+    def grammar_as_text(self, constraint: OutputConstraint) -> str:
         """Return the grammar with its markers as text, for a vocabulary of single bytes."""
-        return self._written(Grammar({}), wish, reasoned=False)
+        return self._written(Grammar({}), constraint, reasoned=False)
 
-    def both(self, wish: OutputConstraint, *, reasoned: bool) -> tuple[str, str]:
-        """Return `spelled` and `of`, with each schema rewritten once."""
+    def both(self, constraint: OutputConstraint, *, reasoned: bool) -> tuple[str, str]:
+        """Return `grammar_as_text` and `grammar`, with each schema rewritten once."""
         spelled = Grammar({})
-        first = self._written(spelled, wish, reasoned=False)
-        return first, self._written(Grammar(self._markup.markers, rewritten=spelled.schemas), wish, reasoned)
+        first = self._written(spelled, constraint, reasoned=False)
+        return first, self._written(Grammar(self._markup.markers, rewritten=spelled.schemas), constraint, reasoned)
 
-    def _written(self, grammar: Grammar, wish: OutputConstraint, reasoned: bool) -> str:
+    def _written(self, grammar: Grammar, constraint: OutputConstraint, reasoned: bool) -> str:
         ways = list[str]()
-        if wish.schema is not None:
-            ways.append(self._answer(grammar, wish.schema))
-        if wish.functions and (form := self._form_for(wish)):
-            ways.append(form(grammar, wish.functions, wish.many))
+        if constraint.schema is not None:
+            ways.append(self._answer(grammar, constraint.schema))
+        if constraint.functions and (form := self._form_for(constraint)):
+            ways.append(form(grammar, constraint.functions, constraint.allows_many))
         before = _analysis(grammar) if self._harmony else "/[ \\n]{0,4}/" if reasoned else ""
         return grammar.starting_with(f"{before} ({' | '.join(ways)})")
 
@@ -87,15 +87,15 @@ class Grammars:
             return f'{grammar.marker("<|channel|>")} "final" {answer}'
         return grammar.json(schema, "response_format")
 
-    def _form_for(self, wish: OutputConstraint) -> tool_grammars.Form | None:
+    def _form_for(self, constraint: OutputConstraint) -> tool_grammars.Form | None:
         """Return the form of calls, or None if a model without calls may answer by the schema alone."""
-        if self._form or (wish.schema is not None and not self._markup.has_calls):
+        if self._form or (constraint.schema is not None and not self._markup.has_calls):
             return self._form
         if not self._markup.has_calls:
             raise JobFailure("unsupported", "tool_choice: this model cannot call tools; leave it out.")
         writes = f"this model writes its calls as {self._calls_as}, which cannot be forced"
-        instead = "use 'auto'" if wish.schema is None else "leave out the tools, or response_format"
-        raise JobFailure("unsupported", f"{wish.field}: {writes}; {instead}.")
+        instead = "use 'auto'" if constraint.schema is None else "leave out the tools, or response_format"
+        raise JobFailure("unsupported", f"{constraint.field}: {writes}; {instead}.")
 
 
 def _analysis(grammar: Grammar) -> str:

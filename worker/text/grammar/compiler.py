@@ -11,10 +11,10 @@ from llguidance import LLMatcher, LLTokenizer
 
 from schemas.keys import Lane
 from worker.errors import JobFailure
-from worker.process.child import Ended, run_child
+from worker.process.child import CompletedChild, run_child
 from worker.text.grammar import attempt, sandbox
-from worker.text.grammar.attempt import Complaint, Verdict
-from worker.text.grammar.errors import TOO_MUCH
+from worker.text.grammar.attempt import CompileError, Verdict
+from worker.text.grammar.errors import TOO_EXPENSIVE
 from worker.text.threads import Pool
 from worker.turns import Turns
 
@@ -22,19 +22,19 @@ logger = logging.getLogger("sluice.text")
 
 T = TypeVar("T")
 
-_AT_ONCE = 4
+_MAX_PARALLEL = 4
 _RESERVED = 1  # threads and processes that offline jobs leave free
-_KEPT = 64  # verdicts; a grammar has at most half a million characters
+_CACHED_VERDICTS = 64  # verdicts; a grammar has at most half a million characters
 # Exit statuses of a process that a schema made exceed its limits; any other failure is not caused by the schema.
-_ITS_OWN_FAULT = {attempt.PANICKED, -signal.SIGXCPU, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
+_LIMIT_EXITS = {attempt.PANICKED, -signal.SIGXCPU, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
 
 
 class Compiler:
     """Compiles grammars on threads, after a trial in a child process; a worker has one."""
 
     def __init__(self) -> None:
-        self._pool = Pool("grammar", _AT_ONCE, reserved=_RESERVED, subject="schemas")
-        self._turns = Turns(_AT_ONCE, reserved=_RESERVED)
+        self._pool = Pool("grammar", _MAX_PARALLEL, reserved=_RESERVED, subject="schemas")
+        self._turns = Turns(_MAX_PARALLEL, reserved=_RESERVED)
         self._verdicts = OrderedDict[bytes, Verdict]()
 
     async def run(self, lane: Lane, tenant: str, work: Callable[..., T], *given: Any) -> T:
@@ -42,7 +42,7 @@ class Compiler:
         long."""
         return await self._pool.run(lane, lambda check: work(*given), tenant)
 
-    async def compiled(self, lane: Lane, tenant: str, vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
+    async def compile(self, lane: Lane, tenant: str, vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
         """Return a new matcher, for one row: copies of a matcher share its lexer and its errors. Raises
         `sandbox.Uncompilable`."""
         return await self.run(lane, tenant, sandbox.compile_grammar, vocabulary, grammar)
@@ -57,19 +57,19 @@ class Compiler:
                     self._verdicts[known] = _verdict(await run_child("worker.text.grammar.attempt", question))
         self._verdicts.move_to_end(known)
         verdict = self._verdicts[known]
-        if len(self._verdicts) > _KEPT:
+        if len(self._verdicts) > _CACHED_VERDICTS:
             self._verdicts.popitem(last=False)
         return verdict
 
 
-def _verdict(ended: Ended) -> Verdict:
+def _verdict(ended: CompletedChild) -> Verdict:
     if verdict := attempt.verdict_of(ended.output):
         return verdict
     logger.warning("the trial of a schema ended with status %d: %s", ended.status, ended.errors[-500:])
-    if ended.status not in _ITS_OWN_FAULT:
+    if ended.status not in _LIMIT_EXITS:
         raise JobFailure(
             "overloaded",
             "The server has no resources to check the request's schema now; try again later.",
             retryable=True,
         )
-    return Complaint(TOO_MUCH)
+    return CompileError(TOO_EXPENSIVE)

@@ -9,13 +9,13 @@ from worker.text.grammar.builder import Markup, OutputConstraint, markers_of
 from worker.text.grammar.quick import QUICK_CHARACTERS, is_quick_schema
 from worker.text.grammar.tool_grammars import Function
 from worker.text.output.formats import ModelFormat
-from worker.text.prompt.size_limit import characters
+from worker.text.prompt.size_limit import cost_in_characters
 from worker.text.tokenizer import Tokenizer
 
-_QUICK_WEIGHT = 16 * QUICK_CHARACTERS  # a value has two characters or more, and `characters` counts it as 32
+_QUICK_WEIGHT = 16 * QUICK_CHARACTERS  # a value has two characters or more, and `cost_in_characters` counts it as 32
 
 
-def wish_of(request: ChatRequest) -> OutputConstraint | None:
+def constraint_of(request: ChatRequest) -> OutputConstraint | None:
     """Return the request's constraint, or None if the answer is free. A forced call takes precedence over a schema.
 
     Raises `JobFailure` for a `json_schema` without a schema.
@@ -24,7 +24,9 @@ def wish_of(request: ChatRequest) -> OutputConstraint | None:
     functions = tuple(Function(tool.function.name, tool.function.parameters) for tool in request.offered_tools)
     match request.tool_choice:
         case NamedTool(function=named):
-            return OutputConstraint(None, tuple(each for each in functions if each.name == named.name)[:1], many=False)
+            return OutputConstraint(
+                None, tuple(each for each in functions if each.name == named.name)[:1], allows_many=False
+            )
         case "required":
             return OutputConstraint(None, functions, many)
     match request.response_format:
@@ -37,17 +39,17 @@ def wish_of(request: ChatRequest) -> OutputConstraint | None:
     return None
 
 
-def is_quick(wish: OutputConstraint) -> bool:
+def is_quick(constraint: OutputConstraint) -> bool:
     """True if the constraint compiles fast enough without a trial in a child process. The schema of any object does."""
-    schemas = [wish.schema or {}, *(function.parameters or {} for function in wish.functions)]
+    schemas = [constraint.schema or {}, *(function.parameters or {} for function in constraint.functions)]
     # Counted first, since dumping a large schema would block the event loop.
-    if characters(schemas, _QUICK_WEIGHT) > _QUICK_WEIGHT:
+    if cost_in_characters(schemas, _QUICK_WEIGHT) > _QUICK_WEIGHT:
         return False
     return len(json.dumps(schemas)) < QUICK_CHARACTERS and all(map(is_quick_schema, schemas))
 
 
-def markup_of(tokenizer: Tokenizer, dialect: ModelFormat) -> Markup:
+def markup_of(tokenizer: Tokenizer, model_format: ModelFormat) -> Markup:
     """Collect the model's markers for grammars."""
-    calls_as = "harmony" if dialect.harmony else tokenizer.tool_format
+    calls_as = "harmony" if model_format.harmony else tokenizer.tool_format
     single = {text: tokens[0] for text in markers_of(calls_as) if len(tokens := tokenizer.encode(text)) == 1}
     return Markup(single, calls_as, "[ARGS]" in tokenizer.template, tokenizer.tool is not None)

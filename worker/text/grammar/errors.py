@@ -8,7 +8,7 @@ import logging
 
 logger = logging.getLogger("sluice.text")
 
-TOO_MUCH = "it is too large, too deep or too slow to compile."
+TOO_EXPENSIVE = "it is too large, too deep or too slow to compile."
 _NOTHING_LEFT = "its keywords contradict each other, so nothing satisfies it; correct them."
 _UNKNOWN = "it could not be turned into a grammar; make it simpler."
 _LOGGED_CHARACTERS = 500
@@ -29,19 +29,19 @@ _SENTENCES = {
     "if regex is empty": _UNDECIDED,
     "circular references": _CIRCLE,
     "Unicode property": _PROPERTY,
-    "too many": TOO_MUCH,
-    "too large": TOO_MUCH,
-    "too big": TOO_MUCH,
-    "too deep": TOO_MUCH,
-    "exceed": TOO_MUCH,
-    "limit": TOO_MUCH,
-    "fuel": TOO_MUCH,
+    "too many": TOO_EXPENSIVE,
+    "too large": TOO_EXPENSIVE,
+    "too big": TOO_EXPENSIVE,
+    "too deep": TOO_EXPENSIVE,
+    "exceed": TOO_EXPENSIVE,
+    "limit": TOO_EXPENSIVE,
+    "fuel": TOO_EXPENSIVE,
 }
 
 
-def grammar_error(complaint: str) -> str:
+def grammar_error(message: str) -> str:
     """Return the sentence for llguidance's message, and log the message."""
-    if complaint == TOO_MUCH:
-        return complaint
-    logger.info("grammar refused: %s", " ".join(complaint.split())[:_LOGGED_CHARACTERS])
-    return next((sentence for part, sentence in _SENTENCES.items() if part in complaint), _UNKNOWN)
+    if message == TOO_EXPENSIVE:
+        return message
+    logger.info("grammar refused: %s", " ".join(message.split())[:_LOGGED_CHARACTERS])
+    return next((sentence for part, sentence in _SENTENCES.items() if part in message), _UNKNOWN)

@@ -13,8 +13,10 @@ Schema = dict[str, Any]
 # Space within JSON is limited to what people and programs write: without a limit a weak model may emit it forever.
 _SPACE = r" {1,2}|\n {0,40}|\n\t{0,10}"
 # Without \u, which could spell a property's name in a form that its schema does not match.
-_HOW = {"whitespace_pattern": _SPACE, "json_allowed_escapes": r"nrbtf\""}
-_LONGEST = 500_000  # characters: llguidance parses them in about 20 ms and holds the interpreter's lock meanwhile
+_OPTIONS = {"whitespace_pattern": _SPACE, "json_allowed_escapes": r"nrbtf\""}
+_MAX_CHARACTERS = (
+    500_000  # characters: llguidance parses them in about 20 ms and holds the interpreter's lock meanwhile
+)
 
 
 class Grammar:
@@ -63,7 +65,7 @@ class Grammar:
             written = rewrite(schema, root)
         except UnsupportedKeyword as error:
             raise JobFailure("invalid_request", f"{field}: {error}.") from error
-        self._schemas.append({"name": name, "json_schema": {**written, "x-guidance": _HOW}})
+        self._schemas.append({"name": name, "json_schema": {**written, "x-guidance": _OPTIONS}})
         return f"@{name}"
 
     def marker(self, text: str) -> str:
@@ -82,9 +84,10 @@ def _written(value: Any) -> str:
     for part in json.JSONEncoder().iterencode(value):
         parts.append(part)
         length += len(part)
-        if length > _LONGEST:
+        if length > _MAX_CHARACTERS:
             raise JobFailure(
-                "too_large", f"The request's schemas need a grammar of over {_LONGEST:,} characters; shorten them."
+                "too_large",
+                f"The request's schemas need a grammar of over {_MAX_CHARACTERS:,} characters; shorten them.",
             )
     return "".join(parts)
 

@@ -56,10 +56,10 @@ def _rename_within(model: dict[str, Any], names: dict[str, str]) -> dict[str, An
     if unknown in names:
         renamed["unk_token"] = names[unknown]
     if "merges" in model:
-        renamed["merges"] = [merge for merge in model["merges"] if names.keys().isdisjoint(_of_merge(merge))]
+        renamed["merges"] = [merge for merge in model["merges"] if names.keys().isdisjoint(_parts_of_merge(merge))]
     return renamed
 
 
-def _of_merge(merge: str | list[str]) -> tuple[str, str, str]:
+def _parts_of_merge(merge: str | list[str]) -> tuple[str, str, str]:
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     return left, right, left + right

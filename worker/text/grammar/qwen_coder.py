@@ -14,8 +14,8 @@ from typing import Any
 from worker.errors import JobFailure
 from worker.text.grammar.lark import Grammar, Schema, literal
 from worker.text.grammar.schema.patterns import Pattern
-from worker.text.grammar.schema.regex import Unreadable
-from worker.text.grammar.schema.unsupported import shown
+from worker.text.grammar.schema.regex import UnsupportedPattern
+from worker.text.grammar.schema.unsupported import quoted
 
 _TEXT = r"/(?s:.*)/ & ~/(?s:.*)<\/(parameter|function|tool_call)>(?s:.*)/"
 _NOT_NULL = r" & ~/[nN][uU][lL][lL]/"
@@ -26,7 +26,7 @@ _EXACT = 2**53  # the parser reads a number as a float
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _DEFINITIONS = ("$defs", "definitions")
 _NAMED = {"properties", "required", "additionalProperties", *_DEFINITIONS}
-_SAYS_NOTHING = {"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"}
+_ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"}
 _NUMBERS = {"integer", "number"}
 
 
@@ -37,15 +37,17 @@ def parameters(grammar: Grammar, function: str, schema: Schema) -> list[str]:
 
 class _Parameters:
     def __init__(self, grammar: Grammar, function: str, whole: Schema) -> None:
-        self._grammar, self._function, self._whole = grammar, function, whole
+        self._grammar, self._function, self._schema_of_all = grammar, function, whole
         self._parameter = ""  # name of the current one, for errors
 
     def rules(self) -> Iterator[str]:
-        self._knows(self._whole, {"type", *_NAMED})
-        properties, required = self._whole.get("properties", {}), self._whole.get("required", [])
+        self._allow_only(self._schema_of_all, {"type", *_NAMED})
+        properties, required = self._schema_of_all.get("properties", {}), self._schema_of_all.get("required", [])
         if not isinstance(properties, dict) or not _is_names(required):
-            raise self._wrong()
-        if self._whole.get("additionalProperties", True) not in (True, {}) and not properties.keys() >= {*required}:
+            raise self._invalid()
+        if self._schema_of_all.get("additionalProperties", True) not in (True, {}) and not properties.keys() >= {
+            *required
+        }:
             raise self._refusal("required names that are not in properties")
         for name in dict.fromkeys([*properties, *required]):
             yield self._rule(name, properties.get(name, {})) + ("" if name in required else "?")
@@ -73,9 +75,9 @@ class _Parameters:
         meant = self._resolved(schema)
         if "anyOf" not in meant:
             return self._branch(meant)
-        self._knows(meant, {"anyOf"})
+        self._allow_only(meant, {"anyOf"})
         if not isinstance(meant["anyOf"], list):
-            raise self._wrong()
+            raise self._invalid()
         branches = [self._resolved(self._schema(branch)) for branch in meant["anyOf"]]
         return [value for branch in branches for value in self._branch(branch)]
 
@@ -88,17 +90,17 @@ class _Parameters:
             case "null":
                 return [literal("null" + _END)]
             case None if schema.keys() & {"enum", "const"}:
-                return self._words(schema, beside_json=True)
+                return self._listed_values(schema, beside_json=True)
             case None:
-                self._knows(schema, ())
+                self._allow_only(schema, ())
                 return [self._grammar.text(_TEXT, until=_END)]
-        raise self._refusal(f"type {shown(schema['type'])} within anyOf or $ref")
+        raise self._refusal(f"type {quoted(schema['type'])} within anyOf or $ref")
 
     def _json(self, schema: Schema) -> str:
         types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         exact = self._exact(schema) if _NUMBERS.intersection(types) else {}
         field = f"tools: {self._function}: {self._parameter}"
-        return f"{self._grammar.json({**schema, **exact}, field, self._whole)} {literal(_END)}"
+        return f"{self._grammar.json({**schema, **exact}, field, self._schema_of_all)} {literal(_END)}"
 
     def _exact(self, schema: Schema) -> Schema:
         """Return bounds that replace the schema's wider ones: within them a float represents every integer."""
@@ -114,65 +116,65 @@ class _Parameters:
 
     def _strings(self, schema: Schema, *, beside_json: bool = False) -> list[str]:
         if schema.keys() & {"enum", "const"}:
-            return self._words(schema, beside_json=beside_json)
-        self._knows(schema, {"type", "pattern", "minLength", "maxLength"})
+            return self._listed_values(schema, beside_json=beside_json)
+        self._allow_only(schema, {"type", "pattern", "minLength", "maxLength"})
         terminal = _TEXT + _NOT_NULL + (_NOT_JSON if beside_json else "")
         if "pattern" in schema:
             terminal += f" & /{self._whole_pattern(schema['pattern'])}/"
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
         if not all(type(length) is int and length >= 0 for length in (least, most or 0)):
-            raise self._wrong()
+            raise self._invalid()
         if (least, most) != (0, ""):
             terminal += f" & /(?s:.{{{least},{most}}})/"
         return [self._grammar.text(terminal, until=_END)]
 
-    def _words(self, schema: Schema, *, beside_json: bool) -> list[str]:
+    def _listed_values(self, schema: Schema, *, beside_json: bool) -> list[str]:
         key = "const" if "const" in schema else "enum"
-        self._knows(schema, {"type", key})
+        self._allow_only(schema, {"type", key})
         listed = [schema["const"]] if key == "const" else schema["enum"]
         if not isinstance(listed, list):
-            raise self._wrong()
+            raise self._invalid()
         if "type" in schema:
             listed = [word for word in listed if isinstance(word, str)]
-        words = [self._word(value) for value in listed if not _is_misread(value, beside_json)]
+        words = [self._listed_value(value) for value in listed if not _is_misread(value, beside_json)]
         if not words:
             raise self._refusal(f"this {key}")
         return [literal(word + _END) for word in words]
 
-    def _word(self, value: Any) -> str:
+    def _listed_value(self, value: Any) -> str:
         if isinstance(value, bool | int | float):
             raise self._refusal("an enum of numbers without their type")
         return value if isinstance(value, str) else json.dumps(value)
 
     def _whole_pattern(self, text: Any) -> str:
         if not isinstance(text, str):
-            raise self._wrong()
+            raise self._invalid()
         try:
             return Pattern(text).whole()
-        except Unreadable as error:
-            raise self._refusal(f"pattern {shown(text)}: {error}") from error
+        except UnsupportedPattern as error:
+            raise self._refusal(f"pattern {quoted(text)}: {error}") from error
 
     def _resolved(self, schema: Schema) -> Schema:
         """Return the definition that a schema refers to, or the schema itself if it is no reference."""
         seen = set[str]()
         while "$ref" in schema:
-            self._knows(schema, {"$ref"})
+            self._allow_only(schema, {"$ref"})
             match str(schema["$ref"]).split("/"):
                 case ["#", ("$defs" | "definitions") as where, name] if name not in seen:
                     seen.add(name)
-                    named = self._whole.get(where, {})
+                    named = self._schema_of_all.get(where, {})
                     schema = self._schema(named.get(name) if isinstance(named, dict) else named)
                 case _:
-                    raise self._refusal(f"$ref {shown(schema['$ref'])}")
+                    raise self._refusal(f"$ref {quoted(schema['$ref'])}")
         return schema
 
     def _schema(self, schema: Any) -> Schema:
         if isinstance(schema, dict):
             return schema
-        raise self._refusal(f"a schema of {json.dumps(schema)}") if isinstance(schema, bool) else self._wrong()
+        raise self._refusal(f"a schema of {json.dumps(schema)}") if isinstance(schema, bool) else self._invalid()
 
-    def _knows(self, schema: Schema, keywords: Collection[str]) -> None:
-        if unknown := sorted(schema.keys() - {*keywords} - _SAYS_NOTHING):
+    def _allow_only(self, schema: Schema, keywords: Collection[str]) -> None:
+        if unknown := sorted(schema.keys() - {*keywords} - _ANNOTATIONS):
             raise self._refusal(unknown[0])
 
     def _refusal(self, keyword: str) -> JobFailure:
@@ -180,7 +182,7 @@ class _Parameters:
             "unsupported", f"tools: {self._function}: this model's calls do not support parameters with {keyword}."
         )
 
-    def _wrong(self) -> JobFailure:
+    def _invalid(self) -> JobFailure:
         return JobFailure(
             "invalid_request", f"tools: the parameters of {self._function} are not a JSON Schema; correct them."
         )

@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 # A state takes about 2 kB. With 6,000 items in a row, as for 1,500 optional properties, a mask takes 20 ms.
 _LIMITS = LLParserLimits(max_lexer_states=50_000, max_items_in_row=6_000, verbose_errors=False)
-_AHEAD = 8  # tokens: a schema that exceeds llguidance's limits mostly does so within the first ones
+_TRIED_TOKENS = 8  # tokens: a schema that exceeds llguidance's limits mostly does so within the first ones
 
 
 class Uncompilable(ValueError):
@@ -20,26 +20,26 @@ class Uncompilable(ValueError):
 def compile_grammar(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
     """Compile a grammar and try its first tokens. Raises `Uncompilable`."""
     matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
-    _go_ahead(matcher)  # only this detects a schema that nothing satisfies
+    _try_tokens(matcher)  # only this detects a schema that nothing satisfies
     if wrong := error_of(matcher):
         raise Uncompilable(wrong)
     return matcher
 
 
-def _go_ahead(matcher: LLMatcher) -> None:
+def _try_tokens(matcher: LLMatcher) -> None:
     """Consume a few allowed tokens, then reset."""
     dice = random.Random(0)
-    for _ in range(_AHEAD):
+    for _ in range(_TRIED_TOKENS):
         if matcher.is_error() or matcher.is_stopped():
             break
         mask = matcher.compute_bitmask()
         if not matcher.is_error():
-            matcher.consume_token(_one_of(mask, dice))
+            matcher.consume_token(_random_token(mask, dice))
     if not matcher.is_error():
         matcher.reset()
 
 
-def _one_of(mask: bytes, dice: random.Random) -> int:
+def _random_token(mask: bytes, dice: random.Random) -> int:
     """Return one of the tokens that the mask allows."""
     begin = dice.randrange(len(mask))
     turned = (mask[begin:] + mask[:begin]).lstrip(b"\0")

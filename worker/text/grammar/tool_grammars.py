@@ -22,7 +22,7 @@ class Function:
 # Returns the rule for a call of one of the functions, or for several calls if the last argument is true.
 Form = Callable[[Grammar, Sequence[Function], bool], str]
 
-_SAY_NOTHING = {"type", "title", "description", "$schema"}
+_ANNOTATIONS = {"type", "title", "description", "$schema"}
 
 
 def form_of(tool_format: str | None, *, names_arguments: bool) -> Form | None:
@@ -121,5 +121,5 @@ def _arguments(function: Function) -> Schema:
     schema = {"type": "object", **(function.parameters or {})}
     if schema["type"] != "object":
         raise JobFailure("invalid_request", f"tools: the parameters of {function.name} must be of type object.")
-    says = {key for key, value in schema.items() if key not in _SAY_NOTHING and value not in ({}, [])}
+    says = {key for key, value in schema.items() if key not in _ANNOTATIONS and value not in ({}, [])}
     return schema if says else {**schema, "additionalProperties": False}

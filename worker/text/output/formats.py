@@ -22,8 +22,8 @@ _SEARCHED_FROM = {
 }  # fmt: skip
 # Occurrences times characters: about 50 ms on the event loop, while 20 kB of occurrences alone would take seconds. A
 # call with ten arguments may have 40 kB.
-_MOST_SEARCHED = 400_000
-_LONGEST_HEADER = 100  # characters; a function's name has at most 64
+_MAX_SEARCHED = 400_000
+_MAX_HEADER = 100  # characters; a function's name has at most 64
 
 
 class ModelFormat:
@@ -87,7 +87,7 @@ class ModelFormat:
         if self._tokenizer.tool_format == "qwen3_coder":
             _check_coder(text)
         searched_from = _SEARCHED_FROM.get(self._tokenizer.tool_format or "")
-        if searched_from and text.count(searched_from) * len(text) > _MOST_SEARCHED:
+        if searched_from and text.count(searched_from) * len(text) > _MAX_SEARCHED:
             raise ValueError("The text is not a tool call: it has too many beginnings of arguments.")
         return self._tokenizer.parse_tool_call(text, tools)
 
@@ -97,14 +97,14 @@ def _check_coder(text: str) -> None:
     parameters that do not end."""
     open_parameters = text.rpartition("</parameter>")[2]
     searched = open_parameters.count("<parameter=") * len(open_parameters)
-    if not text.removesuffix("\n").endswith("</function>") or searched > _MOST_SEARCHED:
+    if not text.removesuffix("\n").endswith("</function>") or searched > _MAX_SEARCHED:
         raise ValueError("The text is not a tool call: it has no end, or too many open parameters.")
 
 
 def _mistral(opening: str, text: str) -> str | None:
-    if header := _MISTRAL.match(text, 0, _LONGEST_HEADER):
+    if header := _MISTRAL.match(text, 0, _MAX_HEADER):
         return _named(header[1], text[header.end() :])
-    if len(text) > _LONGEST_HEADER:
+    if len(text) > _MAX_HEADER:
         raise ValueError("The text is not a tool call, or it is written as a list.")
     return None
 

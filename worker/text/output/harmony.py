@@ -25,7 +25,7 @@ REASONING_BEGINS = "<|channel|>analysis<|message|>"
 _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _OPENINGS = ("assistant", "to=")
-_LONGEST_HEADER = 256  # characters; a function's name has at most 64
+_MAX_HEADER = 256  # characters; a function's name has at most 64
 
 Channel = Literal["content", "reasoning", "call"]
 
@@ -41,15 +41,15 @@ class Harmony:
         self._splitter = splitter
         self._channel: Channel | None = None  # None in a header
         self._header = ""
-        self._spoken = set[Channel]()
-        self._joint = ""  # separator before the next text
+        self._used_channels = set[Channel]()
+        self._separator = ""  # separator before the next text
 
     def feed(self, text: str) -> list[ParseEvent]:
         """Return the events of the next text."""
         segments = self._splitter.feed(text)
-        pieces = self._said(segments[0][1])
+        pieces = self._text_events(segments[0][1])
         for marker, more in segments[1:]:
-            pieces += [*self._crossed(marker), *self._said(more)]
+            pieces += [*self._marker_events(marker), *self._text_events(more)]
         return pieces
 
     def reopen(self) -> str:
@@ -62,13 +62,13 @@ class Harmony:
         _, held = self._splitter.flush()
         if self._channel == "call":
             return [("cut", held)]
-        pieces = self._said(held)
+        pieces = self._text_events(held)
         if self._channel is None and "<|" not in self._header:
             pieces.append(("content", self._header))
             self._header = ""
         return pieces
 
-    def _said(self, text: str) -> list[ParseEvent]:
+    def _text_events(self, text: str) -> list[ParseEvent]:
         if not text:
             return []
         if self._channel is None:
@@ -76,11 +76,11 @@ class Harmony:
             if _may_be_header(self._header):
                 return []
             self._channel, text = "content", self._header
-        self._spoken.add(self._channel)
-        joint, self._joint = self._joint, ""
+        self._used_channels.add(self._channel)
+        joint, self._separator = self._separator, ""
         return [(self._channel, joint + text)]
 
-    def _crossed(self, marker: str) -> list[ParseEvent]:
+    def _marker_events(self, marker: str) -> list[ParseEvent]:
         if marker == _TEXT:
             return self._begin() if self._channel is None else [("call", marker)] if self._channel == "call" else []
         if marker == "<|channel|>" and self._channel is None:
@@ -96,14 +96,16 @@ class Harmony:
             self._channel = "call"
             return [("begins", header + _TEXT)]
         self._channel = "reasoning" if _ANALYSIS.search(header) else "content"
-        self._joint = "\n\n" if self._channel in self._spoken else ""  # messages of a channel are separate texts
+        self._separator = (
+            "\n\n" if self._channel in self._used_channels else ""
+        )  # messages of a channel are separate texts
         return [(self._channel, "")]
 
 
 def _may_be_header(text: str) -> bool:
     start = text.removeprefix("<|start|>").lstrip()
     known = "<|channel|>" in start or any(o.startswith(start) or start.startswith(o) for o in _OPENINGS)
-    return known and len(text) <= _LONGEST_HEADER
+    return known and len(text) <= _MAX_HEADER
 
 
 def function_of(opening: str) -> str:

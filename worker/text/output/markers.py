@@ -60,9 +60,9 @@ class MarkerParser:
     def feed(self, text: str) -> list[ParseEvent]:
         """Return the events of the next text."""
         (state, text), *more = self._splitter.feed(text)
-        pieces = self._said(state, text)
+        pieces = self._text_events(state, text)
         for entered, text in more:
-            pieces += [*self._crossed(state, entered), *self._said(entered, text)]
+            pieces += [*self._marker_events(state, entered), *self._text_events(entered, text)]
             state = entered
         return pieces
 
@@ -74,15 +74,15 @@ class MarkerParser:
     def flush(self) -> list[ParseEvent]:
         """Return the events of the text that was held back, at the end of the answer."""
         state, held = self._splitter.flush()
-        return [("cut", held)] if state == "tool" and self._calls else self._said(state, held)
+        return [("cut", held)] if state == "tool" and self._calls else self._text_events(state, held)
 
-    def _said(self, state: str, text: str) -> list[ParseEvent]:
+    def _text_events(self, state: str, text: str) -> list[ParseEvent]:
         channel = _CHANNELS.get(state, "content")
         if not text or channel is None:
             return []
         return [("content" if channel == "call" and not self._calls else channel, text)]
 
-    def _crossed(self, left: str, entered: str) -> list[ParseEvent]:
+    def _marker_events(self, left: str, entered: str) -> list[ParseEvent]:
         """Return the events of the marker between the two states."""
         start, end = self._tool
         if not self._calls and "tool" in (left, entered):

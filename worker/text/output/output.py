@@ -11,12 +11,12 @@ from worker.schedule.outcomes import FinishReason
 from worker.text.output.formats import ModelFormat
 from worker.text.output.markers import Kind, OutputParser, ParseEvent, PlainParser
 from worker.text.output.stop import StopStrings
-from worker.text.output.tool_calls import Calls, ClosedCall, Delta, Tools, gathered
+from worker.text.output.tool_calls import Calls, ClosedCall, Delta, Tools, merge_deltas
 from worker.text.prompt.prompt import Thinking
 from worker.text.vocabulary import Vocabulary
 
 _BLANK = " \t\r\n"
-_TO_MARKERS = re.compile(r"[^>\]]*[>\]]|[^>\]]+")  # parts that end after > or ], as markers do
+_MARKER_PARTS = re.compile(r"[^>\]]*[>\]]|[^>\]]+")  # parts that end after > or ], as markers do
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +35,17 @@ class OutputDelta:
             return self
         if not self:
             return later
-        calls = gathered((*self.tool_calls, *later.tool_calls)) if later.tool_calls else self.tool_calls
+        calls = merge_deltas((*self.tool_calls, *later.tool_calls)) if later.tool_calls else self.tool_calls
         return OutputDelta(self.content + later.content, self.reasoning + later.reasoning, calls)
 
 
 _NOTHING = OutputDelta()
 
 
-def together(parts: Iterable[OutputDelta]) -> OutputDelta:
+def concat(parts: Iterable[OutputDelta]) -> OutputDelta:
     """Return the sum of the parts, in linear time."""
     deltas = list(parts)
-    calls = gathered(call for delta in deltas for call in delta.tool_calls)
+    calls = merge_deltas(call for delta in deltas for call in delta.tool_calls)
     return OutputDelta("".join(each.content for each in deltas), "".join(each.reasoning for each in deltas), calls)
 
 
@@ -59,19 +59,19 @@ class Output:
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, dialect: ModelFormat, request: ChatRequest, thinking: Thinking, job_id: str
+        self, vocabulary: Vocabulary, model_format: ModelFormat, request: ChatRequest, thinking: Thinking, job_id: str
     ) -> None:
         tools = _functions(request)
         self._detokenizer = vocabulary.detokenizer()
-        self._reader = dialect.parser(thinking, calls=bool(tools))
+        self._parser = model_format.parser(thinking, calls=bool(tools))
         # A grammar constrains such an answer to JSON, whose strings may hold text that looks like a marker.
         self._by_schema = isinstance(request.response_format, JsonObjectFormat | JsonSchemaFormat)
-        self._calls = Calls(dialect.format, tools, job_id, parallel=request.parallel_tool_calls is not False)
+        self._calls = Calls(model_format.format, tools, job_id, parallel=request.parallel_tool_calls is not False)
         self._content, self._reasoning = _Channel(request.stop or ()), _Channel(())
-        self._now: Literal["content", "reasoning"] = "content"
+        self._current: Literal["content", "reasoning"] = "content"
         self._closing = ""  # beginning of an end marker that the answer's end cut off
         if thinking == "open":
-            self._now = "reasoning"
+            self._current = "reasoning"
             # The prompt ends with the think marker, unless it continues an assistant message.
             if request.messages[-1].role != "assistant":
                 self._reasoning.mark()
@@ -79,7 +79,7 @@ class Output:
     @property
     def stopped(self) -> bool:
         """True after a stop string, or after the one call that the request allows."""
-        return self._content.stopped or self._calls.enough
+        return self._content.stopped or self._calls.is_complete
 
     @property
     def retracted(self) -> frozenset[int]:
@@ -88,94 +88,94 @@ class Output:
 
     def finish_reason(self, engine: FinishReason) -> Literal["stop", "length", "tool_calls"]:
         """Return OpenAI's finish reason: "tool_calls" for an answer that stopped and has a call, as agents expect."""
-        return "tool_calls" if engine == "stop" and self._calls.made else engine
+        return "tool_calls" if engine == "stop" and self._calls.num_made else engine
 
     def feed(self, token: int) -> OutputDelta:
         """Return the output that this token releases; nothing once `stopped`."""
         if self.stopped:
             return _NOTHING
         text = self._detokenizer.feed(token)
-        if self._reader is None:
-            return OutputDelta(self._content.say(text))
-        return self._read(self._reader, text) if text else _NOTHING
+        if self._parser is None:
+            return OutputDelta(self._content.feed_plain(text))
+        return self._read(self._parser, text) if text else _NOTHING
 
     def flush(self, engine: FinishReason = "stop") -> OutputDelta:
         """Return the rest, at the end of the answer. A call that "length" cut off is kept, incomplete."""
         if self.stopped:
             return _NOTHING
         text = self._detokenizer.flush()
-        if self._reader is None:
-            return OutputDelta(self._content.say(text) + self._content.flush())
-        delta = self._read(self._reader, text)
+        if self._parser is None:
+            return OutputDelta(self._content.feed_plain(text) + self._content.flush())
+        delta = self._read(self._parser, text)
         if not self.stopped:
-            delta += self._hear(self._reader.flush())
+            delta += self._handle_all(self._parser.flush())
         return delta if self.stopped else delta + self._end(engine)
 
     def _read(self, reader: OutputParser, text: str) -> OutputDelta:
         delta = _NOTHING
         # A marker ends the open call only outside of JSON strings, so all text before it is parsed first.
-        for part in _TO_MARKERS.findall(text) if self._calls.open else [text]:
-            delta += self._hear(reader.feed(part))
+        for part in _MARKER_PARTS.findall(text) if self._calls.open else [text]:
+            delta += self._handle_all(reader.feed(part))
             if self.stopped:
                 return delta
         if self._by_schema and self._content.begun:
-            self._by_schema, self._reader = False, PlainParser()
-            delta += self._hear(reader.flush())
+            self._by_schema, self._parser = False, PlainParser()
+            delta += self._handle_all(reader.flush())
         return delta
 
     def _end(self, engine: FinishReason) -> OutputDelta:
         delta = _NOTHING
         if self._calls.open:
-            delta = self._let_out(self._channel.settle())
+            delta = self._delta(self._channel.flush_stops())
             settled = self._calls.cut_off(self._closing, keep=engine == "length")
             if settled is None:
                 return delta
-            delta += self._settle_call(settled)
-        return delta if self.stopped else delta + self._let_out(self._channel.flush())
+            delta += self._emit_closed(settled)
+        return delta if self.stopped else delta + self._delta(self._channel.flush())
 
     @property
     def _channel(self) -> "_Channel":
-        return self._content if self._now == "content" else self._reasoning
+        return self._content if self._current == "content" else self._reasoning
 
-    def _let_out(self, text: str) -> OutputDelta:
-        return OutputDelta(text) if self._now == "content" else OutputDelta(reasoning=text)
+    def _delta(self, text: str) -> OutputDelta:
+        return OutputDelta(text) if self._current == "content" else OutputDelta(reasoning=text)
 
-    def _hear(self, pieces: list[ParseEvent]) -> OutputDelta:
+    def _handle_all(self, pieces: list[ParseEvent]) -> OutputDelta:
         if len(pieces) == 1:
-            return self._hear_one(*pieces[0])
+            return self._handle(*pieces[0])
         delta = _NOTHING
         for kind, text in pieces:
-            delta += self._hear_one(kind, text)
+            delta += self._handle(kind, text)
             if self.stopped:
                 break
         return delta
 
-    def _hear_one(self, kind: Kind, text: str) -> OutputDelta:
+    def _handle(self, kind: Kind, text: str) -> OutputDelta:
         match kind:
             case "content" | "reasoning":
-                crossed = self._cross(kind) if kind != self._now or not text else _NOTHING
-                return crossed + self._let_out(self._channel.feed(text))
+                crossed = self._switch(kind) if kind != self._current or not text else _NOTHING
+                return crossed + self._delta(self._channel.feed(text))
             case "begins" if not self._calls.open:
                 self._calls.begin(text)
             case "call" | "begins":
                 return OutputDelta(tool_calls=tuple(self._calls.feed(text)))
-            case "ends" if self._calls.quoting and self._reader:
-                return self._hear_one("call", text + self._reader.reopen())
+            case "ends" if self._calls.in_string and self._parser:
+                return self._handle("call", text + self._parser.reopen())
             case "ends":
-                return self._settle_call(self._calls.end(text))
+                return self._emit_closed(self._calls.end(text))
             case "cut":
                 self._closing += text
         return _NOTHING
 
-    def _settle_call(self, settled: ClosedCall) -> OutputDelta:
+    def _emit_closed(self, settled: ClosedCall) -> OutputDelta:
         if settled.text:
-            return self._hear_one("content", settled.text)
-        return self._cross("content") + OutputDelta(tool_calls=gathered(settled.deltas))
+            return self._handle("content", settled.text)
+        return self._switch("content") + OutputDelta(tool_calls=merge_deltas(settled.deltas))
 
-    def _cross(self, kind: Literal["content", "reasoning"]) -> OutputDelta:
+    def _switch(self, kind: Literal["content", "reasoning"]) -> OutputDelta:
         """End the present channel at a marker; the following text is of this kind."""
-        delta = self._let_out(self._channel.mark())
-        self._now = kind
+        delta = self._delta(self._channel.mark())
+        self._current = kind
         self._channel.mark()
         return delta
 
@@ -193,7 +193,7 @@ class _Channel:
     def stopped(self) -> bool:
         return self._stops.stopped
 
-    def say(self, text: str) -> str:
+    def feed_plain(self, text: str) -> str:
         """Return the text to emit, for a format without markers: no whitespace is dropped."""
         return self._stops.feed(text)
 
@@ -205,20 +205,20 @@ class _Channel:
             self.begun = bool(text.strip(_BLANK))
         return self._hold(self._stops.feed(text))
 
-    def settle(self) -> str:
+    def flush_stops(self) -> str:
         """Return the text that was held back as the possible start of a stop string."""
         return self._hold(self._stops.flush())
 
     def mark(self) -> str:
         """Return the text before a marker. Its trailing space is emitted only if more text of this kind follows."""
-        text = self.settle()
+        text = self.flush_stops()
         if not self.begun:
             self._blank.clear()
         self._at_marker = True
         return text
 
     def flush(self) -> str:
-        text, blank = self.settle(), "" if self._at_marker else "".join(self._blank)
+        text, blank = self.flush_stops(), "" if self._at_marker else "".join(self._blank)
         self._blank.clear()
         return text + blank
 

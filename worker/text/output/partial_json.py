@@ -26,11 +26,11 @@ class PartialJson:
         self._hex = 0  # digits missing in an escape
         self._inside = False  # True within the value of a member of the outermost object
         self._key = ""
-        self.whole = set[str]()  # members that are complete
+        self.complete_members = set[str]()  # members that are complete
         self.broken = False
 
     @property
-    def quoting(self) -> bool:
+    def in_string(self) -> bool:
         """True within a string, where any character may follow."""
         return not self.broken and self._expects == "string"
 
@@ -51,7 +51,7 @@ class PartialJson:
                 begins = at
             elif was and not self._inside:
                 pieces.append((self._key, text[begins : at + 1]))
-                self.whole.add(self._key)
+                self.complete_members.add(self._key)
         if self._inside and begins < len(text):
             pieces.append((self._key, text[begins:]))
         return pieces
@@ -64,7 +64,7 @@ class PartialJson:
         elif char in _SCALAR_LETTERS:
             self._token.append(char)
         else:
-            _must(_SCALAR.fullmatch("".join(self._token)) is not None)
+            _require(_SCALAR.fullmatch("".join(self._token)) is not None)
             self._expects = "next"
             self._structure(char)
 
@@ -79,18 +79,18 @@ class PartialJson:
             case "string" if char == "\\":
                 self._expects = "escape"
             case "string":
-                _must(char >= " ")
+                _require(char >= " ")
             case "escape":
-                _must(char in '"\\/bfnrtu')
+                _require(char in '"\\/bfnrtu')
                 self._expects, self._hex = ("hex", 4) if char == "u" else ("string", 0)
             case _:
-                _must(char in _HEX)
+                _require(char in _HEX)
                 self._hex -= 1
                 self._expects = "hex" if self._hex else "string"
 
     def _name_member(self) -> None:
         key = json.loads("".join(self._token))
-        _must(key not in self.whole)
+        _require(key not in self.complete_members)
         self._key = key
 
     def _structure(self, char: str) -> None:
@@ -98,7 +98,7 @@ class PartialJson:
             return
         match self._expects:
             case "object":
-                _must(char == "{")
+                _require(char == "{")
                 self._enter(char)
             case "value" | "item or end":
                 self._value(char)
@@ -111,7 +111,7 @@ class PartialJson:
             case "next" | "key or end":
                 self._leave(char)
             case _:
-                _must(False)
+                _require(False)
 
     def _value(self, char: str) -> None:
         if char in "{[":
@@ -121,9 +121,9 @@ class PartialJson:
         elif char == "]" and self._expects == "item or end":
             self._leave(char)
         else:
-            _must(char in _SCALAR_LETTERS)
+            _require(char in _SCALAR_LETTERS)
             if len(self._open) == 1:
-                self.whole.add(self._key)
+                self.complete_members.add(self._key)
             self._expects, self._token = "scalar", [char]
 
     def _string(self, quote: str, *, then: str) -> None:
@@ -134,11 +134,11 @@ class PartialJson:
         self._expects = "key or end" if bracket == "{" else "item or end"
 
     def _leave(self, bracket: str) -> None:
-        _must(_CLOSES.get(bracket) == self._open[-1])
+        _require(_CLOSES.get(bracket) == self._open[-1])
         self._open.pop()
         self._expects = "next" if self._open else "nothing"
 
 
-def _must(holds: bool) -> None:
+def _require(holds: bool) -> None:
     if not holds:
         raise ValueError("The text is not JSON.")

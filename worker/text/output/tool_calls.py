@@ -53,13 +53,13 @@ class Calls:
         self._open: _StreamingCall | None = None
         self._announced: int | None = None  # the index of the open call
         self._ids = list[str]()  # of all calls emitted so far, by index
-        self.made = 0
+        self.num_made = 0
         self.retracted = set[int]()
 
     @property
-    def enough(self) -> bool:
+    def is_complete(self) -> bool:
         """True if the one call that the request allows has been made."""
-        return self.made > 0 and not self._parallel
+        return self.num_made > 0 and not self._parallel
 
     @property
     def open(self) -> bool:
@@ -67,9 +67,9 @@ class Calls:
         return self._open is not None
 
     @property
-    def quoting(self) -> bool:
+    def in_string(self) -> bool:
         """True if the open call is within a JSON string, so that even text that looks like a marker belongs to it."""
-        return self._open is not None and self._open.quoting
+        return self._open is not None and self._open.in_string
 
     def begin(self, opening: str) -> None:
         """Open a call with the text before it, its marker included."""
@@ -89,7 +89,7 @@ class Calls:
     def end(self, closing: str) -> ClosedCall:
         """Close the open call at its end marker, `closing`."""
         assert self._open is not None
-        return self._settle(self._open, self._meant(self._open), closing)
+        return self._close(self._open, self._parse(self._open), closing)
 
     def cut_off(self, closing: str, *, keep: bool) -> ClosedCall | None:
         """Close the open call because the answer has ended.
@@ -99,33 +99,33 @@ class Calls:
         call = self._open
         assert call is not None
         # Some parsers accept the first half of a call, so only calls in JSON are parsed here.
-        meant = self._meant(call) if self._format.as_json else []
-        if keep and not meant and self._announced is not None and call.sound:
+        parsed = self._parse(call) if self._format.as_json else []
+        if keep and not parsed and self._announced is not None and call.is_valid:
             return None
-        return self._settle(call, meant, closing)
+        return self._close(call, parsed, closing)
 
-    def _settle(self, call: "_StreamingCall", meant: list["_ParsedCall"], closing: str) -> ClosedCall:
+    def _close(self, call: "_StreamingCall", parsed: list["_ParsedCall"], closing: str) -> ClosedCall:
         announced, self._announced, self._open = self._announced, None, None
-        if announced is None and meant:
-            return ClosedCall(self._make(meant if self._parallel else meant[:1]))
-        if announced is not None and meant and call.says(meant[0]):
-            self.made += 1
-            return ClosedCall(self._make(meant[1:] if self._parallel else []))
+        if announced is None and parsed:
+            return ClosedCall(self._make(parsed if self._parallel else parsed[:1]))
+        if announced is not None and parsed and call.equals(parsed[0]):
+            self.num_made += 1
+            return ClosedCall(self._make(parsed[1:] if self._parallel else []))
         if announced is not None:
             self.retracted.add(announced)
         return ClosedCall([], f"{call.opening}{call.text}{closing}")
 
-    def _make(self, meant: list["_ParsedCall"]) -> list[Delta]:
-        self.made += len(meant)
-        return [self._new(call.function, call.written, call.id) for call in meant]
+    def _make(self, parsed: list["_ParsedCall"]) -> list[Delta]:
+        self.num_made += len(parsed)
+        return [self._new(call.function, call.written, call.id) for call in parsed]
 
-    def _meant(self, call: "_StreamingCall") -> list["_ParsedCall"]:
+    def _parse(self, call: "_StreamingCall") -> list["_ParsedCall"]:
         """Parse the call. Empty if the text is not a call, or if it names an unknown function."""
         try:
-            meant = [_read(entry) for entry in self._format.parse(call.opening, call.text, self._tools)]
+            parsed = [_read(entry) for entry in self._format.parse(call.opening, call.text, self._tools)]
         except _NO_CALL:
             return []
-        return meant if self._functions.issuperset(each.function for each in meant) else []
+        return parsed if self._functions.issuperset(each.function for each in parsed) else []
 
     def _new(self, function: str, arguments: str, id: str | None) -> Delta:
         index = len(self._ids)
@@ -190,23 +190,23 @@ class _StreamingCall:
         return "".join(self._arguments)
 
     @property
-    def _whole(self) -> bool:
-        return self._json is not None and self._json.whole >= {"name", "arguments"}
+    def _is_complete(self) -> bool:
+        return self._json is not None and self._json.complete_members >= {"name", "arguments"}
 
     @property
-    def quoting(self) -> bool:
+    def in_string(self) -> bool:
         """True if the JSON is within a string."""
-        return self._json is not None and self._json.quoting
+        return self._json is not None and self._json.in_string
 
     @property
-    def sound(self) -> bool:
+    def is_valid(self) -> bool:
         """True if the call is complete, or is valid JSON so far."""
-        return self._whole or (self._json is not None and not self._json.broken)
+        return self._is_complete or (self._json is not None and not self._json.broken)
 
     @property
     def begun(self) -> bool:
         """True if the name is complete and the arguments have begun."""
-        if self._json is None or "name" not in self._json.whole or not self._name or not self._arguments:
+        if self._json is None or "name" not in self._json.complete_members or not self._name or not self._arguments:
             return False
         return self._name[0].startswith('"') and self._arguments[0].startswith("{")
 
@@ -217,16 +217,16 @@ class _StreamingCall:
             self._function = str(json.loads("".join(self._name)))
         return self._function
 
-    def says(self, meant: _ParsedCall) -> bool:
+    def equals(self, parsed: _ParsedCall) -> bool:
         """True if it is complete and equals the parsed call; valid only if `begun`."""
-        return self._whole and (self.function, json.loads(self.arguments)) == (meant.function, meant.arguments)
+        return self._is_complete and (self.function, json.loads(self.arguments)) == (parsed.function, parsed.arguments)
 
     def feed(self, text: str) -> str:
         """Add text. Returns what it adds to the arguments."""
         self._text.append(text)
         if self._json is None:
             text = self._beginning()
-        if self._json is None or self._whole:
+        if self._json is None or self._is_complete:
             return ""
         before = len(self._arguments)
         for key, piece in self._json.feed(text):
@@ -247,7 +247,7 @@ class _StreamingCall:
         return beginning or ""
 
 
-def gathered(deltas: Iterable[Delta]) -> tuple[Delta, ...]:
+def merge_deltas(deltas: Iterable[Delta]) -> tuple[Delta, ...]:
     """Merge consecutive deltas of a call: one for each call, with its fragments of arguments joined."""
     calls = list[tuple[Delta, list[str]]]()
     for delta in deltas:
@@ -261,7 +261,7 @@ def _with_arguments(delta: Delta, arguments: str) -> Delta:
     return {**delta, "function": {**delta["function"], "arguments": arguments}}
 
 
-def completed(deltas: Iterable[Delta], voided: Container[int] = ()) -> list[dict[str, Any]]:
+def message_tool_calls(deltas: Iterable[Delta], retracted: Container[int] = ()) -> list[dict[str, Any]]:
     """Return a message's `tool_calls`, without the retracted ones. A call that was cut off is included, incomplete."""
-    calls = [delta for delta in gathered(deltas) if delta["index"] not in voided]
+    calls = [delta for delta in merge_deltas(deltas) if delta["index"] not in retracted]
     return [{"id": call["id"], "type": call["type"], "function": call["function"]} for call in calls]

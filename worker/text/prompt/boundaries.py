@@ -16,9 +16,9 @@ from worker.text.tokenizer import Conversation
 # Private-use characters: no template treats them specially, and texts hardly ever contain them.
 _MARKS = tuple(map(chr, range(0xE000, 0xE010)))
 # Errors that templates raise on predicted turns. Such a turn is skipped.
-_STUMBLES = (*RAISED, ArithmeticError, AttributeError, LookupError)
+_ERRORS = (*RAISED, ArithmeticError, AttributeError, LookupError)
 # Positions that are worth a tokenization each: the next user turn, the next tool result, the system message's end.
-_FEW = 3
+_MAX_TOKENIZED = 3
 
 _ANSWER = {"role": "assistant", "content": "…"}
 _QUESTION = {"role": "user", "content": "…"}
@@ -51,27 +51,30 @@ class Rendered:
 class Boundaries:
     """Plans cache boundaries for prompts; a worker has one."""
 
-    def __init__(self, places: TokenOffsets) -> None:
-        self._places = places
+    def __init__(self, offsets: TokenOffsets) -> None:
+        self._offsets = offsets
 
     def plan(self, rendered: Rendered) -> tuple[int, ...]:
         """Return boundaries as token counts from 1 to one less than the prompt's, the most valuable first."""
         most = len(rendered.tokens) - 1
         if most < 1:
             return ()
-        counts = (min(count, most) for count in self._counts(rendered, _places(rendered)))
+        counts = (min(count, most) for count in self._counts(rendered, _offsets(rendered)))
         return tuple(dict.fromkeys(count for count in counts if count > 0))
 
     def _counts(self, rendered: Rendered, places: list[int]) -> list[int]:
-        counts = self._places.counts(rendered.text, rendered.tokens, places, rendered.codec.plain)
+        counts = self._offsets.counts(rendered.text, rendered.tokens, places, rendered.codec.plain)
         if counts is not None:
             return [counts[place] for place in places]
         tokens = list(rendered.tokens)
-        return [_alike(rendered.codec.encode(rendered.text[:place].rstrip()), tokens) for place in places[:_FEW]]
+        return [
+            _common_prefix(rendered.codec.encode(rendered.text[:place].rstrip()), tokens)
+            for place in places[:_MAX_TOKENIZED]
+        ]
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _Comparison:
     """A predicted text compared with the prompt's text; positions in characters."""
 
     end: int  # length of the common prefix
@@ -79,16 +82,16 @@ class _Seen:
     whole: bool  # all contents begin within the common prefix
 
 
-def _places(rendered: Rendered) -> list[int]:
+def _offsets(rendered: Rendered) -> list[int]:
     """Return boundaries as positions in the text, in characters, the most valuable first."""
     mark = next((mark for mark in _MARKS if mark not in rendered.text), None)
     if mark is None:
         return []
     marked = [_marked(message, mark) for message in rendered.conversation]
-    asked = _seen(rendered, mark, [[*_answered(marked, rendered), _QUESTION]])
-    called = _seen(rendered, mark, _called(marked, rendered)) if rendered.tools else None
+    asked = _compare(rendered, mark, [[*_with_answer(marked, rendered), _QUESTION]])
+    called = _compare(rendered, mark, _with_calls(marked, rendered)) if rendered.tools else None
     seen = [each for each in (asked, called) if each]
-    if not any(each.whole for each in seen) and (itself := _seen(rendered, mark, [marked])):
+    if not any(each.whole for each in seen) and (itself := _compare(rendered, mark, [marked])):
         # The template rewrites earlier turns when another one is added. The prompt itself still has boundaries.
         seen.append(itself)
     starts = sorted({start for each in seen for start in each.starts})
@@ -97,17 +100,17 @@ def _places(rendered: Rendered) -> list[int]:
     return [*ends, *starts[system : system + 1], *reversed(starts)]
 
 
-def _seen(rendered: Rendered, mark: str, conversations: list[Conversation]) -> _Seen | None:
+def _compare(rendered: Rendered, mark: str, conversations: list[Conversation]) -> _Comparison | None:
     """Compare the prompt with the first of these conversations that the template accepts. None if it accepts none."""
     for conversation in conversations:
         try:
             pieces = rendered.render(conversation).split(mark)
-        except _STUMBLES:
+        except _ERRORS:
             continue
-        end = _alike("".join(pieces), rendered.text)
+        end = _common_prefix("".join(pieces), rendered.text)
         starts = list(accumulate(map(len, pieces[:-1])))
         within = [start for start in starts if start <= end]
-        return _Seen(end, within, within == starts)
+        return _Comparison(end, within, within == starts)
     return None
 
 
@@ -126,7 +129,7 @@ def _is_begun(message: dict[str, Any]) -> bool:
     return message["role"] == "assistant" and "tool_calls" not in message
 
 
-def _answered(conversation: Conversation, rendered: Rendered) -> Conversation:
+def _with_answer(conversation: Conversation, rendered: Rendered) -> Conversation:
     *before, last = conversation
     if not _is_begun(last):
         return [*conversation, _ANSWER]
@@ -134,12 +137,12 @@ def _answered(conversation: Conversation, rendered: Rendered) -> Conversation:
     return [*before, _ANSWER] if rendered.thinks else conversation
 
 
-def _called(conversation: Conversation, rendered: Rendered) -> list[Conversation]:
+def _with_calls(conversation: Conversation, rendered: Rendered) -> list[Conversation]:
     """Return conversations continued with a tool call and its result, one for each form of arguments.
 
     Templates that drop earlier reasoning keep it in front of a call, so they render these differently.
     """
-    *before, answer = _answered(conversation, rendered)
+    *before, answer = _with_answer(conversation, rendered)
     result = {"role": "tool", "tool_call_id": _CALL, "content": "…"}
     name = rendered.tools[0]["function"]["name"]
     ways: list[Conversation] = []
@@ -160,7 +163,7 @@ def _before_the_last_word(rendered: Rendered, starts: list[int], end: int) -> in
     return max(len(text.rstrip().rsplit(None, 1)[0]), *starts[-1:])
 
 
-def _alike(one: Sequence[object], other: Sequence[object]) -> int:
+def _common_prefix(one: Sequence[object], other: Sequence[object]) -> int:
     """Return the length of the common prefix. A binary search over slices, since a loop over a document is slow."""
     known, most = 0, min(len(one), len(other))
     while known < most:

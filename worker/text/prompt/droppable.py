@@ -9,21 +9,21 @@ from collections.abc import Collection, Iterator
 from worker.text.prompt.boundaries import Rendered
 from worker.text.prompt.offsets import TokenOffsets
 
-_MOST = 256  # pieces: each is searched in the whole text, and a conversation may have ten thousand
+_MAX_PIECES = 256  # pieces: each is searched in the whole text, and a conversation may have ten thousand
 _SHORT = 400  # characters; also kept at both ends of each text in the last user message and after it
 
 
 class DroppableRanges:
     """Plans droppable ranges; a worker has one."""
 
-    def __init__(self, places: TokenOffsets) -> None:
-        self._places = places
+    def __init__(self, offsets: TokenOffsets) -> None:
+        self._offsets = offsets
 
     def plan(self, rendered: Rendered) -> tuple[tuple[int, int], ...]:
         """Return ranges of tokens, end exclusive, in order."""
         spans = list(_spans(rendered))
         places = {place for span in spans for place in span}
-        counts = self._places.counts(rendered.text, rendered.tokens, places, rendered.codec.plain) if spans else None
+        counts = self._offsets.counts(rendered.text, rendered.tokens, places, rendered.codec.plain) if spans else None
         if counts is None:
             return ()
         # A token that reaches over the beginning of a content may hold some of the template's own text.
@@ -39,7 +39,7 @@ def _spans(rendered: Rendered) -> Iterator[tuple[int, int]]:
     """
     text, long = rendered.text, list(_long_pieces(rendered))
     longest_first = sorted(range(len(long)), key=lambda at: -len(long[at][0]))
-    for at in sorted(longest_first[:_MOST]):
+    for at in sorted(longest_first[:_MAX_PIECES]):
         piece, ends = long[at]
         if text.count(piece) == 1:
             start = text.find(piece)

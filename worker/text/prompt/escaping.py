@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from worker.text.tokenizer import ControlTokens, Conversation
 
-_SAID = ("content", "reasoning_content")
+_ANSWER_FIELDS = ("content", "reasoning_content")
 
 Mark = Callable[[str], str]
 
@@ -31,37 +31,39 @@ class ControlTokenEscaping:
         """`kept_markers`: markers that stay unescaped in assistant messages."""
         self._tokens = tokens
         longest_first = sorted(filter(None, kept_markers), key=len, reverse=True)
-        self._own = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
+        self._kept_markers = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
 
     def needs_escaping(self, inputs: Inputs) -> bool:
         """True if there is a control token to escape. If not, the template's text is encoded unchanged."""
         texts = _strings([inputs.tools, inputs.variables])
         for message in inputs.conversation:
             for field, value in message.items():
-                own = message["role"] == "assistant" and field in _SAID
+                own = message["role"] == "assistant" and field in _ANSWER_FIELDS
                 texts += [part for text in _strings(value) for part in (self._parts(text)[::2] if own else (text,))]
         return self._tokens.found_in("\0".join(texts))
 
     def escaped(self, inputs: Inputs) -> Inputs:
         """Return the inputs with their control tokens escaped."""
         mark, (conversation, tools, variables) = self._tokens.mark, inputs
-        values = {name: _each(value, mark) for name, value in variables.items()}
-        return Inputs([self._message(each) for each in conversation], _each(tools, mark), values)
+        values = {name: _map_strings(value, mark) for name, value in variables.items()}
+        return Inputs([self._message(each) for each in conversation], _map_strings(tools, mark), values)
 
     def _message(self, message: dict[str, Any]) -> dict[str, Any]:
-        marked: dict[str, Any] = {**_each(message, self._tokens.mark), "role": message["role"]}
+        marked: dict[str, Any] = {**_map_strings(message, self._tokens.mark), "role": message["role"]}
         if message["role"] == "assistant":
-            marked |= {field: _each(message[field], self._mark_said) for field in _SAID if field in message}
+            marked |= {
+                field: _map_strings(message[field], self._mark_answer) for field in _ANSWER_FIELDS if field in message
+            }
         return marked
 
-    def _mark_said(self, text: str) -> str:
+    def _mark_answer(self, text: str) -> str:
         parts = self._parts(text)
         parts[::2] = map(self._tokens.mark, parts[::2])
         return "".join(parts)
 
     def _parts(self, text: str) -> list[str]:
         """Split the text at the kept markers, which get the odd indices."""
-        parts = self._own.split(text) if self._own else [text]
+        parts = self._kept_markers.split(text) if self._kept_markers else [text]
         # Removing a marker, as templates do, must not join its neighbours to a control token.
         return [text] if len(parts) > 1 and self._hides(parts[::2]) else parts
 
@@ -74,21 +76,21 @@ def _strings(value: Any) -> list[str]:
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):
-        inner = [_legible(inner) if name == "arguments" else inner for name, inner in value.items()]
+        inner = [_without_escapes(inner) if name == "arguments" else inner for name, inner in value.items()]
         return [*value, *_strings(inner)]
     return [text for inner in value for text in _strings(inner)] if isinstance(value, list) else []
 
 
-def _each(value: Any, mark: Mark) -> Any:
+def _map_strings(value: Any, mark: Mark) -> Any:
     if isinstance(value, str):
         return mark(value)
     if isinstance(value, dict):
-        legible = {name: _legible(inner) if name == "arguments" else inner for name, inner in value.items()}
-        return {mark(name): _each(inner, mark) for name, inner in legible.items()}
-    return [_each(inner, mark) for inner in value] if isinstance(value, list) else value
+        legible = {name: _without_escapes(inner) if name == "arguments" else inner for name, inner in value.items()}
+        return {mark(name): _map_strings(inner, mark) for name, inner in legible.items()}
+    return [_map_strings(inner, mark) for inner in value] if isinstance(value, list) else value
 
 
-def _legible(arguments: Any) -> Any:
+def _without_escapes(arguments: Any) -> Any:
     """Return arguments without JSON escapes.
 
     Arguments that are text are not valid JSON by our rules (NaN, ...). A template written in Python may parse them

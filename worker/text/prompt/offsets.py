@@ -20,7 +20,7 @@ class TokenOffsets:
 
     def __init__(self, vocabulary: Vocabulary, tokens: int) -> None:
         """`tokens`: the size of the tokenizer's vocabulary."""
-        self._spelled = [_squeezed(vocabulary.bytes_of(token)) for token in range(tokens)]
+        self._spelled = [_without_space(vocabulary.bytes_of(token)) for token in range(tokens)]
 
     def counts(
         self, text: str, tokens: Sequence[int], places: Collection[int], plain: Form = str
@@ -36,7 +36,7 @@ class TokenOffsets:
         order = sorted({*places, len(text)})
         for form in _FORMS:
             parts = (form(plain(text[a:b])) for a, b in pairwise([0, *order]))
-            pieces = [_squeezed(piece.encode("utf-8", "surrogatepass")) for piece in parts]
+            pieces = [_without_space(piece.encode("utf-8", "surrogatepass")) for piece in parts]
             if b"".join(pieces) == whole:
                 ends = _ends(spelled)
                 return {place: _count(ends, length) for place, length in zip(order, _ends(pieces), strict=True)}
@@ -44,7 +44,7 @@ class TokenOffsets:
         return None
 
 
-def _squeezed(written: bytes) -> bytes:
+def _without_space(written: bytes) -> bytes:
     return written.translate(None, _SPACE)
 
 

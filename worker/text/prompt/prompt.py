@@ -17,9 +17,18 @@ from worker.text.prompt.boundaries import Boundaries, Codec, Rendered
 from worker.text.prompt.droppable import DroppableRanges
 from worker.text.prompt.escaping import ControlTokenEscaping, Inputs
 from worker.text.prompt.normalize import normalize
-from worker.text.prompt.size_limit import PromptLimit, characters
+from worker.text.prompt.size_limit import PromptLimit, cost_in_characters
 from worker.text.prompt.template_changes import Adaptation
-from worker.text.prompt.template_compat import RAISED, Adapt, Finding, Flaw, NotTaken, TemplateAdapter, Think, Tools
+from worker.text.prompt.template_compat import (
+    RAISED,
+    Adapt,
+    Finding,
+    Flaw,
+    NeedsAdaptation,
+    TemplateAdapter,
+    Think,
+    Tools,
+)
 from worker.text.prompt.template_variables import template_variables
 from worker.text.threads import LARGE, Check, TextThreads, never
 from worker.text.tokenizer import Conversation, Tokenizer
@@ -53,19 +62,19 @@ class Prompts:
         tokenizer: Tokenizer,
         think: Think,
         boundaries: Boundaries | None = None,
-        thinnable: DroppableRanges | None = None,
-        quoting: ControlTokenEscaping | None = None,
+        droppable: DroppableRanges | None = None,
+        escaping: ControlTokenEscaping | None = None,
         *,
         context: int | None = None,
         threads: TextThreads | None = None,
     ) -> None:
-        """`think`: the markers around reasoning. `boundaries`, `thinnable`: plan these parts of a prompt; None omits
-        them. `quoting`: escapes control tokens in a request; without it they are read as tokens. `context`: its length
+        """`think`: the markers around reasoning. `boundaries`, `droppable`: plan these parts of a prompt; None omits
+        them. `escaping`: escapes control tokens in a request; without it they are read as tokens. `context`: its length
         in tokens; a prompt well beyond it is refused before it is tokenized.
         """
-        self._tokenizer, self._think, self._boundaries, self._thinnable = tokenizer, think, boundaries, thinnable
-        self._counting, self._threads = PromptLimit(tokenizer.encode, context, think), threads or TextThreads()
-        self._quoting, self._adapter = quoting, TemplateAdapter(think)
+        self._tokenizer, self._think, self._boundaries, self._droppable = tokenizer, think, boundaries, droppable
+        self._limit, self._threads = PromptLimit(tokenizer.encode, context, think), threads or TextThreads()
+        self._escaping, self._adapter = escaping, TemplateAdapter(think)
         self._logged = set[str]()
 
     async def render(self, request: ChatRequest, images: Sequence[str] = (), lane: Lane = "interactive") -> Prompt:
@@ -78,42 +87,42 @@ class Prompts:
         for name in unread:
             self._log_once(f"does not read {name}: it has no effect on requests that set it")
         read = partial(_inputs, request, variables)
-        length = characters([request.messages, request.offered_tools, variables, images], LARGE)
-        if length < _LONG_CHARACTERS and not self._quotes(inputs := read()):
-            with suppress(NotTaken):  # several trials are needed then, which run on a thread
-                return self._prompt(lambda: inputs, images, self._adapter.as_it_is, never)
+        length = cost_in_characters([request.messages, request.offered_tools, variables, images], LARGE)
+        if length < _LONG_CHARACTERS and not self._needs_escaping(inputs := read()):
+            with suppress(NeedsAdaptation):  # several trials are needed then, which run on a thread
+                return self._prompt(lambda: inputs, images, self._adapter.render_unchanged, never)
         work = partial(self._prompt, read, images, self._adapter.adapt)
         return await self._threads.run(lane, length, work, request.billed_to or "")
 
     def _prompt(self, read: Callable[[], Inputs], images: Sequence[str], adapt: Adapt, check: Check) -> Prompt:
         parts, tools, variables = read()
         flat, shown = _flattened(parts, images)
-        counted = self._counting.check_contents(flat, check)
-        inputs, codec = self._quoted(Inputs(flat, tools, variables))
+        counted = self._limit.check_contents(flat, check)
+        inputs, codec = self._escaped(Inputs(flat, tools, variables))
         conversation = inputs.conversation
         render = partial(self._tokenizer.render, variables=inputs.variables, images=shown)
         rendering, marks = _Rendering(render, adapt, inputs.tools, check), tuple(shown)
-        text, begun = self._opened(conversation, rendering, codec)
+        text, begun = self._render_opening(conversation, rendering, codec)
         text += begun
-        self._counting.check_rendered(codec.plain(text), counted, check)
+        self._limit.check_rendered(codec.plain(text), counted, check)
         tokens, thinking = tuple(_encoded(text, codec)), _thinking(text, begun, self._think)
         check()
         thinks, tools = thinking == "open", rendering.tools
-        rendered = Rendered(conversation, tools, text, tokens, thinks, rendering.imagined, marks, codec)
+        rendered = Rendered(conversation, tools, text, tokens, thinks, rendering.render_predicted, marks, codec)
         boundaries = self._boundaries.plan(rendered) if self._boundaries else ()
-        return Prompt(tokens, thinking, boundaries, self._thinnable.plan(rendered) if self._thinnable else ())
+        return Prompt(tokens, thinking, boundaries, self._droppable.plan(rendered) if self._droppable else ())
 
-    def _quotes(self, inputs: Inputs) -> bool:
-        return self._quoting is not None and self._quoting.needs_escaping(inputs)
+    def _needs_escaping(self, inputs: Inputs) -> bool:
+        return self._escaping is not None and self._escaping.needs_escaping(inputs)
 
-    def _quoted(self, inputs: Inputs) -> tuple[Inputs, Codec]:
+    def _escaped(self, inputs: Inputs) -> tuple[Inputs, Codec]:
         """Return the template's inputs, with control tokens escaped if necessary, and the codec for its text."""
-        if self._quoting is None or not self._quoting.needs_escaping(inputs):
+        if self._escaping is None or not self._escaping.needs_escaping(inputs):
             return inputs, Codec(self._tokenizer.encode)
         tokens = self._tokenizer.control_tokens
-        return self._quoting.escaped(inputs), Codec(tokens.encode, tokens.unmark)
+        return self._escaping.escaped(inputs), Codec(tokens.encode, tokens.unmark)
 
-    def _opened(self, conversation: Conversation, rendering: "_Rendering", codec: Codec) -> tuple[str, str]:
+    def _render_opening(self, conversation: Conversation, rendering: "_Rendering", codec: Codec) -> tuple[str, str]:
         try:
             text, begun = _opening(conversation, self._think, rendering.text_of)
         except RAISED as error:
@@ -122,7 +131,7 @@ class Prompts:
             raise JobFailure("invalid_request", f"The model's chat template {does} these messages: {reason}") from error
         for finding in rendering.findings:
             self._log_once(finding.why)
-        if Flaw.TAKES_NO_TOOLS in rendering.findings:
+        if Flaw.NO_TOOLS in rendering.findings:
             raise JobFailure("unsupported", "tools: the model's chat template does not support them; leave them out.")
         return text, begun
 
@@ -146,7 +155,7 @@ class _Rendering:
         self.findings += findings
         return text
 
-    def imagined(self, conversation: Conversation) -> str:
+    def render_predicted(self, conversation: Conversation) -> str:
         """Render a predicted conversation in one trial, with the same changes as the request's own."""
         for finding in self.findings:
             if isinstance(finding, Adaptation):
@@ -215,13 +224,13 @@ def _flattened(conversation: Conversation, images: Sequence[str]) -> tuple[Conve
     shown = sum(part["type"] != "text" for part in parts)
     if shown > len(images):
         raise JobFailure("unsupported", "messages: this model does not support images; leave out the image_url parts.")
-    marks = _unwritten(conversation, shown) if shown else []
+    marks = _unused_characters(conversation, shown) if shown else []
     unused = iter(marks)
     flat = [{**message, "content": _flat(message["content"], unused)} for message in conversation]
     return flat, dict(zip(marks, images, strict=True))
 
 
-def _unwritten(conversation: Conversation, count: int) -> list[str]:
+def _unused_characters(conversation: Conversation, count: int) -> list[str]:
     """Return `count` characters that occur in no content."""
     written = set("".join(text for message in conversation for text in _texts(message["content"])))
     return list(islice((mark for mark in map(chr, _FOR_IMAGES) if mark not in written), count))

@@ -40,7 +40,7 @@ class PromptLimit:
 
         Returns the number of characters that were counted. Raises `JobFailure` if the contents exceed the context.
         """
-        texts = [text for message in conversation for text in self._shown(message)]
+        texts = [text for message in conversation for text in self._certain_texts(message)]
         if self._context is None or sum(map(len, texts)) <= self._context:
             return 0
         self._refuse(texts, check)
@@ -62,7 +62,7 @@ class PromptLimit:
                 f"The prompt has {len(text):,} characters and this worker tokenizes at most {most:,}; shorten it.",
             )
 
-    def _shown(self, message: dict[str, Any]) -> Iterator[str]:
+    def _certain_texts(self, message: dict[str, Any]) -> Iterator[str]:
         """Yield the texts that every template writes: long arguments, and contents without the space around them.
 
         Left out are assistant messages with reasoning, which templates may drop, and those with calls: gpt-oss's
@@ -101,7 +101,7 @@ def _slices(text: str) -> Iterator[str]:
     return (text[start : start + _SLICE] for start in range(0, len(text), _SLICE))
 
 
-def characters(values: Iterable[Any], most: int) -> int:
+def cost_in_characters(values: Iterable[Any], most: int) -> int:
     """Return the number of characters in strings at any depth, plus 32 for each value, as a measure of cost.
 
     Stops when the number exceeds `most`, so its own cost is bounded. Names of model fields do not count, and an image

@@ -23,7 +23,7 @@ class Adaptation(NamedTuple):
     change: Callable[[Conversation], Conversation]
 
 
-def _lone_results_said(conversation: Conversation) -> Conversation:
+def _lone_results_as_user(conversation: Conversation) -> Conversation:
     called, turns = set[str](), []
     for message in conversation:
         called |= {call["id"] for call in _calls(message)}
@@ -33,10 +33,10 @@ def _lone_results_said(conversation: Conversation) -> Conversation:
 
 
 def _thoughts_in_content(conversation: Conversation) -> Conversation:
-    return [_thinking_aloud(turn) if _calls(turn) and turn["content"] else turn for turn in conversation]
+    return [_with_reasoning_in_content(turn) if _calls(turn) and turn["content"] else turn for turn in conversation]
 
 
-def _thinking_aloud(turn: Message) -> Message:
+def _with_reasoning_in_content(turn: Message) -> Message:
     return {**_without("reasoning_content", turn), "content": joined([turn.get("reasoning_content"), turn["content"]])}
 
 
@@ -89,11 +89,11 @@ def _short_ids(conversation: Conversation) -> Conversation:
     return [{**each, "tool_call_id": of(each["tool_call_id"])} if each["role"] == "tool" else each for each in renamed]
 
 
-def _tools_said(conversation: Conversation) -> Conversation:
-    return merged([_said(message) for message in conversation])
+def _tools_as_text(conversation: Conversation) -> Conversation:
+    return merged([_as_text(message) for message in conversation])
 
 
-def _said(message: Message) -> Message:
+def _as_text(message: Message) -> Message:
     if message["role"] == "tool":
         return _turn("user", message["content"])
     calls = "\n".join(_json(call["function"]) for call in _calls(message))
@@ -101,12 +101,12 @@ def _said(message: Message) -> Message:
 
 
 def _system_first(conversation: Conversation) -> Conversation:
-    system, turns = parted(conversation)
+    system, turns = split_system(conversation)
     return conversation if system else [_turn("system"), *turns]
 
 
 def _user_first(conversation: Conversation) -> Conversation:
-    system, turns = parted(conversation)
+    system, turns = split_system(conversation)
     return conversation if turns and turns[0]["role"] == "user" else [*system, _turn("user"), *turns]
 
 
@@ -124,14 +124,14 @@ def _turns_between(conversation: Conversation) -> Conversation:
 
 
 def _system_in_user(conversation: Conversation) -> Conversation:
-    system, turns = parted(conversation)
+    system, turns = split_system(conversation)
     if not system:
         return conversation
     user, *rest = turns if turns and turns[0]["role"] == "user" else [_turn("user"), *turns]
     return [{**user, "content": joined([system[0]["content"], user["content"]])}, *rest]
 
 
-def parted(conversation: Conversation) -> tuple[Conversation, Conversation]:
+def split_system(conversation: Conversation) -> tuple[Conversation, Conversation]:
     """Return the system message, as a list of at most one, and the other messages."""
     start = 1 if conversation and conversation[0]["role"] == "system" else 0
     return conversation[:start], conversation[start:]
@@ -149,11 +149,11 @@ class CallMarks:
         self._stem = next(unused)
         self._names, self._words = list[int](), list[int]()
 
-    def into(self, conversation: Conversation) -> Conversation:
+    def add_to(self, conversation: Conversation) -> Conversation:
         """Return the conversation with marks in its calls."""
         return _each_call(conversation, self._marked)
 
-    def all_in(self, shown: str) -> bool:
+    def all_found(self, shown: str) -> bool:
         """True if `shown` holds all marks, those of the names in order."""
         found = dict.fromkeys(int(number) for number in re.findall(f"{self._stem}([0-9]+)z", shown))
         names = [number for number in found if number % 2 == 0]
@@ -205,8 +205,10 @@ _THOUGHTS = Adaptation("accepts only text or reasoning before a call: both are s
 _ONE_CALL = Adaptation("accepts one tool call per turn: each call gets its own turn and result", _one_call_a_turn)
 _OBJECTS = Adaptation("accepts arguments only as objects: other arguments are wrapped in one", _arguments_as_objects)
 _TEXT = Adaptation("accepts arguments only as text: they are sent as JSON", _arguments_as_text)
-_LONE = Adaptation("accepts no tool result without a call: it is sent as a user message", _lone_results_said)
-_SAID = Adaptation("accepts no tool calls: calls and results are sent as assistant and user messages", _tools_said)
+_LONE = Adaptation("accepts no tool result without a call: it is sent as a user message", _lone_results_as_user)
+_TOOLS_AS_TEXT = Adaptation(
+    "accepts no tool calls: calls and results are sent as assistant and user messages", _tools_as_text
+)
 _TURNS = (
     Adaptation("requires a user turn first: an empty one is added", _user_first),
     Adaptation("requires alternating user and assistant turns: empty turns are added", _turns_between),
@@ -214,7 +216,7 @@ _TURNS = (
 # The changes of a ladder are ordered by how much of the template's own formatting they lose, least first.
 LADDERS = (
     *((_IDS, _THOUGHTS, _ONE_CALL, arguments, _LONE, *_TURNS) for arguments in (_OBJECTS, _TEXT)),
-    (_SAID, *_TURNS),
+    (_TOOLS_AS_TEXT, *_TURNS),
 )
 # Each ladder ends with one of these two.
 SYSTEM_FIRST = Adaptation("writes tools only into a system message: an empty one is added", _system_first)

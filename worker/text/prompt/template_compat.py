@@ -8,7 +8,14 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from worker.text.prompt.template_changes import LADDERS, SYSTEM_FIRST, SYSTEM_IN_USER, Adaptation, CallMarks, parted
+from worker.text.prompt.template_changes import (
+    LADDERS,
+    SYSTEM_FIRST,
+    SYSTEM_IN_USER,
+    Adaptation,
+    CallMarks,
+    split_system,
+)
 from worker.text.tokenizer import Conversation
 
 # Raised by a template that refuses a conversation or fails on it. mlx-lm's own templates are Python code and assert.
@@ -18,8 +25,8 @@ RAISED = (TemplateError, TypeError, KeyError, ValueError, AssertionError)
 class Flaw(Enum):
     """A defect of a template that no change avoids."""
 
-    TAKES_NO_TOOLS = "does not support tools"
-    LEAVES_OUT = "omits texts, tool calls or results, in every form that was tried"
+    NO_TOOLS = "does not support tools"
+    OMITS = "omits texts, tool calls or results, in every form that was tried"
     FIRST_AS_USER = "writes a first assistant turn as a user turn, in every form that was tried"
 
     @property
@@ -36,7 +43,7 @@ Render = Callable[[Conversation, Tools], str]
 Adapt = Callable[[Conversation, Tools, Render], tuple[str, list[Finding]]]
 
 
-class NotTaken(Exception):
+class NeedsAdaptation(Exception):
     """The template refuses the unchanged conversation, or omits a part of it."""
 
 
@@ -51,11 +58,11 @@ class TemplateAdapter:
         self._think = think
         self._needed = defaultdict[Ladder, set[Adaptation]](set)  # needed by any request so far
 
-    def as_it_is(self, conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[Finding]]:
-        """Return what `adapt` returns for an unchanged conversation, with one trial. Raises `NotTaken`."""
-        text = _Trials(tools, render, self._think).whole(conversation)
+    def render_unchanged(self, conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[Finding]]:
+        """Return what `adapt` returns for an unchanged conversation, with one trial. Raises `NeedsAdaptation`."""
+        text = _Trials(tools, render, self._think).complete_text(conversation)
         if text is None:
-            raise NotTaken
+            raise NeedsAdaptation
         return text, []
 
     def adapt(self, conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[Finding]]:
@@ -65,7 +72,7 @@ class TemplateAdapter:
         text is returned, with its flaws. If every trial raises, raises the error of the unchanged conversation.
         """
         trials = _Trials(tools, render, self._think)
-        text = trials.whole(conversation)
+        text = trials.complete_text(conversation)
         if text is not None:
             return text, []
         for ladder in _ladders(tools):
@@ -73,25 +80,25 @@ class TemplateAdapter:
                 needed, text = found
                 self._needed[ladder].update(needed)
                 return text, list(needed)
-        return trials.good_enough()
+        return trials.first_text()
 
     def _fewest(
         self, ladder: Ladder, conversation: Conversation, trials: "_Trials"
     ) -> tuple[list[Adaptation], str] | None:
         """Return the ladder's changes that the template needs, and its text. None if all of them together fail."""
-        changes = _that_matter(ladder, conversation)
-        text = trials.whole(_changed(conversation, changes))
+        changes = _effective(ladder, conversation)
+        text = trials.complete_text(_changed(conversation, changes))
         if text is None:
             return None
         # If the changes that earlier requests needed are enough, so is every larger set: this trial replaces most of
         # those below.
         likely = [each for each in changes if each in self._needed[ladder]]
-        enough = trials.whole(_changed(conversation, likely)) if likely else None
+        enough = trials.complete_text(_changed(conversation, likely)) if likely else None
         for adaptation in reversed(changes):
             fewer = [each for each in changes if each is not adaptation]
             if enough is not None and adaptation not in likely:
                 changes, text = fewer, enough
-            elif fewer and (without := trials.whole(_changed(conversation, fewer))) is not None:
+            elif fewer and (without := trials.complete_text(_changed(conversation, fewer))) is not None:
                 changes, text, enough = fewer, without, None
         return changes, text
 
@@ -104,7 +111,7 @@ class _Trials:
         self._texts: list[tuple[str, list[Finding]]] = []  # each with its flaws
         self._errors: list[Exception] = []
 
-    def whole(self, conversation: Conversation) -> str | None:
+    def complete_text(self, conversation: Conversation) -> str | None:
         """Return the template's text, or None if it refuses the conversation or omits a part of it."""
         try:
             text = self._render(conversation, self._tools)
@@ -115,7 +122,7 @@ class _Trials:
         self._texts.append((text, missing))
         return None if missing else text
 
-    def good_enough(self) -> tuple[str, list[Finding]]:
+    def first_text(self) -> tuple[str, list[Finding]]:
         """Return the first text and its flaws. Raises the first error if there is no text."""
         if not self._texts:
             raise self._errors[0]
@@ -124,12 +131,12 @@ class _Trials:
     def _missing(self, conversation: Conversation, text: str) -> list[Finding]:
         missing = list[Finding]()
         if not (_is_in(conversation, text, self._think) and self._has_calls(conversation, text)):
-            missing.append(Flaw.LEAVES_OUT)
+            missing.append(Flaw.OMITS)
         of_a_user = _with_first_as_user(conversation)
-        if of_a_user != conversation and self._makes(text, of_a_user, self._tools):
+        if of_a_user != conversation and self._renders_same(text, of_a_user, self._tools):
             missing.append(Flaw.FIRST_AS_USER)
-        if self._tools and self._makes(text, conversation, []):
-            missing.append(Flaw.TAKES_NO_TOOLS)
+        if self._tools and self._renders_same(text, conversation, []):
+            missing.append(Flaw.NO_TOOLS)
         return missing
 
     def _has_calls(self, conversation: Conversation, text: str) -> bool:
@@ -142,11 +149,11 @@ class _Trials:
             return True
         marks = CallMarks(text)
         try:
-            return marks.all_in(self._render(marks.into(conversation), self._tools))
+            return marks.all_found(self._render(marks.add_to(conversation), self._tools))
         except RAISED:  # the template refuses a name with a mark
-            return not self._makes(text, _with_fewer_calls(conversation), self._tools)
+            return not self._renders_same(text, _with_fewer_calls(conversation), self._tools)
 
-    def _makes(self, text: str, conversation: Conversation, tools: Tools) -> bool:
+    def _renders_same(self, text: str, conversation: Conversation, tools: Tools) -> bool:
         """True if this conversation renders to the same text, so that the text omits the difference."""
         try:
             return self._render(conversation, tools) == text
@@ -161,7 +168,7 @@ def _ladders(tools: Tools) -> Iterator[Ladder]:
         yield (*ladder, SYSTEM_IN_USER)
 
 
-def _that_matter(ladder: Ladder, conversation: Conversation) -> list[Adaptation]:
+def _effective(ladder: Ladder, conversation: Conversation) -> list[Adaptation]:
     matter = []
     for adaptation in ladder:
         changed = adaptation.change(conversation)
@@ -193,7 +200,7 @@ def _with_first_as_user(conversation: Conversation) -> Conversation:
 
     Llama 3.1's template writes the tools and the first turn, of either role, as one user turn.
     """
-    system, turns = parted(conversation)
+    system, turns = split_system(conversation)
     if not turns or turns[0]["role"] != "assistant":
         return conversation
     return [*system, {"role": "user", "content": turns[0]["content"]}, *turns[1:]]
@@ -207,11 +214,11 @@ def _is_in(conversation: Conversation, text: str, think: Think) -> bool:
     by_role: dict[str, list[str]] = {}
     for message in conversation:
         if "tool_calls" not in message:
-            by_role.setdefault(message["role"], []).append(_told(message, think))
+            by_role.setdefault(message["role"], []).append(_expected_text(message, think))
     return all(_in_order(texts, text) for texts in by_role.values())
 
 
-def _told(message: dict[str, Any], think: Think) -> str:
+def _expected_text(message: dict[str, Any], think: Think) -> str:
     content: str = message["content"]
     return content.rpartition(think[1])[2] if think and message["role"] == "assistant" else content
 
@@ -226,7 +233,7 @@ def _in_order(words: Iterable[str], text: str) -> bool:
         found = word.strip()
         start = text.find(found, end)
         if start < 0:
-            found = _sturdy(word)
+            found = _unchanged_piece(word)
             start = text.find(found, end)
         if start < 0:
             return False
@@ -234,6 +241,6 @@ def _in_order(words: Iterable[str], text: str) -> bool:
     return True
 
 
-def _sturdy(words: str) -> str:
+def _unchanged_piece(words: str) -> str:
     """Return the longest piece that trimming, indenting and JSON leave unchanged, without our marks (private use)."""
     return max(re.split(r'["\\\x00-\x1f\ue000-\uf8ff\U000f0000-\U0010ffff]', words), key=len).strip()

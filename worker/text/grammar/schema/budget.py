@@ -3,7 +3,7 @@
 MOST_STEPS = 300_000  # some 0.3 s
 
 
-class Spent(Exception):
+class BudgetExceeded(Exception):
     """The limit of a schema's steps is reached."""
 
 
@@ -14,7 +14,7 @@ class Budget:
         self._left = steps
 
     def take(self, count: int = 1) -> None:
-        """Subtract `count` steps. Raises `Spent` if fewer are left."""
+        """Subtract `count` steps. Raises `BudgetExceeded` if fewer are left."""
         self._left -= count
         if self._left < 0:
-            raise Spent
+            raise BudgetExceeded

@@ -61,7 +61,7 @@ def without(ranges: Ranges, less: Ranges) -> Ranges:
     return intersection(ranges, complement(less)) if less else ranges
 
 
-def has(ranges: Ranges, character: str) -> bool:
+def contains(ranges: Ranges, character: str) -> bool:
     """True if the set contains the character."""
     code = ord(character)
     place = bisect_right(ranges, code, key=itemgetter(0))
@@ -75,9 +75,9 @@ def named(letter: str, dialect: str) -> Ranges:
         return complement(union(*(((ord(end), ord(end)),) for end in _LINE_ENDS[dialect])))
     if letter.isupper():
         return complement(named(letter.lower(), dialect))
-    return _ECMA[letter] if dialect == "ecma" else _pythons(letter)
+    return _ECMA[letter] if dialect == "ecma" else _python_class(letter)
 
 
-def _pythons(letter: str) -> Ranges:
+def _python_class(letter: str) -> Ranges:
     every = "".join(map(chr, range(_ASSIGNED)))
     return tuple((found.start(), found.end() - 1) for found in re.finditer(rf"\{letter}+", every))

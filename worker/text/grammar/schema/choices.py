@@ -8,11 +8,11 @@ from typing import Any
 from worker.text.grammar.schema import values
 from worker.text.grammar.schema.disjoint import Disjointness, kinds
 from worker.text.grammar.schema.negation import NotNegatable, negation
-from worker.text.grammar.schema.unsupported import UnsupportedKeyword, shown
+from worker.text.grammar.schema.unsupported import UnsupportedKeyword, quoted
 
 Schema = dict[str, Any]
-_MOST = 64  # alternatives of one schema, after all combinations of its conditions
-_MOST_IN_PAIRS = 64  # alternatives of a `oneOf` that are compared in pairs
+_MAX_ALTERNATIVES = 64  # alternatives of one schema, after all combinations of its conditions
+_MAX_COMPARED = 64  # alternatives of a `oneOf` that are compared in pairs
 _LISTING = {"const", "enum", "type", "title", "description", "default", "examples", "deprecated", "$comment"}
 CONDITIONS = ("dependentRequired", "dependentSchemas", "dependencies", "if", "then", "else")
 
@@ -20,7 +20,7 @@ CONDITIONS = ("dependentRequired", "dependentSchemas", "dependencies", "if", "th
 def alternatives(schema: Schema, at: str, proofs: Disjointness) -> list[Any] | None:
     """Return alternatives that together replace the schema's conditions; None if it has none. `at`: its JSON pointer.
 
-    Raises `UnsupportedKeyword` for conditions that cannot be replaced, and `Spent`.
+    Raises `UnsupportedKeyword` for conditions that cannot be replaced, and `BudgetExceeded`.
     """
     known = without_conditions(schema)
     choices = [*_choices(schema, known, at, proofs)]
@@ -33,9 +33,9 @@ def alternatives(schema: Schema, at: str, proofs: Disjointness) -> list[Any] | N
     ways: list[list[Any]] = [[]]
     for place, choice in choices:
         ways = [[*way, each] for way in ways for each in choice if not proofs.excluded([known, *way, each])]
-        if len(ways) > _MOST:
+        if len(ways) > _MAX_ALTERNATIVES:
             raise UnsupportedKeyword(
-                place, f"its combinations with the other conditions are over {_MOST} cases; use fewer"
+                place, f"its combinations with the other conditions are over {_MAX_ALTERNATIVES} cases; use fewer"
             )
         if not ways:
             raise UnsupportedKeyword(
@@ -93,28 +93,28 @@ def _conditional(schema: Schema, known: Schema, at: str, proofs: Disjointness) -
 def one_of(value: Any, beside: Schema, at: str, proofs: Disjointness) -> list[Any]:
     """Return alternatives for `anyOf`, at most one of which holds for any value. `beside`: the rest of the schema.
 
-    Raises `UnsupportedKeyword` if they cannot be separated, and `Spent`.
+    Raises `UnsupportedKeyword` if they cannot be separated, and `BudgetExceeded`.
     """
     if not isinstance(value, list) or not value:
         raise UnsupportedKeyword(f"{at}/oneOf", "it must be a list of schemas; correct it")
-    if len(value) == 1 or _told_apart(value, beside, proofs):
+    if len(value) == 1 or _clearly_disjoint(value, beside, proofs):
         return value
     if all(isinstance(each, dict) and each.keys() <= _LISTING and each.keys() & {"const", "enum"} for each in value):
-        if found := _in_one([_satisfying(each, proofs) for each in value], proofs):
+        if found := _in_one([_allowed_values(each, proofs) for each in value], proofs):
             return [{"enum": found}]
         raise UnsupportedKeyword(f"{at}/oneOf", "every value is in more than one of its alternatives; use anyOf")
-    return _forbidding(value, beside, at, proofs)
+    return _with_forbidden_names(value, beside, at, proofs)
 
 
-def _told_apart(value: Sequence[Any], beside: Schema, proofs: Disjointness) -> bool:
+def _clearly_disjoint(value: Sequence[Any], beside: Schema, proofs: Disjointness) -> bool:
     """True if the alternatives clearly exclude each other: by their values, or by those of a required property."""
     lists = [_listed([each], proofs) for each in value]
     if all(each is not None for each in lists):
-        return _apart(lists, proofs)
+        return _no_common_value(lists, proofs)
     together = [proofs.flat([each, beside]) or [] for each in value]
     return any(
         all(name in proofs.required(each) and kinds(each) == {"object"} for each in together)
-        and _apart([_listed(proofs.of_property(name, each), proofs) for each in together], proofs)
+        and _no_common_value([_listed(proofs.of_property(name, each), proofs) for each in together], proofs)
         for name in proofs.required(together[0])[:8]
     )
 
@@ -124,12 +124,12 @@ def _listed(schemas: Sequence[Any], proofs: Disjointness) -> list[Any] | None:
     return [] if together is None else proofs.listed(together)
 
 
-def _satisfying(schema: Schema, proofs: Disjointness) -> list[Any]:
+def _allowed_values(schema: Schema, proofs: Disjointness) -> list[Any]:
     """Return the values that a schema of nothing but values and types allows."""
     return [value for value in _listed([schema], proofs) or [] if proofs.may_be(value, schema)]
 
 
-def _apart(lists: Sequence[list[Any] | None], proofs: Disjointness) -> bool:
+def _no_common_value(lists: Sequence[list[Any] | None], proofs: Disjointness) -> bool:
     seen = set[Hashable]()
     for each in lists:
         keys = set(map(proofs.key, each)) if each is not None else None
@@ -145,10 +145,10 @@ def _in_one(lists: Sequence[list[Any]], proofs: Disjointness) -> list[Any]:
     return [value for key, value in found.items() if counts[key] == 1]
 
 
-def _forbidding(value: Sequence[Any], beside: Schema, at: str, proofs: Disjointness) -> list[Any]:
+def _with_forbidden_names(value: Sequence[Any], beside: Schema, at: str, proofs: Disjointness) -> list[Any]:
     """Return alternatives of which no two hold at once: if two might, each forbids a property that the other
     requires. Raises `UnsupportedKeyword` if there is no such property."""
-    if len(value) > _MOST_IN_PAIRS:
+    if len(value) > _MAX_COMPARED:
         apart = "give each a required property with a const of its own"
         raise UnsupportedKeyword(f"{at}/oneOf", f"{len(value)} alternatives are too many to compare in pairs; {apart}")
     forbidden: list[dict[str, bool]] = [{} for _ in value]
@@ -157,7 +157,7 @@ def _forbidding(value: Sequence[Any], beside: Schema, at: str, proofs: Disjointn
             continue
         names = _own_name(value[one], value[other], proofs), _own_name(value[other], value[one], proofs)
         if proofs.spent or None in names:
-            both = f"alternatives {shown(one + 1)} and {shown(other + 1)} may hold at once"
+            both = f"alternatives {quoted(one + 1)} and {quoted(other + 1)} may hold at once"
             raise UnsupportedKeyword(f"{at}/oneOf", f"{both}; use anyOf, or a required property with a const in each")
         forbidden[one][str(names[1])] = forbidden[other][str(names[0])] = False
     return [

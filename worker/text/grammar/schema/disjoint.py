@@ -15,12 +15,12 @@ from worker.text.grammar.schema.unsupported import UnsupportedKeyword
 Schema = dict[str, Any]
 Resolve = Callable[[Any], Any]  # from a reference to its target
 _STEPS = 20_000  # of proofs; without a proof by then, schemas are taken as not disjoint
-_DEEPEST = 12
-_FARTHEST = 10**300  # bounds beyond it are ignored
+_MAX_DEPTH = 12
+_MAX_BOUND = 10**300  # bounds beyond it are ignored
 
 
 class Disjointness:
-    """Proofs about the parts of one schema. All of them share a bounded number of steps; each method raises `Spent`."""
+    """Proofs about the parts of one schema. They share a limited number of steps; each raises `BudgetExceeded`."""
 
     def __init__(self, resolve: Resolve, budget: Budget | None = None) -> None:
         self._resolve, self._left, self._budget = resolve, _STEPS, budget or Budget()
@@ -33,7 +33,7 @@ class Disjointness:
     def excluded(self, schemas: Iterable[Any], depth: int = 0) -> bool:
         """True if it is proved that no value satisfies all of the schemas."""
         self._left -= 1
-        if self._left <= 0 or depth > _DEEPEST:
+        if self._left <= 0 or depth > _MAX_DEPTH:
             return False
         together = self.flat(schemas)
         if together is None:
@@ -95,7 +95,7 @@ class Disjointness:
     def of_property(self, name: str, together: Sequence[Schema]) -> list[Any]:
         """Return the schemas of a property's value."""
         self._budget.take(len(together))
-        return [said for schema in together for said in _of_property(schema, name)]
+        return [value for schema in together for value in _of_property(schema, name)]
 
     def _is_empty(self, kind: str, together: Sequence[Schema], depth: int) -> bool:
         """True if no value of this kind satisfies all of the schemas."""
@@ -129,7 +129,7 @@ class Disjointness:
                 cases = schema.get(keyword)
                 if isinstance(cases, list) and cases:
                     self._budget.take(len(schema) + len(together))
-                    rest = [{key: said for key, said in schema.items() if key != keyword}]
+                    rest = [{key: value for key, value in schema.items() if key != keyword}]
                     rest += [each for each in together if each is not schema]
                     return all(self.excluded([case, *rest], depth + 1) for case in cases)
         return False
@@ -137,7 +137,7 @@ class Disjointness:
     def may_be(self, value: Any, schema: Any, depth: int = 0) -> bool:
         """Return False only if it is certain that the value does not satisfy the schema."""
         self._left -= 1
-        if not isinstance(schema, dict) or depth > _DEEPEST or self._left <= 0:
+        if not isinstance(schema, dict) or depth > _MAX_DEPTH or self._left <= 0:
             return schema is not False
         together = self.flat([schema])
         if together is None:
@@ -165,9 +165,9 @@ class Disjointness:
                 return _fits(len(value), schema, "minItems", "maxItems") and all(within)
             case dict():
                 self._budget.take(len(value))
-                said = ((each, says) for name, each in value.items() for says in _of_property(schema, name))
+                value = ((each, part) for name, each in value.items() for part in _of_property(schema, name))
                 return value.keys() >= {*_strings(schema.get("required"))} and all(
-                    self.may_be(each, says, depth) for each, says in said
+                    self.may_be(each, part, depth) for each, part in value
                 )
             case int() | float() if not isinstance(value, bool):
                 return not _no_number([schema, {"const": value}])
@@ -189,8 +189,8 @@ def _integers_only(together: Iterable[Schema]) -> bool:
 
 
 def _types(schema: Schema) -> list[str]:
-    says = schema.get("type", [])
-    return [says] if isinstance(says, str) else list(_strings(says))
+    part = schema.get("type", [])
+    return [part] if isinstance(part, str) else list(_strings(part))
 
 
 def _is_fraction(value: Any) -> bool:
@@ -199,7 +199,9 @@ def _is_fraction(value: Any) -> bool:
 
 def _listed_members(schema: Schema) -> int:
     """Return the total length of the lists that are read whole."""
-    return sum(len(said) for keyword in ("allOf", "required", "type") if isinstance(said := schema.get(keyword), list))
+    return sum(
+        len(value) for keyword in ("allOf", "required", "type") if isinstance(value := schema.get(keyword), list)
+    )
 
 
 def _own_list(schema: Schema) -> list[Any] | None:
@@ -230,7 +232,7 @@ def _of_item(schema: Schema, index: int) -> Any:
 
 def _size(schema: Schema, keyword: str) -> float | None:
     size = schema.get(keyword)
-    if isinstance(size, bool) or not isinstance(size, int | float) or size != size or abs(size) > _FARTHEST:
+    if isinstance(size, bool) or not isinstance(size, int | float) or size != size or abs(size) > _MAX_BOUND:
         return None
     return size
 

@@ -7,14 +7,14 @@ other properties are allowed.
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from worker.text.grammar.schema.characters import has, union
+from worker.text.grammar.schema.characters import contains, union
 from worker.text.grammar.schema.disjoint import Disjointness, kinds
 from worker.text.grammar.schema.patterns import Pattern, Reading, Steps
-from worker.text.grammar.schema.regex import Unreadable
-from worker.text.grammar.schema.unsupported import UnsupportedKeyword, shown
+from worker.text.grammar.schema.regex import UnsupportedPattern
+from worker.text.grammar.schema.unsupported import UnsupportedKeyword, quoted
 
 Schema = dict[str, Any]
-Hold = Callable[[Any, str], Any]
+Rewrite = Callable[[Any, str], Any]
 KEYWORDS = ("properties", "patternProperties", "additionalProperties", "propertyNames")
 _FOR_NAMES = {
     "type", "const", "enum", "pattern", "minLength", "maxLength", "allOf", "$ref",
@@ -28,8 +28,8 @@ def pattern_of(text: Any, at: str, steps: Steps | None = None) -> Pattern:
         raise UnsupportedKeyword(at, "a pattern must be a string; correct it")
     try:
         return Pattern(text, steps)
-    except Unreadable as error:
-        raise UnsupportedKeyword(at, f"the pattern {shown(text)} is not supported: {error}") from error
+    except UnsupportedPattern as error:
+        raise UnsupportedKeyword(at, f"the pattern {quoted(text)} is not supported: {error}") from error
 
 
 def written_pattern(text: Any, at: str) -> str:
@@ -37,40 +37,40 @@ def written_pattern(text: Any, at: str) -> str:
     pattern = pattern_of(text, at)
     try:
         return pattern.written()
-    except Unreadable as error:
-        raise UnsupportedKeyword(at, f"the pattern {shown(text)} is not supported: {error}") from error
+    except UnsupportedPattern as error:
+        raise UnsupportedKeyword(at, f"the pattern {quoted(text)} is not supported: {error}") from error
 
 
-def objects(schema: Schema, at: str, hold: Hold, proofs: Disjointness, steps: Steps) -> Schema:
-    """Return the keywords that replace the schema's own. `hold` rewrites a property's schema.
+def rewrite_properties(schema: Schema, at: str, rewrite: Rewrite, proofs: Disjointness, steps: Steps) -> Schema:
+    """Return the keywords that replace the schema's own. `rewrite` rewrites a property's schema.
 
-    Raises `UnsupportedKeyword`, and `Spent`.
+    Raises `UnsupportedKeyword`, and `BudgetExceeded`.
     """
-    found = _Properties(schema, at, hold, steps)
+    found = _Properties(schema, at, rewrite, steps)
     try:
         if "propertyNames" in schema:
             found.limit(_Names(schema["propertyNames"], f"{at}/propertyNames", proofs, steps))
         return found.written()
-    except Unreadable as error:
+    except UnsupportedPattern as error:
         raise UnsupportedKeyword(at, f"a pattern of its properties' names is not supported: {error}") from error
 
 
 class _Properties:
-    def __init__(self, schema: Schema, at: str, hold: Hold, steps: Steps) -> None:
+    def __init__(self, schema: Schema, at: str, rewrite: Rewrite, steps: Steps) -> None:
         self._at, self._has_names, self._steps = at, "properties" in schema, steps
         self._named = {
-            name: hold(each, f"{at}/properties/{name}") for name, each in _by_name(schema, "properties", at).items()
+            name: rewrite(each, f"{at}/properties/{name}") for name, each in _by_name(schema, "properties", at).items()
         }
         self._patterns = [
-            (pattern_of(text, f"{at}/patternProperties", steps), hold(each, f"{at}/patternProperties/{text}"))
+            (pattern_of(text, f"{at}/patternProperties", steps), rewrite(each, f"{at}/patternProperties/{text}"))
             for text, each in _by_name(schema, "patternProperties", at).items()
         ]
         self._disputed = union(*(pattern.disputed for pattern, _ in self._patterns))
-        self._rest = hold(schema.get("additionalProperties", True), f"{at}/additionalProperties")
+        self._rest = rewrite(schema.get("additionalProperties", True), f"{at}/additionalProperties")
 
     def limit(self, names: "_Names") -> None:
         """Leave only the properties that `propertyNames` allows."""
-        if names.anything:
+        if names.allows_any:
             return
         self._named = {name: value for name, value in self._named.items() if names.allow(name)}
         if names.listed is not None:
@@ -133,8 +133,8 @@ class _Properties:
     def _check_undisputed(self, names: Iterable[str], at: str) -> None:
         for name in names if self._disputed else ():
             self._steps.take(len(name) + 1)
-            if any(has(self._disputed, character) for character in name):
-                which = f"validators differ on whether a pattern matches {shown(name)}"
+            if any(contains(self._disputed, character) for character in name):
+                which = f"validators differ on whether a pattern matches {quoted(name)}"
                 raise UnsupportedKeyword(at, f"{which}; write out its classes")
 
 
@@ -146,7 +146,7 @@ def _by_name(schema: Schema, keyword: str, at: str) -> Schema:
 
 
 class _Names:
-    """Names that `propertyNames` allows: `anything`, or `listed` names, or names that match patterns and lengths."""
+    """Names that `propertyNames` allows: `allows_any`, or `listed` names, or names that match patterns and lengths."""
 
     def __init__(self, value: Any, at: str, proofs: Disjointness, steps: Steps) -> None:
         self.at, self._steps = at, steps
@@ -159,7 +159,7 @@ class _Names:
             values = proofs.listed(together)
             self.listed = None if values is None else [value for value in values if isinstance(value, str)]
         self._allowed = None if self.listed is None else set(self.listed)
-        self.anything = self.listed is None and not self._patterns and not self._sizes
+        self.allows_any = self.listed is None and not self._patterns and not self._sizes
 
     def _take(self, schema: Schema) -> None:
         if unknown := sorted(schema.keys() - _FOR_NAMES):
@@ -194,5 +194,5 @@ def size(schema: Schema, keyword: str, at: str) -> int | None:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise UnsupportedKeyword(f"{at}/{keyword}", f"{shown(value)} is not a whole number from 0; correct it")
+        raise UnsupportedKeyword(f"{at}/{keyword}", f"{quoted(value)} is not a whole number from 0; correct it")
     return value

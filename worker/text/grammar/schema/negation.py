@@ -6,13 +6,13 @@ from typing import Any
 from worker.text.grammar.schema.disjoint import Disjointness, kinds
 
 Schema = dict[str, Any]
-_MOST = 32  # alternatives
-_DEEPEST = 8  # schemas within schemas
-_SAYS_NOTHING = {
+_MAX_ALTERNATIVES = 32  # alternatives
+_MAX_DEPTH = 8  # schemas within schemas
+_ANNOTATIONS = {
     "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema",
     "$id", "$defs", "definitions", "$anchor",
 }  # fmt: skip
-_TURNED = {
+_OPPOSITE_BOUNDS = {
     "minimum": ("number", "exclusiveMaximum", 0),
     "exclusiveMinimum": ("number", "maximum", 0),
     "maximum": ("number", "exclusiveMinimum", 0),
@@ -31,14 +31,14 @@ class NotNegatable(Exception):
 def negation(schema: Any, known: Sequence[Any], proofs: Disjointness, depth: int = 0) -> list[Any]:
     """Return the alternatives; none for a schema that every value satisfies.
 
-    `known`: schemas that all values in question satisfy. Raises `NotNegatable`, and `Spent`.
+    `known`: schemas that all values in question satisfy. Raises `NotNegatable`, and `BudgetExceeded`.
     """
     if isinstance(schema, bool):
         return [] if schema else [True]
-    if not isinstance(schema, dict) or depth > _DEEPEST:
+    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
         raise NotNegatable
     found = [each for keyword in schema for each in _of_keyword(keyword, schema, known, proofs, depth + 1)]
-    if len(found) > _MOST:
+    if len(found) > _MAX_ALTERNATIVES:
         raise NotNegatable
     return found
 
@@ -46,7 +46,7 @@ def negation(schema: Any, known: Sequence[Any], proofs: Disjointness, depth: int
 def _of_keyword(keyword: str, schema: Schema, known: Sequence[Any], proofs: Disjointness, depth: int) -> Iterable[Any]:
     value = schema[keyword]
     match keyword:
-        case _ if keyword in _SAYS_NOTHING:
+        case _ if keyword in _ANNOTATIONS:
             return []
         case "type":
             return _other_types(value, known, proofs)
@@ -64,13 +64,13 @@ def _of_keyword(keyword: str, schema: Schema, known: Sequence[Any], proofs: Disj
             return _none_of(value, known, proofs, depth)
         case "not":
             return [value]
-        case _ if keyword in _TURNED and isinstance(value, int | float) and not isinstance(value, bool):
-            return _turned(keyword, value)
+        case _ if keyword in _OPPOSITE_BOUNDS and isinstance(value, int | float) and not isinstance(value, bool):
+            return _opposite_bound(keyword, value)
     raise NotNegatable
 
 
-def _turned(keyword: str, bound: float) -> list[Any]:
-    kind, other, by = _TURNED[keyword]
+def _opposite_bound(keyword: str, bound: float) -> list[Any]:
+    kind, other, by = _OPPOSITE_BOUNDS[keyword]
     if by and bound + by < 0:
         return []
     return [{"type": kind, other: bound + by if by else bound}]
@@ -118,6 +118,6 @@ def _none_of(value: list[Any], known: Sequence[Any], proofs: Disjointness, depth
     for part in value:
         contrary = negation(part, known, proofs, depth)
         ways = [[*way, each] for way in ways for each in contrary]
-        if len(ways) > _MOST:
+        if len(ways) > _MAX_ALTERNATIVES:
             raise NotNegatable
     return [{"allOf": way} if len(way) != 1 else way[0] for way in ways]

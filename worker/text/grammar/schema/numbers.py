@@ -10,7 +10,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from worker.text.grammar.schema.unsupported import UnsupportedKeyword, shown
+from worker.text.grammar.schema.unsupported import UnsupportedKeyword, quoted
 
 Schema = dict[str, Any]
 BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
@@ -68,7 +68,7 @@ def _number(schema: Schema, keyword: str, at: str) -> Fraction | None:
         return None
     value = schema[keyword]
     if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
-        raise UnsupportedKeyword(f"{at}/{keyword}", f"{shown(value)} is not a number; send a number")
+        raise UnsupportedKeyword(f"{at}/{keyword}", f"{quoted(value)} is not a number; send a number")
     return Fraction(value)
 
 
@@ -118,7 +118,7 @@ def _outermost(limit: _Limit | None, unbreakable: int, instead: int, at: str) ->
         return instead
     if not _INT64_LEAST <= value <= _INT64_MOST:
         raise UnsupportedKeyword(
-            f"{at}/{limit.keyword}", f"no 64-bit integer satisfies {shown(value)}; use a bound nearer to 0"
+            f"{at}/{limit.keyword}", f"no 64-bit integer satisfies {quoted(value)}; use a bound nearer to 0"
         )
     if int(float(value)) != value or value == _INT64_LEAST:
         raise _inexact(limit, at)
@@ -190,13 +190,13 @@ def multiple(value: Any, at: str) -> int | float:
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MULTIPLE_DIGITS:
         raise UnsupportedKeyword(
-            f"{at}/multipleOf", f"{shown(value)} is not supported; use a number above 0 and below 2**32"
+            f"{at}/multipleOf", f"{quoted(value)} is not supported; use a number above 0 and below 2**32"
         )
     digits = float(value)
     while digits % 1 and digits < _MULTIPLE_DIGITS:
         digits *= 10
     if digits >= _MULTIPLE_DIGITS or not _is_read_exactly(value):
-        raise UnsupportedKeyword(f"{at}/multipleOf", f"{shown(value)} has too many digits; round it")
+        raise UnsupportedKeyword(f"{at}/multipleOf", f"{quoted(value)} has too many digits; round it")
     return value
 
 
@@ -214,9 +214,9 @@ def check_multiples(places: Mapping[Fraction, str]) -> None:
 def check_value(value: int | float, at: str) -> None:
     """Refuse a number of an `enum` or a `const` that an answer would write as another number."""
     if not _is_finite(value):
-        raise UnsupportedKeyword(at, f"{shown(value)} is not a number; leave it out")
+        raise UnsupportedKeyword(at, f"{quoted(value)} is not a number; leave it out")
     if not _is_read_exactly(value):
-        raise UnsupportedKeyword(at, f"{shown(value)} has too many digits to be written exactly; round it")
+        raise UnsupportedKeyword(at, f"{quoted(value)} has too many digits to be written exactly; round it")
     if abs(value) <= EXACT or (abs(value) < _INT64_MOST and isinstance(value, int) and int(float(value)) == value):
         return
-    raise UnsupportedKeyword(at, f"{shown(value)} cannot be written exactly; use numbers within ±2**53, or strings")
+    raise UnsupportedKeyword(at, f"{quoted(value)} cannot be written exactly; use numbers within ±2**53, or strings")

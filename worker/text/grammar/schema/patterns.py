@@ -11,11 +11,11 @@ from enum import Enum
 from functools import cached_property
 
 from worker.text.grammar.schema import regex
-from worker.text.grammar.schema.characters import WRITABLE, Ranges, has, intersection, union, without
-from worker.text.grammar.schema.regex import Anchor, Chars, Either, Node, Repeated, Sequenced, Unreadable
+from worker.text.grammar.schema.characters import WRITABLE, Ranges, contains, intersection, union, without
+from worker.text.grammar.schema.regex import Anchor, Chars, Either, Node, Repeated, Sequenced, UnsupportedPattern
 
-_MOST_BRANCHES = 64
-_LONGEST = 200_000  # characters, once the classes are written out
+_MAX_BRANCHES = 64
+_MAX_CHARACTERS = 200_000  # characters, once the classes are written out
 _STEPS_A_CLASS = 400  # a class of both dialects has some 750 ranges
 _NOTHING = "[a&&b]"
 
@@ -34,14 +34,14 @@ class Steps:
         self._left = left
 
     def take(self, count: int) -> None:
-        """Subtract steps. Raises `Unreadable` if too few are left."""
+        """Subtract steps. Raises `UnsupportedPattern` if too few are left."""
         self._left -= count
         if self._left < 0:
-            raise Unreadable("parsing it, or comparing names with it, takes too long; make it simpler")
+            raise UnsupportedPattern("parsing it, or comparing names with it, takes too long; make it simpler")
 
 
 class Pattern:
-    """A client's pattern, which may match anywhere in a string, as in JSON Schema. Raises `Unreadable`."""
+    """A client's pattern, which may match anywhere in a string, as in JSON Schema. Raises `UnsupportedPattern`."""
 
     def __init__(self, text: str, steps: Steps | None = None) -> None:
         self._steps = steps or Steps()
@@ -66,7 +66,7 @@ class Pattern:
         return f"(?:{'|'.join(writer.branch(branch) for branch in self._branches)})"
 
     def matches(self, text: str) -> bool:
-        """True if the text matches in every dialect. Raises `Unreadable` if that takes too many steps."""
+        """True if the text matches in every dialect. Raises `UnsupportedPattern` if that takes too many steps."""
         match = _Match(text, self._steps)
         return any(branch.matches(match) for branch in self._branches)
 
@@ -83,14 +83,14 @@ class _Branch:
         self.at_start, self.at_end = begun > 0, ended < len(items)
         self.body = Sequenced(tuple(items[begun:ended]))
         if any(isinstance(node, Anchor) for node in self.nodes()):
-            raise Unreadable("^ and $ are supported only at the ends of an alternative; remove them")
+            raise UnsupportedPattern("^ and $ are supported only at the ends of an alternative; remove them")
 
     def nodes(self) -> Iterator[Node]:
         return _within(self.body)
 
     def matches(self, match: "_Match") -> bool:
-        ends = match.ends(self.body, {0} if self.at_start else match.places)
-        return max(match.places) in ends if self.at_end else bool(ends)
+        ends = match.ends(self.body, {0} if self.at_start else match.positions)
+        return max(match.positions) in ends if self.at_end else bool(ends)
 
 
 def _within(node: Node) -> Iterator[Node]:
@@ -109,8 +109,8 @@ def _expanded(node: Node, size: int, steps: Steps) -> list[list[Node]]:
     for side in (0, -1):
         done = list[list[Node]]()
         while ways:
-            if (count := count + 1) > _MOST_BRANCHES * 8 or len(done) > _MOST_BRANCHES:
-                raise Unreadable("its groups have too many ^ and $; write it with fewer")
+            if (count := count + 1) > _MAX_BRANCHES * 8 or len(done) > _MAX_BRANCHES:
+                raise UnsupportedPattern("its groups have too many ^ and $; write it with fewer")
             steps.take(size)
             way = ways.pop(0)
             opened = _opened(way, side)
@@ -138,7 +138,7 @@ def _opened(way: list[Node], side: int) -> list[list[Node]] | None:
         case Repeated(item, 0, 1):
             inner = [[], [item]]
         case _:
-            raise Unreadable("^ and $ within a repeat are not supported; remove them")
+            raise UnsupportedPattern("^ and $ within a repeat are not supported; remove them")
     return [outer + each + other if side == 0 else other + each + outer for each in inner]
 
 
@@ -147,16 +147,16 @@ class _Match:
 
     def __init__(self, text: str, steps: Steps) -> None:
         self._text, self._steps = text, steps
-        self.places = {*range(len(text) + 1)}
+        self.positions = {*range(len(text) + 1)}
 
     def ends(self, node: Node, starts: set[int]) -> set[int]:
         self._steps.take(len(starts) + 1)
         match node:
             case Chars() if node.properties:
-                raise Unreadable("\\p is not supported in patterns of names; write out the characters")
+                raise UnsupportedPattern("\\p is not supported in patterns of names; write out the characters")
             case Chars():
                 text, ranges = self._text, node.surely()
-                return {start + 1 for start in starts if start < len(text) and has(ranges, text[start])}
+                return {start + 1 for start in starts if start < len(text) and contains(ranges, text[start])}
             case Sequenced(items):
                 for item in items:
                     starts = self.ends(item, starts) if starts else starts
@@ -181,7 +181,7 @@ class _Match:
 class _Writer:
     def __init__(self, reading: Reading, less: Ranges) -> None:
         self._reading, self._less = reading, less
-        self._anything, self._left = f"{self._set(WRITABLE)}*", _LONGEST
+        self._anything, self._left = f"{self._set(WRITABLE)}*", _MAX_CHARACTERS
         self._classes = dict[Chars, str]()
 
     def branch(self, branch: _Branch) -> str:
@@ -205,7 +205,7 @@ class _Writer:
             self._classes[chars] = self._class(chars)
         self._left -= len(self._classes[chars])
         if self._left < 0:
-            raise Unreadable("its classes are too large; make it shorter")
+            raise UnsupportedPattern("its classes are too large; make it shorter")
         return self._classes[chars]
 
     def _class(self, chars: Chars) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-from worker.text.grammar.schema.unsupported import UnsupportedKeyword, shown
+from worker.text.grammar.schema.unsupported import UnsupportedKeyword, quoted
 
 Schema = dict[str, Any]
 
@@ -37,25 +37,25 @@ class References:
         if not isinstance(reference, str):
             raise UnsupportedKeyword(f"{at}/$ref", "a reference must be a string; write it as #/$defs/name")
         if reference not in self._found:
-            schema, place = self._led_to(reference, f"{at}/$ref")
+            schema, place = self._resolve(reference, f"{at}/$ref")
             name = self._names.setdefault(place, f"d{len(self._names)}")
             self._found[reference] = Target(name, schema, place)
         return self._found[reference]
 
-    def _led_to(self, reference: str, at: str) -> tuple[Any, str]:
+    def _resolve(self, reference: str, at: str) -> tuple[Any, str]:
         before, _, fragment = reference.partition("#")
         if before and before != self._own:
-            raise UnsupportedKeyword(at, f"{shown(reference)} is not within this schema; copy its target into $defs")
+            raise UnsupportedKeyword(at, f"{quoted(reference)} is not within this schema; copy its target into $defs")
         if self._known_anchors().get(""):
             raise UnsupportedKeyword(at, "references are not supported if an inner schema has an $id; remove that")
         if fragment and not fragment.startswith("/"):
             found = self._known_anchors().get(unquote(fragment))
             if found is None:
-                raise UnsupportedKeyword(at, f"no schema has the anchor {shown(fragment)}; correct it")
+                raise UnsupportedKeyword(at, f"no schema has the anchor {quoted(fragment)}; correct it")
             return found
-        return self._pointed(unquote(fragment), at), f"#{unquote(fragment)}"
+        return self._follow_pointer(unquote(fragment), at), f"#{unquote(fragment)}"
 
-    def _pointed(self, pointer: str, at: str) -> Any:
+    def _follow_pointer(self, pointer: str, at: str) -> Any:
         found = self._root
         for part in pointer.split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")
@@ -65,7 +65,7 @@ class References:
                 case list() if key.isascii() and key.isdigit() and int(key[:9]) < len(found):
                     found = found[int(key[:9])]
                 case _:
-                    raise UnsupportedKeyword(at, f"#{shown(pointer)} does not exist; correct it")
+                    raise UnsupportedKeyword(at, f"#{quoted(pointer)} does not exist; correct it")
         return found
 
     def _known_anchors(self) -> dict[str, tuple[Any, str]]:

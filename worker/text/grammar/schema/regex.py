@@ -7,9 +7,9 @@ from functools import lru_cache
 
 from worker.text.grammar.schema.characters import DIALECTS, Ranges, complement, intersection, named, union
 
-_DEEPEST = 40  # groups in groups
-_LONGEST = 4_000  # characters
-_MOST_TIMES = 1_000_000
+_MAX_DEPTH = 40  # groups in groups
+_MAX_CHARACTERS = 4_000  # characters
+_MAX_REPEATS = 1_000_000
 
 _CONTROLS = {"t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D}
 _HEXADECIMAL = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}")
@@ -21,7 +21,7 @@ _NAME = re.compile(r"P?<[A-Za-z_$][A-Za-z0-9_$]*>")
 _LOOKS = {"(?=": "look-ahead", "(?!": "look-ahead", "(?<=": "look-behind", "(?<!": "look-behind"}
 
 
-class Unreadable(ValueError):
+class UnsupportedPattern(ValueError):
     """Unsupported or invalid part of an expression. The message is a sentence for the client."""
 
 
@@ -89,13 +89,13 @@ def _by_dialects(chars: Chars) -> tuple[Ranges, Ranges]:
 
 
 def read(pattern: str) -> Node:
-    """Parse a pattern. Raises `Unreadable`."""
-    if len(pattern) > _LONGEST:
-        raise Unreadable(f"it is longer than {_LONGEST:,} characters; shorten it")
-    reader = _Reader(pattern)
+    """Parse a pattern. Raises `UnsupportedPattern`."""
+    if len(pattern) > _MAX_CHARACTERS:
+        raise UnsupportedPattern(f"it is longer than {_MAX_CHARACTERS:,} characters; shorten it")
+    reader = _Parser(pattern)
     node = reader.either(0)
     if not reader.ended():
-        raise Unreadable("a closing parenthesis has no group; write it as \\)")
+        raise UnsupportedPattern("a closing parenthesis has no group; write it as \\)")
     return node
 
 
@@ -111,7 +111,7 @@ def parts(node: Node) -> Sequence[Node]:
     return ()
 
 
-class _Reader:
+class _Parser:
     def __init__(self, text: str) -> None:
         self._text, self._at = text, 0
 
@@ -128,7 +128,7 @@ class _Reader:
 
     def _next(self) -> str:
         if self.ended():
-            raise Unreadable("it ends too early; complete it")
+            raise UnsupportedPattern("it ends too early; complete it")
         self._at += 1
         return self._text[self._at - 1]
 
@@ -138,8 +138,8 @@ class _Reader:
         return found
 
     def either(self, depth: int) -> Node:
-        if depth > _DEEPEST:
-            raise Unreadable("its groups are nested too deeply; flatten them")
+        if depth > _MAX_DEPTH:
+            raise UnsupportedPattern("its groups are nested too deeply; flatten them")
         options = [self._sequence(depth)]
         while self._take("|"):
             options.append(self._sequence(depth))
@@ -164,19 +164,19 @@ class _Reader:
             case ("^" | "$") as anchor:
                 return Anchor(end=anchor == "$")
             case ("*" | "+" | "?" | "{") as sign:
-                raise Unreadable(f"{sign} has nothing to repeat; write it as \\{sign}")
+                raise UnsupportedPattern(f"{sign} has nothing to repeat; write it as \\{sign}")
             case other:
                 return _just(ord(other))
 
     def _group(self, depth: int) -> Node:
         for opening, name in _LOOKS.items():
             if self._follows(opening[1:]):
-                raise Unreadable(f"{name} is not supported; remove it")
+                raise UnsupportedPattern(f"{name} is not supported; remove it")
         if self._take("?") and not self._take(":") and self._matched(_NAME) is None:
-            raise Unreadable("groups with flags or references are not supported; remove them")
+            raise UnsupportedPattern("groups with flags or references are not supported; remove them")
         node = self.either(depth + 1)
         if not self._take(")"):
-            raise Unreadable("a group is not closed; close it")
+            raise UnsupportedPattern("a group is not closed; close it")
         return node
 
     def _repeated(self, item: Node) -> Node:
@@ -184,14 +184,14 @@ class _Reader:
         if (least, most) == (1, 1):
             return item
         if isinstance(item, Anchor):
-            raise Unreadable("^ and $ cannot be repeated; write them once")
+            raise UnsupportedPattern("^ and $ cannot be repeated; write them once")
         if most is not None and most < least:
-            raise Unreadable("a repeat has a maximum below its minimum; exchange them")
+            raise UnsupportedPattern("a repeat has a maximum below its minimum; exchange them")
         if self._take("+"):
-            raise Unreadable("possessive repeats are not supported; remove the +")
+            raise UnsupportedPattern("possessive repeats are not supported; remove the +")
         self._take("?")  # a lazy repeat matches the same strings
         if self._follows("*", "+", "?") or self._matched(_TIMES):
-            raise Unreadable("a repeat of a repeat needs a group; add one")
+            raise UnsupportedPattern("a repeat of a repeat needs a group; add one")
         return Repeated(item, least, most)
 
     def _times(self) -> tuple[int, int | None]:
@@ -205,11 +205,11 @@ class _Reader:
     def _counted(self) -> tuple[int, int | None]:
         found = self._matched(_TIMES)
         if found is None:
-            raise Unreadable("a { that begins no repeat is not supported; write it as \\{")
+            raise UnsupportedPattern("a { that begins no repeat is not supported; write it as \\{")
         least = int(found[1])
         most = int(found[3]) if found[3] else None if found[2] else least
-        if max(least, most or 0) > _MOST_TIMES:
-            raise Unreadable(f"a repeat may have at most {_MOST_TIMES:,} times; use fewer")
+        if max(least, most or 0) > _MAX_REPEATS:
+            raise UnsupportedPattern(f"a repeat may have at most {_MAX_REPEATS:,} times; use fewer")
         return least, most
 
     def _escaped(self) -> Chars:
@@ -231,9 +231,9 @@ class _Reader:
             case "0" if not self._follows(*"0123456789"):
                 return 0
             case digit if digit.isascii() and digit.isdigit():
-                raise Unreadable("references to groups are not supported; remove them")
+                raise UnsupportedPattern("references to groups are not supported; remove them")
             case letter if letter.isascii() and letter.isalpha():
-                raise Unreadable(f"\\{letter} is not supported; remove it")
+                raise UnsupportedPattern(f"\\{letter} is not supported; remove it")
             case other:
                 return ord(other)
 
@@ -242,13 +242,13 @@ class _Reader:
             self._at = found.end()
             return 0x10000 + (code - 0xD800) * 0x400 + int(found[1], 16) - 0xDC00
         if code > 0x10FFFF:
-            raise Unreadable("\\u{10FFFF} is the last character; use one up to it")
+            raise UnsupportedPattern("\\u{10FFFF} is the last character; use one up to it")
         return code
 
     def _class(self) -> Chars:
         negated = self._take("^")
         if self._follows("]"):
-            raise Unreadable("validators differ on an empty class; write a ] in a class as \\]")
+            raise UnsupportedPattern("validators differ on an empty class; write a ] in a class as \\]")
         found = list[Chars]()
         while not self._take("]"):
             found.append(self._of_class())
@@ -265,10 +265,10 @@ class _Reader:
             return first
         last = self._member()
         if not first.ranges or not last.ranges:
-            raise Unreadable("a range of a class must be between two characters; write the - as \\-")
+            raise UnsupportedPattern("a range of a class must be between two characters; write the - as \\-")
         (low, _), (high, _) = first.ranges[0], last.ranges[0]
         if low > high:
-            raise Unreadable("a range of a class ends before it begins; exchange its ends")
+            raise UnsupportedPattern("a range of a class ends before it begins; exchange its ends")
         return Chars(((low, high),))
 
     def _member(self) -> Chars:
@@ -278,7 +278,7 @@ class _Reader:
             case "\\":
                 return self._escaped()
             case "[" if self._follows(":", ".", "="):
-                raise Unreadable("named classes such as [:alpha:] are not supported; write out the characters")
+                raise UnsupportedPattern("named classes such as [:alpha:] are not supported; write out the characters")
             case other:
                 return _just(ord(other))
 

@@ -9,22 +9,22 @@ from fractions import Fraction
 from typing import Any
 
 from worker.text.grammar.schema import disjoint, names, numbers
-from worker.text.grammar.schema.budget import Budget, Spent
+from worker.text.grammar.schema.budget import Budget, BudgetExceeded
 from worker.text.grammar.schema.choices import alternatives, one_of, without_conditions
 from worker.text.grammar.schema.patterns import Steps
 from worker.text.grammar.schema.references import References
-from worker.text.grammar.schema.unsupported import UnsupportedKeyword, shown
+from worker.text.grammar.schema.unsupported import UnsupportedKeyword, quoted
 
 Schema = dict[str, Any]
 
 # The formats that llguidance supports.
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-_MOST_SCHEMAS = 30_000  # at all levels, copies by the rewriting included
-_MOST_CHARACTERS = 500_000  # of patterns, after their classes are written out
-_MOST_WRITTEN = 2_000_000  # characters of values and names, copies by the rewriting included
-_DEEPEST = 100  # llguidance's reader stops at 128
-_ENDLESS = 2**31 - 1  # some schema generators write it for "no limit"
+_MAX_SCHEMAS = 30_000  # at all levels, copies by the rewriting included
+_MAX_PATTERN_CHARACTERS = 500_000  # of patterns, after their classes are written out
+_MAX_VALUE_CHARACTERS = 2_000_000  # characters of values and names, copies by the rewriting included
+_MAX_DEPTH = 100  # llguidance's reader stops at 128
+_UNLIMITED = 2**31 - 1  # some schema generators write it for "no limit"
 _UNWRITABLE = re.compile(r"[^\b\f\n\r\t -~\x80-\U0010ffff]")
 _USE_ANOTHER = "leave it out, and check the answer"
 REFUSED = {
@@ -52,19 +52,19 @@ def rewrite(schema: Schema, root: Schema | None = None) -> Schema:
     """
     root = schema if root is None else root
     _check_depth(root)
-    return _Holding(root).whole(schema)
+    return _Rewriter(root).whole(schema)
 
 
-class _Holding:
+class _Rewriter:
     def __init__(self, root: Schema) -> None:
-        self._references, self._left, self._depth = References(root), _MOST_SCHEMAS, 0
+        self._references, self._left, self._depth = References(root), _MAX_SCHEMAS, 0
         self._steps = Steps()
         self._proofs = disjoint.Disjointness(lambda value: self._references.target(value, "#").schema, Budget())
         self._waiting, self._definitions = list[tuple[str, Any, str]](), Schema()
         self._within, self._in_place = "", True  # name of the current definition; True while its own value is described
-        self._leads = dict[str, dict[str, str]]()
+        self._references_in_place = dict[str, dict[str, str]]()
         self._multiples, self._combines = dict[Fraction, str](), False
-        self._characters, self._written = _MOST_CHARACTERS, _MOST_WRITTEN
+        self._characters, self._written = _MAX_PATTERN_CHARACTERS, _MAX_VALUE_CHARACTERS
 
     def whole(self, schema: Schema) -> Schema:
         found = self._object(schema, "#")
@@ -79,7 +79,7 @@ class _Holding:
 
     def schema(self, schema: Any, at: str) -> Any:
         self._left -= 1
-        if self._left < 0 or self._depth > _DEEPEST:
+        if self._left < 0 or self._depth > _MAX_DEPTH:
             raise UnsupportedKeyword(at, "the schema is too large or too deep from here on; make it smaller")
         if isinstance(schema, bool):
             return schema
@@ -100,7 +100,7 @@ class _Holding:
     def _object(self, schema: Schema, at: str) -> Schema:
         try:
             return self._rewritten(schema, at)
-        except Spent:
+        except BudgetExceeded:
             instead = "use fewer alternatives, conditions and allOf, or shorter lists in them"
             raise UnsupportedKeyword(at, f"its parts take too long to compare; {instead}") from None
 
@@ -150,7 +150,7 @@ class _Holding:
     def _named(self, schema: Schema, at: str) -> Schema:
         if not any(keyword in schema for keyword in names.KEYWORDS):
             return {}
-        found = names.objects(schema, at, self._inner, self._proofs, self._steps)
+        found = names.rewrite_properties(schema, at, self._inner, self._proofs, self._steps)
         self._check_writable([*found.get("properties", {})], f"{at}/properties")
         return found
 
@@ -237,13 +237,13 @@ class _Holding:
             self._definitions[target.name] = True
             self._waiting.append((target.name, target.schema, target.place))
         if self._in_place:
-            self._leads.setdefault(self._within, {})[target.name] = at
+            self._references_in_place.setdefault(self._within, {})[target.name] = at
         return f"#/$defs/{target.name}"
 
     def _check_circles(self) -> None:
         """Refuse definitions that refer back to themselves for the same value, without a property or item between."""
         done = set[str]()
-        for begin in self._leads:
+        for begin in self._references_in_place:
             path, waiting = dict[str, None](), [(begin, True)]
             while waiting:
                 name, enters = waiting.pop()
@@ -252,7 +252,7 @@ class _Holding:
                 elif name not in done:
                     path[name] = None
                     waiting.append((name, False))
-                    for lead, at in self._leads.get(name, {}).items():
+                    for lead, at in self._references_in_place.get(name, {}).items():
                         if lead in path:
                             raise UnsupportedKeyword(
                                 f"{at}/$ref", "it refers back to itself for the same value; break the circle"
@@ -268,8 +268,8 @@ def _check_depth(schema: Any) -> None:
         if isinstance(found, dict | list)
         for each in (found.values() if isinstance(found, dict) else found)
     ]:
-        if (depth := depth + 1) > _DEEPEST:
-            raise UnsupportedKeyword("#", f"it is nested deeper than {_DEEPEST} levels; flatten it")
+        if (depth := depth + 1) > _MAX_DEPTH:
+            raise UnsupportedKeyword("#", f"it is nested deeper than {_MAX_DEPTH} levels; flatten it")
 
 
 def _all_of(schema: Schema, at: str) -> list[Any]:
@@ -290,7 +290,7 @@ def _types(value: Any, at: str) -> Any:
     for name in value if isinstance(value, list) and value else [value]:
         if not isinstance(name, str) or name not in TYPES:
             raise UnsupportedKeyword(
-                f"{at}/type", f"{shown(name)} is not a type of JSON Schema; use one of {', '.join(sorted(TYPES))}"
+                f"{at}/type", f"{quoted(name)} is not a type of JSON Schema; use one of {', '.join(sorted(TYPES))}"
             )
     return list(dict.fromkeys(value)) if isinstance(value, list) else value
 
@@ -303,7 +303,7 @@ def _textual(schema: Schema, at: str) -> Schema:
         if schema["format"] not in FORMATS:
             known = ", ".join(FORMATS)
             raise UnsupportedKeyword(
-                f"{at}/format", f"{shown(schema['format'])} is not supported; leave it out, or use {known}"
+                f"{at}/format", f"{quoted(schema['format'])} is not supported; leave it out, or use {known}"
             )
         found["format"] = schema["format"]
     return found
@@ -312,9 +312,9 @@ def _textual(schema: Schema, at: str) -> Schema:
 def _sizes(schema: Schema, least: str, most: str, at: str) -> Schema:
     found = Schema()
     if (low := names.size(schema, least, at)) is not None:
-        if low >= _ENDLESS:
-            raise UnsupportedKeyword(f"{at}/{least}", f"{shown(low)} is longer than any answer; use a smaller number")
+        if low >= _UNLIMITED:
+            raise UnsupportedKeyword(f"{at}/{least}", f"{quoted(low)} is longer than any answer; use a smaller number")
         found[least] = low
-    if (high := names.size(schema, most, at)) is not None and high < _ENDLESS:
+    if (high := names.size(schema, most, at)) is not None and high < _UNLIMITED:
         found[most] = high
     return found

@@ -16,7 +16,7 @@ class UnsupportedKeyword(ValueError):
         self.place, self.reason = place, reason
 
 
-def shown(value: object) -> str:
+def quoted(value: object) -> str:
     """Return a client's value in a form that is short and printable enough for an error message."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
