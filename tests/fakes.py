@@ -167,7 +167,7 @@ TIMINGS = {"queue_s": 0.0, "prefill_s": 0.0, "ttft_s": 0.0, "decode_s": 0.0, "to
 
 
 class FakeChat:
-    """In the place of `worker.jobs.chat`: the request itself says what to do.
+    """Stands in for `worker.jobs.chat`: the request itself says what to do.
 
     `say`: words, a delta each; `pace_s` between them; `then`: an exception to raise, or "hang".
     """

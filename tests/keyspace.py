@@ -34,7 +34,7 @@ async def check_job_keys(db: redis.asyncio.Redis, job_id: str) -> None:
 
 
 async def check_all_ended(db: redis.asyncio.Redis) -> None:
-    """Of a server on which every job has ended: nothing is queued or leased, all of it will expire, each job has
+    """Check a server on which every job has ended: nothing is queued or leased, all of it will expire, each job has
     one final event, and its state, its result and the numbers of its events agree with that."""
     found = [key async for key in db.scan_iter()]
     for key in found:

@@ -52,7 +52,7 @@ class Line:
         self._dead = False
 
     def swallow(self) -> None:
-        """What NAT and load balancers do to connections: those of now are dead for ever, and nobody is told."""
+        """Drop all present connections without a word, as NAT and load balancers do."""
         for call in self._calls:
             call.swallowed = True
 

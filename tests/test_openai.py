@@ -165,7 +165,7 @@ CALLS = st.lists(st.tuples(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), st.lis
 
 
 def fragments(calls: list[tuple[str, list[str]]]) -> Iterator[Said]:
-    """Of each call the name, then its arguments bit by bit."""
+    """Yield the name of each call, then its arguments in pieces."""
     for index, (name, parts) in enumerate(calls):
         function = {"name": name, "arguments": ""}
         yield {"index": index, "id": f"call_{index}", "type": "function", "function": function}
@@ -174,7 +174,7 @@ def fragments(calls: list[tuple[str, list[str]]]) -> Iterator[Said]:
 
 
 def calling(calls: list[tuple[str, list[str]]], a_delta: int) -> list[Said]:
-    """In the batch lane a delta has several fragments."""
+    """Return deltas of several fragments, as in the batch lane."""
     told = list(fragments(calls))
     return [delta(tool_calls=told[first : first + a_delta]) for first in range(0, len(told), a_delta)]
 

@@ -127,7 +127,7 @@ def test_a_command_of_the_worker_tells_no_password(
 
 
 def started(url: str) -> str:
-    """What keeps a worker with this URL from its start; empty if it would begin to wait for its server."""
+    """Return the error with which a worker refuses this URL; empty if it would start to wait for its server."""
     try:
         connect(read_settings(model="none", redis_url=url))
     except CannotStart as error:

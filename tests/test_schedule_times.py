@@ -49,7 +49,7 @@ def test_a_slot_is_in_utc_whatever_the_moment_was_in() -> None:
 
 
 def test_the_clocks_going_forward_costs_no_slot() -> None:
-    """In Berlin there is no half past two on that day."""
+    """Berlin has no half past two on that day."""
     assert slots("30 2 * * *", after=datetime(2026, 3, 28, 12, tzinfo=UTC), count=2) == [
         "Sun 29.03.26 02:30", "Mon 30.03.26 02:30",
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Who starts a feeder, and that it ends with its worker. What the feeder does is made up; its process is real."""
+"""Feeders start with and end with their worker. Their work is simulated; their processes are real."""
 
 import asyncio
 import fcntl
@@ -116,7 +116,7 @@ def drop(folder: Path, name: str) -> None:
 
 
 def leave_a_run(folder: Path, name: str) -> None:
-    """As a feeder that died leaves it."""
+    """Create a run as a dead feeder leaves it."""
     (folder / "running" / name).mkdir(parents=True)
     (folder / "running" / name / "input.jsonl").write_text("{}\n")
     (folder / "running" / name / "run").write_text("{}")
@@ -124,7 +124,7 @@ def leave_a_run(folder: Path, name: str) -> None:
 
 @contextmanager
 def held(folder: Path, name: str) -> Iterator[None]:
-    """As by the feeder of another machine."""
+    """Hold a lock, like the feeder of another machine."""
     leave_a_run(folder, name)
     with (folder / "running" / name / "run").open("rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

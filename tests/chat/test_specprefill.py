@@ -1,4 +1,4 @@
-"""Whether a prompt may be thinned, and what is told of it."""
+"""The decision for SpecPrefill, and its report."""
 
 import json
 from typing import Any

@@ -39,7 +39,7 @@ def chunk(type: bytes, data: bytes) -> bytes:
 
 
 def png(width: int, height: int, depth: int, color: int, rows: list[bytes], *chunks: bytes) -> bytes:
-    """By hand: Pillow writes few of the kinds there are. `color`: 0 gray, 2 RGB, 3 palette, 4 and 6 with alpha."""
+    """Written by hand, since Pillow writes few of the kinds. `color`: 0 gray, 2 RGB, 3 palette, 4 and 6 with alpha."""
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0))
     body = chunk(b"IDAT", zlib.compress(b"".join(b"\0" + row for row in rows)))
     return b"".join([b"\x89PNG\r\n\x1a\n", header, *chunks, body, chunk(b"IEND", b"")])

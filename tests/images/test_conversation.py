@@ -159,7 +159,7 @@ async def test_where_urls_are_allowed_those_of_this_machine_are_not() -> None:
 
 
 class Shelf:
-    """In place of a fetcher."""
+    """Stands in for a fetcher."""
 
     async def fetch(self, url: str) -> bytes:
         if url.endswith("late.png"):

@@ -1,4 +1,4 @@
-"""What is counted, under which name, and who may read it when."""
+"""Metrics are counted under their names, and can be scraped at any time."""
 
 import threading
 
@@ -140,7 +140,7 @@ def test_tokens_are_counted_as_prometheus_client_would(gaps: list[float | None])
 
 
 def buckets(registry: CollectorRegistry) -> dict[str, float]:
-    """Of the time between tokens in the batch lane: how many lie below each bound."""
+    """Return the buckets of the time between tokens in the batch lane."""
     samples = (sample for family in registry.collect() for sample in family.samples)
     return {s.labels["le"]: s.value for s in samples if s.name == f"{GAPS}_bucket" and s.labels["lane"] == "batch"}
 

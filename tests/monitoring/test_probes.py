@@ -1,4 +1,4 @@
-"""What is answered on the worker's port, and when."""
+"""Answers on the worker's port, in each state of the worker."""
 
 import json
 import socket

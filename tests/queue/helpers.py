@@ -1,4 +1,4 @@
-"""How these tests put jobs on the queue, run a worker in this process, and read what came of it."""
+"""Helpers that queue jobs, run a worker in this process, and read the results."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ def settings(url: str, **given: Any) -> Settings:
 
 
 def envelope(*args: Any, function: str = "chat", **kwargs: Any) -> bytes:
-    """As arq writes a job, in JSON."""
+    """Return a job in arq's form, as JSON."""
     return json.dumps({"t": None, "f": function, "a": args, "k": kwargs, "et": 1}).encode()
 
 
@@ -67,7 +67,7 @@ async def ask(db: Redis, job_id: str, request: Any, *, lane: Lane = "interactive
 
 
 async def log(db: Redis, job_id: str | bytes) -> list[dict[str, Any]]:
-    """What the job has said, without the times."""
+    """Return the events of a job, without their times."""
     said = [json.loads(raw) for raw in await db.lrange(b"sluice:log:" + as_bytes(job_id), 0, -1)]
     assert all(abs(event.pop("ts") - time.time()) < 60 for event in said)
     return said
@@ -101,7 +101,7 @@ async def listening(db: Redis, *, workers: int = 1) -> None:
 
 
 async def field(db: Redis, job_id: str, name: str) -> str | None:
-    """Of the job's hash."""
+    """Return fields of the job's hash."""
     value = await db.hget(keys.job(job_id), name)
     return None if value is None else value.decode()
 

@@ -117,7 +117,7 @@ def test_the_wire_format_is_an_object_of_five() -> None:
 
 
 def test_stock_arq_pickles() -> None:
-    """And so a plain pool is told to give a serializer, by name."""
+    """arq pickles by default, so a plain pool needs a `job_serializer`."""
     assert pickle.loads(serialize_job("chat", (1,), {}, None, 17))["f"] == "chat"
     assert "job_serializer" in parameters(arq.create_pool)
 

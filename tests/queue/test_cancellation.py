@@ -1,4 +1,4 @@
-"""What a client's cancel does by itself, whether a worker is there or not."""
+"""A client's cancellation, with and without a worker."""
 
 import json
 from typing import Any

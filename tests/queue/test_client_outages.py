@@ -1,4 +1,4 @@
-"""What the client does when its connections die, with and without a word."""
+"""The client reconnects when its connections die, with or without an error."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What the server refuses is raised at once, and never taken for an outage."""
+"""The server's errors are raised at once, and never taken for an outage."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

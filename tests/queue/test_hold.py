@@ -1,4 +1,4 @@
-"""What waits for a server that takes nothing is bounded: the engine waits too."""
+"""Unwritten events are bounded during an outage: the engine waits too."""
 
 import asyncio
 

@@ -83,7 +83,7 @@ async def test_the_engine_gets_each_image_where_it_is_and_the_usage_counts_them(
 async def test_images_wait_for_those_of_others_until_the_engine_has_them_or_their_job_is_over(
     redis_url: str, db: Redis
 ) -> None:
-    """As many pixels as the largest has may be prepared ahead, and each job's are more than half of them."""
+    """The pixel budget holds one largest image, and each job's images take more than half of it."""
     async with seeing(redis_url, step_s=60, image_max_pixels=200 * 16) as engine:
         await ask(db, "over", asking(*[image(100)] * 3, image(200)))
         assert types(await ended(db, "over")) == ["failed"]
@@ -125,7 +125,7 @@ async def test_a_new_attempt_that_is_shown_the_same_goes_on(redis_url: str, db: 
 
 
 async def test_a_new_attempt_that_is_shown_something_else_starts_over(redis_url: str, db: Redis) -> None:
-    """As when what is behind a URL has changed."""
+    """The image behind a URL may have changed."""
     async with seeing(redis_url, step_s=0.02):
         await ask(db, "a", asking(image()))
         await until_it_has_said(db, "a", 6)

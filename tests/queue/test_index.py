@@ -47,7 +47,7 @@ async def submit(db: Redis, *job_ids: str, tenant: str, **request: Any) -> None:
 
 
 def of(tenant: str, rows: int = 1) -> list[Claim]:
-    """As many rows of this tenant run here."""
+    """Return claims of this tenant that run on this worker."""
     return [Claim(f"{tenant}-row-{k}", "interactive", 1, 0, False, 0.0, 0, b"", 0, tenant) for k in range(rows)]
 
 

@@ -1,4 +1,4 @@
-"""What the workers of a model publish about themselves, among values of others."""
+"""Workers of a model publish their presence, also among foreign values."""
 
 import pytest
 from redis.asyncio import Redis

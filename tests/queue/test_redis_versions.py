@@ -70,7 +70,7 @@ def pip(*args: str | Path) -> str:
 
 @pytest.fixture(scope="module", params=["oldest", "newest"])
 def python(request: pytest.FixtureRequest) -> Path:
-    """Of an environment with that release, kept below .pytest_cache and brought up to date by each run."""
+    """Return the Python of an environment with that release, kept below .pytest_cache and updated by each run."""
     home = Path(request.config.cache.mkdir(f"redis-py-{request.param}"))  # type: ignore[union-attr]
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
     python = home / "bin" / "python"

@@ -1,4 +1,4 @@
-"""How many rows the lanes may take, and that offline jobs keep their hours."""
+"""Rows that each lane may take, and the hours of offline jobs."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -60,7 +60,7 @@ class Quiet(WSGIRequestHandler):
 
 @contextmanager
 def wsgi(redis_url: str) -> Iterator[str]:
-    """As Django and Flask serve a generator."""
+    """Serve a generator as Django and Flask do."""
     client = SyncClient(redis_url)
 
     def app(environ: dict[str, Any], start_response: Callable[..., object]) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""How a chat gets onto its queue."""
+"""Submission of a chat to its queue."""
 
 import asyncio
 import json

@@ -21,7 +21,7 @@ from worker.queue.wake import ControlListener, allow_keyspace_events
 
 
 class Heard:
-    """What a listener calls, counted."""
+    """Counts the calls of a listener."""
 
     def __init__(self) -> None:
         self.wakes, self.missed_calls = 0, 0
@@ -263,7 +263,7 @@ async def test_a_wish_without_an_id_takes_no_job_off_the_queue(redis_url: str, d
 
 
 async def test_a_queued_job_ends_by_the_word_on_the_channel_alone(redis_url: str, db: Redis) -> None:
-    """As a running one does; the key may be lost with a server that failed over."""
+    """A running job does so too; the key may be lost in a failover."""
     chat = FakeChat()
     async with working(settings(redis_url, max_rows=1, reserved_rows=0), chat.chat):
         await working_on(db, chat, "running")

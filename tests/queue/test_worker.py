@@ -248,7 +248,7 @@ async def test_a_running_job_is_cancelled_with_what_it_spent(redis_url: str, db:
 
 
 class CancelsAtOnce(QueueWorker):
-    """As when the wish comes in the same turn of the loop as the claim."""
+    """Cancels each job in the same turn of the event loop as its claim."""
 
     def _start(self, claim: Claim) -> None:
         super()._start(claim)
@@ -742,7 +742,7 @@ async def test_losing_a_job_is_no_ending(redis_url: str, db: Redis) -> None:
 
 
 async def crash(db: Redis, job_id: str, *, lapses: int = 0, crashes: int = 0) -> None:
-    """As a worker leaves it that died while the job ran."""
+    """Leave a job as a worker does that died while it ran."""
     known = {"lapses": lapses, "probation": int(lapses > 0), "crashes": crashes}
     await db.hset(keys.job(job_id), mapping={"state": "running", "attempt": 1, "worker": "ben", **known})
 

@@ -75,14 +75,14 @@ class Model:
         return guide
 
     def quick_guide(self, asked: ChatRequest) -> RowGrammar:
-        """Without the trial."""
+        """Return the grammar state without a trial in a child process."""
         wish = constraint_of(asked)
         assert wish
         grammar = Grammars(markup_of(self.tokenizer, self.dialect)).grammar(wish, reasoned=False)
         return RowGrammar(compile_grammar(self.vocabulary, grammar), frozenset({EOS, OTHER_EOS}))
 
     def takes(self, guide: RowGrammar, text: str) -> bool:
-        """Whether all of it is allowed, and may be the end."""
+        """True if the grammar allows all of the text, and its end."""
         for token in self.tokenizer.encode(text):
             if token not in allowed(guide, self.count):
                 return False
@@ -141,7 +141,7 @@ def fresh() -> GrammarStates:
 
 
 def spelled(text: str) -> list[int]:
-    """Without the tokens of markers."""
+    """Encode character by character, so that no token is a marker."""
     return [token for char in text for token in model().tokenizer.encode(char)]
 
 

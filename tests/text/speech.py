@@ -1,4 +1,4 @@
-"""What models write, and what comes out of it: the tiny tokenizer, told to speak other models' formats."""
+"""Answers in the formats of several models, and their parsed output, with the tiny tokenizer."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Model:
 
 @cache
 def model(tool_format: str = "json_tools", *tokens: str) -> Model:
-    """By mlx-lm's name for the format. With these tokens more, a model of its own."""
+    """Return the model of a format, by mlx-lm's name, with additional tokens."""
     wrapper = load_tokenizer(Path(TINY_CHAT), {"tool_parser_type": tool_format})
     wrapper._tokenizer.add_tokens(list(tokens), special_tokens=True)
     wrapper = TokenizerWrapper(  # anew, because it looks at the vocabulary then
@@ -87,7 +87,7 @@ class Heard:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """As a result holds them, without their ids."""
+        """Return the calls of the result, without their ids."""
         return [call["function"] for call in message_tool_calls(self.said.tool_calls, self.voided)]
 
 
@@ -114,7 +114,7 @@ WORDS = ["a", " ", "\n", "é", "🙂", "END", "<", "</", "{", "}", '"', "[", "nu
 
 
 def texts(*fragments: str) -> st.SearchStrategy[str]:
-    """What a model might write that knows these fragments."""
+    """Strategy of texts from these fragments."""
     known, any_word = st.sampled_from(fragments), st.sampled_from(WORDS)
     return st.lists(known | known | any_word, max_size=12).map("".join)
 

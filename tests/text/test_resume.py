@@ -40,7 +40,7 @@ def delta(tokens: list[int], said: OutputDelta, **more: Any) -> dict[str, Any]:
 
 
 def spoken(answer: Output, tokens: list[int], engine: Any = None) -> list[bytes]:
-    """What a first attempt says of these tokens, an event each. With an engine's reason it is at its end."""
+    """Return the log of a first attempt, an event for each token. With the engine's reason, the answer has ended."""
     events = [{"type": "started", **BEGUN}]
     for token in tokens:
         events.append(delta([token], answer.feed(token)))

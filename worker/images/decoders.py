@@ -14,9 +14,7 @@ logger = logging.getLogger("sluice.images")
 
 T = TypeVar("T")
 
-_MAX_DECODERS = (
-    2  # at once: each uses up to 24 bytes per pixel (WebP) while it works, and competes with the engine for cores
-)
+_MAX_DECODERS = 2  # each uses up to 24 bytes per pixel (WebP), and competes with the engine for cores
 _LONGEST_S = 30.0  # a slow machine takes 5 s for the largest accepted file
 
 

@@ -72,7 +72,7 @@ class TextCodec:
         return await self._grammars.create(request, prompt, lane)
 
     async def run(self, lane: Lane, characters: int, work: Callable[[Check], T], tenant: str = "") -> T:
-        """Call `work`, whose input has `cost_in_characters` characters, on a text thread: see `Pool.run`."""
+        """Call `work`, whose input has `characters` characters, on a text thread: see `Pool.run`."""
         return await self._threads.run(lane, characters, work, tenant)
 
     def output(self, request: ChatRequest, prompt: Prompt, job_id: str) -> Output:

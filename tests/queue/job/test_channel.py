@@ -82,7 +82,7 @@ async def ada(redis_url: str) -> AsyncIterator[Desk]:
 
 
 async def contents(db: Redis, job_id: str = "a") -> list[str]:
-    """What the list says, once its numbers are seen to be right."""
+    """Return the events of the list, after a check of their numbers."""
     said = [json.loads(raw) for raw in await db.lrange(keys.log(job_id), 0, -1)]
     assert [event["seq"] for event in said] == list(range(len(said)))
     return [event.get("content", event["type"]) for event in said]

@@ -480,7 +480,7 @@ class ClaimsMachine(RuleBasedStateMachine):
         self.last |= self.owner
 
     def _next(self, job: str) -> Claim:
-        """What the next claim of a job is: a crash makes it a suspect, and a suspect's crashes count."""
+        """Predict the next claim of a job: a crash makes it a suspect, and a suspect's crashes count."""
         if (last := self.last.get(job)) is None:
             return first_claim(job, at_ms=self.queued_at[job])
         crashed = job in self.owner

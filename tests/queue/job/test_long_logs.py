@@ -1,4 +1,4 @@
-"""What a job with a long log costs the event loop, on which all others are told their tokens."""
+"""A job with a long log does not block the event loop, which publishes the tokens of all jobs."""
 
 import asyncio
 import gc

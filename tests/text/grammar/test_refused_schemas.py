@@ -1,4 +1,4 @@
-"""What no answer can be held to is refused, and trying it out holds nobody up."""
+"""Schemas that cannot be enforced are refused, and trying them delays no other job."""
 
 import asyncio
 import json
@@ -108,7 +108,7 @@ async def test_one_clients_slow_schemas_do_not_hold_up_what_is_quick_or_known() 
 
 
 async def test_schemas_do_not_wait_for_the_event_loops_own_threads() -> None:
-    """Where texts were once tokenized."""
+    """The event loop's own threads are blocked. Texts were once tokenized there."""
     loop, go, few = asyncio.get_running_loop(), threading.Event(), ThreadPoolExecutor(1)
     loop.set_default_executor(few)
     waiting = loop.run_in_executor(None, go.wait)

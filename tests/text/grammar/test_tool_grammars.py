@@ -271,7 +271,7 @@ def test_whatever_the_grammar_of_calls_allows_is_a_call(format: str) -> None:
 
 
 def _functions(format: str, seed: int) -> list[dict[str, Any]]:
-    """Whose calls can be forced."""
+    """Return functions whose calls can be forced."""
     objects = [each for each in map(schema, range(1000 * seed, 1000 * seed + 150)) if each.get("type") == "object"]
     tools = [{"type": "function", "function": {"name": "weather", "parameters": each}} for each in objects]
     named = list[dict[str, Any]]()

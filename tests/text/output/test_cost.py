@@ -1,4 +1,4 @@
-"""What a long answer costs the event loop."""
+"""Long answers do not block the event loop."""
 
 import time
 

@@ -40,7 +40,7 @@ def is_object(text: str) -> bool:
 
 
 def doubled(text: str) -> bool:
-    """Whether a member of the outermost object is there twice."""
+    """True if the outermost object has a member twice."""
     keys: list[list[str]] = []
     json.loads(text, object_pairs_hook=lambda pairs: keys.append([key for key, _ in pairs]))
     return len(set(keys[-1])) < len(keys[-1])

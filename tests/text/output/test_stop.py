@@ -114,7 +114,7 @@ PIECES = st.lists(st.none() | st.text("ab", max_size=5), max_size=30)  # None: a
 
 
 def each(strings: StopStrings | Searched, pieces: Iterable[str | None]) -> list[tuple[str, bool]]:
-    """What comes out with each piece."""
+    """Return the text that each piece releases."""
     return [(strings.flush() if piece is None else strings.feed(piece), strings.stopped) for piece in pieces]
 
 

@@ -1,4 +1,4 @@
-"""What a boundary promises: the prompts that part from this one there begin with the same tokens."""
+"""Prompts that diverge at a boundary begin with the same tokens up to it."""
 
 import json
 import threading
@@ -57,7 +57,7 @@ def before(prompt: Prompt, count: int) -> str:
 
 
 def reached(prompt: Prompt, other: Prompt, *, among: slice = slice(None)) -> bool:
-    """Whether a boundary is where they part, but for space and one token that may grow together with the next."""
+    """True if a boundary is at the divergence, up to space and one token that may merge with the next."""
     end = alike(prompt, other)
     between = (prompt.tokens[count:end] for count in (0, *prompt.boundaries[among]) if count <= end)
     return any(sum(bool(SPOKEN.decode([token]).strip()) for token in tokens) < 2 for tokens in between)

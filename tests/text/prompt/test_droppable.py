@@ -92,7 +92,7 @@ async def test_what_stands_in_the_prompt_twice_is_left_as_it_is() -> None:
 
 
 async def test_of_many_long_texts_the_longest_may_be_thinned() -> None:
-    """To look for each of ten thousand in the whole prompt would take minutes."""
+    """Searching the whole prompt for each of ten thousand would take minutes."""
     long = [f"No. {at}: " + "x y " * (101 + at % 7) for at in range(300)]
     messages = [turn for text in long for turn in (user(text), assistant("Yes."))]
     found, inside, _ = await prompt(*messages, user("And?"))

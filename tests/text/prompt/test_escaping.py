@@ -1,4 +1,4 @@
-"""What a client wrote holds no control tokens, wherever it stands in a request and whatever the chat template."""
+"""Texts of a client never become control tokens, in any field of a request and with any chat template."""
 
 import copy
 import json
@@ -32,7 +32,7 @@ TAKE_TOOLS = sorted(set(ALL) - {"forgetful", "gemma"})
 
 @cache
 def words(template: str) -> MLXTokenizer:
-    """With every delimiter that the template writes as a token of its own."""
+    """Tokenizer in which every delimiter of the template is one token."""
     wrapper = copy.copy(load_tokenizer(TINY_CHAT))
     source = TEMPLATES.get(template, deepseek_v32.TOOLS_SYSTEM_TEMPLATE + deepseek_v32.user_msg_template + "<think>")
     wrapper._tokenizer = copy.copy(wrapper._tokenizer)

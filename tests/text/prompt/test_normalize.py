@@ -36,7 +36,7 @@ def pieces(content: Any) -> list[str]:
 
 
 def told(conversation: list[Said]) -> dict[str, list[Any]]:
-    """What is said, by who says it."""
+    """Return the texts by role."""
     of: dict[str, list[Any]] = {}
     for message in conversation:
         role = message["role"].replace("developer", "system")
@@ -50,7 +50,7 @@ def told(conversation: list[Said]) -> dict[str, list[Any]]:
 
 
 def sent_again(conversation: list[Said]) -> list[Said]:
-    """As a client would: with strings for arguments."""
+    """Return messages as a client sends them, with strings for arguments."""
     again = json.loads(json.dumps(conversation))
     for each in (each["function"] for message in again for each in message.get("tool_calls", [])):
         if not isinstance(each["arguments"], str):

@@ -69,7 +69,7 @@ def told(said: list[Said]) -> Iterator[tuple[str, str]]:
 
 
 def places(template: str, text: str) -> dict[str, list[str]]:
-    """By word, whose turns it stands in."""
+    """Return the roles of the turns that contain each word."""
     found: dict[str, list[str]] = {}
     role = "system"
     for piece in re.finditer(rf"(?P<word>w\d+\.)|{TURNS[template]}", text):

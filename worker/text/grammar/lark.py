@@ -14,9 +14,7 @@ Schema = dict[str, Any]
 _SPACE = r" {1,2}|\n {0,40}|\n\t{0,10}"
 # Without \u, which could spell a property's name in a form that its schema does not match.
 _OPTIONS = {"whitespace_pattern": _SPACE, "json_allowed_escapes": r"nrbtf\""}
-_MAX_CHARACTERS = (
-    500_000  # characters: llguidance parses them in about 20 ms and holds the interpreter's lock meanwhile
-)
+_MAX_CHARACTERS = 500_000  # llguidance parses them in about 20 ms, and holds the interpreter's lock meanwhile
 
 
 class Grammar:
