@@ -348,5 +348,5 @@ def _sentence(problem: ErrorDetails) -> str:
     if problem["type"] == "missing":
         return f"{variable(field)} is not set: {Settings.model_fields[field].description}"
     bounds = {name: f"{each:g}" if isinstance(each, float) else each for name, each in problem.get("ctx", {}).items()}
-    shown = redacted(str(value)) if field == "redis_url" else value
-    return f"{variable(field)}={shown}: {_WRONG.get(problem['type'], _OTHERWISE).format(**bounds)}"
+    public = redacted(str(value)) if field == "redis_url" else value
+    return f"{variable(field)}={public}: {_WRONG.get(problem['type'], _OTHERWISE).format(**bounds)}"

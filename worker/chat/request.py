@@ -99,18 +99,18 @@ def sampling_of(request: ChatRequest, generation: dict[str, Any], vocab: int, se
     Raises `JobFailure` for a biased token that is not in the vocabulary.
     """
 
-    def wish(name: str, otherwise: Any) -> Any:
+    def resolve(name: str, otherwise: Any) -> Any:
         asked = getattr(request, name)
         return asked if asked is not None else generation.get(name) or otherwise
 
-    temperature = wish("temperature", 1.0)
+    temperature = resolve("temperature", 1.0)
     if request.temperature is None and (generation.get("do_sample") is False or generation.get("temperature") == 0):
         temperature = 0.0
     return Sampling(
         temperature=temperature,
-        top_p=wish("top_p", 1.0),
-        top_k=wish("top_k", 0),
-        min_p=wish("min_p", 0.0),
+        top_p=resolve("top_p", 1.0),
+        top_k=resolve("top_k", 0),
+        min_p=resolve("min_p", 0.0),
         repetition_penalty=request.repetition_penalty or 1.0,
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,

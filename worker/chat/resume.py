@@ -73,7 +73,7 @@ def read_and_replay(
 
 def delivered(log: Iterable[bytes], check: Check = never) -> Delivered | None:
     """Return the delivered output; None if no attempt has begun. Raises ValueError for a log that no worker wrote."""
-    fingerprint, seed, tokens, said, logprobs = "", 0, list[int](), list[OutputDelta](), list[bytes]()
+    fingerprint, seed, tokens, outputs, logprobs = "", 0, list[int](), list[OutputDelta](), list[bytes]()
     for event in map(loads, log):
         check()
         if not isinstance(event, dict):
@@ -82,16 +82,16 @@ def delivered(log: Iterable[bytes], check: Check = never) -> Delivered | None:
             case "started" | "restarted":
                 _AttemptBegins.model_validate(event)
                 fingerprint, seed = event["fingerprint"], event["seed"]
-                for gathered in (tokens, said, logprobs):
+                for gathered in (tokens, outputs, logprobs):
                     gathered.clear()
             case "delta":
                 _Delta.model_validate(event)
                 tokens += event["token_ids"]
-                said.append(_output_of(event))
+                outputs.append(_output_of(event))
                 logprobs += map(dumps, event.get("logprobs", ()))  # see `Items`
     if not fingerprint:
         return None
-    return Delivered(fingerprint, seed, tuple(tokens), concat(said), tuple(logprobs))
+    return Delivered(fingerprint, seed, tuple(tokens), concat(outputs), tuple(logprobs))
 
 
 def _output_of(delta: dict[str, Any]) -> OutputDelta:

@@ -91,7 +91,7 @@ class _Handler(MetricsHandler):
             self.rfile.read(min(int(length), _MAX_DROPPED_BYTES))
 
     def _send_health(self, parts: dict[str, str]) -> None:
-        well = all(said == "ok" for said in parts.values())
+        well = all(state == "ok" for state in parts.values())
         body = json.dumps({"status": "ok" if well else "unavailable", **parts}) + "\n"
         self._send(200 if well else 503, "application/json", body.encode())
 

@@ -295,8 +295,8 @@ class QueueWorker(Worker):
 
     async def _load_log(self, job: Job) -> None:
         async def read() -> None:
-            said: list[bytes] = await self.pool.lrange(keys.log(job.claim.job_id), 0, -1)  # type: ignore[misc]
-            job.log.load(said)
+            events: list[bytes] = await self.pool.lrange(keys.log(job.claim.job_id), 0, -1)  # type: ignore[misc]
+            job.log.load(events)
 
         if job.claim.events and not await until_redis_answers(read, self.stopping):
             raise Requeue

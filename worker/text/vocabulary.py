@@ -10,9 +10,9 @@ _HEX = re.compile(r"<0x((?:[0-9A-Fa-f]{2})+)>")
 
 def _alphabet() -> dict[str, int]:
     """Return GPT-2's byte alphabet: printable bytes stand for themselves, the others are characters from 256 on."""
-    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = [value for value in range(256) if value not in shown]
-    return {chr(value): value for value in shown} | {chr(256 + n): value for n, value in enumerate(hidden)}
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [value for value in range(256) if value not in printable]
+    return {chr(value): value for value in printable} | {chr(256 + n): value for n, value in enumerate(hidden)}
 
 
 _BYTES = _alphabet()

@@ -133,8 +133,8 @@ def _continued_text(request: ChatRequest) -> str:
     last = list(takewhile(_is_answer_text, reversed(messages)))[::-1]
     if not last:
         return ""
-    (said,) = normalize(last)
-    content = said["content"]
+    (message,) = normalize(last)
+    content = message["content"]
     if isinstance(content, str):
         return content
     if len(content) > 1:

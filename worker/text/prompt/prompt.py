@@ -96,12 +96,12 @@ class Prompts:
 
     def _prompt(self, read: Callable[[], Inputs], images: Sequence[str], adapt: Adapt, check: Check) -> Prompt:
         parts, tools, variables = read()
-        flat, shown = _flattened(parts, images)
+        flat, image_texts = _flattened(parts, images)
         counted = self._limit.check_contents(flat, check)
         inputs, codec = self._escaped(Inputs(flat, tools, variables))
         conversation = inputs.conversation
-        render = partial(self._tokenizer.render, variables=inputs.variables, images=shown)
-        rendering, marks = _Rendering(render, adapt, inputs.tools, check), tuple(shown)
+        render = partial(self._tokenizer.render, variables=inputs.variables, images=image_texts)
+        rendering, marks = _Rendering(render, adapt, inputs.tools, check), tuple(image_texts)
         text, begun = self._render_opening(conversation, rendering, codec)
         text += begun
         self._limit.check_rendered(codec.plain(text), counted, check)
@@ -221,10 +221,10 @@ def _flattened(conversation: Conversation, images: Sequence[str]) -> tuple[Conve
     Many templates accept only strings. Raises `JobFailure` for images if the model is a text model.
     """
     parts = [part for message in conversation if isinstance(message["content"], list) for part in message["content"]]
-    shown = sum(part["type"] != "text" for part in parts)
-    if shown > len(images):
+    num_images = sum(part["type"] != "text" for part in parts)
+    if num_images > len(images):
         raise JobFailure("unsupported", "messages: this model does not support images; leave out the image_url parts.")
-    marks = _unused_characters(conversation, shown) if shown else []
+    marks = _unused_characters(conversation, num_images) if num_images else []
     unused = iter(marks)
     flat = [{**message, "content": _flat(message["content"], unused)} for message in conversation]
     return flat, dict(zip(marks, images, strict=True))

@@ -153,9 +153,9 @@ class CallMarks:
         """Return the conversation with marks in its calls."""
         return _each_call(conversation, self._marked)
 
-    def all_found(self, shown: str) -> bool:
-        """True if `shown` holds all marks, those of the names in order."""
-        found = dict.fromkeys(int(number) for number in re.findall(f"{self._stem}([0-9]+)z", shown))
+    def all_found(self, text: str) -> bool:
+        """True if `text` holds all marks, those of the names in order."""
+        found = dict.fromkeys(int(number) for number in re.findall(f"{self._stem}([0-9]+)z", text))
         names = [number for number in found if number % 2 == 0]
         return names == self._names and found.keys() >= set(self._words)
 

@@ -90,38 +90,38 @@ def _conditional(schema: Schema, known: Schema, at: str, proofs: Disjointness) -
     return [{"allOf": [condition, then]}, *({"allOf": [each, otherwise]} for each in contrary)]
 
 
-def one_of(value: Any, beside: Schema, at: str, proofs: Disjointness) -> list[Any]:
-    """Return alternatives for `anyOf`, at most one of which holds for any value. `beside`: the rest of the schema.
+def one_of(value: Any, others: Schema, at: str, proofs: Disjointness) -> list[Any]:
+    """Return alternatives for `anyOf`, at most one of which holds for any value. `others`: the rest of the schema.
 
     Raises `UnsupportedKeyword` if they cannot be separated, and `BudgetExceeded`.
     """
     if not isinstance(value, list) or not value:
         raise UnsupportedKeyword(f"{at}/oneOf", "it must be a list of schemas; correct it")
-    if len(value) == 1 or _clearly_disjoint(value, beside, proofs):
+    if len(value) == 1 or _clearly_disjoint(value, others, proofs):
         return value
     if all(isinstance(each, dict) and each.keys() <= _LISTING and each.keys() & {"const", "enum"} for each in value):
         if found := _in_one([_allowed_values(each, proofs) for each in value], proofs):
             return [{"enum": found}]
         raise UnsupportedKeyword(f"{at}/oneOf", "every value is in more than one of its alternatives; use anyOf")
-    return _with_forbidden_names(value, beside, at, proofs)
+    return _with_forbidden_names(value, others, at, proofs)
 
 
-def _clearly_disjoint(value: Sequence[Any], beside: Schema, proofs: Disjointness) -> bool:
+def _clearly_disjoint(value: Sequence[Any], others: Schema, proofs: Disjointness) -> bool:
     """True if the alternatives clearly exclude each other: by their values, or by those of a required property."""
     lists = [_listed([each], proofs) for each in value]
     if all(each is not None for each in lists):
         return _no_common_value(lists, proofs)
-    together = [proofs.flat([each, beside]) or [] for each in value]
+    flat = [proofs.flat([each, others]) or [] for each in value]
     return any(
-        all(name in proofs.required(each) and kinds(each) == {"object"} for each in together)
-        and _no_common_value([_listed(proofs.of_property(name, each), proofs) for each in together], proofs)
-        for name in proofs.required(together[0])[:8]
+        all(name in proofs.required(each) and kinds(each) == {"object"} for each in flat)
+        and _no_common_value([_listed(proofs.of_property(name, each), proofs) for each in flat], proofs)
+        for name in proofs.required(flat[0])[:8]
     )
 
 
 def _listed(schemas: Sequence[Any], proofs: Disjointness) -> list[Any] | None:
-    together = proofs.flat(schemas)
-    return [] if together is None else proofs.listed(together)
+    flat = proofs.flat(schemas)
+    return [] if flat is None else proofs.listed(flat)
 
 
 def _allowed_values(schema: Schema, proofs: Disjointness) -> list[Any]:
@@ -145,7 +145,7 @@ def _in_one(lists: Sequence[list[Any]], proofs: Disjointness) -> list[Any]:
     return [value for key, value in found.items() if counts[key] == 1]
 
 
-def _with_forbidden_names(value: Sequence[Any], beside: Schema, at: str, proofs: Disjointness) -> list[Any]:
+def _with_forbidden_names(value: Sequence[Any], others: Schema, at: str, proofs: Disjointness) -> list[Any]:
     """Return alternatives of which no two hold at once: if two might, each forbids a property that the other
     requires. Raises `UnsupportedKeyword` if there is no such property."""
     if len(value) > _MAX_COMPARED:
@@ -153,7 +153,7 @@ def _with_forbidden_names(value: Sequence[Any], beside: Schema, at: str, proofs:
         raise UnsupportedKeyword(f"{at}/oneOf", f"{len(value)} alternatives are too many to compare in pairs; {apart}")
     forbidden: list[dict[str, bool]] = [{} for _ in value]
     for one, other in combinations(range(len(value)), 2):
-        if proofs.excluded([value[one], value[other], beside]):
+        if proofs.excluded([value[one], value[other], others]):
             continue
         names = _own_name(value[one], value[other], proofs), _own_name(value[other], value[one], proofs)
         if proofs.spent or None in names:

@@ -35,14 +35,14 @@ class Disjointness:
         self._left -= 1
         if self._left <= 0 or depth > _MAX_DEPTH:
             return False
-        together = self.flat(schemas)
-        if together is None:
+        all_of = self.flat(schemas)
+        if all_of is None:
             return True
-        if (found := self.listed(together)) is not None:
-            return not any(all(self.may_be(value, each, depth) for each in together) for value in found)
-        if all(self._is_empty(kind, together, depth) for kind in kinds(together)):
+        if (found := self.listed(all_of)) is not None:
+            return not any(all(self.may_be(value, each, depth) for each in all_of) for value in found)
+        if all(self._is_empty(kind, all_of, depth) for kind in kinds(all_of)):
             return True
-        return self._excluded_by_cases(together, depth)
+        return self._excluded_by_cases(all_of, depth)
 
     def flat(self, schemas: Iterable[Any]) -> list[Schema] | None:
         """Return the schemas with those that they include by `$ref` and `allOf`. None if one of them is false."""
@@ -74,63 +74,61 @@ class Disjointness:
         except UnsupportedKeyword:  # `rewrite` refuses it
             return True
 
-    def listed(self, together: Sequence[Schema]) -> list[Any] | None:
+    def listed(self, all_of: Sequence[Schema]) -> list[Any] | None:
         """Return the values that all schemas with an `enum` or a `const` list; None if none has one.
 
         Other keywords may exclude some of these values.
         """
-        lists = [found for schema in together if (found := _own_list(schema)) is not None]
+        lists = [found for schema in all_of if (found := _own_list(schema)) is not None]
         if not lists:
-            kind = kinds(together)
+            kind = kinds(all_of)
             return [None, True, False] if kind <= {"null", "boolean"} else None
         self._left -= sum(map(len, lists))
         others = [set(map(self.key, each)) for each in lists[1:]]
         return [value for value in lists[0] if all(self.key(value) in each for each in others)]
 
-    def required(self, together: Sequence[Schema]) -> list[str]:
+    def required(self, all_of: Sequence[Schema]) -> list[str]:
         """Return the properties that any of the schemas requires."""
-        names = (name for schema in together for name in _strings(schema.get("required")))
+        names = (name for schema in all_of for name in _strings(schema.get("required")))
         return list(dict.fromkeys(names))
 
-    def of_property(self, name: str, together: Sequence[Schema]) -> list[Any]:
+    def of_property(self, name: str, all_of: Sequence[Schema]) -> list[Any]:
         """Return the schemas of a property's value."""
-        self._budget.take(len(together))
-        return [value for schema in together for value in _of_property(schema, name)]
+        self._budget.take(len(all_of))
+        return [value for schema in all_of for value in _of_property(schema, name)]
 
-    def _is_empty(self, kind: str, together: Sequence[Schema], depth: int) -> bool:
+    def _is_empty(self, kind: str, all_of: Sequence[Schema], depth: int) -> bool:
         """True if no value of this kind satisfies all of the schemas."""
         match kind:
             case "number":
-                return _no_number(together)
+                return _no_number(all_of)
             case "string":
-                return _no_size(together, "minLength", "maxLength")
+                return _no_size(all_of, "minLength", "maxLength")
             case "array":
-                return _no_size(together, "minItems", "maxItems") or self._item_excluded(together, depth)
+                return _no_size(all_of, "minItems", "maxItems") or self._item_excluded(all_of, depth)
             case "object":
-                return any(
-                    self.excluded(self.of_property(name, together), depth + 1) for name in self.required(together)
-                )
+                return any(self.excluded(self.of_property(name, all_of), depth + 1) for name in self.required(all_of))
         return not any(
-            all(self.may_be(value, each, depth) for each in together)
+            all(self.may_be(value, each, depth) for each in all_of)
             for value in ([None] if kind == "null" else [True, False])
         )
 
-    def _item_excluded(self, together: Sequence[Schema], depth: int) -> bool:
-        least = max((size for schema in together if (size := _size(schema, "minItems")) is not None), default=0)
-        self._budget.take(8 * len(together))
+    def _item_excluded(self, all_of: Sequence[Schema], depth: int) -> bool:
+        least = max((size for schema in all_of if (size := _size(schema, "minItems")) is not None), default=0)
+        self._budget.take(8 * len(all_of))
         return any(
-            self.excluded([_of_item(schema, index) for schema in together], depth + 1)
+            self.excluded([_of_item(schema, index) for schema in all_of], depth + 1)
             for index in range(min(int(least), 8))
         )
 
-    def _excluded_by_cases(self, together: Sequence[Schema], depth: int) -> bool:
-        for schema in together:
+    def _excluded_by_cases(self, all_of: Sequence[Schema], depth: int) -> bool:
+        for schema in all_of:
             for keyword in ("anyOf", "oneOf"):
                 cases = schema.get(keyword)
                 if isinstance(cases, list) and cases:
-                    self._budget.take(len(schema) + len(together))
+                    self._budget.take(len(schema) + len(all_of))
                     rest = [{key: value for key, value in schema.items() if key != keyword}]
-                    rest += [each for each in together if each is not schema]
+                    rest += [each for each in all_of if each is not schema]
                     return all(self.excluded([case, *rest], depth + 1) for case in cases)
         return False
 
@@ -139,10 +137,10 @@ class Disjointness:
         self._left -= 1
         if not isinstance(schema, dict) or depth > _MAX_DEPTH or self._left <= 0:
             return schema is not False
-        together = self.flat([schema])
-        if together is None:
+        all_of = self.flat([schema])
+        if all_of is None:
             return False
-        return all(self._may_be_by_itself(value, each, depth + 1) for each in together)
+        return all(self._may_be_by_itself(value, each, depth + 1) for each in all_of)
 
     def _may_be_by_itself(self, value: Any, schema: Schema, depth: int) -> bool:
         if values.kind(value) not in kinds([schema]) or (_integers_only([schema]) and _is_fraction(value)):
@@ -174,18 +172,18 @@ class Disjointness:
         return True
 
 
-def kinds(together: Iterable[Schema]) -> frozenset[str]:
+def kinds(all_of: Iterable[Schema]) -> frozenset[str]:
     """Return the kinds of value that all of the schemas allow; an integer is a number."""
     found = values.KINDS
-    for schema in together:
+    for schema in all_of:
         if "type" in schema:
             names = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
             found &= {"number" if name == "integer" else name for name in _strings(names)}
     return found
 
 
-def _integers_only(together: Iterable[Schema]) -> bool:
-    return any("integer" in _types(schema) and "number" not in _types(schema) for schema in together)
+def _integers_only(all_of: Iterable[Schema]) -> bool:
+    return any("integer" in _types(schema) and "number" not in _types(schema) for schema in all_of)
 
 
 def _types(schema: Schema) -> list[str]:
@@ -241,19 +239,19 @@ def _fits(size: float, schema: Schema, least: str, most: str) -> bool:
     return not _no_size([schema, {least: size, most: size}], least, most)
 
 
-def _no_size(together: Iterable[Schema], least: str, most: str) -> bool:
-    low = [size for schema in together if (size := _size(schema, least)) is not None]
-    high = [size for schema in together if (size := _size(schema, most)) is not None]
+def _no_size(all_of: Iterable[Schema], least: str, most: str) -> bool:
+    low = [size for schema in all_of if (size := _size(schema, least)) is not None]
+    high = [size for schema in all_of if (size := _size(schema, most)) is not None]
     return max(low, default=0) > min(high, default=math.inf)
 
 
-def _no_number(together: Sequence[Schema]) -> bool:
+def _no_number(all_of: Sequence[Schema]) -> bool:
     """True if the bounds leave no number. An end is a pair of a bound and a flag that orders equal bounds."""
-    low = max((end for schema in together for end in _lower_ends(schema)), default=(-math.inf, False))
-    high = min((end for schema in together for end in _upper_ends(schema)), default=(math.inf, True))
+    low = max((end for schema in all_of for end in _lower_ends(schema)), default=(-math.inf, False))
+    high = min((end for schema in all_of for end in _upper_ends(schema)), default=(math.inf, True))
     least, excluded = low
     most, included = high
-    if not _integers_only(together):
+    if not _integers_only(all_of):
         return least > most or (least == most and (excluded or not included))
     if math.isfinite(least):
         least = math.floor(least) + 1 if excluded else math.ceil(least)

@@ -150,13 +150,13 @@ class _Names:
 
     def __init__(self, value: Any, at: str, proofs: Disjointness, steps: Steps) -> None:
         self.at, self._steps = at, steps
-        together = proofs.flat([value])
-        self.listed: list[str] | None = [] if together is None or "string" not in kinds(together) else None
+        all_of = proofs.flat([value])
+        self.listed: list[str] | None = [] if all_of is None or "string" not in kinds(all_of) else None
         self._patterns, self._sizes = list[Pattern](), list[tuple[int, int | None]]()
-        for schema in together or []:
+        for schema in all_of or []:
             self._take(schema)
-        if together is not None and self.listed is None:
-            values = proofs.listed(together)
+        if all_of is not None and self.listed is None:
+            values = proofs.listed(all_of)
             self.listed = None if values is None else [value for value in values if isinstance(value, str)]
         self._allowed = None if self.listed is None else set(self.listed)
         self.allows_any = self.listed is None and not self._patterns and not self._sizes

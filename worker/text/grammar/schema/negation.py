@@ -87,15 +87,15 @@ def _other_types(value: Any, known: Sequence[Any], proofs: Disjointness) -> list
 
 
 def _kinds(known: Sequence[Any], proofs: Disjointness) -> frozenset[str]:
-    together = proofs.flat(known)
-    return frozenset() if together is None else kinds(together)
+    all_of = proofs.flat(known)
+    return frozenset() if all_of is None else kinds(all_of)
 
 
 def _other_values(value: list[Any], known: Sequence[Any], proofs: Disjointness) -> list[Any]:
-    together = proofs.flat(known)
-    if together is None:
+    all_of = proofs.flat(known)
+    if all_of is None:
         return []
-    listed = proofs.listed(together)
+    listed = proofs.listed(all_of)
     if listed is None:
         raise NotNegatable
     these = set(map(proofs.key, value))
@@ -104,11 +104,11 @@ def _other_values(value: list[Any], known: Sequence[Any], proofs: Disjointness) 
 
 
 def _other_properties(value: dict[str, Any], known: Sequence[Any], proofs: Disjointness, depth: int) -> list[Any]:
-    together = proofs.flat(known)
+    all_of = proofs.flat(known)
     return [
         {"type": "object", "properties": {name: each}, "required": [name]}
         for name, schema in value.items()
-        for each in negation(schema, proofs.of_property(name, together or []), proofs, depth)
+        for each in negation(schema, proofs.of_property(name, all_of or []), proofs, depth)
     ]
 
 

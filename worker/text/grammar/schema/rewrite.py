@@ -184,8 +184,8 @@ class _Rewriter:
         return {keyword: [self.schema(each, f"{at}/{keyword}/{place}") for place, each in enumerate(value)]}
 
     def _one_of(self, schema: Schema, at: str) -> list[Any]:
-        beside = {keyword: value for keyword, value in schema.items() if keyword != "oneOf"}
-        found = one_of(schema["oneOf"], beside, at, self._proofs)
+        others = {keyword: value for keyword, value in schema.items() if keyword != "oneOf"}
+        found = one_of(schema["oneOf"], others, at, self._proofs)
         return [self.schema(each, f"{at}/oneOf/{place}") for place, each in enumerate(found)]
 
     def _required(self, schema: Schema, at: str) -> Schema:
