@@ -62,3 +62,8 @@ def test_every_path_that_a_document_names_exists(document: Path) -> None:
         "tests/x/test_y.py",
     }
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+@documents
+def test_no_document_has_the_markers_of_a_merge_conflict(document: Path) -> None:
+    assert not re.search(r"^(<{7}|>{7}) ", document.read_text(), re.MULTILINE)
