@@ -10,7 +10,7 @@ if TYPE_CHECKING:  # an optional extra, installed for vision models
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An upright, opaque RGB image. Two with the same pixels are equal, whatever files they came in."""
+    """An upright, opaque RGB image. Images with the same pixels are equal, even from different files."""
 
     width: int
     height: int

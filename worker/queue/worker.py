@@ -67,7 +67,7 @@ class QueueWorker(Worker):
         images: bool = False,
     ) -> None:
         """`crons` are not jobs: they take no row, and no client can enqueue one. `heartbeats`: heartbeats of further
-        threads to watch, besides the event loop's. `hold`: see `Publisher`. `images`: if the model accepts images."""
+        threads to watch. `hold`: see `Publisher`. `images`: True if the model accepts images."""
         model = settings.model_name
         super().__init__(
             functions,
@@ -208,9 +208,9 @@ class QueueWorker(Worker):
         cancel keys of running jobs, and run the crons that are due."""
         sweep = time.monotonic() - self._swept_at >= self._sweep_s
         for lane in keys.LANES:
-            want = max(0, free_rows(lane, self._running_claims(), self.settings, self.clock.utc()))
-            if want or sweep or self.claims.needs_reconcile(lane):
-                claimed = await self._claim_jobs(lane, want)
+            limit = max(0, free_rows(lane, self._running_claims(), self.settings, self.clock.utc()))
+            if limit or sweep or self.claims.needs_reconcile(lane):
+                claimed = await self._claim_jobs(lane, limit)
                 self._takeover.record_answer()
                 self.readiness.record_answer()
                 for claim in claimed:
@@ -229,10 +229,10 @@ class QueueWorker(Worker):
         for job in self._crons:
             await job.run_if_due(self.pool, self.settings.worker_name, self.clock.utc())
 
-    async def _claim_jobs(self, lane: Lane, want: int) -> list[Claim]:
+    async def _claim_jobs(self, lane: Lane, limit: int) -> list[Claim]:
         return await self.claims.take(
             lane,
-            want,
+            limit,
             running=self._running_claims(),
             suspects=sum(job.on_probation for job in self.jobs.values()),
             takeover=self._takeover.allowed(),
@@ -288,8 +288,8 @@ class QueueWorker(Worker):
             await self.endings.end(job, why)
         except Exception:  # the border of a job: an error in one request ends that request alone
             logger.exception("job %s failed", job_id)
-            ours = JobFailure("internal", "The worker failed on this job; its log says why.", retryable=True)
-            await self.endings.end(job, ours)
+            failure = JobFailure("internal", "The worker failed on this job; its log says why.", retryable=True)
+            await self.endings.end(job, failure)
         else:
             await self.endings.finish(job, answer, result)
 

@@ -77,13 +77,13 @@ class Claims:
     async def take(
         self,
         lane: Lane,
-        want: int,
+        limit: int,
         *,
         running: Collection[Claim] = (),
         suspects: int = 0,
         takeover: bool = True,
     ) -> list[Claim]:
-        """Claim up to `want` jobs, and in addition jobs whose deadline has passed.
+        """Claim up to `limit` jobs, and in addition jobs whose deadline has passed.
 
         `running`: the claims that this worker runs now, for fairness between tenants. `suspects`: the number of them
         that are on probation. If `takeover` is False, jobs of other workers whose leases expired are not claimed.
@@ -97,7 +97,7 @@ class Claims:
             more, foreign, rows = await self._claim(
                 keys=[keys.queue(self._model, lane)],
                 args=[
-                    want, self._lease_ms, self._worker, lane, JOB_LIFE_MS, self._inline_bytes, int(takeover),
+                    limit, self._lease_ms, self._worker, lane, JOB_LIFE_MS, self._inline_bytes, int(takeover),
                     suspects, int(lost), len(known), *known, *(part for pair in tenants.items() for part in pair),
                 ],
             )  # fmt: skip

@@ -84,7 +84,7 @@ class ServerCheck:
 
     async def run(self) -> None:
         """Check the server and log warnings. Raises `CannotStart` for problems that waiting does not solve, and
-        RedisError or OSError for those that it may solve."""
+        RedisError or OSError for others."""
         if self._passed:
             return
         try:

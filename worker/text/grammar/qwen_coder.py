@@ -84,13 +84,13 @@ class _Parameters:
     def _branch(self, schema: Schema) -> list[str]:
         match schema.get("type"):
             case "string":
-                return self._strings(schema, beside_json=True)
+                return self._strings(schema, or_json=True)
             case "object" | "array":
                 return [self._json(schema)]
             case "null":
                 return [literal("null" + _END)]
             case None if schema.keys() & {"enum", "const"}:
-                return self._listed_values(schema, beside_json=True)
+                return self._listed_values(schema, or_json=True)
             case None:
                 self._allow_only(schema, ())
                 return [self._grammar.text(_TEXT, until=_END)]
@@ -114,11 +114,11 @@ class _Parameters:
         exact = {"minimum": -_EXACT} if low < -_EXACT else {}
         return exact | ({"maximum": _EXACT} if high > _EXACT else {})
 
-    def _strings(self, schema: Schema, *, beside_json: bool = False) -> list[str]:
+    def _strings(self, schema: Schema, *, or_json: bool = False) -> list[str]:
         if schema.keys() & {"enum", "const"}:
-            return self._listed_values(schema, beside_json=beside_json)
+            return self._listed_values(schema, or_json=or_json)
         self._allow_only(schema, {"type", "pattern", "minLength", "maxLength"})
-        terminal = _TEXT + _NOT_NULL + (_NOT_JSON if beside_json else "")
+        terminal = _TEXT + _NOT_NULL + (_NOT_JSON if or_json else "")
         if "pattern" in schema:
             terminal += f" & /{self._whole_pattern(schema['pattern'])}/"
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
@@ -128,7 +128,7 @@ class _Parameters:
             terminal += f" & /(?s:.{{{least},{most}}})/"
         return [self._grammar.text(terminal, until=_END)]
 
-    def _listed_values(self, schema: Schema, *, beside_json: bool) -> list[str]:
+    def _listed_values(self, schema: Schema, *, or_json: bool) -> list[str]:
         key = "const" if "const" in schema else "enum"
         self._allow_only(schema, {"type", key})
         listed = [schema["const"]] if key == "const" else schema["enum"]
@@ -136,7 +136,7 @@ class _Parameters:
             raise self._invalid()
         if "type" in schema:
             listed = [word for word in listed if isinstance(word, str)]
-        words = [self._listed_value(value) for value in listed if not _is_misread(value, beside_json)]
+        words = [self._listed_value(value) for value in listed if not _is_misread(value, or_json)]
         if not words:
             raise self._refusal(f"this {key}")
         return [literal(word + _END) for word in words]
@@ -155,7 +155,7 @@ class _Parameters:
             raise self._refusal(f"pattern {quoted(text)}: {error}") from error
 
     def _resolved(self, schema: Schema) -> Schema:
-        """Return the definition that a schema refers to, or the schema itself if it is no reference."""
+        """Return the definition that a schema refers to, or the schema itself if it is not a reference."""
         seen = set[str]()
         while "$ref" in schema:
             self._allow_only(schema, {"$ref"})
@@ -192,10 +192,8 @@ def _is_names(names: Any) -> bool:
     return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
-def _is_misread(value: Any, beside_json: bool) -> bool:
+def _is_misread(value: Any, or_json: bool) -> bool:
     """True if the parser would return another value for it. Such a value is left out."""
     if not isinstance(value, str):
         return _TAG.search(json.dumps(value)) is not None
-    return (
-        value.lower() == "null" or _TAG.search(value) is not None or (beside_json and value.lstrip()[:1] in ("[", "{"))
-    )
+    return value.lower() == "null" or _TAG.search(value) is not None or (or_json and value.lstrip()[:1] in ("[", "{"))

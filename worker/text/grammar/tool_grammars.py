@@ -121,5 +121,5 @@ def _arguments(function: Function) -> Schema:
     schema = {"type": "object", **(function.parameters or {})}
     if schema["type"] != "object":
         raise JobFailure("invalid_request", f"tools: the parameters of {function.name} must be of type object.")
-    says = {key for key, value in schema.items() if key not in _ANNOTATIONS and value not in ({}, [])}
-    return schema if says else {**schema, "additionalProperties": False}
+    constraints = {key for key, value in schema.items() if key not in _ANNOTATIONS and value not in ({}, [])}
+    return schema if constraints else {**schema, "additionalProperties": False}

@@ -42,8 +42,8 @@ class StopStrings:
 
 
 class _Matcher:
-    """Automaton over all stop strings (Aho and Corasick 1975). A character costs O(1) amortized, whatever the length
-    and the number of the strings."""
+    """Automaton over all stop strings (Aho and Corasick 1975). A character costs O(1) amortized, for any number and
+    length of the strings."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         # Indexed by node. A node is a prefix of a stop string; node 0 is the empty prefix.

@@ -34,7 +34,7 @@ class DroppableRanges:
 def _spans(rendered: Rendered) -> Iterator[tuple[int, int]]:
     """Yield ranges of characters.
 
-    Pieces that the template changed are skipped, and so are those that occur more than once: the other occurrence may
+    Pieces that the template changed are skipped, and so are repeated pieces: the other occurrence may
     be in the system prompt or in a tool.
     """
     text, long = rendered.text, list(_long_pieces(rendered))
