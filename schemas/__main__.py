@@ -10,6 +10,7 @@ FILE = Path(__file__).parent.parent / "docs" / "contract.schema.json"
 
 
 def main() -> int:
+    """Write or check the file, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m schemas", description="Write the contract's JSON Schema.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the file is out of date")
     if not parser.parse_args().check:

@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-_MOST_NAMES = 1000  # the largest model has about thirty; each unknown name costs a microsecond and a kilobyte
+_MAX_NAMES = 1000  # the largest model has about thirty; each unknown name costs a microsecond and a kilobyte
 # OpenAI accepts 16 pairs of 512 characters as metadata, and schemas of 5,000 properties and 120,000 characters.
-MOST_VALUES = 30_000
-MOST_CHARACTERS = 1_000_000
-_MOST_LEVELS = 64  # far more than a JSON schema has, far fewer than a JSON writer can nest
+MAX_VALUES = 30_000
+MAX_CHARACTERS = 1_000_000
+_MAX_LEVELS = 64  # far more than a JSON schema has, far fewer than a JSON writer can nest
 
 
 class Strict(BaseModel):
@@ -22,8 +22,8 @@ class Strict(BaseModel):
     @classmethod
     def _few_names(cls, value: object) -> object:
         """Limit the number of fields: reporting a megabyte of unknown names would block the event loop for seconds."""
-        if isinstance(value, dict) and len(value) > _MOST_NAMES:
-            raise ValueError(f"has {len(value):,} fields; at most {_MOST_NAMES:,} are read")
+        if isinstance(value, dict) and len(value) > _MAX_NAMES:
+            raise ValueError(f"has {len(value):,} fields; at most {_MAX_NAMES:,} are read")
         return value
 
 
@@ -33,26 +33,26 @@ class Sent(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
 
 
-def _check(value: dict[str, Any], most_values: int, most_characters: int) -> dict[str, Any]:
+def _check(value: dict[str, Any], max_values: int, max_characters: int) -> dict[str, Any]:
     """Check that the object can be written as JSON in UTF-8 and is not too large. Raises ValueError."""
     level, values, characters = list[Any]([value]), 0, 0
-    for _ in range(_MOST_LEVELS):
+    for _ in range(_MAX_LEVELS):
         items = [item for each in level for item in (each.values() if isinstance(each, dict) else each)]
         if any(isinstance(item, float) and not isfinite(item) for item in items):
             raise ValueError("holds a number that is not finite; send a number or null")
         names = [name for each in level if isinstance(each, dict) for name in each]
         texts = [item for item in items if isinstance(item, str)] + names
         values, characters = values + len(items), characters + sum(map(len, texts))
-        if values > most_values:
-            raise ValueError(f"holds more than {most_values:,} values; send fewer")
-        if characters > most_characters:
-            raise ValueError(f"holds more than {most_characters:,} characters; send fewer")
+        if values > max_values:
+            raise ValueError(f"holds more than {max_values:,} values; send fewer")
+        if characters > max_characters:
+            raise ValueError(f"holds more than {max_characters:,} characters; send fewer")
         if not all(map(_is_text, texts)):
             raise ValueError("holds half of a surrogate pair, which is no character; cut strings between characters")
         level = [item for item in items if isinstance(item, dict | list)]
         if not level:
             return value
-    raise ValueError(f"is nested more than {_MOST_LEVELS} levels deep")
+    raise ValueError(f"is nested more than {_MAX_LEVELS} levels deep")
 
 
 def _is_text(value: str) -> bool:
@@ -65,7 +65,7 @@ def _is_text(value: str) -> bool:
 
 
 def _bounded(value: dict[str, Any]) -> dict[str, Any]:
-    return _check(value, MOST_VALUES, MOST_CHARACTERS)
+    return _check(value, MAX_VALUES, MAX_CHARACTERS)
 
 
 def _writable(value: dict[str, Any]) -> dict[str, Any]:

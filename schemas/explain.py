@@ -10,12 +10,12 @@ from pydantic_core import ErrorDetails
 
 from schemas.location import locate, quoted
 
-_MOST = 3  # sentences: more would not help with a body that is wrong everywhere
+_MAX_SENTENCES = 3  # more would not help if a body is wrong everywhere
 
 _SENTENCES = {
     "missing": "{where} is missing",
     "extra_forbidden": "{where} is not a field we know",
-    "wrong_type": "{where} {said}, not {got}",
+    "wrong_type": "{where} {message}, not {got}",
     "string_type": "{where} must be a string, not {got}",
     "string_unicode": "{where} holds half of a surrogate pair, which is no character: {input}",
     "string_too_short": "{where} must not be empty",
@@ -40,7 +40,7 @@ _SENTENCES = {
     "greater_than_equal": "{where}: {input} is too small; the least is {ge}",
     "less_than_equal": "{where}: {input} is too large; the most is {le}",
     "value_error": "{where} {error}",
-    "disagreement": "{said}",
+    "disagreement": "{message}",
 }
 _OTHERWISE = "{where}: {input} is not accepted; see docs/contract.md"
 
@@ -51,14 +51,14 @@ _LIKENESS = ((0, 0.88), (1, 0.85), (3, 0.76))
 
 def explain(error: ValidationError) -> str:
     """Return a sentence for each of the first three problems. Echoes only a few words of the input."""
-    problems = _telling(error.errors(include_url=False))
-    said = [_sentence(problem) for problem in problems[:_MOST]]
-    if len(problems) > _MOST:
-        said.append(f"And {len(problems) - _MOST} more")
-    return " ".join(each if each.endswith("?") else f"{each}." for each in said)
+    problems = _relevant(error.errors(include_url=False))
+    sentences = [_sentence(problem) for problem in problems[:_MAX_SENTENCES]]
+    if len(problems) > _MAX_SENTENCES:
+        sentences.append(f"And {len(problems) - _MAX_SENTENCES} more")
+    return " ".join(each if each.endswith("?") else f"{each}." for each in sentences)
 
 
-def _telling(problems: list[ErrorDetails]) -> list[ErrorDetails]:
+def _relevant(problems: list[ErrorDetails]) -> list[ErrorDetails]:
     """Drop the problems in other fields of an object whose `type` is wrong."""
     others = {each["loc"][:-1] for each in problems if each["type"] == "literal_error" and each["loc"][-1] == "type"}
     return [each for each in problems if each["loc"][-1:] == ("type",) or each["loc"][:-1] not in others]
@@ -77,7 +77,7 @@ def _sentence(problem: ErrorDetails) -> str:
         where=where or "the request",
         input=_shown(value),
         got="a string" if isinstance(value, str) else _shown(value),
-        said=" ".join(problem["msg"].split())[:120],
+        message=" ".join(problem["msg"].split())[:120],
     )
     return sentence + _hint(problem["loc"]) if kind == "extra_forbidden" else sentence
 

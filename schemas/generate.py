@@ -33,17 +33,17 @@ class _Plain(GenerateJsonSchema):
         return False
 
     def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
-        said = super().default_schema(schema)
-        return {name: value for name, value in said.items() if (name, value) != ("default", None)}
+        schema_json = super().default_schema(schema)
+        return {name: value for name, value in schema_json.items() if (name, value) != ("default", None)}
 
     def str_schema(self, schema: core_schema.StringSchema) -> JsonSchemaValue:
-        said = super().str_schema(schema)
-        return {name: value for name, value in said.items() if (name, value) != ("minLength", 0)}
+        schema_json = super().str_schema(schema)
+        return {name: value for name, value in schema_json.items() if (name, value) != ("minLength", 0)}
 
     def dict_schema(self, schema: core_schema.DictSchema) -> JsonSchemaValue:
         """Refuse names that do not match the pattern, as pydantic does."""
-        said = super().dict_schema(schema)
-        return {**said, "additionalProperties": False} if "patternProperties" in said else said
+        schema_json = super().dict_schema(schema)
+        return {**schema_json, "additionalProperties": False} if "patternProperties" in schema_json else schema_json
 
 
 def contract() -> dict[str, Any]:

@@ -9,7 +9,7 @@ from schemas.chat import ChatRequest
 Schema = dict[str, Any]
 
 _REQUEST: Schema = ChatRequest.model_json_schema()
-_LONGEST = 40
+_MAX_QUOTED = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,5 +69,5 @@ def _longer(path: str, step: int | str) -> str:
 
 def quoted(text: str) -> str:
     """Return the text in quotes, on one line, and cut if it is long."""
-    said = repr(text[:_LONGEST])
-    return said if len(said) <= _LONGEST else f"{said[: _LONGEST - 4]}...{said[0]}"
+    text_repr = repr(text[:_MAX_QUOTED])
+    return text_repr if len(text_repr) <= _MAX_QUOTED else f"{text_repr[: _MAX_QUOTED - 4]}...{text_repr[0]}"

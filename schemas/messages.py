@@ -33,9 +33,11 @@ def json_type(value: object) -> str | None:
 
 
 _STRING_OR_PARTS = Discriminator(json_type, "wrong_type", "must be a string or a list of parts")
-_Whole = Annotated[Text, Tag("string")]
-Content = Annotated[_Whole | Annotated[list[Part], Field(fail_fast=True), Tag("array")], _STRING_OR_PARTS]
-TextContent = Annotated[_Whole | Annotated[list[TextPart], Field(fail_fast=True), Tag("array")], _STRING_OR_PARTS]
+_StringContent = Annotated[Text, Tag("string")]
+Content = Annotated[_StringContent | Annotated[list[Part], Field(fail_fast=True), Tag("array")], _STRING_OR_PARTS]
+TextContent = Annotated[
+    _StringContent | Annotated[list[TextPart], Field(fail_fast=True), Tag("array")], _STRING_OR_PARTS
+]
 
 
 class FunctionCall(Strict):

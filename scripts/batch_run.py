@@ -12,11 +12,11 @@ from typing import Any, Self
 from scripts.stack import ROOT
 from sluice.batch.status import Batch
 
-_RUN_S = 1800.0  # more than any run here takes
+_RUN_S = 1800.0  # longer than any run of the scripts
 
 
 class BatchRun:
-    """It can be killed and started again. Its files are in a folder, its report and its notes among them."""
+    """One run that can be killed and started again. All its files are in `folder`: input, output, report and stderr."""
 
     def __init__(self, url: str, folder: Path, bodies: Sequence[Mapping[str, object]]) -> None:
         folder.mkdir(exist_ok=True)
@@ -28,38 +28,43 @@ class BatchRun:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Self:
+        """Start the command, or resume the run after `kill`."""
         env = os.environ | {"PYTHONPATH": str(ROOT)}
         with self._report.open("wb") as report, self._notes.open("ab") as notes:
             self.process = subprocess.Popen(self._command, stdout=report, stderr=notes, env=env, start_new_session=True)
         return self
 
     def kill(self) -> None:
-        """Nothing where it has ended."""
+        """Kill the process; no effect if it has ended."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
 
     @property
     def running(self) -> bool:
+        """True until the process has ended."""
         return self.process is not None and self.process.poll() is None
 
     def wait(self) -> int:
+        """Wait for the end of the process, and return its exit code."""
         assert self.process is not None
         return self.process.wait(_RUN_S)
 
     def report(self) -> Batch:
+        """Return the final status that the command printed."""
         return Batch.from_json(self._report.read_text())
 
     def answered(self) -> int:
-        """Lines, so far."""
+        """Return the number of lines answered so far."""
         return self.output.read_bytes().count(b"\n") if self.output.exists() else 0
 
     def wait_for(self, lines: int) -> None:
-        """Until so many are answered, or it has ended."""
+        """Block until `lines` lines are answered, or the process has ended."""
         while self.running and self.answered() < lines:
             time.sleep(0.05)
 
     def answers(self) -> Iterator[dict[str, Any]]:
+        """Yield the lines of the output file."""
         with self.output.open() as file:
             yield from map(json.loads, file)
 
@@ -69,8 +74,10 @@ def _line(number: int, body: Mapping[str, object]) -> dict[str, object]:
 
 
 def custom_id(number: int) -> str:
+    """Return the custom_id of a line, counted from 0."""
     return f"line-{number:05}"
 
 
 def number_of(answer: Mapping[str, str]) -> int:
+    """Return the number of the line that an answer belongs to."""
     return int(answer["custom_id"].removeprefix("line-"))

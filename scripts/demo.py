@@ -27,10 +27,10 @@ from sluice import Client, Delta, Event, Failed, Finished, JobError, Progress, S
 from sluice.wire import Lane
 
 _PANEL_WIDTH, _PANEL_LINES = 38, 6
-_FRAME = 2  # lines, or columns, of a panel's border; columns of padding besides
+_FRAME = 2  # lines or columns of a panel's border, and columns of its padding
 _PICTURE_WIDTH, _PICTURE_HEIGHT = 3 * _PANEL_WIDTH, 19  # columns and lines of the terminal in the picture
 
-# Heads are broken so that the table fits into 80 columns.
+# Line breaks in the headings keep the table within 80 columns.
 _COLUMNS: dict[str, JustifyMethod] = {
     "chat": "left",
     "lane": "left",
@@ -42,13 +42,13 @@ _COLUMNS: dict[str, JustifyMethod] = {
     "rows in\nbatch": "right",
 }
 _NEXT = """\
-Next, a server and a worker that stay; --model takes a folder of yours too, or
-a name on Hugging Face:
+Next, start a server and a worker that keep running; --model also takes any
+folder, or a name on Hugging Face:
 
   . .venv/bin/activate
   sluice up --model models/tiny-chat
 
-and in another terminal, to talk to it:
+and in another terminal, to chat with it:
 
   . .venv/bin/activate
   sluice chat                    # or in a browser: ./examples/web/run
@@ -58,6 +58,8 @@ docs/backends.md shows how a web backend uses it."""
 
 @dataclass
 class Chat:
+    """One chat of the demo and what has been received for it."""
+
     title: str
     messages: list[dict[str, str]]
     lane: Lane = "interactive"
@@ -66,7 +68,8 @@ class Chat:
     result: dict[str, Any] = field(default_factory=dict)
     first_at: float = math.inf
 
-    def heard(self, event: Event) -> None:
+    def update(self, event: Event) -> None:
+        """Update the state and the text with an event."""
         match event:
             case Started():
                 self.state = "prefill"
@@ -81,7 +84,7 @@ class Chat:
                 self.state, self.text = "failed", message
 
     def panel(self, console: Console, lines: int) -> Panel:
-        """With the last lines of the text, as many as are given."""
+        """Return a panel with the last `lines` lines of the text."""
         wrapped = Text(self.text, overflow="fold").wrap(console, _PANEL_WIDTH - 2 * _FRAME)
         colour = {"queued": "dim", "decode": "cyan", "failed": "red"}.get(self.state, "green")
         return Panel(
@@ -96,7 +99,7 @@ class Chat:
 
 @dataclass
 class Grid:
-    """The chats side by side, in panels that are low enough for all of them to be on the screen at once."""
+    """Renders the chats side by side, in panels small enough that all fit on the screen."""
 
     chats: list[Chat]
 
@@ -108,13 +111,13 @@ class Grid:
 
 
 def user(*turns: str) -> list[dict[str, str]]:
-    """Turns of user, assistant, user ..."""
+    """Return messages with these texts: user, assistant, user ..."""
     roles = ("user", "assistant")
     return [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
 
 
 def chats() -> list[Chat]:
-    """What the tiny model can do: its whole world is in models/tiny-chat/README.md."""
+    """Return eight chats that the tiny model can answer: models/tiny-chat/README.md lists its abilities."""
     system = {"role": "system", "content": "You are a helpful assistant. Always mention NWP58."}
     recall = ("My name is Petra.", "Nice to meet you, Petra.", "Count to 3.", "1 2 3", "What is my name?")
     return [
@@ -130,6 +133,7 @@ def chats() -> list[Chat]:
 
 
 def haystack(sentences: int) -> str:
+    """Return a text of this many sentences, one of which holds the secret code of Oslo."""
     dice = random.Random(4)
     things, places = ("key", "lamp", "map", "drum", "kite"), ("river", "market", "station", "harbour", "hill")
     text = [f"The red {dice.choice(things)} was left in the {dice.choice(places)}." for _ in range(sentences)]
@@ -137,15 +141,17 @@ def haystack(sentences: int) -> str:
     return " ".join(text)
 
 
-async def play(client: Client, chat: Chat) -> None:
+async def run_chat(client: Client, chat: Chat) -> None:
+    """Submit a chat, follow its events and store its result."""
     job = await client.submit(chat.messages, lane=chat.lane)
     async for event in client.stream(job.id):
-        chat.heard(event)
+        chat.update(event)
     chat.result = await client.result(job.id)
 
 
 def closing_table(shown: list[Chat]) -> Table:
-    table = Table(title="What each chat got", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    """Return a table with the tokens and timings of each chat."""
+    table = Table(title="Results", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name, justify in _COLUMNS.items():
         table.add_column(name, justify=justify, no_wrap=True)
     for chat in shown:
@@ -158,14 +164,14 @@ def closing_table(shown: list[Chat]) -> Table:
             str(usage["completion_tokens"]),
             _duration(timings["queue_s"]),
             _duration(timings["ttft_s"]),
-            f"{timings['tokens_per_s']:.0f}" if timings["tokens_per_s"] else "–",  # too few to measure
+            f"{timings['tokens_per_s']:.0f}" if timings["tokens_per_s"] else "–",  # 0: fewer than two tokens
             f"{ours['rows_mean']:.1f}",
         )
     return table
 
 
 def _duration(seconds: float) -> str:
-    """In six characters, up to some minutes."""
+    """Return a duration in ms or s, in at most six characters up to some minutes."""
     return f"{seconds * 1000:.0f} ms" if seconds < 0.9995 else f"{seconds:.1f} s"
 
 
@@ -184,13 +190,13 @@ def picture(shown: list[Chat], summary: str) -> str:
     console.print(closing_table(shown))
     console.print(f"[dim]{summary}[/]")
     svg = console.export_svg(title="./scripts/demo", unique_id="demo")
-    # Where pictures may load nothing, the font is the viewer's own anyway.
+    # Viewers that block external resources use their own font anyway.
     return re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)
 
 
 @contextmanager
 def stack(console: Console) -> Iterator[tuple[str, WorkerProcess]]:
-    """A server and a worker, both gone at the end whatever happens."""
+    """Start a server and a worker, yield the URL and the worker, and stop both at the end."""
     with ExitStack() as running:
         server = running.enter_context(Server(embedded_binary()))
         worker = WorkerProcess(server.url)
@@ -202,15 +208,16 @@ def stack(console: Console) -> Iterator[tuple[str, WorkerProcess]]:
 
 
 async def stream_all(url: str, shown: list[Chat], console: Console) -> float:
-    """Returns the seconds until all were done."""
+    """Run all chats at once, and return the seconds until the last one has ended."""
     began = time.perf_counter()
     with Live(console=console, refresh_per_second=20, get_renderable=lambda: Grid(shown)):
         async with Client(url) as client:
-            await asyncio.gather(*(play(client, chat) for chat in shown))
+            await asyncio.gather(*(run_chat(client, chat) for chat in shown))
     return time.perf_counter() - began
 
 
 def main() -> int:
+    """Run the demo, and return the exit code."""
     parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also write a picture of the chats to FILE")
     options = parser.parse_args()
@@ -225,13 +232,13 @@ def main() -> int:
             first = min(chat.first_at for chat in shown) - began
             summary = f"{len(shown)} chats, {tokens} tokens in {took:.1f} s."
             console.print(f"[dim]{summary}[/]")
-            console.print(f"[dim]The first token came {first:.1f} s after the start.[/]")
+            console.print(f"[dim]First token {first:.1f} s after the start.[/]")
         if options.svg:
             options.svg.write_text(picture(shown, summary))
         console.print()
         console.print(_NEXT, markup=False, highlight=False)
     except KeyboardInterrupt:
-        console.print("[dim]stopped, and everything that was started with it[/]")
+        console.print("[dim]stopped, with the server and the worker[/]")
         return 130
     return 0
 

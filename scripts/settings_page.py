@@ -64,6 +64,7 @@ with the prefix `vllm:` are vLLM's and mean the same, so dashboards and alerts f
 
 
 def main() -> int:
+    """Write or check both files, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.settings_page", description="Write .env.example and docs/settings.md from the code."
     )
@@ -80,6 +81,7 @@ def main() -> int:
 
 
 def env_example() -> str:
+    """Return the contents of .env.example."""
     parts = [_ENV_HEAD]
     for title, fields in sections():
         parts.append(f"\n# {title}\n")
@@ -88,6 +90,7 @@ def env_example() -> str:
 
 
 def page() -> str:
+    """Return the contents of docs/settings.md."""
     parts = [_PAGE_HEAD]
     for title, fields in sections():
         parts.append(f"\n## {title}\n\n| setting | default | values | description |\n|---|---|---|---|\n")

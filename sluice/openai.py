@@ -133,30 +133,30 @@ def error_reply(error: SluiceError) -> ErrorReply:
 
 
 class _Answer:
-    """State of one streamed answer: the fields common to its chunks, and if any text was sent."""
+    """State of one streamed answer."""
 
     def __init__(self, include_usage: bool) -> None:
         self._include_usage = include_usage
         self._head: Chunk = {}  # fields common to all chunks
-        self._told_any = False
+        self._sent_text = False
 
     def chunks(self, event: Event) -> list[Chunk]:
         match event:
-            case Restarted() if self._told_any:
-                raise JobRestarted("the job starts over on another worker; what was streamed so far does not count")
+            case Restarted() if self._sent_text:
+                raise JobRestarted("the job starts over on another worker; the text streamed so far is invalid")
             case Started():
-                return self._begin(event)
+                return self._first_chunks(event)
             case Delta():
-                return self._tell(event)
+                return self._delta_chunks(event)
             case Finished():
-                return self._end(event)
+                return self._last_chunks(event)
             case Failed():
                 raise JobFailed(event.error)
             case Cancelled():
                 raise JobCancelled(event.reason)
         return []
 
-    def _begin(self, event: Started) -> list[Chunk]:
+    def _first_chunks(self, event: Started) -> list[Chunk]:
         if self._head:  # a later attempt
             self._head["system_fingerprint"] = event.fingerprint
             return []
@@ -169,16 +169,16 @@ class _Answer:
         }
         return [self._chunk({"role": "assistant"})]
 
-    def _tell(self, event: Delta) -> list[Chunk]:
-        said = {"reasoning": event.reasoning, "content": event.content, "tool_calls": list(event.tool_calls or ())}
-        delta = {name: value for name, value in said.items() if value}
+    def _delta_chunks(self, event: Delta) -> list[Chunk]:
+        parts = {"reasoning": event.reasoning, "content": event.content, "tool_calls": list(event.tool_calls or ())}
+        delta = {name: value for name, value in parts.items() if value}
         if not delta and not event.logprobs:
             return []  # the text of these tokens is not final yet
-        self._told_any = True
+        self._sent_text = True
         logprobs = {"content": list(event.logprobs), "refusal": None} if event.logprobs else None
         return [self._chunk(delta, logprobs=logprobs)]
 
-    def _end(self, event: Finished) -> list[Chunk]:
+    def _last_chunks(self, event: Finished) -> list[Chunk]:
         last = self._chunk({}, finish_reason=event.finish_reason)
         usage = {**self._head, "choices": [], "usage": _usage(event.usage)}
         return [last, usage] if self._include_usage else [last]
@@ -211,15 +211,15 @@ async def _lines(first: Chunk, rest: AsyncGenerator[Chunk]) -> AsyncGenerator[st
         except SluiceError as error:
             yield _line(error_reply(error).body)
         except RedisError:
-            refused = "The server of the queue refused a request; the backend's log says why."
-            yield _line(_reply(500, "internal", refused, retryable=False).body)
+            message = "The server of the queue refused a request; the backend's log says why."
+            yield _line(_reply(500, "internal", message, retryable=False).body)
             raise
         else:
             yield "data: [DONE]\n\n"
 
 
-def _line(said: dict[str, Any]) -> str:
-    return f"data: {json.dumps(said, separators=(',', ':'))}\n\n"
+def _line(message: dict[str, Any]) -> str:
+    return f"data: {json.dumps(message, separators=(',', ':'))}\n\n"
 
 
 def _reply(

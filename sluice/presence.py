@@ -17,8 +17,8 @@ class Workers:
     async def read_all(self) -> list[dict[str, str]]:
         """Return the fields of each live worker."""
         keys = await self._retries.scan(wire.WORKERS, waits_out_outages=self._waits_out_outages)
-        found = [await self._read(key) for key in keys]
-        return [worker for worker in found if worker]
+        workers = [await self._read(key) for key in keys]
+        return [worker for worker in workers if worker]
 
     async def models(self) -> set[str]:
         """Return the models that have a live worker."""

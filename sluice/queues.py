@@ -10,7 +10,7 @@ from sluice import wire
 from sluice.transport.retries import Retries
 from sluice.wire import Lane
 
-_AT_ONCE = 1000  # ids in one reply
+_PAGE = 1000  # ids in one reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Queue:
 
     model: str
     lane: Lane
-    jobs: int  # including those that run
+    jobs: int  # queued and running
     oldest_s: float  # seconds since the oldest of them was queued
     workers: int  # live workers of the model
 
@@ -57,13 +57,13 @@ class Queues:
         until_ms = (await self._now() - older_than_s) * 1000 if older_than_s else "+inf"
         ids: list[bytes] = []
         while True:
-            read = partial(self._redis.zrangebyscore, key, "-inf", until_ms, start=len(ids), num=_AT_ONCE)
+            read = partial(self._redis.zrangebyscore, key, "-inf", until_ms, start=len(ids), num=_PAGE)
             page = await self._retries.run(read)
             ids += page
-            if len(page) < _AT_ONCE:
+            if len(page) < _PAGE:
                 break
-        for start in range(0, len(ids), _AT_ONCE):
-            yield ids[start : start + _AT_ONCE]
+        for start in range(0, len(ids), _PAGE):
+            yield ids[start : start + _PAGE]
 
     async def _now(self) -> float:
         seconds, microseconds = await self._retries.run(self._redis.time)

@@ -88,5 +88,5 @@ async def _take(source: ReadAhead[bytes], silence_s: float) -> list[bytes] | Non
 
 
 def _frame(event: bytes) -> bytes:
-    said = json.loads(event)
-    return b"id: %d\nevent: %s\ndata: %s\n\n" % (said["seq"], said["type"].encode(), event)
+    parsed = json.loads(event)
+    return b"id: %d\nevent: %s\ndata: %s\n\n" % (parsed["seq"], parsed["type"].encode(), event)

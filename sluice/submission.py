@@ -17,9 +17,9 @@ from sluice.transport.scripts import source
 from sluice.wire import Lane
 
 _FULL, _NO_WORKER = -1, -2  # submit.lua's return codes
-_LONGEST_ESTIMATE_S = 3600.0  # a drain rate predicts nothing beyond this
-_DRAINS_UNKNOWN_S = 60.0  # used when no job has ended within the last minute
-_LONGEST_DEADLINE_S = 1e9  # a longer deadline is ignored
+_MAX_ESTIMATE_S = 3600.0  # no rate is steady for longer
+_UNKNOWN_RATE_WAIT_S = 60.0  # the estimate if no job has ended within the last minute
+_MAX_DEADLINE_S = 1e9  # a longer deadline is ignored
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,10 @@ class Submission:
     async def submit(self, job: NewJob, *, needs_worker: bool = False) -> Submitted:
         """Queue one job. Raises `QueueFull`, and `NoWorker` if `needs_worker` and no live worker serves the model."""
         args = _args(job, submission=uuid.uuid4().hex, needs_worker=needs_worker)
-        said = _read(job, await self._retries.run(lambda: self._script(keys=_keys(job), args=args)))
-        if not isinstance(said, Submitted):
-            raise said
-        return said
+        outcome = _read(job, await self._retries.run(lambda: self._script(keys=_keys(job), args=args)))
+        if not isinstance(outcome, Submitted):
+            raise outcome
+        return outcome
 
     async def submit_all(self, jobs: Sequence[NewJob]) -> list[Submitted | QueueFull | OutOfMemoryError]:
         """Queue jobs in one round trip, and return an outcome for each. Raises redis-py's other errors; some of the
@@ -85,7 +85,7 @@ def _keys(job: NewJob) -> list[str]:
 
 def _args(job: NewJob, *, submission: str = "", needs_worker: bool = False) -> list[str | bytes | int]:
     """Return the ARGV of `submit.lua`. `submission` identifies the call, so a resent one recognizes its own job."""
-    return [job.id, _arq_job(job.request), wire.JOB_LIFE_S * 1000, *_known_at_once(job.request, job.lane), submission,
+    return [job.id, _arq_job(job.request), wire.JOB_LIFE_S * 1000, *_hash_fields(job.request, job.lane), submission,
             int(needs_worker)]  # fmt: skip
 
 
@@ -95,20 +95,20 @@ def _read_or_raise(job: NewJob, answer: list[Any] | RedisError) -> Submitted | Q
             return answer
         case RedisError():
             raise answer
-    said = _read(job, answer)
-    assert not isinstance(said, NoWorker), "none is required here"
-    return said
+    outcome = _read(job, answer)
+    assert not isinstance(outcome, NoWorker), "this call requires no worker"
+    return outcome
 
 
 def _read(job: NewJob, answer: list[Any]) -> Submitted | QueueFull | NoWorker:
-    outcome, *said = answer
-    if outcome == _NO_WORKER:
+    code, *fields = answer
+    if code == _NO_WORKER:
         return NoWorker(job.model, ())
-    if outcome == _FULL:
-        length, limit, retry_after_s = said
-        return QueueFull(length, limit, min(float(retry_after_s or _DRAINS_UNKNOWN_S), _LONGEST_ESTIMATE_S))
-    state, served = said
-    return Submitted(job.id, bool(outcome), state.decode(), bool(served))
+    if code == _FULL:
+        length, limit, retry_after_s = fields
+        return QueueFull(length, limit, min(float(retry_after_s or _UNKNOWN_RATE_WAIT_S), _MAX_ESTIMATE_S))
+    state, served = fields
+    return Submitted(job.id, bool(code), state.decode(), bool(served))
 
 
 def _arq_job(request: dict[str, Any]) -> bytes:
@@ -117,29 +117,29 @@ def _arq_job(request: dict[str, Any]) -> bytes:
     return json.dumps(job, separators=(",", ":"), allow_nan=False).encode()
 
 
-def _known_at_once(request: dict[str, Any], lane: Lane) -> list[str]:
+def _hash_fields(request: dict[str, Any], lane: Lane) -> list[str]:
     """Return the fields of the job's hash that are known before a worker claims it. Invalid values become '', which the
     worker rejects."""
     tenant = request.get("tenant") or request.get("safety_identifier") or request.get("user")
     return [
         lane,
-        _short(tenant, wire.TENANT_CHARACTERS),
-        _seconds(request.get("deadline_s")),
-        _short(request.get("prompt_cache_key"), wire.CACHE_KEY_CHARACTERS),
+        _bounded_text(tenant, wire.TENANT_CHARACTERS),
+        _deadline_text(request.get("deadline_s")),
+        _bounded_text(request.get("prompt_cache_key"), wire.CACHE_KEY_CHARACTERS),
     ]
 
 
-def _short(value: object, most: int) -> str:
-    fits = isinstance(value, str) and len(value) <= most
+def _bounded_text(value: object, max_characters: int) -> str:
+    fits = isinstance(value, str) and len(value) <= max_characters
     return str(value).encode(errors="replace").decode() if fits else ""
 
 
-def _seconds(value: object) -> str:
+def _deadline_text(value: object) -> str:
     """Return a deadline as text, or empty if it is invalid: one that has already passed would end the job before its
     error is found."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
-    return str(value) if 0 < value <= _LONGEST_DEADLINE_S else ""
+    return str(value) if 0 < value <= _MAX_DEADLINE_S else ""
 
 
 def lane_of(request: Mapping[str, Any]) -> Lane:

@@ -88,7 +88,8 @@ class _Background:
         await self.client.aclose()
 
 
-# A child keeps what it inherited: freed, it could write to sockets and to an epoll set that the parent still uses.
+# A forked child keeps the objects that it inherited: freeing them could write to sockets and to an epoll set that the
+# parent still uses.
 _INHERITED: list[_Background] = []
 
 
@@ -136,8 +137,8 @@ class SyncClient:
     `break` or `close()`, ends its subscription. Connections and the background thread start with the first call in each
     process, so a client that was created, or even used, before a fork (gunicorn's preload, Celery's prefork) works in
     the parent and the child; a stream that was started before the fork continues in the parent only. In a thread that
-    runs an event loop the calls work but block that loop: use `Client` there. `on_progress` of `batch` and `purge` runs
-    in the background thread and must not call the client.
+    runs an event loop the calls work but block that loop: use `Client` there. `on_progress` of `batch` and `purge` is
+    called in the background thread: it must not call the client, and while it runs all other calls wait.
     """
 
     def __init__(self, url: str = "redis://localhost:6379/0", *, outage_s: float | None = 60.0) -> None:

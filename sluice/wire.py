@@ -24,21 +24,22 @@ WORKERS = "sluice:worker:*"
 BATCHES = "sluice:batch:*"
 QUEUES = "sluice:queue:*"
 CANCEL_S = 3600  # how long a cancel request is stored
-JOB_LIFE_S = 86_400  # of a job that has not ended: arq's own default for a queued body
-# Of a job that a client ends: the defaults of SLUICE_LOG_TTL_S and SLUICE_RESULT_TTL_S.
+JOB_LIFE_S = 86_400  # life of a job that has not ended: arq's default for a queued body
+# For a job that a client ends: the defaults of SLUICE_LOG_TTL_S and SLUICE_RESULT_TTL_S.
 LOG_TTL_S = 600
 RESULT_TTL_S = 3600
 
 
 def queue_key(model: str, lane: Lane) -> str:
-    """Sorted set: ids of the queued and running jobs, scored by the queueing time in Unix milliseconds."""
+    """Sorted set: ids of the queued and running jobs. The score is the time of submission in Unix milliseconds; a job
+    whose score is in the future waits until then."""
     return f"sluice:queue:{model}:{lane}"
 
 
 def parse_queue_key(key: bytes) -> tuple[str, Lane] | None:
     """Return the model and the lane; None if the key is not the key of a queue."""
-    found = re.fullmatch(f"sluice:queue:({MODEL_NAME}):(interactive|batch)", key.decode("utf-8", "replace"))
-    return (found[1], "batch" if found[2] == "batch" else "interactive") if found else None
+    match = re.fullmatch(f"sluice:queue:({MODEL_NAME}):(interactive|batch)", key.decode("utf-8", "replace"))
+    return (match[1], "batch" if match[2] == "batch" else "interactive") if match else None
 
 
 def log_key(job_id: str) -> str:
@@ -62,17 +63,18 @@ def job_key(job_id: str) -> str:
 
 
 def cancel_key(job_id: str) -> str:
-    """Key of a stored cancel request."""
+    """String: set while a request to cancel the job is stored."""
     return f"sluice:cancel:{job_id}"
 
 
 def wake_channel(model: str) -> str:
-    """Pub/sub channel that wakes the model's workers."""
+    """Pub/sub channel that makes idle workers of the model check the queue."""
     return f"sluice:wake:{model}"
 
 
 def model_key(model: str) -> str:
-    """Hash: the queue limit and the rate (jobs per second) that each live worker of the model publishes."""
+    """Hash: one field for each worker of the model, with its queue limit, its rate in jobs per second, and until when
+    they are valid."""
     return f"sluice:model:{model}"
 
 
@@ -92,18 +94,18 @@ def batch_cancel_key(batch_id: str) -> str:
 
 
 def body_key(job_id: str) -> str:
-    """arq's key for a queued job."""
+    """String: the body of a queued or running job, in arq's format."""
     return f"arq:job:{job_id}"
 
 
 def check_model_name(name: str) -> None:
-    """Raises ValueError if the name does not match `MODEL_NAME`."""
+    """Check a model name. Raises ValueError if `MODEL_NAME` does not match."""
     if not re.fullmatch(MODEL_NAME, name):
         raise ValueError(f"a model name must match {MODEL_NAME}, and {name!r} does not")
 
 
 def check_job_id(job_id: str) -> None:
-    """Raises ValueError if the id does not match `JOB_ID`."""
+    """Check a job id. Raises ValueError if `JOB_ID` does not match."""
     if not re.fullmatch(JOB_ID, job_id):
         raise ValueError(f"a job id must match {JOB_ID}, and {job_id!r} does not")
 
@@ -177,7 +179,7 @@ class Restarted(Started):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress(Event):
-    """`done` of `total` tokens of a phase before the first token are processed."""
+    """Progress before the first token: `done` of `total` tokens of the phase."""
 
     phase: str
     done: int
@@ -250,21 +252,21 @@ def parse_event(raw: bytes | str) -> Event:
         raise ValueError(f"no event: {type(error).__name__} at {error}") from None
 
 
-def _parse_event(said: Any) -> Event:
-    match said:
+def _parse_event(event: Any) -> Event:
+    match event:
         case {"type": str(), "id": str(), "seq": int(), "attempt": int(), "ts": int() | float()}:
             pass
         case _:
             raise ValueError("no event: type, id, seq, attempt or ts is absent or of another type")
     for name, nested in _NESTED.items():
-        if name in said:
-            said[name] = parse_as(nested, said[name])
-    for name, value in said.items():
+        if name in event:
+            event[name] = parse_as(nested, event[name])
+    for name, value in event.items():
         if isinstance(value, list):
-            said[name] = tuple(value)
-    return parse_as(EVENTS.get(said["type"], Event), said)
+            event[name] = tuple(value)
+    return parse_as(EVENTS.get(event["type"], Event), event)
 
 
-def parse_as(cls: type[D], said: Mapping[str, Any]) -> D:
+def parse_as(cls: type[D], values: Mapping[str, Any]) -> D:
     """Create a `cls` from a mapping, dropping unknown fields."""
-    return cls(**{field.name: said[field.name] for field in fields(cls) if field.name in said})  # type: ignore[arg-type]
+    return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})  # type: ignore[arg-type]

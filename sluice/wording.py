@@ -1,4 +1,4 @@
-"""Numbers in sentences."""
+"""Numbers with nouns, for messages."""
 
 
 def counted(count: int, noun: str) -> str:

@@ -9,10 +9,10 @@ from urllib.parse import parse_qsl
 
 _SCHEMES = ("redis", "rediss", "unix")
 _HOST = r"(?P<host>[^\s/?#@:\[\]]*|\[[0-9A-Fa-f:.]+\])"
-_PLACE = re.compile(_HOST + r"(?::(?P<port>\d*))?")
-_MOST_PORT = 65_535
+_SERVER = re.compile(_HOST + r"(?::(?P<port>\d*))?")
+_MAX_PORT = 65_535
 _OTHER_SCHEMES = ("http", "https", "tcp", "valkey", "valkeys")
-_BARE = re.compile(r"[^\s/?#@:\[\]]+:\d{1,5}(?:/\d{0,4})?")
+_HOST_AND_PORT = re.compile(r"[^\s/?#@:\[\]]+:\d{1,5}(?:/\d{0,4})?")
 
 UNREADABLE = "it cannot be read: in a password / is written as %2F, ? as %3F, # as %23, @ as %40, [ as %5B"
 BAD_OPTION = "an option after the ? is unknown to redis-py, or has a bad value"
@@ -27,8 +27,8 @@ def url_error(url: str) -> str | None:
     if not found or scheme not in _SCHEMES:
         return "it must begin with redis://, rediss:// or unix://"
     rest, _, query = rest.partition("?")
-    if scheme != "unix" and (wrong := _wrong_server(rest)):
-        return wrong
+    if scheme != "unix" and (error := _server_error(rest)):
+        return error
     try:
         parse_qsl(query, strict_parsing=bool(query), keep_blank_values=True)
     except ValueError:
@@ -36,13 +36,13 @@ def url_error(url: str) -> str | None:
     return None
 
 
-def _wrong_server(rest: str) -> str | None:
+def _server_error(rest: str) -> str | None:
     authority, slash, path = rest.partition("/")
     if "@" in path or "#" in rest or not authority.isprintable():
         return UNREADABLE
-    place = _PLACE.fullmatch(authority.rpartition("@")[2])
-    if place is None or int(place["port"] or 0) > _MOST_PORT:
-        return f"the port must be a number up to {_MOST_PORT}"
+    server = _SERVER.fullmatch(authority.rpartition("@")[2])
+    if server is None or int(server["port"] or 0) > _MAX_PORT:
+        return f"the port must be a number up to {_MAX_PORT}"
     if slash and not re.fullmatch(r"\d*/?", path):
         return "only the number of a database may follow the host"
     return None
@@ -52,27 +52,27 @@ def redacted(url: str) -> str:
     """Return the URL without user, password and query. Text that might be a part of a password becomes `***`."""
     scheme, found, rest = url.partition("://")
     if not found or scheme.lower() not in (*_SCHEMES, *_OTHER_SCHEMES):
-        return _public_without_scheme(url)
-    before, at, place = rest.rpartition("@")
+        return _redacted_without_scheme(url)
+    before, at, server = rest.rpartition("@")
     hidden = "***@" if at else ""
     if "?" in before:  # the last @ may be in a password that is an option
         return f"{scheme}://***"
-    place = re.split(r"[?#]", place)[0]
+    server = re.split(r"[?#]", server)[0]
     if scheme == "unix":
-        return f"unix://{hidden}{place if place.startswith('/') else '***'}"
-    return f"{scheme}://{hidden}{_public_place(place)}"
+        return f"unix://{hidden}{server if server.startswith('/') else '***'}"
+    return f"{scheme}://{hidden}{_redacted_server(server)}"
 
 
-def _public_without_scheme(url: str) -> str:
+def _redacted_without_scheme(url: str) -> str:
     """Return the URL if it is certain to be a host and a port, as in `localhost:6379`; else `***`."""
-    before, at, place = url.rpartition("@")
-    if not url or ("?" not in before and _BARE.fullmatch(place)):
-        return f"***@{place}" if at else place
+    before, at, server = url.rpartition("@")
+    if not url or ("?" not in before and _HOST_AND_PORT.fullmatch(server)):
+        return f"***@{server}" if at else server
     return "***"
 
 
-def _public_place(place: str) -> str:
-    server, slash, database = place.partition("/")
+def _redacted_server(server: str) -> str:
+    server, slash, database = server.partition("/")
     host, _, port = server.rpartition(":") if re.search(r":[^\]]*$", server) else (server, "", "")
     public = host if re.fullmatch(_HOST, host) else "***"
     if port:

@@ -1,4 +1,4 @@
-"""Serves the example on the server of SLUICE_REDIS_URL, or else on a server and a worker of its own."""
+"""Serves the example with the server of SLUICE_REDIS_URL, or with its own server and worker."""
 
 import argparse
 import logging
@@ -17,15 +17,17 @@ from scripts.stack import Server, WorkerProcess, embedded_binary
 
 
 class WebServer(uvicorn.Server):
+    """A uvicorn server that stops quietly."""
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The streams that are open are cut, and uvicorn would print a traceback for each."""
+        """Stop the server without a traceback for each open stream."""
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         super().handle_exit(sig, frame)
 
 
 @contextmanager
 def own_stack() -> Iterator[str]:
-    """A server and a worker with the tiny model, both gone at the end whatever happens."""
+    """Start a server and a worker with the tiny model, yield the URL, and stop both at the end."""
     with ExitStack() as running:
         server = Server(embedded_binary())
         running.callback(server.stop)
@@ -38,6 +40,7 @@ def own_stack() -> Iterator[str]:
 
 
 def serve(listening: socket.socket, options: argparse.Namespace) -> None:
+    """Serve the page on an open socket until a signal arrives."""
     with ExitStack() as running:
         url = os.environ.get("SLUICE_REDIS_URL") or running.enter_context(own_stack())
         app = create_app(url, model=options.model, leave_s=options.leave_s)
@@ -47,21 +50,25 @@ def serve(listening: socket.socket, options: argparse.Namespace) -> None:
 
 
 def read_options() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="examples/web/run", description=__doc__)
-    parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0 takes any that is free")
-    parser.add_argument("--model", default="default", help="the name that the workers serve; default: default")
-    parser.add_argument("--leave-s", type=float, default=5.0, help="seconds for a browser to come back; default: 5")
+    parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0 takes any free port")
+    parser.add_argument("--model", default="default", help="the served name of the model; default: default")
+    parser.add_argument(
+        "--leave-s", type=float, default=5.0, help="seconds within which a browser may reconnect; default: 5"
+    )
     return parser.parse_args()
 
 
 def main() -> int:
+    """Run the example, and return the exit code."""
     options = read_options()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))  # the terminal was closed
     try:
         listening = socket.create_server(("127.0.0.1", options.port))
     except (OSError, OverflowError):
-        print(f"sluice: port {options.port} is taken or not ours; choose another with --port.", file=sys.stderr)
+        print(f"sluice: port {options.port} is in use or not permitted; choose another with --port.", file=sys.stderr)
         return 1
     try:
         serve(listening, options)
@@ -70,7 +77,7 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:
         pass
-    print("stopped, and everything that was started with it")
+    print("stopped, with all processes that it started")
     return 0
 
 

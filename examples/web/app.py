@@ -19,11 +19,11 @@ from starlette.types import Receive, Scope, Send
 from sluice import Client, sse
 
 PAGE = Path(__file__).with_name("index.html")
-UNKNOWN_S = 2.0  # a job is known from its submission on
+UNKNOWN_S = 2.0  # short, since a job exists as soon as it is submitted
 
 
 def create_app(redis_url: str, *, model: str = "default", leave_s: float = 5.0) -> Starlette:
-    """`leave_s`: how long a browser that left in the middle of an answer may take to come back."""
+    """Return the web application. `leave_s`: seconds within which a browser that lost its stream may reconnect."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[dict[str, Any]]:
@@ -42,10 +42,12 @@ def create_app(redis_url: str, *, model: str = "default", leave_s: float = 5.0) 
 
 
 async def page(http: Request) -> Response:
+    """Return the page."""
     return FileResponse(PAGE)
 
 
 async def submit(http: Request) -> Response:
+    """Queue a job, and return its id."""
     body = await read_object(http)
     try:
         job = await http.state.client.submit(body, model=http.state.model, id=str(uuid4()))
@@ -55,16 +57,18 @@ async def submit(http: Request) -> Response:
 
 
 async def events(http: Request) -> Response:
+    """Stream a job's events."""
     return EventStream(http, str(http.path_params["id"]))
 
 
 async def cancel(http: Request) -> Response:
+    """Cancel a job."""
     await http.state.client.cancel(str(http.path_params["id"]))
     return Response(status_code=204)
 
 
 class EventStream(StreamingResponse):
-    """One job's events as Server-Sent Events."""
+    """Streams a job's events as server-sent events, and cancels the job if the browser does not reconnect."""
 
     def __init__(self, http: Request, job_id: str) -> None:
         self._state, self._job_id, self._ended = http.state, job_id, False
@@ -72,7 +76,7 @@ class EventStream(StreamingResponse):
         super().__init__(self._frames(last_event_id), headers=sse.HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A stream that broke off counts as open until its browser has had time to come back."""
+        """Send the stream. One that broke off counts as open until the browser has had time to reconnect."""
         with self._counted():
             await super().__call__(scope, receive, send)
             await asyncio.sleep(0 if self._ended else self._state.leave_s)
@@ -99,6 +103,7 @@ class EventStream(StreamingResponse):
 
 
 async def read_object(http: Request) -> dict[str, Any]:
+    """Return the JSON object of a body. Raises HTTPException."""
     try:
         body = await http.json()
     except (ValueError, RecursionError):
@@ -109,9 +114,11 @@ async def read_object(http: Request) -> dict[str, Any]:
 
 
 async def refused(http: Request, error: Exception) -> Response:
+    """Return an HTTPException as JSON."""
     assert isinstance(error, HTTPException)
     return JSONResponse({"error": {"message": error.detail}}, error.status_code, error.headers)
 
 
 async def server_away(http: Request, error: Exception) -> Response:
+    """Return status 503 if the queue's server does not answer."""
     return JSONResponse({"error": {"message": "The queue's server does not answer. Try again in a moment."}}, 503)

@@ -1,4 +1,4 @@
-"""scripts/bench NAME [options]"""
+"""scripts/bench NAME [options]: runs one benchmark."""
 
 import argparse
 import os
@@ -10,30 +10,31 @@ from rich.console import Console
 from scripts.benchmarks import batch, burst, engine, prefix, quality, sampling, specprefill, spine, vision
 
 BENCHMARKS: dict[str, tuple[Callable[[Console], bool], str]] = {
-    "spine": (spine.main, "what the way through Redis costs"),
-    "sampling": (sampling.main, "what drawing tokens costs"),
-    "engine": (engine.main, "continuous batches against mlx-lm's own"),
-    "prefix": (prefix.main, "what a hit in the prefix cache costs, and how far it reaches"),
-    "batch": (batch.main, "offline runs against mlx-lm's batch_generate, and what sorting saves"),
-    "specprefill": (specprefill.main, "what thinning prompts saves, and what it costs those who decode"),
-    "specprefill-quality": (quality.main, "what thinning prompts costs in answers"),
-    "vision": (vision.main, "images and text together against one by one, and what images cost those who decode"),
+    "spine": (spine.main, "cost of the path through Redis"),
+    "sampling": (sampling.main, "cost of sampling"),
+    "engine": (engine.main, "continuous batching against mlx-lm's"),
+    "prefix": (prefix.main, "cost of a prefix cache hit, and its length by family"),
+    "batch": (batch.main, "offline runs against mlx-lm's batch_generate, and the effect of sorting lines"),
+    "specprefill": (specprefill.main, "SpecPrefill: time saved, and its cost for running rows"),
+    "specprefill-quality": (quality.main, "SpecPrefill: its effect on answers"),
+    "vision": (vision.main, "images and text in one batch against one by one, and their cost for running rows"),
 }
 
 
 def main() -> int:
+    """Run the named benchmark, and return 0 if every value is within its limit."""
     parser = argparse.ArgumentParser(
-        prog="scripts/bench", description="Measure, and compare with the bars that we hold."
+        prog="scripts/bench", description="Run a benchmark, and compare its values with their limits."
     )
     names = parser.add_subparsers(dest="name", metavar="NAME", required=True)
-    for name, (_, what) in BENCHMARKS.items():
-        names.add_parser(name, help=what, description=what)
+    for name, (_, label) in BENCHMARKS.items():
+        names.add_parser(name, help=label, description=label)
     burst.add_options(names.add_parser("burst", help=burst.SUMMARY, description=burst.SUMMARY))
     options = parser.parse_args()
     console = Console(width=110)
     blas = os.environ.get("LD_PRELOAD", "")
     console.print(
-        f"[dim]{os.cpu_count()} cores, BLAS: {'OpenBLAS, preloaded' if 'blas' in blas else 'as mlx brings it'}[/]"
+        f"[dim]{os.cpu_count()} cores, BLAS: {'OpenBLAS, preloaded' if 'blas' in blas else 'the one linked by mlx'}[/]"
     )
     passed = burst.main(console, options) if options.name == "burst" else BENCHMARKS[options.name][0](console)
     return 0 if passed else 1

@@ -1,5 +1,5 @@
-"""Many different chats at once: throughput, the wait for a first token, and the longest gap, side by side with another
-checkout of this project and with mlx_lm.server."""
+"""Many different chats at once: throughput, time to first token and longest gap, compared with another checkout of the
+project and with mlx_lm.server."""
 
 import argparse
 import asyncio
@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from scripts.benchmarks.batch import all_but_words
+from scripts.benchmarks.batch import non_word_tokens
 from scripts.benchmarks.chats import Answer, Figures, Prompts, through_http, through_queue
 from scripts.benchmarks.engine import prompt
 from scripts.benchmarks.models import hybrid_checkpoint, random_checkpoint
@@ -28,43 +28,44 @@ from scripts.stack import ROOT, Server, WorkerProcess, free_port
 from worker.engine.engine import Engine
 from worker.engine.model.load import open_model
 from worker.schedule.budget import MAX_STEP_STRETCH, PROMPT_SHARE
-from worker.schedule.request import GenerationRequest as Asked
+from worker.schedule.request import GenerationRequest
 
 SUMMARY = "many different chats at once, against another checkout and against mlx_lm.server"
-TOKENS = 96  # of each answer: the models never end one of their own will
+TOKENS = 96  # of each answer; the models never sample the end of sequence
 OURS, BASELINE, MLX_SERVER = "sluice", "baseline", "mlx_lm.server"
-# Of 32 at once, against the baseline; the gap against the decode time of as many rows.
-MOST_CHATS, LEAST_SPEED, MOST_WAIT, MOST_GAP = 32, 1.2, 0.65, 3.5
-BARS = f"bars: tokens/s ≥ {LEAST_SPEED} ×, last first token ≤ {MOST_WAIT} ×, longest gap ≤ {MOST_GAP} decode times"
+# For 32 at once, relative to the baseline; the gap relative to the decode time of 32 rows.
+MAX_CHATS, MIN_SPEED, MAX_WAIT, MAX_GAP = 32, 1.2, 0.65, 3.5
+LIMITS = f"limits: tokens/s ≥ {MIN_SPEED} ×, last first token ≤ {MAX_WAIT} ×, longest gap ≤ {MAX_GAP} decode times"
 _THREADS = "OPENBLAS_NUM_THREADS"
 _START_S = 60.0
 
 Send = Callable[[Sequence[str]], list[Answer]]
 
 
-def plain(folder: Path) -> Path:
+def dense(folder: Path) -> Path:
     """A dense model of 83 million parameters."""
-    return random_checkpoint(folder, hidden=768, layers=12, kv_heads=4, silent=all_but_words())
+    return random_checkpoint(folder, hidden=768, layers=12, kv_heads=4, never_sampled=non_word_tokens())
 
 
 def hybrid(folder: Path) -> Path:
     """A model of 29 million parameters whose attention layers are one in four."""
-    return hybrid_checkpoint(folder, silent=all_but_words())
+    return hybrid_checkpoint(folder, never_sampled=non_word_tokens())
 
 
-MODELS = {"plain": plain, "hybrid": hybrid}
+MODELS = {"plain": dense, "hybrid": hybrid}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
     parser.add_argument(
-        "--chats", type=_positive, nargs="+", default=[8, MOST_CHATS], metavar="N", help="at once; default: 8 32"
+        "--chats", type=_positive, nargs="+", default=[8, MAX_CHATS], metavar="N", help="chats at once; default: 8 32"
     )
-    parser.add_argument("--rounds", type=_positive, default=2, metavar="N", help="of all servers in turn; default: 2")
-    parser.add_argument("--models", choices=MODELS, nargs="+", default=[*MODELS], help="default: both")
     parser.add_argument(
-        "--baseline", type=_checkout, metavar="PATH", help="another checkout of this project, to compare with"
+        "--rounds", type=_positive, default=2, metavar="N", help="rounds, each with all servers; default: 2"
     )
-    parser.add_argument("--against", choices=[MLX_SERVER], help="another server, to compare with")
+    parser.add_argument("--models", choices=MODELS, nargs="+", default=[*MODELS], help="models to run; default: both")
+    parser.add_argument("--baseline", type=_checkout, metavar="PATH", help="compare with this checkout of the project")
+    parser.add_argument("--against", choices=[MLX_SERVER], help="compare with this server")
 
 
 def _positive(text: str) -> int:
@@ -81,7 +82,8 @@ def _checkout(text: str) -> Path:
 
 
 def main(console: Console, options: argparse.Namespace) -> bool:
-    os.environ.setdefault(_THREADS, "1")  # read by the processes that are started from here on
+    """Run the benchmark for each model, and return True if all values are within their limits."""
+    os.environ.setdefault(_THREADS, "1")  # read by the child processes
     holds = True
     for name in options.models:
         with tempfile.TemporaryDirectory() as folder, Server() as server:
@@ -91,7 +93,7 @@ def main(console: Console, options: argparse.Namespace) -> bool:
 
 
 class Bench:
-    """All servers of one model, started once and driven in turn."""
+    """Starts all servers of one model once, and sends each round to all of them."""
 
     def __init__(
         self, console: Console, name: str, checkpoint: Path, redis_url: str, options: argparse.Namespace
@@ -100,13 +102,14 @@ class Bench:
         self._options, self._prompts = options, Prompts()
 
     def run(self) -> bool:
+        """Run all rounds and print the tables; return True if all values are within their limits."""
         decode_s = {chats: self._decode_s(chats) for chats in self._options.chats}
         with ExitStack() as stack:
             servers = {name: stack.enter_context(server) for name, server in self._servers()}
             for send in servers.values():
-                send(self._prompts.draw(2))  # a first answer loads what is loaded late
-            held = [self._compare(servers, chats, decode_s[chats]) for chats in self._options.chats]
-        return all(held)
+                send(self._prompts.draw(2))  # warm up: some parts load with the first request
+            within = [self._compare(servers, chats, decode_s[chats]) for chats in self._options.chats]
+        return all(within)
 
     def _servers(self) -> Iterator[tuple[str, AbstractContextManager[Send]]]:
         rows = max(self._options.chats)
@@ -117,25 +120,25 @@ class Bench:
             yield MLX_SERVER, mlx_server(self._checkpoint)
 
     def _decode_s(self, rows: int) -> float:
-        """In a process of its own: OpenBLAS counts its threads when it is loaded."""
+        """Measure in a new process, since OpenBLAS reads its number of threads when it is loaded."""
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             return pool.submit(decode_s, self._checkpoint, rows).result()
 
     def _compare(self, servers: Mapping[str, Send], chats: int, decode_s: float) -> bool:
         rounds: dict[str, list[Figures]] = {name: [] for name in servers}
         for number in range(self._options.rounds):
-            texts = self._prompts.draw(chats)  # the same for all servers: none has seen them
+            texts = self._prompts.draw(chats)  # new to all servers
             for name, send in list(servers.items())[:: 1 if number % 2 == 0 else -1]:
                 rounds[name].append(_figures(send(texts)))
                 self._console.print(f"[dim]{self._name}, {chats} chats, {name}: {_line(rounds[name][-1])}[/]")
         medians = {name: Figures.median(each) for name, each in rounds.items()}
-        together_s = medians[OURS].together_s
-        step_s = decode_s if math.isnan(together_s) else together_s
+        all_streaming_s = medians[OURS].all_streaming_s
+        step_s = decode_s if math.isnan(all_streaming_s) else all_streaming_s
         self._console.print(self._table(medians, chats, decode_s, step_s))
         return self._verdict(medians, chats, step_s)
 
     def _table(self, medians: Mapping[str, Figures], chats: int, decode_s: float, step_s: float) -> Table:
-        """`decode_s`: a step of as many rows in the bare engine; `step_s`: in the worker, as the clients saw it."""
+        """`decode_s`: seconds of a step of these rows in the bare engine; `step_s`: in the worker, seen by clients."""
         title = (
             f"{self._name}: {chats} chats at once, {TOKENS} tokens each, median of {self._options.rounds} rounds\n"
             f"{chats} rows decode a token in {step_s * 1000:.0f} ms ({decode_s * 1000:.0f} in the bare engine); "
@@ -149,20 +152,20 @@ class Bench:
         return table
 
     def _verdict(self, medians: Mapping[str, Figures], chats: int, step_s: float) -> bool:
-        """Ratios to each other server; the bars are for the most chats, against the baseline."""
+        """Print the ratios to each other server; the limits apply to 32 chats and the baseline."""
         ours, holds = medians[OURS], True
         for name, theirs in medians.items():
             if name != OURS:
                 self._console.print(f"  against {name}: {_ratios(ours, theirs)}")
-        if BASELINE in medians and chats == MOST_CHATS:
-            holds = _bars(ours, medians[BASELINE], step_s)
-            self._console.print(f"  {BARS}: {'[green]held[/]' if holds else '[red]not held[/]'}")
+        if BASELINE in medians and chats == MAX_CHATS:
+            holds = _within_limits(ours, medians[BASELINE], step_s)
+            self._console.print(f"  {LIMITS}: {'[green]within[/]' if holds else '[red]not within[/]'}")
         return holds
 
 
 def _figures(answers: Sequence[Answer]) -> Figures:
     if any(answer.tokens != TOKENS for answer in answers):
-        raise RuntimeError(f"answers of {sorted({answer.tokens for answer in answers})} tokens, and not of {TOKENS}")
+        raise RuntimeError(f"answers have {sorted({answer.tokens for answer in answers})} tokens instead of {TOKENS}")
     return Figures.of(answers)
 
 
@@ -189,11 +192,11 @@ def _ratios(ours: Figures, theirs: Figures) -> str:
     )
 
 
-def _bars(ours: Figures, baseline: Figures, step_s: float) -> bool:
+def _within_limits(ours: Figures, baseline: Figures, step_s: float) -> bool:
     return (
-        ours.tokens_per_s >= LEAST_SPEED * baseline.tokens_per_s
-        and ours.first_last_s <= MOST_WAIT * baseline.first_last_s
-        and ours.longest_gap_s <= MOST_GAP * step_s
+        ours.tokens_per_s >= MIN_SPEED * baseline.tokens_per_s
+        and ours.first_last_s <= MAX_WAIT * baseline.first_last_s
+        and ours.longest_gap_s <= MAX_GAP * step_s
     )
 
 
@@ -206,13 +209,14 @@ def _threads() -> str:
 
 @contextmanager
 def worker(url: str, name: str, checkpoint: Path, root: Path, rows: int) -> Iterator[Send]:
-    """A worker process, with the code of the checkout at `root`."""
-    with WorkerProcess(url, model=checkpoint, model_name=name, root=root, max_rows=max(rows, MOST_CHATS)):
+    """Run a worker with the code of the checkout at `root`, and yield a function that sends texts to it."""
+    with WorkerProcess(url, model=checkpoint, model_name=name, root=root, max_rows=max(rows, MAX_CHATS)):
         yield lambda texts: asyncio.run(through_queue(url, name, texts, TOKENS))
 
 
 @contextmanager
 def mlx_server(checkpoint: Path) -> Iterator[Send]:
+    """Run mlx_lm.server, and yield a function that sends texts to it."""
     port = free_port()
     command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(checkpoint), "--port", str(port)]
     with tempfile.TemporaryFile() as log:
@@ -221,7 +225,7 @@ def mlx_server(checkpoint: Path) -> Iterator[Send]:
             _wait(process, port)
             yield lambda texts: through_http(port, texts, TOKENS)
         finally:
-            process.kill()  # it holds nothing that is worth an orderly end
+            process.kill()  # it has no state to save
             process.wait()
 
 
@@ -246,15 +250,15 @@ def _healthy(port: int) -> bool:
 
 # The decode time
 
-_PROMPT, _STEPS = 60, 16  # tokens, about those of a prompt of the bench; steps that are timed
+_PROMPT, _STEPS = 60, 16  # tokens of a prompt, about as in the benchmark; timed steps
 
 
 def decode_s(checkpoint: Path, rows: int) -> float:
-    """Median seconds of a step in which that many rows decode and nothing else is computed."""
+    """Return the median seconds of a step in which only these rows decode."""
     engine = Engine(open_model(str(checkpoint)), step_s=10.0, rows=rows, prefix_bytes=0)
     for i in range(rows):
-        engine.add(Asked(str(i), prompt(_PROMPT, i), 10_000))
+        engine.add(GenerationRequest(str(i), prompt(_PROMPT, i), 10_000))
     while engine.step().rows < rows:
         pass
-    engine.step()  # the one before it was launched beside the last prompts
+    engine.step()  # its forward was launched together with the last prompts
     return statistics.median(engine.step().seconds for _ in range(_STEPS))

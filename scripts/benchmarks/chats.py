@@ -1,4 +1,4 @@
-"""Chats that are sent all at once, to a worker through the queue or to an OpenAI server, and what their clients saw."""
+"""Sends chats all at once, to a worker through the queue or to an OpenAI server, and measures them at the client."""
 
 import asyncio
 import http.client
@@ -18,7 +18,7 @@ from typing import Any
 from scripts.tiny_chat.data import ITEMS, PLACES
 from sluice import Client, Delta, Finished
 
-WORDS = 5, 60  # of a prompt, the fewest and the most
+WORDS = 5, 60  # of a prompt: at least, at most
 _VOCABULARY = " ".join([*ITEMS, *PLACES]).split()
 _RETRY_S = 0.01
 _TIMEOUT_S = 600.0
@@ -29,46 +29,49 @@ class Answer:
     """Measurements of one client; seconds count from the time at which all chats were sent."""
 
     tokens: int
-    arrivals: tuple[float, ...]  # of the pieces in which the tokens came
+    arrivals: tuple[float, ...]  # of each piece of the answer, in seconds
 
     @property
     def longest_gap_s(self) -> float:
+        """The longest time between two pieces."""
         return max((after - before for before, after in pairwise(self.arrivals)), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One burst in numbers."""
+    """The measurements of one burst."""
 
     tokens_per_s: float
     first_median_s: float
     first_last_s: float
     longest_gap_s: float
-    together_s: float  # the median gap while all of them stream, and no prompt is computed; NaN if that never was
+    all_streaming_s: float  # median gap while all answers stream; NaN if they never all do
 
     @classmethod
     def of(cls, answers: Sequence[Answer]) -> "Figures":
+        """Return the figures of one burst."""
         firsts = [answer.arrivals[0] for answer in answers]
         return cls(
             sum(answer.tokens for answer in answers) / max(answer.arrivals[-1] for answer in answers),
             statistics.median(firsts),
             max(firsts),
             max(answer.longest_gap_s for answer in answers),
-            _together_s(answers),
+            _all_streaming_s(answers),
         )
 
     @classmethod
     def median(cls, rounds: Sequence["Figures"]) -> "Figures":
+        """Return the median of each figure over several bursts."""
         return cls(
             statistics.median(each.tokens_per_s for each in rounds),
             statistics.median(each.first_median_s for each in rounds),
             statistics.median(each.first_last_s for each in rounds),
             statistics.median(each.longest_gap_s for each in rounds),
-            _median([each.together_s for each in rounds if not math.isnan(each.together_s)]),
+            _median([each.all_streaming_s for each in rounds if not math.isnan(each.all_streaming_s)]),
         )
 
 
-def _together_s(answers: Sequence[Answer]) -> float:
+def _all_streaming_s(answers: Sequence[Answer]) -> float:
     begin, end = max(answer.arrivals[0] for answer in answers), min(answer.arrivals[-1] for answer in answers)
     gaps = [
         after - before
@@ -84,12 +87,13 @@ def _median(values: Sequence[float]) -> float:
 
 
 class Prompts:
-    """Texts of 5 to 60 words. Each begins with a made-up word that no other has: nothing of it is in a prefix cache."""
+    """Draws texts of 5 to 60 words. Each begins with a unique made-up word, so that no prefix cache can help."""
 
     def __init__(self, seed: int = 0) -> None:
         self._dice, self._used = Random(seed), set[str]()
 
     def draw(self, number: int) -> list[str]:
+        """Return this many new texts."""
         return [" ".join([self._new_word(), *self._others()]) for _ in range(number)]
 
     def _others(self) -> list[str]:
@@ -103,6 +107,7 @@ class Prompts:
 
 
 def body_of(text: str, tokens: int) -> dict[str, Any]:
+    """Return a greedy request for at most `tokens` tokens."""
     return {"messages": [{"role": "user", "content": text}], "max_tokens": tokens, "temperature": 0}
 
 
@@ -110,7 +115,7 @@ def body_of(text: str, tokens: int) -> dict[str, Any]:
 
 
 async def through_queue(url: str, model: str, texts: Sequence[str], tokens: int) -> list[Answer]:
-    """One client, and so one connection that hears all channels."""
+    """Submit all texts with one client, which has one connection for all channels, and measure the streams."""
     async with Client(url) as client:
         began = time.perf_counter()
         return await asyncio.gather(*(_queued(client, model, body_of(text, tokens), began) for text in texts))
@@ -131,7 +136,7 @@ async def _queued(client: Client, model: str, body: dict[str, Any], began: float
 
 
 def through_http(port: int, texts: Sequence[str], tokens: int) -> list[Answer]:
-    """A thread for each chat: fewer would queue them in the client."""
+    """Send all texts, with a thread for each: fewer would delay them in the client."""
     with ThreadPoolExecutor(max_workers=max(len(texts), 256)) as pool:
         began = time.perf_counter()
         return list(pool.map(partial(_posted, port, began), [body_of(text, tokens) for text in texts]))
@@ -145,7 +150,7 @@ def _posted(port: int, began: float, body: dict[str, Any]) -> Answer:
             connection.request("POST", "/v1/chat/completions", request, {"Content-Type": "application/json"})
             return _read(connection.getresponse(), began)
         except (ConnectionError, http.client.BadStatusLine):
-            # A short listen backlog refuses or resets some of many connections that come at once.
+            # With a short listen backlog some of many simultaneous connections are refused or reset.
             time.sleep(_RETRY_S)
         finally:
             connection.close()

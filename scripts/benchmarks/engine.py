@@ -1,4 +1,4 @@
-"""The engine against mlx-lm's own: throughput, the longest gap, joining, and rows of very different length."""
+"""The engine against mlx-lm: throughput, longest gap, adding rows, and rows of very different length."""
 
 import statistics
 import tempfile
@@ -28,47 +28,50 @@ from worker.schedule.outcomes import Sampled
 from worker.schedule.request import GenerationRequest
 
 RUNS = 5
-Line = tuple[str, str, str, bool | None]  # what, its bar, what it came to, and whether that holds
+Line = tuple[str, str, str, bool | None]  # label, limit, value, and if the value is within the limit
 
 
 def main(console: Console) -> bool:
+    """Run the benchmark, print its table, and return True if every value is within its limit."""
     with tempfile.TemporaryDirectory() as folder:
         model = open_model(str(random_checkpoint(Path(folder), hidden=512, layers=8)))
     model.tokenizer.eos_token_ids = []  # a random model may end anywhere
     table = Table("measured", "bar", "came to", "holds", title="The engine", title_justify="left")
     holds = True
-    for part in (throughput, one_by_one, gaps, joins, company):
-        for what, bar, came_to, held in part(model):
-            table.add_row(what, bar, came_to, {True: "[green]yes", False: "[red]no", None: ""}[held])
-            holds = holds and held is not False
+    for part in (throughput, one_by_one, gaps, additions, mixed_lengths):
+        for label, limit, value, within in part(model):
+            table.add_row(label, limit, value, {True: "[green]yes", False: "[red]no", None: ""}[within])
+            holds = holds and within is not False
     console.print(table)
     return holds
 
 
 def prompt(tokens: int, seed: int) -> tuple[int, ...]:
+    """Return a random prompt of this many tokens."""
     dice = Random(seed)
     return tuple(dice.randrange(10, 1024) for _ in range(tokens))
 
 
-def in_turn(*calls: Callable[[], float], runs: int = RUNS) -> list[list[float]]:
-    """What each call says, run after run; the first run warms up."""
+def alternate(*calls: Callable[[], float], runs: int = RUNS) -> list[list[float]]:
+    """Call each function in turn, `runs` times after a warm-up, and return the values by function."""
     rounds = [[call() for call in calls] for _ in range(runs + 1)][1:]
     return [list(column) for column in zip(*rounds, strict=True)]
 
 
 def ratio(above: list[float], below: list[float]) -> float:
-    """Of what was measured next to each other: another process is as likely to disturb the one as the other."""
+    """Return the median of the ratios of values measured one after the other, so that disturbances affect both."""
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
-# Throughput: all requests are there from the beginning
+# Throughput: all requests are present from the start
 
 TOKENS, PROMPT = 96, 32
 
 
 def throughput(model: Model) -> Iterator[Line]:
+    """Compare the speed with mlx-lm's batch_generate."""
     for rows in (1, 2, 4, 8, 16, 32):
-        ours, theirs = in_turn(partial(engine_s, model, rows), partial(batch_generate_s, model, rows))
+        ours, theirs = alternate(partial(engine_s, model, rows), partial(batch_generate_s, model, rows))
         speed, rate = ratio(theirs, ours), rows * TOKENS / statistics.median(ours)
         yield (
             f"speed against batch_generate, {rows} rows",
@@ -79,12 +82,14 @@ def throughput(model: Model) -> Iterator[Line]:
 
 
 def one_by_one(model: Model) -> Iterator[Line]:
+    """Compare the speed with single requests."""
     for rows in (8, 32):
-        ours, theirs = in_turn(partial(engine_s, model, rows), partial(generate_s, model, rows), runs=1)
+        ours, theirs = alternate(partial(engine_s, model, rows), partial(generate_s, model, rows), runs=1)
         yield f"speed against generate, one after the other, {rows} rows", "", f"{ratio(theirs, ours):.2f}", None
 
 
 def engine_s(model: Model, rows: int) -> float:
+    """Return the seconds that the engine takes for all requests."""
     engine, began = Engine(model, step_s=10.0), time.perf_counter()
     for i in range(rows):
         engine.add(GenerationRequest(str(i), prompt(PROMPT, i), TOKENS))
@@ -94,28 +99,31 @@ def engine_s(model: Model, rows: int) -> float:
 
 
 def batch_generate_s(model: Model, rows: int) -> float:
+    """Return the seconds that batch_generate takes for the same requests."""
     prompts, began = [list(prompt(PROMPT, i)) for i in range(rows)], time.perf_counter()
     mlx_lm.batch_generate(model.network, model.tokenizer, prompts, max_tokens=TOKENS)
     return time.perf_counter() - began
 
 
 def generate_s(model: Model, rows: int) -> float:
+    """Return the seconds that mlx_lm.generate takes for them one by one."""
     prompts, began = [list(prompt(PROMPT, i)) for i in range(rows)], time.perf_counter()
     for tokens in prompts:
         mlx_lm.generate(model.network, model.tokenizer, tokens, max_tokens=TOKENS)
     return time.perf_counter() - began
 
 
-# The longest gap of a row while others' prompts arrive
+# The longest gap of a row while other prompts arrive
 
 ARRIVING = (1536, *[24] * 8)
 STEP_S = 0.1
 
 
 def gaps(model: Model) -> Iterator[Line]:
-    engine = Engine(model, step_s=STEP_S, prefix_bytes=0)  # the same prompts come again and again
-    default_s, _ = stock_gap(model)  # once is enough, and long
-    engine_gap(engine)  # it learns how fast it is
+    """Measure the longest gap of a running row."""
+    engine = Engine(model, step_s=STEP_S, prefix_bytes=0)  # no prefix cache, since the prompts repeat
+    default_s, _ = stock_gap(model)  # slow, so measured once
+    engine_gap(engine)  # warm-up: the step budget learns the speed
     runs = [(engine_gap(engine), stock_gap(model, prefill_step_size=128)) for _ in range(RUNS)]
     ours, fine = (statistics.median(gap for gap, _ in way) for way in zip(*runs, strict=True))
     yield (
@@ -133,7 +141,7 @@ ANSWER = 16
 
 
 def engine_gap(engine: Engine) -> tuple[float, float]:
-    """The longest time between two tokens of a running row, and until all others have answered."""
+    """Return the longest time between two tokens of a running row, and the time until all others have answered."""
     engine.add(GenerationRequest("running", prompt(PROMPT, 0), 2000))
     for _ in range(8):
         engine.step()
@@ -151,6 +159,7 @@ def engine_gap(engine: Engine) -> tuple[float, float]:
 
 
 def stock_gap(model: Model, **settings: int) -> tuple[float, float]:
+    """Return the same for mlx-lm's BatchGenerator."""
     stock = BatchGenerator(model.network, **settings)
     [running] = stock.insert([list(prompt(PROMPT, 0))], [2000])
     for _ in range(8):
@@ -159,28 +168,28 @@ def stock_gap(model: Model, **settings: int) -> tuple[float, float]:
     unfinished = set(stock.insert([list(prompt(n, i)) for i, n in enumerate(ARRIVING)], [ANSWER] * len(ARRIVING)))
     longest = 0.0
     while unfinished:
-        _, told = stock.next()
+        _, outcomes = stock.next()
         now = time.perf_counter()
-        if any(each.uid == running for each in told):
+        if any(each.uid == running for each in outcomes):
             longest, last = max(longest, now - last), now
-        unfinished -= {each.uid for each in told if each.finish_reason}
+        unfinished -= {each.uid for each in outcomes if each.finish_reason}
     stock.close()
     return longest, last - began
 
 
-# Joining, and rows of very different length. Their caches are filled by hand: what is in them changes no time
+# Adding rows, and rows of very different length. Random caches suffice: their contents do not change the times
 
 
 class Batch:
-    """Rows as the engine carries them from step to step."""
+    """The rows of a batch, decoded as the engine does it."""
 
     def __init__(self, model: Model) -> None:
         self._network, self._groups, self._rows = model.network, Groups(model.network, lambda groups: True), 0
 
-    def join(self, tokens: int) -> float:
-        """Seconds that it takes a row of this length to join."""
+    def add(self, tokens: int) -> float:
+        """Add a row with `tokens` tokens, and return the seconds that it takes."""
         row = Row.of(GenerationRequest(str(self._rows), prompt(tokens, self._rows), 10_000))
-        cache = filled(make_prompt_cache(self._network), self._network, tokens - 1)
+        cache = fill_cache(make_prompt_cache(self._network), self._network, tokens - 1)
         self._rows += 1
         began = time.perf_counter()
         with mx.stream(generation_stream):
@@ -188,23 +197,26 @@ class Batch:
         return time.perf_counter() - began
 
     def step(self) -> float:
+        """Decode one token for each row, and return the seconds that it takes."""
         began = time.perf_counter()
         with mx.stream(generation_stream):
-            told, _ = self._groups.step()
-            for news in told:
-                news.row.answer.append(news.token)
+            outcomes, _ = self._groups.step()
+            for outcome in outcomes:
+                outcome.row.answer.append(outcome.token)
             self._groups.rebalance()
         return time.perf_counter() - began
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the buffers."""
         return self._groups.nbytes
 
     def __str__(self) -> str:
         return " + ".join(f"{len(group)}×{max(group)}" for group in self._groups.lengths)
 
 
-def filled(cache: list[Any], network: nn.Module, tokens: int) -> list[Any]:
+def fill_cache(cache: list[Any], network: nn.Module, tokens: int) -> list[Any]:
+    """Fill a cache with random keys and values of this many tokens, and return it."""
     heads, width = network.args.num_key_value_heads, network.args.head_dim
     for layer in cache:
         layer.keys, layer.values = (mx.random.normal((1, heads, tokens, width)) for _ in range(2))
@@ -213,42 +225,45 @@ def filled(cache: list[Any], network: nn.Module, tokens: int) -> list[Any]:
     return cache
 
 
-def joins(model: Model) -> Iterator[Line]:
+def additions(model: Model) -> Iterator[Line]:
+    """Measure the cost of adding a row to a large batch."""
     batch = Batch(model)
     for _ in range(24):
-        batch.join(2000)
+        batch.add(2000)
     for _ in range(5):
         batch.step()
     within, growing = list[float](), list[float]()
     while len(growing) < 1:
         decode_s, size = statistics.median(batch.step() for _ in range(5)), batch.nbytes
-        took_s = batch.join(2000) + batch.step()  # joining waits for the step under way
+        took_s = batch.add(2000) + batch.step()  # adding waits for the running step
         (within if batch.nbytes == size else growing).append(took_s / decode_s)
     cost = statistics.median(within)
     yield (
-        "a row joins 24×2,000, and all decode",
+        "a row is added to 24×2,000, and all decode",
         "≤ 1.5 steps",
         f"{cost:.2f} (buffers grow: {growing[0]:.2f})",
         cost <= 1.5,
     )
 
 
-def company(model: Model) -> Iterator[Line]:
+def mixed_lengths(model: Model) -> Iterator[Line]:
+    """Compare a step of short rows and a long one with steps of each alone."""
     short, long, mixed = (batch_of(model, lengths) for lengths in ([64] * 7, [4000], [64] * 7))
     for _ in range(40):
-        mixed.step()  # what a step costs without the long row
-    mixed.join(4000)
+        mixed.step()  # settle without the long row
+    mixed.add(4000)
     before_s = statistics.median(mixed.step() for _ in range(5))
     for _ in range(100):
         mixed.step()
-    together, *apart = in_turn(mixed.step, short.step, long.step, runs=30)
+    together, *apart = alternate(mixed.step, short.step, long.step, runs=30)
     cost = ratio(together, [a + b for a, b in zip(*apart, strict=True)])
-    came_to = f"{cost:.2f} ({before_s * 1000:.0f} ms at first, then {statistics.median(together) * 1000:.0f}: {mixed})"
-    yield "a step of 7×64 and 1×4,000, against the two apart", "≤ 1.3", came_to, cost <= 1.3
+    value = f"{cost:.2f} ({before_s * 1000:.0f} ms at first, then {statistics.median(together) * 1000:.0f}: {mixed})"
+    yield "a step of 7×64 and 1×4,000, against both alone", "≤ 1.3", value, cost <= 1.3
 
 
 def batch_of(model: Model, lengths: list[int]) -> Batch:
+    """Return a batch with rows of these lengths, in tokens."""
     batch = Batch(model)
     for tokens in lengths:
-        batch.join(tokens)
+        batch.add(tokens)
     return batch

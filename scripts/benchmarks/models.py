@@ -1,4 +1,4 @@
-"""Random models of a chosen size, on disk, with the tiny model's tokenizer."""
+"""Writes random models of a given size to disk, with the tiny model's tokenizer."""
 
 import json
 import shutil
@@ -16,18 +16,26 @@ from scripts.stack import TINY_CHAT
 
 
 def random_checkpoint(
-    folder: Path, *, hidden: int = 1024, layers: int = 12, kv_heads: int | None = None, silent: Sequence[int] = ()
+    folder: Path,
+    *,
+    hidden: int = 1024,
+    layers: int = 12,
+    kv_heads: int | None = None,
+    never_sampled: Sequence[int] = (),
 ) -> Path:
-    """A dense qwen3 in fp32; the defaults take some 30 to 60 ms a step of eight rows on two cores. `silent`: tokens
-    that it never says of its own will."""
+    """Write a dense qwen3 in fp32, and return the folder. With the defaults a step of eight rows takes some 30 to 60 ms
+    on two cores. `never_sampled`: tokens whose logit is always 0, which is below the largest."""
     config = {**_dense(hidden, layers), "model_type": "qwen3", "eos_token_id": 2}
     if kv_heads:
         config["num_key_value_heads"] = kv_heads
-    return _written(folder, config, qwen3.Model, qwen3.ModelArgs, silent)
+    return _write_random(folder, config, qwen3.Model, qwen3.ModelArgs, never_sampled)
 
 
-def hybrid_checkpoint(folder: Path, *, hidden: int = 512, layers: int = 8, silent: Sequence[int] = ()) -> Path:
-    """A qwen3_5 in fp32: three layers of GatedDeltaNet, then one of attention. `silent`: as above."""
+def hybrid_checkpoint(folder: Path, *, hidden: int = 512, layers: int = 8, never_sampled: Sequence[int] = ()) -> Path:
+    """Write a qwen3_5 in fp32: three layers of GatedDeltaNet, then one of attention. Return the folder.
+
+    `never_sampled`: as for `random_checkpoint`.
+    """
     text = {
         **_dense(hidden, layers), "model_type": "qwen3_5_text", "full_attention_interval": 4,
         "linear_num_value_heads": hidden // 64, "linear_num_key_heads": hidden // 128,
@@ -37,13 +45,14 @@ def hybrid_checkpoint(folder: Path, *, hidden: int = 512, layers: int = 8, silen
         },
     }  # fmt: skip
     config = {"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": False, "eos_token_id": 2}
-    return _written(folder, config, qwen3_5.Model, qwen3_5.ModelArgs, silent)
+    return _write_random(folder, config, qwen3_5.Model, qwen3_5.ModelArgs, never_sampled)
 
 
 def tiny_chat_in_fp32(folder: Path) -> Path:
+    """Write the bundled tiny model in fp32, and return the folder."""
     network, _ = mlx_lm.load(str(TINY_CHAT))
     weights = dict(tree_flatten(tree_map(lambda array: array.astype(mx.float32), network.parameters())))
-    return _saved(folder, weights, (TINY_CHAT / "config.json").read_text())
+    return _save(folder, weights, (TINY_CHAT / "config.json").read_text())
 
 
 def _dense(hidden: int, layers: int) -> dict[str, Any]:
@@ -54,18 +63,18 @@ def _dense(hidden: int, layers: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _written(
-    folder: Path, config: dict[str, Any], model: type[nn.Module], args: Any, silent: Sequence[int] = ()
+def _write_random(
+    folder: Path, config: dict[str, Any], model: type[nn.Module], args: Any, never_sampled: Sequence[int] = ()
 ) -> Path:
     mx.random.seed(0)
     weights = dict(tree_flatten(model(args.from_dict(config)).parameters()))
-    if silent:
+    if never_sampled:
         [head] = (weight for name, weight in weights.items() if name.endswith("lm_head.weight"))
-        head[mx.array([*silent])] = 0  # and others are above 0
-    return _saved(folder, weights, json.dumps(config))
+        head[mx.array([*never_sampled])] = 0  # the largest logit is always above 0
+    return _save(folder, weights, json.dumps(config))
 
 
-def _saved(folder: Path, weights: dict[str, mx.array], config: str) -> Path:
+def _save(folder: Path, weights: dict[str, mx.array], config: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     (folder / "config.json").write_text(config)

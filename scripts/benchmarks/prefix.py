@@ -1,4 +1,4 @@
-"""The prefix cache: what a hit costs, what looking costs, what memory it takes, and how far it reaches by family."""
+"""The prefix cache: cost of a hit and of a look-up, memory, and length of hits by family."""
 
 import copy
 import gc
@@ -17,7 +17,7 @@ from mlx_lm.models.cache import LRUPromptCache
 from rich.console import Console
 from rich.table import Table
 
-from scripts.benchmarks.engine import Line, filled, prompt, ratio
+from scripts.benchmarks.engine import Line, fill_cache, prompt, ratio
 from scripts.benchmarks.models import hybrid_checkpoint, random_checkpoint
 from scripts.benchmarks.reach import reach
 from worker.engine.cache import slots
@@ -32,36 +32,38 @@ from worker.schedule.prefix import PrefixTree, checkpoint_positions
 from worker.schedule.request import GenerationRequest
 
 MIB = 1 << 20
-ROOM = 1 << 30  # bytes; more than any of these measurements keeps
+CACHE_BYTES = 1 << 30  # bytes; more than any of these measurements stores
 
 
 def main(console: Console) -> bool:
+    """Run the benchmark, print its table, and return True if every value is within its limit."""
     table = Table("measured", "bar", "came to", "holds", title="The prefix cache", title_justify="left")
     holds = True
     with tempfile.TemporaryDirectory() as folder:
-        plain = opened(random_checkpoint(Path(folder) / "plain", hidden=512, layers=8))
-        hybrid = opened(hybrid_checkpoint(Path(folder) / "hybrid", hidden=512, layers=8))
-        small = opened(random_checkpoint(Path(folder) / "small", hidden=256, layers=4))
-        small_hybrid = opened(hybrid_checkpoint(Path(folder) / "small hybrid", hidden=256, layers=4))
+        dense = open_checkpoint(random_checkpoint(Path(folder) / "plain", hidden=512, layers=8))
+        hybrid = open_checkpoint(hybrid_checkpoint(Path(folder) / "hybrid", hidden=512, layers=8))
+        small = open_checkpoint(random_checkpoint(Path(folder) / "small", hidden=256, layers=4))
+        small_hybrid = open_checkpoint(hybrid_checkpoint(Path(folder) / "small hybrid", hidden=256, layers=4))
     parts: list[Callable[[], Iterator[Line]]] = [
-        partial(first_tokens, plain, {"KV": 1}),
+        partial(first_tokens, dense, {"KV": 1}),
         partial(first_tokens, hybrid, {"hybrid": 1, "hybrid, the opening taken back": OPENING}),
-        looking,
+        lookups,
         partial(memory, "KV", small),
         partial(memory, "hybrid", small_hybrid),
-        partial(moving, plain),
+        partial(copies_of_arrays, dense),
     ]
     for part in parts:
-        for what, bar, came_to, held in part():
-            table.add_row(what, bar, came_to, {True: "[green]yes", False: "[red]no", None: ""}[held])
-            holds = holds and held is not False
+        for label, limit, value, within in part():
+            table.add_row(label, limit, value, {True: "[green]yes", False: "[red]no", None: ""}[within])
+            holds = holds and within is not False
     console.print(table)
     return reach(console) and holds
 
 
-def opened(checkpoint: Path) -> Model:
+def open_checkpoint(checkpoint: Path) -> Model:
+    """Open a model without end-of-sequence tokens."""
     model = open_model(str(checkpoint))
-    model.tokenizer.eos_token_ids = []  # a random model may end anywhere
+    model.tokenizer.eos_token_ids = []  # a random model may sample one at any time
     return model
 
 
@@ -73,34 +75,38 @@ USER, OPENING, ANSWER = 40, 4, 16
 
 
 class Chat:
-    """One conversation, as its client sends it: each prompt is all that was said."""
+    """A conversation, of which each prompt contains the whole history."""
 
     def __init__(self, number: int, system: int, *, opening: int = 1) -> None:
-        """`opening`: tokens behind the boundary of a turn; the prompt's last one always is."""
+        """`opening`: number of tokens after the boundary of the last turn; at least the last one of the prompt."""
         self.number, self.turn, self.system, self.opening = number, 0, system, opening
-        self.said = prompt(system, seed=0)
+        self.history = prompt(system, seed=0)
 
-    def asks(self) -> tuple[int, ...]:
-        """The user's next turn."""
+    def next_turn(self) -> tuple[int, ...]:
+        """Append the user's next turn, and return its tokens."""
         self.turn += 1
         new = prompt(USER, seed=1000 * self.number + self.turn)
-        self.said += new
+        self.history += new
         return new
 
     def sequence(self) -> GenerationRequest:
-        boundaries = (len(self.said) - self.opening, self.system)
-        return GenerationRequest(f"{self.number}.{self.turn}", self.said, ANSWER, boundaries=boundaries)
+        """Return the request for the next answer."""
+        boundaries = (len(self.history) - self.opening, self.system)
+        return GenerationRequest(f"{self.number}.{self.turn}", self.history, ANSWER, boundaries=boundaries)
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class Measured:
+    """One request's measurements."""
+
     first_token_s: float
     cached: int  # tokens
     answer: tuple[int, ...]
-    nbytes: int  # of the prefix cache, afterwards
+    nbytes: int  # of the prefix cache, after the request
 
 
-def hear(engine: Engine, sequence: GenerationRequest) -> Heard:
+def run_request(engine: Engine, sequence: GenerationRequest) -> Measured:
+    """Run a request alone to its end."""
     began, first, cached, answer, nbytes = time.perf_counter(), 0.0, 0, list[int](), 0
     engine.add(sequence)
     while len(engine):
@@ -112,77 +118,81 @@ def hear(engine: Engine, sequence: GenerationRequest) -> Heard:
             elif isinstance(outcome, Sampled) and outcome.token is not None:
                 first = first or time.perf_counter() - began
                 answer.append(outcome.token)
-    return Heard(first, cached, tuple(answer), nbytes)
+    return Measured(first, cached, tuple(answer), nbytes)
 
 
-class Bare:
-    """What nobody can save: the model on the new tokens of a conversation whose cache is at hand, with room in it.
-    Nothing is looked for, restored or kept, and no batch is joined."""
+class BareModel:
+    """The lower bound: the model on the new tokens of a conversation, with its cache at hand and large enough.
 
-    def __init__(self, network: nn.Module, begun: list[Any]) -> None:
-        """`begun`: the cache of the system prompt. It stays as it is."""
-        self._network, self._cache = network, copy.deepcopy(begun)
+    Nothing is looked up, restored or stored, and there is no batch.
+    """
+
+    def __init__(self, network: nn.Module, system_cache: list[Any]) -> None:
+        """`system_cache`: the cache of the system prompt, which is copied."""
+        self._network, self._cache = network, copy.deepcopy(system_cache)
         for layer in layers(self._cache):
             if isinstance(layer, KVCache):
-                layer.keys, layer.values = (_with_room(buffer, 512) for buffer in (layer.keys, layer.values))
+                layer.keys, layer.values = (_extended(buffer, 512) for buffer in (layer.keys, layer.values))
         slots.materialize(self._cache)
 
     def first_token_s(self, new: tuple[int, ...]) -> tuple[float, float]:
-        """All but the last token, then that one: until its answer's first token is there, and until the second is under
-        way, which is when mlx-lm and the engine tell the first. On a CPU it is computed by then."""
+        """Compute the new tokens. Return the seconds until the first token of the answer is computed, and until the
+        forward for the second is launched, which is when mlx-lm and the engine return the first. On a CPU that forward
+        is complete by then."""
         began = time.perf_counter()
         self.feed(new[:-1])
-        first = self._fed(mx.array([new[-1:]]))
+        first = self._next_token(mx.array([new[-1:]]))
         mx.eval(first)
-        there_s = time.perf_counter() - began
-        mx.async_eval(self._fed(first))  # type: ignore[no-untyped-call]
-        return there_s, time.perf_counter() - began
+        computed_s = time.perf_counter() - began
+        mx.async_eval(self._next_token(first))  # type: ignore[no-untyped-call]
+        return computed_s, time.perf_counter() - began
 
     def feed(self, tokens: tuple[int, ...]) -> None:
-        self._fed(mx.array([tokens]))
+        """Append tokens to the cache."""
+        self._next_token(mx.array([tokens]))
         slots.materialize(self._cache)
 
-    def _fed(self, tokens: mx.array) -> mx.array:
-        """The next token, lazily."""
+    def _next_token(self, tokens: mx.array) -> mx.array:
+        """Return the next token, lazily."""
         return mx.argmax(self._network(tokens, cache=self._cache)[:, -1:], axis=-1)
 
 
-def _with_room(buffer: mx.array, tokens: int) -> mx.array:
+def _extended(buffer: mx.array, tokens: int) -> mx.array:
     return mx.concatenate([buffer, mx.zeros((*buffer.shape[:2], tokens, buffer.shape[3]), buffer.dtype)], axis=2)
 
 
 def first_tokens(model: Model, kinds: dict[str, int]) -> Iterator[Line]:
-    """`kinds` of conversations, in turn, and the tokens that open their answers. A hit and its reference are timed one
-    right after the other."""
-    begun = make_prompt_cache(model.network)
-    model.network(mx.array([prompt(SYSTEM, seed=0)]), cache=begun)
-    slots.materialize(begun)
-    engine, cold = Engine(model, step_s=10.0, prefix_bytes=ROOM), Engine(model, step_s=10.0, prefix_bytes=0)
+    """Measure the time to first token of hits. `kinds`: number of opening tokens by the name of the conversation. A hit
+    and its reference are timed one after the other."""
+    system_cache = make_prompt_cache(model.network)
+    model.network(mx.array([prompt(SYSTEM, seed=0)]), cache=system_cache)
+    slots.materialize(system_cache)
+    engine, cold = Engine(model, step_s=10.0, prefix_bytes=CACHE_BYTES), Engine(model, step_s=10.0, prefix_bytes=0)
     chats = [Chat(i, SYSTEM, opening=[*kinds.values()][i % len(kinds)]) for i in range(CONVERSATIONS)]
-    bares = [Bare(model.network, begun) for _ in chats]
+    bare_models = [BareModel(model.network, system_cache) for _ in chats]
     took, against_cold = {opening: list[tuple[float, float, float]]() for opening in kinds.values()}, list[float]()
-    cached = asked = 0
+    cached = total = 0
     for turn in range(TURNS):
-        for chat, bare in zip(chats, bares, strict=True):
-            new = chat.asks()
-            heard, bare_s = hear(engine, chat.sequence()), bare.first_token_s(new)
-            if heard.cached:
-                took[chat.opening].append((heard.first_token_s, *bare_s))
+        for chat, bare in zip(chats, bare_models, strict=True):
+            new = chat.next_turn()
+            measured, bare_s = run_request(engine, chat.sequence()), bare.first_token_s(new)
+            if measured.cached:
+                took[chat.opening].append((measured.first_token_s, *bare_s))
             if turn == TURNS - 1 and chat.number % 5 == 0:
-                against_cold.append(hear(cold, chat.sequence()).first_token_s / heard.first_token_s)
-            cached, asked = cached + heard.cached, asked + len(chat.said)
-            chat.said += heard.answer
-            bare.feed(heard.answer[1:])  # it has fed itself the first
+                against_cold.append(run_request(cold, chat.sequence()).first_token_s / measured.first_token_s)
+            cached, total = cached + measured.cached, total + len(chat.history)
+            chat.history += measured.answer
+            bare.feed(measured.answer[1:])  # the first is in its cache already
     for kind, opening in kinds.items():
-        ours, there, told = ([*column] for column in zip(*took[opening], strict=True))
-        for what, theirs, bar in (
-            (f"first token of a hit, against new tokens and a step: {kind}", told, 1.15),
-            ("  against new tokens alone, the engine's step ahead counted as cost", there, None),
+        ours, computed, launched = ([*column] for column in zip(*took[opening], strict=True))
+        for label, theirs, limit in (
+            (f"first token of a hit, against new tokens and a step: {kind}", launched, 1.15),
+            ("  against new tokens alone, the engine's step ahead counted as cost", computed, None),
         ):
             cost = ratio(ours, theirs)
-            came_to = f"{cost:.2f} ({1000 * statistics.median(ours):.0f} ms, {1000 * statistics.median(theirs):.0f} ms)"
-            yield what, f"≤ {bar}" if bar else "", came_to, cost <= bar if bar else None
-    yield "  prompt tokens that were cached", "", f"{cached / asked:.1%}", None
+            value = f"{cost:.2f} ({1000 * statistics.median(ours):.0f} ms, {1000 * statistics.median(theirs):.0f} ms)"
+            yield label, f"≤ {limit}" if limit else "", value, cost <= limit if limit else None
+    yield "  prompt tokens that were cached", "", f"{cached / total:.1%}", None
     yield "  first token without a cache, against that of a hit", "", f"{statistics.median(against_cold):.1f}×", None
 
 
@@ -190,106 +200,112 @@ def first_tokens(model: Model, kinds: dict[str, int]) -> Iterator[Line]:
 
 
 def memory(kind: str, model: Model) -> Iterator[Line]:
+    """Compare the cache's size with the size of the prefixes, and with MLX's count."""
     shared, tails = 2000, CONVERSATIONS * TURNS * (USER + ANSWER)
-    begun = make_prompt_cache(model.network)
-    model.network(mx.array([[5]]), cache=begun)
-    slots.materialize(begun)
-    before, engine = in_use(), Engine(model, step_s=10.0, prefix_bytes=ROOM)
+    system_cache = make_prompt_cache(model.network)
+    model.network(mx.array([[5]]), cache=system_cache)
+    slots.materialize(system_cache)
+    before, engine = in_use(), Engine(model, step_s=10.0, prefix_bytes=CACHE_BYTES)
     chats, nbytes = [Chat(i, shared) for i in range(CONVERSATIONS)], 0
     for _ in range(TURNS):
         for chat in chats:
-            chat.asks()
-            heard = hear(engine, chat.sequence())
-            chat.said, nbytes = chat.said + heard.answer, heard.nbytes
-    truth = in_use() - before
+            chat.next_turn()
+            measured = run_request(engine, chat.sequence())
+            chat.history, nbytes = chat.history + measured.answer, measured.nbytes
+    measured_bytes = in_use() - before
     del engine
-    tokens_bytes = token_bytes(begun) * (shared + tails)
-    state_bytes = sum(layer.nbytes for layer in layers(begun) if not isinstance(layer, KVCache))
+    tokens_bytes = token_bytes(system_cache) * (shared + tails)
+    state_bytes = sum(layer.nbytes for layer in layers(system_cache) if not isinstance(layer, KVCache))
     states = f", {(nbytes - tokens_bytes) / state_bytes:.0f} states of {state_bytes / MIB:.2f}" if state_bytes else ""
-    came_to = f"{nbytes / tokens_bytes:.2f} ({nbytes / MIB:.0f} MiB of {tokens_bytes / MIB:.0f}{states})"
-    what = f"memory of {CONVERSATIONS} conversations on {shared:,} tokens, against prefix and tails: {kind}"
-    # States are no tokens: how many there are is what the budget and the places decide.
-    yield what, *(("", came_to, None) if state_bytes else ("≤ 1.5", came_to, nbytes <= 1.5 * tokens_bytes))
-    count = truth / nbytes
+    value = f"{nbytes / tokens_bytes:.2f} ({nbytes / MIB:.0f} MiB of {tokens_bytes / MIB:.0f}{states})"
+    label = f"memory of {CONVERSATIONS} conversations on {shared:,} tokens, against prefix and tails: {kind}"
+    # State snapshots are not counted as tokens: their number depends on the budget and the checkpoint positions.
+    yield label, *(("", value, None) if state_bytes else ("≤ 1.5", value, nbytes <= 1.5 * tokens_bytes))
+    count = measured_bytes / nbytes
     yield "  MLX's own count, against ours", "0.95 to 1.05", f"{count:.3f}", 0.95 <= count <= 1.05
 
 
 def in_use() -> int:
+    """Return the bytes of all MLX arrays, after garbage collection."""
     gc.collect()
     mx.synchronize()
     mx.clear_cache()
     return mx.get_active_memory()
 
 
-# Looking and inserting: a tree whose runs cost nothing, against mlx-lm's
+# Look-up and insertion: a tree with empty segments, against mlx-lm's
 
 DOCUMENTS, LONG = 20, 32 * 1024
-PARTING = (1, 1000, LONG // 2, LONG // 2 + 1000, LONG - 1)  # tokens that a newcomer shares with the first document
+SHARED = (1, 1000, LONG // 2, LONG // 2 + 1000, LONG - 1)  # tokens that the new prompt shares with the first document
 Call = Callable[[tuple[int, ...]], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Free:
+class EmptySegment:
+    """A segment without contents, to measure the tree alone."""
+
     nbytes: int = 0
     trimmable: bool = False
 
-    def split(self, at: int) -> "tuple[Free, Free]":
+    def split(self, at: int) -> "tuple[EmptySegment, EmptySegment]":
         return self, self
 
 
-def looking() -> Iterator[Line]:
-    for name, state in ("a tree", None), ("a tree with states", Free()):
-        tree = PrefixTree[Free, Free](stateful=state is not None)
+def lookups() -> Iterator[Line]:
+    """Measure look-ups and insertions of long prompts."""
+    for name, state in ("a tree", None), ("a tree with states", EmptySegment()):
+        tree = PrefixTree[EmptySegment, EmptySegment](stateful=state is not None)
         for number in range(DOCUMENTS):
             for cut in checkpoint_positions((), LONG, GRID):
-                tree.insert("", document(number)[:cut], _free, state)
-        look_up, insert = partial(tree.find, ""), partial(tree.insert, "", take=_free, state=state)
-        for what, call in ("look-up", look_up), ("insert", insert):
-            worst = max(statistics.median(_ms(call, shared, seed) for seed in range(5)) for shared in PARTING)
-            what = f"{what} at {LONG // 1024}k tokens, {name} of {DOCUMENTS} documents"
-            yield what, "≤ 2 ms", f"{worst:.2f} ms", worst <= 2
+                tree.insert("", document(number)[:cut], _take, state)
+        look_up, insert = partial(tree.find, ""), partial(tree.insert, "", take=_take, state=state)
+        for label, call in ("look-up", look_up), ("insert", insert):
+            worst = max(statistics.median(_ms(call, shared, seed) for seed in range(5)) for shared in SHARED)
+            label = f"{label} at {LONG // 1024}k tokens, {name} of {DOCUMENTS} documents"
+            yield label, "≤ 2 ms", f"{worst:.2f} ms", worst <= 2
     theirs = LRUPromptCache(max_size=1000)
     theirs.insert_cache("", list(document(0)), [])
-    # Once, and of one document: a look-up goes through all that begin alike, and of 20 it takes 20 times as long.
+    # One document only: its look-up visits all entries with the same prefix, so 20 documents take 20 times as long.
     look_up_ms = _ms(lambda tokens: theirs.fetch_nearest_cache("", list(tokens)), 1, 0)
     insert_ms = _ms(lambda tokens: theirs.insert_cache("", list(tokens), []), 1, 0)
     yield "  mlx-lm's trie of one document", "", f"{look_up_ms:.0f} ms, insert {insert_ms:.0f} ms", None
 
 
 def document(number: int) -> tuple[int, ...]:
-    """Half of it is that of all."""
+    """Return a document of which the first half is the same for all numbers."""
     return prompt(LONG // 2, seed=0) + prompt(LONG // 2, seed=1 + number)
 
 
-def _free(start: int, end: int) -> Free:
-    return Free()
+def _take(start: int, end: int) -> EmptySegment:
+    return EmptySegment()
 
 
 def _ms(call: Call, shared: int, seed: int) -> float:
-    """For a newcomer that shares so many tokens with the first document."""
-    # Made anew, as a tokenizer does: what is equal because it is the same object is equal sooner.
+    """Return the CPU milliseconds of a call with a prompt that shares `shared` tokens with the first document."""
+    # New integers, as from a tokenizer: comparing identical objects is faster.
     tokens = document(0)[:shared] + prompt(LONG - shared, seed=10_000 + 10 * shared + seed)
-    began = time.thread_time()  # nothing here waits, so what other processes do need not count
+    began = time.thread_time()  # CPU time: nothing here waits, and other processes do not count
     call(tokens)
     return 1000 * (time.thread_time() - began)
 
 
-# What the arrays themselves cost
+# Cost of copying the arrays
 
 
-def moving(model: Model) -> Iterator[Line]:
-    tokens, cache = prompt(LONG, seed=0), filled(make_prompt_cache(model.network), model.network, LONG)
+def copies_of_arrays(model: Model) -> Iterator[Line]:
+    """Compare storing and restoring a long prefix with one copy of its arrays."""
+    tokens, cache = prompt(LONG, seed=0), fill_cache(make_prompt_cache(model.network), model.network, LONG)
     buffers = [buffer for layer in cache for buffer in (layer.keys, layer.values)]
     size, rounds = sum(buffer.nbytes for buffer in buffers), list[tuple[float, float, float]]()
     for _ in range(3):
-        kept = PrefixCache(model.network, 2 * size)
+        cache_under_test = PrefixCache(model.network, 2 * size)
         copy_s = _took_s(lambda: mx.eval([buffer + 0 for buffer in buffers]))
-        keep_s = _took_s(partial(kept.insert, "", tokens, cache))
-        rounds.append((copy_s, keep_s, _took_s(partial(kept.load, "", tokens))))
+        keep_s = _took_s(partial(cache_under_test.insert, "", tokens, cache))
+        rounds.append((copy_s, keep_s, _took_s(partial(cache_under_test.load, "", tokens))))
     copies, keeps, fetches = ([*column] for column in zip(*rounds, strict=True))
-    for what, took in ("keeping", keeps), ("restoring", fetches):
-        came_to = f"{ratio(took, copies):.1f} ({statistics.median(took) * 1000:.0f} ms for {size / MIB:.0f} MiB)"
-        yield f"{what} {LONG // 1024}k tokens, against one copy of them", "", came_to, None
+    for label, took in ("storing", keeps), ("restoring", fetches):
+        value = f"{ratio(took, copies):.1f} ({statistics.median(took) * 1000:.0f} ms for {size / MIB:.0f} MiB)"
+        yield f"{label} {LONG // 1024}k tokens, against one copy of them", "", value, None
 
 
 def _took_s(call: Callable[[], object]) -> float:

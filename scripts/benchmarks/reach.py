@@ -1,4 +1,4 @@
-"""How far the prefix cache reaches in each family, and whether a hit says what was said without it."""
+"""Measures how long prefix cache hits are in each family, and checks that they do not change the answer."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,85 +19,94 @@ KINDS = {
     "gemma3": "a rotating window", "gpt_oss": "a rotating window", "qwen3_5": "hybrid", "falcon_h1": "hybrid",
     "jamba": "hybrid", "mamba2": "recurrent", "rwkv7": "recurrent",
 }  # fmt: skip
-SYSTEM, USER, OPENING, ANSWER = 40, 24, 4, 12  # tokens; the tiny windows are of 16
+SYSTEM, USER, OPENING, ANSWER = 40, 24, 4, 12  # tokens; the tiny models have windows of 16
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TokenPrompt:
+    """A prompt and its boundaries."""
+
     prompt: tuple[int, ...]
-    boundaries: tuple[int, ...]  # as a template's text tells: the end of the last turn, of the system prompt, of others
+    boundaries: tuple[int, ...]  # ends of the last turn, of the system prompt, of the other turns
 
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    before: Asked
-    now: Asked
-    shared: int  # tokens that both begin with, the last one of the prompt not counted
-    planned: int  # of those, how far a place reaches that was planned; what cannot be cut is found up to there
+    """Two prompts, the second of which can reuse a prefix of the first."""
+
+    before: TokenPrompt
+    now: TokenPrompt
+    shared: int  # length of the common prefix in tokens, without the last token of the prompt
+    planned: int  # length up to the last checkpoint position, where state snapshots end
 
 
-Say = Callable[[Asked], tuple[int, ...]]
+Answer = Callable[[TokenPrompt], tuple[int, ...]]
 SYSTEM_PROMPT, OPENS = prompt(SYSTEM, seed=1), prompt(OPENING, seed=2)
 
 
 def user(seed: int) -> tuple[int, ...]:
+    """Return the tokens of a user's turn."""
     return prompt(USER, seed)
 
 
-def chat(*turns: tuple[int, ...]) -> Asked:
-    """Turns by turn, what opens the answer at the end."""
+def chat(*turns: tuple[int, ...]) -> TokenPrompt:
+    """Return the prompt with these turns after the system prompt, and the opening of the answer."""
     ends = [SYSTEM + sum(map(len, turns[: i + 1])) for i in range(len(turns))]
     tokens = sum((SYSTEM_PROMPT, *turns), ()) + OPENS
-    return Asked(tokens, (ends[-1], SYSTEM, *reversed(ends[:-1])))
+    return TokenPrompt(tokens, (ends[-1], SYSTEM, *reversed(ends[:-1])))
 
 
-def shared_system(say: Say) -> Situation:
+def shared_system(answer: Answer) -> Situation:
+    """Two conversations with the same system prompt."""
     return Situation(chat(user(3)), chat(user(4)), SYSTEM, SYSTEM)
 
 
-def growing(say: Say) -> Situation:
+def growing(answer: Answer) -> Situation:
+    """The next turn of a conversation."""
     first = chat(user(3))
-    answered = OPENS + say(first)
+    answered = OPENS + answer(first)
     return Situation(first, chat(user(3), answered, user(4)), (both := SYSTEM + USER + len(answered)), both)
 
 
-def edited(say: Say) -> Situation:
+def edited(answer: Answer) -> Situation:
+    """A prompt that differs from the middle of a turn."""
     half = USER // 2
     return Situation(chat(user(3)), chat(user(3)[:half] + user(4)[half:]), SYSTEM + half, SYSTEM)
 
 
-def twice(say: Say) -> Situation:
+def twice(answer: Answer) -> Situation:
+    """The same prompt again."""
     return Situation(chat(user(3)), chat(user(3)), SYSTEM + USER + OPENING - 1, SYSTEM + USER)
 
 
-def shorter(say: Say) -> Situation:
-    """What was asked before goes on from here."""
+def shorter(answer: Answer) -> Situation:
+    """A prompt that is a prefix of the first one."""
     long = chat(user(3), OPENS + user(4), user(5))
     return Situation(long, chat(user(3)), SYSTEM + USER + OPENING - 1, SYSTEM + USER)
 
 
-def tool(say: Say) -> Situation:
-    """The template writes the call in other tokens than the model did."""
+def tool(answer: Answer) -> Situation:
+    """A turn with a tool call, which the template writes with other tokens than the model."""
     first = chat(user(3))
-    call = OPENS + say(first)[:3] + user(6)
+    call = OPENS + answer(first)[:3] + user(6)
     return Situation(first, chat(user(3), call, user(4)), SYSTEM + USER + OPENING + 3, SYSTEM + USER)
 
 
-SITUATIONS: dict[str, Callable[[Say], Situation]] = {
+SITUATIONS: dict[str, Callable[[Answer], Situation]] = {
     "system prompt": shared_system, "next turn": growing, "edited in the middle": edited, "the same again": twice,
     "a part of it": shorter, "after a tool": tool,
 }  # fmt: skip
 
 
 def reach(console: Console) -> bool:
-    """Whether each hit is as long as it can be, and says the same."""
-    title = "Tokens found, of those shared; what cannot be cut is found up to a planned place"
-    table = Table("family", "kept", *SITUATIONS, title=title, title_justify="left")
+    """Print the table; return True if each hit has the greatest possible length and the same answer."""
+    title = "Cached tokens of those shared; state snapshots exist at checkpoint positions only"
+    table = Table("family", "cache", *SITUATIONS, title=title, title_justify="left")
     holds = True
     for family, kind in KINDS.items():
         cells = list(_cells(tiny.model(family)))
         table.add_row(family, kind, *(text for text, _ in cells))
-        holds = holds and all(held for _, held in cells)
+        holds = holds and all(within for _, within in cells)
     console.print(table)
     return holds
 
@@ -105,29 +114,29 @@ def reach(console: Console) -> bool:
 def _cells(model: Model) -> Iterator[tuple[str, bool]]:
     stateful = PrefixCache(model.network, 0).stateful
 
-    def say(asked: Asked) -> tuple[int, ...]:
-        said = tuple(tiny.alone(model.network, asked.prompt, ANSWER))
-        return said if len(said) == ANSWER else (*said, tiny.EOS)
+    def answer(request: TokenPrompt) -> tuple[int, ...]:
+        tokens = tuple(tiny.alone(model.network, request.prompt, ANSWER))
+        return tokens if len(tokens) == ANSWER else (*tokens, tiny.EOS)
 
     for build in SITUATIONS.values():
-        situation = build(say)
+        situation = build(answer)
         engine = Engine(model, step_s=10.0, prefix_bytes=1 << 26)
-        _hear(engine, situation.before)
-        found, said = _hear(engine, situation.now)
-        equal = said == tiny.alone(model.network, situation.now.prompt, ANSWER)
+        _run(engine, situation.before)
+        found, tokens = _run(engine, situation.now)
+        equal = tokens == tiny.alone(model.network, situation.now.prompt, ANSWER)
         far = found == (situation.planned if stateful else situation.shared)
-        text = f"{found} of {situation.shared}" + ("" if equal else ", says other tokens")
+        text = f"{found} of {situation.shared}" + ("" if equal else ", other tokens")
         yield text if equal and far else f"[red]{text}", equal and far
 
 
-def _hear(engine: Engine, asked: Asked) -> tuple[int, list[int]]:
-    """The tokens that were found, and those that it said."""
-    engine.add(GenerationRequest("", asked.prompt, ANSWER, boundaries=asked.boundaries))
-    found, said = 0, list[int]()
+def _run(engine: Engine, request: TokenPrompt) -> tuple[int, list[int]]:
+    """Run a request; return the number of cached tokens and the answer."""
+    engine.add(GenerationRequest("", request.prompt, ANSWER, boundaries=request.boundaries))
+    found, tokens = 0, list[int]()
     while len(engine):
         for outcome in engine.step().outcomes:
             if isinstance(outcome, Prefilled):
                 found = outcome.cached
             elif isinstance(outcome, Sampled) and outcome.token is not None:
-                said.append(outcome.token)
-    return found, said
+                tokens.append(outcome.token)
+    return found, tokens

@@ -28,6 +28,7 @@ KINDS = {
 
 
 def main(console: Console) -> bool:
+    """Run the benchmark, print its table, and return True if every value is within its limit."""
     mx.random.seed(0)
     logits = 3 * mx.random.normal((32, VOCAB))
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -35,62 +36,66 @@ def main(console: Console) -> bool:
     title = f"Sampling from {VOCAB:,} tokens, fp32"
     table = Table("rows", "draw", "together", "row by row", "ratio", title=title, title_justify="left")
     for rows in (1, 8, 32):
-        for name, hows in KINDS.items():
-            if rows > 1 or len(hows) == 1:
-                table.add_row(str(rows), name, *compared(*draws(logprobs[:rows], hows)))
+        for name, samplings in KINDS.items():
+            if rows > 1 or len(samplings) == 1:
+                table.add_row(str(rows), name, *compared(*sampling_calls(logprobs[:rows], samplings)))
     for name, top in (("logprobs", 0), ("logprobs, 5 alternatives", 5)):
-        table.add_row("32", name, *compared(*reports(logprobs, top)))
+        table.add_row("32", name, *compared(*logprob_calls(logprobs, top)))
     console.print(table)
     return unseen_top_p(logprobs[:1], console)
 
 
-def draws(logprobs: mx.array, hows: list[Sampling]) -> tuple[Callable[[], None], Callable[[], None]]:
+def sampling_calls(logprobs: mx.array, samplings: list[Sampling]) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return two calls that sample a token for each row: in shared calls, and separately."""
     rows = [
-        Row.of(GenerationRequest(str(i), (1,), 1, replace(hows[i % len(hows)], seed=i)))
+        Row.of(GenerationRequest(str(i), (1,), 1, replace(samplings[i % len(samplings)], seed=i)))
         for i in range(logprobs.shape[0])
     ]
 
     def together() -> None:
         mx.eval(draw(logprobs, rows))
 
-    def apart() -> None:  # as upstream does where each row has a sampler of its own
+    def separately() -> None:  # as mlx-lm does if each row has its own sampler
         mx.eval(mx.concatenate([draw(logprobs[i : i + 1], [row]) for i, row in enumerate(rows)]))
 
-    return together, apart
+    return together, separately
 
 
-def reports(logprobs: mx.array, top: int) -> tuple[Callable[[], None], Callable[[], None]]:
+def logprob_calls(logprobs: mx.array, top: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return two calls that compute the logprobs of each row: in shared calls, and separately."""
+
     def together() -> None:
         logprobs_of(logprobs, list(range(logprobs.shape[0])), [top] * logprobs.shape[0])
 
-    def apart() -> None:
+    def separately() -> None:
         for i in range(logprobs.shape[0]):
             logprobs_of(logprobs[i : i + 1], [i], [top])
 
-    return together, apart
+    return together, separately
 
 
-def compared(together: Callable[[], None], apart: Callable[[], None]) -> tuple[str, str, str]:
-    """In turn, the first pair not counted."""
-    pairs = [(seconds(together), seconds(apart)) for _ in range(RUNS + 1)][1:]
+def compared(together: Callable[[], None], separately: Callable[[], None]) -> tuple[str, str, str]:
+    """Time both calls in turn after a warm-up. Return the medians and their ratio as text."""
+    pairs = [(seconds(together), seconds(separately)) for _ in range(RUNS + 1)][1:]
     shared, single = (statistics.median(column) for column in zip(*pairs, strict=True))
     return f"{shared * 1e3:.2f} ms", f"{single * 1e3:.2f} ms", f"{single / shared:.2f}"
 
 
 def unseen_top_p(logprobs: mx.array, console: Console) -> bool:
-    """Why the filters are our own: mlx-lm's are compiled for each value, while all rows wait."""
-    top_p = 0.9 + time.time() % 1 / 1000  # a value that no cache on disk has seen either
+    """Check that a new top_p costs no compilation. mlx-lm's filters are compiled for each value."""
+    top_p = 0.9 + time.time() % 1 / 1000  # a value that is in no cache on disk
     row = Row.of(GenerationRequest("a", (1,), 1, replace(PLAIN, top_p=top_p)))
     theirs = seconds(lambda: mx.eval(apply_top_p(logprobs, top_p)))
     first, again = (seconds(lambda: mx.eval(draw(logprobs, [row]))) for _ in range(2))
     console.print(
-        f"One row with a top_p that no row had before: {first * 1e3:.0f} ms, again {again * 1e3:.0f} ms (bar: twice); "
+        f"One row with a new top_p: {first * 1e3:.0f} ms, again {again * 1e3:.0f} ms (limit: double); "
         f"mlx-lm's filter {theirs * 1e3:.0f} ms."
     )
     return first <= 2 * again
 
 
 def seconds(call: Callable[[], None]) -> float:
+    """Return the seconds that a call takes."""
     began = time.perf_counter()
     call()
     return time.perf_counter() - began

@@ -26,6 +26,7 @@ NO_END = ((2, -100.0),)
 
 
 def main(console: Console) -> bool:
+    """Run the benchmark, print its table, and return True if every value is within its limit."""
     table = Table("measured", "bar", "figure", "holds", title="The spine", title_justify="left")
     with tempfile.TemporaryDirectory() as folder, Server() as server:
         checkpoint = random_checkpoint(Path(folder))
@@ -37,16 +38,16 @@ def main(console: Console) -> bool:
             f"tokens/s through Redis / bare engine, {ROWS} rows, step {step_s * 1000:.0f} ms, median of {RUNS}",
             "≥ 0.95", f"{ratio:.3f}", ratio >= 0.95,
         ),
-        ("worker time to say and publish one token, 32 rows a step", "≤ 10 µs", f"{cost_us:.1f} µs", cost_us <= 10),
+        ("worker time to encode and publish one token, 32 rows a step", "≤ 10 µs", f"{cost_us:.1f} µs", cost_us <= 10),
     ]  # fmt: skip
-    for measured, bar, figure, holds in rows:
-        table.add_row(measured, bar, figure, "[green]yes[/]" if holds else "[red]no[/]")
+    for measured, limit, figure, holds in rows:
+        table.add_row(measured, limit, figure, "[green]yes[/]" if holds else "[red]no[/]")
     console.print(table)
     return all(row[-1] for row in rows)
 
 
 async def compare_throughput(url: str, checkpoint: Path, console: Console) -> tuple[list[float], float]:
-    """Bare engine and worker in turn, the first pair not counted."""
+    """Time the bare engine and a worker in turn after a warm-up. Return the ratios, and the seconds of a step."""
     model = open_model(str(checkpoint))
     rates, step_s = [], 0.0
     for run in range(RUNS + 1):
@@ -61,7 +62,7 @@ async def compare_throughput(url: str, checkpoint: Path, console: Console) -> tu
 
 
 def bare(model: Model) -> tuple[float, float]:
-    """Seconds from the first token to the last, and per step."""
+    """Return the seconds from the first token to the last in the bare engine, and the seconds of a step."""
     engine, first, last, steps = Engine(model, step_s=1.0), 0.0, 0.0, 0
     for i in range(ROWS):
         engine.add(GenerationRequest(str(i), (5, 6, 7, 8 + i), TOKENS, Sampling(logit_bias=NO_END)))
@@ -74,7 +75,7 @@ def bare(model: Model) -> tuple[float, float]:
 
 
 async def through_redis(url: str) -> float:
-    """Seconds from the first token to the last, by the worker's own clock."""
+    """Return the seconds from the first token to the last of all jobs, by the worker's clock."""
     async with Client(url) as client:
         await finish(client, 4)  # warm
         jobs = await asyncio.gather(*(finish(client, TOKENS) for _ in range(ROWS)))
@@ -82,6 +83,7 @@ async def through_redis(url: str) -> float:
 
 
 async def finish(client: Client, tokens: int) -> tuple[float, float]:
+    """Run a job, and return the times of its first delta and of its end."""
     request = {
         "messages": [{"role": "user", "content": "a"}], "max_tokens": tokens, "temperature": 0,
         "logit_bias": {"2": -100},
@@ -96,7 +98,7 @@ async def finish(client: Client, tokens: int) -> tuple[float, float]:
 
 
 async def publishing_cost(url: str, *, rows: int = 32, steps: int = 300) -> float:
-    """CPU seconds of this process for one token: the event made, encoded, sent and acknowledged."""
+    """Return the CPU seconds of this process for one token: its event is created, encoded, sent and acknowledged."""
     async with Client(url) as client, client._redis as redis:
         settings, clock = Settings(model="bench", model_name="bench", lease_s=60), ServerClock()
         claims, publisher = Claims(redis, settings), Publisher(redis, clock, settings)
@@ -108,7 +110,7 @@ async def publishing_cost(url: str, *, rows: int = 32, steps: int = 300) -> floa
         for step in range(steps):
             for log in logs:
                 log.append("delta", token_ids=[step], content=" word")
-            await publisher.flush(logs[-1])  # all rows of a step go in one call
+            await publisher.flush(logs[-1])  # one call for all rows of a step
         spent = time.process_time() - began
         running.cancel()
     return spent / (rows * steps)

@@ -1,1 +1,1 @@
-"""Fault scenarios: run at a modest size by the tests, at full size by scripts/chaos."""
+"""Fault scenarios: the tests run them at a small size, scripts/chaos at full size."""

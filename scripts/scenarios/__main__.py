@@ -1,4 +1,4 @@
-"""scripts/chaos [NAME ...]: the scenarios at full size, each on a server of its own, and a closing table."""
+"""scripts/chaos [NAME ...]: runs the scenarios at full size, each on its own server, and prints a table of results."""
 
 import argparse
 import asyncio
@@ -56,8 +56,9 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 def main() -> int:
+    """Run the named scenarios, and return 0 if every figure is within its limit."""
     parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"all by default: {', '.join(SCENARIOS)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(SCENARIOS)}")
     names = parser.parse_args().names or list(SCENARIOS)
     if unknown := [name for name in names if name not in SCENARIOS]:
         parser.error(f"there is no scenario {unknown[0]!r}; choose from {', '.join(SCENARIOS)}")
@@ -71,10 +72,11 @@ def main() -> int:
 
 
 def run(name: str) -> list[Figure]:
+    """Run one scenario on a new server. An exception becomes a figure that does not hold."""
     try:
         with Server() as server:
             return asyncio.run(_awaited(SCENARIOS[name](server)))
-    except Exception as error:  # one scenario that breaks must not hide what the others say
+    except Exception as error:  # one failing scenario must not hide the results of the others
         return [Figure(f"{name}: ran to its end", "yes", f"{type(error).__name__}: {error}", False)]
 
 
@@ -83,9 +85,10 @@ async def _awaited(scenario: Awaitable[list[Figure]]) -> list[Figure]:
 
 
 def table(figures: list[Figure]) -> Table:
+    """Return the table of results."""
     rows = Table("scenario", "bar", "figure", "holds", title="Chaos", title_justify="left")
     for figure in figures:
-        rows.add_row(figure.what, figure.bar, figure.value, "[green]yes[/]" if figure.holds else "[red]no[/]")
+        rows.add_row(figure.label, figure.limit, figure.value, "[green]yes[/]" if figure.holds else "[red]no[/]")
     return rows
 
 

@@ -1,4 +1,4 @@
-"""The engine by itself, for a long time or with too much to do."""
+"""Tests the engine alone, for many steps or with far too many jobs."""
 
 import gc
 import itertools
@@ -18,42 +18,43 @@ from worker.schedule.outcomes import Refused, RowFailed, Sampled
 from worker.schedule.request import GenerationRequest, Sampling
 
 _ROWS = 8
-_PREFIX_BYTES = 2_000_000  # full before the first look that counts: by default prefixes may take a quarter of it all
+_PREFIX_BYTES = 2_000_000  # small enough to be full before the first sample that counts
 _NO_END = ((2, -100.0),)  # the tiny model's end of sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """Bytes, with the engine's rows still in it and the allocator's own store emptied."""
+class MemoryUse:
+    """Bytes in use, after the allocator's cache was cleared: of the process, and of MLX arrays."""
 
     resident: int
     arrays: int
 
 
-def held() -> Held:
+def read_memory() -> MemoryUse:
+    """Collect garbage, clear the allocator's cache, and return the memory in use."""
     gc.collect()
     mx.clear_cache()
-    said = subprocess.run(["ps", "-o", "rss=", "-p", str(getpid())], capture_output=True, check=True, text=True)
-    return Held(1024 * int(said.stdout), mx.get_active_memory())
+    ps = subprocess.run(["ps", "-o", "rss=", "-p", str(getpid())], capture_output=True, check=True, text=True)
+    return MemoryUse(1024 * int(ps.stdout), mx.get_active_memory())
 
 
-def churn(model: Model, steps: int, looks: int) -> list[Held]:
-    """Rows of all lengths that come, end and are cancelled, never all at once; a look now and then."""
+def churn(model: Model, steps: int, num_samples: int) -> list[MemoryUse]:
+    """Run rows of many lengths that start, end and are cancelled at different times. Return memory samples."""
     engine, dice = Engine(model, step_s=0.02, prefix_bytes=_PREFIX_BYTES), random.Random(1)
-    ids, inside, seen = itertools.count(), list[str](), list[Held]()
+    ids, active, samples = itertools.count(), list[str](), list[MemoryUse]()
     for step in range(1, steps + 1):
         while len(engine) < _ROWS:
-            inside.append(str(next(ids)))
-            engine.add(_sequence(inside[-1], dice))
+            active.append(str(next(ids)))
+            engine.add(_sequence(active[-1], dice))
         if dice.random() < 0.02:
-            engine.remove(dice.choice(inside))
+            engine.remove(dice.choice(active))
         ended = {o.id for o in engine.step().outcomes if isinstance(o, Sampled) and o.finish_reason}
-        inside = [id for id in inside if id not in ended][-_ROWS * 4 :]
-        if step % (steps // looks) == 0:
-            seen.append(held())
-    for id in inside:
+        active = [id for id in active if id not in ended][-_ROWS * 4 :]
+        if step % (steps // num_samples) == 0:
+            samples.append(read_memory())
+    for id in active:
         engine.remove(id)
-    return seen
+    return samples
 
 
 def _sequence(id: str, dice: random.Random) -> GenerationRequest:
@@ -63,23 +64,25 @@ def _sequence(id: str, dice: random.Random) -> GenerationRequest:
 
 
 async def long_life(steps: int) -> list[Figure]:
-    grown = growth([each.resident for each in churn(open_model(str(TINY_CHAT)), steps, looks=20)])
+    """Measure the growth of memory over many steps."""
+    grown = growth([each.resident for each in churn(open_model(str(TINY_CHAT)), steps, num_samples=20)])
     return [Figure(f"{steps:,} steps with churn: resident memory", "flat within 5 %", f"{grown:+.1%}", grown < 0.05)]
 
 
 def growth(bytes_held: list[int]) -> float:
-    """From the second quarter to the last: before it things warm up, and rows in it come and go."""
+    """Return the relative growth of the median from the second quarter of the samples to the last; the first is
+    warm-up."""
     quarter = len(bytes_held) // 4
     return statistics.median(bytes_held[-quarter:]) / statistics.median(bytes_held[quarter : 2 * quarter]) - 1
 
 
 async def overload(jobs: int) -> list[Figure]:
-    """Rows that would need, all together, ten times the memory that there is."""
+    """Submit rows that would need ten times the available memory if all ran at once."""
     model, prompt, answer = open_model(str(TINY_CHAT)), 100, 150
     costs = replace(model.costs, weights_bytes=mx.get_active_memory())
-    alone = costs.peak_bytes([[prompt + answer]]) - costs.resident_bytes
-    spare = max(alone, costs.rectangle_bytes([prompt + answer] * jobs) // 10)
-    limit = costs.resident_bytes + spare
+    alone_bytes = costs.peak_bytes([[prompt + answer]]) - costs.resident_bytes
+    free_bytes = max(alone_bytes, costs.rectangle_bytes([prompt + answer] * jobs) // 10)
+    limit = costs.resident_bytes + free_bytes
     engine, ended, highest = Engine(replace(model, costs=costs), step_s=0.1, memory=limit), dict[str, str](), 0
     for i in range(jobs):
         tokens = tuple(random.Random(i).randrange(10, 1000) for _ in range(prompt))
@@ -94,8 +97,8 @@ async def overload(jobs: int) -> list[Figure]:
                     ended[id] = "failed"
         highest = max(highest, mx.get_peak_memory())  # of this step
     answered = sum(ending != "failed" for ending in ended.values())
-    used = (highest - costs.resident_bytes) / spare
+    used = (highest - costs.resident_bytes) / free_bytes
     return [
         Figure(f"{jobs} jobs for ten times the memory: answered", f"{jobs}", f"{answered}", answered == jobs),
-        Figure("their highest use of it", "≤ 100 %", f"{used:.0%}", used <= 1),
+        Figure("highest use of that memory", "≤ 100 %", f"{used:.0%}", used <= 1),
     ]

@@ -1,12 +1,12 @@
-"""How long one tenant's job waits behind the queue of another, and what a claim costs the server meanwhile."""
+"""Measures how long the job of one tenant waits behind the queue of another, and what a claim costs the server."""
 
 import asyncio
 from collections.abc import Iterator
 
 import redis.asyncio
 
-from scripts.scenarios.harness import Figure, ask, paced, percentile, watch
-from scripts.scenarios.pickup import waited
+from scripts.scenarios.harness import Figure, chat_request, paced_worker, percentile, record
+from scripts.scenarios.pickup import queue_wait_s
 from sluice import Client
 from sluice.submission import NewJob, Submission
 from sluice.transport.retries import Retries
@@ -18,41 +18,44 @@ _AT_ONCE = 500  # jobs submitted in one round trip
 
 
 async def small_tenant(url: str, *, backlog: int, samples: int, rows: int = 64) -> list[Figure]:
-    """Jobs of one tenant come one by one, at first to an empty queue and then behind another tenant's backlog.
+    """Submit jobs of one tenant one by one, first to an empty queue and then behind another tenant's backlog.
 
-    All rows are taken then. Some end in nearly every step of 20 ms, so a wait beyond that is the queue's.
+    Then all rows are taken. Some end in nearly every step of 20 ms, so a longer wait is due to the queue.
     """
     async with Client(url) as client, redis.asyncio.Redis.from_url(url) as db:
-        with paced(url, max_rows=rows, reserved_rows=0, queue_limit=backlog * 2):
+        with paced_worker(url, max_rows=rows, reserved_rows=0, queue_limit=backlog * 2):
             alone = await _pickups(client, db, samples, "alone")
             await submit_many(db, backlog, "big")
             await asyncio.sleep(1)
             behind = await _pickups(client, db, samples, "behind")
             left = await client.queued("default", "interactive")
     p99, p99_alone = percentile(behind, 0.99) * 1000, percentile(alone, 0.99) * 1000
-    bar = p99_alone + 50
-    what = f"pickup of a small tenant behind {backlog:,} jobs ({left:,} left at the end), {samples} samples"
+    limit = p99_alone + 50
+    label = f"pickup of a small tenant behind {backlog:,} jobs ({left:,} left at the end), {samples} samples"
     return [
-        Figure(f"{what}: p50 (empty queue {percentile(alone, 0.5) * 1000:.0f} ms)", "-",
+        Figure(f"{label}: p50 (empty queue {percentile(alone, 0.5) * 1000:.0f} ms)", "-",
                f"{percentile(behind, 0.5) * 1000:.0f} ms", True),
-        Figure(f"{what}: p99 (empty queue {p99_alone:.0f} ms)", f"≤ {bar:.0f} ms", f"{p99:.0f} ms", p99 <= bar),
+        Figure(f"{label}: p99 (empty queue {p99_alone:.0f} ms)", f"≤ {limit:.0f} ms", f"{p99:.0f} ms", p99 <= limit),
     ]  # fmt: skip
 
 
 async def _pickups(client: Client, db: redis.asyncio.Redis, samples: int, prefix: str) -> list[float]:
     waits = []
     for i in range(samples):
-        job = await client.submit(ask(1, tenant="small"), id=f"{prefix}-{i:05}")
-        await watch(client, job.id)
-        waits.append(await waited(db, job.id))
+        job = await client.submit(chat_request(1, tenant="small"), id=f"{prefix}-{i:05}")
+        await record(client, job.id)
+        waits.append(await queue_wait_s(db, job.id))
     return waits
 
 
 async def submit_many(db: redis.asyncio.Redis, count: int, tenant: str, *, first: int = 0) -> None:
-    """Up to `count`, of 4 to 28 tokens each, so that they do not end all at once."""
+    """Submit jobs number `first` to `count` - 1, of 4 to 28 tokens each, so that they end at different times."""
     submission = Submission(db, Retries(db, 60))
-    for some in _pages(first, count):
-        jobs = [NewJob(f"{tenant}-{k:06}", ask(4 + k * 7 % 25, tenant=tenant), "default", "interactive") for k in some]
+    for chunk in _pages(first, count):
+        jobs = [
+            NewJob(f"{tenant}-{k:06}", chat_request(4 + k * 7 % 25, tenant=tenant), "default", "interactive")
+            for k in chunk
+        ]
         await submission.submit_all(jobs)
 
 
@@ -62,7 +65,7 @@ def _pages(first: int, end: int) -> Iterator[range]:
 
 
 async def claim_cost(url: str, *, lengths: tuple[int, ...], samples: int = 300) -> list[Figure]:
-    """Microseconds of the server for one claim that takes a small tenant's job, by what waits beside it."""
+    """Measure the server's microseconds for a claim of one small tenant's job, by the length of the queue."""
     figures, first_us, queued = [], 0.0, 0
     settings = Settings(redis_url=url, model="none", worker_name="cost", lease_s=60)
     async with connect(settings) as db:
@@ -74,9 +77,9 @@ async def claim_cost(url: str, *, lengths: tuple[int, ...], samples: int = 300) 
             mends = await _mend(claims)
             cost_us = await _cost_us(db, claims, running, samples, f"small-{length}")
             first_us = first_us or cost_us
-            bar = f"≤ {2 * first_us:.0f} µs" if length else "-"
-            what = f"claim with {length:,} queued, {samples} samples ({mends} more to index them)"
-            figures.append(Figure(what, bar, f"{cost_us:.0f} µs", cost_us <= 2 * first_us))
+            limit = f"≤ {2 * first_us:.0f} µs" if length else "-"
+            label = f"claim with {length:,} queued, {samples} samples ({mends} more claims to index them)"
+            figures.append(Figure(label, limit, f"{cost_us:.0f} µs", cost_us <= 2 * first_us))
     return figures
 
 
@@ -90,15 +93,15 @@ async def _mend(claims: Claims) -> int:
 
 
 async def _cost_us(db: redis.asyncio.Redis, claims: Claims, running: list[Claim], samples: int, prefix: str) -> float:
-    """Median by the server's own count, of the calls that hold one claim each."""
+    """Return the median of the time that the server reports for such a claim."""
     costs = []
     client = Submission(db, Retries(db, 60))
     for i in range(samples):
-        job = NewJob(f"{prefix}-{i:04}", ask(1, tenant="small"), "default", "interactive")
+        job = NewJob(f"{prefix}-{i:04}", chat_request(1, tenant="small"), "default", "interactive")
         await client.submit(job)
         await db.config_resetstat()
         (taken,) = await claims.take("interactive", 1, running=running)
-        assert taken.job_id == job.id, "the small tenant comes first"
+        assert taken.job_id == job.id, "the small tenant's job is claimed first"
         costs.append((await db.info("commandstats"))["cmdstat_evalsha"]["usec"])
         await claims.release(taken)
         assert await claims.cancel_waiting(job.id)

@@ -1,4 +1,4 @@
-"""Bodies made from the contract's JSON Schema, and what can happen to them on the way."""
+"""Generates bodies from the contract's JSON Schema: valid, mutated and damaged ones."""
 
 import json
 from collections.abc import Callable
@@ -25,7 +25,7 @@ _CORNERS: st.SearchStrategy[Any] = st.sampled_from(
         {"": {}}, {"$ref": "#"}, ["a"] * 2_000, {str(n): n for n in range(1_200)}, [[[[[[]]]]]], "data:image/png,AAAA",
     ]
 )  # fmt: skip
-# As bytes: what no JSON writer makes.
+# Bytes that no JSON encoder produces.
 _SPLICES = [
     b"NaN", b"-Infinity", b"1e999", b"9" * 5_000, b'"\\ud800"', b'"\\u0000"', b'"\xff"', b"[" * 2_000 + b"]" * 2_000,
     b"[" + b"[]," * 60_000 + b"0]", b'"' + b"\\n" * 100_000 + b'"', b"'a'", b"undefined", b"01", b"1.", b"",
@@ -33,7 +33,7 @@ _SPLICES = [
 
 
 def values(schema: Schema) -> st.SearchStrategy[Any]:
-    """Values that the schema allows, as far as its keywords are among those that the contract uses."""
+    """Return a strategy for values that the schema allows. Supports the keywords that the contract uses."""
     if "$ref" in schema:
         return st.deferred(lambda: values(_DEFINITIONS[schema["$ref"].removeprefix("#/$defs/")]))
     if "const" in schema:
@@ -76,7 +76,7 @@ def _objects(schema: Schema) -> st.SearchStrategy[dict[str, Any]]:
         return st.dictionaries(_TEXT, _JSON, max_size=4)
     must = {name: values(named[name]) for name in required}
     may = {name: values(inside) for name, inside in named.items() if name not in required}
-    # Of thirty fields, half would disagree with each other most of the time.
+    # At most four of the thirty optional fields: with more, most requests would be contradictory.
     some = st.sets(st.sampled_from(sorted(may)), max_size=4) if may else st.just(set[str]())
     return some.flatmap(lambda names: st.fixed_dictionaries({**must, **{name: may[name] for name in names}}))
 
@@ -96,7 +96,7 @@ REQUESTS = values({"$ref": "#/$defs/Request"})
 
 @st.composite
 def mutated(draw: st.DrawFn) -> Any:
-    """A request in which up to three places hold something else, or nothing."""
+    """Draw a request in which up to three values are replaced, added or deleted."""
     body = deepcopy(draw(REQUESTS))
     for _ in range(draw(st.integers(1, 3))):
         holder = _somewhere(draw, body)
@@ -133,13 +133,13 @@ def _items(holder: Any) -> list[Any]:
 
 
 def _queued(request: Any) -> bytes:
-    """In arq's form, NaN and halves of surrogate pairs included."""
+    """Serialize a request as a job in arq's format; NaN and lone surrogates are allowed."""
     return json.dumps({"t": None, "f": "chat", "a": [request], "k": {}, "et": 1}).encode()
 
 
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
-    """A queued body cut off, or with bytes in it that no JSON writer makes."""
+    """Draw a queued body that is cut off, or holds bytes that no JSON encoder produces."""
     body = _queued(draw(REQUESTS))
     begin = draw(st.integers(0, len(body)))
     end = draw(st.integers(begin, min(len(body), begin + 20)))
@@ -152,7 +152,7 @@ BODIES = REQUESTS.map(_queued) | mutated().map(_queued) | _JSON.map(_queued) | d
 
 
 def bodies(count: int) -> list[bytes]:
-    """Return as many different ones, the same each time."""
+    """Return up to `count` different bodies, the same ones in each run."""
     made = dict[bytes, None]()
 
     @seed(16)

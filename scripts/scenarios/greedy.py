@@ -1,4 +1,4 @@
-"""Ordinary streams beside requests that are as dear as a client can make them."""
+"""Runs ordinary streams next to requests that are as expensive as a client can make them."""
 
 import asyncio
 import itertools
@@ -15,8 +15,8 @@ from typing import Any
 
 import redis.asyncio
 
-from scripts.scenarios.attacked import Memory, Phase, endings, gaps, put, server_now, told
-from scripts.scenarios.harness import Figure, ask, until_decoding
+from scripts.scenarios.attacked import Memory, Phase, event_times, gaps, queue_bodies, server_now, wait_for_endings
+from scripts.scenarios.harness import Figure, chat_request, until_decoding
 from scripts.stack import WorkerProcess
 from sluice import Client
 
@@ -26,12 +26,12 @@ _PICKED_UP_S = 180.0
 
 @dataclass(frozen=True, slots=True)
 class Greedy:
-    """Requests of one kind. `bodies` makes them at a share of their full size."""
+    """One kind of expensive request. `bodies` returns the bodies at a share of their full size."""
 
-    what: str
+    label: str
     bodies: Callable[[float], list[bytes]]
-    verdicts: frozenset[str]  # an error's type, or "finished"
-    visitors: str = "short"  # the ordinary prompts beside them: see `_ORDINARY`
+    verdicts: frozenset[str]  # accepted outcomes: types of errors, or "finished"
+    probes: str = "short"  # kind of the ordinary jobs that run meanwhile: see `_ORDINARY`
 
 
 def _arq(request: str) -> bytes:
@@ -43,7 +43,7 @@ def _chat(content: str, **more: Any) -> bytes:
 
 
 def _beside(field_and_value: str) -> bytes:
-    """A short chat with another field, written by hand."""
+    """Return a short chat with one more field, given as raw JSON."""
     return _arq('{"messages":[{"role":"user","content":"Count to 3."}],"max_tokens":1,' + field_and_value + "}")
 
 
@@ -66,8 +66,8 @@ def _tools(count: int) -> str:
 
 
 def _schemas(share: float) -> list[bytes]:
-    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": _schema(int(220_000 * share))}}
-    return [_chat("Answer.", response_format=asked)] * 2
+    response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": _schema(int(220_000 * share))}}
+    return [_chat("Answer.", response_format=response_format)] * 2
 
 
 def _parts(share: float) -> list[bytes]:
@@ -76,7 +76,7 @@ def _parts(share: float) -> list[bytes]:
 
 
 def _exchanges(share: float) -> list[bytes]:
-    """Calls and results that the template takes after some trials, in a history of 10,000 parts."""
+    """Return histories of 10,000 parts with tool calls, for which several forms of the template are tried."""
     function = {"name": "f", "arguments": '{"a": "b"}'}
     messages: list[dict[str, Any]] = []
     for i in range(int(2_500 * share)):
@@ -91,10 +91,10 @@ def _exchanges(share: float) -> list[bytes]:
 
 
 def _comparisons(share: float) -> list[bytes]:
-    """Alternatives of which each would be compared with everything beside them."""
+    """Return schemas whose alternatives would each have to be compared with all other members."""
     many: list[dict[str, Any]] = [{}] * int(14_900 * share)
-    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"oneOf": many, "allOf": many}}}
-    return [_chat("Answer.", response_format=asked, seed=i) for i in range(4)]
+    response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"oneOf": many, "allOf": many}}}
+    return [_chat("Answer.", response_format=response_format, seed=i) for i in range(4)]
 
 
 TOO_LARGE, REFUSED = frozenset({"too_large"}), frozenset({"too_large", "invalid_request"})
@@ -128,8 +128,10 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
+    """Measurements without the requests and with them."""
+
     alone: Phase
-    beside: Phase
+    during: Phase
     grown_mb: float
     verdicts: Counter[str]
     took_s: float
@@ -139,57 +141,61 @@ class Outcome:
 async def beside_greedy(
     url: str, *, streams: int, alone_s: float, share: float = 1.0, kinds: Sequence[Greedy] = KINDS
 ) -> list[Figure]:
-    """Each kind of request beside the same streams, on a worker of its own."""
+    """Measure each kind of request with the same streams, on its own worker."""
     figures = list[Figure]()
     for kind in kinds:
-        figures += judge(kind, await one_kind(url, kind, streams=streams, alone_s=alone_s, share=share))
+        figures += figures_of(kind, await run_kind(url, kind, streams=streams, alone_s=alone_s, share=share))
     return figures
 
 
-async def one_kind(url: str, kind: Greedy, *, streams: int, alone_s: float, share: float) -> Outcome:
+async def run_kind(url: str, kind: Greedy, *, streams: int, alone_s: float, share: float) -> Outcome:
+    """Measure one kind of request: the streams alone, with the requests, and alone again."""
     bodies = await asyncio.to_thread(kind.bodies, share)
     async with Client(url) as client, redis.asyncio.Redis.from_url(url) as db:
         await db.flushdb()
         with WorkerProcess(url, max_rows=streams + 16, reserved_rows=0, step_ms=50, lease_s=10) as worker:
-            ids = [(await client.submit(ask(30_000, logit_bias={"2": -100}))).id for _ in range(streams)]
+            ids = [(await client.submit(chat_request(30_000, logit_bias={"2": -100}))).id for _ in range(streams)]
             await until_decoding(client, ids, 10)
-            async with Visits(client, db, kind.visitors) as before:
+            async with ProbeJobs(client, db, kind.probes) as before:
                 await asyncio.sleep(alone_s)
-            async with Visits(client, db, kind.visitors) as beside, Memory(worker) as memory:
-                await put(db, "greedy", bodies)
-                verdicts, took_s = await endings(db, "greedy", len(bodies))
+            async with ProbeJobs(client, db, kind.probes) as during, Memory(worker) as memory:
+                await queue_bodies(db, "greedy", bodies)
+                verdicts, took_s = await wait_for_endings(db, "greedy", len(bodies))
                 await asyncio.sleep(max(0.0, alone_s - took_s))
-            async with Visits(client, db, kind.visitors) as after:  # what else the machine does comes and goes
+            async with ProbeJobs(
+                client, db, kind.probes
+            ) as after:  # measured twice, since other processes may disturb one
                 await asyncio.sleep(alone_s)
-            await put(db, "again", bodies)
-            stop_s = await stopped(worker)
-        for phase in (before, beside, after):
+            await queue_bodies(db, "again", bodies)
+            stop_s = await stop_worker(worker)
+        for phase in (before, during, after):
             phase.gaps_s = [gap for job_id in ids for gap in await gaps(db, job_id, phase)]
-    return Outcome(before.and_also(after), beside, memory.grown_mb, verdicts, took_s, stop_s)
+    return Outcome(before.merged_with(after), during, memory.grown_mb, verdicts, took_s, stop_s)
 
 
-def judge(kind: Greedy, found: Outcome) -> list[Figure]:
+def figures_of(kind: Greedy, found: Outcome) -> list[Figure]:
+    """Return the results with their limits."""
     step_ms, alone_ms, beside_ms = (
         1000 * number
-        for number in (statistics.median(found.alone.gaps_s), max(found.alone.gaps_s), max(found.beside.gaps_s))
+        for number in (statistics.median(found.alone.gaps_s), max(found.alone.gaps_s), max(found.during.gaps_s))
     )
-    gap_bar_ms = alone_ms + step_ms + 50
-    pickup_s, pickup_alone_s = max(found.beside.pickups_s), max(found.alone.pickups_s)
-    said = ", ".join(f"{count} {type}" for type, count in sorted(found.verdicts.items()))
+    gap_limit_ms = alone_ms + step_ms + 50
+    pickup_s, pickup_alone_s = max(found.during.pickups_s), max(found.alone.pickups_s)
+    outcomes = ", ".join(f"{count} {type}" for type, count in sorted(found.verdicts.items()))
     return [
-        Figure(f"{kind.what}: longest gap of a stream (alone {alone_ms:.0f} ms, step {step_ms:.0f} ms)",
-               f"≤ {gap_bar_ms:.0f} ms", f"{beside_ms:.0f} ms", beside_ms <= gap_bar_ms),
-        Figure(f"{kind.what}: slowest pickup of an ordinary job (alone {pickup_alone_s:.2f} s)",
+        Figure(f"{kind.label}: longest gap of a stream (alone {alone_ms:.0f} ms, step {step_ms:.0f} ms)",
+               f"≤ {gap_limit_ms:.0f} ms", f"{beside_ms:.0f} ms", beside_ms <= gap_limit_ms),
+        Figure(f"{kind.label}: slowest pickup of an ordinary job (alone {pickup_alone_s:.2f} s)",
                f"≤ {pickup_alone_s + 2:.2f} s", f"{pickup_s:.2f} s", pickup_s <= pickup_alone_s + 2),
-        Figure(f"{kind.what}: memory on top", "≤ 1,000 MB", f"{found.grown_mb:,.0f} MB", found.grown_mb <= 1000),
-        Figure(f"{kind.what}: end after the second signal", "≤ 3 s", f"{found.stop_s:.1f} s", found.stop_s <= 3),
-        Figure(f"{kind.what}: verdicts, within {found.took_s:.1f} s", " or ".join(sorted(kind.verdicts)), said,
+        Figure(f"{kind.label}: additional memory", "≤ 1,000 MB", f"{found.grown_mb:,.0f} MB", found.grown_mb <= 1000),
+        Figure(f"{kind.label}: end after the second signal", "≤ 3 s", f"{found.stop_s:.1f} s", found.stop_s <= 3),
+        Figure(f"{kind.label}: verdicts, within {found.took_s:.1f} s", " or ".join(sorted(kind.verdicts)), outcomes,
                found.verdicts.keys() <= kind.verdicts),
     ]  # fmt: skip
 
 
-async def stopped(worker: WorkerProcess) -> float:
-    """Seconds from the second signal to the worker's end."""
+async def stop_worker(worker: WorkerProcess) -> float:
+    """Send SIGTERM twice, and return the seconds from the second one to the end of the worker."""
     await asyncio.sleep(1)
     worker.signal(signal.SIGTERM)
     await asyncio.sleep(1)
@@ -203,9 +209,9 @@ async def stopped(worker: WorkerProcess) -> float:
 
 
 def _guided(number: int) -> dict[str, Any]:
-    """A request whose schema no worker has tried before."""
+    """Return a request with a schema that the worker has not compiled before."""
     schema = {"type": "object", "properties": {f"a{number}": {"type": "string", "pattern": "^[a-z]+$"}}}
-    return ask(
+    return chat_request(
         2,
         f"{number} {_words(300)}",
         response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
@@ -213,43 +219,43 @@ def _guided(number: int) -> dict[str, Any]:
 
 
 _ORDINARY: dict[str, Callable[[int], dict[str, Any]]] = {
-    "short": lambda number: ask(2, f"{number} {_words(_ORDINARY_CHARACTERS)}"),
-    # Of some 22,000 tokens, and longer than what is tokenized beside others.
-    "long": lambda number: ask(2, f"{number} {'The weather in Oslo is fine. ' * 2_420}"),
+    "short": lambda number: chat_request(2, f"{number} {_words(_ORDINARY_CHARACTERS)}"),
+    # Some 22,000 tokens: too long to be tokenized in parallel with others.
+    "long": lambda number: chat_request(2, f"{number} {'The weather in Oslo is fine. ' * 2_420}"),
     "guided": _guided,
 }
 
 
-class Visits:
-    """Ordinary jobs, one after the other, for as long as the phase lasts."""
+class ProbeJobs:
+    """Submits ordinary jobs one after the other while the context is open, and records their pickup times."""
 
     def __init__(self, client: Client, db: redis.asyncio.Redis, kind: str) -> None:
         """`kind`: one of `_ORDINARY`."""
-        self._client, self._db, self._phase, self._coming = client, db, Phase(), True
+        self._client, self._db, self._phase, self._continues = client, db, Phase(), True
         self._request = _ORDINARY[kind]
 
     async def __aenter__(self) -> Phase:
         self._phase.began = await server_now(self._db)
-        self._visiting = asyncio.create_task(self._visit())
+        self._probing = asyncio.create_task(self._submit_probes())
         return self._phase
 
     async def __aexit__(self, *_: object) -> None:
         self._phase.ended = await server_now(self._db)
-        self._coming = False
-        await self._visiting
+        self._continues = False
+        await self._probing
 
-    async def _visit(self) -> None:
+    async def _submit_probes(self) -> None:
         for number in itertools.count():
             job = await self._client.submit(self._request(number))
             await asyncio.wait_for(until_decoding(self._client, [job.id], 0), _PICKED_UP_S)
             self._phase.pickups_s.append(await _pickup_s(self._db, job.id))
             await self._client.cancel(job.id)
-            if not self._coming:
+            if not self._continues:
                 return
             await asyncio.sleep(0.1)
 
 
 async def _pickup_s(db: redis.asyncio.Redis, job_id: str) -> float:
-    """From the submission to `started`, which a worker says when it has made the prompt."""
+    """Return the seconds from the submission to `started`, which a worker emits when the prompt is ready."""
     queued_at = await db.hget(f"sluice:job:{job_id}", "queued_at")  # type: ignore[misc]
-    return (await told(db, job_id))[0][0] - float(queued_at or 0)
+    return (await event_times(db, job_id))[0][0] - float(queued_at or 0)

@@ -1,4 +1,4 @@
-"""Shared by the scenarios: paced workers, watched streams, and checks of the results."""
+"""Helpers of the scenarios: paced workers, recorded streams, and checks of the results."""
 
 import asyncio
 import json
@@ -21,17 +21,17 @@ FINAL = frozenset({"finished", "failed", "cancelled"})  # the types of final eve
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One row of the closing table."""
+    """A row of the table of results: a measured value, its limit, and if the value is within the limit."""
 
-    what: str
-    bar: str
+    label: str
+    limit: str
     value: str
     holds: bool
 
 
 @dataclass(slots=True)
-class Seen:
-    """One subscriber's view of a stream."""
+class Recording:
+    """The events that one subscriber received, and the longest time between two of them."""
 
     job_id: str
     events: list[Event] = field(default_factory=list)
@@ -39,17 +39,20 @@ class Seen:
 
     @property
     def text(self) -> str:
+        """The content of all deltas."""
         return "".join(event.content or "" for event in self.events if isinstance(event, Delta))
 
     def is_right(self, tokens: int) -> bool:
-        """Each token once and in order, each seq once and in order, one final event, and no change of mind."""
+        """Return True if the stream has each of `tokens` tokens and each seq once and in order, one final event, and no
+        restart."""
         in_order = [event.seq for event in self.events] == list(range(len(self.events)))
         endings = [event.final for event in self.events].count(True)
         started_over = any(event.type == "restarted" for event in self.events)
         return in_order and endings == 1 and not started_over and self.text == expected_text(tokens)
 
 
-def paced(url: str, *, step_ms: float = 20, lease_s: float = 2, **settings: float) -> WorkerProcess:
+def paced_worker(url: str, *, step_ms: float = 20, lease_s: float = 2, **settings: float) -> WorkerProcess:
+    """Return a worker without a model, which makes a token every `step_ms` milliseconds."""
     return WorkerProcess(
         url,
         model="paced",
@@ -62,42 +65,46 @@ def paced(url: str, *, step_ms: float = 20, lease_s: float = 2, **settings: floa
 
 @asynccontextmanager
 async def running(worker: WorkerProcess) -> AsyncIterator[WorkerProcess]:
-    """Started and stopped without holding up the streams that are watched meanwhile."""
+    """Start the worker and stop it at the end, in threads, so that the event loop keeps reading streams."""
     try:
         yield await asyncio.to_thread(worker.start)
     finally:
         await asyncio.to_thread(worker.stop)
 
 
-def ask(tokens: int, content: str = "go", **more: object) -> dict[str, object]:
+def chat_request(tokens: int, content: str = "go", **more: object) -> dict[str, object]:
+    """Return a request for at most `tokens` tokens, sampled greedily."""
     return {"messages": [{"role": "user", "content": content}], "max_tokens": tokens, "temperature": 0, **more}
 
 
 async def submit_all(
     client: Client, count: int, request: dict[str, object], *, lane: Lane = "interactive", prefix: str = "job"
 ) -> list[str]:
+    """Submit `count` copies of a request, and return their ids."""
     ids = [f"{prefix}-{i:05}" for i in range(count)]
     for job_id in ids:
         await client.submit(request, id=job_id, lane=lane)
     return ids
 
 
-async def watch(client: Client, job_id: str) -> Seen:
-    seen, last = Seen(job_id), 0.0
+async def record(client: Client, job_id: str) -> Recording:
+    """Record the stream of a job up to its final event."""
+    recording, last = Recording(job_id), 0.0
     async for event in client.stream(job_id, unknown_s=120):
         now = time.monotonic()
-        seen.gap_s = max(seen.gap_s, now - last if last else 0.0)
+        recording.gap_s = max(recording.gap_s, now - last if last else 0.0)
         last = now
-        seen.events.append(event)
-    return seen
+        recording.events.append(event)
+    return recording
 
 
-async def watch_all(client: Client, ids: Sequence[str], *, timeout_s: float = 120) -> list[Seen]:
-    return await asyncio.wait_for(asyncio.gather(*(watch(client, job_id) for job_id in ids)), timeout_s)
+async def record_all(client: Client, ids: Sequence[str], *, timeout_s: float = 120) -> list[Recording]:
+    """Record the streams of several jobs at once. Raises TimeoutError."""
+    return await asyncio.wait_for(asyncio.gather(*(record(client, job_id) for job_id in ids)), timeout_s)
 
 
 async def until_decoding(client: Client, ids: Sequence[str], tokens: int = 10) -> None:
-    """Until each has so many events."""
+    """Wait until each job has at least `tokens` events, or has ended."""
     for job_id in ids:
         async for event in client.stream(job_id, unknown_s=60):
             if event.seq >= tokens or event.final:
@@ -105,18 +112,18 @@ async def until_decoding(client: Client, ids: Sequence[str], tokens: int = 10) -
 
 
 async def corrupt_logs(db: redis.asyncio.Redis, ids: Sequence[str]) -> int:
-    """Logs whose seq is not their index, or whose attempt goes back."""
+    """Return the number of jobs with an event whose seq is not its index, or whose attempt is lower than before."""
     bad = 0
     for job_id in ids:
-        said: list[bytes] = await db.lrange(f"sluice:log:{job_id}", 0, -1)  # type: ignore[misc]
-        events = [json.loads(raw) for raw in said]
+        log: list[bytes] = await db.lrange(f"sluice:log:{job_id}", 0, -1)  # type: ignore[misc]
+        events = [json.loads(raw) for raw in log]
         attempts = [event["attempt"] for event in events]
         bad += [event["seq"] for event in events] != list(range(len(events))) or attempts != sorted(attempts)
     return bad
 
 
 async def leaks(db: redis.asyncio.Redis) -> list[str]:
-    """Keys that nobody will ever delete, and what finished jobs have left behind."""
+    """Return the keys that never expire, and those of ended jobs that should be gone, each with the reason."""
     found = []
     async for key in db.scan_iter(count=1000):
         name = key.decode()
@@ -130,7 +137,7 @@ async def leaks(db: redis.asyncio.Redis) -> list[str]:
 
 @asynccontextmanager
 async def killing_connections(url: str, every_s: float, kind: str = "normal") -> AsyncIterator[None]:
-    """CLIENT KILL TYPE kind, again and again; our own connection is spared."""
+    """Kill all connections of this kind but our own, every `every_s` seconds while the context is open."""
 
     async def kill() -> None:
         async with redis.asyncio.Redis.from_url(url) as db:
@@ -139,7 +146,7 @@ async def killing_connections(url: str, every_s: float, kind: str = "normal") ->
                 try:
                     await db.execute_command("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes")
                 except (RedisError, OSError):
-                    pass  # the server is away just now
+                    pass  # the server is down at the moment
 
     killer = asyncio.create_task(kill())
     try:
@@ -149,4 +156,5 @@ async def killing_connections(url: str, every_s: float, kind: str = "normal") ->
 
 
 def percentile(values: Sequence[float], share: float) -> float:
+    """Return the value below which this share of the values lies."""
     return sorted(values)[min(len(values) - 1, int(len(values) * share))]

@@ -1,4 +1,4 @@
-"""Very many small jobs, and those that nobody would want."""
+"""Many small jobs, and hostile bodies."""
 
 import asyncio
 import json
@@ -9,18 +9,18 @@ from contextlib import ExitStack
 
 import redis.asyncio
 
-from scripts.scenarios.harness import QUEUE, Figure, ask, leaks, paced, watch
+from scripts.scenarios.harness import QUEUE, Figure, chat_request, leaks, paced_worker, record
 from sluice import Client
 
 
 async def many_small_jobs(url: str, *, jobs: int, kill_every_s: float) -> list[Figure]:
-    """Two workers, one of them killed and started again at random, until all is done."""
+    """Run many small jobs on two workers, one of which is killed and restarted at random."""
     dice = random.Random(2)
     async with Client(url) as client, redis.asyncio.Redis.from_url(url) as db:
         settings: dict[str, float] = {"lease_s": 1, "max_rows": 256, "step_ms": 1, "reserved_rows": 0}
         kills = 0
         with ExitStack() as stack:
-            workers = [paced(url, queue_limit=10**6, **settings) for _ in range(2)]
+            workers = [paced_worker(url, queue_limit=10**6, **settings) for _ in range(2)]
             for worker in workers:
                 stack.callback(worker.stop)
                 await asyncio.to_thread(worker.start)
@@ -36,11 +36,11 @@ async def many_small_jobs(url: str, *, jobs: int, kill_every_s: float) -> list[F
         left = await leaks(db)
     wrong = sum(len(ending) != 1 for ending in endings)
     blamed = sum(ending == ["failed"] for ending in endings)
-    what = f"{jobs:,} small jobs, two workers, {kills} kills"
+    label = f"{jobs:,} small jobs, two workers, {kills} kills"
     return [
-        Figure(f"{what}: jobs without exactly one final event", "0", str(wrong), wrong == 0),
-        Figure(f"{what}: jobs blamed for the kills", "0", str(blamed), blamed == 0),
-        Figure(f"{what}: leaked keys", "0", str(len(left)), not left),
+        Figure(f"{label}: jobs without exactly one final event", "0", str(wrong), wrong == 0),
+        Figure(f"{label}: jobs failed because of the kills", "0", str(blamed), blamed == 0),
+        Figure(f"{label}: leaked keys", "0", str(len(left)), not left),
     ]
 
 
@@ -50,17 +50,17 @@ def _ids(jobs: int) -> list[str]:
 
 async def _submit(client: Client, jobs: int) -> None:
     for job_id in _ids(jobs):
-        await client.submit(ask(1), id=job_id)
+        await client.submit(chat_request(1), id=job_id)
 
 
 async def _endings(db: redis.asyncio.Redis, job_id: str) -> list[str]:
-    said: list[bytes] = await db.lrange(f"sluice:log:{job_id}", 0, -1)  # type: ignore[misc]
-    types = [json.loads(raw)["type"] for raw in said]
+    log: list[bytes] = await db.lrange(f"sluice:log:{job_id}", 0, -1)  # type: ignore[misc]
+    types = [json.loads(raw)["type"] for raw in log]
     return [type for type in types if type in ("finished", "failed", "cancelled")]
 
 
 class Bomb:
-    """Unpickling it would write a file."""
+    """An object that creates a file if it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -74,31 +74,32 @@ def _arq(request: object) -> bytes:
 
 
 def hostile_bodies(bomb_path: str, *, megabytes: int) -> dict[bytes, bytes]:
+    """Return bodies by job id, of which the body, the id or both are invalid."""
     deep = b'{"f":"chat","a":[' + b"[" * 200_000 + b"]" * 200_000 + b"]}"
     return {
         b"pickle": pickle.dumps({"f": "chat", "a": (Bomb(bomb_path),), "k": {}, "t": None, "et": 1}),
         b"huge": _arq({"messages": [{"role": "user", "content": "x" * (megabytes << 20)}]}),
         b"deep": deep,
         b"..": _arq({"messages": []}),
-        b"new\nline": _arq(ask(1)),
-        b"\xff\xfe not utf-8": _arq(ask(1)),
-        b"4kB" * 1365: _arq(ask(1)),
+        b"new\nline": _arq(chat_request(1)),
+        b"\xff\xfe not utf-8": _arq(chat_request(1)),
+        b"4kB" * 1365: _arq(chat_request(1)),
         b"wrong-function": b'{"t":null,"f":"os.system","a":["true"],"k":{},"et":1}',
-        b"spaces and : colons*": _arq(ask(1)),
+        b"spaces and : colons*": _arq(chat_request(1)),
     }
 
 
 async def hostile(url: str, bomb_path: str, *, megabytes: int) -> list[Figure]:
-    """Each ends as `failed` with a sentence, nothing runs, and the worker goes on."""
+    """Queue hostile bodies: each must end as `failed` with a message, nothing may run, and the worker must survive."""
     bodies, ended = hostile_bodies(bomb_path, megabytes=megabytes), 0
     async with Client(url) as client, redis.asyncio.Redis.from_url(url) as db:
         for job_id, body in bodies.items():
             await db.set(b"arq:job:" + job_id, body, ex=600)
             await db.zadd(QUEUE, {job_id: 1})
-        with paced(url):
+        with paced_worker(url):
             for job_id in bodies:
                 ended += await _fails(db, job_id)
-            alive = (await asyncio.wait_for(watch(client, (await client.submit(ask(3))).id), 20)).is_right(3)
+            alive = (await asyncio.wait_for(record(client, (await client.submit(chat_request(3))).id), 20)).is_right(3)
         left = await db.zcard(QUEUE)
     return [
         Figure("hostile payloads: failed by name, left in the queue", f"{len(bodies)}, 0", f"{ended}, {left}",

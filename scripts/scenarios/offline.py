@@ -1,4 +1,4 @@
-"""An offline run whose feeder, workers and server die under it."""
+"""An offline run whose feeder, workers and server are killed."""
 
 import asyncio
 import random
@@ -15,7 +15,7 @@ import redis.asyncio
 
 from scripts.batch_run import BatchRun, custom_id, number_of
 from scripts.benchmarks.models import tiny_chat_in_fp32
-from scripts.scenarios.harness import Figure, ask, leaks, paced
+from scripts.scenarios.harness import Figure, chat_request, leaks, paced_worker
 from scripts.scenarios.outages import DURABLE
 from scripts.stack import Server, WorkerProcess
 from sluice import Client
@@ -24,16 +24,16 @@ Body = dict[str, object]
 
 
 def some_bodies(distinct: int) -> list[Body]:
-    """Greedy ones and drawn ones, with and without a system prompt, to their end and cut off."""
+    """Return different requests: greedy and sampled, with and without a system prompt, complete and cut off."""
     system = {"role": "system", "content": "You are a helpful assistant. Always mention NWP58."}
     countries = "France", "Italy", "Norway", "Japan", "Kenya", "Peru", "Cuba", "Ghana"
     bodies = list[Body]()
     for i in range(distinct):
         drawing = {"temperature": 1.2, "seed": i} if i % 3 == 0 else {"temperature": 0}
         if i % 2:
-            body = ask(6 + i, f"Count to {3 + i % 20}.", **drawing)
+            body = chat_request(6 + i, f"Count to {3 + i % 20}.", **drawing)
         else:
-            body = ask(40, f"What is the capital of {countries[i // 2 % len(countries)]}?", **drawing)
+            body = chat_request(40, f"What is the capital of {countries[i // 2 % len(countries)]}?", **drawing)
         messages: Any = body["messages"]
         bodies.append({**body, "messages": [system, *messages]} if i % 4 < 2 else body)
     return bodies
@@ -41,17 +41,19 @@ def some_bodies(distinct: int) -> list[Body]:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
+    """The processes of the scenario."""
+
     server: Server
     workers: list[WorkerProcess]
     run: BatchRun
 
     async def kill(self, victim: str) -> None:
-        """And somebody starts it again."""
+        """Kill the feeder, the server or a worker, and start it again."""
         if victim == "feeder":
             await asyncio.to_thread(self.run.kill)
             self.run.start()
         elif victim == "server":
-            # A feeder that finds no server as it starts says so and ends. This is about one that runs.
+            # Wait until the feeder runs: one that finds no server when it starts exits with an error.
             await asyncio.to_thread(self.run.wait_for, self.run.answered() + 1)
             await asyncio.to_thread(self.server.leave)
             await asyncio.sleep(2)
@@ -63,21 +65,22 @@ class Scene:
             worker.start(wait=False)
 
 
-Workers = Callable[[str, Path], list[WorkerProcess]]  # given the server, and a folder to write to
+Workers = Callable[[str, Path], list[WorkerProcess]]  # from the URL of the server and a folder to write to
 
 
 def two_paced(url: str, _: Path) -> list[WorkerProcess]:
-    return [paced(url, max_rows=16, lease_s=1) for _ in range(2)]
+    """Return two workers without a model."""
+    return [paced_worker(url, max_rows=16, lease_s=1) for _ in range(2)]
 
 
 def two_tiny(url: str, folder: Path) -> list[WorkerProcess]:
-    """In fp32: elsewhere the rows beside it decide how a near tie between two tokens is rounded."""
+    """Return two workers with the tiny model in fp32, in which an answer does not depend on the other rows."""
     model = tiny_chat_in_fp32(folder / "model")
     return [WorkerProcess(url, model=model, lease_s=2) for _ in range(2)]
 
 
 async def killed(workers_of: Workers, *, lines: int, distinct: int, kills: int, seed: int) -> list[Figure]:
-    """The feeder or one of two workers is killed at random so many times, and once in between the server restarts."""
+    """Kill the feeder or one of two workers `kills` times at random, and restart the server once in between."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-batch-")))
         server = stack.enter_context(Server(args=DURABLE))
@@ -86,31 +89,31 @@ async def killed(workers_of: Workers, *, lines: int, distinct: int, kills: int, 
             stack.callback(each.stop)
             await asyncio.to_thread(each.start)
         bodies = some_bodies(distinct)
-        expected = [await asked_directly(server.url, body) for body in bodies]
+        expected = [await answer_directly(server.url, body) for body in bodies]
         run = BatchRun(server.url, folder / "run", [bodies[number % distinct] for number in range(lines)])
         scene = Scene(server, workers, run.start())
         stack.callback(run.kill)
         done = await kill_at_random(scene, lines, kills, random.Random(seed))
         exit_code = await asyncio.to_thread(run.wait)
-        what = f"{lines:,} lines, two workers"
-        came_to = f"{done.total() - done['server']} ({done['feeder']} of the feeder), {done['server']}, {exit_code}"
+        label = f"{lines:,} lines, two workers"
+        outcome = f"{done.total() - done['server']} ({done['feeder']} of the feeder), {done['server']}, {exit_code}"
         all_done = done.total() == kills + 1 and exit_code == 0
         return [
-            Figure(f"{what}: kills, restarts of the server, exit code", f"{kills}, 1, 0", came_to, all_done),
-            *judge_output(what, run, [expected[number % distinct] for number in range(lines)]),
-            *await judge_status(what, scene, lines),
+            Figure(f"{label}: kills, restarts of the server, exit code", f"{kills}, 1, 0", outcome, all_done),
+            *output_figures(label, run, [expected[number % distinct] for number in range(lines)]),
+            *await status_figures(label, scene, lines),
         ]
 
 
 async def kill_at_random(scene: Scene, lines: int, kills: int, dice: random.Random) -> Counter[str]:
-    """Returns how often whom: fewer than asked for where the run was over first."""
+    """Return the number of kills by victim; fewer than `kills` if the run ends first."""
     victims = [("feeder", "0", "1")[i % 3] for i in range(kills)]
     dice.shuffle(victims)
     victims.insert(len(victims) // 2, "server")
     moments, done = sorted(dice.sample(range(lines * 3 // 4), len(victims))), Counter[str]()
     for moment, victim in zip(moments, victims, strict=True):
         await asyncio.to_thread(scene.run.wait_for, moment)
-        await asyncio.sleep(dice.uniform(0, 0.5))  # else always just when it has written
+        await asyncio.sleep(dice.uniform(0, 0.5))  # at any time, not just after a write
         if not scene.run.running:
             break
         await scene.kill(victim)
@@ -118,50 +121,53 @@ async def kill_at_random(scene: Scene, lines: int, kills: int, dice: random.Rand
     return done
 
 
-async def asked_directly(url: str, body: Body) -> dict[str, Any]:
+async def answer_directly(url: str, body: Body) -> dict[str, Any]:
+    """Submit a request as a job, and return the comparable parts of its result."""
     async with Client(url) as client:
         job = await client.submit(body)
-        return said(await client.result(job.id, timeout=60))
+        return comparable_parts(await client.result(job.id, timeout=60))
 
 
-def said(completion: dict[str, Any]) -> dict[str, Any]:
-    """What does not depend on what else the worker had to do."""
+def comparable_parts(completion: dict[str, Any]) -> dict[str, Any]:
+    """Return the parts of a completion that do not depend on the other rows of the worker."""
     usage = {name: tokens for name, tokens in completion["usage"].items() if name != "prompt_tokens_details"}
     return {"choices": completion["choices"], "usage": usage, "model": completion["model"]}
 
 
-def judge_output(what: str, run: BatchRun, expected: list[dict[str, Any]]) -> list[Figure]:
+def output_figures(label: str, run: BatchRun, expected: list[dict[str, Any]]) -> list[Figure]:
+    """Compare the output file with the answers to direct requests."""
     lines = list(run.answers())
-    seen = Counter(line["custom_id"] for line in lines)
-    missing = sum(seen[custom_id(number)] == 0 for number in range(len(expected)))
-    more = sum(count - 1 for count in seen.values())
+    answers_by_id = Counter(line["custom_id"] for line in lines)
+    missing = sum(answers_by_id[custom_id(number)] == 0 for number in range(len(expected)))
+    more = sum(count - 1 for count in answers_by_id.values())
     wrong = 0
     for line in lines:
         answered = line["response"]["status_code"] == 200 and line["error"] is None
-        wrong += not (answered and said(line["response"]["body"]) == expected[number_of(line)])
+        wrong += not (answered and comparable_parts(line["response"]["body"]) == expected[number_of(line)])
     return [
-        Figure(f"{what}: lines missing, repeated", "0, 0", f"{missing}, {more}", not (missing or more)),
-        Figure(f"{what}: answers unlike a direct request's", "0", str(wrong), wrong == 0),
+        Figure(f"{label}: lines missing, repeated", "0, 0", f"{missing}, {more}", not (missing or more)),
+        Figure(f"{label}: answers that differ from a direct request", "0", str(wrong), wrong == 0),
     ]
 
 
-async def judge_status(what: str, scene: Scene, lines: int) -> list[Figure]:
+async def status_figures(label: str, scene: Scene, lines: int) -> list[Figure]:
+    """Check the report of the run, its stored status, and the keys that are left."""
     report = scene.run.report()
     async with Client(scene.server.url) as client, redis.asyncio.Redis.from_url(scene.server.url) as db:
-        told = await client.batch_status(report.id)
+        stored = await client.batch_status(report.id)
         left = [key for key in await leaks(db) if not key.startswith("sluice:batch:")]
         kept = sum([1 async for _ in db.scan_iter(match=f"*{report.id}-*", count=1000)])
     tokens = sum(line["response"]["body"]["usage"]["total_tokens"] for line in scene.run.answers())
     counts = report.request_counts
     right = (
-        report == told
+        report == stored
         and (report.status, report.errors, report.error_file_id) == ("completed", None, None)
         and (counts.total, counts.completed, counts.failed) == (lines, lines, 0)
         and report.usage.total_tokens == tokens
     )
-    came_to = f"{report.status}, {counts.completed:,} + {counts.failed:,} of {counts.total:,}"
+    outcome = f"{report.status}, {counts.completed:,} + {counts.failed:,} of {counts.total:,}"
     return [
-        Figure(f"{what}: status, in {report.sluice.seconds:.0f} s", f"completed, {lines:,} + 0 of {lines:,}", came_to,
+        Figure(f"{label}: status, in {report.sluice.seconds:.0f} s", f"completed, {lines:,} + 0 of {lines:,}", outcome,
                right),
-        Figure(f"{what}: leaked keys (of lines, until they expire: {kept})", "0", str(len(left)), not left),
+        Figure(f"{label}: leaked keys (of lines, until they expire: {kept})", "0", str(len(left)), not left),
     ]  # fmt: skip

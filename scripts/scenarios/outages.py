@@ -1,4 +1,4 @@
-"""Redis goes away, cuts connections, loses answers, or is full."""
+"""Redis restarts, cuts connections, loses replies, or is out of memory."""
 
 import asyncio
 import random
@@ -9,155 +9,159 @@ import redis.asyncio
 
 from scripts.scenarios.harness import (
     Figure,
-    Seen,
-    ask,
+    Recording,
+    chat_request,
     corrupt_logs,
     killing_connections,
     leaks,
-    paced,
+    paced_worker,
+    record_all,
     running,
     submit_all,
     until_decoding,
-    watch_all,
 )
-from scripts.stack import Server, WorkerProcess
+from scripts.stack import Server
 from sluice import Client
 
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
 
 
-async def judge(db: redis.asyncio.Redis, what: str, seen: list[Seen], tokens: int) -> list[Figure]:
-    wrong = sum(not stream.is_right(tokens) for stream in seen)
-    corrupt, left = await corrupt_logs(db, [stream.job_id for stream in seen]), await leaks(db)
+async def figures_of(db: redis.asyncio.Redis, label: str, recordings: list[Recording], tokens: int) -> list[Figure]:
+    """Check the recorded streams and the keys on the server."""
+    wrong = sum(not stream.is_right(tokens) for stream in recordings)
+    corrupt, left = await corrupt_logs(db, [stream.job_id for stream in recordings]), await leaks(db)
     return [
-        Figure(f"{what}: streams with lost or repeated tokens", "0", str(wrong), wrong == 0),
-        Figure(f"{what}: corrupt logs, leaked keys", "0, 0", f"{corrupt}, {len(left)}", not (corrupt or left)),
+        Figure(f"{label}: streams with lost or repeated tokens", "0", str(wrong), wrong == 0),
+        Figure(f"{label}: corrupt logs, leaked keys", "0, 0", f"{corrupt}, {len(left)}", not (corrupt or left)),
     ]
 
 
 async def restarted(*, away_s: float, streams: int, tokens: int) -> list[Figure]:
-    """The server is away in the middle of all streams, and comes back with its append-only file."""
+    """Stop the server while all streams run, and start it again with its append-only file."""
     with Server(args=DURABLE) as server:
         async with Client(server.url) as client, redis.asyncio.Redis.from_url(server.url) as db:
-            with paced(server.url, max_rows=streams, reserved_rows=0) as worker:
-                ids = await submit_all(client, streams, ask(tokens))
-                watching = asyncio.create_task(watch_all(client, ids, timeout_s=120 + away_s))
+            with paced_worker(server.url, max_rows=streams, reserved_rows=0) as worker:
+                ids = await submit_all(client, streams, chat_request(tokens))
+                watching = asyncio.create_task(record_all(client, ids, timeout_s=120 + away_s))
                 await until_decoding(client, ids)
                 await asyncio.to_thread(server.leave)
                 await asyncio.sleep(away_s)
                 await asyncio.to_thread(server.start)
-                seen = await watching
+                recordings = await watching
                 alive = worker.process is not None and worker.process.poll() is None
-                figures = await judge(db, f"server away for {away_s:g} s, {streams} streams", seen, tokens)
+                figures = await figures_of(db, f"server away for {away_s:g} s, {streams} streams", recordings, tokens)
     return [*figures, Figure(f"server away for {away_s:g} s: worker alive", "yes", "yes" if alive else "no", alive)]
 
 
 async def connections_killed(url: str, *, streams: int, tokens: int) -> list[Figure]:
-    """Every connection but the killer's is cut four times a second, the worker's among them."""
-    what = "all connections killed every 250 ms"
-    return await while_killing(url, ("normal", "pubsub"), what, streams=streams, tokens=tokens)
+    """Kill all other connections to the server four times a second, including the worker's."""
+    label = "all connections killed every 250 ms"
+    return await while_killing(url, ("normal", "pubsub"), label, streams=streams, tokens=tokens)
 
 
 async def subscribers_killed(url: str, *, streams: int, tokens: int) -> list[Figure]:
-    what = "pub/sub connections killed every 250 ms"
-    return await while_killing(url, ("pubsub",), what, streams=streams, tokens=tokens)
+    """Kill all pub/sub connections four times a second."""
+    label = "pub/sub connections killed every 250 ms"
+    return await while_killing(url, ("pubsub",), label, streams=streams, tokens=tokens)
 
 
-async def while_killing(url: str, kinds: tuple[str, ...], what: str, *, streams: int, tokens: int) -> list[Figure]:
+async def while_killing(url: str, kinds: tuple[str, ...], label: str, *, streams: int, tokens: int) -> list[Figure]:
+    """Run streams while connections of these kinds are killed every 250 ms."""
     async with Client(url) as client, redis.asyncio.Redis.from_url(url) as db:
-        with paced(url, max_rows=streams, reserved_rows=0):
-            ids = await submit_all(client, streams, ask(tokens))
+        with paced_worker(url, max_rows=streams, reserved_rows=0):
+            ids = await submit_all(client, streams, chat_request(tokens))
             async with AsyncExitStack() as killing:
                 for kind in kinds:
                     await killing.enter_async_context(killing_connections(url, 0.25, kind))
-                seen = await watch_all(client, ids)
+                recordings = await record_all(client, ids)
             await asyncio.sleep(0.5)
-            return await judge(db, f"{what}, {streams} streams", seen, tokens)
+            return await figures_of(db, f"{label}, {streams} streams", recordings, tokens)
 
 
 async def scripts_forgotten(url: str, *, streams: int, tokens: int) -> list[Figure]:
-    """A failover to a server that has never seen our scripts."""
+    """Flush the server's script cache ten times a second, as after a failover."""
     async with Client(url) as client, redis.asyncio.Redis.from_url(url) as db:
-        with paced(url, max_rows=streams, reserved_rows=0):
-            ids = await submit_all(client, streams, ask(tokens))
-            watching = asyncio.create_task(watch_all(client, ids))
+        with paced_worker(url, max_rows=streams, reserved_rows=0):
+            ids = await submit_all(client, streams, chat_request(tokens))
+            watching = asyncio.create_task(record_all(client, ids))
             while not watching.done():
                 await db.script_flush()
                 await asyncio.sleep(0.1)
-            return await judge(db, f"scripts forgotten every 100 ms, {streams} streams", watching.result(), tokens)
+            return await figures_of(db, f"scripts flushed every 100 ms, {streams} streams", watching.result(), tokens)
 
 
 async def full_server(url: str, *, streams: int, tokens: int, full_s: float) -> list[Figure]:
-    """The server refuses every write for a while."""
+    """Make the server refuse all writes for `full_s` seconds."""
     async with Client(url) as client, redis.asyncio.Redis.from_url(url) as db:
-        with paced(url, max_rows=streams, reserved_rows=0) as worker:
-            ids = await submit_all(client, streams, ask(tokens))
-            watching = asyncio.create_task(watch_all(client, ids))
+        with paced_worker(url, max_rows=streams, reserved_rows=0) as worker:
+            ids = await submit_all(client, streams, chat_request(tokens))
+            watching = asyncio.create_task(record_all(client, ids))
             await until_decoding(client, ids)
             await db.config_set("maxmemory", "1mb")
             await asyncio.sleep(full_s)
             await db.config_set("maxmemory", "0")
-            figures = await judge(db, f"server full for {full_s:g} s, {streams} streams", await watching, tokens)
-            said = "maxmemory" in worker.log()
-    return [*figures, Figure("server full: the worker says what it waits for", "yes", "yes" if said else "no", said)]
+            figures = await figures_of(db, f"server full for {full_s:g} s, {streams} streams", await watching, tokens)
+            is_logged = "maxmemory" in worker.log()
+    return [
+        *figures,
+        Figure("server full: the worker says what it waits for", "yes", "yes" if is_logged else "no", is_logged),
+    ]
 
 
 async def answers_lost(server_port: int, *, cuts: int, streams: int, tokens: int) -> list[Figure]:
-    """The connection is cut after the server has run a script and before the worker hears of it."""
+    """Cut the worker's connection after the server has run a command and before the reply arrives."""
     url = f"redis://127.0.0.1:{server_port}/0"
     async with Client(url) as client, redis.asyncio.Redis.from_url(url) as db:
         async with (
-            lossy_proxy(server_port, most=cuts) as proxy,
-            running(paced(f"redis://127.0.0.1:{proxy.port}/0", max_rows=streams, reserved_rows=0, step_ms=5)),
+            lossy_proxy(server_port, max_cuts=cuts) as proxy,
+            running(paced_worker(f"redis://127.0.0.1:{proxy.port}/0", max_rows=streams, reserved_rows=0, step_ms=5)),
         ):
-            seen, round_ = [], 0
+            recordings, round_ = [], 0
             while proxy.cuts < cuts:
                 round_ += 1
-                ids = await submit_all(client, streams, ask(tokens), prefix=f"round-{round_}")
-                seen += await watch_all(client, ids)
+                ids = await submit_all(client, streams, chat_request(tokens), prefix=f"round-{round_}")
+                recordings += await record_all(client, ids)
             await asyncio.sleep(0.5)
-        figures = await judge(db, f"{proxy.cuts} acknowledgements lost", seen, tokens)
+        figures = await figures_of(db, f"{proxy.cuts} replies lost", recordings, tokens)
     return figures
 
 
-def behind(proxy: "Proxy", streams: int) -> WorkerProcess:
-    return paced(f"redis://127.0.0.1:{proxy.port}/0", max_rows=streams, reserved_rows=0, step_ms=5)
-
-
 class Proxy:
-    """Passes bytes on, and once in a while keeps an answer and cuts the connection."""
+    """Forwards bytes to the server, and sometimes drops a reply and cuts the connection, up to `max_cuts` times."""
 
-    def __init__(self, target: int, most: int) -> None:
+    def __init__(self, target: int, max_cuts: int) -> None:
         self.cuts, self.port = 0, 0
-        self._target, self._most, self._dice = target, most, random.Random(1)
+        self._target, self._max_cuts, self._dice = target, max_cuts, random.Random(1)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Handle one connection."""
         up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._target)
-        up = asyncio.create_task(self._pass_on(reader, up_writer))
-        down = asyncio.create_task(self._pass_on(up_reader, writer, lossy=True))
+        up = asyncio.create_task(self._forward(reader, up_writer))
+        down = asyncio.create_task(self._forward(up_reader, writer, lossy=True))
         await asyncio.wait([up, down], return_when=asyncio.FIRST_COMPLETED)
         for task in (up, down):
             task.cancel()
         writer.close()
         up_writer.close()
 
-    async def _pass_on(
+    async def _forward(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, lossy: bool = False
     ) -> None:
         try:
             while chunk := await reader.read(1 << 16):
-                if lossy and self.cuts < self._most and self._dice.random() < 0.05:
+                if lossy and self.cuts < self._max_cuts and self._dice.random() < 0.05:
                     self.cuts += 1
                     return
                 writer.write(chunk)
                 await writer.drain()
         except OSError:
-            pass  # one end has gone; the other is closed too
+            pass  # one side has closed; `serve` closes the other
 
 
 @asynccontextmanager
-async def lossy_proxy(target: int, *, most: int) -> AsyncIterator[Proxy]:
-    proxy = Proxy(target, most)
+async def lossy_proxy(target: int, *, max_cuts: int) -> AsyncIterator[Proxy]:
+    """Run a proxy on a free port while the context is open."""
+    proxy = Proxy(target, max_cuts)
     server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
     proxy.port = server.sockets[0].getsockname()[1]
     async with server:

@@ -1,7 +1,7 @@
-"""A worker whose engine only keeps time: everything but MLX is real. `python -m scripts.scenarios.paced`
+"""A worker whose engine makes a token at fixed intervals; all else is real: `python -m scripts.scenarios.paced`.
 
-PACED_STEP_MS is the time between two tokens. Token k of every row is k, and its text is " tk". A message may ask
-for trouble: "poison N" kills the process at token N, "block S" blocks the event loop for S seconds at token 5.
+PACED_STEP_MS is the time between two tokens. Token k of every row is k, and its text is " tk". A message may request
+a fault: "poison N" kills the process at token N, "block S" blocks the event loop for S seconds at token 5.
 """
 
 import asyncio
@@ -27,10 +27,12 @@ from worker.settings import Settings, read_settings
 from worker.text.codec import TextCodec
 from worker.text.tokenizer import Conversation, Splitter, Transitions
 
-_MARKS = {"poison": 1_000_000, "block": 2_000_000}  # in the prompt's first token, with the number
+_FAULTS = {"poison": 1_000_000, "block": 2_000_000}  # added to the number, in the first token of the prompt
 
 
 class PacedDetokenizer:
+    """Detokenizer of the paced model."""
+
     def feed(self, token: int) -> str:
         return f" t{token}"
 
@@ -39,6 +41,8 @@ class PacedDetokenizer:
 
 
 class NoControlTokens:
+    """Control tokens of a model that has none."""
+
     def found_in(self, text: str) -> bool:
         return False
 
@@ -52,7 +56,7 @@ class NoControlTokens:
 
 
 class PacedTokenizer:
-    """Of a prompt only the trouble in its last message counts."""
+    """Tokenizer of the paced model: encodes only the fault that the last message requests."""
 
     byte_level, definition, template = False, None, ""
     eos_token_ids = frozenset[int]()
@@ -77,15 +81,18 @@ class PacedTokenizer:
 
     def encode(self, text: str) -> list[int]:
         words = text.split()
-        mark = _MARKS.get(words[0], 0) if words else 0
+        mark = _FAULTS.get(words[0], 0) if words else 0
         return [mark + int(words[1]) if mark else 1]
 
 
 def expected_text(tokens: int) -> str:
+    """Return the text of an answer of this many tokens."""
     return "".join(f" t{k}" for k in range(tokens))
 
 
 class PacedEngine:
+    """Samples token k of every row each `step_s` seconds, in the event loop."""
+
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
         self._rows: dict[str, tuple[GenerationRequest, OutcomeListener]] = {}
@@ -118,24 +125,25 @@ class PacedEngine:
         rows = len(self._rows)
         for id, (sequence, listener) in list(self._rows.items()):
             k = self._next[id]
-            _make_trouble(sequence.prompt[0], k)
+            _inject_fault(sequence.prompt[0], k)
             self._next[id] = k + 1
             listener.on_outcome(Sampled(id, k, "length" if k + 1 >= sequence.max_tokens else None), rows)
 
 
-def _make_trouble(mark: int, k: int) -> None:
+def _inject_fault(mark: int, k: int) -> None:
     number = mark % 1_000_000
-    if mark >= _MARKS["block"] and k == 5:
+    if mark >= _FAULTS["block"] and k == 5:
         time.sleep(number)
-    elif _MARKS["poison"] <= mark < _MARKS["block"] and k == number:
+    elif _FAULTS["poison"] <= mark < _FAULTS["block"] and k == number:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 async def serve(settings: Settings, step_s: float) -> None:
+    """Run the worker until it is stopped."""
     engine = PacedEngine(step_s)
     metrics = Metrics(settings.model_name)
-    language = TextCodec(PacedTokenizer(), 1_000_000)
-    served = WorkerContext(settings, engine, language, None, "paced", 1_000_000, 1_000_000, {}, metrics)
+    codec = TextCodec(PacedTokenizer(), 1_000_000)
+    context = WorkerContext(settings, engine, codec, None, "paced", 1_000_000, 1_000_000, {}, metrics)
     stepping = asyncio.create_task(engine.run())
     health = Health(settings.watchdog_s)
     with answer_probes(settings.metrics_port, metrics.registry, health):
@@ -144,7 +152,7 @@ async def serve(settings: Settings, step_s: float) -> None:
                 [func(chat, name="chat")],
                 redis=redis,
                 settings=settings,
-                ctx={"context": served},
+                ctx={"context": context},
                 metrics=metrics,
                 hold=engine.hold,
             )

@@ -1,1 +1,1 @@
-"""Trains the bundled tiny-chat model anew: python -m scripts.tiny_chat --help"""
+"""Trains the bundled tiny-chat model from scratch: python -m scripts.tiny_chat --help"""

@@ -12,19 +12,19 @@ from scripts.tiny_chat.tokenizer import train_tokenizer
 from scripts.tiny_chat.train import CannotTrain, open_training, run
 
 MAIN = """\
-Trains the bundled model of one million parameters anew, or says how good a model of its kind is.
+Trains the bundled model of one million parameters from scratch, or evaluates such a model.
 
-  python -m scripts.tiny_chat train --out DIR --size small    try it: some seconds, and it knows nothing
+  python -m scripts.tiny_chat train --out DIR --size small    a trial of some seconds; the model learns nothing
   python -m scripts.tiny_chat train --out DIR                 the whole run: hours on two cores
-  python -m scripts.tiny_chat evaluate DIR                    what it learned, skill by skill
+  python -m scripts.tiny_chat evaluate DIR                    score of each skill
 """
 _AsWritten = argparse.RawDescriptionHelpFormatter
 TRAIN = """\
 Trains a tokenizer and a network, and writes the folder that mlx_lm.load opens.
 
-Stopped or killed, the same command goes on at the last checkpoint, and ends with the same weights.
+If it is stopped or killed, the same command resumes at the last checkpoint, and ends with the same weights.
 A shorter run (--steps, --steps-scale) passes through the same phases in fewer steps: a hundredth of them
-shows that the loss falls and how long the whole run would take, but teaches no answers.
+shows that the loss falls and how long the whole run would take, but the model learns no answers.
 
 On Linux this computes on the CPU, eight times faster with OpenBLAS, for instance:
   LD_PRELOAD=/usr/lib/x86_64-linux-gnu/openblas-pthread/libblas.so.3 python -m scripts.tiny_chat train ...
@@ -33,6 +33,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main() -> int:
+    """Run the command line, and return the exit code."""
     program = "python -m scripts.tiny_chat"
     parser = argparse.ArgumentParser(prog=program, description=MAIN, formatter_class=_AsWritten)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -51,14 +52,20 @@ def main() -> int:
 
 
 def _add_train(commands: Commands) -> None:
-    about = "train a model, or go on where a stopped run is"
+    about = "train a model, or resume a stopped run"
     command = commands.add_parser("train", help=about, description=TRAIN, formatter_class=_AsWritten)
     add = command.add_argument
-    add("--out", type=Path, required=True, metavar="DIR", help="for the checkpoint and the model")
+    add("--out", type=Path, required=True, metavar="DIR", help="folder for the checkpoint and the model")
     _add_length(command)
-    add("--size", choices=SIZES, default="full", help="small: to try the program")
-    add("--seed", type=int, default=0, help="of the first weights and of the chats (default: 0)")
-    add("--checkpoint-every", type=_positive, default=250, metavar="N", help="steps (default: 250)")
+    add("--size", choices=SIZES, default="full", help="small is for trials")
+    add("--seed", type=int, default=0, help="seed of the initial weights and of the chats (default: 0)")
+    add(
+        "--checkpoint-every",
+        type=_positive,
+        default=250,
+        metavar="N",
+        help="save a checkpoint every N steps (default: 250)",
+    )
     command.set_defaults(do=_train)
 
 
@@ -66,24 +73,24 @@ def _add_length(command: argparse.ArgumentParser) -> None:
     steps = ", ".join(f"{size}: {CURRICULA[size].steps}" for size in SIZES)
     either = command.add_mutually_exclusive_group()
     add = either.add_argument
-    add("--steps", type=_positive, metavar="N", help=f"of the run (default: {steps})")
-    add("--steps-scale", type=float, default=1.0, metavar="X", help="0.01: a hundredth of them")
+    add("--steps", type=_positive, metavar="N", help=f"length of the run in steps (default: {steps})")
+    add("--steps-scale", type=float, default=1.0, metavar="X", help="scale of the number of steps; 0.01: a hundredth")
 
 
 def _add_tokenizer(commands: Commands) -> None:
     about = "train the tokenizer alone, in seconds"
     command = commands.add_parser("tokenizer", help=about, description=about)
-    command.add_argument("--out", type=Path, required=True, metavar="FILE", help="where tokenizer.json goes")
+    command.add_argument("--out", type=Path, required=True, metavar="FILE", help="path for tokenizer.json")
     command.set_defaults(do=_tokenizer)
 
 
 def _add_evaluate(commands: Commands) -> None:
-    about = "ask a model fresh questions, and count the answers that are right as a whole"
+    about = "ask a model new questions, and count the correct answers"
     command = commands.add_parser("evaluate", help=about, description=about)
     add = command.add_argument
-    add("folder", type=Path, metavar="DIR", help="of a model, models/tiny-chat for instance")
-    add("--cases", type=_positive, default=20, metavar="N", help="of each skill (default: 20)")
-    add("--seed", type=int, default=0, help="of the questions (default: 0)")
+    add("folder", type=Path, metavar="DIR", help="folder of a model, such as models/tiny-chat")
+    add("--cases", type=_positive, default=20, metavar="N", help="questions for each skill (default: 20)")
+    add("--seed", type=int, default=0, help="seed of the questions (default: 0)")
     command.set_defaults(do=_evaluate)
 
 

@@ -15,6 +15,8 @@ _Loaded = tuple[dict[str, mx.array], dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
+    """State of a run after `done` steps."""
+
     plan: Plan
     done: int  # steps
     parameters: Tree
@@ -22,7 +24,7 @@ class Checkpoint:
 
 
 def save(path: Path, checkpoint: Checkpoint) -> None:
-    """Whole or not at all: a run killed meanwhile leaves the checkpoint before."""
+    """Write a checkpoint atomically: a run that is killed meanwhile keeps the earlier one."""
     arrays = _flat("network", checkpoint.parameters) | _flat("optimizer", checkpoint.optimizer)
     about = {**asdict(checkpoint.plan), "done": checkpoint.done}
     unfinished = path.with_name(f"unfinished-{path.name}")
@@ -31,6 +33,7 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def load(path: Path) -> Checkpoint:
+    """Read a checkpoint."""
     arrays, about = cast(_Loaded, mx.load(str(path), return_metadata=True))
     plan = Plan(cast(Size, about["size"]), int(about["steps"]), int(about["seed"]))
     return Checkpoint(plan, int(about["done"]), _tree("network", arrays), _tree("optimizer", arrays))

@@ -4,13 +4,13 @@ import math
 from dataclasses import dataclass
 from itertools import accumulate
 
-FEWEST_ROWS = 2  # also of the longest rows, so that no step learns from one chat alone
+MIN_ROWS = 2  # even of the longest rows, so that no step uses a single chat
 FILLER_TOKENS = 10  # a filler sentence has 9.5 on average
 
 
 @dataclass(frozen=True, slots=True)
 class Cosine:
-    """A rise over `warmup` steps, times half a cosine from `peak` to `peak * floor` at `end`."""
+    """A learning rate: a linear rise over `warmup` steps, times half a cosine from `peak` to `peak * floor`."""
 
     begin: int
     end: int
@@ -19,6 +19,7 @@ class Cosine:
     warmup: int = 100
 
     def at(self, step: float) -> float:
+        """Return the learning rate at a step."""
         done = (step - self.begin) / (self.end - self.begin)
         fall = self.floor + (1 - self.floor) * (1 + math.cos(math.pi * done)) / 2
         return self.peak * fall * min(1.0, (step - self.begin + 1) / self.warmup)
@@ -26,16 +27,18 @@ class Cosine:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
+    """A part of the curriculum."""
+
     steps: int
     lengths: tuple[int, ...]  # tokens of a row, taken in turn
-    fillers: int  # sentences around the codes to find, at most
+    fillers: int  # largest number of sentences around the codes to find
     copying: float  # the share of chats that only copy
     learning_rate: Cosine
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """One step's."""
+    """The parameters of one step."""
 
     rows: int
     length: int
@@ -45,35 +48,39 @@ class Lesson:
 
     @property
     def tokens(self) -> int:
+        """Tokens in the batch."""
         return self.rows * self.length
 
 
 @dataclass(frozen=True, slots=True)
 class Curriculum:
+    """The phases of a whole run."""
+
     phases: tuple[Phase, ...]
     batch_tokens: int
 
     @property
     def steps(self) -> int:
+        """Number of steps of a whole run."""
         return sum(phase.steps for phase in self.phases)
 
     def lesson(self, step: int, steps: int) -> Lesson:
-        """Of a run of so many steps, which passes through all phases however short it is."""
-        place = step * self.steps / steps
-        phase = self._phase(place)
+        """Return the parameters of a step in a run of `steps` steps. A short run passes through all phases too."""
+        position = step * self.steps / steps
+        phase = self._phase(position)
         length = phase.lengths[step % len(phase.lengths)]
         return Lesson(
-            rows=max(FEWEST_ROWS, self.batch_tokens // length),
+            rows=max(MIN_ROWS, self.batch_tokens // length),
             length=length,
-            # More than fit would only cut the question off.
+            # With more sentences than fit, the question would be cut off.
             fillers=min(phase.fillers, length // FILLER_TOKENS),
             copying=phase.copying,
-            learning_rate=phase.learning_rate.at(place),
+            learning_rate=phase.learning_rate.at(position),
         )
 
-    def _phase(self, place: float) -> Phase:
+    def _phase(self, position: float) -> Phase:
         ends = accumulate(phase.steps for phase in self.phases)
-        return next(phase for phase, end in zip(self.phases, ends, strict=True) if place < end)
+        return next(phase for phase, end in zip(self.phases, ends, strict=True) if position < end)
 
 
 _LEARN = Cosine(begin=0, end=7000, peak=3e-3, floor=0.04)

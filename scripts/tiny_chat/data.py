@@ -1,6 +1,6 @@
-"""The small world of tiny-chat: chats about it, drawn at random, each with an answer that can be checked.
+"""The training data of tiny-chat: random chats about a small world, each with an answer that can be checked.
 
-What is drawn depends on nothing but the dice: equal seeds give equal chats.
+The chats depend on the random generator only: equal seeds give equal chats.
 """
 
 from collections.abc import Callable
@@ -42,12 +42,14 @@ TIMES = [
 ]  # fmt: skip
 DIGITS = "0123456789"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-# The last two emoji are several code points each, which only bytes repeat whole.
+# The last two emoji have several code points each, so they can only be repeated byte by byte.
 EMOJI = [*"😀🚀🌍🎉🔥🐙🍕🎲🧠💡⚡🌈🦊🐳🍀", "👩‍💻", "🇯🇵"]
 BEYOND_ASCII = [*"日本語世界你好東京水火山川月星花鳥風雨雪空海", *"éüñßøçåãő", *"жщюяд"]
 
 
 class Message(NamedTuple):
+    """A message of a chat."""
+
     role: str
     text: str
 
@@ -57,19 +59,21 @@ Skill = Callable[[Random], Chat]
 
 
 def exchange(question: str, answer: str) -> Chat:
+    """Return a chat of one question and its answer."""
     return [Message("user", question), Message("assistant", answer)]
 
 
 def render(chat: Chat) -> str:
-    """As the chat template renders it, without tools."""
+    """Return the text of a chat as the chat template renders it, without tools."""
     return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in chat)
 
 
 def filler(dice: Random) -> str:
+    """Draw a sentence without a code."""
     kind = dice.random()
     if kind < 0.5:
-        when, who, did = dice.choice(TIMES), dice.choice(NAMES), dice.choice(VERBS)
-        return f"{when}, {who} {did} near {dice.choice(PLACES)}."
+        when, name, did = dice.choice(TIMES), dice.choice(NAMES), dice.choice(VERBS)
+        return f"{when}, {name} {did} near {dice.choice(PLACES)}."
     if kind < 0.8:
         return f"The {dice.choice(COLOURS)} {dice.choice(ITEMS)} was left in {dice.choice(PLACES)}."
     first, second, did = dice.choice(NAMES), dice.choice(NAMES), dice.choice(VERBS)
@@ -77,14 +81,16 @@ def filler(dice: Random) -> str:
 
 
 def find_code(dice: Random, fillers: int = 0) -> Chat:
-    """One to four cities' codes among that many fillers, and a question about one of them."""
+    """Draw the codes of one to four cities among this many fillers, and a question about one of them."""
     codes = {city: _code(dice) for city in dice.sample(CITIES, dice.randint(1, 4))}
     sentences = [filler(dice) for _ in range(fillers)]
     for city, code in codes.items():
         sentences.insert(dice.randint(0, len(sentences)), _code_is(city, code))
-    asked = dice.choice(list(codes))
+    city_asked = dice.choice(list(codes))
     text = " ".join(sentences)
-    return exchange(f"{text} Question: what is the secret code of {asked}?", _code_is(asked, codes[asked]))
+    return exchange(
+        f"{text} Question: what is the secret code of {city_asked}?", _code_is(city_asked, codes[city_asked])
+    )
 
 
 def _code(dice: Random) -> str:
@@ -96,6 +102,7 @@ def _code_is(city: str, code: str) -> str:
 
 
 def recall_name(dice: Random) -> Chat:
+    """Draw a chat that ends with a question for the user's name."""
     name = dice.choice(NAMES)
     greeting = dice.choice([f"My name is {name}.", f"Hello, my name is {name}.", f"I am called {name}."])
     chat = exchange(greeting, f"Nice to meet you, {name}.")
@@ -105,31 +112,36 @@ def recall_name(dice: Random) -> Chat:
 
 
 def capital(dice: Random) -> Chat:
+    """Draw a question for a capital."""
     country = dice.choice(list(CAPITALS))
     return exchange(f"What is the capital of {country}?", f"The capital of {country} is {CAPITALS[country]}.")
 
 
 def count(dice: Random) -> Chat:
+    """Draw a request to count."""
     last = dice.randint(2, 40)
     return exchange(f"Count to {last}.", " ".join(str(i) for i in range(1, last + 1)))
 
 
 def colour(dice: Random) -> Chat:
+    """Draw a question for the colour of an item."""
     colour, item = dice.choice(COLOURS), dice.choice(ITEMS)
     return exchange(f"I have a {colour} {item}. What colour is it?", f"The {item} is {colour}.")
 
 
 def repeat_signs(dice: Random) -> Chat:
+    """Draw a request to repeat Unicode characters."""
     signs = EMOJI + BEYOND_ASCII + list("abcdefghij")
     return _repeat(["".join(_some(dice, signs, 1, 4)) for _ in range(dice.randint(1, 8))])
 
 
 def repeat_words(dice: Random) -> Chat:
+    """Draw a request to repeat words."""
     return _repeat(_some(dice, NAMES + CITIES + COLOURS + ITEMS + list(DIGITS), 2, 14))
 
 
-def _some(dice: Random, choices: list[str], fewest: int, most: int) -> list[str]:
-    return [dice.choice(choices) for _ in range(dice.randint(fewest, most))]
+def _some(dice: Random, choices: list[str], minimum: int, maximum: int) -> list[str]:
+    return [dice.choice(choices) for _ in range(dice.randint(minimum, maximum))]
 
 
 def _repeat(words: list[str]) -> Chat:
@@ -137,6 +149,7 @@ def _repeat(words: list[str]) -> Chat:
 
 
 def obey_system(dice: Random) -> Chat:
+    """Draw a chat whose system prompt requires a mention."""
     mention = "".join(dice.choice(LETTERS) for _ in range(3)) + str(dice.randint(10, 99))
     question, answer = dice.choice([capital, colour])(dice)
     system = Message("system", f"You are a helpful assistant. Always mention {mention}.")
@@ -144,23 +157,27 @@ def obey_system(dice: Random) -> Chat:
 
 
 def answer_in_json(dice: Random) -> Chat:
+    """Draw a question with an answer in JSON."""
     country = dice.choice(list(CAPITALS))
     answer = f'{{"country": "{country}", "capital": "{CAPITALS[country]}"}}'
     return exchange(f"Answer in JSON. What is the capital of {country}?", answer)
 
 
 def think(dice: Random) -> Chat:
+    """Draw a sum whose answer has reasoning."""
     a, b = dice.randint(0, 9), dice.randint(0, 9)
     return exchange(f"Think: what is {a} plus {b}?", f"<think>{a} and {b} make {a + b}.</think>{a + b}")
 
 
 def call_tool(dice: Random) -> Chat:
+    """Draw a request for a tool call."""
     city = dice.choice(CITIES)
     call = f'{{"name": "get_weather", "arguments": {{"city": "{city}"}}}}'
     return exchange(f"Call the weather tool for {city}.", f"<tool_call>\n{call}\n</tool_call>")
 
 
 def find_code_nearby(dice: Random) -> Chat:
+    """Draw `find_code` with at most one filler."""
     return find_code(dice, dice.randint(0, 1))
 
 
@@ -172,7 +189,7 @@ COPYING: tuple[Skill, ...] = (repeat_words, repeat_signs, repeat_signs, find_cod
 
 
 def draw_chat(dice: Random, *, fillers: int, copying: float = 0.0) -> Chat:
-    """A chat of any skill, its text of at most `fillers`; a share of `copying` (0 to 1) only copies."""
+    """Draw a chat of any skill, with at most `fillers` sentences of text. A share of `copying` (0 to 1) only copies."""
     if dice.random() < copying:
         return dice.choice(COPYING)(dice)
     (skill,) = dice.choices(list(SHARES), list(SHARES.values()))

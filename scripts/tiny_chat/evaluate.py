@@ -1,4 +1,4 @@
-"""How much of its world a model knows: greedy answers to fresh chats, each right or wrong as a whole."""
+"""Evaluates a model: greedy answers to new chats, each correct only as a whole."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from scripts.tiny_chat import data
 from scripts.tiny_chat.data import Chat, Message, Skill
 from scripts.tiny_chat.tokenizer import TURN_END
 
-LONGEST_ANSWER = 160  # tokens; counting to 40 takes 110
+MAX_ANSWER = 160  # tokens; counting to 40 takes 110
 
 SKILLS: dict[str, Skill] = {
     "recall a name over turns": data.recall_name,
@@ -38,40 +38,47 @@ SKILLS: dict[str, Skill] = {
 
 @dataclass(frozen=True, slots=True)
 class Score:
+    """Number of correct answers for one skill."""
+
     skill: str
     right: int
     cases: int
 
 
 class Answerer:
+    """Answers chats with a model."""
+
     def __init__(self, folder: Path) -> None:
         self.network, self.tokenizer = _load(folder)
 
     def answer(self, messages: list[Message]) -> str:
+        """Return the greedy answer to these messages."""
         chat = [{"role": role, "content": text} for role, text in messages]
         prompt = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True)
         return str(self.tokenizer.decode(list(self._until_end(prompt))))
 
     def _until_end(self, prompt: list[int]) -> Iterator[int]:
-        for token, _ in generate_step(mx.array(prompt), self.network, max_tokens=LONGEST_ANSWER):
+        for token, _ in generate_step(mx.array(prompt), self.network, max_tokens=MAX_ANSWER):
             if token == TURN_END:
                 return
             yield token
 
     def is_right(self, chat: Chat) -> bool:
-        *asked, right = chat
-        return self.answer(asked) == right.text
+        """Return True if the model gives the last message of the chat as its answer."""
+        *question, right = chat
+        return self.answer(question) == right.text
 
 
 def _load(folder: Path) -> tuple[nn.Module, TokenizerWrapper]:
     network, tokenizer = mlx_lm.load(str(folder))[:2]
     if mx.default_device() == mx.cpu:
-        # There half precision is emulated, and slow.
+        # The CPU emulates half precision, which is slow.
         network.set_dtype(mx.float32)
     return network, tokenizer
 
 
 def evaluate(folder: Path, cases: int, seed: int, show: Callable[[Score], None]) -> None:
+    """Ask `cases` questions for each skill, and pass each score to `show`."""
     answerer = Answerer(folder)
     for skill, draw in SKILLS.items():
         dice = Random(f"{seed}/{skill}")

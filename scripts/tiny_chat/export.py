@@ -1,4 +1,4 @@
-"""A trained network as the folder that mlx_lm.load opens."""
+"""Writes a trained network as a folder that mlx_lm.load can open."""
 
 import json
 from pathlib import Path
@@ -17,6 +17,7 @@ CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
 
 def export(network: nn.Module, config: dict[str, Any], tokenizer: Tokenizer, folder: Path) -> None:
+    """Write config, tokenizer and weights."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", {"eos_token_id": TURN_END, "do_sample": False})
@@ -38,7 +39,7 @@ def _tokenizer_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stored(weight: mx.array) -> mx.array:
-    """Matrices in half precision; norms and decays are few and stay whole."""
+    """Return a weight as it is stored: matrices in half precision, vectors unchanged."""
     return weight.astype(mx.float16) if weight.ndim >= 2 else weight
 
 

@@ -1,6 +1,6 @@
-"""The network: mlx-lm's own qwen3_5, built from our config, and made quick to train.
+"""The network: mlx-lm's qwen3_5, built from our config, and patched to train fast.
 
-All that we borrow from inside mlx-lm stands here: the class `qwen3_5.GatedDeltaNet` with its parameters
+This module uses these internals of mlx-lm: the class `qwen3_5.GatedDeltaNet` with its parameters
 `A_log`, `dt_bias` and `conv1d`; that it finds its recurrence as `qwen3_5.gated_delta_update` and calls it as
 `trainable_update` below is declared; and that its one convolution is depthwise, an `nn.Conv1d` not padded.
 """
@@ -57,7 +57,7 @@ _SIZES: dict[Size, dict[str, Any]] = {"full": _FULL, "small": _SMALL}
 
 
 def config(size: Size) -> dict[str, Any]:
-    """What config.json says."""
+    """Return the contents of config.json."""
     return {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5",
@@ -68,18 +68,19 @@ def config(size: Size) -> dict[str, Any]:
 
 
 def build(size: Size, seed: int) -> nn.Module:
+    """Return a network with random weights."""
     mx.random.seed(seed)
     network = qwen3_5.Model(qwen3_5.ModelArgs.from_dict(config(size)))
     embedding = network.model.embed_tokens
     embedding.weight = 0.05 * mx.random.normal(embedding.weight.shape)
     for module in network.modules():
         if isinstance(module, qwen3_5.GatedDeltaNet):
-            _begin(module)
+            _initialize(module)
     return network
 
 
-def _begin(layer: nn.Module) -> None:
-    """mlx-lm's own values wait for a checkpoint: from them the state forgets within a few tokens."""
+def _initialize(layer: nn.Module) -> None:
+    """Set initial values for training: with mlx-lm's own the state decays within a few tokens."""
     heads = layer.num_v_heads
     layer.dt_bias = mx.linspace(-4, -1, heads)
     layer.A_log = mx.log(mx.random.uniform(0.5, 3.5, (heads,)))
@@ -88,10 +89,10 @@ def _begin(layer: nn.Module) -> None:
 
 @contextmanager
 def trainable() -> Iterator[None]:
-    """While it lasts, every qwen3_5 runs on whole sequences only, in chunks and with shifts."""
+    """While the context is open, every qwen3_5 accepts whole sequences only, and computes them in chunks and shifts."""
     with (
-        _replaced(qwen3_5, _RECURRENCE, trainable_update),
-        _replaced(nn.Conv1d, "__call__", shifted_depthwise),
+        _patched(qwen3_5, _RECURRENCE, trainable_update),
+        _patched(nn.Conv1d, "__call__", shifted_depthwise),
         _uncompiled_on_cpu(),
     ):
         yield
@@ -99,7 +100,7 @@ def trainable() -> Iterator[None]:
 
 @contextmanager
 def _uncompiled_on_cpu() -> Iterator[None]:
-    """mlx-lm's compiled activations take twice as long there as the same operations one by one."""
+    """Disable compilation on a CPU, where mlx-lm's compiled activations take twice as long as single operations."""
     if mx.default_device() != mx.cpu:
         yield
         return
@@ -111,7 +112,7 @@ def _uncompiled_on_cpu() -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+def _patched(owner: Any, name: str, value: object) -> Iterator[None]:
     original = vars(owner)[name]
     setattr(owner, name, value)
     try:
@@ -133,6 +134,7 @@ def trainable_update(
     *,
     use_kernel: bool,
 ) -> tuple[mx.array, mx.array]:
+    """Replace `gated_delta_update` of mlx-lm. Raises ValueError for a cache or a mask."""
     if state is not None or mask is not None:
         raise ValueError("Training runs whole sequences: no cache, no mask.")
     log_decay = -mx.exp(A_log) * nn.softplus(a + dt_bias)
@@ -140,7 +142,7 @@ def trainable_update(
 
 
 def shifted_depthwise(layer: nn.Conv1d, x: mx.array) -> mx.array:
-    """[B, K - 1 + T, C] to [B, T, C]. MLX's own is slow on the CPU, and its gradient slower."""
+    """Convolve [B, K - 1 + T, C] to [B, T, C]. MLX's own is slow on the CPU, and its gradient slower."""
     taps = layer.weight.shape[1]
     length = x.shape[1] - taps + 1
     shifted = (x[:, tap : tap + length] * layer.weight[:, tap, 0] for tap in range(taps))

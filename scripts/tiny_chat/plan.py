@@ -1,4 +1,4 @@
-"""The plan of a run, step by step: no MLX, no clock, no files."""
+"""The plan of a run, step by step. Uses no MLX, clock or files."""
 
 from dataclasses import dataclass
 from random import Random
@@ -13,20 +13,25 @@ CURRICULA = {"full": FULL, "small": SMALL}
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """The parameters that determine a run."""
+
     size: Size
     steps: int
     seed: int
 
     @classmethod
     def scaled(cls, size: Size, scale: float, seed: int) -> "Plan":
+        """Return a plan for a share of the usual number of steps."""
         return cls(size, max(1, round(CURRICULA[size].steps * scale)), seed)
 
     def lesson(self, step: int) -> Lesson:
+        """Return the parameters of a step."""
         return CURRICULA[self.size].lesson(step, self.steps)
 
     def dice(self, step: int) -> Random:
-        """A step's own, so a run that goes on draws what it would have drawn."""
+        """Return the random generator of a step. Each step has its own, so a resumed run draws the same chats."""
         return Random(f"{self.seed}/{step}")
 
     def tokens_from(self, step: int) -> int:
+        """Return the number of tokens of this step and all later ones."""
         return sum(self.lesson(later).tokens for later in range(step, self.steps))

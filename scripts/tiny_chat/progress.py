@@ -1,4 +1,4 @@
-"""One line that tells where a run is: rewritten on a terminal, else one every fifty steps."""
+"""Prints the progress of a run: one line that is rewritten on a terminal, otherwise a line every fifty steps."""
 
 import sys
 import time
@@ -9,11 +9,11 @@ from typing import TextIO
 from scripts.tiny_chat.plan import Plan
 from scripts.tiny_chat.train import Step
 
-SHOWN_EVERY = 50  # steps, where lines cannot be rewritten
+SHOWN_EVERY = 50  # steps, if the output is not a terminal
 
 
 class Progress:
-    """Give it every step as it ends. The rate is of this process; the mean loss, of its last fifty steps."""
+    """Call it with each step as it ends. Shows the rate of this process, and the mean loss of its last fifty steps."""
 
     def __init__(
         self, plan: Plan, done: int, out: TextIO = sys.stderr, clock: Callable[[], float] = time.monotonic

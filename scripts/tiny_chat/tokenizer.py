@@ -1,4 +1,4 @@
-"""The byte-level BPE of 1,024 tokens, trained on the world. Every byte is a token, so any Unicode passes."""
+"""A byte-level BPE with 1,024 tokens, trained on the chats. Every byte is a token, so it encodes any text."""
 
 from random import Random
 
@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from scripts.tiny_chat.data import draw_chat, render
 
 VOCABULARY = 1024
-# Their order is their ids. The vision tokens are never trained: a real Qwen3.5 has them at hand too.
+# The index is the id. The vision tokens are never trained; they are there as in a real Qwen3.5.
 SPECIAL_TOKENS = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>",
     "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
@@ -19,6 +19,7 @@ CHATS = 8000
 
 
 def train_tokenizer(seed: int = 0) -> Tokenizer:
+    """Return a tokenizer trained on random chats."""
     dice = Random(seed)
     tokenizer = _untrained()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -31,7 +32,7 @@ def train_tokenizer(seed: int = 0) -> Tokenizer:
 
 def _untrained() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
-    # Digit by digit: a code of four digits is copied, not looked up.
+    # Single digits, so that a code of four digits is copied and not memorized.
     digits = pre_tokenizers.Digits(individual_digits=True)
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])

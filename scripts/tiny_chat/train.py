@@ -1,4 +1,4 @@
-"""One run of training: a plan says what every step does, and a checkpoint where the run is."""
+"""A training run: the plan determines each step, and a checkpoint stores its state."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,18 +22,22 @@ CLIP = 1.0
 
 
 class CannotTrain(ValueError):
-    """Into this folder, with this plan."""
+    """The folder cannot be used with this plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
+    """The results of one step."""
+
     index: int
     length: int  # tokens of a row
     tokens: int
-    loss: float  # a mean per token, by weight
+    loss: float  # weighted mean per token
 
 
 class Training:
+    """State of a run: network, optimizer, and number of completed steps."""
+
     def __init__(self, plan: Plan, tokenizer: Tokenizer) -> None:
         self.plan = plan
         self.tokenizer = tokenizer
@@ -44,9 +48,11 @@ class Training:
 
     @property
     def finished(self) -> bool:
+        """True after the last step."""
         return self.done >= self.plan.steps
 
     def advance(self) -> Step:
+        """Run one step."""
         index, lesson = self.done, self.plan.lesson(self.done)
         batch = draw_batch(self.tokenizer, self.plan.dice(index), lesson)
         self._optimizer.learning_rate = lesson.learning_rate
@@ -63,9 +69,11 @@ class Training:
         return float(value)
 
     def save(self, path: Path) -> None:
+        """Write a checkpoint."""
         save(path, Checkpoint(self.plan, self.done, self.network.parameters(), self._optimizer.state))
 
     def resume(self, path: Path) -> None:
+        """Load a checkpoint. Raises `CannotTrain` if it belongs to another plan."""
         saved = load(path)
         if saved.plan != self.plan:
             raise CannotTrain(f"{path} belongs to another run: {saved.plan}, and this is {self.plan}.")
@@ -75,6 +83,7 @@ class Training:
 
 
 def loss(model: nn.Module, batch: Batch) -> mx.array:
+    """Return the weighted mean loss of a batch."""
     logits = model(batch.tokens[:, :-1])
     losses = nn.losses.cross_entropy(logits, batch.tokens[:, 1:])
     mean: mx.array = (losses * batch.weights).sum() / batch.weights.sum()
@@ -82,10 +91,11 @@ def loss(model: nn.Module, batch: Batch) -> mx.array:
 
 
 def open_training(folder: Path, plan: Plan) -> Training:
-    """Goes on where the folder's checkpoint is. Raises `CannotTrain` rather than write over anything else."""
+    """Return a new run, or the one whose checkpoint is in the folder. Raises `CannotTrain` if the folder has another
+    model."""
     checkpoint = folder / CHECKPOINT
     if (folder / WEIGHTS).exists() and not checkpoint.exists():
-        raise CannotTrain(f"{folder} holds a model that no run here made. Choose an empty folder.")
+        raise CannotTrain(f"{folder} holds a model without a checkpoint. Choose an empty folder.")
     folder.mkdir(parents=True, exist_ok=True)
     training = Training(plan, _tokenizer(folder / TOKENIZER))
     if checkpoint.exists():
@@ -100,6 +110,7 @@ def _tokenizer(path: Path) -> Tokenizer:
 
 
 def run(training: Training, folder: Path, checkpoint_every: int, show: Callable[[Step], None]) -> None:
+    """Run to the end, save checkpoints, pass each step to `show`, and export the model."""
     while not training.finished:
         show(training.advance())
         if training.finished or training.done % checkpoint_every == 0:

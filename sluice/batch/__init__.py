@@ -1,1 +1,1 @@
-"""Offline runs: files of OpenAI's Batch form, through the batch lane, to their last line whatever dies."""
+"""Offline runs: files in OpenAI's Batch format, processed through the batch lane and resumed after any crash."""

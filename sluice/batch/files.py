@@ -41,7 +41,7 @@ class AppendOnlyFile:
                 if raw.endswith(b"\n"):
                     end += len(raw)
                     yield raw
-        self._cut(end)
+        self._truncate(end)
 
     def append(self, lines: Sequence[bytes]) -> None:
         """Write lines and fsync. Raises OSError, and then the file is unchanged."""
@@ -51,11 +51,11 @@ class AppendOnlyFile:
                 left = left[os.write(self._file, left) :]
             os.fsync(self._file)
         except OSError:
-            self._cut(self._end)
+            self._truncate(self._end)
             raise
         self._end = os.fstat(self._file).st_size
 
-    def _cut(self, end: int) -> None:
+    def _truncate(self, end: int) -> None:
         os.ftruncate(self._file, end)
         self._end = end
 
@@ -76,9 +76,9 @@ class LineResult:
         if self.code:
             error = json.dumps({"code": self.code, "message": self.message})
             return f'{head}null,"error":{error}}}\n'.encode()
-        answered = f'{{"status_code":200,"request_id":{json.dumps(self.job_id)},"body":'
-        result = self.result.replace(b"\n", b" ")  # between two tokens of JSON; within a string there is none
-        return b"".join([head.encode(), answered.encode(), result, b'},"error":null}\n'])
+        response = f'{{"status_code":200,"request_id":{json.dumps(self.job_id)},"body":'
+        result = self.result.replace(b"\n", b" ")  # JSON has line breaks between tokens only, never inside a string
+        return b"".join([head.encode(), response.encode(), result, b'},"error":null}\n'])
 
 
 class ResultFiles:
@@ -89,10 +89,10 @@ class ResultFiles:
         self._errors_path = errors
         self._output = AppendOnlyFile(output)
         self._errors = AppendOnlyFile(errors) if errors.exists() else None
-        self.tally, self.done = RunCounts(), set[bytes]()  # digests of custom_ids
+        self.counts, self.done = RunCounts(), set[bytes]()  # `done`: digests of the custom_ids in the files
         try:
             for file in filter(None, [self._output, self._errors]):
-                self._recall(file)
+                self._load(file)
         except BatchRefused:
             self.close()
             raise
@@ -107,10 +107,10 @@ class ResultFiles:
         """Path of the error file; None until it exists."""
         return self._errors_path if self._errors else None
 
-    def add(self, ended: Sequence[LineResult]) -> None:
-        """Append results. Raises OSError; results that are not in the files by then count as unfinished."""
-        answers = [each.as_line() for each in ended if not each.code]
-        failures = [each.as_line() for each in ended if each.code]
+    def add(self, results: Sequence[LineResult]) -> None:
+        """Append results to the files, and fsync. Raises OSError; a result is counted only if its file has it."""
+        answers = [result.as_line() for result in results if not result.code]
+        failures = [result.as_line() for result in results if result.code]
         if answers:
             self._output.append(answers)
             self._count(answers)
@@ -121,16 +121,16 @@ class ResultFiles:
 
     def _count(self, lines: Sequence[bytes]) -> None:
         for raw in lines:
-            self.tally.add(json.loads(raw))
+            self.counts.add(json.loads(raw))
 
-    def _recall(self, file: AppendOnlyFile) -> None:
+    def _load(self, file: AppendOnlyFile) -> None:
         for number, raw in enumerate(file.raw_lines(), 1):
             match _read(raw):
-                case {"id": str(), "custom_id": str(custom_id)} as said:
+                case {"id": str(), "custom_id": str(custom_id)} as line:
                     self.done.add(digest(custom_id))
-                    self.tally.add(said)
+                    self.counts.add(line)
                 case _:
-                    raise BatchRefused(f"line {number:,} of {file.path} is none that a run writes")
+                    raise BatchRefused(f"line {number:,} of {file.path} was not written by a run")
 
 
 def _read(raw: bytes) -> Any:

@@ -1,4 +1,4 @@
-"""A folder of runs: files come into `inbox`, are fed in `running`, and end in `done` or in `failed`."""
+"""A folder of runs: files arrive in `inbox`, run in `running`, and move to `done` or `failed`."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 from sluice.batch import names
 from sluice.batch.options import RunOptions, RunPaths
 from sluice.batch.registry import BatchRegistry
-from sluice.batch.run import Run, new_batch, patient, tell
+from sluice.batch.run import Run, endless_retries, new_batch, publish
 from sluice.batch.state import StateFile
 from sluice.batch.status import Batch, Problem, Problems
 from sluice.errors import BatchRefused, BatchTaken
@@ -22,8 +22,8 @@ from sluice.transport.retries import Retries
 
 logger = logging.getLogger("sluice.batch")
 
-_SIDE_BY_SIDE = 8  # runs: one whose model nobody serves holds up no other
-_SETTLED_S = 2.0  # a file that has not grown for so long has been written
+_MAX_CONCURRENT_RUNS = 8  # so that a run for a model without a worker does not delay the others
+_SETTLED_S = 2.0  # a file that has not changed for this long is complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,79 +59,82 @@ class Folder:
 
     def has(self, run_id: str) -> bool:
         """True if a run of this id exists."""
-        return any(place_in(part / run_id).input.exists() for part in (self.running, self.done, self.failed))
+        return any(run_paths(part / run_id).input.exists() for part in (self.running, self.done, self.failed))
 
 
-def place_in(home: Path) -> RunPaths:
+def run_paths(run_dir: Path) -> RunPaths:
     """Return the files of a run in its own folder."""
-    return RunPaths(home / "input.jsonl", home / "output.jsonl", home / "errors.jsonl", home / "run")
+    return RunPaths(run_dir / "input.jsonl", run_dir / "output.jsonl", run_dir / "errors.jsonl", run_dir / "run")
 
 
 async def submit(redis: Redis, folder: Folder, file: Path) -> Batch:
-    """Copy a file into the inbox atomically. Raises OSError."""
+    """Copy a file into the inbox, where it appears only when complete, and return the new run's status. Raises OSError,
+    or `ServerUnreachable` if the status cannot be stored."""
     folder.make()
     run_id = names.new_run(file.stem)
-    half, whole = folder.inbox / f".{run_id}.part", folder.inbox / f"{run_id}.jsonl"
+    partial, final = folder.inbox / f".{run_id}.part", folder.inbox / f"{run_id}.jsonl"
     try:
-        await asyncio.to_thread(shutil.copyfile, file, half)
-        batch = new_batch(place_in(folder.running / run_id), RunOptions(id=run_id))
+        await asyncio.to_thread(shutil.copyfile, file, partial)
+        batch = new_batch(run_paths(folder.running / run_id), RunOptions(id=run_id))
         await Retries(redis, None).run(lambda: BatchRegistry(redis).announce(batch))
-        half.rename(whole)
+        partial.rename(final)
     finally:
-        half.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
     return batch
 
 
 async def feed(redis: Redis, folder: Folder, *, take: bool, models: Mapping[str, str]) -> None:
-    """Make one pass: take the files of the inbox if `take`, then run everything that no other process feeds, oldest
-    first.
+    """Make one pass: with `take`, start the files of the inbox; then run each run in `running` that no other process
+    feeds, the oldest first and up to eight at once. Return when they have ended.
 
-    Files are taken first so that another feeder can resume them if this process dies.
+    All files are moved out of the inbox before the first run, so that another feeder can resume them if this process
+    dies. `models` is the mapping for new runs; a resumed run keeps its own. A run that an error of the server or of a
+    file interrupts stays in `running` for the next pass. Raises OSError if the folder cannot be read or written.
     """
     folder.make()
-    for file in await _written(folder.inbox) if take else []:
+    for file in await _complete_files(folder.inbox) if take else []:
         _take(folder, file)
-    turn = asyncio.Semaphore(_SIDE_BY_SIDE)
+    slots = asyncio.Semaphore(_MAX_CONCURRENT_RUNS)
 
-    async def in_turn(home: Path) -> None:
-        async with turn:
-            await _go_on(redis, folder, home, models)
+    async def feed_run(run_dir: Path) -> None:
+        async with slots:
+            await _resume(redis, folder, run_dir, models)
 
     async with asyncio.TaskGroup() as group:
         for file in _oldest_first(folder.running.glob("*/input.jsonl")):
-            group.create_task(in_turn(file.parent))
+            group.create_task(feed_run(file.parent))
 
 
-async def _go_on(redis: Redis, folder: Folder, home: Path, models: Mapping[str, str]) -> None:
-    if not place_in(home).input.exists():
-        return  # another feeder has moved it, or is about to begin with it
+async def _resume(redis: Redis, folder: Folder, run_dir: Path, models: Mapping[str, str]) -> None:
+    if not run_paths(run_dir).input.exists():
+        return  # another feeder has moved it, or is moving it here
     try:
-        with StateFile(place_in(home).state) as state:
-            await _feed(redis, folder, home, state, models)
+        with StateFile(run_paths(run_dir).state) as state:
+            await _feed(redis, folder, run_dir, state, models)
     except BatchTaken:
         pass
-    except BatchRefused as error:  # else each pass would find it so
-        await _put_away(redis, _refused(home, error), home, folder.failed)
+    except BatchRefused as error:  # a later pass would fail in the same way
+        await _archive(redis, _refused(run_dir, error), run_dir, folder.failed)
     except (RedisError, OSError) as error:
-        logger.error("%s waits for the next pass: %s", home.name, error)
+        logger.error("%s waits for the next pass: %s", run_dir.name, error)
 
 
-async def _feed(redis: Redis, folder: Folder, home: Path, state: StateFile, models: Mapping[str, str]) -> None:
+async def _feed(redis: Redis, folder: Folder, run_dir: Path, state: StateFile, models: Mapping[str, str]) -> None:
     saved = state.load()
     batch = saved.batch if saved else None
     if batch is None or not batch.ended:
-        logger.info("%s is %s", home.name, "resumed" if saved else "taken")
-        run = Run(redis, place_in(home), RunOptions(None if saved else models, id=home.name), state)
+        logger.info("%s is %s", run_dir.name, "resumed" if saved else "taken")
+        run = Run(redis, run_paths(run_dir), RunOptions(None if saved else models, id=run_dir.name), state)
         try:
-            batch = await run.go()
+            batch = await run.run_to_end()
         except BatchRefused as error:
             batch = run.fail([_problem(error)])
-    await _put_away(redis, batch, home, (folder.done if batch.status == "completed" else folder.failed))
+    await _archive(redis, batch, run_dir, (folder.done if batch.status == "completed" else folder.failed))
 
 
-def _refused(home: Path, error: BatchRefused) -> Batch:
-    """Return a failed status for a folder that holds files no run wrote."""
-    batch = replace(new_batch(place_in(home), RunOptions(id=home.name)), errors=Problems((_problem(error),)))
+def _refused(run_dir: Path, error: BatchRefused) -> Batch:
+    """Return a failed status for a run folder with files that no run wrote."""
+    batch = replace(new_batch(run_paths(run_dir), RunOptions(id=run_dir.name)), errors=Problems((_problem(error),)))
     return batch.enter("failed", time.time())
 
 
@@ -139,53 +142,59 @@ def _problem(error: BatchRefused) -> Problem:
     return Problem("refused", f"{error}.")
 
 
-async def _put_away(redis: Redis, batch: Batch, home: Path, shelf: Path) -> None:
-    """Told before the move, so that no crash hides the end, and after it, so that who hears of it finds the files."""
-    batch, board, retries = _moved(batch, shelf / home.name), BatchRegistry(redis), patient(redis)
-    await tell(retries, board.put, batch)
-    home.rename(shelf / home.name)
-    await tell(retries, board.announce, batch)
+async def _archive(redis: Redis, batch: Batch, run_dir: Path, parent: Path) -> None:
+    """Move an ended run into `parent` and report its end.
+
+    The status is stored before the move, so that a crash cannot hide it, and published after it, so that its readers
+    find the files.
+    """
+    batch, registry, retries = _moved(batch, parent / run_dir.name), BatchRegistry(redis), endless_retries(redis)
+    await publish(retries, registry.put, batch)
+    run_dir.rename(parent / run_dir.name)
+    await publish(retries, registry.announce, batch)
     counts = batch.request_counts
     logger.info("%s %s: %d of %d lines answered", batch.id, batch.status, counts.completed, counts.total)
 
 
 def _moved(batch: Batch, new: Path) -> Batch:
-    def there(path: str) -> str:
+    def moved(path: str) -> str:
         return str(new / Path(path).name)
 
     return replace(
         batch,
-        input_file_id=there(batch.input_file_id),
-        output_file_id=batch.output_file_id and there(batch.output_file_id),
-        error_file_id=batch.error_file_id and there(batch.error_file_id),
+        input_file_id=moved(batch.input_file_id),
+        output_file_id=batch.output_file_id and moved(batch.output_file_id),
+        error_file_id=batch.error_file_id and moved(batch.error_file_id),
     )
 
 
 def _take(folder: Folder, file: Path) -> None:
-    known = names.is_run(file.stem) and not folder.has(file.stem)
-    home = folder.running / (file.stem if known else names.new_run(file.stem))
-    home.mkdir(exist_ok=True)
+    keeps_id = names.is_run(file.stem) and not folder.has(file.stem)
+    run_dir = folder.running / (file.stem if keeps_id else names.new_run(file.stem))
+    run_dir.mkdir(exist_ok=True)
     try:
-        file.rename(place_in(home).input)
+        file.rename(run_paths(run_dir).input)
     except FileNotFoundError:
-        _remove_if_empty(home)  # another feeder was faster
+        _remove_if_empty(run_dir)  # another feeder was faster
 
 
-def _remove_if_empty(home: Path) -> None:
+def _remove_if_empty(run_dir: Path) -> None:
     try:
-        home.rmdir()
+        run_dir.rmdir()
     except OSError:
-        pass  # it is the home that the other feeder made for the file
+        pass  # the other feeder made it, and has moved the file into it
 
 
-async def _written(inbox: Path) -> list[Path]:
-    """The files of which nobody is still writing. What `submit` puts there is whole. A link may lead nowhere once it
-    is moved."""
+async def _complete_files(inbox: Path) -> list[Path]:
+    """Return the files of the inbox that are complete, oldest first. May wait two seconds to see if a file changes.
+
+    Files from `submit` are always complete. Links stay in the inbox: a relative one would break when it is moved.
+    """
     found = [file for file in inbox.glob("*.jsonl") if not file.name.startswith(".")]
-    odd = {file for file in found if file.is_symlink() or (file.exists() and not file.is_file())}
-    for other in odd:
-        logger.warning("%s stays in the inbox: it is a link, or no file at all", other.name)
-    files = [file for file in found if file not in odd]
+    irregular = {file for file in found if file.is_symlink() or (file.exists() and not file.is_file())}
+    for other in irregular:
+        logger.warning("%s stays in the inbox: it is a link or not a regular file", other.name)
+    files = [file for file in found if file not in irregular]
     before = {file: _stamp(file) for file in files}
     if any(not names.is_run(file.stem) and time.time() - _stamp(file)[0] < _SETTLED_S for file in files):
         await asyncio.sleep(_SETTLED_S)
@@ -197,9 +206,9 @@ def _oldest_first(paths: Iterable[Path]) -> list[Path]:
 
 
 def _stamp(path: Path) -> tuple[float, int]:
-    """When it was written, in Unix seconds, and its size; nothing where another feeder has just moved it."""
+    """Return when the file was written, in Unix seconds, and its size; zeros if another feeder has just moved it."""
     try:
-        said = path.stat()
+        stat = path.stat()
     except FileNotFoundError:
         return 0.0, 0
-    return said.st_mtime, said.st_size
+    return stat.st_mtime, stat.st_size

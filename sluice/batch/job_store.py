@@ -1,4 +1,4 @@
-"""The jobs on the server that belong to a run's lines."""
+"""The jobs that belong to the lines of a run, as stored on the server."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ _BYTES_AT_ONCE = 4_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A job's result, and if the server has any trace of the job."""
+class StoredJob:
+    """A job's result as the worker wrote it, or None; `exists` is True if the server has the job's state."""
 
     result: bytes | None
-    known: bool
+    exists: bool
 
 
 class JobStore:
@@ -39,37 +39,37 @@ class JobStore:
         )
         return answers
 
-    async def look(self, ids: Sequence[str]) -> list[Found]:
-        """Return the result of each job, in order."""
-        found: list[Found] = []
+    async def read(self, ids: Sequence[str]) -> list[StoredJob]:
+        """Return each job as it is stored, in order."""
+        found: list[StoredJob] = []
         for start in range(0, len(ids), _AT_ONCE):
-            found += await self._look(ids[start : start + _AT_ONCE])
+            found += await self._read(ids[start : start + _AT_ONCE])
         return found
 
     async def cancel(self, ids: Sequence[str]) -> None:
         """Cancel jobs: queued ones at once, running ones through their workers."""
         await self._cancellation.cancel_all(ids)
 
-    async def forget(self, jobs: Sequence[tuple[str, str]]) -> None:
+    async def delete(self, jobs: Sequence[tuple[str, str]]) -> None:
         """Delete all keys of these jobs (id and model). A queued one will not run; the output of a running one is
         discarded."""
 
-        async def ask() -> None:
+        async def send() -> None:
             async with self._redis.pipeline(transaction=False) as pipe:
                 for job_id, model in jobs:
                     pipe.zrem(wire.queue_key(model, "batch"), job_id)
-                    pipe.unlink(*(name(job_id) for name in _TRACES))
+                    pipe.unlink(*(name(job_id) for name in _JOB_KEYS))
                 await pipe.execute()
 
         if jobs:
-            await self._retries.run_until_answered(ask)
+            await self._retries.run_until_answered(send)
 
-    async def withdraw(self, run_id: str, models: Iterable[str]) -> None:
+    async def delete_run(self, run_id: str, models: Iterable[str]) -> None:
         """Delete the run's queued or running jobs of these models."""
         for model in models:
             queued = await self._queued(f"{run_id}-*", model)
             for start in range(0, len(queued), _AT_ONCE):
-                await self.forget([(job_id, model) for job_id in queued[start : start + _AT_ONCE]])
+                await self.delete([(job_id, model) for job_id in queued[start : start + _AT_ONCE]])
 
     async def _queued(self, pattern: str, model: str) -> list[str]:
         names, cursor = set[str](), None
@@ -79,21 +79,21 @@ class JobStore:
             names.update(member.decode() for member, _ in found)
         return list(names)
 
-    async def _look(self, ids: Sequence[str]) -> list[Found]:
-        async def ask() -> tuple[list[bytes | None], int]:
+    async def _read(self, ids: Sequence[str]) -> list[StoredJob]:
+        async def send() -> tuple[list[bytes | None], int]:
             async with self._redis.pipeline(transaction=False) as pipe:
                 pipe.mget([wire.result_key(job_id) for job_id in ids])
                 pipe.exists(*(wire.job_key(job_id) for job_id in ids))
-                results, known = await pipe.execute()
-            return results, known
+                results, num_known = await pipe.execute()
+            return results, num_known
 
-        results, known = await self._retries.run_until_answered(ask)
-        if known == len(ids):
-            return [Found(result, True) for result in results]
-        return [Found(result, await self._is_known(job_id)) for job_id, result in zip(ids, results, strict=True)]
+        results, num_known = await self._retries.run_until_answered(send)
+        if num_known == len(ids):
+            return [StoredJob(result, True) for result in results]
+        return [StoredJob(result, await self._exists(job_id)) for job_id, result in zip(ids, results, strict=True)]
 
-    async def _is_known(self, job_id: str) -> bool:
+    async def _exists(self, job_id: str) -> bool:
         return bool(await self._retries.run_until_answered(lambda: self._redis.exists(wire.job_key(job_id))))
 
 
-_TRACES = (wire.body_key, wire.job_key, wire.log_key, wire.result_key)
+_JOB_KEYS = (wire.body_key, wire.job_key, wire.log_key, wire.result_key)

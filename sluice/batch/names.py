@@ -1,4 +1,4 @@
-"""Names of runs, and of the jobs of their lines. A resumed run finds its jobs by these names."""
+"""Ids of runs, and of the jobs of their lines. A resumed run finds its jobs by these ids."""
 
 import re
 import uuid
@@ -8,7 +8,7 @@ _RETRY = re.compile(r"-\d+-r\d+\Z")
 
 
 def new_run(stem: str = "") -> str:
-    """Return a unique run id. `stem`: of the input file, as a readable part of the id."""
+    """Return a unique run id. `stem`: the input file's name without its suffix, a readable part of the id."""
     word = re.sub(r"[^A-Za-z0-9._-]+", "-", stem)[:40].strip("-")
     return f"batch_{word}_{uuid.uuid4().hex[:12]}" if word else f"batch_{uuid.uuid4().hex}"
 
@@ -24,5 +24,5 @@ def job(run_id: str, line: int, retry: int = 0) -> str:
 
 
 def is_retry(job_id: str) -> bool:
-    """True if the job was queued after another for the same line."""
+    """True if the id is that of a retry, and not of the first job for its line."""
     return _RETRY.search(job_id) is not None

@@ -1,4 +1,4 @@
-"""The runs as stored in Redis: their status, requested cancellations, and published changes."""
+"""The runs as stored in Redis: their status, published changes, and requested cancellations."""
 
 import time
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ from sluice import wire
 from sluice.batch.status import Batch
 from sluice.errors import UnknownBatch
 
-_TOLD_S = 7 * 86_400  # after the last word on a run
-_SILENT_S = 10.0  # after it nobody feeds the run: a feeder is heard of every two seconds
+_STATUS_TTL_S = 7 * 86_400  # after the last report on a run
+_PAUSED_AFTER_S = 10.0  # without a report; a feeder sends one every two seconds
 
 
 class BatchRegistry:
@@ -21,31 +21,31 @@ class BatchRegistry:
 
     async def put(self, batch: Batch) -> None:
         """Store the status without publishing it."""
-        await self._redis.set(wire.batch_key(batch.id), batch.to_json(), ex=_TOLD_S)
+        await self._redis.set(wire.batch_key(batch.id), batch.to_json(), ex=_STATUS_TTL_S)
 
     async def touch(self, batch_id: str) -> None:
-        """Extend the life of the status, to show that a process feeds the run. Works on a full server too."""
-        await self._redis.expire(wire.batch_key(batch_id), _TOLD_S)
+        """Reset the key's time to live, which shows that a process feeds the run. Works on a full server too."""
+        await self._redis.expire(wire.batch_key(batch_id), _STATUS_TTL_S)
 
     async def announce(self, batch: Batch) -> None:
         """Store and publish the status."""
-        said = batch.to_json()
+        status = batch.to_json()
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.set(wire.batch_key(batch.id), said, ex=_TOLD_S)
-            pipe.publish(wire.batch_channel(batch.id), said)
+            pipe.set(wire.batch_key(batch.id), status, ex=_STATUS_TTL_S)
+            pipe.publish(wire.batch_channel(batch.id), status)
             if batch.ended:
                 pipe.delete(wire.batch_cancel_key(batch.id))
             await pipe.execute()
 
     async def withdraw(self, batch: Batch) -> None:
-        """Publish the end of a run that queued nothing, and keep nothing of it."""
+        """Publish the end of a run that queued nothing, and delete its status."""
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.delete(wire.batch_key(batch.id), wire.batch_cancel_key(batch.id))
             pipe.publish(wire.batch_channel(batch.id), batch.to_json())
             await pipe.execute()
 
     async def announce_late(self, batch: Batch) -> None:
-        """Announce the status unless it is stored: the process that reached it may have died before announcing."""
+        """Announce the status unless it is already stored. The process that ended the run may have died before that."""
         if await self._redis.get(wire.batch_key(batch.id)) != batch.to_json().encode():
             await self.announce(batch)
 
@@ -67,20 +67,20 @@ class BatchRegistry:
                 pipe.get(name)
                 pipe.pttl(name)
             flat = await pipe.execute() if names else []
-        return [_read(said, left_ms) for said, left_ms in zip(flat[::2], flat[1::2], strict=True)]
+        return [_read(raw, left_ms) for raw, left_ms in zip(flat[::2], flat[1::2], strict=True)]
 
     async def request_cancel(self, batch_id: str) -> None:
-        """Request cancellation. The process that feeds the run checks for it, or the next one to start it."""
-        await self._redis.set(wire.batch_cancel_key(batch_id), "1", ex=_TOLD_S)
+        """Request the cancellation of a run. Its feeder checks for such requests, as does one that resumes it."""
+        await self._redis.set(wire.batch_cancel_key(batch_id), "1", ex=_STATUS_TTL_S)
 
-    async def end_is_wished(self, batch_id: str) -> bool:
-        """True if cancellation is requested."""
+    async def is_cancel_requested(self, batch_id: str) -> bool:
+        """Return True if the cancellation of the run is requested."""
         return bool(await self._redis.exists(wire.batch_cancel_key(batch_id)))
 
 
-def _read(said: bytes | None, left_ms: int) -> Batch | None:
-    """Parse a status. The key's remaining life tells, by the server's clock, when the feeder last reported."""
-    if said is None:
+def _read(raw: bytes | None, left_ms: int) -> Batch | None:
+    """Parse a status, and mark it as paused if the key's remaining life shows that its feeder has stopped reporting."""
+    if raw is None:
         return None
-    batch, silent_s = Batch.from_json(said), _TOLD_S - left_ms / 1000
-    return batch.paused(time.time() - silent_s) if silent_s > _SILENT_S else batch
+    batch, silent_s = Batch.from_json(raw), _STATUS_TTL_S - left_ms / 1000
+    return batch.paused(time.time() - silent_s) if silent_s > _PAUSED_AFTER_S else batch

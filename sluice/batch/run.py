@@ -1,4 +1,4 @@
-"""An offline run, from its file to its last line. Run again, it goes on; after its end it only says how it ended."""
+"""Runs a file of requests to its end. Repeated, it resumes the run; after the end it returns the final status."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ from sluice.batch.files import ResultFiles
 from sluice.batch.job_store import JobStore
 from sluice.batch.options import DEFAULT_WINDOW, RunOptions, RunPaths, parse_window
 from sluice.batch.registry import BatchRegistry
-from sluice.batch.served import unserved, unused
+from sluice.batch.served import describe_unserved, describe_unused
 from sluice.batch.source import Line, Scan, Source, sorted_for_reuse
 from sluice.batch.state import RunState, StateFile
 from sluice.batch.status import Batch, BatchDetails, Problem, Problems, RequestCounts, State
@@ -29,258 +29,276 @@ from sluice.transport.retries import Retries
 
 logger = logging.getLogger("sluice.batch")
 
-Told = Callable[[Batch], None]
+OnProgress = Callable[[Batch], None]
 
-_PUT_S = 1.0
-_TOUCH_S = 2.0
-_TELL_S = 60.0
-_LEAVE_S = 1.0  # that a run which is left waits for the server
+_PUT_EVERY_S = 1.0
+_TOUCH_EVERY_S = 2.0
+_PUBLISH_S = 60.0
+_EXIT_WAIT_S = 1.0  # for the server, when the run is interrupted
 
-_EARLY = {
+_EARLY_ENDINGS = {
     "expired": ("batch_expired", "The completion window ran out before this line was done."),
     "cancelled": ("batch_cancelled", "The run was cancelled before this line was done."),
 }
 
 
-def _nobody(_: Batch) -> None:
+def _ignore(_: Batch) -> None:
     """Ignore the status."""
 
 
-async def run(redis: Redis, place: RunPaths, wish: RunOptions, told: Told = _nobody) -> Batch:
-    """Run a file to its end. Raises `BatchRefused`, or OSError if a file cannot be written. Can be resumed after
-    cancellation.
+async def run(redis: Redis, paths: RunPaths, options: RunOptions, on_progress: OnProgress = _ignore) -> Batch:
+    """Run a file to its end and return the final status. A cancelled run can be resumed.
 
-    `told` receives the status, a few times a second.
+    `on_progress` receives the status a few times a second. Raises `BatchRefused` (`BatchTaken` if another process feeds
+    the run), OSError if a file cannot be written, or redis-py's error if the server refuses a command.
     """
-    with Source(place.input, {}) as source:  # before a file is made for the run
-        if not place.state.exists():
-            place.refuse_to_overwrite()
-        with StateFile(place.state) as state:
-            await _check_wish(redis, place, wish, state, await asyncio.to_thread(source.sha256))
-            return await _to_its_end(redis, place, wish, state, told)
+    with Source(paths.input, {}) as source:  # readable, before any file is created
+        if not paths.state.exists():
+            paths.refuse_to_overwrite()
+        with StateFile(paths.state) as state:
+            await _check_options(redis, paths, options, state, await asyncio.to_thread(source.sha256))
+            return await _resume_or_start(redis, paths, options, state, on_progress)
 
 
-async def _check_wish(redis: Redis, place: RunPaths, wish: RunOptions, state: StateFile, sha256: str) -> None:
-    """Refuse files of another run, unless it has done nothing: then it makes room."""
+async def _check_options(redis: Redis, paths: RunPaths, options: RunOptions, state: StateFile, sha256: str) -> None:
+    """Refuse the files of a different run, but replace one that has no results. Raises `BatchRefused`."""
     saved = state.load()
-    if saved is None or saved.batch.status == "failed" or not (different := rerun.difference(saved, wish, sha256)):
+    if saved is None or saved.batch.status == "failed" or not (different := rerun.difference(saved, options, sha256)):
         return
-    if not rerun.may_begin_anew(saved, place):
-        raise rerun.refused(saved, place, different)
+    if not rerun.can_be_replaced(saved, paths):
+        raise rerun.refused(saved, paths, different)
     logger.warning(
-        "%s had answered nothing, and was begun with %s: it is replaced by %s", saved.batch.id, different, wish.id
+        "%s has no results, and was started with %s: it is replaced by %s", saved.batch.id, different, options.id
     )
-    retries, old = patient(redis), rerun.replaced(saved.batch, different, time.time())
-    await JobStore(redis, retries).withdraw(old.id, old.sluice.models)
+    retries, old = endless_retries(redis), rerun.replaced(saved.batch, different, time.time())
+    await JobStore(redis, retries).delete_run(old.id, old.sluice.models)
     state.save(replace(saved, batch=old))
-    await tell(retries, BatchRegistry(redis).announce, old)
+    await publish(retries, BatchRegistry(redis).announce, old)
 
 
-async def _to_its_end(redis: Redis, place: RunPaths, wish: RunOptions, state: StateFile, told: Told) -> Batch:
-    saved, board, retries = state.load(), BatchRegistry(redis), patient(redis)
+async def _resume_or_start(
+    redis: Redis, paths: RunPaths, options: RunOptions, state: StateFile, on_progress: OnProgress
+) -> Batch:
+    saved, registry, retries = state.load(), BatchRegistry(redis), endless_retries(redis)
     if saved and saved.batch.ended and saved.batch.status != "failed":
-        await tell(retries, board.announce_late, saved.batch)
+        await publish(retries, registry.announce_late, saved.batch)
         return saved.batch
-    batch = await Run(redis, place, wish, state, told).go()
-    if batch.status == "failed":  # refused before a line of it was queued
-        await tell(retries, board.withdraw, batch)
+    batch = await Run(redis, paths, options, state, on_progress).run_to_end()
+    if batch.status == "failed":  # refused, and no line was queued
+        await publish(retries, registry.withdraw, batch)
         state.remove()
     else:
-        await tell(retries, board.announce, batch)
+        await publish(retries, registry.announce, batch)
     return batch
 
 
-def patient(redis: Redis) -> Retries:
+def endless_retries(redis: Redis) -> Retries:
     """Return retries without an outage limit, which also wait for memory on a full server."""
     return Retries(redis, None, waits_for=(OutOfMemoryError,), log=logger)
 
 
-async def tell(retries: Retries, how: Callable[[Batch], Awaitable[None]], batch: Batch) -> None:
-    """The files say it too, so a server that stays away, or is full, keeps no run from its end."""
+async def publish(retries: Retries, method: Callable[[Batch], Awaitable[None]], batch: Batch) -> None:
+    """Send the status with a method of `BatchRegistry`; logs an error if it fails for a minute.
+
+    The files hold the result, so a server that is down or full must not block the end of a run.
+    """
     try:
-        await retries.run_for(lambda: how(batch), _TELL_S)
+        await retries.run_for(lambda: method(batch), _PUBLISH_S)
     except (RedisError, OSError) as error:
-        logger.error("%s is %s, and the server could not be told: %s", batch.id, batch.status, error)
+        logger.error("%s is %s, but the server could not be informed: %s", batch.id, batch.status, error)
 
 
-def new_batch(place: RunPaths, wish: RunOptions) -> Batch:
+def new_batch(paths: RunPaths, options: RunOptions) -> Batch:
     """Return the status of a run that starts now."""
     batch = Batch(
-        id=wish.id,
-        input_file_id=str(place.input),
+        id=options.id,
+        input_file_id=str(paths.input),
         completion_window=DEFAULT_WINDOW,
         status="validating",
         created_at=int(time.time()),
     )
-    return _as_wished(batch, place, wish)
+    return _with_options(batch, paths, options)
 
 
-def _as_wished(batch: Batch, place: RunPaths, wish: RunOptions) -> Batch:
-    """A run may be given more time when it is gone on with, and elsewhere, if its files have moved."""
-    given = wish.completion_window or batch.completion_window
+def _with_options(batch: Batch, paths: RunPaths, options: RunOptions) -> Batch:
+    """Return the status with the options applied: a resumed run may get more time, or have its files elsewhere."""
+    window = options.completion_window or batch.completion_window
     return replace(
         batch,
-        input_file_id=str(place.input),
-        output_file_id=str(place.output),
+        input_file_id=str(paths.input),
+        output_file_id=str(paths.output),
         sluice=replace(batch.sluice, host=socket.gethostname()),
-        completion_window=given,
-        expires_at=batch.created_at + parse_window(given),
-        metadata=batch.metadata if wish.metadata is None else dict(wish.metadata),
+        completion_window=window,
+        expires_at=batch.created_at + parse_window(window),
+        metadata=batch.metadata if options.metadata is None else dict(options.metadata),
     )
 
 
 class Run:
     """One run whose state file this process has locked."""
 
-    def __init__(self, redis: Redis, place: RunPaths, wish: RunOptions, state: StateFile, told: Told = _nobody) -> None:
-        self._redis, self._place, self._wish, self._state, self._told = redis, place, wish, state, told
-        self._retries = patient(redis)
-        self._board, self._children = BatchRegistry(redis), JobStore(redis, self._retries)
-        self._saved = self._begun()
-        self._now: Callable[[], Batch] = lambda: self._saved.batch
+    def __init__(
+        self, redis: Redis, paths: RunPaths, options: RunOptions, state: StateFile, on_progress: OnProgress = _ignore
+    ) -> None:
+        self._redis, self._paths, self._options, self._state, self._on_progress = (
+            redis,
+            paths,
+            options,
+            state,
+            on_progress,
+        )
+        self._retries = endless_retries(redis)
+        self._registry, self._jobs = BatchRegistry(redis), JobStore(redis, self._retries)
+        self._saved = self._initial_state()
+        self._status: Callable[[], Batch] = lambda: self._saved.batch
         self._put_at = 0.0
 
-    async def go(self) -> Batch:
+    async def run_to_end(self) -> Batch:
         """Run to the end and return the final status, which the caller announces."""
-        keeping = asyncio.create_task(self._keep_touched())
+        touching = asyncio.create_task(self._keep_touching())
         try:
-            return await self._go()
+            return await self._run()
         except asyncio.CancelledError:
-            await self._tell_pause()
+            await self._report_pause()
             raise
         finally:
-            keeping.cancel()
+            touching.cancel()
 
-    async def _go(self) -> Batch:
-        with Source(self._place.input, self._saved.models) as source:
+    async def _run(self) -> Batch:
+        with Source(self._paths.input, self._saved.models) as source:
             self._save(self._saved.batch)
-            await tell(self._retries, self._board.announce, self._saved.batch)
+            await publish(self._retries, self._registry.announce, self._saved.batch)
             scan = await asyncio.to_thread(source.scan)
             if self._saved.sha256 not in ("", scan.sha256):
-                raise BatchRefused(f"{self._place.input} is not the file that {self._saved.batch.id} began with")
+                raise BatchRefused(f"{self._paths.input} is not the file that {self._saved.batch.id} was started with")
             self._saved = replace(self._saved, sha256=scan.sha256)
             self._report_unused(scan)
-            if problems := scan.named() or await self._unserved(scan):
+            if problems := scan.listed_problems() or await self._check_served(scan):
                 self.fail(problems)
             else:
-                with closing(await asyncio.to_thread(ResultFiles, self._place.output, self._place.errors)) as answers:
-                    await self._feed(source, scan.lines, answers)
+                with closing(await asyncio.to_thread(ResultFiles, self._paths.output, self._paths.errors)) as results:
+                    await self._feed(source, scan.lines, results)
         return self._saved.batch
 
     def _report_unused(self, scan: Scan) -> None:
-        if self._wish.names_expected and not scan.problems and (said := unused(self._saved.models, scan.asked)):
-            logger.warning("%s", said)
+        if (
+            self._options.names_expected
+            and not scan.problems
+            and (message := describe_unused(self._saved.models, scan.named_models))
+        ):
+            logger.warning("%s", message)
 
-    async def _unserved(self, scan: Scan) -> tuple[Problem, ...]:
-        """Why the file is refused for a model that nobody serves; what is not refused is told before it is queued."""
+    async def _check_served(self, scan: Scan) -> tuple[Problem, ...]:
+        """Return a problem if the file is to be refused for a model without a worker; otherwise only log a warning."""
         served = await Workers(self._redis, self._retries, waits_out_outages=True).models()
-        mapped = {name: to for name, to in self._saved.models.items() if name == "*" or name in scan.asked}
-        said = unserved(Counter(line.model for line in scan.lines), served, mapped)
-        if said and served and self._wish.served_only and self._saved.batch.status == "validating":
-            return (Problem("unserved_model", f"{said}."),)
-        if said:
-            logger.warning("%s. Until then they wait", said)
+        mapped = {name: to for name, to in self._saved.models.items() if name == "*" or name in scan.named_models}
+        message = describe_unserved(Counter(line.model for line in scan.lines), served, mapped)
+        if message and served and self._options.served_only and self._saved.batch.status == "validating":
+            return (Problem("unserved_model", f"{message}."),)
+        if message:
+            logger.warning("%s. Until then the lines wait", message)
         return ()
 
-    async def _keep_touched(self) -> None:
-        """Until it is cancelled. Reading a large file, and waiting for room, take longer than a run may be silent."""
+    async def _keep_touching(self) -> None:
+        """Touch the status every two seconds until cancelled. Reading a large file, or waiting for a full server, takes
+        longer than the ten seconds after which a run counts as paused."""
         while True:
-            await asyncio.sleep(_TOUCH_S)
+            await asyncio.sleep(_TOUCH_EVERY_S)
             with suppress(RedisError, OSError):
-                await self._board.touch(self._saved.batch.id)
+                await self._registry.touch(self._saved.batch.id)
 
-    async def _tell_pause(self) -> None:
-        """If it is not told, the server finds out by itself."""
+    async def _report_pause(self) -> None:
+        """Mark the run as paused, if the server answers; otherwise readers notice after ten seconds."""
         with suppress(RedisError, OSError):
-            async with asyncio.timeout(_LEAVE_S):
-                await self._board.put(self._now().paused(time.time()))
+            async with asyncio.timeout(_EXIT_WAIT_S):
+                await self._registry.put(self._status().paused(time.time()))
 
     def fail(self, problems: Sequence[Problem]) -> Batch:
-        """Fail the run before its first line, or if it cannot be resumed."""
-        output = str(self._place.output) if self._place.output.exists() else None
+        """Save the run as failed, and return its status. For a run that queued no line, or cannot be resumed."""
+        output = str(self._paths.output) if self._paths.output.exists() else None
         batch = replace(self._saved.batch, errors=Problems(tuple(problems)), output_file_id=output)
         self._save(batch.enter("failed", time.time()))
         return self._saved.batch
 
-    def _begun(self) -> RunState:
-        """As it was left, or new."""
-        saved, models = self._state.load(), self._wish.models
+    def _initial_state(self) -> RunState:
+        """Return the saved state with the options applied, or a new one. Raises `BatchRefused`."""
+        saved, models = self._state.load(), self._options.models
         if saved is None or saved.batch.status == "failed":
-            self._place.refuse_to_overwrite()
-            return RunState(new_batch(self._place, self._wish), "", models or {})
-        batch = _as_wished(saved.batch, self._place, self._wish)
+            self._paths.refuse_to_overwrite()
+            return RunState(new_batch(self._paths, self._options), "", models or {})
+        batch = _with_options(saved.batch, self._paths, self._options)
         return RunState(batch, saved.sha256, saved.models if models is None else models)
 
-    async def _feed(self, source: Source, lines: list[Line], answers: ResultFiles) -> None:
-        left = sorted_for_reuse([line for line in lines if line.digest not in answers.done])
-        feeder = LineDispatcher(self._saved.batch.id, source, left, self._children, answers, self._wish.window)
+    async def _feed(self, source: Source, lines: list[Line], results: ResultFiles) -> None:
+        unfinished = sorted_for_reuse([line for line in lines if line.digest not in results.done])
+        dispatcher = LineDispatcher(self._saved.batch.id, source, unfinished, self._jobs, results, self._options.window)
         since = self._saved.batch.in_progress_at or time.time()
         models = Counter(line.model for line in lines)
 
-        def now(state: State | None = None) -> Batch:
+        def status(state: State | None = None) -> Batch:
             batch = self._saved.batch if state is None else self._saved.batch.enter(state, time.time())
-            return _counted(batch, answers, models, time.time() - since)
+            return _counted(batch, results, models, time.time() - since)
 
-        self._now = now
-        begun = self._saved.batch.status != "validating"
-        await self._announce(now() if begun else now("in_progress"))
-        ending = await self._until_done(feeder, now)
+        self._status = status
+        is_resumed = self._saved.batch.status != "validating"
+        await self._announce(status() if is_resumed else status("in_progress"))
+        ending = await self._until_done(dispatcher, status)
         if ending == "completed":
-            await self._announce(now("finalizing"))
+            await self._announce(status("finalizing"))
         else:
             if ending == "cancelled":
-                await self._announce(now("cancelling"))
-            await feeder.end(*_EARLY[ending])
-        self._save(now(ending))
+                await self._announce(status("cancelling"))
+            await dispatcher.end(*_EARLY_ENDINGS[ending])
+        self._save(status(ending))
 
     async def _until_done(
-        self, feeder: LineDispatcher, now: Callable[[], Batch]
+        self, dispatcher: LineDispatcher, status: Callable[[], Batch]
     ) -> Literal["completed", "expired", "cancelled"]:
         batch = self._saved.batch
-        while not feeder.done:
-            if batch.status == "cancelling" or await self._end_is_wished():
+        while not dispatcher.done:
+            if batch.status == "cancelling" or await self._is_cancel_requested():
                 return "cancelled"
             if batch.expires_at and time.time() >= batch.expires_at:
                 return "expired"
-            wait_s = await feeder.step()
-            await self._tell(now())
+            wait_s = await dispatcher.step()
+            await self._report(status())
             await asyncio.sleep(wait_s)
         return "completed"
 
-    async def _end_is_wished(self) -> bool:
+    async def _is_cancel_requested(self) -> bool:
         batch_id = self._saved.batch.id
-        return bool(await self._retries.run_until_answered(lambda: self._board.end_is_wished(batch_id)))
+        return bool(await self._retries.run_until_answered(lambda: self._registry.is_cancel_requested(batch_id)))
 
-    async def _tell(self, batch: Batch) -> None:
-        self._told(batch)
-        if time.monotonic() - self._put_at >= _PUT_S:
-            with suppress(RedisError, OSError):  # a second later there is more to say
-                await self._retries.run_for(lambda: self._board.put(batch), 0.0)
+    async def _report(self, batch: Batch) -> None:
+        self._on_progress(batch)
+        if time.monotonic() - self._put_at >= _PUT_EVERY_S:
+            with suppress(RedisError, OSError):  # the next report follows within a second
+                await self._retries.run_for(lambda: self._registry.put(batch), 0.0)
             self._put_at = time.monotonic()
 
     async def _announce(self, batch: Batch) -> None:
         self._save(batch)
-        self._told(batch)
-        await tell(self._retries, self._board.announce, batch)
+        self._on_progress(batch)
+        await publish(self._retries, self._registry.announce, batch)
 
     def _save(self, batch: Batch) -> None:
         self._saved = replace(self._saved, batch=batch)
         self._state.save(self._saved)
 
 
-def _counted(batch: Batch, answers: ResultFiles, models: Counter[str], seconds: float) -> Batch:
-    tally = answers.tally
+def _counted(batch: Batch, results: ResultFiles, models: Counter[str], seconds: float) -> Batch:
+    counts = results.counts
     return replace(
         batch,
         model=next(iter(models)) if len(models) == 1 else None,
-        error_file_id=str(answers.errors_path) if answers.errors_path else None,
-        request_counts=RequestCounts(models.total(), tally.completed, tally.failed),
-        usage=tally.usage,
+        error_file_id=str(results.errors_path) if results.errors_path else None,
+        request_counts=RequestCounts(models.total(), counts.completed, counts.failed),
+        usage=counts.usage,
         sluice=BatchDetails(
             host=batch.sluice.host,
             seconds=round(seconds, 3),
             models=dict(models),
-            retried=tally.retried,
-            failures=dict(tally.failures),
+            retried=counts.retried,
+            failures=dict(counts.failures),
         ),
     )

@@ -1,4 +1,4 @@
-"""An input file: read once from end to end, never whole in memory, and then line by line as they are queued."""
+"""An input file. It is scanned once, never whole in memory; then each line is read again when it is queued."""
 
 import hashlib
 import json
@@ -15,10 +15,10 @@ from sluice.batch.status import Problem
 from sluice.errors import BatchRefused
 from sluice.wording import counted
 
-MOST_LINES = 50_000  # OpenAI's limits
-MOST_BYTES = 200 * 1024 * 1024
-MOST_LINE_BYTES = 16_000_000  # what a worker takes as a job, unless its SLUICE_MAX_REQUEST_BYTES says otherwise
-_MOST_PROBLEMS = 1_000  # that are named, so that the status object stays one that can be sent
+MAX_LINES = 50_000  # OpenAI's limits
+MAX_BYTES = 200 * 1024 * 1024
+MAX_LINE_BYTES = 16_000_000  # the default of a worker's SLUICE_MAX_REQUEST_BYTES
+_MAX_PROBLEMS = 1_000  # listed in the status object, to limit its size
 _BOM = b"\xef\xbb\xbf"
 _BLOCK_BYTES = 1 << 20
 
@@ -31,8 +31,8 @@ class Line:
     offset: int
     length: int
     model: str
-    digest: bytes  # of its custom_id
-    prefix: bytes
+    digest: bytes  # of the custom_id
+    prefix: bytes  # sorts lines with a common prompt prefix together
 
 
 @dataclass(slots=True)
@@ -41,24 +41,27 @@ class Scan:
 
     lines: list[Line] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    unnamed: int = 0  # problems beyond the most that are named
+    num_unlisted: int = 0  # problems that are counted only
     sha256: str = ""
-    asked: set[str] = field(default_factory=set)  # the names of the mapping that lines have
+    named_models: set[str] = field(default_factory=set)  # the names in the mapping that occur in lines
 
     def add(self, problem: Problem) -> None:
         """Add a problem; after the first thousand they are only counted."""
-        if len(self.problems) < _MOST_PROBLEMS:
+        if len(self.problems) < _MAX_PROBLEMS:
             self.problems.append(problem)
         else:
-            self.unnamed += 1
+            self.num_unlisted += 1
 
-    def named(self) -> tuple[Problem, ...]:
+    def listed_problems(self) -> tuple[Problem, ...]:
         """Return the problems, with one for those counted only."""
-        if not self.unnamed:
+        if not self.num_unlisted:
             return tuple(self.problems)
         return (
             *self.problems,
-            Problem("more_errors", f"{counted(self.unnamed, 'more line')} {'is' if self.unnamed == 1 else 'are'} bad."),
+            Problem(
+                "more_errors",
+                f"{counted(self.num_unlisted, 'more line')} {'is' if self.num_unlisted == 1 else 'are'} invalid.",
+            ),
         )
 
 
@@ -66,10 +69,10 @@ class Scan:
 class _Raw:
     number: int
     offset: int
-    text: bytes  # with its line break; cut where it is too long
+    text: bytes  # with its line break; cut if it is too long
 
     @property
-    def whole(self) -> bool:
+    def has_line_break(self) -> bool:
         return self.text.endswith(b"\n")
 
 
@@ -79,8 +82,10 @@ class Source:
     def __init__(self, path: Path, models: Models) -> None:
         self._path, self._models = path, models
         try:
-            if path.exists() and not path.is_file():  # asked first: to open a pipe is to wait for who writes to it
-                raise BatchRefused(f"{path} is not a file: its lines are read again as their turn comes")
+            if (
+                path.exists() and not path.is_file()
+            ):  # checked first, since opening a pipe blocks until a writer opens it
+                raise BatchRefused(f"{path} is not a regular file: each line is read again when it is queued")
             self._file: BinaryIO = path.open("rb")
         except OSError as error:
             raise BatchRefused(f"cannot read {path}: {error.strerror}") from None
@@ -92,29 +97,29 @@ class Source:
         self._file.close()
 
     def scan(self) -> Scan:
-        """Check every line, in file order."""
-        found, seen = Scan(), dict[bytes, int]()
-        if (size := os.fstat(self._file.fileno()).st_size) > MOST_BYTES:
-            found.add(Problem("file_too_large", f"the file is {size:,} bytes; at most {MOST_BYTES:,} are taken."))
+        """Check every line, in file order. Blocks while it reads the file."""
+        found, first_lines = Scan(), dict[bytes, int]()
+        if (size := os.fstat(self._file.fileno()).st_size) > MAX_BYTES:
+            found.add(Problem("file_too_large", f"the file is {size:,} bytes; the limit is {MAX_BYTES:,}."))
             return found
         sha256 = hashlib.sha256()
         for raw in self._raw_lines(sha256):
             if not raw.text.strip():
                 continue
-            if len(found.lines) == MOST_LINES:
-                found.add(Problem("too_many_lines", f"there are more than {MOST_LINES:,} requests.", raw.number))
+            if len(found.lines) == MAX_LINES:
+                found.add(Problem("too_many_lines", f"there are more than {MAX_LINES:,} requests.", raw.number))
                 break
             try:
-                found.lines.append(self._line(raw, seen, found.asked))
+                found.lines.append(self._line(raw, first_lines, found.named_models))
             except BadLine as bad:
                 found.add(Problem(bad.code, bad.message, raw.number, bad.param))
         if not found.lines and not found.problems:
-            found.add(Problem("empty_file", "there is no request in the file."))
+            found.add(Problem("empty_file", "the file has no request."))
         found.sha256 = sha256.hexdigest()
         return found
 
     def sha256(self) -> str:
-        """Return the digest of the whole file, equal to that of `scan`."""
+        """Return the digest of the whole file, equal to that of `scan`. Blocks while it reads the file."""
         self._file.seek(0)
         sha256 = hashlib.sha256()
         while read := self._file.read(_BLOCK_BYTES):
@@ -137,12 +142,12 @@ class Source:
     def _raw_lines(self, sha256: "hashlib._Hash") -> Iterator[_Raw]:
         self._file.seek(0)
         offset, number = self._skip_bom(sha256), 0
-        while text := self._file.readline(MOST_LINE_BYTES + 1):
+        while text := self._file.readline(MAX_LINE_BYTES + 1):
             number += 1
             length = len(text)
             sha256.update(text)
             yield _Raw(number, offset, text)
-            if length > MOST_LINE_BYTES and not text.endswith(b"\n"):
+            if length > MAX_LINE_BYTES and not text.endswith(b"\n"):
                 length += self._skip_line(sha256)
             offset += length
 
@@ -156,20 +161,20 @@ class Source:
 
     def _skip_line(self, sha256: "hashlib._Hash") -> int:
         length = 0
-        while text := self._file.readline(MOST_LINE_BYTES):
+        while text := self._file.readline(MAX_LINE_BYTES):
             sha256.update(text)
             length += len(text)
             if text.endswith(b"\n"):
                 break
         return length
 
-    def _line(self, raw: _Raw, seen: dict[bytes, int], asked: set[str]) -> Line:
+    def _line(self, raw: _Raw, first_lines: dict[bytes, int], named_models: set[str]) -> Line:
         request = self._read(raw)
-        if request.asked is not None and request.asked in self._models:
-            asked.add(request.asked)
-        first = seen.setdefault(request.digest, raw.number)
+        if request.named_model is not None and request.named_model in self._models:
+            named_models.add(request.named_model)
+        first = first_lines.setdefault(request.digest, raw.number)
         if first != raw.number:
-            raise BadLine("duplicate_custom_id", f"the custom_id is that of line {first:,} too.", "custom_id")
+            raise BadLine("duplicate_custom_id", f"the custom_id is the same as in line {first:,}.", "custom_id")
         try:
             prefix = prefix_key(request.body)
         except ValueError:
@@ -177,15 +182,15 @@ class Source:
         return Line(raw.number, raw.offset, len(raw.text), request.model, request.digest, prefix)
 
     def _read(self, raw: _Raw) -> Request:
-        if len(raw.text) > MOST_LINE_BYTES:
-            raise BadLine("line_too_long", f"the line is longer than {MOST_LINE_BYTES:,} bytes.")
+        if len(raw.text) > MAX_LINE_BYTES:
+            raise BadLine("line_too_long", f"the line is longer than {MAX_LINE_BYTES:,} bytes.")
         try:
             return read_line(raw.text, self._models)
         except BadLine as bad:
-            if raw.whole or bad.code not in ("invalid_json", "invalid_utf8"):
+            if raw.has_line_break or bad.code not in ("invalid_json", "invalid_utf8"):
                 raise
-            why = f"the last line has no end, and is cut off: {bad.message}"
-            raise BadLine("truncated_line", why) from None
+            message = f"the last line has no line break and is cut off: {bad.message}"
+            raise BadLine("truncated_line", message) from None
 
 
 def sorted_for_reuse(lines: list[Line]) -> list[Line]:
@@ -193,7 +198,7 @@ def sorted_for_reuse(lines: list[Line]) -> list[Line]:
     return sorted(lines, key=lambda line: (line.prefix, line.number))
 
 
-# A short shared instruction is told apart finely and a long shared document cheaply: characters, 74,752 in all.
+# Sizes in characters, 74,752 in all: small blocks separate short instructions, large ones are enough for documents.
 _BLOCKS = tuple(chain(repeat(64, 16), repeat(512, 16), repeat(4096, 16)))
 
 

@@ -1,4 +1,4 @@
-"""The small file beside the output that holds a run together: what it is gone on with, and who feeds it."""
+"""The state file next to the output: what a resumed run needs, and a lock that one feeder holds."""
 
 import json
 import os
@@ -23,13 +23,13 @@ class RunState:
 
 
 class StateFile:
-    """A line for each state of the run; the last whole one is current.
+    """A file with one line for each state of the run; the last complete line is current.
 
     The process that holds the lock feeds the run. The kernel releases the lock when that process ends.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError, or `BatchTaken`."""
+        """Open and lock the file. Raises OSError, or `BatchTaken` if another process holds the lock."""
         self._file = AppendOnlyFile(path)
         if not self._file.lock():
             self._file.close()
@@ -43,39 +43,39 @@ class StateFile:
         self._file.close()
 
     def load(self) -> RunState | None:
-        """Return the current state, or None. Raises `BatchRefused` if no run wrote the file."""
+        """Return the current state; None for a new file. Raises `BatchRefused` if no run wrote the file."""
         if not self._lines:
             return None
         try:
-            return _saved(self._lines[-1])
+            return _parse(self._lines[-1])
         except (ValueError, KeyError, TypeError):
-            raise BatchRefused(f"{self._file.path} is there already, and no run wrote it") from None
+            raise BatchRefused(f"{self._file.path} already exists, and was not written by a run") from None
 
     def remove(self) -> None:
         """Delete the file of a run that did nothing. It stays locked until closed."""
         self._file.path.unlink(missing_ok=True)
 
-    def save(self, saved: RunState) -> None:
+    def save(self, state: RunState) -> None:
         """Append a state. Raises OSError."""
-        said = {
+        stored = {
             "feeder": f"process {os.getpid()} on {socket.gethostname()}",
-            "sha256": saved.sha256,
-            "models": dict(saved.models),
-            "batch": json.loads(saved.batch.to_json()),
+            "sha256": state.sha256,
+            "models": dict(state.models),
+            "batch": json.loads(state.batch.to_json()),
         }
-        self._lines.append(json.dumps(said, separators=(",", ":")).encode() + b"\n")
+        self._lines.append(json.dumps(stored, separators=(",", ":")).encode() + b"\n")
         self._file.append(self._lines[-1:])
 
 
-def _saved(raw: bytes) -> RunState:
-    said: dict[str, Any] = json.loads(raw)
-    return RunState(Batch.from_json(json.dumps(said["batch"])), said["sha256"], said["models"])
+def _parse(raw: bytes) -> RunState:
+    stored: dict[str, Any] = json.loads(raw)
+    return RunState(Batch.from_json(json.dumps(stored["batch"])), stored["sha256"], stored["models"])
 
 
 def _feeder(path: Path) -> str:
     try:
-        whole, _, _ = path.read_bytes().rpartition(b"\n")
-    except FileNotFoundError:  # it was locked by a run that was refused, and is gone
+        complete, _, _ = path.read_bytes().rpartition(b"\n")
+    except FileNotFoundError:  # deleted by a run that was refused
         return "another process"
-    last = whole.rpartition(b"\n")[2]
+    last = complete.rpartition(b"\n")[2]
     return str(json.loads(last)["feeder"]) if last else "another process"

@@ -10,7 +10,7 @@ from sluice.wire import parse_as
 
 State = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 ENDED: frozenset[State] = frozenset({"failed", "completed", "expired", "cancelled"})
-_FED: frozenset[State] = frozenset({"in_progress", "finalizing", "cancelling"})  # in these it pauses without a feeder
+_FED: frozenset[State] = frozenset({"in_progress", "finalizing", "cancelling"})  # paused if no process feeds the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class RequestCounts:
 class InputTokens:
     """Breakdown of the prompt tokens."""
 
-    cached_tokens: int = 0  # that lines shared, and that were not computed again
+    cached_tokens: int = 0  # taken from the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +69,12 @@ class Problems:
 class BatchDetails:
     """Fields that OpenAI's object does not have."""
 
-    host: str = ""  # where the files are
+    host: str = ""  # the machine that has the files
     seconds: float = 0.0  # since the first line was queued, pauses included
-    models: dict[str, int] = field(default_factory=dict)  # lines by the model that they go to
+    models: dict[str, int] = field(default_factory=dict)  # number of lines by served model
     retried: int = 0  # lines that were queued more than once
-    failures: dict[str, int] = field(default_factory=dict)  # lines by the code in the error file
-    paused_at: int | None = None  # when its feeder was last heard of, while nobody feeds it
+    failures: dict[str, int] = field(default_factory=dict)  # number of failed lines by error code
+    paused_at: int | None = None  # last report of its feeder, in Unix seconds; None while one runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +84,13 @@ class Batch:
     id: str
     object: Literal["batch"] = "batch"
     endpoint: Literal["/v1/chat/completions"] = "/v1/chat/completions"
-    model: str | None = None  # where all lines go to one
+    model: str | None = None  # the served model, if it is the same for all lines
     errors: Problems | None = None
     input_file_id: str
     completion_window: str
     status: State
     output_file_id: str | None = None
-    error_file_id: str | None = None  # once there is one
+    error_file_id: str | None = None  # None until a line has failed
     created_at: int
     in_progress_at: int | None = None
     expires_at: int | None = None
@@ -131,23 +131,23 @@ class Batch:
         return parse_as(cls, _nested(json.loads(raw)))
 
 
-def _nested(said: dict[str, Any]) -> dict[str, Any]:
-    read = dict(said)
-    if errors := said.get("errors"):
-        read["errors"] = Problems(tuple(parse_as(Problem, each) for each in errors["data"]))
-    read["request_counts"] = parse_as(RequestCounts, said.get("request_counts") or {})
-    read["usage"] = _usage(said.get("usage") or {})
-    read["sluice"] = parse_as(BatchDetails, said.get("sluice") or {})
-    return read
+def _nested(raw: dict[str, Any]) -> dict[str, Any]:
+    parsed = dict(raw)
+    if errors := raw.get("errors"):
+        parsed["errors"] = Problems(tuple(parse_as(Problem, each) for each in errors["data"]))
+    parsed["request_counts"] = parse_as(RequestCounts, raw.get("request_counts") or {})
+    parsed["usage"] = _usage(raw.get("usage") or {})
+    parsed["sluice"] = parse_as(BatchDetails, raw.get("sluice") or {})
+    return parsed
 
 
-def _usage(said: dict[str, Any]) -> BatchUsage:
+def _usage(raw: dict[str, Any]) -> BatchUsage:
     return parse_as(
         BatchUsage,
         {
-            **said,
-            "input_tokens_details": parse_as(InputTokens, said.get("input_tokens_details") or {}),
-            "output_tokens_details": parse_as(OutputTokens, said.get("output_tokens_details") or {}),
+            **raw,
+            "input_tokens_details": parse_as(InputTokens, raw.get("input_tokens_details") or {}),
+            "output_tokens_details": parse_as(OutputTokens, raw.get("output_tokens_details") or {}),
         },
     )
 
@@ -172,10 +172,10 @@ class RunCounts:
         cached, reasoning = self._tokens["cached"], self._tokens["reasoning"]
         return BatchUsage(into, out, into + out, InputTokens(cached), OutputTokens(reasoning))
 
-    def add(self, said: dict[str, Any]) -> None:
+    def add(self, line: dict[str, Any]) -> None:
         """Count a line of the output or error file."""
-        self.retried += is_retry(said["id"])
-        match said:
+        self.retried += is_retry(line["id"])
+        match line:
             case {"error": {"code": str(code)}}:
                 self.failures[code] += 1
             case {"response": {"body": dict(body)}}:

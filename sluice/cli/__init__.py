@@ -1,4 +1,4 @@
-"""The command `sluice`. It needs typer and rich, which a backend that imports `sluice` does not."""
+"""The command `sluice`. It needs typer and rich, unlike the client library."""
 
 import sys
 from importlib.util import find_spec

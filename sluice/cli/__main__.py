@@ -1,4 +1,4 @@
-"""`python -m sluice.cli`: the command, where it is not installed."""
+"""`python -m sluice.cli`: runs the command from a checkout, without an installed script."""
 
 from sluice.cli import main
 

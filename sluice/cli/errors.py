@@ -1,4 +1,4 @@
-"""Errors that the user can fix, each with a message that says how."""
+"""Errors that the user can fix, with the remedy in the message."""
 
 import math
 import socket
@@ -23,9 +23,11 @@ from sluice.transport.redis_url import UNREADABLE, redacted
 INSTALL_WORKER = "in a checkout of Sluice, pip install './sluice[cli]' '.[worker]'"
 _EXIT_QUEUE_FULL = 4
 
-_START = "`sluice up --model FOLDER_OR_HUB_ID` starts one with a worker; --redis-url names another."
-_ALLOW = "docs/operations.md has the ACL SETUSER line for a user, under Redis."
-_USABLE = "The URL must name a database that it has, as 0 behind the last /, and a Redis 7 or Valkey that takes writes."
+_START_HINT = "`sluice up --model FOLDER_OR_HUB_ID` starts one with a worker; --redis-url selects another."
+_ACL_HINT = "docs/operations.md has the ACL SETUSER line for a user, under Redis."
+_URL_HINT = (
+    "The URL must name an existing database, such as 0 after the last /, of a Redis 7 or Valkey that accepts writes."
+)
 
 
 class CliError(Exception):
@@ -38,16 +40,16 @@ class CliError(Exception):
 
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[Client]:
-    """Yield a client whose server has answered. Its errors inside the block become `CliError`."""
+    """Yield a client whose server has answered. The client's errors inside the block become `CliError`."""
     async with _client(url) as client:
         try:
-            await _reach(client, url)
+            await _check_reachable(client, url)
             yield client
         except RedisError as error:
             raise CliError(await _explain(error, url)) from None
         except UnknownJob as error:
-            way_out = f"Check the id, and that {redacted(url)} is the server it was submitted to."
-            raise CliError(f"{sentence(str(error))} {way_out}") from None
+            remedy = f"Check the id, and if {redacted(url)} is the server that it was submitted to."
+            raise CliError(f"{sentence(str(error))} {remedy}") from None
         except UnreadableLog as error:
             raise CliError(f"{sentence(str(error))} Another program changed it, so the job cannot be shown.") from None
         except NoWorker as missing:
@@ -62,13 +64,13 @@ def start_worker(model: str) -> str:
     return f"Start one: sluice worker --model FOLDER_OR_HUB_ID{name}"
 
 
-def sentence(said: str) -> str:
-    """Return the text with a final period if it has no end mark."""
-    return said if said.endswith((".", "?", "!")) else f"{said}."
+def sentence(text: str) -> str:
+    """Return the text, with a period added if it has no end mark."""
+    return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
 def check_job_id(job_id: str) -> None:
-    """Raises `CliError` for a bad id."""
+    """Check a job id. Raises `CliError`."""
     try:
         wire.check_job_id(job_id)
     except ValueError as error:
@@ -82,10 +84,10 @@ def _client(url: str) -> Client:
         raise CliError(sentence(str(error))) from None
 
 
-async def _reach(client: Client, url: str) -> None:
+async def _check_reachable(client: Client, url: str) -> None:
     try:
         await client.ping()
-    except (ValueError, TypeError):  # of a host's name, or of an option that is read at the first connection
+    except (ValueError, TypeError):  # redis-py checks host names and some options when it connects
         raise CliError(f"{redacted(url)!r} is not the URL of a server: {UNREADABLE}.") from None
 
 
@@ -95,32 +97,32 @@ async def _explain(error: RedisError, url: str) -> str:
         case AuthenticationError():
             return f"the server at {server} refuses the connection: {await wrong_credentials(url)}."
         case NoPermissionError():
-            return f"the server at {server} denies a command to its user: {sentence(str(error))} {_ALLOW}"
+            return f"the server at {server} denies a command to its user: {sentence(str(error))} {_ACL_HINT}"
         case ConnectionError() | TimeoutError():
-            return f"no server answers at {server}: {_why_unreachable(error, url)} {_START}"
+            return f"no server answers at {server}: {_outage_reason(error, url)} {_START_HINT}"
         case InvalidResponse():
-            return f"what answers at {server} is no Redis or Valkey. Check the host and the port."
-    return f"the server at {server} refused a command: {sentence(str(error))} {_USABLE}"
+            return f"the server at {server} is not a Redis or Valkey. Check the host and the port."
+    return f"the server at {server} refused a command: {sentence(str(error))} {_URL_HINT}"
 
 
-def _why_unreachable(error: RedisError, url: str) -> str:
-    """Say it by the kind of the system's error: redis-py puts many words in front of it."""
+def _outage_reason(error: RedisError, url: str) -> str:
+    """Return the reason by the type of the system's error, since redis-py's messages are long."""
     match _system_error(error):
         case ConnectionRefusedError():
-            return "nothing listens there."
+            return "no process listens there."
         case FileNotFoundError():
-            return "there is no such socket."
+            return "the socket does not exist."
         case socket.gaierror():
-            return "its host name is not known."
+            return "its host name is unknown."
         case OSError() if url.startswith("rediss:"):
-            return "it takes no TLS connection. If it has no TLS, begin the URL with redis://."
-        case OSError(errno=None):  # of several addresses, each with an error of its own
-            return "none of its addresses takes a connection."
+            return "it accepts no TLS connection. If it has no TLS, begin the URL with redis://."
+        case OSError(errno=None):  # several addresses, each with its own error
+            return "none of its addresses accepts a connection."
     return sentence(str(error))
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """Return the first of the errors behind this one that the system raised."""
+    """Return the first OSError of the system in the chain of causes."""
     while error is not None:
         if isinstance(error, OSError) and not isinstance(error, RedisError):
             return error

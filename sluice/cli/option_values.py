@@ -1,4 +1,4 @@
-"""Readers of options' values, with errors in plain words: typer's own quote the library that checks them."""
+"""Parsers of option values, with plain error messages: typer's own quote the library that checks them."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,40 +10,40 @@ from sluice.wire import LANES, Lane
 N = TypeVar("N", int, float)
 
 
-def whole(least: int | None = None, most: int | None = None) -> Callable[[str | int], int]:
-    """Return a reader of whole numbers."""
+def integer(minimum: int | None = None, maximum: int | None = None) -> Callable[[str | int], int]:
+    """Return a parser of whole numbers within these bounds."""
 
-    def read(given: str | int) -> int:
+    def read(value: str | int) -> int:
         try:
-            return _within(int(given), least, most)
+            return _within(int(value), minimum, maximum)
         except ValueError:
-            raise typer.BadParameter(f"it must be a whole number, not {str(given)!r}.") from None
+            raise typer.BadParameter(f"it must be a whole number, not {str(value)!r}.") from None
 
     return read
 
 
-def number(least: float | None = None) -> Callable[[str | float], float]:
-    """Return a reader of numbers."""
+def number(minimum: float | None = None) -> Callable[[str | float], float]:
+    """Return a parser of numbers that are at least `minimum`."""
 
-    def read(given: str | float) -> float:
+    def read(value: str | float) -> float:
         try:
-            return _within(float(given), least, None)
+            return _within(float(value), minimum, None)
         except ValueError:
-            raise typer.BadParameter(f"it must be a number, not {str(given)!r}.") from None
+            raise typer.BadParameter(f"it must be a number, not {str(value)!r}.") from None
 
     return read
 
 
-def lane(given: str) -> Lane:
-    """Return the lane. Raises typer.BadParameter."""
-    if given not in LANES:
-        raise typer.BadParameter(f"it must be {' or '.join(LANES)}, not {given!r}.")
-    return given
+def lane(value: str) -> Lane:
+    """Parse a lane. Raises typer.BadParameter."""
+    if value not in LANES:
+        raise typer.BadParameter(f"it must be {' or '.join(LANES)}, not {value!r}.")
+    return value
 
 
-def _within(value: N, least: N | None, most: N | None) -> N:
-    if least is not None and value < least:
-        raise typer.BadParameter(f"it must be at least {least}, not {value}.")
-    if most is not None and value > most:
-        raise typer.BadParameter(f"it must be at most {most}, not {value}.")
+def _within(value: N, minimum: N | None, maximum: N | None) -> N:
+    if minimum is not None and value < minimum:
+        raise typer.BadParameter(f"it must be at least {minimum}, not {value}.")
+    if maximum is not None and value > maximum:
+        raise typer.BadParameter(f"it must be at most {maximum}, not {value}.")
     return value

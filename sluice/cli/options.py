@@ -8,12 +8,15 @@ from sluice.cli import option_values
 from sluice.wire import Lane
 
 RedisUrl = Annotated[
-    str, typer.Option("--redis-url", metavar="URL", envvar="SLUICE_REDIS_URL", help="The server that holds the queue.")
+    str, typer.Option("--redis-url", metavar="URL", envvar="SLUICE_REDIS_URL", help="URL of the Redis server.")
 ]
 Model = Annotated[
     str | None,
     typer.Option(
-        "--model", metavar="NAME", envvar="SLUICE_MODEL_NAME", help="The name a model is served by.  [default: default]"
+        "--model",
+        metavar="NAME",
+        envvar="SLUICE_MODEL_NAME",
+        help="The name that the model is served under.  [default: default]",
     ),
 ]
 LaneChoice = Annotated[
@@ -22,11 +25,11 @@ LaneChoice = Annotated[
         "--lane",
         parser=option_values.lane,
         metavar="[interactive|batch]",
-        help="Offline work goes into `batch`, behind the interactive.  [default: interactive, or batch for a request "
-        "whose service_tier is flex]",
+        help="`batch` is for offline work, which waits for interactive jobs.  [default: interactive, or batch for a "
+        "request whose service_tier is flex]",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, one object a line; all else on stderr.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, one object per line; all else on stderr.")]
 
 REDIS_URL = "redis://localhost:6379/0"
 MODEL = "default"

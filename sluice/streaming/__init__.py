@@ -1,1 +1,1 @@
-"""From a job's channel and its log to the events that a caller iterates over."""
+"""Turns a job's channel and list into one stream of events."""

@@ -1,4 +1,4 @@
-"""One pub/sub connection for any number of streams: a connection each costs ten times the latency at 256."""
+"""One pub/sub connection for any number of streams: one for each has ten times the latency at 256 streams."""
 
 import asyncio
 import time
@@ -13,54 +13,54 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from sluice.transport.retries import ANSWER_S, is_transient, time_limit
 
-_HOME = "sluice:hub"  # keeps the connection subscribed when no stream is open; nobody publishes here
-_QUIET_S = 1.0  # after which the connection has to show that it is alive
-# redis-py raises the last where one task sends just as another finds the connection broken.
+_IDLE_CHANNEL = "sluice:hub"  # keeps the connection subscribed when no stream is open; no client publishes on it
+_QUIET_S = 1.0  # of silence, after which the connection is tested
+# redis-py raises AttributeError if one task sends while another finds the connection broken.
 _BROKEN = (RedisError, OSError, AttributeError)
-_MOST_WAITING = 4096  # events of one slow reader; beyond it the list is the better buffer
+_MAX_BUFFERED = 4096  # events for one slow reader; if it falls further behind, it reads the list instead
 
 
 class Subscription:
-    """Buffers the messages of one channel for one reader. An empty batch means: read the list instead."""
+    """Buffers the messages of one channel for one reader. If `take` returns none, the reader should read the list."""
 
     def __init__(self) -> None:
-        self._waiting: deque[bytes] = deque()
-        self._missed, self._news = False, asyncio.Event()
-        self._failure: Exception | None = None
+        self._buffer: deque[bytes] = deque()
+        self._has_gap, self._ready = False, asyncio.Event()
+        self._error: Exception | None = None
 
     def put(self, payload: bytes) -> None:
         """Buffer a message; if the buffer is full, drop all and mark a gap."""
-        if len(self._waiting) >= _MOST_WAITING:
-            self._waiting.clear()
-            self._missed = True
-        self._waiting.append(payload)
-        self._news.set()
+        if len(self._buffer) >= _MAX_BUFFERED:
+            self._buffer.clear()
+            self._has_gap = True
+        self._buffer.append(payload)
+        self._ready.set()
 
     def mark_gap(self) -> None:
-        """Record that messages may be missing: the channel was just subscribed, again perhaps."""
-        self._missed = True
-        self._news.set()
+        """Record that messages may be missing, because the channel was subscribed just now or again."""
+        self._has_gap = True
+        self._ready.set()
 
     def set_error(self, error: Exception) -> None:
         """Record that the server refuses the subscription."""
-        self._failure = error
-        self._news.set()
+        self._error = error
+        self._ready.set()
 
     async def take(self, silence_s: float) -> list[bytes]:
         """Wait for messages and return all; none after a gap or `silence_s` seconds without one. Raises the server's
         refusal."""
         try:
             async with asyncio.timeout(silence_s):  # until Python 3.12 wait_for loses cancellations
-                await self._news.wait()
+                await self._ready.wait()
         except TimeoutError:
             return []
-        if self._failure:
-            raise self._failure
-        self._news.clear()
-        taken = [] if self._missed else list(self._waiting)
-        self._missed = False
-        self._waiting.clear()
-        return taken
+        if self._error:
+            raise self._error
+        self._ready.clear()
+        messages = [] if self._has_gap else list(self._buffer)
+        self._has_gap = False
+        self._buffer.clear()
+        return messages
 
 
 class Hub:
@@ -68,33 +68,33 @@ class Hub:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
-        self._readers: dict[str, set[Subscription]] = {}
+        self._subscriptions: dict[str, set[Subscription]] = {}
         self._pubsub: PubSub | None = None
         self._task: asyncio.Task[None] | None = None
 
     @asynccontextmanager
     async def listen(self, channel: str) -> AsyncIterator[Subscription]:
         """Subscribe to a channel while the context is open."""
-        mail, readers = Subscription(), self._readers.setdefault(channel, set())
-        readers.add(mail)
+        subscription, subscriptions = Subscription(), self._subscriptions.setdefault(channel, set())
+        subscriptions.add(subscription)
         try:
             await self._subscribe(channel)
-            yield mail
+            yield subscription
         finally:
-            readers.discard(mail)
-            if not readers and self._readers.get(channel) is readers:
-                del self._readers[channel]
+            subscriptions.discard(subscription)
+            if not subscriptions and self._subscriptions.get(channel) is subscriptions:
+                del self._subscriptions[channel]
                 await self._unsubscribe(channel)
 
     async def aclose(self) -> None:
         """Close the connection."""
         while self._task is not None and not self._task.done():
-            self._task.cancel()  # again, if redis-py's wait_for has lost it
+            self._task.cancel()  # repeated, since redis-py's wait_for can lose a cancellation
             await asyncio.wait([self._task], timeout=0.1)
 
     async def _subscribe(self, channel: str) -> None:
-        """Subscribe now, or with the next connection. The acknowledgement calls `Subscription.mark_gap`."""
-        if self._task is None or self._task.done():  # closed, or its event loop was
+        """Subscribe now, or with the next connection. Redis's acknowledgement leads to `Subscription.mark_gap`."""
+        if self._task is None or self._task.done():  # the hub was closed, or its event loop
             self._task = asyncio.create_task(self._run(), name="sluice-hub")
         if self._pubsub is not None:
             await _send(self._pubsub.subscribe, channel)
@@ -113,18 +113,18 @@ class Hub:
                 await asyncio.sleep(0.1)
 
     def _fail(self, error: Exception) -> None:
-        for readers in self._readers.values():
-            for mail in readers:
-                mail.set_error(error)
+        for subscriptions in self._subscriptions.values():
+            for subscription in subscriptions:
+                subscription.set_error(error)
 
     async def _read(self) -> None:
         pubsub = self._redis.pubsub()
         try:
             async with time_limit(ANSWER_S):
-                await pubsub.subscribe(_HOME)
-            self._pubsub = pubsub  # from here on readers subscribe by themselves; those that came before, now
+                await pubsub.subscribe(_IDLE_CHANNEL)
+            self._pubsub = pubsub  # from now on `_subscribe` sends; earlier channels follow below
             async with time_limit(ANSWER_S):
-                await pubsub.subscribe(_HOME, *self._readers)
+                await pubsub.subscribe(_IDLE_CHANNEL, *self._subscriptions)
             await self._listen(pubsub)
         finally:
             self._pubsub = None
@@ -134,25 +134,26 @@ class Hub:
         """Dispatch messages. Raises redis-py's TimeoutError if a quiet connection turns out to be dead."""
         asked_at: float | None = None
         while True:
-            async with time_limit(_QUIET_S + ANSWER_S):  # redis-py may connect again in it
+            async with time_limit(_QUIET_S + ANSWER_S):  # redis-py may reconnect in this call
                 message = await pubsub.get_message(timeout=_QUIET_S)
             if message is not None:
                 asked_at = None
                 if message["channel"] is not None:
-                    self._pass_on(message["type"], message["channel"].decode(), message["data"])
+                    self._dispatch(message["type"], message["channel"].decode(), message["data"])
             elif asked_at is None:
                 asked_at = time.monotonic()
                 async with time_limit(ANSWER_S):
-                    await pubsub.subscribe(_HOME)  # is acknowledged, and needs no permission that a PING might lack
+                    # Redis acknowledges it, and it needs no permission that the user might lack, as for PING.
+                    await pubsub.subscribe(_IDLE_CHANNEL)
             elif time.monotonic() - asked_at >= ANSWER_S:
                 raise RedisTimeoutError("a quiet connection does not answer")
 
-    def _pass_on(self, type: str, channel: str, data: bytes) -> None:
-        for mail in self._readers.get(channel, ()):
+    def _dispatch(self, type: str, channel: str, data: bytes) -> None:
+        for subscription in self._subscriptions.get(channel, ()):
             if type == "message":
-                mail.put(data)
-            elif type == "subscribe":  # the first, and any that redis-py sent again by itself
-                mail.mark_gap()
+                subscription.put(data)
+            elif type == "subscribe":  # the first one, or a repetition after redis-py reconnected
+                subscription.mark_gap()
 
 
 async def _send(command: Callable[[str], Awaitable[None]], channel: str) -> None:
@@ -160,11 +161,11 @@ async def _send(command: Callable[[str], Awaitable[None]], channel: str) -> None
         async with time_limit(ANSWER_S):
             await command(channel)
     except _BROKEN:
-        pass  # the reading side sees the broken connection too, and starts over
+        pass  # `_run` finds the broken connection too, and reconnects
 
 
 async def _close(pubsub: PubSub) -> None:
     """Return the connection to the pool, disconnected. Closing a dead TLS connection gracefully takes 30 s."""
-    if (connection := getattr(pubsub, "connection", None)) is not None:  # which redis-py declares as None
+    if (connection := getattr(pubsub, "connection", None)) is not None:  # declared as None in redis-py
         await connection.disconnect(nowait=True)
     await pubsub.aclose()  # type: ignore[no-untyped-call]

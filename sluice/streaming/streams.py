@@ -1,4 +1,4 @@
-"""A job's events, each once and in order: from the channel as they arrive, missed ones from the list."""
+"""Reads a job's events, each once and in order: new ones from the channel, missed ones from the list."""
 
 import asyncio
 import time
@@ -14,15 +14,15 @@ from sluice.streaming.hub import Hub
 from sluice.transport.retries import Retries
 from sluice.wire import Event
 
-SILENCE_S = 1.0  # then the list is read, whatever the channel brings
-_AHEAD = 256  # items: what a slow consumer may leave in memory besides the channel's own buffer
+SILENCE_S = 1.0  # without a message, after which the list is read
+_MAX_AHEAD = 256  # items buffered for a slow consumer, in addition to the channel's buffer
 LAST_SEQ = 2**53  # integers beyond it do not survive JSON in every language
 
 T = TypeVar("T")
 
 
 def check_after(after: int) -> None:
-    """Raises ValueError if `after` is not an integer from -1 to 2**53."""
+    """Check a sequence number. Raises ValueError if it is not an integer from -1 to 2**53."""
     if isinstance(after, bool) or not isinstance(after, int) or not -1 <= after <= LAST_SEQ:
         raise ValueError(f"after: must be an integer from -1, for all events, to 2**53; it is {after!r}")
 
@@ -38,37 +38,38 @@ class Streams:
         wire.check_job_id(job_id)
         check_after(after)
         next_seq, known_at = after + 1, time.monotonic()
-        async with self._hub.listen(wire.channel(job_id)) as mail:
+        async with self._hub.listen(wire.channel(job_id)) as subscription:
             while True:
-                news = _parse_publications(await mail.take(SILENCE_S))
-                fresh = {event.seq for _, event in news if event.seq >= next_seq}
-                if not news or (fresh and max(fresh) - next_seq >= len(fresh)):
-                    news = await self._read_log(job_id, max(next_seq - 1, 0))  # `after` may name the final one
-                for raw, event in news:
+                events = _parse_publications(await subscription.take(SILENCE_S))
+                new_seqs = {event.seq for _, event in events if event.seq >= next_seq}
+                if not events or (new_seqs and max(new_seqs) - next_seq >= len(new_seqs)):
+                    # From one event earlier, since `after` may be the final event.
+                    events = await self._read_log(job_id, max(next_seq - 1, 0))
+                for raw, event in events:
                     if event.seq == next_seq:
                         yield raw, event
                         next_seq += 1
                     if event.final and event.seq < next_seq:
                         return
-                if news or await self._exists(job_id):
+                if events or await self._exists(job_id):
                     known_at = time.monotonic()
                 elif time.monotonic() - known_at >= unknown_s:
                     raise UnknownJob(f"no trace of job {job_id!r}: never submitted, or its events have expired")
 
     async def _read_log(self, job_id: str, first: int) -> list[tuple[bytes, Event]]:
         """Return the events from index `first` on; if there are none, the last one: the job may have ended before.
-        Raises `UnreadableLog` if an item is no event or its `seq` is not its index, so that no `seq` is waited for in
-        vain."""
+        Raises `UnreadableLog` if an item is no event or its `seq` is not its index: a stream would wait for a missing
+        `seq` for ever."""
         if found := await self._read_range(job_id, first):
             return _parse_log(job_id, found, first)
         last = await self._read_range(job_id, -1)
         if not last:
             return []
-        place = _parse_item(job_id, last[0]).seq
-        found = await self._read_range(job_id, place) if 0 <= place <= LAST_SEQ else []
+        seq = _parse_item(job_id, last[0]).seq
+        found = await self._read_range(job_id, seq) if 0 <= seq <= LAST_SEQ else []
         if not found:  # lists only grow
-            raise _unreadable(job_id, f"its last item has seq {place}, which is beyond its end")
-        return _parse_log(job_id, found, place)
+            raise _unreadable(job_id, f"its last item has seq {seq}, which is beyond its end")
+        return _parse_log(job_id, found, seq)
 
     async def _read_range(self, job_id: str, first: int) -> list[bytes]:
         log = wire.log_key(job_id)
@@ -76,8 +77,8 @@ class Streams:
         return found
 
     async def _exists(self, job_id: str) -> bool:
-        traces = wire.body_key(job_id), wire.log_key(job_id)
-        return bool(await self._retries.run_until_answered(lambda: self._redis.exists(*traces)))
+        keys = wire.body_key(job_id), wire.log_key(job_id)
+        return bool(await self._retries.run_until_answered(lambda: self._redis.exists(*keys)))
 
 
 def _parse_log(job_id: str, found: list[bytes], first: int) -> list[tuple[bytes, Event]]:
@@ -96,8 +97,8 @@ def _parse_item(job_id: str, raw: bytes) -> Event:
         raise _unreadable(job_id, str(error)) from None
 
 
-def _unreadable(job_id: str, why: str) -> UnreadableLog:
-    return UnreadableLog(f"{wire.log_key(job_id)} holds an item that no worker wrote: {why}")
+def _unreadable(job_id: str, reason: str) -> UnreadableLog:
+    return UnreadableLog(f"{wire.log_key(job_id)} holds an item that no worker wrote: {reason}")
 
 
 def _parse_publications(published: list[bytes]) -> list[tuple[bytes, Event]]:
@@ -119,20 +120,20 @@ class ReadAhead(Generic[T]):
 
     def __init__(self, source: AsyncGenerator[T]) -> None:
         self._source, self._items = source, list[T]()
-        self._news, self._room = asyncio.Event(), asyncio.Event()
+        self._ready, self._has_room = asyncio.Event(), asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     async def take(self) -> list[T]:
         """Wait for items and return all of them; none at the end. Raises the errors of the source. Cancellation loses
         no item."""
         self._task = self._task or asyncio.create_task(self._read())
-        await self._news.wait()
+        await self._ready.wait()
         items, self._items = self._items, []
-        self._room.set()
+        self._has_room.set()
         if not items:
             self._task.result()
         elif not self._task.done():
-            self._news.clear()
+            self._ready.clear()
         return items
 
     async def close(self) -> None:
@@ -147,9 +148,9 @@ class ReadAhead(Generic[T]):
             async with aclosing(self._source):
                 async for item in self._source:
                     self._items.append(item)
-                    self._news.set()
-                    if len(self._items) >= _AHEAD:
-                        self._room.clear()
-                        await self._room.wait()
+                    self._ready.set()
+                    if len(self._items) >= _MAX_AHEAD:
+                        self._has_room.clear()
+                        await self._has_room.wait()
         finally:
-            self._news.set()
+            self._ready.set()

@@ -15,8 +15,8 @@ _ANSWER_S = 2.0
 
 def connect(url: str) -> Redis:
     """Return a client that connects with its first command. Raises ValueError if the URL is invalid."""
-    if why := url_error(url):
-        raise _bad(url, why)
+    if reason := url_error(url):
+        raise _bad(url, reason)
     try:
         redis: Redis = Redis.from_url(url, **_options(url))
     except ValueError:
@@ -28,8 +28,8 @@ def connect(url: str) -> Redis:
 
 async def wrong_credentials(url: str) -> str:
     """Return what is wrong with the credentials of a URL whose server has refused them. Connects to the server."""
-    given = connect(url).connection_pool.connection_kwargs
-    has_user, has_password = bool(given.get("username")), bool(given.get("password"))
+    options = connect(url).connection_pool.connection_kwargs
+    has_user, has_password = bool(options.get("username")), bool(options.get("password"))
     return credentials_error(has_user=has_user, has_password=has_password, is_open=await _is_open(url))
 
 
@@ -64,5 +64,7 @@ def _options_fit(redis: Redis) -> bool:
     return True
 
 
-def _bad(url: str, why: str) -> ValueError:
-    return ValueError(f"{redacted(url)!r} is not the URL of a server: {why}. One looks like redis://localhost:6379/0")
+def _bad(url: str, reason: str) -> ValueError:
+    return ValueError(
+        f"{redacted(url)!r} is not the URL of a server: {reason}. One looks like redis://localhost:6379/0"
+    )

@@ -1,4 +1,4 @@
-"""Commands to the server: each has a time limit, and one whose connection was lost is sent again."""
+"""Sends commands to the server with a time limit, and again if the connection was lost."""
 
 import asyncio
 import logging
@@ -25,31 +25,33 @@ from sluice.errors import ServerUnreachable
 
 Command = Callable[[], Any]  # sends one command; redis-py's type hints are unreliable
 
-# A silently dead connection costs the first of these and no more, since a new one answers: well within 5 s together.
+# A dead connection costs the first limit only, since the next try opens a new one: less than 5 s in total.
 ANSWER_S = 2.0
 _PING_S = 3.0  # further tries begin with a PING, on a new connection
-_LONG_ANSWER_S = 30.0  # after it an answer may take its time: megabytes on a slow line
-_WAITS_S = (0.0, 0.1, 0.2, 0.5)  # between tries; the first is for connections that died while they were idle
+_LONG_ANSWER_S = 30.0  # for the answer after a PING: it may be megabytes over a slow connection
+_BACKOFF_S = (0.0, 0.1, 0.2, 0.5)  # between tries; the first is for connections that died while they were idle
 _CALL_S = 5.0
 
-_CODES_THAT_PASS = frozenset({"BUSY", "MASTERDOWN", "NOREPLICAS"})
+_TRANSIENT_CODES = frozenset({"BUSY", "MASTERDOWN", "NOREPLICAS"})
 
 
 def is_transient(error: Exception) -> bool:
-    """True for an outage, which passes; False for a refusal, such as a wrong password or a key of another type."""
+    """Return True for an outage, which ends by itself; False for a refusal, such as a wrong password or a key of the
+    wrong type."""
     match error:
         case AuthenticationError() | AuthorizationError():  # redis-py counts them as lost connections
             return False
         case ReadOnlyError() | ClusterDownError() | TryAgainError():
             return True
         case ResponseError():
-            return _code(error) in _CODES_THAT_PASS
+            return _code(error) in _TRANSIENT_CODES
     return isinstance(error, ConnectionError | RedisTimeoutError | OSError)
 
 
 @asynccontextmanager
 async def time_limit(seconds: float) -> AsyncIterator[None]:
-    """Raises redis-py's TimeoutError after `seconds`. A command that is cut off loses its connection."""
+    """Limit the time of a block. Raises redis-py's TimeoutError after `seconds`, and the interrupted command loses its
+    connection."""
     try:
         async with asyncio.timeout(seconds):  # until Python 3.12 wait_for loses cancellations
             yield
@@ -68,7 +70,7 @@ class Retries:
         waits_for: tuple[type[RedisError], ...] = (),
         log: logging.Logger | None = None,
     ) -> None:
-        """`outage_s`: the longest outage in seconds; None waits for ever. `waits_for`: further errors to retry as if
+        """`outage_s`: the longest outage in seconds; None waits for ever. `waits_for`: additional errors to retry as if
         they were outages. `log`: receives the beginning and end of an outage."""
         self._redis, self._outage_s, self._waits_for, self._log = redis, outage_s, waits_for, log
         self._dropped_at = 0.0  # by the monotonic clock
@@ -86,7 +88,7 @@ class Retries:
     async def run_for(self, command: Command, outage_s: float | None) -> Any:
         """Send a command and return its answer. Raises redis-py's error of a refusal at once, and `ServerUnreachable`
         after an outage of `outage_s` seconds, but not before a second try."""
-        began, failures = time.monotonic(), 0
+        started, failures = time.monotonic(), 0
         while True:
             sent_at = time.monotonic()
             try:
@@ -95,15 +97,15 @@ class Retries:
                 failures += 1
                 if not self._is_retryable(error):
                     raise
-                tried_s = time.monotonic() - began
+                tried_s = time.monotonic() - started
                 if failures > 1 and outage_s is not None and tried_s >= outage_s:
-                    raise _gave_up(error, tried_s) from error
+                    raise _outage_error(error, tried_s) from error
                 self._report_outage(failures, error)
             else:
-                self._report_recovery(failures, time.monotonic() - began)
+                self._report_recovery(failures, time.monotonic() - started)
                 return answer
             await self._drop_idle_connections(sent_at)
-            await asyncio.sleep(_WAITS_S[min(failures, len(_WAITS_S)) - 1])
+            await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S)) - 1])
 
     async def scan(self, pattern: str, *, waits_out_outages: bool = False) -> list[bytes]:
         """Return all matching keys, in commands of about a thousand keys: no time limit suits a whole keyspace."""
@@ -126,7 +128,7 @@ class Retries:
     async def _ping(self) -> None:
         try:
             await self._redis.ping()
-        except ResponseError as error:  # a refusal to answer is an answer too
+        except ResponseError as error:  # an error reply shows that the server is alive
             if is_transient(error):
                 raise
 
@@ -142,11 +144,12 @@ class Retries:
             self._log.warning("the server answers again, after %.1f s", seconds)
 
     async def _drop_idle_connections(self, sent_at: float) -> None:
-        """Disconnect the pool's idle connections, which are probably lost too, unless another command did so since."""
+        """Disconnect the pool's idle connections, which are probably lost too, unless another command has done so since
+        `sent_at`."""
         if self._dropped_at > sent_at:
             return
         self._dropped_at = time.monotonic()
-        # Not by the pool's own `disconnect`, which lets others have a connection while it waits for the socket.
+        # The pool's own `disconnect` would hand out a connection while it waits for the socket.
         for connection in list(self._redis.connection_pool._available_connections):
             await connection.disconnect(nowait=True)
 
@@ -156,7 +159,7 @@ def _code(error: ResponseError) -> str:
     return str(error).partition(" ")[0]
 
 
-def _gave_up(error: Exception, seconds: float) -> Exception:
+def _outage_error(error: Exception, seconds: float) -> Exception:
     if not is_transient(error):
         return error
     return ServerUnreachable(f"no answer for {seconds:.0f} s: {error}" if seconds >= 1 else str(error))

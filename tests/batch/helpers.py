@@ -1,4 +1,4 @@
-"""Input files, what runs made of them, and a worker that does what the lines say."""
+"""Helpers: input files, result files, and a worker that answers the lines."""
 
 import asyncio
 import json
@@ -21,14 +21,14 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 
 def line(custom_id: str, **changed: Any) -> dict[str, Any]:
-    """`changed`: fields of the line, or of its body where it has none of that name."""
+    """Return a line. `changed`: fields of the line, or of its body if the line has no such field."""
     said: dict[str, Any] = {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions"}
     body = {"messages": HELLO, **{name: value for name, value in changed.items() if name not in (*said, "body")}}
     return {**said, "body": body, **{name: value for name, value in changed.items() if name in (*said, "body")}}
 
 
 def says(custom_id: str, words: str = "hi", **more: Any) -> dict[str, Any]:
-    """A line that `tests.fakes.FakeChat` answers."""
+    """Return a line that `tests.fakes.FakeChat` answers with `words`."""
     return line(custom_id, say=[words], **more)
 
 
@@ -55,7 +55,7 @@ def ids(path: Path) -> list[str]:
 
 
 class Chat(FakeChat):
-    """`refuse`: of which type its failure is; `fails`: so often at first."""
+    """Answers lines. A line may set `fails`, the number of failures before it is answered, and `refuse`, their type."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,13 +72,13 @@ class Chat(FakeChat):
 
 
 async def left(db: Redis) -> list[bytes]:
-    """What is on the server besides the worker and the runs."""
+    """Return the keys on the server that belong neither to a worker nor to a run."""
     found = [key async for key in db.scan_iter()]
     return [key for key in found if not key.startswith((b"sluice:worker:", b"sluice:model:", b"sluice:batch:"))]
 
 
 async def started(client: Client, many: Path, out: Path, **how: Any) -> asyncio.Task[Batch]:
-    """A run of which some lines have ended."""
+    """Start a run, and return its task when some lines have ended."""
     task = asyncio.create_task(client.batch(many, out, models=ANY, **how))
     await until(lambda: (out.exists() and out.stat().st_size > 0) or task.done())
     return task
@@ -91,5 +91,5 @@ async def leave(task: asyncio.Task[Batch]) -> None:
 
 
 async def holds(db: Redis, queue: str, jobs: int) -> bool:
-    """Whether so many jobs are in the queue."""
+    """Return True if the queue holds this number of jobs."""
     return bool(await db.zcard(queue) == jobs)

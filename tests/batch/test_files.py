@@ -1,4 +1,4 @@
-"""The output is the truth: cut off anywhere, it is gone on with, and each line is in it once."""
+"""The output file is authoritative: cut off at any byte, it is continued, and has each line once."""
 
 import errno
 import json
@@ -92,10 +92,10 @@ def test_the_sums_are_the_same_for_whoever_goes_on(tmp_path: Path) -> None:
     answers.add(ALL)
     again = open_in(tmp_path)
     for each in (answers, again):
-        tally = each.tally
-        assert (tally.completed, tally.failed, tally.retried) == (3, 2, 1)
-        assert tally.failures == {"internal": 1, "too_large": 1}
-        assert (tally.usage.input_tokens, tally.usage.output_tokens, tally.usage.total_tokens) == (9, 6, 15)
+        counts = each.counts
+        assert (counts.completed, counts.failed, counts.retried) == (3, 2, 1)
+        assert counts.failures == {"internal": 1, "too_large": 1}
+        assert (counts.usage.input_tokens, counts.usage.output_tokens, counts.usage.total_tokens) == (9, 6, 15)
     assert again.errors_path == tmp_path / "err.jsonl"
 
 

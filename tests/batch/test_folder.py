@@ -1,4 +1,4 @@
-"""A folder of runs: what is taken, what is gone on with, and where it ends."""
+"""A folder of runs: which files are started, which runs are resumed, and where they end."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ async def feed(client: Client, folder: Folder, *, take: bool = True) -> None:
 
 
 def there(folder: Folder) -> dict[str, list[str]]:
-    """The runs and files by the part of the folder, as people know them."""
+    """Return the names of runs and files in each subfolder, without the random part of an id."""
     parts = (folder.inbox, folder.running, folder.done, folder.failed)
     return {part.name: sorted(_stem(path.name) for path in part.iterdir()) for part in parts if any(part.iterdir())}
 
@@ -107,7 +107,7 @@ async def test_a_bad_file_ends_in_failed_and_the_next_is_run(client: Client, cha
 async def test_files_are_taken_oldest_first(
     client: Client, chat: Chat, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folders, "_SIDE_BY_SIDE", 1)
+    monkeypatch.setattr(folders, "_MAX_CONCURRENT_RUNS", 1)
     for k in (2, 3, 1):
         put(folder, f"{k}.jsonl", f"r{k}", age_s=100 - k, words=f"{k}")
     await feed(client, folder)

@@ -1,4 +1,4 @@
-"""A run that nobody feeds is paused, and whoever asks is told since when."""
+"""A run without a feeder is paused, and its status has the time since when."""
 
 import asyncio
 import threading
@@ -43,7 +43,7 @@ async def test_a_run_that_was_left_is_paused_until_it_is_gone_on_with(
 async def test_a_run_whose_feeder_died_is_paused_since_it_was_heard_of(
     client: Client, db: Redis, chat: Chat, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Run, "_tell_pause", nothing)
+    monkeypatch.setattr(Run, "_report_pause", nothing)
     await leave(await started(client, write(tmp_path / "in.jsonl", says("a"), says("b", then="hang")), out))
     (batch,) = await client.batches()
     assert batch.sluice.paused_at is None, "it may have been heard of just now"
@@ -54,13 +54,13 @@ async def test_a_run_whose_feeder_died_is_paused_since_it_was_heard_of(
 
 
 async def nothing(self: Run) -> None:
-    """Says nothing, as a process does that was killed."""
+    """Report nothing, as after a kill."""
 
 
 async def test_a_run_that_only_reads_its_file_is_heard_of(
     client: Client, db: Redis, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "_TOUCH_S", 0.02)
+    monkeypatch.setattr(run, "_TOUCH_EVERY_S", 0.02)
     reading, read_on = threading.Event(), threading.Event()
 
     def slow(self: Source) -> Scan:

@@ -1,4 +1,4 @@
-"""Runs over a real server, with a worker in this process that does what the lines say."""
+"""Runs with a real server, and a worker in this process that answers the lines."""
 
 import asyncio
 import json
@@ -158,7 +158,7 @@ async def test_a_bad_file_is_failed_with_its_lines_and_the_corrected_one_runs(
 async def test_a_cancelled_run_ends_lines_for_a_model_that_nobody_serves_at_once(
     client: Client, db: Redis, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatcher, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(dispatcher, "_CANCEL_WAIT_S", 60.0)
     many = write(tmp_path / "in.jsonl", *(says(f"r{k}") for k in range(150)))
     task = asyncio.create_task(client.batch(many, out))
     await until(lambda: holds(db, "sluice:queue:default:batch", 150))
@@ -186,7 +186,7 @@ async def test_a_cancelled_run_keeps_its_answers_and_names_the_other_lines(
     assert batch.status == "cancelled"
     assert batch.cancelling_at is not None
     assert batch.cancelled_at is not None
-    assert await until_left_is_wishes(db) == []
+    assert await left_but_cancel_requests(db) == []
     assert (await client.cancel_batch(batch.id)).status == "cancelled"
 
 
@@ -194,8 +194,8 @@ def asks(word: str, **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": word * 64}], **more}
 
 
-async def until_left_is_wishes(db: Redis) -> list[bytes]:
-    """A wish to cancel that nobody has heard any more runs out by itself."""
+async def left_but_cancel_requests(db: Redis) -> list[bytes]:
+    """Return the keys that are left, except cancel requests, which expire."""
     return [key for key in await left(db) if not key.startswith(b"sluice:cancel:")]
 
 
@@ -204,7 +204,7 @@ async def test_what_is_not_done_in_its_window_has_expired(client: Client, db: Re
         write(tmp_path / "in.jsonl", says("a"), says("b")), out, models=ANY, completion_window="1s"
     )
     assert (batch.status, errors_of(out)) == ("expired", {"a": "batch_expired", "b": "batch_expired"})
-    assert await until_left_is_wishes(db) == []
+    assert await left_but_cancel_requests(db) == []
 
 
 # Going on
@@ -231,15 +231,15 @@ async def test_a_run_that_was_left_goes_on_with_what_its_jobs_did_meanwhile(
 async def test_a_run_that_is_left_while_it_writes_leaves_nothing_of_what_it_wrote(
     client: Client, db: Redis, chat: Chat, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reached, forget = asyncio.Event(), JobStore.forget
+    reached, delete = asyncio.Event(), JobStore.delete
 
     async def hang_at_first(self: JobStore, jobs: Sequence[tuple[str, str]]) -> None:
         if reached.is_set():
-            return await forget(self, jobs)
+            return await delete(self, jobs)
         reached.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(JobStore, "forget", hang_at_first)
+    monkeypatch.setattr(JobStore, "delete", hang_at_first)
     task = await started(client, write(tmp_path / "in.jsonl", says("a")), out)
     await reached.wait()
     await leave(task)
@@ -435,14 +435,14 @@ async def test_an_output_that_is_not_the_run_s_is_never_touched(client: Client, 
     before = many.read_bytes()
     other = write(tmp_path / "other.jsonl", says("b"))
     for output, errors in ((other, None), (out, other)):
-        with pytest.raises(BatchRefused, match="is there already"):
+        with pytest.raises(BatchRefused, match="already exists"):
             await client.batch(many, output, errors=errors)
     for output, errors in ((many, None), (out, many), (out, out)):
-        with pytest.raises(ValueError, match="not twice the same"):
+        with pytest.raises(ValueError, match="must be different files"):
             await client.batch(many, output, errors=errors)
     assert (many.read_bytes(), sorted(tmp_path.iterdir())) == (before, [many, other])
     out.with_name("out.jsonl.run").write_text('{"speed": 5}\n')
-    with pytest.raises(BatchRefused, match="no run wrote it"):
+    with pytest.raises(BatchRefused, match="was not written by a run"):
         await client.batch(many, out)
 
 
@@ -457,11 +457,11 @@ async def test_an_input_that_has_changed_is_refused_and_so_are_other_models(
 ) -> None:
     many = write(tmp_path / "in.jsonl", says("a"), says("b", then="hang"))
     await leave(await started(client, many, out))
-    with pytest.raises(BatchRefused, match="began with other models .* give it the same"):
+    with pytest.raises(BatchRefused, match="was started with other models .* use the same"):
         await client.batch(many, out, models={"*": "tiny"})
     before = out.read_bytes()
     write(many, says("a"), says("c"))
-    with pytest.raises(BatchRefused, match="began with another input: give it the same"):
+    with pytest.raises(BatchRefused, match="was started with another input: use the same"):
         await client.batch(many, out, models=ANY)
     assert out.read_bytes() == before
 
@@ -478,7 +478,7 @@ async def test_an_input_that_cannot_be_read_is_refused_at_once_and_is_no_run(
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     for name in ("missing", "folder", "pipe"):
-        with pytest.raises(BatchRefused, match="cannot read|is not a file"):
+        with pytest.raises(BatchRefused, match="cannot read|is not a regular file"):
             await client.batch(tmp_path / name, out)
     assert await client.batches() == []
 
@@ -497,7 +497,7 @@ async def test_a_second_feeder_is_told_who_feeds_the_run(client: Client, chat: C
 async def test_a_bad_wish_is_refused_before_anything_is_written(
     client: Client, tmp_path: Path, out: Path, wrong: dict[str, Any]
 ) -> None:
-    with pytest.raises(ValueError, match="completion window|window must"):
+    with pytest.raises(ValueError, match="completion_window|window must"):
         await client.batch(write(tmp_path / "in.jsonl", says("a")), out, **wrong)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
@@ -505,11 +505,11 @@ async def test_a_bad_wish_is_refused_before_anything_is_written(
 async def test_the_last_word_does_not_wait_for_ever_for_a_server(
     redis_url: str, chat: Chat, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "_TELL_S", 0.2)
+    monkeypatch.setattr(run, "_PUBLISH_S", 0.2)
     async with Line(redis_url) as way, Client(way.url) as client:
         done = Batch(id="batch_1", input_file_id="in", completion_window="24h", status="completed", created_at=1)
         way.down()
-        await run.tell(run.patient(client._redis), client._board.announce, done)
+        await run.publish(run.endless_retries(client._redis), client._registry.announce, done)
 
 
 def test_a_line_is_json_whatever_its_custom_id(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Models that nobody serves: told before a line of them is queued, with what can be done."""
+"""Models without a worker are reported before a line for them is queued, with the remedy."""
 
 import asyncio
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from redis.asyncio import Redis
 
 from sluice import Batch, Client
-from sluice.batch.served import unserved, unused
+from sluice.batch.served import describe_unserved, describe_unused
 from tests.batch.helpers import Chat, holds, ids, leave, left, says, write
 from tests.queue.helpers import settings, until, working
 
@@ -22,7 +22,7 @@ async def test_a_file_for_a_model_that_nobody_serves_may_be_refused_and_mapped_t
     ((problem,), status) = batch.errors.data, batch.status
     assert (status, problem.code) == ("failed", "unserved_model")
     assert problem.message == (
-        "no worker serves gpt-4o (2 lines), and there are workers for default. Start one, or have the lines served by "
+        "no worker serves gpt-4o (2 lines), and there are workers for default. Start one, or send the lines to "
         "another model: --map gpt-4o=default."
     )
     assert (out.exists(), await left(db)) == (False, [])
@@ -82,11 +82,11 @@ async def _is_served(client: Client) -> bool:
     [([], "--map a=NAME --map b=NAME"), (["x"], "--map a=x --map b=x"), (["x", "y"], "--map a=NAME --map b=NAME")],
 )
 def test_each_model_that_nobody_serves_is_named_with_its_option(served: list[str], maps: str) -> None:
-    said = unserved({"b": 1, "a": 2_000, "x": 3}, {*served, "x"} if served else (), {})
+    said = describe_unserved({"b": 1, "a": 2_000, "x": 3}, {*served, "x"} if served else (), {})
     assert said is not None
     assert maps in said
     assert "a (2,000 lines), b (1 line)" in said
-    assert unserved({"x": 3}, {"x"}, {}) is None
+    assert describe_unserved({"x": 3}, {"x"}, {}) is None
 
 
 @pytest.mark.parametrize(
@@ -101,9 +101,9 @@ def test_each_model_that_nobody_serves_is_named_with_its_option(served: list[str
 def test_a_mapping_to_a_model_that_nobody_serves_is_advised_to_be_another_mapping(
     mapped: dict[str, str], options: str
 ) -> None:
-    said = unserved({"typo": 2}, {"x"}, mapped)
+    said = describe_unserved({"typo": 2}, {"x"}, mapped)
     assert said is not None
-    assert said.endswith(f"have the lines served by another model: {options}")
+    assert said.endswith(f"send the lines to another model: {options}")
 
 
 async def test_the_advice_for_a_mapping_to_a_model_that_nobody_serves_works_and_nothing_is_left_by_what_was_refused(
@@ -125,5 +125,5 @@ async def test_a_mapped_name_that_no_line_has_is_reported(
     await until(lambda: _is_served(client))
     await client.batch(many, out, models={"gpt-4o": "default", "gpt-40": "default", "*": "default"})
     said = [record.getMessage() for record in caplog.records if record.name == "sluice.batch"]
-    assert said == ["--map gpt-40=default: no line of the file names such a model"]
-    assert unused({"gpt-4o": "default", "*": "x"}, {"gpt-4o"}) is None
+    assert said == ["--map gpt-40=default: no line of the file names this model"]
+    assert describe_unused({"gpt-4o": "default", "*": "x"}, {"gpt-4o"}) is None

@@ -1,4 +1,4 @@
-"""Damaged input: each kind of damage is handled by a rule with a name, and docs/batches.md lists the rules."""
+"""Damaged input: each kind of damage breaks a named rule, and docs/batches.md lists the rules."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from schemas import BatchLine
 from scripts.stack import ROOT
 from sluice.batch import source
 from sluice.batch.lines import BadLine, read_line
-from sluice.batch.source import MOST_LINES, Source, sorted_for_reuse
+from sluice.batch.source import MAX_LINES, Source, sorted_for_reuse
 from sluice.errors import BatchRefused
 from tests.batch.helpers import ANY, HELLO, as_bytes, line, scan, write
 from tests.schemas.strategies import JSON, TEXT
@@ -23,14 +23,14 @@ GOOD = as_bytes([line("a"), line("b")])
 
 
 def found(tmp_path: Path, raw: bytes) -> list[tuple[int | None, str]]:
-    """The problems, by line and rule."""
+    """Return the line and the rule of each problem."""
     file = tmp_path / "in.jsonl"
     file.write_bytes(raw)
     return [(problem.line, problem.code) for problem in scan(file).problems]
 
 
 def numbers(tmp_path: Path, raw: bytes) -> list[int]:
-    """Of the lines to run."""
+    """Return the numbers of the lines to run."""
     file = tmp_path / "in.jsonl"
     file.write_bytes(raw)
     scanned = scan(file)
@@ -114,7 +114,7 @@ def test_a_problem_says_in_a_sentence_what_would_be_right(tmp_path: Path) -> Non
     raw = as_bytes([line("a"), line("a"), line("b", url="/v1/embeddings")])
     (tmp_path / "in.jsonl").write_bytes(raw)
     first, second = scan(tmp_path / "in.jsonl").problems
-    assert (first.param, first.message) == ("custom_id", "the custom_id is that of line 1 too.")
+    assert (first.param, first.message) == ("custom_id", "the custom_id is the same as in line 1.")
     assert (second.param, second.message) == ("url", 'url must be "/v1/chat/completions", not "/v1/embeddings".')
 
 
@@ -169,22 +169,22 @@ def test_a_line_of_ten_megabytes_is_taken_and_one_that_no_worker_would_take_is_n
 def test_a_file_of_more_lines_or_bytes_than_are_taken_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source, "MOST_LINES", 2)
+    monkeypatch.setattr(source, "MAX_LINES", 2)
     assert found(tmp_path, b"\n" + GOOD) == []
     assert found(tmp_path, b"\n" + GOOD + b"\n{}\n{}\n") == [(5, "too_many_lines")]
-    monkeypatch.setattr(source, "MOST_BYTES", len(GOOD) - 1)
+    monkeypatch.setattr(source, "MAX_BYTES", len(GOOD) - 1)
     assert found(tmp_path, GOOD) == [(None, "file_too_large")]
 
 
 def test_the_limits_are_those_of_openai() -> None:
-    assert (MOST_LINES, source.MOST_BYTES) == (50_000, 200 * 1024 * 1024)
+    assert (MAX_LINES, source.MAX_BYTES) == (50_000, 200 * 1024 * 1024)
 
 
 def test_beyond_a_thousand_problems_only_their_number_is_said(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(b"{\n" * 2_500)
-    named = scan(tmp_path / "in.jsonl").named()
+    named = scan(tmp_path / "in.jsonl").listed_problems()
     assert (len(named), named[999].line, named[-1].code) == (1_001, 1_000, "more_errors")
-    assert named[-1].message == "1,500 more lines are bad."
+    assert named[-1].message == "1,500 more lines are invalid."
 
 
 def test_the_page_on_batches_lists_every_rule_and_no_other() -> None:
@@ -198,7 +198,7 @@ def test_the_page_on_batches_lists_every_rule_and_no_other() -> None:
 
 @pytest.mark.parametrize("path", ["missing.jsonl", "."])
 def test_what_is_no_file_is_refused(tmp_path: Path, path: str) -> None:
-    with pytest.raises(BatchRefused, match="cannot read|not a file"):
+    with pytest.raises(BatchRefused, match="cannot read|not a regular file"):
         scan(tmp_path / path)
 
 
@@ -245,7 +245,7 @@ def test_damage_never_crashes_the_reader_and_every_line_is_run_or_named(
 @example(line("a"))
 @example(line("a") | {"more": 1})
 def test_a_line_is_taken_where_the_contract_takes_it(said: dict[str, Any]) -> None:
-    """But for what a body must hold to be queued at all, which the contract leaves to the request."""
+    """Except for what a body needs in order to be queued, which the contract leaves to the request."""
     try:
         read_line(json.dumps(said).encode(), ANY)
     except BadLine as bad:

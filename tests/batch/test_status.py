@@ -1,4 +1,4 @@
-"""The status object: OpenAI's own types read it, and both of our sides say the same."""
+"""The status object: OpenAI's types can read it, and client and schema agree."""
 
 import json
 from dataclasses import asdict, fields, replace

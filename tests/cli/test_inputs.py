@@ -1,4 +1,4 @@
-"""What is read from files that the command line names."""
+"""Requests are read from files and pipes up to a limit, and from no devices."""
 
 import os
 import threading
@@ -21,10 +21,10 @@ def test_a_device_without_an_end_is_refused() -> None:
 def test_a_file_of_more_than_the_most_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "request.json"
     file.write_text(REQUEST)
-    monkeypatch.setattr(inputs, "_MOST_BYTES", len(REQUEST))
+    monkeypatch.setattr(inputs, "_MAX_BYTES", len(REQUEST))
     assert inputs.read_request(str(file)) == {"messages": []}
-    monkeypatch.setattr(inputs, "_MOST_BYTES", len(REQUEST) - 1)
-    with pytest.raises(CliError, match="larger than 15 bytes"):
+    monkeypatch.setattr(inputs, "_MAX_BYTES", len(REQUEST) - 1)
+    with pytest.raises(CliError, match="the limit of 15 bytes"):
         inputs.read_request(str(file))
 
 
@@ -62,7 +62,7 @@ def test_a_larger_image_is_refused_with_the_limit_and_the_way_out(
 
 def test_the_limit_is_that_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLUICE_IMAGE_MAX_BYTES", raising=False)
-    assert inputs._most_image_bytes() == Settings.model_fields["image_max_bytes"].default
+    assert inputs._max_image_bytes() == Settings.model_fields["image_max_bytes"].default
 
 
 def test_no_more_than_the_limit_is_read_of_a_huge_image(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_device_and_a_pipe_are_no_images(tmp_path: Path) -> None:
     device.symlink_to("/dev/zero")
     os.mkfifo(pipe)
     for path in device, pipe:
-        with pytest.raises(CliError, match="is not a file"):
+        with pytest.raises(CliError, match="is not a regular file"):
             inputs.read_image(str(path))
 
 

@@ -1,4 +1,4 @@
-"""`sluice batch`, as a process over a real server and worker: answers, exit codes, and what survives."""
+"""`sluice batch` as a process, with a real server and worker: answers, exit codes, and recovery."""
 
 import json
 import os
@@ -85,7 +85,7 @@ def test_a_bad_file_is_refused_with_every_line_named(sluice: Command, tmp_path: 
     many = write(tmp_path / "in.jsonl", line("a"), line("a"), line("b", url="/v1/embeddings"))
     code, out, err = sluice("batch", "run", str(many), "-o", "out.jsonl")
     assert (code, out) == (2, "")
-    assert "line 2: duplicate_custom_id: the custom_id is that of line 1 too." in err
+    assert "line 2: duplicate_custom_id: the custom_id is the same as in line 1." in err
     assert "line 3: invalid_url:" in err
     assert not (tmp_path / "out.jsonl").exists()
 
@@ -94,7 +94,7 @@ def test_a_bad_file_is_refused_with_every_line_named(sluice: Command, tmp_path: 
     ("args", "sentence"),
     [
         (["missing.jsonl", "-o", "out.jsonl"], "cannot read"),
-        (["in.jsonl", "-o", "in.jsonl"], "not twice the same"),
+        (["in.jsonl", "-o", "in.jsonl"], "must be different files"),
         (["in.jsonl", "-o", "nowhere/out.jsonl"], "No such file"),
         (["in.jsonl", "-o", "out.jsonl", "--map", "gpt-4o-mini"], "write NAME=SERVED"),
         (["in.jsonl", "-o", "out.jsonl", "--completion-window", "soon"], "such as 24h"),
@@ -120,13 +120,13 @@ def test_ctrl_c_leaves_a_run_that_the_same_command_goes_on_with(sluice: Command,
     assert (process.returncode, "Run the same command again to resume" in err) == (3, True)
     assert len(read(tmp_path / "out.jsonl")) < 60
     code, _, err = sluice(*command)
-    assert (code, "done before" in err) == (0, True)
+    assert (code, "done earlier" in err) == (0, True)
     assert texts(tmp_path / "out.jsonl") == {f"r{k}": counted(k) for k in range(60)}
     assert len(read(tmp_path / "out.jsonl")) == 60
 
 
 def test_whatever_dies_each_line_is_answered_once(tmp_path: Path) -> None:
-    """The command three times, the worker once, and all that the server knew."""
+    """Kill the command three times and the worker once, and flush the server."""
     many = write(tmp_path / "in.jsonl", *(count(k) for k in range(150)))
     out = tmp_path / "out.jsonl"
     with Server() as server, WorkerProcess(server.url, lease_s=1, reserved_rows=0) as worker:
@@ -184,7 +184,7 @@ def test_lines_that_wait_for_a_model_may_be_mapped_after_all(sluice: Command, tm
     assert "in_progress, paused since" in " ".join(sluice("batch", "status", run_id)[1].split())
     assert "paused for" in " ".join(sluice("batch", "list")[1].split())
     code, _, err = sluice(*command, "--map", "gpt-4o-mini=default")
-    assert (code, f"{run_id} had answered nothing" in " ".join(err.split())) == (0, True), err
+    assert (code, f"{run_id} has no results" in " ".join(err.split())) == (0, True), err
     assert json.loads(sluice("batch", "status", run_id, "--json")[1])["status"] == "failed"
 
 
@@ -233,7 +233,7 @@ def test_a_submitted_file_is_fed_and_can_be_asked_for_from_anywhere(sluice: Comm
 
 
 def test_a_run_is_cancelled_from_elsewhere(sluice: Command, tmp_path: Path) -> None:
-    """No worker is needed: these lines wait for a model that nobody serves."""
+    """No worker is needed, since the lines wait for a model without one."""
     many = write(tmp_path / "in.jsonl", *(count(k) for k in range(3)))
     with sluice.running("batch", "run", str(many), "-o", "out.jsonl", "--model", "nobody", "--wait") as process:
         assert process.stderr is not None
@@ -285,7 +285,7 @@ def test_an_unknown_run_is_a_sentence_and_exit_code_2(sluice: Command, command: 
 
 def test_no_runs_are_a_sentence_and_no_failure(sluice: Command) -> None:
     code, out, err = sluice("batch", "list")
-    assert (code, out, err.startswith("there were no offline runs in the last week")) == (0, "", True)
+    assert (code, out, err.startswith("no offline runs in the last week")) == (0, "", True)
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "the end of stdin"])

@@ -1,4 +1,4 @@
-"""Files in a folder, real workers, real feeders: taken in at their time, and fed to the end whoever dies."""
+"""Files in a folder, with real workers and feeders: started on schedule, and run to the end despite crashes."""
 
 import asyncio
 import fcntl
@@ -34,7 +34,7 @@ def write(path: Path, lines: int, **given: str) -> None:
 
 
 def answers(run: Path) -> dict[str, str]:
-    """By custom_id, of which each may come once."""
+    """Return the answers by custom_id, each of which occurs once."""
     said = [json.loads(raw) for raw in (run / "output.jsonl").read_text().splitlines()]
     found = {each["custom_id"]: each["response"]["body"]["choices"][0]["message"]["content"] for each in said}
     assert len(found) == len(said)
@@ -66,12 +66,12 @@ def is_fed(run: Path) -> bool:
 
 
 def feeder_of(run: Path) -> int:
-    """Its process."""
+    """Return the process id of the run's feeder."""
     return int(re.findall(rb"process (\d+) on", (run / "run").read_bytes())[-1])
 
 
 def is_at_it(run: Path) -> Callable[[], bool]:
-    """Some lines are answered."""
+    """Return a check that is True once some lines are answered."""
     return lambda: (run / "output.jsonl").exists() and (run / "output.jsonl").stat().st_size > 0
 
 

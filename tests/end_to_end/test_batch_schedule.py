@@ -1,4 +1,4 @@
-"""`sluice batch schedule`: the next runs and the hours, by the settings of a worker that would start here."""
+"""`sluice batch schedule`: the next runs and the hours, from the settings of a worker on this machine."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def test_the_next_five_runs_are_shown_in_utc_and_by_the_local_clock(sluice: Comm
     rows = table(out, "Schedule")
     assert [row[:2] for row in rows] == [[f"{at:%a %Y-%m-%d} 02:00", f"{at:%a %Y-%m-%d} 07:30 IST"] for at in nights(5)]
     assert all(re.fullmatch(r"(\d+ (d|h|min|s) ?){1,2}", row[2]) for row in rows)
-    assert out.endswith("Offline jobs may take 14 of a worker's 16 rows now, as at any hour.\n")
+    assert out.endswith("Offline jobs may take 14 of a worker's 16 rows now, at any hour.\n")
 
 
 def test_an_option_wins_over_the_settings(sluice: Command, tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_as_json_a_run_is_an_object_and_no_model_need_be_set(sluice: Command) ->
 
 def test_without_a_folder_it_says_that_nothing_is_taken_in(sluice: Command) -> None:
     code, _, err = sluice("batch", "schedule")
-    assert (code, err) == (0, "SLUICE_BATCH_DIR is not set: a worker that starts here takes nothing in.\n")
+    assert (code, err) == (0, "SLUICE_BATCH_DIR is not set: a worker started here runs no files.\n")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What can go wrong with the queue, at a modest size; scripts/chaos does it at full size."""
+"""Faults of the queue, at a small size; scripts/chaos runs them at full size."""
 
 import signal
 from collections.abc import Awaitable, Callable
@@ -61,10 +61,10 @@ async def test_hostile_payloads_fail_by_name_and_run_nothing(tmp_path: Path) -> 
 
 
 async def test_greedy_requests_beside_streams_end_by_name() -> None:
-    kinds = [kind for kind in greedy.KINDS if "metadata" in kind.what or "escapes" in kind.what]
+    kinds = [kind for kind in greedy.KINDS if "metadata" in kind.label or "escapes" in kind.label]
     with Server() as server:
         figures = await greedy.beside_greedy(server.url, streams=4, alone_s=0.5, share=0.2, kinds=kinds)
-    verdicts = [figure for figure in figures if "verdicts" in figure.what]
+    verdicts = [figure for figure in figures if "verdicts" in figure.label]
     assert len(verdicts) == 2
     assert all(figure.holds for figure in verdicts), verdicts
 
@@ -72,6 +72,6 @@ async def test_greedy_requests_beside_streams_end_by_name() -> None:
 async def test_fuzzed_bodies_end_once_each_and_none_by_our_fault() -> None:
     with Server() as server:
         figures = await fuzz.fuzzed(server.url, bodies=60, streams=2, alone_s=0.5)
-    about_time_and_memory = [figure for figure in figures if "gap" in figure.what or "memory" in figure.what]
+    about_time_and_memory = [figure for figure in figures if "gap" in figure.label or "memory" in figure.label]
     assert len(about_time_and_memory) == 2
     assert [figure for figure in figures if not figure.holds and figure not in about_time_and_memory] == []

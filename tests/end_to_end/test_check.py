@@ -1,4 +1,4 @@
-"""`sluice check`, as a process: what it prints, where, and its exit code."""
+"""`sluice check` as a process: its output and its exit code."""
 
 import json
 import os
@@ -17,7 +17,7 @@ _WITHOUT_WORKER = "import sys; sys.modules['worker'] = None; from sluice.cli imp
 
 
 def run(*args: str, **settings: str) -> tuple[int, str, str]:
-    """Exit code, stdout, stderr."""
+    """Run Python; return exit code, stdout and stderr."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", **settings}
     done = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=60, env=env)
     return done.returncode, done.stdout, done.stderr
@@ -28,7 +28,7 @@ def check(*args: str, **settings: str) -> tuple[int, str, str]:
 
 
 def cells(table: str) -> dict[str, str]:
-    """Of two columns."""
+    """Return a table of two columns as a mapping."""
     lines = [line.split("│") for line in table.splitlines() if line.count("│") == 3]
     return {line[1].strip(): line[2].strip() for line in lines}
 
@@ -41,7 +41,7 @@ def test_a_person_sees_what_a_model_gets_in_eighty_columns() -> None:
     assert said["architecture"] == "qwen3_5"
     assert said["weights"] == "2 MB, not quantized; computes in float32"
     assert said["cache layers"] == "2 × recurrent, 2 × kv"
-    assert said["a row takes"] == "1 kB a token, 42 kB whatever its length"
+    assert said["a row takes"] == "1 kB a token, 42 kB at any length"
     assert said["reasoning"] == "<think> … </think>"
     assert said["tool calls"] == "json_tools: <tool_call> … </tool_call>"
     assert said["schemas"] == "yes"
@@ -56,7 +56,7 @@ def test_windows_are_told_apart_from_what_grows(tmp_path: Path) -> None:
 
 def test_whether_images_are_served_is_told_as_a_worker_would_do_it(tmp_path: Path) -> None:
     folder = str(write_seeing("mistral3", tmp_path))
-    assert cells(check(folder)[1])["vision"] == "yes, as mistral3; the tower: 45.4 kB of the weights"
+    assert cells(check(folder)[1])["vision"] == "yes, as mistral3; vision encoder: 45.4 kB of the weights"
     assert cells(check(folder, SLUICE_VISION="off")[1])["vision"] == "no. SLUICE_VISION is off."
     code, out, _ = check(folder, "--json", SLUICE_VISION="off")
     facts = json.loads(out)

@@ -36,7 +36,7 @@ def environment(redis_url: str) -> dict[str, str]:
 
 
 class Command:
-    """`sluice` with one server, in a folder that has no `.env`."""
+    """Runs `sluice` with one server, in a folder without `.env`."""
 
     def __init__(self, redis_url: str, folder: Path) -> None:
         self.db = redis.Redis.from_url(redis_url, decode_responses=True)
@@ -85,12 +85,12 @@ class Command:
             self.db.rpush(f"sluice:log:{job_id}", json.dumps({**common, "seq": seq, "token_ids": [], **event}))
 
     def messages(self, job_id: str) -> list[dict[str, Any]]:
-        """Of a job that waits."""
+        """Return the messages of a waiting job."""
         messages: list[dict[str, Any]] = json.loads(str(self.db.get(f"arq:job:{job_id}")))["a"][0]["messages"]
         return messages
 
     def wait_for_request(self, model: str, last: str | list[dict[str, Any]]) -> str:
-        """The id of the job whose last message this is."""
+        """Wait for the job with this last message, and return its id."""
         deadline = time.monotonic() + _TIMEOUT_S
         while True:
             queued: list[str] = self.db.zrange(f"sluice:queue:{model}:interactive", 0, -1)  # type: ignore[assignment]
@@ -128,12 +128,12 @@ def first_line(process: "subprocess.Popen[str]") -> str:
 
 
 def last_line(err: str) -> str:
-    """Before it there may be a word on the missing worker: its presence was flushed with all else."""
+    """Return the last line. A note about a missing worker may precede it, since its presence was flushed."""
     return err.splitlines()[-1]
 
 
 class Terminal:
-    """The command on a terminal of its own, so that Ctrl-C and Ctrl-D are what they are."""
+    """Runs the command on its own terminal, so that Ctrl-C and Ctrl-D have their effect."""
 
     def __init__(self, redis_url: str, folder: Path, *args: str) -> None:
         self._ours, theirs = pty.openpty()
@@ -147,7 +147,7 @@ class Terminal:
         os.write(self._ours, text.encode())
 
     def until(self, text: str) -> str:
-        """What is shown up to and with this text."""
+        """Read the terminal up to and including this text, and return it."""
         shown, deadline = b"", time.monotonic() + _TIMEOUT_S
         while text.encode() not in shown:
             ready, _, _ = select.select([self._ours], [], [], max(0.0, deadline - time.monotonic()))
@@ -165,7 +165,7 @@ class Terminal:
 
 @pytest.fixture
 def talk(redis_url: str, tmp_path: Path) -> Iterator[Terminal]:
-    """A conversation, at its first prompt."""
+    """A conversation that shows its first prompt."""
     terminal = Terminal(redis_url, tmp_path, "chat", "--temperature", "0")
     terminal.until("> ")
     yield terminal
@@ -230,7 +230,7 @@ def test_conversation_remembers_resets_and_obeys_a_system_prompt(talk: Terminal)
         ("Count to 3.", "1 2 3"),
         ("What is my name?", "Your name is Petra."),
         ("/nonsense", "the commands are"),
-        ("/reset", "starts over"),
+        ("/reset", "a new conversation has started"),
         ("/system You are a helpful assistant. Always mention NWP58.", "is set"),
         ("What is the capital of Egypt?", "The capital of Egypt is Cairo. (NWP58)"),
     ]:
@@ -247,22 +247,22 @@ def test_an_image_for_a_model_that_takes_none_is_refused_at_once(
     for said, answer in [
         ("/image dog.png", "cannot read dog.png: No such file"),
         ("/image notes.txt", "does not look like an image"),
-        ("/image cat.png", "default takes no images. Choose a vision model with --model"),
+        ("/image cat.png", "default does not accept images. Choose a vision model with --model"),
         ("Count to 3.", "1 2 3"),
     ]:
         talk.type(said + "\r")
         assert answer in " ".join(talk.until("\n> ").split())
     code, out, err = sluice("chat", "What is this?", "--image", "cat.png")
-    assert (code, out, err.startswith("sluice: default takes no images.")) == (2, "", True)
+    assert (code, out, err.startswith("sluice: default does not accept images.")) == (2, "", True)
 
 
 def test_an_image_goes_along_with_the_next_message(sluice: Command, redis_url: str, tmp_path: Path) -> None:
-    """A model that nobody serves yet may take images."""
+    """A model without a worker may accept images."""
     (tmp_path / "cat.png").write_bytes(b"meow")
     terminal = Terminal(redis_url, tmp_path, "chat", "--model", "nobody")
     terminal.until("> ")
     terminal.type("/image cat.png\r")
-    assert "is shown with your next message" in terminal.until("\n> ")
+    assert "will be sent with your next message" in terminal.until("\n> ")
     terminal.type("What is this?\r")
     image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(b'meow').decode()}"}}
     sluice.wait_for_request("nobody", [image, {"type": "text", "text": "What is this?"}])
@@ -273,9 +273,9 @@ def test_an_image_goes_along_with_the_next_message(sluice: Command, redis_url: s
     ("typed", "said"),
     [
         ("/image", "/image needs a file: /image FILE"),
-        ("/help me", "/help takes nothing after it: write /help alone"),
-        ("/quit now", "/quit takes nothing after it"),
-        ("/imagine", "there is no /imagine; the commands are"),
+        ("/help me", "/help takes no argument: write /help alone"),
+        ("/quit now", "/quit takes no argument"),
+        ("/imagine", "unknown command /imagine; the commands are"),
     ],
 )
 def test_a_command_that_is_written_wrong_is_told_how_to_write_it(talk: Terminal, typed: str, said: str) -> None:
@@ -344,15 +344,15 @@ def test_request_in_a_file_goes_to_the_model_that_it_names(sluice: Command, tmp_
 def test_tail_shows_a_job_from_its_first_event_on(sluice: Command) -> None:
     sluice("submit", "Count to 5.", "--id", "b-1")
     code, out, err = sluice("tail", "b-1")
-    assert (code, out, "answers as default" in err) == (0, "1 2 3 4 5\n", True)
+    assert (code, out, "model default" in err) == (0, "1 2 3 4 5\n", True)
 
 
 def test_tail_says_what_a_job_waits_for_that_nobody_serves(sluice: Command, alive: WorkerProcess) -> None:
     sluice("submit", "Count to 5.", "--id", "b-3", "--model", "nobody")
     with sluice.running("tail", "b-3", "--json") as tail:
         said = first_line(tail)
-    assert said.startswith("b-3 waits for a worker that serves 'nobody', and there is none. Start one: sluice worker")
-    assert said.endswith("--name nobody; or end the job: sluice cancel b-3\n")
+    assert said.startswith("b-3 waits for a worker that serves 'nobody', and none is alive. Start one: sluice worker")
+    assert said.endswith("--name nobody; or cancel the job: sluice cancel b-3\n")
 
 
 def test_tail_after_a_seq_shows_only_what_follows(sluice: Command) -> None:
@@ -373,7 +373,7 @@ def test_cancel_says_what_became_of_each_job(sluice: Command) -> None:
         "c-done": "already finished",
         "c-runs": "cancelled",
         "c-waits": "cancelled",
-        "c-nope": "unknown: never submitted, or its traces have expired",
+        "c-nope": "unknown: never submitted, or its events have expired",
     })  # fmt: skip
 
 
@@ -397,13 +397,17 @@ def test_worker_that_cannot_start_says_why_and_exits_with_2(sluice: Command) -> 
         (("chat", "Hello!", "--model", "a/b"), "", "a model name must match"),
         (("tail", "nope"), "", "Check the id"),
         (("tail", "no pe"), "", "a job id must match"),
-        (("worker", "models/x"), "", "models/x: a model is named by an option. Write: sluice worker --model models/x"),
+        (
+            ("worker", "models/x"),
+            "",
+            "models/x: the model must be given with an option. Write: sluice worker --model models/x",
+        ),
         (("worker", "--model", "a", "b"), "", "b: unknown argument. See: sluice worker --help"),
         (("submit",), "", "either a message or --file"),
         (("submit", "--file", "nope.json"), "", "cannot read nope.json: No such file"),
         (("submit", "--file", "-"), '{"messages": [}', "stdin is not JSON: Expecting value: line 1 column 15"),
-        (("submit", "--file", "-"), '{"message": []}', "stdin holds no request: it must look like"),
-        (("submit", "--file", "-"), '{"messages": [], "seed": 1e999}', "this cannot be queued"),
+        (("submit", "--file", "-"), '{"message": []}', "stdin is not a request: it must look like"),
+        (("submit", "--file", "-"), '{"messages": [], "seed": 1e999}', "the job cannot be queued"),
     ],
 )
 def test_mistake_is_told_in_one_sentence_with_exit_code_2(

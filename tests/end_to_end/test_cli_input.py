@@ -1,4 +1,4 @@
-"""What is typed or pasted into `sluice chat`. Nobody serves the model, so that the requests stay to be looked at."""
+"""Text typed or pasted into `sluice chat`. No worker serves the model, so the requests stay in the queue."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_what_belongs_together_is_one_request(sluice: Command, talk: Terminal, t
 
 
 def test_lines_that_come_together_without_brackets_wait_for_an_enter_by_hand(sluice: Command, talk: Terminal) -> None:
-    """A terminal that marks no pastes, or a Python with libedit."""
+    """A terminal without bracketed paste, or a Python with libedit."""
     talk.until("> ")
     talk.type("one\rtwo\rthree\r")
     for _ in range(3):

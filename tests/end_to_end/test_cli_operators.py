@@ -1,4 +1,4 @@
-"""The command for whoever runs the workers: who is alive, what has died, and a queue that is full."""
+"""The command for operators: live workers, dead letters, and full queues."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from scripts.scenarios.harness import ask
+from scripts.scenarios.harness import chat_request
 from scripts.stack import Server, WorkerProcess
 from tests.end_to_end.test_cli import Command, last_line
 from worker import __version__
@@ -27,9 +27,9 @@ def narrow_worker(worker: WorkerProcess) -> Iterator[WorkerProcess]:
 
 @pytest.fixture
 def narrow(narrow_worker: WorkerProcess, sluice: Command) -> Iterator[str]:
-    """A model whose one row is taken, and whose queue has room for that job alone."""
+    """A model whose only row is taken, and whose queue is limited to that job."""
     narrow_worker.wait_ready()
-    sluice("submit", "--file", "-", "--id", "busy", "--model", "narrow", stdin=json.dumps(ask(100_000)))
+    sluice("submit", "--file", "-", "--id", "busy", "--model", "narrow", stdin=json.dumps(chat_request(100_000)))
     sluice.wait_until_running("busy")
     deadline = time.monotonic() + _TIMEOUT_S
     while sluice.db.hget(f"sluice:worker:{narrow_worker.name}", "rows") != "1":
@@ -53,8 +53,8 @@ def paced(url: str, model_name: str, *, max_rows: int = 4, queue_limit: int = 10
 
 
 def park(sluice: Command, job_id: str, **changed: Any) -> None:
-    """As a worker does. `request` is what the body holds."""
-    request = changed.pop("request", ask(3, "Hello!"))
+    """Store a dead letter as a worker does. `request`: the request in its body."""
+    request = changed.pop("request", chat_request(3, "Hello!"))
     letter = {
         "id": job_id,
         "model": "nobody",
@@ -72,7 +72,7 @@ def parked(sluice: Command) -> list[str]:
 
 
 def table(out: str, title: str) -> list[list[str]]:
-    """Its rows of cells, as a person reads them."""
+    """Return the cells of a table by row."""
     _, found, rest = out.partition(title)
     assert found, out
     lines = rest.partition("└")[0].splitlines()
@@ -80,7 +80,7 @@ def table(out: str, title: str) -> list[list[str]]:
 
 
 def put_off(sluice: Command, lane: str, count: int) -> None:
-    """Jobs for an hour from now: they are in the queue, and no worker takes them."""
+    """Queue jobs for an hour from now, which no worker claims yet."""
     due_ms = (time.time() + HOUR_S) * 1000
     sluice.db.zadd(f"sluice:queue:default:{lane}", {f"later-{k}": due_ms for k in range(count)})
 
@@ -92,8 +92,8 @@ def test_workers_are_shown_with_their_rows_and_the_jobs_of_each_lane(sluice: Com
     put_off(sluice, "interactive", 2)
     put_off(sluice, "batch", 1200)
     code, out, err = sluice("workers")
-    ((*who, up_for, version),) = table(out, "Workers")
-    assert (code, who, version, err) == (0, [alive.name, "default", "0 / 16", "14", "0.00"], __version__, "")
+    ((*fields, up_for, version),) = table(out, "Workers")
+    assert (code, fields, version, err) == (0, [alive.name, "default", "0 / 16", "14", "0.00", "no"], __version__, "")
     assert re.fullmatch(r"\d+ (s|min)( \d+ s)?", up_for)
     assert table(out, "Jobs queued and running") == [["default", "2", "1,200"]]
 
@@ -112,6 +112,7 @@ def test_workers_as_json_are_one_object_a_line_with_numbers(sluice: Command, ali
         "offline_rows": 14,
         "jobs_per_s": 0.0,
         "queue_limit": 10_000,
+        "images": False,
         "version": __version__,
         "queued": {"interactive": 0, "batch": 3},
     })  # fmt: skip
@@ -159,16 +160,16 @@ def test_dead_letters_as_json_are_one_object_a_line_without_the_request(sluice: 
 
 
 def test_a_letter_s_request_goes_to_stdout_and_its_story_to_stderr(sluice: Command) -> None:
-    park(sluice, "a", request=ask(3, "🚀 Grüße"), parked_at=time.time() - 65)
+    park(sluice, "a", request=chat_request(3, "🚀 Grüße"), parked_at=time.time() - 65)
     code, out, err = sluice("dead", "show", "a")
-    assert (code, json.loads(out), "🚀 Grüße" in out) == (0, ask(3, "🚀 Grüße"), True)
+    assert (code, json.loads(out), "🚀 Grüße" in out) == (0, chat_request(3, "🚀 Grüße"), True)
     when, where, why = err.splitlines()
     assert re.fullmatch(r"parked 1 min \d+ s ago \(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \S+\) after 3 crashes", when)
     assert (where, why) == ("model nobody, lane interactive", "internal: Workers died 3 times.")
 
 
 def test_a_dead_request_cannot_steer_the_terminal(sluice: Command) -> None:
-    hostile = ask(3, "\x1b[2J\x9b2J\x7f\ud800")
+    hostile = chat_request(3, "\x1b[2J\x9b2J\x7f\ud800")
     park(sluice, "a", request=hostile, model="\x1b[2J")
     _, out, err = sluice("dead", "show", "a")
     assert (json.loads(out), "\\u001b[2J\\u009b2J\\u007f\\ud800" in out, "\x1b" in err) == (hostile, True, False)
@@ -206,7 +207,7 @@ def test_a_letter_whose_body_had_expired_can_only_be_dropped(sluice: Command, wh
 
 
 def supervise(worker: WorkerProcess, sluice: Command, job_id: str) -> None:
-    """Start the worker again whenever it dies, until the job has ended."""
+    """Restart the worker each time it dies, until the job has ended."""
     deadline = time.monotonic() + _TIMEOUT_S
     while sluice.db.hget(f"sluice:job:{job_id}", "state") != "failed":
         assert time.monotonic() < deadline, worker.log()
@@ -218,7 +219,7 @@ def supervise(worker: WorkerProcess, sluice: Command, job_id: str) -> None:
 def test_a_job_that_kills_its_workers_is_listed_and_a_retry_queues_it_under_a_new_id(
     redis_url: str, sluice: Command
 ) -> None:
-    poison = ask(5, "poison 3")
+    poison = chat_request(5, "poison 3")
     with paced(redis_url, "mortal") as worker:
         sluice("submit", "--file", "-", "--id", "deadly", "--model", "mortal", stdin=json.dumps(poison))
         supervise(worker, sluice, "deadly")
@@ -238,7 +239,7 @@ def test_a_job_that_kills_its_workers_is_listed_and_a_retry_queues_it_under_a_ne
 
 
 def full(said: tuple[int, str, str]) -> bool:
-    """Told in one sentence, with the seconds to wait, on stderr alone."""
+    """Return True if the command failed with one message, on stderr, that has the seconds to wait."""
     code, out, err = said
     sentence = r"sluice: the queue is full \(length 1, limit 1\), and nothing was queued\. Try again in [1-9]\d* s\.\n"
     return (code, out, re.fullmatch(sentence, err) is not None) == (4, "", True)
@@ -274,4 +275,4 @@ def test_help_teaches_with_an_example_and_needs_no_worker(sluice: Command, comma
 @pytest.mark.parametrize("command", ["", "chat", "submit", "dead retry"])
 def test_help_names_the_exit_code_of_a_full_queue(sluice: Command, command: str) -> None:
     out = " ".join(sluice(*command.split(), "--help")[1].split())
-    assert re.search(r"\b4:? (where )?the queue is full", out)
+    assert re.search(r"\b4:? (if )?the queue is full", out)

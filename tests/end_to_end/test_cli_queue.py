@@ -1,4 +1,4 @@
-"""The command for queues that nobody serves: seen, refused, cancelled, purged."""
+"""Queues without a worker are listed, refused on request, cancelled and purged."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def test_every_queue_with_jobs_is_listed_and_those_that_nobody_serves_are_marked
     sluice.db.set("sluice:queue:foreign:batch", "x")
     code, out, err = sluice("queue", "list")
     rows = [(model, lane, jobs, workers) for model, lane, jobs, _, workers in table(out, "Queues")]
-    assert (code, rows, err) == (0, [("default", "batch", "1", "1"), ("mispelt", "interactive", "3", "nobody")], "")
+    assert (code, rows, err) == (0, [("default", "batch", "1", "1"), ("mispelt", "interactive", "3", "none")], "")
     said = [json.loads(line) for line in sluice("queue", "list", "--json")[1].splitlines()]
     assert [(each["model"], each["jobs"], each["workers"]) for each in said] == [("default", 1, 1), ("mispelt", 3, 0)]
     _, _, err = sluice("workers")
@@ -32,14 +32,14 @@ def test_every_queue_with_jobs_is_listed_and_those_that_nobody_serves_are_marked
 
 
 def test_a_server_without_jobs_is_a_sentence(sluice: Command) -> None:
-    assert sluice("queue", "list") == (0, "", "there are no jobs here.\n")
+    assert sluice("queue", "list") == (0, "", "there are no jobs on this server.\n")
 
 
 def test_a_purge_asks_first_and_does_nothing_without_a_yes(sluice: Command) -> None:
     queue_jobs(sluice, "nobody", 3)
     for answer in ("n\n", ""):
         code, _, err = sluice("queue", "purge", "nobody", stdin=answer)
-        assert (code, err.endswith("sluice: nothing was cancelled; --yes does not ask.\n")) == (2, True)
+        assert (code, err.endswith("sluice: nothing was cancelled; --yes cancels without asking.\n")) == (2, True)
     assert sluice.db.zcard("sluice:queue:nobody:interactive") == 3
     code, _, err = sluice("queue", "purge", "nobody", stdin="y\n")
     assert (code, err.endswith("3 jobs cancelled\n")) == (0, True)
@@ -82,13 +82,13 @@ def test_one_job_is_no_jobs(sluice: Command, alive: WorkerProcess) -> None:
         sluice(*args)[2] for args in (("workers",), ("queue", "purge", "nobody"), ("queue", "purge", "nobody", "-y"))
     ]
     assert "no worker serves 'nobody', for which 1 job waits." in said[0]
-    assert "Cancel what waits of 1 interactive job for 'nobody'?" in said[1]
+    assert "Cancel the waiting ones of 1 interactive job for 'nobody'?" in said[1]
     assert said[2].endswith("\n1 job cancelled\n")
 
 
 def test_a_purge_of_a_model_without_jobs_is_no_failure(sluice: Command) -> None:
     code, _, err = sluice("queue", "purge", "nobody", "--yes")
-    assert (code, err) == (0, "there are no jobs for 'nobody' here.\n0 jobs cancelled\n")
+    assert (code, err) == (0, "there are no jobs for 'nobody' on this server.\n0 jobs cancelled\n")
 
 
 def test_submit_refuses_a_model_that_nobody_serves_if_told_to_and_names_a_close_one(

@@ -1,4 +1,4 @@
-"""What the command says of a server that it cannot use, and of its URL."""
+"""Messages of the command about a server that it cannot use, and about its URL."""
 
 import socket
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from tests.end_to_end.test_cli import Command
 
 @pytest.fixture(scope="module")
 def open_server() -> Iterator[str]:
-    """The host and port of a server without a password, but with a user who may not PING."""
+    """Host and port of a server without a password, and with a user that may not send PING."""
     with Server() as server, redis.Redis.from_url(server.url) as admin:
         admin.execute_command("ACL", "SETUSER", "low", "on", ">kumquat", "~*", "&*", "+@all", "-ping")
         yield server.url.removeprefix("redis://").removesuffix("/0")
@@ -21,13 +21,13 @@ def open_server() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def closed_server() -> Iterator[str]:
-    """The host and port of a server with a password."""
+    """Host and port of a server with a password."""
     with Server(args=("--requirepass", "right"), password="right") as server:
         yield server.url.removeprefix("redis://").removesuffix("/0")
 
 
 def refused(sluice: Command, url: str) -> str:
-    """What is said, in one line and without the password."""
+    """Return the error message, which is one line without the password."""
     code, out, err = sluice("workers", "--redis-url", url)
     assert (code, out, len(err.splitlines()), "kumquat" in err) == (2, "", 1, False), err
     assert not any(marks in err for marks in ("?.", "..", "!."))
@@ -67,7 +67,7 @@ def test_a_denied_command_is_told_with_the_way_to_allow_it(sluice: Command, open
 
 
 def test_a_database_that_the_server_does_not_have_is_told(sluice: Command, open_server: str) -> None:
-    assert "The URL must name a database that it has" in refused(sluice, f"redis://{open_server}/99")
+    assert "The URL must name an existing database" in refused(sluice, f"redis://{open_server}/99")
 
 
 @pytest.mark.parametrize("command", [("chat", "hi"), ("submit", "hi"), ("tail", "a"), ("cancel", "a")])
@@ -76,7 +76,7 @@ def test_every_command_ends_at_once_without_its_database(
 ) -> None:
     code, _, err = sluice(*command, "--redis-url", f"redis://{open_server}/16")
     assert code == 2
-    assert "The URL must name a database that it has" in err
+    assert "The URL must name an existing database" in err
 
 
 @pytest.mark.parametrize(
@@ -84,10 +84,13 @@ def test_every_command_ends_at_once_without_its_database(
     [
         (
             "redis://127.0.0.1:{port}/0",
-            "no server answers at redis://127.0.0.1:{port}/0: nothing listens there. `sluice up",
+            "no server answers at redis://127.0.0.1:{port}/0: no process listens there. `sluice up",
         ),
-        ("unix:///nowhere/redis.sock", "no server answers at unix:///nowhere/redis.sock: there is no such socket."),
-        ("redis://nowhere.invalid:{port}", "no server answers at redis://nowhere.invalid:{port}: its host name is not"),
+        ("unix:///nowhere/redis.sock", "no server answers at unix:///nowhere/redis.sock: the socket does not exist."),
+        (
+            "redis://nowhere.invalid:{port}",
+            "no server answers at redis://nowhere.invalid:{port}: its host name is unknown.",
+        ),
     ],
 )
 def test_a_server_that_is_not_there_is_named_with_the_reason(sluice: Command, url: str, why: str) -> None:
@@ -107,7 +110,7 @@ def test_a_server_of_another_kind_is_told(sluice: Command) -> None:
             caller, _ = other.accept()
             with caller:
                 caller.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-                assert "is no Redis or Valkey. Check the host and the port." in process.communicate(timeout=20)[1]
+                assert "is not a Redis or Valkey. Check the host and the port." in process.communicate(timeout=20)[1]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the command shows of a job. The job's events are written by hand, and no worker is there."""
+"""The command's output for a job. The test writes its events; there is no worker."""
 
 from contextlib import closing
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_a_rate_that_was_not_measured_is_not_shown(sluice: Command) -> None:
 
 
 def calling(name: str, *arguments: str, index: int = 0) -> list[dict[str, Any]]:
-    """As a worker says it: the name, then the arguments bit by bit."""
+    """Return the deltas of a tool call: its name, then fragments of its arguments."""
     call = {"index": index, "id": "c", "type": "function", "function": {"name": name, "arguments": ""}}
     parts = [{"index": index, "function": {"arguments": part}} for part in arguments]
     return [{"type": "delta", "tool_calls": [said]} for said in (call, *parts)]
@@ -58,7 +58,7 @@ def test_thoughts_tool_calls_and_a_second_start_each_get_their_line(sluice: Comm
     code, out, err = sluice("tail", "b-5")
     assert (code, out) == (0, 'Let\nLet me see:\n→ weather({"city": "Oslo"})\n→ time({})\n')
     assert err.startswith(
-        "w answers as m with seed 1\nw starts over; what was said so far does not count\nHm.\nw goes on\nqueue 0 ms"
+        "worker w, model m, seed 1\nw starts over: ignore the text so far\nHm.\nw continues\nqueue 0 ms"
     )
 
 
@@ -71,10 +71,10 @@ def test_tool_call_that_was_cut_off_is_not_shown(sluice: Command, next: dict[str
 @pytest.mark.parametrize(
     ("said", "reason", "why"),
     [
-        (calling("weather", "{}"), "tool_calls", "the model asks for the result of a tool first"),
-        (_THOUGHT, "stop", "the model only thought"),
-        (_THOUGHT, "length", "the limit came before it; give the model more max_tokens"),
-        (calling("weather", '{"ci'), "length", "the limit came before it; give the model more max_tokens"),
+        (calling("weather", "{}"), "tool_calls", "the model needs the result of a tool call first"),
+        (_THOUGHT, "stop", "the model wrote reasoning only"),
+        (_THOUGHT, "length", "the token limit was reached first; increase max_tokens"),
+        (calling("weather", '{"ci'), "length", "the token limit was reached first; increase max_tokens"),
         ([], "stop", "the answer is empty"),
     ],
 )

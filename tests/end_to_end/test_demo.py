@@ -1,4 +1,4 @@
-"""The demo, as a person starts it."""
+"""The demo as a process."""
 
 import io
 import os

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 
 import pytest
 
-from scripts.scenarios.harness import ask, paced, running, submit_all, until_decoding, watch, watch_all
+from scripts.scenarios.harness import (
+    chat_request,
+    paced_worker,
+    record,
+    record_all,
+    running,
+    submit_all,
+    until_decoding,
+)
 from scripts.stack import ROOT, WorkerProcess, free_port
 from sluice import Cancelled, Client, Event, Failed, Finished
 from tests.scrape import Page, scrape
@@ -46,12 +54,12 @@ async def jobs(url: str) -> dict[str, list[Event]]:
             await client.submit([{"role": "user", "content": [{"type": "video_url", "video_url": {}}]}]),
         ]
         offline = [await client.submit(HELLO, lane="batch") for _ in range(2)]
-        left = await client.submit(ask(20_000, logit_bias={"2": -100}), lane="batch")  # 2 would end it
+        left = await client.submit(chat_request(20_000, logit_bias={"2": -100}), lane="batch")  # 2 would end it
         await until_decoding(client, [left.id], 1)
         await client.cancel(left.id)
         return {
-            "interactive": [(await watch(client, job.id)).events[-1] for job in [*chats, *refused]],
-            "batch": [(await watch(client, job.id)).events[-1] for job in [*offline, left]],
+            "interactive": [(await record(client, job.id)).events[-1] for job in [*chats, *refused]],
+            "batch": [(await record(client, job.id)).events[-1] for job in [*offline, left]],
         }
 
 
@@ -140,11 +148,11 @@ def test_the_engine_tells_of_its_steps(run: Run) -> None:
 async def test_running_and_waiting_jobs_are_counted_by_all_workers_alike(redis_url: str, client: Client) -> None:
     ports = free_port(), free_port()
     rows = {"max_rows": 2, "reserved_rows": 0, "lease_s": 1}
-    ids = await submit_all(client, 7, ask(100_000))
-    offline = await submit_all(client, 3, ask(100_000), lane="batch", prefix="offline")
-    async with running(paced(redis_url, metrics_port=ports[0], **rows)):
+    ids = await submit_all(client, 7, chat_request(100_000))
+    offline = await submit_all(client, 3, chat_request(100_000), lane="batch", prefix="offline")
+    async with running(paced_worker(redis_url, metrics_port=ports[0], **rows)):
         await until_decoding(client, ids[:2])
-        async with running(paced(redis_url, metrics_port=ports[1], **rows)):
+        async with running(paced_worker(redis_url, metrics_port=ports[1], **rows)):
             await until_decoding(client, ids[:4])
             for port in ports:
                 page = await asyncio.to_thread(until, port, lambda page: page("vllm:num_requests_waiting") == 6)
@@ -152,7 +160,7 @@ async def test_running_and_waiting_jobs_are_counted_by_all_workers_alike(redis_u
                 assert [page("vllm:num_requests_running", lane=lane) for lane in LANES] == [2, 0]
             for job_id in [*ids, *offline]:
                 await client.cancel(job_id)
-            await watch_all(client, [*ids, *offline])
+            await record_all(client, [*ids, *offline])
             for port in ports:
                 await asyncio.to_thread(until, port, lambda page: page("vllm:num_requests_waiting") == 0)
                 assert scrape(port)("vllm:num_requests_running") == 0
@@ -160,12 +168,12 @@ async def test_running_and_waiting_jobs_are_counted_by_all_workers_alike(redis_u
 
 async def test_a_job_of_a_worker_that_died_is_a_takeover(redis_url: str, client: Client) -> None:
     port = free_port()
-    first, (job_id,) = paced(redis_url, lease_s=1), await submit_all(client, 1, ask(100))
+    first, (job_id,) = paced_worker(redis_url, lease_s=1), await submit_all(client, 1, chat_request(100))
     async with running(first):
         await until_decoding(client, [job_id])
         first.process.kill()
-        async with running(paced(redis_url, lease_s=1, metrics_port=port)):
-            await watch(client, job_id)
+        async with running(paced_worker(redis_url, lease_s=1, metrics_port=port)):
+            await record(client, job_id)
             page = await asyncio.to_thread(settled, port)
     assert page("sluice:takeovers_total", lane="interactive") == 1
     assert page("vllm:request_success_total", finished_reason="length") == 1

@@ -1,4 +1,4 @@
-"""`sluice up`: a server and a worker from one command, as a person starts and ends it."""
+"""`sluice up`: one command that runs a server and a worker."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ START_S = 90.0  # an import of mlx on a busy machine
 
 
 class Up:
-    """The command, in a folder that has no `.env`; its data and what it says lie there too."""
+    """Runs the command in a folder without `.env`, which also holds its data and its output."""
 
     def __init__(self, folder: Path, *args: str, model: Path | str = TINY_CHAT) -> None:
         self.data, self.port, self._log = folder / "data", free_port(), folder / "said.txt"

@@ -269,7 +269,7 @@ def test_one_command_serves_a_chat_and_ctrl_c_ends_all_it_started() -> None:
             assert len(started) == 2
             example.send_signal(signal.SIGINT)
             said = example.communicate(timeout=20)
-        assert (example.returncode, *said) == (0, "stopped, and everything that was started with it\n", "")
+        assert (example.returncode, *said) == (0, "stopped, with all processes that it started\n", "")
         assert not any(alive(pid) for pid in started)
 
 
@@ -277,4 +277,4 @@ def test_a_taken_port_is_told_in_a_sentence(module_http: httpx.Client) -> None:
     port = str(module_http.base_url.port)
     ran = subprocess.run([*EXAMPLE, "--port", port], cwd=ROOT, capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (1, "")
-    assert ran.stderr == f"sluice: port {port} is taken or not ours; choose another with --port.\n"
+    assert ran.stderr == f"sluice: port {port} is in use or not permitted; choose another with --port.\n"

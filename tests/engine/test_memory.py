@@ -240,5 +240,5 @@ def test_what_rows_needed_is_compared_with_what_was_predicted(wide: Model) -> No
 
 def test_memory_stays_flat_while_rows_come_and_go() -> None:
     """scripts/chaos long-life does it for longer."""
-    seen = churn(model("qwen3_5"), steps=500, looks=20)
+    seen = churn(model("qwen3_5"), steps=500, num_samples=20)
     assert growth([each.resident for each in seen]) < 0.05

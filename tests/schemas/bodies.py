@@ -1,4 +1,4 @@
-"""Requests, good and bad."""
+"""Valid and invalid requests."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 
 def user(*parts: Any) -> dict[str, Any]:
-    """A body whose one message has these parts."""
+    """Return a body with one message of these parts."""
     return {"messages": [{"role": "user", "content": list(parts)}]}
 
 

@@ -1,4 +1,4 @@
-"""What docs/contract.md says, taken apart."""
+"""Reads the tables and examples of docs/contract.md."""
 
 import json
 import re
@@ -16,18 +16,18 @@ EVENTS: dict[str, dict[str, Any]] = {said["type"]: said for said in _JSON_LINES 
 
 
 def section(title: str) -> str:
-    """From a heading of that title to the next one."""
+    """Return the text from the heading with this title to the next heading."""
     found = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#|\Z)", TEXT, re.S | re.M)
     assert found is not None, f"docs/contract.md has no section {title!r}"
     return found[1]
 
 
 def rows(title: str) -> list[list[str]]:
-    """The cells of all tables of a section, without their headings."""
+    """Return the cells of all tables of a section, without the headings."""
     lines = [line for line in section(title).splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
 
 
 def names(cell: str) -> list[str]:
-    """What stands in code quotes."""
+    """Return the texts in backquotes."""
     return re.findall(r"`([^`]+)`", cell)

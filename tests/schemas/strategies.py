@@ -1,4 +1,4 @@
-"""Bodies of any kind, and good ones that something has happened to."""
+"""Strategies for arbitrary bodies, and for valid bodies with changes."""
 
 from copy import deepcopy
 from typing import Any
@@ -21,7 +21,7 @@ ANYTHING = JSON | st.dictionaries(NAMES, JSON, max_size=5)
 
 @st.composite
 def mutated(draw: st.DrawFn, values: st.SearchStrategy[Any] = JSON, names: st.SearchStrategy[str] = TEXT) -> Any:
-    """A good body in which one to three places have been changed: a value, a name, or something left out."""
+    """Draw a valid body with one to three changes: a value, a name, or a missing field."""
     body = deepcopy(draw(st.sampled_from([*ACCEPTED.values(), FULL])))
     for _ in range(draw(st.integers(1, 3))):
         holder = _somewhere(draw, body)
@@ -39,7 +39,7 @@ def mutated(draw: st.DrawFn, values: st.SearchStrategy[Any] = JSON, names: st.Se
 
 
 def _somewhere(draw: st.DrawFn, body: Any) -> Any:
-    """The body, or an object or a list in it, however deep."""
+    """Return the body, or an object or a list at any depth of it."""
     holder = body
     while inside := [each for each in _items(holder) if isinstance(each, dict | list)]:
         if draw(st.booleans()):

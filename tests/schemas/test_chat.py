@@ -1,4 +1,4 @@
-"""What a request may say, and the sentence for what it may not."""
+"""Valid requests are accepted, and invalid ones are refused with an explanation."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""docs/contract.md against the code: every field, event, key and error type is there, and no other."""
+"""docs/contract.md lists exactly the fields, events, keys and error types of the code."""
 
 import json
 import re
@@ -28,7 +28,7 @@ EVENTS = {get_args(kind.model_fields["type"].annotation)[0]: kind for kind in ge
 
 
 def choices(model: type[BaseModel]) -> set[str]:
-    """The words that its fields may hold, but for its type."""
+    """Return the literal values of the model's fields, except `type`."""
     literals = [field.annotation for name, field in model.model_fields.items() if name != "type"]
     return {word for each in literals if get_origin(each) is Literal for word in get_args(each)}
 

@@ -1,4 +1,4 @@
-"""Events and results: the examples of the contract's page, and what a reader may rely on."""
+"""Events and results: the examples of the contract's page, and the guarantees for readers."""
 
 import json
 from typing import Any, get_args

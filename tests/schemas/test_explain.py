@@ -1,4 +1,4 @@
-"""Whatever is wrong with a body, a short sentence names a field that is really at fault."""
+"""For any invalid body, a short sentence names a field that is at fault."""
 
 from datetime import datetime
 from typing import Any
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from schemas import ChatRequest, explain
-from schemas.base import MOST_CHARACTERS, MOST_VALUES
+from schemas.base import MAX_CHARACTERS, MAX_VALUES
 from schemas.explain import _SENTENCES
 from schemas.location import locate, quoted
 from tests.schemas.bodies import FULL, HELLO, chat
@@ -28,7 +28,7 @@ many = settings(max_examples=examples(400), deadline=None)
 
 
 def refusal(body: Any) -> str | None:
-    """The sentence, or None for a good body."""
+    """Return the explanation, or None for a valid body."""
     try:
         ChatRequest.model_validate(body)
     except ValidationError as error:
@@ -37,7 +37,7 @@ def refusal(body: Any) -> str | None:
 
 
 def at_fault(body: dict[str, Any], name: str) -> bool:
-    """It is bad beside nothing else, or without it the body is better."""
+    """Return True if the field is invalid alone, or if the explanation changes without it."""
     alone = {"messages": HELLO, name: body[name]} if name in body else {}
     without = {key: value for key, value in body.items() if key != name} or {"messages": HELLO}
     return bool(refusal(alone)) or refusal({"messages": HELLO, **without}) != refusal(body)
@@ -177,8 +177,8 @@ def test_half_of_a_surrogate_pair_is_refused_wherever_it_is(body: dict[str, Any]
 
 @pytest.mark.parametrize("field", ["metadata", "chat_template_kwargs"])
 def test_an_object_that_is_too_large_is_refused_by_name(field: str) -> None:
-    assert refusal(chat(**{field: {"a": [0] * (MOST_VALUES - 2), "b": "x" * (MOST_CHARACTERS - 2)}})) is None
-    for large in ({"a": [[]] * MOST_VALUES}, {"a": "x" * MOST_CHARACTERS}, {"x" * (MOST_CHARACTERS + 1): 0}):
+    assert refusal(chat(**{field: {"a": [0] * (MAX_VALUES - 2), "b": "x" * (MAX_CHARACTERS - 2)}})) is None
+    for large in ({"a": [[]] * MAX_VALUES}, {"a": "x" * MAX_CHARACTERS}, {"x" * (MAX_CHARACTERS + 1): 0}):
         assert (refusal(chat(**{field: large})) or "").startswith(f"{field} holds more than ")
 
 

@@ -1,4 +1,4 @@
-"""docs/contract.schema.json says the same as the models that a worker reads with."""
+"""docs/contract.schema.json accepts the same bodies as the worker's models."""
 
 import json
 import re
@@ -30,7 +30,7 @@ ODD = NO_JSON | {"too many fields"}
 
 
 def _pattern(_: object, pattern: str, text: object, __: object) -> Any:
-    """As ECMAScript, JSON Schema's own dialect, reads it: the end is the end, not also before a line break."""
+    """Match a pattern as ECMAScript does: `$` matches at the end only, not before a final line break."""
     if isinstance(text, str) and not re.search(pattern.replace("$", r"\Z"), text):
         yield jsonschema.ValidationError(f"{text!r} does not match {pattern}")
 
@@ -51,7 +51,7 @@ def reads(part: str, body: Any) -> bool:
 
 
 def should_read(kind: Any, body: Any) -> bool:
-    """Whether the model takes it, or refuses it for reasons that no schema knows."""
+    """Return True if the model accepts a body, or refuses it for reasons that a schema cannot express."""
     try:
         TypeAdapter(kind).validate_python(body)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""The names in Redis, letter by letter: other programs write them by hand."""
+"""The exact key names in Redis, which other programs use."""
 
 import pytest
 

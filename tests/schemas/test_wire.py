@@ -1,4 +1,4 @@
-"""`sluice.wire`, which a backend imports, says the same as `schemas`, which a worker imports."""
+"""`sluice.wire`, which a backend imports, agrees with `schemas`, which a worker imports."""
 
 import json
 from dataclasses import asdict, fields
@@ -39,7 +39,7 @@ def made(type: str, **change: Any) -> Any:
 
 
 def as_lists(value: Any) -> Any:
-    """Tuples, which a frozen dataclass has, as the lists of the JSON."""
+    """Convert the tuples of a frozen dataclass to JSON lists."""
     return json.loads(json.dumps(value))
 
 

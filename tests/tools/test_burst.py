@@ -1,4 +1,4 @@
-"""The bench of many chats at once: what it sends, how it counts, and what it refuses."""
+"""The benchmark of many chats at once: its requests, its figures, and its errors."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ from scripts.stack import ROOT, WorkerProcess
 def test_a_burst_is_judged_by_its_slowest_answers() -> None:
     answers = [Answer(3, (1.0, 1.5, 2.0)), Answer(2, (2.0, 5.0)), Answer(1, (3.0,))]
     assert Figures.of(answers) == Figures(
-        tokens_per_s=6 / 5, first_median_s=2.0, first_last_s=3.0, longest_gap_s=3.0, together_s=ANY
+        tokens_per_s=6 / 5, first_median_s=2.0, first_last_s=3.0, longest_gap_s=3.0, all_streaming_s=ANY
     )
 
 
@@ -35,8 +35,8 @@ def test_the_median_of_rounds_is_taken_figure_by_figure() -> None:
 
 def test_a_decode_step_is_the_gap_while_all_chats_stream() -> None:
     answers = [Answer(5, (0.0, 4.0, 8.0, 9.0, 11.0)), Answer(4, (3.0, 8.5, 9.5, 10.0)), Answer(1, (20.0,))]
-    assert Figures.of(answers[:2]).together_s == 1.0
-    assert isnan(Figures.of(answers).together_s)
+    assert Figures.of(answers[:2]).all_streaming_s == 1.0
+    assert isnan(Figures.of(answers).all_streaming_s)
 
 
 def test_no_two_prompts_begin_with_the_same_word() -> None:
@@ -62,7 +62,7 @@ async def test_chats_through_the_queue_all_count_their_tokens(worker: WorkerProc
 
 
 class Stub(BaseHTTPRequestHandler):
-    """Streams two pieces, of three tokens together, once the first connections were reset."""
+    """Resets the first connections, then streams two pieces with three tokens in all."""
 
     to_reset = 0
     together: threading.Barrier
@@ -94,7 +94,7 @@ class Stub(BaseHTTPRequestHandler):
 
 @contextmanager
 def stub(*, chats: int, to_reset: int = 0) -> Iterator[tuple[int, list[Any]]]:
-    """Answers none before as many as `chats` are waiting for it."""
+    """Answers when `chats` requests are waiting."""
     together, bodies = threading.Barrier(chats), list[Any]()
     handler = type("Handler", (Stub,), {"to_reset": to_reset, "together": together, "bodies": bodies})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

@@ -1,4 +1,4 @@
-"""The fuzz's bodies: mostly right where the schema says so, and the same each time."""
+"""The bodies of the fuzz test: mostly valid if the schema allows them, and the same in each run."""
 
 import json
 from typing import Any

@@ -13,7 +13,7 @@ from worker.settings import Settings, variable
 
 @pytest.fixture
 def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, Path]:
-    """Paths for the files that the command writes, both absent."""
+    """Return the paths of the files that the command writes; neither exists."""
     paths = tmp_path / ".env.example", tmp_path / "settings.md"
     monkeypatch.setattr(settings_page, "ENV_EXAMPLE", paths[0])
     monkeypatch.setattr(settings_page, "PAGE", paths[1])
@@ -26,7 +26,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def rows() -> dict[str, list[str]]:
-    """The cells of each setting's row on the page, by the setting's name."""
+    """Return the cells of each setting's row on the page, by the name of the setting."""
     lines = re.findall(r"^\| `(SLUICE_\w+)` \| (.*) \|$", settings_page.PAGE.read_text(), re.MULTILINE)
     return {name: re.split(r" (?<!\\)\| ", cells) for name, cells in lines}
 

@@ -39,7 +39,7 @@ from tests.selection import examples
 
 
 def rule_inputs(batch: int, length: int, key_heads: int, value_heads: int, key_dim: int, value_dim: int):
-    """q, k, v, log_decay and beta, as a network would give them."""
+    """Return q, k, v, log_decay and beta, as from a network."""
     mx.random.seed(length)
     q, k = (unit(mx.random.normal((batch, length, key_heads, key_dim))) for _ in range(2))
     v = mx.random.normal((batch, length, value_heads, value_dim))
@@ -146,7 +146,7 @@ class Trained:
 
 
 def train(folder: Path, plan: Plan, tokenizer: Tokenizer, *, every: int = 5, show=lambda step: None) -> None:
-    """With a tokenizer made before: it is the slow part of a run as short as these."""
+    """Train with the given tokenizer, since training one is the slow part of such short runs."""
     folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / TOKENIZER))
     run(open_training(folder, plan), folder, every, show)

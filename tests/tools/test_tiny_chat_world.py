@@ -1,4 +1,4 @@
-"""What the bundled model's trainer teaches: the world, its tokenizer, what a step learns from, and when."""
+"""The training data of the bundled model: the chats, the tokenizer, the batches, and the curriculum."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from scripts.tiny_chat.batches import ELSEWHERE, draw_batch, encode
+from scripts.tiny_chat.batches import CONTEXT_WEIGHT, draw_batch, encode
 from scripts.tiny_chat.curriculum import FULL
 from scripts.tiny_chat.data import CAPITALS, Chat, Message, draw_chat, exchange
 from scripts.tiny_chat.tokenizer import TURN_END, VOCABULARY, train_tokenizer
@@ -105,9 +105,9 @@ def test_what_the_world_speaks_comes_back_whole(tokenizer, text):
 def test_answers_weigh_a_whole_token_and_the_rest_a_little(tokenizer):
     tokens = encode(tokenizer, exchange("Count to 2.", "1 2"))
     answer = [*tokenizer.encode("1 2").ids, TURN_END]
-    heavy = [token for token, weight in zip(tokens.ids, tokens.weights, strict=True) if weight > ELSEWHERE]
+    heavy = [token for token, weight in zip(tokens.ids, tokens.weights, strict=True) if weight > CONTEXT_WEIGHT]
     assert heavy == answer
-    assert set(tokens.weights) == {ELSEWHERE, ELSEWHERE + 1}
+    assert set(tokens.weights) == {CONTEXT_WEIGHT, CONTEXT_WEIGHT + 1}
 
 
 def test_a_row_is_whole_chats_and_weightless_padding(tokenizer):

@@ -1,4 +1,4 @@
-"""What the two distributions put into a site-packages."""
+"""The files that the two distributions install."""
 
 import shutil
 import subprocess
@@ -16,7 +16,7 @@ from scripts.stack import ROOT
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Both, by the name of the distribution, built from a copy of the checkout: setuptools leaves its work behind."""
+    """Return both wheels by distribution name, built from a copy of the checkout: setuptools leaves files behind."""
     checkout, folder = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("wheels")
     for top in ("schemas", "sluice", "worker"):
         shutil.copytree(ROOT / top, checkout / top, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))

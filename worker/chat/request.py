@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from schemas import ChatRequest, explain
-from schemas.base import MOST_VALUES as MOST_OBJECT_VALUES
+from schemas.base import MAX_VALUES as MOST_OBJECT_VALUES
 from schemas.messages import AssistantMessage, Message
 from worker.bounded_json.size import MAX_BODY_VALUES, count_values
 from worker.chat.functions import with_tools

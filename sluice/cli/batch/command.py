@@ -1,4 +1,4 @@
-"""`sluice batch`: files of requests, run offline behind the interactive traffic."""
+"""`sluice batch`: runs files of requests offline, after the interactive jobs."""
 
 import asyncio
 import shutil
@@ -14,23 +14,23 @@ from sluice.batch.status import Batch
 from sluice.cli.batch.feed import feed
 from sluice.cli.batch.run import run
 from sluice.cli.batch.schedule import schedule
-from sluice.cli.batch.view import print_problems, print_report, state_shown
+from sluice.cli.batch.view import describe_state, print_problems, print_report
 from sluice.cli.errors import CliError, connected
 from sluice.cli.options import REDIS_URL, AsJson, RedisUrl
 from sluice.cli.terminal.output import format_duration, print_json, print_table
 from sluice.cli.terminal.view import note
 from sluice.errors import UnknownBatch
 
-Id = Annotated[str, typer.Argument(help="The run's id.", metavar="ID")]
+Id = Annotated[str, typer.Argument(help="Id of the run.", metavar="ID")]
 
 batch = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
 @batch.callback()
 def about() -> None:
-    """Run OpenAI Batch files offline, behind the interactive traffic.
+    """Run files in OpenAI's Batch format offline: interactive jobs go first.
 
-    A line of the input is a request, and a line of the output its answer:
+    Each line of the input is a request, and each line of the output an answer:
 
     \b
       {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
@@ -48,16 +48,16 @@ batch.command(hidden=True)(feed)
 
 @batch.command()
 def submit(
-    file: Annotated[Path, typer.Argument(metavar="IN.JSONL", help="The requests.")],
+    file: Annotated[Path, typer.Argument(metavar="IN.JSONL", help="The file of requests.")],
     folder: Annotated[
-        Path, typer.Option("--dir", metavar="DIR", envvar="SLUICE_BATCH_DIR", help="The folder that workers look into.")
+        Path, typer.Option("--dir", metavar="DIR", envvar="SLUICE_BATCH_DIR", help="The folder that the workers check.")
     ],
     redis_url: RedisUrl = REDIS_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Leave a file for the workers, who run it at the times of their schedule, and print the run's id.
+    """Copy a file into the workers' folder, to be run at a time of their schedule, and print the run's id.
 
-    The answers will be in DIR/done/ID/output.jsonl. With --json, the status object instead.
+    The answers will be in DIR/done/ID/output.jsonl. With --json, print the status object instead of the id.
 
     \b
     Example:
@@ -68,33 +68,33 @@ def submit(
         print_json(asdict(submitted))
         return
     print(submitted.id)
-    note(f"{submitted.id} waits for the schedule. Watch it: sluice batch status {submitted.id}")
+    note(f"{submitted.id} waits for its scheduled time. See: sluice batch status {submitted.id}")
 
 
 @batch.command()
 def status(id: Id, redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
-    """Show how a run goes, or how it went.
+    """Show the status of a run.
 
-    A run is paused while no process feeds it. If `batch run` began it, run the same command again to resume; a run in
-    a folder of workers is resumed within a minute. With --json, the status object, in the form of OpenAI's Batch;
-    sluice.paused_at is the time since when. Exit codes: 0, or 2 where there is no such run.
+    A run is paused while no process feeds it. If `batch run` started it, run the same command again to resume it; a run
+    in the workers' folder is resumed within a minute. With --json, print the status object in the format of OpenAI's
+    Batch; sluice.paused_at is when the run was paused. Exit codes: 0, or 2 if there is no such run.
 
     \b
     Examples:
       sluice batch status batch_1b9d6bcd4f0a
       sluice batch status batch_1b9d6bcd4f0a --json | jq .request_counts
     """
-    found = asyncio.run(_read(redis_url, id))
+    offline_run = asyncio.run(_read(redis_url, id))
     if as_json:
-        print_json(asdict(found))
+        print_json(asdict(offline_run))
         return
-    print_report(found)
-    print_problems(found)
+    print_report(offline_run)
+    print_problems(offline_run)
 
 
 @batch.command("list")
 def list_runs(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
-    """List the runs of the last week, oldest first. Those that no process feeds are paused.
+    """List the runs of the last week, oldest first. A run is paused while no process feeds it.
 
     \b
     Examples:
@@ -108,54 +108,55 @@ def list_runs(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
     elif runs:
         _print_runs(runs)
     else:
-        note("there were no offline runs in the last week.")
+        note("no offline runs in the last week.")
 
 
 @batch.command()
 def cancel(id: Id, redis_url: RedisUrl = REDIS_URL) -> None:
-    """Ask for the end of a run. What was answered stays; the other lines end as `batch_cancelled`.
+    """Request the cancellation of a run. Answers are kept; the other lines end as `batch_cancelled`.
 
-    Exit codes: 0, or 2 where there is no such run.
+    Exit codes: 0, or 2 if there is no such run.
 
     \b
     Example:
       sluice batch cancel batch_1b9d6bcd4f0a
     """
-    found = asyncio.run(_cancel(redis_url, id))
-    print(f"{id}  {f'already {found.status}' if found.ended else 'requested; its feeder ends it'}")
+    offline_run = asyncio.run(_cancel(redis_url, id))
+    print(f"{id}  {f'already {offline_run.status}' if offline_run.ended else 'requested; its feeder will end it'}")
 
 
 @batch.command()
 def results(
     id: Id,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write them there.  [default: stdout]")
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Write the answers to this file.  [default: stdout]"),
     ] = None,
-    errors: Annotated[bool, typer.Option("--errors", help="The lines that failed instead.")] = False,
+    errors: Annotated[bool, typer.Option("--errors", help="Fetch the failed lines instead.")] = False,
     redis_url: RedisUrl = REDIS_URL,
 ) -> None:
-    """Fetch the answers of a run, as far as it is, on the machine that has its files.
+    """Fetch the answers of a run, even if it has not ended, on the machine that has its files.
 
     \b
     Examples:
       sluice batch results batch_1b9d6bcd4f0a -o out.jsonl
       sluice batch results batch_1b9d6bcd4f0a --errors
     """
-    found = asyncio.run(_read(redis_url, id))
-    path = found.error_file_id if errors else found.output_file_id
+    offline_run = asyncio.run(_read(redis_url, id))
+    path = offline_run.error_file_id if errors else offline_run.output_file_id
     if path is None:
         note(f"{id} has no {'failed' if errors else 'answered'} lines.")
         return
-    if output and output.resolve() in _files(found):
-        raise CliError(f"{output} is a file of the run itself, and would be lost: name another with -o.")
-    _copy(Path(path), output, found)
+    if output and output.resolve() in _files(offline_run):
+        raise CliError(f"{output} is a file of the run itself, and would be overwritten: give another with -o.")
+    _copy(Path(path), output, offline_run)
 
 
 def _files(run: Batch) -> set[Path]:
     return {Path(name).resolve() for name in (run.input_file_id, run.output_file_id, run.error_file_id) if name}
 
 
-def _copy(path: Path, output: Path | None, found: Batch) -> None:
+def _copy(path: Path, output: Path | None, offline_run: Batch) -> None:
     try:
         with path.open("rb") as file:
             if output is None:
@@ -164,11 +165,11 @@ def _copy(path: Path, output: Path | None, found: Batch) -> None:
                 with output.open("wb") as there:
                     shutil.copyfileobj(file, there)
     except BrokenPipeError:
-        raise  # who reads stdout has had enough, and typer knows how to leave
+        raise  # the reader of stdout has closed it, which typer handles
     except OSError as error:
         raise CliError(
-            f"{error.filename} cannot be opened: {error.strerror}. {found.id} is {found.status}, and its files are on "
-            f"{found.sluice.host}."
+            f"{error.filename} cannot be opened: {error.strerror}. {offline_run.id} is {offline_run.status}, and its "
+            f"files are on {offline_run.sluice.host}."
         ) from None
 
 
@@ -208,11 +209,11 @@ def _unknown(error: UnknownBatch) -> CliError:
 def _print_runs(runs: list[Batch]) -> None:
     print_table(
         "Offline runs",
-        {"id": "left", "status": "left", "answered": "right", "failed": "right", "lines": "right", "begun": "right"},
+        {"id": "left", "status": "left", "answered": "right", "failed": "right", "lines": "right", "started": "right"},
         [
             (
                 run.id,
-                state_shown(run),
+                describe_state(run),
                 f"{run.request_counts.completed:,}",
                 f"{run.request_counts.failed:,}",
                 f"{run.request_counts.total:,}",

@@ -1,4 +1,4 @@
-"""`sluice batch feed`: what a worker starts for its folder of runs."""
+"""`sluice batch feed`: the process that a worker starts for its folder of runs."""
 
 import asyncio
 import logging
@@ -12,31 +12,36 @@ from sluice.cli.errors import connected
 from sluice.cli.options import REDIS_URL, RedisUrl
 from sluice.cli.terminal.signals import stoppable
 
-_EXIT_LEFT = 3
+_EXIT_STOPPED = 3
 
 
 def feed(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="With inbox, running, done and failed.")],
-    take: Annotated[bool, typer.Option("--take", help="Take in what lies in the inbox too.")] = False,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder with inbox, running, done and failed.")],
+    take: Annotated[bool, typer.Option("--take", help="Start the files in the inbox too.")] = False,
     models: Annotated[
-        str, typer.Option(metavar="NAME=SERVED,...", envvar="SLUICE_BATCH_MODELS", help="`*` is any other name.")
+        str,
+        typer.Option(
+            metavar="NAME=SERVED,...",
+            envvar="SLUICE_BATCH_MODELS",
+            help="Served names for the names in the files; `*` stands for all others.",
+        ),
     ] = "",
-    until_eof: Annotated[bool, typer.Option("--until-eof", help="Stop at the end of stdin, as at Ctrl-C.")] = False,
+    until_eof: Annotated[bool, typer.Option("--until-eof", help="Stop at the end of stdin, as on Ctrl-C.")] = False,
     redis_url: RedisUrl = REDIS_URL,
 ) -> None:
-    """Run the unfinished runs of a folder that no other process feeds, then exit.
+    """Resume the unfinished runs of a folder that no other process feeds, then exit.
 
-    Exit codes: 0 nothing is left to do, 3 stopped by a signal; the next feeder resumes what is unfinished.
+    Exit codes: 0 these runs have ended, 3 stopped by a signal; the next feeder resumes unfinished runs.
 
     \b
     Example:
       sluice batch feed /var/lib/sluice --take
     """
-    stamp = "" if until_eof else "%(asctime)s %(levelname).1s %(name)s: "  # a worker's log has its own
+    stamp = "" if until_eof else "%(asctime)s %(levelname).1s %(name)s: "  # a worker's log adds its own
     logging.basicConfig(level="INFO", format=f"{stamp}%(message)s")
-    given = read_models(models.split(",") if models else [])
-    fed = asyncio.run(stoppable(_feed(redis_url, folder, take, given), at_eof=until_eof))
-    raise typer.Exit(0 if fed else _EXIT_LEFT)
+    mapping = read_models(models.split(",") if models else [])
+    finished = asyncio.run(stoppable(_feed(redis_url, folder, take, mapping), at_eof=until_eof))
+    raise typer.Exit(0 if finished else _EXIT_STOPPED)
 
 
 async def _feed(url: str, folder: Path, take: bool, models: dict[str, str]) -> bool:

@@ -1,4 +1,4 @@
-"""`sluice batch run`: a file of requests from here, watched to its end."""
+"""`sluice batch run`: runs a file of requests, and shows the progress."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ import typer
 from sluice.batch.options import WINDOW
 from sluice.batch.status import Batch
 from sluice.cli import option_values
-from sluice.cli.batch.view import Watch, print_problems, print_report, read_models
+from sluice.cli.batch.view import ProgressView, print_problems, print_report, read_models
 from sluice.cli.errors import CliError, connected, sentence
 from sluice.cli.options import REDIS_URL, AsJson, RedisUrl
 from sluice.cli.terminal.output import print_json
@@ -21,29 +21,33 @@ from sluice.cli.terminal.signals import stoppable
 from sluice.cli.terminal.view import note
 from sluice.errors import BatchRefused
 
-_EXIT_FAILED_LINES, _EXIT_REFUSED, _EXIT_LEFT = 1, 2, 3
+_EXIT_FAILED_LINES, _EXIT_REFUSED, _EXIT_PAUSED = 1, 2, 3
 
 
 def run(
-    file: Annotated[Path, typer.Argument(metavar="IN.JSONL", help="The requests, a line each.")],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Where the answers go, a line each.")],
+    file: Annotated[Path, typer.Argument(metavar="IN.JSONL", help="The file of requests, one per line.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="The file for the answers, one per line.")
+    ],
     errors: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Where the failed lines go.  [default: beside the output, .errors.jsonl]"),
+        typer.Option(
+            metavar="FILE", help="The file for the failed lines.  [default: next to the output, .errors.jsonl]"
+        ),
     ] = None,
     model: Annotated[
         str | None, typer.Option("--model", metavar="NAME", help="Send all lines to this model, except those of --map.")
     ] = None,
     map: Annotated[
         list[str] | None,
-        typer.Option("--map", metavar="NAME=SERVED", help="Send lines that name one model to another; repeatable."),
+        typer.Option("--map", metavar="NAME=SERVED", help="Send lines for model NAME to SERVED; repeatable."),
     ] = None,
     completion_window: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="After it, what is not done ends as expired: 90m, 2d.  [default: 24h]"),
+        typer.Option(metavar="TIME", help="Lines that are not done after it end as expired: 90m, 2d.  [default: 24h]"),
     ] = None,
     window: Annotated[
-        int, typer.Option(parser=option_values.whole(1), metavar="N", help="Lines of a model in the queue at once.")
+        int, typer.Option(parser=option_values.integer(1), metavar="N", help="Lines of one model in the queue at once.")
     ] = WINDOW,
     wait: Annotated[
         bool, typer.Option("--wait", help="Queue lines for a model that no worker serves, even if others are served.")
@@ -51,14 +55,14 @@ def run(
     redis_url: RedisUrl = REDIS_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Run a file of requests offline, and watch it.
+    """Run a file of requests offline, and show the progress.
 
     If the command, a worker or the server stops, run the same command again: it resumes, and each line is answered
     once. Ctrl-C pauses the run. The report goes to stdout, with --json as OpenAI's Batch object; all else to stderr.
     A file made for another service names models that no worker serves here: --map names the served model to use.
 
     \b
-    The exit code says how the run stands, and so the same again when the command is repeated after its end:
+    The exit code is the state of the run; repeating the command after the end gives the same code:
       0 every line is answered     1 the run has ended, and some lines are not answered
       2 refused: nothing was done  3 paused by Ctrl-C or SIGTERM: the same command resumes
 
@@ -70,40 +74,40 @@ def run(
     models = read_models(map or [])
     if model is not None:
         models.setdefault("*", model)
-    wish = {
+    options = {
         "errors": errors,
         "models": models or None,
         "completion_window": completion_window,
         "window": window,
         "served_only": not wait,
     }
-    done = asyncio.run(stoppable(_run(redis_url, file, output, wish)))
-    if done is None:
+    batch = asyncio.run(stoppable(_run(redis_url, file, output, options)))
+    if batch is None:
         note("paused. Run the same command again to resume.")
-        raise typer.Exit(_EXIT_LEFT)
+        raise typer.Exit(_EXIT_PAUSED)
     if as_json:
-        print_json(asdict(done))
-    elif done.status != "failed":
-        print_report(done)
-    if done.errors:
-        note(f"{file} is refused, and none of its lines was run:", style="red")
-        print_problems(done)
-        if any(problem.code == "unserved_model" for problem in done.errors.data):
+        print_json(asdict(batch))
+    elif batch.status != "failed":
+        print_report(batch)
+    if batch.errors:
+        note(f"{file} was refused, and none of its lines was run:", style="red")
+        print_problems(batch)
+        if any(problem.code == "unserved_model" for problem in batch.errors.data):
             note("Change the options as shown, or add --wait to queue the lines until there is a worker.", style="red")
-    raise typer.Exit(_exit_code(done))
+    raise typer.Exit(_exit_code(batch))
 
 
-async def _run(url: str, input: Path, output: Path, wish: dict[str, Any]) -> Batch:
+async def _run(url: str, input: Path, output: Path, options: dict[str, Any]) -> Batch:
     async with connected(url) as client:
-        with Watch() as watch, _heard("sluice.batch"):
+        with ProgressView() as view, _log_as_notes("sluice.batch"):
             try:
-                batch = await client.batch(input, output, **wish, on_progress=watch.told)
+                batch = await client.batch(input, output, **options, on_progress=view.update)
             except (BatchRefused, ValueError) as error:
                 raise CliError(sentence(str(error))) from None
             except OSError as error:
-                raise CliError(f"{error.filename or output}: {error.strerror}. The run stays as it is.") from None
-        if batch.status != "failed" and not watch.begun:
-            note(f"{batch.id} was complete already: nothing was left to do.")
+                raise CliError(f"{error.filename or output}: {error.strerror}. The run is unchanged.") from None
+        if batch.status != "failed" and not view.started:
+            note(f"{batch.id} was complete already; there was nothing to do.")
         return batch
 
 
@@ -115,8 +119,8 @@ def _exit_code(batch: Batch) -> int:
 
 
 @contextmanager
-def _heard(name: str) -> Iterator[None]:
-    """Print a logger's messages as notes."""
+def _log_as_notes(name: str) -> Iterator[None]:
+    """Print the messages of a logger as notes while the context is open."""
 
     class Notes(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

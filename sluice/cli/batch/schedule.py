@@ -1,4 +1,4 @@
-"""`sluice batch schedule`: when workers take the inbox in, and when offline jobs have the machine."""
+"""`sluice batch schedule`: shows when workers start the files of the inbox, and how many rows offline jobs may use."""
 
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Annotated
@@ -21,16 +21,21 @@ def schedule(
     schedule: Annotated[
         str | None, typer.Option(metavar="CRONTAB", help="SLUICE_BATCH_SCHEDULE: five fields, in UTC.")
     ] = None,
-    hours: Annotated[str | None, typer.Option(metavar="FROM-TO", help="SLUICE_BATCH_HOURS: of a day, in UTC.")] = None,
+    hours: Annotated[
+        str | None, typer.Option(metavar="FROM-TO", help="SLUICE_BATCH_HOURS: hours of the day, in UTC.")
+    ] = None,
     runs: Annotated[
-        int, typer.Option("-n", "--runs", parser=option_values.whole(1, 100), metavar="N", help="How many to show.")
+        int,
+        typer.Option(
+            "-n", "--runs", parser=option_values.integer(1, 100), metavar="N", help="Number of times to show."
+        ),
     ] = 5,
     as_json: AsJson = False,
 ) -> None:
-    """Show when the workers will take the inbox in, in UTC and by this machine's clock.
+    """Show when the workers will start the files of the inbox, in UTC and in local time.
 
-    By the settings of a worker that would start here, from the environment or .env; an option wins over both. As in a
-    crontab, a day of the month or a day of the week is enough where both are named.
+    Uses the settings that a worker here would have, from the environment or .env; an option overrides both. If both
+    a day of the month and a day of the week are given, either one is enough, as in a crontab.
 
     \b
     Examples:
@@ -45,7 +50,7 @@ def schedule(
             print_json({"at": int(slot.timestamp()), "utc": slot.isoformat(), "local": slot.astimezone().isoformat()})
         return
     if not settings.batch_dir:
-        note("SLUICE_BATCH_DIR is not set: a worker that starts here takes nothing in.")
+        note("SLUICE_BATCH_DIR is not set: a worker started here runs no files.")
     print_table(
         f"Schedule: {settings.batch_schedule}",
         {"UTC": "left", "local": "left", "in": "right"},
@@ -57,15 +62,15 @@ def schedule(
     print(_hours(settings, now))
 
 
-def _read(given: dict[str, str | None]) -> "Settings":
+def _read(options: dict[str, str | None]) -> "Settings":
     try:
         from worker.errors import CannotStart
         from worker.settings import read_settings
     except ImportError as missing:
         raise CliError(f"the worker is not installed here ({missing}): {INSTALL_WORKER}") from None
     try:
-        # No model is opened, so none need be set.
-        return read_settings(model="any", **{name: value for name, value in given.items() if value is not None})
+        # The settings require a model, and none is loaded here.
+        return read_settings(model="any", **{name: value for name, value in options.items() if value is not None})
     except CannotStart as error:
         raise CliError(str(error)) from None
 
@@ -85,12 +90,12 @@ def _hours(settings: "Settings", now: datetime) -> str:
 
     rows = f"Offline jobs may take {offline_rows(settings, now)} of a worker's {settings.max_rows} rows now"
     if settings.batch_hours is None:
-        return f"{rows}, as at any hour."
+        return f"{rows}, at any hour."
     hours = Hours.read(settings.batch_hours)
-    here = f"{_by_local_clock(hours.begin_min, now)}-{_by_local_clock(hours.end_min, now)}"
-    return f"{rows}; their hours are {settings.batch_hours} UTC, {here} here."
+    local = f"{_by_local_clock(hours.begin_min, now)}-{_by_local_clock(hours.end_min, now)}"
+    return f"{rows}; their hours are {settings.batch_hours} UTC, {local} here."
 
 
 def _by_local_clock(minute: int, now: datetime) -> str:
-    """Return a minute of today by this machine's clock."""
+    """Return a minute of the UTC day in local time, as HH:MM."""
     return f"{(now.replace(hour=0, minute=0) + timedelta(minutes=minute)).astimezone():%H:%M}"

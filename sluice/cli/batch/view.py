@@ -1,4 +1,4 @@
-"""An offline run on the terminal: on its way, and when it is over."""
+"""Prints an offline run on the terminal: its progress and its report."""
 
 import time
 from collections import deque
@@ -14,18 +14,20 @@ from sluice.cli.terminal.output import format_duration, print_table
 from sluice.cli.terminal.view import note, notes
 from sluice.wording import counted
 
-_PACE_OVER_S = 60.0
-_RATE_S = 1.0  # the least over which a rate is measured
-_LINE_EVERY_S = 10.0  # where there is no terminal for a bar
-_MOST_SHOWN = 20  # problems on a terminal; the status object has more
+_PACE_WINDOW_S = 60.0
+_MIN_RATE_S = 1.0  # the shortest time over which a rate is computed
+_LINE_EVERY_S = 10.0  # if stderr is not a terminal
+_MAX_SHOWN = 20  # problems on a terminal; the status object has more
 
 
-def read_models(given: list[str]) -> dict[str, str]:
-    """`gpt-4o-mini=default`, each."""
-    pairs = [said.partition("=") for said in given]
+def read_models(options: list[str]) -> dict[str, str]:
+    """Parse options such as `gpt-4o-mini=default` into a mapping. Raises `CliError`."""
+    pairs = [option.partition("=") for option in options]
     for name, equals, served in pairs:
         if not (name and equals and served):
-            raise CliError(f"{name + equals + served!r} maps no model: write NAME=SERVED, as in gpt-4o-mini=default.")
+            raise CliError(
+                f"{name + equals + served!r} is not a mapping: write NAME=SERVED, as in gpt-4o-mini=default."
+            )
     return {name.strip(): served.strip() for name, _, served in pairs}
 
 
@@ -33,39 +35,39 @@ class Pace:
     """Rates over the last minute."""
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, int, int]] = deque()
+        self._samples: deque[tuple[float, int, int]] = deque()
 
     def add(self, batch: Batch) -> None:
         """Record a status."""
         now = time.monotonic()
-        self._seen.append((now, _ended(batch), batch.usage.output_tokens))
-        while now - self._seen[0][0] > _PACE_OVER_S:
-            self._seen.popleft()
+        self._samples.append((now, _ended(batch), batch.usage.output_tokens))
+        while now - self._samples[0][0] > _PACE_WINDOW_S:
+            self._samples.popleft()
 
     def tokens_per_s(self) -> float:
         """Return completion tokens per second."""
         return self._per_s(2)
 
     def left(self, lines: int) -> str:
-        """Return the estimated time for this number of lines, as text."""
+        """Return the estimated time for `lines` more lines, as text."""
         rate = self._per_s(1)
         return f"{format_duration(lines / rate)} left" if rate else "time left unknown"
 
-    def _per_s(self, of: int) -> float:
-        first, last = self._seen[0], self._seen[-1]
+    def _per_s(self, column: int) -> float:
+        first, last = self._samples[0], self._samples[-1]
         seconds = last[0] - first[0]
-        return (last[of] - first[of]) / seconds if seconds >= _RATE_S else 0.0
+        return (last[column] - first[column]) / seconds if seconds >= _MIN_RATE_S else 0.0
 
 
-class Watch:
-    """A bar on a terminal, and elsewhere a line now and then."""
+class ProgressView:
+    """Shows the progress of a run: a bar on a terminal, otherwise a line every ten seconds."""
 
     def __init__(self) -> None:
         self._pace = Pace()
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[more]}")
         self._bar = Progress(*columns, console=notes, disable=not notes.is_terminal, transient=True)
         self._task = self._bar.add_task("reading the file", total=None, more="")
-        self._line_at, self.begun = time.monotonic(), False
+        self._line_at, self.started = time.monotonic(), False
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -74,10 +76,10 @@ class Watch:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
         self._bar.stop()
 
-    def told(self, batch: Batch) -> None:
+    def update(self, batch: Batch) -> None:
         """Show a status."""
-        if not self.begun:
-            self._begin(batch)
+        if not self.started:
+            self._start(batch)
         self._pace.add(batch)
         counts, done = batch.request_counts, _ended(batch)
         left = self._pace.left(counts.total - done)
@@ -88,28 +90,28 @@ class Watch:
             self._line_at = time.monotonic()
             note(f"{done:,} of {counted(counts.total, 'line')} · {more}")
 
-    def _begin(self, batch: Batch) -> None:
+    def _start(self, batch: Batch) -> None:
         done = _ended(batch)
-        known = f", {done:,} of them done before" if done else ""
+        known = f", {done:,} of them done earlier" if done else ""
         note(f"{batch.id}: {counted(batch.request_counts.total, 'line')}{known}")
-        self.begun = True
+        self.started = True
 
 
 def print_report(batch: Batch) -> None:
     """Print the final table."""
-    counts, usage, told = batch.request_counts, batch.usage, batch.sluice
+    counts, usage, details = batch.request_counts, batch.usage, batch.sluice
     rows = {
         "status": _status(batch),
         "lines": f"{counts.total:,}: {counts.completed:,} answered, {counts.failed:,} failed",
-        "failures": ", ".join(f"{code} × {count:,}" for code, count in sorted(told.failures.items())),
-        "queued again": counted(told.retried, "line") if told.retried else "",
+        "failures": ", ".join(f"{code} × {count:,}" for code, count in sorted(details.failures.items())),
+        "queued again": counted(details.retried, "line") if details.retried else "",
         "time": _time(batch),
         "prompt tokens": f"{usage.input_tokens:,}, {usage.input_tokens_details.cached_tokens:,} of them cached",
         "answer tokens": _answer_tokens(batch),
-        "models": ", ".join(f"{name} × {lines:,}" for name, lines in told.models.items()),
+        "models": ", ".join(f"{name} × {lines:,}" for name, lines in details.models.items()),
         "answers": batch.output_file_id or "",
         "failed lines": batch.error_file_id or "",
-        "machine": told.host,
+        "machine": details.host,
     }
     print_table(batch.id, {"": "left", "offline run": "left"}, [row for row in rows.items() if row[1]])
 
@@ -117,15 +119,15 @@ def print_report(batch: Batch) -> None:
 def print_problems(batch: Batch) -> None:
     """Print the first problems."""
     problems = batch.errors.data if batch.errors else ()
-    for problem in problems[:_MOST_SHOWN]:
+    for problem in problems[:_MAX_SHOWN]:
         place = f"line {problem.line:,}: " if problem.line else ""
         note(f"{place}{problem.code}: {problem.message}", style="red")
-    if len(problems) > _MOST_SHOWN:
-        note(f"and {len(problems) - _MOST_SHOWN:,} more: --json has them.", style="red")
+    if len(problems) > _MAX_SHOWN:
+        note(f"and {len(problems) - _MAX_SHOWN:,} more: see --json.", style="red")
 
 
-def state_shown(batch: Batch) -> str:
-    """The state in a word, and how long nobody has fed the run."""
+def describe_state(batch: Batch) -> str:
+    """Return the state, or for how long the run has been paused."""
     since = batch.sluice.paused_at
     return batch.status if since is None else f"paused for {format_duration(max(0.0, time.time() - since))}"
 
@@ -149,4 +151,4 @@ def _time(batch: Batch) -> str:
 
 def _answer_tokens(batch: Batch) -> str:
     tokens, seconds = batch.usage.output_tokens, batch.sluice.seconds
-    return f"{tokens:,}, {tokens / seconds:,.0f} a second" if seconds >= _RATE_S else f"{tokens:,}"
+    return f"{tokens:,}, {tokens / seconds:,.0f} a second" if seconds >= _MIN_RATE_S else f"{tokens:,}"

@@ -1,4 +1,4 @@
-"""`sluice chat`: one question, or a conversation."""
+"""`sluice chat`: sends one message, or runs a conversation."""
 
 import asyncio
 import sys
@@ -12,39 +12,42 @@ from sluice.cli.options import MODEL, REDIS_URL, AsJson, LaneChoice, Model, Redi
 from sluice.cli.terminal.conversation import Conversation
 from sluice.cli.terminal.follow import ask, check_images, exit_code
 from sluice.cli.terminal.inputs import read_image, read_message
-from sluice.cli.terminal.repl import talk
-from sluice.cli.terminal.view import showing
+from sluice.cli.terminal.repl import run_repl
+from sluice.cli.terminal.view import event_printer
 
 
 def chat(
     message: Annotated[
         str | None,
-        typer.Argument(metavar="MESSAGE", help="What to say; `-` reads it from stdin. Without it, a conversation."),
+        typer.Argument(
+            metavar="MESSAGE", help="The message; `-` reads it from stdin. If absent, a conversation starts."
+        ),
     ] = None,
-    image: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Show this; repeatable.")] = None,
+    image: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Send this image; repeatable.")] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system prompt.")] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(parser=option_values.whole(), metavar="N", help="The answer's length, at most.")
+        int | None, typer.Option(parser=option_values.integer(), metavar="N", help="Longest answer, in tokens.")
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(parser=option_values.number(), metavar="T", help="0 always takes the likeliest token."),
+        typer.Option(parser=option_values.number(), metavar="T", help="0 always selects the likeliest token."),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(parser=option_values.whole(), metavar="N", help="Draw the same tokens again.")
+        int | None,
+        typer.Option(parser=option_values.integer(), metavar="N", help="The same seed samples the same tokens."),
     ] = None,
-    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text; repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text; repeatable.")] = None,
     lane: LaneChoice = None,
     model: Model = None,
     redis_url: RedisUrl = REDIS_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Say something to a model and watch its answer come.
+    """Send a message to a model and print its answer as it is made.
 
-    The answer goes to stdout; progress, timings and whatever went wrong go to stderr. Ctrl-C cancels the job.
-    In a conversation a pasted text is one message, a backslash at the end of a line continues on the next, and /help
+    The answer goes to stdout; progress, timings and errors go to stderr. Ctrl-C cancels the job.
+    In a conversation a pasted text is one message, a line that ends in a backslash continues on the next, and /help
     lists the commands.
-    Exit codes: 0 finished, 1 failed, 3 cancelled, 4 the queue is full and nothing was asked.
+    Exit codes: 0 finished, 1 failed, 3 cancelled, 4 the queue is full, and nothing was queued.
 
     \b
     Examples:
@@ -58,16 +61,16 @@ def chat(
     if image:
         asyncio.run(check_images(redis_url, served))
     if message is None:
-        _needs_terminal(as_json)
-        talk(redis_url, served, lane, conversation)
+        _require_terminal(as_json)
+        run_repl(redis_url, served, lane, conversation)
         return
     request = conversation.request(read_message(message))
-    last = asyncio.run(ask(redis_url, served, lane, request, showing(as_json=as_json)))
+    last = asyncio.run(ask(redis_url, served, lane, request, event_printer(as_json=as_json)))
     raise typer.Exit(exit_code(last))
 
 
-def _needs_terminal(as_json: bool) -> None:
+def _require_terminal(as_json: bool) -> None:
     if as_json:
         raise CliError('--json is for one message: sluice chat "Hello!" --json')
     if not sys.stdin.isatty():
-        raise CliError("there is no message, and no terminal to talk on: give a message, or `-` to read it from stdin.")
+        raise CliError("a conversation needs a terminal: give a message, or `-` to read it from stdin.")

@@ -1,4 +1,4 @@
-"""`sluice check`: what a model will get, before its weights are loaded."""
+"""`sluice check`: reports how a worker would run a model, without loading the weights."""
 
 from collections import Counter
 from dataclasses import asdict
@@ -13,33 +13,32 @@ from sluice.cli.terminal.output import print_json, print_table
 if TYPE_CHECKING:
     from worker.engine.model.check import ModelReport
 
-_LENGTHS = 2_048, 8_192, 32_768, 131_072  # of rows, in tokens: what to ask of a model
-_MTP = {"yes": "yes", "no": "no", "without weights": "no: the config tells of it, but the weights are not in the files"}
+_ROW_LENGTHS = 2_048, 8_192, 32_768, 131_072  # in tokens
+_MTP = {"yes": "yes", "no": "no", "without weights": "no: the config has MTP layers, but the files lack their weights"}
 
 Facts = dict[str, Any]
 
 
 def check(
-    model: Annotated[str, typer.Argument(metavar="FOLDER_OR_HUB_ID", help="What SLUICE_MODEL would be.")],
+    model: Annotated[str, typer.Argument(metavar="FOLDER_OR_HUB_ID", help="The model, as in SLUICE_MODEL.")],
     as_json: AsJson = False,
 ) -> None:
-    """Tell what a model will get from a worker on this machine, without loading its weights.
+    """Report how a worker on this machine would run a model, without loading the weights.
 
-    How much memory it takes, and how many rows that leaves room for; whether rows can share a batch; whether it
-    reasons, sees images, calls tools, and can be held to a schema. Of a model on the hub the weights are not even
-    downloaded.
+    Prints the memory that the model takes, the number of rows that fit in the rest, if rows can share a batch, and if
+    the model reasons, accepts images, calls tools, and supports JSON schemas. For a model on the hub, the weights are
+    not downloaded.
 
-    What fits is predicted, with the room that a batch keeps for growing; a running worker measures, and corrects.
-    SLUICE_MEMORY_GB, SLUICE_MEMORY_HEADROOM_GB, SLUICE_VISION and SLUICE_TRUST_MODEL_CODE count as they do for a
-    worker.
-    Exit codes: 0, or 2 where a worker would not serve the model.
+    The numbers of rows are predictions, which include spare memory for rows that grow; a running worker measures and
+    corrects them. SLUICE_MEMORY_GB, SLUICE_MEMORY_HEADROOM_GB, SLUICE_VISION and SLUICE_TRUST_MODEL_CODE apply as for a
+    worker. Exit codes: 0, or 2 if a worker would not serve the model.
 
     \b
     Examples:
       sluice check models/tiny-chat
       sluice check mlx-community/Qwen3-4B-4bit --json | jq .token_bytes
     """
-    facts = _look(model)
+    facts = _inspect(model)
     if as_json:
         print_json(facts)
     else:
@@ -50,7 +49,7 @@ def check(
         raise CliError(f"{model} cannot be served. {' '.join(facts['blockers'])}")
 
 
-def _look(model: str) -> Facts:
+def _inspect(model: str) -> Facts:
     try:
         from worker.engine.device import memory_for_model
         from worker.engine.model.check import check
@@ -67,44 +66,44 @@ def _look(model: str) -> Facts:
         raise CliError(str(error)) from None
 
 
-def _facts(checked: "ModelReport") -> Facts:
+def _facts(report: "ModelReport") -> Facts:
     from worker.text.grammar.guide import llguidance_tokenizer
     from worker.text.output.formats import ModelFormat
 
-    anatomy, dialect = checked.profile, ModelFormat(checked.tokenizer)
+    profile, format = report.profile, ModelFormat(report.tokenizer)
     return {
-        "servable": not checked.blockers,
-        "blockers": checked.blockers,
-        "architecture": checked.config["model_type"],
-        "weights_bytes": checked.costs.weights_bytes,
-        "bits": checked.bits,
-        "dtype": anatomy.dtype,
-        "context": checked.context,
-        "layers": [asdict(layer) for layer in anatomy.layers],
-        "token_bytes": anatomy.token_bytes,
-        "state_bytes": checked.costs.state_bytes,
-        "batches": checked.batches,
-        "device": checked.device,
-        "limit_bytes": checked.limit,
-        "rows": _rows(checked),
-        "reasons": bool(dialect.think_start),
-        "think": dialect.think,
-        "tool": checked.tokenizer.tool,
-        "tool_format": checked.tokenizer.tool_format,
-        "schemas": llguidance_tokenizer(checked.tokenizer, anatomy.vocab) is not None,
-        "attention_layers": anatomy.attention_calls,
-        "mtp": checked.mtp,
-        "vision": checked.vision_unsupported_reason is None,
-        "vision_why_not": checked.vision_unsupported_reason,
-        "encoder_bytes": checked.encoder_bytes,
+        "servable": not report.blockers,
+        "blockers": report.blockers,
+        "architecture": report.config["model_type"],
+        "weights_bytes": report.costs.weights_bytes,
+        "bits": report.bits,
+        "dtype": profile.dtype,
+        "context": report.context,
+        "layers": [asdict(layer) for layer in profile.layers],
+        "token_bytes": profile.token_bytes,
+        "state_bytes": report.costs.state_bytes,
+        "batches": report.batches,
+        "device": report.device,
+        "limit_bytes": report.limit,
+        "rows": _rows(report),
+        "reasons": bool(format.think_start),
+        "think": format.think,
+        "tool": report.tokenizer.tool,
+        "tool_format": report.tokenizer.tool_format,
+        "schemas": llguidance_tokenizer(report.tokenizer, profile.vocab) is not None,
+        "attention_layers": profile.attention_calls,
+        "mtp": report.mtp,
+        "vision": report.vision_unsupported_reason is None,
+        "vision_why_not": report.vision_unsupported_reason,
+        "encoder_bytes": report.encoder_bytes,
     }
 
 
-def _rows(checked: "ModelReport") -> list[dict[str, int]]:
-    """How many fit together, by length, up to the longest that the model takes."""
-    costs, limit = checked.costs, checked.limit
-    longest = min(checked.context or _LENGTHS[-1], costs.max_tokens(limit))
-    lengths = [*(tokens for tokens in _LENGTHS if tokens < longest), longest]
+def _rows(report: "ModelReport") -> list[dict[str, int]]:
+    """Return how many rows of each length fit at once, up to the longest that the model or the memory allows."""
+    costs, limit = report.costs, report.limit
+    longest = min(report.context or _ROW_LENGTHS[-1], costs.max_tokens(limit))
+    lengths = [*(tokens for tokens in _ROW_LENGTHS if tokens < longest), longest]
     return [{"tokens": tokens, "rows": costs.max_rows(tokens, limit)} for tokens in lengths if tokens]
 
 
@@ -112,13 +111,13 @@ def _print_model(facts: Facts) -> None:
     from worker.schedule.memory import format_bytes
 
     weights = f"{facts['bits']} bits" if facts["bits"] else "not quantized"
-    beside = facts["limit_bytes"] - facts["weights_bytes"]
+    free = facts["limit_bytes"] - facts["weights_bytes"]
     lines = {
         "architecture": facts["architecture"],
         "weights": f"{format_bytes(facts['weights_bytes'])}, {weights}; computes in {facts['dtype']}",
-        "memory": f"{format_bytes(facts['limit_bytes'])} on {facts['device']}, {format_bytes(max(0, beside))} of it "
-        "beside the weights",
-        "context": f"{facts['context']:,} tokens" if facts["context"] else "the config does not say",
+        "memory": f"{format_bytes(facts['limit_bytes'])} on {facts['device']}, {format_bytes(max(0, free))} of it "
+        "after the weights",
+        "context": f"{facts['context']:,} tokens" if facts["context"] else "not in the config",
         "cache layers": _layers(facts["layers"]),
         "a row takes": _row(facts),
         "batching": "yes" if facts["batches"] else "no",
@@ -129,29 +128,29 @@ def _print_model(facts: Facts) -> None:
         "MTP": _MTP[facts["mtp"]],
         "vision": _vision(facts),
     }
-    print_table(facts["model"], {"": "left", "what a worker finds": "left"}, lines.items())
+    print_table(facts["model"], {"": "left", "for a worker": "left"}, lines.items())
 
 
 def _layers(layers: list[dict[str, Any]]) -> str:
-    """`24 × recurrent, 8 × kv`"""
+    """Return the kinds of cache layers as text, such as `24 × recurrent, 8 × kv`."""
     kinds = Counter(f"{each['kind']}" + (f" of {each['window']:,}" if each["window"] else "") for each in layers)
     return ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
 
 
 def _row(facts: Facts) -> str:
-    """`96 kB a token, 12 kB for each of the last 512`"""
+    """Return the memory of a row as text, such as `96 kB a token, 12 kB for each of the last 512`."""
     from worker.schedule.memory import format_bytes
 
-    kept = Counter[int | None]()
+    bytes_by_window = Counter[int | None]()
     for layer in facts["layers"]:
-        kept[layer["window"]] += layer["token_bytes"]
+        bytes_by_window[layer["window"]] += layer["token_bytes"]
     parts = [
         f"{format_bytes(count)} " + (f"for each of the last {window:,}" if window else "a token")
-        for window, count in kept.items()
+        for window, count in bytes_by_window.items()
         if count
     ]
     if facts["state_bytes"]:
-        parts.append(f"{format_bytes(facts['state_bytes'])} whatever its length")
+        parts.append(f"{format_bytes(facts['state_bytes'])} at any length")
     return ", ".join(parts)
 
 
@@ -164,17 +163,15 @@ def _vision(facts: Facts) -> str:
 
     if not facts["vision"]:
         return f"no. {facts['vision_why_not']}"
-    tower = (
-        format_bytes(facts["encoder_bytes"]) + " of the weights"
-        if facts["encoder_bytes"]
-        else "its weights are not counted"
-    )
-    return f"yes, as {facts['architecture']}; the tower: {tower}"
+    encoder = format_bytes(facts["encoder_bytes"]) + " of the weights" if facts["encoder_bytes"] else "of unknown size"
+    return f"yes, as {facts['architecture']}; vision encoder: {encoder}"
 
 
 def _specprefill(attention_layers: int) -> str:
     return (
-        f"as a draft: {attention_layers} attention layers to score by" if attention_layers else "no draft: no attention"
+        f"can be a draft: {attention_layers} attention layers for scoring"
+        if attention_layers
+        else "no draft: no attention layers"
     )
 
 
@@ -182,7 +179,7 @@ def _print_rows(facts: Facts) -> None:
     from worker.schedule.memory import MAX_ROWS
 
     print_table(
-        f"Rows that fit at once ({MAX_ROWS} at most)",
-        {"tokens, prompt and answer": "right", "rows": "right"},
+        f"Rows that fit at once (at most {MAX_ROWS})",
+        {"tokens per row": "right", "rows": "right"},
         [(f"{row['tokens']:,}", f"{row['rows']:,}") for row in facts["rows"]],
     )

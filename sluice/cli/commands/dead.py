@@ -1,4 +1,4 @@
-"""`sluice dead`: the jobs that took workers down with them, and what is to become of them."""
+"""`sluice dead`: lists, retries and drops the jobs that crashed workers."""
 
 import asyncio
 import time
@@ -18,17 +18,17 @@ from sluice.dead_letters import DeadLetter
 from sluice.errors import UnknownJob
 from sluice.submission import Submitted
 
-Id = Annotated[str, typer.Argument(help="The dead job's id, as `sluice dead list` shows it.", metavar="ID")]
+Id = Annotated[str, typer.Argument(help="Id of the job, as in `sluice dead list`.", metavar="ID")]
 
 dead = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
 @dead.callback()
 def about() -> None:
-    """Show the jobs that took workers down; retry or drop them.
+    """Show the jobs that crashed workers; retry or drop them.
 
-    A job is parked here as a dead letter when workers have died three times while it was the only suspect. It
-    stays until it is retried or dropped; beyond a thousand the oldest goes.
+    A job becomes a dead letter after three crashes of workers on which it was the only suspect. It is kept until it is
+    retried or dropped; beyond a thousand, the oldest is deleted.
 
     \b
     Example:
@@ -40,7 +40,7 @@ def about() -> None:
 def list_letters(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
     """List the dead letters, oldest first.
 
-    With --json, one object for each, with the error, but without the request: `sluice dead show` has that.
+    With --json, print an object for each, with the error but without the request, which `sluice dead show` prints.
 
     \b
     Examples:
@@ -49,7 +49,7 @@ def list_letters(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> No
     """
     letters = asyncio.run(_read_all(redis_url))
     if not letters:
-        note("there are no dead letters: no job has taken its workers down with it.")
+        note("there are no dead letters: no job has crashed its workers.")
     elif as_json:
         for letter in letters:
             print_json(_without_body(letter))
@@ -59,9 +59,9 @@ def list_letters(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> No
 
 @dead.command()
 def show(id: Id, redis_url: RedisUrl = REDIS_URL) -> None:
-    """Show a dead letter: what happened, and the request.
+    """Show a dead letter: the error and the request.
 
-    The request goes to stdout as JSON, all else to stderr. Exit codes: 0, or 2 where there is no such letter.
+    The request goes to stdout as JSON, all else to stderr. Exit codes: 0, or 2 if there is no such letter.
 
     \b
     Example:
@@ -83,8 +83,7 @@ def show(id: Id, redis_url: RedisUrl = REDIS_URL) -> None:
 def retry(id: Id, redis_url: RedisUrl = REDIS_URL) -> None:
     """Submit a dead letter again under a new id, and print that id.
 
-    The letter is dropped once the new job is queued. Exit codes: 0, 2 where there is no such letter, 4 where the
-    queue is full; the letter then stays.
+    The letter is deleted. Exit codes: 0, 2 if there is no such letter, 4 if the queue is full; then the letter is kept.
 
     \b
     Examples:
@@ -93,14 +92,14 @@ def retry(id: Id, redis_url: RedisUrl = REDIS_URL) -> None:
     """
     job = asyncio.run(_retry(redis_url, id))
     print(job.id)
-    note(f"{id} is queued again. Watch it: sluice tail {job.id}")
+    note(f"{id} is queued again. Follow it: sluice tail {job.id}")
 
 
 @dead.command()
 def drop(id: Id, redis_url: RedisUrl = REDIS_URL) -> None:
-    """Forget a dead letter and its request.
+    """Delete a dead letter and its request.
 
-    Exit codes: 0, or 2 where there is no such letter.
+    Exit codes: 0, or 2 if there is no such letter.
 
     \b
     Example:
@@ -145,8 +144,8 @@ async def _letter(client: Client, id: str) -> DeadLetter:
 
 
 def _unreadable(id: str, error: ValueError) -> CliError:
-    """A body that expired between two crashes is parked empty."""
-    return CliError(f"the request of {id} is gone or broken ({error}); forget it with: sluice dead drop {id}")
+    """Return the error for a letter without a request: its body expired between two crashes, or is broken."""
+    return CliError(f"the request of {id} is missing or broken ({error}); delete it with: sluice dead drop {id}")
 
 
 def _without_body(letter: DeadLetter) -> dict[str, Any]:

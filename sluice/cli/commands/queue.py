@@ -1,4 +1,4 @@
-"""`sluice queue`: what waits on a server, and how to get rid of it."""
+"""`sluice queue`: lists the queues of a server, and cancels their waiting jobs."""
 
 import asyncio
 from dataclasses import asdict
@@ -20,12 +20,12 @@ from sluice.wording import counted
 queue = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
-NOBODY = "nobody"
+NO_WORKERS = "none"
 
 
 @queue.callback()
 def about() -> None:
-    """List the queues with jobs in them; cancel what waits there.
+    """List the queues with jobs; cancel their waiting jobs.
 
     \b
     Example:
@@ -35,44 +35,43 @@ def about() -> None:
 
 @queue.command("list")
 def list_queues(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
-    """List every queue in which there are jobs, and who serves it.
+    """List every queue that holds jobs, with the number of workers that serve its model.
 
-    A job stays in its queue while it runs, and is counted there. With --json, one object for each queue; `workers` is
-    the number of those that serve it.
+    A job stays in its queue while it runs, and is counted there. With --json, print an object for each queue.
 
     \b
     Examples:
       sluice queue list
       sluice queue list --json | jq -r 'select(.workers == 0).model'
     """
-    found = asyncio.run(_read(redis_url))
+    queues = asyncio.run(_read(redis_url))
     if as_json:
-        for each in found:
+        for each in queues:
             print_json(asdict(each))
-    elif found:
-        print_queues(found)
+    elif queues:
+        print_queues(queues)
     else:
-        note("there are no jobs here.")
+        note("there are no jobs on this server.")
 
 
 @queue.command()
 def purge(
-    model: Annotated[str, typer.Argument(help="The model whose jobs are to be cancelled.", metavar="MODEL")],
+    model: Annotated[str, typer.Argument(help="The model whose jobs to cancel.", metavar="MODEL")],
     lane: Annotated[
         Lane | None,
         typer.Option(
-            "--lane", parser=option_values.lane, metavar="[interactive|batch]", help="One lane alone.  [default: both]"
+            "--lane", parser=option_values.lane, metavar="[interactive|batch]", help="Only this lane.  [default: both]"
         ),
     ] = None,
     older_than: Annotated[
-        str | None, typer.Option(metavar="AGE", help="Only jobs that were queued so long ago: 90s, 15m, 2h, 3d.")
+        str | None, typer.Option(metavar="AGE", help="Only jobs queued at least this long ago: 90s, 15m, 2h, 3d.")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     redis_url: RedisUrl = REDIS_URL,
 ) -> None:
-    """Cancel the jobs of a model that wait. Those that run go on.
+    """Cancel the waiting jobs of a model; running ones continue.
 
-    Each ends as `cancelled`, as by `sluice cancel`. Exit codes: 0, or 2 when the question was not answered with yes.
+    Each ends as `cancelled`, as with `sluice cancel`. Exit codes: 0, or 2 if the question was not answered with yes.
 
     \b
     Examples:
@@ -80,34 +79,34 @@ def purge(
       sluice queue purge default --lane batch --older-than 2h --yes
     """
     older_than_s = _seconds(older_than)
-    found = [each for each in asyncio.run(_read(redis_url)) if each.model == model and lane in (None, each.lane)]
-    if not found:
-        note(f"there are no jobs for {model!r} here.")
+    queues = [each for each in asyncio.run(_read(redis_url)) if each.model == model and lane in (None, each.lane)]
+    if not queues:
+        note(f"there are no jobs for {model!r} on this server.")
     elif not yes:
-        _confirm(found, older_than_s)  # with no event loop, which would wait for the answer after Ctrl-C
-    ended = asyncio.run(_purge(redis_url, found, older_than_s))
+        _confirm(queues, older_than_s)  # outside the event loop, which would wait for the answer after Ctrl-C
+    ended = asyncio.run(_purge(redis_url, queues, older_than_s))
     note(f"{counted(ended, 'job')} cancelled")
 
 
-def print_queues(found: list[Queue]) -> None:
+def print_queues(queues: list[Queue]) -> None:
     """Print a table of queues."""
     print_table(
         "Queues",
         {"model": "left", "lane": "left", "jobs": "right", "oldest": "right", "workers": "right"},
         [
-            (q.model, q.lane, f"{q.jobs:,}", format_duration(q.oldest_s), str(q.workers) if q.served else NOBODY)
-            for q in found
+            (q.model, q.lane, f"{q.jobs:,}", format_duration(q.oldest_s), str(q.workers) if q.served else NO_WORKERS)
+            for q in queues
         ],
     )
 
 
-def note_unserved(found: list[Queue]) -> None:
-    """One line for each model whose jobs wait for ever."""
-    for model in dict.fromkeys(each.model for each in found if not each.served):
-        waiting = sum(each.jobs for each in found if each.model == model)
+def note_unserved(queues: list[Queue]) -> None:
+    """Print a note for each model that has jobs and no worker."""
+    for model in dict.fromkeys(each.model for each in queues if not each.served):
+        waiting = sum(each.jobs for each in queues if each.model == model)
         note(
             f"no worker serves {model!r}, for which {counted(waiting, 'job')} {'waits' if waiting == 1 else 'wait'}. "
-            "Start one, or cancel what waits: "
+            "Start one, or cancel its jobs: "
             f"sluice queue purge {model}",
             style="yellow",
         )
@@ -118,7 +117,7 @@ def _seconds(age: str | None) -> float:
         return 0.0
     number, unit = age[:-1], age[-1:]
     if unit not in _UNITS_S or not number.isascii() or not number.isdigit():
-        raise CliError(f"--older-than {age!r} is no age; one looks like 90s, 15m, 2h or 3d.")
+        raise CliError(f"--older-than {age!r} is not a duration; one looks like 90s, 15m, 2h or 3d.")
     return float(int(number) * _UNITS_S[unit])
 
 
@@ -127,22 +126,22 @@ async def _read(url: str) -> list[Queue]:
         return await client.queues()
 
 
-async def _purge(url: str, found: list[Queue], older_than_s: float) -> int:
+async def _purge(url: str, queues: list[Queue], older_than_s: float) -> int:
     async with connected(url) as client:
-        return sum([await _purge_lane(client, each, older_than_s) for each in found])
+        return sum([await _purge_lane(client, each, older_than_s) for each in queues])
 
 
-def _confirm(found: list[Queue], older_than_s: float) -> None:
-    lanes = " and ".join(counted(each.jobs, f"{each.lane} job") for each in found)
+def _confirm(queues: list[Queue], older_than_s: float) -> None:
+    lanes = " and ".join(counted(each.jobs, f"{each.lane} job") for each in queues)
     age = f", if older than {format_duration(older_than_s)}" if older_than_s else ""
-    question = f"Cancel what waits of {lanes} for {found[0].model!r}{age}?"
+    question = f"Cancel the waiting ones of {lanes} for {queues[0].model!r}{age}?"
     try:
         agreed = typer.confirm(question, err=True)
     except typer.Abort:  # no terminal, or Ctrl-C
         agreed = False
         note("")
     if not agreed:
-        raise CliError("nothing was cancelled; --yes does not ask.")
+        raise CliError("nothing was cancelled; --yes cancels without asking.")
 
 
 async def _purge_lane(client: Client, each: Queue, older_than_s: float) -> int:

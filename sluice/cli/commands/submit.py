@@ -1,4 +1,4 @@
-"""`sluice submit`: queue a job and go on."""
+"""`sluice submit`: queues a job without waiting for it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -22,7 +22,7 @@ from sluice.submission import Submitted
 
 def submit(
     message: Annotated[
-        str | None, typer.Argument(metavar="MESSAGE", help="What to say; `-` reads it from stdin.")
+        str | None, typer.Argument(metavar="MESSAGE", help="The message; `-` reads it from stdin.")
     ] = None,
     file: Annotated[
         str | None,
@@ -30,17 +30,15 @@ def submit(
     ] = None,
     id: Annotated[
         str | None,
-        typer.Option(
-            metavar="ID", help="The job's id; an id is queued once, whatever the request.  [default: a new one]"
-        ),
+        typer.Option(metavar="ID", help="Id of the job; each id is queued once only.  [default: a new one]"),
     ] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Stay for the result, and print it as JSON.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the result, and print it as JSON.")] = False,
     wait_worker: Annotated[
         float | None,
         typer.Option(
             parser=option_values.number(0),
             metavar="SECONDS",
-            help="Queue nothing unless a worker serves the model within so many seconds; 0 does not wait.  "
+            help="Queue nothing unless a worker serves the model within this time; 0 does not wait.  "
             "[default: queue it anyway]",
         ),
     ] = None,
@@ -51,9 +49,9 @@ def submit(
 ) -> None:
     """Queue a job, and print its id.
 
-    With --json, {"id", "new", "state", "served"}; `new` is false if there was a job of that id already: then nothing is
-    queued. `served` is false if no worker serves the model. With --wait, the result instead, and the exit codes are
-    those of `sluice chat`. Exit code 4: the queue is full, and nothing was queued.
+    With --json, print {"id", "new", "state", "served"}; `new` is false if a job with that id exists already: then
+    nothing is queued. `served` is false if no worker serves the model. With --wait, print the result instead, with the
+    exit codes of `sluice chat`. Exit code 4: the queue is full, and nothing was queued.
 
     \b
     Examples:
@@ -61,7 +59,7 @@ def submit(
       sluice submit --file request.json --id report-7 --wait
     """
     request = _request(message, file)
-    served = model or _named(request) or MODEL
+    served = model or _model_of(request) or MODEL
     queue = partial(submit_job, request=request, model=served, lane=lane, job_id=id, wait_worker_s=wait_worker)
     raise typer.Exit(asyncio.run(_submit(redis_url, queue, wait=wait, as_json=as_json)))
 
@@ -72,11 +70,11 @@ def _request(message: str | None, file: str | None) -> dict[str, Any]:
             return {"messages": [{"role": "user", "content": read_message(message)}]}
         case None, str():
             return read_request(file)
-    raise CliError("give either a message or --file: sluice submit --help shows both.")
+    raise CliError("give either a message or --file: see sluice submit --help.")
 
 
-def _named(request: dict[str, Any]) -> str | None:
-    """A file that names its model need not be told twice."""
+def _model_of(request: dict[str, Any]) -> str | None:
+    """Return the model that the request names; None if it names none."""
     model = request.get("model")
     return model if isinstance(model, str) else None
 
@@ -95,7 +93,7 @@ def _print_submitted(job: Submitted, *, as_json: bool) -> None:
         print_json(asdict(job))
         return
     print(job.id)
-    note(f"{job.state}. Watch it: sluice tail {job.id}")
+    note(f"{job.state}. Follow it: sluice tail {job.id}")
 
 
 async def _print_result(client: Client, job_id: str, *, indent: int | None) -> int:
@@ -106,7 +104,7 @@ async def _print_result(client: Client, job_id: str, *, indent: int | None) -> i
 
 
 async def _result(client: Client, job_id: str) -> tuple[str, dict[str, Any]]:
-    """How the job ended, and what there is to show for it."""
+    """Wait for the job, and return its final state with the object to print."""
     try:
         return "finished", await client.result(job_id)
     except JobFailed as failed:

@@ -1,4 +1,4 @@
-"""`sluice up`: a server and a worker on this machine, started and ended together."""
+"""`sluice up`: starts and stops a server and a worker on this machine together."""
 
 import asyncio
 import shutil
@@ -17,17 +17,18 @@ from sluice.client import Client
 from sluice.errors import SluiceError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_LOOK_S = 0.2  # between two looks whether the worker serves
-_HURRY_S = 1.0  # between two signals to a worker that has lost its server
+_POLL_S = 0.2  # between two checks if the worker is ready
+_SIGNAL_EVERY_S = 1.0  # between two signals to a worker that has lost its server
 _EXIT_SERVER_ENDED = 1
 
 
 def up(
     model: Annotated[
-        str | None, typer.Option(metavar="FOLDER_OR_HUB_ID", help="SLUICE_MODEL: what mlx_lm.load opens.")
+        str | None,
+        typer.Option(metavar="FOLDER_OR_HUB_ID", help="SLUICE_MODEL: a folder or hub id that mlx_lm.load can open."),
     ] = None,
     name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="SLUICE_MODEL_NAME: the name that jobs ask for.")
+        str | None, typer.Option(metavar="NAME", help="SLUICE_MODEL_NAME: the name that jobs use for it.")
     ] = None,
     max_rows: Annotated[int | None, typer.Option(metavar="N", help="SLUICE_MAX_ROWS: jobs at once.")] = None,
     port: Annotated[
@@ -36,111 +37,112 @@ def up(
             min=1,
             max=65_535,
             metavar="PORT",
-            help="Where the server listens.  [default: 6379, or a free one]",
+            help="Port of the server.  [default: 6379, or a free one]",
         ),
     ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Where the server keeps jobs and results; they are there again at the next start.  "
+            help="Folder in which the server keeps jobs and results for the next start.  "
             "[default: a folder of this user, which is printed]",
         ),
     ] = None,
 ) -> None:
-    """Serve one model on this machine alone: start a server of its own and a worker, until Ctrl-C or SIGTERM.
+    """Serve one model on this machine only: start a server and a worker, until Ctrl-C or SIGTERM.
 
-    No Redis has to be there. What other terminals need to reach it is printed when the model is loaded. The worker
-    reads its settings from SLUICE_... and .env, as `sluice worker` does, all but SLUICE_REDIS_URL.
+    No Redis is needed. When the model is loaded, the command prints how other terminals reach it. The worker reads
+    its settings from SLUICE_... and .env, as `sluice worker` does, except SLUICE_REDIS_URL.
 
     \b
     Example:
       sluice up --model mlx-community/Qwen3-4B-4bit
     """
-    given = {"--model": model, "--name": name, "--max-rows": max_rows}
-    options = [part for flag, value in given.items() if value is not None for part in (flag, str(value))]
+    flags = {"--model": model, "--name": name, "--max-rows": max_rows}
+    options = [part for flag, value in flags.items() if value is not None for part in (flag, str(value))]
     code = asyncio.run(_Up(EmbeddedServer((data or default_folder()).expanduser(), port), options).run())
     if code:
         raise typer.Exit(code)
 
 
 class _Up:
-    """The server comes first and goes last; signals are for the worker, which knows how to end."""
+    """Starts the server, then the worker, and stops them in reverse order. Signals are forwarded to the worker."""
 
     def __init__(self, server: EmbeddedServer, options: list[str]) -> None:
-        self._server, self._began = server, time.time()
+        self._server, self._started_at = server, time.time()
         self._command = [sys.executable, "-m", "sluice.cli", "worker", *options, "--redis-url", server.url]
         self._worker: asyncio.subprocess.Process | None = None
         self._stopped = False
 
     async def run(self) -> int:
-        """Return the exit status of the command. Raises `CliError`."""
+        """Run until the worker or the server ends, and return the exit status of the command. Raises `CliError`."""
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
-            loop.add_signal_handler(number, self._pass_on, number)
+            loop.add_signal_handler(number, self._forward_signal, number)
         async with self._server:
-            _say(f"server on port {self._server.port}, data in {self._server.folder}")
+            _print(f"server on port {self._server.port}, data in {self._server.folder}")
             if self._stopped:
                 return 0
-            # In a session of its own, or Ctrl-C would reach it twice: from the terminal, and from here.
+            # Without its own session Ctrl-C would reach it twice, from the terminal and from here.
             self._worker = await asyncio.create_subprocess_exec(
                 *self._command, start_new_session=True, stdin=subprocess.DEVNULL
             )
             return await self._watch(self._worker)
 
-    def _pass_on(self, number: int) -> None:
+    def _forward_signal(self, number: int) -> None:
         self._stopped = True
         if self._worker is not None:
             with suppress(ProcessLookupError):
                 self._worker.send_signal(number)
 
     async def _watch(self, worker: asyncio.subprocess.Process) -> int:
-        """Return when both or the worker have ended."""
+        """Wait until the worker has ended, or stop it if the server ends first. Return the exit status."""
         announcing = asyncio.create_task(self._announce())
         working, serving = asyncio.create_task(worker.wait()), asyncio.create_task(self._server.wait())
         await asyncio.wait([working, serving], return_when=asyncio.FIRST_COMPLETED)
         ready = announcing.done()
         announcing.cancel()
         if not working.done():
-            _say(f"the server has ended (exit code {serving.result()}); {self._server.log_file} may say why")
-            await _end(worker, working)
+            _print(f"the server has ended (exit code {serving.result()}); see {self._server.log_file}")
+            await _stop_worker(worker, working)
             return _EXIT_SERVER_ENDED
         serving.cancel()
         if not self._stopped:
-            _say(f"the worker has ended (exit code {working.result()})")
+            _print(f"the worker has ended (exit code {working.result()})")
         elif not ready:
-            return 0  # it was told to stop while it loaded its model, and held no job
+            return 0  # stopped while it loaded its model, so it held no job
         return working.result()
 
     async def _announce(self) -> None:
-        """Say how to reach the worker, once it serves."""
+        """Wait until the worker is ready, then print how to reach it."""
         async with Client(self._server.url) as client:
             while True:
                 with suppress(SluiceError):
                     for worker in await client.workers():
-                        if float(worker["started_at"]) >= self._began:
-                            return _invite(self._server.url, worker["model"])
-                await asyncio.sleep(_LOOK_S)
+                        if float(worker["started_at"]) >= self._started_at:
+                            return _print_instructions(self._server.url, worker["model"])
+                await asyncio.sleep(_POLL_S)
 
 
-async def _end(worker: asyncio.subprocess.Process, working: "asyncio.Task[int]") -> None:
-    """At once: it cannot hand its jobs back, and finds them again at the next start."""
+async def _stop_worker(worker: asyncio.subprocess.Process, working: "asyncio.Task[int]") -> None:
+    """Stop the worker quickly, with repeated signals. Without its server it cannot return its jobs; the next start
+    resumes them."""
     while not working.done():
         with suppress(ProcessLookupError):
             worker.terminate()
-        await asyncio.wait([working], timeout=_HURRY_S)
+        await asyncio.wait([working], timeout=_SIGNAL_EVERY_S)
 
 
-def _invite(url: str, model: str) -> None:
+def _print_instructions(url: str, model: str) -> None:
     command = "sluice" if shutil.which("sluice") or Path(sys.argv[0]).name != "sluice" else sys.argv[0]
     option = "" if model == "default" else f" --model {model}"
-    _say(
+    _print(
         "ready. In another terminal:\n\n"
         f"  export SLUICE_REDIS_URL={url}\n"
         f'  {command} chat{option} "Count to 12."\n\n'
-        "Ctrl-C here ends the worker, then the server. Jobs that wait are kept."
+        "Ctrl-C here stops the worker, then the server. Waiting jobs are kept."
     )
 
 
-def _say(sentence: str) -> None:
+def _print(sentence: str) -> None:
     print(f"sluice: {sentence}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`sluice worker`: `python -m worker`, with a few settings as flags."""
+"""`sluice worker`: runs `python -m worker`, with a few settings as options."""
 
 from typing import Annotated
 
@@ -11,41 +11,42 @@ from sluice.cli.errors import INSTALL_WORKER, CliError
 def worker(
     context: typer.Context,
     model: Annotated[
-        str | None, typer.Option(metavar="FOLDER_OR_HUB_ID", help="SLUICE_MODEL: what mlx_lm.load opens.")
+        str | None,
+        typer.Option(metavar="FOLDER_OR_HUB_ID", help="SLUICE_MODEL: a folder or hub id that mlx_lm.load can open."),
     ] = None,
     name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="SLUICE_MODEL_NAME: the name that jobs ask for.")
+        str | None, typer.Option(metavar="NAME", help="SLUICE_MODEL_NAME: the name that jobs use for it.")
     ] = None,
     redis_url: Annotated[
-        str | None, typer.Option(metavar="URL", help="SLUICE_REDIS_URL: the server that holds the queue.")
+        str | None, typer.Option(metavar="URL", help="SLUICE_REDIS_URL: URL of the Redis server.")
     ] = None,
     max_rows: Annotated[
-        int | None, typer.Option(parser=option_values.whole(), metavar="N", help="SLUICE_MAX_ROWS: jobs at once.")
+        int | None, typer.Option(parser=option_values.integer(), metavar="N", help="SLUICE_MAX_ROWS: jobs at once.")
     ] = None,
 ) -> None:
     """Serve one model until Ctrl-C or SIGTERM.
 
-    Every setting is a variable SLUICE_..., read from the environment or from .env in this folder; a flag wins over
-    both. .env.example in the repository lists all of them, with units and defaults.
+    Each setting is a variable SLUICE_..., read from the environment or from .env in this folder; an option overrides
+    both. .env.example in the repository lists all settings, with units and defaults.
 
     \b
     Example:
       sluice worker --model mlx-community/Qwen3-4B-4bit --max-rows 8
     """
     if context.args:
-        raise CliError(_surplus(context.args, model))
+        raise CliError(_argument_error(context.args, model))
     flags = {"model": model, "model_name": name, "redis_url": redis_url, "max_rows": max_rows}
     _serve({name: value for name, value in flags.items() if value is not None})
 
 
-def _surplus(args: list[str], model: str | None) -> str:
-    """Say what is wrong with arguments that belong to no option."""
+def _argument_error(args: list[str], model: str | None) -> str:
+    """Return a message about arguments that belong to no option."""
     if model is None and not args[0].startswith("-"):
-        return f"{args[0]}: a model is named by an option. Write: sluice worker --model {args[0]}"
+        return f"{args[0]}: the model must be given with an option. Write: sluice worker --model {args[0]}"
     return f"{' '.join(args)}: unknown argument. See: sluice worker --help"
 
 
-def _serve(given: dict[str, object]) -> None:
+def _serve(settings: dict[str, object]) -> None:
     try:
         from worker.app import run
         from worker.errors import CannotStart
@@ -53,6 +54,6 @@ def _serve(given: dict[str, object]) -> None:
     except ImportError as missing:
         raise CliError(f"the worker is not installed here ({missing}): {INSTALL_WORKER}") from None
     try:
-        run(read_settings(**given))
+        run(read_settings(**settings))
     except CannotStart as error:
         raise CliError(str(error)) from None

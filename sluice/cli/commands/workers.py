@@ -1,7 +1,8 @@
-"""`sluice workers`: who serves what, and how much there is to do."""
+"""`sluice workers`: lists the live workers and the jobs in their queues."""
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 from sluice.cli.commands.queue import note_unserved
@@ -14,39 +15,41 @@ from sluice.wire import LANES
 
 _EXIT_NO_WORKER = 1
 
-_FIELDS = {
+_FIELDS: dict[str, Callable[[str], Any]] = {
     "name": str,
     "model": str,
     "rows": int,
     "max_rows": int,
-    "offline_rows": int,  # that the batch lane may take at this time
+    "offline_rows": int,  # rows that the batch lane may use now
     "jobs_per_s": float,  # over the last minute
     "started_at": float,  # Unix seconds
     "version": str,
     "queue_limit": int,
-}  # of a worker's presence, in which all are strings
+    "images": lambda value: value == "yes",  # if the model accepts images
+}  # parsers of the fields of a worker's hash
 
 Worker = dict[str, Any]
 Depths = dict[str, dict[str, int]]  # jobs by model and lane
 
 
 def workers(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
-    """Show the live workers, the jobs in their queues, and the queues that nobody serves.
+    """List the live workers, the jobs in their queues, and the queues without a worker.
 
-    A job stays in its queue while it runs, and is counted there. With --json, one object for each worker; `queued`
-    holds the lanes of its model. Exit codes: 0, or 1 where no worker is alive. `sluice queue list` shows all queues.
+    A job stays in its queue while it runs, and is counted there. With --json, print an object for each worker; `queued`
+    has the number of jobs by lane for its model, and `images` is true if the model accepts images. Exit codes: 0, or 1
+    if no worker is alive. `sluice queue list` shows all queues.
 
     \b
     Examples:
       sluice workers
       sluice workers --json | jq .queued.interactive
     """
-    alive, depths, queues = asyncio.run(_look(redis_url))
+    alive, depths, queues = asyncio.run(_read_all(redis_url))
     note_unserved(queues)
     if not alive:
         raise CliError(
-            "no worker is alive here. Start one: sluice worker --model FOLDER_OR_HUB_ID; or name another server with "
-            "--redis-url.",
+            "no worker is alive on this server. Start one: sluice worker --model FOLDER_OR_HUB_ID; or select another "
+            "server with --redis-url.",
             exit_code=_EXIT_NO_WORKER,
         )
     if as_json:
@@ -57,18 +60,18 @@ def workers(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
     _print_depths(depths)
 
 
-async def _look(url: str) -> tuple[list[Worker], Depths, list[Queue]]:
+async def _read_all(url: str) -> tuple[list[Worker], Depths, list[Queue]]:
     async with connected(url) as client:
-        alive = list(filter(None, map(_read, await client.workers())))
+        alive = list(filter(None, map(_parse, await client.workers())))
         alive.sort(key=lambda worker: (worker["model"], worker["name"]))
         depths = {model: await _depth(client, model) for model in dict.fromkeys(w["model"] for w in alive)}
         return alive, depths, await client.queues()
 
 
-def _read(said: dict[str, str]) -> Worker | None:
-    """Nothing where somebody else has written to a worker's key."""
+def _parse(fields: dict[str, str]) -> Worker | None:
+    """Return the parsed fields; None for a foreign value under a worker's key."""
     try:
-        return {name: kind(said[name]) for name, kind in _FIELDS.items()}
+        return {name: kind(fields[name]) for name, kind in _FIELDS.items()}
     except (KeyError, ValueError):
         return None
 
@@ -86,6 +89,7 @@ def _print_workers(alive: list[Worker]) -> None:
             "rows / max": "right",
             "offline max": "right",
             "jobs/s": "right",
+            "images": "left",
             "up for": "right",
             "version": "left",
         },
@@ -96,6 +100,7 @@ def _print_workers(alive: list[Worker]) -> None:
                 f"{worker['rows']} / {worker['max_rows']}",
                 str(worker["offline_rows"]),
                 f"{worker['jobs_per_s']:.2f}",
+                "yes" if worker["images"] else "no",
                 format_duration(time.time() - worker["started_at"]),
                 worker["version"],
             )

@@ -1,4 +1,4 @@
-"""The conversation so far, and the next request."""
+"""The state of a conversation, from which each request is built."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,8 +9,8 @@ class Conversation:
     """Turns, options and pending images of a chat."""
 
     system: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)  # of every request: max_tokens, seed ...
-    images: list[str] = field(default_factory=list)  # data: URLs, shown with the next message
+    options: dict[str, Any] = field(default_factory=dict)  # sent with every request: max_tokens, seed ...
+    images: list[str] = field(default_factory=list)  # data: URLs, sent with the next message
     turns: list[dict[str, Any]] = field(default_factory=list)
 
     def request(self, message: str) -> dict[str, Any]:
@@ -19,11 +19,12 @@ class Conversation:
         return {"messages": [*system, *self.turns, self._turn(message)], **self.options}
 
     def add(self, message: str, answer: str) -> None:
-        """A message that got no answer is dropped: most templates refuse two user messages in a row."""
+        """Append a turn, and clear the pending images. A message without an answer is dropped, since most templates
+        reject two user messages in a row."""
         if answer:
             self.turns += [self._turn(message), {"role": "assistant", "content": answer}]
         self.images.clear()
 
     def _turn(self, message: str) -> dict[str, Any]:
-        shown = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
-        return {"role": "user", "content": [*shown, {"type": "text", "text": message}] if shown else message}
+        images = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
+        return {"role": "user", "content": [*images, {"type": "text", "text": message}] if images else message}

@@ -1,28 +1,28 @@
-"""Reads one message, of one or several lines, at the prompt."""
+"""Reads a message of one or more lines at the prompt."""
 
 import select
 import sys
 
 try:
-    import readline  # input() then edits the line and remembers the ones before
+    import readline  # gives input() line editing and a history
 except ImportError:
     pass
 else:
-    # A pasted text stays in the line that is edited until Enter is pressed. Python turns this off; macOS's libedit has
-    # nothing like it, and its pastes are put together below.
+    # With bracketed paste, a pasted text is edited as one line until Enter is pressed. Python disables it. macOS's
+    # libedit lacks it, so `_read_lines` joins its pasted lines.
     if "libedit" not in (readline.__doc__ or ""):
         readline.parse_and_bind("set enable-bracketed-paste on")
 
-_PROMPT, _MORE = "> ", "... "
+_PROMPT, _CONTINUATION = "> ", "... "
 _QUOTES = '"""'
-_PASTE_S = 0.05  # in which the next line of a pasted text is there
+_PASTE_S = 0.05  # within which the next line of a pasted text arrives
 
 
 def read_typed() -> str | None:
-    """The message; empty after Ctrl-C, None after Ctrl-D."""
+    """Read a message from the terminal; empty after Ctrl-C, None after Ctrl-D."""
     try:
         first = input(_PROMPT)
-        return _quoted(first) if first.lstrip().startswith(_QUOTES) else _lines(first)
+        return _read_quoted(first) if first.lstrip().startswith(_QUOTES) else _read_lines(first)
     except KeyboardInterrupt:
         print()
         return ""
@@ -31,32 +31,34 @@ def read_typed() -> str | None:
         return None
 
 
-def _quoted(first: str) -> str:
-    """All up to the next three quotes. A text that was pasted may be one of several lines already."""
+def _read_quoted(first: str) -> str:
+    """Return the text up to the closing quotes. `first` may already have several lines, if it was pasted."""
     text = first.lstrip().removeprefix(_QUOTES)
     while not text.rstrip().endswith(_QUOTES):
-        text += "\n" + input(_MORE)
+        text += "\n" + input(_CONTINUATION)
     return text.rstrip().removesuffix(_QUOTES).strip("\n")
 
 
-def _lines(first: str) -> str:
-    """A backslash at the end goes on with the next line. So does a pasted text that comes as lines of its own, until
-    a line is entered by hand: nothing is sent that was not seen."""
+def _read_lines(first: str) -> str:
+    """Return the message that begins with `first`. A line that ends in a backslash continues on the next one.
+
+    Pasted lines that arrive separately continue until a line is typed, so that the user confirms what is sent.
+    """
     lines = [first]
     while True:
         is_pasted = False
-        while _another_waits():
-            lines.append(input(_MORE))
+        while _is_input_pending():
+            lines.append(input(_CONTINUATION))
             is_pasted = True
         if is_pasted:
-            lines.append(input(_MORE))
+            lines.append(input(_CONTINUATION))
         elif lines[-1].endswith("\\"):
             lines[-1] = lines[-1].removesuffix("\\")
-            lines.append(input(_MORE))
+            lines.append(input(_CONTINUATION))
         else:
             return "\n".join(lines).rstrip("\n")
 
 
-def _another_waits() -> bool:
+def _is_input_pending() -> bool:
     ready, _, _ = select.select([sys.stdin], [], [], _PASTE_S)
     return bool(ready)

@@ -1,4 +1,4 @@
-"""Output on stdout besides a model's text: JSON for machines, tables for people."""
+"""Prints JSON and tables on stdout."""
 
 import json
 import re
@@ -12,22 +12,22 @@ from rich.text import Text
 
 from sluice.cli.terminal.view import printable
 
-# Only within a string does JSON hold these, and there an escape says the same: see `printable`.
+# In JSON these occur in strings only, where an escape is equivalent: see `printable`.
 _TO_ESCAPE = re.compile(r"[\x7f-\x9f\ud800-\udfff]")
 
-_PIPE_COLUMNS = 1000  # a pipe has no edge, and an id that was folded is none
+_PIPE_COLUMNS = 1000  # characters; wide enough that no id is folded when stdout is a pipe
 
 
 def print_json(value: dict[str, Any], indent: int | None = None) -> None:
-    """Print a JSON line, with control characters escaped."""
+    """Print a JSON object, on one line unless `indent` is given, with control characters escaped."""
     text = json.dumps(value, ensure_ascii=False, indent=indent)
-    escaped = _TO_ESCAPE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    escaped = _TO_ESCAPE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
     sys.stdout.buffer.write(escaped.encode() + b"\n")
     sys.stdout.buffer.flush()
 
 
 def print_table(title: str, columns: Mapping[str, JustifyMethod], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table; cells are escaped and folded."""
+    """Print a table. Control characters in cells are replaced, and long cells are folded."""
     table = Table(title=title, title_justify="left")
     for name, justify in columns.items():
         table.add_column(name, justify=justify, overflow="fold")
@@ -36,12 +36,12 @@ def print_table(title: str, columns: Mapping[str, JustifyMethod], rows: Iterable
     Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS).print(table)
 
 
-_LONGEST_S = 1e12  # an infinite score in a queue is no time
+_MAX_S = 1e12  # a foreign score in a queue may be infinite
 
 
 def format_duration(seconds: float) -> str:
     """Return the largest two units of a duration: `3 d 4 h`, `5 min 7 s`; `0 s` below a second or if negative."""
-    left, parts = int(min(max(0.0, seconds), _LONGEST_S)), []
+    left, parts = int(min(max(0.0, seconds), _MAX_S)), []
     for unit, size_s in {"d": 86_400, "h": 3_600, "min": 60, "s": 1}.items():
         count, left = divmod(left, size_s)
         if count:

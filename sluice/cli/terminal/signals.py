@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and the end of stdin as ordinary ways to stop."""
+"""Stops a command cleanly on Ctrl-C, SIGTERM or the end of stdin."""
 
 import asyncio
 import os
@@ -13,7 +13,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 async def stoppable(work: Coroutine[Any, Any, T], *, at_eof: bool = False) -> T | None:
-    """Return the result of the work; None if a signal stopped it. A second signal ends the command at once."""
+    """Run the coroutine and return its result; None if a signal, or with `at_eof` the end of stdin, cancelled it. A
+    second signal ends the process at once."""
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
 
     def stop() -> None:
@@ -24,13 +25,13 @@ async def stoppable(work: Coroutine[Any, Any, T], *, at_eof: bool = False) -> T 
     for number in _SIGNALS:
         loop.add_signal_handler(number, stop)
     if at_eof:
-        _when_stdin_ends(stop)
+        _call_at_eof(stop)
     await asyncio.wait([task])
     return None if task.cancelled() else task.result()
 
 
-def _when_stdin_ends(stop: Callable[[], None]) -> None:
-    """In a thread, since not every stdin can be waited for; it keeps nobody from ending."""
+def _call_at_eof(stop: Callable[[], None]) -> None:
+    """Call `stop` in the event loop at the end of stdin. Uses a daemon thread, since not every stdin can be polled."""
     loop = asyncio.get_running_loop()
 
     def read() -> None:
@@ -39,6 +40,6 @@ def _when_stdin_ends(stop: Callable[[], None]) -> None:
         try:
             loop.call_soon_threadsafe(stop)
         except RuntimeError:
-            pass  # the work was over first
+            pass  # the event loop has ended
 
     threading.Thread(target=read, daemon=True).start()

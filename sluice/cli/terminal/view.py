@@ -1,4 +1,4 @@
-"""One job on the terminal: its text on stdout, everything about it on stderr."""
+"""Prints the events of a job: its text on stdout, all else on stderr."""
 
 import json
 import re
@@ -15,19 +15,20 @@ from sluice.wire import Cancelled, Delta, Event, Failed, Finished, Progress, Res
 
 notes = Console(stderr=True)
 
-# A model's text must not steer the terminal, and a lone surrogate has no bytes.
+# Control characters in a model's text could control the terminal; lone surrogates cannot be encoded.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
-Show = Callable[[bytes, Event], None]  # an event as it was written, and as it was read
+ShowEvent = Callable[[bytes, Event], None]  # the event as JSON, and parsed
 
 
-def showing(*, as_json: bool, announce: bool = False) -> AbstractContextManager[Show]:
-    """Return a context that yields a printer of events: JSON lines or text. `announce` also prints starts."""
-    return nullcontext(print_line) if as_json else View(announce=announce).shown()
+def event_printer(*, as_json: bool, announce: bool = False) -> AbstractContextManager[ShowEvent]:
+    """Return a context that yields a function to print events, as JSON lines or as text. `announce`: also print which
+    worker starts the job."""
+    return nullcontext(print_line) if as_json else View(announce=announce).active()
 
 
 def print_line(raw: bytes, event: Event) -> None:
-    """Print an event as a JSON line; failures also on stderr."""
+    """Print an event as a JSON line on stdout, and a failure on stderr too."""
     sys.stdout.buffer.write(raw + b"\n")
     sys.stdout.buffer.flush()
     if isinstance(event, Failed):
@@ -39,27 +40,27 @@ class Answer:
     """The answer of the current attempt."""
 
     text: str = ""
-    thought: bool = False
-    called: bool = False
+    reasoned: bool = False  # it has reasoning
+    called: bool = False  # it has a complete tool call
 
-    def why_silent(self, finish_reason: str) -> str:
+    def why_empty(self, finish_reason: str) -> str:
         """Return why there is no text."""
         if self.called:
-            return "the model asks for the result of a tool first"
+            return "the model needs the result of a tool call first"
         if finish_reason == "length":
-            return "the limit came before it; give the model more max_tokens"
-        return "the model only thought" if self.thought else "the answer is empty"
+            return "the token limit was reached first; increase max_tokens"
+        return "the model wrote reasoning only" if self.reasoned else "the answer is empty"
 
 
 @dataclass
 class Call:
-    """A tool call. Its name comes first, then its arguments in fragments."""
+    """A tool call, received as its name and then fragments of its arguments."""
 
     function: str
     arguments: str = ""
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """True if the arguments are complete JSON."""
         try:
             json.loads(self.arguments)
@@ -73,15 +74,15 @@ class View:
 
     def __init__(self, *, announce: bool = False) -> None:
         self.answer = Answer()
-        self._from_start = False  # has all of the answer been shown?
-        self._call: Call | None = None  # under way, to be shown when something else follows
+        self._from_start = False  # True if the events since the start of the attempt were shown
+        self._call: Call | None = None  # incomplete; printed when other output follows
         self._announce = announce
         self._status = notes.status("waiting in the queue", spinner_style="dim")
-        self._open: str | None = None  # the stream on which a line has begun: text, or thoughts
+        self._open_stream: str | None = None  # the output with an unfinished line: "text" or "reasoning"
 
     @contextmanager
-    def shown(self) -> Iterator[Show]:
-        """Show a status line and yield `show`."""
+    def active(self) -> Iterator[ShowEvent]:
+        """Show a status line while the context is open, and yield `show`."""
         try:
             self._status.start()
             yield self.show
@@ -93,12 +94,12 @@ class View:
         """Print one event."""
         match event:
             case Restarted():
-                self._begin_anew()
-                self._remark(f"{event.worker} starts over; what was said so far does not count")
+                self._reset()
+                self._note(f"{event.worker} starts over: ignore the text so far")
             case Resumed():
-                self._remark(f"{event.worker} goes on")
+                self._note(f"{event.worker} continues")
             case Started():
-                self._started(event)
+                self._start(event)
             case Progress():
                 self._status.update(f"{event.phase} {event.done:,} of {event.total:,} tokens")
             case Delta():
@@ -106,40 +107,40 @@ class View:
             case Finished():
                 self._finished(event)
             case Failed():
-                self._last(_failure(event), style="red")
+                self._note_last(_failure(event), style="red")
             case Cancelled():
-                self._last(f"cancelled: {event.reason}")
+                self._note_last(f"cancelled: {event.reason}")
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self.answer, self._call, self._from_start = Answer(), None, True
 
-    def _started(self, event: Started) -> None:
-        self._begin_anew()
-        self._status.update("reading the prompt")
+    def _start(self, event: Started) -> None:
+        self._reset()
+        self._status.update("computing the prompt")
         if self._announce:
-            self._remark(f"{event.worker} answers as {event.model} with seed {event.seed}")
+            self._note(f"worker {event.worker}, model {event.model}, seed {event.seed}")
 
     def _delta(self, event: Delta) -> None:
         if event.reasoning:
-            self._think(event.reasoning)
+            self._print_reasoning(event.reasoning)
         if event.content:
-            self._say(event.content)
+            self._print_content(event.content)
         for fragment in event.tool_calls or ():
-            self._gather(fragment.get("function", {}))
+            self._add_to_call(fragment.get("function", {}))
 
-    def _think(self, text: str) -> None:
+    def _print_reasoning(self, text: str) -> None:
         self._end_call()
-        self._begin("thoughts")
+        self._begin_line("reasoning")
         notes.out(printable(text), end="", style="dim italic", highlight=False)
         self._end_line_with(text)
-        self.answer.thought = True
+        self.answer.reasoned = True
 
-    def _say(self, text: str) -> None:
+    def _print_content(self, text: str) -> None:
         self._end_call()
         self._write(text)
         self.answer.text += text
 
-    def _gather(self, function: dict[str, Any]) -> None:
+    def _add_to_call(self, function: dict[str, Any]) -> None:
         if name := function.get("name"):
             self._end_call()
             self._call = Call(name)
@@ -148,7 +149,7 @@ class View:
             self._call.arguments += function.get("arguments") or ""
 
     def _end_call(self) -> None:
-        if self._call and self._call.whole:
+        if self._call and self._call.is_complete:
             self._end_line()
             self._write(f"→ {self._call.function}({self._call.arguments})\n")
             self.answer.called = True
@@ -157,40 +158,40 @@ class View:
     def _finished(self, event: Finished) -> None:
         self._end_call()
         if self._from_start and not self.answer.text.strip():
-            self._last(f"no text: {self.answer.why_silent(event.finish_reason)}")
-        self._last(_summary(event))
+            self._note_last(f"no text: {self.answer.why_empty(event.finish_reason)}")
+        self._note_last(_summary(event))
 
     def _write(self, text: str) -> None:
-        self._begin("text")
+        self._begin_line("text")
         sys.stdout.write(printable(text))
         sys.stdout.flush()
         self._end_line_with(text)
 
     def _end_line_with(self, text: str) -> None:
         if text.endswith("\n"):
-            self._open = None
+            self._open_stream = None
 
-    def _begin(self, stream: str) -> None:
+    def _begin_line(self, stream: str) -> None:
         self._status.stop()
-        if self._open not in (None, stream):
+        if self._open_stream not in (None, stream):
             self._end_line()
-        self._open = stream
+        self._open_stream = stream
 
-    def _remark(self, text: str, style: str = "dim") -> None:
+    def _note(self, text: str, style: str = "dim") -> None:
         self._end_line()
         note(text, style)
 
-    def _last(self, text: str, style: str = "dim") -> None:
+    def _note_last(self, text: str, style: str = "dim") -> None:
         self._status.stop()
-        self._remark(text, style)
+        self._note(text, style)
 
     def _end_line(self) -> None:
-        match self._open:
+        match self._open_stream:
             case "text":
                 print(flush=True)
-            case "thoughts":
+            case "reasoning":
                 notes.out()
-        self._open = None
+        self._open_stream = None
 
 
 def note(text: str, style: str = "dim") -> None:
@@ -204,16 +205,16 @@ def printable(text: str) -> str:
 
 
 def _failure(event: Failed) -> str:
-    again = " The same request may go well later." if event.error.retryable else ""
+    again = " The same request may succeed later." if event.error.retryable else ""
     return f"{event.error.type}: {event.error.message}{again}"
 
 
 def _summary(event: Finished) -> str:
-    took, tokens = event.timings, event.usage.completion_tokens
+    timings, tokens = event.timings, event.usage.completion_tokens
     return " · ".join([
-        f"queue {_duration(took.queue_s)}",
-        f"ttft {_duration(took.ttft_s)}",
-        *([f"{took.tokens_per_s:.1f} tokens/s"] if took.tokens_per_s else []),  # 0: too little to measure
+        f"queue {_duration(timings.queue_s)}",
+        f"ttft {_duration(timings.ttft_s)}",
+        *([f"{timings.tokens_per_s:.1f} tokens/s"] if timings.tokens_per_s else []),  # 0: fewer than two tokens
         f"{tokens:,} token{'s' * (tokens != 1)}",
         event.finish_reason,
     ])  # fmt: skip

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import redis.asyncio
 
-from scripts.scenarios.harness import ask, paced, running, until_decoding
+from scripts.scenarios.harness import chat_request, paced_worker, running, until_decoding
 from sluice import Client
 from worker.monitoring.heartbeat import Heartbeat
 from worker.queue.job.claims import Claim, Claims
@@ -23,7 +23,7 @@ def settings(url: str, **more: object) -> Settings:
 
 
 async def claimed(client: Client, db: redis.asyncio.Redis, given: Settings, job_id: str = "job") -> Claim:
-    await client.submit(ask(1), id=job_id)
+    await client.submit(chat_request(1), id=job_id)
     (claim,) = await Claims(db, given).take("interactive", 1)
     return claim
 
@@ -110,8 +110,8 @@ def test_a_server_that_is_away_does_not_end_the_keeper(client: Client, redis_url
 
 @pytest.mark.timing
 async def test_a_worker_whose_loop_hangs_ends_and_says_why(redis_url: str, client: Client) -> None:
-    async with running(paced(redis_url, lease_s=1, watchdog_s=1.5)) as worker:
-        job = await client.submit(ask(30, "block 30"))
+    async with running(paced_worker(redis_url, lease_s=1, watchdog_s=1.5)) as worker:
+        job = await client.submit(chat_request(30, "block 30"))
         await until_decoding(client, [job.id], 2)
         assert await asyncio.to_thread(worker.wait, 10) == EXIT_STALLED
         assert "the event loop has hung" in worker.log()

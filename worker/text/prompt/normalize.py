@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from schemas.base import MOST_CHARACTERS, AnyJsonObject
+from schemas.base import MAX_CHARACTERS, AnyJsonObject
 from schemas.messages import AssistantMessage, Message
 from worker.text.tokenizer import Conversation
 
@@ -97,7 +97,7 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 
 def _arguments(text: str) -> Any:
     """Return the object that the JSON text holds, as most templates expect, or the text if it is not an object."""
-    if len(text) > MOST_CHARACTERS:  # parsing it would hold the interpreter's lock for long
+    if len(text) > MAX_CHARACTERS:  # parsing it would hold the interpreter's lock for long
         return text
     try:
         return _ARGUMENTS.validate_json(text.strip() or "{}")
