@@ -73,6 +73,7 @@ async def _serve(
     async with _loaded(engine, ending) as model:
         with _image_inputs(settings, model) as images:
             context = _worker_context(settings, engine, model, images, metrics)
+            await context.codec.try_template()
             gc.freeze()  # otherwise a full collection would visit these objects each time, and delay every row
             worker = QueueWorker(
                 [func(chat, name="chat")],

@@ -54,6 +54,17 @@ def test_a_worker_with_a_database_that_its_server_does_not_have_ends_before_it_l
             worker.stop()
 
 
+def test_a_worker_whose_chat_template_does_not_end_says_so_and_ends(redis_url: str) -> None:
+    worker = WorkerProcess(redis_url, module="tests.end_to_end.endless_template").start(wait=False)
+    try:
+        assert worker.wait() == 2
+        assert "the model's chat template took longer than" in worker.log()
+        assert " serves " not in worker.log()
+        assert "Traceback" not in worker.log()
+    finally:
+        worker.stop()
+
+
 def test_a_worker_says_that_it_serves_when_it_has_met_its_server_and_not_before() -> None:
     port, probes = free_port(), free_port()
     worker = WorkerProcess(f"redis://127.0.0.1:{port}/0", metrics_port=probes, lease_s=1).start(wait=False)

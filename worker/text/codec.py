@@ -56,6 +56,10 @@ class TextCodec:
         )
         self._grammars = GrammarStates(tokenizer, self._vocabulary, self._format, vocab)
 
+    async def try_template(self) -> None:
+        """Try the chat template before the first request. Raises `CannotStart` if it takes too long."""
+        await self._prompts.try_template()
+
     async def prompt(self, request: ChatRequest, images: Sequence[str] = (), lane: Lane = "interactive") -> Prompt:
         """Render and tokenize the request's messages.
 

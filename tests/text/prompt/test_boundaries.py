@@ -311,7 +311,10 @@ async def test_boundaries_take_one_more_render_for_each_turn_that_may_come(
 
 async def test_a_short_prompt_with_boundaries_stays_on_the_loop() -> None:
     tokenizer = ByteTokenizer()
-    prompt = await TextCodec(tokenizer, 256, boundaries=True).prompt(request(RULES, user("Hi")))
+    codec = TextCodec(tokenizer, 256, boundaries=True)
+    await codec.try_template()
+    tokenizer.threads.clear()
+    prompt = await codec.prompt(request(RULES, user("Hi")))
     assert tokenizer.threads == {threading.current_thread()}
     assert len(prompt.boundaries) == 3
 

@@ -1,5 +1,6 @@
 import asyncio
 import threading
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from tests.fakes import ByteTokenizer
 from tests.text.conversations import Said, assistant, call, calling, developer, image, result, text, user
 from tests.text.templated import TEMPLATES, prompt, rendered, request
-from worker.errors import JobFailure
+from worker.errors import CannotStart, JobFailure
 from worker.text.codec import TextCodec
 from worker.text.prompt.prompt import Prompts
 from worker.text.tokenizer import Conversation
@@ -215,7 +216,10 @@ async def test_a_model_without_think_markers_does_not_think() -> None:
 
 async def threads(*messages: Said, **rest: Any) -> set[threading.Thread]:
     tokenizer = ByteTokenizer(template="{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}")
-    await Prompts(tokenizer, None).render(request(*messages, **rest))
+    prompts = Prompts(tokenizer, None)
+    await prompts.try_template()
+    tokenizer.threads.clear()
+    await prompts.render(request(*messages, **rest))
     return tokenizer.threads
 
 
@@ -232,12 +236,56 @@ async def test_only_the_first_trial_of_a_short_prompt_is_on_the_loop(template: s
             on_the_loop.append(threading.current_thread() is threading.main_thread())
             return super().render(conversation, **how)
 
-    on_the_loop = list[bool]()
+    on_the_loop, prompts = list[bool](), Prompts(Counting(template=template), None)
+    await prompts.try_template()
+    on_the_loop.clear()
     with suppress(JobFailure):
-        await Prompts(Counting(template=template), None).render(request(developer("Be brief."), HELLO, tools=[LOOK]))
+        await prompts.render(request(developer("Be brief."), HELLO, tools=[LOOK]))
     assert on_the_loop == sorted(on_the_loop, reverse=True)
     assert on_the_loop.count(True) <= 3  # as it is, with fewer calls, without tools
     assert on_the_loop.count(False) > 3
+
+
+class PacedTokenizer(ByteTokenizer):
+    """Its template takes as much processor time as it is told."""
+
+    seconds = 0.0
+
+    def render(self, conversation: Conversation, **how: Any) -> str:
+        ends = time.thread_time() + self.seconds
+        while time.thread_time() < ends:
+            pass
+        return super().render(conversation, **how)
+
+
+async def test_a_template_is_not_rendered_on_the_loop_before_it_was_quick_elsewhere() -> None:
+    tokenizer = PacedTokenizer()
+    prompts = Prompts(tokenizer, None)
+    for seconds, on_the_loop in (0.1, False), (0.1, False), (0.0, False), (0.0, True), (0.1, True), (0.0, False):
+        tokenizer.seconds = seconds
+        tokenizer.threads.clear()
+        await prompts.render(request(HELLO))
+        assert (threading.current_thread() in tokenizer.threads) is on_the_loop
+
+
+async def test_a_template_that_takes_too_long_for_one_word_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    class EndlessTokenizer(ByteTokenizer):
+        def render(self, conversation: Conversation, **how: Any) -> str:
+            ended.wait(30)
+            return ""
+
+    monkeypatch.setattr("worker.text.prompt.prompt._TRIAL_S", 0.1)
+    ended = threading.Event()
+    with pytest.raises(CannotStart, match="chat template"):
+        await asyncio.wait_for(TextCodec(EndlessTokenizer(), 256).try_template(), 10)
+    ended.set()
+
+
+async def test_what_a_template_refuses_is_left_to_the_requests() -> None:
+    prompts = Prompts(ByteTokenizer(template="{{ raise_exception('No.') }}"), None)
+    await prompts.try_template()
+    with pytest.raises(JobFailure):
+        await prompts.render(request(HELLO))
 
 
 LONG = "long " * 500

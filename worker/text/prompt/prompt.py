@@ -1,6 +1,8 @@
 """Renders a request's messages with the model's own chat template, and tokenizes the text."""
 
+import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from jinja2 import TemplateError
 
 from schemas import ChatRequest
 from schemas.keys import Lane
-from worker.errors import JobFailure
+from worker.errors import CannotStart, JobFailure
 from worker.text.prompt.boundaries import Boundaries, Codec, Rendered
 from worker.text.prompt.droppable import DroppableRanges
 from worker.text.prompt.escaping import ControlTokenEscaping, Inputs
@@ -37,6 +39,9 @@ logger = logging.getLogger("sluice.text")
 
 # Longer conversations take more than a millisecond, and are rendered on a thread: other streams share the event loop.
 _LONG_CHARACTERS = 2_000
+# A template that takes longer for a short conversation is rendered on a thread too, until it takes less.
+_QUICK_S = 0.02
+_TRIAL_S = 20.0  # for the first message of a worker, of one word; compiling the template is included
 # Private-use characters, which texts hardly ever contain.
 _FOR_IMAGES = range(0x100000, 0x10FFFE)
 _LONGEST_REASON = 500  # characters; one of transformers' errors quotes the whole conversation
@@ -75,10 +80,24 @@ class Prompts:
         self._tokenizer, self._think, self._boundaries, self._droppable = tokenizer, think, boundaries, droppable
         self._limit, self._threads = PromptLimit(tokenizer.encode, context, think), threads or TextThreads()
         self._escaping, self._adapter = escaping, TemplateAdapter(think)
-        self._logged = set[str]()
+        self._logged, self._is_quick = set[str](), False
+
+    async def try_template(self) -> None:
+        """Render a message of one word on a text thread, so that a template that takes too long ends the worker before
+        its first job. Errors of the template are left to the requests. Raises `CannotStart`."""
+        try:
+            async with asyncio.timeout(_TRIAL_S):
+                with suppress(JobFailure):
+                    await self.render(ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hello"}]}))
+        except TimeoutError:
+            raise CannotStart(
+                f"the model's chat template took longer than {_TRIAL_S:g} s for a message of one word; serve a copy of "
+                "the model with another chat_template.jinja."
+            ) from None
 
     async def render(self, request: ChatRequest, images: Sequence[str] = (), lane: Lane = "interactive") -> Prompt:
-        """Return the request's prompt. A short one is rendered on the event loop, others on a text thread.
+        """Return the request's prompt. A short one is rendered on the event loop if the template was quick before, any
+        other on a text thread.
 
         `images`: the text that the model reads for each image of the messages, in order; empty for a text model.
         Raises `JobFailure`, which quotes the template's error.
@@ -88,7 +107,7 @@ class Prompts:
             self._log_once(f"does not read {name}: it has no effect on requests that set it")
         read = partial(_inputs, request, variables)
         length = cost_in_characters([request.messages, request.offered_tools, variables, images], LARGE)
-        if length < _LONG_CHARACTERS and not self._needs_escaping(inputs := read()):
+        if self._is_quick and length < _LONG_CHARACTERS and not self._needs_escaping(inputs := read()):
             with suppress(NeedsAdaptation):  # several trials are needed then, which run on a thread
                 return self._prompt(lambda: inputs, images, self._adapter.render_unchanged, never)
         work = partial(self._prompt, read, images, self._adapter.adapt)
@@ -102,7 +121,11 @@ class Prompts:
         conversation = inputs.conversation
         render = partial(self._tokenizer.render, variables=inputs.variables, images=image_texts)
         rendering, marks = _Rendering(render, adapt, inputs.tools, check), tuple(image_texts)
-        text, begun = self._render_opening(conversation, rendering, codec)
+        try:
+            text, begun = self._render_opening(conversation, rendering, codec)
+        finally:
+            if cost_in_characters([flat], _LONG_CHARACTERS) < _LONG_CHARACTERS:
+                self._is_quick = rendering.slowest_s < _QUICK_S
         text += begun
         self._limit.check_rendered(codec.plain(text), counted, check)
         tokens, thinking = tuple(_encoded(text, codec)), _thinking(text, begun, self._think)
@@ -148,6 +171,7 @@ class _Rendering:
         """`template`: a tokenizer's `render` with the arguments that are the same in all trials."""
         self._template, self._adapt, self.tools, self._check = template, adapt, tools, check
         self.findings: list[Finding] = []  # reasons for the changes that were made
+        self.slowest_s = 0.0  # processor time of the trial that took most
 
     def text_of(self, conversation: Conversation, continues: bool) -> str:
         """Return the template's text, with the changes that it needs. `continues`: leave the last turn open."""
@@ -164,7 +188,11 @@ class _Rendering:
 
     def _render(self, continues: bool, conversation: Conversation, tools: Tools) -> str:
         self._check()
-        return self._template(conversation, tools=tools, continues=continues)
+        began = time.thread_time()
+        try:
+            return self._template(conversation, tools=tools, continues=continues)
+        finally:
+            self.slowest_s = max(self.slowest_s, time.thread_time() - began)
 
 
 def _inputs(request: ChatRequest, variables: dict[str, Any]) -> Inputs:
