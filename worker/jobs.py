@@ -1,4 +1,4 @@
-"""Runs one job: job to request, request to generation request, outcomes to events. Read this first."""
+"""Run one job: job to request, request to generation request, outcomes to events. Read this first."""
 
 import asyncio
 import logging
@@ -36,7 +36,8 @@ logger = logging.getLogger("sluice.jobs")
 
 
 async def chat(ctx: dict[Any, Any], body: Any) -> JobResult:
-    """The function that producers enqueue. Raises `JobFailure` with what the client should change."""
+    """Run one attempt at a job: the arq function that producers enqueue. Raises `JobFailure` if it
+    ends without an answer."""
     attempt = Chat(ctx["job"], ctx["context"])
     try:
         return await attempt.run(body)
@@ -77,24 +78,24 @@ class Chat:
             seed = seed_of(request, job.claim.job_id)
             job.log.fields |= request.model_dump(include={"prompt_cache_key"}, exclude_none=True)
             prompt, images = await self._prompt(request)
-            sequence = self._generation_request(request, prompt, images, seed)
+            generation_request = self._generation_request(request, prompt, images, seed)
             self._grammar = await context.codec.grammar(request, prompt, job.claim.lane)
             resumed_tokens = await self._begin(request, prompt, seed)
-            sequence = replace(
-                sequence,
+            generation_request = replace(
+                generation_request,
                 grammar=self._grammar,
                 resume_tokens=resumed_tokens,
                 kept_ranges=self._recorder.specprefill.kept,
             )
-            logger.info("%s admitted: %d prompt tokens, lane %s", job.claim.job_id, len(prompt.tokens), job.claim.lane)
+            logger.info("%s prepared: %d prompt tokens, lane %s", job.claim.job_id, len(prompt.tokens), job.claim.lane)
             try:
-                if self._completed_before or len(resumed_tokens) >= sequence.max_tokens:
-                    self._finish_resumed(sequence)
+                if self._completed_before or len(resumed_tokens) >= generation_request.max_tokens:
+                    self._finish_resumed(generation_request)
                 else:
-                    context.engine.submit(sequence, self)
+                    context.engine.submit(generation_request, self)
                 finish_reason = await self._done
             finally:
-                context.engine.remove(sequence.id)
+                context.engine.remove(generation_request.id)
                 self._recorder.flush()
         return self._recorder.result(request, context, seed, finish_reason, self._output.retracted)
 
@@ -180,9 +181,9 @@ class Chat:
             images=images,
         )
 
-    def _finish_resumed(self, sequence: GenerationRequest) -> None:
+    def _finish_resumed(self, generation_request: GenerationRequest) -> None:
         """Finish without the engine: the earlier worker died between the last token and the final event."""
-        ran_out = len(sequence.resume_tokens) >= sequence.max_tokens and not self._output.stopped
+        ran_out = len(generation_request.resume_tokens) >= generation_request.max_tokens and not self._output.stopped
         self._done.set_result(self._output.finish_reason("length" if ran_out else "stop"))
 
     def on_outcome(self, outcome: Outcome, rows: int) -> None:

@@ -15,11 +15,11 @@ from worker.text.codec import TextCodec
 class Engine(Protocol):
     """The engine thread's interface for jobs."""
 
-    def submit(self, sequence: GenerationRequest, listener: OutcomeListener) -> None:
-        """Queue a sequence. Its id must never have been used before."""
+    def submit(self, request: GenerationRequest, listener: OutcomeListener) -> None:
+        """Submit a request. Its id must never have been used before."""
 
-    def remove(self, sequence_id: str) -> None:
-        """Remove a sequence in any state; one that has ended is ignored. Its listener is no longer called."""
+    def remove(self, request_id: str) -> None:
+        """Remove a request in any state; one that has ended is ignored. Its listener is no longer called."""
 
 
 @dataclass(frozen=True, slots=True)
