@@ -30,7 +30,7 @@ def test_some_bodies_are_json_and_some_are_not() -> None:
     def is_json(body: bytes) -> bool:
         try:
             json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):  # some nest deeper than the reader goes
             return False
         return True
 

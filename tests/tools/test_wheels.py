@@ -13,6 +13,8 @@ import sluice
 import worker
 from scripts.stack import ROOT
 
+pytestmark = pytest.mark.xdist_group("wheels")  # they are built once
+
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
