@@ -17,7 +17,7 @@ from worker.queue.server.connection import connect
 async def test_the_engine_is_held_while_too_many_events_wait_and_goes_on_after(
     redis_url: str, db: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel, "_MOST_HELD", 10)
+    monkeypatch.setattr(channel, "_MAX_UNWRITTEN", 10)
     given, held = settings(redis_url), list[bool]()
     await put(db, "a", envelope({}))
     async with connect(given) as redis:
