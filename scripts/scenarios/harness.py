@@ -111,6 +111,17 @@ async def until_decoding(client: Client, ids: Sequence[str], tokens: int = 10) -
                 break
 
 
+async def until_taken_over(db: redis.asyncio.Redis, ids: Sequence[str], *, timeout_s: float = 60) -> None:
+    """Wait until each job has had a second attempt, or has ended. Raises TimeoutError."""
+    async with asyncio.timeout(timeout_s):
+        for job_id in ids:
+            while True:
+                state, attempt = await db.hmget(f"sluice:job:{job_id}", ["state", "attempt"])  # type: ignore[misc]
+                if int(attempt or 0) > 1 or (state or b"").decode() in FINAL:
+                    break
+                await asyncio.sleep(0.02)
+
+
 async def corrupt_logs(db: redis.asyncio.Redis, ids: Sequence[str]) -> int:
     """Return the number of jobs with an event whose seq is not its index, or whose attempt is lower than before."""
     bad = 0
@@ -135,22 +146,57 @@ async def leaks(db: redis.asyncio.Redis) -> list[str]:
     return found
 
 
+async def count_running(db: redis.asyncio.Redis, ids: Sequence[str]) -> int:
+    """Return how many of these jobs are claimed and have not ended."""
+    async with db.pipeline(transaction=False) as pipe:
+        for job_id in ids:
+            pipe.hget(f"sluice:job:{job_id}", "state")
+        states: list[bytes | None] = await pipe.execute()
+    return states.count(b"running")
+
+
+async def count_leases(db: redis.asyncio.Redis, worker: str) -> int:
+    """Return how many jobs run on this worker."""
+    keys: list[bytes] = await db.keys("arq:in-progress:*")
+    owners: list[bytes | None] = await db.mget(keys) if keys else []
+    return sum(owner is not None and owner.startswith(f"{worker}:".encode()) for owner in owners)
+
+
+def at_each(what: str, counts: Sequence[int], streams: int) -> Figure:
+    """Return the figure for signals that all have to come while streams run: otherwise they test nothing. `counts`:
+    the streams that ran at each signal."""
+    shown = ", then ".join(str(count) for count in counts)
+    return Figure(
+        f"{what}: streams running then", "≥ 1", f"{shown or 0} of {streams}", bool(counts) and min(counts) > 0
+    )
+
+
+def at_some(what: str, counts: Sequence[int]) -> Figure:
+    """Return the figure for signals at random moments, of which some have to come while jobs run."""
+    busy = sum(count > 0 for count in counts)
+    value = f"{busy} of {len(counts)}, up to {max(counts, default=0)} jobs"
+    return Figure(f"{what}: while jobs ran", "≥ 1", value, busy > 0)
+
+
 @asynccontextmanager
-async def killing_connections(url: str, every_s: float, kind: str = "normal") -> AsyncIterator[None]:
-    """Kill all connections of this kind but our own, every `every_s` seconds while the context is open."""
+async def killing_connections(url: str, every_s: float, kind: str, ids: Sequence[str]) -> AsyncIterator[list[int]]:
+    """Kill all connections of this kind but our own, every `every_s` seconds while the context is open. Yields a list
+    that receives, at each kill, how many of the jobs run."""
+    counts = list[int]()
 
     async def kill() -> None:
         async with redis.asyncio.Redis.from_url(url) as db:
             while True:
                 await asyncio.sleep(every_s)
                 try:
+                    counts.append(await count_running(db, ids))
                     await db.execute_command("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes")
                 except (RedisError, OSError):
                     pass  # the server is down at the moment
 
     killer = asyncio.create_task(kill())
     try:
-        yield
+        yield counts
     finally:
         killer.cancel()
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import redis.asyncio
 
-from scripts.scenarios.harness import QUEUE, Figure, chat_request, leaks, paced_worker, record
+from scripts.scenarios.harness import QUEUE, Figure, at_some, chat_request, count_leases, leaks, paced_worker, record
 from sluice import Client
 
 
@@ -18,7 +18,7 @@ async def many_small_jobs(url: str, *, jobs: int, kill_every_s: float) -> list[F
     dice = random.Random(2)
     async with Client(url) as client, redis.asyncio.Redis.from_url(url) as db:
         settings: dict[str, float] = {"lease_s": 1, "max_rows": 256, "step_ms": 1, "reserved_rows": 0}
-        kills = 0
+        at_kills = list[int]()
         with ExitStack() as stack:
             workers = [paced_worker(url, queue_limit=10**6, **settings) for _ in range(2)]
             for worker in workers:
@@ -28,16 +28,17 @@ async def many_small_jobs(url: str, *, jobs: int, kill_every_s: float) -> list[F
             while not submitting.done() or await client.queued("default", "interactive"):
                 await asyncio.sleep(dice.uniform(0.5, 1.5) * kill_every_s)
                 victim = dice.choice(workers)
+                at_kills.append(await count_leases(db, victim.name))
                 victim.signal(signal.SIGKILL)
                 await asyncio.to_thread(victim.wait)
                 await asyncio.to_thread(victim.start)
-                kills += 1
         endings = [await _endings(db, job_id) for job_id in _ids(jobs)]
         left = await leaks(db)
     wrong = sum(len(ending) != 1 for ending in endings)
     blamed = sum(ending == ["failed"] for ending in endings)
-    label = f"{jobs:,} small jobs, two workers, {kills} kills"
+    label = f"{jobs:,} small jobs, two workers, {len(at_kills)} kills"
     return [
+        at_some(label, at_kills),
         Figure(f"{label}: jobs without exactly one final event", "0", str(wrong), wrong == 0),
         Figure(f"{label}: jobs failed because of the kills", "0", str(blamed), blamed == 0),
         Figure(f"{label}: leaked keys", "0", str(len(left)), not left),

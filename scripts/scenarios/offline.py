@@ -7,7 +7,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import redis.asyncio
 
 from scripts.batch_run import BatchRun, custom_id, number_of
 from scripts.benchmarks.models import tiny_chat_in_fp32
-from scripts.scenarios.harness import Figure, chat_request, leaks, paced_worker
+from scripts.scenarios.harness import Figure, at_some, chat_request, count_leases, leaks, paced_worker
 from scripts.scenarios.outages import DURABLE
 from scripts.stack import Server, WorkerProcess
 from sluice import Client
@@ -46,6 +46,7 @@ class Scene:
     server: Server
     workers: list[WorkerProcess]
     run: BatchRun
+    at_kills: list[int] = field(default_factory=list)  # lines that ran on a worker when it was killed
 
     async def kill(self, victim: str) -> None:
         """Kill the feeder, the server or a worker, and start it again."""
@@ -60,6 +61,8 @@ class Scene:
             await asyncio.to_thread(self.server.start)
         else:
             worker = self.workers[int(victim)]
+            async with redis.asyncio.Redis.from_url(self.server.url) as db:
+                self.at_kills.append(await count_leases(db, worker.name))
             worker.signal(signal.SIGKILL)
             await asyncio.to_thread(worker.wait)
             worker.start(wait=False)
@@ -100,6 +103,7 @@ async def killed(workers_of: Workers, *, lines: int, distinct: int, kills: int, 
         all_done = done.total() == kills + 1 and exit_code == 0
         return [
             Figure(f"{label}: kills, restarts of the server, exit code", f"{kills}, 1, 0", outcome, all_done),
+            at_some(f"{label}: kills of a worker", scene.at_kills),
             *output_figures(label, run, [expected[number % distinct] for number in range(lines)]),
             *await status_figures(label, scene, lines),
         ]

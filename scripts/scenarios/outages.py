@@ -10,8 +10,11 @@ import redis.asyncio
 from scripts.scenarios.harness import (
     Figure,
     Recording,
+    at_each,
+    at_some,
     chat_request,
     corrupt_logs,
+    count_running,
     killing_connections,
     leaks,
     paced_worker,
@@ -44,13 +47,18 @@ async def restarted(*, away_s: float, streams: int, tokens: int) -> list[Figure]
                 ids = await submit_all(client, streams, chat_request(tokens))
                 watching = asyncio.create_task(record_all(client, ids, timeout_s=120 + away_s))
                 await until_decoding(client, ids)
+                at_leaving = [await count_running(db, ids)]
                 await asyncio.to_thread(server.leave)
                 await asyncio.sleep(away_s)
                 await asyncio.to_thread(server.start)
                 recordings = await watching
                 alive = worker.process is not None and worker.process.poll() is None
                 figures = await figures_of(db, f"server away for {away_s:g} s, {streams} streams", recordings, tokens)
-    return [*figures, Figure(f"server away for {away_s:g} s: worker alive", "yes", "yes" if alive else "no", alive)]
+    return [
+        at_each(f"server away for {away_s:g} s", at_leaving, streams),
+        *figures,
+        Figure(f"server away for {away_s:g} s: worker alive", "yes", "yes" if alive else "no", alive),
+    ]
 
 
 async def connections_killed(url: str, *, streams: int, tokens: int) -> list[Figure]:
@@ -71,11 +79,13 @@ async def while_killing(url: str, kinds: tuple[str, ...], label: str, *, streams
         with paced_worker(url, max_rows=streams, reserved_rows=0):
             ids = await submit_all(client, streams, chat_request(tokens))
             async with AsyncExitStack() as killing:
-                for kind in kinds:
-                    await killing.enter_async_context(killing_connections(url, 0.25, kind))
+                at_kills = [
+                    await killing.enter_async_context(killing_connections(url, 0.25, kind, ids)) for kind in kinds
+                ]
                 recordings = await record_all(client, ids)
             await asyncio.sleep(0.5)
-            return await figures_of(db, f"{label}, {streams} streams", recordings, tokens)
+            figures = await figures_of(db, f"{label}, {streams} streams", recordings, tokens)
+    return [at_some(label, [count for counts in at_kills for count in counts]), *figures]
 
 
 async def scripts_forgotten(url: str, *, streams: int, tokens: int) -> list[Figure]:
@@ -84,10 +94,14 @@ async def scripts_forgotten(url: str, *, streams: int, tokens: int) -> list[Figu
         with paced_worker(url, max_rows=streams, reserved_rows=0):
             ids = await submit_all(client, streams, chat_request(tokens))
             watching = asyncio.create_task(record_all(client, ids))
+            at_flushes = list[int]()
             while not watching.done():
+                at_flushes.append(await count_running(db, ids))
                 await db.script_flush()
                 await asyncio.sleep(0.1)
-            return await figures_of(db, f"scripts flushed every 100 ms, {streams} streams", watching.result(), tokens)
+            label = "scripts flushed every 100 ms"
+            figures = await figures_of(db, f"{label}, {streams} streams", watching.result(), tokens)
+    return [at_some(label, at_flushes), *figures]
 
 
 async def full_server(url: str, *, streams: int, tokens: int, full_s: float) -> list[Figure]:
@@ -97,12 +111,14 @@ async def full_server(url: str, *, streams: int, tokens: int, full_s: float) -> 
             ids = await submit_all(client, streams, chat_request(tokens))
             watching = asyncio.create_task(record_all(client, ids))
             await until_decoding(client, ids)
+            at_full = [await count_running(db, ids)]
             await db.config_set("maxmemory", "1mb")
             await asyncio.sleep(full_s)
             await db.config_set("maxmemory", "0")
             figures = await figures_of(db, f"server full for {full_s:g} s, {streams} streams", await watching, tokens)
             is_logged = "maxmemory" in worker.log()
     return [
+        at_each("server full", at_full, streams),
         *figures,
         Figure("server full: the worker says what it waits for", "yes", "yes" if is_logged else "no", is_logged),
     ]
