@@ -1,6 +1,7 @@
 """Prompts of which only some tokens are computed. The oracle is mlx-lm's: its batch caches of one row, a forward for
 each run of tokens, with the caches' offset set to where the run begins."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from functools import cache
 from typing import Any
@@ -110,17 +111,30 @@ def alone(network: nn.Module, asked: GenerationRequest, kept: Ranges, **how: Any
     return table.ends(asked.id)
 
 
-def run_by_run(network: nn.Module, tokens: tuple[int, ...], kept: Ranges, count: int = ANSWER) -> Told:
+def kept_logits(
+    network: nn.Module, tokens: tuple[int, ...], kept: Ranges
+) -> tuple[mx.array, Callable[[int, int], mx.array]]:
+    """Return the logits after the tokens in these ranges, and a function from each next token to those after it."""
     batch = [layer.merge([layer]) for layer in make_prompt_cache(network)]
     for start, end in kept:
         for layer in layers(batch):
             layer.offset = mx.array([start])
         logits = network(mx.array([tokens[start:end]]), cache=batch)
+
+    def next_(token: int, number: int) -> mx.array:
+        following: mx.array = network(mx.array([[token]]), cache=batch)
+        return following
+
+    return logits, next_
+
+
+def run_by_run(network: nn.Module, tokens: tuple[int, ...], kept: Ranges, count: int = ANSWER) -> Told:
+    logits, next_ = kept_logits(network, tokens, kept)
     said: Told = []
     while len(said) < count:
         logprobs = nn.log_softmax(logits[0, -1])
         said.append((int(logprobs.argmax()), logprobs.max().item()))
-        logits = network(mx.array([[said[-1][0]]]), cache=batch)
+        logits = next_(said[-1][0], len(said) - 1)
     return said
 
 

@@ -46,6 +46,7 @@ def image(seed: int, width: int, height: int) -> Image.Image:
     return Image.fromarray(small).resize((width, height), Image.Resampling.NEAREST)
 
 
+@cache
 def sight(family: str, *which: int) -> ProcessedImage:
     """Of `image`."""
     return eyes(family).preprocess(image(*which), repr(which).encode())

@@ -1,6 +1,7 @@
 """Prompts with images of which a draft leaves text out. The oracle is mlx-vlm's: what it makes of the whole prompt and
 its images, and then only the tokens that are kept, each at its position in the whole."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from dataclasses import replace
 from functools import cache
@@ -31,6 +32,7 @@ from worker.schedule.request import GenerationRequest, PromptImage, Range, SpecP
 FAMILIES = pytest.mark.parametrize("family", [*CONFIGS])
 ANSWER = 12
 PARTS = 60, (1, 32, 24), 70, (2, 24, 16), 90  # tokens, and images by seed, width and height
+Logits = tuple[mx.array, Callable[[int, int], mx.array]]
 EVERYWHERE = SpecPrefillParams(
     keep=0.3, droppable_ranges=((10, 1000),), min_tokens=1, requested=True
 )  # over the images, too
@@ -63,16 +65,21 @@ def some_kept(family: str) -> tuple[Range, ...]:
     return (0, 12), (20, 31), (one - 1, one_end + 1), *behind
 
 
-def kept_by_mlx_vlm(family: str, each: Prompt, kept: Sequences[Range], count: int = ANSWER) -> list[int]:
-    """Greedy, up to the end of the sequence."""
+def kept_logits_with_images(family: str, each: Prompt, kept: Sequences[Range]) -> Logits:
+    """Return the logits after the tokens in these ranges, and a function from each next token, and its number in the
+    answer, to those after it."""
     network = seen.model(family).vision.network  # type: ignore[union-attr]
     tokens, (pixels, how) = mx.array([each.tokens]), seen.together(each.sights)
     given = network.get_input_embeddings(tokens, pixels, mask=mx.ones_like(tokens), **how)
     if "image_grid_thw" in how:
-        logits, next_ = _placed_by_ids(network.language_model, tokens, given, how["image_grid_thw"], kept)
-    else:
-        shown = tokens == seen.model(family).vision.family.placeholder  # type: ignore[union-attr]
-        logits, next_ = _hidden(network.language_model, tokens, given, shown, kept)
+        return _placed_by_ids(network.language_model, tokens, given, how["image_grid_thw"], kept)
+    shown = tokens == seen.model(family).vision.family.placeholder  # type: ignore[union-attr]
+    return _hidden(network.language_model, tokens, given, shown, kept)
+
+
+def kept_by_mlx_vlm(family: str, each: Prompt, kept: Sequences[Range], count: int = ANSWER) -> list[int]:
+    """Greedy, up to the end of the sequence."""
+    logits, next_ = kept_logits_with_images(family, each, kept)
     said = list[int]()
     while (token := int(logits[0, -1].argmax())) != EOS and len(said) < count:
         said.append(token)
@@ -80,7 +87,7 @@ def kept_by_mlx_vlm(family: str, each: Prompt, kept: Sequences[Range], count: in
     return said
 
 
-def _placed_by_ids(language: Any, tokens: mx.array, given: Any, grid: mx.array, kept: Sequences[Range]) -> Any:
+def _placed_by_ids(language: Any, tokens: mx.array, given: Any, grid: mx.array, kept: Sequences[Range]) -> Logits:
     """In one forward. These take positions as they are told."""
     positions, shift = language.get_rope_index(tokens, grid)
     at, cache = mx.array([place for span in kept for place in range(*span)]), make_prompt_cache(language)
@@ -99,7 +106,7 @@ def _placed_by_ids(language: Any, tokens: mx.array, given: Any, grid: mx.array, 
     return first.logits, next_
 
 
-def _hidden(language: Any, tokens: mx.array, given: Any, shown: mx.array, kept: Sequences[Range]) -> Any:
+def _hidden(language: Any, tokens: mx.array, given: Any, shown: mx.array, kept: Sequences[Range]) -> Logits:
     """In one forward of all tokens, each of which so has its place, while nobody sees those that are left out."""
     cache: list[Any] = [_Hiding(kept, layer) for layer in make_prompt_cache(language)]
     how = {"per_layer_inputs": given.per_layer_inputs, "mm_token_type_ids": shown.astype(mx.int32)}

@@ -1,0 +1,151 @@
+"""Grammars for rows: some constrain the answer, and some fail. Each is described by a value, its plan, so that the
+same can be made for the engine and for the reference."""
+
+from dataclasses import dataclass
+from functools import cache
+
+from tests.engine.machine.families import Family
+from worker.engine.tokenizer import MLXTokenizer
+from worker.schedule.request import GrammarState
+from worker.text.grammar.guide import RowGrammar, llguidance_tokenizer
+from worker.text.grammar.lark import Grammar
+from worker.text.grammar.sandbox import compile_grammar
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"b": {"type": "boolean"}},
+    "required": ["b"],
+    "additionalProperties": False,
+}
+
+
+class _Recording:
+    """Allows every token."""
+
+    error = None
+
+    def __init__(self) -> None:
+        self.accepted = list[int]()
+
+    def accept(self, token: int) -> None:
+        self.accepted.append(token)
+
+    def reset(self) -> None:
+        self.accepted.clear()
+
+    def bitmask(self) -> bytes | None:
+        return None
+
+
+class _Picky(_Recording):
+    """Forbids another third of the vocabulary after each token, as the whole answer so far decides."""
+
+    def __init__(self, family: Family) -> None:
+        super().__init__()
+        self._family = family
+
+    def bitmask(self) -> bytes:
+        return _two_thirds(self._family, sum(at * token for at, token in enumerate(self.accepted, start=1)) % 3)
+
+
+class _Forcing(_Recording):
+    """Allows a single token at one place of the answer."""
+
+    def __init__(self, token: int, at: int) -> None:
+        super().__init__()
+        self._token, self._at = token, at
+
+    def bitmask(self) -> bytes | None:
+        return _mask([self._token], self._token + 1) if len(self.accepted) == self._at else None
+
+
+class _Raising(_Recording):
+    """Raises once `at` tokens are accepted."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self._at = at
+
+    def bitmask(self) -> None:
+        if len(self.accepted) >= self._at:
+            raise RuntimeError("This grammar fails on purpose.")
+
+
+class _Forbidding(_Recording):
+    """Forbids every token at one place of the answer, so that no logit is finite."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self._at = at
+
+    def bitmask(self) -> bytes | None:
+        return b"" if len(self.accepted) == self._at else None
+
+
+@cache
+def _two_thirds(family: Family, left_out: int) -> bytes:
+    count = family.model.vocab
+    return _mask([token for token in range(count) if token % 3 != left_out or token == family.end], count)
+
+
+def _mask(allowed: list[int], count: int) -> bytes:
+    return sum(1 << token for token in allowed).to_bytes(-(-count // 32) * 4, "little")
+
+
+@dataclass(frozen=True)
+class Json:
+    """An object after `SCHEMA`, by llguidance."""
+
+
+@dataclass(frozen=True)
+class Picky:
+    pass
+
+
+@dataclass(frozen=True)
+class Forces:
+    token: int
+    at: int
+
+
+@dataclass(frozen=True)
+class Raises:
+    at: int
+
+
+@dataclass(frozen=True)
+class Forbids:
+    at: int
+
+
+Plan = Json | Picky | Forces | Raises | Forbids
+
+
+def make(family: Family, plan: Plan | None) -> GrammarState | None:
+    match plan:
+        case Json():
+            return _json(family)
+        case Picky():
+            return _Picky(family)
+        case Forces(token, at):
+            return _Forcing(token, at)
+        case Raises(at):
+            return _Raising(at)
+        case Forbids(at):
+            return _Forbidding(at)
+        case None:
+            return None
+
+
+def without_failure(plan: Plan | None) -> Plan | None:
+    """Return the plan of a grammar that allows the same and does not fail."""
+    return None if isinstance(plan, Raises | Forbids) else plan
+
+
+def _json(family: Family) -> GrammarState:
+    tokenizer = MLXTokenizer(family.model.tokenizer)
+    vocabulary = llguidance_tokenizer(tokenizer, family.model.vocab)
+    assert vocabulary is not None
+    grammar = Grammar({})
+    written = grammar.starting_with(grammar.json(SCHEMA, "response_format"))
+    return RowGrammar(compile_grammar(vocabulary, written), frozenset({family.end}))

@@ -1,0 +1,46 @@
+"""A few sequences of the machine for each family; `python -m tests.engine.machine` runs as many as it is told."""
+
+from hypothesis import HealthCheck, settings
+
+from tests.engine.machine.families import Family
+from tests.engine.machine.machine import STEPS, Machine
+from tests.selection import examples
+
+
+class PlainMachine(Machine):
+    family = Family("qwen3")
+
+
+class WindowMachine(Machine):
+    family = Family("gemma3")
+
+
+class RecurrentMachine(Machine):
+    family = Family("qwen3_5")
+
+
+class SeeingRecurrentMachine(Machine):
+    family = Family("qwen3_5", sees=True)
+
+
+class SeeingWindowMachine(Machine):
+    family = Family("gemma4 with experts", sees=True)
+
+
+MACHINES: dict[str, type[Machine]] = {
+    "plain": PlainMachine,
+    "window": WindowMachine,
+    "recurrent": RecurrentMachine,
+    "recurrent-vision": SeeingRecurrentMachine,
+    "window-vision": SeeingWindowMachine,
+}
+
+TestPlain = PlainMachine.TestCase
+TestWindow = WindowMachine.TestCase
+TestRecurrent = RecurrentMachine.TestCase
+TestSeeingRecurrent = SeeingRecurrentMachine.TestCase
+TestSeeingWindow = SeeingWindowMachine.TestCase
+for case in TestPlain, TestWindow, TestRecurrent, TestSeeingRecurrent, TestSeeingWindow:
+    case.settings = settings(
+        max_examples=examples(8), stateful_step_count=STEPS, deadline=None, suppress_health_check=[*HealthCheck]
+    )
