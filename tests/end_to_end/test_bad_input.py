@@ -120,6 +120,7 @@ CASES = {
 }
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("name", CASES)
 def test_a_bad_job_fails_with_a_sentence_within_a_second(
     worker: WorkerProcess, sync_db: redis.Redis, name: str

@@ -104,13 +104,13 @@ def test_workers_as_json_are_one_object_a_line_with_numbers(sluice: Command, ali
     (line,) = out.splitlines()
     said = json.loads(line)
     assert 0 <= time.time() - said.pop("started_at") < HOUR_S
+    assert said.pop("jobs_per_s") >= 0  # other tests' jobs may have ended in the last minute
     assert (code, err, said) == (0, "", {
         "name": alive.name,
         "model": "default",
         "rows": 0,
         "max_rows": 16,
         "offline_rows": 14,
-        "jobs_per_s": 0.0,
         "queue_limit": 10_000,
         "images": False,
         "version": __version__,
