@@ -79,7 +79,7 @@ TABLE = {
         "worker.engine.vision worker.errors worker.schedule",
         "mlx mlx_lm",
     ),
-    "worker.images": May("schemas worker.errors worker.settings", "PIL"),
+    "worker.images": May("schemas worker.errors worker.process worker.settings", "PIL"),
     # The queue: the server below the jobs, and the worker above both.
     "worker.queue": May(
         "schemas worker.bounded_json worker.errors worker.json_bytes worker.monitoring worker.redis_url "

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from typing import Any
 
 import PIL.Image
 import pytest
@@ -186,6 +187,21 @@ def test_a_process_goes_on_when_the_worker_is_told_to_stop() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(decoder.pid, number)
     assert decoder.decode(task(FILE), FILE) == read(FILE)
+    decoder.close()
+
+
+def test_a_process_gives_way_to_the_worker_and_is_started_without_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    spawn, spawned = os.posix_spawn, list[int]()
+
+    def watched(*args: Any, **how: Any) -> int:
+        spawned.append(spawn(*args, **how))
+        return spawned[-1]
+
+    monkeypatch.setattr(os, "posix_spawn", watched)
+    decoder = Decoder()
+    decoder.decode(task(FILE), FILE)
+    assert spawned == [decoder.pid]
+    assert os.getpriority(os.PRIO_PROCESS, decoder.pid) > os.getpriority(os.PRIO_PROCESS, 0)
     decoder.close()
 
 

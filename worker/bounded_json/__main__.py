@@ -7,7 +7,7 @@ from typing import Any
 from worker.bounded_json.size import MAX_BODY_VALUES, count_values, limits
 from worker.bounded_json.strict import TOO_DEEP, NotJson, loads
 from worker.bounded_json.surrogates import first_lone_surrogate
-from worker.process.rlimits import limit_resources
+from worker.process.rlimits import limit_resources, lower_priority
 
 
 def verdict(body: bytes) -> tuple[str, Any]:
@@ -49,6 +49,7 @@ def main() -> None:
     """Read a body from stdin, and write its verdict to stdout. Ends the process by a signal at a resource limit."""
     body = sys.stdin.buffer.read()
     cpu_s, address_bytes = limits(len(body))
+    lower_priority()
     limit_resources(cpu_s=cpu_s, address_bytes=address_bytes)
     sys.stdout.buffer.write(answer(body))
 

@@ -16,6 +16,7 @@ from worker.images.decode import decode
 from worker.images.decoder import DecodeRequest
 from worker.images.files import too_long
 from worker.images.image import Image
+from worker.process.rlimits import lower_priority
 
 
 def main() -> None:
@@ -23,6 +24,7 @@ def main() -> None:
     # These signals are for the worker, which may still need this process while it drains. It ends when stdin does.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    lower_priority()
     warnings.simplefilter("ignore")  # Pillow's, about irregular files
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # other output must not mix with the answers

@@ -5,17 +5,13 @@ thread needs; a thread that takes minutes for a malicious file cannot be stopped
 would end every job of the worker."""
 
 import json
-import subprocess
-import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import IO
 
 from worker.errors import JobFailure
 from worker.images.image import Image
-
-_ROOT = Path(__file__).parents[2]  # the folder that contains the package `worker`
+from worker.process.child import start
 
 
 class DecoderDied(Exception):
@@ -37,8 +33,7 @@ class Decoder:
     """A child process that decodes one image at a time. Starting it blocks."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "worker.images"]
-        self._process = subprocess.Popen(command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = start("worker.images", errors=None)  # what it logs goes where the worker's own log goes
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._tasks, self._answers = self._process.stdin, self._process.stdout

@@ -60,19 +60,22 @@ class _Child:
             self._process.kill()
 
 
-def start(module: str) -> subprocess.Popen[bytes]:
-    """Start `python -m module` with pipes. The calling thread receives no more interrupts.
+def start(module: str, *, errors: int | None = subprocess.PIPE) -> subprocess.Popen[bytes]:
+    """Start `python -m module` with pipes for its standard input and output; `errors` as for `Popen`'s stderr.
 
-    It does not fork, which would take long for a process of many gigabytes, and hold the interpreter's lock.
+    Does not fork: a fork takes long when the caller has many gigabytes in memory, and holds the interpreter's lock.
     """
-    # The process inherits this: Ctrl-C in the terminal is meant for the worker.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", module],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        # With this, and without a new session or working directory, Popen uses posix_spawn. Files that Python opens are
-        # closed in the new process anyway.
-        close_fds=False,
-    )  # fmt: skip
+    # The process inherits this: Ctrl-C in the terminal is meant for the worker.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", module],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            # With this, and without a new session or working directory, Popen uses posix_spawn. Files that Python
+            # opens are closed in the new process anyway.
+            close_fds=False,
+        )  # fmt: skip
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)

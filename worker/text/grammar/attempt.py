@@ -15,7 +15,7 @@ from dataclasses import astuple, dataclass
 from llguidance import LLTokenizer
 
 from worker.errors import ErrorType, JobFailure
-from worker.process.rlimits import limit_resources
+from worker.process.rlimits import limit_resources, lower_priority
 from worker.text.grammar.builder import Grammars, Markup, OutputConstraint
 from worker.text.grammar.sandbox import Uncompilable, compile_grammar
 from worker.text.grammar.tool_grammars import Function
@@ -74,6 +74,7 @@ def verdict_of(output: bytes) -> Verdict | None:
 
 
 def _main() -> None:
+    lower_priority()
     limit_resources(cpu_s=_CPU_S, address_bytes=_BYTES)
     threading.stack_size(_STACK_BYTES)
     markup, (schema, functions, many), reasoned = marshal.loads(sys.stdin.buffer.read())
