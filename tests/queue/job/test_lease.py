@@ -147,9 +147,14 @@ async def test_a_round_that_fails_is_logged_and_the_next_one_renews(
     assert not keeping.hung.is_set()
 
 
-def test_the_end_of_the_thread_ends_the_process(redis_url: str) -> None:
+def test_the_end_of_the_thread_ends_the_process(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = list[threading.ExceptHookArgs]()
+    monkeypatch.setattr(threading, "excepthook", ends.append)
+
     def held() -> list[Claim]:
-        raise SystemExit  # the one exception that a thread may end with in silence
+        raise KeyboardInterrupt
 
     with Keeping(settings(redis_url), held, []) as keeping:
-        assert wait_for(keeping.hung.is_set)
+        assert wait_for(lambda: bool(ends))  # the last thing that the thread does
+    assert keeping.hung.is_set()
+    assert ends[0].exc_type is KeyboardInterrupt
