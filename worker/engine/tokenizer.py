@@ -135,7 +135,7 @@ class MLXTokenizer:
 
     @cached_property
     def _thinking(self) -> dict[str, str]:
-        """The template's own name for `enable_thinking`."""
+        """Map of `enable_thinking` to the template's own name for it."""
         return {"enable_thinking": self._wrapper._thinking_kwarg}
 
 
@@ -164,7 +164,7 @@ def _without_panic(call: Callable[..., T], *given: Any, **named: Any) -> T:
 
 
 class Streaming:
-    """Detokenizer of one answer, mlx-lm's."""
+    """mlx-lm's streaming detokenizer, for one answer."""
 
     def __init__(self, upstream: Any) -> None:
         self._upstream = upstream

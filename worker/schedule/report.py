@@ -20,8 +20,8 @@ class StepReport:
     """Result of one engine step."""
 
     outcomes: tuple[Outcome, ...]
-    rows: int  # rows that decoded
-    seconds: float = 0.0
+    rows: int  # rows that were decoding when the step began
+    seconds: float = 0.0  # duration of the step
     num_waiting: int = 0  # requests that wait for memory
     num_preempted: int = 0  # those of them that were active before
     num_preemptions: int = 0  # in this step
