@@ -66,8 +66,8 @@ async def _serve(
         rows=settings.max_rows,
         memory=memory_for_model(settings.memory_gb, settings.memory_headroom_gb),
         prefix_bytes=None if settings.prefix_cache_gb is None else int(settings.prefix_cache_gb * 1e9),
-        died=_die,
-        stepped=metrics.record_step,
+        on_failure=_die,
+        on_step=metrics.record_step,
     )
     logger.info("loading %s", settings.model)
     async with _loaded(engine, ending) as model:

@@ -258,7 +258,7 @@ def lookups() -> Iterator[Line]:
         for number in range(DOCUMENTS):
             for cut in checkpoint_positions((), LONG, GRID):
                 tree.insert("", document(number)[:cut], _take, state)
-        look_up, insert = partial(tree.find, ""), partial(tree.insert, "", take=_take, state=state)
+        look_up, insert = partial(tree.find, ""), partial(tree.insert, "", copy=_take, snapshot=state)
         for label, call in ("look-up", look_up), ("insert", insert):
             worst = max(statistics.median(_ms(call, shared, seed) for seed in range(5)) for shared in SHARED)
             label = f"{label} at {LONG // 1024}k tokens, {name} of {DOCUMENTS} documents"

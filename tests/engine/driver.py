@@ -1,8 +1,7 @@
-"""Drives an engine, and keeps what is heard of it."""
+"""Run an engine step by step, and collect its outcomes."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Sequences
+from collections.abc import Callable, Iterable, Sequence
 
 import mlx.core as mx
 
@@ -25,40 +24,40 @@ from worker.schedule.report import StepReport
 from worker.schedule.request import GenerationRequest, GrammarState, Lane, Range, Sampling, SpecPrefillParams
 
 
-def answers(model: Model, sequences: Iterable[GenerationRequest], *, apart: int = 0) -> dict[str, list[Sampled]]:
-    """What each sequence heard. They arrive so many steps apart."""
-    engine, waiting, steps = Engine(model, step_s=0.02), list(sequences), 0
-    heard: dict[str, list[Sampled]] = {sequence.id: [] for sequence in waiting}
+def answers(model: Model, requests: Iterable[GenerationRequest], *, steps_apart: int = 0) -> dict[str, list[Sampled]]:
+    """Return the sampled outcomes of each request. The requests are added `steps_apart` steps apart."""
+    engine, waiting, steps = Engine(model, step_s=0.02), list(requests), 0
+    outcomes: dict[str, list[Sampled]] = {request.id: [] for request in waiting}
     while waiting or len(engine):
-        while waiting and steps >= apart * (len(heard) - len(waiting)):
+        while waiting and steps >= steps_apart * (len(outcomes) - len(waiting)):
             engine.add(waiting.pop(0))
         for outcome in engine.step().outcomes:
             assert not isinstance(outcome, RowFailed)
             if isinstance(outcome, Sampled):
-                heard[outcome.id].append(outcome)
+                outcomes[outcome.id].append(outcome)
         steps += 1
-    return heard
+    return outcomes
 
 
-def answer(model: Model, sequence: GenerationRequest) -> list[Sampled]:
-    return answers(model, [sequence])[sequence.id]
+def answer(model: Model, request: GenerationRequest) -> list[Sampled]:
+    return answers(model, [request])[request.id]
 
 
-def tokens(heard: list[Sampled]) -> list[int]:
-    return [sampled.token for sampled in heard if sampled.token is not None]
+def tokens(outcomes: list[Sampled]) -> list[int]:
+    return [sampled.token for sampled in outcomes if sampled.token is not None]
 
 
 # Too short to leave less time for prompts.
 ONE_GROUP, EACH_ALONE = StepCost(group_s=1e-6), StepCost(cell_s=1e-9)
 
 
-class Fixed:
-    """What a step costs, whatever was measured."""
+class FixedCost:
+    """Stand-in for `MeasuredCost` with a fixed cost."""
 
     def __init__(self, cost: StepCost) -> None:
         self._cost = cost
 
-    def observe(self, groups: Sequences[Sequences[int]], seconds: float) -> None:
+    def observe(self, groups: Sequence[Sequence[int]], seconds: float) -> None:
         pass
 
     def cost(self) -> StepCost:
@@ -66,7 +65,7 @@ class Fixed:
 
 
 class Run:
-    """An engine, and what each row said and how it ended."""
+    """An engine, with the tokens and the ending of each request."""
 
     def __init__(
         self,
@@ -78,14 +77,14 @@ class Run:
         prefix_bytes: int = 0,
     ) -> None:
         self.engine = Engine(model, step_s=step_s, rows=rows, memory=memory, prefix_bytes=prefix_bytes)
-        self.kept: dict[str, tuple[Range, ...]] = {}  # of those that were thinned
-        self.whole: dict[str, str] = {}  # why others were not
+        self.kept_ranges: dict[str, tuple[Range, ...]] = {}  # by request, if SpecPrefill was applied
+        self.skipped: dict[str, str] = {}  # by request, the reason why SpecPrefill was skipped
         self.scored = Counter[str]()  # chunks
-        self.cached: dict[str, int] = {}  # tokens of each row that were found in the prefix cache
-        self.said: dict[str, list[int]] = {}
+        self.cached: dict[str, int] = {}  # tokens of each prompt taken from the prefix cache
+        self.generated: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[float]] = {}
-        self.encoded = Counter[str]()  # parts of each row's images
-        self.chunks = Counter[str]()  # of each row's prompt
+        self.encoded = Counter[str]()  # progress reports of each request's images
+        self.chunks = Counter[str]()  # number of each prompt's chunks
         self.ended: dict[str, str] = {}
         self.refused: dict[str, str] = {}
         self.steps = 0
@@ -100,9 +99,9 @@ class Run:
         lane: Lane = "interactive",
         grammar: GrammarState | None = None,
         top_logprobs: int | None = None,
-        resume_tokens: Sequences[int] = (),
-        space: str = "",
-        boundaries: Sequences[int] = (),
+        resume_tokens: Sequence[int] = (),
+        namespace: str = "",
+        boundaries: Sequence[int] = (),
         kept_ranges: tuple[Range, ...] | None = None,
         specprefill: SpecPrefillParams | None = None,
     ) -> None:
@@ -116,36 +115,36 @@ class Run:
                 tuple(resume_tokens),
                 grammar,
                 top_logprobs,
-                space,
+                namespace,
                 tuple(boundaries),
                 specprefill,
                 kept_ranges,
             )
         )
 
-    def submit(self, sequence: GenerationRequest) -> None:
-        self.said[sequence.id], self.logprobs[sequence.id] = list(sequence.resume_tokens), []
-        self.engine.add(sequence)
+    def submit(self, request: GenerationRequest) -> None:
+        self.generated[request.id], self.logprobs[request.id] = list(request.resume_tokens), []
+        self.engine.add(request)
 
     def step(self) -> StepReport:
         self.steps += 1
         report = self.engine.step()
         for outcome in report.outcomes:
-            assert outcome.id not in self.ended, "a row that has ended was heard of again"
+            assert outcome.id not in self.ended, "an outcome after the end of a request"
             match outcome:
                 case Sampled(id, token, finish_reason, logprobs):
-                    self.said[id] += [] if token is None else [token]
+                    self.generated[id] += [] if token is None else [token]
                     self.logprobs[id] += [logprobs.token] if logprobs else []
                     if finish_reason:
                         self.ended[id] = finish_reason
                 case RowFailed(id):
                     self.ended[id] = "faulted"
-                case Refused(id, sentence):
-                    self.ended[id], self.refused[id] = "refused", sentence
-                case SpecPrefillApplied(id, kept):
-                    self.kept[id] = kept
-                case SpecPrefillSkipped(id, why):
-                    self.whole[id] = why
+                case Refused(id, message):
+                    self.ended[id], self.refused[id] = "refused", message
+                case SpecPrefillApplied(id, kept_ranges):
+                    self.kept_ranges[id] = kept_ranges
+                case SpecPrefillSkipped(id, reason):
+                    self.skipped[id] = reason
                 case Scored(id):
                     self.scored[id] += 1
                 case Encoded(id):
@@ -155,19 +154,19 @@ class Run:
                     self.cached[id] = cached
         return report
 
-    def drain(self, *, most: int = 5000) -> dict[str, list[int]]:
-        self.until(lambda: not len(self.engine), most=most)
-        return self.said
+    def drain(self, *, max_steps: int = 5000) -> dict[str, list[int]]:
+        self.until(lambda: not len(self.engine), max_steps=max_steps)
+        return self.generated
 
-    def until(self, there: Callable[[], bool], *, most: int = 1000) -> None:
-        for _ in range(most):
-            if there():
+    def until(self, done: Callable[[], bool], *, max_steps: int = 1000) -> None:
+        for _ in range(max_steps):
+            if done():
                 return
             self.step()
-        raise AssertionError(f"after {most} steps: {self.said}, {self.ended}")
+        raise AssertionError(f"after {max_steps} steps: {self.generated}, {self.ended}")
 
     @property
-    def inside(self) -> list[str]:
+    def active(self) -> list[str]:
         """Rows that prefill or decode, the oldest first."""
         return list(self.engine._active)
 
@@ -177,22 +176,22 @@ class Run:
 
     @property
     def held_bytes(self) -> int:
-        """Of those who wait with their caches."""
+        """Bytes of the saved caches of preempted rows."""
         return self.engine._admission._held_bytes()
 
-    def park(self, id: str) -> None:
-        """As if to make room. It comes back when `stir` says that there is some, or somebody ends."""
+    def preempt(self, id: str) -> None:
+        """Preempt a row without need. It is readmitted after `readmit`, or when another row ends."""
         with mx.stream(generation_stream):
             self.engine._preempt(id)
 
-    def stir(self, *, keep: bool = True) -> None:
-        """Room for the rows that wait; their caches are kept, or computed again."""
+    def readmit(self, *, keep_caches: bool = True) -> None:
+        """Have waiting rows admitted in the next step, with their saved caches or without."""
         for candidate in self.engine._admission._waiting.values():
-            if not keep:
+            if not keep_caches:
                 candidate.drop_cache()
         self.engine._admission.mark_dirty()
 
     def group_by(self, cost: StepCost) -> None:
-        """Rows are moved to suit it at the end of the next step."""
-        self.engine._running._cost = Fixed(cost)
-        self.engine._running._steps = -1  # groups are looked at now and then only, and now is then
+        """Have the rows regrouped by this cost at the end of the next step."""
+        self.engine._running._cost = FixedCost(cost)
+        self.engine._running._steps = -1  # makes the next step one of those that check the groups

@@ -1,4 +1,4 @@
-"""Whom the engine lets in, and which parked caches it gives up for that. A token takes 1,000 bytes here."""
+"""The requests that are admitted, and the saved caches that are dropped for them. A token takes 1,000 bytes here."""
 
 import gc
 import random
@@ -21,7 +21,7 @@ KILO = MemoryModel(weights_bytes=10, kv_layers=(KVLayers(1000, 1000),))
 
 
 def sized(id: str, tokens: int, lane: Lane = "interactive") -> GenerationRequest:
-    """Prompt and answer together."""
+    """Return a request of `tokens` tokens, prompt and answer together."""
     return GenerationRequest(id, (1,) * 40, tokens - 40, lane=lane)
 
 
@@ -29,8 +29,8 @@ def begun(id: str, tokens: int) -> WaitingRequest:
     return WaitingRequest(sized(id, tokens, "batch"), preempted=True)
 
 
-def parked(id: str, tokens: int, held: int = 100) -> WaitingRequest:
-    """It has so many tokens in its cache."""
+def preempted(id: str, tokens: int, held: int = 100) -> WaitingRequest:
+    """Return a preempted request with `held` tokens in its saved cache."""
     layer = KVCache()
     layer.keys = layer.values = mx.zeros((1, 1, held, 125))
     layer.offset = held
@@ -40,186 +40,190 @@ def parked(id: str, tokens: int, held: int = 100) -> WaitingRequest:
     return WaitingRequest(kept.row.request, kept, preempted=True)
 
 
-def decided(entry: AdmissionController, *running: GenerationRequest) -> dict[str, Decision]:
-    """Of those who do not wait any longer."""
+def decided(admission: AdmissionController, *running: GenerationRequest) -> dict[str, Decision]:
+    """Return the decisions on the requests that do not keep waiting."""
     return {
         candidate.request.id: decision
-        for candidate, decision in entry.decide([entry.estimate(each, 0) for each in running], Decoding(StepCost()))
+        for candidate, decision in admission.decide(
+            [admission.estimate(each, 0) for each in running], Decoding(StepCost())
+        )
     }
 
 
-def test_a_row_that_was_inside_is_not_refused_when_a_correction_says_that_it_never_fits() -> None:
-    entry = AdmissionController(KILO, limit=5_000)
-    entry.requeue(begun("begun", 2000))
-    entry.add(sized("new", 2000))
-    assert [type(decision) for decision in decided(entry, sized("other", 41)).values()] == [Refuse]
-    assert decided(entry)["begun"] == Admit()
+def test_preempted_row_is_not_refused_after_a_correction_by_which_it_never_fits() -> None:
+    admission = AdmissionController(KILO, limit=5_000)
+    admission.requeue(begun("begun", 2000))
+    admission.add(sized("new", 2000))
+    assert [type(decision) for decision in decided(admission, sized("other", 41)).values()] == [Refuse]
+    assert decided(admission)["begun"] == Admit()
 
 
-def test_rows_that_never_fit_by_a_correction_come_back_one_at_a_time() -> None:
-    entry = AdmissionController(KILO, limit=5_000)
+def test_preempted_rows_that_no_longer_fit_are_readmitted_one_at_a_time() -> None:
+    admission = AdmissionController(KILO, limit=5_000)
     for id in ("second", "first"):
-        entry.requeue(begun(id, 2000))
-    assert decided(entry) == {"first": Admit()}
+        admission.requeue(begun(id, 2000))
+    assert decided(admission) == {"first": Admit()}
 
 
 def holding(*candidates: WaitingRequest, limit: int) -> AdmissionController:
-    """The first of them is the oldest, and so was parked last."""
-    entry = AdmissionController(KILO, limit)
+    """Return a controller with these preempted requests. The first is the oldest, and so was preempted last."""
+    admission = AdmissionController(KILO, limit)
     for each in reversed(candidates):
-        entry.requeue(each)
-    return entry
+        admission.requeue(each)
+    return admission
 
 
-def caches(entry: AdmissionController) -> list[str]:
-    return [id for id, candidate in entry._waiting.items() if candidate.saved_row]
+def caches(admission: AdmissionController) -> list[str]:
+    return [id for id, candidate in admission._waiting.items() if candidate.saved_row]
 
 
-def test_of_parked_caches_as_few_are_given_up_as_let_another_in_and_the_youngest_first() -> None:
+def test_as_few_saved_caches_are_dropped_as_admit_another_row_the_youngest_first() -> None:
     room = KILO.peak_bytes([[200, 200]])
     for spare, kept in ((350_000, ["a", "b", "c"]), (250_000, ["a", "b"]), (150_000, ["a"]), (0, [])):
-        entry = holding(parked("a", 500), parked("b", 500), parked("c", 500), limit=room + spare)
-        entry.add(sized("new", 200))
-        assert decided(entry, sized("here", 200)) == {"new": Admit()}
-        assert caches(entry) == kept
+        admission = holding(preempted("a", 500), preempted("b", 500), preempted("c", 500), limit=room + spare)
+        admission.add(sized("new", 200))
+        assert decided(admission, sized("here", 200)) == {"new": Admit()}
+        assert caches(admission) == kept
 
 
-def test_no_cache_is_given_up_where_that_would_let_nobody_in() -> None:
-    entry = holding(parked("a", 500), parked("b", 500), limit=KILO.peak_bytes([[200]]) + 100_000)
-    entry.add(sized("new", 200))
-    assert decided(entry, sized("here", 200)) == {}
-    assert caches(entry) == ["a", "b"]
+def test_no_saved_cache_is_dropped_if_that_admits_no_row() -> None:
+    admission = holding(preempted("a", 500), preempted("b", 500), limit=KILO.peak_bytes([[200]]) + 100_000)
+    admission.add(sized("new", 200))
+    assert decided(admission, sized("here", 200)) == {}
+    assert caches(admission) == ["a", "b"]
 
 
-def test_nobody_is_refused_for_what_parked_rows_hold() -> None:
-    entry = holding(parked("a", 500, held=400), limit=KILO.peak_bytes([[500]]))
-    entry.add(sized("new", 500))
-    assert decided(entry, sized("here", 200)) == {}
+def test_saved_caches_never_cause_a_refusal() -> None:
+    admission = holding(preempted("a", 500, held=400), limit=KILO.peak_bytes([[500]]))
+    admission.add(sized("new", 500))
+    assert decided(admission, sized("here", 200)) == {}
 
 
-def test_a_parked_row_comes_back_with_its_cache_into_the_memory_that_it_had() -> None:
-    entry = holding(parked("a", 500, held=400), limit=KILO.peak_bytes([[500, 500]]))
-    assert decided(entry, sized("here", 500)) == {"a": Admit()}
-    assert caches(entry) == ["a"]
+def test_preempted_row_is_readmitted_with_its_cache_into_the_memory_that_it_had() -> None:
+    admission = holding(preempted("a", 500, held=400), limit=KILO.peak_bytes([[500, 500]]))
+    assert decided(admission, sized("here", 500)) == {"a": Admit()}
+    assert caches(admission) == ["a"]
 
 
-def test_a_row_is_parked_with_its_cache_only_where_that_fits_beside_who_takes_its_place() -> None:
+def test_cache_of_a_preempted_row_is_saved_only_if_it_fits_besides_the_row_that_replaces_it() -> None:
     for spare, kept in ((400_000, ["b"]), (399_999, [])):
-        entry = AdmissionController(KILO, limit=KILO.peak_bytes([[500, 500]]) + spare)
-        entry.add(sized("new", 500))
-        assert decided(entry, sized("a", 500, "batch"), sized("b", 500, "batch")) == {"new": Admit(preempt=("b",))}
-        before = entry.free_bytes
-        entry.requeue(parked("b", 500, held=400))
-        assert caches(entry) == kept
-        assert before - entry.free_bytes == 400_000 * len(kept)
+        admission = AdmissionController(KILO, limit=KILO.peak_bytes([[500, 500]]) + spare)
+        admission.add(sized("new", 500))
+        assert decided(admission, sized("a", 500, "batch"), sized("b", 500, "batch")) == {"new": Admit(preempt=("b",))}
+        before = admission.free_bytes
+        admission.requeue(preempted("b", 500, held=400))
+        assert caches(admission) == kept
+        assert before - admission.free_bytes == 400_000 * len(kept)
 
 
-def test_an_image_that_needs_what_was_predicted_corrects_nothing() -> None:
+def test_image_that_takes_the_predicted_memory_corrects_nothing() -> None:
     mega = replace(KILO, weights_bytes=mx.get_active_memory(), encoder=EncoderCost(token_bytes=1_000_000))
-    entry, factors = AdmissionController(mega, limit=10**12), list[float]()
+    admission, factors = AdmissionController(mega, limit=10**12), list[float]()
     for images in ImageDemand(40), NO_IMAGES:
         for step in range(64):
             mx.reset_peak_memory()
             if step == 7:
                 mx.eval(mx.zeros(40_000_000, mx.uint8))
-            entry.calibrate([[10]], 1, 0, images if step == 7 else NO_IMAGES)
-        factors.append(entry._correction.factor)
+            admission.calibrate([[10]], 1, 0, images if step == 7 else NO_IMAGES)
+        factors.append(admission._correction.factor)
     assert 0.95 < factors[0] < 1.05
-    assert factors[1] == factors[0], "too little to say anything"
+    assert factors[1] == factors[0], "too few bytes to be measured"
 
 
-def test_a_step_that_takes_more_than_was_predicted_is_allowed_for_at_once() -> None:
-    entry = AdmissionController(KILO, limit=10**9)
+def test_step_that_takes_more_than_predicted_corrects_at_once() -> None:
+    admission = AdmissionController(KILO, limit=10**9)
     groups = [[20_000]]
-    predicted = KILO.beside_bytes(groups, 1)
+    predicted = KILO.working_bytes(groups, 1)
     for more in (0.9, 1.5, 1.0):
         mx.reset_peak_memory()
         mx.eval(mx.zeros(int(more * predicted) - mx.get_active_memory(), mx.uint8))
-        entry.calibrate(groups, 1, 0)
-    assert 1.49 < entry._correction.factor < 1.51
-    assert entry.needs_decision, "whoever waits is decided on again"
+        admission.calibrate(groups, 1, 0)
+    assert 1.49 < admission._correction.factor < 1.51
+    assert admission.needs_decision, "waiting rows get a new decision"
 
 
-def test_rows_that_left_are_in_the_peak_of_their_last_step_and_correct_nothing() -> None:
+def test_rows_that_left_in_the_last_step_correct_nothing() -> None:
     # What other tests have left in memory counts as weights.
-    entry = AdmissionController(replace(KILO, weights_bytes=mx.get_active_memory()), limit=10**9)
+    admission = AdmissionController(replace(KILO, weights_bytes=mx.get_active_memory()), limit=10**9)
     for groups in ([[20_000] * 3], [[20_000]]):
         mx.reset_peak_memory()
-        mx.eval(mx.zeros(KILO.beside_bytes([[20_000] * 3], 1) * 9 // 10, mx.uint8))
-        entry.calibrate(groups, 1, 0)
-    assert entry._correction.factor == 1.0
+        mx.eval(mx.zeros(KILO.working_bytes([[20_000] * 3], 1) * 9 // 10, mx.uint8))
+        admission.calibrate(groups, 1, 0)
+    assert admission._correction.factor == 1.0
 
 
-def test_buffers_that_rows_left_behind_correct_nothing() -> None:
+def test_slack_of_buffers_corrects_nothing() -> None:
     gc.collect()
     costs, groups = replace(KILO, weights_bytes=mx.get_active_memory()), [[20_000]]  # what other tests have left
-    entry = AdmissionController(costs, limit=costs.weights_bytes + 10**9)
+    admission = AdmissionController(costs, limit=costs.weights_bytes + 10**9)
     buffers = 2 * KILO.rectangle_bytes([20_000])
-    unneeded = entry.slack_bytes([*groups, [9]], [buffers, KILO.rectangle_bytes([9])])
-    assert unneeded == buffers // 2
+    slack_bytes = admission.slack_bytes([*groups, [9]], [buffers, KILO.rectangle_bytes([9])])
+    assert slack_bytes == buffers // 2
     mx.reset_peak_memory()
-    mx.eval(mx.zeros(KILO.beside_bytes(groups, 1) + unneeded // 2, mx.uint8))
-    entry.calibrate(groups, 1, 0, unneeded=unneeded)
-    assert entry._correction.factor == 1.0
+    mx.eval(mx.zeros(KILO.working_bytes(groups, 1) + slack_bytes // 2, mx.uint8))
+    admission.calibrate(groups, 1, 0, slack_bytes=slack_bytes)
+    assert admission._correction.factor == 1.0
 
 
-def test_buffers_that_rows_left_behind_are_asked_back_only_where_others_need_them() -> None:
-    inside, needed = sized("here", 200), KILO.peak_bytes([[200]])
-    for spare, crowded in ((1000, True), (10**9, False)):
-        entry = AdmissionController(KILO, limit=needed + spare)
+def test_buffers_are_tightened_only_if_other_rows_need_the_memory() -> None:
+    active, needed = sized("here", 200), KILO.peak_bytes([[200]])
+    for spare, must_tighten in ((1000, True), (10**9, False)):
+        admission = AdmissionController(KILO, limit=needed + spare)
         buffers = [KILO.rectangle_bytes([200]) + 2000]
-        entry.decide([entry.estimate(inside, 0)], Decoding(StepCost(), [[100]], [[200]], buffers))
-        assert entry.crowded == crowded
+        admission.decide([admission.estimate(active, 0)], Decoding(StepCost(), [[100]], [[200]], buffers))
+        assert admission.must_tighten == must_tighten
 
 
-def test_rows_that_are_not_tried_count_for_what_their_class_would_make_alone() -> None:
-    """With the tried ones alone, too few would be short for them to be worth decoding by themselves."""
-    dice, dear = random.Random(1), StepCost(group_s=0.02, row_s=0.0002, cell_s=1e-8)
+def test_rows_beyond_the_tried_ones_count_in_the_rate_of_classes_in_turn() -> None:
+    """Among the tried rows alone, too few are short for a class of their own to be faster."""
+    rng, expensive = random.Random(1), StepCost(group_s=0.02, row_s=0.0002, cell_s=1e-8)
     wide = replace(KILO, kv_layers=(KVLayers(8192, 4096),), chunk_token_bytes=2000, score_bytes=64)
-    entry = AdmissionController(wide, limit=200_000_000)
+    admission = AdmissionController(wide, limit=200_000_000)
     for i in range(60):
-        entry.add(sized(str(i), dice.choice([100] * 9 + [2000]) + 40))
-    entry.decide([], Decoding(dear))
-    assert entry.bounds == ()
+        admission.add(sized(str(i), rng.choice([100] * 9 + [2000]) + 40))
+    admission.decide([], Decoding(expensive))
+    assert admission.bounds == ()
 
 
-def test_a_prompt_on_its_way_is_counted_in_the_group_of_its_class() -> None:
-    entry = AdmissionController(KILO, limit=10**9)
-    entry.bounds = (200,)
-    entry.decide([entry.estimate(sized("long", 2000), 0), entry.estimate(sized("short", 200), None)],
+def test_row_in_prefill_is_counted_in_the_group_of_its_class() -> None:
+    admission = AdmissionController(KILO, limit=10**9)
+    admission.bounds = (200,)
+    admission.decide([admission.estimate(sized("long", 2000), 0), admission.estimate(sized("short", 200), None)],
                  Decoding(StepCost(), [[900]], [[2000]]))  # fmt: skip
-    assert entry.reserved_bytes[0] == KILO.beside_bytes([[2000], [200]])
+    assert admission.reserved_bytes[0] == KILO.working_bytes([[2000], [200]])
 
 
-def test_images_as_they_were_prepared_are_promised_as_long_as_the_row_is_there_and_each_once() -> None:
+def test_pixel_inputs_stay_reserved_while_the_row_is_active_and_equal_images_count_once() -> None:
     one, other = (PromptImage(bytes([at]), (at, at + 1), {}, 1_000_000 * (1 + at)) for at in (0, 1))
-    looks = replace(sized("looks", 100), images=(one, other, replace(one, span=(5, 6))))
-    entry = AdmissionController(KILO, limit=10**9)
-    entry.add(looks)
-    assert decided(entry) == {"looks": Admit()}
-    entry.pop(WaitingRequest(looks))
-    assert entry.reserved_bytes[0] == KILO.beside_bytes([[100]]) + 3_000_000
-    decided(entry, looks)  # they are known by now
-    assert entry.reserved_bytes[0] == KILO.beside_bytes([[100]]) + 3_000_000
+    with_images = replace(sized("looks", 100), images=(one, other, replace(one, span=(5, 6))))
+    admission = AdmissionController(KILO, limit=10**9)
+    admission.add(with_images)
+    assert decided(admission) == {"looks": Admit()}
+    admission.pop(WaitingRequest(with_images))
+    assert admission.reserved_bytes[0] == KILO.working_bytes([[100]]) + 3_000_000
+    decided(admission, with_images)  # they are encoded by now
+    assert admission.reserved_bytes[0] == KILO.working_bytes([[100]]) + 3_000_000
 
 
-def test_what_an_image_needs_is_promised_until_it_is_known() -> None:
+def test_memory_to_encode_an_image_is_reserved_until_it_is_encoded() -> None:
     mega = replace(KILO, encoder=EncoderCost(token_bytes=1_000_000))
-    looks = replace(sized("looks", 100), images=(PromptImage(b"1", (1, 11), {}), PromptImage(b"2", (20, 40), {})))
-    entry = AdmissionController(mega, limit=10**9)
-    entry.add(looks)
-    assert decided(entry) == {"looks": Admit()}
-    entry.pop(WaitingRequest(looks))
-    promised, spare = entry.reserved_bytes[0], entry.free_bytes
-    assert promised == mega.beside_bytes([[100]]) + 20 * 1_000_000
-    decided(entry, looks)  # its images are known by now
-    assert entry.reserved_bytes[0] == promised - 20_000_000
-    assert entry.free_bytes > spare
+    with_images = replace(sized("looks", 100), images=(PromptImage(b"1", (1, 11), {}), PromptImage(b"2", (20, 40), {})))
+    admission = AdmissionController(mega, limit=10**9)
+    admission.add(with_images)
+    assert decided(admission) == {"looks": Admit()}
+    admission.pop(WaitingRequest(with_images))
+    reserved, spare = admission.reserved_bytes[0], admission.free_bytes
+    assert reserved == mega.working_bytes([[100]]) + 20 * 1_000_000
+    decided(admission, with_images)  # its images are encoded by now
+    assert admission.reserved_bytes[0] == reserved - 20_000_000
+    assert admission.free_bytes > spare
 
 
-def test_an_image_that_is_computed_at_once_is_promised_its_chunk() -> None:
-    costs = replace(KILO, chunk_token_bytes=1_000, encoder=EncoderCost(whole=True))
-    entry = AdmissionController(costs, limit=10**9)
-    entry.add(replace(sized("looks", 1_000), images=(PromptImage(b"1", (1, 11), {}), PromptImage(b"2", (20, 620), {}))))
-    assert decided(entry) == {"looks": Admit()}
-    assert entry.reserved_bytes[0] == costs.beside_bytes([[1_000]], 600)
+def test_image_computed_in_one_chunk_has_that_chunk_reserved() -> None:
+    costs = replace(KILO, chunk_token_bytes=1_000, encoder=EncoderCost(single_chunk=True))
+    admission = AdmissionController(costs, limit=10**9)
+    admission.add(
+        replace(sized("looks", 1_000), images=(PromptImage(b"1", (1, 11), {}), PromptImage(b"2", (20, 620), {})))
+    )
+    assert decided(admission) == {"looks": Admit()}
+    assert admission.reserved_bytes[0] == costs.working_bytes([[1_000]], 600)

@@ -60,7 +60,7 @@ TOKENIZERS = {
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_no_quoted_control_token_is_one(name: str) -> None:
+def test_quoted_control_token_is_encoded_as_text(name: str) -> None:
     spoken = TOKENIZERS[name]
     tokens = control_tokens(spoken, "{{ '<im_end><call>' }}")
     added = set(spoken.added_tokens_decoder)
@@ -73,7 +73,7 @@ def test_no_quoted_control_token_is_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=st.text(LETTERS, max_size=30))
-def test_text_without_control_tokens_is_encoded_as_ever(name: str, text: str) -> None:
+def test_text_without_control_tokens_is_encoded_unchanged(name: str, text: str) -> None:
     tokens = control_tokens(TOKENIZERS[name])
     assert tokens.encode(tokens.mark(text)) == plain(TOKENIZERS[name])(text)
 
@@ -82,7 +82,7 @@ PIECES = st.sampled_from(["a", "<|im_end|>", "\U000f0000", "\U000f0001", "\U0010
 
 
 @given(text=st.lists(PIECES).map("".join))
-def test_a_marked_text_says_what_it_said(text: str) -> None:
+def test_unmarking_restores_a_marked_text(text: str) -> None:
     tokens = control_tokens()
     assert tokens.unmark(tokens.mark(text)) == text
     assert TINY.decode(tokens.encode(tokens.mark(text))) == text
@@ -95,7 +95,7 @@ def test_marks_cannot_be_forged(forged: str) -> None:
 
 
 @pytest.mark.parametrize("written", [json.dumps, repr, ascii])
-def test_marks_that_a_template_wrote_with_escapes_still_count(written: Callable[[str], str]) -> None:
+def test_marks_that_a_template_writes_as_escapes_are_recognized(written: Callable[[str], str]) -> None:
     tokens = control_tokens()
     ids = tokens.encode(written(tokens.mark("a<|im_end|>")))
     assert TINY.decode(ids) == written("a<|im_end|>")
@@ -103,12 +103,12 @@ def test_marks_that_a_template_wrote_with_escapes_still_count(written: Callable[
 
 
 @pytest.mark.parametrize("spelled", [r"\udb80\udc00", r"\udb80\udc01", r"\U000f0000", r"\U000f0001"])
-def test_a_text_may_spell_a_mark_and_keeps_it(spelled: str) -> None:
+def test_text_that_spells_a_mark_is_unchanged(spelled: str) -> None:
     tokens = control_tokens()
     assert TINY.decode(tokens.encode(tokens.mark(f"{spelled}<|im_end|>{spelled}"))) == f"{spelled}<|im_end|>{spelled}"
 
 
-def test_a_long_text_is_marked_and_encoded_piece_by_piece_with_the_same_outcome() -> None:
+def test_long_text_marked_and_encoded_in_pieces_gives_the_same_tokens() -> None:
     tokens = control_tokens()
     text = ("word " * 7_000 + "<|im_end|>") * 5 + "<|im_end|>" * 20_000
     ids = tokens.encode(tokens.mark(text))
@@ -125,12 +125,12 @@ def test_added_tokens_that_are_ordinary_text_stay_tokens() -> None:
     assert spoken.convert_tokens_to_ids("<note>") not in ids
 
 
-def test_a_delimiter_that_a_template_puts_together_is_a_control_token() -> None:
+def test_delimiter_built_by_a_template_is_a_control_token() -> None:
     spoken = tokenizer(letters(), **{"|user|": False})
     assert control_tokens(spoken, "{{ '<|' + messages[0].role + '|>' }}").found_in("<|user|>")
 
 
-def test_beside_a_template_in_python_every_added_token_is_one() -> None:
+def test_with_a_template_in_python_every_added_token_is_a_control_token() -> None:
     assert control_tokens(tokenizer(letters(), table=False), "").found_in("<table>")
 
 
@@ -150,7 +150,7 @@ def test_a_control_token_may_be_spelled_as_its_tokenizer_normalizes_it() -> None
 
 
 @given(texts=st.sets(st.text("ab|<", min_size=1, max_size=4), max_size=8), text=st.text("ab|<", max_size=20))
-def test_the_longest_text_at_the_first_place_is_found(texts: set[str], text: str) -> None:
+def test_longest_control_token_at_the_first_position_is_found(texts: set[str], text: str) -> None:
     longest_first = sorted(texts, key=len, reverse=True)
     expected = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
     assert _pattern(texts).findall(text) == expected.findall(text)

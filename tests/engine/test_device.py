@@ -1,4 +1,4 @@
-"""What the device offers, and what Linux lets us have of it."""
+"""The memory of the device, and the limits that Linux sets."""
 
 from pathlib import Path
 
@@ -6,14 +6,14 @@ from worker.engine.device import control_group_limits, describe, memory_limit
 
 
 def limits(root: Path, membership: str, files: dict[str, str]) -> list[int]:
-    """Where a process is in that group, and the control groups have these files."""
+    """Return the limits for a process in this group, if the control groups have these files."""
     for place, text in {"proc/self/cgroup": membership, **files}.items():
         (root / place).parent.mkdir(parents=True, exist_ok=True)
         (root / place).write_text(f"{text}\n")
     return list(control_group_limits(root))
 
 
-def test_a_service_may_use_what_its_group_and_those_around_it_may(tmp_path: Path) -> None:
+def test_memory_limits_of_the_control_group_and_its_parents_are_read(tmp_path: Path) -> None:
     files = {
         "sys/fs/cgroup/system/sluice/memory.max": "8000",
         "sys/fs/cgroup/system/memory.max": "9000",
@@ -22,16 +22,16 @@ def test_a_service_may_use_what_its_group_and_those_around_it_may(tmp_path: Path
     assert limits(tmp_path, "0::/system/sluice", files) == [8000, 9000]
 
 
-def test_a_container_that_knows_the_hosts_name_of_its_group_sees_it_as_the_outermost(tmp_path: Path) -> None:
+def test_container_with_the_hosts_group_name_reads_the_root_group(tmp_path: Path) -> None:
     assert limits(tmp_path, "0::/docker/4711", {"sys/fs/cgroup/memory.max": "7000"}) == [7000]
 
 
-def test_the_first_version_of_control_groups_has_another_place(tmp_path: Path) -> None:
+def test_control_groups_version_1_are_read(tmp_path: Path) -> None:
     files = {"sys/fs/cgroup/memory/memory.limit_in_bytes": "6000"}
     assert limits(tmp_path, "3:cpu:/here\n4:memory:/here", files) == [6000]
 
 
-def test_what_lies_above_the_control_groups_is_not_read(tmp_path: Path) -> None:
+def test_nothing_above_the_control_groups_is_read(tmp_path: Path) -> None:
     assert limits(tmp_path, "0::/", {"sys/fs/memory.max": "1", "memory.max": "1"}) == []
 
 
@@ -39,6 +39,6 @@ def test_without_control_groups_there_are_no_limits(tmp_path: Path) -> None:
     assert list(control_group_limits(tmp_path)) == []
 
 
-def test_this_device_offers_something_and_has_a_name() -> None:
+def test_device_has_memory_and_a_name() -> None:
     assert memory_limit() > 100_000_000
     assert describe()

@@ -1,4 +1,4 @@
-"""Each row in a batch says what it would have said alone."""
+"""Each row of a batch equals its answer alone."""
 
 import random
 from functools import cache
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.driver import Run
-from tests.engine.tiny import CONFIGS, FAMILIES, VOCAB, alone, network, prompt, told_alone, write_checkpoint
+from tests.engine.tiny import CONFIGS, FAMILIES, VOCAB, alone, greedy_with_logprobs, network, prompt, write_checkpoint
 from tests.engine.tiny import model as family_model
 from worker.engine.batch.decode_batch import DecodeBatch
 from worker.engine.model.load import Model, open_model
@@ -36,69 +36,69 @@ def asked(i: int) -> tuple[tuple[int, ...], int]:
 
 
 @cache
-def heard_alone(family: str, i: int) -> list[tuple[int, float]]:
-    return told_alone(network(family), *asked(i))
+def outcomes_alone(family: str, i: int) -> list[tuple[int, float]]:
+    return greedy_with_logprobs(network(family), *asked(i))
 
 
 @pytest.mark.parametrize("step_s", [0.0, 0.02, 1.0], ids=["no time to spare", "some", "plenty"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_that_come_go_pause_and_return_say_what_they_say_alone(family: str, step_s: float) -> None:
-    run, dice = Run(family_model(family), step_s=step_s), random.Random(f"{family} {step_s}")
-    cancelled, parked = {"3": dice.randrange(4, 20), "8": dice.randrange(4, 20)}, set[str]()
-    while len(run.said) < len(TWELVE) or len(run.engine):
+def test_rows_that_join_leave_and_are_preempted_equal_their_answers_alone(family: str, step_s: float) -> None:
+    run, rng = Run(family_model(family), step_s=step_s), random.Random(f"{family} {step_s}")
+    cancelled, preempted = {"3": rng.randrange(4, 20), "8": rng.randrange(4, 20)}, set[str]()
+    while len(run.generated) < len(TWELVE) or len(run.engine):
         if run.steps % 2 == 0 and (i := run.steps // 2) in TWELVE:
             tokens, most = asked(i)
             run.add(str(i), tokens, max_tokens=most, top_logprobs=0)
         for id in [id for id, after in cancelled.items() if run.steps == 2 * int(id) + after]:
             run.engine.remove(id)
-        if dice.random() < 0.3 and run.inside:
-            parked.add(id := dice.choice(run.inside))
-            run.park(id)
-        elif dice.random() < 0.3:
-            run.stir(keep=dice.random() < 0.7)
-        if not run.inside:
-            run.stir()
+        if rng.random() < 0.3 and run.active:
+            preempted.add(id := rng.choice(run.active))
+            run.preempt(id)
+        elif rng.random() < 0.3:
+            run.readmit(keep_caches=rng.random() < 0.7)
+        if not run.active:
+            run.readmit()
         run.step()
         assert run.steps < 2000
-    assert len(parked) > 3
+    assert len(preempted) > 3
     for i in TWELVE:
-        expected, said = heard_alone(family, i), run.said[str(i)]
+        expected, generated = outcomes_alone(family, i), run.generated[str(i)]
         if str(i) in cancelled:
-            expected = expected[: len(said)]
-        assert said == [token for token, _ in expected], i
+            expected = expected[: len(generated)]
+        assert generated == [token for token, _ in expected], i
         assert run.logprobs[str(i)] == pytest.approx([logprob for _, logprob in expected], abs=1e-4), i
 
 
-def test_an_interactive_row_has_an_offline_one_put_aside_where_rows_are_short(model: Model) -> None:
+def test_interactive_row_preempts_an_offline_one_at_the_row_limit(model: Model) -> None:
     run, offline = Run(model, rows=2), {id: prompt(20, seed) for seed, id in enumerate(("old", "young"))}
     for id, tokens in offline.items():
         run.add(id, tokens, max_tokens=30, lane="batch")
-    while not all(run.said.values()):
+    while not all(run.generated.values()):
         run.step()
     run.add("talk", prompt(20, 9), max_tokens=5)
     run.step()
-    assert sorted(run.inside) == ["old", "talk"]
+    assert sorted(run.active) == ["old", "talk"]
     while "talk" not in run.ended:
         run.step()
     run.drain()
     for id, tokens in offline.items():
-        assert run.said[id] == [token for token, _ in told_alone(model.network, tokens, 30)], id
+        assert run.generated[id] == [token for token, _ in greedy_with_logprobs(model.network, tokens, 30)], id
 
 
-def test_a_long_prompt_is_cut_into_chunks_and_still_exact(model: Model) -> None:
+def test_long_prompt_in_chunks_gives_the_same_answer(model: Model) -> None:
     run = Run(model, step_s=0.0)  # no time to spare: the least budget at every step
     run.add("short", prompt(4, 1), max_tokens=40)
     run.step()
     run.add("long", prompt(300, 2), max_tokens=5)
     run.step()
-    assert not run.said["long"]
+    assert not run.generated["long"]
     assert run.drain() == {
         "short": alone(model.network, prompt(4, 1), 40),
         "long": alone(model.network, prompt(300, 2), 5),
     }
 
 
-def test_a_removed_row_frees_its_place_at_once(qwen: Model) -> None:
+def test_removed_row_frees_its_slot_at_once(qwen: Model) -> None:
     run = Run(qwen)
     run.add("a", prompt(5, 1))
     run.add("b", prompt(200, 2))
@@ -117,7 +117,7 @@ def test_an_answer_ends_at_its_limit(qwen: Model) -> None:
     assert run.ended == {"a": "length"}
 
 
-def test_the_end_of_sequence_is_not_among_the_tokens(qwen: Model) -> None:
+def test_end_of_sequence_token_is_not_reported(qwen: Model) -> None:
     run = Run(qwen)
     run.add("a", prompt(5, 1), sampling=Sampling(logit_bias=((2, 100.0),)))
     assert run.drain() == {"a": []}
@@ -134,17 +134,17 @@ def test_the_end_of_sequence_is_not_among_the_tokens(qwen: Model) -> None:
     ids=["greedy", "seeded", "penalties"],
 )
 @pytest.mark.parametrize("delivered", [1, 7, 23])
-def test_a_resumed_row_goes_on_as_if_it_had_never_stopped(model: Model, sampling: Sampling, delivered: int) -> None:
+def test_resumed_row_continues_as_if_never_interrupted(model: Model, sampling: Sampling, delivered: int) -> None:
     whole = Run(model)
     whole.add("a", prompt(40, 3), max_tokens=24, sampling=sampling)
-    said = whole.drain()["a"]
-    if len(said) <= delivered:
+    generated = whole.drain()["a"]
+    if len(generated) <= delivered:
         return
     resumed = Run(model)
     resumed.add("beside", prompt(11, 4))
     resumed.step()
-    resumed.add("a", prompt(40, 3), max_tokens=24, sampling=sampling, resume_tokens=said[:delivered])
-    assert resumed.drain()["a"] == said
+    resumed.add("a", prompt(40, 3), max_tokens=24, sampling=sampling, resume_tokens=generated[:delivered])
+    assert resumed.drain()["a"] == generated
 
 
 DRAWN = Sampling(temperature=1.0, seed=7)
@@ -154,7 +154,7 @@ DRAWN = Sampling(temperature=1.0, seed=7)
     "sampling",
     [DRAWN, Sampling(temperature=0.8, top_p=0.9, seed=1), Sampling(temperature=1.2, top_k=20, min_p=0.05, seed=2)],
 )
-def test_a_seeded_row_draws_the_same_beside_any_others(qwen: Model, sampling: Sampling) -> None:
+def test_seeded_row_draws_the_same_in_any_batch(qwen: Model, sampling: Sampling) -> None:
     lonely, busy = Run(qwen), Run(qwen)
     lonely.add("a", prompt(9, 1), sampling=sampling)
     for i in range(6):
@@ -168,8 +168,8 @@ def test_another_seed_draws_other_tokens(qwen: Model) -> None:
     run = Run(qwen)
     for seed in range(3):
         run.add(str(seed), prompt(9, 1), sampling=Sampling(temperature=1.0, seed=seed))
-    said = run.drain()
-    assert len({tuple(tokens) for tokens in said.values()}) == 3
+    generated = run.drain()
+    assert len({tuple(tokens) for tokens in generated.values()}) == 3
 
 
 @pytest.mark.parametrize("filtered", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
@@ -185,9 +185,9 @@ def test_penalties_keep_a_row_from_repeating_itself(qwen: Model) -> None:
     run.add("presence", prompt(3, 1), max_tokens=60, sampling=Sampling(presence_penalty=1000.0, logit_bias=no_end))
     run.add("frequency", prompt(3, 1), max_tokens=60, sampling=Sampling(frequency_penalty=1000.0, logit_bias=no_end))
     run.add("free", prompt(3, 1), max_tokens=60, sampling=Sampling(logit_bias=no_end))
-    said = run.drain()
-    assert len(set(said["presence"])) == len(set(said["frequency"])) == 60
-    assert len(set(said["free"])) < 60
+    generated = run.drain()
+    assert len(set(generated["presence"])) == len(set(generated["frequency"])) == 60
+    assert len(set(generated["free"])) < 60
 
 
 def test_a_repetition_penalty_counts_the_prompt(qwen: Model) -> None:
@@ -197,9 +197,7 @@ def test_a_repetition_penalty_counts_the_prompt(qwen: Model) -> None:
     assert all(token < 10 for token in run.drain()["a"])
 
 
-def test_a_decode_step_that_fails_ends_its_rows_and_leaves_the_engine_alive(
-    qwen: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_survives_a_decode_step_that_fails_its_rows(qwen: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(qwen)
     run.add("a", prompt(5, 1))
     run.step()

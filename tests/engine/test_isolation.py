@@ -36,33 +36,33 @@ def lonely(family: str, tokens: tuple[int, ...]) -> list[int]:
     return alone(network(family), tokens, ANSWER)
 
 
-def asked(id: str) -> tuple[int, ...]:
+def prompt_of(id: str) -> tuple[int, ...]:
     return prompt(NEIGHBOURS[id], ord(id))
 
 
 def beside(run: Run, *, first: int = 3) -> None:
-    """Some neighbours; the others come later."""
+    """Add some neighbours at once and the others later."""
     for id in list(NEIGHBOURS)[:first]:
-        run.add(id, asked(id), max_tokens=ANSWER)
+        run.add(id, prompt_of(id), max_tokens=ANSWER)
         run.step()
 
 
 def others(run: Run) -> None:
     for id in list(NEIGHBOURS):
-        if id not in run.said:
-            run.add(id, asked(id), max_tokens=ANSWER)
+        if id not in run.generated:
+            run.add(id, prompt_of(id), max_tokens=ANSWER)
             run.step()
 
 
 def all_is_well(run: Run, family: str = QWEN, *, guilty: str | None = None) -> None:
-    """To the end. Everybody says what it says alone, up to where the guilty one fails."""
-    run.drain(most=500)
-    tokens = {id: asked(id) if id in NEIGHBOURS else GUILTY for id in run.said}
-    for id, said in run.said.items():
+    """Run to the end. Each row equals its answer alone, the failing one up to its failure."""
+    run.drain(max_steps=500)
+    tokens = {id: prompt_of(id) if id in NEIGHBOURS else GUILTY for id in run.generated}
+    for id, generated in run.generated.items():
         expected = lonely(family, tokens[id])
-        assert said == (expected[: len(said)] if id == guilty else expected), id
+        assert generated == (expected[: len(generated)] if id == guilty else expected), id
     assert {id for id, ending in run.ended.items() if ending == "faulted"} == ({guilty} - {None})
-    assert set(run.ended) == set(run.said)
+    assert set(run.ended) == set(run.generated)
 
 
 class Counting:
@@ -71,35 +71,35 @@ class Counting:
     error = None
 
     def __init__(self, at: int) -> None:
-        self._at, self._heard = at, 0
+        self._fails_at, self._num_accepted = at, 0
 
     def accept(self, token: int) -> None:
-        self._heard += 1
+        self._num_accepted += 1
 
     def reset(self) -> None:
-        self._heard = 0
+        self._num_accepted = 0
 
     def bitmask(self) -> bytes | None:
-        if self._heard >= self._at:
+        if self._num_accepted >= self._fails_at:
             raise RuntimeError("no such rule")
         return None
 
 
 @pytest.mark.parametrize("at", [0, 1, 7])
-def test_a_guide_that_raises_fails_its_own_row(at: int) -> None:
+def test_grammar_that_raises_fails_only_its_row(at: int) -> None:
     run = Run(model(QWEN))
     beside(run)
     run.add("guilty", GUILTY, max_tokens=ANSWER, grammar=Counting(at))
     others(run)
     all_is_well(run, guilty="guilty")
-    assert len(run.said["guilty"]) <= at
+    assert len(run.generated["guilty"]) <= at
 
 
 @contextmanager
 def poisoned(family: str) -> Iterator[int]:
-    """A token that nobody says, and whose embedding is NaN."""
-    said = {token for tokens in [GUILTY, *map(asked, NEIGHBOURS)] for token in lonely(family, tokens)}
-    token = next(token for token in range(3, 10) if token not in said)  # in no prompt either
+    """Yield a token that no row generates, whose embedding is NaN while the context is open."""
+    generated = {token for tokens in [GUILTY, *map(prompt_of, NEIGHBOURS)] for token in lonely(family, tokens)}
+    token = next(token for token in range(3, 10) if token not in generated)  # in no prompt either
     layer = network(family).language_model.model if family == QWEN else network(family).model
     weight = layer.embed_tokens.weight
     whole = mx.array(weight)
@@ -112,27 +112,27 @@ def poisoned(family: str) -> Iterator[int]:
 
 @pytest.mark.parametrize("place", [0, 5, 11], ids=["first", "within", "last"])
 @pytest.mark.parametrize("family", [QWEN, "gpt_oss", "deepseek_v3", "gemma3", "falcon_h1", "jamba"])
-def test_a_row_whose_embedding_is_nan_fails_alone(family: str, place: int) -> None:
+def test_row_with_a_nan_embedding_fails_alone(family: str, place: int) -> None:
     run = Run(model(family))
     beside(run)
     with poisoned(family) as poison:
         run.add("guilty", (*GUILTY[:place], poison, *GUILTY[place + 1 :]), max_tokens=ANSWER)
         others(run)
         all_is_well(run, family, guilty="guilty")
-    assert run.said["guilty"] == []
+    assert run.generated["guilty"] == []
 
 
-def test_logits_of_infinity_fail_their_row() -> None:
+def test_infinite_logits_fail_their_row() -> None:
     class Mad(Counting):
         def bitmask(self) -> bytes | None:
-            return bytes(128) if self._heard == self._at else None  # no token at all
+            return bytes(128) if self._num_accepted == self._fails_at else None  # no token at all
 
     run = Run(model(QWEN))
     beside(run)
     run.add("guilty", GUILTY, max_tokens=ANSWER, grammar=Mad(5))
     others(run)
     all_is_well(run, guilty="guilty")
-    assert len(run.said["guilty"]) == 5
+    assert len(run.generated["guilty"]) == 5
 
 
 def raising(whether: Callable[..., bool], call: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,10 +147,10 @@ def raising(whether: Callable[..., bool], call: Callable[..., Any]) -> Callable[
 def once(whether: Callable[..., bool] = lambda *args, **kwargs: True) -> Callable[..., bool]:
     left = [True]
 
-    def asked_once(*args: Any, **kwargs: Any) -> bool:
+    def fails_once(*args: Any, **kwargs: Any) -> bool:
         return whether(*args, **kwargs) and bool(left) and left.pop()
 
-    return asked_once
+    return fails_once
 
 
 @pytest.mark.parametrize("part", ["forward", "collect"], ids=["when it is launched", "when it is waited for"])
@@ -159,7 +159,7 @@ def test_a_step_that_fails_once_costs_no_row_a_token(monkeypatch: pytest.MonkeyP
     run = Run(model(QWEN))
     beside(run)
     others(run)
-    run.until(lambda: len(run.said["e"]) >= after)
+    run.until(lambda: len(run.generated["e"]) >= after)
     if part == "forward":
         monkeypatch.setattr(rows_module, "forward", raising(once(), rows_module.forward))
     else:
@@ -168,7 +168,7 @@ def test_a_step_that_fails_once_costs_no_row_a_token(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("after", [0, 1, 6])
-def test_a_row_that_fails_every_step_it_is_in_fails_alone(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+def test_row_that_fails_every_step_fails_alone(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     def spoilt(network: Any, cache: Any, rows: list[Row], tokens: mx.array) -> bool:
         return any(row.id == "guilty" and len(row.answer) >= after for row in rows)
 
@@ -180,7 +180,7 @@ def test_a_row_that_fails_every_step_it_is_in_fails_alone(monkeypatch: pytest.Mo
     all_is_well(run, guilty="guilty")
 
 
-def test_two_guilty_rows_fail_in_the_same_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_failing_rows_are_found_in_one_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
     def spoilt(network: Any, cache: Any, rows: list[Row], tokens: mx.array) -> bool:
         return any(row.id.startswith("guilty") and row.answer for row in rows)
 
@@ -192,25 +192,25 @@ def test_two_guilty_rows_fail_in_the_same_recovery(monkeypatch: pytest.MonkeyPat
     run.until(lambda: set(run.ended) >= {"guilty 1", "guilty 2"})
     assert {run.ended["guilty 1"], run.ended["guilty 2"]} == {"faulted"}
     run.drain()
-    assert all(run.said[id] == lonely(QWEN, asked(id)) for id in ("a", "b", "c"))
+    assert all(run.generated[id] == lonely(QWEN, prompt_of(id)) for id in ("a", "b", "c"))
 
 
-def test_rows_that_are_parked_or_cancelled_while_they_come_again_say_nothing_twice(
+def test_rows_preempted_or_cancelled_during_recomputation_emit_no_token_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = Run(model(QWEN), step_s=0.0)
     beside(run)
     others(run)
-    run.until(lambda: len(run.said["e"]) >= 6)
+    run.until(lambda: len(run.generated["e"]) >= 6)
     monkeypatch.setattr(DecodeBatch, "collect", raising(once(), DecodeBatch.collect))
     run.step()
     monkeypatch.undo()
-    for id in [id for id in run.inside if id != "b"]:
-        run.park(id)
+    for id in [id for id in run.active if id != "b"]:
+        run.preempt(id)
     run.engine.remove("b")
-    del run.said["b"]
+    del run.generated["b"]
     run.ended.pop("b", None)
-    run.stir()
+    run.readmit()
     all_is_well(run)
 
 
@@ -223,42 +223,42 @@ def failing_once(name: str) -> Iterator[None]:
             if name in vars(kind):
                 patch.setattr(kind, name, raising(fails, vars(kind)[name]))
         yield
-        assert not fails(), "nothing of the kind was called"
+        assert not fails(), "the patched method was not called"
 
 
 FAMILIES = pytest.mark.parametrize("family", [QWEN, "gemma3"])
 
 
 @FAMILIES
-def test_a_row_that_cannot_join_the_running_ones_fails_alone(family: str) -> None:
+def test_row_that_cannot_join_fails_alone(family: str) -> None:
     run = Run(model(family))
     run.group_by(ONE_GROUP)
     beside(run)
-    run.until(lambda: bool(run.said["a"]))
+    run.until(lambda: bool(run.generated["a"]))
     run.until(lambda: not run.engine._prefills)
     run.add("guilty", GUILTY, max_tokens=ANSWER)
     with failing_once("extend"):
         run.until(lambda: "guilty" in run.ended)
     others(run)
     all_is_well(run, family, guilty="guilty")
-    assert run.said["guilty"] == []
+    assert run.generated["guilty"] == []
 
 
 @FAMILIES
-def test_a_first_row_that_cannot_begin_a_batch_leaves_the_engine_as_it_was(family: str) -> None:
+def test_first_row_that_cannot_begin_a_batch_leaves_the_engine_usable(family: str) -> None:
     run = Run(model(family))
     for i in range(6):
         run.add(f"guilty {i}", GUILTY, max_tokens=ANSWER)
         with failing_once("extend"):
             run.drain()
     assert set(run.ended.values()) == {"faulted"}
-    run.add("a", asked("a"), max_tokens=ANSWER)
-    assert run.drain()["a"] == lonely(family, asked("a"))
+    run.add("a", prompt_of("a"), max_tokens=ANSWER)
+    assert run.drain()["a"] == lonely(family, prompt_of("a"))
 
 
 @FAMILIES
 @pytest.mark.parametrize("name", ["moved", "filter"])
-def test_a_cache_that_cannot_let_a_row_go_costs_no_row_a_token(family: str, name: str) -> None:
+def test_cache_that_fails_to_remove_a_row_costs_no_row_a_token(family: str, name: str) -> None:
     run = Run(model(family))
     run.group_by(ONE_GROUP)
     run.add("short", prompt(5, 1), max_tokens=4)
@@ -266,41 +266,41 @@ def test_a_cache_that_cannot_let_a_row_go_costs_no_row_a_token(family: str, name
     with failing_once(name):
         run.until(lambda: "short" in run.ended)
         run.step()
-    del run.said["short"], run.ended["short"]
+    del run.generated["short"], run.ended["short"]
     all_is_well(run, family)
 
 
 @FAMILIES
 @pytest.mark.parametrize("name", ["moved", "filter"])
-def test_a_cache_that_cannot_let_a_cancelled_row_go_costs_no_row_a_token(family: str, name: str) -> None:
+def test_cache_that_fails_to_remove_a_cancelled_row_costs_no_row_a_token(family: str, name: str) -> None:
     run = Run(model(family))
     run.group_by(ONE_GROUP)
     run.add("cancelled", prompt(5, 1), max_tokens=ANSWER)
     beside(run, first=5)
-    run.until(lambda: bool(run.said["e"]))
+    run.until(lambda: bool(run.generated["e"]))
     with failing_once(name):
         run.engine.remove("cancelled")
         run.step()
-    del run.said["cancelled"]
+    del run.generated["cancelled"]
     all_is_well(run, family)
 
 
-def crowded(family: str) -> Run:
-    """Three offline rows that decode, and no room for another."""
+def must_tighten(family: str) -> Run:
+    """Return a run with three offline rows that decode, and no memory for another."""
     costs = model(family).costs
-    spare = costs.row_bytes(1)  # for one that is parked with its cache
+    spare = costs.row_bytes(1)  # for one row that is preempted with its cache
     run = Run(model(family), memory=costs.peak_bytes([[LONGEST] * 3]) + spare)
     run.group_by(ONE_GROUP)
     for id in ("a", "c", "d"):
-        run.add(id, asked(id), max_tokens=ANSWER, lane="batch")
-    run.until(lambda: all(run.said.values()))
+        run.add(id, prompt_of(id), max_tokens=ANSWER, lane="batch")
+    run.until(lambda: all(run.generated.values()))
     return run
 
 
 @FAMILIES
-def test_a_row_whose_cache_cannot_be_taken_out_costs_no_row_a_token(family: str) -> None:
-    run = crowded(family)
-    run.add("b", asked("b"), max_tokens=ANSWER)
+def test_failure_to_copy_a_preempted_rows_cache_costs_no_row_a_token(family: str) -> None:
+    run = must_tighten(family)
+    run.add("b", prompt_of("b"), max_tokens=ANSWER)
     with failing_once("extract"):
         run.step()
     assert not run.ended
@@ -308,24 +308,24 @@ def test_a_row_whose_cache_cannot_be_taken_out_costs_no_row_a_token(family: str)
 
 
 @FAMILIES
-def test_a_row_that_cannot_come_back_with_its_cache_comes_back_without(family: str) -> None:
-    run = crowded(family)
-    run.add("b", asked("b"), max_tokens=6)
+def test_row_that_cannot_be_restored_with_its_cache_is_recomputed(family: str) -> None:
+    run = must_tighten(family)
+    run.add("b", prompt_of("b"), max_tokens=6)
     run.step()
     assert run.waiting == ["d"]
     with failing_once("extend"):
         run.until(lambda: not run.waiting)
     run.ended.pop("b", None)
-    del run.said["b"]
+    del run.generated["b"]
     all_is_well(run, family)
 
 
 @FAMILIES
-def test_rows_that_cannot_be_moved_to_another_group_lose_no_token(family: str) -> None:
+def test_rows_that_fail_to_move_to_another_group_lose_no_token(family: str) -> None:
     run = Run(model(family))
     run.group_by(ONE_GROUP)
     beside(run, first=5)
-    run.until(lambda: all(run.said.values()))
+    run.until(lambda: all(run.generated.values()))
     run.group_by(EACH_ALONE)
     with failing_once("extend"):
         run.step()
@@ -349,12 +349,12 @@ def test_a_prompt_that_runs_out_of_memory_fails_alone() -> None:
     all_is_well(run, guilty="guilty")
 
 
-def test_a_row_that_cannot_be_taken_in_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_that_cannot_be_created_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(model(QWEN))
     beside(run, first=1)
-    run.until(lambda: bool(run.said["a"]))
+    run.until(lambda: bool(run.generated["a"]))
     run.add("guilty", GUILTY, max_tokens=ANSWER)
-    run.add("b", asked("b"), max_tokens=ANSWER)
+    run.add("b", prompt_of("b"), max_tokens=ANSWER)
     monkeypatch.setattr(prefill_module, "make_prompt_cache", raising(once(), prefill_module.make_prompt_cache))
     others(run)
     all_is_well(run, guilty="guilty")
@@ -364,7 +364,7 @@ def always(*args: Any, **how: Any) -> bool:
     return True
 
 
-def test_ten_failures_in_a_row_are_the_end_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ten_failures_in_a_row_break_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows_module, "forward", raising(always, rows_module.forward))
     run = Run(model(QWEN))
     for i in range(20):
@@ -373,7 +373,7 @@ def test_ten_failures_in_a_row_are_the_end_of_the_engine(monkeypatch: pytest.Mon
         run.drain()
 
 
-def test_ten_prompts_that_fail_in_a_row_are_the_end_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ten_failed_prompts_in_a_row_break_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(network(QWEN)), "__call__", raising(always, type(network(QWEN)).__call__))
     run = Run(model(QWEN))
     for i in range(20):
@@ -382,32 +382,32 @@ def test_ten_prompts_that_fail_in_a_row_are_the_end_of_the_engine(monkeypatch: p
         run.drain()
 
 
-def test_failures_with_answers_between_them_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_with_tokens_in_between_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(model(QWEN))
     for i in range(15):
         run.add(f"guilty {i}", GUILTY, max_tokens=4, grammar=Counting(0))
-        run.add(f"good {i}", asked("a"), max_tokens=ANSWER)
+        run.add(f"good {i}", prompt_of("a"), max_tokens=ANSWER)
         run.drain()
-        assert run.said[f"good {i}"] == lonely(QWEN, asked("a"))
+        assert run.generated[f"good {i}"] == lonely(QWEN, prompt_of("a"))
         assert run.ended[f"guilty {i}"] == "faulted"
 
 
-async def test_an_engine_that_fails_ten_times_calls_for_the_end_of_the_process(
+async def test_broken_engine_reports_failure_to_end_the_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    checkpoint, died, heard = write_checkpoint(CONFIGS["llama"], tmp_path), asyncio.Event(), list[Outcome]()
+    checkpoint, died, outcomes = write_checkpoint(CONFIGS["llama"], tmp_path), asyncio.Event(), list[Outcome]()
 
-    class Ear:
+    class Recorder:
         def on_outcome(self, outcome: Outcome, rows: int) -> None:
-            heard.append(outcome)
+            outcomes.append(outcome)
 
-    engine = EngineThread(lambda: open_model(str(checkpoint)), step_s=0.1, died=died.set)
+    engine = EngineThread(lambda: open_model(str(checkpoint)), step_s=0.1, on_failure=died.set)
     await engine.start()
     monkeypatch.setattr(rows_module, "forward", raising(always, rows_module.forward))
     for i in range(20):
-        engine.submit(GenerationRequest(str(i), GUILTY, 5), Ear())
+        engine.submit(GenerationRequest(str(i), GUILTY, 5), Recorder())
     await asyncio.wait_for(died.wait(), 20)
     await engine.stop()
     assert "10 steps in a row have failed" in caplog.text
     # Those that were not found guilty by then are in the queue's hands again.
-    assert not any(isinstance(outcome, Sampled) for outcome in heard)
+    assert not any(isinstance(outcome, Sampled) for outcome in outcomes)

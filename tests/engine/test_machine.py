@@ -1,4 +1,4 @@
-"""Any order of whatever can happen to rows: each says what it says alone."""
+"""Any order of events: each row equals its answer alone."""
 
 from functools import cache
 
@@ -22,7 +22,7 @@ def lonely(family: str, asked: tuple[int, int]) -> list[int]:
     return alone(network(family), prompt(*asked), MOST)
 
 
-class Life(RuleBasedStateMachine):
+class EngineMachine(RuleBasedStateMachine):
     @initialize(
         family=st.sampled_from(["gemma3", "qwen3_5", "falcon_h1"]),
         step_s=st.sampled_from([0.0, 0.02]),
@@ -30,7 +30,7 @@ class Life(RuleBasedStateMachine):
         prefix_bytes=st.sampled_from([0, 100_000, 1_000_000_000]),
     )
     def open(self, family: str, step_s: float, rows: int, prefix_bytes: int) -> None:
-        """`rows`: about so many fit."""
+        """`rows`: about the number of rows that fit into memory."""
         self.family, self.asked = family, dict[str, tuple[tuple[int, int], int]]()
         memory = model(family).costs.peak_bytes([[PROMPTS[-1][0] + MOST] * rows])
         self.run = Run(model(family), step_s=step_s, memory=memory, prefix_bytes=prefix_bytes)
@@ -47,45 +47,45 @@ class Life(RuleBasedStateMachine):
         for _ in range(steps):
             self.run.step()
 
-    @precondition(lambda self: self.run.inside or self.run.waiting)
+    @precondition(lambda self: self.run.active or self.run.waiting)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        id = data.draw(st.sampled_from(sorted(self.run.inside + self.run.waiting)))
+        id = data.draw(st.sampled_from(sorted(self.run.active + self.run.waiting)))
         self.gone.add(id)
         self.run.engine.remove(id)
 
-    @precondition(lambda self: self.run.inside)
+    @precondition(lambda self: self.run.active)
     @rule(data=st.data())
-    def park(self, data: st.DataObject) -> None:
-        self.run.park(data.draw(st.sampled_from(self.run.inside)))
+    def preempt(self, data: st.DataObject) -> None:
+        self.run.preempt(data.draw(st.sampled_from(self.run.active)))
 
-    @rule(keep=st.booleans())
-    def make_room(self, keep: bool) -> None:
-        self.run.stir(keep=keep)
+    @rule(keep_caches=st.booleans())
+    def readmit_rows(self, keep_caches: bool) -> None:
+        self.run.readmit(keep_caches=keep_caches)
 
     @rule(cost=st.sampled_from([ONE_GROUP, EACH_ALONE, IN_BETWEEN]))
     def regroup(self, cost: StepCost) -> None:
         self.run.group_by(cost)
 
     @invariant()
-    def each_says_what_it_says_alone(self) -> None:
+    def each_row_equals_its_answer_alone(self) -> None:
         for id, (asked, most) in self.asked.items():
-            expected, said = lonely(self.family, asked)[:most], self.run.said[id]
-            assert said == (expected if id in self.run.ended else expected[: len(said)])
+            expected, generated = lonely(self.family, asked)[:most], self.run.generated[id]
+            assert generated == (expected if id in self.run.ended else expected[: len(generated)])
 
     @invariant()
-    def nobody_is_in_two_places_or_in_none(self) -> None:
-        there = sorted([*self.run.inside, *self.run.waiting, *self.run.ended, *self.gone])
+    def every_request_is_in_exactly_one_place(self) -> None:
+        there = sorted([*self.run.active, *self.run.waiting, *self.run.ended, *self.gone])
         assert there == sorted(self.asked)
-        assert len(self.run.engine) == len(self.run.inside) + len(self.run.waiting)
+        assert len(self.run.engine) == len(self.run.active) + len(self.run.waiting)
 
     def teardown(self) -> None:
         if hasattr(self, "run"):
-            self.run.stir()
+            self.run.readmit()
             self.run.drain()
             assert set(self.run.ended.values()) <= {"stop", "length"}
-            self.each_says_what_it_says_alone()
+            self.each_row_equals_its_answer_alone()
 
 
-TestLife = Life.TestCase
+TestLife = EngineMachine.TestCase
 TestLife.settings = settings(max_examples=examples(20), stateful_step_count=25, deadline=None)

@@ -1,4 +1,4 @@
-"""Sixteen rows that want sixteen things of one batch: each says what it says alone."""
+"""Sixteen rows with different parameters in one batch: each equals its answer alone."""
 
 import asyncio
 import json
@@ -65,7 +65,7 @@ async def guide(language: TextCodec) -> GrammarState | None:
     return await language.grammar(JSON, await language.prompt(JSON))
 
 
-def sequences(language: TextCodec) -> list[GenerationRequest]:
+def requests(language: TextCodec) -> list[GenerationRequest]:
     return [
         GenerationRequest(
             id,
@@ -79,20 +79,20 @@ def sequences(language: TextCodec) -> list[GenerationRequest]:
     ]
 
 
-def test_a_mixed_batch_of_sixteen_rows_says_what_each_says_alone(model: Model) -> None:
+def test_each_of_sixteen_mixed_rows_equals_its_answer_alone(model: Model) -> None:
     language = TextCodec(MLXTokenizer(model.tokenizer), model.vocab)
-    together = answers(model, sequences(language), apart=1)
-    for alone in sequences(language):
+    together = answers(model, requests(language), steps_apart=1)
+    for alone in requests(language):
         mine, expected = together[alone.id], answer(model, alone)
         assert tokens(mine) == tokens(expected), alone.id
         assert mine[-1].finish_reason == expected[-1].finish_reason
         assert logprobs(mine) == [pytest.approx(each, abs=1e-4) for each in logprobs(expected)]
         assert all((each.logprobs is None) == (alone.id not in LOGPROBS) for each in mine if each.token is not None)
     for id in ("json", "json, drawn"):
-        said = json.loads(model.tokenizer.decode(tokens(together[id])))
-        assert (type(said["number"]), type(said["large"])) == (int, bool)
+        generated = json.loads(model.tokenizer.decode(tokens(together[id])))
+        assert (type(generated["number"]), type(generated["large"])) == (int, bool)
 
 
-def logprobs(heard: list[Sampled]) -> list[dict[int, float]]:
-    """Of the token itself under -1."""
-    return [{-1: each.logprobs.token, **dict(each.logprobs.top)} for each in heard if each.logprobs]
+def logprobs(outcomes: list[Sampled]) -> list[dict[int, float]]:
+    """Return log probabilities by token; that of the drawn token under -1."""
+    return [{-1: each.logprobs.token, **dict(each.logprobs.top)} for each in outcomes if each.logprobs]

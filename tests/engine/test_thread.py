@@ -1,4 +1,4 @@
-"""The engine thread as the event loop sees it."""
+"""The engine thread's interface to the event loop."""
 
 import asyncio
 import subprocess
@@ -18,7 +18,7 @@ from worker.schedule.request import GenerationRequest, Sampling
 
 
 @dataclass
-class Ear:
+class Recorder:
     said: list[int | None] = field(default_factory=list)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -37,8 +37,8 @@ def unreached() -> None:
     raise AssertionError("the engine thread died")
 
 
-async def test_a_model_that_cannot_be_loaded_is_told_to_whoever_starts_it() -> None:
-    engine = EngineThread(lambda: open_model("./nothing"), step_s=0.1, died=unreached)
+async def test_start_raises_the_error_of_loading() -> None:
+    engine = EngineThread(lambda: open_model("./nothing"), step_s=0.1, on_failure=unreached)
     with pytest.raises(CannotStart, match="no such folder"):
         await engine.start()
     await engine.stop()
@@ -54,60 +54,60 @@ async def test_a_start_that_is_cancelled_while_the_model_loads_ends_without_an_e
         go_on.wait()
         return tiny_chat()
 
-    engine = EngineThread(load, step_s=0.1, died=unreached)
+    engine = EngineThread(load, step_s=0.1, on_failure=unreached)
     starting = asyncio.create_task(engine.start())
     await asyncio.to_thread(begun.wait)
     starting.cancel()
     await asyncio.wait([starting])
     go_on.set()
     await engine.stop()
-    await asyncio.sleep(0)  # what the thread told last is heard
+    await asyncio.sleep(0)  # the last messages of the thread are delivered
     assert starting.cancelled()
     assert caplog.records == []
 
 
-async def test_rows_are_heard_until_they_are_removed() -> None:
-    engine = EngineThread(tiny_chat, step_s=0.1, died=unreached)
+async def test_listener_receives_outcomes_until_its_request_is_removed() -> None:
+    engine = EngineThread(tiny_chat, step_s=0.1, on_failure=unreached)
     await engine.start()
     no_end = Sampling(logit_bias=((2, -100.0),))
-    stays, goes = Ear(), Ear()
+    stays, keeps_running = Recorder(), Recorder()
     engine.submit(GenerationRequest("stays", prompt(5, 1), 300, no_end), stays)
-    engine.submit(GenerationRequest("goes", prompt(5, 2), 10_000, no_end), goes)
-    while len(goes.said) < 3:
+    engine.submit(GenerationRequest("goes", prompt(5, 2), 10_000, no_end), keeps_running)
+    while len(keeps_running.said) < 3:
         await asyncio.sleep(0.001)
     engine.remove("goes")
-    heard = len(goes.said)
+    heard = len(keeps_running.said)
     await asyncio.wait_for(stays.ended.wait(), 30)
-    assert len(goes.said) == heard
+    assert len(keeps_running.said) == heard
     assert len(stays.said) == 300
     await engine.stop()
 
 
-async def test_an_engine_on_hold_makes_no_token_and_then_goes_on() -> None:
-    engine = EngineThread(tiny_chat, step_s=0.1, died=unreached)
+async def test_engine_on_hold_makes_no_token_and_then_continues() -> None:
+    engine = EngineThread(tiny_chat, step_s=0.1, on_failure=unreached)
     await engine.start()
-    ear = Ear()
-    engine.submit(GenerationRequest("a", prompt(5, 1), 200, Sampling(logit_bias=((2, -100.0),))), ear)
-    while len(ear.said) < 3:
+    recorder = Recorder()
+    engine.submit(GenerationRequest("a", prompt(5, 1), 200, Sampling(logit_bias=((2, -100.0),))), recorder)
+    while len(recorder.said) < 3:
         await asyncio.sleep(0.001)
     engine.hold(True)
     await asyncio.sleep(0.1)
-    said = len(ear.said)
+    said = len(recorder.said)
     await asyncio.sleep(0.2)
-    assert len(ear.said) == said < 200
+    assert len(recorder.said) == said < 200
     assert engine.heartbeat.stalled_s() == 0, "an engine on hold is at rest, not hung"
     engine.hold(False)
-    await asyncio.wait_for(ear.ended.wait(), 30)
-    assert len(ear.said) == 200
+    await asyncio.wait_for(recorder.ended.wait(), 30)
+    assert len(recorder.said) == 200
     await engine.stop()
 
 
-async def test_an_engine_that_breaks_calls_for_the_end_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engine_that_raises_reports_failure_to_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     died = asyncio.Event()
-    engine = EngineThread(tiny_chat, step_s=0.1, died=died.set)
+    engine = EngineThread(tiny_chat, step_s=0.1, on_failure=died.set)
     await engine.start()
     monkeypatch.setattr("worker.engine.engine.Engine.step", lambda self: 1 / 0)
-    engine.submit(GenerationRequest("a", prompt(5, 1), 5), Ear())
+    engine.submit(GenerationRequest("a", prompt(5, 1), 5), Recorder())
     await asyncio.wait_for(died.wait(), 10)
     await engine.stop()
 
@@ -115,15 +115,15 @@ async def test_an_engine_that_breaks_calls_for_the_end_of_the_process(monkeypatc
 EXITS = """
 import asyncio
 from scripts.stack import TINY_CHAT
-from tests.engine.test_thread import Ear, tiny_chat, unreached
+from tests.engine.test_thread import Recorder, tiny_chat, unreached
 from tests.engine.tiny import prompt
 from worker.engine.thread import EngineThread
 from worker.schedule.request import GenerationRequest
 
 async def main():
-    engine = EngineThread(tiny_chat, step_s=0.1, died=unreached)
+    engine = EngineThread(tiny_chat, step_s=0.1, on_failure=unreached)
     await engine.start()
-    engine.submit(GenerationRequest("a", prompt(5, 1), 5000), Ear())
+    engine.submit(GenerationRequest("a", prompt(5, 1), 5000), Recorder())
     await asyncio.sleep(0.2)
     await engine.stop()
 
@@ -131,6 +131,6 @@ asyncio.run(main())
 """
 
 
-def test_a_process_whose_engine_was_busy_exits_clean() -> None:
+def test_process_with_a_busy_engine_exits_cleanly() -> None:
     for _ in range(3):
         subprocess.run([sys.executable, "-c", EXITS], check=True, cwd=ROOT)

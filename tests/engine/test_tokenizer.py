@@ -1,4 +1,4 @@
-"""mlx-lm's tokenizer behind the face that `worker.text` knows."""
+"""mlx-lm's tokenizer behind the interface of `worker.text`."""
 
 import threading
 import time
@@ -32,7 +32,7 @@ def render(words: MLXTokenizer, **given: Any) -> str:
     return words.render(HELLO, **{"tools": [], "continues": False, "variables": {}, **given})
 
 
-def test_the_tiny_model_s_words_are_told_as_they_are(wrapper: Any) -> None:
+def test_properties_of_the_tiny_models_tokenizer(wrapper: Any) -> None:
     words = MLXTokenizer(wrapper)
     assert (words.think, words.tool) == (("<think>", "</think>"), ("<tool_call>", "</tool_call>"))
     assert (words.tool_format, words.byte_level, words.eos_token_ids) == ("json_tools", True, {2})
@@ -42,14 +42,14 @@ def test_the_tiny_model_s_words_are_told_as_they_are(wrapper: Any) -> None:
     assert "Two user messages in a row" in words.template
 
 
-def test_a_template_hears_of_thinking_only_what_the_request_says(wrapper: Any) -> None:
+def test_template_gets_enable_thinking_only_from_the_request(wrapper: Any) -> None:
     wrapper._tokenizer.chat_template = "{{ enable_thinking is defined }} {{ enable_thinking }}"
     words = MLXTokenizer(wrapper)
     assert render(words) == "False "
     assert render(words, variables={"enable_thinking": False}) == "True False"
 
 
-def test_a_template_that_calls_it_otherwise_is_told_in_its_own_word(wrapper: Any) -> None:
+def test_template_gets_enable_thinking_under_its_own_name(wrapper: Any) -> None:
     wrapper._thinking_kwarg = "thinking"  # as mlx-lm infers it from a tokenizer with a renderer of its own
     wrapper._tokenizer.chat_template = "{{ thinking }}"
     assert render(MLXTokenizer(wrapper), variables={"enable_thinking": True}) == "True"
@@ -67,20 +67,20 @@ def test_a_template_in_python_is_called_as_mlx_lm_calls_it(wrapper: Any) -> None
     assert called == [{"add_generation_prompt": False, "continue_final_message": True, "enable_thinking": True}]
 
 
-def test_tools_reach_the_template_and_none_are_none(wrapper: Any) -> None:
+def test_template_gets_tools_or_none(wrapper: Any) -> None:
     wrapper._tokenizer.chat_template = "{{ tools[0].function.name if tools is not none else 'nothing' }}"
     tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
     words = MLXTokenizer(wrapper)
     assert (render(words, tools=[tool]), render(words)) == ("look", "nothing")
 
 
-def test_a_turn_that_is_gone_on_with_stays_open(wrapper: Any) -> None:
+def test_continued_turn_stays_open(wrapper: Any) -> None:
     begun = [*HELLO, {"role": "assistant", "content": "Good mor"}]
     text = MLXTokenizer(wrapper).render(begun, tools=[], continues=True, variables={})
     assert text.endswith("<|im_start|>assistant\nGood mor")
 
 
-def test_calls_are_read_by_the_model_s_parser_as_a_list(wrapper: Any) -> None:
+def test_tool_calls_are_parsed_to_a_list(wrapper: Any) -> None:
     words = MLXTokenizer(wrapper)
     call = {"name": "look", "arguments": {"at": "me"}}
     assert words.parse_tool_call('{"name": "look", "arguments": {"at": "me"}}', []) == [call]
@@ -88,7 +88,7 @@ def test_calls_are_read_by_the_model_s_parser_as_a_list(wrapper: Any) -> None:
         words.parse_tool_call("no call", [])
 
 
-def test_a_splitter_goes_by_the_model_s_markers_or_by_those_it_is_given(wrapper: Any) -> None:
+def test_splitter_uses_the_models_markers_or_given_transitions(wrapper: Any) -> None:
     words = MLXTokenizer(wrapper)
     inferred = words.splitter("reasoning")
     assert inferred.feed("hm</think>x<") == [("reasoning", "hm"), ("normal", "x")]
@@ -122,12 +122,12 @@ PIECES = [
 @pytest.mark.parametrize("split", [False, True])
 @settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=9), max_size=30))
-def test_tokens_are_those_that_transformers_gives(kind: str, split: bool, words: list[str]) -> None:
+def test_tokens_equal_those_of_transformers(kind: str, split: bool, words: list[str]) -> None:
     wrapper, text = of_kind(kind, split_special_tokens=split), "".join(words)
     assert MLXTokenizer(wrapper).encode(text) == list(wrapper._tokenizer.encode(text, add_special_tokens=False))
 
 
-def test_a_tokenizer_file_that_truncates_and_pads_does_not_do_so_here(tmp_path: Path) -> None:
+def test_truncation_and_padding_of_a_tokenizer_file_are_disabled(tmp_path: Path) -> None:
     backend = tokenizer("qwen")
     backend.enable_truncation(3)
     backend.enable_padding(length=9)
@@ -139,14 +139,14 @@ def test_a_tokenizer_file_that_truncates_and_pads_does_not_do_so_here(tmp_path: 
         backend.no_padding()
 
 
-def test_a_tokenizer_in_python_gives_its_own_tokens() -> None:
+def test_tokenizer_in_python_is_supported() -> None:
     wrapper = TokenizerWrapper(ByT5Tokenizer())
     words = MLXTokenizer(wrapper)
     assert words.definition is None
     assert words.encode("Hé") == wrapper._tokenizer.encode("Hé", add_special_tokens=False) != []
 
 
-def test_a_tokenizer_with_an_encode_of_its_own_keeps_it() -> None:
+def test_tokenizer_with_its_own_encode_method_uses_it() -> None:
     class Reversed(TokenizersBackend):  # type: ignore[misc]
         def _encode_plus(self, text: str, **how: Any) -> Any:
             return super()._encode_plus(text[::-1], **how)
@@ -156,7 +156,7 @@ def test_a_tokenizer_with_an_encode_of_its_own_keeps_it() -> None:
 
 
 def moves(work: Callable[[], object]) -> tuple[int, float]:
-    """How often another thread came to run meanwhile, and the seconds that it took."""
+    """Return how often another thread ran meanwhile, and the seconds of the call."""
     counted, ended = 0, threading.Event()
 
     def count() -> None:
@@ -181,7 +181,7 @@ def test_other_threads_run_while_a_long_text_is_tokenized(wrapper: Any) -> None:
     assert during > 20 * took_s  # with the interpreter's lock held, one or two
 
 
-def test_a_panic_of_the_tokenizer_is_a_refusal() -> None:
+def test_panic_of_the_tokenizer_fails_only_the_job() -> None:
     """Or it would end more than its job, since it is no Exception."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+b"), "isolated")  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Tiny random models of several families, on disk with the tiny model's tokenizer, and what each says alone."""
+"""Tiny random models of several families, with the tiny model's tokenizer, and their answers to a prompt alone."""
 
 import json
 import random
@@ -123,7 +123,7 @@ _LATENT = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     **CONFIGS,
-    # Experts for each token of its own.
+    # Each token is routed to experts.
     "qwen3_moe": {
         **_SMALL,
         "model_type": "qwen3_moe",
@@ -134,7 +134,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "norm_topk_prob": True,
     },
-    # A latent for keys, and none of the same width for values.
+    # Latent keys, and values of another width.
     "deepseek_v3": {
         **_LATENT,
         "model_type": "deepseek_v3",
@@ -146,7 +146,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "n_shared_experts": 1,
     },
-    # Two caches a layer, of which one is searched for the tokens worth attending to.
+    # Two caches per layer, one of them for the indexer that selects tokens.
     "deepseek_v32": {
         **_LATENT,
         "model_type": "deepseek_v32",
@@ -157,7 +157,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "index_n_heads": 2,
         "index_topk": 12,
     },
-    # Convolutions and a state beside a latent.
+    # Convolutions, recurrent states and latent layers.
     "kimi_linear": {
         **_LATENT,
         "model_type": "kimi_linear",
@@ -168,7 +168,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_shared_experts": 1,
         "num_key_value_heads": 4,
     },
-    # Recurrent state and keys inside of one layer.
+    # Recurrent state and keys within one layer.
     "falcon_h1": {
         **_SMALL,
         "model_type": "falcon_h1",
@@ -193,7 +193,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 2,
         "num_experts_per_tok": 1,
     },
-    # Fewer caches than layers, and layers that read another's.
+    # Fewer caches than layers: some layers read the cache of another.
     "gemma3n": {
         "model_type": "gemma3n",
         "text_config": {
@@ -215,7 +215,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "laurel_rank": 8,
         },
     },
-    # To this one no state is not a state of zeros.
+    # Here an absent state differs from a state of zeros.
     "recurrent_gemma": {
         **_SMALL,
         "model_type": "recurrent_gemma",
@@ -264,7 +264,7 @@ CANNOT_BATCH: dict[str, dict[str, Any]] = {
         "bias": False,
         "rope_scaling": {"type": "dynamic", "factor": 2.0},
     },
-    # It writes its attention out, and takes the rows of a mask for heads.
+    # It does not use MLX's attention, and takes the rows of a mask for heads.
     "gemma2": {**_PLAIN, "model_type": "gemma2", "query_pre_attn_scalar": 16},
 }
 
@@ -280,17 +280,17 @@ def model(family: str) -> Model:
 
 
 def build(config: dict[str, Any]) -> nn.Module:
-    """fp32 random weights, wide enough apart for varied greedy answers."""
+    """Return a network with random fp32 weights, spread enough for varied greedy answers."""
     model_class, args_class = _get_classes(config)
     mx.random.seed(1)
     built = model_class(args_class.from_dict(config))
-    built.update(tree_map(_widen, built.parameters()))
+    built.update(tree_map(_spread, built.parameters()))
     mx.eval(built.parameters())
     return built
 
 
 def model_of(network: nn.Module, config: dict[str, Any]) -> Model:
-    """As the engine wants it, without files; its costs are not calibrated."""
+    """Return a loaded model without files. Its costs are not calibrated."""
     return Model(
         network=network,
         tokenizer=load_tokenizer(TINY_CHAT, eos_token_ids=[EOS]),
@@ -304,11 +304,11 @@ def model_of(network: nn.Module, config: dict[str, Any]) -> Model:
 
 
 def write_checkpoint(config: dict[str, Any], folder: Path, *, seed: int = 0) -> Path:
-    """A folder that `mlx_lm.load` opens: fp32 random weights, wide enough apart for varied greedy answers."""
+    """Write a folder that `mlx_lm.load` opens: random fp32 weights, spread enough for varied greedy answers."""
     model_class, args_class = _get_classes(config)
     mx.random.seed(seed)
     model = model_class(args_class.from_dict(config))
-    model.update(tree_map(_widen, model.parameters()))
+    model.update(tree_map(_spread, model.parameters()))
     folder.mkdir(parents=True, exist_ok=True)
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
@@ -318,28 +318,28 @@ def write_checkpoint(config: dict[str, Any], folder: Path, *, seed: int = 0) -> 
     return folder
 
 
-def _widen(weight: mx.array) -> mx.array:
+def _spread(weight: mx.array) -> mx.array:
     if weight.ndim >= 2:
         return weight.astype(mx.float32) * 1.8
-    # Sinks and the like start as constants: make them matter.
+    # Sinks and similar weights start as constants; this makes them matter.
     return weight.astype(mx.float32) + 0.1 * mx.random.normal(weight.shape)
 
 
 @cache
 def prompt(tokens: int, seed: int) -> tuple[int, ...]:
-    dice = random.Random(seed)
-    return tuple(dice.randrange(10, VOCAB) for _ in range(tokens))
+    rng = random.Random(seed)
+    return tuple(rng.randrange(10, VOCAB) for _ in range(tokens))
 
 
-def told_alone(network: nn.Module, tokens: tuple[int, ...], max_tokens: int) -> list[tuple[int, float]]:
-    """Greedy, by mlx-lm's single-request path, up to the end of the sequence: each token and its logprob."""
-    said: list[tuple[int, float]] = []
+def greedy_with_logprobs(network: nn.Module, tokens: tuple[int, ...], max_tokens: int) -> list[tuple[int, float]]:
+    """Return the greedy answer of mlx-lm's single-request path, up to the end of the sequence: tokens and logprobs."""
+    generated: list[tuple[int, float]] = []
     for token, logprobs in generate_step(mx.array(tokens), network, max_tokens=max_tokens):
         if int(token) == EOS:
             break
-        said.append((int(token), logprobs[int(token)].item()))
-    return said
+        generated.append((int(token), logprobs[int(token)].item()))
+    return generated
 
 
 def alone(network: nn.Module, tokens: tuple[int, ...], max_tokens: int) -> list[int]:
-    return [token for token, _ in told_alone(network, tokens, max_tokens)]
+    return [token for token, _ in greedy_with_logprobs(network, tokens, max_tokens)]

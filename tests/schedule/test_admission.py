@@ -1,4 +1,4 @@
-"""Who may come in. One row of 1,000 tokens costs what `cost(1000)` says, and nothing here computes."""
+"""Admission by predicted memory. A row of 1,000 tokens takes `cost(1000)` bytes, and nothing here computes."""
 
 import random
 from dataclasses import replace
@@ -58,50 +58,50 @@ def admitted(decisions: list[tuple[RowEstimate, Decision]]) -> list[RowEstimate]
     return [row for row, decision in decisions if isinstance(decision, Admit)]
 
 
-def test_what_fits_comes_in() -> None:
+def test_row_that_fits_is_admitted() -> None:
     here, new = row("here"), row("new")
     assert admit(new, [here], COSTS, room_for(here, new)) == Admit()
 
 
-def test_what_does_not_fit_beside_the_others_waits() -> None:
+def test_row_that_does_not_fit_with_the_others_waits() -> None:
     here, new = row("here"), row("new")
     assert admit(new, [here], COSTS, room_for(here, new) - 1) == Wait()
 
 
-def test_what_would_not_even_fit_alone_is_refused_with_the_numbers() -> None:
+def test_row_that_does_not_fit_alone_is_refused_with_the_numbers() -> None:
     new = RowEstimate("new", "interactive", 40_000, 1_024)
     assert admit(new, [], COSTS, 3_200_000_000) == Refuse(
-        "This request needs 8.4 GB for 40,000 prompt and 1,024 answer tokens; this worker has 2.2 GB beside its model: "
+        "This request needs 8.4 GB for 40,000 prompt and 1,024 answer tokens; this worker has 2.2 GB for requests: "
         "shorten the prompt or max_tokens by about 31,000 tokens."
     )
 
 
-def test_a_request_shortened_as_told_is_not_refused() -> None:
+def test_request_shortened_as_advised_is_not_refused() -> None:
     long = RowEstimate("new", "interactive", 40_000, 1_024)
     assert isinstance(admit(long, [], COSTS, 3_200_000_000), Refuse)
     assert admit(replace(long, prompt_tokens=40_000 - 31_000), [], COSTS, 3_200_000_000) == Admit()
 
 
-def test_a_worker_without_room_says_that_no_request_would_fit() -> None:
+def test_worker_without_memory_refuses_every_request() -> None:
     assert admit(row("new"), [], COSTS, 1_000_100_000) == Refuse(
-        "This worker has 100 kB beside its model, too little for any answer."
+        "This worker has 100 kB for requests, too little for any answer."
     )
 
 
-def test_an_interactive_row_parks_the_youngest_offline_rows_that_it_needs_and_no_more() -> None:
+def test_interactive_row_preempts_only_as_many_offline_rows_as_needed() -> None:
     old, young, talk = row("old", 4000, "batch"), row("young", 4000, "batch"), row("talk")
     assert admit(row("new", 4000), [old, young, talk], COSTS, room_for(old, talk, row("new", 4000))) == Admit(
         preempt=("young",)
     )
 
 
-def test_rows_are_parked_youngest_first() -> None:
+def test_rows_are_preempted_youngest_first() -> None:
     running = [row("a", 4000, "batch"), row("b", 4000, "batch"), row("c", 4000, "batch")]
     new = row("new", 4000)
     assert admit(new, running, COSTS, room_for(new)) == Admit(preempt=("c", "b", "a"))
 
 
-def test_an_interactive_row_takes_the_place_of_the_youngest_offline_one_where_all_are_taken() -> None:
+def test_interactive_row_preempts_the_youngest_offline_one_at_the_row_limit() -> None:
     running, plenty = [row("a", 400, "batch"), row("talk"), row("b", 400, "batch")], 10**12
     assert admit(row("new"), running, COSTS, plenty, max_rows=4) == Admit()
     assert admit(row("new"), running, COSTS, plenty, max_rows=3) == Admit(preempt=("b",))
@@ -110,7 +110,9 @@ def test_an_interactive_row_takes_the_place_of_the_youngest_offline_one_where_al
 
 
 @given(rows, rows, st.integers(1, 8))
-def test_no_more_come_in_than_there_may_be(waiting: list[RowEstimate], first: list[RowEstimate], most: int) -> None:
+def test_no_more_rows_are_admitted_than_the_limit(
+    waiting: list[RowEstimate], first: list[RowEstimate], most: int
+) -> None:
     plenty = 10**12
     running = admitted(admit_in_turn(first, [], COSTS, plenty, most))
     renamed = [replace(each, id=f"new {each.id}") for each in waiting]
@@ -122,15 +124,13 @@ def test_no_more_come_in_than_there_may_be(waiting: list[RowEstimate], first: li
         assert all(each.lane == "interactive" for each in inside)
 
 
-def test_nobody_is_parked_where_that_would_not_be_enough() -> None:
+def test_no_row_is_preempted_if_that_does_not_suffice() -> None:
     talk, offline = row("talk", 8000), row("offline", 1000, "batch")
     assert admit(row("new", 8000), [talk, offline], COSTS, room_for(talk)) == Wait()
 
 
 @given(rows, rows, limits)
-def test_what_comes_in_never_takes_more_than_there_is(
-    waiting: list[RowEstimate], first: list[RowEstimate], limit: int
-) -> None:
+def test_admitted_rows_stay_within_memory(waiting: list[RowEstimate], first: list[RowEstimate], limit: int) -> None:
     running = admitted(admit_in_turn(first, [], COSTS, limit))
     renamed = [replace(each, id=f"new {each.id}") for each in waiting]
     decisions = admit_in_turn(renamed, running, COSTS, limit)
@@ -140,7 +140,7 @@ def test_what_comes_in_never_takes_more_than_there_is(
 
 
 @given(rows, rows, limits)
-def test_who_is_refused_would_not_fit_alone_and_nobody_else_is(
+def test_exactly_the_rows_that_do_not_fit_alone_are_refused(
     waiting: list[RowEstimate], running: list[RowEstimate], limit: int
 ) -> None:
     for each, decision in admit_in_turn(waiting, running, COSTS, limit):
@@ -148,7 +148,7 @@ def test_who_is_refused_would_not_fit_alone_and_nobody_else_is(
 
 
 @given(rows, rows.filter(bool), limits)
-def test_only_interactive_rows_park_and_only_offline_rows_are_parked(
+def test_only_interactive_rows_preempt_and_only_offline_rows_are_preempted(
     running: list[RowEstimate], waiting: list[RowEstimate], limit: int
 ) -> None:
     for candidate in waiting:
@@ -159,7 +159,7 @@ def test_only_interactive_rows_park_and_only_offline_rows_are_parked(
 
 
 @given(rows, rows.filter(bool), limits, st.integers(0, 10**10))
-def test_what_comes_in_would_come_in_with_more_memory(
+def test_admitted_row_is_also_admitted_with_more_memory(
     running: list[RowEstimate], waiting: list[RowEstimate], limit: int, more: int
 ) -> None:
     candidate = replace(waiting[0], id="new")
@@ -167,49 +167,49 @@ def test_what_comes_in_would_come_in_with_more_memory(
         assert admit(candidate, running, COSTS, limit + more) == Admit()
 
 
-def test_a_row_that_has_begun_is_not_refused_but_comes_in_when_nothing_else_is_there() -> None:
+def test_preempted_row_is_never_refused_and_is_admitted_alone() -> None:
     never, limit = replace(row("never", 4000), preempted=True), 1_000_100_000
     assert admit(never, [row("here")], COSTS, limit) == Wait()
     assert admit(never, [], COSTS, limit, held_bytes=1) == Wait()
     assert admit(never, [], COSTS, limit) == Admit()
 
 
-def test_a_row_that_has_begun_is_not_passed_for_ever() -> None:
+def test_preempted_row_is_not_overtaken_forever() -> None:
     never, small = replace(row("never", 4000, passed=MAX_OVERTAKES), preempted=True), row("small", 200)
     decisions = admit_in_turn([never, small], [small], COSTS, room_for(small, small))
     assert decisions == [(never, Wait(overtaken=MAX_OVERTAKES)), (small, Wait())]
 
 
-def test_what_is_held_by_those_who_wait_is_not_free() -> None:
+def test_saved_caches_of_waiting_rows_count_as_used() -> None:
     new, rest = row("new"), replace(row("rest", 9000), preempted=True, held_bytes=500)
     limit = room_for(row("here"), new)  # far from enough for the other one
     assert admitted(admit_in_turn([new, rest], [row("here")], COSTS, limit + 499)) == []
     assert admitted(admit_in_turn([new, rest], [row("here")], COSTS, limit + 500)) == [new]
 
 
-def test_nobody_is_refused_for_what_is_held() -> None:
+def test_saved_caches_cause_no_refusal() -> None:
     assert admit(row("new"), [], COSTS, room_for(row("new")), held_bytes=10**9) == Wait()
 
 
-def test_what_a_row_holds_itself_does_not_keep_it_out() -> None:
+def test_own_saved_cache_does_not_delay_a_row() -> None:
     rest = replace(row("rest"), held_bytes=10**9)
     assert admitted(admit_in_turn([rest, row("new")], [], COSTS, room_for(rest, row("new")))) == [rest, row("new")]
 
 
-def test_a_row_counts_how_many_came_in_before_it_that_stood_behind_it() -> None:
+def test_waiting_row_counts_the_rows_that_overtake_it() -> None:
     here, big = row("here", 4000), row("big", 4000, group=1, passed=3)
     small, later = row("small", 200, group=2), row("later", 200, group=2)
     decisions = admit_in_turn([big, small, later], [here], COSTS, room_for(here, small, later))
     assert decisions == [(big, Wait(overtaken=5)), (small, Admit()), (later, Admit())]
 
 
-def test_a_row_that_was_passed_too_often_is_passed_no_more() -> None:
+def test_row_overtaken_too_often_is_overtaken_no_more() -> None:
     here, big, small = row("here", 4000), row("big", 4000, group=1, passed=MAX_OVERTAKES), row("small", 200, group=2)
     decisions = admit_in_turn([big, small], [here], COSTS, room_for(here, small))
     assert decisions == [(big, Wait(overtaken=MAX_OVERTAKES)), (small, Wait())]
 
 
-def test_an_offline_row_out_of_patience_does_not_hold_up_interactive_ones() -> None:
+def test_overtaken_offline_row_does_not_block_interactive_ones() -> None:
     here, big = row("here", 4000), row("big", 4000, "batch", group=1, passed=MAX_OVERTAKES)
     offline, talk = row("offline", 200, "batch", group=2), row("talk", 200, group=2)
     decisions = admit_in_turn([big, offline, talk], [here], COSTS, room_for(here, offline, talk))
@@ -217,7 +217,7 @@ def test_an_offline_row_out_of_patience_does_not_hold_up_interactive_ones() -> N
 
 
 @pytest.mark.parametrize("lane", lanes)
-def test_a_large_row_comes_in_under_an_endless_stream_of_small_ones(lane: Lane) -> None:
+def test_large_row_is_admitted_despite_an_endless_stream_of_small_ones(lane: Lane) -> None:
     running, waiting = [row(str(i), 400, lane) for i in range(3)], [row("big", 4000, lane)]
     limit = room_for(row("big", 4000))
     for turn in range(100):
@@ -236,19 +236,19 @@ SEEING = replace(COSTS, encoder=EncoderCost(token_bytes=1_000_000, pair_bytes=50
 
 
 def looking(id: str, *tokens: int) -> RowEstimate:
-    """At images that stand for so many tokens each, with 1,000 of text."""
+    """Return the estimate of a row with images of these tokens and 1,000 tokens of text."""
     return RowEstimate(id, "interactive", 1_000 + sum(tokens), 100, images=ImageDemand(max(tokens), sum(tokens)))
 
 
 def test_an_image_that_never_fits_is_refused_with_the_numbers() -> None:
     assert admit(looking("new", 2_000, 8_000), [], SEEING, 12_000_000_000) == Refuse(
-        "This request needs 42.4 GB while its images are looked at, of which the largest stands for 8,000 tokens; this "
-        "worker has 11 GB beside its model: make them smaller, to about 44 % of their pixels."
+        "This request needs 42.4 GB while its images are encoded, of which the largest takes 8,000 tokens; this "
+        "worker has 11 GB for requests: make them smaller, to about 44 % of their pixels."
     )
 
 
 @given(st.lists(st.integers(1, 20_000), min_size=1, max_size=4), st.integers(2_000_000_000, 40_000_000_000))
-def test_images_made_as_small_as_told_are_not_refused(tokens: list[int], limit: int) -> None:
+def test_images_scaled_as_advised_are_not_refused(tokens: list[int], limit: int) -> None:
     refused = admit(looking("new", *tokens), [], SEEING, limit)
     if isinstance(refused, Refuse):
         percent = int(refused.message.split("about ")[1].split(" %")[0]) if "about" in refused.message else 0
@@ -256,7 +256,7 @@ def test_images_made_as_small_as_told_are_not_refused(tokens: list[int], limit: 
         assert isinstance(admit(looking("new", *smaller), [], SEEING, limit), Admit)
 
 
-def test_images_of_two_rows_are_looked_at_one_after_the_other() -> None:
+def test_images_of_two_rows_are_encoded_one_after_the_other() -> None:
     one, other = looking("one", 3_000), looking("other", 3_000)
     blind = [replace(each, images=NO_IMAGES) for each in (one, other)]
     both = SEEING.peak_bytes(group_lengths(blind)) + SEEING.encoder.bytes_for(ImageDemand(3_000, 2 * 3_000))
@@ -264,7 +264,7 @@ def test_images_of_two_rows_are_looked_at_one_after_the_other() -> None:
     assert admit(other, [one], SEEING, both - 1) == Wait()
 
 
-def test_a_long_text_with_a_small_image_is_told_to_shorten_the_text() -> None:
+def test_refusal_of_a_long_text_with_a_small_image_advises_to_shorten_the_text() -> None:
     long = replace(looking("long", 10), prompt_tokens=200_000)
     refused = admit(long, [], SEEING, 12_000_000_000)
     assert isinstance(refused, Refuse)
@@ -279,7 +279,7 @@ WINDOWED = MemoryModel(
     state_bytes=100_000,
     chunk_token_bytes=2_000,
     score_bytes=64,
-    encoder=EncoderCost(token_bytes=1_000, pair_bytes=10, feature_bytes=4_000, whole=True),
+    encoder=EncoderCost(token_bytes=1_000, pair_bytes=10, feature_bytes=4_000, single_chunk=True),
     factor=1.37,
 )
 demands = st.builds(ImageDemand, *[st.integers(0, 4_000)] * 3, st.integers(0, 10**7))

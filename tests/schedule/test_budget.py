@@ -25,7 +25,7 @@ COSTS = st.builds(PromptCost, st.floats(0, 0.05), st.floats(1e-6, 1e-2), st.floa
 
 @dataclass
 class Machine:
-    """What prompts and decoding truly take, but for noise."""
+    """The true costs of prompts and decoding, to which noise is added."""
 
     cost: PromptCost
     decode_s: float = 0.02
@@ -38,7 +38,7 @@ class Machine:
             self.budget.observe_decode(self.decode_s)
 
     def prefill(self, tokens: int, *, done: int = 0) -> list[float]:
-        """A prompt, as much of it in a step as there is time for: how long each step lasts."""
+        """Return the seconds of each step of a prompt that advances as far as there is time."""
         lasted = list[float]()
         while done < tokens:
             fitting = self.budget.cost.within(self.budget.spare_s(1, "batch", self.decode_s), done)
@@ -70,24 +70,24 @@ def spare_s(decode_s: float, lane: Lane, rows: int = 1) -> float:
 
 @pytest.mark.parametrize("lane", LANES)
 @given(decode_s=st.floats(0, 2))
-def test_a_step_may_take_longer_where_nobody_decodes(lane: Lane, decode_s: float) -> None:
+def test_step_may_take_longer_if_no_row_decodes(lane: Lane, decode_s: float) -> None:
     assert spare_s(decode_s, lane, rows=0) == ALONE_STEPS * STEP_S
 
 
 @given(st.floats(0, 2))
-def test_offline_prompts_get_what_decoding_leaves_of_the_target(decode_s: float) -> None:
+def test_offline_prompts_get_the_time_that_decoding_leaves(decode_s: float) -> None:
     assert spare_s(decode_s, "batch") == pytest.approx(STEP_S - decode_s, abs=1e-6)
 
 
 @given(st.floats(0, 2))
-def test_interactive_prompts_get_the_share_or_what_the_target_leaves_up_to_the_longest_step(decode_s: float) -> None:
+def test_interactive_prompts_get_the_larger_of_their_share_and_the_rest_of_the_target(decode_s: float) -> None:
     step_s = decode_s + spare_s(decode_s, "interactive")
     wanted_s = max(STEP_S, (1 + PROMPT_SHARE) * decode_s)
     assert step_s == pytest.approx(max(STEP_S, min(wanted_s, MAX_STEP_STRETCH * STEP_S)), abs=1e-6)
 
 
 @given(st.sampled_from(LANES), st.floats(0, 0.5), st.floats(0, 0.5))
-def test_what_a_step_has_done_beside_decoding_is_not_for_prompts(lane: Lane, decode_s: float, other_s: float) -> None:
+def test_elapsed_time_of_the_step_is_not_left_for_prompts(lane: Lane, decode_s: float, other_s: float) -> None:
     budget = StepBudget(STEP_S)
     budget.observe_decode(decode_s)
     before_s = budget.spare_s(1, lane, decode_s)
@@ -95,7 +95,7 @@ def test_what_a_step_has_done_beside_decoding_is_not_for_prompts(lane: Lane, dec
 
 
 @given(st.floats(0, 0.3), st.floats(1, 3))
-def test_the_share_counts_the_rows_that_wait(decode_s: float, slower: float) -> None:
+def test_share_counts_the_waiting_rows(decode_s: float, slower: float) -> None:
     budget = StepBudget(STEP_S)
     for _ in range(100):
         budget.observe_decode(decode_s)
@@ -113,7 +113,7 @@ def test_the_share_follows_the_slow_steps_of_many_rows_within_ten() -> None:
     assert budget.spare_s(1, "interactive", 0.1) > 0.8 * PROMPT_SHARE * 0.1
 
 
-def test_after_slow_steps_a_fast_one_is_held_up_for_no_share_of_what_those_took() -> None:
+def test_fast_step_after_slow_ones_gets_no_share_of_their_time() -> None:
     budget = StepBudget(STEP_S)
     for decode_s in [0.16] * 50 + [0.05]:
         budget.observe_decode(decode_s)
@@ -129,7 +129,7 @@ def test_a_worthwhile_chunk_is_the_shortest_that_is_worth_its_pass(cost: PromptC
     assert tokens == MIN_CHUNK or (tokens - 2) * cost.token_s < MIN_TOKENS_TIME_PER_PASS * cost.forward_s
 
 
-def test_a_pass_for_a_cut_says_nothing_about_the_cost_of_a_token() -> None:
+def test_pass_for_a_cut_does_not_raise_the_cost_of_a_token() -> None:
     straight, cut = StepBudget(STEP_S), StepBudget(STEP_S)
     straight.forward_s = cut.forward_s = 0.02
     straight.observe_chunk(50, 0, 0.07)
@@ -154,19 +154,19 @@ def test_a_step_keeps_its_target_while_a_prompt_grows_long() -> None:
     assert max(machine.prefill(1500)) < 1.1 * STEP_S
 
 
-def test_a_prompt_that_begins_far_behind_a_known_prefix_keeps_it_too() -> None:
+def test_prompt_after_a_long_cached_prefix_keeps_the_target_too() -> None:
     machine = Machine(PromptCost(0.01, 0.1e-3, 0.02e-6), noise=0.03)
     machine.prefill(6_000)
     assert 0.8 * STEP_S < machine.prefill(20_500, done=20_000)[0] < 1.2 * STEP_S
 
 
-def test_after_a_very_long_prompt_it_is_still_known_what_a_short_one_takes() -> None:
+def test_cost_of_a_short_prompt_is_still_known_after_a_very_long_one() -> None:
     machine = Machine(PromptCost(0.01, 0.1e-3, 0.01e-6), noise=0.03)
     machine.prefill(60_000)
     assert 0.8 * STEP_S < machine.prefill(2_000)[0] < 1.2 * STEP_S
 
 
-def test_a_device_that_grew_slower_is_known_within_ten_steps() -> None:
+def test_slower_device_is_measured_within_ten_steps() -> None:
     machine = Machine(SLOWER_AND_SLOWER)
     for _ in range(10):
         machine.prefill(1500)
@@ -176,7 +176,7 @@ def test_a_device_that_grew_slower_is_known_within_ten_steps() -> None:
     assert max(steps[10:] + machine.prefill(1000)) < 1.1 * STEP_S
 
 
-def test_a_prompt_advances_even_where_decoding_takes_all_the_time() -> None:
+def test_prompt_advances_even_if_decoding_takes_all_the_time() -> None:
     assert max(Machine(PromptCost(token_s=1e-3), decode_s=0.2).prefill(100)) == pytest.approx(0.2 + MIN_CHUNK * 1e-3)
 
 
@@ -184,7 +184,7 @@ SEEN = st.lists(st.tuples(st.integers(0, 4096), st.integers(0, 10**6), st.floats
 
 
 @given(SEEN)
-def test_a_cost_is_a_number_whatever_was_measured(seen: list[tuple[int, int, float]]) -> None:
+def test_cost_is_finite_for_any_measurements(seen: list[tuple[int, int, float]]) -> None:
     budget = StepBudget(STEP_S)
     for tokens, done, seconds in seen:
         budget.observe_chunk(tokens, done, seconds)
@@ -193,7 +193,7 @@ def test_a_cost_is_a_number_whatever_was_measured(seen: list[tuple[int, int, flo
     assert 0 <= budget.cost.within(STEP_S, 1000) <= MAX_CHUNK
 
 
-def test_a_chunk_of_a_few_tokens_says_nothing_about_the_speed() -> None:
+def test_chunk_of_a_few_tokens_is_not_measured() -> None:
     budget = StepBudget(STEP_S)
     before = budget.cost
     for _ in range(50):
@@ -209,7 +209,7 @@ def test_one_slow_chunk_does_not_halve_the_next() -> None:
     assert machine.budget.cost.within(STEP_S, 0) > before / 2
 
 
-def test_what_it_takes_to_join_is_learned_for_short_and_long_rows() -> None:
+def test_join_cost_is_learned_for_short_and_long_rows() -> None:
     budget, true = StepBudget(STEP_S), PromptCost(join_s=0.002, joined_s=20e-6)
     for tokens in (24, 24, 24, 1500, 24, 24, 24, 3000) * 3:
         budget.observe_join(tokens, 0, true.join(tokens))
@@ -217,7 +217,7 @@ def test_what_it_takes_to_join_is_learned_for_short_and_long_rows() -> None:
     assert budget.cost.join(2000) == pytest.approx(true.join(2000), rel=0.1)
 
 
-def test_what_it_takes_to_grow_is_learned_from_the_few_joins_that_do() -> None:
+def test_cost_of_growing_buffers_is_learned_from_few_joins() -> None:
     budget, true = StepBudget(STEP_S), PromptCost(join_s=0.002, joined_s=20e-6, grown_s=0.5e-9)
     for rows in range(1, 24):
         growth = 6_000_000 * rows if rows in (1, 2, 3, 4, 6, 8, 11, 14, 18) else 0

@@ -1,4 +1,4 @@
-"""Which rows decode apart when memory is short. A token takes 1,000 bytes here."""
+"""Rows that decode in separate classes if memory is short. A token takes 1,000 bytes here."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,17 @@ from hypothesis import strategies as st
 
 from worker.schedule.admission import RowEstimate, admit_in_turn
 from worker.schedule.admission import group_lengths as by_groups
-from worker.schedule.classes import Bounds, Decoding, Trial, apart, best, choices, class_of, inside, left
+from worker.schedule.classes import (
+    Bounds,
+    Decoding,
+    Trial,
+    by_class,
+    candidate_bounds,
+    choose_bounds,
+    class_of,
+    rows_after,
+    still_waiting,
+)
 from worker.schedule.grouping import StepCost
 from worker.schedule.memory import KVLayers, MemoryModel
 
@@ -42,9 +52,9 @@ def chosen(
         if KILO.peak_bytes(by_groups(here)) > limit:
             return None
         decided = admit_in_turn(classed(waiting, bounds), here, KILO, limit)
-        return Trial(bounds, [each.tokens for each in inside(here, decided)], left(decided))
+        return Trial(bounds, [each.tokens for each in rows_after(here, decided)], still_waiting(decided))
 
-    return best(
+    return choose_bounds(
         now, [each.tokens for each in (*running, *waiting)], cost, attempt, lambda tokens: KILO.max_rows(tokens, limit)
     )
 
@@ -52,25 +62,25 @@ def chosen(
 TAIL = rows(*[2000, 100, 100, 100, 100, 100, 100, 100, 100, 100] * 6)
 
 
-def test_short_rows_decode_apart_from_long_ones_where_many_more_come_in_by_it() -> None:
+def test_short_rows_get_their_own_class_if_that_admits_many_more() -> None:
     assert chosen(TAIL, 25_000_000, cost=MIXED) == (100,)
 
 
-def test_rows_are_not_parted_where_passes_cost_so_much_that_one_length_after_the_other_is_faster() -> None:
+def test_no_classes_if_decoding_one_length_after_the_other_is_faster() -> None:
     assert chosen(TAIL, 25_000_000, cost=DEAR) == ()
 
 
-def test_rows_are_not_parted_where_all_of_them_fit_or_nothing_was_measured() -> None:
+def test_no_classes_if_all_rows_fit_or_no_cost_is_known() -> None:
     assert chosen(TAIL, 10**12) == ()
     assert chosen(TAIL, 25_000_000, cost=StepCost()) == ()
 
 
-def test_rows_are_put_together_again_once_all_of_them_fit() -> None:
+def test_classes_end_once_all_rows_fit() -> None:
     assert chosen(rows(100, 2000), 10**12, now=(100,)) == ()
 
 
-def test_rows_of_like_length_are_not_parted() -> None:
-    """Two classes would let in a few more, and take twice as long."""
+def test_no_classes_for_rows_of_similar_length() -> None:
+    """Two classes would admit a few more rows, but take twice as long."""
     assert chosen(rows(*range(50, 1500, 20)), 25_000_000) == ()
 
 
@@ -80,7 +90,7 @@ def test_ten_short_rows_are_not_slowed_by_a_pass_for_one_long_row() -> None:
     assert chosen(rows(2000, passed=1), limit, running=short) == ()
 
 
-def test_bounds_in_force_are_kept_where_without_them_the_rows_inside_would_not_fit() -> None:
+def test_bounds_stay_if_active_rows_do_not_fit_without_them() -> None:
     running = rows(*[100] * 10, 2000)
     assert chosen(rows(4000), 12_000_000, running=running, now=(100,)) == (100,)
 
@@ -92,15 +102,15 @@ def test_a_row_joins_the_group_of_its_class_or_opens_one() -> None:
 
 
 @given(LENGTHS)
-def test_classes_never_take_more_than_rows_that_are_not_parted(lengths: list[int]) -> None:
-    needed = [KILO.peak_bytes(apart(lengths, bounds)) for bounds in choices(lengths)]
+def test_classes_never_take_more_memory_than_one_group(lengths: list[int]) -> None:
+    needed = [KILO.peak_bytes(by_class(lengths, bounds)) for bounds in candidate_bounds(lengths)]
     assert max(needed, default=0) <= KILO.peak_bytes([lengths])
 
 
 @given(LENGTHS)
 def test_bounds_are_lengths_of_rows_and_leave_no_class_empty(lengths: list[int]) -> None:
-    for bounds in choices(lengths):
+    for bounds in candidate_bounds(lengths):
         assert {*bounds} < {*lengths}
-        assert all(apart(lengths, bounds))
+        assert all(by_class(lengths, bounds))
         assert list(bounds) == sorted({*bounds})
         assert [class_of(length, bounds) for length in bounds] == list(range(len(bounds)))

@@ -17,15 +17,15 @@ def grouped(lengths: list[int], cost: StepCost) -> list[list[int]]:
     return [[lengths[i] for i in group] for group in partition(lengths, cost)]
 
 
-def test_a_long_row_decodes_apart_from_many_short_ones() -> None:
+def test_long_row_decodes_separately_from_many_short_ones() -> None:
     assert sorted(grouped([64] * 7 + [4000], MACHINE)) == [[64] * 7, [4000]]
 
 
-def test_rows_of_like_length_decode_together() -> None:
+def test_rows_of_similar_length_decode_together() -> None:
     assert len(grouped([60, 64, 80, 100], MACHINE)) == 1
 
 
-def test_rows_stay_together_where_length_costs_nothing() -> None:
+def test_rows_stay_together_if_length_costs_nothing() -> None:
     assert len(grouped([64] * 7 + [4000], StepCost(group_s=0.004))) == 1
 
 
@@ -48,7 +48,7 @@ def test_no_other_grouping_is_cheaper(lengths: list[int], cost: StepCost) -> Non
 
 
 def cheapest_runs_s(lengths: list[int], cost: StepCost) -> float:
-    """By trying every beginning of every group."""
+    """Return the least seconds, by trying every beginning of every group."""
     ordered, best = sorted(lengths), [0.0]
     for end in range(1, len(ordered) + 1):
         best.append(min(best[begin] + cost.of(end - begin, ordered[end - 1]) for begin in range(end)))
@@ -56,7 +56,7 @@ def cheapest_runs_s(lengths: list[int], cost: StepCost) -> float:
 
 
 @given(st.lists(st.integers(1, 5000), min_size=6, max_size=60), COSTS)
-def test_no_other_runs_of_many_rows_are_cheaper(lengths: list[int], cost: StepCost) -> None:
+def test_no_other_contiguous_groups_of_many_rows_are_cheaper(lengths: list[int], cost: StepCost) -> None:
     assert cost.step_s(grouped(lengths, cost)) == pytest.approx(cheapest_runs_s(lengths, cost))
 
 
@@ -70,7 +70,7 @@ class Counted(StepCost):
 
 
 @given(st.lists(st.integers(1, 5000), min_size=200, max_size=512))
-def test_as_many_costs_are_looked_at_as_there_are_rows_but_for_a_factor(lengths: list[int]) -> None:
+def test_number_of_evaluated_costs_is_linear_in_the_rows(lengths: list[int]) -> None:
     """Every 32 steps, so their square would be felt: 60 ms for 512 rows."""
     cost = Counted(MACHINE.group_s, MACHINE.row_s, MACHINE.cell_s)
     partition(lengths, cost)
@@ -82,25 +82,25 @@ def test_every_row_is_in_one_group(lengths: list[int], cost: StepCost) -> None:
     assert sorted(i for group in partition(lengths, cost) for i in group) == list(range(len(lengths)))
 
 
-def test_a_row_joins_those_of_its_length_or_opens_a_group() -> None:
+def test_row_joins_a_group_of_its_length_or_a_new_one() -> None:
     groups = [[64, 70, 80], [4000]]
     assert [place(length, groups, MACHINE) for length in (75, 4100, 70_000)] == [0, 1, 2]
     assert place(5, [], MACHINE) == 0
 
 
-def test_a_row_opens_a_group_only_where_that_is_well_worth_it() -> None:
-    """Groups are worth it beyond 445 tokens; but rows that hardly gain by it would come and go between them."""
+def test_row_gets_a_new_group_only_if_well_worth_it() -> None:
+    """A group is faster beyond 445 tokens; but with a small gain, rows would be moved back and forth."""
     together, groups = [64] * 7, [[64] * 7]
     assert [len(grouped([*together, length], MACHINE)) for length in (440, 450)] == [1, 2]
     assert [place(length, groups, MACHINE) for length in (450, 600, 700)] == [0, 0, 1]
 
 
-def test_rows_that_hardly_gain_by_other_groups_stay_where_they_are() -> None:
+def test_rows_are_not_moved_for_a_small_gain() -> None:
     for length, moves in (450, False), (600, False), (700, True):
         assert (regroup([[64] * 7 + [length]], MACHINE) is not None) == moves
 
 
-def test_rows_are_moved_only_where_it_pays() -> None:
+def test_rows_are_moved_only_if_that_makes_steps_faster() -> None:
     assert regroup([[64] * 7, [4000]], MACHINE) is None
     assert regroup([[64] * 7 + [150]], MACHINE) is None
     better = regroup([[64] * 7 + [4000]], MACHINE)
@@ -108,7 +108,7 @@ def test_rows_are_moved_only_where_it_pays() -> None:
     assert sorted(map(sorted, better)) == [[0, 1, 2, 3, 4, 5, 6], [7]]
 
 
-def test_groups_that_have_shrunk_are_put_together_again() -> None:
+def test_shrunken_groups_are_merged() -> None:
     assert regroup([[64], [90], [70]], MACHINE) is not None
 
 
@@ -131,13 +131,13 @@ def test_the_cost_of_a_machine_is_learned_from_its_steps(group_s: float, row_s: 
         assert found.step_s(groups) == pytest.approx(machine.step_s(groups), rel=0.1, abs=5e-4)
 
 
-def test_rows_are_not_parted_before_it_was_seen_what_length_costs() -> None:
-    """All steps alike: nothing tells a group's share from a row's or a cell's."""
+def test_rows_are_not_divided_before_the_cost_of_length_is_measured() -> None:
+    """All steps are equal, so the costs of a group, a row and a cell cannot be distinguished."""
     found = learned(MACHINE, [[[64] * 8]])
     assert len(grouped([64] * 7 + [80], found)) == 1
 
 
-def test_a_machine_that_grew_slower_is_learned_anew() -> None:
+def test_slower_machine_is_learned_again() -> None:
     measured, slower = MeasuredCost(), StepCost(0.008, 0.0006, 3e-6)
     for machine, times in ((MACHINE, 30), (slower, 150)):
         for _ in range(times):

@@ -1,4 +1,4 @@
-"""What rows cost: sums, and how measurements correct them. Whether they are right is tested in tests/engine."""
+"""Predicted memory of rows, and its correction by measurements. Real measurements are in tests/engine."""
 
 from dataclasses import replace
 
@@ -45,36 +45,38 @@ costs = st.builds(
 groups = st.lists(st.lists(st.integers(1, 20_000), max_size=6), max_size=4)
 
 
-def test_a_row_alone_has_up_to_a_step_to_spare() -> None:
+def test_single_row_takes_up_to_one_buffer_step_more() -> None:
     assert PLAIN.row_bytes(1000) == 100 * (1000 + BUFFER_TOKENS - 1)
 
 
-def test_a_window_bounds_what_a_row_keeps_and_a_state_is_always_there() -> None:
+def test_window_limits_the_bytes_of_a_row_and_state_is_fixed() -> None:
     assert HYBRID.row_bytes(10_000) == 100 * (10_000 + 255) + 40 * 512 + 7_000
 
 
 def test_every_row_of_a_group_pays_for_the_longest() -> None:
-    rows, tokens = padded_shape(3, 2000, most=2000)
+    rows, tokens = padded_shape(3, 2000, max_tokens=2000)
     assert PLAIN.rectangle_bytes([10, 2000, 10]) == rows * tokens * 100
     assert PLAIN.rectangle_bytes([10, 10]) + PLAIN.rectangle_bytes([2000]) < PLAIN.rectangle_bytes([10, 10, 2000])
 
 
-def test_a_longer_chunk_stretches_the_windows_and_the_scores() -> None:
+def test_longer_chunk_takes_more_for_windows_and_scores() -> None:
     assert HYBRID.chunk_bytes(256, 1000) == 256 * (50 + 40 + 2 * 1000)
 
 
-def test_without_rows_there_is_only_what_stays() -> None:
+def test_without_rows_only_the_weights_count() -> None:
     assert HYBRID.peak_bytes([]) == HYBRID.peak_bytes([[]]) == 1_300_000
 
 
 @given(costs, groups, st.integers(0, 3), st.integers(1, 20_000))
-def test_a_row_more_never_costs_less(costs: MemoryModel, groups: list[list[int]], place: int, tokens: int) -> None:
+def test_another_row_never_takes_less_memory(
+    costs: MemoryModel, groups: list[list[int]], place: int, tokens: int
+) -> None:
     more = [[*group, tokens] if i == place else group for i, group in enumerate([*groups, []])]
     assert costs.peak_bytes(more) >= costs.peak_bytes(groups)
 
 
 @given(costs, groups.filter(any), st.integers(1, 5000))
-def test_longer_rows_never_cost_less(costs: MemoryModel, groups: list[list[int]], more: int) -> None:
+def test_longer_rows_never_take_less_memory(costs: MemoryModel, groups: list[list[int]], more: int) -> None:
     longer = [[tokens + more for tokens in group] for group in groups]
     assert costs.peak_bytes(longer) >= costs.peak_bytes(groups)
 
@@ -86,23 +88,23 @@ def test_the_longest_row_fits_and_a_longer_one_does_not(costs: MemoryModel, limi
     assert most >= 1 << 31 or costs.peak_bytes([[most + 1]]) > limit
 
 
-def test_a_model_that_keeps_no_tokens_has_no_longest_row() -> None:
+def test_model_without_kv_cache_has_no_longest_row() -> None:
     assert replace(PLAIN, kv_layers=(), state_bytes=100).max_tokens(2_000_000) > 10**9
 
 
 @given(costs, st.integers(1, 5000), st.integers(0, 10**9))
-def test_so_many_rows_fit_and_one_more_does_not(costs: MemoryModel, tokens: int, limit: int) -> None:
+def test_max_rows_fit_and_one_more_does_not(costs: MemoryModel, tokens: int, limit: int) -> None:
     most = costs.max_rows(tokens, limit)
     assert not most or costs.peak_bytes([[tokens] * most]) <= limit
     assert most == MAX_ROWS or costs.peak_bytes([[tokens] * (most + 1)]) > limit
 
 
-def test_a_chunk_is_as_long_as_memory_lets_it() -> None:
+def test_longest_chunk_fits_and_a_longer_one_does_not() -> None:
     limit = HYBRID.peak_bytes([[5000]], chunk=1000)
     assert HYBRID.longest_chunk([[5000]], limit) == 1000
 
 
-def test_what_admission_promised_a_prompt_it_gets() -> None:
+def test_chunk_that_admission_reserved_is_always_allowed() -> None:
     assert HYBRID.longest_chunk([[5000]], limit=0) == CHUNK
 
 
@@ -110,7 +112,7 @@ def test_what_admission_promised_a_prompt_it_gets() -> None:
     ("count", "said"),
     [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (20_992, "21 kB"), (3_140_000_000, "3.1 GB"), (80_000_000, "80 MB")],
 )
-def test_sizes_are_said_in_a_unit_that_people_use(count: int, said: str) -> None:
+def test_sizes_are_printed_in_readable_units(count: int, said: str) -> None:
     assert format_bytes(count) == said
 
 
@@ -130,16 +132,16 @@ def test_a_correction_stays_within_bounds(seen: list[tuple[int, int]]) -> None:
     assert 0.5 <= correction.factor <= 4.0
 
 
-def test_a_correction_is_quick_to_ask_for_more_and_slow_to_ask_for_less() -> None:
+def test_correction_rises_quickly_and_falls_slowly() -> None:
     up, down = Correction().observe(10**9, 15 * 10**8), Correction().observe(10**9, 5 * 10**8)
     assert up.factor - 1.0 > 5 * (1.0 - down.factor) > 0
 
 
-def test_small_change_says_nothing() -> None:
+def test_small_measurements_correct_nothing() -> None:
     assert Correction().observe(1_000_000, 9_000_000) == Correction()
 
 
-def test_a_correction_leaves_the_weights_alone() -> None:
+def test_correction_does_not_scale_the_weights() -> None:
     corrected = replace(PLAIN, factor=2.0)
     assert corrected.peak_bytes([[1000]]) - 1_000_000 == 2 * (PLAIN.peak_bytes([[1000]]) - 1_000_000)
 
@@ -148,7 +150,7 @@ sizes = st.tuples(st.integers(1, 5000), st.integers(1, 10**10))
 
 
 @given(sizes, sizes, st.integers(1, 10**4))
-def test_an_image_as_large_as_one_that_was_measured_is_not_predicted_to_need_less(
+def test_image_of_a_measured_size_is_not_predicted_lower(
     one: tuple[int, int], other: tuple[int, int], feature_bytes: int
 ) -> None:
     few, many = sorted([one, other])
@@ -158,7 +160,7 @@ def test_an_image_as_large_as_one_that_was_measured_is_not_predicted_to_need_les
 
 
 @given(st.integers(0, 10**6), st.integers(0, 1000), st.integers(1, 500), st.integers(501, 5000))
-def test_what_grows_with_an_image_and_with_its_square_is_told_from_two(
+def test_linear_and_quadratic_bytes_are_derived_from_two_images(
     token_bytes: int, pair_bytes: int, few: int, many: int
 ) -> None:
     tower = EncoderCost(token_bytes, pair_bytes, 8)
@@ -166,11 +168,11 @@ def test_what_grows_with_an_image_and_with_its_square_is_told_from_two(
     assert EncoderCost.of(first, second, 8) == tower
 
 
-def test_where_all_images_are_of_one_size_each_token_costs_its_share() -> None:
+def test_with_images_of_one_size_each_token_takes_its_share() -> None:
     assert EncoderCost.of((256, 1_000_000), (256, 1_000_000), 8) == EncoderCost(3907, 0, 8)
 
 
-def test_one_image_at_a_time_is_in_the_tower_and_what_comes_of_all_of_them_is_held() -> None:
+def test_one_image_is_encoded_at_a_time_and_features_of_all_are_held() -> None:
     seeing = replace(PLAIN, encoder=EncoderCost(token_bytes=1000, pair_bytes=10, feature_bytes=4))
     several = ImageDemand(100, 100) + ImageDemand(300, 500) + NO_IMAGES
     needed = 300 * 1000 + 300**2 * 10 + 600 * 4
@@ -179,16 +181,18 @@ def test_one_image_at_a_time_is_in_the_tower_and_what_comes_of_all_of_them_is_he
 
 
 @given(st.integers(0, 2 * CHUNK), st.integers(0, 3 * CHUNK), st.integers(1, 2000))
-def test_an_image_that_is_computed_at_once_is_promised_a_chunk_as_long(longest: int, chunk: int, length: int) -> None:
+def test_image_computed_in_one_chunk_has_a_chunk_of_its_length_reserved(longest: int, chunk: int, length: int) -> None:
     needed = HYBRID.peak_bytes([[length]], max(chunk, longest))
-    whole, cut = (replace(HYBRID, encoder=EncoderCost(whole=whole)) for whole in (True, False))
+    whole, cut = (replace(HYBRID, encoder=EncoderCost(single_chunk=whole)) for whole in (True, False))
     assert whole.peak_bytes([[length]], chunk, ImageDemand(longest=longest)) == needed
-    assert whole.beside_bytes([[length]], chunk, ImageDemand(longest=longest)) == HYBRID.beside_bytes([[length]], chunk)
+    assert whole.working_bytes([[length]], chunk, ImageDemand(longest=longest)) == HYBRID.working_bytes(
+        [[length]], chunk
+    )
     assert cut.peak_bytes([[length]], chunk, ImageDemand(longest=longest)) == HYBRID.peak_bytes([[length]], chunk)
 
 
-def test_images_as_they_are_prepared_take_what_they_take_whatever_mlx_needs() -> None:
+def test_pixel_inputs_are_not_scaled_by_the_correction() -> None:
     costs, images = replace(PLAIN, factor=2.0), ImageDemand(prepared_bytes=700)
     assert costs.peak_bytes([[1000]], images=images) == costs.peak_bytes([[1000]]) + 700
-    assert costs.beside_bytes([[1000]], images=images) == costs.beside_bytes([[1000]])
+    assert costs.working_bytes([[1000]], images=images) == costs.working_bytes([[1000]])
     assert (images + images).at(50) == images

@@ -23,7 +23,7 @@ def planned(
 
 
 def spare(interactive_s: float, batch_s: float | None = None) -> dict[Lane, float]:
-    """The same for both lanes, unless told otherwise."""
+    """Return the time by lane, by default the same for both."""
     return {"interactive": interactive_s, "batch": interactive_s if batch_s is None else batch_s}
 
 
@@ -65,7 +65,7 @@ COSTS = st.builds(
 
 
 @given(ROWS, BUDGETS, COSTS, STEPS)
-def test_the_time_is_kept_by_all_but_the_least_that_the_first_prompt_advances(
+def test_plan_keeps_the_time_except_for_the_first_prompts_minimum(
     rows: list[WaitingPrompt], seconds: float, cost: PromptCost, step: int
 ) -> None:
     chunks = planned(rows, seconds, cost, step)
@@ -76,7 +76,7 @@ def test_the_time_is_kept_by_all_but_the_least_that_the_first_prompt_advances(
 
 
 @given(ROWS, BUDGETS, COSTS, STEPS)
-def test_no_time_is_left_that_is_worth_a_pass_for_the_next_prompt(
+def test_remaining_time_is_not_worth_a_pass_for_the_next_prompt(
     rows: list[WaitingPrompt], seconds: float, cost: PromptCost, step: int
 ) -> None:
     chunks = planned(rows, seconds, cost, step)
@@ -89,7 +89,7 @@ def test_no_time_is_left_that_is_worth_a_pass_for_the_next_prompt(
 
 
 @given(ROWS, BUDGETS, BUDGETS, COSTS, STEPS)
-def test_offline_prompts_take_nothing_of_the_time_that_interactive_ones_are_given(
+def test_offline_prompts_take_no_interactive_time(
     rows: list[WaitingPrompt], more: float, target: float, cost: PromptCost, step: int
 ) -> None:
     rows = [replace(row, cost=cost) for row in rows]
@@ -107,14 +107,14 @@ def test_offline_prompts_take_nothing_of_the_time_that_interactive_ones_are_give
 def test_the_first_prompt_always_advances(
     rows: list[WaitingPrompt], seconds: float, cost: PromptCost, step: int
 ) -> None:
-    chunks = planned(rows, -1 - seconds, cost, step)  # below zero: where a join costs nothing, it fits into no time
+    chunks = planned(rows, -1 - seconds, cost, step)  # below zero, since a join without cost fits into no time
     assert len(chunks) == min(1, len(rows))
     for chunk in chunks:
         assert chunk.tokens or chunk.joins
 
 
 @given(ROWS, BUDGETS, COSTS, STEPS)
-def test_a_row_joins_only_when_nothing_of_its_prompt_remains(
+def test_row_joins_only_when_its_prompt_is_computed(
     rows: list[WaitingPrompt], seconds: float, cost: PromptCost, step: int
 ) -> None:
     needs = {row.id: row.remaining for row in rows}
@@ -148,7 +148,7 @@ def test_the_plan_depends_on_the_rows_and_not_on_their_order(
     assert planned(shuffled, seconds) == planned(distinct, seconds)
 
 
-def test_a_chunk_has_so_many_tokens_at_the_most() -> None:
+def test_chunk_has_at_most_the_longest_number_of_tokens() -> None:
     rows = [waiting("a", 900), waiting("b", 900)]
     assert plan(rows, spare(1000), 1, longest=300) == [Chunk("a", 300), Chunk("b", 300)]
 
@@ -165,7 +165,7 @@ def test_a_chunk_deep_in_a_prompt_is_shorter() -> None:
     assert chunks == [123, 18, 16]
 
 
-def test_what_is_left_is_not_spent_on_a_chunk_of_a_few_tokens() -> None:
+def test_remaining_time_is_not_spent_on_a_chunk_of_a_few_tokens() -> None:
     rows = [waiting("short", 50), waiting("long", 900)]
     assert planned(rows, 50 + MIN_CHUNK - 1) == [Chunk("short", 50, joins=True)]
     assert planned(rows, 50 + MIN_CHUNK) == [
@@ -174,7 +174,7 @@ def test_what_is_left_is_not_spent_on_a_chunk_of_a_few_tokens() -> None:
     ]
 
 
-def test_a_chunk_that_is_not_the_first_is_worth_its_pass() -> None:
+def test_only_the_first_chunk_may_be_not_worth_its_pass() -> None:
     rows = [waiting("short", 50), waiting("long", 900)]
     cost = PromptCost(forward_s=40.0, token_s=1.0)
     first_s, worth = 90, round(MIN_TOKENS_TIME_PER_PASS * 40)
@@ -182,12 +182,12 @@ def test_a_chunk_that_is_not_the_first_is_worth_its_pass() -> None:
     assert planned(rows, first_s + 40 + worth, cost)[1:] == [Chunk("long", worth)]
 
 
-def test_what_remains_of_a_prompt_is_worth_a_pass_however_short() -> None:
+def test_rest_of_a_prompt_is_worth_a_pass_however_short() -> None:
     rows = [waiting("first", 20), waiting("second", 20, done=900)]
     assert len(planned(rows, 120, PromptCost(forward_s=40.0, token_s=1.0))) == 2
 
 
-def test_a_row_joins_the_others_in_a_step_that_has_time_for_it() -> None:
+def test_row_joins_in_a_step_that_has_time_for_it() -> None:
     cost = PromptCost(token_s=1.0, joined_s=0.1)
     assert planned([waiting("a", 100, done=900)], 200, cost) == [Chunk("a", 100, joins=True)]
     assert planned([waiting("a", 100, done=900)], 199, cost) == [Chunk("a", 100)]
@@ -230,7 +230,7 @@ def test_offline_work_comes_after_interactive_work_however_short_or_old() -> Non
     assert order(waiting("file", 1, waited=10**6, lane="batch"), waiting("chat", 30_000)) == ["chat", "file"]
 
 
-def test_what_a_short_prompt_leaves_goes_to_the_next() -> None:
+def test_time_left_by_a_short_prompt_goes_to_the_next() -> None:
     rows = [waiting("long", 900), waiting("short", 10)]
     assert planned(rows, 64) == [Chunk("short", 10, joins=True), Chunk("long", 54)]
 
@@ -250,7 +250,7 @@ class Prompt:
 
 
 def steps_to_prefill(length: int, *, budget: int, short: int, most: int) -> int | None:
-    """For one long prompt, while short ones that spend the whole budget come without end."""
+    """Return the steps that a long prompt takes under an endless stream of short ones, or None if more than `most`."""
     prompts = [Prompt("long", length, "interactive")]
     for step in range(1, most + 1):
         prompts += [Prompt(f"{step}-{k}", short, "interactive") for k in range(budget // short)]
@@ -265,7 +265,7 @@ def steps_to_prefill(length: int, *, budget: int, short: int, most: int) -> int 
     return None
 
 
-def test_an_endless_stream_of_short_prompts_makes_a_long_one_four_times_as_long() -> None:
+def test_long_prompt_takes_four_times_as_long_under_an_endless_stream_of_short_ones() -> None:
     length, budget = 32_000, 200
     alone = length // budget
     assert steps_to_prefill(length, budget=budget, short=100, most=5 * alone) == OLDEST_FIRST_EVERY * alone
@@ -284,7 +284,7 @@ def test_each_prompt_costs_what_its_own_model_takes() -> None:
     ]
 
 
-def test_what_is_done_soonest_comes_first_and_not_what_has_the_fewest_tokens() -> None:
+def test_prompt_with_the_least_time_is_first_not_the_one_with_the_fewest_tokens() -> None:
     draft = replace(waiting("scored", 500), cost=PromptCost(token_s=0.1))
     assert plan([waiting("a", 60), draft], spare(100), 1, UNBOUNDED) == [
         Chunk("scored", 500, joins=True),

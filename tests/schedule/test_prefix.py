@@ -69,7 +69,7 @@ def stateful(*kept: Tokens, window: int = 0) -> Spelling:
 
 
 def spelt(found: Found[Spelt, Whole]) -> Tokens:
-    """What would be restored of the runs."""
+    """Return the tokens that the segments would restore."""
     runs = [node.segment for node in found.nodes]
     assert None not in runs
     return tuple(token for run in runs if run for token in run.tokens)[: found.length]
@@ -93,20 +93,20 @@ def used(tree: Spelling, tokens: Tokens) -> None:
 ABC, ABD, XYZ = (1, 2, 3), (1, 2, 4), (7, 8, 9)
 
 
-def test_nothing_is_found_where_nothing_was_added() -> None:
+def test_nothing_is_found_in_an_empty_tree() -> None:
     assert plain().find("", ABC) == Found()
     assert plain(ABC).find("", ()) == Found()
     assert plain(ABC).find("", XYZ) == Found()
 
 
-def test_any_part_of_what_needs_no_state_is_found() -> None:
+def test_without_snapshots_any_part_of_a_prefix_is_found() -> None:
     tree = plain((1, 2, 3, 4, 5))
     asked = [(1,), (1, 2, 3), (1, 2, 3, 9), (1, 2, 3, 4, 5, 6)]
     assert [tree.find("", tokens).length for tokens in asked] == [1, 3, 3, 5]
     assert spelt(tree.find("", (1, 2, 3, 9))) == (1, 2, 3)
 
 
-def test_what_needs_a_state_is_found_only_where_there_is_one() -> None:
+def test_with_snapshots_a_prefix_is_found_only_up_to_one() -> None:
     tree = stateful((1, 2, 3, 4, 5, 6), (1, 2, 3))
     assert [tree.find("", tuple(range(1, 1 + count))).length for count in range(1, 8)] == [0, 0, 3, 3, 3, 6, 6]
     found = tree.find("", (1, 2, 3, 4, 9))
@@ -115,14 +115,14 @@ def test_what_needs_a_state_is_found_only_where_there_is_one() -> None:
     assert spelt(found) == (1, 2, 3)
 
 
-def test_the_tokens_count_and_not_how_many_they_are() -> None:
+def test_other_tokens_of_equal_number_are_not_found() -> None:
     tree = stateful((1, 2, 3), (1, 2, 4))
     found = tree.find("", (1, 2, 4, 5))
     assert found.holder
     assert found.holder.snapshot == Whole((1, 2, 4))
 
 
-def test_spaces_share_nothing() -> None:
+def test_namespaces_share_nothing() -> None:
     tree = plain(ABC)
     add(tree, ABD, space="another's")
     assert tree.find("another's", ABC).length == 2
@@ -130,14 +130,14 @@ def test_spaces_share_nothing() -> None:
     assert tree.nbytes == 6
 
 
-def test_what_begins_alike_is_there_once() -> None:
+def test_shared_prefix_is_stored_once() -> None:
     tree = plain(ABC, ABD)
     assert (tree.nbytes, ends(tree)) == (4, [2, 3, 3])
     assert spelt(tree.find("", ABC)) == ABC
     assert spelt(tree.find("", ABD)) == ABD
 
 
-def test_only_what_is_not_there_yet_is_taken() -> None:
+def test_only_missing_segments_are_copied() -> None:
     tree, asked = plain(ABC), list[tuple[int, int]]()
 
     def take(start: int, end: int) -> Spelt:
@@ -149,25 +149,25 @@ def test_only_what_is_not_there_yet_is_taken() -> None:
     assert asked == [(3, 5)]
 
 
-def test_a_part_of_what_is_there_needs_no_cut_without_a_state() -> None:
+def test_inserting_a_part_splits_nothing_without_a_snapshot() -> None:
     tree = plain((1, 2, 3, 4, 5))
     add(tree, (1, 2, 3))
     assert (ends(tree), tree.nbytes) == ([5], 5)
 
 
-def test_a_state_in_the_middle_of_a_run_cuts_it() -> None:
+def test_snapshot_within_a_segment_splits_it() -> None:
     tree = stateful((1, 2, 3, 4, 5))
     add(tree, (1, 2, 3), state=True)
     assert (ends(tree), tree.nbytes) == ([3, 5], 5 + 2 * STATE_BYTES)
     assert spelt(tree.find("", (1, 2, 3, 4, 5))) == (1, 2, 3, 4, 5)
 
 
-def test_a_state_is_kept_once() -> None:
+def test_snapshot_is_stored_once() -> None:
     tree = stateful(ABC, ABC)
     assert tree.nbytes == 3 + STATE_BYTES
 
 
-def test_a_long_run_comes_in_pieces() -> None:
+def test_long_insertion_is_divided_into_segments() -> None:
     tokens = tuple(range(2 * MAX_SEGMENT_TOKENS + 10))
     tree = plain(tokens)
     assert ends(tree) == [MAX_SEGMENT_TOKENS, 2 * MAX_SEGMENT_TOKENS, len(tokens)]
@@ -175,7 +175,7 @@ def test_a_long_run_comes_in_pieces() -> None:
     assert tree.find("", tokens[: MAX_SEGMENT_TOKENS + 5]).length == MAX_SEGMENT_TOKENS + 5
 
 
-def test_a_short_state_further_on_serves_for_fewer_tokens() -> None:
+def test_trimmable_snapshot_further_on_serves_a_shorter_prefix() -> None:
     tree = stateful((1, 2, 3, 4, 5), window=6)
     found = tree.find("", (1, 2, 3, 9))
     assert found.holder
@@ -183,18 +183,18 @@ def test_a_short_state_further_on_serves_for_fewer_tokens() -> None:
     assert spelt(found) == (1, 2, 3)
 
 
-def test_a_state_that_is_too_long_to_be_shortened_serves_whole_or_not_at_all() -> None:
+def test_untrimmable_snapshot_serves_only_its_own_length() -> None:
     tree = stateful((1, 2, 3, 4, 5), window=5)
     assert tree.find("", (1, 2, 3, 9)).length == 0
     assert tree.find("", (1, 2, 3, 4, 5, 6)).length == 5
 
 
-def test_a_short_state_serves_those_who_part_from_a_longer_one_that_does_not() -> None:
+def test_trimmable_snapshot_serves_a_prompt_that_diverges_from_an_untrimmable_one() -> None:
     tree = stateful((1, 2, 3, 4, 5), (1, 2, 6), window=4)
     assert tree.find("", (1, 2, 3, 9)).length == 2
 
 
-def test_a_prefix_is_looked_for_however_many_turns_come_behind_it() -> None:
+def test_find_handles_any_number_of_later_turns() -> None:
     turns = 1200
     tree = stateful(*(tuple(range(end)) for end in range(2, turns, 2)))
     used(tree, tuple(range(turns)))
@@ -211,14 +211,14 @@ def test_the_least_recently_used_goes_first() -> None:
     assert (tree.find("", ABC).length, tree.find("", XYZ).length) == (3, 0)
 
 
-def test_a_look_is_no_use() -> None:
+def test_find_does_not_count_as_use() -> None:
     tree = plain(ABC, XYZ)
     tree.find("", ABC)
     tree.shrink(5)
     assert (tree.find("", ABC).length, tree.find("", XYZ).length) == (0, 3)
 
 
-def test_ends_go_before_what_they_share() -> None:
+def test_leaves_are_evicted_before_shared_prefixes() -> None:
     tree = plain(ABC, ABD)
     tree.shrink(3)
     assert (tree.nbytes, tree.find("", ABC).length, tree.find("", ABD).length) == (3, 2, 3)
@@ -226,28 +226,28 @@ def test_ends_go_before_what_they_share() -> None:
     assert (tree.nbytes, tree.find("", ABD).length, tree.evicted) == (2, 2, 2)
 
 
-def test_a_state_that_nobody_used_goes_before_a_run_that_somebody_did() -> None:
+def test_unused_snapshot_is_evicted_before_a_used_segment() -> None:
     tree = stateful((1, 2), (1, 2, 3, 4))
     used(tree, (1, 2, 3, 4))
     tree.shrink(tree.nbytes - 1)
     assert [tree.find("", tokens).length for tokens in [(1, 2, 3), (1, 2, 3, 4)]] == [0, 4]
 
 
-def test_tokens_that_lead_to_no_state_go_with_it() -> None:
+def test_segments_that_lead_to_no_snapshot_are_evicted_with_it() -> None:
     tree = stateful((1, 2), (1, 2, 3, 4))
     used(tree, (1, 2))
     tree.shrink(tree.nbytes - 1)
     assert (tree.nbytes, ends(tree)) == (2 + STATE_BYTES, [2])
 
 
-def test_what_is_within_the_limit_stays() -> None:
+def test_nothing_within_the_limit_is_evicted() -> None:
     tree = plain(ABC, XYZ)
     tree.shrink(6)
     assert (tree.nbytes, tree.evicted) == (6, 0)
 
 
 @pytest.mark.parametrize("empty", ["shrink", "discard"])
-def test_an_emptied_space_leaves_nothing(empty: str) -> None:
+def test_emptied_namespace_leaves_nothing(empty: str) -> None:
     tree = stateful(ABC)
     if empty == "shrink":
         tree.shrink(0)
@@ -256,27 +256,27 @@ def test_an_emptied_space_leaves_nothing(empty: str) -> None:
     assert (tree.nbytes, tree._roots, [*tree._order]) == (0, {}, [])
 
 
-def test_a_node_is_discarded_with_all_that_begins_with_it() -> None:
+def test_node_is_discarded_with_its_descendants() -> None:
     tree = plain(ABC, ABD, (5, 6))
     tree.discard(tree.walk("", (1, 2))[0][0])
     assert (tree.nbytes, tree.find("", ABC).length, tree.find("", (5, 6)).length) == (2, 0, 2)
 
 
-def test_what_leads_only_to_a_discarded_node_goes_with_it() -> None:
+def test_ancestors_useless_without_a_discarded_node_are_removed() -> None:
     tree = stateful(ABC, ABD)
     for tokens in ABC, ABD:
         tree.discard(tree.walk("", tokens)[0][-1])
     assert (tree.nbytes, held(tree)) == (0, [])
 
 
-def test_the_version_tells_that_more_may_be_found() -> None:
+def test_version_changes_when_more_may_be_found() -> None:
     tree = plain()
     before = tree.version
     add(tree, ABC)
     assert tree.version != before
 
 
-def test_a_run_that_cannot_be_taken_leaves_all_as_it_was() -> None:
+def test_failed_copy_leaves_the_tree_unchanged() -> None:
     tree = plain(ABC)
 
     def fails(start: int, end: int) -> Spelt:
@@ -293,21 +293,21 @@ PLACES = st.lists(st.integers(-5, 9000), max_size=12).map(tuple)
 CLOSE, FREELY, GRID = 16, 4, 2048
 
 
-def test_the_most_valuable_boundaries_the_end_and_a_grid_are_where_states_are_kept() -> None:
+def test_checkpoints_are_the_likeliest_boundaries_the_end_and_a_grid() -> None:
     assert checkpoint_positions((500, 100), 900, GRID) == (100, 500, 900)
     assert checkpoint_positions((), 5000, GRID) == (2048, 5000)  # 4096 is near enough to the end
     assert checkpoint_positions((), 7000, GRID) == (2048, 4096, 7000)
     assert checkpoint_positions((), 2048, GRID) == (2048,)
 
 
-def test_of_two_places_that_are_close_the_first_does_for_both() -> None:
+def test_of_two_close_positions_the_first_is_chosen() -> None:
     assert checkpoint_positions((100, 115, 84, 85), 300, GRID) == (84, 100, 300)
     assert checkpoint_positions((290,), 300, GRID) == (290,)
     assert checkpoint_positions((3, 15), 15, GRID) == ()
     assert checkpoint_positions((16,), 32, GRID) == (16, 32)
 
 
-def test_a_boundary_of_less_value_is_taken_where_it_is_far_from_all_others() -> None:
+def test_less_likely_boundary_is_chosen_if_far_from_all_others() -> None:
     freely = (100, 200, 300, 400)
     assert checkpoint_positions((*freely, 500, 1424, 1900), 4000, GRID) == (*freely, 1424, 4000)
 
@@ -322,9 +322,7 @@ def test_cuts_are_in_order_and_within_the_prompt(boundaries: Tokens, tokens: int
 
 
 @given(PLACES, LENGTHS)
-def test_little_is_computed_again_behind_the_most_valuable_boundaries_and_the_end(
-    boundaries: Tokens, tokens: int
-) -> None:
+def test_little_is_recomputed_after_the_likeliest_boundaries_and_the_end(boundaries: Tokens, tokens: int) -> None:
     found = checkpoint_positions(boundaries, tokens, GRID)
     for at in [*boundaries[:FREELY], tokens]:
         if CLOSE <= at <= tokens:
@@ -332,13 +330,13 @@ def test_little_is_computed_again_behind_the_most_valuable_boundaries_and_the_en
 
 
 @given(PLACES, st.integers(1, 60_000))
-def test_no_stretch_of_a_long_prompt_is_without_a_state(boundaries: Tokens, tokens: int) -> None:
+def test_no_stretch_of_a_long_prompt_is_without_a_checkpoint(boundaries: Tokens, tokens: int) -> None:
     found = (0, *checkpoint_positions(boundaries, tokens, GRID))
     assert max(b - a for a, b in zip(found, (*found[1:], tokens), strict=True)) < 2 * GRID
 
 
 @given(st.lists(st.integers(1, 40_000), max_size=200).map(tuple), st.integers(1, 40_000))
-def test_however_many_boundaries_there_are_states_do_not_pile_up(boundaries: Tokens, tokens: int) -> None:
+def test_number_of_checkpoints_is_bounded_for_any_boundaries(boundaries: Tokens, tokens: int) -> None:
     assert len(checkpoint_positions(boundaries, tokens, GRID)) <= FREELY + 1 + tokens // (GRID // 2)
 
 
@@ -410,7 +408,7 @@ class Life(RuleBasedStateMachine):
         found = self.tree.find(space, tokens)
         self.tree.touch(found)
         if found.nodes:
-            assert next(reversed(self.tree._order)) == (found.nodes[0], "run")
+            assert next(reversed(self.tree._order)) == (found.nodes[0], "segment")
 
     @precondition(lambda self: self.small)
     @rule(share=st.floats(0, 1))
@@ -437,12 +435,12 @@ class Life(RuleBasedStateMachine):
     @invariant()
     def the_order_holds_just_what_can_be_reached(self) -> None:
         nodes = held(self.tree)
-        there = {(id(node), "run") for node in nodes} | {(id(node), "state") for node in nodes if node.snapshot}
+        there = {(id(node), "segment") for node in nodes} | {(id(node), "snapshot") for node in nodes if node.snapshot}
         assert {(id(node), what) for node, what in self.tree._order} == there
 
     @invariant()
     def whoever_begins_with_a_node_was_not_used_after_it(self) -> None:
-        runs = [node for node, what in self.tree._order if what == "run"]
+        runs = [node for node, what in self.tree._order if what == "segment"]
         last = {id(node): at for at, node in enumerate(runs)}
         assert all(last[id(node)] < last[id(node.parent)] for node in runs if node.parent and node.parent.parent)
         assert not runs or not runs[0].children

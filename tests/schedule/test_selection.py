@@ -33,13 +33,13 @@ def needle(tokens: int, *places: int) -> list[float]:
 
 
 @given(prompts(), SHARES)
-def test_what_is_protected_is_kept(prompt: tuple[Sequence[float], list[Range]], keep: float) -> None:
+def test_protected_ranges_are_kept(prompt: tuple[Sequence[float], list[Range]], keep: float) -> None:
     scores, protected = prompt
     assert chosen(protected) <= chosen(select_ranges(scores, keep, protected))
 
 
 @given(prompts(), SHARES)
-def test_ranges_come_in_order_and_apart(prompt: tuple[Sequence[float], list[Range]], keep: float) -> None:
+def test_ranges_are_ascending_and_separate(prompt: tuple[Sequence[float], list[Range]], keep: float) -> None:
     kept = select_ranges(prompt[0], keep, prompt[1])
     assert all(start < end for start, end in kept)
     assert all(end < start for (_, end), (start, _) in pairwise(kept))
@@ -47,9 +47,7 @@ def test_ranges_come_in_order_and_apart(prompt: tuple[Sequence[float], list[Rang
 
 
 @given(prompts(), SHARES)
-def test_the_share_is_met_and_passed_by_less_than_a_chunk(
-    prompt: tuple[Sequence[float], list[Range]], keep: float
-) -> None:
+def test_share_is_exceeded_by_less_than_a_chunk(prompt: tuple[Sequence[float], list[Range]], keep: float) -> None:
     scores, protected = prompt
     kept, asked = len(chosen(select_ranges(scores, keep, protected))), round(keep * len(scores))
     at_least = len(chosen(protected)) + CHUNK * -(-len(scores) // REGION)
@@ -57,7 +55,9 @@ def test_the_share_is_met_and_passed_by_less_than_a_chunk(
 
 
 @given(prompts(), SHARES)
-def test_no_two_regions_in_a_row_go_without_a_token(prompt: tuple[Sequence[float], list[Range]], keep: float) -> None:
+def test_no_two_adjacent_regions_are_without_a_kept_token(
+    prompt: tuple[Sequence[float], list[Range]], keep: float
+) -> None:
     scores, protected = prompt
     kept = select_ranges(scores, keep, protected)
     gaps = [start - end for (_, end), (start, _) in pairwise([(0, 0), *kept, (len(scores), len(scores))])]
@@ -65,7 +65,7 @@ def test_no_two_regions_in_a_row_go_without_a_token(prompt: tuple[Sequence[float
 
 
 @given(prompts(), SHARES)
-def test_beyond_the_floor_no_chunk_was_left_that_is_better_than_one_kept(
+def test_no_dropped_chunk_beats_a_kept_one_beyond_the_floor(
     prompt: tuple[Sequence[float], list[Range]], keep: float
 ) -> None:
     scores, _ = prompt
@@ -90,20 +90,20 @@ def test_equal_scores_select_equally(prompt: tuple[Sequence[float], list[Range]]
 
 
 @given(prompts())
-def test_at_a_hundred_percent_everything_is_kept(prompt: tuple[Sequence[float], list[Range]]) -> None:
+def test_keeping_all_keeps_everything(prompt: tuple[Sequence[float], list[Range]]) -> None:
     scores, protected = prompt
     assert select_ranges(scores, 1.0, protected) == [(0, len(scores))]
 
 
 @given(prompts(), SHARES, SHARES)
-def test_who_keeps_more_keeps_all_that_others_keep(
+def test_larger_share_keeps_all_of_a_smaller_one(
     prompt: tuple[Sequence[float], list[Range]], one: float, other: float
 ) -> None:
     less, more = (chosen(select_ranges(*prompt[:1], share, prompt[1])) for share in sorted([one, other]))
     assert less <= more
 
 
-def test_a_chunk_is_worth_its_best_token() -> None:
+def test_score_of_a_chunk_is_its_best_token() -> None:
     """In the mean the second needle's chunk would beat the first one's."""
     scores = needle(480, 100)
     scores[200:208] = [0.5] * 8
@@ -114,20 +114,20 @@ def test_of_equal_chunks_the_first_ones_are_kept() -> None:
     assert select_ranges([0.0] * 480, 0.1) == [(0, 48)]
 
 
-def test_only_what_is_not_protected_is_scored() -> None:
+def test_scores_of_protected_tokens_do_not_matter() -> None:
     """The protected token that scores highest brings no neighbours along."""
     assert select_ranges(needle(480, 40, 300), 0.05, [(36, 44)]) == [(36, 44), (288, 304)]
 
 
-def test_what_is_protected_counts_in_the_share() -> None:
+def test_protected_tokens_count_in_the_share() -> None:
     assert select_ranges(needle(480, 300), 0.1, [(0, 32)]) == [(0, 32), (288, 304)]
 
 
-def test_more_protected_than_asked_for_all_stay() -> None:
+def test_more_protected_tokens_than_the_share_are_all_kept() -> None:
     assert select_ranges(needle(480, 300), 0.1, [(0, 200), (460, 480)]) == [(0, 200), (460, 480)]
 
 
-def test_a_region_where_nothing_scores_keeps_its_best_chunk() -> None:
+def test_region_with_zero_scores_keeps_its_best_chunk() -> None:
     scores = [1.0] * REGION + needle(REGION, 100) + [1.0] * REGION
     scores[REGION + 100] = 0.001
     assert (REGION + 96, REGION + 112) in select_ranges(scores, 0.1)
@@ -138,7 +138,7 @@ def test_ranges_beyond_the_prompt_are_cut() -> None:
     assert select_ranges([], 0.5, [(0, 3)]) == []
 
 
-def test_two_hundred_thousand_tokens_take_no_noticeable_time() -> None:
+def test_two_hundred_thousand_tokens_are_selected_quickly() -> None:
     """Some 20 ms; what is not linear in them would take seconds."""
     scores = array("f", (i * 0.618034 % 1 for i in range(200_000)))
     protected = [(at, at + 5) for at in range(0, 200_000, 200)]

@@ -9,7 +9,7 @@ from typing import Any
 from worker.errors import CannotStart
 from worker.schedule.memory import format_bytes
 
-_SAID_IN = "config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json"
+_CONFIG_FILES = "config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json"
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
@@ -28,16 +28,16 @@ def similar_folder(path: str) -> Path | None:
     """Return the sibling of a missing folder with the most similar name, or None. Blocks on the file system."""
     missing = Path(path).expanduser()
     try:
-        there = [each.name for each in missing.parent.iterdir() if each.is_dir()]
+        siblings = [each.name for each in missing.parent.iterdir() if each.is_dir()]
     except OSError:
         return None
-    meant = get_close_matches(missing.name, there, n=1)
-    return missing.parent / meant[0] if meant else None
+    similar = get_close_matches(missing.name, siblings, n=1)
+    return missing.parent / similar[0] if similar else None
 
 
 def refuse_code(folder: Path, *fields: str) -> None:
     """Raise `CannotStart` if one of these fields in a JSON file of the folder names Python code."""
-    for name in _SAID_IN:
+    for name in _CONFIG_FILES:
         for field in fields:
             if named := read_json(folder, name).get(field):
                 raise CannotStart(
@@ -49,14 +49,14 @@ def refuse_code(folder: Path, *fields: str) -> None:
 def tensor_names(file: Path) -> Iterator[str]:
     """Yield the names of all tensors in a safetensors file. Raises ValueError if it is not one or is truncated."""
     with file.open("rb") as opened:
-        length, there = int.from_bytes(opened.read(8), "little"), file.stat().st_size
-        if 8 + length > there:
+        length, size = int.from_bytes(opened.read(8), "little"), file.stat().st_size
+        if 8 + length > size:
             raise ValueError(
                 f"{file.name} is not a safetensors file, or is truncated; if it is a git-lfs pointer, fetch the file"
             )
-        head = json.loads(opened.read(length))
-    tensors = {name: entry for name, entry in head.items() if name != "__metadata__"}
-    whole = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-    if whole > there:
-        raise ValueError(f"{file.name} is truncated: {format_bytes(there)} of {format_bytes(whole)}")
+        header = json.loads(opened.read(length))
+    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    expected = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+    if expected > size:
+        raise ValueError(f"{file.name} is truncated: {format_bytes(size)} of {format_bytes(expected)}")
     yield from tensors

@@ -1,7 +1,4 @@
-"""The engine: one decode of all running rows, then prompt chunks up to the step's budget, again and again.
-
-Used by one thread only, the one that loaded the model.
-"""
+"""The engine: in each step, one decode of all running rows, then prompt chunks within the step's time budget."""
 
 import logging
 import time
@@ -20,7 +17,7 @@ from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import AnyPrefill, PrefillQueue
 from worker.engine.upstream.mlx_lm import generation_stream
 from worker.schedule.admission import Admit, Refuse
-from worker.schedule.admission import RowEstimate as Admitted
+from worker.schedule.admission import RowEstimate as RowEstimate
 from worker.schedule.memory import MAX_ROWS, NO_IMAGES
 from worker.schedule.outcomes import (
     Encoded,
@@ -36,9 +33,9 @@ from worker.schedule.request import GenerationRequest
 
 logger = logging.getLogger("sluice.engine")
 
-_CLEAR_EVERY = 16_384  # tokens computed; until then the buffers of one step serve the next
-_PREFIX_SHARE = 4  # of the memory beside the model, one part
-_MOST_FAILURES = 10  # in a row; then it is not the rows
+_CLEAR_EVERY = 16_384  # tokens computed between two clearings of MLX's buffer cache, whose buffers later steps reuse
+_PREFIX_SHARE = 4  # caches that outlive a request get 1 / share of the memory that the weights leave, by default
+_MAX_FAILURES = 10  # failed steps in a row, after which the rows are not the cause
 
 
 class EngineBroken(Exception):
@@ -46,6 +43,11 @@ class EngineBroken(Exception):
 
 
 class Engine:
+    """Generates the answers to many requests together. For one thread, the one that loaded the model.
+
+    Requests are added and removed between steps; all computing happens in `step`. A failure of a step costs no row a
+    token: rows that lost their caches are recomputed, and a row that fails alone is removed."""
+
     def __init__(
         self,
         model: Model,
@@ -55,57 +57,64 @@ class Engine:
         memory: int | None = None,
         prefix_bytes: int | None = None,
     ) -> None:
-        """`rows`: at once, at the most; an interactive one takes the place of an offline one. `memory`: bytes that all
-        of it may take; None is what the device offers. `prefix_bytes` of them at most are for prefixes, as far as rows
-        leave them; 0 keeps none, and None is a share of what is beside the model."""
+        """`step_s`: target seconds of a step. `rows`: most rows active at once; an interactive one may preempt an
+        offline one. `memory`: bytes that weights, rows and caches may take together; None: what the device offers.
+        `prefix_bytes`: most bytes of the caches that outlive a request, as far as rows leave them; 0 disables these
+        caches, None is a share of the memory that the weights leave."""
         self._admission = AdmissionController(model.costs, memory or memory_limit(), rows)
-        most = self._admission.free_bytes // _PREFIX_SHARE if prefix_bytes is None else prefix_bytes
-        self._caches = EngineCaches(model, most)
-        self._queried = self._hit = 0  # tokens, in this step
+        max_prefix_bytes = self._admission.free_bytes // _PREFIX_SHARE if prefix_bytes is None else prefix_bytes
+        self._caches = EngineCaches(model, max_prefix_bytes)
+        self._queried_tokens = self._hit_tokens = 0  # of prompts whose prefill has finished in this step
         self._active: dict[str, Row] = {}  # in the order of admission
-        self._ends = frozenset(model.tokenizer.eos_token_ids)
+        self._eos_ids = frozenset(model.tokenizer.eos_token_ids)
         self._prefills = PrefillQueue(model, step_s, self._caches)
         self._running = Groups(model.network, self._fits)
-        self._chunk, self._encoded_images = 0, NO_IMAGES  # the longest chunk of this step, in tokens, and its images
+        self._longest_chunk = 0  # tokens, in this step
+        self._encoded_images = NO_IMAGES  # images encoded in this step
         self._failures = self._computed = self._preempted = 0
         self._decoding_since = 0.0
 
     def __len__(self) -> int:
-        """Number of requests that wait, prefill or decode."""
+        """Return the number of requests that wait, prefill or decode."""
         return len(self._admission) + len(self._active)
 
-    def add(self, sequence: GenerationRequest) -> None:
-        self._admission.add(sequence)
+    def add(self, request: GenerationRequest) -> None:
+        """Add a request, which a later step admits or refuses. Its id must not be in use. Its grammar belongs to the
+        engine from now on."""
+        self._admission.add(request)
 
-    def remove(self, sequence_id: str) -> None:
-        """Frees the row at once, in whatever state; an unknown id is one that has just ended."""
+    def remove(self, id: str) -> None:
+        """Remove a request in any state, and free its memory. An unknown id is ignored, since the request may have just
+        ended. Blocks if what the row has computed is inserted into the prefix cache."""
         with mx.stream(generation_stream):
-            self._prefills.remove(sequence_id)
-            row = self._active.pop(sequence_id, None)
+            self._prefills.remove(id)
+            row = self._active.pop(id, None)
             if row and not row.awaiting_first_step:
                 self._cache_prefix(row)
-            self._admission.remove(sequence_id)
+            self._admission.remove(id)
             self._drop_inactive()
 
     def step(self) -> StepReport:
-        """Raises `EngineBroken`."""
+        """Admit requests, decode a token of every running row, and prefill within the time budget. Blocks until the
+        decode step of the call before has ended and the prompt chunks are computed; the decode step that it launches
+        itself runs on. Raises `EngineBroken` after repeated failures."""
         began, rows, outcomes = time.perf_counter(), len(self._running), list[Outcome]()
         mx.reset_peak_memory()
-        self._preempted = self._chunk = self._queried = self._hit = 0
+        self._preempted = self._longest_chunk = self._queried_tokens = self._hit_tokens = 0
         self._encoded_images = NO_IMAGES
         evicted = self._caches.evicted
         with mx.stream(generation_stream):
-            for part in (self._admit, self._decode, self._prefill, self._finish_step):
+            for phase in (self._admit, self._decode, self._prefill, self._finish_step):
                 self._recover(outcomes)
                 try:
-                    part(outcomes)
+                    phase(outcomes)
                 except EngineBroken:
                     raise
-                except Exception:  # nothing of it may cost more than what the rows can compute again
-                    logger.exception("a step failed")
+                except Exception:  # the rows lose their caches at most, and are recomputed from their tokens
+                    logger.exception("step failed")
                     self._running.clear()
                     self._admission.mark_dirty()
-            memory = self._look()
+            memory = self._calibrate()
         return StepReport(
             outcomes=tuple(outcomes),
             rows=rows,
@@ -118,14 +127,14 @@ class Engine:
             prefix=self._prefix_use(evicted),
         )
 
-    def _look(self) -> tuple[int, int] | None:
-        unneeded = self._admission.slack_bytes(self._running.lengths, self._running.buffers)
-        chunk = max(self._chunk, len(self._running))  # a row that decodes takes a token's share
-        return self._admission.calibrate(self._lengths(), chunk, self._caches.nbytes, self._encoded_images, unneeded)
+    def _calibrate(self) -> tuple[int, int] | None:
+        slack_bytes = self._admission.slack_bytes(self._running.lengths, self._running.buffers)
+        chunk = max(self._longest_chunk, len(self._running))  # a decoding row needs as much as one token of a chunk
+        return self._admission.calibrate(self._lengths(), chunk, self._caches.nbytes, self._encoded_images, slack_bytes)
 
     def _prefix_use(self, evicted: int) -> PrefixUse:
-        """`evicted` before the step."""
-        return PrefixUse(self._queried, self._hit, self._caches.evicted - evicted, self._caches.nbytes)
+        """Return the step's use of the caches. `evicted`: number of evictions before the step."""
+        return PrefixUse(self._queried_tokens, self._hit_tokens, self._caches.evicted - evicted, self._caches.nbytes)
 
     def _admit(self, outcomes: list[Outcome]) -> None:
         """Admit waiting requests as far as memory allows, and refuse those that never fit."""
@@ -133,27 +142,25 @@ class Engine:
             return
         groups = {row.id: number for number, row in self._running}
         decided = self._admission.decide([*self._active_estimates(groups)], self._running.decoding())
-        self._running.part(self._admission.bounds)
-        coming = [
-            (candidate.request, decision.preempt) for candidate, decision in decided if isinstance(decision, Admit)
-        ]
-        for _, park in coming:
-            for id in park:
+        self._running.set_bounds(self._admission.bounds)
+        admitted = [(each.request, decision.preempt) for each, decision in decided if isinstance(decision, Admit)]
+        for _, preempted_ids in admitted:
+            for id in preempted_ids:
                 self._preempt(id)
-        if self._admission.crowded:
+        if self._admission.must_tighten:
             self._running.tighten()
-        self._caches.touch(sequence for sequence, _ in coming)
-        self._caches.set_limit(self._admission.free_bytes)  # rows come before prefixes
+        self._caches.touch(request for request, _ in admitted)
+        self._caches.set_limit(self._admission.free_bytes)  # rows have priority over prefixes
         for candidate, decision in decided:
             match decision:
                 case Admit():
                     self._admission.pop(candidate)
                     self._start(candidate, outcomes)
-                case Refuse(sentence):
+                case Refuse(message):
                     self._admission.pop(candidate)
-                    outcomes.append(Refused(candidate.request.id, sentence))
+                    outcomes.append(Refused(candidate.request.id, message))
 
-    def _active_estimates(self, groups: Mapping[str, int]) -> Iterator[Admitted]:
+    def _active_estimates(self, groups: Mapping[str, int]) -> Iterator[RowEstimate]:
         """Yield the estimates of the active rows. `groups`: group number by row id; rows in prefill have none."""
         for id, row in self._active.items():
             yield self._admission.estimate(row.request, groups.get(id), self._prefills.images(id))
@@ -165,105 +172,106 @@ class Engine:
             self._active[candidate.request.id] = candidate.saved_row.row
             self._running.restore(candidate.saved_row)
 
-    def _begin(self, sequence: GenerationRequest, outcomes: list[Outcome], *, suspect: bool = False) -> None:
-        with self._isolate(sequence.id, outcomes):
-            row = Row.of(sequence, suspect=suspect)
+    def _begin(self, request: GenerationRequest, outcomes: list[Outcome], *, suspect: bool = False) -> None:
+        with self._isolate(request.id, outcomes):
+            row = Row.of(request, suspect=suspect)
             self._prefills.add(row)
             self._active[row.id] = row
 
     def _preempt(self, id: str) -> None:
         """Preempt an active row and requeue it, with its cache if it was decoding and memory allows."""
         row = self._active[id]
-        parked = None if id in self._prefills else self._running.preempt(row)
+        preempted = None if id in self._prefills else self._running.preempt(row)
         del self._active[id]
         self._prefills.remove(id)
-        self._admission.requeue(WaitingRequest(row.resumable_request(), parked, preempted=True))
+        self._admission.requeue(WaitingRequest(row.resumable_request(), preempted, preempted=True))
         self._preempted += 1
-        logger.info("%s is parked", id)
+        logger.info("%s: preempted", id)
 
     def _decode(self, outcomes: list[Outcome]) -> None:
         """Decode the next token of every running row."""
         if not len(self._running):
             return
         idle, began = self._running.idle, time.perf_counter()
-        told, failed = self._running.step()
-        # A device that was busy began with this step when it had computed the tokens of the last.
+        step_tokens, failed = self._running.step()
+        # A busy device begins this step when it has ended the last one, whose tokens have just arrived.
         self._decoding_since = began if idle else time.perf_counter()
-        self._computed += len(told)
+        self._computed += len(step_tokens)
         at = time.monotonic()
-        for news in told:
-            self._handle_token(news, at, outcomes)
+        for step_token in step_tokens:
+            self._handle_token(step_token, at, outcomes)
         self._drop_inactive()
         for rows in failed:
             if len(rows) == 1:
-                self._fault(rows[0].id, outcomes)
+                self._fail(rows[0].id, outcomes)
             else:
                 self._recompute(rows, outcomes)
-        if told:
+        if step_tokens:
             self._failures = 0
 
-    def _handle_token(self, news: StepToken, at: float, outcomes: list[Outcome]) -> None:
-        row = news.row
+    def _handle_token(self, step_token: StepToken, at: float, outcomes: list[Outcome]) -> None:
+        row, token = step_token.row, step_token.token
         row.suspect = False
-        if not news.finite:
-            logger.error("%s: the model gave no numbers after %d tokens", row.id, row.length)
+        if not step_token.finite:
+            logger.error("%s: non-finite logits after %d tokens", row.id, row.length)
             self._caches.forget_non_finite(row)
             outcomes.append(RowFailed(row.id))
-            self._end(row.id)
+            self._drop(row.id)
             return
-        if news.token in self._ends:
+        if token in self._eos_ids:
             sampled = Sampled(row.id, None, "stop", at=at)
         else:
-            row.answer.append(news.token)
+            row.answer.append(token)
             ended = len(row.answer) >= row.request.max_tokens
-            sampled = Sampled(row.id, news.token, "length" if ended else None, news.logprobs, at)
+            sampled = Sampled(row.id, token, "length" if ended else None, step_token.logprobs, at)
         outcomes.append(sampled)
         if sampled.finish_reason:
-            self._cache_prefix(row, *([news.token] if sampled.token is None else []))
-            self._end(row.id)
+            self._cache_prefix(row, *([token] if sampled.token is None else []))
+            self._drop(row.id)
 
     def _cache_prefix(self, row: Row, *ending: int) -> None:
-        """Its prompt and answer, for those who begin with them. `ending`: what else it was fed."""
-        # A line of a file has no next turn, and what was left out is missing to others.
+        """Insert the row's prompt and answer into the prefix cache. `ending`: tokens that it was fed in addition."""
+        # An offline request has no next turn, and a prompt with dropped tokens cannot serve other requests.
         if (prefix := self._caches.prefix) and row.request.lane == "interactive" and not row.num_dropped:
-            for cache, place in self._running.cache_of(row):
-                prefix.insert(row.request.namespace, row.cache_key(*ending), cache, place)
+            for cache, index in self._running.cache_of(row):
+                prefix.insert(row.request.namespace, row.cache_key(*ending), cache, index)
 
     def _drop_inactive(self) -> None:
         self._running.remove({row for _, row in self._running if row.id not in self._active})
 
-    def _end(self, id: str) -> None:
+    def _drop(self, id: str) -> None:
+        """Remove an active row that has ended. Its batch drops it later: see `_drop_inactive`."""
         self._active.pop(id, None)
         self._admission.mark_dirty()
 
-    def _fault(self, id: str, outcomes: list[Outcome]) -> None:
+    def _fail(self, id: str, outcomes: list[Outcome]) -> None:
         outcomes.append(RowFailed(id))
-        self._end(id)
-        self._failed()
+        self._drop(id)
+        self._count_failure()
 
-    def _failed(self) -> None:
+    def _count_failure(self) -> None:
         self._failures += 1
-        if self._failures >= _MOST_FAILURES:
+        if self._failures >= _MAX_FAILURES:
             raise EngineBroken(f"{self._failures} steps in a row have failed")
 
     def _recover(self, outcomes: list[Outcome]) -> None:
         """Recompute active rows that a failed step has lost: those that neither prefill nor decode."""
         if len(self._prefills) + len(self._running) < len(self._active):
-            there = [*self._prefills.rows, *(row for _, row in self._running)]
-            self._recompute([row for row in self._active.values() if row not in there], outcomes)
+            present = [*self._prefills.rows, *(row for _, row in self._running)]
+            self._recompute([row for row in self._active.values() if row not in present], outcomes)
 
     def _recompute(self, rows: Iterable[Row], outcomes: list[Outcome]) -> None:
         """Recompute rows from their tokens, since their caches are lost. Each decodes in a group of its own until it
         has produced a token, so a row that causes the failure fails alone."""
-        self._failed()
+        self._count_failure()
         for row in rows:
             self._begin(row.resumable_request(), outcomes, suspect=True)
 
     def _prefill(self, outcomes: list[Outcome]) -> None:
-        """Chunks of the prompts that the plan picks; those that are through join the running rows."""
+        """Compute the planned chunks. Rows whose prompt is computed join the running rows."""
         if len(self._prefills):
             self._running.wait()
-        if self._running.step_s is not None:  # now, since the time for prompts follows from it
+        if self._running.step_s is not None:  # before planning, since the time for prompts depends on it
             self._prefills.budget.observe_decode(self._running.step_s)
         if not len(self._prefills):
             return
@@ -272,14 +280,14 @@ class Engine:
         for chunk in self._prefills.plan(self._running, elapsed_s, self._admission.longest_chunk):
             with self._isolate(chunk.id, outcomes):
                 images = self._prefills.images(chunk.id)
-                tokens, news = self._prefills.advance(chunk)
-                outcomes += news
+                tokens, new_outcomes = self._prefills.advance(chunk)
+                outcomes += new_outcomes
                 self._computed += tokens
-                if any(isinstance(outcome, Encoded) for outcome in news):
+                if any(isinstance(outcome, Encoded) for outcome in new_outcomes):
                     self._encoded_images += images
                 else:
-                    self._chunk = max(self._chunk, tokens)
-                if any(map(_frees_memory, news)):
+                    self._longest_chunk = max(self._longest_chunk, tokens)
+                if any(map(_frees_memory, new_outcomes)):
                     self._admission.mark_dirty()
                 if chunk.joins and (prefill := self._prefills.pop_finished(chunk.id)):
                     self._start_decoding(prefill)
@@ -289,8 +297,9 @@ class Engine:
         self._running.add(prefill.row, *prefill.finish())
         self._prefills.budget.observe_join(prefill.total, growth, time.perf_counter() - began)
         if prefill.row.request.images:
-            self._admission.mark_dirty()  # what the language model got of them is given up
-        self._queried, self._hit = self._queried + prefill.total, self._hit + prefill.cached
+            self._admission.mark_dirty()  # the features of its images are released
+        self._queried_tokens += prefill.total
+        self._hit_tokens += prefill.cached
 
     @contextmanager
     def _isolate(self, id: str, outcomes: list[Outcome]) -> Iterator[None]:
@@ -298,17 +307,18 @@ class Engine:
         try:
             yield
         except Exception:
-            logger.exception("the prefill of %s failed", id)
+            logger.exception("%s: prefill failed", id)
             self._prefills.remove(id)
-            self._fault(id, outcomes)
+            self._fail(id, outcomes)
 
     def _fits(self, groups: list[list[Row]]) -> bool:
-        """Return True if all active rows fit into memory with these groups; then shrinks the prefix cache for them."""
+        """Return True if all active rows fit into memory with these groups; then limits the prefix cache to the
+        rest."""
         numbers = {row.id: number for number, group in enumerate(groups) for row in group}
-        left = self._admission.headroom(self._active_estimates(numbers), self._running.decoding(groups))
-        if left >= 0:
-            self._caches.set_limit(min(left, self._admission.free_bytes))
-        return left >= 0
+        headroom = self._admission.headroom(self._active_estimates(numbers), self._running.decoding(groups))
+        if headroom >= 0:
+            self._caches.set_limit(min(headroom, self._admission.free_bytes))
+        return headroom >= 0
 
     def _lengths(self) -> list[list[int]]:
         """Return the lengths in tokens of all rows in memory, by group; a row in prefill is a group of its own."""

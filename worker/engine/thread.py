@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Add:
-    sequence: GenerationRequest
+    request: GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +58,15 @@ class EngineThread:
         rows: int = MAX_ROWS,
         memory: int | None = None,
         prefix_bytes: int | None = None,
-        died: Callable[[], None],
-        stepped: Callable[[StepReport], None] = lambda report: None,
+        on_failure: Callable[[], None],
+        on_step: Callable[[StepReport], None] = lambda report: None,
     ) -> None:
         """`load`: load the model; runs on the new thread. `step_s`: target seconds of a step. `rows`, `memory` and
-        `prefix_bytes`: see `Engine`. `died` is called if the thread fails after loading, `stepped` with the report of
-        each step; both run on the event loop. Must be created while the loop runs."""
+        `prefix_bytes`: see `Engine`. `on_failure` is called if the thread fails after loading, `on_step` with the
+        report of each step; both run on the event loop. Must be created while the loop runs."""
         self._load = load
         self._engine_of = partial(Engine, step_s=step_s, rows=rows, memory=memory, prefix_bytes=prefix_bytes)
-        self._died, self._stepped = died, stepped
+        self._on_failure, self._on_step = on_failure, on_step
         self._loop = asyncio.get_running_loop()
         self._mailbox: queue.SimpleQueue[_Add | _Remove | _Hold | _Stop] = queue.SimpleQueue()
         self._held = False
@@ -85,16 +85,16 @@ class EngineThread:
         self._mailbox.put(_Stop())
         await asyncio.to_thread(self._thread.join)
 
-    def submit(self, sequence: GenerationRequest, listener: OutcomeListener) -> None:
+    def submit(self, request: GenerationRequest, listener: OutcomeListener) -> None:
         """Submit a request. The listener receives its outcomes on the event loop until it is removed."""
-        self._listeners[sequence.id] = listener
-        self._mailbox.put(_Add(sequence))
+        self._listeners[request.id] = listener
+        self._mailbox.put(_Add(request))
 
-    def remove(self, sequence_id: str) -> None:
+    def remove(self, request_id: str) -> None:
         """Remove a request. Its listener receives nothing from now on; its row is freed after the running step. An
         unknown id is ignored."""
-        if self._listeners.pop(sequence_id, None) is not None:
-            self._mailbox.put(_Remove(sequence_id))
+        if self._listeners.pop(request_id, None) is not None:
+            self._mailbox.put(_Remove(request_id))
 
     def hold(self, on: bool) -> None:
         """Pause computing while tokens cannot be delivered, or continue."""
@@ -105,7 +105,7 @@ class EngineThread:
             self._loaded.set_result(model)
 
     def _deliver(self, report: StepReport) -> None:
-        self._stepped(report)
+        self._on_step(report)
         for outcome in report.outcomes:
             if listener := self._listeners.get(outcome.id):
                 listener.on_outcome(outcome, report.rows)
@@ -137,8 +137,8 @@ class EngineThread:
             match self._mailbox.get():
                 case _Hold(on):
                     self._held = on
-                case _Add(sequence):
-                    engine.add(sequence)
+                case _Add(request):
+                    engine.add(request)
                 case _Remove(id):
                     engine.remove(id)
                 case _Stop():
@@ -152,5 +152,5 @@ class EngineThread:
         if not self._loaded.done():
             self._loaded.set_exception(error)
         else:
-            logger.critical("the engine thread died", exc_info=error)
-            self._died()
+            logger.critical("engine thread failed", exc_info=error)
+            self._on_failure()

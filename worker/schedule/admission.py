@@ -16,7 +16,7 @@ MAX_OVERTAKES = 16
 
 @dataclass(frozen=True, slots=True)
 class RowEstimate:
-    """Predicted memory demand of a request."""
+    """Predicted memory demand of a request. Frozen, and independent of the row itself."""
 
     id: str
     lane: Lane
@@ -78,11 +78,8 @@ def admit_in_turn(
     """Return the decision for each waiting row, interactive rows first, otherwise in the given order. `running`: active
     rows, the oldest first, including those in prefill. `limit`: bytes that the model and all rows may take. `max_rows`:
     most rows that may be active at once."""
-    admission, verdicts, closed = (
-        Admission(running, costs, limit, max_rows),
-        list[tuple[RowEstimate, Decision]](),
-        False,
-    )
+    admission, closed = Admission(running, costs, limit, max_rows), False
+    decided = list[tuple[RowEstimate, Decision]]()
     admission.hold(sum(row.held_bytes for row in waiting))
     for candidate in sorted(waiting, key=lambda row: row.lane == "batch"):
         decision = admission.decide(candidate)
@@ -93,12 +90,12 @@ def admit_in_turn(
                 admission.apply(candidate, decision)
             case Wait() if candidate.overtaken >= MAX_OVERTAKES:
                 closed = True  # all interactive rows are decided before an offline row can close admission
-        verdicts.append((candidate, decision))
-    return _count_overtaken(verdicts)
+        decided.append((candidate, decision))
+    return _count_overtaken(decided)
 
 
 class Admission:
-    """Active rows during one round of decisions. Remembers what did not fit, so that most rows of a long queue are
+    """Active rows during one round of decisions. Stores the lengths that did not fit, so most rows of a long queue are
     decided by a comparison."""
 
     def __init__(self, running: Sequence[RowEstimate], costs: MemoryModel, limit: int, max_rows: int) -> None:
@@ -123,7 +120,7 @@ class Admission:
         held_bytes = self._held_bytes - candidate.held_bytes
         if not self._fits_by_itself(candidate):
             if not candidate.preempted:
-                return Refuse(_refusal(candidate, self._costs, self._limit, self._most_tokens))
+                return Refuse(_refusal(candidate, self._costs, self._limit, self._longest_alone))
             return _WAIT if len(self._all) or held_bytes else Admit()
         if self._fits(self._all, candidate, self._too_long):
             return Admit()
@@ -150,7 +147,7 @@ class Admission:
         self.hold(self._held_bytes - candidate.held_bytes)
 
     def _count_staying(self, candidate: RowEstimate) -> int:
-        """Return how many offline rows, the oldest ones, leave room for a row that needs the room of some."""
+        """Return the largest number of offline rows, the oldest ones, with which the row still fits."""
         rows, free = self._interactive.copy(), self._limit - self._held_bytes + candidate.held_bytes
         for number, row in enumerate(self._batch):
             rows.add(row)
@@ -159,7 +156,7 @@ class Admission:
         return len(self._batch)
 
     def _fits(self, rows: Occupancy, candidate: RowEstimate, too_long: dict[int, int]) -> bool:
-        known = candidate.held_bytes == 0  # else there is more room for it than for others
+        known = candidate.held_bytes == 0  # else more memory is free for it than for others
         if known and candidate.tokens >= too_long.get(candidate.group, candidate.tokens + 1):
             return False
         fits = self._has_room(rows, candidate, self._limit - self._held_bytes + candidate.held_bytes)
@@ -181,7 +178,7 @@ class Admission:
         return fits
 
     @cached_property
-    def _most_tokens(self) -> int:
+    def _longest_alone(self) -> int:
         return self._costs.max_tokens(self._limit)
 
     def _forget_failures(self) -> None:
@@ -207,35 +204,36 @@ def image_demand(rows: Iterable[RowEstimate]) -> ImageDemand:
     return sum((row.images for row in rows), NO_IMAGES)
 
 
-def fits(rows: Sequence[RowEstimate], costs: MemoryModel, limit: int, most: int = MAX_ROWS) -> bool:
-    """Return True if there are at most `most` rows and their predicted peak is within `limit` bytes, model included."""
-    return len(rows) <= most and _peak_bytes(rows, costs) <= limit
+def fits(rows: Sequence[RowEstimate], costs: MemoryModel, limit: int, max_rows: int = MAX_ROWS) -> bool:
+    """Return True if there are at most `max_rows` rows and their predicted peak is within `limit` bytes, model
+    included."""
+    return len(rows) <= max_rows and _peak_bytes(rows, costs) <= limit
 
 
 def _peak_bytes(rows: Sequence[RowEstimate], costs: MemoryModel) -> int:
     return costs.peak_bytes(group_lengths(rows), images=image_demand(rows))
 
 
-def _count_overtaken(verdicts: list[tuple[RowEstimate, Decision]]) -> list[tuple[RowEstimate, Decision]]:
+def _count_overtaken(decided: list[tuple[RowEstimate, Decision]]) -> list[tuple[RowEstimate, Decision]]:
     counted, behind = list[tuple[RowEstimate, Decision]](), 0
-    for row, decision in reversed(verdicts):
+    for row, decision in reversed(decided):
         counted.append((row, Wait(row.overtaken + behind) if isinstance(decision, Wait) else decision))
         behind += isinstance(decision, Admit)
     return counted[::-1]
 
 
-def _refusal(candidate: RowEstimate, costs: MemoryModel, limit: int, most: int) -> str:
-    """`most`: tokens of the longest row that fits alone."""
-    spare = limit - costs.resident_bytes
-    if not most:
-        return f"This worker has {format_bytes(max(0, spare))} beside its model, too little for any answer."
+def _refusal(candidate: RowEstimate, costs: MemoryModel, limit: int, longest: int) -> str:
+    """`longest`: tokens of the longest row that fits alone."""
+    available = limit - costs.resident_bytes
+    if not longest:
+        return f"This worker has {format_bytes(max(0, available))} for requests, too little for any answer."
     if fits([_with_images(candidate, 0)], costs, limit):
         return _image_refusal(candidate, costs, limit)
     needs = _peak_bytes([candidate], costs) - costs.resident_bytes
     return (
         f"This request needs {format_bytes(needs)} for {candidate.prompt_tokens:,} prompt and "
-        f"{candidate.max_tokens:,} answer tokens; this worker has {format_bytes(spare)} beside its model: shorten the "
-        f"prompt or max_tokens by about {_rounded_up(candidate.tokens - most):,} tokens."
+        f"{candidate.max_tokens:,} answer tokens; this worker has {format_bytes(available)} for requests: "
+        f"shorten the prompt or max_tokens by about {_rounded_up(candidate.tokens - longest):,} tokens."
     )
 
 
@@ -243,9 +241,9 @@ def _image_refusal(candidate: RowEstimate, costs: MemoryModel, limit: int) -> st
     needs = _peak_bytes([candidate], costs) - costs.resident_bytes
     percent = bisect(range(1, 100), limit, key=lambda percent: _peak_bytes([_with_images(candidate, percent)], costs))
     return (
-        f"This request needs {format_bytes(needs)} while its images are looked at, of which the largest stands for "
+        f"This request needs {format_bytes(needs)} while its images are encoded, of which the largest takes "
         f"{candidate.images.largest:,} tokens; this worker has "
-        f"{format_bytes(limit - costs.resident_bytes)} beside its model: "
+        f"{format_bytes(limit - costs.resident_bytes)} for requests: "
         + (f"make them smaller, to about {percent} % of their pixels." if percent else "send no images.")
     )
 

@@ -58,16 +58,16 @@ class Trial:
     """Result of admission with these bounds, without applying it."""
 
     bounds: Bounds
-    inside: Sequence[int]  # lengths at their end, in tokens, of all rows that would be active
-    left: Sequence[RowEstimate] = ()  # rows that would keep waiting
+    lengths: Sequence[int]  # lengths at their end, in tokens, of all rows that would be active
+    waiting: Sequence[RowEstimate] = ()  # rows that would keep waiting
 
     def rate(self, cost: StepCost) -> float:
         """Return the tokens per second if all active rows decode; 0 if no cost is known."""
-        step_s = cost.step_s(apart(self.inside, self.bounds))
-        return len(self.inside) / step_s if step_s else 0.0
+        step_s = cost.step_s(by_class(self.lengths, self.bounds))
+        return len(self.lengths) / step_s if step_s else 0.0
 
 
-def choices(lengths: Iterable[int]) -> list[Bounds]:
+def candidate_bounds(lengths: Iterable[int]) -> list[Bounds]:
     """Return bounds that divide rows of these lengths by memory, each with more classes than the one before."""
     ordered = sorted(lengths)
     spread = sum(ordered[-1] - length for length in ordered) if ordered else 0
@@ -87,7 +87,7 @@ def bounds_of(ordered: Sequence[int], cost: StepCost) -> Bounds:
     return tuple(dict.fromkeys(ordered[run[-1]] for run in partition(ordered, cost)[:-1]))
 
 
-def apart(lengths: Iterable[int], bounds: Bounds) -> list[list[int]]:
+def by_class(lengths: Iterable[int], bounds: Bounds) -> list[list[int]]:
     """Return the lengths by class; a class without rows is empty."""
     classes: list[list[int]] = [[] for _ in range(len(bounds) + 1)]
     for length in lengths:
@@ -95,49 +95,50 @@ def apart(lengths: Iterable[int], bounds: Bounds) -> list[list[int]]:
     return classes
 
 
-def best(
-    now: Bounds,
+def choose_bounds(
+    bounds_now: Bounds,
     lengths: Sequence[int],
     cost: StepCost,
-    attempt: Callable[[Bounds], Trial | None],
+    try_bounds: Callable[[Bounds], Trial | None],
     most_rows: Callable[[int], int],
 ) -> Bounds:
-    """Return the bounds with the most tokens per second; among similar ones, those with the fewest classes. `now`: the
-    current bounds. `lengths`: lengths at their end, in tokens, of all active and waiting rows. `attempt` returns None
-    if the active rows do not fit. `most_rows`: number of rows of a length that fit into memory without others."""
-    there = attempt(now)
-    if cost.group_s + cost.row_s + cost.cell_s == 0 or (there and not now and not there.left):
-        return now
+    """Return the bounds with the most tokens per second; among similar ones, those with the fewest classes.
+    `bounds_now`: the current bounds. `lengths`: lengths at their end, in tokens, of all active and waiting rows.
+    `try_bounds` returns None if the active rows do not fit. `most_rows`: number of rows of a length that fit into
+    memory without others."""
+    current = try_bounds(bounds_now)
+    if cost.group_s + cost.row_s + cost.cell_s == 0 or (current and not bounds_now and not current.waiting):
+        return bounds_now
     fastest = bounds_of(sorted(lengths), cost)
-    others = [bounds for bounds in dict.fromkeys([(), *choices(lengths), fastest]) if bounds != now]
-    chosen = there
-    for trial in filter(None, map(attempt, others)):
+    others = [bounds for bounds in dict.fromkeys([(), *candidate_bounds(lengths), fastest]) if bounds != bounds_now]
+    chosen = current
+    for trial in filter(None, map(try_bounds, others)):
         least = _LEAST_GAIN * chosen.rate(cost) if chosen else 0.0
         if trial.bounds:
             least = max(least, _LEAST_OF_TURNS * rate_in_turns(lengths, trial.bounds, cost, most_rows))
         if chosen is None or trial.rate(cost) > least:
             chosen = trial
-    return chosen.bounds if chosen else now
+    return chosen.bounds if chosen else bounds_now
 
 
 def rate_in_turns(lengths: Iterable[int], bounds: Bounds, cost: StepCost, most_rows: Callable[[int], int]) -> float:
     """Return the tokens per second if one class decoded after the other, each with all the memory. Without classes, a
     worker tends to this rate: rows that leave a group make room for others of their length."""
     seconds, rows = 0.0, 0
-    for each in filter(None, apart(lengths, bounds)):
-        together = max(1, min(len(each), most_rows(max(each))))
-        seconds += len(each) * cost.of(together, max(each)) / together
+    for each in filter(None, by_class(lengths, bounds)):
+        rows_at_once = max(1, min(len(each), most_rows(max(each))))
+        seconds += len(each) * cost.of(rows_at_once, max(each)) / rows_at_once
         rows += len(each)
     return rows / seconds if seconds else 0.0
 
 
-def left(decided: Iterable[tuple[RowEstimate, Decision]]) -> list[RowEstimate]:
+def still_waiting(decided: Iterable[tuple[RowEstimate, Decision]]) -> list[RowEstimate]:
     """Return the rows that keep waiting."""
     return [row for row, decision in decided if isinstance(decision, Wait)]
 
 
-def inside(running: Iterable[RowEstimate], decided: Sequence[tuple[RowEstimate, Decision]]) -> list[RowEstimate]:
+def rows_after(running: Iterable[RowEstimate], decided: Sequence[tuple[RowEstimate, Decision]]) -> list[RowEstimate]:
     """Return the active rows after the decisions are applied."""
-    parked = {id for _, decision in decided if isinstance(decision, Admit) for id in decision.preempt}
-    coming = (row for row, decision in decided if isinstance(decision, Admit))
-    return [*(row for row in running if row.id not in parked), *coming]
+    preempted = {id for _, decision in decided if isinstance(decision, Admit) for id in decision.preempt}
+    admitted = (row for row, decision in decided if isinstance(decision, Admit))
+    return [*(row for row in running if row.id not in preempted), *admitted]

@@ -18,13 +18,13 @@ class LeastSquares:
         """Record a measurement: `amounts` together took `seconds`. Amounts should have similar magnitude, near 1."""
         for i, a in enumerate(amounts):
             self._products[i] = self._products[i] * _DECAY + a * seconds
-            self._squares[i] = [kept * _DECAY + a * b for kept, b in zip(self._squares[i], amounts, strict=True)]
+            self._squares[i] = [earlier * _DECAY + a * b for earlier, b in zip(self._squares[i], amounts, strict=True)]
 
     def costs(self) -> list[float]:
         """Return the estimated seconds for one unit of each amount, at least 0."""
         squares = [list(line) for line in self._squares]
-        for i, belief in enumerate(self._prior):
-            squares[i][i] += belief
+        for i, weight in enumerate(self._prior):
+            squares[i][i] += weight
         return [max(0.0, cost) for cost in _solve(squares, self._products)]
 
 

@@ -64,13 +64,13 @@ def placing(groups: Sequence[Sequence[int]], cost: StepCost) -> Callable[[int], 
     def at(length: int) -> int:
         if not shapes:
             return 0
-        dearer_s = [
+        added_s = [
             cost.of(rows + 1, max(length, longest)) - each_s
             for (rows, longest), each_s in zip(shapes, now_s, strict=True)
         ]
-        least_s = min(dearer_s)
+        least_s = min(added_s)
         alone_s, together_s = before_s + cost.of(1, length), before_s + least_s
-        return len(shapes) if alone_s < _LEAST_GAIN * together_s else dearer_s.index(least_s)
+        return len(shapes) if alone_s < _LEAST_GAIN * together_s else added_s.index(least_s)
 
     return at
 
@@ -81,13 +81,13 @@ def regroup(
     """Return faster groups as indices into the flattened lengths, or None if the gain is too small. Rows of different
     `classes` (one number per row, in the flattened order) are never grouped together."""
     lengths = [length for group in groups for length in group]
-    best = list[list[int]]()
+    chosen = list[list[int]]()
     classes = classes or [0] * len(lengths)
-    for one in sorted({*classes}):
-        theirs = [i for i, each in enumerate(classes) if each == one]
-        best += [[theirs[i] for i in group] for group in partition([lengths[i] for i in theirs], cost)]
-    better_s = cost.step_s([[lengths[i] for i in group] for group in best])
-    return best if better_s < _LEAST_GAIN * cost.step_s(groups) else None
+    for number in sorted({*classes}):
+        members = [i for i, each in enumerate(classes) if each == number]
+        chosen += [[members[i] for i in group] for group in partition([lengths[i] for i in members], cost)]
+    better_s = cost.step_s([[lengths[i] for i in group] for group in chosen])
+    return chosen if better_s < _LEAST_GAIN * cost.step_s(groups) else None
 
 
 def partition(lengths: Sequence[int], cost: StepCost) -> list[list[int]]:

@@ -16,10 +16,10 @@ UNENDING = 1 << 32  # tokens; more than any device holds, unless the model cache
 Shape = tuple[int, int]  # of a group that is not empty: its rows, and the length of the longest at its end in tokens
 
 
-def padded_shape(rows: int, tokens: int, most: int = UNENDING) -> tuple[int, int]:
+def padded_shape(rows: int, tokens: int, max_tokens: int = UNENDING) -> tuple[int, int]:
     """Return the shape (rows, tokens) of a batch's buffers. The padding makes it rare that they grow, which copies
-    them. No row becomes longer than `most` tokens, so tokens are not padded beyond it except to whole buffer steps."""
-    columns = max(tokens, min(tokens + tokens // 8, most))
+    them. No row becomes longer than `max_tokens`, so tokens are padded beyond it only to whole buffer steps."""
+    columns = max(tokens, min(tokens + tokens // 8, max_tokens))
     return rows + rows // 4, -(-columns // BUFFER_TOKENS) * BUFFER_TOKENS
 
 
@@ -77,23 +77,23 @@ class EncoderCost:
     token_bytes: int = 0  # at most, while an image is encoded, for each of its tokens
     pair_bytes: int = 0  # likewise for each pair of its tokens: attention scores, if the device materializes them
     feature_bytes: int = 0  # features for the language model, for each token
-    whole: bool = False  # the language model computes an image in one chunk
+    single_chunk: bool = False  # the language model computes an image in one chunk
 
     @classmethod
-    def of(cls, few: tuple[int, int], many: tuple[int, int], feature_bytes: int) -> "EncoderCost":
-        """Return the cost that fits two measurements and predicts neither lower than measured. `few`: tokens of an
-        image and the bytes that it took; `many`: the same for a larger image, or for one of the same size if there is
+    def of(cls, small: tuple[int, int], large: tuple[int, int], feature_bytes: int) -> "EncoderCost":
+        """Return the cost that fits two measurements and predicts neither lower than measured. `small`: tokens of an
+        image and the bytes that it took; `large`: the same for a larger image, or for one of the same size if there is
         no larger one."""
-        (tokens, needed), (more, needed_more) = few, many
-        each, each_of_more = needed / tokens, needed_more / more
-        pair_bytes = max(0, ceil((each_of_more - each) / (more - tokens))) if more > tokens else 0
-        left = each - pair_bytes * tokens, each_of_more - pair_bytes * more
-        return cls(max(0, *map(ceil, left)), pair_bytes, feature_bytes)
+        (tokens, small_bytes), (large_tokens, large_bytes) = small, large
+        each, large_each = small_bytes / tokens, large_bytes / large_tokens
+        pair_bytes = max(0, ceil((large_each - each) / (large_tokens - tokens))) if large_tokens > tokens else 0
+        linear = each - pair_bytes * tokens, large_each - pair_bytes * large_tokens
+        return cls(max(0, *map(ceil, linear)), pair_bytes, feature_bytes)
 
     def bytes_for(self, images: ImageDemand) -> int:
         """Return the peak bytes of encoding the images, with the features of all of them."""
-        looking = images.largest * (self.token_bytes + self.pair_bytes * images.largest)
-        return looking + self.feature_bytes * images.total
+        encoding_bytes = images.largest * (self.token_bytes + self.pair_bytes * images.largest)
+        return encoding_bytes + self.feature_bytes * images.total
 
 
 NO_ENCODER = EncoderCost()
@@ -147,26 +147,28 @@ class MemoryModel:
 
     def chunk_bytes(self, chunk: int, tokens: int) -> int:
         """Return the temporary bytes of a prompt chunk of `chunk` tokens at the end of a row of `tokens`."""
-        windows = sum(kind.token_bytes for kind in self.kv_layers if kind.window)  # stretched by the chunk
+        windows = sum(kind.token_bytes for kind in self.kv_layers if kind.window)  # which the chunk extends
         return chunk * (self.chunk_token_bytes + windows + self.score_bytes * tokens)
 
-    def beside_bytes(self, groups: Iterable[Sequence[int]], chunk: int = CHUNK, images: ImageDemand = NO_IMAGES) -> int:
+    def working_bytes(
+        self, groups: Iterable[Sequence[int]], chunk: int = CHUNK, images: ImageDemand = NO_IMAGES
+    ) -> int:
         """Return the peak bytes in addition to the weights, for rows of these lengths at their end, by group. Includes
         one row that has not joined its group yet and has a cache of its own, while its prompt advances or buffers grow.
         Counts MLX's memory only, so without pixel inputs. Not corrected by `factor`."""
-        return self._beside_bytes(_shapes(groups), chunk, images)
+        return self._working_bytes(_shapes(groups), chunk, images)
 
-    def _beside_bytes(self, shapes: Sequence[Shape], chunk: int, images: ImageDemand) -> int:
+    def _working_bytes(self, shapes: Sequence[Shape], chunk: int, images: ImageDemand) -> int:
         if not shapes:
             return self.encoder.bytes_for(images)
-        lasting, copied = zip(*starmap(self.group_bytes, shapes), strict=True)
-        return self.step_bytes(sum(lasting), max(copied), max(longest for _, longest in shapes), chunk, images)
+        cached_bytes, copied = zip(*starmap(self.group_bytes, shapes), strict=True)
+        return self.step_bytes(sum(cached_bytes), max(copied), max(longest for _, longest in shapes), chunk, images)
 
-    def step_bytes(self, lasting: int, copied: int, longest: int, chunk: int, images: ImageDemand) -> int:
-        """Return `beside_bytes` of groups whose buffers take `lasting` bytes, of which growing the largest takes
+    def step_bytes(self, cached_bytes: int, copied: int, longest: int, chunk: int, images: ImageDemand) -> int:
+        """Return `working_bytes` of groups whose buffers take `cached_bytes` bytes, of which growing the largest takes
         `copied` more, and whose longest row has `longest` tokens at its end."""
         step = max(self.chunk_bytes(min(chunk, longest), longest), copied)
-        return lasting + self.row_bytes(longest) + self.encoder.bytes_for(images) + step
+        return cached_bytes + self.row_bytes(longest) + self.encoder.bytes_for(images) + step
 
     def peak_bytes(self, groups: Iterable[Sequence[int]], chunk: int = CHUNK, images: ImageDemand = NO_IMAGES) -> int:
         """Return the predicted peak bytes with the weights and the pixel inputs, corrected by `factor`. If the model
@@ -174,15 +176,15 @@ class MemoryModel:
         return self._peak_bytes(_shapes(groups), chunk, images)
 
     def _peak_bytes(self, shapes: Sequence[Shape], chunk: int = CHUNK, images: ImageDemand = NO_IMAGES) -> int:
-        return self.corrected_bytes(self._beside_bytes(shapes, self.chunk_with(images, chunk), images), images)
+        return self.corrected_bytes(self._working_bytes(shapes, self.chunk_with(images, chunk), images), images)
 
     def chunk_with(self, images: ImageDemand, chunk: int = CHUNK) -> int:
         """Return the tokens of a chunk that may contain an image: see `peak_bytes`."""
-        return max(chunk, images.longest) if self.encoder.whole else chunk
+        return max(chunk, images.longest) if self.encoder.single_chunk else chunk
 
-    def corrected_bytes(self, beside_bytes: int, images: ImageDemand) -> int:
-        """Return the peak bytes that `beside_bytes` stand for, with the weights and the pixel inputs."""
-        return self.resident_bytes + round(self.factor * beside_bytes) + images.prepared_bytes
+    def corrected_bytes(self, working_bytes: int, images: ImageDemand) -> int:
+        """Return the peak bytes that `working_bytes` stand for, with the weights and the pixel inputs."""
+        return self.resident_bytes + round(self.factor * working_bytes) + images.prepared_bytes
 
     def max_tokens(self, limit: int) -> int:
         """Return the length of the longest row that fits alone: 0 if none fits, nearly `UNENDING` if length costs
@@ -225,7 +227,7 @@ class Correction:
 
     def observe(self, predicted: int, measured: int) -> "Correction":
         """Return the correction moved towards measured / predicted, faster upwards than downwards. Both are peak bytes
-        in addition to the weights; `predicted` is `MemoryModel.beside_bytes` of the rows that ran."""
+        in addition to the weights; `predicted` is `MemoryModel.working_bytes` of the rows that ran."""
         if predicted < _NOISE_BYTES:
             return self
         ratio = min(_MOST, max(_LEAST, measured / predicted))

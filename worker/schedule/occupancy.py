@@ -1,4 +1,4 @@
-"""Predicted memory of active rows, kept so that one more row takes the same few operations however many there are."""
+"""Predicted memory of active rows, updated by a constant number of operations per row."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -35,31 +35,33 @@ class Occupancy:
         for row in rows:
             self._count(row)
         self._bytes = {group: costs.group_bytes(*shape) for group, shape in self._groups.items()}
-        self._lasting = sum(lasting for lasting, _ in self._bytes.values())  # of all buffers
-        self._copied = max((copied for _, copied in self._bytes.values()), default=0)  # while one of them grows
+        self._cached_bytes = sum(cached_bytes for cached_bytes, _ in self._bytes.values())  # of all buffers
+        self._copy_bytes = max((copied for _, copied in self._bytes.values()), default=0)  # while one of them grows
 
     def __len__(self) -> int:
+        """Return the number of rows."""
         return self._rows
 
     def copy(self) -> "Occupancy":
-        """Return a copy; rows that are added to one are not in the other."""
+        """Return an independent copy."""
         other = Occupancy(self._costs)
         other._groups, other._bytes, other._images = dict(self._groups), dict(self._bytes), self._images
         other._rows, other._longest = self._rows, self._longest
-        other._lasting, other._copied = self._lasting, self._copied
+        other._cached_bytes, other._copy_bytes = self._cached_bytes, self._copy_bytes
         return other
 
     def add(self, row: Occupant) -> None:
-        self._bytes[row.group], self._lasting, self._copied = self._joined(row)
+        """Add an active row."""
+        self._bytes[row.group], self._cached_bytes, self._copy_bytes = self._joined(row)
         self._count(row)
 
     def peak_with(self, row: Occupant) -> int:
         """Return the predicted peak bytes with one more row."""
         costs, images = self._costs, self._with_images(row)
-        _, lasting, copied = self._joined(row)
+        _, cached_bytes, copied = self._joined(row)
         longest = max(self._longest, row.tokens)
-        beside_bytes = costs.step_bytes(lasting, copied, longest, costs.chunk_with(images), images)
-        return costs.corrected_bytes(beside_bytes, images)
+        working_bytes = costs.step_bytes(cached_bytes, copied, longest, costs.chunk_with(images), images)
+        return costs.corrected_bytes(working_bytes, images)
 
     def _count(self, row: Occupant) -> None:
         self._groups[row.group] = self._shape_with(row)
@@ -75,7 +77,7 @@ class Occupancy:
         """Return the bytes of the row's group with the row, of all buffers then, and of the largest copy."""
         after = self._costs.group_bytes(*self._shape_with(row))
         before, _ = self._bytes.get(row.group, (0, 0))
-        return after, self._lasting - before + after[0], max(self._copied, after[1])
+        return after, self._cached_bytes - before + after[0], max(self._copy_bytes, after[1])
 
     def _with_images(self, row: Occupant) -> ImageDemand:
         return self._images if row.images is NO_IMAGES else self._images + row.images

@@ -18,7 +18,8 @@ class Segment(Protocol):
     """Cached data of each token of a node."""
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes of all its tokens."""
 
     def split(self, at: int) -> tuple[Self, Self]:
         """Return the segment of the first `at` tokens, and that of the others."""
@@ -28,7 +29,8 @@ class Snapshot(Protocol):
     """Cached state after all tokens up to the end of a node."""
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes of the state."""
 
     @property
     def trimmable(self) -> bool:
@@ -48,7 +50,7 @@ class Node(Generic[R, S]):
     end: int  # number of tokens from the root to the node's last token
     segment: R | None = None
     snapshot: S | None = None
-    children: "dict[int, Node[R, S]]" = field(default_factory=dict)  # by their first token
+    children: "dict[int, Node[R, S]]" = field(default_factory=dict)  # by first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,108 +63,109 @@ class Found(Generic[R, S]):
 
 
 class PrefixTree(Generic[R, S]):
-    """Cached prefixes by namespace (`space`); a lookup finds nothing of another namespace. Not thread-safe."""
+    """Cached prefixes by namespace; a lookup finds nothing of another namespace. Not thread-safe."""
 
     def __init__(self, *, stateful: bool) -> None:
         """`stateful`: a prefix is usable only with a snapshot at its end."""
         self._stateful = stateful
         self._roots: dict[str, Node[R, S]] = {}
-        # Least recently used first. A use touches a node before its parents, so the first "run" entry is a leaf's.
-        self._order: OrderedDict[tuple[Node[R, S], Literal["run", "state"]], None] = OrderedDict()
-        self._shortening = 0  # number of trimmable snapshots
+        # Least recently used first. A use touches a node before its parents, so the first "segment" entry is a leaf's.
+        self._order: OrderedDict[tuple[Node[R, S], Literal["segment", "snapshot"]], None] = OrderedDict()
+        self._num_trimmable = 0  # number of trimmable snapshots
         self.nbytes = self.evicted = 0
         self.version = 0  # changes if a lookup may find more than before
 
-    def find(self, space: str, tokens: tuple[int, ...]) -> Found[R, S]:
+    def find(self, namespace: str, tokens: tuple[int, ...]) -> Found[R, S]:
         """Return the longest usable prefix of the tokens. Does not count as a use: see `touch`."""
-        path, matched = self.walk(space, tokens)
+        path, matched = self.walk(namespace, tokens)
         if not path or not self._stateful:
             return Found(matched, tuple(path))
         for at, node in reversed([*enumerate(path, start=1)]):
             length = min(node.end, matched)
-            holder = node if node.snapshot is not None and node.end == length else self._extend(node)
+            holder = node if node.snapshot is not None and node.end == length else self._find_trimmable(node)
             if holder is not None:
                 return Found(length, tuple(path[:at]), holder)
         return Found()
 
-    def walk(self, space: str, tokens: tuple[int, ...]) -> tuple[list[Node[R, S]], int]:
-        """Return the nodes along these tokens, and the number of tokens that match; the last node may hold more."""
-        path, matched, node = list[Node[R, S]](), 0, self._roots.get(space)
+    def walk(self, namespace: str, tokens: tuple[int, ...]) -> tuple[list[Node[R, S]], int]:
+        """Return the nodes along these tokens, from the root's child on, and the number of tokens that match. The last
+        node may hold more tokens than match."""
+        path, matched, node = list[Node[R, S]](), 0, self._roots.get(namespace)
         while node is not None and matched < len(tokens) and (child := node.children.get(tokens[matched])):
             path.append(child)
-            there = tokens[matched : child.end]
-            if there != child.tokens:
-                return path, matched + _shared(there, child.tokens)
+            here = tokens[matched : child.end]
+            if here != child.tokens:
+                return path, matched + _shared(here, child.tokens)
             matched, node = child.end, child
         return path, matched
 
     def touch(self, found: Found[R, S]) -> None:
         """Mark a found prefix as the most recently used."""
         if found.holder is not None:
-            self._order.move_to_end((found.holder, "state"))
+            self._order.move_to_end((found.holder, "snapshot"))
         self._touch(found.holder or (found.nodes[-1] if found.nodes else None))
 
     def insert(
-        self, space: str, tokens: tuple[int, ...], take: Callable[[int, int], R], state: S | None = None
+        self, namespace: str, tokens: tuple[int, ...], copy: Callable[[int, int], R], snapshot: S | None = None
     ) -> None:
-        """Insert the tokens that are not in the tree yet. `take(start, end)` returns the segment of tokens start to
-        end - 1; `state` is the snapshot after all the tokens."""
-        path, matched = self.walk(space, tokens)
+        """Insert the tokens that are not in the tree yet. `copy(start, end)` returns the segment of tokens start to
+        end - 1; `snapshot` is the snapshot after all the tokens."""
+        path, matched = self.walk(namespace, tokens)
         ends = range(matched, len(tokens), MAX_SEGMENT_TOKENS)
-        runs = [
-            (tokens[at : at + MAX_SEGMENT_TOKENS], take(at, min(at + MAX_SEGMENT_TOKENS, len(tokens)))) for at in ends
+        segments = [
+            (tokens[at : at + MAX_SEGMENT_TOKENS], copy(at, min(at + MAX_SEGMENT_TOKENS, len(tokens)))) for at in ends
         ]
-        if path and matched < path[-1].end and (runs or state is not None):
-            path[-1] = self._cut(path[-1], matched)
-        for its_tokens, run in runs:
-            parent = path[-1] if path else self._roots.setdefault(space, Node(None, (), 0))
-            path.append(self._attach(parent, its_tokens, run))
-        if state is not None and path[-1].snapshot is None:
-            self._set_snapshot(path[-1], state)
+        if path and matched < path[-1].end and (segments or snapshot is not None):
+            path[-1] = self._split(path[-1], matched)
+        for segment_tokens, segment in segments:
+            parent = path[-1] if path else self._roots.setdefault(namespace, Node(None, (), 0))
+            path.append(self._attach(parent, segment_tokens, segment))
+        if snapshot is not None and path[-1].snapshot is None:
+            self._set_snapshot(path[-1], snapshot)
         self._touch(path[-1] if path else None)
         self.version += 1
 
-    def shrink(self, most: int) -> None:
-        """Evict segments and snapshots, the least recently used first, until at most `most` bytes are left."""
-        while self.nbytes > most and self._order:
-            node, what = next(iter(self._order))
+    def shrink(self, max_bytes: int) -> None:
+        """Evict segments and snapshots, the least recently used first, until at most `max_bytes` are left."""
+        while self.nbytes > max_bytes and self._order:
+            node, kind = next(iter(self._order))
             self.evicted += 1
-            if what == "state":
+            if kind == "snapshot":
                 self._drop_snapshot(node)
                 if self._is_useless(node):
                     self._remove(node)
             else:
                 self._remove(node)
-        self._space_checkpoints()
+        self._drop_empty_roots()
 
     def discard(self, node: Node[R, S]) -> None:
         """Remove a node with all its descendants."""
-        doomed = [node]
-        for each in doomed:
-            doomed += each.children.values()
-        for each in reversed(doomed):
-            if (each, "run") in self._order:  # else it was removed with its last child
+        nodes = [node]
+        for each in nodes:
+            nodes += each.children.values()
+        for each in reversed(nodes):
+            if (each, "segment") in self._order:  # else it was removed with its last child
                 self._remove(each)
-        self._space_checkpoints()
+        self._drop_empty_roots()
 
-    def _space_checkpoints(self) -> None:
-        self._roots = {space: root for space, root in self._roots.items() if root.children}
+    def _drop_empty_roots(self) -> None:
+        self._roots = {namespace: root for namespace, root in self._roots.items() if root.children}
 
     def _touch(self, node: Node[R, S] | None) -> None:
         """Mark a node and its ancestors as the most recently used."""
         while node is not None and node.parent is not None:
-            self._order.move_to_end((node, "run"))
+            self._order.move_to_end((node, "segment"))
             node = node.parent
 
-    def _attach(self, parent: Node[R, S], tokens: tuple[int, ...], run: R) -> Node[R, S]:
-        node = parent.children[tokens[0]] = Node(parent, tokens, parent.end + len(tokens), run)
-        self._order[node, "run"] = None
-        self.nbytes += run.nbytes
+    def _attach(self, parent: Node[R, S], tokens: tuple[int, ...], segment: R) -> Node[R, S]:
+        node = parent.children[tokens[0]] = Node(parent, tokens, parent.end + len(tokens), segment)
+        self._order[node, "segment"] = None
+        self.nbytes += segment.nbytes
         return node
 
-    def _cut(self, node: Node[R, S], end: int) -> Node[R, S]:
+    def _split(self, node: Node[R, S], end: int) -> Node[R, S]:
         """Split a node in two at token `end`; return the upper one, which ends there."""
-        assert node.parent is not None, "the root is never cut"
+        assert node.parent is not None, "the root is never split"
         assert node.segment is not None
         at = end - node.parent.end
         first, rest = node.segment.split(at)
@@ -172,38 +175,38 @@ class PrefixTree(Generic[R, S]):
         upper.children[node.tokens[0]] = node
         return upper
 
-    def _set_snapshot(self, node: Node[R, S], state: S) -> None:
-        node.snapshot = state
-        self._shortening += state.trimmable
-        self._order[node, "state"] = None
-        self.nbytes += state.nbytes
+    def _set_snapshot(self, node: Node[R, S], snapshot: S) -> None:
+        node.snapshot = snapshot
+        self._num_trimmable += snapshot.trimmable
+        self._order[node, "snapshot"] = None
+        self.nbytes += snapshot.nbytes
 
     def _drop_snapshot(self, node: Node[R, S]) -> None:
         if node.snapshot is not None:
-            del self._order[node, "state"]
+            del self._order[node, "snapshot"]
             self.nbytes -= node.snapshot.nbytes
-            self._shortening -= node.snapshot.trimmable
+            self._num_trimmable -= node.snapshot.trimmable
             node.snapshot = None
 
-    def _extend(self, node: Node[R, S]) -> Node[R, S] | None:
+    def _find_trimmable(self, node: Node[R, S]) -> Node[R, S] | None:
         """Return a node with a trimmable snapshot, this one or a descendant; None if there is none."""
-        places = [node] if self._shortening else []
-        while places:
-            place = places.pop()
-            if place.snapshot is None:
-                places += place.children.values()
-            elif place.snapshot.trimmable:
-                return place  # below a snapshot that is not trimmable, none is: it covers more tokens
+        candidates = [node] if self._num_trimmable else []
+        while candidates:
+            candidate = candidates.pop()
+            if candidate.snapshot is None:
+                candidates += candidate.children.values()
+            elif candidate.snapshot.trimmable:
+                return candidate  # below a snapshot that is not trimmable, none is: it covers more tokens
         return None
 
     def _remove(self, node: Node[R, S]) -> None:
         """Remove a leaf, and the ancestors that are useless without it."""
         while True:
-            assert not node.children, "others begin with it"
-            assert node.parent is not None, "the root stays"
+            assert not node.children, "other nodes extend it"
+            assert node.parent is not None, "the root is never removed"
             assert node.segment is not None
             self._drop_snapshot(node)
-            del self._order[node, "run"]
+            del self._order[node, "segment"]
             del node.parent.children[node.tokens[0]]
             self.nbytes -= node.segment.nbytes
             node = node.parent

@@ -5,38 +5,41 @@ from typing import Generic, Protocol, TypeVar
 
 
 class HasBytes(Protocol):
+    """A value of known size."""
+
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes that the value occupies."""
 
 
 T = TypeVar("T", bound=HasBytes)
 
 
 class ByteLRU(Generic[T]):
-    """LRU cache by namespace (`space`) and digest. Not thread-safe."""
+    """LRU cache by namespace and digest. Not thread-safe."""
 
-    def __init__(self, most: int) -> None:
-        """`most`: most bytes that it ever holds."""
-        self._max_bytes, self._limit = most, most
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes`: the upper limit of `set_limit`, and the limit at first."""
+        self._max_bytes, self._limit = max_bytes, max_bytes
         self.nbytes = self.evicted = 0
         self._entries = OrderedDict[tuple[str, bytes], T]()
 
-    def get(self, space: str, digest: bytes) -> T | None:
+    def get(self, namespace: str, digest: bytes) -> T | None:
         """Return the value and mark it as the most recently used; None if it is not cached."""
-        if (key := (space, digest)) in self._entries:
+        if (key := (namespace, digest)) in self._entries:
             self._entries.move_to_end(key)
         return self._entries.get(key)
 
-    def put(self, space: str, digest: bytes, value: T) -> None:
+    def put(self, namespace: str, digest: bytes, value: T) -> None:
         """Insert a value, unless its key is cached or it is larger than the limit. May evict others."""
-        if (key := (space, digest)) not in self._entries and value.nbytes <= self._limit:
+        if (key := (namespace, digest)) not in self._entries and value.nbytes <= self._limit:
             self._entries[key] = value
             self.nbytes += value.nbytes
             self._shrink()
 
-    def set_limit(self, most: int) -> None:
-        """Set the current limit in bytes, at most the one at construction, and evict down to it."""
-        self._limit = max(0, min(self._max_bytes, most))
+    def set_limit(self, max_bytes: int) -> None:
+        """Limit the size to `max_bytes`, but at most to the size given at construction, and evict what exceeds it."""
+        self._limit = max(0, min(self._max_bytes, max_bytes))
         self._shrink()
 
     def _shrink(self) -> None:

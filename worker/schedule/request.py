@@ -88,6 +88,7 @@ class PromptImage:
 
     @property
     def tokens(self) -> int:
+        """Number of prompt tokens that stand for the image."""
         return self.span[1] - self.span[0]
 
     @property
@@ -125,9 +126,9 @@ class GenerationRequest:
         if not self.images:
             return tokens
         keys = list(tokens)
-        for picture in self.images:
-            start, end = picture.span
-            keys[start:end] = [picture.key] * (min(end, len(keys)) - start)
+        for image in self.images:
+            start, end = image.span
+            keys[start:end] = [image.key] * (min(end, len(keys)) - start)
         return tuple(keys)
 
     @property

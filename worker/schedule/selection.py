@@ -53,11 +53,11 @@ def _pieces(kept: Sequence[Range], tokens: int) -> Iterator[Range]:
 
 def _floor(kept: Iterable[Range], best: Iterable[Range]) -> list[Range]:
     """Return the best piece of each region without kept tokens. `best`: pieces, the best first."""
-    seen = {region for start, end in kept for region in range(start // REGION, (end - 1) // REGION + 1)}
+    covered = {region for start, end in kept for region in range(start // REGION, (end - 1) // REGION + 1)}
     floor: list[Range] = []
     for piece in best:
-        if (region := piece[0] // REGION) not in seen:
-            seen.add(region)
+        if (region := piece[0] // REGION) not in covered:
+            covered.add(region)
             floor.append(piece)
     return floor
 

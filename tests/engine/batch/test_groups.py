@@ -1,4 +1,4 @@
-"""Groups of rows that decode: what a step will cost, and tokens that are there when the next step begins."""
+"""Groups of decoding rows: the cost of a step, and tokens that are computed when the next step begins."""
 
 import io
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
-from tests.engine.driver import Fixed
+from tests.engine.driver import FixedCost
 from tests.engine.tiny import network, prompt
 from worker.engine.batch.decode_batch import PendingTokens
 from worker.engine.batch.groups import Groups
@@ -16,13 +16,13 @@ from worker.schedule.grouping import StepCost
 from worker.schedule.request import GenerationRequest
 
 
-class Table:
+class DecodingRows:
     """Groups whose rows join and leave."""
 
     def __init__(self, cost: StepCost) -> None:
         self._network = network("qwen3")
         self.groups = Groups(self._network, lambda groups: True)
-        self.groups._cost = Fixed(cost)  # type: ignore[assignment]
+        self.groups._cost = FixedCost(cost)  # type: ignore[assignment]
 
     def join(self, tokens: int, seed: int) -> Row:
         *computed, last = prompt(tokens, seed)
@@ -39,33 +39,31 @@ class Table:
 
 
 def operations(array: mx.array) -> int:
-    """What is still to be done for it, or is under way."""
+    """Return the number of operations that the array still depends on."""
     graph = io.StringIO()
     mx.export_to_dot(graph, array)
     return graph.getvalue().count("shape=rectangle")
 
 
 @pytest.mark.parametrize(("more", "counted"), [(0, 0), (1, 1), (2, 2), (50, 2)])
-def test_what_a_step_takes_with_more_rows_follows_from_what_rows_cost_up_to_twice_as_many(
-    more: int, counted: int
-) -> None:
-    table = Table(StepCost(group_s=5.0, row_s=1.0, cell_s=0.01))
+def test_decode_slowdown_follows_the_cost_of_rows_up_to_twice_as_many(more: int, counted: int) -> None:
+    decoding = DecodingRows(StepCost(group_s=5.0, row_s=1.0, cell_s=0.01))
     for seed, tokens in enumerate((100, 20)):
-        table.join(tokens, seed)
+        decoding.join(tokens, seed)
     now, then = 5.0 + 2 * (1 + 1), 5.0 + (2 + counted) * (1 + 1)
-    assert table.groups.decode_slowdown(more) == pytest.approx(then / now)
+    assert decoding.groups.decode_slowdown(more) == pytest.approx(then / now)
 
 
-def test_where_nobody_decodes_a_join_copies_nothing() -> None:
-    assert Table(StepCost(group_s=1.0)).groups.join_copy_bytes(100) == 0
+def test_first_join_copies_no_bytes() -> None:
+    assert DecodingRows(StepCost(group_s=1.0)).groups.join_copy_bytes(100) == 0
 
 
-def test_tokens_are_computed_before_the_next_step_whoever_joins_or_leaves() -> None:
-    # Else they are computed as a part of that step, and told when it has ended.
-    table = Table(StepCost(group_s=1.0))
-    rows = [table.join(tokens, seed) for seed, tokens in enumerate((9, 12, 7))]
-    assert [operations(tokens) for tokens in table.next_tokens()] == [0]
-    table.groups.step()
-    table.groups.remove([rows[0]])
-    table.groups.wait()
-    assert [operations(tokens) for tokens in table.next_tokens()] == [0]
+def test_pending_tokens_are_computed_before_the_next_step_when_rows_join_or_leave() -> None:
+    # Else they would be computed as a part of that step, and known only at its end.
+    decoding = DecodingRows(StepCost(group_s=1.0))
+    rows = [decoding.join(tokens, seed) for seed, tokens in enumerate((9, 12, 7))]
+    assert [operations(tokens) for tokens in decoding.next_tokens()] == [0]
+    decoding.groups.step()
+    decoding.groups.remove([rows[0]])
+    decoding.groups.wait()
+    assert [operations(tokens) for tokens in decoding.next_tokens()] == [0]

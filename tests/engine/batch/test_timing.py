@@ -1,4 +1,4 @@
-"""How long a step took is told only where its beginning and its end are known."""
+"""A step is timed only if its beginning and its end are known."""
 
 import pytest
 
@@ -21,19 +21,19 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def launch(watch: Stopwatch, clock: Clock, *, at: float, known_at: float) -> float | None:
-    """The host begins at one time, and has launched a step, and heard of the one before, at another."""
+    """The host starts at `at`, and has launched a step and received the tokens of the last one at `known_at`."""
     clock.now = known_at
     return watch.launched(at)
 
 
-def test_a_step_on_an_idle_device_takes_from_its_launch_until_it_was_waited_for(clock: Clock) -> None:
+def test_step_on_an_idle_device_is_timed_from_launch_to_wait(clock: Clock) -> None:
     watch = Stopwatch()
     assert launch(watch, clock, at=100, known_at=101) is None
     clock.now = 108
     assert watch.ended() == 8
 
 
-def test_a_step_that_follows_another_takes_from_the_end_of_that_one(clock: Clock) -> None:
+def test_step_that_follows_another_is_timed_from_its_end(clock: Clock) -> None:
     watch = Stopwatch()
     launch(watch, clock, at=100, known_at=101)
     launch(watch, clock, at=102, known_at=107)  # the first has ended
@@ -42,14 +42,14 @@ def test_a_step_that_follows_another_takes_from_the_end_of_that_one(clock: Clock
 
 
 def test_the_first_step_of_many_is_not_timed_by_the_launch_of_the_next(clock: Clock) -> None:
-    """It may have ended long before it was asked for."""
+    """The step may have ended long before the next launch."""
     watch = Stopwatch()
     launch(watch, clock, at=100, known_at=101)
     assert launch(watch, clock, at=150, known_at=151) is None
 
 
-def test_a_step_under_way_behind_another_is_not_timed_by_waiting(clock: Clock) -> None:
-    """The host may have come late to see the other one end."""
+def test_running_step_behind_another_is_not_timed_by_waiting(clock: Clock) -> None:
+    """The host may have received the end of the other step late."""
     watch = Stopwatch()
     launch(watch, clock, at=100, known_at=101)
     launch(watch, clock, at=102, known_at=107)
@@ -57,7 +57,7 @@ def test_a_step_under_way_behind_another_is_not_timed_by_waiting(clock: Clock) -
     assert watch.ended() is None
 
 
-def test_the_time_between_steps_counts_for_none(clock: Clock) -> None:
+def test_idle_time_between_steps_is_not_counted(clock: Clock) -> None:
     watch = Stopwatch()
     launch(watch, clock, at=100, known_at=101)
     launch(watch, clock, at=102, known_at=107)
@@ -68,7 +68,7 @@ def test_the_time_between_steps_counts_for_none(clock: Clock) -> None:
     assert watch.ended() == 7
 
 
-def test_a_step_beside_which_the_device_did_something_else_is_not_timed(clock: Clock) -> None:
+def test_step_with_other_work_on_the_device_is_not_timed(clock: Clock) -> None:
     alone, following = Stopwatch(), Stopwatch()
     launch(alone, clock, at=100, known_at=101)
     alone.invalidate()
@@ -88,13 +88,13 @@ def test_steps_are_timed_again_after_a_disturbance(clock: Clock) -> None:
     assert launch(watch, clock, at=108, known_at=113) == 6
 
 
-def test_it_is_known_whether_a_step_is_under_way(clock: Clock) -> None:
+def test_running_tells_if_a_step_is_running(clock: Clock) -> None:
     watch = Stopwatch()
-    seen = [watch.running]
+    running = [watch.running]
     launch(watch, clock, at=100, known_at=101)
-    seen.append(watch.running)
+    running.append(watch.running)
     watch.invalidate()
-    seen.append(watch.running)
+    running.append(watch.running)
     watch.ended()
-    seen.append(watch.running)
-    assert seen == [False, True, True, False]
+    running.append(watch.running)
+    assert running == [False, True, True, False]

@@ -1,4 +1,4 @@
-"""What was computed before is not computed again, and nobody can tell by what is said."""
+"""Cached prefixes are not computed again, and a hit yields the same tokens as a miss."""
 
 import gc
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ import pytest
 from tests.engine import test_memory
 from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
 from tests.engine.test_isolation import always, failing_once, once, raising
-from tests.engine.tiny import EOS, VOCAB, alone, model, network, prompt, told_alone
+from tests.engine.tiny import EOS, VOCAB, alone, greedy_with_logprobs, model, network, prompt
 from worker.engine.admission import AdmissionController
 from worker.engine.batch import decode_batch as rows_module
 from worker.engine.cache import prefix as prefix_module
@@ -38,24 +38,24 @@ SYSTEM = prompt(40, 5)
 
 
 @cache
-def lonely(family: str, tokens: Tokens, most: int = ANSWER) -> Tokens:
-    return tuple(alone(network(family), tokens, most))
+def lonely(family: str, tokens: Tokens, max_bytes: int = ANSWER) -> Tokens:
+    return tuple(alone(network(family), tokens, max_bytes))
 
 
-def opened(family: str, *, step_s: float = 0.02, most: int = 10**9) -> Run:
-    return Run(model(family), step_s=step_s, prefix_bytes=most)
+def opened(family: str, *, step_s: float = 0.02, max_bytes: int = 10**9) -> Run:
+    return Run(model(family), step_s=step_s, prefix_bytes=max_bytes)
 
 
-def say(run: Run, family: str, tokens: Tokens, *boundaries: int, most: int = ANSWER, space: str = "") -> int:
+def say(run: Run, family: str, tokens: Tokens, *boundaries: int, max_bytes: int = ANSWER, namespace: str = "") -> int:
     """To its end, and right; returns how many of its tokens were found."""
-    id = f"row {len(run.said)}"
-    run.add(id, tokens, max_tokens=most, boundaries=boundaries, space=space)
+    id = f"row {len(run.generated)}"
+    run.add(id, tokens, max_tokens=max_bytes, boundaries=boundaries, namespace=namespace)
     run.drain()
-    assert tuple(run.said[id]) == lonely(family, tokens, most)
+    assert tuple(run.generated[id]) == lonely(family, tokens, max_bytes)
     return run.cached[id]
 
 
-# What people ask of it
+# Typical conversations
 
 
 @ALL
@@ -66,7 +66,7 @@ def test_a_system_prompt_is_computed_once(family: str) -> None:
 
 
 @ALL
-def test_every_turn_begins_where_the_last_answer_ended(family: str) -> None:
+def test_next_turn_reuses_the_last_answer(family: str) -> None:
     run, talk, found, expected = opened(family), SYSTEM, list[int](), [0]
     for turn in range(3):
         talk += prompt(7 + turn, 30 + turn)
@@ -77,21 +77,21 @@ def test_every_turn_begins_where_the_last_answer_ended(family: str) -> None:
 
 
 @ALL
-def test_an_answer_of_a_tool_goes_on_from_the_call(family: str) -> None:
-    """A tool's answer is long, and the next turn comes with an answer that the template spells another way."""
-    run, asked = opened(family), SYSTEM + prompt(9, 40)
-    say(run, family, asked, 40)
-    called = asked + lonely(family, asked)
+def test_tool_result_continues_from_the_call(family: str) -> None:
+    """A tool's result is long, and the template writes the last answer differently in the next turn."""
+    run, question = opened(family), SYSTEM + prompt(9, 40)
+    say(run, family, question, 40)
+    called = question + lonely(family, question)
     returned = called + prompt(50, 41)
     assert say(run, family, returned, 40, len(called)) == len(called)
-    # The last answer comes back in another spelling: the turn of the tool is found, and what led there.
+    # The last answer is written differently: the prompt is found up to the tool's turn.
     first, *others = lonely(family, returned)
     spelt_anew = (*returned, (first + 1) % VOCAB, *others, *prompt(8, 42))
     assert say(run, family, spelt_anew, 40, len(returned)) == len(returned) - (family not in BY_TOKEN)
 
 
 @ALL
-def test_whoever_parts_in_the_middle_goes_on_from_there_or_from_the_last_boundary(family: str) -> None:
+def test_prompt_that_diverges_is_reused_up_to_there_or_to_the_last_boundary(family: str) -> None:
     run, whole = opened(family), SYSTEM + prompt(40, 50)
     say(run, family, whole, 40, 62)
     parted = [whole[:at] + prompt(9, 51) for at in (70, 62, 61, 39)]
@@ -100,13 +100,13 @@ def test_whoever_parts_in_the_middle_goes_on_from_there_or_from_the_last_boundar
 
 
 @ALL
-def test_the_same_prompt_leaves_its_last_token_to_compute(family: str) -> None:
+def test_identical_prompt_computes_only_its_last_token(family: str) -> None:
     run = opened(family)
     assert [say(run, family, SYSTEM), say(run, family, SYSTEM), say(run, family, SYSTEM)] == [0, 39, 39]
 
 
 @ALL
-def test_a_prompt_that_an_earlier_one_began_with_is_found_in_it(family: str) -> None:
+def test_prefix_of_an_earlier_prompt_is_found(family: str) -> None:
     run, whole = opened(family), SYSTEM + prompt(40, 60)
     say(run, family, whole, 40)
     assert say(run, family, whole[:60]) == (59 if family in BY_TOKEN else 40)
@@ -115,14 +115,14 @@ def test_a_prompt_that_an_earlier_one_began_with_is_found_in_it(family: str) -> 
 
 
 @pytest.mark.parametrize("family", STATEFUL)
-def test_a_boundary_close_behind_another_is_computed_again(family: str) -> None:
+def test_boundary_close_to_another_is_recomputed(family: str) -> None:
     run, whole = opened(family), SYSTEM + prompt(40, 61)
     say(run, family, whole, 40, 50)
     assert say(run, family, whole[:55] + prompt(5, 62)) == 40
 
 
 @pytest.mark.parametrize("family", STATEFUL)
-def test_a_long_text_is_taken_up_at_the_nearest_place_of_a_grid(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+def test_long_text_is_reused_up_to_the_checkpoint_grid(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     monkeypatch.setattr(prefix_module, "GRID", 32)
     run, text = opened(family), prompt(110, 66)
     say(run, family, text)
@@ -130,7 +130,7 @@ def test_a_long_text_is_taken_up_at_the_nearest_place_of_a_grid(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("family", BY_TOKEN)
-def test_a_long_prompt_is_found_before_it_is_through(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+def test_long_prompt_is_found_before_its_prefill_ends(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     monkeypatch.setattr(prefill_module, "MAX_SEGMENT_TOKENS", 32)
     run, text = opened(family, step_s=0.0), prompt(110, 68)
     run.add("gone", text, max_tokens=LONG)
@@ -142,69 +142,71 @@ def test_a_long_prompt_is_found_before_it_is_through(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("family", [*WINDOWED, "qwen3_5", "mamba2"])
 def test_only_windows_that_are_not_full_are_found_at_any_token(family: str) -> None:
     run = opened(family)
-    say(run, family, prompt(9, 63), most=4)
-    assert say(run, family, prompt(9, 63)[:6] + prompt(30, 64), most=4) == (6 if family in WINDOWED else 0)
+    say(run, family, prompt(9, 63), max_bytes=4)
+    assert say(run, family, prompt(9, 63)[:6] + prompt(30, 64), max_bytes=4) == (6 if family in WINDOWED else 0)
 
 
 @ALL
-def test_probabilities_behind_a_hit_are_those_without(family: str) -> None:
-    run, asked = opened(family), SYSTEM + prompt(25, 65)
+def test_logprobs_after_a_hit_equal_those_without(family: str) -> None:
+    run, question = opened(family), SYSTEM + prompt(25, 65)
     for id in "cold", "warm":
-        run.add(id, asked, max_tokens=ANSWER, boundaries=(40,), top_logprobs=0)
+        run.add(id, question, max_tokens=ANSWER, boundaries=(40,), top_logprobs=0)
         run.drain()
     assert run.cached == {"cold": 0, "warm": 64}
-    expected = [logprob for _, logprob in told_alone(network(family), asked, ANSWER)]
+    expected = [logprob for _, logprob in greedy_with_logprobs(network(family), question, ANSWER)]
     assert run.logprobs["warm"] == pytest.approx(run.logprobs["cold"], abs=1e-4)
     assert run.logprobs["warm"] == pytest.approx(expected, abs=1e-4)
 
 
 @SOME
 @pytest.mark.parametrize("step_s", [0.0, 0.02, 10.0], ids=["in small chunks", "in some", "in one step"])
-def test_many_who_come_at_once_have_their_system_prompt_computed_once(family: str, step_s: float) -> None:
+def test_simultaneous_requests_compute_a_shared_system_prompt_once(family: str, step_s: float) -> None:
     run = opened(family, step_s=step_s)
-    asked = {str(i): SYSTEM + prompt(20, 70 + i) for i in range(5)}
-    for id, tokens in asked.items():
+    question = {str(i): SYSTEM + prompt(20, 70 + i) for i in range(5)}
+    for id, tokens in question.items():
         run.add(id, tokens, max_tokens=ANSWER, boundaries=(40,))
     run.drain()
-    assert {id: tuple(said) for id, said in run.said.items()} == {id: lonely(family, asked[id]) for id in asked}
+    assert {id: tuple(generated) for id, generated in run.generated.items()} == {
+        id: lonely(family, question[id]) for id in question
+    }
     assert sorted(run.cached.values()) == [0, 40, 40, 40, 40]
 
 
 @SOME
-def test_a_prompt_on_its_way_skips_what_another_has_computed_meanwhile(family: str) -> None:
+def test_prompt_in_prefill_skips_what_another_has_computed_meanwhile(family: str) -> None:
     run = opened(family, step_s=0.0)
     long, short = SYSTEM + prompt(60, 75), SYSTEM + prompt(1, 76)
     run.add("long", long, max_tokens=ANSWER)
     run.step()
     run.add("short", short, max_tokens=ANSWER)
     run.drain()
-    assert tuple(run.said["long"]) == lonely(family, long)
-    assert tuple(run.said["short"]) == lonely(family, short)
+    assert tuple(run.generated["long"]) == lonely(family, long)
+    assert tuple(run.generated["short"]) == lonely(family, short)
     assert run.cached["short"] == 0
     assert 0 < run.cached["long"] < 40
 
 
 @SOME
-def test_spaces_share_nothing(family: str) -> None:
+def test_namespaces_share_nothing(family: str) -> None:
     run = opened(family)
-    assert [say(run, family, SYSTEM, space=space) for space in ("one", "other", "one", "")] == [0, 0, 39, 0]
+    assert [say(run, family, SYSTEM, namespace=namespace) for namespace in ("one", "other", "one", "")] == [0, 0, 39, 0]
 
 
 @SOME
-def test_a_line_of_a_file_leaves_its_prompt_and_not_its_answer(family: str) -> None:
+def test_offline_request_caches_its_prompt_but_not_its_answer(family: str) -> None:
     run = opened(family)
     run.add("line", SYSTEM, max_tokens=ANSWER, lane="batch")
     run.drain()
     assert say(run, family, SYSTEM + lonely(family, SYSTEM) + prompt(5, 77)) == 39
 
 
-def test_no_prefixes_are_kept_where_there_is_no_room_for_any() -> None:
-    run = opened("llama", most=0)
+def test_nothing_is_cached_without_memory_for_prefixes() -> None:
+    run = opened("llama", max_bytes=0)
     assert [say(run, "llama", SYSTEM), say(run, "llama", SYSTEM)] == [0, 0]
     assert run.step().prefix.nbytes == 0
 
 
-def test_a_step_tells_what_was_asked_for_and_found() -> None:
+def test_step_reports_queried_and_hit_tokens() -> None:
     run = opened("qwen3_5", step_s=0.0)
     use = list[Any]()
     for tail in 80, 81:
@@ -216,12 +218,12 @@ def test_a_step_tells_what_was_asked_for_and_found() -> None:
 
 
 @SOME
-def test_what_is_evicted_is_told(family: str) -> None:
-    run = opened(family, most=1)
+def test_step_reports_evictions(family: str) -> None:
+    run = opened(family, max_bytes=1)
     say(run, family, SYSTEM)
-    most = opened(family)
-    say(most, family, SYSTEM)
-    run = opened(family, most=most.step().prefix.nbytes)
+    max_bytes = opened(family)
+    say(max_bytes, family, SYSTEM)
+    run = opened(family, max_bytes=max_bytes.step().prefix.nbytes)
     say(run, family, SYSTEM)
     run.add("other", prompt(40, 82), max_tokens=ANSWER)
     evicted = 0
@@ -232,7 +234,7 @@ def test_what_is_evicted_is_told(family: str) -> None:
 
 
 @SOME
-def test_what_was_found_last_stays_longest(family: str) -> None:
+def test_most_recently_found_prefix_is_evicted_last(family: str) -> None:
     run, other = opened(family), prompt(40, 89)
     say(run, family, SYSTEM)
     say(run, family, other)
@@ -247,16 +249,16 @@ def test_what_was_found_last_stays_longest(family: str) -> None:
 
 
 @ALL
-def test_what_a_cancelled_row_had_said_is_found(family: str) -> None:
+def test_answer_of_a_cancelled_row_is_cached(family: str) -> None:
     run = opened(family)
     run.add("gone", SYSTEM, max_tokens=LONG)
-    run.until(lambda: len(run.said["gone"]) == 5)
+    run.until(lambda: len(run.generated["gone"]) == 5)
     run.engine.remove("gone")
-    assert say(run, family, SYSTEM + tuple(run.said["gone"]) + prompt(6, 83)) == 45
+    assert say(run, family, SYSTEM + tuple(run.generated["gone"]) + prompt(6, 83)) == 45
 
 
 @ALL
-def test_a_row_that_is_cancelled_as_it_joins_leaves_its_prompt(family: str) -> None:
+def test_row_cancelled_when_it_joins_leaves_its_prompt_cached(family: str) -> None:
     run = opened(family)
     run.add("gone", SYSTEM, max_tokens=LONG)
     run.until(lambda: len(run.engine._running) == 1)
@@ -266,35 +268,35 @@ def test_a_row_that_is_cancelled_as_it_joins_leaves_its_prompt(family: str) -> N
 
 
 @ALL
-def test_a_row_that_is_cancelled_before_it_says_anything_leaves_its_prompt(family: str) -> None:
+def test_row_cancelled_before_its_first_token_leaves_its_prompt_cached(family: str) -> None:
     run = opened(family)
     run.add("gone", SYSTEM, max_tokens=LONG)
     run.until(lambda: any(not row.awaiting_first_step for _, row in run.engine._running))
-    assert run.said["gone"] == []
+    assert run.generated["gone"] == []
     run.engine.remove("gone")
     assert say(run, family, SYSTEM + prompt(6, 84)) == 40
 
 
 @ALL
-def test_a_prompt_that_is_cancelled_on_its_way_leaves_what_is_right(family: str) -> None:
-    run, asked = opened(family, step_s=0.0), SYSTEM + prompt(60, 85)
-    run.add("gone", asked, max_tokens=LONG, boundaries=(40,))
+def test_prompt_cancelled_in_prefill_leaves_correct_prefixes(family: str) -> None:
+    run, question = opened(family, step_s=0.0), SYSTEM + prompt(60, 85)
+    run.add("gone", question, max_tokens=LONG, boundaries=(40,))
     run.until(lambda: any(done > 40 for done in run.engine._prefills.lengths))
     run.engine.remove("gone")
-    assert say(run, family, asked) == (0 if family in BY_TOKEN else 40)
+    assert say(run, family, question) == (0 if family in BY_TOKEN else 40)
 
 
 @SOME
-def test_a_row_of_one_token_leaves_it(family: str) -> None:
-    run, asked = opened(family), prompt(1, 86)
-    run.add("gone", asked, max_tokens=LONG)
+def test_prompt_of_one_token_is_cached(family: str) -> None:
+    run, question = opened(family), prompt(1, 86)
+    run.add("gone", question, max_tokens=LONG)
     run.until(lambda: len(run.engine._running) == 1)
     run.engine.remove("gone")
-    assert say(run, family, asked + prompt(20, 87)) == 1
+    assert say(run, family, question + prompt(20, 87)) == 1
 
 
 @ALL
-def test_an_answer_that_was_ended_is_found_with_its_end(family: str) -> None:
+def test_answer_is_cached_with_its_end_of_sequence(family: str) -> None:
     run = opened(family)
     run.add("ends", SYSTEM, max_tokens=LONG, sampling=Sampling(logit_bias=((EOS, 1000.0),)))
     run.drain()
@@ -303,54 +305,54 @@ def test_an_answer_that_was_ended_is_found_with_its_end(family: str) -> None:
 
 
 @SOME
-def test_a_row_among_others_leaves_its_own_tokens(family: str) -> None:
+def test_row_of_a_batch_caches_its_own_tokens(family: str) -> None:
     run = opened(family)
     run.group_by(ONE_GROUP)
-    asked = {f"neighbour {i}": prompt(12 + 11 * i, 90 + i) for i in range(4)}
-    for i, (id, tokens) in enumerate(asked.items()):
+    question = {f"neighbour {i}": prompt(12 + 11 * i, 90 + i) for i in range(4)}
+    for i, (id, tokens) in enumerate(question.items()):
         run.add(id, tokens, max_tokens=ANSWER + 3 * i)
         run.step()
     run.drain()
-    for i, (id, tokens) in enumerate(asked.items()):
-        talk = tokens + tuple(run.said[id])
-        assert tuple(run.said[id]) == lonely(family, tokens, ANSWER + 3 * i)
+    for i, (id, tokens) in enumerate(question.items()):
+        talk = tokens + tuple(run.generated[id])
+        assert tuple(run.generated[id]) == lonely(family, tokens, ANSWER + 3 * i)
         assert say(run, family, talk + prompt(8, 95)) == len(talk)
 
 
 @SOME
-def test_a_row_that_is_parked_without_its_cache_begins_from_its_prompt(family: str) -> None:
+def test_row_preempted_without_its_cache_resumes_from_its_cached_prompt(family: str) -> None:
     run = opened(family)
     run.add("parked", SYSTEM, max_tokens=LONG)
-    run.until(lambda: len(run.said["parked"]) == 4)
-    run.park("parked")
-    run.stir(keep=False)
+    run.until(lambda: len(run.generated["parked"]) == 4)
+    run.preempt("parked")
+    run.readmit(keep_caches=False)
     run.drain()
-    assert tuple(run.said["parked"]) == lonely(family, SYSTEM, LONG)
+    assert tuple(run.generated["parked"]) == lonely(family, SYSTEM, LONG)
     assert run.cached["parked"] == 39
 
 
 @SOME
-def test_a_row_that_comes_back_with_its_cache_leaves_its_answer(family: str) -> None:
+def test_row_restored_with_its_cache_caches_its_answer(family: str) -> None:
     run = opened(family)
     run.add("parked", SYSTEM, max_tokens=ANSWER)
-    run.until(lambda: len(run.said["parked"]) == 3)
-    run.park("parked")
-    run.stir()
+    run.until(lambda: len(run.generated["parked"]) == 3)
+    run.preempt("parked")
+    run.readmit()
     run.drain()
     assert say(run, family, SYSTEM + lonely(family, SYSTEM) + prompt(5, 96)) == 46
 
 
 @SOME
-def test_rows_that_come_again_after_a_failed_step_begin_from_their_prompts(
+def test_rows_recomputed_after_a_failed_step_reuse_their_cached_prompts(
     monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     run, other = opened(family), SYSTEM + prompt(20, 97)
     run.add("a", SYSTEM, max_tokens=LONG)
     run.add("b", other, max_tokens=LONG)
-    run.until(lambda: min(map(len, run.said.values())) >= 3)
+    run.until(lambda: min(map(len, run.generated.values())) >= 3)
     monkeypatch.setattr(rows_module, "forward", raising(once(), rows_module.forward))
     run.drain()
-    assert {id: tuple(said) for id, said in run.said.items()} == {
+    assert {id: tuple(generated) for id, generated in run.generated.items()} == {
         "a": lonely(family, SYSTEM, LONG),
         "b": lonely(family, other, LONG),
     }
@@ -358,17 +360,17 @@ def test_rows_that_come_again_after_a_failed_step_begin_from_their_prompts(
 
 
 @ALL
-def test_an_attempt_that_is_resumed_goes_on_from_what_is_still_there(family: str) -> None:
+def test_resumed_attempt_reuses_what_is_still_cached(family: str) -> None:
     run = opened(family)
     run.add("first", SYSTEM, max_tokens=LONG)
-    run.until(lambda: len(run.said["first"]) == 5)
+    run.until(lambda: len(run.generated["first"]) == 5)
     run.engine.remove("first")
     for delivered in 4, 5:
         id = f"again {delivered}"
-        run.add(id, SYSTEM, max_tokens=LONG, resume_tokens=run.said["first"][:delivered])
+        run.add(id, SYSTEM, max_tokens=LONG, resume_tokens=run.generated["first"][:delivered])
         run.drain()
-        assert tuple(run.said[id]) == lonely(family, SYSTEM, LONG)
-    # States are where a prompt ended: that of the first attempt, and what the second one was fed to begin with.
+        assert tuple(run.generated[id]) == lonely(family, SYSTEM, LONG)
+    # Snapshots are at the end of both attempts' prompts; that of the second includes delivered tokens.
     assert run.cached["again 4"] == (43 if family in BY_TOKEN else 39)
     assert run.cached["again 5"] == (44 if family in BY_TOKEN else 43)
     talk = SYSTEM + lonely(family, SYSTEM, LONG)
@@ -380,7 +382,7 @@ def test_an_attempt_that_is_resumed_goes_on_from_what_is_still_there(family: str
 
 @contextmanager
 def poisoned(family: str, token: int) -> Iterator[None]:
-    """Its embedding is NaN."""
+    """Set the embedding of a token to NaN while the context is open."""
     inner = network(family).language_model.model if family == "qwen3_5" else network(family).model
     whole = mx.array(inner.embed_tokens.weight)
     inner.embed_tokens.weight[token] = float("nan")
@@ -392,32 +394,32 @@ def poisoned(family: str, token: int) -> Iterator[None]:
 
 @SOME
 @pytest.mark.parametrize("place", [10, 55], ids=["before a boundary", "behind it"])
-def test_a_row_without_numbers_leaves_nothing_to_the_next(family: str, place: int) -> None:
-    run, asked = opened(family), SYSTEM + prompt(25, 110)
-    asked = (*asked[:place], 4, *asked[place + 1 :])
+def test_row_with_non_finite_logits_leaves_no_cached_prefix(family: str, place: int) -> None:
+    run, question = opened(family), SYSTEM + prompt(25, 110)
+    question = (*question[:place], 4, *question[place + 1 :])
     with poisoned(family, 4):
-        run.add("guilty", asked, max_tokens=ANSWER, boundaries=(40,))
+        run.add("guilty", question, max_tokens=ANSWER, boundaries=(40,))
         run.drain()
     assert run.ended["guilty"] == "faulted"
-    found = say(run, family, asked, 40)
+    found = say(run, family, question, 40)
     assert found <= place
     assert found == (40 if place > 40 and family not in BY_TOKEN else 0)
-    assert say(run, family, asked, 40) == 64
+    assert say(run, family, question, 40) == 64
 
 
 @SOME
-def test_what_was_sound_before_a_row_without_numbers_stays(family: str) -> None:
-    run, asked = opened(family), (*SYSTEM, 4, *prompt(25, 111))
+def test_finite_part_of_a_non_finite_prefix_stays_cached(family: str) -> None:
+    run, question = opened(family), (*SYSTEM, 4, *prompt(25, 111))
     say(run, family, SYSTEM + prompt(30, 112), 40)
     with poisoned(family, 4):
-        run.add("guilty", asked, max_tokens=ANSWER, boundaries=(40,))
+        run.add("guilty", question, max_tokens=ANSWER, boundaries=(40,))
         run.drain()
     assert (run.ended["guilty"], run.cached["guilty"]) == ("faulted", 40)
-    assert say(run, family, asked, 40) == 40
+    assert say(run, family, question, 40) == 40
 
 
 @SOME
-def test_a_prefix_that_cannot_be_kept_costs_its_row_nothing(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+def test_failure_to_insert_a_prefix_costs_its_row_nothing(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     run = opened(family)
     monkeypatch.setattr(prefix_module, "copy_segment", raising(always, prefix_module.copy_segment))
     assert [say(run, family, SYSTEM, 20), say(run, family, SYSTEM, 20)] == [0, 0]
@@ -427,33 +429,31 @@ def test_a_prefix_that_cannot_be_kept_costs_its_row_nothing(monkeypatch: pytest.
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
 @pytest.mark.parametrize("ending", ["by itself", "cancelled"])
-def test_a_cache_that_cannot_be_read_at_its_rows_end_costs_no_row_anything(family: str, ending: str) -> None:
+def test_failure_to_read_a_cache_at_the_end_of_a_row_costs_no_row_anything(family: str, ending: str) -> None:
     run, other = opened(family), prompt(30, 113)
     run.add("ends", SYSTEM, max_tokens=ANSWER)
     run.add("stays", other, max_tokens=LONG)
-    run.until(lambda: len(run.said["ends"]) == 3)
+    run.until(lambda: len(run.generated["ends"]) == 3)
     with failing_once("extract"):
         if ending == "cancelled":
             run.engine.remove("ends")
         else:
             run.until(lambda: "ends" in run.ended)
     run.drain()
-    assert tuple(run.said["stays"]) == lonely(family, other, LONG)
-    assert tuple(run.said["ends"]) == lonely(family, SYSTEM)[: len(run.said["ends"])]
+    assert tuple(run.generated["stays"]) == lonely(family, other, LONG)
+    assert tuple(run.generated["ends"]) == lonely(family, SYSTEM)[: len(run.generated["ends"])]
 
 
 @SOME
-def test_a_prefix_that_cannot_be_fetched_costs_its_own_row_at_most(
-    monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
+def test_failure_to_load_a_prefix_costs_its_own_row_at_most(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     run, other = opened(family), prompt(30, 114)
     say(run, family, SYSTEM)
     run.add("neighbour", other, max_tokens=LONG)
-    run.until(lambda: bool(run.said["neighbour"]))
+    run.until(lambda: bool(run.generated["neighbour"]))
     monkeypatch.setattr(prefix_module, "restore_cache", raising(once(), prefix_module.restore_cache))
     run.add("unlucky", SYSTEM, max_tokens=ANSWER)
     run.drain()
-    assert tuple(run.said["neighbour"]) == lonely(family, other, LONG)
+    assert tuple(run.generated["neighbour"]) == lonely(family, other, LONG)
     assert run.ended["unlucky"] in ("faulted", "length", "stop")
     assert say(run, family, SYSTEM) == 39
 
@@ -469,12 +469,12 @@ def found(run: Run, tokens: Tokens) -> list[mx.array]:
 
 
 @ALL
-def test_whoever_goes_on_from_a_prefix_does_not_change_it(family: str) -> None:
+def test_continuing_from_a_prefix_does_not_change_it(family: str) -> None:
     run = opened(family)
-    say(run, family, SYSTEM, most=2)
+    say(run, family, SYSTEM, max_bytes=2)
     before = found(run, SYSTEM[:39])
     for tail in 120, 121:
-        assert say(run, family, SYSTEM + prompt(3, tail), most=LONG) >= 39
+        assert say(run, family, SYSTEM + prompt(3, tail), max_bytes=LONG) >= 39
     assert all(mx.array_equal(*each).item() for each in zip(before, found(run, SYSTEM[:39]), strict=True))
 
 
@@ -483,36 +483,36 @@ def test_whoever_goes_on_from_a_prefix_does_not_change_it(family: str) -> None:
 
 @SOME
 @pytest.mark.parametrize("share", [0.3, 0.6, 1.0, 1.5])
-def test_the_cache_never_takes_more_than_it_may(monkeypatch: pytest.MonkeyPatch, family: str, share: float) -> None:
+def test_prefix_cache_stays_within_its_limit(monkeypatch: pytest.MonkeyPatch, family: str, share: float) -> None:
     """`share` of what one conversation leaves."""
     monkeypatch.setattr(tree_module, "MAX_SEGMENT_TOKENS", 64)
     run = opened(family)
     run.add("first", prompt(150, 130), max_tokens=2, boundaries=(70,))
     run.drain()
-    most = int(share * run.step().prefix.nbytes)
-    run = opened(family, most=most)
+    max_bytes = int(share * run.step().prefix.nbytes)
+    run = opened(family, max_bytes=max_bytes)
     for id, tokens in enumerate([prompt(150, 130), prompt(110, 130), prompt(190, 130), prompt(50, 131)]):
         run.add(str(id), tokens, max_tokens=2, boundaries=(70,))
         while len(run.engine):
-            assert run.step().prefix.nbytes <= most
+            assert run.step().prefix.nbytes <= max_bytes
 
 
 @pytest.fixture
-def wide() -> Model:
-    """What other tests have left in memory counts as its weights."""
+def wide_model() -> Model:
+    """Return a model whose weights include what other tests have left in memory."""
     gc.collect()
     built = test_memory.built()
     return replace(built, costs=replace(built.costs, weights_bytes=mx.get_active_memory()))
 
 
-def beside(wide: Model, bytes_: int) -> float:
-    """In MB, beside the model."""
-    return (bytes_ - wide.costs.resident_bytes) / 1e6
+def beside(wide_model: Model, bytes_: int) -> float:
+    """Return the memory in MB, without the weights."""
+    return (bytes_ - wide_model.costs.resident_bytes) / 1e6
 
 
-def test_prefixes_make_room_for_rows(wide: Model) -> None:
-    limit, jobs, highest, held = test_memory.room_for(wide, 3), 30, 0, 0
-    run = Run(wide, memory=limit, prefix_bytes=10**9)
+def test_prefixes_are_evicted_for_rows(wide_model: Model) -> None:
+    limit, jobs, highest, held = test_memory.memory_for(wide_model, 3), 30, 0, 0
+    run = Run(wide_model, memory=limit, prefix_bytes=10**9)
     for i in range(jobs):
         run.add(str(i), prompt(test_memory.PROMPT, i % 6), max_tokens=4, lane="batch" if i % 3 else "interactive")
     while len(run.engine):
@@ -520,22 +520,22 @@ def test_prefixes_make_room_for_rows(wide: Model) -> None:
         held = max(held, report.prefix.nbytes)
         highest = max(highest, mx.get_peak_memory())
         assert run.steps < 5000
-    assert all(run.said[str(i)] == test_memory.lonely(i % 6, 4) for i in range(jobs))
+    assert all(run.generated[str(i)] == test_memory.lonely(i % 6, 4) for i in range(jobs))
     assert held > 0
-    assert beside(wide, highest) < beside(wide, limit)
+    assert beside(wide_model, highest) < beside(wide_model, limit)
 
 
-def test_rows_that_are_put_together_and_the_prefixes_stay_within_memory(wide: Model) -> None:
+def test_regrouped_rows_and_prefixes_stay_within_memory(wide_model: Model) -> None:
     """A group of unlike rows takes more than they did apart, and what they left had gone to prefixes."""
     short = 16
-    limit = wide.costs.peak_bytes([[1040, *[130] * short]]) + wide.costs.row_bytes(1)
-    run = Run(wide, step_s=1.0, memory=limit, prefix_bytes=10**9)
+    limit = wide_model.costs.peak_bytes([[1040, *[130] * short]]) + wide_model.costs.row_bytes(1)
+    run = Run(wide_model, step_s=1.0, memory=limit, prefix_bytes=10**9)
     run.group_by(EACH_ALONE)
     run.add("long", prompt(1000, 9), max_tokens=60)
     run.until(lambda: len(run.engine._running) == 1)
     for i in range(short):
         run.add(str(i), prompt(30, 140 + i), max_tokens=100)
-    run.until(lambda: all(run.said.values()))
+    run.until(lambda: all(run.generated.values()))
     assert run.engine._caches.prefix
     for i in range(100):  # as by other conversations
         if run.engine._caches.prefix.nbytes < 0.9 * run.engine._admission.free_bytes:
@@ -545,10 +545,10 @@ def test_rows_that_are_put_together_and_the_prefixes_stay_within_memory(wide: Mo
     run.group_by(ONE_GROUP)
     for _ in range(3):
         run.step()
-        assert beside(wide, mx.get_peak_memory()) < beside(wide, limit)
+        assert beside(wide_model, mx.get_peak_memory()) < beside(wide_model, limit)
 
 
-def test_a_cache_that_fills_is_not_taken_for_what_rows_need() -> None:
+def test_growing_prefix_cache_does_not_correct_predictions() -> None:
     costs = MemoryModel(weights_bytes=0, kv_layers=(KVLayers(20_000, 10_000),))
     gc.collect()
     entry = AdmissionController(replace(costs, weights_bytes=mx.get_active_memory()), limit=10**10)
@@ -565,8 +565,8 @@ def test_a_cache_that_fills_is_not_taken_for_what_rows_need() -> None:
     assert entry._correction.factor < 1.1
 
 
-def test_what_is_kept_of_a_row_owns_its_memory(wide: Model) -> None:
-    run = Run(wide, prefix_bytes=10**9)
+def test_cached_prefix_owns_its_memory(wide_model: Model) -> None:
+    run = Run(wide_model, prefix_bytes=10**9)
     run.group_by(ONE_GROUP)
     for i in range(6):
         run.add(str(i), prompt(test_memory.PROMPT, i), max_tokens=4, lane="batch" if i else "interactive")
@@ -581,8 +581,8 @@ def test_what_is_kept_of_a_row_owns_its_memory(wide: Model) -> None:
 
 
 @SOME
-def test_what_was_fetched_is_let_go_at_once(family: str) -> None:
-    """And not when Python comes to collect its garbage."""
+def test_loaded_prefix_is_released_with_its_row(family: str) -> None:
+    """Not only when Python collects its garbage."""
     run = opened(family)
     say(run, family, SYSTEM)
     assert run.engine._caches.prefix
@@ -600,11 +600,11 @@ def test_what_was_fetched_is_let_go_at_once(family: str) -> None:
         gc.enable()
 
 
-def test_the_prefixes_of_those_who_come_in_go_last(wide: Model) -> None:
+def test_prefixes_of_admitted_requests_are_evicted_last(wide_model: Model) -> None:
     """Room is made when they are admitted, and they have not begun then."""
     tokens, answer = test_memory.PROMPT, 4
-    both = wide.costs.peak_bytes([[tokens + answer] * 2], 2048)
-    run = Run(wide, memory=both + 3 * (tokens + answer) * 8192 // 2, prefix_bytes=10**9)  # room for one beside them
+    both = wide_model.costs.peak_bytes([[tokens + answer] * 2], 2048)
+    run = Run(wide_model, memory=both + 3 * (tokens + answer) * 8192 // 2, prefix_bytes=10**9)  # memory for one more
     for seed in 1, 2:
         run.add(f"first {seed}", prompt(tokens, seed), max_tokens=answer)
         run.drain()
@@ -612,7 +612,7 @@ def test_the_prefixes_of_those_who_come_in_go_last(wide: Model) -> None:
     run.add("miss", prompt(tokens, 3), max_tokens=answer)
     run.drain()
     assert (run.cached["hit"], run.cached["miss"]) == (tokens - 1, 0)
-    assert run.said["hit"] == test_memory.lonely(1, answer)
+    assert run.generated["hit"] == test_memory.lonely(1, answer)
     run.add("late", prompt(tokens, 2), max_tokens=answer)
     run.drain()
     assert run.cached["late"] == 0

@@ -46,8 +46,8 @@ class Row(NamedTuple):
 
 
 @cache
-def answer(family: str, asked: tuple[int, int]) -> list[int]:
-    return alone(network(family), prompt(*asked), ANSWER)
+def answer(family: str, shape: tuple[int, int]) -> list[int]:
+    return alone(network(family), prompt(*shape), ANSWER)
 
 
 class Decoding:
@@ -83,13 +83,13 @@ class Decoding:
         self.keep(compact_order(len(self.rows), {place}))
         return row
 
-    def park(self, place: int) -> tuple[Row, Snapshot]:
+    def preempt(self, place: int) -> tuple[Row, Snapshot]:
         kept = snapshot(self.batch, place)
         return self.leave(place), kept
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_bytes_that_a_join_copies_are_known_before_it(family: str) -> None:
+def test_bytes_that_a_join_copies_are_predicted(family: str) -> None:
     table = Decoding(family)
     for seed, tokens in enumerate((9, 9, 40, 9, 300, 17, 9, 9, 310, 9)):
         foretold, before = growth(table.batch, tokens), [(shape(each), each.nbytes) for each in layers(table.batch)]
@@ -106,33 +106,33 @@ def test_the_bytes_that_a_join_copies_are_known_before_it(family: str) -> None:
 
 
 def shape(layer: Any) -> tuple[int, ...] | None:
-    """Of a layer's keys; empty before there are any, None if it has no keys."""
+    """Return the shape of a layer's keys: empty before there are any, None if it has no keys."""
     if not isinstance(layer, SlotKVCache):
         return None
     return () if layer.keys is None else tuple(layer.keys.shape)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_row_says_what_it_says_alone_whoever_comes_and_goes_beside_it(family: str) -> None:
-    dice, table = random.Random(family), Decoding(family)
-    parked: list[tuple[Row, Snapshot]] = []
+def test_row_equals_its_answer_alone_while_others_join_and_leave(family: str) -> None:
+    rng, table = random.Random(family), Decoding(family)
+    preempted: list[tuple[Row, Snapshot]] = []
     ended: list[Row] = []
     for seed in range(24):
-        if len(table.rows) < 2 or dice.random() < 0.4:
-            table.start(dice.choice(LENGTHS), seed)
+        if len(table.rows) < 2 or rng.random() < 0.4:
+            table.start(rng.choice(LENGTHS), seed)
         table.step()
-        place, rows = dice.randrange(len(table.rows)), list(range(len(table.rows)))
-        match dice.choice(["leave", "park", "resume", "resume", "shuffle", "stay"]):
+        place, rows = rng.randrange(len(table.rows)), list(range(len(table.rows)))
+        match rng.choice(["leave", "park", "resume", "resume", "shuffle", "stay"]):
             case "leave":
                 ended.append(table.leave(place))
             case "park":
-                parked.append(table.park(place))
-            case "resume" if parked:
-                row, kept = parked.pop(dice.randrange(len(parked)))
+                preempted.append(table.preempt(place))
+            case "resume" if preempted:
+                row, kept = preempted.pop(rng.randrange(len(preempted)))
                 table.enter(row, restore(kept), kept.position)
             case "shuffle":
-                table.keep(dice.sample(rows, len(rows)))
-    everyone = [*ended, *table.rows, *(row for row, _ in parked)]
+                table.keep(rng.sample(rows, len(rows)))
+    everyone = [*ended, *table.rows, *(row for row, _ in preempted)]
     assert [row for row in everyone if not row.is_right()] == []
 
 
@@ -142,7 +142,7 @@ class Comings(RuleBasedStateMachine):
     @initialize(family=st.sampled_from(["gemma3", "qwen3_5"]))
     def open(self, family: str) -> None:
         self.table = Decoding(family)
-        self.parked: list[tuple[Row, Snapshot]] = []
+        self.preempted: list[tuple[Row, Snapshot]] = []
 
     @rule(tokens=st.sampled_from([3, 16, 30]), seed=st.integers(0, 1))
     def arrive(self, tokens: int, seed: int) -> None:
@@ -162,13 +162,13 @@ class Comings(RuleBasedStateMachine):
 
     @precondition(lambda self: self.table.rows)
     @rule(data=st.data())
-    def park(self, data: st.DataObject) -> None:
-        self.parked.append(self.table.park(data.draw(st.integers(0, len(self.table.rows) - 1))))
+    def preempt(self, data: st.DataObject) -> None:
+        self.preempted.append(self.table.preempt(data.draw(st.integers(0, len(self.table.rows) - 1))))
 
-    @precondition(lambda self: self.parked)
+    @precondition(lambda self: self.preempted)
     @rule()
     def resume(self) -> None:
-        row, kept = self.parked.pop(0)
+        row, kept = self.preempted.pop(0)
         self.table.enter(row, restore(kept), kept.position)
 
     @invariant()
@@ -180,7 +180,7 @@ TestComings = Comings.TestCase
 TestComings.settings = settings(max_examples=examples(8), stateful_step_count=16, deadline=None)
 
 
-# Against upstream's batches: what a row sees, token by token. Keys and values are the number of their token.
+# Compare with upstream's batches which tokens a row attends to. Keys and values are the number of their token.
 
 
 def counted(tokens: int, first: int) -> mx.array:
@@ -194,8 +194,9 @@ def row_of(kind: Callable[[], Any], tokens: int, first: int = 1) -> Any:
     return row
 
 
-def seen(batch: Any, token: int, window: int | None) -> list[list[float]]:
-    """Feeds every row its next token; the numbers that each row attends to, sorted. `token` tells steps apart."""
+def outputs(batch: Any, token: int, window: int | None) -> list[list[float]]:
+    """Feed every row its next token, and return the numbers that each row attends to, sorted. `token` differs per
+    step."""
     rows = batch.offset.shape[0]
     mask = batch.make_mask(1, window_size=window)
     fed = mx.full((rows, 2, 1, 4), token)
@@ -220,7 +221,7 @@ ONE_OF_THESE = pytest.mark.parametrize(
 @ONE_OF_THESE
 @settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
-def test_a_row_sees_the_tokens_that_it_sees_in_upstreams_batch(
+def test_row_attends_to_the_same_tokens_as_in_upstreams_batch(
     kind: Callable[[], Any], window: int | None, data: st.DataObject
 ) -> None:
     ours: Any = None
@@ -236,7 +237,7 @@ def test_a_row_sees_the_tokens_that_it_sees_in_upstreams_batch(
             places = data.draw(st.permutations(range(ours.rows)))[: data.draw(st.integers(1, ours.rows))]
             ours.filter(places)
             theirs.filter(places)
-        assert seen(ours, 100 + step, window) == seen(theirs, 100 + step, window)
+        assert outputs(ours, 100 + step, window) == outputs(theirs, 100 + step, window)
         assert ours.offset.tolist() == theirs.offset.tolist()
         place = data.draw(st.integers(0, ours.rows - 1))
         mine, its = ours.extract(place), theirs.extract(place)
@@ -247,18 +248,18 @@ def test_a_row_sees_the_tokens_that_it_sees_in_upstreams_batch(
 
 
 @pytest.mark.parametrize("merged", [BatchKVCache, BatchRotatingKVCache], ids=["full", "ring"])
-def test_a_row_may_come_as_upstreams_batch_of_one_with_a_position_of_its_own(merged: Any) -> None:
+def test_upstreams_batch_of_one_can_join_at_another_position(merged: Any) -> None:
     row = row_of(KVCache if merged is BatchKVCache else lambda: RotatingKVCache(8), 12)
     one = row.merge([row])
-    seen(one, 50, None)
+    outputs(one, 50, None)
     one.offset = mx.array([70])
     (batch,) = batch_of([one])
     assert batch.offset.tolist() == [70]
-    assert seen(batch, 51, None) == seen(one, 51, None)
+    assert outputs(batch, 51, None) == outputs(one, 51, None)
     assert batch.offset.tolist() == [71]
 
 
-def test_a_row_that_left_tokens_out_goes_on_at_its_position_also_after_a_pause() -> None:
+def test_row_with_dropped_tokens_keeps_its_position_also_after_preemption() -> None:
     table = Decoding("gemma3")
     table.start(9, 1)
     sparse = make_prompt_cache(table.network)
@@ -275,7 +276,7 @@ def test_a_row_that_left_tokens_out_goes_on_at_its_position_also_after_a_pause()
         expected.append(int(logits[0, -1].argmax()))
         table.step()
         if step == 5:
-            row, kept = table.park(1)
+            row, kept = table.preempt(1)
             assert kept.position == 306
             table.enter(row, restore(kept), kept.position)
     dense, sparse_row = table.rows
@@ -288,7 +289,7 @@ def test_a_snapshot_may_be_restored_twice_and_prefilled_further() -> None:
         table = Decoding(family)
         table.start(20, 3)
         table.step()
-        row, kept = table.park(0)
+        row, kept = table.preempt(0)
         fed = (*prompt(20, 3), row.said[0])
         expected = alone(table.network, (*fed, 7, 8, 9), 6)
         for _ in range(2):
@@ -301,7 +302,7 @@ def test_a_snapshot_may_be_restored_twice_and_prefilled_further() -> None:
 
 
 def filled(rows: int, tokens: int, spare: int) -> list[Any]:
-    """Four layers with so many rows, and room for `spare` more."""
+    """Return four layers with these rows, and buffers for `spare` more."""
     batch = batch_of([KVCache() for _ in range(4)])
     for _ in range(rows + spare):
         join(batch, wide_row(tokens))
@@ -319,7 +320,7 @@ def wide_row(tokens: int) -> list[Any]:
 
 
 def fed(batch: list[Any], token: float | mx.array = 1.0) -> list[mx.array]:
-    """A step that looks at all keys, not computed yet."""
+    """Return a lazy step that reads all keys."""
     new = mx.full((batch[0].rows, 2, 1, 64), token)
     return [layer.update_and_fetch(new, new)[0].sum() for layer in batch]
 
@@ -339,7 +340,7 @@ def test_joining_copies_no_other_row() -> None:
     assert more_memory(lambda: join(batch, row)) < bytes_of(batch) / 24
 
 
-def test_joining_copies_no_other_row_while_a_step_is_under_way() -> None:
+def test_joining_copies_no_other_row_while_a_step_is_running() -> None:
     batch, row = filled(24, 200, spare=1), wide_row(200)
     busy = mx.ones((600, 600))
 
@@ -360,7 +361,7 @@ def test_leaving_copies_one_row() -> None:
     assert more_memory(leave) < bytes_of(batch) / 8
 
 
-def test_a_step_writes_into_the_buffers_that_are_there() -> None:
+def test_step_writes_into_existing_buffers() -> None:
     batch = filled(24, 200, spare=0)
 
     def step() -> None:
@@ -372,7 +373,7 @@ def test_a_step_writes_into_the_buffers_that_are_there() -> None:
     assert more_memory(step) < bytes_of(batch) / 24
 
 
-def test_growing_has_one_buffer_twice_and_not_all() -> None:
+def test_growing_duplicates_one_buffer_at_a_time() -> None:
     batch, row = filled(24, 200, spare=0), wide_row(600)
     before = bytes_of(batch)
     extra = more_memory(lambda: join(batch, row))
@@ -380,7 +381,7 @@ def test_growing_has_one_buffer_twice_and_not_all() -> None:
     assert extra < bytes_of(batch) - before + before / 3
 
 
-def test_memory_comes_back_when_rows_leave() -> None:
+def test_memory_is_freed_when_rows_leave() -> None:
     batch = filled(24, 200, spare=0)
     full = bytes_of(batch)
     select_rows(batch, range(6))
@@ -391,7 +392,7 @@ def test_memory_comes_back_when_rows_leave() -> None:
     assert batch[0].rows == 1
 
 
-def test_nothing_is_to_spare_beyond_the_end_of_the_longest_row() -> None:
+def test_buffers_have_no_columns_beyond_the_end_of_the_longest_row() -> None:
     batch, bounded = batch_of(wide_row(500)), batch_of(wide_row(500), end=510)
     assert [layers_wide(each) for each in (batch, bounded)] == [768, 512]
     join(bounded, wide_row(700), end=760)
@@ -407,7 +408,7 @@ def layers_wide(batch: list[Any]) -> int:
     return int(batch[0].keys.shape[2])
 
 
-def test_what_rows_leave_behind_is_given_back_when_it_is_asked_for() -> None:
+def test_tighten_frees_memory_of_rows_that_left() -> None:
     batch = filled(24, 200, spare=0)
     select_rows(batch, range(16))
     before, fresh = bytes_of(batch), bytes_of(filled(16, 200, spare=0))
@@ -420,7 +421,7 @@ def test_what_rows_leave_behind_is_given_back_when_it_is_asked_for() -> None:
     assert all(layer.keys is keys for layer, keys in zip(batch, buffers, strict=True))
 
 
-def test_memory_comes_back_when_the_longest_row_leaves() -> None:
+def test_memory_is_freed_when_the_longest_row_leaves() -> None:
     batch = batch_of(wide_row(4000))
     for _ in range(3):
         join(batch, wide_row(100))
@@ -430,7 +431,7 @@ def test_memory_comes_back_when_the_longest_row_leaves() -> None:
     assert batch[0].keys_and_values()[0].shape == (3, 2, 100, 64)
 
 
-def test_a_snapshot_owns_its_memory_and_nothing_else() -> None:
+def test_snapshot_owns_only_its_memory() -> None:
     batch = filled(16, 200, spare=0)
     others = mx.get_active_memory() - bytes_of(batch)
     kept = snapshot(batch, 5)
@@ -439,7 +440,7 @@ def test_a_snapshot_owns_its_memory_and_nothing_else() -> None:
     assert mx.get_active_memory() - others < kept.nbytes + (1 << 16)
 
 
-def test_nothing_waits_to_be_computed_however_long_a_batch_lives() -> None:
+def test_lazy_graph_does_not_grow_with_the_steps_of_a_batch() -> None:
     def pending(array: mx.array) -> int:
         lines: list[str] = []
 
@@ -462,7 +463,7 @@ def test_nothing_waits_to_be_computed_however_long_a_batch_lives() -> None:
 
 
 @pytest.mark.parametrize("kind", [KVCache, lambda: RotatingKVCache(32)], ids=["full", "ring"])
-def test_a_row_of_nan_leaves_nothing_behind(kind: Callable[[], Any]) -> None:
+def test_row_of_nan_does_not_affect_the_next_row_in_its_slot(kind: Callable[[], Any]) -> None:
     def row(tokens: int, number: float) -> list[Any]:
         layer = kind()
         layer.update_and_fetch(mx.full((1, 2, tokens, 4), number), mx.full((1, 2, tokens, 4), number))
@@ -498,14 +499,14 @@ def test_a_row_that_fails_to_join_harms_no_other(family: str) -> None:
     assert all(row.is_right() for row in table.rows)
 
 
-def test_a_row_that_has_computed_nothing_cannot_join() -> None:
+def test_row_without_tokens_cannot_join() -> None:
     batch = batch_of([KVCache()])
     with pytest.raises(ValueError, match="computed a token"):
         join(batch, [KVCache()])
 
 
 @pytest.mark.parametrize("layer", [QuantizedKVCache(), RotatingKVCache(8, keep=4)])
-def test_what_has_no_slots_is_refused_by_name(layer: Any) -> None:
+def test_layer_without_a_slot_variant_is_refused_by_name(layer: Any) -> None:
     with pytest.raises(NotImplementedError, match=type(layer).__name__):
         batch_of([layer])
 

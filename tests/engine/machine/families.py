@@ -6,8 +6,8 @@ from functools import cache
 from typing import Any
 
 from tests.engine import tiny
-from tests.engine.vision import checkpoints, seen
-from tests.engine.vision.seen import Prompt
+from tests.engine.vision import cases, checkpoints
+from tests.engine.vision.cases import Prompt
 from worker.engine.model.load import DraftModel, Model
 from worker.engine.model.profile import profile, weights_bytes
 from worker.schedule.request import GenerationRequest, PromptImage
@@ -44,7 +44,7 @@ class Family:
 
 @cache
 def _model(family: Family) -> Model:
-    own = seen.model(family.name) if family.sees else tiny.model(family.name)
+    own = cases.model(family.name) if family.sees else tiny.model(family.name)
     network = tiny.network(DRAFT)
     costs = profile(network, tiny.FAMILIES[DRAFT]).costs(weights_bytes=weights_bytes(network))
     both = replace(own.costs, draft_bytes=costs.weights_bytes, draft=costs)
@@ -55,17 +55,17 @@ def _model(family: Family) -> Model:
 def prompt(family: Family, *parts: Part, seed: int) -> Prompt:
     """Return a prompt of random tokens and of images. Equal arguments give the same object."""
     if family.sees:
-        return seen.prompt(family.name, *parts, seed=seed)
+        return cases.prompt(family.name, *parts, seed=seed)
     return Prompt(tiny.prompt(sum(part for part in parts if isinstance(part, int)), seed))
 
 
 def joined(*parts: Prompt) -> Prompt:
-    tokens, sights = (sum(each, ()) for each in zip(*((part.tokens, part.sights) for part in parts), strict=True))
+    tokens, sights = (sum(each, ()) for each in zip(*((part.tokens, part.images) for part in parts), strict=True))
     return Prompt(tokens, sights)
 
 
 def images_of(family: Family, prompt: Prompt) -> tuple[PromptImage, ...]:
-    return seen.eyes(family.name).prompt_images(prompt.tokens, prompt.sights) if prompt.sights else ()
+    return cases.image_processor(family.name).prompt_images(prompt.tokens, prompt.images) if prompt.images else ()
 
 
 def request(family: Family, id: str, prompt: Prompt, max_tokens: int, **more: Any) -> GenerationRequest:

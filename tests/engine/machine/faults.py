@@ -12,8 +12,8 @@ import mlx.nn as nn
 import pytest
 
 from tests.engine.machine.families import Family
-from tests.engine.vision import seen
-from tests.engine.vision.seen import Prompt
+from tests.engine.vision import cases
+from tests.engine.vision.cases import Prompt
 from worker.engine.batch.decode_batch import DecodeBatch
 from worker.engine.cache import prefix
 from worker.engine.cache.slot_kv import SlotKVCache, SlotRotatingKVCache
@@ -48,8 +48,8 @@ class Faults:
         networks = [model.network, *([model.vision.network.language_model] if model.vision else [])]
         self._embeddings = [each for network in networks for each in _embeddings(network, model.vocab)]
         self._draft = _embeddings(model.draft.network, None)
-        self._refused = [seen.sight(family.name, *REFUSED)] if family.sees else []
-        self._not_finite = [seen.sight(family.name, *NOT_FINITE)] if family.sees else []
+        self._refused = [cases.processed(family.name, *REFUSED)] if family.sees else []
+        self._not_finite = [cases.processed(family.name, *NOT_FINITE)] if family.sees else []
 
     def arm(self, once: Once) -> None:
         self._armed = once
@@ -71,7 +71,7 @@ class Faults:
 
     def spoils(self, prompt: Prompt) -> bool:
         """Return True if the images of a prompt make it fail."""
-        return self.content and any(sight in (*self._refused, *self._not_finite) for sight in prompt.sights)
+        return self.content and any(sight in (*self._refused, *self._not_finite) for sight in prompt.images)
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ from tests.engine.machine.faults import NOT_FINITE, ONCE, REFUSED, Faults, Once
 from tests.engine.machine.grammars import Forbids, Forces, Json, Picky, Plan, Raises
 from tests.engine.machine.reference import LONGEST, Answer, alone
 from tests.engine.machine.remains import check_remains
-from tests.engine.vision.seen import Prompt
+from tests.engine.vision.cases import Prompt
 from worker.schedule.grouping import StepCost
 from worker.schedule.memory import ImageDemand
 from worker.schedule.request import Lane, Range, Sampling, SpecPrefillParams
@@ -190,7 +190,7 @@ class Machine(RuleBasedStateMachine):
         if not self.family.is_text(before.tokens[end - 1 : end]) or any(start <= end <= last for start, last in spans):
             end = len(before.tokens)
         images = sum(last < end for _, last in spans)
-        self.ask(data, Prompt(before.tokens[:end], before.sights[:images]))
+        self.ask(data, Prompt(before.tokens[:end], before.images[:images]))
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data(), again=st.booleans())
@@ -261,18 +261,18 @@ class Machine(RuleBasedStateMachine):
             self.step_once()
 
     def step_once(self) -> None:
-        before = sum(map(len, self.run.said.values()))
+        before = sum(map(len, self.run.generated.values()))
         with self.faults.active():
             report = self.run.step()
-        if sum(map(len, self.run.said.values())) > before:
+        if sum(map(len, self.run.generated.values())) > before:
             self.failing = 0
         assert report.prefix.nbytes <= self.prefix_bytes
-        for id in self.run.whole:
+        for id in self.run.skipped:
             self.settled.add(id)
             self.kept.pop(id, None)
-        for id in self.run.kept.keys() - self.run.whole.keys():
+        for id in self.run.kept_ranges.keys() - self.run.skipped.keys():
             self.settled.add(id)
-            self.kept[id] = self.run.kept[id]
+            self.kept[id] = self.run.kept_ranges[id]
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data())
@@ -288,8 +288,8 @@ class Machine(RuleBasedStateMachine):
     def preempt(self, data: st.DataObject, keep: bool) -> None:
         engine, id = self.run.engine, self.one_of(data, [*self.asked])
         if id in engine._prefills or id in {row.id for _, row in engine._running}:  # else it waits, or has just failed
-            self.run.park(id)
-            self.run.stir(keep=keep)
+            self.run.preempt(id)
+            self.run.readmit(keep_caches=keep)
 
     @rule(cost=st.sampled_from(COSTS))
     def regroup(self, cost: StepCost) -> None:
@@ -298,7 +298,7 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         """A new engine goes on with what the last one has not ended."""
-        said, ids = self.run.said, sorted(self.run.inside + self.run.waiting, key=int)
+        said, ids = self.run.generated, sorted(self.run.active + self.run.waiting, key=int)
         self.done |= self.asked.keys() - {*ids}
         self.failing = 0
         self.past |= said
@@ -309,7 +309,7 @@ class Machine(RuleBasedStateMachine):
     # What holds
 
     def said(self, id: str) -> list[int]:
-        return self.run.said.get(id, self.past.get(id, []))
+        return self.run.generated.get(id, self.past.get(id, []))
 
     def answer(self, id: str) -> Answer:
         asked = self.asked[id]
@@ -339,7 +339,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def each_answers_what_it_answers_alone(self) -> None:
-        for id in list(self.run.said):
+        for id in list(self.run.generated):
             if id not in self.done:
                 self.check(id)
         assert self.unlucky == [] or len(self.unlucky) <= self.faults.rows_that_may_fail
@@ -365,13 +365,13 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def each_request_is_in_one_place(self) -> None:
-        live = sorted([*self.run.inside, *self.run.waiting])
-        assert live == sorted(self.run.said.keys() - self.run.ended.keys() - self.done)
+        live = sorted([*self.run.active, *self.run.waiting])
+        assert live == sorted(self.run.generated.keys() - self.run.ended.keys() - self.done)
         assert len(self.run.engine) == len(live)
 
     @invariant()
     def what_must_be_kept_is_kept(self) -> None:
-        for id in self.run.kept.keys() & self.kept.keys():
+        for id in self.run.kept_ranges.keys() & self.kept.keys():
             asked = self.asked[id]
             assert asked.specprefill is not None
             ((first, end),) = asked.specprefill.droppable_ranges
@@ -389,13 +389,13 @@ class Machine(RuleBasedStateMachine):
             check_remains(self.run.engine, self.faults.bad_keys)
 
     def finish(self) -> None:
-        self.run.stir()
+        self.run.readmit()
         for _ in range(3000):
             if not len(self.run.engine):
                 break
             self.step_once()
         self.each_answers_what_it_answers_alone()
-        assert {*self.run.said} - self.done == set()
+        assert {*self.run.generated} - self.done == set()
         assert "refused" not in self.run.ended.values()
 
     def ask_for_what_is_cached(self) -> None:
@@ -408,11 +408,11 @@ class Machine(RuleBasedStateMachine):
     def counts(self) -> Counter[str]:
         """Return what has happened in this sequence."""
         counts = Counter(self.faults.fired)
-        endings = [self.run.ended.get(id, "cancelled") for id in self.run.said]
+        endings = [self.run.ended.get(id, "cancelled") for id in self.run.generated]
         counts.update(endings)
         counts["sequences"], counts["requests"] = 1, len(self.asked)
         counts["from a prefix"] = sum(cached > 0 for cached in self.run.cached.values())
-        counts["sparse"], counts["SpecPrefill skipped"] = len(self.run.kept), len(self.run.whole)
+        counts["sparse"], counts["SpecPrefill skipped"] = len(self.run.kept_ranges), len(self.run.skipped)
         counts["failed once"] = len(self.unlucky)
         counts["images encoded"] = len(self.run.encoded)
         return counts

@@ -12,10 +12,11 @@ from mlx_vlm.generate import generate_step as generate_step_with_images
 from tests.engine.machine import grammars
 from tests.engine.machine.families import Family, request
 from tests.engine.prefill.test_sparse import kept_logits
-from tests.engine.vision import seen
-from tests.engine.vision.seen import Prompt
-from tests.engine.vision.test_thinned import kept_logits_with_images
-from worker.engine.sampling.sampler import draw, draw_key, kind_of, processors_for
+from tests.engine.vision import cases
+from tests.engine.vision.cases import Prompt
+from tests.engine.vision.test_specprefill import kept_logits_with_images
+from worker.engine.sampling.processors import processors_for
+from worker.engine.sampling.sampler import draw, draw_key, kind_of
 from worker.schedule.request import GenerationRequest, Range, Sampling
 
 LONGEST = 12  # tokens of an answer
@@ -78,7 +79,7 @@ def alone(
 
 def _steps(family: Family, prompt: Prompt, kept: tuple[Range, ...] | None, chooser: Chooser) -> Steps:
     how: dict[str, Any] = {"sampler": chooser.draw, "logits_processors": [chooser.process], "max_tokens": LONGEST}
-    if kept is not None and prompt.sights:
+    if kept is not None and prompt.images:
         return _chosen(prompt, *kept_logits_with_images(family.name, prompt, kept), chooser)
     if kept is not None:
         return _chosen(prompt, *kept_logits(family.model.network, prompt.tokens, kept), chooser)
@@ -92,7 +93,7 @@ def _steps(family: Family, prompt: Prompt, kept: tuple[Range, ...] | None, choos
 
 def _with_images(family: Family, prompt: Prompt, how: dict[str, Any]) -> Steps:
     assert family.model.vision is not None
-    tokens, (pixels, more) = mx.array([prompt.tokens]), seen.together(prompt.sights)
+    tokens, (pixels, more) = mx.array([prompt.tokens]), cases.as_one_prompt(prompt.images)
     if family.name.startswith("gemma4"):  # as its processor does
         more["mm_token_type_ids"] = (tokens == family.model.vision.family.placeholder).astype(mx.int32)
     steps = generate_step_with_images(

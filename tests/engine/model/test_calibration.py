@@ -1,4 +1,4 @@
-"""A chunk is measured behind several contexts, so what a model computes by itself for each pair of tokens counts."""
+"""A chunk is measured after several contexts, so memory that a model takes for each pair of tokens is counted."""
 
 import gc
 from dataclasses import replace
@@ -14,7 +14,7 @@ from worker.engine.model.calibration import _longest, calibrated
 from worker.engine.model.load import Model
 from worker.schedule.memory import CHUNK, KVLayers, MemoryModel
 
-# Both search all tokens for those worth attending to, by an indexer of their own.
+# Both select the tokens to attend to by an indexer of their own.
 SEARCHING: dict[str, dict[str, Any]] = {
     "deepseek_v32": FAMILIES["deepseek_v32"],
     "glm_moe_dsa": {
@@ -62,7 +62,7 @@ def test_a_model_that_searches_its_context_stays_within_its_memory(family: str, 
 
 
 @pytest.mark.parametrize("family", SEARCHING)
-def test_what_the_search_takes_for_each_pair_is_measured(family: str) -> None:
+def test_bytes_per_pair_of_a_context_search_are_measured(family: str) -> None:
     guessed = model_of(searching(family).network, SEARCHING[family]).costs
     assert searching(family).costs.score_bytes > 1.2 * guessed.score_bytes
 
@@ -74,7 +74,7 @@ def test_without_a_context_pairs_cost_nothing(family: str) -> None:
     assert known.chunk_token_bytes > 0
 
 
-def test_a_measurement_takes_a_share_of_the_weights_and_no_longer_context_than_a_row_may_have() -> None:
+def test_measurement_is_limited_by_the_weights_and_the_context() -> None:
     costs = MemoryModel(weights_bytes=8 * 10**9, kv_layers=(KVLayers(100_000, 1_000),))
     assert _longest(costs, 1 << 20) == 8192
     assert _longest(costs, 4096) == 4096 - 2 * CHUNK

@@ -1,4 +1,4 @@
-"""What `check` tells of a model, and what it refuses to."""
+"""The report of `check` on a model, and the models that it refuses."""
 
 import json
 import shutil
@@ -35,15 +35,19 @@ def rewrite(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps({name: value for name, value in said.items() if value is not None}))
 
 
-def test_the_tiny_model_is_told() -> None:
-    told = check(str(TINY_CHAT))
-    assert Counter(layer.kind for layer in told.profile.layers) == {"recurrent": 2, "kv": 2}
-    assert (told.costs.weights_bytes, told.profile.token_bytes, told.costs.state_bytes) == (2_047_296, 1024, 41_984)
-    assert (told.context, told.profile.vocab, told.bits, told.mtp) == (32_768, 1024, None, "no")
-    assert (told.vision_unsupported_reason, told.encoder_bytes) == ("Its config has no vision encoder.", 0)
-    assert told.tokenizer.think == ("<think>", "</think>")
-    assert told.batches
-    assert told.blockers == ()
+def test_report_on_the_tiny_model_is_complete() -> None:
+    report = check(str(TINY_CHAT))
+    assert Counter(layer.kind for layer in report.profile.layers) == {"recurrent": 2, "kv": 2}
+    assert (report.costs.weights_bytes, report.profile.token_bytes, report.costs.state_bytes) == (
+        2_047_296,
+        1024,
+        41_984,
+    )
+    assert (report.context, report.profile.vocab, report.bits, report.mtp) == (32_768, 1024, None, "no")
+    assert (report.vision_unsupported_reason, report.encoder_bytes) == ("Its config has no vision encoder.", 0)
+    assert report.tokenizer.think == ("<think>", "</think>")
+    assert report.batches
+    assert report.blockers == ()
 
 
 def test_checking_takes_no_memory_for_the_weights(tmp_path: Path) -> None:
@@ -55,25 +59,25 @@ def test_checking_takes_no_memory_for_the_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "reason"), [("llama4", "in chunks"), ("dynamic_ntk", "Dynamic-NTK")])
-def test_a_model_that_cannot_batch_is_told_all_the_same(tmp_path: Path, name: str, reason: str) -> None:
-    told = check(str(write_checkpoint(CANNOT_BATCH[name], tmp_path)))
-    assert not told.batches
-    assert [reason in complaint for complaint in told.blockers] == [True]
+def test_model_that_cannot_batch_is_still_reported(tmp_path: Path, name: str, reason: str) -> None:
+    report = check(str(write_checkpoint(CANNOT_BATCH[name], tmp_path)))
+    assert not report.batches
+    assert [reason in complaint for complaint in report.blockers] == [True]
 
 
-def test_a_model_without_a_chat_template_is_not_for_chats(tmp_path: Path) -> None:
+def test_model_without_a_chat_template_is_blocked(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path)
     rewrite(folder / "tokenizer_config.json", chat_template=None)
     assert check(str(folder)).blockers == ("It has no chat template, so it cannot serve chat requests.",)
 
 
-def test_a_model_that_is_too_large_for_a_worker_is_told_so() -> None:
+def test_model_too_large_for_a_worker_is_blocked() -> None:
     (complaint,) = check(str(TINY_CHAT), memory=2_100_000).blockers
     assert "Its weights take 2 MB of the 2.1 MB that a worker may use on" in complaint
     assert "which leaves too little for any answer" in complaint
 
 
-def test_a_quantized_model_says_its_bits_and_takes_less(tmp_path: Path) -> None:
+def test_quantized_model_reports_its_bits_and_less_memory(tmp_path: Path) -> None:
     whole = check(str(checkpoint(tmp_path / "whole"))).costs.weights_bytes
     # As a hub would have it: the config alone.
     quantized = hub_has(tmp_path / "quantized", quantization={"group_size": 32, "bits": 4}, dtype="float32")
@@ -88,34 +92,34 @@ def hub_has(folder: Path, **config: Any) -> ModelReport:
         return check("someone/some-model")
 
 
-def test_of_a_model_on_the_hub_the_config_tells_the_same_as_the_weights_would(tmp_path: Path) -> None:
-    here = check(str(checkpoint(tmp_path / "here", dtype="float32")))
-    assert replace(hub_has(tmp_path / "there", dtype="float32"), tokenizer=here.tokenizer) == here
+def test_report_from_the_hubs_config_equals_that_from_weights(tmp_path: Path) -> None:
+    folder = check(str(checkpoint(tmp_path / "here", dtype="float32")))
+    assert replace(hub_has(tmp_path / "there", dtype="float32"), tokenizer=folder.tokenizer) == folder
 
 
-def test_where_a_config_does_not_say_how_numbers_are_written_they_take_two_bytes(tmp_path: Path) -> None:
-    here, there = check(str(checkpoint(tmp_path / "here"))), hub_has(tmp_path / "there")
-    assert there.profile.token_bytes * 2 == here.profile.token_bytes
-    assert there.costs.weights_bytes * 2 == here.costs.weights_bytes
+def test_weights_without_a_dtype_in_the_config_count_two_bytes(tmp_path: Path) -> None:
+    folder, there = check(str(checkpoint(tmp_path / "here"))), hub_has(tmp_path / "there")
+    assert there.profile.token_bytes * 2 == folder.profile.token_bytes
+    assert there.costs.weights_bytes * 2 == folder.costs.weights_bytes
 
 
-def test_weights_of_a_hub_are_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, list[str]]] = []
+def test_no_weights_are_downloaded_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    downloads: list[tuple[str, list[str]]] = []
 
     def download(name: str, allow_patterns: list[str]) -> Path:
-        asked.append((name, allow_patterns))
+        downloads.append((name, allow_patterns))
         return checkpoint(tmp_path)
 
     monkeypatch.setattr(opening, "download", download)
     check("someone/some-model")
-    ((name, patterns),) = asked
+    ((name, patterns),) = downloads
     assert name == "someone/some-model"
     for file in ("model-00001-of-00002.safetensors", "modeling.py"):
         assert not any(Path(file).match(pattern) for pattern in patterns)
 
 
 def with_mtp(folder: Path, name: str, tensor: str | None, **text: Any) -> str:
-    """What is told of a model with this in its config, and this tensor in its files."""
+    """Return the report on a model with this setting in its config, and this tensor in its files."""
     config = {**ALL[name], **text}
     if "text_config" in config:
         config["text_config"] = {**config["text_config"], **text}
@@ -135,28 +139,28 @@ def with_mtp(folder: Path, name: str, tensor: str | None, **text: Any) -> str:
         ("deepseek_v3", "model.layers.61.eh_proj.weight", {"num_nextn_predict_layers": 1}, "yes"),
     ],
 )
-def test_mtp_needs_a_config_that_tells_of_it_and_weights(
+def test_mtp_needs_layers_in_the_config_and_weights(
     tmp_path: Path, name: str, tensor: str | None, text: dict[str, int], mtp: str
 ) -> None:
     assert with_mtp(tmp_path, name, tensor, **text) == mtp
 
 
 @pytest.mark.parametrize("kept", [4, 500, 100_000])
-def test_weights_that_were_cut_short_are_refused(tmp_path: Path, kept: int) -> None:
+def test_truncated_weights_are_refused(tmp_path: Path, kept: int) -> None:
     weights = checkpoint(tmp_path) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:kept])
     with pytest.raises(CannotStart, match="cannot load"):
         check(str(tmp_path))
 
 
-def test_a_pointer_of_git_lfs_is_no_weights(tmp_path: Path) -> None:
+def test_git_lfs_pointer_is_refused(tmp_path: Path) -> None:
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab\nsize 12345\n"
     (checkpoint(tmp_path) / "model.safetensors").write_text(pointer)
     with pytest.raises(CannotStart, match="is not a safetensors file"):
         check(str(tmp_path))
 
 
-def test_how_much_is_missing_is_said(tmp_path: Path) -> None:
+def test_error_on_truncated_weights_names_both_sizes(tmp_path: Path) -> None:
     weights = checkpoint(tmp_path) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100_000])
     with pytest.raises(CannotStart, match=r"model\.safetensors is truncated: 100 kB of 898\.8 kB"):
@@ -179,7 +183,7 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
     ("name", "said"),
     [("./no/such/folder", "there is no such folder"), (str(TINY_CHAT / "config.json"), "is a file, not a folder")],
 )
-def test_what_is_no_folder_is_refused(name: str, said: str) -> None:
+def test_path_that_is_not_a_folder_is_refused(name: str, said: str) -> None:
     with pytest.raises(CannotStart, match=said):
         check(name)
 

@@ -1,4 +1,4 @@
-"""What is served is identified, and what cannot keep our promises is refused at start."""
+"""A served model has a fingerprint, and an unsuitable one is refused at start."""
 
 import json
 import shutil
@@ -19,13 +19,13 @@ def test_a_model_that_cannot_batch_is_refused_with_the_reason(tmp_path: Path, na
         open_model(str(folder))
 
 
-def test_a_folder_that_is_not_there_is_refused_by_name() -> None:
+def test_missing_folder_is_refused_by_name() -> None:
     with pytest.raises(CannotStart, match="./no/such/folder: there is no such folder"):
         open_model("./no/such/folder")
 
 
 @pytest.mark.parametrize("given", ["./tiny-chta", "sub/../tiny-chta", "tiny-chta/"])
-def test_a_misspelt_folder_is_refused_with_the_one_that_is_meant(
+def test_misspelt_folder_is_refused_with_a_suggestion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
     for name in ("tiny-chat", "other", "sub"):
@@ -37,9 +37,7 @@ def test_a_misspelt_folder_is_refused_with_the_one_that_is_meant(
     assert str(refused.value).endswith("tiny-chat?")
 
 
-def test_a_hub_id_that_the_hub_does_not_have_is_refused_with_the_folder_that_is_meant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_hub_id_is_refused_with_a_suggested_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def download(*_: object, **__: object) -> str:
         raise OSError("no such repository")
 
@@ -57,7 +55,7 @@ def test_a_file_in_place_of_a_folder_is_refused() -> None:
         open_model(str(TINY_CHAT / "config.json"))
 
 
-def test_weights_that_were_cut_short_are_refused(tmp_path: Path) -> None:
+def test_truncated_weights_are_refused(tmp_path: Path) -> None:
     folder = write_checkpoint(CONFIGS["qwen3"], tmp_path)
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:500])
     with pytest.raises(CannotStart, match="cannot load"):
@@ -113,7 +111,7 @@ def test_a_fingerprint_changes_with_any_part_of_the_model(tmp_path: Path, change
     assert fingerprint(folder) != fingerprint(TINY_CHAT)
 
 
-def test_code_of_a_checkpoint_runs_only_where_it_is_trusted(tmp_path: Path) -> None:
+def test_code_of_a_checkpoint_runs_only_if_trusted(tmp_path: Path) -> None:
     folder, ran = write_checkpoint(CONFIGS["qwen3"], tmp_path), tmp_path / "ran"
     (folder / "own.py").write_text(f"from mlx_lm.models.qwen3 import *\nopen({str(ran)!r}, 'w')\n")
     config = json.loads((folder / "config.json").read_text())

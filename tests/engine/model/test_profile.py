@@ -1,4 +1,4 @@
-"""What is told of a model without computing, against the same model computing."""
+"""The profile of a model, derived without computing, compared with measurements."""
 
 import json
 from functools import cache
@@ -81,7 +81,7 @@ def network(name: str) -> nn.Module:
     return built
 
 
-def told(name: str) -> ModelProfile:
+def profiled(name: str) -> ModelProfile:
     return profile(network(name), KNOWN[name])
 
 
@@ -106,16 +106,16 @@ def prompt_of(name: str, tokens: int) -> Prefill:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_what_a_token_and_a_row_take_is_what_they_take(name: str) -> None:
+def test_predicted_bytes_of_tokens_and_rows_equal_measured_ones(name: str) -> None:
     short, long = computed(name, 256), computed(name, 512)
-    for layer, before, after in zip(told(name).layers, short, long, strict=True):
+    for layer, before, after in zip(profiled(name).layers, short, long, strict=True):
         assert layer.token_bytes == (after.nbytes - before.nbytes) / 256
         assert layer.fixed_bytes == (0 if layer.token_bytes else after.nbytes)
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma3"])
 def test_a_window_holds_no_more_than_its_tokens(name: str) -> None:
-    found = [layer for layer in told(name).layers if layer.window]
+    found = [layer for layer in profiled(name).layers if layer.window]
     windows = [layer for layer in computed(name, 300, 1) if hasattr(layer, "max_size")]
     assert [layer.window * layer.token_bytes for layer in found if layer.window] == [each.nbytes for each in windows]
 
@@ -132,18 +132,18 @@ def test_a_window_holds_no_more_than_its_tokens(name: str) -> None:
         ("falcon_h1", {"recurrent", "kv"}),
     ],
 )
-def test_kinds_are_known_by_what_layers_do(name: str, kinds: set[str]) -> None:
-    assert {layer.kind for layer in told(name).layers} == kinds
+def test_kind_of_a_layer_is_found_by_its_behaviour(name: str, kinds: set[str]) -> None:
+    assert {layer.kind for layer in profiled(name).layers} == kinds
 
 
-def test_the_tiny_model_is_known_layer_by_layer() -> None:
-    # Its weights are float16, and it computes in float32: nothing but looking at the arrays would have told.
+def test_layers_of_the_tiny_model_are_identified() -> None:
+    # Its weights are float16, but it computes in float32, which only its arrays reveal.
     built, config = load_model(TINY_CHAT, lazy=True)
     state, attention = Layer("recurrent", 0, None, 20_992), Layer("kv", 512, None, 0)
     assert profile(built, config).layers == (state, attention, state, attention)
 
 
-def test_looking_computes_nothing(tmp_path: Path) -> None:
+def test_profiling_computes_nothing(tmp_path: Path) -> None:
     built, config = load_model(write_checkpoint({**CONFIGS["qwen3"], "hidden_size": 512}, tmp_path), lazy=True)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -152,7 +152,7 @@ def test_looking_computes_nothing(tmp_path: Path) -> None:
     assert mx.get_peak_memory() - before < 100_000 < 5_000_000 < weights_bytes(built)
 
 
-def test_weights_take_what_their_files_say() -> None:
+def test_weights_bytes_equal_the_size_of_the_files() -> None:
     built, _ = load_model(TINY_CHAT, lazy=True)
     with (TINY_CHAT / "model.safetensors").open("rb") as file:
         head = json.loads(file.read(int.from_bytes(file.read(8), "little")))
@@ -163,25 +163,25 @@ def test_weights_take_what_their_files_say() -> None:
 @settings(max_examples=examples(10), deadline=None)
 @given(st.sampled_from(["llama", "deepseek_v3"]), st.lists(st.integers(1, 400), min_size=1, max_size=6))
 def test_a_row_never_takes_more_than_predicted_however_its_prompt_is_cut(name: str, chunks: list[int]) -> None:
-    costs = told(name).costs(weights_bytes=0)
+    costs = profiled(name).costs(weights_bytes=0)
     takes, tokens = bytes_of(as_the_engine_does(name, *chunks)), sum(chunks)
     assert takes <= costs.row_bytes(tokens) < takes + costs.row_bytes(256)
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_rows_in_a_batch_take_what_was_predicted(name: str) -> None:
+def test_rows_of_a_batch_take_the_predicted_bytes(name: str) -> None:
     lengths = 100, 300, 700
     batch = batch_of(as_the_engine_does(name, lengths[0]), end=max(lengths))
     for tokens in lengths[1:]:
         join(batch, as_the_engine_does(name, tokens), end=max(lengths))
-    predicted = told(name).costs(weights_bytes=0).rectangle_bytes(lengths)
+    predicted = profiled(name).costs(weights_bytes=0).rectangle_bytes(lengths)
     assert bytes_of(batch) <= predicted <= 1.02 * bytes_of(batch)
 
 
 @pytest.mark.parametrize("name", [*ALL, "gemma2"])
-def test_a_chunk_takes_in_passing_what_was_predicted(name: str) -> None:
+def test_temporary_bytes_of_a_chunk_are_as_predicted(name: str) -> None:
     mx.eval(network(name).parameters())
-    costs = calibrated(told(name).costs(weights_bytes=0), network(name), 2048)
+    costs = calibrated(profiled(name).costs(weights_bytes=0), network(name), 2048)
     row, shares = prompt_of(name, 6 * CHUNK), []
     for tokens in range(CHUNK, 6 * CHUNK, CHUNK):
         mx.reset_peak_memory()
@@ -197,9 +197,9 @@ def largest_copy(costs: MemoryModel, tokens: int) -> int:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma3", "deepseek_v3"])
-def test_rows_that_come_and_go_on_take_no_more_than_was_predicted(name: str) -> None:
+def test_rows_that_join_and_decode_take_no_more_than_predicted(name: str) -> None:
     mx.eval(network(name).parameters())
-    costs = calibrated(told(name).costs(weights_bytes=0), network(name), 2048)
+    costs = calibrated(profiled(name).costs(weights_bytes=0), network(name), 2048)
     before, lengths = mx.get_active_memory(), [300, 900, 500, 700]
     mx.reset_peak_memory()
     batch = batch_of(make_prompt_cache(network(name)))
@@ -209,38 +209,38 @@ def test_rows_that_come_and_go_on_take_no_more_than_was_predicted(name: str) -> 
             logits = network(name)(mx.ones((rows, 1), mx.int32), cache=batch)
             mx.eval(logits, [layer.state for layer in layers(batch)])
     took = mx.get_peak_memory() - before
-    assert took <= costs.beside_bytes([[tokens + 40 for tokens in lengths]]) <= 2 * took
+    assert took <= costs.working_bytes([[tokens + 40 for tokens in lengths]]) <= 2 * took
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5", "gpt_oss", "deepseek_v3"])
-def test_what_a_chunk_takes_is_not_far_off_without_calibration_either(name: str) -> None:
-    guessed = told(name).costs(weights_bytes=0)
+def test_bytes_of_a_chunk_are_close_without_calibration(name: str) -> None:
+    guessed = profiled(name).costs(weights_bytes=0)
     known = calibrated(guessed, network(name), 2048)
     assert 0.5 < guessed.chunk_bytes(CHUNK, CHUNK) / known.chunk_bytes(CHUNK, CHUNK) < 1.5
 
 
-def test_attention_is_what_it_was_after_a_look() -> None:
+def test_profiling_restores_mlx_s_attention() -> None:
     original = mx.fast.scaled_dot_product_attention
-    assert told("llama").attention_calls == 3
+    assert profiled("llama").attention_calls == 3
     assert mx.fast.scaled_dot_product_attention is original
 
 
 def test_a_model_without_attention_has_none_to_score() -> None:
-    assert (told("mamba2").attention_calls, told("mamba2").score_bytes) == (0, 0)
+    assert (profiled("mamba2").attention_calls, profiled("mamba2").score_bytes) == (0, 0)
 
 
-def test_attention_that_a_model_writes_out_itself_holds_its_scores() -> None:
-    assert (told("gemma2").attention_calls, told("gemma2").score_bytes) == (0, 16)
+def test_attention_implemented_by_a_model_materializes_its_scores() -> None:
+    assert (profiled("gemma2").attention_calls, profiled("gemma2").score_bytes) == (0, 16)
 
 
 @pytest.mark.skipif(mx.default_device() != mx.cpu, reason="other devices fuse it")
-def test_a_cpu_holds_all_scores() -> None:
+def test_cpu_materializes_all_scores() -> None:
     shape = (1, 4, 256, 64)
     assert not fused_attention(shape, shape, shape, mx.float32, sinks=False)
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_model_whose_rows_can_share_a_batch_is_not_turned_away(name: str) -> None:
+def test_model_whose_rows_can_share_a_batch_is_accepted(name: str) -> None:
     assert why_not_batched(network(name), ALL[name]) is None
 
 
@@ -252,13 +252,13 @@ def test_a_model_whose_rows_can_share_a_batch_is_not_turned_away(name: str) -> N
         ("dynamic_ntk", "Dynamic-NTK rope scaling", "Set a fixed rope_scaling"),
     ],
 )
-def test_a_model_whose_rows_cannot_is_named_with_the_way_out(name: str, reason: str, way_out: str) -> None:
+def test_model_whose_rows_cannot_share_a_batch_is_refused_with_advice(name: str, reason: str, way_out: str) -> None:
     said = why_not_batched(network(name), CANNOT_BATCH[name]) or ""
     assert reason in said
     assert way_out in said
 
 
-def test_a_quantized_cache_is_named() -> None:
+def test_quantized_cache_is_refused_by_name() -> None:
     config = {**CONFIGS["llama"], "head_dim": 64}
     model_class, args_class = _get_classes(config)
     built = model_class(args_class.from_dict(config))

@@ -1,4 +1,4 @@
-"""Which prompts advance beside rows that decode, and when they join those: told by numbers, and not by a clock."""
+"""The prompts that advance while rows decode, and when they join: with given costs instead of a clock."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,8 @@ ROOM = 10**9
 
 
 def prefills(family: str = "qwen3", prefix_bytes: int = 0) -> PrefillQueue:
-    """Of a model that takes most of a step to decode, a millisecond for two tokens, and nothing for a join."""
+    """Return prefills of a model for which decoding takes most of a step, two tokens a millisecond, and a join
+    nothing."""
     opened = model(family)
     made = PrefillQueue(opened, STEP_S, EngineCaches(opened, prefix_bytes))
     for _ in range(100):
@@ -52,7 +53,7 @@ def planned(made: PrefillQueue, running: Running | None = None) -> list[Chunk]:
     return made.plan(running or Running(), DECODE_S, ROOM)
 
 
-def test_an_interactive_prompt_gets_a_share_of_the_decode_time_and_an_offline_one_what_is_left() -> None:
+def test_interactive_prompt_gets_a_share_of_the_decode_time_and_offline_one_the_rest() -> None:
     interactive, offline = prefills(), prefills()
     begin(interactive, "a", 5000)
     begin(offline, "a", 5000, "batch")
@@ -61,7 +62,7 @@ def test_an_interactive_prompt_gets_a_share_of_the_decode_time_and_an_offline_on
     assert least.tokens == pytest.approx((STEP_S - DECODE_S) * TOKENS_PER_S, rel=0.1)
 
 
-def test_the_share_is_of_what_decoding_takes_with_the_waiting_interactive_prompts() -> None:
+def test_share_is_of_the_decode_time_with_the_waiting_interactive_rows() -> None:
     made, running = prefills(), Running(row_cost=0.1)
     begin(made, "offline", 6000, "batch")
     begin(made, "long", 5000)
@@ -71,14 +72,14 @@ def test_the_share_is_of_what_decoding_takes_with_the_waiting_interactive_prompt
     assert chunk.tokens == pytest.approx((most_s - DECODE_S) * TOKENS_PER_S, rel=0.02)
 
 
-def test_an_offline_prompt_gets_nothing_of_what_an_interactive_one_leaves_of_its_share() -> None:
+def test_offline_prompt_gets_no_time_left_of_the_interactive_share() -> None:
     made = prefills()
     begin(made, "offline", 5000, "batch")
     begin(made, "interactive", 100)
     assert planned(made) == [Chunk("interactive", 100, joins=True)]
 
 
-def test_a_prompt_whose_join_has_to_wait_joins_in_the_next_step_and_computes_nothing_there() -> None:
+def test_delayed_join_happens_in_the_next_step_without_computing() -> None:
     made = prefills()
     begin(made, "a", 100)
     for _ in range(50):
@@ -95,7 +96,7 @@ def test_a_prompt_whose_join_has_to_wait_joins_in_the_next_step_and_computes_not
     assert len(made) == 0
 
 
-def test_a_cut_is_counted_as_a_pass_where_states_are_kept() -> None:
+def test_cut_counts_as_a_pass_if_snapshots_are_taken() -> None:
     made = prefills("qwen3_5", prefix_bytes=10**9)
     made.budget.forward_s = 0.05
     fits = int((PROMPT_SHARE * DECODE_S - 0.05) * TOKENS_PER_S) - 10  # in a single pass, and not in two

@@ -1,4 +1,5 @@
-"""Scores of a prompt's tokens: whose attention they are, how they come about, and whom they are asked of."""
+"""Scores of a prompt's tokens: the attention that they are, how they are computed, and the models that can be
+drafts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,8 +32,8 @@ def draft(family: str, *, prefix_bytes: int = 10**9) -> Draft:
     return Draft(network(family), prefix_bytes)
 
 
-def scored(draft: Draft, tokens: tuple[int, ...] = PROMPT, *, chunk: int = 10**6, space: str = "") -> Scores:
-    scoring = draft.scoring(space, tokens)
+def scored(draft: Draft, tokens: tuple[int, ...] = PROMPT, *, chunk: int = 10**6, namespace: str = "") -> Scores:
+    scoring = draft.scoring(namespace, tokens)
     while scoring.remaining:
         scoring.advance(chunk)
     assert scoring.scores is not None
@@ -40,47 +41,47 @@ def scored(draft: Draft, tokens: tuple[int, ...] = PROMPT, *, chunk: int = 10**6
 
 
 @pytest.mark.parametrize("family", DRAFTS)
-def test_a_score_comes_for_each_token_however_the_prompt_is_cut(family: str) -> None:
+def test_each_token_gets_a_score_for_any_chunks(family: str) -> None:
     whole = scored(draft(family))
     assert len(whole) == len(PROMPT)
     assert min(whole) > 0
     assert scored(draft(family), chunk=13) == pytest.approx(whole, rel=1e-3)
 
 
-def test_what_a_draft_is_not_shown_scores_nothing_and_the_rest_what_it_scores_without() -> None:
+def test_skipped_tokens_score_zero_and_do_not_change_other_scores() -> None:
     with_images = (*PROMPT[:20], *[VOCAB + 7] * 30, *PROMPT[20:60], VOCAB + 7, *PROMPT[60:])
     blind = Draft(network("llama"), 10**9, skip_token_id=VOCAB + 7)
     scoring = blind.scoring("", with_images, (20, 40, 60, 130))
-    assert (scoring.remaining, scoring._asked.boundaries) == (len(PROMPT) - 1 + LOOKAHEAD, (20, 20, 30, 99))
+    assert (scoring.remaining, scoring._request.boundaries) == (len(PROMPT) - 1 + LOOKAHEAD, (20, 20, 30, 99))
     scores, whole = scored(blind, with_images), scored(draft("llama"))
     assert list(scores) == [*whole[:20], *[0.0] * 30, *whole[20:60], 0.0, *whole[60:]]
     assert scored(blind) == whole
 
 
 @pytest.mark.parametrize("tokens", [2, 12, 13, 14])
-def test_prompts_of_few_tokens_have_scores_too(tokens: int) -> None:
+def test_short_prompts_have_scores(tokens: int) -> None:
     assert len(scored(draft("llama"), prompt(tokens, 1))) == tokens
 
 
 @pytest.mark.parametrize("family", DRAFTS)
-def test_what_is_watched_is_the_attention_that_the_model_computes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    attend, cache, seen = mx.fast.scaled_dot_product_attention, make_prompt_cache(network(family)), []
+def test_recorded_attention_equals_the_models(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend, cache, compared = mx.fast.scaled_dot_product_attention, make_prompt_cache(network(family)), []
 
     def compare(q: mx.array, k: mx.array, v: mx.array, **how: Any) -> mx.array:
         out = attend(q, k, v, **how)
         each = mx.repeat(v[0], q.shape[1] // v.shape[1], axis=0)  # (heads, keys, width)
-        seen.append((out[0, :, 0], (attention(q, k, **how)[:, None] @ each)[:, 0]))
+        compared.append((out[0, :, 0], (attention(q, k, **how)[:, None] @ each)[:, 0]))
         return out
 
     network(family)(mx.array([PROMPT]), cache=cache)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", compare)
     network(family)(mx.array([[5]]), cache=cache)
-    assert seen
-    assert all(mx.allclose(theirs, ours, rtol=1e-3, atol=1e-5) for theirs, ours in seen)
+    assert compared
+    assert all(mx.allclose(theirs, ours, rtol=1e-3, atol=1e-5) for theirs, ours in compared)
 
 
 @pytest.mark.parametrize(("family", "layers"), [("llama", 3), ("gpt_oss", 2), ("gemma3", 2), ("qwen3_5", 2)])
-def test_layers_that_see_less_than_the_prompt_have_no_say(family: str, layers: int) -> None:
+def test_layers_with_a_window_shorter_than_the_prompt_are_ignored(family: str, layers: int) -> None:
     cache = make_prompt_cache(network(family))
     network(family)(mx.array([PROMPT]), cache=cache)
     with probe_attention(len(PROMPT) + 1) as watch:
@@ -89,20 +90,20 @@ def test_layers_that_see_less_than_the_prompt_have_no_say(family: str, layers: i
 
 
 @pytest.mark.parametrize("family", DRAFTS)
-def test_behind_a_prefix_only_the_rest_is_computed_and_scored_alike(family: str) -> None:
+def test_with_a_cached_prefix_only_the_rest_is_computed_and_scores_are_equal(family: str) -> None:
     growing, longer = draft(family), PROMPT + prompt(60, 2)
     scored(growing)
     scoring = growing.scoring("", longer)
-    new = len(longer) - len(PROMPT) + LOOKAHEAD  # a prompt's last token is not kept, and the last one looks ahead
+    new = len(longer) - len(PROMPT) + LOOKAHEAD  # a prompt's last token is not cached
     assert scoring.remaining == new
     scoring.advance(7)
     assert scoring.remaining == new - 7
     assert scored(growing, longer, chunk=13) == pytest.approx(scored(draft(family), longer), rel=1e-3)
 
 
-def test_another_s_prefix_and_scores_are_not_found() -> None:
+def test_prefixes_and_scores_of_another_namespace_are_not_found() -> None:
     shared = draft("llama")
-    scored(shared, space="one")
+    scored(shared, namespace="one")
     assert shared.scoring("other", PROMPT).remaining == len(PROMPT) - 1 + LOOKAHEAD
 
 
@@ -113,7 +114,7 @@ def test_an_identical_prompt_is_not_scored_again() -> None:
     assert busy.network.computed == computed
 
 
-def test_the_prompts_that_were_asked_for_last_are_remembered() -> None:
+def test_scores_of_the_most_recent_prompts_are_kept() -> None:
     busy, others = draft("llama", prefix_bytes=0), [prompt(4, seed) for seed in range(2, 17)]
     for tokens in [PROMPT, *others, PROMPT, prompt(4, 17)]:
         scored(busy, tokens)
@@ -134,7 +135,7 @@ class Counted:
 
 @settings(max_examples=examples(25), deadline=None)
 @given(st.integers(2, 60), st.lists(st.integers(0, 40), max_size=12))
-def test_each_step_computes_what_it_was_given_and_no_more(tokens: int, steps: list[int]) -> None:
+def test_each_step_computes_at_most_its_tokens(tokens: int, steps: list[int]) -> None:
     counted = Counted(network("llama"))
     scoring = Draft(counted, prefix_bytes=0).scoring("", prompt(tokens, 3))
     assert scoring.total == scoring.remaining
@@ -147,7 +148,7 @@ def test_each_step_computes_what_it_was_given_and_no_more(tokens: int, steps: li
 
 
 @pytest.mark.parametrize("advanced", [0, 50, len(PROMPT) - 1, len(PROMPT) + 3])
-def test_dropped_on_the_way_it_leaves_nothing_behind(advanced: int) -> None:
+def test_dropped_scoring_frees_its_memory(advanced: int) -> None:
     busy, attend, before = draft("llama", prefix_bytes=0), mx.fast.scaled_dot_product_attention, mx.get_active_memory()
     scoring = busy.scoring("", PROMPT)
     scoring.advance(advanced)
@@ -157,7 +158,7 @@ def test_dropped_on_the_way_it_leaves_nothing_behind(advanced: int) -> None:
     assert busy.scoring("", PROMPT).remaining == len(PROMPT) - 1 + LOOKAHEAD
 
 
-def test_attention_is_itself_again_after_a_forward_that_fails() -> None:
+def test_failed_forward_restores_mlx_s_attention() -> None:
     attend = mx.fast.scaled_dot_product_attention
     replaced = []
 
@@ -172,7 +173,7 @@ def test_attention_is_itself_again_after_a_forward_that_fails() -> None:
     assert mx.fast.scaled_dot_product_attention is attend
 
 
-def test_watching_changes_nothing_of_what_is_computed() -> None:
+def test_recording_attention_changes_no_result() -> None:
     def logits(watched: bool) -> mx.array:
         cache = make_prompt_cache(network("llama"))
         network("llama")(mx.array([PROMPT]), cache=cache)
@@ -184,7 +185,7 @@ def test_watching_changes_nothing_of_what_is_computed() -> None:
     assert mx.array_equal(logits(True), logits(False))
 
 
-def test_a_prompt_without_numbers_is_told_of_and_kept_nowhere() -> None:
+def test_non_finite_scores_raise_and_are_not_cached() -> None:
     broken = build(FAMILIES["llama"])
     broken.model.embed_tokens.weight[PROMPT[50]] = mx.nan
     asked = Draft(broken, prefix_bytes=10**9)
@@ -195,7 +196,7 @@ def test_a_prompt_without_numbers_is_told_of_and_kept_nowhere() -> None:
     assert len(scored(asked, PROMPT[:50])) == 50
 
 
-def test_the_sentence_that_is_asked_for_scores_highest() -> None:
+def test_relevant_sentence_scores_highest() -> None:
     chat, tokenizer = load_model(TINY_CHAT)[0], load_tokenizer(TINY_CHAT)
     chat.set_dtype(mx.float32)
     needle = "The secret code of Oslo is 4 6 8 8."
@@ -216,17 +217,17 @@ def test_models_with_full_attention_can_be_drafts(family: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "why"), REFUSED.items())
-def test_models_without_it_are_refused_by_name(family: str, why: str) -> None:
+def test_models_without_full_attention_are_refused_by_name(family: str, why: str) -> None:
     assert why_not_draft(WORDS, WORDS, network(family)) == f"{family} cannot be a draft: {why}. Choose a model {FULL}"
 
 
-def test_attention_that_is_written_out_is_refused_by_name() -> None:
+def test_attention_not_computed_by_mlx_is_refused_by_name() -> None:
     why = "gemma2 cannot be a draft: mlx-lm implements its attention without MLX's function, so it cannot be recorded."
     assert why_not_draft(WORDS, WORDS, build(CANNOT_BATCH["gemma2"])) == f"{why} Choose a model {FULL}"
 
 
 @pytest.mark.parametrize("family", ["llama4", "dynamic_ntk"])
-def test_what_cannot_be_served_in_batches_can_be_a_draft(family: str) -> None:
+def test_model_that_cannot_batch_can_be_a_draft(family: str) -> None:
     built = build(CANNOT_BATCH[family])
     assert why_not_draft(WORDS, WORDS, built) is None
     growing, longer = Draft(built, 10**9), PROMPT + prompt(60, 2)
@@ -234,7 +235,7 @@ def test_what_cannot_be_served_in_batches_can_be_a_draft(family: str) -> None:
     assert scored(growing, longer, chunk=13) == pytest.approx(scored(Draft(built, 0), longer), rel=1e-3)
 
 
-def test_looking_at_a_draft_computes_nothing() -> None:
+def test_checking_a_draft_computes_nothing() -> None:
     built = network("llama")
     mx.eval(built.parameters())
     before = mx.get_active_memory()
@@ -252,13 +253,13 @@ def why_not(change: Callable[[list[str]], None], *, of: str) -> str | None:
 FAMILY = "Choose a draft of the model's own family, which shares its tokens."
 
 
-def test_a_token_that_means_something_else_is_refused() -> None:
+def test_token_with_another_text_is_refused() -> None:
     assert why_not(lambda words: words.__setitem__(7, "<s>"), of="draft") == (
         f"Token 7 is 'w7' in the model and '<s>' in its draft. {FAMILY}"
     )
 
 
-def test_the_names_of_special_tokens_have_to_agree_too() -> None:
+def test_special_tokens_must_agree_too() -> None:
     words = MLXTokenizer(load_tokenizer(TINY_CHAT)).tokens
     other = [word.replace("im_end", "eot_id") for word in words]
     assert why_not_draft(words, words, network("llama")) is None
@@ -268,12 +269,12 @@ def test_the_names_of_special_tokens_have_to_agree_too() -> None:
 
 
 @pytest.mark.parametrize("of", ["target", "draft"])
-def test_a_token_that_only_one_of_them_has_is_no_difference(of: str) -> None:
+def test_token_without_text_in_one_vocabulary_is_accepted(of: str) -> None:
     assert why_not(lambda words: words.__setitem__(7, ""), of=of) is None
     assert why_not(lambda words: words.__delitem__(slice(1000, None)), of=of) is None
 
 
-def test_a_token_beyond_the_draft_s_own_is_refused() -> None:
+def test_token_beyond_the_drafts_vocabulary_is_refused() -> None:
     assert why_not(lambda words: words.append("w1024"), of="target") == (
         f"The draft has 1,024 tokens, and the model's token 1024 is 'w1024'. {FAMILY}"
     )

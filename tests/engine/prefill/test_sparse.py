@@ -1,8 +1,7 @@
-"""Prompts of which only some tokens are computed. The oracle is mlx-lm's: its batch caches of one row, a forward for
-each run of tokens, with the caches' offset set to where the run begins."""
+"""Prompts of which only some tokens are computed. The oracle uses mlx-lm's batch caches of one row: a forward for each
+range of tokens, with the caches' offset set to the position of the range."""
 
-from collections.abc import Callable
-from collections.abc import Sequence as Sequences
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.rope_utils import initialize_rope
 
-from tests.engine.driver import EACH_ALONE, ONE_GROUP, Fixed
-from tests.engine.tiny import FAMILIES, VOCAB, build, network, prompt, told_alone
+from tests.engine.driver import EACH_ALONE, ONE_GROUP, FixedCost
+from tests.engine.tiny import FAMILIES, VOCAB, build, greedy_with_logprobs, network, prompt
 from tests.selection import examples
 from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row
@@ -25,7 +24,7 @@ from worker.engine.prefill.sparse import (
     Ranges,
     SparsePrefill,
     UnsupportedRope,
-    _placed,
+    _rope_at,
     dense_prefix_len,
     why_not_sparse,
     window_of,
@@ -41,32 +40,32 @@ CHUNK = 11
 ANSWER = 12
 ROPE = mx.fast.rope
 
-Told = list[tuple[int, float]]  # each token, and its logprob
+Tokens = list[tuple[int, float]]  # each token, and its logprob
 
 
-def sequence(
-    id: str, tokens: tuple[int, ...], sampling: Sampling | None = None, told: Told | None = None
+def request_of(
+    id: str, tokens: tuple[int, ...], sampling: Sampling | None = None, told: Tokens | None = None
 ) -> GenerationRequest:
     delivered = tuple(token for token, _ in told or [])
     return GenerationRequest(id, tokens, 99, sampling or Sampling(), resume_tokens=delivered, top_logprobs=0)
 
 
 class Decoding:
-    """Rows that prefill and decode, greedily unless they say otherwise, and what each says."""
+    """Rows that prefill and decode, greedily by default, and the tokens of each."""
 
     def __init__(self, network: nn.Module) -> None:
         self.network, self.groups = network, Groups(network, lambda groups: True)
         self.rows: dict[str, Row] = {}
-        self.said: dict[str, Told] = {}
+        self.generated: dict[str, Tokens] = {}
 
-    def dense(self, asked: GenerationRequest) -> None:
-        prefill = Prefill(self.network, Row.of(asked))
+    def dense(self, request: GenerationRequest) -> None:
+        prefill = Prefill(self.network, Row.of(request))
         prefill.advance(prefill.total)
         self._join(prefill.row, *prefill.finish())
 
     def sparse(
         self,
-        asked: GenerationRequest,
+        request: GenerationRequest,
         kept: Ranges,
         *,
         cache: list[Any] | None = None,
@@ -74,7 +73,7 @@ class Decoding:
         chunk: int = CHUNK,
     ) -> None:
         cache = make_prompt_cache(self.network) if cache is None else cache
-        prefill = SparsePrefill(self.network, Row.of(asked), kept, cache, length)
+        prefill = SparsePrefill(self.network, Row.of(request), kept, cache, length)
         while prefill.remaining:
             prefill.advance(chunk)
         assert prefill.done == prefill.total
@@ -82,33 +81,33 @@ class Decoding:
 
     def _join(self, row: Row, cache: list[Any], drawn: Any, position: int | None = None) -> None:
         self.rows[row.id] = row
-        self.said.setdefault(row.id, [])
+        self.generated.setdefault(row.id, [])
         self.groups.add(row, cache, drawn, position)
 
     def steps(self, count: int) -> None:
         for _ in range(count):
             told, failed = self.groups.step()
             assert failed == []
-            for news in told:
-                assert news.finite
-                assert news.logprobs
-                news.row.answer.append(news.token)
-                self.said[news.row.id].append((news.token, news.logprobs.token))
+            for outcomes in told:
+                assert outcomes.finite
+                assert outcomes.logprobs
+                outcomes.row.answer.append(outcomes.token)
+                self.generated[outcomes.row.id].append((outcomes.token, outcomes.logprobs.token))
 
-    def ends(self, id: str) -> Told:
-        self.steps(ANSWER + 1 - len(self.said[id]))
-        return self.said[id][:ANSWER]
+    def ends(self, id: str) -> Tokens:
+        self.steps(ANSWER + 1 - len(self.generated[id]))
+        return self.generated[id][:ANSWER]
 
     def group_by(self, cost: StepCost) -> None:
-        self.groups._cost = Fixed(cost)  # type: ignore[assignment]
+        self.groups._cost = FixedCost(cost)  # type: ignore[assignment]
         self.groups._balanced = False
         self.groups.rebalance()
 
 
-def alone(network: nn.Module, asked: GenerationRequest, kept: Ranges, **how: Any) -> Told:
-    table = Decoding(network)
-    table.sparse(asked, kept, **how)
-    return table.ends(asked.id)
+def alone(network: nn.Module, request: GenerationRequest, kept: Ranges, **how: Any) -> Tokens:
+    decoding = Decoding(network)
+    decoding.sparse(request, kept, **how)
+    return decoding.ends(request.id)
 
 
 def kept_logits(
@@ -128,22 +127,22 @@ def kept_logits(
     return logits, next_
 
 
-def run_by_run(network: nn.Module, tokens: tuple[int, ...], kept: Ranges, count: int = ANSWER) -> Told:
+def run_by_run(network: nn.Module, tokens: tuple[int, ...], kept: Ranges, count: int = ANSWER) -> Tokens:
     logits, next_ = kept_logits(network, tokens, kept)
-    said: Told = []
-    while len(said) < count:
+    generated: Tokens = []
+    while len(generated) < count:
         logprobs = nn.log_softmax(logits[0, -1])
-        said.append((int(logprobs.argmax()), logprobs.max().item()))
-        logits = next_(said[-1][0], len(said) - 1)
-    return said
+        generated.append((int(logprobs.argmax()), logprobs.max().item()))
+        logits = next_(generated[-1][0], len(generated) - 1)
+    return generated
 
 
 @cache
-def reference(family: str, seed: int, kept: Ranges) -> Told:
+def reference(family: str, seed: int, kept: Ranges) -> Tokens:
     return run_by_run(network(family), prompt(LONG, seed), kept)
 
 
-def agree(one: Sequences[tuple[int, float]], other: Sequences[tuple[int, float]]) -> bool:
+def agree(one: Sequence[tuple[int, float]], other: Sequence[tuple[int, float]]) -> bool:
     assert len(one) == len(other)
     return [t for t, _ in one] == [t for t, _ in other] and all(
         abs(p - q) < 1e-4 for (_, p), (_, q) in zip(one, other, strict=True)
@@ -151,28 +150,28 @@ def agree(one: Sequences[tuple[int, float]], other: Sequences[tuple[int, float]]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_tokens_kept_say_what_a_dense_prompt_says(family: str) -> None:
+def test_keeping_all_tokens_equals_a_dense_prefill(family: str) -> None:
     tokens = prompt(LONG, 1)
-    said = alone(network(family), sequence("all", tokens), ((0, 40), (40, LONG)))
-    dense = told_alone(network(family), tokens, ANSWER)
-    assert agree(said[: len(dense)], dense)
+    generated = alone(network(family), request_of("all", tokens), ((0, 40), (40, LONG)))
+    dense = greedy_with_logprobs(network(family), tokens, ANSWER)
+    assert agree(generated[: len(dense)], dense)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sparse_rows_and_dense_rows_say_beside_each_other_what_they_say_alone(family: str) -> None:
-    table = Decoding(network(family))
-    table.dense(sequence("dense", prompt(30, 5)))
-    table.steps(2)
-    table.sparse(sequence("sparse", prompt(LONG, 1)), KEPT)
-    table.steps(2)
-    table.sparse(sequence("other", prompt(LONG, 2)), OTHER)
-    table.dense(sequence("late", prompt(LONG, 3)))
-    table.steps(ANSWER)
-    assert agree(table.ends("sparse"), reference(family, 1, KEPT))
-    assert agree(table.ends("other"), reference(family, 2, OTHER))
+def test_sparse_and_dense_rows_in_a_batch_equal_their_answers_alone(family: str) -> None:
+    decoding = Decoding(network(family))
+    decoding.dense(request_of("dense", prompt(30, 5)))
+    decoding.steps(2)
+    decoding.sparse(request_of("sparse", prompt(LONG, 1)), KEPT)
+    decoding.steps(2)
+    decoding.sparse(request_of("other", prompt(LONG, 2)), OTHER)
+    decoding.dense(request_of("late", prompt(LONG, 3)))
+    decoding.steps(ANSWER)
+    assert agree(decoding.ends("sparse"), reference(family, 1, KEPT))
+    assert agree(decoding.ends("other"), reference(family, 2, OTHER))
     for id, tokens in ("dense", prompt(30, 5)), ("late", prompt(LONG, 3)):
-        dense = told_alone(network(family), tokens, ANSWER)
-        assert agree(table.ends(id)[: len(dense)], dense)
+        dense = greedy_with_logprobs(network(family), tokens, ANSWER)
+        assert agree(decoding.ends(id)[: len(dense)], dense)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_5", "deepseek_v32"])
@@ -185,51 +184,51 @@ def test_a_cached_prefix_is_used_and_changes_nothing(family: str, length: int) -
     found, cached = prefixes.load("", prompt(LONG, 1)[: dense_prefix_len(kept)])
     assert cached == length
     nbytes = prefixes.nbytes
-    said = alone(network(family), sequence("row", prompt(LONG, 1)), kept, cache=found, length=cached)
-    assert agree(said, reference(family, 1, kept))
-    assert prefixes.nbytes == nbytes, "a sparse row left something for others"
+    generated = alone(network(family), request_of("row", prompt(LONG, 1)), kept, cache=found, length=cached)
+    assert agree(generated, reference(family, 1, kept))
+    assert prefixes.nbytes == nbytes, "a sparse row inserted a prefix"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_sparse_row_goes_on_where_it_was_after_a_pause_and_in_another_group(family: str) -> None:
-    table = Decoding(network(family))
+def test_sparse_row_continues_after_preemption_and_in_another_group(family: str) -> None:
+    decoding = Decoding(network(family))
     for seed in 1, 2:
-        table.sparse(sequence(f"row {seed}", prompt(LONG, seed)), KEPT)
-    table.dense(sequence("dense", prompt(20, 4)))
-    table.steps(3)
-    parked = table.groups.preempt(table.rows["row 1"])
-    table.steps(2)
-    table.groups.restore(parked)
-    table.group_by(EACH_ALONE)
-    assert len(table.groups.lengths) == 3
-    table.steps(3)
-    table.group_by(ONE_GROUP)
-    assert len(table.groups.lengths) == 1
-    assert [agree(table.ends(f"row {seed}"), reference(family, seed, KEPT)) for seed in (1, 2)] == [True, True]
+        decoding.sparse(request_of(f"row {seed}", prompt(LONG, seed)), KEPT)
+    decoding.dense(request_of("dense", prompt(20, 4)))
+    decoding.steps(3)
+    preempted = decoding.groups.preempt(decoding.rows["row 1"])
+    decoding.steps(2)
+    decoding.groups.restore(preempted)
+    decoding.group_by(EACH_ALONE)
+    assert len(decoding.groups.lengths) == 3
+    decoding.steps(3)
+    decoding.group_by(ONE_GROUP)
+    assert len(decoding.groups.lengths) == 1
+    assert [agree(decoding.ends(f"row {seed}"), reference(family, seed, KEPT)) for seed in (1, 2)] == [True, True]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_row_that_lost_its_cache_comes_again_and_goes_on(family: str) -> None:
-    whole = reference(family, 1, KEPT)
+def test_sparse_row_that_lost_its_cache_is_recomputed(family: str) -> None:
+    dense_answer = reference(family, 1, KEPT)
     for told in 1, 5:
-        again = sequence("row", prompt(LONG, 1), told=whole[:told])
-        assert agree(alone(network(family), again, KEPT)[: ANSWER - told], whole[told:])
+        again = request_of("row", prompt(LONG, 1), told=dense_answer[:told])
+        assert agree(alone(network(family), again, KEPT)[: ANSWER - told], dense_answer[told:])
 
 
-def test_a_row_that_draws_its_tokens_draws_the_same_wherever_it_is() -> None:
+def test_sampled_sparse_row_draws_the_same_in_any_batch() -> None:
     sampling = Sampling(temperature=1.0, top_p=0.9, seed=7)
-    asked = sequence("row", prompt(LONG, 1), sampling)
-    whole = alone(network("qwen3"), asked, KEPT)
-    assert whole != reference("qwen3", 1, KEPT)
-    again = sequence("row", prompt(LONG, 1), sampling, told=whole[:5])
-    assert agree(alone(network("qwen3"), again, KEPT)[: ANSWER - 5], whole[5:])
-    table = Decoding(network("qwen3"))
-    table.dense(sequence("dense", prompt(30, 5)))
-    table.sparse(asked, KEPT)
-    table.sparse(sequence("other", prompt(LONG, 2), sampling), OTHER)
-    table.steps(4)
-    table.groups.restore(table.groups.preempt(table.rows["row"]))
-    assert agree(table.ends("row"), whole)
+    request = request_of("row", prompt(LONG, 1), sampling)
+    dense_answer = alone(network("qwen3"), request, KEPT)
+    assert dense_answer != reference("qwen3", 1, KEPT)
+    again = request_of("row", prompt(LONG, 1), sampling, told=dense_answer[:5])
+    assert agree(alone(network("qwen3"), again, KEPT)[: ANSWER - 5], dense_answer[5:])
+    decoding = Decoding(network("qwen3"))
+    decoding.dense(request_of("dense", prompt(30, 5)))
+    decoding.sparse(request, KEPT)
+    decoding.sparse(request_of("other", prompt(LONG, 2), sampling), OTHER)
+    decoding.steps(4)
+    decoding.groups.restore(decoding.groups.preempt(decoding.rows["row"]))
+    assert agree(decoding.ends("row"), dense_answer)
 
 
 @st.composite
@@ -242,13 +241,13 @@ def some_ranges(draw: st.DrawFn) -> Ranges:
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
 @settings(max_examples=examples(8), deadline=None)
 @given(kept=some_ranges(), chunk=st.integers(2, 40))
-def test_it_is_the_same_whatever_is_kept_and_in_chunks_of_any_size(family: str, kept: Ranges, chunk: int) -> None:
+def test_sparse_prefill_does_not_depend_on_the_chunks(family: str, kept: Ranges, chunk: int) -> None:
     expected = run_by_run(network(family), prompt(LONG, 3), kept, 3)
-    assert agree(alone(network(family), sequence("row", prompt(LONG, 3)), kept, chunk=chunk)[:3], expected)
+    assert agree(alone(network(family), request_of("row", prompt(LONG, 3)), kept, chunk=chunk)[:3], expected)
 
 
 @given(kept=some_ranges())
-def test_the_front_ends_before_the_first_token_that_is_left_out(kept: Ranges) -> None:
+def test_dense_prefix_ends_before_the_first_dropped_token(kept: Ranges) -> None:
     there = {at for start, end in kept for at in range(start, end)}
     assert dense_prefix_len(kept) == next((at for at in range(LONG) if at not in there), LONG)
 
@@ -267,10 +266,10 @@ SCALED: dict[str, Any] = {
 @pytest.mark.parametrize("scaling", SCALED)
 @pytest.mark.parametrize("traditional", [False, True])
 @pytest.mark.parametrize("width", [16, 24])  # the dimensions that are turned, and more
-def test_every_rope_turns_a_token_as_it_turns_it_alone(scaling: str, traditional: bool, width: int) -> None:
+def test_every_rope_rotates_a_token_as_alone(scaling: str, traditional: bool, width: int) -> None:
     rope = initialize_rope(16, 10000.0, traditional, SCALED[scaling], max_position_embeddings=2048)
     x, positions = mx.random.normal((1, 3, 5, width)), [3, 4, 90, 700, 2047]
-    with _placed(positions, 40):
+    with _rope_at(positions, 40):
         turned = rope(x, offset=40)
     each = [rope(x[:, :, i : i + 1], offset=position) for i, position in enumerate(positions)]
     assert mx.array_equal(turned, mx.concatenate(each, axis=2))
@@ -281,20 +280,20 @@ class Failing(nn.Module):
         raise RuntimeError("on purpose")
 
 
-def test_rope_is_itself_again_whatever_happens() -> None:
+def test_rope_is_restored_after_any_failure() -> None:
     prefill = SparsePrefill(
-        Failing(), Row.of(sequence("row", prompt(LONG, 1))), KEPT, make_prompt_cache(network("llama")), 0
+        Failing(), Row.of(request_of("row", prompt(LONG, 1))), KEPT, make_prompt_cache(network("llama")), 0
     )
     with pytest.raises(RuntimeError, match="on purpose"):
         prefill.advance(10)
     assert mx.fast.rope is ROPE
-    alone(network("llama"), sequence("row", prompt(LONG, 1)), KEPT)
+    alone(network("llama"), request_of("row", prompt(LONG, 1)), KEPT)
     why_not_sparse(network("llama"), 2048)
     assert mx.fast.rope is ROPE
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_can(family: str) -> None:
+def test_every_family_supports_sparse_prefill(family: str) -> None:
     assert why_not_sparse(network(family), 2048) is None
 
 
@@ -302,7 +301,7 @@ _TABLE = {"n_ctx": 2048, "n_positions": 2048, "n_embd": 64, "n_head": 4, "n_laye
 _GROWING = {"rope_type": "default", "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 1024}
 ASKS_ELSEWHERE: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "vocab_size": VOCAB, **_TABLE},
-    # Queries grow with their position, from one on that no short trial comes to.
+    # Queries grow with their position, from a position on that no short trial reaches.
     "ministral3": {
         **FAMILIES["llama"],
         "model_type": "ministral3",
@@ -313,12 +312,12 @@ ASKS_ELSEWHERE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("model", ASKS_ELSEWHERE)
-def test_a_model_that_uses_positions_elsewhere_cannot(model: str) -> None:
+def test_model_that_uses_positions_elsewhere_is_unsupported(model: str) -> None:
     assert "not only in MLX's rope" in str(why_not_sparse(build(ASKS_ELSEWHERE[model]), 2048))
 
 
 class Shifted(nn.Module):
-    """It begins to count at two."""
+    """A model whose positions begin at two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -337,10 +336,10 @@ class Shifted(nn.Module):
             mx.fast.rope = rope
 
 
-def test_a_model_that_asks_rope_for_something_else_cannot() -> None:
+def test_model_that_calls_rope_with_other_positions_is_unsupported() -> None:
     assert "are not the 4 tokens" in str(why_not_sparse(Shifted(), 2048))
     prefill = SparsePrefill(
-        Shifted(), Row.of(sequence("row", prompt(LONG, 1))), KEPT, make_prompt_cache(network("llama")), 0
+        Shifted(), Row.of(request_of("row", prompt(LONG, 1))), KEPT, make_prompt_cache(network("llama")), 0
     )
     with pytest.raises(UnsupportedRope, match="are not the 10 tokens"):
         prefill.advance(10)
@@ -363,16 +362,14 @@ def test_a_model_that_asks_rope_for_something_else_cannot() -> None:
         (((0, LONG),), LONG, "at least two kept tokens"),
     ],
 )
-def test_ranges_that_will_not_do_are_refused_before_anything_is_computed(
-    kept: Ranges, length: int, sentence: str
-) -> None:
+def test_invalid_ranges_are_refused_before_computing(kept: Ranges, length: int, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        SparsePrefill(Failing(), Row.of(sequence("row", prompt(LONG, 1))), kept, _rotating(), length)
+        SparsePrefill(Failing(), Row.of(request_of("row", prompt(LONG, 1))), kept, _rotating(), length)
 
 
-def test_a_row_of_a_single_token_is_not_for_this() -> None:
+def test_single_kept_token_is_refused() -> None:
     with pytest.raises(ValueError, match="at least two kept tokens"):
-        SparsePrefill(Failing(), Row.of(sequence("row", prompt(LONG, 1))), ((LONG - 1, LONG),), [], 0)
+        SparsePrefill(Failing(), Row.of(request_of("row", prompt(LONG, 1))), ((LONG - 1, LONG),), [], 0)
 
 
 def _rotating() -> list[Any]:

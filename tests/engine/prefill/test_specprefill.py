@@ -1,4 +1,4 @@
-"""Prompts that a draft scores in the engine, beside others."""
+"""Prompts that a draft scores in the engine, together with others."""
 
 from dataclasses import replace
 from functools import cache
@@ -32,41 +32,41 @@ def kept_alone(family: str, kept: tuple[Range, ...], seed: int = 1) -> list[int]
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_all_that_is_kept_is_the_whole(family: str) -> None:
+def test_keeping_everything_keeps_the_whole_prompt(family: str) -> None:
     one = run(family)
     one.add("x", prompt(LONG, 1), max_tokens=ANSWER, specprefill=replace(WISH, keep=1.0))
     one.drain()
-    assert one.said["x"] == alone(network(family), prompt(LONG, 1), ANSWER)
-    assert one.kept["x"] == ((0, LONG),)
+    assert one.generated["x"] == alone(network(family), prompt(LONG, 1), ANSWER)
+    assert one.kept_ranges["x"] == ((0, LONG),)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_5", "deepseek_v32"])
-def test_a_thinned_row_says_what_its_kept_tokens_say_and_the_others_what_they_say_alone(family: str) -> None:
+def test_row_with_dropped_tokens_equals_its_kept_tokens_alone_and_so_do_others(family: str) -> None:
     some = run(family)
     some.add("first", prompt(30, 2), max_tokens=60)
-    some.until(lambda: len(some.said["first"]) > 2)
+    some.until(lambda: len(some.generated["first"]) > 2)
     some.add("thin", prompt(LONG, 1), max_tokens=ANSWER, specprefill=WISH)
     some.add("last", prompt(40, 3), max_tokens=30)
     some.drain()
-    kept = some.kept["thin"]
+    kept = some.kept_ranges["thin"]
     assert 0 <= sum(end - start for start, end in kept) - (30 + 0.3 * 170) <= 16  # all that stays, and a share
     assert kept[0][0] == 0
     assert kept[0][1] >= 10
     assert (kept[-1][0] <= 180, kept[-1][1]) == (True, LONG)
-    assert some.said["thin"] == kept_alone(family, kept)
-    assert some.said["first"] == alone(network(family), prompt(30, 2), 60)
-    assert some.said["last"] == alone(network(family), prompt(40, 3), 30)
+    assert some.generated["thin"] == kept_alone(family, kept)
+    assert some.generated["first"] == alone(network(family), prompt(30, 2), 60)
+    assert some.generated["last"] == alone(network(family), prompt(40, 3), 30)
 
 
-def test_scoring_takes_its_turns_beside_those_who_decode() -> None:
+def test_scoring_alternates_with_decoding() -> None:
     some = Run(drafted(), step_s=0.0)
     some.add("first", prompt(30, 2), max_tokens=60)
-    some.until(lambda: len(some.said["first"]) > 2)
-    before = len(some.said["first"])
+    some.until(lambda: len(some.generated["first"]) > 2)
+    before = len(some.generated["first"])
     some.add("thin", prompt(LONG, 1), max_tokens=ANSWER, specprefill=WISH)
-    some.until(lambda: "thin" in some.kept)
+    some.until(lambda: "thin" in some.kept_ranges)
     assert some.scored["thin"] > 5
-    assert len(some.said["first"]) - before >= some.scored["thin"]
+    assert len(some.generated["first"]) - before >= some.scored["thin"]
 
 
 def test_an_equal_prompt_is_not_scored_again() -> None:
@@ -75,45 +75,45 @@ def test_an_equal_prompt_is_not_scored_again() -> None:
         one.add(id, prompt(LONG, 1), max_tokens=ANSWER, specprefill=WISH)
         one.drain()
     assert (one.scored["a"] > 0, one.scored["b"]) == (True, 0)
-    assert (one.kept["a"], one.said["a"]) == (one.kept["b"], one.said["b"])
+    assert (one.kept_ranges["a"], one.generated["a"]) == (one.kept_ranges["b"], one.generated["b"])
 
 
-def test_what_the_prefix_cache_has_is_used_as_it_is_and_the_rest_is_thinned() -> None:
+def test_cached_prefix_is_kept_and_the_rest_is_selected() -> None:
     one = run()
     one.add("before", prompt(80, 1), max_tokens=2)
     one.drain()
     one.add("x", prompt(LONG, 1), max_tokens=ANSWER, specprefill=WISH)
     one.drain()
-    ((start, end), *_), rest = one.kept["x"], LONG - 80
+    ((start, end), *_), rest = one.kept_ranges["x"], LONG - 80
     assert (start, one.cached["x"]) == (0, 80)
     assert end >= 80
-    assert 0 <= sum(b - a for a, b in one.kept["x"]) - 80 - (20 + 0.3 * (rest - 20)) <= 16
-    assert one.said["x"] == kept_alone("qwen3", one.kept["x"])
+    assert 0 <= sum(b - a for a, b in one.kept_ranges["x"]) - 80 - (20 + 0.3 * (rest - 20)) <= 16
+    assert one.generated["x"] == kept_alone("qwen3", one.kept_ranges["x"])
 
 
-def test_the_first_tokens_that_stay_are_left_for_others_and_nothing_else() -> None:
+def test_dense_prefix_is_cached_and_nothing_else() -> None:
     one = run()
-    thinning = replace(WISH, droppable_ranges=((60, 180),))
-    one.add("x", prompt(LONG, 1), max_tokens=ANSWER, specprefill=thinning)
+    params = replace(WISH, droppable_ranges=((60, 180),))
+    one.add("x", prompt(LONG, 1), max_tokens=ANSWER, specprefill=params)
     one.drain()
     one.add("y", prompt(LONG, 1), max_tokens=ANSWER)
     one.drain()
-    assert one.cached["y"] == one.kept["x"][0][1]
-    assert one.said["y"] == alone(network("qwen3"), prompt(LONG, 1), ANSWER)
+    assert one.cached["y"] == one.kept_ranges["x"][0][1]
+    assert one.generated["y"] == alone(network("qwen3"), prompt(LONG, 1), ANSWER)
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_one_that_is_parked_leaves_out_the_same_when_it_comes_back(keep: bool) -> None:
+def test_preempted_row_drops_the_same_tokens_when_readmitted(keep: bool) -> None:
     one = run()
     one.add("x", prompt(LONG, 1), max_tokens=ANSWER, specprefill=WISH)
-    one.until(lambda: len(one.said["x"]) > 3)
-    one.park("x")
-    one.stir(keep=keep)
+    one.until(lambda: len(one.generated["x"]) > 3)
+    one.preempt("x")
+    one.readmit(keep_caches=keep)
     one.drain()
-    assert one.said["x"] == kept_alone("qwen3", one.kept["x"])
+    assert one.generated["x"] == kept_alone("qwen3", one.kept_ranges["x"])
 
 
-def test_a_draft_that_fails_costs_time_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_that_fails_costs_only_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise MemoryError
 
@@ -121,11 +121,11 @@ def test_a_draft_that_fails_costs_time_and_nothing_else(monkeypatch: pytest.Monk
     monkeypatch.setattr("worker.engine.prefill.scoring._pooled", fails)
     one.add("x", prompt(LONG, 1), max_tokens=ANSWER, specprefill=WISH)
     one.drain()
-    assert one.said["x"] == alone(network("qwen3"), prompt(LONG, 1), ANSWER)
-    assert one.whole == {"x": "The draft failed; the worker's log has the reason."}
+    assert one.generated["x"] == alone(network("qwen3"), prompt(LONG, 1), ANSWER)
+    assert one.skipped == {"x": "The draft failed; the worker's log has the reason."}
 
 
-def test_a_prefill_that_fails_where_it_is_sparse_begins_again_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_sparse_prefill_restarts_densely(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise ValueError
 
@@ -133,29 +133,29 @@ def test_a_prefill_that_fails_where_it_is_sparse_begins_again_whole(monkeypatch:
     monkeypatch.setattr("worker.engine.prefill.sparse.SparsePrefill.advance", fails)
     one.add("x", prompt(LONG, 1), max_tokens=ANSWER, specprefill=WISH)
     one.drain()
-    assert one.said["x"] == alone(network("qwen3"), prompt(LONG, 1), ANSWER)
-    assert list(one.whole) == ["x"]
+    assert one.generated["x"] == alone(network("qwen3"), prompt(LONG, 1), ANSWER)
+    assert list(one.skipped) == ["x"]
 
 
-def test_one_that_has_little_to_compute_is_computed_whole() -> None:
+def test_prompt_with_few_tokens_to_compute_is_not_scored() -> None:
     one = run()
     one.add("x", prompt(LONG, 1), max_tokens=ANSWER, specprefill=replace(WISH, min_tokens=LONG + 1))
     one.drain()
-    assert one.whole == {"x": "200 tokens were left to compute, fewer than the minimum of 201."}
-    assert one.said["x"] == alone(network("qwen3"), prompt(LONG, 1), ANSWER)
+    assert one.skipped == {"x": "200 tokens were left to compute, fewer than the minimum of 201."}
+    assert one.generated["x"] == alone(network("qwen3"), prompt(LONG, 1), ANSWER)
 
 
-@pytest.mark.parametrize(("ratio", "thinned"), [(1.2, False), (5.0, True)])
-def test_a_prompt_is_thinned_by_itself_where_it_pays(ratio: float, thinned: bool) -> None:
+@pytest.mark.parametrize(("ratio", "applied"), [(1.2, False), (5.0, True)])
+def test_specprefill_is_chosen_if_worthwhile(ratio: float, applied: bool) -> None:
     one = run()
     one.engine._prefills._ratio = ratio  # how much faster the draft is, until it is measured
     one.add("x", prompt(LONG, 1), max_tokens=ANSWER, specprefill=replace(WISH, requested=False))
     one.drain()
-    assert ("x" in one.kept) is thinned
-    assert one.whole == ({} if thinned else {"x": "Scoring would have taken longer than it saves."})
+    assert ("x" in one.kept_ranges) is applied
+    assert one.skipped == ({} if applied else {"x": "Scoring would have taken longer than it saves."})
 
 
-def test_alike_prompts_that_find_each_others_tokens_do_not_look_fast() -> None:
+def test_shared_prefixes_do_not_distort_the_measured_speed() -> None:
     one = Run(model("qwen3"), step_s=10.0, prefix_bytes=1 << 24)
     one.add("first", prompt(600, 9), max_tokens=2)
     one.drain()
@@ -174,22 +174,22 @@ def test_one_prompt_is_scored_at_a_time() -> None:
     under_way = set[str]()
     while len(some.engine):
         some.step()
-        begun = {id for id, chunks in some.scored.items() if chunks and id not in some.kept}
+        begun = {id for id, chunks in some.scored.items() if chunks and id not in some.kept_ranges}
         assert len(begun) <= 1
         under_way |= begun
     assert under_way == {"0", "1", "2"}
 
 
-def test_a_row_of_which_nothing_was_left_out_leaves_its_answer_to_others() -> None:
+def test_row_without_dropped_tokens_caches_its_answer() -> None:
     one = run()
     one.add("x", prompt(LONG, 1), max_tokens=ANSWER, specprefill=replace(WISH, keep=1.0))
     one.drain()
-    one.add("y", prompt(LONG, 1) + tuple(one.said["x"]) + (7,), max_tokens=2)
+    one.add("y", prompt(LONG, 1) + tuple(one.generated["x"]) + (7,), max_tokens=2)
     one.drain()
-    assert one.cached["y"] >= LONG + len(one.said["x"])
+    assert one.cached["y"] >= LONG + len(one.generated["x"])
 
 
-def test_a_row_that_is_removed_while_it_is_scored_leaves_nothing() -> None:
+def test_row_removed_during_scoring_leaves_nothing() -> None:
     one = Run(drafted(), step_s=0.0)
     one.add("x", prompt(LONG, 1), max_tokens=ANSWER, specprefill=WISH)
     one.until(lambda: one.scored["x"] > 1)
@@ -199,7 +199,7 @@ def test_a_row_that_is_removed_while_it_is_scored_leaves_nothing() -> None:
     assert "x" not in one.ended
 
 
-def test_a_draft_knows_what_it_has_scored_of_a_growing_conversation() -> None:
+def test_draft_reuses_its_prefix_of_a_growing_conversation() -> None:
     draft = Draft(network("llama"), 1 << 24)
     first = draft.scoring("", prompt(150, 1))
     first.advance(1000)
@@ -207,20 +207,20 @@ def test_a_draft_knows_what_it_has_scored_of_a_growing_conversation() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-def test_what_others_leave_in_the_prefix_cache_meanwhile_is_used_and_changes_nothing(family: str) -> None:
+def test_prefixes_cached_meanwhile_are_used_without_effect_on_the_answer(family: str) -> None:
     some = Run(drafted(family), step_s=0.0, prefix_bytes=1 << 24)
     some.add("thin", prompt(LONG, 1), max_tokens=ANSWER, specprefill=WISH)
     some.until(lambda: some.scored["thin"] > 1)
     some.add("whole", prompt(LONG, 1), max_tokens=ANSWER, boundaries=(50, 120))
     some.drain()
-    assert some.said["whole"] == alone(network(family), prompt(LONG, 1), ANSWER)
-    assert some.said["thin"] == kept_alone(family, some.kept["thin"])
+    assert some.generated["whole"] == alone(network(family), prompt(LONG, 1), ANSWER)
+    assert some.generated["thin"] == kept_alone(family, some.kept_ranges["thin"])
 
 
-def test_a_prompt_that_is_longer_than_the_draft_was_made_for_is_computed_whole() -> None:
+def test_prompt_longer_than_the_drafts_context_is_not_scored() -> None:
     short = replace(drafted(), draft=DraftModel(network("llama"), context=LONG + 7))
     one = Run(short)
     one.add("x", prompt(LONG, 1), max_tokens=ANSWER, specprefill=WISH)
     one.drain()
-    assert one.whole == {"x": "The prompt exceeds the draft's context of 207 tokens."}
-    assert one.said["x"] == alone(network("qwen3"), prompt(LONG, 1), ANSWER)
+    assert one.skipped == {"x": "The prompt exceeds the draft's context of 207 tokens."}
+    assert one.generated["x"] == alone(network("qwen3"), prompt(LONG, 1), ANSWER)

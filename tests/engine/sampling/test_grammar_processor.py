@@ -1,4 +1,4 @@
-"""Guided rows keep to their grammars, and the free rows beside them say what they say alone."""
+"""Rows with a grammar keep to it, and the other rows of the batch equal their answers alone."""
 
 import json
 from collections.abc import Iterable
@@ -27,53 +27,53 @@ from worker.text.grammar.sandbox import compile_grammar
 FREE = [GenerationRequest(f"free {i}", prompt(5 + 9 * i, i), 60, Sampling(temperature=i / 2, seed=i)) for i in range(4)]
 
 
-class Told:
-    """A guide that allows what it is told to, and keeps what it hears."""
+class RecordingGrammar:
+    """A grammar with a given mask, which records the tokens that it accepts."""
 
     def __init__(self, allowed: Iterable[int] | None) -> None:
-        self.heard = list[int]()
+        self.accepted = list[int]()
         self.error = None
         self._mask = None if allowed is None else sum(1 << token for token in allowed).to_bytes(8, "little")
 
     def accept(self, token: int) -> None:
-        self.heard.append(token)
+        self.accepted.append(token)
 
     def bitmask(self) -> bytes | None:
         return self._mask
 
     def reset(self) -> None:
-        self.heard.clear()
+        self.accepted.clear()
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [50, 64, 100])
-def test_what_is_not_allowed_is_impossible_and_the_rest_is_as_it_was(dtype: mx.Dtype, width: int) -> None:
+def test_forbidden_tokens_get_minus_infinity_and_others_are_unchanged(dtype: mx.Dtype, width: int) -> None:
     logits = mx.arange(width)[None].astype(dtype)
-    processed = grammar_processor(Told({0, 31, 32, 49, 63}), 1)(mx.array([7]), logits)
+    processed = grammar_processor(RecordingGrammar({0, 31, 32, 49, 63}), 1)(mx.array([7]), logits)
     assert processed.dtype == dtype
     possible = [token for token, logit in enumerate(processed[0].tolist()) if logit != -float("inf")]
     assert possible == [token for token in (0, 31, 32, 49, 63) if token < width]
     assert mx.array_equal(processed[0, mx.array(possible)], logits[0, mx.array(possible)])
 
 
-def test_a_row_that_is_built_anew_begins_its_guide_anew() -> None:
-    guide = Told(None)
+def test_recreated_row_resets_its_grammar() -> None:
+    guide = RecordingGrammar(None)
     for known in ([7, 20], [7, 20, 21]):
         grammar_processor(guide, 1)(mx.array(known), mx.zeros((1, 64)))
-    assert guide.heard == [20, 21]
+    assert guide.accepted == [20, 21]
 
 
-def test_where_anything_goes_the_logits_are_left_alone() -> None:
+def test_logits_are_unchanged_if_any_token_is_allowed() -> None:
     logits = mx.zeros((1, 64))
-    assert grammar_processor(Told(None), 1)(mx.array([7]), logits) is logits
+    assert grammar_processor(RecordingGrammar(None), 1)(mx.array([7]), logits) is logits
 
 
-def test_a_guide_hears_each_token_of_the_answer_once_those_delivered_before_included() -> None:
-    guide = Told(None)
+def test_grammar_accepts_each_token_of_the_answer_once_resumed_ones_included() -> None:
+    guide = RecordingGrammar(None)
     process = grammar_processor(guide, 2)
     for known in ([7, 8, 20, 21], [7, 8, 20, 21, 22], [7, 8, 20, 21, 22, 23]):
         process(mx.array(known), mx.zeros((1, 64)))
-    assert guide.heard == [20, 21, 22, 23]
+    assert guide.accepted == [20, 21, 22, 23]
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +91,8 @@ def guide(vocabulary: LLTokenizer, asked: Schema, ends: frozenset[int] = frozens
     return RowGrammar(compile_grammar(vocabulary, grammar.starting_with(grammar.json(asked, "response_format"))), ends)
 
 
-def text(model: Model, heard: list[Sampled]) -> str:
-    return str(model.tokenizer.decode(tokens(heard)))
+def text(model: Model, outcomes: list[Sampled]) -> str:
+    return str(model.tokenizer.decode(tokens(outcomes)))
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ PEOPLE: Schema = {
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("delivered", [1, 9, 20])
-def test_a_resumed_row_goes_on_as_if_it_had_never_stopped(
+def test_resumed_row_continues_as_if_never_interrupted(
     model: Model, vocabulary: LLTokenizer, sampling: Sampling, delivered: int
 ) -> None:
     row = GenerationRequest("a", prompt(9, 1), 60, sampling)
@@ -145,14 +145,14 @@ def test_a_resumed_row_goes_on_as_if_it_had_never_stopped(
     assert rest == whole[delivered:]
 
 
-def test_no_bias_and_no_penalty_gets_past_the_guide(model: Model, vocabulary: LLTokenizer) -> None:
+def test_no_bias_or_penalty_overrides_the_grammar(model: Model, vocabulary: LLTokenizer) -> None:
     tempted = Sampling(logit_bias=((EOS, 100.0), (700, 100.0)), presence_penalty=2.0, repetition_penalty=1.5)
-    heard = answer(model, GenerationRequest("a", prompt(9, 1), 150, tempted, grammar=guide(vocabulary, PEOPLE)))
-    assert heard[-1].finish_reason == "stop"
-    Draft202012Validator(PEOPLE).validate(json.loads(text(model, heard)))
+    outcomes = answer(model, GenerationRequest("a", prompt(9, 1), 150, tempted, grammar=guide(vocabulary, PEOPLE)))
+    assert outcomes[-1].finish_reason == "stop"
+    Draft202012Validator(PEOPLE).validate(json.loads(text(model, outcomes)))
 
 
-def test_a_guide_that_breaks_ends_its_row_and_no_other(
+def test_failing_grammar_ends_only_its_row(
     model: Model, vocabulary: LLTokenizer, free_alone: dict[str, list[Sampled]]
 ) -> None:
     tiring = {"type": "string", "pattern": "^(([a-z]{1,9} ){1,9}|.{3,60}[aeiou]){5,40}$"}
@@ -189,9 +189,11 @@ def test_every_answer_that_a_trained_model_finishes_is_valid(chat: Model) -> Non
     ends, asked = frozenset(chat.tokenizer.eos_token_ids), {str(seed): schema(seed) for seed in range(200, 250)}
     vocabulary = LLTokenizer(str(MLXTokenizer(chat.tokenizer).definition), n_vocab=chat.vocab, eos_token=sorted(ends))
     messages = [{"role": "user", "content": "Answer in JSON."}]
-    said = tuple(chat.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    generated = tuple(chat.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
     rows = [
-        GenerationRequest(id, said, 100, Sampling(temperature=i % 2, seed=i), grammar=guide(vocabulary, each, ends))
+        GenerationRequest(
+            id, generated, 100, Sampling(temperature=i % 2, seed=i), grammar=guide(vocabulary, each, ends)
+        )
         for i, (id, each) in enumerate(asked.items())
     ]
     together = answers(chat, rows)
@@ -202,7 +204,7 @@ def test_every_answer_that_a_trained_model_finishes_is_valid(chat: Model) -> Non
 
 
 @pytest.mark.parametrize("words", WISHES)
-async def test_an_answer_that_is_right_anyway_stays_as_it_was(chat: Model, words: str) -> None:
+async def test_grammar_does_not_change_a_valid_answer(chat: Model, words: str) -> None:
     language = TextCodec(MLXTokenizer(chat.tokenizer), chat.vocab)
     request = ChatRequest.model_validate({"messages": [{"role": "user", "content": words}], **WISHES[words]})
     rendered = await language.prompt(request)

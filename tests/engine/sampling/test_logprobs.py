@@ -1,4 +1,4 @@
-"""Logprobs: those of mlx-lm's single-request path, and the order of a full sort."""
+"""Logprobs equal those of mlx-lm's single-request path, in the order of a full sort."""
 
 import math
 from typing import Any
@@ -40,9 +40,9 @@ def test_a_greedy_row_reports_what_generate_step_reports(model: Model) -> None:
     beside = [
         GenerationRequest(str(i), prompt(6 + 9 * i, 2 + i), 30, top_logprobs=[None, 0, 20][i % 3]) for i in range(6)
     ]
-    heard = answers(model, [*beside[:3], mine, *beside[3:]], apart=1)["mine"]
+    outcomes = answers(model, [*beside[:3], mine, *beside[3:]], steps_apart=1)["mine"]
     steps = generate_step(mx.array(prompt(13, 1)), model.network, max_tokens=20)
-    for sampled, (token, row) in zip(heard, steps, strict=False):
+    for sampled, (token, row) in zip(outcomes, steps, strict=False):
         if sampled.token is None:
             assert token == EOS
             break
@@ -56,16 +56,16 @@ def test_a_greedy_row_reports_what_generate_step_reports(model: Model) -> None:
 
 def test_a_drawn_row_reports_its_logprobs_before_temperature_and_filters(qwen: Model) -> None:
     how = Sampling(temperature=3.0, top_k=8, seed=4, logit_bias=NO_END)
-    heard = answer(qwen, GenerationRequest("a", prompt(9, 1), 16, how, top_logprobs=3))
-    said = tokens(heard)
-    logits = qwen.network(mx.array([[*prompt(9, 1), *said]]))[0, 8:-1]
+    outcomes = answer(qwen, GenerationRequest("a", prompt(9, 1), 16, how, top_logprobs=3))
+    generated = tokens(outcomes)
+    logits = qwen.network(mx.array([[*prompt(9, 1), *generated]]))[0, 8:-1]
     logits[:, EOS] -= 100.0
     rows: Any = (logits - mx.logsumexp(logits, axis=-1, keepdims=True)).tolist()
-    for sampled, token, row in zip(heard, said, rows, strict=True):
+    for sampled, token, row in zip(outcomes, generated, rows, strict=True):
         assert sampled.logprobs is not None
         assert sampled.logprobs.token == pytest.approx(row[token], abs=1e-3)
         assert [other for other, _ in sampled.logprobs.top] == ranked(row, 3)
-    assert any(token != ranked(row, 1)[0] for token, row in zip(said, rows, strict=True))
+    assert any(token != ranked(row, 1)[0] for token, row in zip(generated, rows, strict=True))
 
 
 def test_penalties_and_bias_are_in_the_logprobs(qwen: Model) -> None:
@@ -77,22 +77,22 @@ def test_penalties_and_bias_are_in_the_logprobs(qwen: Model) -> None:
     assert plain != biased
 
 
-def test_only_rows_that_ask_are_told_and_of_every_token_the_first_too(qwen: Model) -> None:
+def test_only_rows_that_want_logprobs_get_them_for_every_token(qwen: Model) -> None:
     asked = {"none": None, "own": 0, "three": 3, "more": 20}
-    heard = answers(
+    outcomes = answers(
         qwen,
         [
             GenerationRequest(id, prompt(7, 1), 9, Sampling(logit_bias=NO_END), top_logprobs=n)
             for id, n in asked.items()
         ],
-        apart=3,
+        steps_apart=3,
     )
-    assert [sampled.logprobs for sampled in heard["none"]] == [None] * 9
+    assert [sampled.logprobs for sampled in outcomes["none"]] == [None] * 9
     for id, n in asked.items():
-        assert tokens(heard[id]) == tokens(heard["none"])
+        assert tokens(outcomes[id]) == tokens(outcomes["none"])
         if n is not None:
-            assert [len(s.logprobs.top) for s in heard[id] if s.logprobs] == [n] * 9
-    for three, more in zip(heard["three"], heard["more"], strict=True):
+            assert [len(s.logprobs.top) for s in outcomes[id] if s.logprobs] == [n] * 9
+    for three, more in zip(outcomes["three"], outcomes["more"], strict=True):
         assert three.logprobs
         assert more.logprobs
         assert dict(more.logprobs.top[:3]) == pytest.approx(dict(three.logprobs.top), abs=1e-4)
@@ -117,9 +117,9 @@ def test_alternatives_are_those_of_a_full_sort(data: st.DataObject, dtype: str, 
     given_ = made - mx.logsumexp(made, axis=-1, keepdims=True)
     exact: Any = (given_.astype(mx.float32) - mx.logsumexp(given_.astype(mx.float32), axis=-1, keepdims=True)).tolist()
     alternatives = data.draw(st.lists(st.integers(0, 20), min_size=rows, max_size=rows))
-    said = data.draw(st.lists(st.integers(0, vocab - 1), min_size=rows, max_size=rows))
-    found = logprobs_of(given_, said, alternatives)
-    for logprobs, row, token, n in zip(found, exact, said, alternatives, strict=True):
+    generated = data.draw(st.lists(st.integers(0, vocab - 1), min_size=rows, max_size=rows))
+    found = logprobs_of(given_, generated, alternatives)
+    for logprobs, row, token, n in zip(found, exact, generated, alternatives, strict=True):
         likely = [other for other in ranked(row, n) if row[other] > -math.inf]
         assert [other for other, _ in logprobs.top] == likely
         assert [logprob for _, logprob in logprobs.top] == pytest.approx([row[other] for other in likely], abs=1e-5)

@@ -53,7 +53,7 @@ def drawn_by_many(logits: list[float], sampling: Sampling, rows: int) -> Counter
     ],
     ids=str,
 )
-def test_the_sharpest_draw_is_the_best_token(sampling: Sampling, dtype: mx.Dtype) -> None:
+def test_lowest_temperature_draws_the_best_token(sampling: Sampling, dtype: mx.Dtype) -> None:
     logprobs = mx.repeat(mx.array([[-3.0, -0.5, -1.5, -7.0]]).astype(dtype), 8, axis=0)
     assert draw(logprobs, [row(replace(sampling, seed=seed)) for seed in range(8)]).tolist() == [1] * 8
 
@@ -69,7 +69,7 @@ def test_the_sharpest_draw_is_the_best_token(sampling: Sampling, dtype: mx.Dtype
     ],
     ids=str,
 )
-def test_the_bluntest_draw_takes_any_token_but_those_that_cannot_be(sampling: Sampling) -> None:
+def test_highest_temperature_draws_any_possible_token(sampling: Sampling) -> None:
     assert set(drawn_by_many([3.0, -2.0, -math.inf, 0.0, 1.0], sampling, 400)) == {0, 1, 3, 4}
 
 
@@ -77,7 +77,7 @@ LOGITS = [0.3, -1.2, 2.1, 0.9, -3.0, 1.6, -0.4, 2.9, -2.2, 0.0, 1.1, -0.8]
 
 
 def kept(how: Sampling) -> set[int]:
-    """By the definitions, one token after the other, the best first."""
+    """Return the tokens that remain by the definitions of the filters, the best first."""
     mass, total = 0.0, sum(map(math.exp, LOGITS))
     found: set[int] = set()
     for place, token in enumerate(sorted(range(len(LOGITS)), key=lambda token: -LOGITS[token])):
@@ -91,7 +91,7 @@ def kept(how: Sampling) -> set[int]:
 @pytest.mark.parametrize("min_p", [0.0, 0.08, 0.4])
 @pytest.mark.parametrize("top_k", [0, 2, 5, 12, 50])
 @pytest.mark.parametrize("top_p", [1.0, 0.95, 0.6, 0.1])
-def test_the_filters_leave_what_their_definitions_leave(top_p: float, top_k: int, min_p: float) -> None:
+def test_filters_follow_their_definitions(top_p: float, top_k: int, min_p: float) -> None:
     how = Sampling(temperature=50.0, top_p=top_p, top_k=top_k, min_p=min_p)
     assert set(drawn_by_many(LOGITS, how, 600)) == kept(how)
 
@@ -116,10 +116,10 @@ def test_a_draw_is_mlx_s_own_with_the_key_of_seed_and_count() -> None:
 
 def test_a_row_counts_its_draws() -> None:
     logprobs, whole = logprobs_of([LOGITS]), row(Sampling(temperature=1.0, seed=3))
-    said = [draw(logprobs, [whole]).item() for _ in range(9)]
+    generated = [draw(logprobs, [whole]).item() for _ in range(9)]
     resumed = row(Sampling(temperature=1.0, seed=3), drawn=4)
-    assert [draw(logprobs, [resumed]).item() for _ in range(5)] == said[4:]
-    assert len(set(said)) > 1
+    assert [draw(logprobs, [resumed]).item() for _ in range(5)] == generated[4:]
+    assert len(set(generated)) > 1
 
 
 HOW = st.builds(
@@ -136,7 +136,7 @@ LOGIT = st.integers(-40, 40).map(lambda n: n / 4) | st.just(-math.inf)
 
 @settings(max_examples=examples(80), deadline=None)
 @given(st.data(), st.lists(HOW, min_size=1, max_size=9), st.sampled_from(list(FLOATS)), st.integers(2, 40))
-def test_rows_draw_together_what_each_draws_alone(
+def test_rows_of_a_batch_draw_what_each_draws_alone(
     data: st.DataObject, hows: list[Sampling], dtype: str, vocab: int
 ) -> None:
     logits = data.draw(
@@ -151,8 +151,8 @@ def test_rows_draw_together_what_each_draws_alone(
         ]
 
 
-def test_wide_rows_draw_together_what_each_draws_alone() -> None:
-    """Over a vocabulary of the usual size, where a device may share its work out in other ways."""
+def test_rows_with_large_vocabularies_draw_what_each_draws_alone() -> None:
+    """With a vocabulary of the usual size, for which a device may divide its work differently."""
     filters: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"top_k": 50}, {"top_k": 50, "top_p": 0.8}, {"min_p": 0.02}]
     hows = [Sampling(temperature=1.0 + i / 10, seed=i, **filters[i % 5]) for i in range(10)]
     mx.random.seed(1)
@@ -182,7 +182,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return open_model(str(write_checkpoint(CONFIGS["qwen3"], tmp_path_factory.mktemp("qwen3"))))
 
 
-def sequence(sampling: Sampling, *, id: str = "a", **more: Any) -> GenerationRequest:
+def request(sampling: Sampling, *, id: str = "a", **more: Any) -> GenerationRequest:
     return GenerationRequest(
         id, prompt(9, 1), 24, replace(sampling, logit_bias=sampling.logit_bias or ((EOS, -100.0),)), **more
     )
@@ -202,7 +202,7 @@ CHANGED = {
 }
 
 
-def test_every_field_is_tried() -> None:
+def test_every_sampling_field_is_tested() -> None:
     assert {field.name for field in fields(Sampling)} == CHANGED.keys()
 
 
@@ -210,15 +210,15 @@ def test_every_field_is_tried() -> None:
 def test_each_field_reaches_the_row(model: Model, field: str) -> None:
     without, with_it = CHANGED[field]
     assert [f.name for f in fields(Sampling) if getattr(without, f.name) != getattr(with_it, f.name)] == [field]
-    assert tokens(answer(model, sequence(without))) != tokens(answer(model, sequence(with_it)))
+    assert tokens(answer(model, request(without))) != tokens(answer(model, request(with_it)))
 
 
 def filtered(model: Model, **filters: Any) -> Iterator[tuple[int, list[tuple[int, float]]]]:
-    """Each token that a hot row says, and the tokens from the best down."""
-    for heard in answer(model, sequence(Sampling(temperature=5.0, seed=1, **filters), top_logprobs=1024)):
-        assert heard.token is not None
-        assert heard.logprobs is not None
-        yield heard.token, list(heard.logprobs.top)
+    """Yield each token that a row of high temperature draws, and the ranked tokens at that step."""
+    for outcome in answer(model, request(Sampling(temperature=5.0, seed=1, **filters), top_logprobs=1024)):
+        assert outcome.token is not None
+        assert outcome.logprobs is not None
+        yield outcome.token, list(outcome.logprobs.top)
 
 
 def test_top_k_leaves_the_k_best(model: Model) -> None:
@@ -237,29 +237,29 @@ def test_min_p_leaves_what_is_near_the_best(model: Model) -> None:
 
 
 def test_a_low_temperature_is_nearly_greedy_and_a_high_one_is_not(model: Model) -> None:
-    greedy = tokens(answer(model, sequence(Sampling())))
-    assert tokens(answer(model, sequence(Sampling(temperature=0.001, seed=4)))) == greedy
-    hot = [tokens(answer(model, sequence(Sampling(temperature=1000.0, seed=seed)))) for seed in range(2)]
-    assert all(len(set(said)) > 20 for said in hot)
+    greedy = tokens(answer(model, request(Sampling())))
+    assert tokens(answer(model, request(Sampling(temperature=0.001, seed=4)))) == greedy
+    hot = [tokens(answer(model, request(Sampling(temperature=1000.0, seed=seed)))) for seed in range(2)]
+    assert all(len(set(generated)) > 20 for generated in hot)
 
 
-def test_a_biased_token_is_always_said(model: Model) -> None:
-    assert tokens(answer(model, sequence(Sampling(temperature=1.0, logit_bias=((77, 100.0),))))) == [77] * 24
+def test_strongly_biased_token_is_always_drawn(model: Model) -> None:
+    assert tokens(answer(model, request(Sampling(temperature=1.0, logit_bias=((77, 100.0),))))) == [77] * 24
 
 
 def test_presence_counts_once_and_frequency_each_time(model: Model) -> None:
-    """Of two tokens that are far ahead, the bias keeps the better one until the penalties of its repeats add up."""
+    """The bias favours one of two leading tokens until the penalties of its repetitions add up."""
     bias = ((77, 60.0), (78, 50.0))
-    once = sequence(Sampling(presence_penalty=2.0, logit_bias=bias))
+    once = request(Sampling(presence_penalty=2.0, logit_bias=bias))
     assert set(tokens(answer(model, once))) == {77}
-    each = sequence(Sampling(frequency_penalty=2.0, logit_bias=bias))
-    said = tokens(answer(model, each))
-    assert set(said) == {77, 78}
-    assert said[:3] == [77] * 3
+    each = request(Sampling(frequency_penalty=2.0, logit_bias=bias))
+    generated = tokens(answer(model, each))
+    assert set(generated) == {77, 78}
+    assert generated[:3] == [77] * 3
 
 
-def test_a_seed_says_the_same_whatever_arrives_and_leaves_beside_it(model: Model) -> None:
-    mine = sequence(Sampling(temperature=1.0, top_p=0.95, seed=11), id="mine")
+def test_seeded_row_draws_the_same_while_others_join_and_leave(model: Model) -> None:
+    mine = request(Sampling(temperature=1.0, top_p=0.95, seed=11), id="mine")
     others = [
         GenerationRequest(str(i), prompt(4 + 3 * i, i), 2 + 5 * i, CHANGED[field][1])
         for i, field in enumerate(sorted(CHANGED))
@@ -267,12 +267,10 @@ def test_a_seed_says_the_same_whatever_arrives_and_leaves_beside_it(model: Model
     expected = answer(model, mine)
     for place in (0, 4, 9):
         crowd = [*others[:place], mine, *others[place:]]
-        assert answers(model, crowd, apart=2)["mine"] == expected
+        assert answers(model, crowd, steps_apart=2)["mine"] == expected
 
 
-def test_the_rows_of_a_step_are_drawn_together_those_of_one_kind_in_one_call(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_one_kind_are_drawn_in_one_call(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[list[int]] = []  # the rows of each call, for each step
 
     def step(logprobs: mx.array, rows: list[Row]) -> mx.array:
@@ -294,5 +292,5 @@ def test_the_rows_of_a_step_are_drawn_together_those_of_one_kind_in_one_call(
         Sampling(2.0, top_p=0.5),
         Sampling(),
     ]
-    answers(model, [sequence(how, id=str(i)) for i, how in enumerate(hows)])
-    assert steps == [[2, 2, 2]] * 25  # the last of them draws what nobody will hear
+    answers(model, [request(how, id=str(i)) for i, how in enumerate(hows)])
+    assert steps == [[2, 2, 2]] * 25  # the last of them draws a token that is not reported

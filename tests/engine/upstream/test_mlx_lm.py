@@ -54,7 +54,7 @@ def test_a_recurrent_layer_of_one_row_has_no_padding_to_carry(network: Any) -> N
     assert recurrent.empty()
 
 
-def test_a_rotating_row_tells_its_window_and_its_order() -> None:
+def test_rotating_cache_has_its_window_and_order() -> None:
     kept = mlx_lm.RotatingKVCache(4)
     for k in range(6):
         kept.update_and_fetch(mx.full((1, 1, 1, 1), k), mx.full((1, 1, 1, 1), k))
@@ -80,7 +80,7 @@ def test_a_token_buffer_grows_without_waiting_for_its_tokens() -> None:
     assert mlx_lm.TokenBuffer([]).update_and_fetch(mx.array([7])).tolist() == [7]
 
 
-def test_the_tokenizer_wrapper_has_what_the_words_use(network: Any) -> None:
+def test_tokenizer_wrapper_has_the_attributes_we_use(network: Any) -> None:
     wrapper = mlx_lm.TokenizerWrapper
     for name in (
         "detokenizer", "eos_token_ids", "apply_chat_template", "has_thinking", "think_start", "think_end",
@@ -118,10 +118,10 @@ def test_the_state_machine_cuts_text_at_markers_and_holds_back_what_may_become_o
 
 def test_the_inferred_state_machine_knows_the_model_s_markers() -> None:
     machine = mlx_lm.make_text_state_machine(mlx_lm.load_tokenizer(TINY_CHAT))
-    state, said = machine.make_state("normal"), []
+    state, generated = machine.make_state("normal"), []
     for text in ("a<think>b</think>c", "<tool_call>d</tool_call>e"):
         state, segments = mlx_lm.TextStateMachine.split(state, text)
-        said += segments
-    assert [pair for pair in said if pair[1]] == [
+        generated += segments
+    assert [pair for pair in generated if pair[1]] == [
         ("normal", "a"), ("reasoning", "b"), ("normal", "c"), ("tool", "d"), ("normal", "e"),
     ]  # fmt: skip

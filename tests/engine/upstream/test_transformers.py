@@ -40,13 +40,13 @@ def test_keys_are_not_marked_upstream() -> None:
     assert upstream.mark_control_tokens({"<x>": 1}, _pattern(["<x>"])) == {"<x>": 1}
 
 
-def test_what_is_marked_is_encoded_as_text_and_nothing_else_is(tokenizer: Any) -> None:
+def test_only_marked_tokens_are_encoded_as_text(tokenizer: Any) -> None:
     ids = upstream.encode_marked_chat(tokenizer, f"<|im_start|>a{START}<|im_end|>{END}b<|im_end|>")
     assert tokenizer.decode(ids) == "<|im_start|>a<|im_end|>b<|im_end|>"
     assert [id for id in ids if id in (1, 2)] == [1, 2]
 
 
-def test_of_a_tokenizer_the_encoding_uses_no_more_than_ours_has(tokenizer: Any) -> None:
+def test_encode_marked_chat_uses_only_the_interface_that_ours_has(tokenizer: Any) -> None:
     class Recorder:
         def __getattr__(self, name: str) -> Any:
             used.add(name)

@@ -1,4 +1,4 @@
-"""Tiny random models that see, as folders that the real loaders open: weights, tokenizer, template and processor."""
+"""Tiny random vision models, as folders that the real loaders open: weights, tokenizer, template and processor."""
 
 import copy
 import importlib
@@ -130,7 +130,7 @@ _GEMMA_4_TEXT: dict[str, Any] = {
 
 
 def _of_experts(config: dict[str, Any], family: str, **more: Any) -> dict[str, Any]:
-    """The same, but for its layers' linear maps."""
+    """Return the config of the same model as a mixture of experts, of type `family`."""
     text = {**config["text_config"], **_EXPERTS, **more, "model_type": f"{family}_text"}
     return {
         **config,
@@ -173,7 +173,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "vision_config": {**_QWEN_TOWER, "model_type": "qwen3_vl", "deepstack_visual_indexes": [0, 1]},
     },
-    # These write the language model's settings beside the others.
+    # These have the language model's settings at the top level of the config.
     "qwen2_vl": {
         **_QWEN,
         **_QWEN_2,
@@ -227,7 +227,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "output_proj_dims": 16,
         },
     },
-    # As the large ones: an image's tokens see one another.
+    # As the large ones: tokens of an image attend to each other.
     "gemma4 with experts": {
         **_GEMMA_4,
         "text_config": {
@@ -269,7 +269,7 @@ _QWEN_FILES = {
         "size": {"shortest_edge": 64, "longest_edge": 4096},
     },
 }
-# As the older ones say it.
+# The format of older repositories.
 _QWEN_2_FILES = {
     "image": _QWEN_FILES["image"],
     "preprocessor_config.json": {
@@ -337,7 +337,7 @@ def write_checkpoint(
     dtype: mx.Dtype = mx.float32,
     text: dict[str, Any] | None = None,
 ) -> Path:
-    """`bits`: of the language model's weights, where they are quantized; `text`: other settings of it."""
+    """`bits`: bits of the language model's weights, if quantized; `text`: settings of the language model to change."""
     folder.mkdir(parents=True, exist_ok=True)
     config = changed(CONFIGS[family], text or {})
     model = build(config, seed)
@@ -350,9 +350,12 @@ def write_checkpoint(
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     _write(folder / "config.json", config)
     _write(folder / "generation_config.json", {"eos_token_id": [EOS]})
-    image, files = FILES[family]["image"], {name: said for name, said in FILES[family].items() if name != "image"}
-    for name, said in files.items():
-        _write(folder / name, said)
+    image, files = (
+        FILES[family]["image"],
+        {name: generated for name, generated in FILES[family].items() if name != "image"},
+    )
+    for name, generated in files.items():
+        _write(folder / name, generated)
     template = _TEMPLATE.replace("IMAGE", image)
     (folder / "chat_template.jinja").write_text(template)
     write_tokenizer(folder, template)
@@ -360,21 +363,21 @@ def write_checkpoint(
 
 
 def changed(config: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
-    """With other settings of the language model; those that are None are left out."""
+    """Return the config with other settings of the language model; settings that are None are removed."""
     if "text_config" in config:
         return {**config, "text_config": changed(config["text_config"], text)}
     return {name: value for name, value in {**config, **text}.items() if value is not None}
 
 
 def build(config: dict[str, Any], seed: int) -> nn.Module:
-    """mlx-vlm's model, with fp32 random weights, wide enough apart for varied greedy answers."""
+    """Return mlx-vlm's model with random fp32 weights, spread enough for varied greedy answers."""
     family = importlib.import_module(f"mlx_vlm.models.{config['model_type']}")
     given = copy.deepcopy(config)
     made = update_module_configs(family.ModelConfig.from_dict(given), family, given, ["text", "vision", "audio"])
     mx.random.seed(seed)
     model = family.Model(made)
     model.update(tree_map(_widen, model.parameters()))
-    if not hasattr(model.language_model, "lm_head"):  # else it would say what it was told
+    if not hasattr(model.language_model, "lm_head"):  # else it would repeat its prompt
         norm = model.language_model.model.norm
         norm.weight = mx.random.normal(norm.weight.shape)
     mx.eval(model.parameters())
@@ -398,14 +401,14 @@ def write_tokenizer(folder: Path, template: str) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
     tokenizer.save(str(folder / "tokenizer.json"))
-    said = {
+    generated = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
         "chat_template": template,
         "extra_special_tokens": next((named for sign, named in _NAMED.items() if sign in template), {}),
     }
-    _write(folder / "tokenizer_config.json", said)
+    _write(folder / "tokenizer_config.json", generated)
 
 
 def _write(file: Path, content: Any) -> None:

@@ -1,4 +1,5 @@
-"""A checkpoint as Hugging Face's own repositories have it: other names, torch's layouts, in parts with an index."""
+"""Checkpoints in the format of Hugging Face's repositories: other names, torch's layouts, several files with an
+index."""
 
 import json
 import shutil
@@ -16,7 +17,7 @@ _GEMMA_4 = {
     "vision_tower.": "model.vision_tower.",
     **{name: f"model.{name}" for name in ("embed_vision.", "audio_tower.", "embed_audio.")},
 }
-# What mlx-vlm's names begin with, and what those of a repository do.
+# Prefixes of mlx-vlm's names, and of those in a repository.
 _NAMES: dict[str, dict[str, str]] = {
     **dict.fromkeys(["qwen2_vl", "qwen2_5_vl"], _QWEN),
     **dict.fromkeys(["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"], _QWEN_3),
@@ -29,7 +30,7 @@ _SHIFTED_NORMS = "layernorm.weight", "language_model.norm.weight", "q_norm.weigh
 
 
 def publish(family: str, folder: Path, *, seed: int, parts: int = 2) -> Path:
-    """The same model as `write_checkpoint` makes."""
+    """Write the model of `write_checkpoint` in that format."""
     plain = write_checkpoint(family, folder / "plain", seed=seed)
     weights = mx.load(str(plain / "model.safetensors"))
     (plain / "model.safetensors").unlink()
@@ -66,7 +67,7 @@ def _as_torch_lays(convolution: mx.array) -> mx.array:
 
 
 def _with_experts_put_together(weights: dict[str, mx.array], *, turned: bool) -> dict[str, mx.array]:
-    """Two of the linear maps in one array. `turned`: the other way round than linear maps are."""
+    """Return the weights with two of the experts' linear maps in one array. `turned`: transposed."""
 
     def put(array: mx.array) -> mx.array:
         return mx.contiguous(array.swapaxes(1, 2)) if turned else array

@@ -1,4 +1,4 @@
-"""What `check` tells of images: whether a worker would serve them, and else why not."""
+"""The report of `check` on images: if a worker would serve them, and else why not."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tests.engine.vision import seen
+from tests.engine.vision import cases
 from tests.engine.vision.checkpoints import CONFIGS, write_checkpoint
 from worker.engine.model import check as checking
 from worker.engine.model import load as opening
@@ -26,14 +26,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_where_images_are_served_the_tower_is_counted_as_a_worker_counts_it(family: str, tmp_path: Path) -> None:
-    told, model = check(write_checkpoint(family, tmp_path)), seen.model(family)
+def test_report_counts_the_encoders_weights_as_a_worker_does(family: str, tmp_path: Path) -> None:
+    told, model = check(write_checkpoint(family, tmp_path)), cases.model(family)
     assert (told.vision_unsupported_reason, told.blockers) == (None, ())
     assert told.costs.weights_bytes == model.costs.weights_bytes
     assert told.encoder_bytes == model.costs.weights_bytes - weights_bytes(model.network)
 
 
-def test_no_weight_is_read_for_it(tmp_path: Path) -> None:
+def test_checking_a_vision_model_reads_no_weights(tmp_path: Path) -> None:
     folder = write_checkpoint("mistral3", tmp_path, text={"intermediate_size": 2048})
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -46,14 +46,14 @@ def test_a_family_whose_images_are_not_served_is_named(folder: Path) -> None:
     text_alone(check(folder), "Models of type llava are served for text only.")
 
 
-def test_a_conversion_for_text_has_nothing_to_see_with(folder: Path) -> None:
+def test_conversion_without_encoder_weights_is_reported_as_text_only(folder: Path) -> None:
     weights = mx.load(str(folder / "model.safetensors"))
     kept = {name: array for name, array in weights.items() if name.startswith("language_model.")}
     mx.save_safetensors(str(folder / "model.safetensors"), kept, metadata={"format": "mlx"})
     text_alone(check(folder), "It is served for text only: the weights of its vision encoder are missing")
 
 
-def test_where_images_are_switched_off_that_is_said(folder: Path) -> None:
+def test_report_names_the_setting_that_disables_images(folder: Path) -> None:
     text_alone(check(folder, vision=False), "SLUICE_VISION is off.")
 
 
@@ -62,7 +62,7 @@ def text_alone(told: ModelReport, why: str) -> None:
     assert why in told.vision_unsupported_reason
     assert told.blockers == ()
     assert told.encoder_bytes == 0
-    assert told.costs.weights_bytes == weights_bytes(seen.model("mistral3").network)
+    assert told.costs.weights_bytes == weights_bytes(cases.model("mistral3").network)
 
 
 @pytest.mark.parametrize("here", [True, False], ids=["here", "on the hub"])
@@ -84,7 +84,7 @@ def test_a_worker_that_cannot_prepare_images_would_not_start(folder: Path) -> No
     assert told.blockers == (told.vision_unsupported_reason,)
 
 
-def test_what_is_on_a_hub_is_told_by_its_index(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_on_a_hub_model_uses_its_index(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = check(folder)
     index = folder / "model.safetensors.index.json"
     names = dict.fromkeys(mx.load(str(folder / "model.safetensors")), "model.safetensors")
@@ -99,9 +99,7 @@ def test_what_is_on_a_hub_is_told_by_its_index(folder: Path, monkeypatch: pytest
     )
 
 
-def test_where_only_weights_on_a_hub_would_tell_they_are_taken_to_see(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_an_index_the_hub_model_counts_as_vision_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = hub_has(folder, monkeypatch)
     assert (told.vision_unsupported_reason, told.encoder_bytes, told.blockers) == (None, 0, ())
 

@@ -1,4 +1,4 @@
-"""Images go through the vision tower a layer at a time, each once, while others decode."""
+"""Images go through the vision encoder layer by layer, each once, while other rows decode."""
 
 from collections import OrderedDict
 from typing import Any
@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.driver import Run
-from tests.engine.vision import seen
+from tests.engine.vision import cases
+from tests.engine.vision.cases import Prompt, image_request, prompt
 from tests.engine.vision.checkpoints import CONFIGS, EOS
-from tests.engine.vision.seen import Prompt, asked, prompt
 from worker.engine.vision.encoder import EncoderRun, FeatureCache, Features
 from worker.schedule.outcomes import Encoded, Sampled
 from worker.schedule.request import PromptImage, Sampling
@@ -23,7 +23,7 @@ LAYERS = 2
 
 
 def features(width: int, deep: int = 0) -> Features:
-    """Of 4 × width bytes, and as many for each that lies deeper."""
+    """Return features of 4 × width bytes, and as many for each DeepStack layer."""
     return Features(mx.zeros((1, width)), (mx.zeros((1, width)),) * deep)
 
 
@@ -39,8 +39,8 @@ uses = st.lists(
 
 
 @given(st.integers(0, 200), uses)
-def test_the_features_used_last_are_kept_as_far_as_there_is_room(most: int, uses: list[tuple[str, Any]]) -> None:
-    cache, model, room = FeatureCache(most), OrderedDict[tuple[str, bytes], Features](), most
+def test_the_features_used_last_are_kept_as_far_as_there_is_room(max_steps: int, uses: list[tuple[str, Any]]) -> None:
+    cache, model, room = FeatureCache(max_steps), OrderedDict[tuple[str, bytes], Features](), max_steps
     for use, what in uses:
         match use:
             case "find":
@@ -54,14 +54,14 @@ def test_the_features_used_last_are_kept_as_far_as_there_is_room(most: int, uses
                     model.setdefault(what, new)
             case "room":
                 cache.set_limit(what)
-                room = max(0, min(most, what))
+                room = max(0, min(max_steps, what))
         while sum(each.nbytes for each in model.values()) > room:
             model.popitem(last=False)
-        assert cache.nbytes == sum(each.nbytes for each in model.values()) <= most
+        assert cache.nbytes == sum(each.nbytes for each in model.values()) <= max_steps
     assert all(cache.get(*what) is each for what, each in model.items())
 
 
-def test_what_lies_deeper_in_the_tower_is_counted_too() -> None:
+def test_deepstack_features_are_counted_too() -> None:
     cache = FeatureCache(1000)
     cache.put("", b"1", features(10, deep=3))
     assert cache.nbytes == 4 * 40
@@ -71,9 +71,9 @@ def test_what_lies_deeper_in_the_tower_is_counted_too() -> None:
 
 
 def passing(layers: int) -> Any:
-    """A tower of so many layers."""
+    """Return the `encode` of an encoder with this number of layers."""
 
-    def encode(seen: Any, passed: list[mx.array]) -> Features:
+    def encode(pixel_inputs: Any, passed: list[mx.array]) -> Features:
         rows = mx.ones((4, 4))
         for _ in range(layers):
             rows = rows + 1
@@ -84,15 +84,15 @@ def passing(layers: int) -> Any:
 
 
 @given(st.integers(1, 300), st.integers(1, 40), st.lists(st.integers(1, 100), min_size=1, max_size=50))
-def test_no_more_is_computed_at_once_than_was_asked_for_or_a_layer(tokens: int, layers: int, asks: list[int]) -> None:
+def test_advance_computes_at_most_its_tokens_or_one_layer(tokens: int, layers: int, asks: list[int]) -> None:
     encoding = EncoderRun(PromptImage(b"1", (0, tokens), {}), passing(layers))
     computed, layer = 0, -(-tokens // (layers + 1))
-    for most in (*asks, *[tokens] * (layers + 2)):
+    for max_steps in (*asks, *[tokens] * (layers + 2)):
         before = encoding.remaining
         if encoding.features is None:
-            done = encoding.advance(most)
+            done = encoding.advance(max_steps)
             assert done == before - encoding.remaining
-            assert done <= max(most, layer)
+            assert done <= max(max_steps, layer)
             computed += done
         assert (encoding.features is None) == (encoding.remaining > 0)
     assert encoding.features is not None
@@ -104,8 +104,8 @@ def test_no_more_is_computed_at_once_than_was_asked_for_or_a_layer(tokens: int, 
 
 
 def counted(family: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Gets what goes through the tower."""
-    vision, looked = seen.model(family).vision, list[Any]()
+    """Return a list that receives the inputs of each encoded image."""
+    vision, looked = cases.model(family).vision, list[Any]()
     assert vision is not None
     encode = vision.family.encode
 
@@ -119,43 +119,43 @@ def counted(family: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize("family", ANY_SIZE)
 def test_others_decode_between_two_layers_of_an_image(family: str) -> None:
-    run = Run(seen.model(family), step_s=1e-6)
+    run = Run(cases.model(family), step_s=1e-6)
     endless = Sampling(logit_bias=((EOS, -100.0),))
-    run.submit(asked(family, "text", prompt(family, 5, seed=1), 200, sampling=endless))
-    run.until(lambda: len(run.said["text"]) > 0)
-    run.submit(asked(family, "picture", prompt(family, 3, LARGE, 4, seed=2), 4))
+    run.submit(image_request(family, "text", prompt(family, 5, seed=1), 200, sampling=endless))
+    run.until(lambda: len(run.generated["text"]) > 0)
+    run.submit(image_request(family, "picture", prompt(family, 3, LARGE, 4, seed=2), 4))
     parts = 0
-    while not run.said["picture"]:
+    while not run.generated["picture"]:
         outcomes = run.step().outcomes
         looked = sum(isinstance(outcome, Encoded) for outcome in outcomes)
         decoded = sum(isinstance(outcome, Sampled) and outcome.id == "text" for outcome in outcomes)
         assert looked <= decoded == 1
         parts += looked
-    assert parts == LAYERS + 1, "each layer is a part, and then what is made of the last one"
+    assert parts == LAYERS + 1, "one progress report per layer, and one for the features"
 
 
 @pytest.mark.parametrize("family", ANY_SIZE)
-def test_what_a_token_of_an_image_takes_is_learned_apart_from_text(family: str) -> None:
-    run = Run(seen.model(family))
+def test_image_tokens_are_measured_separately_from_text(family: str) -> None:
+    run = Run(cases.model(family))
     prefills = run.engine._prefills
-    text, image = prefills.budget.cost.token_s, prefills._images.cost.token_s
-    run.submit(asked(family, "picture", prompt(family, 3, LARGE, 4, seed=2), 1))
+    text, image = prefills.budget.cost.token_s, prefills._encoder_budget.cost.token_s
+    run.submit(image_request(family, "picture", prompt(family, 3, LARGE, 4, seed=2), 1))
     run.until(lambda: run.encoded["picture"] > 0)
-    assert prefills._images.cost.token_s != image
+    assert prefills._encoder_budget.cost.token_s != image
     assert prefills.budget.cost.token_s == text
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("step_s", [1e-6, 1.0], ids=["a layer a step", "at once"])
-def test_two_rows_with_the_same_new_image_have_it_looked_at_once(
+def test_two_rows_with_the_same_image_encode_it_once(
     family: str, step_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked = counted(family, monkeypatch)
     prompts = {str(seed): prompt(family, 7, LARGE, seed, seed=seed) for seed in (2, 3)}
-    run = Run(seen.model(family), step_s=step_s, prefix_bytes=1 << 24)
+    run = Run(cases.model(family), step_s=step_s, prefix_bytes=1 << 24)
     for id, each in prompts.items():
-        run.submit(asked(family, id, each, 12))
-    assert run.drain() == {id: seen.alone(family, each, 12) for id, each in prompts.items()}
+        run.submit(image_request(family, id, each, 12))
+    assert run.drain() == {id: cases.alone(family, each, 12) for id, each in prompts.items()}
     assert len(looked) == 1
 
 
@@ -164,40 +164,38 @@ def test_an_image_costs_nothing_in_the_next_turn_nor_in_another_conversation(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked = counted(family, monkeypatch)
-    run, first = Run(seen.model(family), prefix_bytes=1 << 24), prompt(family, 20, LARGE, 9, seed=1)
-    run.submit(asked(family, "first", first, 12))
+    run, first = Run(cases.model(family), prefix_bytes=1 << 24), prompt(family, 20, LARGE, 9, seed=1)
+    run.submit(image_request(family, "first", first, 12))
     run.drain()
-    heard = [token for token in run.said["first"] if token < 256]  # some say the sign for an image, too
-    next_turn = Prompt((*first.tokens, *heard, *prompt(family, 6, seed=5).tokens), first.sights)
+    outcomes = [token for token in run.generated["first"] if token < 256]  # some generate the placeholder, too
+    next_turn = Prompt((*first.tokens, *outcomes, *prompt(family, 6, seed=5).tokens), first.images)
     for id, each in ("next turn", next_turn), ("another", prompt(family, 4, LARGE, 5, seed=8)):
-        run.submit(asked(family, id, each, 12))
+        run.submit(image_request(family, id, each, 12))
         run.drain()
-        assert run.said[id] == seen.alone(family, each, 12)
+        assert run.generated[id] == cases.alone(family, each, 12)
     assert len(looked) == 1
 
 
-def test_what_was_seen_of_an_image_is_found_by_no_other_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_are_not_found_from_another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = counted("qwen3_5", monkeypatch)
-    run = Run(seen.model("qwen3_5"), prefix_bytes=1 << 24)
+    run = Run(cases.model("qwen3_5"), prefix_bytes=1 << 24)
     for id, space in ("a", "a"), ("b", "b"), ("a again", "a"):
-        run.submit(asked("qwen3_5", id, prompt("qwen3_5", 4, LARGE, 5, seed=len(id)), 4, namespace=space))
+        run.submit(image_request("qwen3_5", id, prompt("qwen3_5", 4, LARGE, 5, seed=len(id)), 4, namespace=space))
         run.drain()
     assert len(looked) == 2
     assert [run.encoded[id] > 0 for id in ("a", "b", "a again")] == [True, True, False]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_image_whose_row_is_cancelled_in_the_tower_is_looked_at_for_the_next(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_image_of_a_cancelled_row_is_encoded_for_the_next(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = counted(family, monkeypatch)
-    run = Run(seen.model(family), step_s=1e-6, prefix_bytes=1 << 24)
+    run = Run(cases.model(family), step_s=1e-6, prefix_bytes=1 << 24)
     prompts = {id: prompt(family, 7, LARGE, 4, seed=at) for at, id in enumerate(("gone", "stays"))}
     for id, each in prompts.items():
-        run.submit(asked(family, id, each, 12))
+        run.submit(image_request(family, id, each, 12))
     run.step()
     run.engine.remove("gone")
     run.drain()
-    assert run.said["stays"] == seen.alone(family, prompts["stays"], 12)
+    assert run.generated["stays"] == cases.alone(family, prompts["stays"], 12)
     assert len(looked) <= 2
     assert run.engine._prefills.images("stays").total == 0

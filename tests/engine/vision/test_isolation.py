@@ -1,4 +1,4 @@
-"""An image that the vision tower fails on harms its own row and no other."""
+"""An image that the vision encoder fails on fails its own row and no other."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,8 +7,8 @@ import mlx.core as mx
 import pytest
 
 from tests.engine.driver import Run
-from tests.engine.vision import seen
-from tests.engine.vision.seen import asked, prompt
+from tests.engine.vision import cases
+from tests.engine.vision.cases import image_request, prompt
 from worker.engine.vision.encoder import Features
 
 FAMILIES = "qwen3_5", "gemma3", "pixtral"
@@ -18,7 +18,7 @@ Encode = Callable[[Any, list[mx.array]], Features]
 
 
 class Failing:
-    """A tower that does not take one of the images, so many times."""
+    """An encoder that fails on one of the images, `times` times."""
 
     def __init__(self, encode: Encode, bad: Any, fail: Callable[[Features], Features], times: int) -> None:
         self._encode, self._bad, self._fail, self._left = encode, bad, fail, times
@@ -41,7 +41,7 @@ def no_numbers(features: Features) -> Features:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("fail", [raises, no_numbers])
-def test_an_image_that_the_tower_fails_on_fails_its_row_alone_and_is_looked_at_anew(
+def test_image_that_fails_to_encode_fails_only_its_row_and_is_encoded_again(
     family: str, fail: Callable[[Features], Features], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = {
@@ -49,16 +49,16 @@ def test_an_image_that_the_tower_fails_on_fails_its_row_alone_and_is_looked_at_a
         "other image": prompt(family, 5, GOOD, 4, seed=2),
         "bad": prompt(family, 5, GOOD, 3, BAD, 4, seed=3),
     }
-    expected = {id: seen.alone(family, each, 12) for id, each in prompts.items()}
-    vision = seen.model(family).vision
+    expected = {id: cases.alone(family, each, 12) for id, each in prompts.items()}
+    vision = cases.model(family).vision
     assert vision is not None
-    bad = prompts["bad"].sights[1].pixel_inputs
+    bad = prompts["bad"].images[1].pixel_inputs
     monkeypatch.setattr(vision.family, "encode", Failing(vision.family.encode, bad, fail, times=1))
-    run = Run(seen.model(family), prefix_bytes=1 << 24)
+    run = Run(cases.model(family), prefix_bytes=1 << 24)
     for id, each in prompts.items():
-        run.submit(asked(family, id, each, 12))
+        run.submit(image_request(family, id, each, 12))
     run.drain()
     assert run.ended.pop("bad") == "faulted"
-    run.submit(asked(family, "again", prompts["bad"], 12))
+    run.submit(image_request(family, "again", prompts["bad"], 12))
     run.drain()
-    assert run.said == {**expected, "bad": [], "again": expected["bad"]}
+    assert run.generated == {**expected, "bad": [], "again": expected["bad"]}

@@ -1,4 +1,4 @@
-"""What images need in memory is known before they are looked at: those that do not fit wait, or are told why."""
+"""The memory of images is predicted before they are encoded: requests that do not fit wait or are refused."""
 
 import gc
 import json
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.engine.driver import ONE_GROUP, Run
-from tests.engine.vision import seen
+from tests.engine.vision import cases
 from tests.engine.vision.checkpoints import CONFIGS, write_checkpoint
 from worker.engine.model.load import Model, open_model
 from worker.engine.tokenizer import MLXTokenizer
@@ -23,11 +23,12 @@ from worker.schedule.memory import CHUNK, ImageDemand, MemoryModel
 from worker.schedule.request import GenerationRequest, PromptImage
 
 FAMILIES = [*CONFIGS]
-TINY = 200_000  # bytes: arrays of a fixed size show beside images that need no more
+TINY = 200_000  # bytes: with small images, arrays of a fixed size count
 
 
 def roomy(family: str, folder: Path, side: int) -> Path:
-    """A checkpoint that takes images of so many pixels a side as they are, where its family has images of any size."""
+    """Write a checkpoint that does not scale images of this many pixels a side, if its family has images of any
+    size."""
     write_checkpoint(family, folder)
     if family.startswith("qwen"):
         # The older ones read the first two, the newer ones the last.
@@ -41,17 +42,19 @@ def roomy(family: str, folder: Path, side: int) -> Path:
 
 def _change(file: Path, values: dict[str, Any]) -> None:
     """Parts keep what is not named."""
-    said = json.loads(file.read_text())
-    parts = {name: {**said.get(name, {}), **value} for name, value in values.items() if isinstance(value, dict)}
-    file.write_text(json.dumps({**said, **values, **parts}))
+    generated = json.loads(file.read_text())
+    parts = {name: {**generated.get(name, {}), **value} for name, value in values.items() if isinstance(value, dict)}
+    file.write_text(json.dumps({**generated, **values, **parts}))
 
 
-def needed(vision: Vision, sight: ProcessedImage) -> int:
-    """Bytes, while the image is looked at as the engine does it."""
+def needed(vision: Vision, processed: ProcessedImage) -> int:
+    """Return the peak bytes while the image is encoded as the engine does it."""
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    encoding = EncoderRun(PromptImage(sight.digest, (0, sight.tokens), sight.pixel_inputs), vision.family.encode)
+    encoding = EncoderRun(
+        PromptImage(processed.digest, (0, processed.tokens), processed.pixel_inputs), vision.family.encode
+    )
     while encoding.features is None:
         encoding.advance(1)
     return mx.get_peak_memory() - before
@@ -62,18 +65,18 @@ def test_an_image_needs_about_what_was_predicted(family: str, tmp_path: Path) ->
     _, _, vision = open_vision(roomy(family, tmp_path, side=128), trusted=False)
     mx.eval(vision.network.parameters())
     gc.collect()  # what other tests have left would go while it is measured
-    tower = with_encoder_cost(MemoryModel(0), vision, sides=(48, 80)).encoder
+    encoder = with_encoder_cost(MemoryModel(0), vision, sides=(48, 80)).encoder
     for width, height in (48, 32), (80, 80), (96, 64), (128, 112):
-        sight = vision.image_processor.preprocess(seen.image(1, width, height), b"")
-        predicted, measured = tower.bytes_for(ImageDemand(sight.tokens)), needed(vision, sight)
+        processed = vision.image_processor.preprocess(cases.image(1, width, height), b"")
+        predicted, measured = encoder.bytes_for(ImageDemand(processed.tokens)), needed(vision, processed)
         assert 0.7 * predicted - TINY < measured < 1.3 * predicted + TINY, (width, height)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_picture_tells_what_it_takes_as_it_was_prepared(family: str) -> None:
-    (picture,) = seen.asked(family, "", seen.prompt(family, 3, (1, 64, 56), 4), 1).images
-    arrays = [each for each in picture.pixel_inputs.values() if isinstance(each, np.ndarray)]
-    assert 0.99 < picture.nbytes / sum(array.nbytes for array in arrays) <= 1
+def test_nbytes_of_an_image_are_those_of_its_pixel_inputs(family: str) -> None:
+    (prompt_image,) = cases.image_request(family, "", cases.prompt(family, 3, (1, 64, 56), 4), 1).images
+    arrays = [each for each in prompt_image.pixel_inputs.values() if isinstance(each, np.ndarray)]
+    assert 0.99 < prompt_image.nbytes / sum(array.nbytes for array in arrays) <= 1
 
 
 LARGE = 96  # pixels a side
@@ -90,7 +93,7 @@ def large(opened: Model) -> Model:
 
 
 def in_memory(model: Model) -> Model:
-    """What other tests have left there counts as its weights."""
+    """Return the model with weights that include what other tests have left in memory."""
     gc.collect()
     mx.clear_cache()
     return replace(model, costs=replace(model.costs, weights_bytes=mx.get_active_memory()))
@@ -99,44 +102,48 @@ def in_memory(model: Model) -> Model:
 def shown(model: Model, id: str, *seeds: int, max_tokens: int = 8) -> GenerationRequest:
     """A prompt with as many images."""
     assert model.vision is not None
-    eyes, encode = model.vision.image_processor, MLXTokenizer(model.tokenizer).encode
-    sights = [eyes.preprocess(seen.image(seed, LARGE, LARGE), bytes([seed])) for seed in seeds]
-    prompt = (1, 2, 3, *(token for sight in sights for token in (*encode(sight.text), 4)), 5)
-    return GenerationRequest(id, prompt, max_tokens, images=eyes.prompt_images(prompt, sights))
+    image_processor, encode = model.vision.image_processor, MLXTokenizer(model.tokenizer).encode
+    images = [image_processor.preprocess(cases.image(seed, LARGE, LARGE), bytes([seed])) for seed in seeds]
+    prompt = (1, 2, 3, *(token for processed in images for token in (*encode(processed.text), 4)), 5)
+    return GenerationRequest(id, prompt, max_tokens, images=image_processor.prompt_images(prompt, images))
 
 
-def room_for(model: Model, sequence: GenerationRequest) -> int:
+def memory_for(model: Model, request: GenerationRequest) -> int:
     """Bytes that it needs alone."""
-    tokens = [picture.tokens for picture in sequence.images]
-    images = ImageDemand(tokens[0], sum(tokens), prepared_bytes=sum(picture.nbytes for picture in sequence.images))
-    return model.costs.peak_bytes([[len(sequence.prompt) + sequence.max_tokens]], images=images)
+    tokens = [prompt_image.tokens for prompt_image in request.images]
+    images = ImageDemand(
+        tokens[0], sum(tokens), prepared_bytes=sum(prompt_image.nbytes for prompt_image in request.images)
+    )
+    return model.costs.peak_bytes([[len(request.prompt) + request.max_tokens]], images=images)
 
 
-def test_images_are_looked_at_within_the_memory_that_was_promised(large: Model) -> None:
-    sequences = [shown(large, str(at), 2 * at, 2 * at + 1) for at in range(4)]
-    limit, highest = room_for(large, sequences[0]) * 11 // 10, 0
+def test_images_are_encoded_within_the_reserved_memory(large: Model) -> None:
+    requests = [shown(large, str(at), 2 * at, 2 * at + 1) for at in range(4)]
+    limit, highest = memory_for(large, requests[0]) * 11 // 10, 0
     run = Run(large, memory=limit, prefix_bytes=1 << 24)
-    for sequence in sequences:
-        run.submit(sequence)
+    for request in requests:
+        run.submit(request)
     while len(run.engine):
         run.step()
         highest = max(highest, mx.get_peak_memory())
     assert set(run.ended.values()) <= {"length", "stop"}
     beside = limit - large.costs.resident_bytes
-    assert large.costs.encoder.bytes_for(ImageDemand(sequences[0].images[0].tokens)) > beside / 3, "else it is nothing"
+    assert large.costs.encoder.bytes_for(ImageDemand(requests[0].images[0].tokens)) > beside / 3, (
+        "else the image does not matter"
+    )
     assert limit - 2 * beside / 3 < highest <= limit
 
 
-def test_an_image_that_is_computed_at_once_is_promised_the_chunk_that_it_makes(tmp_path: Path) -> None:
+def test_image_computed_in_one_chunk_stays_within_the_reserved_memory(tmp_path: Path) -> None:
     folder = write_checkpoint("gemma4 with experts", tmp_path)
     _change(folder / "processor_config.json", {"image_processor": {"max_soft_tokens": 2 * CHUNK}})
     _change(folder / "config.json", {"vision_config": {"default_output_length": 2 * CHUNK}})
     model = in_memory(open_model(str(folder)))
     run, highest = Run(model), 0
-    run.submit(sequence := shown(model, "sees", 1))
-    run.until(lambda: "sees" in run.inside and run.engine._prefills.images("sees").largest == 0)
-    images, lengths = run.engine._prefills.images("sees"), [[len(sequence.prompt) + sequence.max_tokens]]
-    while not run.said["sees"]:
+    run.submit(request := shown(model, "sees", 1))
+    run.until(lambda: "sees" in run.active and run.engine._prefills.images("sees").largest == 0)
+    images, lengths = run.engine._prefills.images("sees"), [[len(request.prompt) + request.max_tokens]]
+    while not run.generated["sees"]:
         run.step()
         highest = max(highest, mx.get_peak_memory())
     beside = highest - model.costs.resident_bytes
@@ -147,17 +154,17 @@ def test_an_image_that_is_computed_at_once_is_promised_the_chunk_that_it_makes(t
     assert 1.2 * less < beside < 1.1 * promised, (less, beside, promised)
 
 
-def test_an_image_that_never_fits_is_refused_with_a_sentence_and_harms_no_other(large: Model) -> None:
-    sequence = shown(large, "never", 1)
-    run = Run(large, memory=room_for(large, sequence) - 1)
+def test_image_that_never_fits_is_refused_and_harms_no_other_row(large: Model) -> None:
+    request = shown(large, "never", 1)
+    run = Run(large, memory=memory_for(large, request) - 1)
     run.add("text", (1, 2, 3), max_tokens=8)
     run.step()
-    run.submit(sequence)
+    run.submit(request)
     run.drain()
     assert run.ended["never"] == "refused"
-    assert "while its images are looked at" in run.refused["never"]
+    assert "while its images are encoded" in run.refused["never"]
     assert run.encoded["never"] == 0
-    assert len(run.said["text"]) > 0
+    assert len(run.generated["text"]) > 0
 
 
 def test_a_row_waits_while_another_s_images_need_its_memory_and_no_longer(large: Model) -> None:
@@ -171,7 +178,7 @@ def test_a_row_waits_while_another_s_images_need_its_memory_and_no_longer(large:
     run.step()
     run.submit(second)
     run.step()
-    assert (run.inside, run.waiting) == (["first"], ["second"])
-    run.until(lambda: "second" in run.inside)
+    assert (run.active, run.waiting) == (["first"], ["second"])
+    run.until(lambda: "second" in run.active)
     assert "first" not in run.ended
     run.drain()

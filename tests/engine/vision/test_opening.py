@@ -1,4 +1,4 @@
-"""A folder of a model that sees is recognised, loaded once, and refused where it would run code of its own."""
+"""A vision model's folder is recognized, loaded once, and refused if it would run code of its own."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from tests.engine.driver import answer, tokens
-from tests.engine.vision import seen
+from tests.engine.vision import cases
 from tests.engine.vision.checkpoints import CONFIGS, write_checkpoint
 from worker.engine.model.load import fingerprint, open_model
 from worker.engine.upstream import mlx_vlm
@@ -27,8 +27,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_twin_s_weights_are_the_very_arrays_of_the_model_that_sees(family: str) -> None:
-    model = seen.model(family)
+def test_text_model_shares_the_arrays_of_the_vision_model(family: str) -> None:
+    model = cases.model(family)
     assert model.vision is not None
     theirs = dict(tree_flatten(model.vision.network.parameters()))
     assert all(array is theirs[name] for name, array in tree_flatten(model.network.parameters()))
@@ -43,7 +43,7 @@ def test_a_model_is_in_memory_once(folder: Path) -> None:
     assert mx.get_active_memory() - before < 1.1 * model.costs.weights_bytes
 
 
-def test_a_quantized_model_has_a_quantized_twin(folder: Path) -> None:
+def test_quantized_vision_model_has_a_quantized_text_model(folder: Path) -> None:
     write_checkpoint("qwen3_vl", folder, bits=4)
     model = open_model(str(folder))
     layers = dict(model.network.named_modules())
@@ -53,8 +53,8 @@ def test_a_quantized_model_has_a_quantized_twin(folder: Path) -> None:
     assert all(array is theirs[name] for name, array in tree_flatten(model.network.parameters()))
 
 
-def test_what_a_model_would_hear_with_takes_no_memory() -> None:
-    model = seen.model("gemma4")
+def test_audio_encoder_takes_no_memory() -> None:
+    model = cases.model("gemma4")
     assert "audio_config" in CONFIGS["gemma4"]
     assert model.vision is not None
     assert not any("audio" in name for name, _ in tree_flatten(model.vision.network.parameters()))
@@ -63,69 +63,69 @@ def test_what_a_model_would_hear_with_takes_no_memory() -> None:
 def test_images_can_be_switched_off(folder: Path) -> None:
     model = open_model(str(folder), vision=False)
     assert model.vision is None
-    assert model.costs.weights_bytes < seen.model("qwen3_5").costs.weights_bytes
+    assert model.costs.weights_bytes < cases.model("qwen3_5").costs.weights_bytes
 
 
-def test_a_conversion_without_the_tower_s_weights_is_served_for_text(folder: Path) -> None:
+def test_conversion_without_encoder_weights_is_served_for_text(folder: Path) -> None:
     weights = mx.load(str(folder / "model.safetensors"))
     kept = {name: array for name, array in weights.items() if name.startswith("language_model.")}
     mx.save_safetensors(str(folder / "model.safetensors"), kept)
     assert open_model(str(folder)).vision is None
 
 
-def test_text_is_served_where_the_family_s_images_are_unknown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_vision_family_is_served_for_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = write_checkpoint("mistral3", tmp_path, seed=1)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "llava"}))  # mlx-lm takes it for a mistral3
     model = open_model(str(folder))
     assert model.vision is None
     assert "Models of type llava are served for text only." in caplog.text
-    each = seen.prompt("mistral3", 20)
-    heard = answer(model, GenerationRequest("text", each.tokens, 8))
-    assert tokens(heard) == seen.alone("mistral3", each, 8)
+    each = cases.prompt("mistral3", 20)
+    outcomes = answer(model, GenerationRequest("text", each.tokens, 8))
+    assert tokens(outcomes) == cases.alone("mistral3", each, 8)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_folder_that_does_not_say_how_images_are_prepared_is_refused(family: str, tmp_path: Path) -> None:
+def test_folder_without_preprocessing_settings_is_refused(family: str, tmp_path: Path) -> None:
     folder = write_checkpoint(family, tmp_path)
     (folder / "preprocessor_config.json").unlink(missing_ok=True)
-    said = folder / "processor_config.json"
-    if said.exists():
-        said.write_text(json.dumps({**json.loads(said.read_text()), "image_processor": None}))
+    settings = folder / "processor_config.json"
+    if settings.exists():
+        settings.write_text(json.dumps({**json.loads(settings.read_text()), "image_processor": None}))
     with pytest.raises(CannotStart, match=r"preprocessor_config\.json, or image_processor.*SLUICE_VISION=off"):
         open_model(str(folder))
 
 
 @pytest.mark.parametrize(
-    ("family", "name", "said"),
+    ("family", "name", "settings"),
     [
         ("gemma3", "processor_config.json", {"image_seq_length": 256}),
         ("pixtral", "processor_config.json", {"patch_size": 8}),
     ],
 )
-def test_a_processor_that_counts_other_tokens_than_the_model_is_refused(
-    family: str, name: str, said: dict[str, object], tmp_path: Path
+def test_processor_with_another_token_count_than_the_model_is_refused(
+    family: str, name: str, settings: dict[str, object], tmp_path: Path
 ) -> None:
     folder = write_checkpoint(family, tmp_path)
-    (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), **said}))
+    (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), **settings}))
     with pytest.raises(CannotStart, match=r"one image becomes \d+ tokens by the config and \d+ by the processor"):
         open_model(str(folder))
 
 
 def test_a_model_that_the_two_libraries_read_differently_is_refused(tmp_path: Path) -> None:
-    """mlx-vlm has another name for it."""
+    """mlx-vlm reads this setting under another name."""
     folder = write_checkpoint("gemma3", tmp_path, text={"rope_theta": 5e7})
     with pytest.raises(CannotStart, match=r"mlx-lm and mlx-vlm compute different logits .*SLUICE_VISION=off"):
         open_model(str(folder))
 
 
-def test_a_model_whose_cache_the_two_libraries_keep_otherwise_is_refused(
+def test_model_with_different_caches_in_the_two_libraries_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = mlx_vlm.make_prompt_cache
     monkeypatch.setattr(mlx_vlm, "make_prompt_cache", lambda network: there(network)[::-1])
-    said = r"mlx-lm caches a layer as ArraysCache, mlx-vlm as KVCache.*SLUICE_VISION=off"
-    with pytest.raises(CannotStart, match=said):
+    generated = r"mlx-lm caches a layer as ArraysCache, mlx-vlm as KVCache.*SLUICE_VISION=off"
+    with pytest.raises(CannotStart, match=generated):
         open_model(str(folder))
 
 
@@ -141,14 +141,14 @@ def test_a_model_whose_cache_the_two_libraries_keep_otherwise_is_refused(
 )
 def test_code_of_a_checkpoint_is_refused_by_name_and_not_run(folder: Path, name: str, code: dict[str, object]) -> None:
     (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
-    said = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
-    (folder / name).write_text(json.dumps({**said, **code}))
+    generated = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+    (folder / name).write_text(json.dumps({**generated, **code}))
     with pytest.raises(CannotStart, match=rf"{name} names Python code .*evil.*SLUICE_TRUST_MODEL_CODE"):
         open_model(str(folder))
     assert not (folder / "ran").exists()
 
 
-def test_code_of_a_checkpoint_runs_where_it_is_trusted(folder: Path) -> None:
+def test_code_of_a_checkpoint_runs_if_trusted(folder: Path) -> None:
     ran = folder / "ran"
     (folder / "own.py").write_text(f"from mlx_vlm.models.qwen3_5 import *\nopen({str(ran)!r}, 'w')\n")
     config = json.loads((folder / "config.json").read_text())
@@ -157,7 +157,7 @@ def test_code_of_a_checkpoint_runs_where_it_is_trusted(folder: Path) -> None:
     assert ran.exists()
 
 
-def test_without_mlx_vlm_the_way_out_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_mlx_vlm_names_the_alternatives(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "worker.engine.upstream.mlx_vlm", raising=False)
     monkeypatch.delattr("worker.engine.upstream.mlx_vlm", raising=False)
     monkeypatch.setitem(sys.modules, "mlx_vlm.utils", None)

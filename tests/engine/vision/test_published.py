@@ -9,10 +9,10 @@ import pytest
 from mlx_vlm.convert import convert
 
 from tests.engine.driver import answers, tokens
-from tests.engine.vision import seen
+from tests.engine.vision import cases
+from tests.engine.vision.cases import Prompt, prompt
 from tests.engine.vision.checkpoints import CONFIGS, write_checkpoint
 from tests.engine.vision.published import publish
-from tests.engine.vision.seen import Prompt, prompt
 from worker.engine.model.load import Model, open_model
 
 FAMILIES = [*CONFIGS]
@@ -40,27 +40,25 @@ def mixed(family: str) -> dict[str, Prompt]:
     }
 
 
-def said(model: Model, family: str) -> dict[str, list[int]]:
-    heard = answers(model, [seen.asked(family, id, each, LONG) for id, each in mixed(family).items()])
-    return {id: tokens(each) for id, each in heard.items()}
+def generated(model: Model, family: str) -> dict[str, list[int]]:
+    outcomes = answers(model, [cases.image_request(family, id, each, LONG) for id, each in mixed(family).items()])
+    return {id: tokens(each) for id, each in outcomes.items()}
 
 
 def alone(model: Model, family: str) -> dict[str, list[int]]:
-    return {id: seen.alone(family, each, LONG, by=model) for id, each in mixed(family).items()}
+    return {id: cases.alone(family, each, LONG, by=model) for id, each in mixed(family).items()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_with_the_names_and_layouts_of_a_repository_is_the_same_model(family: str, tmp_path: Path) -> None:
     model = open_model(str(publish(family, tmp_path, seed=1)))
     assert model.vision is not None
-    assert said(model, family) == alone(seen.model(family), family)
+    assert generated(model, family) == alone(cases.model(family), family)
 
 
 # Of what has no multiple of 64 columns nothing is quantized then.
 @pytest.mark.parametrize(("family", "group"), [*((family, 32) for family in FAMILIES), ("gemma4", 64), ("qwen3_5", 64)])
-def test_rows_of_a_model_that_mlx_vlm_quantized_say_what_each_says_alone(
-    family: str, group: int, tmp_path: Path
-) -> None:
+def test_rows_of_a_quantized_vision_model_equal_their_answers_alone(family: str, group: int, tmp_path: Path) -> None:
     published, folder = publish(family, tmp_path, seed=1), tmp_path / "quantized"
     convert(str(published), str(folder), quantize=True, q_group_size=group, q_bits=4)
     model = open_model(str(folder))
@@ -68,7 +66,7 @@ def test_rows_of_a_model_that_mlx_vlm_quantized_say_what_each_says_alone(
     quantized = {path for path, layer in model.network.named_modules() if hasattr(layer, "bits")}
     assert "language_model.model.layers.0.mlp.up_proj" in quantized or family.endswith("_moe")
     assert not any(hasattr(layer, "bits") for layer in model.vision.network.vision_tower.modules())
-    assert said(model, family) == alone(model, family)
+    assert generated(model, family) == alone(model, family)
 
 
 @pytest.mark.parametrize(
@@ -84,26 +82,26 @@ def test_rows_of_a_model_that_mlx_vlm_quantized_say_what_each_says_alone(
         ("mistral3", _MINISTRAL_3),
     ],
 )
-def test_what_a_config_says_or_leaves_out_is_the_same_to_the_twin(
-    family: str, text: dict[str, Any], tmp_path: Path
-) -> None:
+def test_text_model_reads_the_config_as_mlx_vlm_does(family: str, text: dict[str, Any], tmp_path: Path) -> None:
     model = open_model(str(write_checkpoint(family, tmp_path, seed=1, text=text)))
-    assert said(model, family) == alone(model, family)
+    assert generated(model, family) == alone(model, family)
 
 
-# MLX computes experts in float32 alone where there is no GPU.
+# Without a GPU, MLX computes experts only in float32.
 _DENSE = [family for family in FAMILIES if "experts" not in family and "_moe" not in family]
 
 
 @pytest.mark.parametrize(
     ("family", "dtype"), [*((family, mx.bfloat16) for family in _DENSE), ("gemma3", mx.float16)], ids=str
 )
-def test_narrow_numbers_stay_narrow_and_are_numbers(family: str, dtype: mx.Dtype, tmp_path: Path) -> None:
+def test_half_precision_is_kept_and_finite(family: str, dtype: mx.Dtype, tmp_path: Path) -> None:
     model = open_model(str(write_checkpoint(family, tmp_path, seed=1, dtype=dtype)))
     assert model.vision is not None
-    picture = seen.eyes(family).preprocess(seen.image(1, 24, 16), b"")
-    features = model.vision.family.encode(picture.pixel_inputs, [])
+    prompt_image = cases.image_processor(family).preprocess(cases.image(1, 24, 16), b"")
+    features = model.vision.family.encode(prompt_image.pixel_inputs, [])
     assert {array.dtype for array in features.arrays} == {dtype}
     assert all(mx.all(mx.isfinite(array)).item() for array in features.arrays)
-    heard = answers(model, [seen.asked(family, id, each, 4, top_logprobs=0) for id, each in mixed(family).items()])
-    assert all(isfinite(one.logprobs.token) for each in heard.values() for one in each if one.logprobs)
+    outcomes = answers(
+        model, [cases.image_request(family, id, each, 4, top_logprobs=0) for id, each in mixed(family).items()]
+    )
+    assert all(isfinite(one.logprobs.token) for each in outcomes.values() for one in each if one.logprobs)

@@ -1,4 +1,4 @@
-"""Rows that decode together: one forward for all of them, a token each."""
+"""Rows that decode together: one forward for all of them, one token each."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -16,21 +16,21 @@ from worker.schedule.outcomes import Logprobs
 
 @dataclass(slots=True)
 class PendingTokens:
-    """The tokens that rows are fed next, one each; lazy."""
+    """The next input of each row: a token that was drawn, or the last one of a prompt. Lazy."""
 
     tokens: mx.array  # (rows,)
-    finite: mx.array  # (rows,): true if all logits of the row were finite
-    logprobs: dict[Row, mx.array]  # (1, vocab), of the rows that want logprobs
+    finite: mx.array  # (rows,), boolean: True if all logits of the row were finite
+    logprobs: dict[Row, mx.array]  # (1, vocab) each, of the rows that want logprobs and have drawn their token
 
     def compute(self) -> None:
-        """Does not block. Arrays that are first computed as a part of the next step can be read only at its end, and
-        the tokens would be told a step late."""
+        """Start computing the arrays, without blocking. If they were first computed as a part of the next step, they
+        could be read only at its end, a step late."""
         mx.async_eval(self.tokens, self.finite, list(self.logprobs.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class StepToken:
-    """A row's next token. `finite` is False if it was drawn from non-finite logits."""
+    """A token that a row has drawn. `finite` is False if it was drawn from non-finite logits."""
 
     row: Row
     token: int
@@ -48,14 +48,14 @@ class PreemptedRow:
 
 
 class DecodeBatch:
-    """While the device computes the next tokens, the host tells of the last: `launch` feeds each row's token and
-    draws the next, lazily; `collect` waits for those that were fed.
+    """A batch of rows and its cache, for the engine's thread.
 
-    A row that has just come is fed the last token of its prompt, which is no news. Rows come and go between
-    `collect` and `launch` only.
-    """
+    While the device computes the next tokens, the host handles the last ones: `launch` feeds each row its token and
+    draws the next one, lazily; `collect` returns the tokens that were fed. A row that has just joined is fed the last
+    token of its prompt, which `collect` omits. Rows join and leave only between `collect` and `launch`."""
 
     def __init__(self, network: nn.Module) -> None:
+        """Create a batch without rows. `network` is shared with other batches."""
         self._network = network
         self.rows: list[Row] = []
         self._cache: list[Any] = []
@@ -64,10 +64,12 @@ class DecodeBatch:
 
     @property
     def lengths(self) -> list[int]:
+        """Length of each row in tokens."""
         return [row.length for row in self.rows]
 
     @property
     def nbytes(self) -> int:
+        """Allocated bytes of the cache, spare room included."""
         return slots.bytes_of(self._cache)
 
     def cache_of(self, row: Row) -> tuple[list[Any], int]:
@@ -75,96 +77,106 @@ class DecodeBatch:
         return self._cache, self.rows.index(row)
 
     def join_copy_bytes(self, tokens: int) -> int:
-        """Bytes that are copied when a row of that length joins, beside its own."""
+        """Return the bytes of existing buffers that are copied when a row of `tokens` tokens joins; its own cache,
+        which is copied in any case, is not counted."""
         return slots.growth(self._cache, tokens)
 
     def tighten(self) -> None:
-        """Give back what its buffers have beyond their room to spare. Waits for the step under way."""
+        """Free memory that buffers still occupy after rows have left. Blocks until the running step has ended."""
         slots.tighten(self._cache)
 
     def launch(self) -> None:
-        assert self._next is not None, "there is nobody"
+        """Feed each row its next token, and start computing the one after it. Does not wait for the device. There must
+        be rows."""
+        assert self._next is not None, "the batch has no rows"
         self._fed = self._next
         self._next = forward(self._network, self._cache, self.rows, self._fed.tokens)
 
     def wait(self) -> None:
-        assert self._next is not None, "there is nobody"
+        """Block until the launched step has been computed. There must be rows."""
+        assert self._next is not None, "the batch has no rows"
         mx.eval(self._next.tokens, self._next.finite)
 
     def collect(self) -> list[StepToken]:
+        """Return the tokens that the last `launch` fed, without those of prompts. Blocks until they are computed, which
+        is the end of the step before that one; the launched step itself is not waited for."""
         fed, self._fed = self._fed, None
         assert fed is not None, "nothing was launched"
         tokens: list[int] = fed.tokens.tolist()  # type: ignore[assignment]
-        sound: list[bool] = fed.finite.tolist()  # type: ignore[assignment]
-        news = [i for i, row in enumerate(self.rows) if not row.awaiting_first_step]
-        logprobs = _logprobs({self.rows[i]: tokens[i] for i in news if self.rows[i].wants_logprobs}, fed.logprobs)
+        finite: list[bool] = fed.finite.tolist()  # type: ignore[assignment]
+        emitting = [i for i, row in enumerate(self.rows) if not row.awaiting_first_step]
+        logprobs = _logprobs({self.rows[i]: tokens[i] for i in emitting if self.rows[i].wants_logprobs}, fed.logprobs)
         for row in self.rows:
             row.awaiting_first_step = False
-        return [StepToken(self.rows[i], tokens[i], sound[i], logprobs.get(self.rows[i])) for i in news]
+        return [StepToken(self.rows[i], tokens[i], finite[i], logprobs.get(self.rows[i])) for i in emitting]
 
-    def add(self, row: Row, cache: list[Any], drawn: PendingTokens, position: int | None = None) -> None:
-        """`cache`: of this row alone, without the token that it is fed next; it is spent."""
+    def add(self, row: Row, cache: list[Any], pending: PendingTokens, position: int | None = None) -> None:
+        """Append a row. Blocks. `cache`: mlx-lm caches of this row alone, without the token that it is fed next; they
+        must not be used afterwards. `pending`: its next input. `position`: position of that input, if it differs from
+        the length of the cache. If the caches cannot be joined, the batch stays as it was."""
         if self._next is None:
-            self._cache, self._next = slots.batch_of(cache, position, row.end), drawn
+            self._cache, self._next = slots.batch_of(cache, position, row.end), pending
         else:
             slots.join(self._cache, cache, position, row.end)
             self._next = PendingTokens(
-                mx.concatenate([self._next.tokens, drawn.tokens]),
-                mx.concatenate([self._next.finite, drawn.finite]),
-                self._next.logprobs | drawn.logprobs,
+                mx.concatenate([self._next.tokens, pending.tokens]),
+                mx.concatenate([self._next.finite, pending.finite]),
+                self._next.logprobs | pending.logprobs,
             )
             self._next.compute()
         self.rows.append(row)
 
-    def remove(self, gone: Collection[Row]) -> None:
-        places = slots.compact_order(len(self.rows), {i for i, row in enumerate(self.rows) if row in gone})
-        self.rows = [self.rows[place] for place in places]
-        if not places:
+    def remove(self, leaving: Collection[Row]) -> None:
+        """Remove rows. The others may change their order. Blocks until those that change their slot are copied."""
+        order = slots.compact_order(len(self.rows), {i for i, row in enumerate(self.rows) if row in leaving})
+        self.rows = [self.rows[index] for index in order]
+        if not order:
             self._cache, self._next = [], None
             return
-        slots.select_rows(self._cache, places)
+        slots.select_rows(self._cache, order)
         assert self._next is not None
-        kept = mx.array(places)
-        logprobs = {row: theirs for row, theirs in self._next.logprobs.items() if row not in gone}
-        self._next = PendingTokens(self._next.tokens[kept], self._next.finite[kept], logprobs)
+        remaining = mx.array(order)
+        logprobs = {row: row_logprobs for row, row_logprobs in self._next.logprobs.items() if row not in leaving}
+        self._next = PendingTokens(self._next.tokens[remaining], self._next.finite[remaining], logprobs)
         self._next.compute()
 
     def preempt(self, row: Row) -> PreemptedRow:
+        """Remove a row of the batch, and return it with a copy of its cache. Blocks."""
         assert self._next is not None
         at = self.rows.index(row)
-        place = slice(at, at + 1)
+        own = slice(at, at + 1)
         logprobs = {row: mx.contiguous(self._next.logprobs[row])} if row in self._next.logprobs else {}
-        drawn = PendingTokens(
-            mx.contiguous(self._next.tokens[place]), mx.contiguous(self._next.finite[place]), logprobs
-        )
-        mx.eval(drawn.tokens, drawn.finite, list(logprobs.values()))
-        kept = slots.snapshot(self._cache, at)
+        pending = PendingTokens(mx.contiguous(self._next.tokens[own]), mx.contiguous(self._next.finite[own]), logprobs)
+        mx.eval(pending.tokens, pending.finite, list(logprobs.values()))
+        snapshot = slots.snapshot(self._cache, at)
         self.remove([row])
-        return PreemptedRow(row, kept, drawn)
+        return PreemptedRow(row, snapshot, pending)
 
-    def restore(self, parked: PreemptedRow) -> None:
-        self.add(parked.row, slots.restore(parked.snapshot), parked.pending, parked.snapshot.position)
+    def restore(self, preempted: PreemptedRow) -> None:
+        """Append a preempted row, as `add` does."""
+        self.add(preempted.row, slots.restore(preempted.snapshot), preempted.pending, preempted.snapshot.position)
 
 
 def forward(network: nn.Module, cache: list[Any], rows: list[Row], tokens: mx.array) -> PendingTokens:
-    """Feeds each row its token (rows,) and draws the next one. Under way when this returns."""
+    """Feed each row its token (rows,), and return the next ones, which the device has begun to compute. Blocks only for
+    rows with a grammar, which needs their last token. Writes to `cache`, and advances the rows' random keys."""
     logits = network(tokens[:, None], cache=cache)[:, -1, :]
     if any(row.processors for row in rows):
         each = enumerate(rows)
         logits = mx.concatenate([row.processed(logits[i : i + 1], tokens[i : i + 1]) for i, row in each])
     norm = mx.logsumexp(logits, axis=-1, keepdims=True)
     logprobs = logits - norm
-    asked = {row: logprobs[i : i + 1] for i, row in enumerate(rows) if row.wants_logprobs}
-    drawn = PendingTokens(draw(logprobs, rows), mx.isfinite(norm[:, 0]), asked)
-    drawn.compute()
-    return drawn
+    wanted = {row: logprobs[i : i + 1] for i, row in enumerate(rows) if row.wants_logprobs}
+    pending = PendingTokens(draw(logprobs, rows), mx.isfinite(norm[:, 0]), wanted)
+    pending.compute()
+    return pending
 
 
 def _logprobs(tokens: dict[Row, int], found: dict[Row, mx.array]) -> dict[Row, Logprobs]:
     if not tokens:
         return {}
     alternatives = [row.request.top_logprobs or 0 for row in tokens]
-    # Not on the stream of the generation, where the next step is under way: this would wait for its end.
+    # Not on the stream of the generation, which computes the next step: this would wait for its end.
     with mx.stream(mx.default_device()):
-        told = logprobs_of(mx.concatenate([found[row] for row in tokens]), list(tokens.values()), alternatives)
-    return dict(zip(tokens, told, strict=True))
+        each = logprobs_of(mx.concatenate([found[row] for row in tokens]), list(tokens.values()), alternatives)
+    return dict(zip(tokens, each, strict=True))

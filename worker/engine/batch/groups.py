@@ -18,53 +18,58 @@ logger = logging.getLogger("sluice.engine")
 
 T = TypeVar("T")
 
-_LOOK_EVERY = 32  # steps, until it is looked at again whether other groups would be faster
+_REBALANCE_EVERY = 32  # steps between two checks if other groups would be faster
 
 
 class Groups:
-    def __init__(self, network: nn.Module, fit: Callable[[list[list[Row]]], bool]) -> None:
-        """`fit`: whether rows in such groups stay within memory. Rows in groups of their own take the least."""
-        self._network, self._fit, self._cost, self._stopwatch = network, fit, MeasuredCost(), Stopwatch()
+    """All decoding rows, in groups that each decode in one forward. For the engine's thread.
+
+    If a group fails, only its rows are affected: they are removed, and their caches are lost."""
+
+    def __init__(self, network: nn.Module, fits: Callable[[list[list[Row]]], bool]) -> None:
+        """`fits(groups)`: return True if the active rows stay within memory when these rows decode in these groups. A
+        row in a group of its own takes the least memory, so a row for which no group fits gets one."""
+        self._network, self._fits, self._cost, self._stopwatch = network, fits, MeasuredCost(), Stopwatch()
         self._groups: list[DecodeBatch] = []
-        self._bounds: Bounds = ()  # of the classes that are kept apart
-        self._under_way: list[list[int]] = []  # lengths, by group, in the step that the device computes
-        self._steps, self._balanced = 0, True  # it is not yet time to look at the groups again
-        self.step_s: float | None = None  # of a decode step, if one could be timed since the last `step` began
+        self._bounds: Bounds = ()  # of the length classes, whose rows decode in separate groups
+        self._launched_lengths: list[list[int]] = []  # lengths by group in the running step; empty if not measured
+        self._steps, self._balanced = 0, True  # balanced: `rebalance` has nothing to do yet
+        self.step_s: float | None = None  # seconds of a decode step, if one was timed since the last `step` began
 
     def __len__(self) -> int:
         return sum(len(group.rows) for group in self._groups)
 
     def __iter__(self) -> Iterator[tuple[int, Row]]:
-        """Each row, and the number of its group."""
+        """Yield the number of its group and the row, for each row."""
         return ((number, row) for number, group in enumerate(self._groups) for row in group.rows)
 
     @property
     def nbytes(self) -> int:
+        """Allocated bytes of all groups' caches."""
         return sum(self.buffers)
 
     @property
     def buffers(self) -> list[int]:
-        """Bytes, by group."""
+        """Allocated bytes of the caches, by group."""
         return [group.nbytes for group in self._groups]
 
     def step(self) -> tuple[list[StepToken], list[list[Row]]]:
-        """Return the rows' tokens, and the rows of each group that failed: these are removed and their caches lost.
-
-        All groups are launched before the first is waited for."""
+        """Launch the next decode step of all groups, and return the tokens of the last one, and the rows of each group
+        that failed. These rows are removed, and their caches are lost. Blocks until the last step has ended."""
         began, lengths = time.perf_counter(), self.lengths
         self._steps, self.step_s = self._steps + 1, None
-        self._balanced = self._steps % _LOOK_EVERY > 0
-        launched = [group for group in self._groups if _tried(group.launch)]
-        told, sound = list[StepToken](), list[DecodeBatch]()
+        self._balanced = self._steps % _REBALANCE_EVERY > 0
+        launched = [group for group in self._groups if _attempt(group.launch)]
+        tokens, working = list[StepToken](), list[DecodeBatch]()
         for group in launched:
-            for news in _tried(group.collect):
-                told += news
-                sound.append(group)
-        failed = [group.rows for group in self._groups if group not in sound]
-        self._groups = sound
-        self._learn(self._stopwatch.launched(began))
-        self._under_way = [] if failed else lengths
-        return told, failed
+            for step_tokens in _attempt(group.collect):
+                tokens += step_tokens
+                working.append(group)
+        failed = [group.rows for group in self._groups if group not in working]
+        self._groups = working
+        self._record(self._stopwatch.launched(began))
+        self._launched_lengths = [] if failed else lengths
+        return tokens, failed
 
     @property
     def idle(self) -> bool:
@@ -73,12 +78,13 @@ class Groups:
 
     def wait(self) -> None:
         """Block until the running step has ended, so that it and the next work of the device can be timed."""
-        if self._stopwatch.running and all(_tried(group.wait) for group in self._groups):
-            self._learn(self._stopwatch.ended())
+        if self._stopwatch.running and all(_attempt(group.wait) for group in self._groups):
+            self._record(self._stopwatch.ended())
 
-    def _learn(self, seconds: float | None) -> None:
-        if seconds is not None and self._under_way:
-            self._cost.observe(self._under_way, seconds)
+    def _record(self, seconds: float | None) -> None:
+        """Record the seconds of the running step, unless they are unknown."""
+        if seconds is not None and self._launched_lengths:
+            self._cost.observe(self._launched_lengths, seconds)
             self.step_s = seconds
 
     @property
@@ -88,70 +94,78 @@ class Groups:
 
     @property
     def lengths(self) -> list[list[int]]:
+        """Current lengths of the rows in tokens, by group."""
         return [group.lengths for group in self._groups]
 
     def decoding(self, groups: Sequence[Sequence[Row]] | None = None) -> Decoding:
-        """The groups as admission sees them, or these as if they decoded."""
+        """Return the state of the groups for admission. `groups`: rows to describe as if they decoded in these groups,
+        without buffers; None: the present groups."""
         rows = [group.rows for group in self._groups] if groups is None else groups
-        lengths, ends = ([[at(row) for row in group] for group in rows] for at in (_length, _end))
+        lengths, ends = ([[measure(row) for row in group] for group in rows] for measure in (_length, _end))
         return Decoding(self._cost.cost(), lengths, ends, self.buffers if groups is None else ())
 
-    def part(self, bounds: Bounds) -> None:
-        """Rows of different classes join different groups from here on. Those that decode are moved only if it pays."""
+    def set_bounds(self, bounds: Bounds) -> None:
+        """Set the bounds of the length classes. Rows of different classes join different groups from now on; rows that
+        decode already are moved by `rebalance`, if that makes steps faster."""
         self._balanced = self._balanced and bounds == self._bounds
         self._bounds = bounds
 
     def tighten(self) -> None:
-        """Give back what buffers have beyond their room to spare: others need it."""
+        """Free memory that buffers still occupy after rows have left. Blocks. A group that fails is dropped."""
         self._stopwatch.invalidate()
         for group in list(self._groups):
-            if not _tried(group.tighten):
+            if not _attempt(group.tighten):
                 self._groups.remove(group)
 
-    def decode_slowdown(self, more: int) -> float:
-        """Return the factor by which a step becomes slower with `more` rows of the longest row's length. Extrapolates
-        to at most twice the current number of rows."""
-        cost, lengths, more = self._cost.cost(), self.lengths, min(more, len(self))
+    def decode_slowdown(self, more_rows: int) -> float:
+        """Return the factor by which a step becomes slower with `more_rows` rows of the longest row's length.
+        Extrapolates to at most twice the current number of rows."""
+        cost, lengths, more_rows = self._cost.cost(), self.lengths, min(more_rows, len(self))
         longest = max((length for group in lengths for length in group), default=0)
-        return 1 + more * (cost.row_s + longest * cost.cell_s) / max(cost.step_s(lengths), 1e-9)
+        return 1 + more_rows * (cost.row_s + longest * cost.cell_s) / max(cost.step_s(lengths), 1e-9)
 
     def join_copy_bytes(self, length: int) -> int:
-        """Bytes that are copied when a row of that length joins, beside its own."""
-        at = place(length, self.lengths, self._cost.cost())
-        return self._groups[at].join_copy_bytes(length) if at < len(self._groups) else 0
+        """Return the bytes of existing buffers that are copied when a row of `length` tokens joins."""
+        index = place(length, self.lengths, self._cost.cost())
+        return self._groups[index].join_copy_bytes(length) if index < len(self._groups) else 0
 
     def cache_of(self, row: Row) -> Iterator[tuple[list[Any], int]]:
-        """The cache that it is in, if it is in one, and its place there. To read it waits for the step under way."""
+        """Yield the cache that holds the row and the row's index in it; nothing if the row does not decode. Reading the
+        cache blocks until the running step has ended."""
         self._stopwatch.invalidate()
         return (group.cache_of(row) for group in self._groups if row in group.rows)
 
-    def add(self, row: Row, cache: list[Any], drawn: PendingTokens, position: int | None = None) -> None:
+    def add(self, row: Row, cache: list[Any], pending: PendingTokens, position: int | None = None) -> None:
+        """Add a row to a group, or to a new one. Blocks. For the parameters see `DecodeBatch.add`."""
         self._stopwatch.invalidate()
         group = self._group_for(row)
-        group.add(row, cache, drawn, position)
-        self._open(group)
+        group.add(row, cache, pending, position)
+        self._track(group)
 
-    def restore(self, parked: PreemptedRow) -> None:
+    def restore(self, preempted: PreemptedRow) -> None:
+        """Add a preempted row to a group, or to a new one. Blocks."""
         self._stopwatch.invalidate()
-        group = self._group_for(parked.row)
-        group.restore(parked)
-        self._open(group)
+        group = self._group_for(preempted.row)
+        group.restore(preempted)
+        self._track(group)
 
     def preempt(self, row: Row) -> PreemptedRow:
+        """Remove a decoding row, and return it with a copy of its cache. Blocks."""
         self._stopwatch.invalidate()
-        parked = self._group_of(row).preempt(row)
-        self._sweep()
-        return parked
+        preempted = self._group_of(row).preempt(row)
+        self._drop_empty()
+        return preempted
 
-    def remove(self, gone: Collection[Row]) -> None:
-        """A group that fails to let them go is given up, and its other rows are here no more."""
-        if gone:
+    def remove(self, removed: Collection[Row]) -> None:
+        """Remove rows; those that do not decode are ignored. A group that fails to remove its rows is dropped with all
+        its rows. Blocks."""
+        if removed:
             self._stopwatch.invalidate()
         for group in list(self._groups):
-            theirs = [row for row in group.rows if row in gone]
-            if theirs and not _tried(partial(group.remove, theirs)):
+            leaving = [row for row in group.rows if row in removed]
+            if leaving and not _attempt(partial(group.remove, leaving)):
                 self._groups.remove(group)
-        self._sweep()
+        self._drop_empty()
 
     def clear(self) -> None:
         """Remove all rows and drop their caches."""
@@ -159,46 +173,49 @@ class Groups:
         self._groups = []
 
     def rebalance(self) -> None:
-        """Move rows, now and then, to where they decode faster, if it pays."""
+        """Move rows to other groups if that makes steps faster and fits into memory. Checks every `_REBALANCE_EVERY`
+        steps, and after the bounds have changed. Blocks if rows are moved."""
         if self._balanced:
             return
         self._balanced = True
         trusted = self._trusted()
-        kinds = [class_of(row.end, self._bounds) for group in trusted for row in group.rows]
-        better = regroup([group.lengths for group in trusted], self._cost.cost(), kinds)
+        classes = [class_of(row.end, self._bounds) for group in trusted for row in group.rows]
+        better = regroup([group.lengths for group in trusted], self._cost.cost(), classes)
         if better is None:
             return
         rows = [row for group in trusted for row in group.rows]
         targets = [[rows[i] for i in group] for group in better]
-        if not self._fit(targets):
+        if not self._fits(targets):
             return
         self._stopwatch.invalidate()
-        for home, members in self._homes(targets, trusted):
+        for destination, members in self._destinations(targets, trusted):
             for row in members:
-                if row not in home.rows:
-                    home.restore(self._group_of(row).preempt(row))
-                    self._open(home)
-        self._sweep()
+                if row not in destination.rows:
+                    destination.restore(self._group_of(row).preempt(row))
+                    self._track(destination)
+        self._drop_empty()
 
-    def _homes(self, targets: list[list[Row]], groups: list[DecodeBatch]) -> Iterator[tuple[DecodeBatch, list[Row]]]:
-        """The group that each is put together in: the one that holds most of them, or a new one."""
+    def _destinations(
+        self, targets: list[list[Row]], groups: list[DecodeBatch]
+    ) -> Iterator[tuple[DecodeBatch, list[Row]]]:
+        """Yield the batch for each target group: the one that holds most of its rows, or a new one."""
         for members in sorted(targets, key=len, reverse=True):
-            home = max(groups, key=lambda group: sum(row in group.rows for row in members), default=None)
-            if home is None or not any(row in home.rows for row in members):
-                home = DecodeBatch(self._network)
+            destination = max(groups, key=lambda group: sum(row in group.rows for row in members), default=None)
+            if destination is None or not any(row in destination.rows for row in members):
+                destination = DecodeBatch(self._network)
             else:
-                groups = [group for group in groups if group is not home]
-            yield home, members
+                groups = [group for group in groups if group is not destination]
+            yield destination, members
 
     def _group_for(self, row: Row) -> DecodeBatch:
-        """One of its class. A suspect gets one of its own."""
+        """Return the group for a row, of its length class, or a new one. A suspect always gets a new one."""
         trusted = self._trusted()
         groups = [] if row.suspect else self._of_class(row, trusted)
-        at = place(row.length, [group.lengths for group in groups], self._cost.cost())
-        if at == len(groups):
+        index = place(row.length, [group.lengths for group in groups], self._cost.cost())
+        if index == len(groups):
             return DecodeBatch(self._network)
-        together = [[*group.rows, *([row] if group is groups[at] else [])] for group in trusted]
-        return groups[at] if self._fit(together) else DecodeBatch(self._network)
+        groups_after = [[*group.rows, *([row] if group is groups[index] else [])] for group in trusted]
+        return groups[index] if self._fits(groups_after) else DecodeBatch(self._network)
 
     def _of_class(self, row: Row, groups: list[DecodeBatch]) -> list[DecodeBatch]:
         number, decoding = class_of(row.end, self._bounds), self.decoding([group.rows for group in groups])
@@ -210,12 +227,12 @@ class Groups:
     def _group_of(self, row: Row) -> DecodeBatch:
         return next(group for group in self._groups if row in group.rows)
 
-    def _open(self, group: DecodeBatch) -> None:
-        """It has a row now, if it had none before."""
+    def _track(self, group: DecodeBatch) -> None:
+        """Append a group that has its first row now."""
         if group not in self._groups:
             self._groups.append(group)
 
-    def _sweep(self) -> None:
+    def _drop_empty(self) -> None:
         self._groups = [group for group in self._groups if group.rows]
 
 
@@ -227,10 +244,10 @@ def _end(row: Row) -> int:
     return row.end
 
 
-def _tried(act: Callable[[], T]) -> list[T]:
+def _attempt(call: Callable[[], T]) -> list[T]:
     """Return a list with the result, or an empty list if the call failed: a failure must affect only its group."""
     try:
-        return [act()]
+        return [call()]
     except Exception:
-        logger.exception("a step failed")
+        logger.exception("decode step failed")
         return []

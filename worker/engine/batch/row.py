@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from worker.engine.sampling.grammar_processor import grammar_processor
-from worker.engine.sampling.sampler import Kind, Processor, draw_key, kind_of, processors_for
+from worker.engine.sampling.processors import Processor, processors_for
+from worker.engine.sampling.sampler import Kind, draw_key, kind_of
 from worker.engine.upstream.mlx_lm import TokenBuffer
 from worker.schedule.request import GenerationRequest, Range
 
@@ -26,17 +27,18 @@ class Row:
     awaiting_first_step: bool = True  # its next input is the last known token, which is no output
 
     @classmethod
-    def of(cls, sequence: GenerationRequest, *, suspect: bool = False) -> "Row":
+    def of(cls, request: GenerationRequest, *, suspect: bool = False) -> "Row":
         """Return a new row for a request, also for one that resumes after `resume_tokens`. Resets its grammar.
         `suspect`: the row was in a step that failed."""
-        processors = _processors(sequence)
-        context = TokenBuffer(list(sequence.tokens[:-1])) if processors else None
-        delivered = list(sequence.resume_tokens)
-        kind, left_out = kind_of(sequence.sampling), sequence.num_dropped
-        return cls(sequence, processors, context, kind, len(delivered), delivered, left_out, suspect=suspect)
+        processors = _processors(request)
+        context = TokenBuffer(list(request.tokens[:-1])) if processors else None
+        delivered = list(request.resume_tokens)
+        kind, num_dropped = kind_of(request.sampling), request.num_dropped
+        return cls(request, processors, context, kind, len(delivered), delivered, num_dropped, suspect=suspect)
 
     @property
     def id(self) -> str:
+        """Id of the request."""
         return self.request.id
 
     @property
@@ -46,7 +48,7 @@ class Row:
 
     @property
     def end(self) -> int:
-        """Its length if it says all that it may."""
+        """Number of tokens at its end, if the answer reaches `max_tokens`."""
         return len(self.request.prompt) - self.num_dropped + self.request.max_tokens
 
     def drop_tokens(self, kept: tuple[Range, ...]) -> None:
@@ -92,8 +94,8 @@ class Row:
         return logits
 
 
-def _processors(sequence: GenerationRequest) -> tuple[Processor, ...]:
+def _processors(request: GenerationRequest) -> tuple[Processor, ...]:
     """Return the logits processors in order. The grammar is last, so that no bias allows what it forbids."""
-    prompt_tokens = len(sequence.prompt)
-    others = processors_for(sequence.sampling, prompt_tokens)
-    return (*others, grammar_processor(sequence.grammar, prompt_tokens)) if sequence.grammar else others
+    prompt_tokens = len(request.prompt)
+    penalties = processors_for(request.sampling, prompt_tokens)
+    return (*penalties, grammar_processor(request.grammar, prompt_tokens)) if request.grammar else penalties

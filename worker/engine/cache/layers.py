@@ -1,4 +1,4 @@
-"""Walk the layers of a cache, and tell which of them can share a batch."""
+"""Iterate over the layers of a cache, and list those that cannot share a batch."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any

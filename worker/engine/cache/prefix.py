@@ -35,9 +35,9 @@ class PrefixCache:
     """Prefix cache of one network, for the engine's thread. Entries belong to a namespace, and are not found from
     another. Tokens are passed as cache keys: see `GenerationRequest.cache_key`."""
 
-    def __init__(self, network: nn.Module, most: int) -> None:
-        """`most`: the largest size in bytes."""
-        self._network, self._most, self._room = network, most, most
+    def __init__(self, network: nn.Module, max_bytes: int) -> None:
+        """`max_bytes`: upper limit of the size; see `set_limit`."""
+        self._network, self._max_bytes, self._limit = network, max_bytes, max_bytes
         self.stateful = needs_states(network)
         self._tree = PrefixTree[KVSegment, StateSnapshot](stateful=self.stateful)
 
@@ -62,64 +62,66 @@ class PrefixCache:
         diverge."""
         return checkpoint_positions(boundaries, tokens, GRID) if self.stateful else ()
 
-    def match_length(self, space: str, tokens: tuple[int, ...]) -> int:
+    def match_length(self, namespace: str, tokens: tuple[int, ...]) -> int:
         """Return the length of the longest cached prefix, in tokens."""
-        return self._tree.find(space, tokens).length
+        return self._tree.find(namespace, tokens).length
 
-    def touch(self, space: str, tokens: tuple[int, ...]) -> None:
+    def touch(self, namespace: str, tokens: tuple[int, ...]) -> None:
         """Mark the longest cached prefix as most recently used, so that it is evicted last."""
-        self._tree.touch(self._tree.find(space, tokens))
+        self._tree.touch(self._tree.find(namespace, tokens))
 
-    def load(self, space: str, tokens: tuple[int, ...]) -> tuple[list[Any], int]:
+    def load(self, namespace: str, tokens: tuple[int, ...]) -> tuple[list[Any], int]:
         """Return a new cache of one row that holds the longest cached prefix, with room for all the tokens, and the
         prefix's length. The caller owns the cache. Blocks until it is computed."""
-        found, cache = self._tree.find(space, tokens), make_prompt_cache(self._network)
+        found, cache = self._tree.find(namespace, tokens), make_prompt_cache(self._network)
         if found.length == 0:
             return cache, 0
         self._tree.touch(found)
-        runs = [node.segment for node in found.nodes if node.segment]
+        segments = [node.segment for node in found.nodes if node.segment]
         state, surplus = (found.holder.snapshot, found.holder.end - found.length) if found.holder else (None, 0)
-        room = -(-len(tokens) // BUFFER_TOKENS) * BUFFER_TOKENS
-        cache = restore_cache(cache, runs, state.before(surplus) if state else iter(()), found.length, room=room)
+        capacity = -(-len(tokens) // BUFFER_TOKENS) * BUFFER_TOKENS
+        states = state.before(surplus) if state else iter(())
+        cache = restore_cache(cache, segments, states, found.length, capacity=capacity)
         slots.materialize(cache)
         return cache, found.length
 
-    def insert(self, space: str, tokens: tuple[int, ...], cache: Sequence[Any], place: int = 0) -> None:
-        """Copy what row `place` of `cache` holds into the prefix cache, as far as it is not there and fits. The row
+    def insert(self, namespace: str, tokens: tuple[int, ...], cache: Sequence[Any], index: int = 0) -> None:
+        """Copy what row `index` of `cache` holds into the prefix cache, as far as it is not there and fits. The row
         must have computed exactly these tokens, at consecutive positions. Blocks. A failure, such as out of memory, is
         logged."""
-        path, matched = self._tree.walk(space, tokens)
+        path, matched = self._tree.walk(namespace, tokens)
         self._tree.touch(Found(matched, tuple(path)))
         if path and matched == len(tokens) and (not self.stateful or (path[-1].end == matched and path[-1].snapshot)):
             return
         try:
-            self._add(space, tokens, cache, place)
+            self._insert(namespace, tokens, cache, index)
         except Exception:  # most likely out of memory; the row itself is unharmed
             logger.exception("a prefix of %d tokens could not be cached", len(tokens))
 
-    def _add(self, space: str, tokens: tuple[int, ...], cache: Sequence[Any], place: int) -> None:
-        state = snapshot_state(cache, place) if self.stateful else None
+    def _insert(self, namespace: str, tokens: tuple[int, ...], cache: Sequence[Any], index: int) -> None:
+        state = snapshot_state(cache, index) if self.stateful else None
 
-        def needs() -> int:
-            _, matched = self._tree.walk(space, tokens)
+        def bytes_needed() -> int:
+            _, matched = self._tree.walk(namespace, tokens)
             return token_bytes(cache) * (len(tokens) - matched) + (state.nbytes if state else 0)
 
-        self._tree.shrink(self._room - needs())
-        if self.nbytes + needs() > self._room:  # shrinking may have evicted its own prefix, so it needs more now
+        self._tree.shrink(self._limit - bytes_needed())
+        # Shrinking may have evicted a part of this prefix, so more is needed now.
+        if self.nbytes + bytes_needed() > self._limit:
             return
         if state:
             slots.materialize(state.layers)
-        self._tree.insert(space, tokens, partial(copy_segment, cache, place), state)
+        self._tree.insert(namespace, tokens, partial(copy_segment, cache, index), state)
 
-    def set_limit(self, most: int) -> None:
-        """Limit the size to `most` bytes until the next call, and evict what exceeds it. The size given at the start is
+    def set_limit(self, max_bytes: int) -> None:
+        """Limit the size to `max_bytes` until the next call, and evict what exceeds it. The size given at the start is
         never exceeded."""
-        self._room = max(0, min(self._most, most))
-        self._tree.shrink(self._room)
+        self._limit = max(0, min(self._max_bytes, max_bytes))
+        self._tree.shrink(self._limit)
 
-    def forget_non_finite(self, space: str, tokens: tuple[int, ...]) -> None:
+    def forget_non_finite(self, namespace: str, tokens: tuple[int, ...]) -> None:
         """Drop the first cached node along these tokens that is not finite, and every node that extends it. Blocks."""
-        path, _ = self._tree.walk(space, tokens)
-        unsound = (node for node in path if not (is_finite(node.segment) and is_finite(node.snapshot)))
-        if (first := next(unsound, None)) is not None:
+        path, _ = self._tree.walk(namespace, tokens)
+        non_finite = (node for node in path if not (is_finite(node.segment) and is_finite(node.snapshot)))
+        if (first := next(non_finite, None)) is not None:
             self._tree.discard(first)

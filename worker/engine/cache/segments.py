@@ -32,13 +32,14 @@ class KVSegment:
 
     def split(self, at: int) -> "tuple[KVSegment, KVSegment]":
         """Return copies of the first `at` tokens and of the rest. Blocks until both are computed."""
-        return _owned(buffer[:, :, :at] for buffer in self.buffers), _owned(b[:, :, at:] for b in self.buffers)
+        first = _materialized(buffer[:, :, :at] for buffer in self.buffers)
+        return first, _materialized(buffer[:, :, at:] for buffer in self.buffers)
 
 
-def _owned(buffers: Iterable[mx.array]) -> KVSegment:
-    run = KVSegment(tuple(map(mx.contiguous, buffers)))
-    mx.eval(run.buffers)
-    return run
+def _materialized(buffers: Iterable[mx.array]) -> KVSegment:
+    segment = KVSegment(tuple(map(mx.contiguous, buffers)))
+    mx.eval(segment.buffers)
+    return segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,73 +85,76 @@ def token_bytes(cache: Sequence[Any]) -> int:
     return sum(b.shape[1] * b.shape[3] * b.dtype.size for b in buffers if b is not None)
 
 
-def copy_segment(cache: Sequence[Any], place: int, start: int, end: int) -> KVSegment:
-    """Copy tokens `start` to `end` (exclusive) of row `place`. Blocks until the copy is computed."""
-    leaves = [layer for layer in layers(cache) if is_sliceable(layer)]
-    return _owned(_part(buffer, place, start, end) for leaf in leaves for buffer in (leaf.keys, leaf.values))
+def copy_segment(cache: Sequence[Any], index: int, start: int, end: int) -> KVSegment:
+    """Copy tokens `start` to `end` (exclusive) of row `index`. Blocks until the copy is computed."""
+    buffers = (buffer for layer in layers(cache) if is_sliceable(layer) for buffer in (layer.keys, layer.values))
+    return _materialized(_sliced(buffer, index, start, end) for buffer in buffers)
 
 
-def _part(buffer: mx.array | None, place: int, start: int, end: int) -> mx.array:
+def _sliced(buffer: mx.array | None, index: int, start: int, end: int) -> mx.array:
     if buffer is None:  # a layer that the model never calls has no buffers
         return mx.zeros((1, 1, end - start, 0))
-    return buffer[place : place + 1, :, start:end]
+    return buffer[index : index + 1, :, start:end]
 
 
-def snapshot_state(cache: Sequence[Any], place: int) -> StateSnapshot:
-    """Return a snapshot of the layers of row `place` that cannot be sliced by token. Lazy: `nbytes` is known before
+def snapshot_state(cache: Sequence[Any], index: int) -> StateSnapshot:
+    """Return a snapshot of the layers of row `index` that cannot be sliced by token. Lazy: `nbytes` is known before
     anything is computed, so it can be dropped at no cost."""
-    return StateSnapshot(tuple(_alone(layer, place) for layer in layers(cache) if not is_sliceable(layer)))
+    return StateSnapshot(tuple(_extract(layer, index) for layer in layers(cache) if not is_sliceable(layer)))
 
 
-def _alone(layer: Any, place: int) -> Any:
+def _extract(layer: Any, index: int) -> Any:
     if isinstance(layer, SlotKVCache | SlotArraysCache):
-        return layer.extract(place)
-    kept = copy.deepcopy(layer)
-    if isinstance(kept, RotatingKVCache) and kept.keys is not None:
+        return layer.extract(index)
+    copied = copy.deepcopy(layer)
+    if isinstance(copied, RotatingKVCache) and copied.keys is not None:
         # A prompt chunk stretches the buffers beyond the window; only the window is needed.
-        ordered = [kept._temporal_order(buffer)[..., -kept.max_size :, :] for buffer in (kept.keys, kept.values)]
-        kept.keys, kept.values = map(mx.contiguous, ordered)
-        kept._idx = kept.keys.shape[2]
-    elif isinstance(kept, ArraysCache):
-        kept.cache = [None if state is None else mx.contiguous(state) for state in kept.cache]
-    return kept
+        buffers = copied.keys, copied.values
+        ordered = [copied._temporal_order(buffer)[..., -copied.max_size :, :] for buffer in buffers]
+        copied.keys, copied.values = map(mx.contiguous, ordered)
+        copied._idx = copied.keys.shape[2]
+    elif isinstance(copied, ArraysCache):
+        copied.cache = [None if state is None else mx.contiguous(state) for state in copied.cache]
+    return copied
 
 
 def restore_cache(
-    cache: Sequence[Any], runs: Sequence[KVSegment], wholes: Iterator[Any], length: int, *, room: int
+    cache: Sequence[Any], segments: Sequence[KVSegment], states: Iterator[Any], length: int, *, capacity: int
 ) -> list[Any]:
-    """Fill the empty `cache` with the first `length` tokens of the segments, in buffers for `room` tokens, and with the
-    layers of a snapshot (`wholes`). Lazy. The snapshot layers themselves become part of the result."""
-    buffers = zip(*(run.buffers for run in runs), strict=True)
-    joined = (_joined(parts, length, room) for parts in buffers)
-    return [_filled(layer, joined, wholes, length) for layer in cache]
+    """Fill the empty `cache` with the first `length` tokens of the segments, in buffers for `capacity` tokens, and with
+    the layers of a snapshot (`states`). Lazy. The snapshot layers themselves become part of the result."""
+    buffers = zip(*(segment.buffers for segment in segments), strict=True)
+    joined = (_joined(parts, length, capacity) for parts in buffers)
+    return [_filled(layer, joined, states, length) for layer in cache]
 
 
-def _filled(layer: Any, joined: Iterator[mx.array], wholes: Iterator[Any], length: int) -> Any:
+def _filled(layer: Any, joined: Iterator[mx.array], states: Iterator[Any], length: int) -> Any:
     if isinstance(layer, CacheList):
-        return CacheList(*(_filled(each, joined, wholes, length) for each in layer.caches))
+        return CacheList(*(_filled(each, joined, states, length) for each in layer.caches))
     if not is_sliceable(layer):
-        return next(wholes)
+        return next(states)
     keys, values = next(joined), next(joined)
     if keys.size:
         layer.keys, layer.values, layer.offset = keys, values, length
     return layer
 
 
-def _joined(parts: Sequence[mx.array], length: int, room: int) -> mx.array:
+def _joined(parts: Sequence[mx.array], length: int, capacity: int) -> mx.array:
     *first, last = parts
     rest = length - sum(part.shape[2] for part in first)
-    spare = mx.zeros((1, last.shape[1], room - length, last.shape[3]), last.dtype)
+    spare = mx.zeros((1, last.shape[1], capacity - length, last.shape[3]), last.dtype)
     return mx.concatenate([*first, last[:, :, :rest], spare], axis=2)
 
 
-def is_finite(kept: KVSegment | StateSnapshot | None) -> bool:
+def is_finite(cached: KVSegment | StateSnapshot | None) -> bool:
     """Return True if all values are finite, and for None. Blocks."""
-    arrays = kept.buffers if isinstance(kept, KVSegment) else _arrays(kept.layers) if kept else ()
+    if cached is None:
+        return True
+    arrays = cached.buffers if isinstance(cached, KVSegment) else _arrays(cached.layers)
     return all(bool(mx.isfinite(array).all()) for array in arrays)
 
 
-def _arrays(whole: Iterable[Any]) -> Iterator[mx.array]:
-    for layer in whole:
+def _arrays(state_layers: Iterable[Any]) -> Iterator[mx.array]:
+    for layer in state_layers:
         states = layer.cache if isinstance(layer, ArraysCache) else (layer.keys, layer.values)
         yield from (state for state in states if state is not None)

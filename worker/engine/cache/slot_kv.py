@@ -21,22 +21,22 @@ class SlotKVCache:
     def __init__(self) -> None:
         self.keys: Any = None  # (rows, heads, columns, head_dim), with spare rows and columns
         self.values: Any = None
-        self._seat([], [], [])
+        self._set_rows([], [], [])
 
-    def _seat(self, lengths: list[int], positions: list[int], ends: list[int]) -> None:
+    def _set_rows(self, lengths: list[int], positions: list[int], ends: list[int]) -> None:
         """Replace the row table: for each row its tokens in the slot, the position of its next token, and the most
         tokens that it will have."""
         self.rows, self._lengths, self._positions, self._ends = len(lengths), lengths, positions, ends
-        self._longest, self._even = max(lengths, default=0), len(set(lengths)) <= 1
+        self._longest, self._equal_lengths = max(lengths, default=0), len(set(lengths)) <= 1
         self._slots = mx.arange(self.rows)
-        self._seated = mx.array(lengths, dtype=mx.int32), mx.array(positions, dtype=mx.int32)
+        self._row_arrays = mx.array(lengths, dtype=mx.int32), mx.array(positions, dtype=mx.int32)
         self._steps = 0
         self._advance(0)
 
     def _advance(self, steps: int) -> None:
         self._steps += steps
         # From evaluated arrays: adding to the last sum would grow an endless graph in models that never read it.
-        lengths, positions = self._seated
+        lengths, positions = self._row_arrays
         self._next = lengths + self._steps
         self._offset = self._next if self._lengths == self._positions else positions + self._steps
 
@@ -51,7 +51,7 @@ class SlotKVCache:
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
         """Return a boolean mask (rows, 1, 1, columns), or None if every row attends to every column. `N` is always
         1."""
-        if self._even and window_size is None:
+        if self._equal_lengths and window_size is None:
             return None
         columns, last = mx.arange(self._columns(1)), self._next[:, None]
         mask = columns <= last
@@ -62,7 +62,7 @@ class SlotKVCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append one token to every row: keys and values are (rows, heads, 1, head_dim). Returns views of all rows, as
         in `keys_and_values`. Blocks only when buffers grow."""
-        self._make_room(self.rows, self._columns(1), self._needed(1), keys, values)
+        self._ensure_capacity(self.rows, self._columns(1), self._shape_needed(1), keys, values)
         self._write(keys, values)
         self._advance(1)
         return self.keys_and_values()
@@ -100,54 +100,54 @@ class SlotKVCache:
         """Append one row from an mlx-lm cache of one sequence. `position`: position of its next token, if it differs
         from the cache's offset. `end`: the most tokens that it will have. If it fails, the rows stay as they were."""
         keys, values, offset = self._in_order(other)
-        length, (lengths, positions) = keys.shape[2], self._now()
-        size = self._room(self.rows + 1, max(self._columns(), length), max([*self._ends, end]))
-        self._make_room(self.rows + 1, max(self._columns(), length), size, keys, values)
+        length, (lengths, positions) = keys.shape[2], self._current()
+        size = self._padded_shape(self.rows + 1, max(self._columns(), length), max([*self._ends, end]))
+        self._ensure_capacity(self.rows + 1, max(self._columns(), length), size, keys, values)
         slot = slice(self.rows, self.rows + 1)
         for buffer, tokens in (self.keys, keys), (self.values, values):
             buffer[slot, :, :length] = tokens
             # A mask alone is not enough: the slot's last row may have left a NaN, and zero times NaN is NaN.
             buffer[slot, :, length:] = 0
-        self._seat([*lengths, length], [*positions, offset if position is None else position], [*self._ends, end])
+        self._set_rows([*lengths, length], [*positions, offset if position is None else position], [*self._ends, end])
 
     def growth(self, tokens: int) -> int:
         """Return the bytes of the buffers that replace these when a row of `tokens` tokens joins; 0 if it fits."""
         rows, columns = self.rows + 1, max(self._columns(), tokens)
-        if self.keys is None or not self._lacks(rows, columns):
+        if self.keys is None or not self._too_small(rows, columns):
             return 0
-        size = self._room(rows, columns, UNENDING)
+        size = self._padded_shape(rows, columns, UNENDING)
         return self.nbytes * size[0] * size[1] // int(self.keys.shape[0] * self.keys.shape[2])
 
-    def moved(self, places: Sequence[int]) -> list[mx.array]:
+    def moved(self, order: Sequence[int]) -> list[mx.array]:
         """Return copies of the rows that `filter` will write into another slot. Lazy, so that one evaluation serves all
         layers."""
-        sources = [place for i, place in enumerate(places) if place != i]
+        sources = [index for i, index in enumerate(order) if index != i]
         return [buffer[mx.array(sources)] for buffer in self.state] if sources else []
 
-    def filter(self, places: Sequence[int], moved: Sequence[mx.array] | None = None) -> None:
-        """Keep row `places[i]` as row i, and drop the others. Only rows that change their slot are copied. Blocks.
-        `moved`: what the method of that name returned for these places."""
-        moved = self.moved(places) if moved is None else moved
+    def filter(self, order: Sequence[int], moved: Sequence[mx.array] | None = None) -> None:
+        """Keep row `order[i]` as row i, and drop the others. Only rows that change their slot are copied. Blocks.
+        `moved`: the result of the method of that name for this order, if it is known already."""
+        moved = self.moved(order) if moved is None else moved
         mx.eval(moved)  # a buffer with a pending reader would be copied, not written in place
         for buffer, rows in zip(self.state, moved, strict=False):
-            for row, to in enumerate(i for i, place in enumerate(places) if place != i):
-                buffer[to : to + 1] = rows[row : row + 1]
-        lengths, positions = self._now()
-        self._seat(*([each[place] for place in places] for each in (lengths, positions, self._ends)))
+            for row, slot in enumerate(i for i, index in enumerate(order) if index != i):
+                buffer[slot : slot + 1] = rows[row : row + 1]
+        lengths, positions = self._current()
+        self._set_rows(*([each[index] for index in order] for each in (lengths, positions, self._ends)))
         self._shrink()
 
-    def extract(self, place: int) -> Any:
+    def extract(self, index: int) -> Any:
         """Return one row as an mlx-lm cache. Lazy: it references the whole batch until it is evaluated."""
         cache = KVCache()
-        cache.offset = self._lengths[place] + self._steps
-        cache.keys, cache.values = (mx.contiguous(b[place : place + 1, :, : cache.offset]) for b in self.state)
+        cache.offset = self._lengths[index] + self._steps
+        cache.keys, cache.values = (mx.contiguous(b[index : index + 1, :, : cache.offset]) for b in self.state)
         return cache
 
-    def position(self, place: int) -> int:
+    def position(self, index: int) -> int:
         """Return the position of the row's next token."""
-        return self._positions[place] + self._steps
+        return self._positions[index] + self._steps
 
-    def _now(self) -> tuple[list[int], list[int]]:
+    def _current(self) -> tuple[list[int], list[int]]:
         return [n + self._steps for n in self._lengths], [n + self._steps for n in self._positions]
 
     def _in_order(self, row: Any) -> tuple[mx.array, mx.array, int]:
@@ -159,49 +159,52 @@ class SlotKVCache:
 
     def _write(self, keys: mx.array, values: mx.array) -> None:
         """Write one token after each row's last."""
-        if self._even:  # one column for all rows is several times cheaper on a CPU
+        if self._equal_lengths:  # one column for all rows is several times cheaper on a CPU
             column = self._column(self._longest + self._steps)
-            where: Any = (slice(self.rows), slice(None), slice(column, column + 1))
+            target: Any = (slice(self.rows), slice(None), slice(column, column + 1))
         else:
-            where = (self._slots, slice(None), self._column(self._next))
+            target = (self._slots, slice(None), self._column(self._next))
             keys, values = keys.squeeze(2), values.squeeze(2)
-        self.keys[where] = keys
+        self.keys[target] = keys
         if values.size:  # scattering nothing divides by zero (MLX 0.32.4), and MiniMax-M3's values have a head_dim of 0
-            self.values[where] = values
+            self.values[target] = values
 
     # Slots and columns
 
-    def _columns(self, more: int = 0) -> int:
-        """Return the number of columns in use now, or after `more` further steps."""
-        return self._longest + self._steps + more
+    def _columns(self, steps: int = 0) -> int:
+        """Return the number of columns in use now, or after `steps` further steps."""
+        return self._longest + self._steps + steps
 
     def _column(self, token: Any) -> Any:
         """Return the column of the token with this index, a number or an array."""
         return token
 
-    def _room(self, rows: int, columns: int, end: int) -> tuple[int, int]:
+    def _padded_shape(self, rows: int, columns: int, end: int) -> tuple[int, int]:
         return padded_shape(rows, columns, end)
 
-    def _needed(self, more: int = 0) -> tuple[int, int]:
-        """Rows and columns of buffers for these rows, now or after so many steps more."""
-        return self._room(self.rows, self._columns(more), max(self._ends, default=0))
+    def _shape_needed(self, steps: int = 0) -> tuple[int, int]:
+        """Return the rows and columns of buffers for the present rows, now or after `steps` further steps."""
+        return self._padded_shape(self.rows, self._columns(steps), max(self._ends, default=0))
 
-    def _make_room(self, rows: int, columns: int, size: tuple[int, int], keys: mx.array, values: mx.array) -> None:
-        """Buffers of that size, unless there are some with room for so many rows and columns."""
-        if self.keys is None or self._lacks(rows, columns):
+    def _ensure_capacity(
+        self, rows: int, columns: int, size: tuple[int, int], keys: mx.array, values: mx.array
+    ) -> None:
+        """Allocate buffers of this size (rows, columns) unless the present ones hold `rows` rows and `columns`
+        columns."""
+        if self.keys is None or self._too_small(rows, columns):
             self._rebuild(size, keys, values)
 
-    def _lacks(self, rows: int, columns: int) -> bool:
+    def _too_small(self, rows: int, columns: int) -> bool:
         return bool(rows > self.keys.shape[0] or columns > self.keys.shape[2])
 
     def _rebuild(self, size: tuple[int, int], keys: mx.array, values: mx.array) -> None:
         """Reallocate the buffers at this size (rows, columns), and copy what is in use."""
-        # The keys come last, because `_lacks` checks their size: after a failure the next call starts over.
+        # The keys come last, because `_too_small` checks their size: after a failure the next call starts over.
         self.values = self._rebuilt(self.values, size, values)
         self.keys = self._rebuilt(self.keys, size, keys)
 
-    def _rebuilt(self, old: mx.array | None, size: tuple[int, int], like: mx.array) -> mx.array:
-        new = mx.zeros((size[0], like.shape[1], size[1], like.shape[3]), dtype=like.dtype)
+    def _rebuilt(self, old: mx.array | None, size: tuple[int, int], template: mx.array) -> mx.array:
+        new = mx.zeros((size[0], template.shape[1], size[1], template.shape[3]), dtype=template.dtype)
         if old is not None:
             columns = self._columns()
             new[: self.rows, :, :columns] = old[: self.rows, :, :columns]
@@ -216,22 +219,23 @@ class SlotKVCache:
             self._shrink_to(share=2)
 
     def tighten(self) -> None:
-        """Gives back what is beyond the room to spare."""
+        """Free memory that the rows do not need. The usual padding stays. Blocks."""
         if self.rows:
             self._shrink_to(share=1)
 
     def _shrink_to(self, share: int) -> None:
-        """Buffers as these rows need them, if those that there are have more than `share` times as many cells."""
-        rows, columns = self._needed()
+        """Reallocate the buffers for the present rows if they have more than `share` times as many cells as needed."""
+        rows, columns = self._shape_needed()
         if share * rows * columns < self.keys.shape[0] * self.keys.shape[2]:
             self._rebuild((rows, columns), self.keys, self.values)
 
 
 class SlotRotatingKVCache(SlotKVCache):
-    """The same for a sliding window: a slot is a ring of `max_size` columns, and each row has its own position in it.
-    It does not retain first tokens (mlx-lm's `keep`), nor do mlx-lm's own batches."""
+    """`SlotKVCache` for a sliding window: a slot is a ring of `max_size` columns, and each row has its own position in
+    it. Like mlx-lm's own batches it does not support `keep`, which retains first tokens."""
 
     def __init__(self, max_size: int) -> None:
+        """`max_size`: tokens of the window."""
         self.max_size = max_size
         super().__init__()
 
@@ -239,21 +243,21 @@ class SlotRotatingKVCache(SlotKVCache):
         """Return a boolean mask (rows, 1, 1, columns), or None if every row attends to its whole ring. `N` is always
         1."""
         window = min(window_size or self.max_size, self.max_size)
-        if self._even and window == self.max_size:
+        if self._equal_lengths and window == self.max_size:
             return None
         age = (self._next[:, None] - mx.arange(self._columns(1))) % self.max_size  # 0 is the token of this step
         return (age <= mx.minimum(self._next, window - 1)[:, None])[:, None, None]
 
-    def extract(self, place: int) -> Any:
+    def extract(self, index: int) -> Any:
         """Return one row as mlx-lm's rotating cache, oldest token first. Lazy: it references the whole batch until it
         is evaluated."""
-        tokens = self._lengths[place] + self._steps
+        tokens = self._lengths[index] + self._steps
         cache = RotatingKVCache(self.max_size)
         cache._idx = min(tokens, self.max_size)
         # The position may differ from the length only in a full ring: until then mlx-lm reads `offset` as the length.
-        cache.offset = self.position(place) if tokens >= self.max_size else tokens
+        cache.offset = self.position(index) if tokens >= self.max_size else tokens
         cache.keys, cache.values = (
-            mx.contiguous(mx.roll(b[place : place + 1, :, : cache._idx], -tokens % cache._idx, 2)) for b in self.state
+            mx.contiguous(mx.roll(b[index : index + 1, :, : cache._idx], -tokens % cache._idx, 2)) for b in self.state
         )
         return cache
 
@@ -268,12 +272,12 @@ class SlotRotatingKVCache(SlotKVCache):
         """Return the same as for a plain cache, for at most `max_size` tokens."""
         return super().growth(min(tokens, self.max_size))
 
-    def _columns(self, more: int = 0) -> int:
-        return min(super()._columns(more), self.max_size)
+    def _columns(self, steps: int = 0) -> int:
+        return min(super()._columns(steps), self.max_size)
 
     def _column(self, token: Any) -> Any:
         return token % self.max_size
 
-    def _room(self, rows: int, columns: int, end: int) -> tuple[int, int]:
-        rows, columns = super()._room(rows, columns, end)
+    def _padded_shape(self, rows: int, columns: int, end: int) -> tuple[int, int]:
+        rows, columns = super()._padded_shape(rows, columns, end)
         return rows, min(columns, self.max_size)

@@ -39,7 +39,7 @@ class SlotArraysCache(ArraysCache):
     def extend(self, other: ArraysCache, position: int | None = None, end: int = UNENDING) -> None:
         """Append one row, an mlx-lm cache. `position` and `end` are not used. Blocks; if it fails, the rows stay as
         they were."""
-        joined = [_concatenate(ours, theirs) for ours, theirs in zip(self.cache, other.cache, strict=True)]
+        joined = [_concatenate(batched, joining) for batched, joining in zip(self.cache, other.cache, strict=True)]
         mx.eval(joined)
         self.cache, self.rows = joined, self.rows + 1
 
@@ -48,22 +48,22 @@ class SlotArraysCache(ArraysCache):
         return sum(state.nbytes for state in self.cache if state is not None)
 
     def tighten(self) -> None:
-        """Does nothing: a state has nothing to spare."""
+        """Do nothing: a state has no spare room."""
 
-    def moved(self, places: Sequence[int]) -> list[mx.array]:
+    def moved(self, order: Sequence[int]) -> list[mx.array]:
         """Return no arrays: a state is replaced, not written into."""
         return []
 
-    def filter(self, places: Sequence[int], moved: Sequence[mx.array] | None = None) -> None:
-        """Keep row `places[i]` as row i, and drop the others. Lazy. `moved` is not used."""
-        taken = mx.array(list(places), dtype=mx.int32)
-        self.cache = [None if state is None or not len(places) else state[taken] for state in self.cache]
-        self.rows = len(places)
+    def filter(self, order: Sequence[int], moved: Sequence[mx.array] | None = None) -> None:
+        """Keep row `order[i]` as row i, and drop the others. Lazy. `moved` is not used."""
+        indices = mx.array(list(order), dtype=mx.int32)
+        self.cache = [None if state is None or not len(order) else state[indices] for state in self.cache]
+        self.rows = len(order)
 
-    def extract(self, place: int) -> ArraysCache:
+    def extract(self, index: int) -> ArraysCache:
         """Return a copy of one row as an mlx-lm cache. Lazy: it references the whole batch until it is evaluated."""
         row = ArraysCache(len(self.cache))
-        row.cache = [None if state is None else mx.contiguous(state[place : place + 1]) for state in self.cache]
+        row.cache = [None if state is None else mx.contiguous(state[index : index + 1]) for state in self.cache]
         return row
 
 
@@ -87,18 +87,18 @@ class Snapshot:
 def batch_of(row: Sequence[Any], position: int | None = None, end: int = UNENDING) -> list[Any]:
     """Return batched caches for rows of this layout, with `row` as the first row if it holds tokens (it must not be
     used afterwards). Raises NotImplementedError if a layer has no slot variant."""
-    batch = [_slots_for(layer) for layer in row]
-    if _begun(row):
+    batch = [_batched_layer(layer) for layer in row]
+    if _has_tokens(row):
         join(batch, row, position, end)
     return batch
 
 
-def _slots_for(layer: Any) -> Any:
+def _batched_layer(layer: Any) -> Any:
     """Return an empty slot cache for a layer. Compares exact classes, since a subclass may keep state that a slot would
     lose."""
     kind = type(layer)
     if kind is CacheList:
-        return CacheList(*map(_slots_for, layer.caches))
+        return CacheList(*map(_batched_layer, layer.caches))
     if kind is ArraysCache:
         return SlotArraysCache(len(layer.cache))
     if kind in (KVCache, BatchKVCache):
@@ -114,25 +114,25 @@ def join(batch: Sequence[Any], row: Sequence[Any], position: int | None = None, 
     have. If anything fails, the batch stays as it was.
 
     Raises ValueError for a row without tokens: for some models an absent state differs from a state of zeros."""
-    if not _begun(row):
+    if not _has_tokens(row):
         raise ValueError("A row can join only after it has computed a token.")
     # Errors of the row must surface before the batch is changed, and a batch that a running step still reads would be
     # copied instead of written in place.
     materialize([*row, *batch])
     with ExitStack() as undo:
-        for ours, theirs in zip(layers(batch), layers(row), strict=True):
-            undo.callback(ours.filter, range(ours.rows))
-            ours.extend(theirs, position, end)
+        for batched, joining in zip(layers(batch), layers(row), strict=True):
+            undo.callback(batched.filter, range(batched.rows))
+            batched.extend(joining, position, end)
         materialize(batch)
         undo.pop_all()
 
 
-def _begun(row: Sequence[Any]) -> bool:
+def _has_tokens(row: Sequence[Any]) -> bool:
     return any(not layer.empty() for layer in layers(row))
 
 
 def tighten(batch: Sequence[Any]) -> None:
-    """Gives back what buffers have beyond their room to spare, since rows left."""
+    """Free memory that buffers still occupy after rows have left. The usual padding stays. Blocks."""
     for layer in layers(batch):
         layer.tighten()
 
@@ -142,35 +142,35 @@ def growth(batch: Sequence[Any], tokens: int) -> int:
     return sum(layer.growth(tokens) for layer in layers(batch))
 
 
-def select_rows(batch: Sequence[Any], places: Sequence[int]) -> None:
-    """Keep row `places[i]` as row i, and drop the others. Blocks until the rows that change their slot are copied."""
-    leaves = list(layers(batch))
-    moved = [layer.moved(places) for layer in leaves]
+def select_rows(batch: Sequence[Any], order: Sequence[int]) -> None:
+    """Keep row `order[i]` as row i, and drop the others. Blocks until the rows that change their slot are copied."""
+    batch_layers = list(layers(batch))
+    moved = [layer.moved(order) for layer in batch_layers]
     mx.eval(moved)
-    for layer, rows in zip(leaves, moved, strict=True):
-        layer.filter(places, rows)
+    for layer, rows in zip(batch_layers, moved, strict=True):
+        layer.filter(order, rows)
 
 
 def compact_order(rows: int, leaving: Collection[int]) -> list[int]:
     """Return the order for `select_rows` that drops the `leaving` rows: the last rows fill the gaps, so as few as
     possible are copied."""
     staying = rows - len(leaving)
-    movers = [place for place in range(staying, rows) if place not in leaving]
-    return [movers.pop() if place in leaving else place for place in range(staying)]
+    movers = [index for index in range(staying, rows) if index not in leaving]
+    return [movers.pop() if index in leaving else index for index in range(staying)]
 
 
-def snapshot(batch: Sequence[Any], place: int) -> Snapshot:
+def snapshot(batch: Sequence[Any], index: int) -> Snapshot:
     """Copy one row out of the batch. Blocks."""
-    row = [layer.extract(place) for layer in batch]
+    row = [layer.extract(index) for layer in batch]
     materialize(row)
-    positions = (layer.position(place) for layer in layers(batch) if isinstance(layer, SlotKVCache))
+    positions = (layer.position(index) for layer in layers(batch) if isinstance(layer, SlotKVCache))
     return Snapshot(row, next(positions, None))
 
 
-def restore(kept: Snapshot) -> list[Any]:
-    """Return caches to compute on, or to join with `kept.position`. They share memory with the snapshot until they are
-    written."""
-    return copy.deepcopy(kept.row)
+def restore(preempted: Snapshot) -> list[Any]:
+    """Return caches to compute on, or to join with `preempted.position`. They share memory with the snapshot until they
+    are written."""
+    return copy.deepcopy(preempted.row)
 
 
 def materialize(cache: Sequence[Any]) -> None:

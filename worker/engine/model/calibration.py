@@ -1,9 +1,8 @@
 """Measure the temporary memory of a prompt chunk on this device, after short and long contexts.
 
-Only what MLX's own attention scores is known from the model's anatomy. Others hold more for each pair of tokens:
-DeepSeek-V3.2's indexer scores all tokens before it picks some, and only where there are more of them than it picks. So
-a chunk is measured behind several contexts, and what grows with the context is what each pair costs.
-"""
+The profile predicts the scores of MLX's own attention only. Some models hold more for each pair of tokens:
+DeepSeek-V3.2's indexer scores all tokens before it picks some, but only in a context with more tokens than it picks. So
+chunks are measured after several contexts, and the growth with the context gives the cost of a pair."""
 
 from dataclasses import replace
 from math import ceil
@@ -17,14 +16,16 @@ from worker.engine.upstream.mlx_lm import KVCache, make_prompt_cache
 from worker.schedule.memory import BUFFER_TOKENS, CHUNK, MemoryModel
 
 _LONGEST = 8192  # tokens; DeepSeek-V3.2 and GLM pick 2,048
-_PROBE = 32  # tokens of a chunk behind a long context: enough to tell, and an eighth of the time
-_WEIGHTS_SHARE = 8  # of the weights' bytes, one part may go into a measurement
-_LEAST_BYTES = 64_000_000  # and so many in any case
+_PROBE = 32  # tokens of a chunk after a long context: precise enough, in an eighth of the time of a whole chunk
+_WEIGHTS_SHARE = 8  # a measurement may take 1 / share of the bytes of the weights,
+_LEAST_BYTES = 64_000_000  # or this many bytes if that is more
 
 
 class _Point(NamedTuple):
-    context: int  # tokens before a chunk and in it
-    each_bytes: float  # that it took, for each of its tokens
+    """Measured memory of one chunk."""
+
+    context: int  # tokens before the chunk and in it
+    each_bytes: float  # temporary bytes for each token of the chunk
 
 
 def calibrated(costs: MemoryModel, network: nn.Module, context: int) -> MemoryModel:
@@ -34,7 +35,7 @@ def calibrated(costs: MemoryModel, network: nn.Module, context: int) -> MemoryMo
     points = [_first(network)]
     if longest:
         half, whole = (_probed(network, tokens) for tokens in (longest // 2, longest))
-        # A chunk behind a context has its buffers grow, and be copied, which no probe does.
+        # A chunk after a context makes buffers grow, which copies them; no probe does that.
         score_bytes = _slope(half, whole) + sum(kind.token_bytes for kind in costs.kv_layers) / CHUNK
         points += half + whole
     token_bytes = max(each - score_bytes * tokens for tokens, each in points)
@@ -42,7 +43,8 @@ def calibrated(costs: MemoryModel, network: nn.Module, context: int) -> MemoryMo
 
 
 def _longest(costs: MemoryModel, context: int) -> int:
-    """Tokens of a context that costs no more to measure than may be spent on it; of no such, none."""
+    """Return the tokens of a long context whose measurement takes an acceptable amount of memory; 0 if length does
+    not matter or no context is short enough."""
     if all(kind.window for kind in costs.kv_layers):
         return 0
     most = max(_LEAST_BYTES, costs.weights_bytes // _WEIGHTS_SHARE)

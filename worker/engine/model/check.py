@@ -47,8 +47,8 @@ class ModelReport:
     @property
     def context(self) -> int | None:
         """Context length in tokens; None if the config has none."""
-        said: int | None = self.config.get("text_config", self.config).get("max_position_embeddings")
-        return said
+        tokens: int | None = self.config.get("text_config", self.config).get("max_position_embeddings")
+        return tokens
 
     @property
     def bits(self) -> int | None:
@@ -61,7 +61,7 @@ class ModelReport:
 class _Files:
     """Files of the weights."""
 
-    here: bool
+    local: bool
     names: list[str] | None  # of all tensors; None if no local file lists them
     nbytes: int = 0  # by the index file, if only that is local
 
@@ -70,23 +70,23 @@ def check(folder_or_hub_id: str, *, memory: int, vision: bool = True, trusted: b
     """Report on a model without reading a weight; from the hub, only small files are downloaded. `memory`: bytes that a
     worker may use. The other parameters: see `open_model`. Blocks. Raises `CannotStart` if the model cannot be
     examined."""
-    folder = model_folder(folder_or_hub_id, said=folder_or_hub_id, only=_TEXTS)
+    folder = model_folder(folder_or_hub_id, name=folder_or_hub_id, only=_TEXTS)
     if Path(folder_or_hub_id).expanduser().is_dir() and not any(folder.glob("model*.safetensors")):
         raise CannotStart(f"{folder_or_hub_id} has no weights: mlx-lm reads model*.safetensors.")
-    seeing = False
+    with_vision = False
     try:
         files = _files(folder)
-        blind = _why_blind(folder, files, vision=vision)
-        seeing = blind is None
-        network, config, sight, refused = _opened(folder, files, seeing=seeing, trusted=trusted)
-        tokenizer = load_tokenizer(folder, template_of(sight), eos_token_ids=config.get("eos_token_id"))
+        no_vision = _why_no_vision(folder, files, vision=vision)
+        with_vision = no_vision is None
+        network, config, vision_part, refused = _opened(folder, files, with_vision=with_vision, trusted=trusted)
+        tokenizer = load_tokenizer(folder, template_of(vision_part), eos_token_ids=config.get("eos_token_id"))
         found = profile(network, config)
         why_not = why_not_batched(network, config)
     except (ValueError, OSError, KeyError, TypeError, ImportError, RuntimeError, AttributeError) as error:
-        raise CannotStart(why_not_loaded(folder_or_hub_id, error, seeing=seeing)) from error
-    blind = blind or refused
-    tower_bytes = 0 if blind else _tower_bytes(network, sight, files)
-    costs = found.costs(weights_bytes=weights_bytes(network) + tower_bytes)
+        raise CannotStart(why_not_loaded(folder_or_hub_id, error, with_vision=with_vision)) from error
+    no_vision = no_vision or refused
+    encoder_bytes = 0 if no_vision else _encoder_bytes(network, vision_part, files)
+    costs = found.costs(weights_bytes=weights_bytes(network) + encoder_bytes)
     no_template = None if tokenizer.has_chat_template else "It has no chat template, so it cannot serve chat requests."
     return ModelReport(
         config=config,
@@ -97,9 +97,9 @@ def check(folder_or_hub_id: str, *, memory: int, vision: bool = True, trusted: b
         limit=memory,
         tokenizer=MLXTokenizer(tokenizer),
         mtp=_mtp(config, files.names or []),
-        vision_unsupported_reason=blind,
-        encoder_bytes=tower_bytes,
-        blockers=tuple(filter(None, (refused, why_not, no_template, _no_room(costs, memory)))),
+        vision_unsupported_reason=no_vision,
+        encoder_bytes=encoder_bytes,
+        blockers=tuple(filter(None, (refused, why_not, no_template, _too_large(costs, memory)))),
     )
 
 
@@ -109,44 +109,44 @@ def _files(folder: Path) -> _Files:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return _Files(False, None)
-    said = json.loads(index.read_text())
-    return _Files(False, [*said["weight_map"]], int(said.get("metadata", {}).get("total_size", 0)))
+    listed = json.loads(index.read_text())
+    return _Files(False, [*listed["weight_map"]], int(listed.get("metadata", {}).get("total_size", 0)))
 
 
-def _why_blind(folder: Path, files: _Files, *, vision: bool) -> str | None:
+def _why_no_vision(folder: Path, files: _Files, *, vision: bool) -> str | None:
     config = json.loads((folder / "config.json").read_text())
     return vision_unsupported_reason(config, files.names) or (None if vision else "SLUICE_VISION is off.")
 
 
 def _opened(
-    folder: Path, files: _Files, *, seeing: bool, trusted: bool
+    folder: Path, files: _Files, *, with_vision: bool, trusted: bool
 ) -> tuple[nn.Module, dict[str, Any], Vision | None, str | None]:
     """Open the model as a worker does. The last value is why a worker would refuse it; the others are then as complete
     as possible."""
     refused = None
-    if seeing:
+    if with_vision:
         try:
-            if files.here:
+            if files.local:
                 return *open_vision(folder, trusted=trusted), None
             refuse_unready(folder, trusted=trusted)
         except CannotStart as error:
             refused = str(error)
-    network, config = load_model(folder, lazy=True, strict=files.here)
-    if not files.here:
-        _assume(network, config)
+    network, config = load_model(folder, lazy=True, strict=files.local)
+    if not files.local:
+        _set_dtypes(network, config)
     return network, config, None, refused
 
 
-def _tower_bytes(network: nn.Module, sight: Vision | None, files: _Files) -> int:
-    whole = weights_bytes(sight.network) if sight else files.nbytes
-    return max(0, whole - weights_bytes(network))
+def _encoder_bytes(network: nn.Module, vision_part: Vision | None, files: _Files) -> int:
+    all_bytes = weights_bytes(vision_part.network) if vision_part else files.nbytes
+    return max(0, all_bytes - weights_bytes(network))
 
 
-def _assume(network: nn.Module, config: dict[str, Any]) -> None:
+def _set_dtypes(network: nn.Module, config: dict[str, Any]) -> None:
     """Set dtypes and quantization by the config, for a network whose weight files are not here."""
     text = config.get("text_config", config)
-    said = (place.get(name) for place in (config, text) for name in ("dtype", "torch_dtype"))
-    network.set_dtype(_DTYPES.get(next(filter(None, said), ""), mx.bfloat16))
+    dtypes = (part.get(name) for part in (config, text) for name in ("dtype", "torch_dtype"))
+    network.set_dtype(_DTYPES.get(next(filter(None, dtypes), ""), mx.bfloat16))
     if (quantization := config.get("quantization")) is None:
         return
     nn.quantize(
@@ -165,14 +165,14 @@ def _mtp(config: dict[str, Any], names: list[str]) -> Mtp:
     text = config.get("text_config", config)
     if not any(place.get(name) for place in (config, text) for name in _MTP_LAYERS):
         return "no"
-    beyond = (re.search(r"layers\.(\d+)\.", name) for name in names)
-    held = any("mtp" in name for name in names) or any(
-        int(found[1]) >= text["num_hidden_layers"] for found in beyond if found
+    matches = (re.search(r"layers\.(\d+)\.", name) for name in names)
+    present = any("mtp" in name for name in names) or any(
+        int(match[1]) >= text["num_hidden_layers"] for match in matches if match
     )
-    return "yes" if held else "without weights"
+    return "yes" if present else "without weights"
 
 
-def _no_room(costs: MemoryModel, limit: int) -> str | None:
+def _too_large(costs: MemoryModel, limit: int) -> str | None:
     if costs.max_tokens(limit):
         return None
     return (

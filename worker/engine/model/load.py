@@ -50,22 +50,22 @@ def open_model(path_or_hub_id: str, *, vision: bool = True, trusted: bool = Fals
     """Load a model with its weights, and measure its memory use. Blocks; must run on the thread that will compute.
     `vision`: serve images too, if the model supports them. `trusted`: code in its folder may run. Raises `CannotStart`
     with the reason and what to do."""
-    path, seeing = model_folder(path_or_hub_id, said=f"SLUICE_MODEL={path_or_hub_id}"), False
+    path, with_vision = model_folder(path_or_hub_id, name=f"SLUICE_MODEL={path_or_hub_id}"), False
     try:
-        seeing = vision and is_vision_model(path)
-        network, config, sight = open_vision(path, trusted=trusted) if seeing else _open_text(path, trusted)
-        tokenizer = load_tokenizer(path, template_of(sight), eos_token_ids=config.get("eos_token_id"))
+        with_vision = vision and is_vision_model(path)
+        network, config, vision_part = open_vision(path, trusted=trusted) if with_vision else _open_text(path, trusted)
+        tokenizer = load_tokenizer(path, template_of(vision_part), eos_token_ids=config.get("eos_token_id"))
         # Before weights are read, so that an unsupported model is refused at once.
-        why_not, found = why_not_batched(network, config), profile(network, config)
-        costs = found.costs(weights_bytes=weights_bytes(_whole(network, sight)))
+        why_not, model_profile = why_not_batched(network, config), profile(network, config)
+        costs = model_profile.costs(weights_bytes=weights_bytes(_all_weights(network, vision_part)))
         if why_not is None:
-            mx.eval(_whole(network, sight).parameters())
-            if sight:
-                refuse_unlike(sight.network, network, found.vocab)
+            mx.eval(_all_weights(network, vision_part).parameters())
+            if vision_part:
+                refuse_unlike(vision_part.network, network, model_profile.vocab)
             costs = calibrated(costs, network, context_of(config))
-            costs = with_encoder_cost(costs, sight) if sight else costs
+            costs = with_encoder_cost(costs, vision_part) if vision_part else costs
     except (ValueError, OSError, KeyError, TypeError, ImportError, RuntimeError, AttributeError) as error:
-        raise CannotStart(why_not_loaded(path_or_hub_id, error, seeing=seeing)) from error
+        raise CannotStart(why_not_loaded(path_or_hub_id, error, with_vision=with_vision)) from error
     if why_not:
         raise CannotStart(why_not)
     if not tokenizer.has_chat_template:
@@ -75,11 +75,11 @@ def open_model(path_or_hub_id: str, *, vision: bool = True, trusted: bool = Fals
         tokenizer=tokenizer,
         fingerprint=fingerprint(path),
         context=context_of(config),
-        vocab=found.vocab,
+        vocab=model_profile.vocab,
         generation=read_json(path, "generation_config.json"),
         costs=costs,
         stateful=needs_states(network),
-        vision=sight,
+        vision=vision_part,
     )
 
 
@@ -96,9 +96,9 @@ def _open_text(path: Path, trusted: bool) -> tuple[nn.Module, dict[str, Any], Vi
     return network, config, None
 
 
-def why_not_loaded(path_or_hub_id: str, error: Exception, *, seeing: bool) -> str:
+def why_not_loaded(path_or_hub_id: str, error: Exception, *, with_vision: bool) -> str:
     """Return the error message for a model that a library could not load."""
-    by, way_out = ("mlx-vlm", f"; {TEXT_ONLY}") if seeing else ("mlx-lm", "")
+    by, way_out = ("mlx-vlm", f"; {TEXT_ONLY}") if with_vision else ("mlx-lm", "")
     return f"{by} cannot load {path_or_hub_id}: {error}{way_out}"
 
 
@@ -107,30 +107,30 @@ def template_of(vision: Vision | None) -> dict[str, str]:
     return {"chat_template": vision.template} if vision and vision.template else {}
 
 
-def _whole(network: nn.Module, vision: Vision | None) -> nn.Module:
+def _all_weights(network: nn.Module, vision: Vision | None) -> nn.Module:
     """Return the network with all weights: a vision model's includes the language model's, which are the same
     arrays."""
     return vision.network if vision else network
 
 
-def model_folder(path_or_hub_id: str, *, said: str, only: list[str] | None = None) -> Path:
-    """Return the local folder of a model, downloading it from the hub if necessary. Blocks. `said`: its name in errors.
+def model_folder(path_or_hub_id: str, *, name: str, only: list[str] | None = None) -> Path:
+    """Return the local folder of a model, downloading it from the hub if necessary. Blocks. `name`: its name in errors.
     `only`: patterns of the files to download; None is all. Raises `CannotStart`."""
     folder = Path(path_or_hub_id).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise CannotStart(f"{said} is a file, not a folder; give the folder that contains it.")
-    meant = similar_folder(path_or_hub_id)
-    missing = f"{said}: there is no such folder" + (f"; did you mean {meant}?" if meant else ".")
+        raise CannotStart(f"{name} is a file, not a folder; give the folder that contains it.")
+    similar = similar_folder(path_or_hub_id)
+    missing = f"{name}: there is no such folder" + (f"; did you mean {similar}?" if similar else ".")
     if is_path(path_or_hub_id):
         raise CannotStart(missing)
     try:
         return Path(download(path_or_hub_id, allow_patterns=only))
     except (OSError, ValueError) as error:
-        if meant:  # after the hub, which may have this name although a local folder has a similar one
+        if similar:  # after the hub, which may have this name although a local folder has a similar one
             raise CannotStart(missing) from error
-        raise CannotStart(f"{said} is not a local folder, and could not be downloaded: {error}") from error
+        raise CannotStart(f"{name} is not a local folder, and could not be downloaded: {error}") from error
 
 
 def fingerprint(path: Path) -> str:
@@ -151,12 +151,12 @@ def fingerprint(path: Path) -> str:
             digest.update(name.encode() + (path / name).read_bytes())
     for weights in sorted(path.glob("model*.safetensors")):
         digest.update(f"{weights.name} {weights.stat().st_size}".encode())
-        digest.update(_ends(weights))
+        digest.update(_head_and_tail(weights))
     return "fp_" + digest.hexdigest()[:16]
 
 
-def _ends(path: Path, most: int = 1 << 20) -> bytes:
+def _head_and_tail(path: Path, nbytes: int = 1 << 20) -> bytes:
     with path.open("rb") as file:
-        head = file.read(most)
-        file.seek(max(most, path.stat().st_size - most))
-        return head + file.read(most)
+        head = file.read(nbytes)
+        file.seek(max(nbytes, path.stat().st_size - nbytes))
+        return head + file.read(nbytes)

@@ -56,8 +56,8 @@ class _Attention:
     def score_bytes(self) -> int:
         """Bytes for each pair of tokens; 0 if the device does not materialize the scores."""
         fused = fused_attention(self.queries, self.keys, self.values, self.dtype, sinks=self.sinks)
-        held = 0 if fused else 3 if self.sinks else 1  # scores are copied to append the sinks, and back
-        return int((held + self.mask_per_head) * self.queries[1] * self.dtype.size)
+        copies = 0 if fused else 3 if self.sinks else 1  # scores are copied to append the sinks, and back
+        return int((copies + self.mask_per_head) * self.queries[1] * self.dtype.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,17 +101,17 @@ def weights_bytes(network: nn.Module) -> int:
 def profile(network: nn.Module, config: dict[str, Any]) -> ModelProfile:
     """Return the profile of a model. Lazy: computes nothing. Must not run while another thread computes, since MLX's
     attention is replaced during the call."""
-    with _watched_attention() as calls:
+    with _recorded_attention() as calls:
         few, _ = _filled(network, _FEW)
     many, logits = _filled(network, _MANY)
     text, width = config.get("text_config", config), logits.dtype.size
     found = tuple(_layer(one, other) for one, other in zip(layers(few), layers(many), strict=True))
     # Some models do not call MLX's attention, and materialize all scores.
-    unseen = text.get("num_attention_heads", 0) * width if any(layer.token_bytes for layer in found) else 0
+    unfused = text.get("num_attention_heads", 0) * width if any(layer.token_bytes for layer in found) else 0
     return ModelProfile(
         layers=found,
         attention_calls=len(calls),
-        score_bytes=max((call.score_bytes for call in set(calls)), default=unseen),
+        score_bytes=max((call.score_bytes for call in set(calls)), default=unfused),
         chunk_token_bytes=int(_LIVE * width * _outputs(network, text)),
         dtype=str(logits.dtype).removeprefix("mlx.core."),
         vocab=logits.shape[-1],
@@ -122,9 +122,9 @@ def why_not_batched(network: nn.Module, config: dict[str, Any]) -> str | None:
     """Return why rows of this model cannot share a batch, and what to do; None if they can. Lazy: computes nothing."""
     (one, _), (other, _) = _filled(network, 1), _filled(network, 2)
     if kinds := cannot_batch(one):
-        held = next((_HELD[kind] for layer in layers(one) if (kind := _kind(layer)) in _HELD), "in its own way")
+        layout = next((_HELD[kind] for layer in layers(one) if (kind := _kind(layer)) in _HELD), "in its own way")
         return (
-            f"This model keeps its context {held} ({', '.join(kinds)}), which mlx-lm cannot batch. Serve another "
+            f"This model keeps its context {layout} ({', '.join(kinds)}), which mlx-lm cannot batch. Serve another "
             "model; mlx_lm.server can serve this one, one request at a time."
         )
     try:
@@ -155,15 +155,15 @@ def _filled(network: nn.Module, tokens: int) -> tuple[list[Any], mx.array]:
 
 
 @contextmanager
-def _watched_attention() -> Iterator[list[_Attention]]:
+def _recorded_attention() -> Iterator[list[_Attention]]:
     calls, original = list[_Attention](), mx.fast.scaled_dot_product_attention
 
-    def watch(q: mx.array, k: mx.array, v: mx.array, *, mask: Any = None, sinks: Any = None, **how: Any) -> mx.array:
+    def record(q: mx.array, k: mx.array, v: mx.array, *, mask: Any = None, sinks: Any = None, **how: Any) -> mx.array:
         per_head = isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[1] == q.shape[1]
         calls.append(_Attention(q.shape, k.shape, v.shape, q.dtype, sinks is not None, per_head))
         return original(q, k, v, mask=mask, sinks=sinks, **how)
 
-    mx.fast.scaled_dot_product_attention = watch
+    mx.fast.scaled_dot_product_attention = record
     try:
         yield calls
     finally:

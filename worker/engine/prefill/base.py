@@ -22,14 +22,14 @@ class Prefill:
     request's earlier tokens count as prompt."""
 
     def __init__(
-        self, network: nn.Module, row: Row, prefix: PrefixCache | None = None, scene: MultimodalInputs | None = None
+        self, network: nn.Module, row: Row, prefix: PrefixCache | None = None, inputs: MultimodalInputs | None = None
     ) -> None:
-        """`scene`: the inputs of a prompt with images. It must have the features of all images that are not in the
+        """`inputs`: the inputs of a prompt with images. It must have the features of all images that are not in the
         cached prefix. `prefix`: None if no prefix is loaded or inserted."""
         self.row, self.done, self.waited = row, 0, 0
         self.cached = 0  # tokens taken from the prefix cache
         *tokens, self._last = row.request.tokens
-        self._tokens, self._namespace, self._inputs = tuple(tokens), row.request.namespace, scene
+        self._tokens, self._namespace, self._inputs = tuple(tokens), row.request.namespace, inputs
         self._key = row.request.cache_key(self._tokens)
         self._network, self._cache = network, make_prompt_cache(network)
         self._prefix, self._matched_version, self._matched, self._inserted = prefix, -1, 0, 0
@@ -99,11 +99,11 @@ class Prefill:
 
     def _insert_prefix(self) -> None:
         """Insert what is computed into the prefix cache, at checkpoints or every `MAX_SEGMENT_TOKENS`."""
-        if self._prefix and (self.done in self.cuts if self._prefix.stateful else self._is_worth_it()):
+        if self._prefix and (self.done in self.cuts if self._prefix.stateful else self._segment_is_due()):
             self._prefix.insert(self._namespace, self._key[: self.done], self._cache)
             self._inserted = self.done
 
-    def _is_worth_it(self) -> bool:
+    def _segment_is_due(self) -> bool:
         return self.done == self.total or self.done - self._inserted >= MAX_SEGMENT_TOKENS
 
     def pop_outcomes(self) -> list[Outcome]:

@@ -17,11 +17,11 @@ _FEATURES_SHARE = 4
 class EngineCaches:
     """Owner of all caches that outlive a request, and of how they divide the bytes. For the engine's thread."""
 
-    def __init__(self, model: Model, most: int) -> None:
-        """`most`: bytes for all caches together. A draft model and a vision model each get a share of them."""
-        draft_bytes = most // _DRAFT_SHARE if model.draft else 0
-        features_bytes = most // _FEATURES_SHARE if model.vision else 0
-        self.prefix = PrefixCache(model.network, most - draft_bytes - features_bytes) if most > 0 else None
+    def __init__(self, model: Model, max_bytes: int) -> None:
+        """`max_bytes`: bytes for all caches together. A draft model and a vision model each get a share of them."""
+        draft_bytes = max_bytes // _DRAFT_SHARE if model.draft else 0
+        features_bytes = max_bytes // _FEATURES_SHARE if model.vision else 0
+        self.prefix = PrefixCache(model.network, max_bytes - draft_bytes - features_bytes) if max_bytes > 0 else None
         self.draft = _draft_of(model, draft_bytes)
         self.features = FeatureCache(features_bytes) if model.vision else None
         caches = (self.prefix, self.draft.prefix if self.draft else None, self.features)
@@ -37,21 +37,21 @@ class EngineCaches:
         """Number of KV segments, state snapshots and images evicted so far."""
         return sum(cache.evicted for cache in self._all)
 
-    def touch(self, coming: Iterable[GenerationRequest]) -> None:
+    def touch(self, requests: Iterable[GenerationRequest]) -> None:
         """Mark the prefixes and images of these requests as most recently used, so that they are evicted last."""
-        for sequence in coming:
+        for request in requests:
             if self.prefix:
-                self.prefix.touch(sequence.namespace, sequence.cache_key(sequence.tokens))
+                self.prefix.touch(request.namespace, request.cache_key(request.tokens))
             if self.features:
-                for picture in sequence.images:
-                    self.features.get(sequence.namespace, picture.digest)
+                for image in request.images:
+                    self.features.get(request.namespace, image.digest)
 
-    def set_limit(self, spare: int) -> None:
-        """Limit all caches together to `spare` bytes, and evict what exceeds it. Image features come first, then the
+    def set_limit(self, max_bytes: int) -> None:
+        """Limit all caches together to `max_bytes`, and evict what exceeds it. Image features come first, then the
         draft's prefixes; the model's prefixes get what is left."""
         for cache in reversed(self._all):
-            cache.set_limit(spare)
-            spare -= cache.nbytes
+            cache.set_limit(max_bytes)
+            max_bytes -= cache.nbytes
 
     def forget_non_finite(self, row: Row) -> None:
         """Drop the cached prefixes and image features of this row that are not finite. Blocks."""
@@ -64,5 +64,5 @@ class EngineCaches:
 def _draft_of(model: Model, prefix_bytes: int) -> Draft | None:
     if model.draft is None:
         return None
-    unread = model.vision.family.placeholder if model.vision else None
-    return Draft(model.draft.network, prefix_bytes, model.draft.context, unread)
+    skip_token_id = model.vision.family.placeholder if model.vision else None
+    return Draft(model.draft.network, prefix_bytes, model.draft.context, skip_token_id)

@@ -17,25 +17,25 @@ from worker.errors import CannotStart
 def with_draft(model: Model, path_or_hub_id: str) -> Model:
     """Return the model with its draft loaded. Blocks; must run on the thread that will compute. Raises `CannotStart`
     with the reason and what to do."""
-    said = f"SLUICE_SPECPREFILL_DRAFT_MODEL={path_or_hub_id}"
-    path = model_folder(path_or_hub_id, said=said)
+    setting = f"SLUICE_SPECPREFILL_DRAFT_MODEL={path_or_hub_id}"
+    path = model_folder(path_or_hub_id, name=setting)
     try:
         draft, config = load_model(path, lazy=True)
         tokens = MLXTokenizer(load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))).tokens
-        why_not = why_not_draft(_shown(model), tokens, draft)
+        why_not = why_not_draft(_tokens_read(model), tokens, draft)
         if why_not is None:
             mx.eval(draft.parameters())
             why_not = why_not_sparse(model.network, model.context)
     except (ValueError, OSError, KeyError, TypeError, ImportError, RuntimeError, AttributeError) as error:
-        raise CannotStart(f"{said}: mlx-lm cannot load it: {error}") from error
+        raise CannotStart(f"{setting}: mlx-lm cannot load it: {error}") from error
     if why_not:
-        raise CannotStart(f"{said}: {why_not}")
-    own = profile(draft, config).costs(weights_bytes=weights_bytes(draft))
-    costs = replace(model.costs, draft_bytes=own.weights_bytes, draft=own)
+        raise CannotStart(f"{setting}: {why_not}")
+    draft_costs = profile(draft, config).costs(weights_bytes=weights_bytes(draft))
+    costs = replace(model.costs, draft_bytes=draft_costs.weights_bytes, draft=draft_costs)
     return replace(model, draft=DraftModel(draft, context_of(config), needs_states(draft)), costs=costs)
 
 
-def _shown(model: Model) -> list[str]:
+def _tokens_read(model: Model) -> list[str]:
     """Return the model's tokens by id, without the image placeholder, which a draft does not read."""
     tokens = MLXTokenizer(model.tokenizer).tokens
     if model.vision:

@@ -20,12 +20,12 @@ TextPrefill = Prefill | SparsePrefill | SpecPrefill
 class ImagePrefill:
     """Encodes the images that are not cached, one at a time, then delegates to a text prefill."""
 
-    def __init__(self, prefill: TextPrefill, scene: MultimodalInputs, encode: Encode) -> None:
-        """`prefill`: computes the prompt once the images are encoded; it shares `scene`. `encode`: see
+    def __init__(self, prefill: TextPrefill, inputs: MultimodalInputs, encode: Encode) -> None:
+        """`prefill`: computes the prompt once the images are encoded; it shares `inputs`. `encode`: see
         `Family.encode`."""
         self.row, self.waited = prefill.row, 0
-        self._prefill, self._inputs, self._encode = prefill, scene, encode
-        self._encoding: EncoderRun | None = None
+        self._prefill, self._inputs, self._encode = prefill, inputs, encode
+        self._encoder_run: EncoderRun | None = None
         self._outcomes: list[Outcome] = []
 
     @property
@@ -36,7 +36,7 @@ class ImagePrefill:
     @property
     def started(self) -> bool:
         """True if an image is partly encoded or, after the images, if the text prefill has started."""
-        return self._encoding is not None if self._missing() else self._prefill.started
+        return self._encoder_run is not None if self._missing() else self._prefill.started
 
     @property
     def total(self) -> int:
@@ -54,12 +54,12 @@ class ImagePrefill:
         """Tokens left to compute in this phase."""
         if not (missing := self._missing()):
             return self._prefill.remaining
-        return sum(self._left(picture) for picture in missing)
+        return sum(self._tokens_left(image) for image in missing)
 
     @property
     def images(self) -> ImageDemand:
         """The images that the prompt has still to be computed with."""
-        largest = max((picture.tokens for picture in self._missing()), default=0)
+        largest = max((image.tokens for image in self._missing()), default=0)
         return ImageDemand(largest, self._inputs.tokens, self._inputs.longest)
 
     @property
@@ -87,8 +87,8 @@ class ImagePrefill:
 
     def pop_outcomes(self) -> list[Outcome]:
         """Return the outcomes since the last call."""
-        told, self._outcomes = self._outcomes, []
-        return told or self._prefill.pop_outcomes()
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes or self._prefill.pop_outcomes()
 
     def finish(self) -> tuple[list[Any], PendingTokens, int | None]:
         """Return the row's cache, its next input, and its position, as `Prefill.finish` does."""
@@ -97,23 +97,23 @@ class ImagePrefill:
     def _missing(self) -> list[PromptImage]:
         return self._inputs.missing(self._prefill.start)
 
-    def _left(self, picture: PromptImage) -> int:
-        begun = self._encoding and self._encoding.picture.digest == picture.digest
-        return self._encoding.remaining if self._encoding and begun else picture.tokens
+    def _tokens_left(self, image: PromptImage) -> int:
+        started = self._encoder_run and self._encoder_run.image.digest == image.digest
+        return self._encoder_run.remaining if self._encoder_run and started else image.tokens
 
     def _encode_images(self, missing: list[PromptImage], tokens: int) -> int:
         computed = 0
-        for picture in missing:
-            computed += self._encode_image(picture, tokens - computed)
-            if self._encoding or computed >= tokens:
+        for image in missing:
+            computed += self._encode_image(image, tokens - computed)
+            if self._encoder_run or computed >= tokens:
                 break
         return computed
 
-    def _encode_image(self, picture: PromptImage, tokens: int) -> int:
-        if self._encoding is None or self._encoding.picture.digest != picture.digest:
-            self._encoding = EncoderRun(picture, self._encode)
-        computed = self._encoding.advance(tokens)
-        if features := self._encoding.features:
-            self._inputs.add_features(picture, features)
-            self._encoding = None
+    def _encode_image(self, image: PromptImage, tokens: int) -> int:
+        if self._encoder_run is None or self._encoder_run.image.digest != image.digest:
+            self._encoder_run = EncoderRun(image, self._encode)
+        computed = self._encoder_run.advance(tokens)
+        if features := self._encoder_run.features:
+            self._inputs.add_features(image, features)
+            self._encoder_run = None
         return computed

@@ -47,14 +47,14 @@ class PrefillQueue:
         self._network, self._costs, self._vision = model.network, model.costs, model.vision
         self._prefix, self._draft, self._features = caches.prefix, caches.draft, caches.features
         self._prefills: dict[str, AnyPrefill] = {}
-        self._turn = 0
+        self._steps = 0
         self.budget, self._step_s = StepBudget(step_s), step_s
         # One layer of a vision encoder counts as a few tokens; until its speed is measured, advance by a single token.
-        self._images = StepBudget(step_s, _ENCODER_TOKENS_PER_S, least=1)
+        self._encoder_budget = StepBudget(step_s, _ENCODER_TOKENS_PER_S, least=1)
         self._ratio = model.costs.weights_bytes / max(1, weights_bytes(model.draft.network)) if model.draft else 1.0
 
     @cached_property
-    def _drafts(self) -> StepBudget:
+    def _draft_budget(self) -> StepBudget:
         """Budget of the draft. Until it is measured, the draft counts as faster than the model by the ratio of their
         sizes. Created at first use, since by then the model has most likely been measured."""
         return StepBudget(self._step_s, self._ratio / max(self.budget.cost.token_s, 1e-9))
@@ -62,9 +62,9 @@ class PrefillQueue:
     def _budget(self, phase: Phase) -> StepBudget:
         match phase:
             case "encoding":
-                return self._images
+                return self._encoder_budget
             case "scoring":
-                return self._drafts
+                return self._draft_budget
             case "prefill":
                 return self.budget
 
@@ -102,29 +102,31 @@ class PrefillQueue:
 
     def _prefill_of(self, row: Row) -> AnyPrefill:
         if not row.request.images:
-            return self._of_tokens(row)
+            return self._text_prefill(row)
         assert self._vision is not None, "a text model has no images"
         assert self._features is not None
-        scene = MultimodalInputs(self._vision.family, row.request, self._features)
-        return ImagePrefill(self._of_tokens(row, scene), scene, self._vision.family.encode)
+        inputs = MultimodalInputs(self._vision.family, row.request, self._features)
+        return ImagePrefill(self._text_prefill(row, inputs), inputs, self._vision.family.encode)
 
-    def _of_tokens(self, row: Row, scene: MultimodalInputs | None = None) -> TextPrefill:
-        asked = row.request
-        if asked.kept_ranges is not None:
-            head = asked.cache_key(asked.tokens[:-1])[: dense_prefix_len(asked.kept_ranges)]
-            found = self._prefix.load(asked.namespace, head) if self._prefix else (make_prompt_cache(self._network), 0)
-            cache, length = found
-            return SparsePrefill(self._network, row, asked.kept_ranges, cache, length, scene)
-        if asked.specprefill and self._draft and not asked.resume_tokens:
-            return SpecPrefill(
-                self._network, row, asked.specprefill, self._prefix, self._draft, self._is_worthwhile, scene
+    def _text_prefill(self, row: Row, inputs: MultimodalInputs | None = None) -> TextPrefill:
+        request = row.request
+        if request.kept_ranges is not None:
+            head = request.cache_key(request.tokens[:-1])[: dense_prefix_len(request.kept_ranges)]
+            found = (
+                self._prefix.load(request.namespace, head) if self._prefix else (make_prompt_cache(self._network), 0)
             )
-        return Prefill(self._network, row, self._prefix, scene)
+            cache, length = found
+            return SparsePrefill(self._network, row, request.kept_ranges, cache, length, inputs)
+        if request.specprefill and self._draft and not request.resume_tokens:
+            return SpecPrefill(
+                self._network, row, request.specprefill, self._prefix, self._draft, self._is_worthwhile, inputs
+            )
+        return Prefill(self._network, row, self._prefix, inputs)
 
     def _is_worthwhile(self, scored: int, tokens: int, keep: float) -> bool:
         """Return True if scoring `scored` tokens, and then computing the share `keep` of `tokens`, is expected to be
         faster than computing all of them."""
-        target, draft = self.budget.cost, self._drafts.cost
+        target, draft = self.budget.cost, self._draft_budget.cost
         return draft.of(scored, 0) + target.of(int(keep * tokens), 0) < target.of(tokens, 0)
 
     def plan(self, running: Decoding, elapsed_s: float, longest: int) -> list[Chunk]:
@@ -135,7 +137,7 @@ class PrefillQueue:
         single = self._first_in("encoding"), self._first_in("scoring")
         # With hundreds of prompts, values shared by many are computed once.
         cost_of = cache(lambda phase: self._budget(phase).cost)
-        growth_of = cache(running.join_copy_bytes)
+        join_copy_bytes_of = cache(running.join_copy_bytes)
         waiting = [
             WaitingPrompt(
                 prefill.row.id,
@@ -145,24 +147,24 @@ class PrefillQueue:
                 prefill.row.request.lane,
                 cost_of(prefill.phase),
                 _cuts(prefill),
-                growth_of(-(-prefill.total // BUFFER_TOKENS) * BUFFER_TOKENS),  # buffers grow in these steps
+                join_copy_bytes_of(-(-prefill.total // BUFFER_TOKENS) * BUFFER_TOKENS),  # buffers grow in these steps
             )
             for prefill in self._prefills.values()
             if prefill.phase == "prefill" or prefill in single
         ]
-        self._turn += 1
+        self._steps += 1
         for prefill in self._prefills.values():
             prefill.waited += 1
         slower = running.decode_slowdown(sum(row.lane == "interactive" for row in waiting))
         spare_s = {lane: self.budget.spare_s(len(running), lane, elapsed_s, slower) for lane in get_args(Lane)}
-        return plan(waiting, spare_s, self._turn, longest)
+        return plan(waiting, spare_s, self._steps, longest)
 
     def _first_in(self, phase: Phase) -> AnyPrefill | None:
         """Return the one prompt of this phase that may advance, if any: a draft's cache, or a vision encoder's
         activations, are held for one prompt at a time. Picks the one already started, else an interactive one, else the
         shortest."""
-        there = [prefill for prefill in self._prefills.values() if prefill.phase == phase]
-        return max(there, key=lambda p: (p.started, p.row.request.lane == "interactive", -p.remaining), default=None)
+        prefills = [prefill for prefill in self._prefills.values() if prefill.phase == phase]
+        return max(prefills, key=lambda p: (p.started, p.row.request.lane == "interactive", -p.remaining), default=None)
 
     def advance(self, chunk: Chunk) -> tuple[int, list[Outcome]]:
         """Compute a chunk. Blocks. Returns the number of tokens computed, and the outcomes."""
@@ -172,20 +174,18 @@ class PrefillQueue:
         phase, done, cuts = prefill.phase, prefill.done, _cuts(prefill)
         began = time.perf_counter()
         tokens = prefill.advance(min(chunk.tokens, prefill.remaining))
-        seconds, news = time.perf_counter() - began, prefill.pop_outcomes()
-        if not any(
-            isinstance(outcome, SpecPrefillSkipped) for outcome in news
-        ):  # else the time is not the chunk's alone
+        seconds, outcomes = time.perf_counter() - began, prefill.pop_outcomes()
+        # If SpecPrefill was skipped in this step, the time is not that of the chunk alone.
+        if not any(isinstance(outcome, SpecPrefillSkipped) for outcome in outcomes):
             self._budget(phase).observe_chunk(
                 tokens, done, seconds, cuts=sum(done < cut < done + tokens for cut in cuts)
             )
-        return tokens, news
+        return tokens, outcomes
 
     def pop_finished(self, id: str) -> AnyPrefill | None:
         """Remove and return the prompt if nothing is left to compute; else return None."""
-        prefill = self._prefills[
-            id
-        ]  # with scores from the memo nothing is left to score, but they must still be applied
+        # With scores from the memo nothing is left to score, but the scores must still be applied.
+        prefill = self._prefills[id]
         return self._prefills.pop(id) if prefill.phase == "prefill" and prefill.remaining == 0 else None
 
 

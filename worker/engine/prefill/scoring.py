@@ -22,7 +22,7 @@ from worker.engine.cache.prefix import PrefixCache
 from worker.engine.cache.segments import is_sliceable
 from worker.engine.prefill.base import Prefill
 from worker.engine.upstream.mlx_lm import make_prompt_cache
-from worker.schedule.request import GenerationRequest as Asked
+from worker.schedule.request import GenerationRequest
 
 # Queries whose attention is recorded: the prompt's last token, and the first tokens of an answer. On the tiny model, 4
 # gave scores of little use, and 16 no better ones than 8.
@@ -46,40 +46,40 @@ class Draft:
         self.skip_token_id = skip_token_id
         self._memo = OrderedDict[tuple[str, bytes], Scores]()
 
-    def scoring(self, space: str, tokens: tuple[int, ...], boundaries: tuple[int, ...] = ()) -> "Scoring":
-        """Return a new scoring of a prompt of at least two tokens. `space`, `tokens` and `boundaries` are those of the
-        prompt's own `GenerationRequest`."""
-        return Scoring(self, Asked("", tokens, LOOKAHEAD, namespace=space, boundaries=boundaries))
+    def scoring(self, namespace: str, tokens: tuple[int, ...], boundaries: tuple[int, ...] = ()) -> "Scoring":
+        """Return a new scoring of a prompt of at least two tokens. `namespace`, `tokens` and `boundaries` are those of
+        the prompt's own `GenerationRequest`."""
+        return Scoring(self, GenerationRequest("", tokens, LOOKAHEAD, namespace=namespace, boundaries=boundaries))
 
     def num_scored(self, tokens: tuple[int, ...]) -> int:
         """Return the number of these tokens that the draft reads."""
         return len(tokens) - tokens.count(self.skip_token_id)
 
-    def recall(self, asked: Asked) -> Scores | None:
+    def cached_scores(self, request: GenerationRequest) -> Scores | None:
         """Return the remembered scores of this prompt, or None."""
-        if (scores := self._memo.get(_key(asked))) is not None:
-            self._memo.move_to_end(_key(asked))
+        if (scores := self._memo.get(_key(request))) is not None:
+            self._memo.move_to_end(_key(request))
         return scores
 
-    def remember(self, asked: Asked, scores: Scores) -> None:
+    def cache_scores(self, request: GenerationRequest, scores: Scores) -> None:
         """Store the scores of a prompt; the least recently used are dropped."""
-        self._memo[_key(asked)] = scores
+        self._memo[_key(request)] = scores
         if len(self._memo) > _MEMO:
             self._memo.popitem(last=False)
 
 
-def _key(asked: Asked) -> tuple[str, bytes]:
-    return asked.namespace, hashlib.sha256(array("q", asked.prompt)).digest()
+def _key(request: GenerationRequest) -> tuple[str, bytes]:
+    return request.namespace, hashlib.sha256(array("q", request.prompt)).digest()
 
 
 class Scoring:
     """The scoring of one prompt. It may be dropped at any time; then only entries in the draft's prefix cache
     remain."""
 
-    def __init__(self, draft: Draft, asked: Asked) -> None:
-        self._draft, self._tokens, self._asked = draft, asked.prompt, _without_skipped(asked, draft.skip_token_id)
-        self._scores = draft.recall(self._asked)
-        self._prefill = Prefill(draft.network, Row.of(self._asked), draft.prefix)
+    def __init__(self, draft: Draft, request: GenerationRequest) -> None:
+        self._draft, self._tokens, self._request = draft, request.prompt, _without_skipped(request, draft.skip_token_id)
+        self._scores = draft.cached_scores(self._request)
+        self._prefill = Prefill(draft.network, Row.of(self._request), draft.prefix)
         self._prefill.match_prefix()
         self._lookahead: _Lookahead | None = None
 
@@ -116,7 +116,7 @@ class Scoring:
         else:
             self._lookahead.advance()
             if self._lookahead.remaining == 0:
-                self._finish(self._lookahead.most)
+                self._finish(self._lookahead.max_weights)
 
     def apply_prefix(self) -> None:
         """Load the longest prefix from the draft's prefix cache. Blocks."""
@@ -129,23 +129,23 @@ class Scoring:
         self._prefill.advance(min(tokens, self._prefill.remaining))
         if self._prefill.remaining == 0:
             cache, drawn, _ = self._prefill.finish()
-            self._lookahead = _Lookahead(self._draft.network, cache, drawn.tokens, len(self._asked.prompt))
+            self._lookahead = _Lookahead(self._draft.network, cache, drawn.tokens, len(self._request.prompt))
 
-    def _finish(self, most: mx.array) -> None:
-        scores: list[float] = _pooled(most).tolist()  # type: ignore[assignment]
+    def _finish(self, max_weights: mx.array) -> None:
+        scores: list[float] = _pooled(max_weights).tolist()  # type: ignore[assignment]
         if not all(map(math.isfinite, scores)):
-            self._draft.prefix.forget_non_finite(self._asked.namespace, self._asked.prompt)
+            self._draft.prefix.forget_non_finite(self._request.namespace, self._request.prompt)
             raise ArithmeticError("The draft's scores for this prompt are not finite.")
         self._scores = array("f", scores)
-        self._draft.remember(self._asked, self._scores)
+        self._draft.cache_scores(self._request, self._scores)
 
 
-def _without_skipped(asked: Asked, skip_token_id: int | None) -> Asked:
-    if skip_token_id not in asked.prompt:
-        return asked
-    places = [place for place, token in enumerate(asked.prompt) if token != skip_token_id]
-    boundaries = tuple(bisect_left(places, boundary) for boundary in asked.boundaries)
-    return replace(asked, prompt=tuple(asked.prompt[place] for place in places), boundaries=boundaries)
+def _without_skipped(request: GenerationRequest, skip_token_id: int | None) -> GenerationRequest:
+    if skip_token_id not in request.prompt:
+        return request
+    positions = [position for position, token in enumerate(request.prompt) if token != skip_token_id]
+    boundaries = tuple(bisect_left(positions, boundary) for boundary in request.boundaries)
+    return replace(request, prompt=tuple(request.prompt[position] for position in positions), boundaries=boundaries)
 
 
 class _Lookahead:
@@ -154,23 +154,25 @@ class _Lookahead:
     def __init__(self, network: nn.Module, cache: list[Any], last: mx.array, prompt: int) -> None:
         """`cache` holds all tokens of the prompt but the last, and is written to."""
         self._network, self._cache, self._next, self._prompt = network, cache, last, prompt
-        self.most = mx.zeros(prompt)  # the largest attention weight that each token received
+        self.max_weights = mx.zeros(prompt)  # the largest attention weight that each token received
         self.remaining = LOOKAHEAD
 
     def advance(self) -> None:
-        with probe_attention(self._prompt + LOOKAHEAD - self.remaining) as watch:
+        with probe_attention(self._prompt + LOOKAHEAD - self.remaining) as probe:
             logits = self._network(self._next[None], cache=self._cache)
         self._next = mx.argmax(logits[:, -1], axis=-1)
-        self.most = mx.stack([self.most, *(given[: self._prompt] for given in watch.weights)]).max(axis=0)
-        mx.eval(self._next, self.most)
+        self.max_weights = mx.stack([self.max_weights, *(weights[: self._prompt] for weights in probe.weights)]).max(
+            axis=0
+        )
+        mx.eval(self._next, self.max_weights)
         self.remaining -= 1
 
 
-def _pooled(most: mx.array) -> mx.array:
+def _pooled(max_weights: mx.array) -> mx.array:
     """Average each score with its neighbours', since adjacent tokens give a word its meaning. The paper does this for
     each head; for the maximum over all heads the result was as good, and it costs almost nothing."""
     mean = mx.full((1, _POOL, 1), 1 / _POOL)
-    return mx.conv1d(most[None, :, None], mean, padding=_POOL // 2).flatten()
+    return mx.conv1d(max_weights[None, :, None], mean, padding=_POOL // 2).flatten()
 
 
 # Recording attention while one token is computed
@@ -188,18 +190,18 @@ class AttentionProbe:
 def probe_attention(tokens: int) -> Iterator[AttentionProbe]:
     """Record the attention that the last of `tokens` tokens gives to all of them, in layers without a shorter window.
     Replaces the function process-wide: for one forward on the engine's thread."""
-    watch, attend = AttentionProbe(), mx.fast.scaled_dot_product_attention
+    probe, attend = AttentionProbe(), mx.fast.scaled_dot_product_attention
 
-    def watching(q: mx.array, k: mx.array, v: mx.array, *, scale: float, **how: Any) -> mx.array:
-        watch.calls += 1
+    def record(q: mx.array, k: mx.array, v: mx.array, *, scale: float, **how: Any) -> mx.array:
+        probe.calls += 1
         # A layer with a window has fewer keys once it is full; before that, its keys are in order too.
         if q.shape[2] == 1 and k.shape[2] == tokens:
-            watch.weights.append(attention(q, k, scale=scale, **how).max(axis=0))
+            probe.weights.append(attention(q, k, scale=scale, **how).max(axis=0))
         return attend(q, k, v, scale=scale, **how)
 
-    mx.fast.scaled_dot_product_attention = watching
+    mx.fast.scaled_dot_product_attention = record
     try:
-        yield watch
+        yield probe
     finally:
         mx.fast.scaled_dot_product_attention = attend
 
@@ -215,10 +217,10 @@ def attention(
     if isinstance(mask, mx.array):  # "causal" hides nothing here; latent attention adds its positional part as a mask
         products = mx.where(mask, products, -mx.inf) if mask.dtype == mx.bool_ else products + mask
     products = products.reshape(heads, keys).astype(mx.float32)
-    whole = mx.logsumexp(products, axis=-1, keepdims=True)
+    normalizer = mx.logsumexp(products, axis=-1, keepdims=True)
     if sinks is not None:
-        whole = mx.logaddexp(whole, sinks.astype(mx.float32)[:, None])
-    return mx.exp(products - whole)
+        normalizer = mx.logaddexp(normalizer, sinks.astype(mx.float32)[:, None])
+    return mx.exp(products - normalizer)
 
 
 # Checks at start
@@ -230,13 +232,13 @@ def why_not_draft(target: Sequence[str], draft: Sequence[str], network: nn.Modul
     """Return why this network cannot be the draft, and what to do; None if it can. `target` and `draft`: tokens of the
     model and of its draft by id, "" for ids without a token. Builds lazy graphs and computes nothing. Must not run
     while another thread computes."""
-    watch, attends, vocab = _probe_long_prompt(network)
+    probe, attends, vocab = _probe_long_prompt(network)
     if why_not := _why_not_its_tokens(target, draft, vocab):
         return f"{why_not}. Choose a draft of the model's own family, which shares its tokens."
-    if watch.weights:
+    if probe.weights:
         return None
     family = type(network).__module__.rpartition(".")[2]
-    if watch.calls:
+    if probe.calls:
         why_not = "none of its layers attends to all tokens of a long prompt"
     elif attends:
         why_not = "mlx-lm implements its attention without MLX's function, so it cannot be recorded"
@@ -254,9 +256,9 @@ def _probe_long_prompt(network: nn.Module) -> tuple[AttentionProbe, bool, int]:
     for layer in kept:
         layer.keys, layer.values = _lengthened(layer.keys), _lengthened(layer.values)
         layer.offset = _LONG
-    with probe_attention(_LONG + 1) as watch:
+    with probe_attention(_LONG + 1) as probe:
         logits = network(token, cache=cache)
-    return watch, bool(kept), logits.shape[-1]
+    return probe, bool(kept), logits.shape[-1]
 
 
 def _lengthened(buffer: mx.array) -> mx.array:
@@ -266,9 +268,9 @@ def _lengthened(buffer: mx.array) -> mx.array:
 
 def _why_not_its_tokens(target: Sequence[str], draft: Sequence[str], vocab: int) -> str | None:
     """`vocab`: number of the draft's logits, unnamed tokens included."""
-    for token, (ours, its) in enumerate(zip(target, draft, strict=False)):
-        if ours and its and ours != its:
-            return f"Token {token} is {ours!r} in the model and {its!r} in its draft"
+    for token, (name, draft_name) in enumerate(zip(target, draft, strict=False)):
+        if name and draft_name and name != draft_name:
+            return f"Token {token} is {name!r} in the model and {draft_name!r} in its draft"
     unknown = (token for token, name in enumerate(target) if name and token >= vocab)
     if (first := next(unknown, None)) is not None:
         return f"The draft has {vocab:,} tokens, and the model's token {first} is {target[first]!r}"

@@ -39,30 +39,31 @@ class SparsePrefill:
         self,
         network: nn.Module,
         row: Row,
-        kept: Ranges,
+        kept_ranges: Ranges,
         cache: list[Any],
         length: int,
-        scene: MultimodalInputs | None = None,
+        inputs: MultimodalInputs | None = None,
     ) -> None:
-        """`kept`: ranges of the prompt; tokens after the prompt are always kept. `cache` holds the first `length`
-        tokens, all of them kept, and belongs to this object from now on. How many of the kept tokens were in the cache
-        does not change the answer. `scene`: the inputs of a prompt with images.
+        """`kept_ranges`: ranges of the prompt; tokens after the prompt are always kept. `cache` holds the first
+        `length` tokens, all of them kept, and belongs to this object from now on. How many of the kept tokens were in
+        the cache does not change the answer. `inputs`: the inputs of a prompt with images.
 
         Raises ValueError for ranges that are unordered, miss the end of the prompt or a sliding window, or do not cover
         `length`."""
-        known, prompt = row.request.tokens, len(row.request.prompt)
-        _check(kept, prompt, window_of(cache))
-        if length > dense_prefix_len(kept):
+        tokens, prompt = row.request.tokens, len(row.request.prompt)
+        _check_ranges(kept_ranges, prompt, window_of(cache))
+        if length > dense_prefix_len(kept_ranges):
             raise ValueError(
-                f"length: {length} tokens are in the cache, but only the first {dense_prefix_len(kept)} are all kept."
+                f"length: {length} tokens are in the cache, but only the first {dense_prefix_len(kept_ranges)} are all "
+                "kept."
             )
-        positions = [at for start, end in kept for at in range(start, end)] + [*range(prompt, len(known))]
+        positions = [at for start, end in kept_ranges for at in range(start, end)] + [*range(prompt, len(tokens))]
         self._last: int = positions.pop()
         self._positions: list[int] = positions
         if not length <= self.total > 0:
             raise ValueError("kept: a row needs at least two kept tokens.")
         self.row, self.done, self.cached, self.waited = row, length, length, 0
-        self._network, self._cache, self._known, self._inputs = network, cache, known, scene
+        self._network, self._cache, self._tokens, self._inputs = network, cache, tokens, inputs
 
     @property
     def total(self) -> int:
@@ -104,7 +105,7 @@ class SparsePrefill:
         computed. Raises `UnsupportedRope`."""
         positions = self._positions[self.done : self._end(self.done + tokens)]
         if positions:
-            with _placed(positions, self.done):
+            with _rope_at(positions, self.done):
                 self._compute(positions)
             slots.materialize(self._cache)
             self.done += len(positions)
@@ -120,19 +121,19 @@ class SparsePrefill:
         if self._inputs:  # a family with its own positions does not call MLX's rope
             self._inputs.read(self._cache, positions)
         else:
-            self._network(mx.array([[self._known[at] for at in positions]]), cache=self._cache)
+            self._network(mx.array([[self._tokens[at] for at in positions]]), cache=self._cache)
 
     def finish(self) -> tuple[list[Any], PendingTokens, int]:
         """Return the row's cache, its next input, and the position of that input. The caller owns the cache; the
         prefill must not be used afterwards. Lazy."""
         position = self._last + (self._inputs.rope_delta if self._inputs else 0)
-        return self._cache, PendingTokens(mx.array([self._known[self._last]]), mx.array([True]), {}), position
+        return self._cache, PendingTokens(mx.array([self._tokens[self._last]]), mx.array([True]), {}), position
 
 
-def dense_prefix_len(kept: Ranges) -> int:
+def dense_prefix_len(kept_ranges: Ranges) -> int:
     """Return the number of tokens before the first dropped one: the part of a prefix that can be reused."""
     end = 0
-    for start, after in kept:
+    for start, after in kept_ranges:
         if start > end:
             break
         end = after
@@ -144,33 +145,33 @@ def window_of(cache: Sequence[Any]) -> int:
     return max((layer.max_size for layer in layers(cache) if isinstance(layer, RotatingKVCache)), default=0)
 
 
-def _check(kept: Ranges, prompt: int, window: int) -> None:
-    edges = [edge for span in kept for edge in span]
-    if not edges or edges[0] < 0 or edges != sorted(edges) or any(start == end for start, end in kept):
+def _check_ranges(kept_ranges: Ranges, prompt: int, window: int) -> None:
+    edges = [edge for span in kept_ranges for edge in span]
+    if not edges or edges[0] < 0 or edges != sorted(edges) or any(start == end for start, end in kept_ranges):
         raise ValueError("kept: ranges must be in order and not empty.")
     if edges[-1] != prompt:
         raise ValueError(f"kept: the last range must end at {prompt}, the end of the prompt, not at {edges[-1]}.")
     # A window counts cached tokens, so it has its usual content only if none of these was dropped.
     first = max(0, prompt - window)
-    if sum(max(0, end - max(start, first)) for start, end in kept) < prompt - first:
+    if sum(max(0, end - max(start, first)) for start, end in kept_ranges) < prompt - first:
         raise ValueError(
             f"kept: the last {window} tokens must be kept, since some layers have a window of {window} tokens."
         )
 
 
 @contextmanager
-def _placed(positions: list[int], first: int) -> Iterator[None]:
+def _rope_at(positions: list[int], first: int) -> Iterator[None]:
     """Replace MLX's rope by one that rotates by `positions` when it is called for the tokens from index `first` on.
     Process-wide, so only while the graph of one forward is built; the graph keeps its positions."""
     rope, at = mx.fast.rope, mx.array(positions)
 
-    def placed(a: mx.array, dims: int, *, offset: Any, **how: Any) -> mx.array:
+    def rope_at_positions(a: mx.array, dims: int, *, offset: Any, **named: Any) -> mx.array:
         if int(offset) != first or a.shape[0] != 1 or a.shape[-2] != len(positions):
             raise UnsupportedRope(f"{a.shape} at {offset} are not the {len(positions)} tokens of a row from {first} on")
         # Rope takes one position per row, so each token becomes a row.
-        return rope(a.swapaxes(0, -2), dims, offset=at, **how).swapaxes(0, -2)
+        return rope(a.swapaxes(0, -2), dims, offset=at, **named).swapaxes(0, -2)
 
-    mx.fast.rope = placed
+    mx.fast.rope = rope_at_positions
     try:
         yield
     finally:
@@ -184,21 +185,21 @@ def why_not_sparse(network: nn.Module, context: int) -> str | None:
     Computes a few tokens, so it loads the weights. Blocks. Must not run while another thread computes."""
     cache = make_prompt_cache(network)
     try:
-        with _placed([*range(_TRIAL)], 0):
+        with _rope_at([*range(_TRIAL)], 0):
             network(mx.zeros((1, _TRIAL), mx.int32), cache=cache)
         # Some models use positions only beyond a threshold. The nearest come first, since position tables are finite.
-        here, *elsewhere = (_hiding(network, cache, position) for position in (_TRIAL, _TRIAL + 1, context - 1))
+        first, *others = (_logits_at(network, cache, position) for position in (_TRIAL, _TRIAL + 1, context - 1))
     except UnsupportedRope as error:
         return f"This model rotates tokens by positions of its own: {error}."
-    if all(mx.array_equal(here, there, equal_nan=True) for there in elsewhere):
+    if all(mx.array_equal(first, other, equal_nan=True) for other in others):
         return None
     return "This model uses token positions not only in MLX's rope, but also in a table or a scale."
 
 
-def _hiding(network: nn.Module, cache: list[Any], position: int) -> mx.array:
+def _logits_at(network: nn.Module, cache: list[Any], position: int) -> mx.array:
     """Return the logits of a row's next token at a position of which only the rope replacement is informed. Lazy. If
     they differ between positions, the model uses the position elsewhere."""
     batch = slots.batch_of(copy.deepcopy(cache), position)
-    with _placed([_TRIAL], position):
+    with _rope_at([_TRIAL], position):
         logits: mx.array = network(mx.zeros((1, 1), mx.int32), cache=batch)
     return logits

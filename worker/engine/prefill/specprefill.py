@@ -36,19 +36,19 @@ class SpecPrefill:
         self,
         network: nn.Module,
         row: Row,
-        thinning: SpecPrefillParams,
+        params: SpecPrefillParams,
         prefix: PrefixCache | None,
         draft: Draft,
-        pays: IsWorthwhile,
-        scene: MultimodalInputs | None = None,
+        is_worthwhile: IsWorthwhile,
+        inputs: MultimodalInputs | None = None,
     ) -> None:
-        """`pays(scored, tokens, keep)`: return True if scoring that many tokens, and computing the share `keep` of
-        `tokens`, is faster than computing all. `scene`: the inputs of a prompt with images; images are never
+        """`is_worthwhile(scored, tokens, keep)`: return True if scoring that many tokens, and computing the share
+        `keep` of `tokens`, is faster than computing all. `inputs`: the inputs of a prompt with images; images are never
         dropped."""
         self.row, self.waited = row, 0
-        self._network, self._prefix, self._params, self._inputs = network, prefix, thinning, scene
-        self._draft, self._is_worthwhile = draft, pays
-        self._prefill = Prefill(network, row, prefix, scene)  # of the whole prompt, or of its dense prefix
+        self._network, self._prefix, self._params, self._inputs = network, prefix, params, inputs
+        self._draft, self._is_worthwhile = draft, is_worthwhile
+        self._prefill = Prefill(network, row, prefix, inputs)  # of the whole prompt, or of its dense prefix
         self._scoring: Scoring | None = None
         self._sparse: SparsePrefill | None = None
         self._undecided, self._seconds = True, 0.0
@@ -115,42 +115,42 @@ class SpecPrefill:
                 self._score(self._scoring, tokens)
         elif self.row.num_dropped:
             with self._or_dense("The prefill of the kept tokens"):
-                return self._compute(tokens)
+                return self._compute_kept(tokens)
         else:
             return self._prefill.advance(tokens)
         return tokens
 
     def pop_outcomes(self) -> list[Outcome]:
         """Return the outcomes since the last call: decisions, and the progress of this phase."""
-        told, self._outcomes = self._outcomes, []
+        outcomes, self._outcomes = self._outcomes, []
         if self._scoring:
-            return [*told, Scored(self.row.id, self.done, self.total)]
-        return [*told, Prefilled(self.row.id, self.done, self.total, self.cached)]
+            return [*outcomes, Scored(self.row.id, self.done, self.total)]
+        return [*outcomes, Prefilled(self.row.id, self.done, self.total, self.cached)]
 
     def finish(self) -> tuple[list[Any], PendingTokens, int | None]:
         """Return the row's cache, its next input, and its position, as `Prefill.finish` does."""
         return (self._rest() if self.row.num_dropped else self._prefill).finish()
 
     def _decide(self) -> None:
-        thinning, rest = (
-            self._params,
-            self._prefill.remaining + 1,
-        )  # with the last token, which is computed when the row decodes
-        prompt, reads = self.row.request.prompt, self._draft.num_scored
+        # With the last token, which is computed when the row decodes.
+        params, rest = self._params, self._prefill.remaining + 1
+        prompt, num_scored = self.row.request.prompt, self._draft.num_scored
         start = len(prompt) - rest
-        if rest < thinning.min_tokens:
+        if rest < params.min_tokens:
             self._skip_specprefill(
-                f"{rest:,} tokens were left to compute, fewer than the minimum of {thinning.min_tokens:,}."
+                f"{rest:,} tokens were left to compute, fewer than the minimum of {params.min_tokens:,}."
             )
         elif tokens_in(self._required_ranges(start)) == rest:
             self._skip_specprefill(f"None of the {rest:,} tokens left to compute may be dropped.")
-        elif reads(prompt) + LOOKAHEAD > self._draft.context:
+        elif num_scored(prompt) + LOOKAHEAD > self._draft.context:
             self._skip_specprefill(f"The prompt exceeds the draft's context of {self._draft.context:,} tokens.")
-        elif not thinning.requested and not self._is_worthwhile(reads(prompt[start:]), rest, self._share(start)):
+        elif not params.requested and not self._is_worthwhile(
+            num_scored(prompt[start:]), rest, self._share_to_keep(start)
+        ):
             self._skip_specprefill("Scoring would have taken longer than it saves.")
         else:
-            asked = self.row.request
-            self._scoring = self._draft.scoring(asked.namespace, asked.prompt, asked.boundaries)
+            request = self.row.request
+            self._scoring = self._draft.scoring(request.namespace, request.prompt, request.boundaries)
 
     def _score(self, scoring: Scoring, tokens: int) -> None:
         began = time.perf_counter()
@@ -169,8 +169,8 @@ class SpecPrefill:
     def _kept_ranges(self, scores: Scores, start: int) -> tuple[Range, ...]:
         """Return the ranges of the prompt to keep. `start`: number of first tokens that are computed already."""
         tokens = len(scores) - start
-        stays = [(first - start, end - start) for first, end in self._required_ranges(start)]
-        chosen = select_ranges(scores[start:], self._share(start), stays)
+        required = [(first - start, end - start) for first, end in self._required_ranges(start)]
+        chosen = select_ranges(scores[start:], self._share_to_keep(start), required)
         return tuple(merged([(0, start), *((first + start, end + start) for first, end in chosen)], tokens + start))
 
     def _required_ranges(self, start: int) -> list[Range]:
@@ -178,19 +178,19 @@ class SpecPrefill:
         window."""
         tokens = len(self.row.request.prompt)
         end = tokens - max(1, window_of(make_prompt_cache(self._network)))
-        thinnable = [(max(first, start), min(behind, end)) for first, behind in self._params.droppable_ranges]
+        droppable = [(max(first, start), min(behind, end)) for first, behind in self._params.droppable_ranges]
         # With one token on either side: the tokens that mark the beginning and end of an image.
-        images = [(picture.span[0] - 1, picture.span[1] + 1) for picture in self.row.request.images]
-        stays = [*outside(thinnable, tokens), *images]
-        return merged(((max(first, start), behind) for first, behind in stays), tokens)
+        images = [(image.span[0] - 1, image.span[1] + 1) for image in self.row.request.images]
+        required = [*outside(droppable, tokens), *images]
+        return merged(((max(first, start), behind) for first, behind in required), tokens)
 
-    def _share(self, start: int) -> float:
+    def _share_to_keep(self, start: int) -> float:
         """Return the share of the tokens from `start` on to keep: all required ones, and the requested share of the
         others. A share of all tokens would leave the scores no choice if much is required."""
-        tokens, stay = len(self.row.request.prompt) - start, tokens_in(self._required_ranges(start))
-        return (stay + self._params.keep * (tokens - stay)) / max(1, tokens)
+        tokens, num_required = len(self.row.request.prompt) - start, tokens_in(self._required_ranges(start))
+        return (num_required + self._params.keep * (tokens - num_required)) / max(1, tokens)
 
-    def _compute(self, tokens: int) -> int:
+    def _compute_kept(self, tokens: int) -> int:
         computed = self._prefill.advance(tokens)
         if not self._prefill.remaining:
             computed += self._rest().advance(max(0, tokens - computed))
@@ -200,20 +200,20 @@ class SpecPrefill:
         """Return the sparse prefill of what follows the dense prefix; created at the first call."""
         if self._sparse is None:
             assert self.row.request.kept_ranges is not None, "no tokens are dropped"
-            kept, taken = self.row.request.kept_ranges, self._prefill.detach_cache()
-            self._sparse = SparsePrefill(self._network, self.row, kept, *taken, self._inputs)
+            kept, detached = self.row.request.kept_ranges, self._prefill.detach_cache()
+            self._sparse = SparsePrefill(self._network, self.row, kept, *detached, self._inputs)
         return self._sparse
 
     @contextmanager
-    def _or_dense(self, what: str) -> Iterator[None]:
+    def _or_dense(self, step: str) -> Iterator[None]:
         try:
             yield
         except Exception:  # whatever failed, the whole prompt can still be computed
             logger.exception("%s: SpecPrefill failed; computing the whole prompt", self.row.id)
-            self._skip_specprefill(f"{what} failed; the worker's log has the reason.")
+            self._skip_specprefill(f"{step} failed; the worker's log has the reason.")
             self._prefill, self._sparse = Prefill(self._network, self.row, self._prefix, self._inputs), None
 
-    def _skip_specprefill(self, why: str) -> None:
+    def _skip_specprefill(self, reason: str) -> None:
         self._scoring = None
         self.row.keep_all_tokens()
-        self._outcomes.append(SpecPrefillSkipped(self.row.id, why))
+        self._outcomes.append(SpecPrefillSkipped(self.row.id, reason))

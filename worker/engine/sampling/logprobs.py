@@ -14,14 +14,14 @@ def logprobs_of(logprobs: mx.array, tokens: list[int], alternatives: list[int]) 
     probability 0 are omitted. `logprobs`: (rows, vocab), already computed. Blocks."""
     logprobs = mx.minimum(normalized(logprobs), 0.0)  # rounding may yield a probability slightly above 1
     wanted = mx.array(tokens, dtype=mx.uint32)[:, None]
-    if most := min(max(alternatives), logprobs.shape[-1]):
-        wanted = mx.concatenate([wanted, _best(logprobs, most)], axis=-1)
+    if num_best := min(max(alternatives), logprobs.shape[-1]):
+        wanted = mx.concatenate([wanted, _best(logprobs, num_best)], axis=-1)
     values = mx.take_along_axis(logprobs, wanted, axis=-1)
     mx.eval(wanted, values)
-    ids, theirs = cast("list[list[int]]", wanted.tolist()), cast("list[list[float]]", values.tolist())
+    ids, values_by_row = cast("list[list[int]]", wanted.tolist()), cast("list[list[float]]", values.tolist())
     return [
         Logprobs(own, tuple(pair for pair in zip(best[:n], others[:n], strict=True) if pair[1] > -math.inf))
-        for (_, *best), (own, *others), n in zip(ids, theirs, alternatives, strict=True)
+        for (_, *best), (own, *others), n in zip(ids, values_by_row, alternatives, strict=True)
     ]
 
 

@@ -8,22 +8,22 @@ from worker.engine.upstream.mlx_lm import ArraysCache
 
 
 @contextmanager
-def borrowed_by(cache: Sequence[Any], theirs: Sequence[Any]) -> Iterator[None]:
-    """Give the arrays of `cache`, one row's, to `theirs`, mlx-vlm's empty caches, and take the updated arrays back when
+def lent_to(cache: Sequence[Any], other: Sequence[Any]) -> Iterator[None]:
+    """Give the arrays of `cache`, one row's, to `other`, mlx-vlm's empty caches, and take the updated arrays back when
     the context closes. If the body raises, nothing is taken back. Raises NotImplementedError if the kinds of layers
     differ."""
-    for ours, other in zip(cache, theirs, strict=True):
-        kind, their_kind = type(ours).__name__, type(other).__name__
-        if kind != their_kind:
-            raise NotImplementedError(f"mlx-lm caches a layer as {kind}, mlx-vlm as {their_kind}")
-        _handed(ours, other)
+    for layer, other_layer in zip(cache, other, strict=True):
+        kind, other_kind = type(layer).__name__, type(other_layer).__name__
+        if kind != other_kind:
+            raise NotImplementedError(f"mlx-lm caches a layer as {kind}, mlx-vlm as {other_kind}")
+        _move_arrays(layer, other_layer)
     yield
-    for ours, other in zip(cache, theirs, strict=True):
-        _handed(other, ours)
+    for layer, other_layer in zip(cache, other, strict=True):
+        _move_arrays(other_layer, layer)
 
 
-def _handed(giver: Any, taker: Any) -> None:
-    if isinstance(giver, ArraysCache) or isinstance(taker, ArraysCache):
-        taker.cache = list(giver.cache)
+def _move_arrays(source: Any, target: Any) -> None:
+    if isinstance(source, ArraysCache) or isinstance(target, ArraysCache):
+        target.cache = list(source.cache)
     else:
-        taker.keys, taker.values, taker.offset = giver.keys, giver.values, giver.offset
+        target.keys, target.values, target.offset = source.keys, source.values, source.offset

@@ -40,58 +40,58 @@ class EncoderRun:
     """The run of one image through the encoder. The graph is built at once and evaluated one encoder layer at a time,
     so that a large image delays other work by one layer at most."""
 
-    def __init__(self, picture: PromptImage, encode: Encode) -> None:
+    def __init__(self, image: PromptImage, encode: Encode) -> None:
         """`encode`: build the lazy features from the pixel inputs, and append the output of each encoder layer to the
         list it is given."""
-        self.picture = picture
-        passed = list[mx.array]()
-        self._features = encode(picture.pixel_inputs, passed)
-        self._ahead: list[tuple[mx.array, ...]] = [*((layer,) for layer in passed), self._features.arrays]
-        self._stages = len(self._ahead)
+        self.image = image
+        layer_outputs = list[mx.array]()
+        self._features = encode(image.pixel_inputs, layer_outputs)
+        self._pending: list[tuple[mx.array, ...]] = [*((layer,) for layer in layer_outputs), self._features.arrays]
+        self._stages = len(self._pending)
 
     @property
     def remaining(self) -> int:
         """Tokens of the image's span left to compute; 0 only at the end."""
-        return self._behind(len(self._ahead))
+        return self._tokens_in(len(self._pending))
 
     def advance(self, tokens: int) -> int:
         """Compute about `tokens` tokens in whole layers, at least one layer. Blocks. Returns the number computed."""
         before = self.remaining
-        while self._ahead:
-            mx.eval(self._ahead.pop(0))
-            if before - self._behind(len(self._ahead) - 1) > tokens:
+        while self._pending:
+            mx.eval(self._pending.pop(0))
+            if before - self._tokens_in(len(self._pending) - 1) > tokens:
                 break
         return before - self.remaining
 
-    def _behind(self, stages: int) -> int:
+    def _tokens_in(self, stages: int) -> int:
         """Return the tokens that correspond to `stages` remaining stages, rounded up."""
-        return -(-self.picture.tokens * stages // self._stages)
+        return -(-self.image.tokens * stages // self._stages)
 
     @property
     def features(self) -> Features | None:
         """The features, computed, or None until the encoder is done."""
-        return None if self._ahead else self._features
+        return None if self._pending else self._features
 
 
-def noting(blocks: Iterable[Callable[..., mx.array]], passed: list[mx.array]) -> list[Callable[..., mx.array]]:
-    """Wrap encoder layers so that each appends its output to `passed`."""
+def recorded(layers: Iterable[Callable[..., mx.array]], layer_outputs: list[mx.array]) -> list[Callable[..., mx.array]]:
+    """Wrap encoder layers so that each appends its output to `layer_outputs`."""
 
-    def noted(block: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def recording(layer: Callable[..., mx.array]) -> Callable[..., mx.array]:
         def call(*given: Any, **named: Any) -> mx.array:
-            passed.append(block(*given, **named))
-            return passed[-1]
+            layer_outputs.append(layer(*given, **named))
+            return layer_outputs[-1]
 
         return call
 
-    return [noted(block) for block in blocks]
+    return [recording(layer) for layer in layers]
 
 
 class FeatureCache(ByteLRU[Features]):
     """Least recently used cache of image features, for the engine's thread. Response times would reveal to one tenant
     which images another has sent, so tenants that are isolated have a namespace each."""
 
-    def forget_non_finite(self, space: str, pictures: Iterable[PromptImage]) -> None:
+    def forget_non_finite(self, namespace: str, images: Iterable[PromptImage]) -> None:
         """Drop the features of these images that are not finite. Blocks."""
-        for key in self._entries.keys() & {(space, picture.digest) for picture in pictures}:
+        for key in self._entries.keys() & {(namespace, image.digest) for image in images}:
             if not self._entries[key].is_finite:
                 self.nbytes -= self._entries.pop(key).nbytes

@@ -8,9 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from worker.engine.vision.attention import bidirectional
-from worker.engine.vision.cache_bridge import borrowed_by
-from worker.engine.vision.encoder import Features, noting
-from worker.engine.vision.inputs import Family, PixelInputs
+from worker.engine.vision.cache_bridge import lent_to
+from worker.engine.vision.encoder import Features, recorded
+from worker.engine.vision.inputs import Family, ImageSpans
 from worker.schedule.request import PromptImage
 
 MakeCache = Callable[[nn.Module], list[Any]]  # mlx-vlm's `make_prompt_cache`, for its own language models
@@ -24,40 +24,42 @@ class Qwen:
 
     bidirectional_images = False
 
-    def __init__(self, seeing: nn.Module, twin: nn.Module, make_cache: MakeCache) -> None:
-        self._tower, self._language, self._make_cache = seeing.vision_tower, seeing.language_model, make_cache
-        self._vlm = seeing.config.vision_config
-        self._merge = self._vlm.spatial_merge_size
-        self.placeholder: int = seeing.config.image_token_id
+    def __init__(self, vlm: nn.Module, text_model: nn.Module, make_cache: MakeCache) -> None:
+        self._encoder, self._language, self._make_cache = vlm.vision_tower, vlm.language_model, make_cache
+        self._vision_config = vlm.config.vision_config
+        self._merge = self._vision_config.spatial_merge_size
+        self.placeholder: int = vlm.config.image_token_id
 
-    def encode(self, seen: Any, passed: list[mx.array]) -> Features:
+    def encode(self, pixel_inputs: Any, layer_outputs: list[mx.array]) -> Features:
         """Build the features of an image; see `Family.encode`."""
-        with _noted(self._tower, "blocks", passed):
-            put_out = self._tower(self._film(seen["pixel_values"]), mx.array(seen["image_grid_thw"]))
-        return self._features(put_out)
+        with _recording(self._encoder, "blocks", layer_outputs):
+            outputs = self._encoder(
+                self._repeat_frames(pixel_inputs["pixel_values"]), mx.array(pixel_inputs["image_grid_thw"])
+            )
+        return self._as_features(outputs)
 
-    def _film(self, patches: Any) -> mx.array:
+    def _repeat_frames(self, patches: Any) -> mx.array:
         """Repeat the frame as often as the encoder expects. A patch (values) holds one colour after the other, and for
         each colour one frame after the other."""
-        colours = mx.array(patches).astype(self._tower.patch_embed.proj.weight.dtype)
-        apart = colours.reshape(len(patches), self._vlm.in_channels, 1, -1)
-        return mx.repeat(apart, self._vlm.temporal_patch_size, axis=2).reshape(len(patches), -1)
+        colours = mx.array(patches).astype(self._encoder.patch_embed.proj.weight.dtype)
+        apart = colours.reshape(len(patches), self._vision_config.in_channels, 1, -1)
+        return mx.repeat(apart, self._vision_config.temporal_patch_size, axis=2).reshape(len(patches), -1)
 
-    def _features(self, put_out: Any) -> Features:
-        return Features(put_out)
+    def _as_features(self, outputs: Any) -> Features:
+        return Features(outputs)
 
-    def positions(self, tokens: int, pictures: Sequence[PromptImage]) -> tuple[mx.array | None, int]:
+    def positions(self, tokens: int, images: Sequence[PromptImage]) -> tuple[mx.array | None, int]:
         """Return M-RoPE positions (3, 1, tokens) as frame, row and column, and the rope delta."""
         parts, place, position = list[mx.array](), 0, 0
-        for picture in pictures:
-            start, end = picture.span
-            parts.append(_straight(position, start - place))
+        for image in images:
+            start, end = image.span
+            parts.append(_text_positions(position, start - place))
             position += start - place
-            ((frames, height, width),) = picture.pixel_inputs["image_grid_thw"]
+            ((frames, height, width),) = image.pixel_inputs["image_grid_thw"]
             rows, columns = int(height) // self._merge, int(width) // self._merge
-            parts.append(position + _grid(int(frames), rows, columns))
+            parts.append(position + _grid_positions(int(frames), rows, columns))
             position, place = position + max(int(frames), rows, columns), end
-        parts.append(_straight(position, tokens - place))
+        parts.append(_text_positions(position, tokens - place))
         position += tokens - place
         return mx.concatenate(parts, axis=1)[:, None], position - tokens
 
@@ -67,14 +69,20 @@ class Qwen:
         return rows
 
     def read(
-        self, cache: list[Any], tokens: mx.array, rows: mx.array, positions: mx.array | None, seen: PixelInputs
+        self, cache: list[Any], tokens: mx.array, rows: mx.array, positions: mx.array | None, images: ImageSpans
     ) -> None:
         """Compute the tokens with mlx-vlm's language model; see `Family.read`."""
-        theirs = self._make_cache(self._language)
-        with borrowed_by(cache, theirs):
-            self._language(tokens, inputs_embeds=rows, cache=theirs, position_ids=positions, **self._deep(tokens, seen))
+        vlm_cache = self._make_cache(self._language)
+        with lent_to(cache, vlm_cache):
+            self._language(
+                tokens,
+                inputs_embeds=rows,
+                cache=vlm_cache,
+                position_ids=positions,
+                **self._deepstack_inputs(tokens, images),
+            )
 
-    def _deep(self, tokens: mx.array, seen: PixelInputs) -> dict[str, Any]:
+    def _deepstack_inputs(self, tokens: mx.array, images: ImageSpans) -> dict[str, Any]:
         return {}
 
 
@@ -82,29 +90,29 @@ class DeepQwen(Qwen):
     """Qwen 3 and later: outputs of intermediate encoder layers are added after the first layers of the language model
     (DeepStack)."""
 
-    def _features(self, put_out: Any) -> Features:
-        rows, deepstack = put_out
+    def _as_features(self, outputs: Any) -> Features:
+        rows, deepstack = outputs
         return Features(rows, tuple(deepstack))
 
-    def _deep(self, tokens: mx.array, seen: PixelInputs) -> dict[str, Any]:
-        each = [features.deepstack for _, features in seen]
+    def _deepstack_inputs(self, tokens: mx.array, images: ImageSpans) -> dict[str, Any]:
+        each = [features.deepstack for _, features in images]
         if not any(each):
             return {}
         return {
-            "visual_pos_masks": _shown(tokens, seen),
+            "visual_pos_masks": _image_mask(tokens, images),
             "deepstack_visual_embeds": [mx.concatenate(list(layer)) for layer in zip(*each, strict=True)],
         }
 
 
-class Plain:
-    """Families whose image tokens have ordinary positions: mlx-lm's class computes them from embeddings. See `Family`
-    for the methods."""
+class SequentialFamily:
+    """Base of families whose image tokens have ordinary positions: mlx-lm's class computes them from embeddings. See
+    `Family` for the methods."""
 
     bidirectional_images = False
 
-    def __init__(self, seeing: nn.Module, twin: nn.Module, make_cache: MakeCache) -> None:
-        self._seeing, self._tower, self._twin = seeing, seeing.vision_tower, twin
-        self._embed, self._config = seeing.language_model.model.embed_tokens, seeing.config
+    def __init__(self, vlm: nn.Module, text_model: nn.Module, make_cache: MakeCache) -> None:
+        self._vlm, self._encoder, self._text_model = vlm, vlm.vision_tower, text_model
+        self._embed, self._config = vlm.language_model.model.embed_tokens, vlm.config
 
     @property
     def placeholder(self) -> int:
@@ -112,7 +120,7 @@ class Plain:
         token: int = self._config.image_token_index
         return token
 
-    def positions(self, tokens: int, pictures: Sequence[PromptImage]) -> tuple[mx.array | None, int]:
+    def positions(self, tokens: int, images: Sequence[PromptImage]) -> tuple[mx.array | None, int]:
         """Return None and 0: positions are token indices."""
         return None, 0
 
@@ -122,32 +130,32 @@ class Plain:
         return rows
 
     def read(
-        self, cache: list[Any], tokens: mx.array, rows: mx.array, positions: mx.array | None, seen: PixelInputs
+        self, cache: list[Any], tokens: mx.array, rows: mx.array, positions: mx.array | None, images: ImageSpans
     ) -> None:
         """Compute the tokens with mlx-lm's language model; see `Family.read`."""
-        self._twin(tokens, cache=cache, input_embeddings=rows)
+        self._text_model(tokens, cache=cache, input_embeddings=rows)
 
 
-class Gemma3(Plain):
+class Gemma3(SequentialFamily):
     """Gemma 3: one square per image, causal attention."""
 
-    def encode(self, seen: Any, passed: list[mx.array]) -> Features:
+    def encode(self, pixel_inputs: Any, layer_outputs: list[mx.array]) -> Features:
         """Build the features of an image; see `Family.encode`."""
-        pixels = mx.array(seen["pixel_values"]).transpose(0, 2, 3, 1).astype(_dtype(self._embed))
-        with _noted(self._tower.vision_model.encoder, "layers", passed):
-            put_out, _, _ = self._tower(pixels, output_hidden_states=True)
+        pixels = mx.array(pixel_inputs["pixel_values"]).transpose(0, 2, 3, 1).astype(_dtype(self._embed))
+        with _recording(self._encoder.vision_model.encoder, "layers", layer_outputs):
+            outputs, _, _ = self._encoder(pixels, output_hidden_states=True)
         # The language model scales all embeddings by this factor; an image's must keep their scale.
-        return Features(self._seeing.multi_modal_projector(put_out)[0] / self._config.text_config.hidden_size**0.5)
+        return Features(self._vlm.multi_modal_projector(outputs)[0] / self._config.text_config.hidden_size**0.5)
 
 
-class Gemma4(Plain):
+class Gemma4(SequentialFamily):
     """Gemma 4: small models have additional inputs per layer, computed from token ids; in large ones the tokens of an
     image attend to each other."""
 
-    def __init__(self, seeing: nn.Module, twin: nn.Module, make_cache: MakeCache) -> None:
-        super().__init__(seeing, twin, make_cache)
-        seeing.audio_tower = seeing.embed_audio = None  # audio is not served, so it takes no memory
-        self._text = seeing.language_model.model
+    def __init__(self, vlm: nn.Module, text_model: nn.Module, make_cache: MakeCache) -> None:
+        super().__init__(vlm, text_model, make_cache)
+        vlm.audio_tower = vlm.embed_audio = None  # audio is not served, so it takes no memory
+        self._text = vlm.language_model.model
         self.bidirectional_images = self._config.text_config.use_bidirectional_attention == "vision"
 
     @property
@@ -156,43 +164,43 @@ class Gemma4(Plain):
         token: int = self._config.image_token_id
         return token
 
-    def encode(self, seen: Any, passed: list[mx.array]) -> Features:
+    def encode(self, pixel_inputs: Any, layer_outputs: list[mx.array]) -> Features:
         """Build the features of an image; see `Family.encode`."""
-        with _noted(self._tower.encoder, "layers", passed):
-            put_out = self._tower(mx.array(seen["pixel_values"]))
-        rows = self._seeing.embed_vision(put_out)[0].astype(_dtype(self._embed))
+        with _recording(self._encoder.encoder, "layers", layer_outputs):
+            outputs = self._encoder(mx.array(pixel_inputs["pixel_values"]))
+        rows = self._vlm.embed_vision(outputs)[0].astype(_dtype(self._embed))
         return Features(rows / self._text.embed_scale)  # as for Gemma 3, keep the scale
 
     def read(
-        self, cache: list[Any], tokens: mx.array, rows: mx.array, positions: mx.array | None, seen: PixelInputs
+        self, cache: list[Any], tokens: mx.array, rows: mx.array, positions: mx.array | None, images: ImageSpans
     ) -> None:
         """Compute the tokens with mlx-lm's language model, with a bidirectional mask within images if the model has
         one; see `Family.read`."""
-        spans = [span for span, _ in seen] if self.bidirectional_images else []
-        self._twin(
+        spans = [span for span, _ in images] if self.bidirectional_images else []
+        self._text_model(
             tokens,
             cache=bidirectional(cache, tokens.size, spans),
             input_embeddings=rows,
-            per_layer_inputs=self._inputs(tokens, seen),
+            per_layer_inputs=self._inputs(tokens, images),
         )
 
-    def _inputs(self, tokens: mx.array, seen: PixelInputs) -> mx.array | None:
+    def _inputs(self, tokens: mx.array, images: ImageSpans) -> mx.array | None:
         """Return the additional inputs of all layers, or None. Image tokens have those of token 0."""
         if not self._text.hidden_size_per_layer_input:
             return None
-        inputs: mx.array = self._text.get_per_layer_inputs(mx.where(_shown(tokens, seen), 0, tokens))
+        inputs: mx.array = self._text.get_per_layer_inputs(mx.where(_image_mask(tokens, images), 0, tokens))
         return inputs
 
 
-class Pixtral(Plain):
+class Pixtral(SequentialFamily):
     """Pixtral: each row of an image but the last is followed by a break token. The features have an unused row for
     it."""
 
-    def encode(self, seen: Any, passed: list[mx.array]) -> Features:
+    def encode(self, pixel_inputs: Any, layer_outputs: list[mx.array]) -> Features:
         """Build the features of an image; see `Family.encode`."""
-        pixels, sizes = mx.array(seen["pixel_values"]).transpose(0, 2, 3, 1), seen["image_sizes"]
-        with _noted(self._tower.vision_model.transformer, "layers", passed):
-            *_, layers = self._tower(pixels, output_hidden_states=True, image_sizes=sizes)
+        pixels, sizes = mx.array(pixel_inputs["pixel_values"]).transpose(0, 2, 3, 1), pixel_inputs["image_sizes"]
+        with _recording(self._encoder.vision_model.transformer, "layers", layer_outputs):
+            *_, layers = self._encoder(pixels, output_hidden_states=True, image_sizes=sizes)
         rows = self._projected(layers[self._config.vision_feature_layer][0], sizes)
         height, _ = (side // self._patch for side in sizes[0])
         apart = mx.pad(rows.reshape(height, -1, rows.shape[-1]), [(0, 0), (0, 1), (0, 0)])
@@ -205,7 +213,7 @@ class Pixtral(Plain):
         return side
 
     def _projected(self, rows: mx.array, sizes: Any) -> mx.array:
-        projected: mx.array = self._seeing.multi_modal_projector(rows)
+        projected: mx.array = self._vlm.multi_modal_projector(rows)
         return projected
 
 
@@ -218,17 +226,17 @@ class Mistral3(Pixtral):
         return super()._patch * merged
 
     def _projected(self, rows: mx.array, sizes: Any) -> mx.array:
-        projected: mx.array = self._seeing.multi_modal_projector(rows, sizes)
+        projected: mx.array = self._vlm.multi_modal_projector(rows, sizes)
         return projected
 
 
-def _shown(tokens: mx.array, seen: PixelInputs) -> mx.array:
+def _image_mask(tokens: mx.array, images: ImageSpans) -> mx.array:
     """Return a mask (1, tokens) of the tokens that belong to images. Placeholder ids alone are not sufficient, since a
     model may emit one as text."""
-    shown = mx.zeros(tokens.shape, mx.bool_)
-    for (first, last), _ in seen:
-        shown[:, first:last] = True
-    return shown
+    mask = mx.zeros(tokens.shape, mx.bool_)
+    for (first, last), _ in images:
+        mask[:, first:last] = True
+    return mask
 
 
 def _dtype(embedding: nn.Module) -> mx.Dtype:
@@ -238,22 +246,22 @@ def _dtype(embedding: nn.Module) -> mx.Dtype:
 
 
 @contextmanager
-def _noted(tower: nn.Module, name: str, passed: list[mx.array]) -> Iterator[None]:
+def _recording(encoder: nn.Module, name: str, layer_outputs: list[mx.array]) -> Iterator[None]:
     """Record the outputs of the encoder's layers while the context is open. `name`: the encoder's attribute that holds
     the layers."""
-    blocks = tower[name]
-    tower[name] = noting(blocks, passed)
+    layers = encoder[name]
+    encoder[name] = recorded(layers, layer_outputs)
     try:
         yield
     finally:
-        tower[name] = blocks
+        encoder[name] = layers
 
 
-def _straight(position: int, tokens: int) -> mx.array:
+def _text_positions(position: int, tokens: int) -> mx.array:
     return mx.broadcast_to(mx.arange(position, position + tokens, dtype=mx.int32), (3, tokens))
 
 
-def _grid(frames: int, rows: int, columns: int) -> mx.array:
+def _grid_positions(frames: int, rows: int, columns: int) -> mx.array:
     """Return the frame, row and column of each token, (3, tokens)."""
     axes = mx.meshgrid(*(mx.arange(size, dtype=mx.int32) for size in (frames, rows, columns)), indexing="ij")
     return mx.stack([axis.reshape(-1) for axis in axes])

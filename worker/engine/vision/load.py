@@ -32,7 +32,7 @@ logger = logging.getLogger("sluice.engine")
 
 TEXT_ONLY = "serve it for text only with SLUICE_VISION=off"  # the alternative that errors suggest
 
-_TOWERS = "visual.", "vision_tower.", "vision_model.", "vision_encoder."
+_ENCODER_PREFIXES = "visual.", "vision_tower.", "vision_model.", "vision_encoder."
 # Supported families by the model_type in the config.
 _KNOWN: dict[str, tuple[MakeFamily, type[ImageProcessor]]] = {
     "qwen2_vl": (Qwen, QwenImageProcessor),
@@ -46,10 +46,10 @@ _KNOWN: dict[str, tuple[MakeFamily, type[ImageProcessor]]] = {
     "pixtral": (Pixtral, PixtralImageProcessor),
     "mistral3": (Mistral3, PixtralImageProcessor),
 }
-_TRIED_IMAGE = 160, 96  # pixels
-_TRIED_TOKENS, _COMPARED = 128, 16  # not all positions: the logits of a large vocabulary take much memory
+_TRIAL_IMAGE = 160, 96  # pixels
+_TRIAL_TOKENS, _COMPARED = 128, 16  # not all positions: the logits of a large vocabulary take much memory
 # Largest relative difference. The same arithmetic in another order gave 0.003 in bfloat16, another rope base 0.7.
-_ALIKE = 0.2
+_MAX_DIFFERENCE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def vision_unsupported_reason(config: dict[str, Any], names: Iterable[str] | Non
         return "Its config has no vision encoder."
     if (family := config.get("model_type")) not in _KNOWN:
         return f"Models of type {family} are served for text only."
-    if names is not None and not any(tower in name for name in names for tower in _TOWERS):
+    if names is not None and not any(prefix in name for name in names for prefix in _ENCODER_PREFIXES):
         return "It is served for text only: the weights of its vision encoder are missing, as in conversions for text."
     return None
 
@@ -96,20 +96,24 @@ def open_vision(folder: Path, *, trusted: bool) -> tuple[nn.Module, dict[str, An
     network = mlx_vlm.load_model(folder, lazy=True, trust_remote_code=trusted)
     config = _filled(read_json(folder, "config.json"), network.config.text_config)
     processor = mlx_vlm.load_processor(folder, add_detokenizer=False, trust_remote_code=trusted)
-    twin = text_model_of(network, config)
-    make_family, make_eyes = _KNOWN[config["model_type"]]
-    family = make_family(network, twin, mlx_vlm.make_prompt_cache)
-    _refuse_other_caches(family, twin)
-    eyes = make_eyes(processor, family.placeholder)
-    _refuse_other_tokens(family, eyes.preprocess(mlx_vlm.new_image("RGB", _TRIED_IMAGE), b"tried"))
-    return twin, config, Vision(network, family, eyes, processor.chat_template or processor.tokenizer.chat_template)
+    text_model = text_model_of(network, config)
+    make_family, make_processor = _KNOWN[config["model_type"]]
+    family = make_family(network, text_model, mlx_vlm.make_prompt_cache)
+    _refuse_other_caches(family, text_model)
+    image_processor = make_processor(processor, family.placeholder)
+    _refuse_other_tokens(family, image_processor.preprocess(mlx_vlm.new_image("RGB", _TRIAL_IMAGE), b"tried"))
+    return (
+        text_model,
+        config,
+        Vision(network, family, image_processor, processor.chat_template or processor.tokenizer.chat_template),
+    )
 
 
 def refuse_unready(folder: Path, *, trusted: bool) -> None:
     """Raise `CannotStart` if images cannot be served, as far as can be checked without the weights."""
     if not trusted:
         refuse_code(folder, "model_file", "auto_map")
-    _refuse_unprepared(folder)
+    _refuse_missing_settings(folder)
     try:
         import worker.engine.upstream.mlx_vlm  # noqa: F401  an optional extra, slow to import
     except ImportError as error:
@@ -119,14 +123,14 @@ def refuse_unready(folder: Path, *, trusted: bool) -> None:
         ) from error
 
 
-def refuse_unlike(seeing: nn.Module, twin: nn.Module, vocab: int) -> None:
+def refuse_unlike(vlm: nn.Module, text_model: nn.Module, vocab: int) -> None:
     """Raise `CannotStart` if mlx-lm's and mlx-vlm's language models compute different logits: the two read some
     settings under different names. Computes a few tokens, so it loads the weights. Blocks."""
-    tokens = (mx.arange(_TRIED_TOKENS) * 7919 % vocab)[None]
-    logits = twin(tokens), seeing.language_model(tokens).logits
-    ours, theirs = (each[:, -_COMPARED:].astype(mx.float32) for each in logits)
-    away = mx.linalg.norm(ours - theirs, axis=-1) / mx.linalg.norm(theirs, axis=-1)
-    if bool(mx.median(away) > _ALIKE):
+    tokens = (mx.arange(_TRIAL_TOKENS) * 7919 % vocab)[None]
+    logits = text_model(tokens), vlm.language_model(tokens).logits
+    mlx_lm_logits, mlx_vlm_logits = (each[:, -_COMPARED:].astype(mx.float32) for each in logits)
+    difference = mx.linalg.norm(mlx_lm_logits - mlx_vlm_logits, axis=-1) / mx.linalg.norm(mlx_vlm_logits, axis=-1)
+    if bool(mx.median(difference) > _MAX_DIFFERENCE):
         raise CannotStart(
             "mlx-lm and mlx-vlm compute different logits with this model's weights and settings, so answers about "
             f"images would be wrong: {TEXT_ONLY}."
@@ -140,52 +144,53 @@ def _filled(config: dict[str, Any], settings: Any) -> dict[str, Any]:
     return config
 
 
-def text_model_of(seeing: nn.Module, config: dict[str, Any]) -> nn.Module:
+def text_model_of(vlm: nn.Module, config: dict[str, Any]) -> nn.Module:
     """Return mlx-lm's text model with the arrays of mlx-vlm's model. Lazy. Raises ValueError if the two have different
     weights."""
     model_class, args_class = get_classes(config)
-    twin = model_class(args_class.from_dict(copy.deepcopy(config)))  # some classes modify the config that they receive
-    quantized = {path: layer for path, layer in seeing.named_modules() if hasattr(layer, "bits")}
+    # A copy, since some classes modify the config that they receive.
+    text_model = model_class(args_class.from_dict(copy.deepcopy(config)))
+    quantized = {path: layer for path, layer in vlm.named_modules() if hasattr(layer, "bits")}
 
-    def as_there(path: str, layer: nn.Module) -> bool | dict[str, Any]:
-        there = quantized.get(path)
-        return there is not None and {"group_size": there.group_size, "bits": there.bits, "mode": there.mode}
+    def as_loaded(path: str, layer: nn.Module) -> bool | dict[str, Any]:
+        loaded = quantized.get(path)
+        return loaded is not None and {"group_size": loaded.group_size, "bits": loaded.bits, "mode": loaded.mode}
 
     if quantized:
-        nn.quantize(twin, class_predicate=as_there)
-    weights = {name: array for name, array in tree_flatten(seeing.parameters()) if name.startswith("language_model.")}
-    twin.load_weights([*weights.items()], strict=True)
-    if any(array is not weights[name] for name, array in tree_flatten(twin.parameters())):
+        nn.quantize(text_model, class_predicate=as_loaded)
+    weights = {name: array for name, array in tree_flatten(vlm.parameters()) if name.startswith("language_model.")}
+    text_model.load_weights([*weights.items()], strict=True)
+    if any(array is not weights[name] for name, array in tree_flatten(text_model.parameters())):
         raise ValueError("mlx-lm's model does not accept mlx-vlm's weights unchanged")
-    twin.eval()
-    return twin
+    text_model.eval()
+    return text_model
 
 
-def _refuse_unprepared(folder: Path) -> None:
+def _refuse_missing_settings(folder: Path) -> None:
     """Raise `CannotStart` if the folder has no settings for preprocessing images; mlx-vlm would guess them."""
-    own, others = read_json(folder, "preprocessor_config.json"), read_json(folder, "processor_config.json")
-    if not (own or others.get("image_processor")):
+    preprocessor, processor = read_json(folder, "preprocessor_config.json"), read_json(folder, "processor_config.json")
+    if not (preprocessor or processor.get("image_processor")):
         raise CannotStart(
             "The settings for preprocessing images are missing (preprocessor_config.json, or image_processor in "
             f"processor_config.json). Copy them into {folder} from the model's repository, or {TEXT_ONLY}."
         )
 
 
-def _refuse_other_caches(family: Family, twin: nn.Module) -> None:
+def _refuse_other_caches(family: Family, text_model: nn.Module) -> None:
     """Raise `CannotStart` if the two libraries cache layers differently, since prefill in one continues in the other.
-    Lazy, so nothing is computed: see `borrowed_by`."""
+    Lazy, so nothing is computed: see `lent_to`."""
     token, (positions, _) = mx.array([[0]]), family.positions(1, [])
     try:
-        family.read(make_prompt_cache(twin), token, family.embeddings(token), positions, [])
+        family.read(make_prompt_cache(text_model), token, family.embeddings(token), positions, [])
     except NotImplementedError as error:
         raise CannotStart(f"Prompts with images cannot be computed: {error}. You can {TEXT_ONLY}.") from error
 
 
-def _refuse_other_tokens(family: Family, sight: ProcessedImage) -> None:
+def _refuse_other_tokens(family: Family, image: ProcessedImage) -> None:
     """Raise `CannotStart` if encoder and processor disagree on the number of tokens. Lazy: only shapes are compared."""
-    if (rows := len(family.encode(sight.pixel_inputs, []).rows)) != sight.tokens:
+    if (rows := len(family.encode(image.pixel_inputs, []).rows)) != image.tokens:
         raise CannotStart(
             f"The files in this folder belong to different models: one image becomes {rows} tokens by the config and "
-            f"{sight.tokens} by the processor. Copy preprocessor_config.json and processor_config.json from the "
+            f"{image.tokens} by the processor. Copy preprocessor_config.json and processor_config.json from the "
             f"model's own repository, or {TEXT_ONLY}."
         )

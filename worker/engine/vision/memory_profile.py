@@ -14,7 +14,7 @@ from worker.schedule.request import ProcessedImage, PromptImage
 # Pixels per side: some 250 and 1,000 patches, enough for attention scores to show and quick enough for a start. The
 # larger sizes are for processors that give the first two the same number of tokens.
 _SIDES = 256, 512, 1024, 2048
-_LOOKS = 2  # measurements, of which the larger counts; with small images they varied by a fifth
+_MEASUREMENTS = 2  # measurements, of which the larger counts; with small images they varied by a fifth
 # For each pair of tokens of an image with a bidirectional mask: see `bidirectional`. One byte, and the mask exists
 # twice while it is built.
 _MASK_BYTES = 2
@@ -23,17 +23,19 @@ _MASK_BYTES = 2
 def with_encoder_cost(costs: MemoryModel, vision: Vision, sides: Sequence[int] = _SIDES) -> MemoryModel:
     """Return the costs with the measured costs of images. `sides`: sizes of blank test images in pixels. Encodes some,
     so it loads the encoder's weights. Blocks."""
-    sights = _blank(vision, sides)
-    few = next(sights)
-    many = next((sight for sight in sights if sight.tokens > few.tokens), few)
-    _measure(vision, few)  # some encoders build tables at first use
-    (needed, features), (needed_more, _) = (
-        max(_measure(vision, sight) for _ in range(_LOOKS)) for sight in (few, many)
+    blanks = _blank(vision, sides)
+    small = next(blanks)
+    large = next((image for image in blanks if image.tokens > small.tokens), small)
+    _measure(vision, small)  # some encoders build tables at first use
+    (small_bytes, features), (large_bytes, _) = (
+        max(_measure(vision, image) for _ in range(_MEASUREMENTS)) for image in (small, large)
     )
-    tower = EncoderCost.of((few.tokens, needed), (many.tokens, needed_more), -(-features // few.tokens))
+    encoder_cost = EncoderCost.of(
+        (small.tokens, small_bytes), (large.tokens, large_bytes), -(-features // small.tokens)
+    )
     if not vision.family.bidirectional_images:
-        return replace(costs, encoder=tower)
-    return replace(costs, encoder=replace(tower, whole=True), score_bytes=costs.score_bytes + _MASK_BYTES)
+        return replace(costs, encoder=encoder_cost)
+    return replace(costs, encoder=replace(encoder_cost, single_chunk=True), score_bytes=costs.score_bytes + _MASK_BYTES)
 
 
 def _blank(vision: Vision, sides: Sequence[int]) -> Iterator[ProcessedImage]:
@@ -43,12 +45,12 @@ def _blank(vision: Vision, sides: Sequence[int]) -> Iterator[ProcessedImage]:
         yield vision.image_processor.preprocess(new_image("RGB", (side, side)), b"blank")
 
 
-def _measure(vision: Vision, sight: ProcessedImage) -> tuple[int, int]:
+def _measure(vision: Vision, image: ProcessedImage) -> tuple[int, int]:
     """Return the peak bytes while encoding an image, and the bytes of its features."""
     mx.clear_cache()  # else cached buffers would be reused, and the peak would be too low
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    encoding = EncoderRun(PromptImage(sight.digest, (0, sight.tokens), sight.pixel_inputs), vision.family.encode)
-    while (features := encoding.features) is None:
-        encoding.advance(1)
+    run = EncoderRun(PromptImage(image.digest, (0, image.tokens), image.pixel_inputs), vision.family.encode)
+    while (features := run.features) is None:
+        run.advance(1)
     return mx.get_peak_memory() - before, features.nbytes

@@ -21,17 +21,17 @@ class ImageProcessor(ABC):
         Blocks for long, so it is not for the event loop. Raises ValueError for an image that the model's processor
         rejects."""
 
-    def prompt_images(self, prompt: tuple[int, ...], sights: Sequence[ProcessedImage]) -> tuple[PromptImage, ...]:
+    def prompt_images(self, prompt: tuple[int, ...], images: Sequence[ProcessedImage]) -> tuple[PromptImage, ...]:
         """Return the images with their spans in a tokenized prompt that contains their texts, in order. Raises
         ValueError if the prompt has other placeholders."""
-        if prompt.count(self._placeholder) != sum(sight.placeholders for sight in sights):
+        if prompt.count(self._placeholder) != sum(image.placeholders for image in images):
             raise ValueError("a text contains the model's own placeholder for a part of an image")
-        pictures, at = list[PromptImage](), 0
-        for sight in sights:
+        placed, at = list[PromptImage](), 0
+        for image in images:
             start = prompt.index(self._placeholder, at)
-            at = start + sight.tokens
-            pictures.append(PromptImage(sight.digest, (start, at), sight.pixel_inputs, sight.nbytes))
-        return tuple(pictures)
+            at = start + image.tokens
+            placed.append(PromptImage(image.digest, (start, at), image.pixel_inputs, image.nbytes))
+        return tuple(placed)
 
 
 class QwenImageProcessor(ImageProcessor):
@@ -46,9 +46,11 @@ class QwenImageProcessor(ImageProcessor):
     def preprocess(self, image: Any, digest: bytes) -> ProcessedImage:
         """Return the image as a grid of patches, in one frame."""
         process = self._processor.image_processor
-        seen = process(images=[image])
-        tokens = int(seen["image_grid_thw"].prod()) // process.merge_size**2
-        return ProcessedImage(digest, self.marker * tokens, tokens, tokens, seen, seen["pixel_values"].nbytes)
+        pixel_inputs = process(images=[image])
+        tokens = int(pixel_inputs["image_grid_thw"].prod()) // process.merge_size**2
+        return ProcessedImage(
+            digest, self.marker * tokens, tokens, tokens, pixel_inputs, pixel_inputs["pixel_values"].nbytes
+        )
 
 
 class Gemma3ImageProcessor(ImageProcessor):
@@ -60,10 +62,15 @@ class Gemma3ImageProcessor(ImageProcessor):
 
     def preprocess(self, image: Any, digest: bytes) -> ProcessedImage:
         """Return the image as one square of pixels."""
-        seen = self._processor.image_processor(images=[image], return_tensors="np")
+        pixel_inputs = self._processor.image_processor(images=[image], return_tensors="np")
         tokens = self._processor.image_seq_length
         return ProcessedImage(
-            digest, self._processor.full_image_sequence, tokens, tokens, seen, seen["pixel_values"].nbytes
+            digest,
+            self._processor.full_image_sequence,
+            tokens,
+            tokens,
+            pixel_inputs,
+            pixel_inputs["pixel_values"].nbytes,
         )
 
 
@@ -73,9 +80,9 @@ class Gemma4ImageProcessor(ImageProcessor):
     def preprocess(self, image: Any, digest: bytes) -> ProcessedImage:
         """Return the image between its begin and end tokens."""
         processor = self._processor
-        seen, (tokens,) = processor.image_processor(images=[image])
+        pixel_inputs, (tokens,) = processor.image_processor(images=[image])
         text = processor.boi_token + self.marker * tokens + processor.eoi_token
-        return ProcessedImage(digest, text, tokens, tokens, seen, seen["pixel_values"].nbytes)
+        return ProcessedImage(digest, text, tokens, tokens, pixel_inputs, pixel_inputs["pixel_values"].nbytes)
 
 
 class PixtralImageProcessor(ImageProcessor):
@@ -85,7 +92,9 @@ class PixtralImageProcessor(ImageProcessor):
         """Return the image with a token after each row."""
         processor = self._processor
         side = processor.patch_size * processor.spatial_merge_size
-        seen = processor.image_processor([image], patch_size=side)
-        rows, columns = (pixels // side for pixels in seen["image_sizes"][0])
+        pixel_inputs = processor.image_processor([image], patch_size=side)
+        rows, columns = (pixels // side for pixels in pixel_inputs["image_sizes"][0])
         text = processor.image_break_token.join([self.marker * columns] * rows) + processor.image_end_token
-        return ProcessedImage(digest, text, rows * (columns + 1) - 1, rows * columns, seen, seen["pixel_values"].nbytes)
+        return ProcessedImage(
+            digest, text, rows * (columns + 1) - 1, rows * columns, pixel_inputs, pixel_inputs["pixel_values"].nbytes
+        )

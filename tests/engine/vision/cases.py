@@ -1,4 +1,4 @@
-"""Images, prompts with images in them, and what mlx-vlm says to each alone."""
+"""Images, prompts with images, and the answers of mlx-vlm to each prompt alone."""
 
 import random
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def model(family: str, seed: int = 1) -> Model:
 
 
 @cache
-def eyes(family: str) -> ImageProcessor:
+def image_processor(family: str) -> ImageProcessor:
     vision = model(family).vision
     assert vision is not None
     return vision.image_processor
@@ -40,34 +40,34 @@ def eyes(family: str) -> ImageProcessor:
 
 @cache
 def image(seed: int, width: int, height: int) -> Image.Image:
-    """Of coarse squares: noise says less the smaller it is made."""
-    dice = np.random.default_rng(seed)
-    small = dice.integers(0, 256, (max(1, height // 8), max(1, width // 8), 3), dtype=np.uint8)
+    """Return an image of coarse squares, which stays distinct when it is scaled down, unlike noise."""
+    rng = np.random.default_rng(seed)
+    small = rng.integers(0, 256, (max(1, height // 8), max(1, width // 8), 3), dtype=np.uint8)
     return Image.fromarray(small).resize((width, height), Image.Resampling.NEAREST)
 
 
 @cache
-def sight(family: str, *which: int) -> ProcessedImage:
-    """Of `image`."""
-    return eyes(family).preprocess(image(*which), repr(which).encode())
+def processed(family: str, *which: int) -> ProcessedImage:
+    """Return a preprocessed `image`."""
+    return image_processor(family).preprocess(image(*which), repr(which).encode())
 
 
 @dataclass(frozen=True)
 class Prompt:
     tokens: tuple[int, ...]
-    sights: tuple[ProcessedImage, ...] = ()
+    images: tuple[ProcessedImage, ...] = ()
 
 
 def prompt(family: str, *parts: int | tuple[int, int, int], seed: int = 0) -> Prompt:
-    """Of so many tokens of text, and of images by seed, width and height."""
-    dice, tokens, sights = random.Random(seed), list[int](), list[ProcessedImage]()
+    """Return a prompt of text, given as numbers of tokens, and of images, given as (seed, width, height)."""
+    rng, tokens, images = random.Random(seed), list[int](), list[ProcessedImage]()
     for part in parts:
         if isinstance(part, int):
-            tokens += [dice.randrange(0, 256) for _ in range(part)]
+            tokens += [rng.randrange(0, 256) for _ in range(part)]
         else:
-            sights.append(sight(family, *part))
-            tokens += encoder(family)(FILES[family]["image"].replace(eyes(family).marker, sights[-1].text))
-    return Prompt(tuple(tokens), tuple(sights))
+            images.append(processed(family, *part))
+            tokens += encoder(family)(FILES[family]["image"].replace(image_processor(family).marker, images[-1].text))
+    return Prompt(tuple(tokens), tuple(images))
 
 
 @cache
@@ -75,31 +75,36 @@ def encoder(family: str) -> Callable[[str], list[int]]:
     return MLXTokenizer(model(family).tokenizer).encode
 
 
-def asked(family: str, id: str, prompt: Prompt, max_tokens: int, **more: Any) -> GenerationRequest:
+def image_request(family: str, id: str, prompt: Prompt, max_tokens: int, **more: Any) -> GenerationRequest:
     return GenerationRequest(
-        id, prompt.tokens, max_tokens, images=eyes(family).prompt_images(prompt.tokens, prompt.sights), **more
+        id,
+        prompt.tokens,
+        max_tokens,
+        images=image_processor(family).prompt_images(prompt.tokens, prompt.images),
+        **more,
     )
 
 
 def alone(
     family: str, prompt: Prompt, max_tokens: int, *, first: int | None = None, by: Model | None = None
 ) -> list[int]:
-    """Greedy, by mlx-vlm's single-request path, up to the end of the sequence. `first`: what it has to begin with."""
+    """Return the greedy answer of mlx-vlm's single-request path, up to the end of the sequence. `first`: its first
+    token."""
     vision = (by or model(family)).vision
     assert vision is not None
-    tokens, said = mx.array([prompt.tokens]), list[int]()
-    pixels, how = together(prompt.sights)
-    if family.startswith("gemma4"):  # as its processor says it
+    tokens, generated = mx.array([prompt.tokens]), list[int]()
+    pixels, how = as_one_prompt(prompt.images)
+    if family.startswith("gemma4"):  # as its processor sets it
         how["mm_token_type_ids"] = (tokens == vision.family.placeholder).astype(mx.int32)
     steps = generate_step(
         tokens, vision.network, pixels, mx.ones_like(tokens), max_tokens=max_tokens, temperature=0.0,
         prefill_step_size=None, logits_processors=_beginning(len(prompt.tokens), first), **how,
     )  # fmt: skip
     for token, _ in steps:
-        if int(token) == EOS or len(said) == max_tokens:
+        if int(token) == EOS or len(generated) == max_tokens:
             break
-        said.append(int(token))
-    return said
+        generated.append(int(token))
+    return generated
 
 
 def _beginning(prompt: int, token: int | None) -> list[Callable[[mx.array, mx.array], mx.array]]:
@@ -111,17 +116,17 @@ def _beginning(prompt: int, token: int | None) -> list[Callable[[mx.array, mx.ar
     return [] if token is None else [process]
 
 
-def together(sights: Sequences[ProcessedImage]) -> tuple[Any, dict[str, Any]]:
-    """As a processor gives several images of one prompt."""
-    if not sights:
+def as_one_prompt(images: Sequences[ProcessedImage]) -> tuple[Any, dict[str, Any]]:
+    """Return the inputs that a processor makes of several images of one prompt."""
+    if not images:
         return None, {}
-    seen, how = [sight.pixel_inputs for sight in sights], dict[str, Any]()
-    pixels = [each["pixel_values"] for each in seen]
-    if "image_grid_thw" in seen[0]:
-        how["image_grid_thw"] = mx.array(np.concatenate([each["image_grid_thw"] for each in seen]))
+    pixel_inputs, how = [processed.pixel_inputs for processed in images], dict[str, Any]()
+    pixels = [each["pixel_values"] for each in pixel_inputs]
+    if "image_grid_thw" in pixel_inputs[0]:
+        how["image_grid_thw"] = mx.array(np.concatenate([each["image_grid_thw"] for each in pixel_inputs]))
         pixels = [_filmed(each) for each in pixels]
-    elif "image_sizes" in seen[0]:
-        how["image_sizes"] = [each["image_sizes"][0] for each in seen]
+    elif "image_sizes" in pixel_inputs[0]:
+        how["image_sizes"] = [each["image_sizes"][0] for each in pixel_inputs]
         pixels = _padded(pixels)
     elif len({each.shape for each in pixels}) > 1:
         return [mx.array(each[0]) for each in pixels], how
@@ -129,11 +134,11 @@ def together(sights: Sequences[ProcessedImage]) -> tuple[Any, dict[str, Any]]:
 
 
 def _filmed(patches: Any) -> Any:
-    """Of two frames, which are the same: see `QwenImageProcessor`."""
+    """Return patches of two equal frames: see `QwenImageProcessor`."""
     return patches.reshape(len(patches), 3, 1, -1).repeat(2, axis=2).reshape(len(patches), -1)
 
 
 def _padded(pixels: list[Any]) -> list[Any]:
-    """Images of different sizes, to the largest."""
+    """Return images of different sizes, padded to the largest."""
     height, width = (max(each.shape[axis] for each in pixels) for axis in (2, 3))
     return [np.pad(p, [(0, 0), (0, 0), (0, height - p.shape[2]), (0, width - p.shape[3])]) for p in pixels]

@@ -1,5 +1,5 @@
-"""Prompts with images of which a draft leaves text out. The oracle is mlx-vlm's: what it makes of the whole prompt and
-its images, and then only the tokens that are kept, each at its position in the whole."""
+"""Prompts with images, of which a draft drops text. The oracle is mlx-vlm: it embeds the whole prompt with its images,
+and then computes only the kept tokens, each at its position in the whole."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
@@ -17,9 +17,9 @@ from mlx_vlm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from tests.engine import tiny
 from tests.engine.driver import Run
-from tests.engine.vision import seen
+from tests.engine.vision import cases
+from tests.engine.vision.cases import Prompt, prompt
 from tests.engine.vision.checkpoints import CONFIGS, EOS, write_tokenizer
-from tests.engine.vision.seen import Prompt, prompt
 from tests.selection import examples
 from worker.engine.model.load import DraftModel, Model
 from worker.engine.prefill.draft import with_draft
@@ -41,7 +41,7 @@ EVERYWHERE = SpecPrefillParams(
 @cache
 def drafted(family: str) -> Model:
     """A draft that knows nothing but bytes: no token of an image, and hardly a template's."""
-    return replace(seen.model(family), draft=DraftModel(tiny.network("llama"), context=1000))
+    return replace(cases.model(family), draft=DraftModel(tiny.network("llama"), context=1000))
 
 
 @cache
@@ -49,16 +49,16 @@ def long(family: str, seed: int = 1) -> Prompt:
     return prompt(family, *PARTS, seed=seed)
 
 
-def asked(family: str, id: str = "thin", each: Prompt | None = None, **more: Any) -> GenerationRequest:
-    return seen.asked(family, id, each or long(family), ANSWER, **{"specprefill": EVERYWHERE, **more})
+def image_request(family: str, id: str = "thin", each: Prompt | None = None, **more: Any) -> GenerationRequest:
+    return cases.image_request(family, id, each or long(family), ANSWER, **{"specprefill": EVERYWHERE, **more})
 
 
 def spans(family: str) -> list[Range]:
-    return [picture.span for picture in asked(family).images]
+    return [prompt_image.span for prompt_image in image_request(family).images]
 
 
 def some_kept(family: str) -> tuple[Range, ...]:
-    """Both images, and some of the text; all of what a window of the tiny models looks back."""
+    """Return both images, some of the text, and all tokens within a window of the tiny models."""
     (one, one_end), (two, two_end) = spans(family)
     tokens = len(long(family).tokens)
     behind = (one_end + 20, one_end + 31), (two - 4, two_end + 9), (tokens - 30, tokens)
@@ -68,23 +68,23 @@ def some_kept(family: str) -> tuple[Range, ...]:
 def kept_logits_with_images(family: str, each: Prompt, kept: Sequences[Range]) -> Logits:
     """Return the logits after the tokens in these ranges, and a function from each next token, and its number in the
     answer, to those after it."""
-    network = seen.model(family).vision.network  # type: ignore[union-attr]
-    tokens, (pixels, how) = mx.array([each.tokens]), seen.together(each.sights)
+    network = cases.model(family).vision.network  # type: ignore[union-attr]
+    tokens, (pixels, how) = mx.array([each.tokens]), cases.as_one_prompt(each.images)
     given = network.get_input_embeddings(tokens, pixels, mask=mx.ones_like(tokens), **how)
     if "image_grid_thw" in how:
         return _placed_by_ids(network.language_model, tokens, given, how["image_grid_thw"], kept)
-    shown = tokens == seen.model(family).vision.family.placeholder  # type: ignore[union-attr]
+    shown = tokens == cases.model(family).vision.family.placeholder  # type: ignore[union-attr]
     return _hidden(network.language_model, tokens, given, shown, kept)
 
 
 def kept_by_mlx_vlm(family: str, each: Prompt, kept: Sequences[Range], count: int = ANSWER) -> list[int]:
     """Greedy, up to the end of the sequence."""
     logits, next_ = kept_logits_with_images(family, each, kept)
-    said = list[int]()
-    while (token := int(logits[0, -1].argmax())) != EOS and len(said) < count:
-        said.append(token)
-        logits = next_(token, len(said) - 1)
-    return said
+    generated = list[int]()
+    while (token := int(logits[0, -1].argmax())) != EOS and len(generated) < count:
+        generated.append(token)
+        logits = next_(token, len(generated) - 1)
+    return generated
 
 
 def _placed_by_ids(language: Any, tokens: mx.array, given: Any, grid: mx.array, kept: Sequences[Range]) -> Logits:
@@ -120,7 +120,7 @@ def _hidden(language: Any, tokens: mx.array, given: Any, shown: mx.array, kept: 
 
 
 class _Hiding(KVCache):
-    """Holds all tokens; a window counts those that are kept."""
+    """Cache of all tokens, with a mask over the dropped ones; a window counts the kept ones."""
 
     def __init__(self, kept: Sequences[Range], layer: Any) -> None:
         super().__init__()
@@ -132,45 +132,47 @@ class _Hiding(KVCache):
         for (_, behind), (start, _) in pairwise([(0, 0), *self._kept]):
             kept[behind:start] = False
         number, here = mx.cumsum(kept.astype(mx.int32)), place[self.offset :, None]
-        seen = kept & (place <= here)
+        visible = kept & (place <= here)
         if self._window:
-            seen = seen & (number > number[self.offset :, None] - self._window)
-        return seen | (place == here)  # what sees nothing is no number
+            visible = visible & (number > number[self.offset :, None] - self._window)
+        return visible | (place == here)  # a token that attends to none would yield NaN
 
 
 @FAMILIES
-def test_the_oracle_says_of_all_tokens_what_mlx_vlm_says(family: str) -> None:
+def test_oracle_with_all_tokens_equals_mlx_vlm(family: str) -> None:
     whole = long(family)
-    assert kept_by_mlx_vlm(family, whole, [(0, len(whole.tokens))]) == seen.alone(family, whole, ANSWER)
+    assert kept_by_mlx_vlm(family, whole, [(0, len(whole.tokens))]) == cases.alone(family, whole, ANSWER)
 
 
 @FAMILIES
 @pytest.mark.parametrize("step_s", [0.02, 1e-6], ids=["at once", "in chunks"])
-def test_what_is_kept_says_what_mlx_vlm_says_of_it(family: str, step_s: float) -> None:
+def test_kept_tokens_give_mlx_vlms_answer(family: str, step_s: float) -> None:
     kept = some_kept(family)
-    run = Run(seen.model(family), step_s=step_s)
-    run.submit(asked(family, kept_ranges=kept))
+    run = Run(cases.model(family), step_s=step_s)
+    run.submit(image_request(family, kept_ranges=kept))
     run.drain()
-    assert run.said["thin"] == kept_by_mlx_vlm(family, long(family), kept)
-    assert run.said["thin"] != seen.alone(family, long(family), ANSWER), "a model to which what is left out is nothing"
+    assert run.generated["thin"] == kept_by_mlx_vlm(family, long(family), kept)
+    assert run.generated["thin"] != cases.alone(family, long(family), ANSWER), (
+        "a model to which what is left out is nothing"
+    )
 
 
 @FAMILIES
 @pytest.mark.parametrize("step_s", [0.02, 1e-6], ids=["at once", "in chunks"])
-def test_a_thinned_row_with_images_says_beside_others_what_its_tokens_say_alone(family: str, step_s: float) -> None:
+def test_row_with_images_and_dropped_tokens_equals_its_kept_tokens_alone(family: str, step_s: float) -> None:
     others = {"text": prompt(family, 30, seed=2), "seeing": prompt(family, 5, (3, 24, 24), 9, seed=3)}
     run = Run(drafted(family), step_s=step_s, prefix_bytes=1 << 24)
-    run.submit(seen.asked(family, "text", others["text"], 30))
-    run.until(lambda: len(run.said["text"]) > 2)
-    run.submit(asked(family))
-    run.submit(asked(family, "other", long(family, 2)))
-    run.submit(seen.asked(family, "seeing", others["seeing"], 30))
+    run.submit(cases.image_request(family, "text", others["text"], 30))
+    run.until(lambda: len(run.generated["text"]) > 2)
+    run.submit(image_request(family))
+    run.submit(image_request(family, "other", long(family, 2)))
+    run.submit(cases.image_request(family, "seeing", others["seeing"], 30))
     run.drain()
     for id, seed in ("thin", 1), ("other", 2):
-        assert run.said[id] == kept_by_mlx_vlm(family, long(family, seed), run.kept[id])
-        assert tokens_in(run.kept[id]) < len(long(family, seed).tokens) * 0.75
+        assert run.generated[id] == kept_by_mlx_vlm(family, long(family, seed), run.kept_ranges[id])
+        assert tokens_in(run.kept_ranges[id]) < len(long(family, seed).tokens) * 0.75
     for id, each in others.items():
-        assert run.said[id] == seen.alone(family, each, 30)
+        assert run.generated[id] == cases.alone(family, each, 30)
 
 
 @st.composite
@@ -183,37 +185,37 @@ def some_ranges(draw: st.DrawFn) -> tuple[Range, ...]:
 @settings(max_examples=examples(5), deadline=None)
 @given(thinnable=some_ranges(), keep=st.sampled_from([0.1, 0.5]), step_s=st.sampled_from([0.02, 1e-6]))
 @example(thinnable=((0, 1000),), keep=0.1, step_s=0.02)
-def test_images_are_kept_whole_with_the_tokens_around_them_whatever_may_be_left_out(
+def test_images_and_the_tokens_around_them_are_always_kept(
     family: str, thinnable: tuple[Range, ...], keep: float, step_s: float
 ) -> None:
     run = Run(drafted(family), step_s=step_s)
-    run.submit(asked(family, specprefill=SpecPrefillParams(keep, thinnable, min_tokens=1, requested=True)))
+    run.submit(image_request(family, specprefill=SpecPrefillParams(keep, thinnable, min_tokens=1, requested=True)))
     run.drain()
-    kept = run.kept.get("thin", ((0, len(long(family).tokens)),))
-    assert run.said["thin"] == kept_by_mlx_vlm(family, long(family), kept)
+    kept = run.kept_ranges.get("thin", ((0, len(long(family).tokens)),))
+    assert run.generated["thin"] == kept_by_mlx_vlm(family, long(family), kept)
     for first, end in spans(family):
         assert any(start < first and end < behind for start, behind in kept)
 
 
-def test_a_chunk_counts_the_tokens_that_were_computed_in_it() -> None:
+def test_chunk_counts_its_computed_tokens() -> None:
     family, chunks = "gemma4 with experts", list[int]()
     run = Run(drafted(family), step_s=1e-6)
-    run.submit(asked(family))
-    run.until(lambda: "thin" in run.kept)
-    while not run.said["thin"]:
+    run.submit(image_request(family))
+    run.until(lambda: "thin" in run.kept_ranges)
+    while not run.generated["thin"]:
         run.step()
-        chunks.append(run.engine._chunk)
-    assert sum(chunks) == tokens_in(run.kept["thin"]) - 1
+        chunks.append(run.engine._longest_chunk)
+    assert sum(chunks) == tokens_in(run.kept_ranges["thin"]) - 1
 
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The digests of the images that go through the vision tower."""
+    """Return a list that receives the digests of the images that are encoded."""
     digests = list[bytes]()
 
-    def noted(picture: PromptImage, encode: Encode) -> EncoderRun:
-        digests.append(picture.digest)
-        return EncoderRun(picture, encode)
+    def noted(prompt_image: PromptImage, encode: Encode) -> EncoderRun:
+        digests.append(prompt_image.digest)
+        return EncoderRun(prompt_image, encode)
 
     monkeypatch.setattr("worker.engine.prefill.images.EncoderRun", noted)
     return digests
@@ -225,32 +227,32 @@ def forget_features(run: Run) -> None:
 
 
 @FAMILIES
-def test_a_prefix_that_is_there_changes_nothing_and_its_images_are_not_encoded(
-    family: str, encoded: list[bytes]
-) -> None:
+def test_cached_prefix_changes_nothing_and_its_images_are_not_encoded(family: str, encoded: list[bytes]) -> None:
     whole, (one, _) = long(family), spans(family)
-    head = Prompt(whole.tokens[: one[1] + 5], whole.sights[:1])
+    head = Prompt(whole.tokens[: one[1] + 5], whole.images[:1])
     run = Run(drafted(family), prefix_bytes=1 << 24)
-    run.submit(seen.asked(family, "head", head, 1))
+    run.submit(cases.image_request(family, "head", head, 1))
     run.drain()
     forget_features(run)
-    run.submit(asked(family))
+    run.submit(image_request(family))
     run.drain()
-    assert encoded == [sight.digest for sight in whole.sights]
+    assert encoded == [processed.digest for processed in whole.images]
     assert run.cached["thin"] >= len(head.tokens) - 1
-    assert run.said["thin"] == kept_by_mlx_vlm(family, whole, run.kept["thin"])
+    assert run.generated["thin"] == kept_by_mlx_vlm(family, whole, run.kept_ranges["thin"])
 
 
 @FAMILIES
-def test_what_stays_before_anything_is_left_out_is_left_to_others_and_nothing_else(family: str) -> None:
+def test_dense_prefix_with_images_is_cached_and_nothing_else(family: str) -> None:
     start = spans(family)[1][0] - 1
     run = Run(drafted(family), prefix_bytes=1 << 24)
-    run.submit(asked(family, specprefill=replace(EVERYWHERE, droppable_ranges=((start, 1000),)), boundaries=(start,)))
+    run.submit(
+        image_request(family, specprefill=replace(EVERYWHERE, droppable_ranges=((start, 1000),)), boundaries=(start,))
+    )
     run.drain()
-    run.submit(seen.asked(family, "whole", long(family), ANSWER))
+    run.submit(cases.image_request(family, "whole", long(family), ANSWER))
     run.drain()
-    assert run.cached["whole"] == start if drafted(family).stateful else run.kept["thin"][0][1]
-    assert run.said["whole"] == seen.alone(family, long(family), ANSWER)
+    assert run.cached["whole"] == start if drafted(family).stateful else run.kept_ranges["thin"][0][1]
+    assert run.generated["whole"] == cases.alone(family, long(family), ANSWER)
 
 
 @FAMILIES
@@ -259,113 +261,107 @@ def test_rows_that_differ_in_an_image_alone_are_scored_once_and_do_not_mix(famil
     assert red.tokens == blue.tokens
     run = Run(drafted(family), prefix_bytes=1 << 24)
     for id, each in ("red", red), ("blue", blue):
-        run.submit(asked(family, id, each))
+        run.submit(image_request(family, id, each))
         run.drain()
-        assert run.said[id] == kept_by_mlx_vlm(family, each, run.kept[id])
-    assert run.said["red"] != run.said["blue"]
+        assert run.generated[id] == kept_by_mlx_vlm(family, each, run.kept_ranges[id])
+    assert run.generated["red"] != run.generated["blue"]
     assert run.scored["blue"] == 0
 
 
 @FAMILIES
 @pytest.mark.parametrize("keep", [True, False], ids=["with its cache", "without it"])
-def test_one_that_was_parked_goes_on_where_it_was(family: str, keep: bool) -> None:
+def test_preempted_row_with_dropped_tokens_continues(family: str, keep: bool) -> None:
     run = Run(drafted(family), prefix_bytes=1 << 24)
-    run.submit(asked(family))
-    run.until(lambda: len(run.said["thin"]) > 3)
-    run.park("thin")
-    run.stir(keep=keep)
+    run.submit(image_request(family))
+    run.until(lambda: len(run.generated["thin"]) > 3)
+    run.preempt("thin")
+    run.readmit(keep_caches=keep)
     run.drain()
-    assert run.said["thin"] == kept_by_mlx_vlm(family, long(family), run.kept["thin"])
+    assert run.generated["thin"] == kept_by_mlx_vlm(family, long(family), run.kept_ranges["thin"])
 
 
 @FAMILIES
-def test_a_new_attempt_leaves_out_the_same_and_goes_on_after_what_was_delivered(family: str) -> None:
+def test_new_attempt_drops_the_same_tokens_and_resumes_after_the_delivered_ones(family: str) -> None:
     expected = kept_by_mlx_vlm(family, long(family), some_kept(family))
     for delivered in 0, 5:
-        run = Run(seen.model(family), prefix_bytes=1 << 24)
-        run.submit(asked(family, kept_ranges=some_kept(family), resume_tokens=tuple(expected[:delivered])))
+        run = Run(cases.model(family), prefix_bytes=1 << 24)
+        run.submit(image_request(family, kept_ranges=some_kept(family), resume_tokens=tuple(expected[:delivered])))
         assert run.drain() == {"thin": expected}
 
 
 @FAMILIES
-def test_an_attempt_that_finds_its_images_in_the_prefix_cache_does_not_encode_them(
-    family: str, encoded: list[bytes]
-) -> None:
+def test_attempt_with_images_in_the_prefix_cache_does_not_encode_them(family: str, encoded: list[bytes]) -> None:
     tokens = len(long(family).tokens)
     kept = (0, tokens - 40), (tokens - 30, tokens)
-    run = Run(seen.model(family), prefix_bytes=1 << 24)
-    run.submit(seen.asked(family, "whole", long(family), 1, boundaries=(tokens - 40,)))
+    run = Run(cases.model(family), prefix_bytes=1 << 24)
+    run.submit(cases.image_request(family, "whole", long(family), 1, boundaries=(tokens - 40,)))
     run.drain()
     forget_features(run)
-    run.submit(asked(family, kept_ranges=kept))
+    run.submit(image_request(family, kept_ranges=kept))
     run.drain()
     assert run.cached["thin"] == tokens - 40
-    assert run.said["thin"] == kept_by_mlx_vlm(family, long(family), kept)
+    assert run.generated["thin"] == kept_by_mlx_vlm(family, long(family), kept)
     assert len(encoded) == 2
 
 
 @FAMILIES
-def test_rows_whose_step_failed_are_computed_again(family: str) -> None:
+def test_rows_of_a_failed_step_are_recomputed(family: str) -> None:
     run = Run(drafted(family))
-    run.submit(asked(family))
-    run.submit(seen.asked(family, "text", prompt(family, 30, seed=2), 30))
-    run.until(lambda: len(run.said["thin"]) > 3)
+    run.submit(image_request(family))
+    run.submit(cases.image_request(family, "text", prompt(family, 30, seed=2), 30))
+    run.until(lambda: len(run.generated["thin"]) > 3)
     run.engine._running.clear()
     run.drain()
-    assert run.said["thin"] == kept_by_mlx_vlm(family, long(family), run.kept["thin"])
-    assert run.said["text"] == seen.alone(family, prompt(family, 30, seed=2), 30)
+    assert run.generated["thin"] == kept_by_mlx_vlm(family, long(family), run.kept_ranges["thin"])
+    assert run.generated["text"] == cases.alone(family, prompt(family, 30, seed=2), 30)
 
 
 @pytest.mark.parametrize("where", ["scoring._pooled", "sparse.SparsePrefill.advance"])
 @pytest.mark.parametrize("family", ["qwen3_5", "gemma3"])
-def test_whatever_fails_of_it_the_prompt_is_computed_whole(
-    family: str, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_failure_computes_the_whole_prompt(family: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr(f"worker.engine.prefill.{where}", fails)
     run = Run(drafted(family), prefix_bytes=1 << 24)
-    run.submit(asked(family))
+    run.submit(image_request(family))
     run.drain()
-    assert run.said["thin"] == seen.alone(family, long(family), ANSWER)
-    assert list(run.whole) == ["thin"]
+    assert run.generated["thin"] == cases.alone(family, long(family), ANSWER)
+    assert list(run.skipped) == ["thin"]
 
 
-def test_where_nothing_but_images_may_be_left_out_nothing_is_scored() -> None:
+def test_prompt_without_droppable_text_is_not_scored() -> None:
     run = Run(drafted("qwen3_5"))
-    run.submit(asked("qwen3_5", specprefill=replace(EVERYWHERE, droppable_ranges=tuple(spans("qwen3_5")))))
+    run.submit(image_request("qwen3_5", specprefill=replace(EVERYWHERE, droppable_ranges=tuple(spans("qwen3_5")))))
     run.drain()
     tokens = len(long("qwen3_5").tokens)
-    assert run.whole == {"thin": f"None of the {tokens} tokens left to compute may be dropped."}
-    assert (run.scored["thin"], run.said["thin"]) == (0, seen.alone("qwen3_5", long("qwen3_5"), ANSWER))
+    assert run.skipped == {"thin": f"None of the {tokens} tokens left to compute may be dropped."}
+    assert (run.scored["thin"], run.generated["thin"]) == (0, cases.alone("qwen3_5", long("qwen3_5"), ANSWER))
 
 
 @FAMILIES
-def test_a_model_that_sees_can_leave_out_text_if_its_language_model_can(family: str) -> None:
-    assert why_not_sparse(seen.model(family).network, 2048) is None
+def test_vision_model_supports_sparse_prefill_if_its_text_model_does(family: str) -> None:
+    assert why_not_sparse(cases.model(family).network, 2048) is None
 
 
-@pytest.mark.parametrize(("less", "thinned"), [(0, True), (1, False)])
-def test_a_draft_reads_the_text_alone_so_the_images_may_be_beyond_its_context(less: int, thinned: bool) -> None:
+@pytest.mark.parametrize(("less", "sparse"), [(0, True), (1, False)])
+def test_draft_reads_only_text_so_images_may_exceed_its_context(less: int, sparse: bool) -> None:
     images = sum(end - start for start, end in spans("qwen3_5"))
     context = len(long("qwen3_5").tokens) - images + LOOKAHEAD - less
     run = Run(replace(drafted("qwen3_5"), draft=DraftModel(tiny.network("llama"), context)))
-    run.submit(asked("qwen3_5"))
+    run.submit(image_request("qwen3_5"))
     run.drain()
-    assert ("thin" in run.kept) is thinned
+    assert ("thin" in run.kept_ranges) is sparse
 
 
 @pytest.mark.parametrize(("other", "why_not"), [("<image_soft_token>", None), ("<end_of_image>", "Token 267 is")])
-def test_a_draft_need_not_know_what_stands_for_an_image_but_all_else(
-    other: str, why_not: str | None, tmp_path: Path
-) -> None:
+def test_draft_needs_every_token_but_the_placeholder(other: str, why_not: str | None, tmp_path: Path) -> None:
     folder = tiny.write_checkpoint(tiny.FAMILIES["llama"], tmp_path)
     write_tokenizer(folder, "")
     for name in "tokenizer.json", "tokenizer_config.json":
         (folder / name).write_text((folder / name).read_text().replace(other, "<another>"))
     if why_not is None:
-        assert with_draft(seen.model("gemma3"), str(folder)).draft is not None
+        assert with_draft(cases.model("gemma3"), str(folder)).draft is not None
     else:
         with pytest.raises(CannotStart, match=why_not):
-            with_draft(seen.model("gemma3"), str(folder))
+            with_draft(cases.model("gemma3"), str(folder))
