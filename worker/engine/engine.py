@@ -35,18 +35,18 @@ logger = logging.getLogger("sluice.engine")
 
 _CLEAR_EVERY = 16_384  # tokens computed between two clearings of MLX's buffer cache, whose buffers later steps reuse
 _PREFIX_SHARE = 4  # caches that outlive a request get 1 / share of the memory that the weights leave, by default
-_MAX_FAILURES = 10  # failed steps in a row, after which the rows are not the cause
+_MAX_FAILURES = 10  # failures without a decoded token between them, after which the engine gives up
 
 
 class EngineBroken(Exception):
-    """Several steps in a row have failed, so the rows are not the cause."""
+    """`_MAX_FAILURES` failures without a decoded token between them: the rows are not the cause."""
 
 
 class Engine:
     """Generates the answers to many requests together. For one thread, the one that loaded the model.
 
-    Requests are added and removed between steps; all computing happens in `step`. A failure of a step costs no row a
-    token: rows that lost their caches are recomputed, and a row that fails alone is removed."""
+    Requests are added and removed between steps; all forwards run in `step`. After a failed step, rows that lost their
+    caches are recomputed from their tokens, so no delivered token is lost; a row that fails alone is removed."""
 
     def __init__(
         self,
@@ -85,7 +85,8 @@ class Engine:
 
     def remove(self, id: str) -> None:
         """Remove a request in any state, and free its memory. An unknown id is ignored, since the request may have just
-        ended. Blocks if what the row has computed is inserted into the prefix cache."""
+        ended. Blocks if the row was decoding: an interactive row's cache is copied into the prefix cache, and another
+        row may be moved to its slot."""
         with mx.stream(generation_stream):
             self._prefills.remove(id)
             row = self._active.pop(id, None)
@@ -255,7 +256,7 @@ class Engine:
             raise EngineBroken(f"{self._failures} steps in a row have failed")
 
     def _recover(self, outcomes: list[Outcome]) -> None:
-        """Recompute active rows that a failed step has lost: those that neither prefill nor decode."""
+        """Recompute active rows that a failed step has lost: rows that are in neither a prefill nor a group."""
         if len(self._prefills) + len(self._running) < len(self._active):
             present = [*self._prefills.rows, *(row for _, row in self._running)]
             self._recompute([row for row in self._active.values() if row not in present], outcomes)
@@ -325,7 +326,7 @@ class Engine:
         return [*self._running.lengths, *([length] for length in self._prefills.lengths)]
 
     def _finish_step(self, outcomes: list[Outcome]) -> None:
-        """Rebalance the groups, and clear MLX's buffer cache now and then."""
+        """Rebalance the groups, and clear MLX's buffer cache every `_CLEAR_EVERY` computed tokens."""
         self._running.rebalance()
         if self._computed >= _CLEAR_EVERY:
             self._computed = 0

@@ -97,7 +97,8 @@ class EngineThread:
             self._mailbox.put(_Remove(request_id))
 
     def hold(self, on: bool) -> None:
-        """Pause computing while tokens cannot be delivered, or continue."""
+        """Pause computing while tokens cannot be delivered, or continue. Requests are added and removed in the pause
+        too."""
         self._mailbox.put(_Hold(on))
 
     def _has_loaded(self, model: Model) -> None:
@@ -131,7 +132,8 @@ class EngineThread:
             self._post(self._deliver, engine.step())
 
     def _handle_commands(self, engine: Engine) -> bool:
-        """Handle the commands in the mailbox; block on it if there is nothing to compute. False ends the thread."""
+        """Handle the commands in the mailbox; block on it if there is nothing to compute. Returns False to
+        end the thread."""
         while not self._mailbox.empty() or self._held or not len(engine):
             self.heartbeat.pause()
             match self._mailbox.get():

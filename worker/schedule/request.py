@@ -37,7 +37,8 @@ class GrammarError:
 
 
 class GrammarState(Protocol):
-    """State of a grammar after a part of an answer. Owned by the engine thread once the request is submitted."""
+    """State of a grammar after a part of an answer. Once the request is submitted, it belongs to the engine's thread;
+    other threads may read `error` only."""
 
     def accept(self, token: int) -> None:
         """Advance by a token of the answer. Never raises; see `error`."""

@@ -40,7 +40,7 @@ class Groups:
         return sum(len(group.rows) for group in self._groups)
 
     def __iter__(self) -> Iterator[tuple[int, Row]]:
-        """Yield the number of its group and the row, for each row."""
+        """Yield (group number, row) for each row."""
         return ((number, row) for number, group in enumerate(self._groups) for row in group.rows)
 
     @property
@@ -118,8 +118,8 @@ class Groups:
                 self._groups.remove(group)
 
     def decode_slowdown(self, more_rows: int) -> float:
-        """Return the factor by which a step becomes slower with `more_rows` rows of the longest row's length.
-        Extrapolates to at most twice the current number of rows."""
+        """Return the factor by which a step becomes slower with `more_rows` additional rows, each as long as the
+        longest row. Counts at most as many additional rows as decode now: more would be a guess."""
         cost, lengths, more_rows = self._cost.cost(), self.lengths, min(more_rows, len(self))
         longest = max((length for group in lengths for length in group), default=0)
         return 1 + more_rows * (cost.row_s + longest * cost.cell_s) / max(cost.step_s(lengths), 1e-9)
@@ -245,7 +245,8 @@ def _end(row: Row) -> int:
 
 
 def _attempt(call: Callable[[], T]) -> list[T]:
-    """Return a list with the result, or an empty list if the call failed: a failure must affect only its group."""
+    """Return a list with the result. Logs an error and returns an empty list instead: a failure must affect only its
+    group."""
     try:
         return [call()]
     except Exception:

@@ -43,12 +43,13 @@ class Row:
 
     @property
     def length(self) -> int:
-        """Number of tokens with computed KV state."""
+        """Number of tokens in the cache of a decoding row after the running step: prompt tokens that are not dropped,
+        and the answer so far. Before the row's first step the cache has one less."""
         return len(self.request.prompt) - self.num_dropped + len(self.answer)
 
     @property
     def end(self) -> int:
-        """Number of tokens at its end, if the answer reaches `max_tokens`."""
+        """`length` at the end of the answer, if that reaches `max_tokens`."""
         return len(self.request.prompt) - self.num_dropped + self.request.max_tokens
 
     def drop_tokens(self, kept: tuple[Range, ...]) -> None:

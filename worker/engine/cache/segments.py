@@ -2,7 +2,7 @@
 
 segment = copy_segment(cache, 0, 0, 512)  # tokens 0 to 511 of row 0, alone or in a batch
 state = snapshot_state(cache, 0)
-cache = restore_cache(make_prompt_cache(network), [segment], iter(state.layers), 512, room=1024)
+cache = restore_cache(make_prompt_cache(network), [segment], iter(state.layers), 512, capacity=1024)
 """
 
 import copy

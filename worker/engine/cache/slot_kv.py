@@ -2,8 +2,8 @@
 others.
 
 A row's tokens start at the first column of its slot; a mask hides the columns after its last token. mlx-lm's batch
-caches (0.32.2) right-align all rows instead, and therefore copy everything when a row joins, leaves, or outgrows the
-others."""
+caches (0.32.2) right-align all rows instead (`left_padding`), and therefore copy everything when a row joins, leaves,
+or outgrows the others."""
 
 from collections.abc import Sequence
 from typing import Any

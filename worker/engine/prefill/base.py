@@ -19,7 +19,9 @@ Phase = Literal["encoding", "scoring", "prefill"]
 
 class Prefill:
     """Computes all tokens of the prompt but the last one, which is the row's first input when it decodes. A resumed
-    request's earlier tokens count as prompt."""
+    request's earlier tokens count as prompt.
+
+    `done`: tokens in the cache. `waited`: steps since the prompt was added, counted by `PrefillQueue`."""
 
     def __init__(
         self, network: nn.Module, row: Row, prefix: PrefixCache | None = None, inputs: MultimodalInputs | None = None

@@ -26,14 +26,14 @@ _ENCODER_TOKENS_PER_S = 100.0  # tokens per second, until a vision encoder is me
 AnyPrefill = TextPrefill | ImagePrefill
 
 
-class Decoding(Protocol):
-    """The decoding rows, as far as a plan depends on them."""
+class RunningRows(Protocol):
+    """The part of `Groups` that a plan depends on."""
 
     def __len__(self) -> int: ...
 
     def decode_slowdown(self, more: int) -> float:
-        """Return the factor by which a decode step slows down with `more` additional rows, at most twice as many as
-        now."""
+        """Return the factor by which a decode step slows down with `more` additional rows. Counts at most as many as
+        decode now."""
 
     def join_copy_bytes(self, length: int) -> int:
         """Return the bytes of other rows that are copied when a row of `length` tokens joins."""
@@ -129,7 +129,7 @@ class PrefillQueue:
         target, draft = self.budget.cost, self._draft_budget.cost
         return draft.of(scored, 0) + target.of(int(keep * tokens), 0) < target.of(tokens, 0)
 
-    def plan(self, running: Decoding, elapsed_s: float, longest: int) -> list[Chunk]:
+    def plan(self, running: RunningRows, elapsed_s: float, longest: int) -> list[Chunk]:
         """Return the chunks to compute in this step. `elapsed_s`: seconds since the running decode step began.
         `longest`: the largest chunk in tokens. Decides for SpecPrefill prompts whether they are scored."""
         for prefill in self._prefills.values():
@@ -161,8 +161,8 @@ class PrefillQueue:
 
     def _first_in(self, phase: Phase) -> AnyPrefill | None:
         """Return the one prompt of this phase that may advance, if any: a draft's cache, or a vision encoder's
-        activations, are held for one prompt at a time. Picks the one already started, else an interactive one, else the
-        shortest."""
+        activations, are held for one prompt at a time. Prefers a prompt that has started, then interactive ones, then
+        the shortest."""
         prefills = [prefill for prefill in self._prefills.values() if prefill.phase == phase]
         return max(prefills, key=lambda p: (p.started, p.row.request.lane == "interactive", -p.remaining), default=None)
 
