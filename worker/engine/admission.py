@@ -72,7 +72,7 @@ class AdmissionController:
         self._images = NO_IMAGES  # image demand of the active rows
         self._slack_bytes = 0  # bytes of the groups' buffers beyond the reservation: see `slack_bytes`
         self.bounds: Bounds = ()  # of the length classes that rows decode in
-        self.must_tighten = False  # these bytes are needed, so the buffers must be tightened now
+        self.must_tighten = False  # the memory of the slack is needed: see `Groups.tighten`
         self.free_bytes = limit - costs.resident_bytes  # bytes that neither rows nor saved caches have reserved
         self.longest_chunk = CHUNK  # most tokens that a prompt may advance by in one step
         # Bytes besides the weights: reserved for active rows, and available.
@@ -119,43 +119,43 @@ class AdmissionController:
         """True if anything has changed since the last decision."""
         return self._dirty
 
-    def decide(self, running: Sequence[RowEstimate], decoding: Decoding) -> list[tuple[WaitingRequest, Decision]]:
+    def decide(self, active: Sequence[RowEstimate], decoding: Decoding) -> list[tuple[WaitingRequest, Decision]]:
         """Return the waiting requests to admit or to refuse, with the decision; they keep waiting until `pop`. Drops
-        saved caches that keep other rows out, and updates the bounds and the reservation. `running`: active rows, the
-        oldest first."""
+        saved caches that keep other rows out, and updates the bounds and the reservation. `active`: rows in prefill and
+        decoding rows, the oldest first."""
         self._dirty = False
         order = sorted(self._waiting.values(), key=lambda candidate: candidate.request.lane == "batch")
         rows = [self._waiting_estimate(each) for each in order]
-        if not running or self._decisions % _CHOOSE_BOUNDS_EVERY == 0:
-            self.bounds = self._bounds(rows, running, decoding)
+        if not active or self._decisions % _CHOOSE_BOUNDS_EVERY == 0:
+            self.bounds = self._bounds(rows, active, decoding)
         self._decisions += 1
-        rows, running = self._with_groups(rows, decoding), self._with_groups(running, decoding)
-        decided = self._decide_in_turn(rows, running)
-        self._reserve(running, decided, decoding)
+        rows, active = self._with_groups(rows, decoding), self._with_groups(active, decoding)
+        decided = self._decide_in_turn(rows, active)
+        self._reserve(active, decided, decoding)
         return [
             (self._waiting[row.id], decision) for row, decision in decided if not self._keeps_waiting(row, decision)
         ]
 
-    def _bounds(self, waiting: Sequence[RowEstimate], running: Sequence[RowEstimate], decoding: Decoding) -> Bounds:
+    def _bounds(self, waiting: Sequence[RowEstimate], active: Sequence[RowEstimate], decoding: Decoding) -> Bounds:
         """Return the best bounds, assuming that the decoding rows are moved into their classes."""
         costs, first_rows, free = self._corrected(), [*islice(waiting, _ROWS_TRIED)], self._limit - self._held_bytes()
 
         def try_bounds(bounds: Bounds) -> Trial | None:
             rows, waiting_rows = (
-                [row.in_group(classes.class_of(row.tokens, bounds)) for row in each] for each in (running, first_rows)
+                [row.in_group(classes.class_of(row.tokens, bounds)) for row in each] for each in (active, first_rows)
             )
             if not fits(rows, costs, free):
                 return None
             decided = admit_in_turn(waiting_rows, rows, costs, self._limit, self._rows)
-            active = classes.rows_after(rows, decided)
-            return Trial(bounds, [row.tokens for row in active], classes.still_waiting(decided))
+            active_after = classes.rows_after(rows, decided)
+            return Trial(bounds, [row.tokens for row in active_after], classes.still_waiting(decided))
 
         def most_rows(tokens: int) -> int:
             return costs.max_rows(tokens, free)
 
-        lengths = [row.tokens for row in (*running, *waiting)]
+        lengths = [row.tokens for row in (*active, *waiting)]
         chosen = classes.choose_bounds(self.bounds, lengths, decoding.cost, try_bounds, most_rows)
-        if chosen != self.bounds and not fits(self._with_groups(running, decoding, chosen), costs, self._limit):
+        if chosen != self.bounds and not fits(self._with_groups(active, decoding, chosen), costs, self._limit):
             return self.bounds  # rows in prefill were admitted for these
         return chosen
 
@@ -168,31 +168,31 @@ class AdmissionController:
         return [row.in_group(group_of(row.tokens)) if row.group == _NO_GROUP else row for row in rows]
 
     def _decide_in_turn(
-        self, rows: Sequence[RowEstimate], running: Sequence[RowEstimate]
+        self, rows: Sequence[RowEstimate], active: Sequence[RowEstimate]
     ) -> list[tuple[RowEstimate, Decision]]:
         """Return the decisions, after dropping the saved caches that keep rows out, that of the youngest row first."""
         costs, with_caches = self._corrected(), self._requests_with_caches()
-        decided = admit_in_turn(rows, running, costs, self._limit, self._rows)
+        decided = admit_in_turn(rows, active, costs, self._limit, self._rows)
         if not with_caches:
             return decided
         without_caches = [replace(row, held_bytes=0) for row in rows]
-        best = _types(admit_in_turn(without_caches, running, costs, self._limit, self._rows))
+        best = _types(admit_in_turn(without_caches, active, costs, self._limit, self._rows))
         while _types(decided) != best:
             youngest = with_caches.pop()
             youngest.drop_cache()
             rows = [replace(row, held_bytes=0) if row.id == youngest.request.id else row for row in rows]
-            decided = admit_in_turn(rows, running, costs, self._limit, self._rows)
+            decided = admit_in_turn(rows, active, costs, self._limit, self._rows)
         return decided
 
     def _reserve(
-        self, running: Sequence[RowEstimate], decided: list[tuple[RowEstimate, Decision]], decoding: Decoding
+        self, active: Sequence[RowEstimate], decided: list[tuple[RowEstimate, Decision]], decoding: Decoding
     ) -> None:
         """Reserve memory for the rows that are active once the decisions are applied."""
-        active = classes.rows_after(running, decided)
-        self._active_lengths, self._images = group_lengths(active), image_demand(active)
+        active_after = classes.rows_after(active, decided)
+        self._active_lengths, self._images = group_lengths(active_after), image_demand(active_after)
         needed = self._corrected().peak_bytes(self._active_lengths, images=self._images)
         self.reserved_bytes = needed - self._costs.resident_bytes, self.reserved_bytes[1]
-        groups = by_group(active)
+        groups = by_group(active_after)
         slack_bytes = self.slack_bytes((groups.get(i, ()) for i in range(len(decoding.buffers))), decoding.buffers)
         self.must_tighten = needed + slack_bytes > self._limit - self._held_bytes()
         self._slack_bytes = 0 if self.must_tighten else slack_bytes

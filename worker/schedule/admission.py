@@ -20,13 +20,13 @@ class RowEstimate:
 
     id: str
     lane: Lane
-    prompt_tokens: int
+    prompt_tokens: int  # to compute; until SpecPrefill is decided, the draft's cache is added, in tokens
     max_tokens: int  # of the answer
     group: int = 0  # number of the group that it decodes in, or will decode in
     overtaken: int = 0  # rows admitted before it although they were behind it; see `Wait`
     preempted: bool = False  # it was active before, so a later correction of the costs must not refuse it
     held_bytes: int = 0  # bytes of its saved cache while it waits
-    images: ImageDemand = NO_IMAGES  # images that are not yet computed
+    images: ImageDemand = NO_IMAGES  # images still to be computed, and the pixel inputs of all
 
     @property
     def tokens(self) -> int:
@@ -70,15 +70,15 @@ _WAIT = Wait()
 
 def admit_in_turn(
     waiting: Sequence[RowEstimate],
-    running: Sequence[RowEstimate],
+    active: Sequence[RowEstimate],
     costs: MemoryModel,
     limit: int,
     max_rows: int = MAX_ROWS,
 ) -> list[tuple[RowEstimate, Decision]]:
-    """Return the decision for each waiting row, interactive rows first, otherwise in the given order. `running`: active
-    rows, the oldest first, including those in prefill. `limit`: bytes that the model and all rows may take. `max_rows`:
+    """Return the decision for each waiting row, interactive rows first, otherwise in the given order. `active`: rows
+    in prefill and decoding rows, the oldest first. `limit`: bytes that the model and all rows may take. `max_rows`:
     most rows that may be active at once."""
-    admission, closed = Admission(running, costs, limit, max_rows), False
+    admission, closed = Admission(active, costs, limit, max_rows), False
     decided = list[tuple[RowEstimate, Decision]]()
     admission.hold(sum(row.held_bytes for row in waiting))
     for candidate in sorted(waiting, key=lambda row: row.lane == "batch"):
@@ -98,13 +98,13 @@ class Admission:
     """Active rows during one round of decisions. Stores the lengths that did not fit, so most rows of a long queue are
     decided by a comparison."""
 
-    def __init__(self, running: Sequence[RowEstimate], costs: MemoryModel, limit: int, max_rows: int) -> None:
+    def __init__(self, active: Sequence[RowEstimate], costs: MemoryModel, limit: int, max_rows: int) -> None:
         self._costs, self._limit, self._max_rows, self._held_bytes = costs, limit, max_rows, 0
         self._nothing = Occupancy(costs)
         self._fits_alone = 0  # tokens of the longest row without images that was found to fit alone
-        self._batch = [row for row in running if row.lane == "batch"]  # active offline rows, the oldest first
-        self._interactive = Occupancy(costs, (row for row in running if row.lane != "batch"))
-        self._all = Occupancy(costs, running) if self._batch else self._interactive.copy()
+        self._batch = [row for row in active if row.lane == "batch"]  # active offline rows, the oldest first
+        self._interactive = Occupancy(costs, (row for row in active if row.lane != "batch"))
+        self._all = Occupancy(costs, active) if self._batch else self._interactive.copy()
         # By group: tokens of the shortest row that was found not to fit, with the offline rows and without them.
         self._too_long, self._too_long_for_all = dict[int, int](), dict[int, int]()
 

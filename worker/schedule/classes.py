@@ -137,8 +137,8 @@ def still_waiting(decided: Iterable[tuple[RowEstimate, Decision]]) -> list[RowEs
     return [row for row, decision in decided if isinstance(decision, Wait)]
 
 
-def rows_after(running: Iterable[RowEstimate], decided: Sequence[tuple[RowEstimate, Decision]]) -> list[RowEstimate]:
+def rows_after(active: Iterable[RowEstimate], decided: Sequence[tuple[RowEstimate, Decision]]) -> list[RowEstimate]:
     """Return the active rows after the decisions are applied."""
     preempted = {id for _, decision in decided if isinstance(decision, Admit) for id in decision.preempt}
     admitted = (row for row, decision in decided if isinstance(decision, Admit))
-    return [*(row for row in running if row.id not in preempted), *admitted]
+    return [*(row for row in active if row.id not in preempted), *admitted]

@@ -31,7 +31,8 @@ class Occupancy:
 
     def __init__(self, costs: MemoryModel, rows: Iterable[Occupant] = ()) -> None:
         self._costs, self._groups, self._images = costs, dict[int, Shape](), NO_IMAGES
-        self._rows = self._longest = 0  # tokens
+        self._rows = 0  # number of rows
+        self._longest = 0  # tokens of the longest row at its end
         for row in rows:
             self._count(row)
         self._bytes = {group: costs.group_bytes(*shape) for group, shape in self._groups.items()}
