@@ -81,7 +81,7 @@ CASES = {
     "an image": (
         arq({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]}),
         "unsupported",
-        "text only",
+        "does not support images",
     ),
     "a schema that means nothing": (
         arq(
