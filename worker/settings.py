@@ -290,7 +290,7 @@ def read_settings(**given: object) -> Settings:
     try:
         return Settings(**given)  # type: ignore[arg-type]
     except ValidationError as error:
-        raise CannotStart(_in_terms_of_variables(error)) from None
+        raise CannotStart("; ".join(map(_sentence, error.errors()))) from None
 
 
 def _refuse_unknown() -> None:
@@ -339,11 +339,8 @@ _WRONG = {
 _OTHERWISE = "it is not valid; see .env.example"
 
 
-def _in_terms_of_variables(error: ValidationError) -> str:
-    return "; ".join(map(_sentence, error.errors()))
-
-
 def _sentence(problem: ErrorDetails) -> str:
+    """Describe a problem in terms of the environment variable."""
     field, value = str(problem["loc"][0]), problem["input"]
     if problem["type"] == "missing":
         return f"{variable(field)} is not set: {Settings.model_fields[field].description}"

@@ -110,22 +110,13 @@ class QueueWorker(Worker):
     # The life of the worker
 
     async def main(self) -> None:
-        """Run until a signal; then give running jobs `grace_s` seconds to end, and requeue the rest.
-
-        Raises `CannotStart`.
-        """
+        """Run until a signal, give running jobs `grace_s` seconds to end, requeue the rest. Raises `CannotStart`."""
         if not await self.connect():
             return
         self.leases.start()
         try:
-            services = (
-                self.publisher.run,
-                self.listener.run,
-                self._cancels.run,
-                self._refresh_presence,
-                self.heartbeat.keep_beating,
-            )
-            async with running_services(*services):
+            services = self.publisher.run, self.listener.run, self._cancels.run
+            async with running_services(*services, self._refresh_presence, self.heartbeat.keep_beating):
                 await self._claim_until_stopping()
                 await self._requeue_lost_claims()
                 await drain(self.jobs.values, self.settings.grace_s, self.force_stop)
@@ -253,9 +244,8 @@ class QueueWorker(Worker):
             pass  # then its lease expires
 
     def _start(self, claim: Claim) -> None:
-        self._metrics.claimed(
-            claim.lane, queue_s=claim.age_s(self.clock.now()), lease_expirations=claim.lease_expirations
-        )
+        queue_s = claim.age_s(self.clock.now())
+        self._metrics.claimed(claim.lane, queue_s=queue_s, lease_expirations=claim.lease_expirations)
         log = self.publisher.open(claim, on_lost=lambda: self._interrupt(claim.job_id, OwnershipLost()))
         job = self.jobs[claim.job_id] = Job(
             claim, log, on_probation=claim.lease_expirations > 0, on_probation_end=self.wake
@@ -313,7 +303,7 @@ class QueueWorker(Worker):
             raise POISON_JOB
         del body  # a large one would stay in memory until the job ends
         answer = await function.coroutine({**self.ctx, "job": job}, request)
-        assert isinstance(answer, JobResult), f"{function.name} must return an Answer"
+        assert isinstance(answer, JobResult), f"{function.name} must return a JobResult"
         return answer
 
     async def _body(self, claim: Claim) -> bytes:

@@ -177,7 +177,7 @@ async def test_text_between_images_is_droppable_and_images_are_not(family: str) 
         cases.image_processor(family).preprocess(image, bytes([at])) for at, image in enumerate(PLACEHOLDER_TOKENS)
     ]
     request = ChatRequest.model_validate({"messages": messages})
-    prompt = await language(family, thinnable=True).prompt(request, [processed.text for processed in images])
+    prompt = await language(family, droppable=True).prompt(request, [processed.text for processed in images])
     tokenizer = cases.model(family).tokenizer
     active = [str(tokenizer.decode(list(prompt.tokens[start:end]))) for start, end in prompt.droppable_ranges]
     for thinnable, whole in zip(active, [river, garden, question[400:-400]], strict=True):

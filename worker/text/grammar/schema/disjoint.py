@@ -163,9 +163,9 @@ class Disjointness:
                 return _fits(len(value), schema, "minItems", "maxItems") and all(within)
             case dict():
                 self._budget.take(len(value))
-                value = ((each, part) for name, each in value.items() for part in _of_property(schema, name))
+                parts = ((each, part) for name, each in value.items() for part in _of_property(schema, name))
                 return value.keys() >= {*_strings(schema.get("required"))} and all(
-                    self.may_be(each, part, depth) for each, part in value
+                    self.may_be(each, part, depth) for each, part in parts
                 )
             case int() | float() if not isinstance(value, bool):
                 return not _no_number([schema, {"const": value}])
