@@ -18,6 +18,7 @@ import redis
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY_CHAT = ROOT / "models" / "tiny-chat"
+_ports_given = set[int]()
 _DICE = random.SystemRandom()  # a seed that processes share would give them the same ports
 _START_S = 60.0  # long enough for the first import of mlx from a slow disk
 
@@ -153,15 +154,21 @@ class WorkerProcess:
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that no process listens on. It is below the ports that systems give to
-    outgoing connections (from 32768 on Linux, 49152 on macOS), so none of those takes it before it is used."""
+    """Return a port of the loopback interface that no process listens on, each only once.
+
+    It is below the ports that systems give to outgoing connections (from 32768 on Linux, 49152 on macOS), so none of
+    those takes it before it is used.
+    """
     while True:
         port = _DICE.randrange(20_000, 32_000)
+        if port in _ports_given:
+            continue
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
+        _ports_given.add(port)
         return port
 
 

@@ -146,6 +146,16 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._ours, text.encode())
 
+    def interrupt(self) -> None:
+        """Press Ctrl-C until the process ends: Python misses an interrupt in the moment before `input` waits."""
+        for _ in range(_TIMEOUT_S):
+            self.type("\x03")
+            try:
+                self.process.wait(1)
+                return
+            except subprocess.TimeoutExpired:
+                pass
+
     def until(self, text: str) -> str:
         """Read the terminal up to and including this text, and return it."""
         shown, deadline = b"", time.monotonic() + _TIMEOUT_S

@@ -50,8 +50,8 @@ def test_ctrl_c_at_the_question_ends_a_purge(sluice: Command, redis_url: str, tm
     terminal = Terminal(redis_url, tmp_path, "queue", "purge", "nobody")
     try:
         terminal.until("[y/N]")
-        terminal.type("\x03")
-        assert terminal.process.wait(30) == 2
+        terminal.interrupt()
+        assert terminal.process.returncode == 2
     finally:
         terminal.close()
     assert sluice.db.zcard("sluice:queue:nobody:interactive") == 3
