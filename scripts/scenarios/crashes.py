@@ -112,7 +112,7 @@ async def poison(url: str, *, neighbours: int, tokens: int) -> list[Figure]:
     label = f"poison among {neighbours}"
     return [
         at_some(f"{label}: deaths", at_deaths),
-        Figure(f"{label}: parked after so many counted crashes ({len(at_deaths)} deaths in all)", "3",
+        Figure(f"{label}: number of counted crashes until it is parked ({len(at_deaths)} deaths in all)", "3",
                str(letters[0].crashes if letters else "not parked"), parked and letters[0].crashes == 3),
         Figure(f"{label}: neighbours wrong, neighbours counted", "0, 0", f"{wrong}, {counted}", not (wrong or counted)),
     ]  # fmt: skip

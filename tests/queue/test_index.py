@@ -101,24 +101,17 @@ async def test_one_that_came_and_one_that_went_are_both_noticed(db: Redis, claim
     assert await db.zrange(INDEX, 0, -1) == await db.zrange(QUEUE, 0, -1)
 
 
-async def test_two_differences_are_mended_one_after_the_other(db: Redis, claims: Claims) -> None:
-    for k in range(60):
-        await put(db, f"job-{k:02}", BODY, at_ms=k)
-    await mended(claims)
-    await db.zrem(QUEUE, "job-20", "job-50")
-    await put(db, "early", BODY, at_ms=10)
-    await mended(claims)
-    assert await db.zrange(INDEX, 0, -1) == await db.zrange(QUEUE, 0, -1)
-
-
-async def test_one_of_a_short_queue_that_took_the_place_of_another_is_noticed_at_once(
-    db: Redis, claims: Claims
+@pytest.mark.parametrize(
+    ("removed", "added_at_ms"), [(["job-07"], 7), (["job-20", "job-50"], 10)], ids=["one place", "several places"]
+)
+async def test_a_short_queue_that_was_changed_within_is_mended_at_once(
+    db: Redis, claims: Claims, removed: list[str], added_at_ms: int
 ) -> None:
     for k in range(60):
         await put(db, f"job-{k:02}", BODY, at_ms=k)
     await mended(claims)
-    await db.zrem(QUEUE, "job-07")
-    await put(db, "other", BODY, at_ms=7)
+    await db.zrem(QUEUE, *removed)
+    await put(db, "other", BODY, at_ms=added_at_ms)
     await mended(claims)
     assert await db.zrange(INDEX, 0, -1) == await db.zrange(QUEUE, 0, -1)
 
