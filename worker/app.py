@@ -1,7 +1,6 @@
 """Builds the worker, starts it, and shuts it down."""
 
 import asyncio
-import gc
 import logging
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -24,6 +23,7 @@ from worker.monitoring.health import Health
 from worker.monitoring.metrics import Metrics
 from worker.monitoring.probes import answer_probes
 from worker.process.exit_timer import EXIT_FORCED, ExitTimer
+from worker.process.garbage import collect_on_a_timer
 from worker.process.log_lines import LineFormatter
 from worker.queue.server.check import ServerCheck
 from worker.queue.server.connection import connect
@@ -74,7 +74,6 @@ async def _serve(
         with _image_inputs(settings, model) as images:
             context = _worker_context(settings, engine, model, images, metrics)
             await context.codec.try_template()
-            gc.freeze()  # otherwise a full collection would visit these objects each time, and delay every row
             worker = QueueWorker(
                 [func(chat, name="chat")],
                 redis=redis,
@@ -96,7 +95,8 @@ async def _serve(
                     settings.worker_name, settings.model_name, model.fingerprint, settings.max_rows,
                     "s" * (settings.max_rows != 1),
                 )  # fmt: skip
-                await _work(worker, batches, ending)
+                async with collect_on_a_timer():
+                    await _work(worker, batches, ending)
     logger.info("stopped")
 
 
