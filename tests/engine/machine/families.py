@@ -1,5 +1,6 @@
 """Tiny models, one for each kind of cache and some with vision, each with a draft model, and the prompts for them."""
 
+from ast import literal_eval
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -62,6 +63,12 @@ def prompt(family: Family, *parts: Part, seed: int) -> Prompt:
 def joined(*parts: Prompt) -> Prompt:
     tokens, sights = (sum(each, ()) for each in zip(*((part.tokens, part.images) for part in parts), strict=True))
     return Prompt(tokens, sights)
+
+
+def with_other_images(family: Family, prompt: Prompt) -> Prompt:
+    """Return the same tokens with images of the same sizes that show something else."""
+    shown = [literal_eval(image.digest.decode()) for image in prompt.images]
+    return Prompt(prompt.tokens, tuple(cases.processed(family.name, seed + 20, *size) for seed, *size in shown))
 
 
 def images_of(family: Family, prompt: Prompt) -> tuple[PromptImage, ...]:

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
 from tests.engine.machine import grammars
-from tests.engine.machine.families import Family, Part, images_of, joined, prompt, request
+from tests.engine.machine.families import Family, Part, images_of, joined, prompt, request, with_other_images
 from tests.engine.machine.faults import NOT_FINITE, ONCE, REFUSED, Faults, Once
 from tests.engine.machine.grammars import Forbids, Forces, Json, Picky, Plan, Raises
 from tests.engine.machine.reference import LONGEST, Answer, alone
@@ -79,8 +79,8 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(
         step_s=st.sampled_from([0.0, 0.02]),
-        rows=st.sampled_from([2, 4, 40]),
-        prefix_bytes=st.sampled_from([0, 100_000, 10**9]),
+        rows=st.sampled_from([2, 4, 40, 40]),
+        prefix_bytes=st.sampled_from([0, 100_000, 10**9, 10**9]),
         content=st.booleans(),
     )
     def open(self, step_s: float, rows: int, prefix_bytes: int, content: bool) -> None:
@@ -145,7 +145,7 @@ class Machine(RuleBasedStateMachine):
             data.draw(st.integers(1, LONGEST), "most tokens"),
             self.specprefill(data, tokens),
             data.draw(st.sampled_from(["interactive", "interactive", "batch"]), "lane"),
-            data.draw(st.sampled_from(["", "", "another"]), "namespace"),
+            data.draw(st.sampled_from(["", "", "", "another"]), "namespace"),
             tuple({min(at, tokens) for at in data.draw(st.lists(places, max_size=3), "boundaries")}),
             data.draw(st.sampled_from([None, None, 0, 2]), "logprobs"),
         )
@@ -169,6 +169,17 @@ class Machine(RuleBasedStateMachine):
     def ask_anew(self, data: st.DataObject, seed: int, system: bool) -> None:
         self.ask(data, base(self.family, data.draw(st.sampled_from(self.catalogue()), "parts"), seed, system=system))
 
+    @rule(data=st.data(), seed=st.integers(1, 2), keep=st.sampled_from(KEEPS[:2]), system=st.booleans())
+    def ask_long(self, data: st.DataObject, seed: int, keep: float, system: bool) -> None:
+        """A prompt of which a part is left out, for a long answer."""
+        long = [
+            parts for parts in self.catalogue() if sum(part for part in parts if isinstance(part, int)) >= LEAST_SCORED
+        ]
+        whole = base(self.family, data.draw(st.sampled_from(long), "parts"), seed, system=system)
+        params = SpecPrefillParams(keep, ((8, len(whole.tokens) - 20),), min_tokens=1, requested=True)
+        sampling = data.draw(st.sampled_from(SAMPLINGS), "sampling")
+        self.submit(Asked(whole, sampling, None, LONGEST, params))
+
     @precondition(lambda self: self.asked)
     @rule(data=st.data(), turn=st.sampled_from([(1,), (12,)]), seed=st.integers(3, 4), answered=st.booleans())
     def go_on(self, data: st.DataObject, turn: tuple[Part, ...], seed: int, answered: bool) -> None:
@@ -191,6 +202,13 @@ class Machine(RuleBasedStateMachine):
             end = len(before.tokens)
         images = sum(last < end for _, last in spans)
         self.ask(data, Prompt(before.tokens[:end], before.images[:images]))
+
+    @precondition(lambda self: self.family.sees and self.asked)
+    @rule(data=st.data())
+    def ask_about_other_images(self, data: st.DataObject) -> None:
+        """The same tokens about other images."""
+        before = self.asked[self.one_of(data, [*self.asked])].prompt
+        self.ask(data, before if self.is_spoilt(before) else with_other_images(self.family, before))
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data(), again=st.booleans())
@@ -255,7 +273,7 @@ class Machine(RuleBasedStateMachine):
 
     # What happens to them
 
-    @rule(steps=st.sampled_from([1, 2, 9]))
+    @rule(steps=st.sampled_from([1, 2, 3, 9]))
     def step(self, steps: int) -> None:
         for _ in range(steps):
             self.step_once()
@@ -277,8 +295,8 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.asked)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        """Any request, also one that has ended."""
-        id = self.one_of(data, [*self.asked])
+        """A request that is not ended, or any if all are."""
+        id = self.one_of(data, [*self.run.active, *self.run.waiting] or [*self.asked])
         self.done.add(id)
         with self.faults.active():
             self.run.engine.remove(id)
@@ -286,7 +304,8 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.asked)
     @rule(data=st.data(), keep=st.booleans())
     def preempt(self, data: st.DataObject, keep: bool) -> None:
-        engine, id = self.run.engine, self.one_of(data, [*self.asked])
+        id = self.one_of(data, self.run.active or [*self.asked])
+        engine = self.run.engine
         if id in engine._prefills or id in {row.id for _, row in engine._running}:  # else it waits, or has just failed
             self.run.preempt(id)
             self.run.readmit(keep_caches=keep)
@@ -399,9 +418,10 @@ class Machine(RuleBasedStateMachine):
         assert "refused" not in self.run.ended.values()
 
     def ask_for_what_is_cached(self) -> None:
-        """The prefix cache still holds what it says: prompts that start with it are answered as they are alone."""
+        """The longest prompts are answered from what the prefix cache still holds of them as they are alone."""
         prompts = {(asked.prompt, asked.namespace) for asked in self.asked.values() if not self.is_spoilt(asked.prompt)}
-        for each, namespace in sorted(prompts, key=repr)[:6]:
+        longest = sorted(prompts, key=lambda each: (len(each[0].tokens), repr(each)), reverse=True)
+        for each, namespace in longest[:6]:
             self.submit(Asked(each, Sampling(), None, 3, namespace=namespace))
         self.finish()
 
