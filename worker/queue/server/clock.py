@@ -13,11 +13,12 @@ class ServerClock:
         self._ahead_s = 0.0
 
     async def sync(self, redis: Redis) -> None:
-        """Measure how far the server's clock is ahead of ours. Raises RedisError, OSError."""
+        """Correct the estimate if the server's clock contradicts it. An answer that took long tells little, so it
+        hardly moves the estimate. Raises RedisError, OSError."""
         before = time.time()
         seconds, microseconds = await redis.time()
-        middle = (before + time.time()) / 2
-        self._ahead_s = seconds + microseconds / 1e6 - middle
+        at = seconds + microseconds / 1e6
+        self._ahead_s = min(max(self._ahead_s, at - time.time()), at - before)
 
     def now(self) -> float:
         """Unix seconds by the server's clock."""
