@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 logger = logging.getLogger("sluice")
 
 _INTERVAL_S = 5.0
-_FEW = 200_000  # objects: visiting them takes up to 30 ms
+_FEW = 50_000  # objects: visiting them takes some 10 ms; a worker with 32 streams has 10,000
 _MANY_MORE = 2_000_000  # objects since the last collection, some hundred bytes each: memory would run out otherwise
 _NEVER = 1_000_000_000  # collections of the middle generation before Python starts a full one
 
