@@ -1,17 +1,25 @@
 """Loads the Lua scripts."""
 
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
+
+Argument = bytes | str | int
 
 JOB_LIFE_MS = 86_400_000  # expiry of the keys of a job that has not ended: arq's default for a queued body
 
 
 # Files that a script needs in addition to `lib` and `index`. These two and `cancel` are in `sluice` too, since a
 # backend does not install `worker`; a test checks that the copies are equal.
-_PARTS = {"claim": ("places", "reconcile"), "release": ("places",)}
+_PARTS = {
+    "claim": ("arguments", "places", "reconcile", "ownership", "selection"),
+    "final": ("arguments",),
+    "release": ("places",),
+}
 
 
 @cache
@@ -24,3 +32,18 @@ def source(name: str) -> str:
 def script(redis: Redis, name: str) -> AsyncScript:
     """Return a callable script. It loads itself again if the server has lost it in a restart or failover."""
     return redis.register_script(source(name))
+
+
+def arguments(**named: Argument | Sequence[Argument]) -> list[Argument]:
+    """Return the arguments of a script that reads them by name: see `arguments.lua`. Before the items of a list, their
+    number is written."""
+    argv = list[Argument]()
+    for name, value in named.items():
+        argv.append(name)
+        argv += [value] if isinstance(value, bytes | str | int) else [len(value), *value]
+    return argv
+
+
+def named(reply: Sequence[Any]) -> dict[str, Any]:
+    """Return a script's reply of names and values."""
+    return {name.decode(): value for name, value in zip(reply[::2], reply[1::2], strict=True)}

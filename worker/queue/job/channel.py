@@ -14,7 +14,7 @@ from schemas import keys
 from worker.errors import OwnershipLost
 from worker.json_bytes import dumps
 from worker.queue.job.claims import Claim, cleanup_keys
-from worker.queue.scripts import JOB_LIFE_MS, script
+from worker.queue.scripts import JOB_LIFE_MS, arguments, script
 from worker.queue.server.clock import ServerClock
 from worker.settings import Settings
 
@@ -192,14 +192,25 @@ class Publisher:
         model, settings = self._settings.model_name, self._settings
         verdict = await self._final(
             keys=[
-                keys.job(job_id), keys.log(job_id), keys.channel(job_id), keys.result(job_id),
-                keys.queue(model, log.claim.lane), *cleanup_keys(job_id),
+                keys.job(job_id),
+                keys.log(job_id),
+                keys.channel(job_id),
+                keys.result(job_id),
+                keys.queue(model, log.claim.lane),
+                *cleanup_keys(job_id),
             ],
-            args=[
-                JOB_LIFE_MS, log.claim.attempt, log.written, ending.state, ending.result,
-                settings.log_ttl_s * 1000, settings.result_ttl_s * 1000, ending.dead_letter, *log.events[log.written :],
-            ],
-        )  # fmt: skip
+            args=arguments(
+                life_ms=JOB_LIFE_MS,
+                attempt=log.claim.attempt,
+                seq=log.written,
+                state=ending.state,
+                result=ending.result,
+                log_ttl_ms=settings.log_ttl_s * 1000,
+                result_ttl_ms=settings.result_ttl_s * 1000,
+                dead_letter=ending.dead_letter,
+                events=log.events[log.written :],
+            ),
+        )
         self._settle_row(log, sent, None if verdict == b"done" else verdict)
 
     def _settle_row(self, log: JobLog, sent: tuple[int, dict[str, str | int]], verdict: int | bytes | None) -> None:

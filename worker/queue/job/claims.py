@@ -5,6 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from arq.constants import in_progress_key_prefix, job_key_prefix, retry_key_prefix
 from redis.asyncio import Redis
@@ -12,7 +13,7 @@ from redis.exceptions import ResponseError
 
 from schemas import keys
 from schemas.keys import Lane
-from worker.queue.scripts import JOB_LIFE_MS, script
+from worker.queue.scripts import JOB_LIFE_MS, arguments, named, script
 from worker.settings import Settings
 
 logger = logging.getLogger("sluice.queue")
@@ -56,6 +57,7 @@ _LATEST_MS = 1e15  # year 33658: finite, so that it can be compared with any clo
 # Bodies up to this size come with the claim. Larger ones would delay the other jobs of the same reply, and block the
 # server while it builds the reply.
 _INLINE_BYTES = 65_536
+_RESUME_FIELDS = ("specprefill", "images")
 
 
 class Claims:
@@ -94,18 +96,31 @@ class Claims:
             lost = lane in self._reply_lost
             known = [claim.job_id for claim in running] if lost else []
             self._reply_lost.add(lane)  # until this reply has arrived
-            more, foreign, rows = await self._claim(
+            reply = await self._claim(
                 keys=[keys.queue(self._model, lane)],
-                args=[
-                    limit, self._lease_ms, self._worker, lane, JOB_LIFE_MS, self._inline_bytes, int(takeover),
-                    suspects, int(lost), len(known), *known, *(part for pair in tenants.items() for part in pair),
-                ],
-            )  # fmt: skip
+                args=arguments(
+                    want=limit,
+                    lease_ms=self._lease_ms,
+                    worker=self._worker,
+                    lane=lane,
+                    life_ms=JOB_LIFE_MS,
+                    most_body_bytes=self._inline_bytes,
+                    takeover=int(takeover),
+                    suspects=suspects,
+                    reply_lost=int(lost),
+                    running=known,
+                    tenants=[part for pair in tenants.items() for part in pair],
+                    resume_fields=_RESUME_FIELDS,
+                ),
+            )
             self._reply_lost.discard(lane)
-        (self._unreconciled.add if more else self._unreconciled.discard)(lane)
-        for found in foreign:
+        return self._read(lane, named(reply))
+
+    def _read(self, lane: Lane, reply: dict[str, Any]) -> list[Claim]:
+        (self._unreconciled.add if reply["more"] else self._unreconciled.discard)(lane)
+        for found in reply["foreign"]:
             logger.warning("deleted a foreign value: %s", found.decode("utf-8", "backslashreplace"))
-        return [_claim(lane, row) for row in rows]
+        return [_read_claim(lane, named(claim)) for claim in reply["claims"]]
 
     def needs_reconcile(self, lane: Lane) -> bool:
         """True if the lane's index does not match its queue yet: claim again at once, even if no row is free."""
@@ -145,21 +160,21 @@ class Claims:
         )
 
 
-def _claim(lane: Lane, row: list[bytes]) -> Claim:
-    values = dict(zip(row[::2], row[1::2], strict=True))
+def _read_claim(lane: Lane, values: dict[str, Any]) -> Claim:
+    specprefill, images_digest = (value or b"" for value in values["resume_state"])
     return Claim(
-        job_id=values[b"id"].decode("utf-8", "surrogateescape"),
+        job_id=values["job_id"].decode("utf-8", "surrogateescape"),
         lane=lane,
-        attempt=int(values[b"attempt"]),
-        crashes=int(values[b"crashes"]),
-        cancelled=bool(int(values[b"cancelled"])),
-        queued_at=min(max(0.0, float(values[b"queued_ms"])), _LATEST_MS) / 1000,  # a score may be infinite
-        events=int(values[b"events"]),
-        body=values[b"body"],
-        body_bytes=int(values[b"body_bytes"]),
-        tenant=values[b"tenant"].decode("utf-8", "replace"),
-        lease_expirations=int(values[b"lease_expirations"]),
-        expired=bool(int(values[b"expired"])),
-        specprefill=values[b"specprefill"],
-        images_digest=values[b"images_digest"],
+        attempt=values["attempt"],
+        crashes=values["crashes"],
+        cancelled=bool(values["cancelled"]),
+        queued_at=min(max(0.0, float(values["queued_ms"])), _LATEST_MS) / 1000,  # a score may be infinite
+        events=values["events"],
+        body=values["body"],
+        body_bytes=values["body_bytes"],
+        tenant=values["tenant"].decode("utf-8", "replace"),
+        lease_expirations=values["lease_expirations"],
+        expired=bool(values["expired"]),
+        specprefill=specprefill,
+        images_digest=images_digest,
     )

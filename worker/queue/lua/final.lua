@@ -1,18 +1,17 @@
 -- End a job: append its last events, store its result and state, and delete arq's keys.
 -- KEYS  job, log, channel, result, queue, and the keys to delete
--- ARGV  life_ms, attempt, seq, state, result, log_ttl_ms, result_ttl_ms, dead letter or '', events ...
+-- ARGV  by name: life_ms, attempt, seq, state, result, log_ttl_ms, result_ttl_ms, dead_letter (or ''); a list: events
 -- Returns 'done', 'fenced', or the length of a list that has lost events.
 local DEAD, MOST_DEAD = 'sluice:dead', 1000
 local job, log, channel, result, queue = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local life_ms, attempt, seq, state = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
+local arguments = read_arguments({ events = true })
+local events = arguments.events
 
-if not owns(job, attempt) then
+if not owns(job, arguments.attempt) then
   -- If this call is repeated because its reply was lost, our final event is the last one.
-  return redis.call('LINDEX', log, -1) == ARGV[#ARGV] and 'done' or 'fenced'
+  return redis.call('LINDEX', log, -1) == events[#events] and 'done' or 'fenced'
 end
-local events = {}
-for i = 9, #ARGV do events[#events + 1] = ARGV[i] end
-local verdict = append(log, channel, seq, events, life_ms)
+local verdict = append(log, channel, tonumber(arguments.seq), events, arguments.life_ms)
 if verdict then return verdict == 'conflict' and 'fenced' or verdict end
 
 local function store_dead_letter(id, letter)
@@ -31,11 +30,11 @@ local function store_dead_letter(id, letter)
 end
 
 local id = string.sub(job, #'sluice:job:' + 1)
-if ARGV[8] ~= '' then store_dead_letter(id, ARGV[8]) end
-redis.call('HSET', job, 'state', state, 'finished_at', milliseconds() / 1000)
-redis.call('SET', result, ARGV[5], 'PX', ARGV[7])
-redis.call('PEXPIRE', job, ARGV[7])
-redis.call('PEXPIRE', log, ARGV[6])
+if arguments.dead_letter ~= '' then store_dead_letter(id, arguments.dead_letter) end
+redis.call('HSET', job, 'state', arguments.state, 'finished_at', milliseconds() / 1000)
+redis.call('SET', result, arguments.result, 'PX', arguments.result_ttl_ms)
+redis.call('PEXPIRE', job, arguments.result_ttl_ms)
+redis.call('PEXPIRE', log, arguments.log_ttl_ms)
 remove_from_queue(queue, id)
 for i = 6, #KEYS do redis.call('DEL', KEYS[i]) end
 return 'done'

@@ -62,6 +62,10 @@ local function lease_left(id, lease_ms)
   return left_ms == -1 and tonumber(lease_ms) or left_ms, owner
 end
 
+local function schedule_lease_check(index, id, left_ms, now)
+  redis.call('ZADD', index.leases, now + math.min(left_ms, RECHECK_MS), id)
+end
+
 -- Add a waiting job: to the suspects, by its crashes, if its lease has ever expired; else to its tenant's line.
 local function add_to_index(index, id, score, info)
   if info.expirations == 0 then

@@ -1,0 +1,54 @@
+-- Own a job: a lease, and the next attempt number, which fences the writes of earlier owners.
+
+local function body_of(job, most_bytes)
+  local key = 'arq:job:' .. job.id
+  local bytes = redis.pcall('STRLEN', key)
+  if type(bytes) ~= 'number' then bytes = 0 end -- a foreign value: the job ends like one without a body
+  -- No body for a job past its deadline, since thousands may expire together.
+  local wanted = bytes > 0 and bytes <= most_bytes and not job.expired
+  return wanted and redis.call('GET', key) or '', bytes
+end
+
+local function events_of(id)
+  local key = 'sluice:log:' .. id
+  local events = redis.pcall('LLEN', key)
+  if type(events) == 'number' then return events end
+  delete_foreign(key, 'no list')
+  return 0
+end
+
+-- Give a waiting job to a worker. If its last owner died, it is on probation, and a crash on probation is counted.
+-- Returns the members of `Claim` by their names.
+local function take_ownership(index, job, arguments, now)
+  local id, key = job.id, 'sluice:job:' .. job.id
+  remove_from_index(index, id)
+  redis.call('ZADD', index.jobs, job.score, id)
+  schedule_lease_check(index, id, tonumber(arguments.lease_ms), now)
+  local attempt = redis.call('HINCRBY', key, 'attempt', 1)
+  local crashes = redis.call('HINCRBY', key, 'crashes', job.counts_as_crash and 1 or 0)
+  if job.expirations > 0 then redis.call('HSET', key, 'lapses', job.expirations, 'probation', 1) end
+  redis.call('SET', 'arq:in-progress:' .. id, arguments.worker .. ':' .. attempt, 'PX', arguments.lease_ms)
+  redis.call('HSET', key, 'state', 'running', 'worker', arguments.worker, 'lane', arguments.lane,
+    'started_at', now / 1000)
+  redis.call('PEXPIRE', key, arguments.life_ms)
+  redis.call('PEXPIRE', 'sluice:log:' .. id, arguments.life_ms)
+  local body, bytes = body_of(job, tonumber(arguments.most_body_bytes))
+  return { 'job_id', id, 'attempt', attempt, 'crashes', crashes, 'lease_expirations', job.expirations,
+    'cancelled', redis.call('EXISTS', 'sluice:cancel:' .. id), 'expired', job.expired and 1 or 0,
+    'queued_ms', job.score, 'events', events_of(id), 'body', body, 'body_bytes', bytes, 'tenant', job.tenant,
+    'resume_state', redis.call('HMGET', key, unpack(arguments.resume_fields)) }
+end
+
+-- Requeue claims of this worker whose reply was lost: it has not started these jobs.
+local function requeue_lost_claims(index, arguments)
+  local worker, running = arguments.worker .. ':', {}
+  for _, id in ipairs(arguments.running) do running[id] = true end
+  for _, id in ipairs(redis.call('ZRANGE', index.leases, 0, -1)) do
+    local _, owner = lease_left(id, arguments.lease_ms)
+    if not running[id] and owner and string.sub(owner, 1, #worker) == worker then
+      redis.pcall('HSET', 'sluice:job:' .. id, 'state', 'queued')
+      redis.call('DEL', 'arq:in-progress:' .. id)
+      redis.call('ZADD', index.leases, 0, id)
+    end
+  end
+end

@@ -1,0 +1,156 @@
+-- Select the jobs to claim, in this order: all past their deadline, a suspect, and then the tenants' jobs in turn.
+-- Selecting changes the index and no job.
+--
+-- The state of a selection: `index`; `now`; `lease_ms`; `takeover`: true if jobs whose lease expired may be selected;
+-- `want`: the number of rows that are still free; `rows`: the rows of each line on this worker, by the line's name.
+
+-- Return the state of a job if it waits: that of `read_job`, and its `id`, its `score`, and `expired`: true if its
+-- deadline has passed. Otherwise correct its place in the index and return nil.
+local function waiting_job(selection, id)
+  local index = selection.index
+  local score = redis.call('ZSCORE', index.queue, id)
+  local job = score and read_job(id)
+  if not job or FINAL[job.state] then
+    index_job(index, id)
+    return nil
+  end
+  local left_ms = lease_left(id, selection.lease_ms)
+  if left_ms then
+    remove_from_index(index, id)
+    redis.call('ZADD', index.jobs, score, id)
+    schedule_lease_check(index, id, left_ms, selection.now)
+    return nil
+  end
+  job.id, job.score, job.expired = id, score, job.deadline ~= nil and job.deadline < selection.now
+  return job
+end
+
+local function may_take(selection, job)
+  return selection.takeover or not job.lease_expired
+end
+
+local function count_row(selection, line)
+  selection.rows[line] = (selection.rows[line] or 0) + 1
+  selection.want = selection.want - 1
+end
+
+-- Check the leases that are due for a check, at most PAGE. Jobs without a lease wait again.
+local function check_leases(selection)
+  local index = selection.index
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', index.leases, '-inf', selection.now, 'LIMIT', 0, PAGE)) do
+    local job = waiting_job(selection, id)
+    if job and may_take(selection, job) then
+      remove_from_index(index, id)
+      add_to_index(index, id, job.score, job)
+    end
+  end
+end
+
+-- Return the jobs whose deadline has passed, at most PAGE. They take no row: they only have to end.
+local function jobs_past_deadline(selection)
+  local index, jobs = selection.index, {}
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', index.deadlines, '-inf', selection.now, 'LIMIT', 0, PAGE)) do
+    local job = waiting_job(selection, id)
+    if job and may_take(selection, job) then
+      delete_deadline(index, id)
+      if job.expired then jobs[#jobs + 1] = job end
+    end
+  end
+  return jobs
+end
+
+-- Iterate over suspects until one takes a row, of those with the fewest crashes: if workers die repeatedly for another
+-- reason, no suspect is tried twice while others wait. Each must be claimed before the next.
+local function suspects(selection)
+  local tries, done = PAGE, false
+  return function()
+    while tries > 0 and not done do
+      tries = tries - 1
+      local id = redis.call('ZRANGE', selection.index.suspects, 0, 0)[1]
+      local job = id and waiting_job(selection, id)
+      done = not id or (job and (not job.expired or not may_take(selection, job)))
+      if job and may_take(selection, job) then
+        if not job.expired then count_row(selection, line_of(job.tenant)) end
+        return job
+      end
+    end
+  end
+end
+
+-- Return lines by the age of their oldest job. `want` lines without a row on this worker are enough.
+local function lines_by_age(selection)
+  local count, lines, index = selection.want, {}, selection.index
+  for _ in pairs(selection.rows) do count = count + 1 end
+  local heads = redis.call('ZRANGEBYLEX', index.lines, '[h', '(h' .. stamp(selection.now + 1), 'LIMIT', 0, count)
+  for _, head in ipairs(heads) do
+    local since = tonumber(string.sub(head, 2, 16))
+    if since then
+      lines[#lines + 1] = { name = string.sub(head, 17), since = since }
+    else
+      redis.call('ZREM', index.lines, head) -- not one of ours
+    end
+  end
+  return lines
+end
+
+-- Return the position of the next line: of those with the fewest rows, the one whose oldest job has waited longest.
+local function next_line(rows, lines)
+  local best = 1
+  for at, line in ipairs(lines) do
+    local difference = (rows[line.name] or 0) - (rows[lines[best].name] or 0)
+    if difference < 0 or (difference == 0 and line.since < lines[best].since) then best = at end
+  end
+  return best
+end
+
+-- Return when the first job of a line was queued, and its member of `lines`; nil if none is due.
+local function first_due(selection, line)
+  local first = first_of(selection.index, line)
+  if not first then return nil end
+  local since = tonumber((split_member(line, first)))
+  if not since then
+    redis.call('ZREM', selection.index.lines, first) -- not one of ours
+    return first_due(selection, line)
+  end
+  if since <= selection.now then return since, first end
+end
+
+-- Remove the first job of a line. Returns the job if it still waits there.
+local function pop_first(selection, line, first)
+  local index, first_stamp, id = selection.index, split_member(line, first)
+  remove_from_line(index, line, first)
+  local job = redis.call('ZSCORE', index.jobs, id) and waiting_job(selection, id)
+  if not job then return nil end
+  if stamp(job.score) ~= first_stamp or job.expirations > 0 then
+    index_job(index, id)
+    return nil
+  end
+  return job
+end
+
+-- Iterate over the tenants' jobs until all rows are taken. It begins with the tenant that has the fewest rows here; of
+-- one tenant the oldest job comes first. Each must be claimed before the next.
+local function jobs_in_turn(selection)
+  local lines, tries = lines_by_age(selection), PAGE
+  return function()
+    while selection.want > 0 and tries > 0 and #lines > 0 do
+      local at = next_line(selection.rows, lines)
+      local line = lines[at]
+      local since, first = first_due(selection, line.name)
+      if not since then
+        redis.call('ZREM', selection.index.lines, 'h' .. stamp(line.since) .. line.name)
+        table.remove(lines, at)
+      elseif since > line.since then
+        line.since = since
+      else
+        local job = pop_first(selection, line.name, first)
+        if job and not job.expired then
+          count_row(selection, line.name)
+        else -- the job takes no row, so another line may be the older one
+          lines, tries = lines_by_age(selection), tries - 1
+        end
+        if job then return job end
+      end
+    end
+  end
+end
