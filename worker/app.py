@@ -24,7 +24,7 @@ from worker.monitoring.metrics import Metrics
 from worker.monitoring.probes import answer_probes
 from worker.process.exit_timer import EXIT_FORCED, ExitTimer
 from worker.process.garbage import collect_on_a_timer
-from worker.process.log_lines import LineFormatter
+from worker.process.log_lines import set_up_logging
 from worker.queue.server.check import ServerCheck
 from worker.queue.server.connection import connect
 from worker.queue.worker import QueueWorker
@@ -168,14 +168,7 @@ def _die() -> None:
     os._exit(EXIT_ENGINE_DIED)
 
 
-def set_up_logging(settings: Settings) -> None:
-    """Log to stderr at the level of the settings."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(LineFormatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
-    logging.basicConfig(level=settings.log_level, handlers=[handler])
-
-
 def run(settings: Settings) -> None:
     """Serve until the worker is stopped. Blocks. Raises `CannotStart`."""
-    set_up_logging(settings)
+    set_up_logging(settings.log_level)
     asyncio.run(serve(settings))

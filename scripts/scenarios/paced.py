@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 
 from arq.worker import func
 
-from worker.app import set_up_logging
 from worker.chat.context import WorkerContext
 from worker.jobs import chat
 from worker.monitoring.health import Health
 from worker.monitoring.metrics import Metrics
 from worker.monitoring.probes import answer_probes
+from worker.process.log_lines import set_up_logging
 from worker.queue.server.connection import connect
 from worker.queue.worker import QueueWorker
 from worker.schedule.outcomes import OutcomeListener, Sampled
@@ -163,5 +163,5 @@ async def serve(settings: Settings, step_s: float) -> None:
 
 if __name__ == "__main__":
     settings = read_settings()
-    set_up_logging(settings)
+    set_up_logging(settings.log_level)
     asyncio.run(serve(settings, float(os.environ.get("PACED_STEP_MS", "20")) / 1000))

@@ -4,9 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from worker.app import set_up_logging
-from worker.process.log_lines import LineFormatter, escaped
-from worker.settings import Settings
+from worker.process.log_lines import LineFormatter, escaped, set_up_logging
 
 FORGED = "x\n2026-01-01 00:00:00,000 I sluice.queue: job y finished"
 
@@ -60,5 +58,5 @@ def test_ordinary_text_is_left_as_it_is() -> None:
 def test_the_worker_logs_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
     root = logging.Logger("root")
     monkeypatch.setattr(logging, "root", root)
-    set_up_logging(Settings(model="none"))
+    set_up_logging("INFO")
     assert [type(handler.formatter) for handler in root.handlers] == [LineFormatter]

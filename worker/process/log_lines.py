@@ -1,10 +1,17 @@
-"""Formats the log: one line for each record, for any job id of a client."""
+"""Writes the log: one line for each record, for any job id of a client."""
 
 import logging
 import re
 
 _LONGEST = 4_000  # characters of a message
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+def set_up_logging(level: str) -> None:
+    """Log to stderr from this level on."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
 
 
 class LineFormatter(logging.Formatter):
