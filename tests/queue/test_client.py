@@ -168,7 +168,7 @@ async def test_connections_killed_all_the_time_cost_no_stream_an_event(
     streams = [asyncio.create_task(seqs(client, f"job-{k}")) for k in range(16)]
     killed = await _kill_subscribers(db, lambda: not all(stream.done() for stream in streams))
     assert [stream.result() for stream in streams] == [list(range(62))] * 16
-    assert killed >= 10
+    assert killed >= 3
     await check_all_ended(db)
 
 

@@ -74,13 +74,14 @@ async def test_a_missing_permission_ends_a_stream(limited: Callable[..., Awaitab
 
 
 async def test_a_user_who_may_not_ping_streams_through_lost_connections(
-    db: Redis, limited: Callable[..., Awaitable[Client]]
+    db: Redis, limited: Callable[..., Awaitable[Client]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("sluice.streaming.hub._QUIET_S", 0.1)
     client = await limited("-ping")
     stream = asyncio.create_task(seqs(client, "a"))
     await subscribed(db, wire.channel("a"))
     await say(db, event(0))
-    await asyncio.sleep(2.5)  # the connection was quiet for long enough to be checked
+    await asyncio.sleep(0.5)  # the connection was quiet for long enough to be checked
     await db.client_kill_filter(user="limited")
     await say(db, event(1, "cancelled"))
     assert await asyncio.wait_for(stream, 5) == [0, 1]

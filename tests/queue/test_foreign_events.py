@@ -110,10 +110,13 @@ async def test_a_wrong_number_ends_the_streams_of_a_blocking_client(db: Redis, r
         await asyncio.wait_for(asyncio.to_thread(read, client), 5)
 
 
-async def test_a_stream_from_beyond_the_end_waits_while_the_list_grows(db: Redis, client: Client) -> None:
+async def test_a_stream_from_beyond_the_end_waits_while_the_list_grows(
+    db: Redis, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.streaming.streams.SILENCE_S", 0.05)
     await db.rpush(keys.log("a"), DELTA)
     reading = asyncio.create_task(seqs(client, "a", after=1))
-    await asyncio.sleep(1.2)  # the list was read from beyond its end
+    await asyncio.sleep(0.3)  # the list was read from beyond its end
     await db.rpush(keys.log("a"), SECOND, event(2, "cancelled", reason="requested", usage={}))
     assert await asyncio.wait_for(reading, 5) == [2]
 

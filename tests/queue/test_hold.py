@@ -7,6 +7,7 @@ from redis.asyncio import Redis
 
 from schemas import keys
 from tests.queue.helpers import envelope, put, settings
+from tests.waiting import until
 from worker.queue.job import channel
 from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claims
@@ -15,7 +16,7 @@ from worker.queue.server.connection import connect
 
 
 async def test_the_engine_is_held_while_too_many_events_wait_and_goes_on_after(
-    redis_url: str, db: Redis, monkeypatch: pytest.MonkeyPatch
+    redis_url: str, db: Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(channel, "_MAX_UNWRITTEN", 10)
     given, held = settings(redis_url), list[bool]()
@@ -29,16 +30,14 @@ async def test_the_engine_is_held_while_too_many_events_wait_and_goes_on_after(
         try:
             for k in range(10):
                 log.append("delta", token_ids=[k])
-            await asyncio.sleep(0.5)
+            await until(lambda: bool(caplog.records))  # of the outage
             assert held == [], "ten may wait"
             log.append("delta", token_ids=[10])
-            await asyncio.sleep(1.5)
-            assert held == [True]
+            await until(lambda: held == [True])
             assert publisher.num_unwritten == 11
         finally:
             await db.config_set("maxmemory", 0)
         await asyncio.wait_for(publisher.flush(log), 5)
-        await asyncio.sleep(0.1)
-        assert held == [True, False]
+        await until(lambda: held == [True, False])
         assert await db.llen(keys.log("a")) == 11
         running.cancel()
