@@ -14,6 +14,7 @@ from sluice import Client
 from tests.selection import case_of, chosen
 
 SERVERS = {"server_url", "redis_url", "worker"}  # fixtures that start one
+MODELS = {"engine", "tools"}  # folders whose files build models: the tests of a file share a process
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,10 +25,13 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("all" if config.getoption("all") else "default")
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and (SERVERS & {*item.fixturenames} or "end_to_end" in item.path.parts):
             item.add_marker("live")
+        if MODELS & {*item.path.parts}:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     if not config.getoption("all") and not any("::" in arg for arg in config.args):
         _leave_to_all(config, items)
 

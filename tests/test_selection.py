@@ -18,10 +18,10 @@ def run(listed: list[Case]) -> list[str]:
 
 
 def test_of_families_with_caches_alike_the_first_runs() -> None:
-    assert run(cases("test", "gpt_oss", "gemma3", "llama", "gemma3n", "deepseek_v3")) == [
+    assert run(cases("test", "gpt_oss", "gemma3", "llama", "gemma3n", "deepseek_v32")) == [
         "gemma3",
         "llama",
-        "deepseek_v3",
+        "deepseek_v32",
     ]
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from scripts.stack import ROOT, TINY_CHAT
 from tests.engine.tiny import prompt
+from tests.selection import examples
 from worker.engine.model.load import Model, open_model
 from worker.engine.thread import EngineThread
 from worker.errors import CannotStart
@@ -132,5 +133,5 @@ asyncio.run(main())
 
 
 def test_process_with_a_busy_engine_exits_cleanly() -> None:
-    for _ in range(3):
+    for _ in range(examples(3)):
         subprocess.run([sys.executable, "-c", EXITS], check=True, cwd=ROOT)

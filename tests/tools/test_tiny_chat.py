@@ -159,11 +159,13 @@ def trained(tmp_path_factory, tokenizer) -> Trained:
     return Trained(folder, losses)
 
 
+@pytest.mark.slow
 def test_sixty_steps_take_a_third_off_the_loss(trained):
     assert len(trained.losses) == 60
     assert sum(trained.losses[-5:]) / 5 < 0.67 * trained.losses[0]
 
 
+@pytest.mark.slow
 def test_the_exported_folder_opens_and_generates(trained):
     model, tokenizer = mlx_lm.load(str(trained.folder))
     said = list(mlx_lm.stream_generate(model, tokenizer, "<|im_start|>user\nCount to 3.", max_tokens=5))
@@ -171,6 +173,7 @@ def test_the_exported_folder_opens_and_generates(trained):
     assert tokenizer.eos_token_ids == {TURN_END}
 
 
+@pytest.mark.slow
 def test_matrices_are_stored_in_half_precision_and_the_rest_whole(trained):
     weights = mx.load(str(trained.folder / WEIGHTS))
     assert all(weight.dtype == (mx.float16 if weight.ndim > 1 else mx.float32) for weight in weights.values())
@@ -197,6 +200,7 @@ def test_a_stopped_run_goes_on_at_its_checkpoint_and_ends_with_the_same_weights(
     assert (tmp_path / "stopped" / WEIGHTS).read_bytes() == (tmp_path / "at once" / WEIGHTS).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_a_checkpoint_to_go_on_from(tmp_path, tokenizer):
     tokenizer.save(str(tmp_path / TOKENIZER))
     options = ["--size", "small", "--steps", "5000", "--checkpoint-every", "2"]
@@ -221,6 +225,7 @@ def wait_for(path: Path, process: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_another_plan_does_not_go_on_from_a_checkpoint(trained):
     with pytest.raises(CannotTrain, match="another run"):
         open_training(trained.folder, Plan("small", 61, seed=0))
@@ -261,8 +266,10 @@ WITH_TOOLS = [
 
 
 @pytest.fixture(scope="module")
-def ours(trained) -> TokenizerWrapper:
-    return mlx_lm.load(str(trained.folder))[1]
+def ours(tmp_path_factory, tokenizer) -> TokenizerWrapper:
+    folder = tmp_path_factory.mktemp("template") / "model"
+    train(folder, Plan("small", 1, seed=0), tokenizer)
+    return mlx_lm.load(str(folder))[1]
 
 
 @pytest.mark.parametrize("options", [{}, {"tools": [WEATHER]}, {"add_generation_prompt": True}])
@@ -292,7 +299,9 @@ def bundled() -> Answerer:
     return Answerer(TINY_CHAT)
 
 
-@pytest.mark.parametrize("skill", SKILLS)
+@pytest.mark.parametrize(
+    "skill", [pytest.param(skill, marks=[pytest.mark.slow] * (",000" in skill or ",500" in skill)) for skill in SKILLS]
+)
 def test_the_bundled_model_knows_its_world(bundled, skill):
     *asked, right = SKILLS[skill](Random(1))
     assert bundled.answer(asked) == right.text

@@ -13,8 +13,6 @@ import sluice
 import worker
 from scripts.stack import ROOT
 
-pytestmark = pytest.mark.xdist_group("wheels")  # they are built once
-
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -34,6 +32,7 @@ def packages(wheel: Path) -> set[str]:
     return {name for name in names if not name.endswith(".dist-info")}
 
 
+@pytest.mark.slow
 def test_the_client_installs_one_package_and_the_worker_its_own_two(wheels: dict[str, Path]) -> None:
     assert {name: packages(wheel) for name, wheel in wheels.items()} == {
         "mlx_sluice": {"sluice"},
@@ -41,6 +40,7 @@ def test_the_client_installs_one_package_and_the_worker_its_own_two(wheels: dict
     }
 
 
+@pytest.mark.slow
 def test_every_module_and_script_is_in_a_wheel(wheels: dict[str, Path]) -> None:
     shipped = {name for wheel in wheels.values() for name in ZipFile(wheel).namelist()}
     files = (file for top in ("schemas", "sluice", "worker") for file in (ROOT / top).rglob("*"))
@@ -48,6 +48,7 @@ def test_every_module_and_script_is_in_a_wheel(wheels: dict[str, Path]) -> None:
     assert wanted - shipped == set()
 
 
+@pytest.mark.slow
 def test_the_client_alone_can_be_imported_and_says_its_version(wheels: dict[str, Path], tmp_path: Path) -> None:
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path)]
     subprocess.run([*install, str(wheels["mlx_sluice"])], check=True, capture_output=True, timeout=120)
