@@ -91,8 +91,7 @@ def test_a_day_that_is_rare_can_be_asked_for_as_often_as_is_allowed(sluice: Comm
 
 
 def test_help_teaches_with_an_example_and_needs_no_worker(sluice: Command) -> None:
-    without = "import sys; sys.modules.update(schemas=None, worker=None); from sluice.cli import main; main()"
-    code, out, _ = sluice.python("-c", without, "batch", "schedule", "--help")
+    code, out = sluice.help("batch", "schedule")
     assert (code, "    sluice batch schedule" in out) == (0, True)
 
 

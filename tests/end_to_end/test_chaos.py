@@ -43,8 +43,24 @@ TIMED = {
 }
 
 
+# Smaller ones are in test_crash, test_shutdown, test_batch and test_cli_operators, and in tests/queue/job/test_claims.
+LARGE = {
+    "a killed worker's streams go on",
+    "a stopped worker hands its streams over",
+    "a sleeper that wakes writes nothing stale",
+    "an idle worker is quiet",
+    "poison is parked and its neighbours are not",
+    "an offline run is killed",
+    "many small jobs end once",
+}
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.timing] * (name in TIMED)) for name in SCENARIOS]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.timing] * (name in TIMED) + [pytest.mark.slow] * (name in LARGE))
+        for name in SCENARIOS
+    ],
 )
 async def test_nothing_is_lost_when(name: str) -> None:
     with Server() as server:
@@ -60,6 +76,7 @@ async def test_hostile_payloads_fail_by_name_and_run_nothing(tmp_path: Path) -> 
     assert not bomb.exists()
 
 
+@pytest.mark.slow
 async def test_greedy_requests_beside_streams_end_by_name() -> None:
     kinds = [kind for kind in greedy.KINDS if "metadata" in kind.label or "escapes" in kind.label]
     with Server() as server:
@@ -69,6 +86,7 @@ async def test_greedy_requests_beside_streams_end_by_name() -> None:
     assert all(figure.holds for figure in verdicts), verdicts
 
 
+@pytest.mark.slow
 async def test_fuzzed_bodies_end_once_each_and_none_by_our_fault() -> None:
     with Server() as server:
         figures = await fuzz.fuzzed(server.url, bodies=60, streams=2, alone_s=0.5)

@@ -1,4 +1,4 @@
-"""`sluice check` as a process: its output and its exit code."""
+"""`sluice check`: its output and its exit code."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.stack import ROOT, TINY_CHAT
+from tests.end_to_end.test_cli import run_here
 from tests.engine.tiny import CANNOT_BATCH, CONFIGS, write_checkpoint
 from tests.engine.vision.checkpoints import write_checkpoint as write_seeing
 from worker.engine.device import memory_for_model
@@ -16,15 +17,20 @@ from worker.engine.device import memory_for_model
 _WITHOUT_WORKER = "import sys; sys.modules['worker'] = None; from sluice.cli import main; main()"
 
 
-def run(*args: str, **settings: str) -> tuple[int, str, str]:
+def environment(**settings: str) -> dict[str, str]:
+    others = {key: value for key, value in os.environ.items() if not key.startswith("SLUICE_")}
+    return {**others, "PYTHONPATH": str(ROOT), "COLUMNS": "80", **settings}
+
+
+def run(*args: str) -> tuple[int, str, str]:
     """Run Python; return exit code, stdout and stderr."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", **settings}
-    done = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=60, env=env)
+    done = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=60, env=environment())
     return done.returncode, done.stdout, done.stderr
 
 
 def check(*args: str, **settings: str) -> tuple[int, str, str]:
-    return run("-m", "sluice.cli", "check", *args, **settings)
+    """Run the command in this process; return exit code, stdout and stderr."""
+    return run_here("check", *args, env=environment(**settings), folder=ROOT)
 
 
 def cells(table: str) -> dict[str, str]:
@@ -34,7 +40,7 @@ def cells(table: str) -> dict[str, str]:
 
 
 def test_a_person_sees_what_a_model_gets_in_eighty_columns() -> None:
-    code, out, err = check(str(TINY_CHAT))
+    code, out, err = run("-m", "sluice.cli", "check", str(TINY_CHAT))
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     said = cells(out)
@@ -46,6 +52,7 @@ def test_a_person_sees_what_a_model_gets_in_eighty_columns() -> None:
     assert said["tool calls"] == "json_tools: <tool_call> … </tool_call>"
     assert said["schemas"] == "yes"
     assert int(said["32,768"].replace(",", "")) >= 1
+    assert check(str(TINY_CHAT)) == (code, out, err)
 
 
 def test_windows_are_told_apart_from_what_grows(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,18 +45,20 @@ class Command:
 
     def __call__(self, *args: str, stdin: str = "") -> tuple[int, str, str]:
         """Run the command in this process. Return exit code, stdout and stderr, as `process` does for the same."""
-        out, err = io.BytesIO(), io.BytesIO()
-        streams = {
-            "stdin": io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8"),
-            "stdout": io.TextIOWrapper(out, encoding="utf-8"),
-            "stderr": io.TextIOWrapper(err, encoding="utf-8", errors="backslashreplace"),
-        }
-        here = patch.dict(os.environ, self.env, clear=True)
-        with here, chdir(self._given["cwd"]), patch.multiple(sys, argv=["sluice", *args], **streams):
-            code = _exit_code(main)
-            sys.stdout.flush()
-            sys.stderr.flush()
-        return code, out.getvalue().decode(), err.getvalue().decode()
+        return run_here(*args, env=self.env, folder=self._given["cwd"], stdin=stdin)
+
+    def help(self, *args: str) -> tuple[int, str]:
+        """Run the command with --help in this process, in which no module of the worker can be imported meanwhile.
+        Return exit code and stdout."""
+        packages = "schemas", "worker"
+        hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in packages}
+        sys.modules.update(dict.fromkeys([*packages, *hidden]))
+        try:
+            return self(*args, "--help")[:2]
+        finally:
+            for name in packages:
+                del sys.modules[name]
+            sys.modules.update(hidden)
 
     def process(self, *args: str, stdin: str = "") -> tuple[int, str, str]:
         """Run the command in a process of its own. Return exit code, stdout and stderr."""
@@ -105,6 +107,22 @@ class Command:
         while len(self.log(job_id)) < 2:
             assert time.monotonic() < deadline, f"{job_id} does not start"
             time.sleep(0.01)
+
+
+def run_here(*args: str, env: Mapping[str, str], folder: Path, stdin: str = "") -> tuple[int, str, str]:
+    """Run `sluice` in this process, with this environment alone. Return exit code, stdout and stderr."""
+    out, err = io.BytesIO(), io.BytesIO()
+    streams = {
+        "stdin": io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8"),
+        "stdout": io.TextIOWrapper(out, encoding="utf-8"),
+        "stderr": io.TextIOWrapper(err, encoding="utf-8", errors="backslashreplace"),
+    }
+    here = patch.dict(os.environ, env, clear=True)
+    with here, chdir(folder), patch.multiple(sys, argv=["sluice", *args], **streams):
+        code = _exit_code(main)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return code, out.getvalue().decode(), err.getvalue().decode()
 
 
 def _exit_code(run: Callable[[], None]) -> int:
@@ -494,6 +512,11 @@ def test_missing_extra_is_told_in_one_sentence(sluice: Command, missing: str, ar
 
 @pytest.mark.parametrize("command", ["", "worker", "chat", "submit", "tail", "cancel"])
 def test_help_teaches_with_an_example_and_needs_no_worker(sluice: Command, command: str) -> None:
-    without = "import sys; sys.modules.update(schemas=None, worker=None); from sluice.cli import main; main()"
-    code, out, _ = sluice.python("-c", without, *command.split(), "--help")
+    code, out = sluice.help(*command.split())
     assert (code, f"    sluice {command}" in out) == (0, True)
+
+
+def test_the_command_starts_where_no_worker_is_installed(sluice: Command) -> None:
+    without = "import sys; sys.modules.update(schemas=None, worker=None); from sluice.cli import main; main()"
+    code, out, _ = sluice.python("-c", without, "--help")
+    assert (code, "Commands" in out) == (0, True)

@@ -17,6 +17,7 @@ from tests.keyspace import check_job_keys
 from tests.waiting import until
 
 LEASE_S = 2.0
+TOKENS = 120  # enough to reach the stop string
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ async def watch(client: Client, job_id: str) -> Seen:
 
 def requests() -> list[dict[str, object]]:
     """Greedy, seeded, penalties, a stop string across tokens, unicode: each long enough to be cut."""
-    no_end = {"logit_bias": {"2": -100}, "max_tokens": 200}
+    no_end = {"logit_bias": {"2": -100}, "max_tokens": TOKENS}
     chat = [{"role": "user", "content": "Count to 40."}]
     unicode = [{"role": "user", "content": "Repeat after me: 🚀日本 👩‍💻 é 🇯🇵 жщ"}]
     return [
@@ -116,4 +117,4 @@ async def test_another_model_starts_over_and_says_so(
             seen = await asyncio.wait_for(watching, 30)
     assert seen.kinds() == ["started", "restarted", "finished"]
     again = seen.events[[event.type for event in seen.events].index("restarted") :]
-    assert sum(len(event.token_ids) for event in again if isinstance(event, Delta)) == 200
+    assert sum(len(event.token_ids) for event in again if isinstance(event, Delta)) == TOKENS

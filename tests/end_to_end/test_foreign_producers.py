@@ -138,5 +138,6 @@ def test_text_beyond_ascii_arrives_whole(producer: Producer) -> None:
     assert json.loads(producer.run("result", job_id))["sluice"]["metadata"] == {"text": text}
 
 
+@pytest.mark.slow  # a producer waits for ten seconds
 def test_a_job_without_a_trace_is_reported_as_unknown(producer: Producer) -> None:
     assert "no such job, or its events have expired" in producer.run("events", "nobody", code=1)

@@ -68,7 +68,7 @@ def settled(port: int) -> Page:
     return until(port, lambda page: page("vllm:num_requests_running") == 0)
 
 
-def until(port: int, true: Callable[[Page], bool], *, within_s: float = 5) -> Page:
+def until(port: int, true: Callable[[Page], bool], *, within_s: float = 30) -> Page:
     deadline = time.monotonic() + within_s
     while not true(page := scrape(port)):
         assert time.monotonic() < deadline, f"not so within {within_s:g} s: {page.samples}"

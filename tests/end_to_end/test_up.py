@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -57,9 +57,9 @@ def running(folder: Path, *args: str, model: Path | str = TINY_CHAT) -> Iterator
         yield up
     finally:
         for _ in range(2):
-            if up.process.poll() is None:
-                up.process.terminate()
-                time.sleep(0.5)
+            up.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                up.process.wait(0.5)
         up.process.wait(START_S)
 
 

@@ -3,7 +3,8 @@
 import asyncio
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from tests.engine.vision.checkpoints import EOS, write_checkpoint
 from tests.images.pictures import data_url, patch, saved
 
 FAMILIES = "qwen3_5", "qwen3_vl", "gemma3"
+FIRST, *OTHERS = FAMILIES
+SHARED = "shared"  # the name under which one worker serves the first family to most tests
 TOKENS = 24
 
 Message = dict[str, Any]
@@ -72,6 +75,7 @@ def sent(chat: list[Message]) -> list[Message]:
     ]
 
 
+@cache
 def upstream(folder: Path) -> Says:
     """Greedy, by mlx-vlm, with the prompt that the model's own processor makes of the whole conversation."""
     model, processor = load(str(folder))
@@ -116,8 +120,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: write_checkpoint(family, tmp_path_factory.mktemp(family), seed=1) for family in FAMILIES}
 
 
-async def ask(client: Client, chat: list[Message], **more: object) -> str:
-    job = await client.submit({"messages": sent(chat), "temperature": 0, "max_tokens": TOKENS, **more})
+@pytest.fixture(scope="module")
+def shared(server_url: str, folders: dict[str, Path]) -> Iterator[WorkerProcess]:
+    with WorkerProcess(server_url, model=folders[FIRST], model_name=SHARED, step_ms=1) as process:
+        yield process
+
+
+async def ask(client: Client, chat: list[Message], *, model: str = "default", **more: object) -> str:
+    job = await client.submit({"messages": sent(chat), "temperature": 0, "max_tokens": TOKENS, **more}, model=model)
     return job.id
 
 
@@ -129,13 +139,15 @@ def tokens(events: list[Event]) -> list[int]:
     return [token for event in events if isinstance(event, Delta) for token in event.token_ids]
 
 
-async def hear(client: Client, chat: list[Message], **more: object) -> tuple[list[int], Finished]:
-    events = await events_of(client, await ask(client, chat, **more))
+async def hear(
+    client: Client, chat: list[Message], *, model: str = "default", **more: object
+) -> tuple[list[int], Finished]:
+    events = await events_of(client, await ask(client, chat, model=model, **more))
     assert isinstance(events[-1], Finished), events[-1]
     return tokens(events), events[-1]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [FIRST, *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)])
 async def test_jobs_with_images_and_without_say_together_what_mlx_vlm_says_to_each_alone(
     redis_url: str, client: Client, folders: dict[str, Path], family: str
 ) -> None:
@@ -155,14 +167,14 @@ async def test_jobs_with_images_and_without_say_together_what_mlx_vlm_says_to_ea
     assert heard == [expected[name] for name in names]
 
 
+@pytest.mark.usefixtures("shared")
 async def test_an_image_in_the_next_turn_is_found_and_a_new_one_is_seen(
-    redis_url: str, client: Client, folders: dict[str, Path]
+    client: Client, folders: dict[str, Path]
 ) -> None:
     first = [user("Look: ", picture(7, 64, 64))]
     turn = [*first, {"role": "assistant", "content": "I see."}, user(picture(8, 48, 64), "And this?")]
-    expected = [upstream(folders["qwen3_5"])(chat) for chat in (first, turn, turn)]
-    with WorkerProcess(redis_url, model=folders["qwen3_5"]):
-        heard = [await hear(client, chat) for chat in (first, turn, turn)]
+    expected = [upstream(folders[FIRST])(chat) for chat in (first, turn, turn)]
+    heard = [await hear(client, chat, model=SHARED) for chat in (first, turn, turn)]
     assert [said for said, _ in heard] == expected
     images, cached = zip(*((end.usage.image_tokens, end.usage.cached_tokens) for _, end in heard), strict=True)
     assert images == (64, 64 + 48, 64 + 48)
@@ -171,21 +183,21 @@ async def test_an_image_in_the_next_turn_is_found_and_a_new_one_is_seen(
     assert cached[2] > 64 + 48
 
 
-async def test_the_result_counts_the_tokens_of_images(redis_url: str, client: Client, folders: dict[str, Path]) -> None:
-    with WorkerProcess(redis_url, model=folders["qwen3_5"]):
-        ids = [await ask(client, CHATS[name]) for name in ("text", "one")]
-        plain, seeing = [(await client.result(id))["usage"] for id in ids]
+@pytest.mark.usefixtures("shared")
+async def test_the_result_counts_the_tokens_of_images(client: Client) -> None:
+    ids = [await ask(client, CHATS[name], model=SHARED) for name in ("text", "one")]
+    plain, seeing = [(await client.result(id))["usage"] for id in ids]
     assert seeing["prompt_tokens_details"] == {"cached_tokens": 0, "image_tokens": 15}
     assert plain["prompt_tokens_details"] == {"cached_tokens": 0}
     assert seeing["prompt_tokens"] > 15
 
 
-async def test_an_image_on_its_way_through_the_tower_is_told(
-    redis_url: str, client: Client, folders: dict[str, Path]
-) -> None:
-    with WorkerProcess(redis_url, model=folders["qwen3_5"], step_ms=1):
-        events = await events_of(client, await ask(client, [user(*(picture(at, 64, 64) for at in range(16)))]))
+@pytest.mark.usefixtures("shared")
+async def test_an_image_on_its_way_through_the_tower_is_told(client: Client) -> None:
+    chat = [user(*(picture(at, 64, 64) for at in range(20, 36)))]
+    events = await events_of(client, await ask(client, chat, model=SHARED))
     told = [event for event in events if isinstance(event, Progress)]
+    assert "encoding" in {event.phase for event in told}
     assert {event.phase for event in told} <= {"waiting", "encoding", "prefill"}
     assert all(0 <= event.done <= event.total for event in told)
 
@@ -200,28 +212,24 @@ BAD: dict[str, tuple[str, str]] = {
 }
 
 
+@pytest.mark.usefixtures("shared")
 async def test_an_image_that_cannot_be_shown_fails_its_job_by_name_and_no_other(
-    redis_url: str, client: Client, folders: dict[str, Path]
+    client: Client, folders: dict[str, Path]
 ) -> None:
-    expected = upstream(folders["qwen3_5"])(CHATS["one"])
-    with WorkerProcess(redis_url, model=folders["qwen3_5"]):
-        beside = [await ask(client, CHATS["one"]) for _ in range(4)]
-        for url, word in BAD.values():
-            job = await client.submit(
-                {
-                    "messages": [
-                        {"role": "user", "content": [text("?"), {"type": "image_url", "image_url": {"url": url}}]}
-                    ]
-                }
-            )
-            last = (await events_of(client, job.id))[-1]
-            assert isinstance(last, Failed)
-            assert word in last.error.message
-            assert last.error.type in ("invalid_request", "unsupported")
-        assert [tokens(await events_of(client, id)) for id in beside] == [expected] * 4
+    expected = upstream(folders[FIRST])(CHATS["one"])
+    beside = [await ask(client, CHATS["one"], model=SHARED) for _ in range(4)]
+    for url, word in BAD.values():
+        content = [text("?"), {"type": "image_url", "image_url": {"url": url}}]
+        job = await client.submit([{"role": "user", "content": content}], model=SHARED)
+        last = (await events_of(client, job.id))[-1]
+        assert isinstance(last, Failed)
+        assert word in last.error.message
+        assert last.error.type in ("invalid_request", "unsupported")
+    assert [tokens(await events_of(client, id)) for id in beside] == [expected] * 4
 
 
-async def test_odd_images_are_shown_as_they_look(redis_url: str, client: Client, folders: dict[str, Path]) -> None:
+@pytest.mark.usefixtures("shared")
+async def test_odd_images_are_shown_as_they_look(client: Client, folders: dict[str, Path]) -> None:
     plain = picture(9, 40, 24)
     turned = plain.transpose(PIL.Image.Transpose.ROTATE_90)
     exif = PIL.Image.Exif()
@@ -232,30 +240,24 @@ async def test_odd_images_are_shown_as_they_look(redis_url: str, client: Client,
         "rgba": saved(plain.convert("RGBA")),
         "turned": saved(turned, "PNG", exif=exif),
     }
-    with WorkerProcess(redis_url, model=folders["qwen3_5"]):
-        said = {}
-        for name, file in files.items():
-            kind = "image/webp" if name == "webp" else "image/png"
-            part = {"type": "image_url", "image_url": {"url": data_url(file, kind)}}
-            job = await client.submit(
-                {
-                    "messages": [{"role": "user", "content": [text("Hm? "), part]}],
-                    "temperature": 0,
-                    "max_tokens": TOKENS,
-                }
-            )
-            said[name] = tokens(await events_of(client, job.id))
-    assert said == dict.fromkeys(files, upstream(folders["qwen3_5"])([user("Hm? ", plain)]))
+    said = {}
+    for name, file in files.items():
+        kind = "image/webp" if name == "webp" else "image/png"
+        part = {"type": "image_url", "image_url": {"url": data_url(file, kind)}}
+        messages = [{"role": "user", "content": [text("Hm? "), part]}]
+        request = {"messages": messages, "temperature": 0, "max_tokens": TOKENS}
+        said[name] = tokens(await events_of(client, (await client.submit(request, model=SHARED)).id))
+    assert said == dict.fromkeys(files, upstream(folders[FIRST])([user("Hm? ", plain)]))
 
 
 async def test_a_job_with_images_goes_on_when_its_worker_dies(
     redis_url: str, client: Client, folders: dict[str, Path]
 ) -> None:
-    no_end = {"logit_bias": {str(EOS): -100}, "max_tokens": 150}
-    chat, how = CHATS["several turns"], {"lease_s": 2.0, "grace_s": 1.0, "model": folders["qwen3_5"]}
+    no_end: dict[str, Any] = {"logit_bias": {str(EOS): -100}, "max_tokens": 80}
+    chat, how = CHATS["several turns"], {"lease_s": 2.0, "grace_s": 1.0, "model": folders[FIRST]}
     with WorkerProcess(redis_url, **how) as first:
         whole, _ = await hear(client, chat, **no_end)
-        assert len(whole) == 150
+        assert len(whole) == 80
         job = await ask(client, chat, **no_end)
         async for event in client.stream(job):
             if isinstance(event, Delta) and event.seq > 20:
@@ -274,8 +276,8 @@ async def test_a_job_with_images_goes_on_when_its_worker_dies(
 async def test_a_model_that_sees_can_be_served_for_text_alone(
     redis_url: str, client: Client, folders: dict[str, Path]
 ) -> None:
-    expected = upstream(folders["qwen3_5"])(CHATS["text"])
-    with WorkerProcess(redis_url, model=folders["qwen3_5"], vision="off"):
+    expected = upstream(folders[FIRST])(CHATS["text"])
+    with WorkerProcess(redis_url, model=folders[FIRST], vision="off"):
         assert (await hear(client, CHATS["text"]))[0] == expected
         last = (await events_of(client, await ask(client, CHATS["one"])))[-1]
         assert isinstance(last, Failed)

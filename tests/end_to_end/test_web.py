@@ -146,7 +146,7 @@ async def test_a_browser_that_left_in_the_middle_has_its_job_cancelled(http: htt
 
 @pytest.mark.timing
 def test_a_browser_that_came_back_in_time_keeps_its_job(http: httpx.Client) -> None:
-    job_id = ask(http, max_tokens=600, **ENDLESS)
+    job_id = ask(http, max_tokens=200, **ENDLESS)
     seen = look_in(http, job_id, 5)[-1]["seq"]
     said = events(http, job_id, headers={"Last-Event-ID": str(seen)})
     assert said[-1]["type"] == "finished"
@@ -154,7 +154,7 @@ def test_a_browser_that_came_back_in_time_keeps_its_job(http: httpx.Client) -> N
 
 
 def test_of_two_browsers_one_may_leave(http: httpx.Client) -> None:
-    job_id = ask(http, max_tokens=600, **ENDLESS)
+    job_id = ask(http, max_tokens=200, **ENDLESS)
     with listening(http, job_id) as stream:
         look_in(http, job_id, 5)
         assert list(stream)[-1]["type"] == "finished"
@@ -202,7 +202,8 @@ def test_a_job_that_nobody_knows_gets_one_event_and_an_end(http: httpx.Client) -
     assert "event: unknown\ndata: {" in http.get(f"/chat/{UUID(int=0)}/events").text
 
 
-def test_while_the_server_is_away_a_post_is_503_with_a_sentence() -> None:
+def test_while_the_server_is_away_a_post_is_503_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sluice.transport.retries._CALL_S", 0.5)
     with serving(f"redis://127.0.0.1:{free_port()}/0") as http:
         reply = http.post("/chat", json={"messages": []})
     assert reply.status_code == 503
