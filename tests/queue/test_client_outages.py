@@ -25,6 +25,7 @@ from tests.line import Line
 from tests.queue.streaming import HELLO, behind, event, say, seqs, subscribed
 
 GAP_S = 5.0  # the most that a dead connection may cost
+OWN = pytest.mark.parametrize("own", [False, pytest.param(True, marks=pytest.mark.slow)])  # the caller's own redis-py
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("own", [False, True])
+@OWN
 async def test_a_stream_goes_on_within_seconds_of_a_black_hole(db: Redis, redis_url: str, own: bool) -> None:
     async with behind(redis_url, own=own) as (line, client):
         stream = asyncio.create_task(seqs(client, "a"))
@@ -114,7 +115,7 @@ CALLS: dict[str, tuple[Callable[[Client], Awaitable[Any]], Any]] = {
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("own", [False, True])
+@OWN
 async def test_every_call_is_answered_within_seconds_of_a_black_hole(db: Redis, redis_url: str, own: bool) -> None:
     await db.set(wire.result_key("done"), '{"object": "chat.completion"}')
     await db.hset(wire.job_key("a"), "state", "running")
