@@ -37,7 +37,7 @@ HOWS: dict[str, Sampling] = {
 LOGPROBS = {"greedy beside it": 3, "logprobs": 5, "all filters": 0, "json, drawn": 4}
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "gpt_oss", "mamba2"])
+@pytest.fixture(scope="module", params=["qwen3_5", "gpt_oss", pytest.param("mamba2", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return open_model(str(write_checkpoint(CONFIGS[request.param], tmp_path_factory.mktemp(request.param))))
 

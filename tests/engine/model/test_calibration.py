@@ -33,6 +33,7 @@ SEARCHING: dict[str, dict[str, Any]] = {
         "topk_method": "noaux_tc",
     },
 }
+FAMILY = pytest.mark.parametrize("family", ["deepseek_v32", pytest.param("glm_moe_dsa", marks=pytest.mark.slow)])
 
 
 @cache
@@ -44,7 +45,7 @@ def searching(family: str) -> Model:
 
 
 @pytest.mark.parametrize("megabytes", [24, 48, 120])
-@pytest.mark.parametrize("family", SEARCHING)
+@FAMILY
 def test_a_model_that_searches_its_context_stays_within_its_memory(family: str, megabytes: int) -> None:
     gc.collect()
     costs = replace(searching(family).costs, weights_bytes=mx.get_active_memory())
@@ -61,7 +62,7 @@ def test_a_model_that_searches_its_context_stays_within_its_memory(family: str, 
     assert highest <= limit
 
 
-@pytest.mark.parametrize("family", SEARCHING)
+@FAMILY
 def test_bytes_per_pair_of_a_context_search_are_measured(family: str) -> None:
     guessed = model_of(searching(family).network, SEARCHING[family]).costs
     assert searching(family).costs.score_bytes > 1.2 * guessed.score_bytes

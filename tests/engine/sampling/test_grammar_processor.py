@@ -100,7 +100,7 @@ def free_alone(model: Model) -> dict[str, list[Sampled]]:
     return {free.id: answer(model, free) for free in FREE}
 
 
-@pytest.mark.parametrize("first", range(0, 200, 50))
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (50, 100, 150))])
 def test_every_answer_that_a_random_model_finishes_is_valid(
     model: Model, vocabulary: LLTokenizer, free_alone: dict[str, list[Sampled]], first: int
 ) -> None:

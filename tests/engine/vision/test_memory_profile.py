@@ -134,6 +134,7 @@ def test_images_are_encoded_within_the_reserved_memory(large: Model) -> None:
     assert limit - 2 * beside / 3 < highest <= limit
 
 
+@pytest.mark.slow
 def test_image_computed_in_one_chunk_stays_within_the_reserved_memory(tmp_path: Path) -> None:
     folder = write_checkpoint("gemma4 with experts", tmp_path)
     _change(folder / "processor_config.json", {"image_processor": {"max_soft_tokens": 2 * CHUNK}})
