@@ -1,9 +1,13 @@
 """What the scenarios count, so that none holds that has tested nothing."""
 
+import subprocess
+import sys
+
 import pytest
 from redis.asyncio import Redis
 
 from scripts.scenarios.harness import at_each, at_some, count_leases, count_running, until_taken_over
+from scripts.stack import ROOT
 
 
 @pytest.mark.parametrize(
@@ -42,3 +46,11 @@ async def test_a_job_is_taken_over_with_its_second_attempt_or_has_ended_before(d
     await db.hset("sluice:job:c", mapping={"state": "running", "attempt": 1})
     with pytest.raises(TimeoutError):
         await until_taken_over(db, ["c"], timeout_s=0.2)
+
+
+def test_the_paced_worker_starts_without_mlx() -> None:
+    """Importing it takes most of the time in which a worker starts, and the scenarios start many."""
+    code = (
+        "import sys, scripts.scenarios.paced; sys.exit(not {'mlx', 'mlx_lm', 'transformers'}.isdisjoint(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
