@@ -15,7 +15,7 @@ from sluice import Cancelled, Client, Delta, Event, Failed, Finished, Progress
 from tests.end_to_end.test_exact import checkpoint
 from tests.engine.tiny import CONFIGS, write_checkpoint
 
-asked, right = find_code(Random(3), 60)
+asked, right = find_code(Random(3), 100)
 LONG = [{"role": "user", "content": asked.text}]
 TOOL = {"type": "function", "function": {"name": "look"}}
 
