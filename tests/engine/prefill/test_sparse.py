@@ -23,12 +23,11 @@ from worker.engine.prefill.base import Prefill
 from worker.engine.prefill.sparse import (
     Ranges,
     SparsePrefill,
-    UnsupportedRope,
-    _rope_at,
     dense_prefix_len,
     why_not_sparse,
     window_of,
 )
+from worker.engine.upstream.hooks import UnsupportedRope, rope_at
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.schedule.grouping import StepCost
 from worker.schedule.request import GenerationRequest, Sampling
@@ -269,7 +268,7 @@ SCALED: dict[str, Any] = {
 def test_every_rope_rotates_a_token_as_alone(scaling: str, traditional: bool, width: int) -> None:
     rope = initialize_rope(16, 10000.0, traditional, SCALED[scaling], max_position_embeddings=2048)
     x, positions = mx.random.normal((1, 3, 5, width)), [3, 4, 90, 700, 2047]
-    with _rope_at(positions, 40):
+    with rope_at(positions, 40):
         turned = rope(x, offset=40)
     each = [rope(x[:, :, i : i + 1], offset=position) for i, position in enumerate(positions)]
     assert mx.array_equal(turned, mx.concatenate(each, axis=2))

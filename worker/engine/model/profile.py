@@ -5,8 +5,7 @@ shapes are compared, and nothing is evaluated: no weight is read. Decided by wha
 class."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from mlx.utils import tree_flatten
 
 from worker.engine.cache.layers import cannot_batch, layers
 from worker.engine.device import fused_attention
+from worker.engine.upstream.hooks import observed_attention
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.schedule.memory import BUFFER_TOKENS, KVLayers, MemoryModel
 
@@ -51,6 +51,14 @@ class _Attention:
     dtype: mx.Dtype
     sinks: bool
     mask_per_head: bool  # the mask is then as large as the scores
+
+    @classmethod
+    def of(
+        cls, q: mx.array, k: mx.array, v: mx.array, *, mask: Any = None, sinks: Any = None, **other: Any
+    ) -> "_Attention":
+        """Return the call with these arguments of `mx.fast.scaled_dot_product_attention`."""
+        per_head = isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[1] == q.shape[1]
+        return cls(q.shape, k.shape, v.shape, q.dtype, sinks is not None, per_head)
 
     @property
     def score_bytes(self) -> int:
@@ -99,9 +107,10 @@ def weights_bytes(network: nn.Module) -> int:
 
 
 def profile(network: nn.Module, config: dict[str, Any]) -> ModelProfile:
-    """Return the profile of a model. Lazy: computes nothing. Must not run while another thread computes, since MLX's
-    attention is replaced during the call."""
-    with _recorded_attention() as calls:
+    """Return the profile of a model. Lazy: computes nothing. Must not run while another thread computes or opens a hook
+    of `upstream.hooks`."""
+    calls = list[_Attention]()
+    with observed_attention(lambda *given, **named: calls.append(_Attention.of(*given, **named))):
         few, _ = _filled(network, _FEW)
     many, logits = _filled(network, _MANY)
     text, width = config.get("text_config", config), logits.dtype.size
@@ -152,22 +161,6 @@ def _filled(network: nn.Module, tokens: int) -> tuple[list[Any], mx.array]:
     """Return the caches after a prompt of `tokens` tokens, and its logits. Lazy."""
     cache = make_prompt_cache(network)
     return cache, network(mx.zeros((1, tokens), mx.int32), cache=cache)
-
-
-@contextmanager
-def _recorded_attention() -> Iterator[list[_Attention]]:
-    calls, original = list[_Attention](), mx.fast.scaled_dot_product_attention
-
-    def record(q: mx.array, k: mx.array, v: mx.array, *, mask: Any = None, sinks: Any = None, **how: Any) -> mx.array:
-        per_head = isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[1] == q.shape[1]
-        calls.append(_Attention(q.shape, k.shape, v.shape, q.dtype, sinks is not None, per_head))
-        return original(q, k, v, mask=mask, sinks=sinks, **how)
-
-    mx.fast.scaled_dot_product_attention = record
-    try:
-        yield calls
-    finally:
-        mx.fast.scaled_dot_product_attention = original
 
 
 def _layer(few: Any, many: Any) -> Layer:

@@ -21,6 +21,7 @@ from worker.engine.cache.layers import layers
 from worker.engine.cache.prefix import PrefixCache
 from worker.engine.cache.segments import is_sliceable
 from worker.engine.prefill.base import Prefill
+from worker.engine.upstream.hooks import observed_attention
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.schedule.request import GenerationRequest
 
@@ -189,21 +190,17 @@ class AttentionProbe:
 @contextmanager
 def probe_attention(tokens: int) -> Iterator[AttentionProbe]:
     """Record the attention that the last of `tokens` tokens gives to all of them, in layers without a shorter window.
-    Replaces the function process-wide: for one forward on the engine's thread."""
-    probe, attend = AttentionProbe(), mx.fast.scaled_dot_product_attention
+    For one forward."""
+    probe = AttentionProbe()
 
-    def record(q: mx.array, k: mx.array, v: mx.array, *, scale: float, **how: Any) -> mx.array:
+    def record(q: mx.array, k: mx.array, v: mx.array, *, scale: float, **how: Any) -> None:
         probe.calls += 1
         # A layer with a window has fewer keys once it is full; before that, its keys are in order too.
         if q.shape[2] == 1 and k.shape[2] == tokens:
             probe.weights.append(attention(q, k, scale=scale, **how).max(axis=0))
-        return attend(q, k, v, scale=scale, **how)
 
-    mx.fast.scaled_dot_product_attention = record
-    try:
+    with observed_attention(record):
         yield probe
-    finally:
-        mx.fast.scaled_dot_product_attention = attend
 
 
 def attention(

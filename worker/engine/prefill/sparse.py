@@ -6,8 +6,7 @@ separately from its length."""
 
 import copy
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +17,7 @@ from worker.engine.batch.row import Row
 from worker.engine.cache import slots
 from worker.engine.cache.layers import layers
 from worker.engine.prefill.base import Phase
+from worker.engine.upstream.hooks import UnsupportedRope, rope_at
 from worker.engine.upstream.mlx_lm import RotatingKVCache, make_prompt_cache
 from worker.engine.vision.inputs import MultimodalInputs
 from worker.schedule.outcomes import Outcome, Prefilled
@@ -26,10 +26,6 @@ from worker.schedule.request import Range
 Ranges = Sequence[Range]  # in order
 
 _TRIAL = 4  # tokens
-
-
-class UnsupportedRope(Exception):
-    """A model called MLX's rope with something other than the positions of a row's next tokens."""
 
 
 class SparsePrefill:
@@ -105,7 +101,7 @@ class SparsePrefill:
         computed. Raises `UnsupportedRope`."""
         positions = self._positions[self.done : self._end(self.done + tokens)]
         if positions:
-            with _rope_at(positions, self.done):
+            with rope_at(positions, self.done):
                 self._compute(positions)
             slots.materialize(self._cache)
             self.done += len(positions)
@@ -159,25 +155,6 @@ def _check_ranges(kept_ranges: Ranges, prompt: int, window: int) -> None:
         )
 
 
-@contextmanager
-def _rope_at(positions: list[int], first: int) -> Iterator[None]:
-    """Replace MLX's rope by one that rotates by `positions` when it is called for the tokens from index `first` on.
-    Process-wide, so only while the graph of one forward is built; the graph keeps its positions."""
-    rope, at = mx.fast.rope, mx.array(positions)
-
-    def rope_at_positions(a: mx.array, dims: int, *, offset: Any, **named: Any) -> mx.array:
-        if int(offset) != first or a.shape[0] != 1 or a.shape[-2] != len(positions):
-            raise UnsupportedRope(f"{a.shape} at {offset} are not the {len(positions)} tokens of a row from {first} on")
-        # Rope takes one position per row, so each token becomes a row.
-        return rope(a.swapaxes(0, -2), dims, offset=at, **named).swapaxes(0, -2)
-
-    mx.fast.rope = rope_at_positions
-    try:
-        yield
-    finally:
-        mx.fast.rope = rope
-
-
 def why_not_sparse(network: nn.Module, context: int) -> str | None:
     """Return why SpecPrefill cannot be used with this model for prompts of up to `context` tokens; None if it can. The
     model's rows must be able to share a batch.
@@ -185,7 +162,7 @@ def why_not_sparse(network: nn.Module, context: int) -> str | None:
     Computes a few tokens, so it loads the weights. Blocks. Must not run while another thread computes."""
     cache = make_prompt_cache(network)
     try:
-        with _rope_at([*range(_TRIAL)], 0):
+        with rope_at([*range(_TRIAL)], 0):
             network(mx.zeros((1, _TRIAL), mx.int32), cache=cache)
         # Some models use positions only beyond a threshold. The nearest come first, since position tables are finite.
         first, *others = (_logits_at(network, cache, position) for position in (_TRIAL, _TRIAL + 1, context - 1))
@@ -200,6 +177,6 @@ def _logits_at(network: nn.Module, cache: list[Any], position: int) -> mx.array:
     """Return the logits of a row's next token at a position of which only the rope replacement is informed. Lazy. If
     they differ between positions, the model uses the position elsewhere."""
     batch = slots.batch_of(copy.deepcopy(cache), position)
-    with _rope_at([_TRIAL], position):
+    with rope_at([_TRIAL], position):
         logits: mx.array = network(mx.zeros((1, 1), mx.int32), cache=batch)
     return logits

@@ -73,19 +73,6 @@ class EncoderRun:
         return None if self._pending else self._features
 
 
-def recorded(layers: Iterable[Callable[..., mx.array]], layer_outputs: list[mx.array]) -> list[Callable[..., mx.array]]:
-    """Wrap encoder layers so that each appends its output to `layer_outputs`."""
-
-    def recording(layer: Callable[..., mx.array]) -> Callable[..., mx.array]:
-        def call(*given: Any, **named: Any) -> mx.array:
-            layer_outputs.append(layer(*given, **named))
-            return layer_outputs[-1]
-
-        return call
-
-    return [recording(layer) for layer in layers]
-
-
 class FeatureCache(ByteLRU[Features]):
     """Least recently used cache of image features, for the engine's thread. Response times would reveal to one tenant
     which images another has sent, so tenants that are isolated have a namespace each."""

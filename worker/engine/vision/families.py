@@ -1,15 +1,15 @@
 """Differences between families of vision models: how an image becomes features, and how its tokens are computed."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from worker.engine.upstream.hooks import recorded_layers
 from worker.engine.vision.attention import bidirectional
 from worker.engine.vision.cache_bridge import lent_to
-from worker.engine.vision.encoder import Features, recorded
+from worker.engine.vision.encoder import Features
 from worker.engine.vision.inputs import Family, ImageSpans
 from worker.schedule.request import PromptImage
 
@@ -32,7 +32,7 @@ class Qwen:
 
     def encode(self, pixel_inputs: Any, layer_outputs: list[mx.array]) -> Features:
         """Build the features of an image; see `Family.encode`."""
-        with _recording(self._encoder, "blocks", layer_outputs):
+        with recorded_layers(self._encoder, "blocks", layer_outputs):
             outputs = self._encoder(
                 self._repeat_frames(pixel_inputs["pixel_values"]), mx.array(pixel_inputs["image_grid_thw"])
             )
@@ -142,7 +142,7 @@ class Gemma3(SequentialFamily):
     def encode(self, pixel_inputs: Any, layer_outputs: list[mx.array]) -> Features:
         """Build the features of an image; see `Family.encode`."""
         pixels = mx.array(pixel_inputs["pixel_values"]).transpose(0, 2, 3, 1).astype(_dtype(self._embed))
-        with _recording(self._encoder.vision_model.encoder, "layers", layer_outputs):
+        with recorded_layers(self._encoder.vision_model.encoder, "layers", layer_outputs):
             outputs, _, _ = self._encoder(pixels, output_hidden_states=True)
         # The language model scales all embeddings by this factor; an image's must keep their scale.
         return Features(self._vlm.multi_modal_projector(outputs)[0] / self._config.text_config.hidden_size**0.5)
@@ -166,7 +166,7 @@ class Gemma4(SequentialFamily):
 
     def encode(self, pixel_inputs: Any, layer_outputs: list[mx.array]) -> Features:
         """Build the features of an image; see `Family.encode`."""
-        with _recording(self._encoder.encoder, "layers", layer_outputs):
+        with recorded_layers(self._encoder.encoder, "layers", layer_outputs):
             outputs = self._encoder(mx.array(pixel_inputs["pixel_values"]))
         rows = self._vlm.embed_vision(outputs)[0].astype(_dtype(self._embed))
         return Features(rows / self._text.embed_scale)  # as for Gemma 3, keep the scale
@@ -199,7 +199,7 @@ class Pixtral(SequentialFamily):
     def encode(self, pixel_inputs: Any, layer_outputs: list[mx.array]) -> Features:
         """Build the features of an image; see `Family.encode`."""
         pixels, sizes = mx.array(pixel_inputs["pixel_values"]).transpose(0, 2, 3, 1), pixel_inputs["image_sizes"]
-        with _recording(self._encoder.vision_model.transformer, "layers", layer_outputs):
+        with recorded_layers(self._encoder.vision_model.transformer, "layers", layer_outputs):
             *_, layers = self._encoder(pixels, output_hidden_states=True, image_sizes=sizes)
         rows = self._projected(layers[self._config.vision_feature_layer][0], sizes)
         height, _ = (side // self._patch for side in sizes[0])
@@ -243,18 +243,6 @@ def _dtype(embedding: nn.Module) -> mx.Dtype:
     """Return the dtype of the embeddings that the layer produces, quantized or not."""
     row: mx.array = embedding(mx.array([0]))
     return row.dtype
-
-
-@contextmanager
-def _recording(encoder: nn.Module, name: str, layer_outputs: list[mx.array]) -> Iterator[None]:
-    """Record the outputs of the encoder's layers while the context is open. `name`: the encoder's attribute that holds
-    the layers."""
-    layers = encoder[name]
-    encoder[name] = recorded(layers, layer_outputs)
-    try:
-        yield
-    finally:
-        encoder[name] = layers
 
 
 def _text_positions(position: int, tokens: int) -> mx.array:
