@@ -60,10 +60,12 @@ TABLE = {
     "worker.engine.upstream": May(others="mlx mlx_lm"),
     "worker.engine.upstream.transformers": May(others="transformers"),
     "worker.engine.upstream.mlx_vlm": May(others="mlx_vlm PIL"),
-    "worker.engine.cache": May("worker.engine.upstream worker.schedule", "mlx mlx_lm"),
+    "worker.engine.isolation": May(),
+    "worker.engine.cache": May("worker.engine.isolation worker.engine.upstream worker.schedule", "mlx mlx_lm"),
     "worker.engine.sampling": May("worker.schedule", "mlx"),
     "worker.engine.batch": May(
-        "worker.engine.cache worker.engine.sampling worker.engine.upstream worker.schedule", "mlx"
+        "worker.engine.cache worker.engine.isolation worker.engine.sampling worker.engine.upstream worker.schedule",
+        "mlx",
     ),
     "worker.engine.admission": May("worker.engine.batch worker.schedule", "mlx"),
     "worker.engine.vision": May(
@@ -75,8 +77,8 @@ TABLE = {
         "mlx mlx_lm",
     ),
     "worker.engine.prefill": May(
-        "worker.engine.batch worker.engine.cache worker.engine.model worker.engine.tokenizer worker.engine.upstream "
-        "worker.engine.vision worker.errors worker.schedule",
+        "worker.engine.batch worker.engine.cache worker.engine.isolation worker.engine.model worker.engine.tokenizer "
+        "worker.engine.upstream worker.engine.vision worker.errors worker.schedule",
         "mlx mlx_lm",
     ),
     "worker.images": May("schemas worker.errors worker.process worker.settings", "PIL"),

@@ -2,8 +2,8 @@
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import wraps
 
 import mlx.core as mx
 
@@ -12,6 +12,7 @@ from worker.engine.batch.decode_batch import StepToken
 from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row
 from worker.engine.device import memory_limit
+from worker.engine.isolation import isolate
 from worker.engine.model.load import Model
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import AnyPrefill, PrefillQueue
@@ -28,6 +29,7 @@ from worker.schedule.outcomes import (
     SpecPrefillApplied,
     SpecPrefillSkipped,
 )
+from worker.schedule.plan import Chunk
 from worker.schedule.report import PrefixUse, StepReport
 from worker.schedule.request import GenerationRequest
 
@@ -40,6 +42,24 @@ _MAX_FAILURES = 10  # failures without a decoded token between them, after which
 
 class EngineBroken(Exception):
     """`_MAX_FAILURES` failures without a decoded token between them: the rows are not the cause."""
+
+
+Phase = Callable[["Engine"], Iterable[Outcome]]
+
+
+def _phase(phase: Phase) -> Phase:
+    """Make a method of the engine a phase of its step, which returns outcomes. If it fails, the outcomes so far are
+    delivered, and decoding rows lose their caches at most. Rows that were lost before are recomputed first."""
+
+    @wraps(phase)
+    def isolated(engine: "Engine") -> Iterator[Outcome]:
+        yield from engine._recover()
+        with isolate("a step") as attempt:
+            yield from phase(engine)
+        if attempt.failed:
+            engine._lose_decoding()
+
+    return isolated
 
 
 class Engine:
@@ -99,25 +119,17 @@ class Engine:
         """Admit requests, decode a token of every running row, and prefill within the time budget. Blocks until the
         decode step of the call before has ended and the prompt chunks are computed; the decode step that it launches
         itself runs on. Raises `EngineBroken` after repeated failures."""
-        began, rows, outcomes = time.perf_counter(), len(self._running), list[Outcome]()
+        began, rows, evicted = time.perf_counter(), len(self._running), self._caches.evicted
         mx.reset_peak_memory()
         self._preempted = self._longest_chunk = self._queried_tokens = self._hit_tokens = 0
         self._encoded_images = NO_IMAGES
-        evicted = self._caches.evicted
         with mx.stream(generation_stream):
-            for phase in (self._admit, self._decode, self._prefill, self._finish_step):
-                self._recover(outcomes)
-                try:
-                    phase(outcomes)
-                except EngineBroken:
-                    raise
-                except Exception:  # the rows lose their caches at most, and are recomputed from their tokens
-                    logger.exception("step failed")
-                    self._running.clear()
-                    self._admission.mark_dirty()
+            outcomes = (*self._admit(), *self._decode(), *self._prefill(), *self._finish_step())
             memory = self._calibrate()
+        if self._failures >= _MAX_FAILURES:
+            raise EngineBroken(f"{_MAX_FAILURES} steps in a row have failed")
         return StepReport(
-            outcomes=tuple(outcomes),
+            outcomes=outcomes,
             rows=rows,
             seconds=time.perf_counter() - began,
             num_waiting=len(self._admission),
@@ -137,7 +149,8 @@ class Engine:
         """Return the step's use of the caches. `evicted`: number of evictions before the step."""
         return PrefixUse(self._queried_tokens, self._hit_tokens, self._caches.evicted - evicted, self._caches.nbytes)
 
-    def _admit(self, outcomes: list[Outcome]) -> None:
+    @_phase
+    def _admit(self) -> Iterator[Outcome]:
         """Admit waiting requests as far as memory allows, and refuse those that never fit."""
         if not self._admission.needs_decision:
             return
@@ -156,28 +169,31 @@ class Engine:
             match decision:
                 case Admit():
                     self._admission.pop(candidate)
-                    self._start(candidate, outcomes)
+                    yield from self._start(candidate)
                 case Refuse(message):
                     self._admission.pop(candidate)
-                    outcomes.append(Refused(candidate.request.id, message))
+                    yield Refused(candidate.request.id, message)
 
     def _active_estimates(self, groups: Mapping[str, int]) -> Iterator[RowEstimate]:
         """Yield the estimates of the active rows. `groups`: group number by row id; rows in prefill have none."""
         for id, row in self._active.items():
             yield self._admission.estimate(row.request, groups.get(id), self._prefills.images(id))
 
-    def _start(self, candidate: WaitingRequest, outcomes: list[Outcome]) -> None:
+    def _start(self, candidate: WaitingRequest) -> Iterator[Outcome]:
         if candidate.saved_row is None:
-            self._begin(candidate.request, outcomes)
+            yield from self._begin(candidate.request)
         else:
             self._active[candidate.request.id] = candidate.saved_row.row
             self._running.restore(candidate.saved_row)
 
-    def _begin(self, request: GenerationRequest, outcomes: list[Outcome], *, suspect: bool = False) -> None:
-        with self._isolate(request.id, outcomes):
-            row = Row.of(request, suspect=suspect)
+    def _begin(self, request: GenerationRequest, *, recomputed: bool = False) -> Iterator[Outcome]:
+        """Start the prefill of a request. If that fails, the request fails, and no other is affected."""
+        with isolate(f"{request.id}: starting its prefill") as attempt:
+            row = Row.of(request, recomputed=recomputed)
             self._prefills.add(row)
             self._active[row.id] = row
+        if attempt.failed:
+            yield self._fail(request.id)
 
     def _preempt(self, id: str) -> None:
         """Preempt an active row and requeue it, with its cache if it was decoding and memory allows."""
@@ -189,7 +205,8 @@ class Engine:
         self._preempted += 1
         logger.info("%s: preempted", id)
 
-    def _decode(self, outcomes: list[Outcome]) -> None:
+    @_phase
+    def _decode(self) -> Iterator[Outcome]:
         """Decode the next token of every running row."""
         if not len(self._running):
             return
@@ -200,35 +217,34 @@ class Engine:
         self._computed += len(step_tokens)
         at = time.monotonic()
         for step_token in step_tokens:
-            self._handle_token(step_token, at, outcomes)
+            yield from self._handle_token(step_token, at)
         self._drop_inactive()
-        for rows in failed:
-            if len(rows) == 1:
-                self._fail(rows[0].id, outcomes)
-            else:
-                self._recompute(rows, outcomes)
+        for row in failed:
+            yield self._fail(row.id)
         if step_tokens:
             self._failures = 0
 
-    def _handle_token(self, step_token: StepToken, at: float, outcomes: list[Outcome]) -> None:
+    def _handle_token(self, step_token: StepToken, at: float) -> Iterator[Outcome]:
+        """Yield the outcome of a token before anything that may fail, since the row's answer contains it from then
+        on."""
         row, token = step_token.row, step_token.token
-        row.suspect = False
         if not step_token.finite:
             logger.error("%s: non-finite logits after %d tokens", row.id, row.length)
+            self._drop(row.id)
+            yield RowFailed(row.id)
             self._caches.forget_non_finite(row)
-            outcomes.append(RowFailed(row.id))
+        elif token in self._eos_ids:
             self._drop(row.id)
-            return
-        if token in self._eos_ids:
-            sampled = Sampled(row.id, None, "stop", at=at)
+            yield Sampled(row.id, None, "stop", at=at)
+            self._cache_prefix(row, token)
         else:
-            row.answer.append(token)
+            row.deliver(token)
             ended = len(row.answer) >= row.request.max_tokens
-            sampled = Sampled(row.id, token, "length" if ended else None, step_token.logprobs, at)
-        outcomes.append(sampled)
-        if sampled.finish_reason:
-            self._cache_prefix(row, *([token] if sampled.token is None else []))
-            self._drop(row.id)
+            if ended:
+                self._drop(row.id)
+            yield Sampled(row.id, token, "length" if ended else None, step_token.logprobs, at)
+            if ended:
+                self._cache_prefix(row)
 
     def _cache_prefix(self, row: Row, *ending: int) -> None:
         """Insert the row's prompt and answer into the prefix cache. `ending`: tokens that it was fed in addition."""
@@ -245,30 +261,28 @@ class Engine:
         self._active.pop(id, None)
         self._admission.mark_dirty()
 
-    def _fail(self, id: str, outcomes: list[Outcome]) -> None:
-        outcomes.append(RowFailed(id))
+    def _fail(self, id: str) -> RowFailed:
+        self._prefills.remove(id)
         self._drop(id)
-        self._count_failure()
-
-    def _count_failure(self) -> None:
         self._failures += 1
-        if self._failures >= _MAX_FAILURES:
-            raise EngineBroken(f"{self._failures} steps in a row have failed")
+        return RowFailed(id)
 
-    def _recover(self, outcomes: list[Outcome]) -> None:
-        """Recompute active rows that a failed step has lost: rows that are in neither a prefill nor a group."""
-        if len(self._prefills) + len(self._running) < len(self._active):
-            present = [*self._prefills.rows, *(row for _, row in self._running)]
-            self._recompute([row for row in self._active.values() if row not in present], outcomes)
+    def _lose_decoding(self) -> None:
+        """Give up the caches of all decoding rows, after a failure that any of them may have caused."""
+        self._running.clear()
+        self._admission.mark_dirty()
 
-    def _recompute(self, rows: Iterable[Row], outcomes: list[Outcome]) -> None:
-        """Recompute rows from their tokens, since their caches are lost. Each decodes in a group of its own until it
-        has produced a token, so a row that causes the failure fails alone."""
-        self._count_failure()
+    def _recover(self) -> Iterator[Outcome]:
+        """Recompute the active rows that have lost their caches, from their tokens. Each decodes in a group of its own
+        until it has produced a token, so a row that causes the failure fails alone."""
+        lost = {*self._running.pop_lost()}
+        rows = [row for row in self._active.values() if row in lost]
+        self._failures += bool(rows)
         for row in rows:
-            self._begin(row.resumable_request(), outcomes, suspect=True)
+            yield from self._begin(row.resumable_request(), recomputed=True)
 
-    def _prefill(self, outcomes: list[Outcome]) -> None:
+    @_phase
+    def _prefill(self) -> Iterator[Outcome]:
         """Compute the planned chunks. Rows whose prompt is computed join the running rows."""
         if len(self._prefills):
             self._running.wait()
@@ -279,19 +293,25 @@ class Engine:
         self._prefills.budget.forward_s = self._running.forward_s
         elapsed_s = time.perf_counter() - self._decoding_since
         for chunk in self._prefills.plan(self._running, elapsed_s, self._admission.longest_chunk):
-            with self._isolate(chunk.id, outcomes):
-                images = self._prefills.images(chunk.id)
-                tokens, new_outcomes = self._prefills.advance(chunk)
-                outcomes += new_outcomes
-                self._computed += tokens
-                if any(isinstance(outcome, Encoded) for outcome in new_outcomes):
-                    self._encoded_images += images
-                else:
-                    self._longest_chunk = max(self._longest_chunk, tokens)
-                if any(map(_frees_memory, new_outcomes)):
-                    self._admission.mark_dirty()
-                if chunk.joins and (prefill := self._prefills.pop_finished(chunk.id)):
-                    self._start_decoding(prefill)
+            with isolate(f"{chunk.id}: prefill") as attempt:  # of one prompt, so only this request fails
+                yield from self._advance(chunk)
+            if attempt.failed:
+                yield self._fail(chunk.id)
+
+    def _advance(self, chunk: Chunk) -> Iterator[Outcome]:
+        """Compute a chunk of one prompt. If it was the last, its row joins the running rows."""
+        images = self._prefills.images(chunk.id)
+        tokens, outcomes = self._prefills.advance(chunk)
+        yield from outcomes
+        self._computed += tokens
+        if any(isinstance(outcome, Encoded) for outcome in outcomes):
+            self._encoded_images += images
+        else:
+            self._longest_chunk = max(self._longest_chunk, tokens)
+        if any(map(_frees_memory, outcomes)):
+            self._admission.mark_dirty()
+        if chunk.joins and (prefill := self._prefills.pop_finished(chunk.id)):
+            self._start_decoding(prefill)
 
     def _start_decoding(self, prefill: AnyPrefill) -> None:
         growth, began = self._running.join_copy_bytes(prefill.total), time.perf_counter()
@@ -301,16 +321,6 @@ class Engine:
             self._admission.mark_dirty()  # the features of its images are released
         self._queried_tokens += prefill.total
         self._hit_tokens += prefill.cached
-
-    @contextmanager
-    def _isolate(self, id: str, outcomes: list[Outcome]) -> Iterator[None]:
-        """Turn an exception into the failure of this request: prefill computes one prompt at a time."""
-        try:
-            yield
-        except Exception:
-            logger.exception("%s: prefill failed", id)
-            self._prefills.remove(id)
-            self._fail(id, outcomes)
 
     def _fits(self, groups: list[list[Row]]) -> bool:
         """Return True if all active rows fit into memory with these groups; then limits the prefix cache to the
@@ -325,12 +335,14 @@ class Engine:
         """Return the lengths in tokens of all rows in memory, by group; a row in prefill is a group of its own."""
         return [*self._running.lengths, *([length] for length in self._prefills.lengths)]
 
-    def _finish_step(self, outcomes: list[Outcome]) -> None:
-        """Rebalance the groups, and clear MLX's buffer cache every `_CLEAR_EVERY` computed tokens."""
+    @_phase
+    def _finish_step(self) -> tuple[Outcome, ...]:
+        """Rebalance the groups, and clear MLX's buffer cache every `_CLEAR_EVERY` computed tokens. No outcomes."""
         self._running.rebalance()
         if self._computed >= _CLEAR_EVERY:
             self._computed = 0
             mx.clear_cache()
+        return ()
 
 
 def _frees_memory(outcome: Outcome) -> bool:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
-from tests.engine.driver import FixedCost
+from tests.engine.driver import EACH_ALONE, ONE_GROUP, FixedCost
 from tests.engine.tiny import network, prompt
-from worker.engine.batch.decode_batch import PendingTokens
+from worker.engine.batch.decode_batch import DecodeBatch, PendingTokens
 from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row
 from worker.engine.upstream.mlx_lm import make_prompt_cache
@@ -52,6 +52,66 @@ def test_decode_slowdown_follows_the_cost_of_rows_up_to_twice_as_many(more: int,
         decoding.join(tokens, seed)
     now, then = 5.0 + 2 * (1 + 1), 5.0 + (2 + counted) * (1 + 1)
     assert decoding.groups.decode_slowdown(more) == pytest.approx(then / now)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Make one method of decode batches fail from now on."""
+
+    def fails(*given: object) -> None:
+        raise RuntimeError("[malloc] Unable to allocate 1000000000 bytes.")
+
+    monkeypatch.setattr(DecodeBatch, name, fails)
+
+
+@pytest.mark.parametrize("name", ["launch", "collect", "tighten"])
+def test_rows_of_a_group_that_fails_are_lost_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    decoding = DecodingRows(ONE_GROUP)
+    rows = [decoding.join(tokens, seed) for seed, tokens in enumerate((9, 12))]
+    decoding.groups.step()
+    failing(monkeypatch, name)
+    if name == "tighten":
+        decoding.groups.tighten()
+    else:
+        assert decoding.groups.step() == ([], [])
+    assert len(decoding.groups) == 0
+    assert decoding.groups.pop_lost() == rows
+    assert decoding.groups.pop_lost() == []
+
+
+def test_row_that_fails_in_a_group_of_its_own_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = DecodingRows(EACH_ALONE)
+    row = decoding.join(9, 1)
+    decoding.groups.step()
+    failing(monkeypatch, "launch")
+    assert decoding.groups.step() == ([], [row])
+    assert decoding.groups.pop_lost() == []
+
+
+def test_rows_that_stay_are_lost_if_their_group_fails_to_remove_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = DecodingRows(ONE_GROUP)
+    rows = [decoding.join(tokens, seed) for seed, tokens in enumerate((9, 12, 7))]
+    decoding.groups.step()
+    failing(monkeypatch, "remove")
+    decoding.groups.remove([rows[1]])
+    assert {rows[0], rows[2]} <= {*decoding.groups.pop_lost()}
+    assert len(decoding.groups) == 0
+
+
+@pytest.mark.parametrize("name", ["preempt", "restore"])
+def test_row_that_fails_on_its_way_is_lost(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    decoding = DecodingRows(ONE_GROUP)
+    moved, stays = (decoding.join(tokens, seed) for seed, tokens in enumerate((9, 12)))
+    decoding.groups.step()
+    preempted = decoding.groups.preempt(moved)
+    if name == "preempt":
+        decoding.groups.restore(preempted)
+    assert decoding.groups.pop_lost() == []
+    failing(monkeypatch, name)
+    with pytest.raises(RuntimeError):
+        decoding.groups.preempt(moved) if name == "preempt" else decoding.groups.restore(preempted)
+    assert decoding.groups.pop_lost() == [moved]
+    decoding.groups.clear()
+    assert stays in decoding.groups.pop_lost()
 
 
 def test_first_join_copies_no_bytes() -> None:

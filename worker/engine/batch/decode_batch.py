@@ -107,7 +107,7 @@ class DecodeBatch:
         emitting = [i for i, row in enumerate(self.rows) if not row.awaiting_first_step]
         logprobs = _logprobs({self.rows[i]: tokens[i] for i in emitting if self.rows[i].wants_logprobs}, fed.logprobs)
         for row in self.rows:
-            row.awaiting_first_step = False
+            row.mark_fed()
         return [StepToken(self.rows[i], tokens[i], finite[i], logprobs.get(self.rows[i])) for i in emitting]
 
     def add(self, row: Row, cache: list[Any], pending: PendingTokens, position: int | None = None) -> None:

@@ -1,22 +1,18 @@
 """The decoding rows, in groups of similar length."""
 
-import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from typing import Any
 
 import mlx.nn as nn
 
 from worker.engine.batch.decode_batch import DecodeBatch, PendingTokens, PreemptedRow, StepToken
 from worker.engine.batch.row import Row
 from worker.engine.batch.timing import Stopwatch
+from worker.engine.isolation import isolate
 from worker.schedule.classes import Bounds, Decoding, class_of
 from worker.schedule.grouping import MeasuredCost, place, regroup
-
-logger = logging.getLogger("sluice.engine")
-
-T = TypeVar("T")
 
 _REBALANCE_EVERY = 32  # steps between two checks if other groups would be faster
 
@@ -24,13 +20,14 @@ _REBALANCE_EVERY = 32  # steps between two checks if other groups would be faste
 class Groups:
     """All decoding rows, in groups that each decode in one forward. For the engine's thread.
 
-    If a group fails, only its rows are affected: they are removed, and their caches are lost."""
+    If a group fails, only its rows are affected: they are removed, and their caches are lost. See `pop_lost`."""
 
     def __init__(self, network: nn.Module, fits: Callable[[list[list[Row]]], bool]) -> None:
         """`fits(groups)`: return True if the active rows stay within memory when these rows decode in these groups. A
         row in a group of its own takes the least memory, so a row for which no group fits gets one."""
         self._network, self._fits, self._cost, self._stopwatch = network, fits, MeasuredCost(), Stopwatch()
         self._groups: list[DecodeBatch] = []
+        self._lost: dict[Row, None] = {}  # rows without a cache, because a failure has lost it; an ordered set
         self._bounds: Bounds = ()  # of the length classes, whose rows decode in separate groups
         self._launched_lengths: list[list[int]] = []  # lengths by group in the running step; empty if not measured
         self._steps, self._balanced = 0, True  # balanced: `rebalance` has nothing to do yet
@@ -53,23 +50,38 @@ class Groups:
         """Allocated bytes of the caches, by group."""
         return [group.nbytes for group in self._groups]
 
-    def step(self) -> tuple[list[StepToken], list[list[Row]]]:
-        """Launch the next decode step of all groups, and return the tokens of the last one, and the rows of each group
-        that failed. These rows are removed, and their caches are lost. Blocks until the last step has ended."""
-        began, lengths = time.perf_counter(), self.lengths
+    def step(self) -> tuple[list[StepToken], list[Row]]:
+        """Launch the next decode step of all groups, and return the tokens of the last one, and the rows that failed in
+        a group of their own: they cause the failure, and are removed. If a group of several rows failed, these are
+        lost. Blocks until the last step has ended."""
+        began, lengths, groups = time.perf_counter(), self.lengths, [*self._groups]
         self._steps, self.step_s = self._steps + 1, None
         self._balanced = self._steps % _REBALANCE_EVERY > 0
-        launched = [group for group in self._groups if _attempt(group.launch)]
-        tokens, working = list[StepToken](), list[DecodeBatch]()
-        for group in launched:
-            for step_tokens in _attempt(group.collect):
-                tokens += step_tokens
-                working.append(group)
-        failed = [group.rows for group in self._groups if group not in working]
-        self._groups = working
+        for group in groups:
+            with self._isolate(group, "the launch of a decode step"):
+                group.launch()
+        tokens = list[StepToken]()
+        for group in [*self._groups]:
+            with self._isolate(group, "a decode step"):
+                tokens += group.collect()
+        failed = [group.rows for group in groups if group not in self._groups]
         self._record(self._stopwatch.launched(began))
         self._launched_lengths = [] if failed else lengths
-        return tokens, failed
+        return tokens, self._failed_alone(failed)
+
+    def _failed_alone(self, failed: Sequence[Sequence[Row]]) -> list[Row]:
+        """Return the rows that failed in a group of their own, and no longer count them as lost. `failed`: the rows of
+        each group that failed."""
+        alone = [rows[0] for rows in failed if len(rows) == 1]
+        for row in alone:
+            del self._lost[row]
+        return alone
+
+    def pop_lost(self) -> list[Row]:
+        """Return the rows that have lost their caches since the last call. They are in no group, and can only be
+        recomputed; rows that were removed meanwhile may be among them."""
+        lost, self._lost = [*self._lost], {}
+        return lost
 
     @property
     def idle(self) -> bool:
@@ -78,8 +90,11 @@ class Groups:
 
     def wait(self) -> None:
         """Block until the running step has ended, so that it and the next work of the device can be timed."""
-        if self._stopwatch.running and all(_attempt(group.wait) for group in self._groups):
-            self._record(self._stopwatch.ended())
+        if self._stopwatch.running:
+            with isolate("waiting for a decode step"):  # its group fails in the next step
+                for group in self._groups:
+                    group.wait()
+                self._record(self._stopwatch.ended())
 
     def _record(self, seconds: float | None) -> None:
         """Record the seconds of the running step, unless they are unknown."""
@@ -111,11 +126,12 @@ class Groups:
         self._bounds = bounds
 
     def tighten(self) -> None:
-        """Free memory that buffers still occupy after rows have left. Blocks. A group that fails is dropped."""
+        """Free memory that buffers still occupy after rows have left. Blocks. The rows of a group that fails are
+        lost."""
         self._stopwatch.invalidate()
-        for group in list(self._groups):
-            if not _attempt(group.tighten):
-                self._groups.remove(group)
+        for group in [*self._groups]:
+            with self._isolate(group, "tightening the buffers of a group"):
+                group.tighten()
 
     def decode_slowdown(self, more_rows: int) -> float:
         """Return the factor by which a step becomes slower with `more_rows` additional rows, each as long as the
@@ -143,38 +159,42 @@ class Groups:
         self._track(group)
 
     def restore(self, preempted: PreemptedRow) -> None:
-        """Add a preempted row to a group, or to a new one. Blocks."""
+        """Add a preempted row to a group, or to a new one. Blocks. If it raises, the row is lost."""
         self._stopwatch.invalidate()
-        group = self._group_for(preempted.row)
-        group.restore(preempted)
+        with self._in_transit(preempted.row):
+            group = self._group_for(preempted.row)
+            group.restore(preempted)
         self._track(group)
 
     def preempt(self, row: Row) -> PreemptedRow:
-        """Remove a decoding row, and return it with a copy of its cache. Blocks."""
+        """Remove a decoding row, and return it with a copy of its cache. Blocks. If it raises, the row is lost, and the
+        groups must be cleared."""
         self._stopwatch.invalidate()
-        preempted = self._group_of(row).preempt(row)
+        with self._in_transit(row):
+            preempted = self._group_of(row).preempt(row)
         self._drop_empty()
         return preempted
 
     def remove(self, removed: Collection[Row]) -> None:
-        """Remove rows; those that do not decode are ignored. A group that fails to remove its rows is dropped with all
-        its rows. Blocks."""
+        """Remove rows; those that do not decode are ignored. If a group fails to remove its rows, all its rows are
+        lost. Blocks."""
         if removed:
             self._stopwatch.invalidate()
-        for group in list(self._groups):
-            leaving = [row for row in group.rows if row in removed]
-            if leaving and not _attempt(partial(group.remove, leaving)):
-                self._groups.remove(group)
+        for group in [*self._groups]:
+            if leaving := [row for row in group.rows if row in removed]:
+                with self._isolate(group, "removing rows from a group"):
+                    group.remove(leaving)
         self._drop_empty()
 
     def clear(self) -> None:
-        """Remove all rows and drop their caches."""
+        """Drop the caches of all rows, which are lost."""
         self._stopwatch.invalidate()
-        self._groups = []
+        for group in [*self._groups]:
+            self._lose(group)
 
     def rebalance(self) -> None:
         """Move rows to other groups if that makes steps faster and fits into memory. Checks every `_REBALANCE_EVERY`
-        steps, and after the bounds have changed. Blocks if rows are moved."""
+        steps, and after the bounds have changed. Blocks if rows are moved. If it raises, the groups must be cleared."""
         if self._balanced:
             return
         self._balanced = True
@@ -191,7 +211,8 @@ class Groups:
         for destination, members in self._destinations(targets, trusted):
             for row in members:
                 if row not in destination.rows:
-                    destination.restore(self._group_of(row).preempt(row))
+                    with self._in_transit(row):
+                        destination.restore(self._group_of(row).preempt(row))
                     self._track(destination)
         self._drop_empty()
 
@@ -235,6 +256,25 @@ class Groups:
     def _drop_empty(self) -> None:
         self._groups = [group for group in self._groups if group.rows]
 
+    @contextmanager
+    def _isolate(self, group: DecodeBatch, action: str) -> Iterator[None]:
+        """Lose the rows of the group, and no others, if the body raises."""
+        with isolate(f"{action} of {len(group.rows)} rows") as attempt:
+            yield
+        if attempt.failed:
+            self._lose(group)
+
+    def _lose(self, group: DecodeBatch) -> None:
+        self._groups.remove(group)
+        self._lost |= dict.fromkeys(group.rows)
+
+    @contextmanager
+    def _in_transit(self, row: Row) -> Iterator[None]:
+        """Count a row as lost unless the body succeeds: while it moves, it may be in no group."""
+        self._lost[row] = None
+        yield
+        del self._lost[row]
+
 
 def _length(row: Row) -> int:
     return row.length
@@ -242,13 +282,3 @@ def _length(row: Row) -> int:
 
 def _end(row: Row) -> int:
     return row.end
-
-
-def _attempt(call: Callable[[], T]) -> list[T]:
-    """Return a list with the result. Logs an error and returns an empty list instead: a failure must affect only its
-    group."""
-    try:
-        return [call()]
-    except Exception:
-        logger.exception("decode step failed")
-        return []

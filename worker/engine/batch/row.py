@@ -23,23 +23,28 @@ class Row:
     drawn: int  # number of draws: tokens of the answer from all attempts, the pending one included
     answer: list[int]  # tokens delivered so far, by all attempts
     num_dropped: int = 0  # tokens of the prompt that are never computed
-    suspect: bool = False  # it was in a failed step, and has produced no token since
+    recomputed: bool = False  # after a failure that lost its cache
     awaiting_first_step: bool = True  # its next input is the last known token, which is no output
 
     @classmethod
-    def of(cls, request: GenerationRequest, *, suspect: bool = False) -> "Row":
+    def of(cls, request: GenerationRequest, *, recomputed: bool = False) -> "Row":
         """Return a new row for a request, also for one that resumes after `resume_tokens`. Resets its grammar.
-        `suspect`: the row was in a step that failed."""
+        `recomputed`: an earlier row of this request has lost its cache by a failure."""
         processors = _processors(request)
         context = TokenBuffer(list(request.tokens[:-1])) if processors else None
         delivered = list(request.resume_tokens)
         kind, num_dropped = kind_of(request.sampling), request.num_dropped
-        return cls(request, processors, context, kind, len(delivered), delivered, num_dropped, suspect=suspect)
+        return cls(request, processors, context, kind, len(delivered), delivered, num_dropped, recomputed)
 
     @property
     def id(self) -> str:
         """Id of the request."""
         return self.request.id
+
+    @property
+    def suspect(self) -> bool:
+        """True if it may be the cause of a failure: its cache was lost, and it has produced no token since."""
+        return self.recomputed and len(self.answer) == len(self.request.resume_tokens)
 
     @property
     def length(self) -> int:
@@ -51,6 +56,14 @@ class Row:
     def end(self) -> int:
         """`length` at the end of the answer, if that reaches `max_tokens`."""
         return len(self.request.prompt) - self.num_dropped + self.request.max_tokens
+
+    def deliver(self, token: int) -> None:
+        """Append a token to the answer."""
+        self.answer.append(token)
+
+    def mark_fed(self) -> None:
+        """Record that its last known token was fed: from now on its inputs are tokens that it has drawn."""
+        self.awaiting_first_step = False
 
     def drop_tokens(self, kept: tuple[Range, ...]) -> None:
         """Drop all tokens of the prompt outside the ranges, now and if the row is recomputed later. Called before its

@@ -4,7 +4,6 @@ KV layers, plain or latent, are cached by token and shared by all requests with 
 states, rotating windows) are cached as snapshots at chosen positions. Restored state was computed from exactly these
 tokens, so a cache hit yields the same tokens as a miss."""
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -22,11 +21,10 @@ from worker.engine.cache.segments import (
     snapshot_state,
     token_bytes,
 )
+from worker.engine.isolation import isolate
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.schedule.memory import BUFFER_TOKENS
 from worker.schedule.prefix import Found, PrefixTree, checkpoint_positions
-
-logger = logging.getLogger("sluice.engine")
 
 GRID = 2048  # tokens between state snapshots that are not at a boundary
 
@@ -93,10 +91,8 @@ class PrefixCache:
         self._tree.touch(Found(matched, tuple(path)))
         if path and matched == len(tokens) and (not self.stateful or (path[-1].end == matched and path[-1].snapshot)):
             return
-        try:
+        with isolate(f"caching a prefix of {len(tokens)} tokens"):  # the row itself is unharmed
             self._insert(namespace, tokens, cache, index)
-        except Exception:  # most likely out of memory; the row itself is unharmed
-            logger.exception("a prefix of %d tokens could not be cached", len(tokens))
 
     def _insert(self, namespace: str, tokens: tuple[int, ...], cache: Sequence[Any], index: int) -> None:
         state = snapshot_state(cache, index) if self.stateful else None
