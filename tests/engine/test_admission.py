@@ -12,6 +12,7 @@ from worker.engine.batch.row import Row
 from worker.engine.cache.slots import Snapshot
 from worker.engine.upstream.mlx_lm import KVCache
 from worker.schedule.admission import Admit, Decision, Refuse
+from worker.schedule.admission_plan import AdmissionPlan, Limits, plan_admission
 from worker.schedule.classes import Decoding
 from worker.schedule.grouping import StepCost
 from worker.schedule.memory import NO_IMAGES, EncoderCost, ImageDemand, KVLayers, MemoryModel
@@ -40,14 +41,17 @@ def preempted(id: str, tokens: int, held: int = 100) -> WaitingRequest:
     return WaitingRequest(kept.row.request, kept, preempted=True)
 
 
+def plan(admission: AdmissionController, *running: GenerationRequest) -> AdmissionPlan:
+    """Return the plan for these active requests."""
+    return admission.decide([admission.estimate(each, 0) for each in running], Decoding(StepCost()))
+
+
 def decided(admission: AdmissionController, *running: GenerationRequest) -> dict[str, Decision]:
-    """Return the decisions on the requests that do not keep waiting."""
-    return {
-        candidate.request.id: decision
-        for candidate, decision in admission.decide(
-            [admission.estimate(each, 0) for each in running], Decoding(StepCost())
-        )
-    }
+    """Apply the plan, and return the decisions on the requests that do not keep waiting."""
+    planned = plan(admission, *running)
+    admission.apply(planned)
+    admitted = {id: Admit(preempt) for id, preempt in planned.admit.items()}
+    return {**admitted, **{id: Refuse(message) for id, message in planned.refuse.items()}}
 
 
 def test_preempted_row_is_not_refused_after_a_correction_by_which_it_never_fits() -> None:
@@ -157,7 +161,7 @@ def test_slack_of_buffers_corrects_nothing() -> None:
     costs, groups = replace(KILO, weights_bytes=mx.get_active_memory()), [[20_000]]  # what other tests have left
     admission = AdmissionController(costs, limit=costs.weights_bytes + 10**9)
     buffers = 2 * KILO.rectangle_bytes([20_000])
-    slack_bytes = admission.slack_bytes([*groups, [9]], [buffers, KILO.rectangle_bytes([9])])
+    slack_bytes = KILO.slack_bytes([*groups, [9]], [buffers, KILO.rectangle_bytes([9])])
     assert slack_bytes == buffers // 2
     mx.reset_peak_memory()
     mx.eval(mx.zeros(KILO.working_bytes(groups, 1) + slack_bytes // 2, mx.uint8))
@@ -170,8 +174,8 @@ def test_buffers_are_tightened_only_if_other_rows_need_the_memory() -> None:
     for spare, must_tighten in ((1000, True), (10**9, False)):
         admission = AdmissionController(KILO, limit=needed + spare)
         buffers = [KILO.rectangle_bytes([200]) + 2000]
-        admission.decide([admission.estimate(active, 0)], Decoding(StepCost(), [[100]], [[200]], buffers))
-        assert admission.must_tighten == must_tighten
+        planned = admission.decide([admission.estimate(active, 0)], Decoding(StepCost(), [[100]], [[200]], buffers))
+        assert planned.reservation.must_tighten == must_tighten
 
 
 def test_rows_beyond_the_tried_ones_count_in_the_rate_of_classes_in_turn() -> None:
@@ -181,16 +185,15 @@ def test_rows_beyond_the_tried_ones_count_in_the_rate_of_classes_in_turn() -> No
     admission = AdmissionController(wide, limit=200_000_000)
     for i in range(60):
         admission.add(sized(str(i), rng.choice([100] * 9 + [2000]) + 40))
-    admission.decide([], Decoding(expensive))
-    assert admission.bounds == ()
+    assert admission.decide([], Decoding(expensive)).bounds == ()
 
 
 def test_row_in_prefill_is_counted_in_the_group_of_its_class() -> None:
     admission = AdmissionController(KILO, limit=10**9)
-    admission.bounds = (200,)
-    admission.decide([admission.estimate(sized("long", 2000), 0), admission.estimate(sized("short", 200), None)],
-                 Decoding(StepCost(), [[900]], [[2000]]))  # fmt: skip
-    assert admission.reserved_bytes[0] == KILO.working_bytes([[2000], [200]])
+    rows = [admission.estimate(sized("long", 2000), 0), admission.estimate(sized("short", 200), None)]
+    decoding = Decoding(StepCost(), [[900]], [[2000]])
+    planned = plan_admission([], rows, decoding, (200,), Limits(KILO, 10**9, 100))
+    assert planned.reservation.peak_bytes == KILO.peak_bytes([[2000], [200]])
 
 
 def test_pixel_inputs_stay_reserved_while_the_row_is_active_and_equal_images_count_once() -> None:
@@ -199,7 +202,7 @@ def test_pixel_inputs_stay_reserved_while_the_row_is_active_and_equal_images_cou
     admission = AdmissionController(KILO, limit=10**9)
     admission.add(with_images)
     assert decided(admission) == {"looks": Admit()}
-    admission.pop(WaitingRequest(with_images))
+    admission.pop(with_images.id)
     assert admission.reserved_bytes[0] == KILO.working_bytes([[100]]) + 3_000_000
     decided(admission, with_images)  # they are encoded by now
     assert admission.reserved_bytes[0] == KILO.working_bytes([[100]]) + 3_000_000
@@ -211,7 +214,7 @@ def test_memory_to_encode_an_image_is_reserved_until_it_is_encoded() -> None:
     admission = AdmissionController(mega, limit=10**9)
     admission.add(with_images)
     assert decided(admission) == {"looks": Admit()}
-    admission.pop(WaitingRequest(with_images))
+    admission.pop(with_images.id)
     reserved, spare = admission.reserved_bytes[0], admission.free_bytes
     assert reserved == mega.working_bytes([[100]]) + 20 * 1_000_000
     decided(admission, with_images)  # its images are encoded by now
@@ -227,3 +230,22 @@ def test_image_computed_in_one_chunk_has_that_chunk_reserved() -> None:
     )
     assert decided(admission) == {"looks": Admit()}
     assert admission.reserved_bytes[0] == costs.working_bytes([[1_000]], 600)
+
+
+def test_a_plan_changes_nothing_until_it_is_applied() -> None:
+    admission = holding(preempted("a", 500), preempted("b", 500), limit=KILO.peak_bytes([[200, 200]]))
+    admission.add(sized("new", 200))
+    before = (admission.free_bytes, admission.longest_chunk, admission.reserved_bytes)
+    planned = plan(admission, sized("here", 200))
+    assert (admission.free_bytes, admission.longest_chunk, admission.reserved_bytes) == before
+    assert caches(admission) == ["a", "b"]
+    assert admission.needs_decision
+    assert plan(admission, sized("here", 200)) == planned
+    assert planned.drop_caches == ("b", "a")
+    assert planned.overtaken == {"a": 0, "b": 0}
+    admission.apply(planned)
+    assert (admission.free_bytes, admission.longest_chunk) == (planned.shares.free_bytes, planned.shares.longest_chunk)
+    assert caches(admission) == []
+    assert not admission.needs_decision
+    assert planned.admit == {"new": ()}
+    assert [*admission._waiting] == ["a", "b", "new"], "until `pop`"

@@ -17,8 +17,8 @@ from worker.engine.model.load import Model
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import AnyPrefill, PrefillQueue
 from worker.engine.upstream.mlx_lm import generation_stream
-from worker.schedule.admission import Admit, Refuse
-from worker.schedule.admission import RowEstimate as RowEstimate
+from worker.schedule.admission import RowEstimate
+from worker.schedule.admission_plan import AdmissionPlan
 from worker.schedule.memory import MAX_ROWS, NO_IMAGES
 from worker.schedule.outcomes import (
     Encoded,
@@ -81,6 +81,7 @@ class Engine:
         offline one. `memory`: bytes that weights, rows and caches may take together; None: what the device offers.
         `prefix_bytes`: most bytes of the caches that outlive a request, as far as rows leave them; 0 disables these
         caches, None is a share of the memory that the weights leave."""
+        self._costs = model.costs
         self._admission = AdmissionController(model.costs, memory or memory_limit(), rows)
         max_prefix_bytes = self._admission.free_bytes // _PREFIX_SHARE if prefix_bytes is None else prefix_bytes
         self._caches = EngineCaches(model, max_prefix_bytes)
@@ -141,7 +142,7 @@ class Engine:
         )
 
     def _calibrate(self) -> tuple[int, int] | None:
-        slack_bytes = self._admission.slack_bytes(self._running.lengths, self._running.buffers)
+        slack_bytes = self._costs.slack_bytes(self._running.lengths, self._running.buffers)
         chunk = max(self._longest_chunk, len(self._running))  # a decoding row needs as much as one token of a chunk
         return self._admission.calibrate(self._lengths(), chunk, self._caches.nbytes, self._encoded_images, slack_bytes)
 
@@ -152,27 +153,25 @@ class Engine:
     @_phase
     def _admit(self) -> Iterator[Outcome]:
         """Admit waiting requests as far as memory allows, and refuse those that never fit."""
-        if not self._admission.needs_decision:
-            return
-        groups = {row.id: number for number, row in self._running}
-        decided = self._admission.decide([*self._active_estimates(groups)], self._running.decoding())
-        self._running.set_bounds(self._admission.bounds)
-        admitted = [(each.request, decision.preempt) for each, decision in decided if isinstance(decision, Admit)]
-        for _, preempted_ids in admitted:
-            for id in preempted_ids:
-                self._preempt(id)
-        if self._admission.must_tighten:
+        if self._admission.needs_decision:
+            groups = {row.id: number for number, row in self._running}
+            plan = self._admission.decide([*self._active_estimates(groups)], self._running.decoding())
+            yield from self._apply(plan)
+
+    def _apply(self, plan: AdmissionPlan) -> Iterator[Outcome]:
+        self._admission.apply(plan)
+        self._running.set_bounds(plan.bounds)
+        for id in plan.preempt:
+            self._preempt(id)
+        if plan.reservation.must_tighten:
             self._running.tighten()
-        self._caches.touch(request for request, _ in admitted)
+        self._caches.touch(self._admission.requests(plan.admit))
         self._caches.set_limit(self._admission.free_bytes)  # rows have priority over prefixes
-        for candidate, decision in decided:
-            match decision:
-                case Admit():
-                    self._admission.pop(candidate)
-                    yield from self._start(candidate)
-                case Refuse(message):
-                    self._admission.pop(candidate)
-                    yield Refused(candidate.request.id, message)
+        for id, message in plan.refuse.items():
+            self._admission.pop(id)
+            yield Refused(id, message)
+        for id in plan.admit:
+            yield from self._start(self._admission.pop(id))
 
     def _active_estimates(self, groups: Mapping[str, int]) -> Iterator[RowEstimate]:
         """Yield the estimates of the active rows. `groups`: group number by row id; rows in prefill have none."""

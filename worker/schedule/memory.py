@@ -145,6 +145,12 @@ class MemoryModel:
             copied = max(copied, kind.layer_bytes * cached)
         return rows * self.state_bytes + padded * column_bytes, padded * copied
 
+    def slack_bytes(self, groups: Iterable[Sequence[int]], buffers: Iterable[int]) -> int:
+        """Return the bytes that buffers have beyond the needs of rows of these lengths: they do not shrink at once when
+        rows leave. `groups`: lengths in tokens by group; `buffers`: allocated bytes by group."""
+        rectangles = map(self.rectangle_bytes, groups)
+        return sum(max(0, held - needed) for held, needed in zip(buffers, rectangles, strict=True))
+
     def chunk_bytes(self, chunk: int, tokens: int) -> int:
         """Return the temporary bytes of a prompt chunk of `chunk` tokens at the end of a row of `tokens`."""
         windows = sum(kind.token_bytes for kind in self.kv_layers if kind.window)  # which the chunk extends

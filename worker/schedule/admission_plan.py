@@ -1,0 +1,177 @@
+"""Plan of admission: the decisions on all waiting rows, and how memory is divided once they are applied."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from worker.schedule.admission import (
+    Admit,
+    Decision,
+    Refuse,
+    RowEstimate,
+    Wait,
+    admit_in_turn,
+    by_group,
+    fits,
+    group_lengths,
+    image_demand,
+)
+from worker.schedule.budget import MAX_CHUNK
+from worker.schedule.classes import Bounds, Decoding, Trial, choose_bounds, class_of, rows_after, still_waiting
+from worker.schedule.memory import CHUNK, NO_IMAGES, ImageDemand, MemoryModel
+
+NO_GROUP = -1  # group number of a row that does not decode yet
+_ROWS_TRIED = 32  # first waiting rows for which bounds are tried
+
+Decided = Sequence[tuple[RowEstimate, Decision]]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The memory and the number of rows that admission may use."""
+
+    costs: MemoryModel  # corrected by measurements
+    max_bytes: int  # that the model and all rows may take
+    max_rows: int  # that may be active at once
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryShares:
+    """Use of the memory that active rows and saved caches leave."""
+
+    longest_chunk: int = CHUNK  # most tokens that a prompt may advance by in one step
+    free_bytes: int = 0  # for caches that outlive a request; negative if memory is short
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Memory of the active rows."""
+
+    lengths: Sequence[Sequence[int]] = ()  # of the rows at their end, in tokens, by group
+    images: ImageDemand = NO_IMAGES
+    peak_bytes: int = 0  # predicted, with the weights
+    slack_bytes: int = 0  # of the groups' buffers, beyond the needs of their rows; 0 if `must_tighten`
+    must_tighten: bool = False  # the memory of the slack is needed: see `Groups.tighten`
+
+    def shares(self, limits: Limits, held_bytes: int) -> MemoryShares:
+        """Return the use of what is left: longer chunks come first. `held_bytes`: of all saved caches."""
+        free = limits.max_bytes - held_bytes - self.slack_bytes
+        longest_chunk = limits.costs.longest_chunk(self.lengths, free, self.images)
+        peak_bytes = limits.costs.peak_bytes(self.lengths, min(longest_chunk, MAX_CHUNK), self.images)
+        return MemoryShares(longest_chunk, free - peak_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionPlan:
+    """One round of decisions. Rows are named by the ids of their requests."""
+
+    admit: Mapping[str, tuple[str, ...]]  # for each admitted row, the rows to preempt for it
+    refuse: Mapping[str, str]  # for each refused row, the message for the client
+    overtaken: Mapping[str, int]  # for each row that keeps waiting, the value for its next `RowEstimate`
+    drop_caches: tuple[str, ...]  # waiting rows whose saved caches keep other rows out
+    bounds: Bounds  # of the length classes that rows decode in
+    reservation: Reservation  # once the plan is applied
+    shares: MemoryShares  # likewise
+
+    @property
+    def preempt(self) -> list[str]:
+        """The rows to preempt, in order."""
+        return [id for ids in self.admit.values() for id in ids]
+
+
+def plan_admission(
+    waiting: Sequence[RowEstimate], active: Sequence[RowEstimate], decoding: Decoding, bounds: Bounds, limits: Limits
+) -> AdmissionPlan:
+    """Return the plan for these rows. `waiting`: interactive and offline rows, in the order of the queue. `active`:
+    rows in prefill and decoding rows, the oldest first. Rows without a group get the one of their length class."""
+    waiting, active = in_groups(waiting, decoding, bounds), in_groups(active, decoding, bounds)
+    decided, dropped = _decide(waiting, active, limits)
+    held_bytes = _held_bytes(row for row in waiting if row.id not in dropped)
+    reservation = _reserve(rows_after(active, decided), decoding.buffers, limits, held_bytes)
+    return AdmissionPlan(
+        admit={row.id: decision.preempt for row, decision in decided if isinstance(decision, Admit)},
+        refuse={row.id: decision.message for row, decision in decided if isinstance(decision, Refuse)},
+        overtaken={row.id: decision.overtaken for row, decision in decided if isinstance(decision, Wait)},
+        drop_caches=dropped,
+        bounds=bounds,
+        reservation=reservation,
+        shares=reservation.shares(limits, held_bytes),
+    )
+
+
+def best_bounds(
+    waiting: Sequence[RowEstimate],
+    active: Sequence[RowEstimate],
+    decoding: Decoding,
+    bounds_now: Bounds,
+    limits: Limits,
+) -> Bounds:
+    """Return the best bounds, assuming that the decoding rows are moved into their classes. Tries the first waiting
+    rows only. For the parameters see `plan_admission`."""
+    costs, free = limits.costs, limits.max_bytes - _held_bytes(waiting)
+    first_rows = sorted(waiting, key=_is_offline)[:_ROWS_TRIED]
+
+    def try_bounds(bounds: Bounds) -> Trial | None:
+        rows, waiting_rows = (
+            [row.in_group(class_of(row.tokens, bounds)) for row in each] for each in (active, first_rows)
+        )
+        if not fits(rows, costs, free):
+            return None
+        decided = admit_in_turn(waiting_rows, rows, costs, limits.max_bytes, limits.max_rows)
+        active_after = rows_after(rows, decided)
+        return Trial(bounds, [row.tokens for row in active_after], still_waiting(decided))
+
+    def most_rows(tokens: int) -> int:
+        return costs.max_rows(tokens, free)
+
+    lengths = [row.tokens for row in (*active, *waiting)]
+    chosen = choose_bounds(bounds_now, lengths, decoding.cost, try_bounds, most_rows)
+    if chosen != bounds_now and not fits(in_groups(active, decoding, chosen), costs, limits.max_bytes):
+        return bounds_now  # rows in prefill were admitted for these
+    return chosen
+
+
+def in_groups(rows: Iterable[RowEstimate], decoding: Decoding, bounds: Bounds) -> list[RowEstimate]:
+    """Return the estimates with the group that each row decodes in or will decode in."""
+    group_of = decoding.groups_by_length(bounds)
+    return [row.in_group(group_of(row.tokens)) if row.group == NO_GROUP else row for row in rows]
+
+
+def _decide(
+    waiting: Sequence[RowEstimate], active: Sequence[RowEstimate], limits: Limits
+) -> tuple[Decided, tuple[str, ...]]:
+    """Return the decisions, and the rows whose saved caches must be dropped for them: as few as admit the same rows as
+    without any saved cache, the youngest first. Rows are preempted the youngest first, and each one is requeued before
+    the others, so the last in the queue is the youngest."""
+
+    def decide(dropped: Sequence[str]) -> Decided:
+        rows = [replace(row, held_bytes=0) if row.id in dropped else row for row in waiting]
+        return admit_in_turn(rows, active, limits.costs, limits.max_bytes, limits.max_rows)
+
+    dropped, decided = list[str](), decide(())
+    holding = [row.id for row in waiting if row.held_bytes]
+    best = _types(decide(holding)) if holding else _types(decided)
+    while _types(decided) != best:
+        dropped.append(holding.pop())
+        decided = decide(dropped)
+    return decided, tuple(dropped)
+
+
+def _reserve(active: Sequence[RowEstimate], buffers: Sequence[int], limits: Limits, held_bytes: int) -> Reservation:
+    """Return the reservation for these rows. `buffers`: allocated bytes of each group's buffers."""
+    lengths, images, groups = group_lengths(active), image_demand(active), by_group(active)
+    peak_bytes = limits.costs.peak_bytes(lengths, images=images)
+    slack_bytes = limits.costs.slack_bytes((groups.get(i, ()) for i in range(len(buffers))), buffers)
+    must_tighten = peak_bytes + slack_bytes > limits.max_bytes - held_bytes
+    return Reservation(lengths, images, peak_bytes, 0 if must_tighten else slack_bytes, must_tighten)
+
+
+def _held_bytes(rows: Iterable[RowEstimate]) -> int:
+    return sum(row.held_bytes for row in rows)
+
+
+def _is_offline(row: RowEstimate) -> bool:
+    return row.lane == "batch"
+
+
+def _types(decided: Decided) -> list[type[Decision]]:
+    return [type(decision) for _, decision in decided]
