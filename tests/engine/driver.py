@@ -168,7 +168,7 @@ class Run:
     @property
     def active(self) -> list[str]:
         """Rows that prefill or decode, the oldest first."""
-        return list(self.engine._active)
+        return [row.id for row in self.engine._active]
 
     @property
     def waiting(self) -> list[str]:

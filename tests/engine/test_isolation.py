@@ -12,12 +12,12 @@ import pytest
 
 from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
 from tests.engine.tiny import CONFIGS, alone, model, network, prompt, write_checkpoint
+from worker.engine.active import EngineBroken
 from worker.engine.batch import decode_batch as rows_module
 from worker.engine.batch.decode_batch import DecodeBatch
 from worker.engine.batch.row import Row
 from worker.engine.cache.slot_kv import SlotKVCache, SlotRotatingKVCache
 from worker.engine.cache.slots import SlotArraysCache
-from worker.engine.engine import EngineBroken
 from worker.engine.model.load import open_model
 from worker.engine.prefill import base as prefill_module
 from worker.engine.thread import EngineThread

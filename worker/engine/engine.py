@@ -7,7 +7,8 @@ from functools import wraps
 
 import mlx.core as mx
 
-from worker.engine.admission import AdmissionController, WaitingRequest
+from worker.engine.active import ActiveRows
+from worker.engine.admission import AdmissionController
 from worker.engine.batch.decode_batch import StepToken
 from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row
@@ -37,12 +38,6 @@ logger = logging.getLogger("sluice.engine")
 
 _CLEAR_EVERY = 16_384  # tokens computed between two clearings of MLX's buffer cache, whose buffers later steps reuse
 _PREFIX_SHARE = 4  # caches that outlive a request get 1 / share of the memory that the weights leave, by default
-_MAX_FAILURES = 10  # failures without a decoded token between them, after which the engine gives up
-
-
-class EngineBroken(Exception):
-    """`_MAX_FAILURES` failures without a decoded token between them: the rows are not the cause."""
-
 
 Phase = Callable[["Engine"], Iterable[Outcome]]
 
@@ -53,11 +48,11 @@ def _phase(phase: Phase) -> Phase:
 
     @wraps(phase)
     def isolated(engine: "Engine") -> Iterator[Outcome]:
-        yield from engine._recover()
+        yield from engine._active.recover()
         with isolate("a step") as attempt:
             yield from phase(engine)
         if attempt.failed:
-            engine._lose_decoding()
+            engine._active.lose_decoding()
 
     return isolated
 
@@ -86,13 +81,13 @@ class Engine:
         max_prefix_bytes = self._admission.free_bytes // _PREFIX_SHARE if prefix_bytes is None else prefix_bytes
         self._caches = EngineCaches(model, max_prefix_bytes)
         self._queried_tokens = self._hit_tokens = 0  # of prompts whose prefill has finished in this step
-        self._active: dict[str, Row] = {}  # in the order of admission
         self._eos_ids = frozenset(model.tokenizer.eos_token_ids)
         self._prefills = PrefillQueue(model, step_s, self._caches)
         self._running = Groups(model.network, self._fits)
+        self._active = ActiveRows(self._prefills, self._running, self._admission.mark_dirty)
         self._longest_chunk = 0  # tokens, in this step
         self._encoded_images = NO_IMAGES  # images encoded in this step
-        self._failures = self._computed = self._preempted = 0
+        self._computed = self._preempted = 0
         self._decoding_since = 0.0
 
     def __len__(self) -> int:
@@ -109,12 +104,11 @@ class Engine:
         ended. Blocks if the row was decoding: an interactive row's cache is copied into the prefix cache, and another
         row may be moved to its slot."""
         with mx.stream(generation_stream):
-            self._prefills.remove(id)
-            row = self._active.pop(id, None)
+            row = self._active.remove(id)
             if row and not row.awaiting_first_step:
                 self._cache_prefix(row)
             self._admission.remove(id)
-            self._drop_inactive()
+            self._active.sweep()
 
     def step(self) -> StepReport:
         """Admit requests, decode a token of every running row, and prefill within the time budget. Blocks until the
@@ -127,8 +121,7 @@ class Engine:
         with mx.stream(generation_stream):
             outcomes = (*self._admit(), *self._decode(), *self._prefill(), *self._finish_step())
             memory = self._calibrate()
-        if self._failures >= _MAX_FAILURES:
-            raise EngineBroken(f"{_MAX_FAILURES} steps in a row have failed")
+        self._active.check()
         return StepReport(
             outcomes=outcomes,
             rows=rows,
@@ -171,36 +164,20 @@ class Engine:
             self._admission.pop(id)
             yield Refused(id, message)
         for id in plan.admit:
-            yield from self._start(self._admission.pop(id))
+            admitted = self._admission.pop(id)
+            if admitted.saved_row:
+                self._active.restore(admitted.saved_row)
+            else:
+                yield from self._active.begin(admitted.request)
 
     def _active_estimates(self, groups: Mapping[str, int]) -> Iterator[RowEstimate]:
         """Yield the estimates of the active rows. `groups`: group number by row id; rows in prefill have none."""
-        for id, row in self._active.items():
-            yield self._admission.estimate(row.request, groups.get(id), self._prefills.images(id))
-
-    def _start(self, candidate: WaitingRequest) -> Iterator[Outcome]:
-        if candidate.saved_row is None:
-            yield from self._begin(candidate.request)
-        else:
-            self._active[candidate.request.id] = candidate.saved_row.row
-            self._running.restore(candidate.saved_row)
-
-    def _begin(self, request: GenerationRequest, *, recomputed: bool = False) -> Iterator[Outcome]:
-        """Start the prefill of a request. If that fails, the request fails, and no other is affected."""
-        with isolate(f"{request.id}: starting its prefill") as attempt:
-            row = Row.of(request, recomputed=recomputed)
-            self._prefills.add(row)
-            self._active[row.id] = row
-        if attempt.failed:
-            yield self._fail(request.id)
+        for row in self._active:
+            yield self._admission.estimate(row.request, groups.get(row.id), self._prefills.images(row.id))
 
     def _preempt(self, id: str) -> None:
         """Preempt an active row and requeue it, with its cache if it was decoding and memory allows."""
-        row = self._active[id]
-        preempted = None if id in self._prefills else self._running.preempt(row)
-        del self._active[id]
-        self._prefills.remove(id)
-        self._admission.requeue(WaitingRequest(row.resumable_request(), preempted, preempted=True))
+        self._admission.requeue(self._active.preempt(id))
         self._preempted += 1
         logger.info("%s: preempted", id)
 
@@ -217,11 +194,11 @@ class Engine:
         at = time.monotonic()
         for step_token in step_tokens:
             yield from self._handle_token(step_token, at)
-        self._drop_inactive()
+        self._active.sweep()
         for row in failed:
-            yield self._fail(row.id)
+            yield self._active.fail(row.id)
         if step_tokens:
-            self._failures = 0
+            self._active.reset_failures()
 
     def _handle_token(self, step_token: StepToken, at: float) -> Iterator[Outcome]:
         """Yield the outcome of a token before anything that may fail, since the row's answer contains it from then
@@ -229,18 +206,18 @@ class Engine:
         row, token = step_token.row, step_token.token
         if not step_token.finite:
             logger.error("%s: non-finite logits after %d tokens", row.id, row.length)
-            self._drop(row.id)
+            self._active.end(row.id)
             yield RowFailed(row.id)
             self._caches.forget_non_finite(row)
         elif token in self._eos_ids:
-            self._drop(row.id)
+            self._active.end(row.id)
             yield Sampled(row.id, None, "stop", at=at)
             self._cache_prefix(row, token)
         else:
             row.deliver(token)
             ended = len(row.answer) >= row.request.max_tokens
             if ended:
-                self._drop(row.id)
+                self._active.end(row.id)
             yield Sampled(row.id, token, "length" if ended else None, step_token.logprobs, at)
             if ended:
                 self._cache_prefix(row)
@@ -251,34 +228,6 @@ class Engine:
         if (prefix := self._caches.prefix) and row.request.lane == "interactive" and not row.num_dropped:
             for cache, index in self._running.cache_of(row):
                 prefix.insert(row.request.namespace, row.cache_key(*ending), cache, index)
-
-    def _drop_inactive(self) -> None:
-        self._running.remove({row for _, row in self._running if row.id not in self._active})
-
-    def _drop(self, id: str) -> None:
-        """Remove an active row that has ended. Its batch drops it later: see `_drop_inactive`."""
-        self._active.pop(id, None)
-        self._admission.mark_dirty()
-
-    def _fail(self, id: str) -> RowFailed:
-        self._prefills.remove(id)
-        self._drop(id)
-        self._failures += 1
-        return RowFailed(id)
-
-    def _lose_decoding(self) -> None:
-        """Give up the caches of all decoding rows, after a failure that any of them may have caused."""
-        self._running.clear()
-        self._admission.mark_dirty()
-
-    def _recover(self) -> Iterator[Outcome]:
-        """Recompute the active rows that have lost their caches, from their tokens. Each decodes in a group of its own
-        until it has produced a token, so a row that causes the failure fails alone."""
-        lost = {*self._running.pop_lost()}
-        rows = [row for row in self._active.values() if row in lost]
-        self._failures += bool(rows)
-        for row in rows:
-            yield from self._begin(row.resumable_request(), recomputed=True)
 
     @_phase
     def _prefill(self) -> Iterator[Outcome]:
@@ -295,7 +244,7 @@ class Engine:
             with isolate(f"{chunk.id}: prefill") as attempt:  # of one prompt, so only this request fails
                 yield from self._advance(chunk)
             if attempt.failed:
-                yield self._fail(chunk.id)
+                yield self._active.fail(chunk.id)
 
     def _advance(self, chunk: Chunk) -> Iterator[Outcome]:
         """Compute a chunk of one prompt. If it was the last, its row joins the running rows."""

@@ -1,0 +1,103 @@
+"""The active rows, from admission to their last token, and what becomes of them after a failure."""
+
+from collections.abc import Callable, Iterator
+
+from worker.engine.admission import WaitingRequest
+from worker.engine.batch.decode_batch import PreemptedRow
+from worker.engine.batch.groups import Groups
+from worker.engine.batch.row import Row
+from worker.engine.isolation import isolate
+from worker.engine.prefill.queue import PrefillQueue
+from worker.schedule.outcomes import Outcome, RowFailed
+from worker.schedule.request import GenerationRequest
+
+_MAX_FAILURES = 10  # failures without a decoded token between them, after which the engine gives up
+
+
+class EngineBroken(Exception):
+    """`_MAX_FAILURES` failures without a decoded token between them: the rows are not the cause."""
+
+
+class ActiveRows:
+    """Owner of the active rows, in the order of admission. Each is in prefill or decodes, or has lost its cache by a
+    failure and is recomputed from its tokens, so no delivered token is lost. For the engine's thread."""
+
+    def __init__(self, prefills: PrefillQueue, running: Groups, on_release: Callable[[], None]) -> None:
+        """`prefills` and `running` hold the rows' caches. `on_release` is called when rows may have freed memory."""
+        self._prefills, self._running, self._on_release = prefills, running, on_release
+        self._rows: dict[str, Row] = {}
+        self._failures = 0  # without a decoded token between them
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        """Yield the rows, the oldest first."""
+        return iter(self._rows.values())
+
+    def __getitem__(self, id: str) -> Row:
+        return self._rows[id]
+
+    def begin(self, request: GenerationRequest, *, recomputed: bool = False) -> Iterator[Outcome]:
+        """Start the prefill of a request. If that fails, the request fails, and no other is affected."""
+        with isolate(f"{request.id}: starting its prefill") as attempt:
+            row = Row.of(request, recomputed=recomputed)
+            self._prefills.add(row)
+            self._rows[row.id] = row
+        if attempt.failed:
+            yield self.fail(request.id)
+
+    def restore(self, preempted: PreemptedRow) -> None:
+        """Let a preempted row continue to decode. Blocks."""
+        self._rows[preempted.row.id] = preempted.row
+        self._running.restore(preempted)
+
+    def preempt(self, id: str) -> WaitingRequest:
+        """Remove a row, and return its request, with its cache if it was decoding. Blocks."""
+        row = self._rows[id]
+        saved_row = None if id in self._prefills else self._running.preempt(row)
+        self.remove(id)
+        return WaitingRequest(row.resumable_request(), saved_row, preempted=True)
+
+    def remove(self, id: str) -> Row | None:
+        """Remove and return a row; None for an unknown id. If it decodes, `sweep` frees its memory."""
+        self._prefills.remove(id)
+        return self._rows.pop(id, None)
+
+    def end(self, id: str) -> None:
+        """Remove a row that has drawn its last token. `sweep` frees its memory."""
+        self.remove(id)
+        self._on_release()
+
+    def sweep(self) -> None:
+        """Free the memory of decoding rows that have ended or were removed. Blocks."""
+        self._running.remove({row for _, row in self._running if row.id not in self._rows})
+
+    def fail(self, id: str) -> RowFailed:
+        """Remove a row that has caused a failure."""
+        self.end(id)
+        self._failures += 1
+        return RowFailed(id)
+
+    def lose_decoding(self) -> None:
+        """Give up the caches of all decoding rows, after a failure that any of them may have caused."""
+        self._running.clear()
+        self._on_release()
+
+    def recover(self) -> Iterator[Outcome]:
+        """Recompute the rows that have lost their caches. Each decodes in a group of its own until it has produced a
+        token, so a row that causes the failure fails alone."""
+        lost = {*self._running.pop_lost()}
+        rows = [row for row in self if row in lost] if lost else []
+        self._failures += bool(rows)
+        for row in rows:
+            yield from self.begin(row.resumable_request(), recomputed=True)
+
+    def reset_failures(self) -> None:
+        """Record that a token was decoded."""
+        self._failures = 0
+
+    def check(self) -> None:
+        """Raise `EngineBroken` after `_MAX_FAILURES` failures without a decoded token between them."""
+        if self._failures >= _MAX_FAILURES:
+            raise EngineBroken(f"{_MAX_FAILURES} steps in a row have failed")
