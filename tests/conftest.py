@@ -14,6 +14,7 @@ from sluice import Client
 from tests.selection import case_of, chosen
 
 SERVERS = {"server_url", "redis_url", "worker"}  # fixtures that start one
+LIVE = {"batch", "batch_dir", "end_to_end", "queue", "tools"}  # folders in which scripts/test looks for live tests
 MODELS = {"engine", "tools"}  # folders whose files build models: the tests of a file share a process
 
 
@@ -28,9 +29,12 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if isinstance(item, pytest.Function) and (SERVERS & {*item.fixturenames} or "end_to_end" in item.path.parts):
+        folders = {*item.path.relative_to(config.rootpath).parts}
+        if isinstance(item, pytest.Function) and (SERVERS & {*item.fixturenames} or "end_to_end" in folders):
             item.add_marker("live")
-        if MODELS & {*item.path.parts}:
+            if not LIVE & folders:
+                raise pytest.UsageError(f"{item.nodeid}: uses a server, so it belongs into one of tests/{sorted(LIVE)}")
+        if MODELS & folders:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     if not config.getoption("all") and not any("::" in arg for arg in config.args):
         _leave_to_all(config, items)
