@@ -40,7 +40,14 @@ def outcomes_alone(family: str, i: int) -> list[tuple[int, float]]:
     return greedy_with_logprobs(network(family), *asked(i))
 
 
-@pytest.mark.parametrize("step_s", [0.0, 0.02, 1.0], ids=["no time to spare", "some", "plenty"])
+@pytest.mark.parametrize(
+    "step_s",
+    [
+        pytest.param(0.0, id="no time to spare"),
+        pytest.param(0.02, id="some", marks=pytest.mark.slow),
+        pytest.param(1.0, id="plenty", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_that_join_leave_and_are_preempted_equal_their_answers_alone(family: str, step_s: float) -> None:
     run, rng = Run(family_model(family), step_s=step_s), random.Random(f"{family} {step_s}")
@@ -133,7 +140,9 @@ def test_end_of_sequence_token_is_not_reported(qwen: Model) -> None:
     ],
     ids=["greedy", "seeded", "penalties"],
 )
-@pytest.mark.parametrize("delivered", [1, 7, 23])
+@pytest.mark.parametrize(
+    "delivered", [pytest.param(1, marks=pytest.mark.slow), 7, pytest.param(23, marks=pytest.mark.slow)]
+)
 def test_resumed_row_continues_as_if_never_interrupted(model: Model, sampling: Sampling, delivered: int) -> None:
     whole = Run(model)
     whole.add("a", prompt(40, 3), max_tokens=24, sampling=sampling)

@@ -13,6 +13,7 @@ from schemas import ChatRequest
 from scripts.stack import TINY_CHAT
 from tests.engine.driver import answer, answers, tokens
 from tests.engine.tiny import CONFIGS, EOS, VOCAB, prompt, write_checkpoint
+from tests.selection import examples
 from tests.text.structured import Schema, schema
 from worker.engine.model.load import Model, open_model
 from worker.engine.sampling.grammar_processor import grammar_processor
@@ -104,18 +105,19 @@ def free_alone(model: Model) -> dict[str, list[Sampled]]:
 def test_every_answer_that_a_random_model_finishes_is_valid(
     model: Model, vocabulary: LLTokenizer, free_alone: dict[str, list[Sampled]], first: int
 ) -> None:
-    asked = {str(seed): schema(seed) for seed in range(first, first + 50)}
+    asked = {str(seed): schema(seed) for seed in range(first, first + examples(50))}
     rows = [
         GenerationRequest(
             id, prompt(3 + i % 20, i), 150, Sampling(temperature=float(i % 2), seed=i), grammar=guide(vocabulary, each)
         )
         for i, (id, each) in enumerate(asked.items())
     ]
-    together = answers(model, [*rows[:25], *FREE, *rows[25:]])
+    half = len(rows) // 2
+    together = answers(model, [*rows[:half], *FREE, *rows[half:]])
     finished = [id for id in asked if together[id][-1].finish_reason == "stop"]
     for id in finished:
         Draft202012Validator(asked[id]).validate(json.loads(text(model, together[id])))
-    assert len(finished) >= 40
+    assert len(finished) >= 0.8 * len(asked)
     assert {id: together[id] for id in free_alone} == free_alone
 
 
@@ -186,7 +188,10 @@ def chat() -> Model:
 
 
 def test_every_answer_that_a_trained_model_finishes_is_valid(chat: Model) -> None:
-    ends, asked = frozenset(chat.tokenizer.eos_token_ids), {str(seed): schema(seed) for seed in range(200, 250)}
+    ends, asked = (
+        frozenset(chat.tokenizer.eos_token_ids),
+        {str(seed): schema(seed) for seed in range(200, 200 + examples(50))},
+    )
     vocabulary = LLTokenizer(str(MLXTokenizer(chat.tokenizer).definition), n_vocab=chat.vocab, eos_token=sorted(ends))
     messages = [{"role": "user", "content": "Answer in JSON."}]
     generated = tuple(chat.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
@@ -200,7 +205,7 @@ def test_every_answer_that_a_trained_model_finishes_is_valid(chat: Model) -> Non
     finished = [id for id in asked if together[id][-1].finish_reason == "stop"]
     for id in finished:
         Draft202012Validator(asked[id]).validate(json.loads(text(chat, together[id])))
-    assert len(finished) >= 35
+    assert len(finished) >= 0.7 * len(asked)
 
 
 @pytest.mark.parametrize("words", WISHES)
