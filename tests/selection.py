@@ -14,9 +14,7 @@ ALIKE = (
     ("gemma3", "gpt_oss", "gemma3n", "gemma4 with experts", "gemma4"),  # a window beside full attention
     ("qwen3_5", "jamba", "kimi_linear", "qwen3_5_moe"),  # recurrent state beside full attention
     ("mamba2", "rwkv7"),  # recurrent state alone
-    # Images with keys and values of every token: positions by row and column, or rows that end with a token.
-    ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen2_vl"),
-    ("mistral3", "pixtral"),
+    ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen2_vl", "mistral3", "pixtral"),  # images, and the first kind
 )
 _RANK = {family: (line[0], rank) for line in ALIKE for rank, family in enumerate(line)}
 

@@ -58,6 +58,7 @@ async def test_an_ordinary_prompt_does_not_wait_for_six_too_large_ones(worker: W
         assert (failed.error.type, failed.error.retryable) == ("too_large", False)
 
 
+@pytest.mark.slow
 @pytest.mark.timing
 async def test_a_schema_does_not_wait_for_eight_texts_as_large_as_a_body_may_be(
     worker: WorkerProcess, client: Client

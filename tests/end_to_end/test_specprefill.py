@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -59,11 +60,13 @@ async def test_a_thinned_prompt_gets_its_answer_and_a_receipt(redis_url: str, cl
         assert kept < usage(events).kept_tokens < 0.9 * prompt
 
 
-async def test_each_setting_has_its_effect(redis_url: str, client: Client, model: Path) -> None:
-    async def result(messages: list[dict[str, Any]] = LONG, **more: object) -> Any:
-        _, found = await ask(client, messages, **more)
-        return found["sluice"].get("specprefill")
+async def receipt(client: Client, messages: list[dict[str, Any]] = LONG, **more: object) -> Any:
+    _, result = await ask(client, messages, **more)
+    return result["sluice"].get("specprefill")
 
+
+async def test_each_setting_has_its_effect(redis_url: str, client: Client, model: Path) -> None:
+    result = partial(receipt, client)
     with drafting(redis_url, model, specprefill_threshold=500, specprefill_keep_pct=0.1, prefix_cache_gb=0):
         # The draft is as slow as the model here, but so little is kept that it may pay or not: either is said.
         assert set(await result()) in ({"kept", "draft", "scoring_s", "prefill_s"}, {"skipped"})
@@ -77,9 +80,13 @@ async def test_each_setting_has_its_effect(redis_url: str, client: Client, model
         assert (await result(code))["skipped"].startswith("The prompt is mostly code")
         assert (await result(specprefill=True))["kept"] < 0.35  # both ends of the last turn stay, whatever is asked
         assert "kept" in await result(specprefill=True, tools=[TOOL])
+
+
+@pytest.mark.slow
+async def test_a_prompt_longer_than_is_scored_is_computed_whole(redis_url: str, client: Client, model: Path) -> None:
     with drafting(redis_url, model, specprefill_max_tokens=500):
-        assert "prompts are scored up to 500" in (await result(specprefill=True))["skipped"]
-        assert await result() is None  # shorter than the threshold
+        assert "prompts are scored up to 500" in (await receipt(client, specprefill=True))["skipped"]
+        assert await receipt(client) is None  # shorter than the threshold
 
 
 @pytest.mark.usefixtures("alive")

@@ -110,7 +110,14 @@ def poisoned(family: str) -> Iterator[int]:
         layer.embed_tokens.weight = whole
 
 
-@pytest.mark.parametrize("place", [0, 5, 11], ids=["first", "within", "last"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(0, id="first"),
+        pytest.param(5, id="within", marks=pytest.mark.slow),
+        pytest.param(11, id="last", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("family", [QWEN, "gpt_oss", "deepseek_v3", "gemma3", "falcon_h1", "jamba"])
 def test_row_with_a_nan_embedding_fails_alone(family: str, place: int) -> None:
     run = Run(model(family))

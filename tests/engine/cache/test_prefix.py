@@ -29,7 +29,7 @@ Tokens = tuple[int, ...]
 BY_TOKEN = ["llama", "deepseek_v3", "deepseek_v32"]
 WINDOWED = ["gemma3", "gpt_oss", "gemma3n"]  # of 16
 STATEFUL = [*WINDOWED, "qwen3_5", "falcon_h1", "jamba", "kimi_linear", "mamba2", "rwkv7"]
-FEW = ["llama", "gemma3", "qwen3_5", "deepseek_v32"]
+FEW = ["llama", "gemma3", "qwen3_5", pytest.param("deepseek_v32", marks=pytest.mark.slow)]
 ALL = pytest.mark.parametrize("family", [*BY_TOKEN, *STATEFUL])
 SOME = pytest.mark.parametrize("family", FEW)
 

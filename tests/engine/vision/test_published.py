@@ -82,6 +82,7 @@ def test_rows_of_a_quantized_vision_model_equal_their_answers_alone(family: str,
         ("mistral3", _MINISTRAL_3),
     ],
 )
+@pytest.mark.slow
 def test_text_model_reads_the_config_as_mlx_vlm_does(family: str, text: dict[str, Any], tmp_path: Path) -> None:
     model = open_model(str(write_checkpoint(family, tmp_path, seed=1, text=text)))
     assert generated(model, family) == alone(model, family)

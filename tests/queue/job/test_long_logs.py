@@ -67,7 +67,13 @@ async def write_log(db: Redis, logprobs: bool) -> None:
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("logprobs", [False, True], ids=["words alone", "logprobs of 20 alternatives"])
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        pytest.param(False, id="words alone"),
+        pytest.param(True, id="logprobs of 20 alternatives", marks=pytest.mark.slow),
+    ],
+)
 async def test_a_job_with_a_long_log_is_taken_up_and_ended_in_short_turns_of_the_loop(
     redis_url: str, db: Redis, turns: Turns, logprobs: bool
 ) -> None:
