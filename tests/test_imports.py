@@ -81,7 +81,8 @@ TABLE = {
         "worker.engine.upstream worker.engine.vision worker.errors worker.schedule",
         "mlx mlx_lm",
     ),
-    "worker.images": May("schemas worker.errors worker.process worker.settings", "PIL"),
+    # HTTP and TLS are httpcore's; which addresses a fetcher connects to is decided here.
+    "worker.images": May("schemas worker.errors worker.process worker.settings", "PIL httpcore2"),
     # The queue: the server below the jobs, and the worker above both.
     "worker.queue": May(
         "schemas worker.bounded_json worker.errors worker.json_bytes worker.monitoring worker.redis_url "

@@ -5,18 +5,24 @@ import ssl
 from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from httpcore2 import AnyIOBackend, AsyncNetworkBackend, AsyncNetworkStream, ConnectError
 
 from worker.errors import JobFailure
 from worker.images.fetch import Fetcher
-from worker.images.http import HEAD_BYTES, Target
+from worker.images.network import PublicNetwork
 
 ADDRESS = "93.184.216.34"
 ANOTHER = "93.184.216.35"
+# A key and its own certificate, of pictures.example and `ADDRESS`.
+CERTIFICATE = Path(__file__).with_name("pictures_example.pem")
 
 Page = bytes | Callable[[StreamWriter], Awaitable[None]]
 
 
-class Internet:
+class Internet(AsyncNetworkBackend):
     def __init__(self, pages: dict[str, Page]) -> None:
         self._pages = pages
         self.port = 0
@@ -25,22 +31,18 @@ class Internet:
         self.asked: list[str] = []  # requests, as they came
         self.looked_up: list[str] = []
         self.connected: list[str] = []
-        self.contexts: list[ssl.SSLContext | None] = []
-        self.sent = 0
+        self.retryable = False
 
     async def resolve(self, host: str, port: int) -> list[str]:
         self.looked_up.append(host)
         meanings = self.names.get(host, [[ADDRESS]])
         return meanings.pop(0) if len(meanings) > 1 else meanings[0]
 
-    async def connect(
-        self, address: str, target: Target, tls: ssl.SSLContext | None
-    ) -> tuple[StreamReader, StreamWriter]:
-        self.connected.append(address)
-        self.contexts.append(tls)
-        if address in self.dead:
-            raise ConnectionRefusedError
-        return await asyncio.open_connection("127.0.0.1", self.port, limit=HEAD_BYTES)
+    async def connect_tcp(self, host: str, port: int, *_: Any, **__: Any) -> AsyncNetworkStream:
+        self.connected.append(host)
+        if host in self.dead:
+            raise ConnectError
+        return await AnyIOBackend().connect_tcp("127.0.0.1", self.port)
 
     async def serve(self, reader: StreamReader, writer: StreamWriter) -> None:
         request = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -57,27 +59,49 @@ class Internet:
             pass
 
     @asynccontextmanager
-    async def on(self) -> AsyncIterator[None]:
-        server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
+    async def on(self, tls: ssl.SSLContext | None = None) -> AsyncIterator[None]:
+        server = await asyncio.start_server(self.serve, "127.0.0.1", 0, ssl=tls)
         self.port = server.sockets[0].getsockname()[1]
         try:
             yield
         finally:
             server.close()
 
-    async def fetch(self, url: str, *, max_bytes: int = 1000, seconds: float = 5.0) -> bytes | tuple[str, str]:
-        """The file, or the refusal's type and message."""
-        fetcher = Fetcher(max_bytes, seconds=seconds, resolve=self.resolve, connect=self.connect)
-        async with self.on():
+    def fetcher(self, **given: Any) -> Fetcher:
+        network = PublicNetwork(resolve=self.resolve, network=self)
+        return Fetcher(**{"max_bytes": 1000, "seconds": 5.0, "network": network, **given})
+
+    async def fetch(
+        self,
+        url: str,
+        *,
+        tls: ssl.SSLContext | None = None,
+        trusted: ssl.SSLContext | None = None,
+        **limits: float,
+    ) -> bytes | tuple[str, str]:
+        """The file, or the refusal's type and message. `tls`: the server's side; `trusted`: the client's."""
+        async with self.on(tls):
             try:
-                return await fetcher.fetch(url)
+                return await self.fetcher(tls=trusted, **limits).fetch(url)
             except JobFailure as refusal:
                 self.retryable = refusal.retryable
                 return refusal.type, refusal.message
 
 
-async def fetched(page: Page, **limits: float) -> bytes | tuple[str, str]:
-    return await Internet({"/a.png": page}).fetch("http://pictures.example/a.png", **limits)  # type: ignore[arg-type]
+async def fetched(page: Page, **limits: Any) -> bytes | tuple[str, str]:
+    return await Internet({"/a.png": page}).fetch("http://pictures.example/a.png", **limits)
+
+
+def certified() -> ssl.SSLContext:
+    """The server's side of TLS."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(CERTIFICATE)
+    return context
+
+
+def trusting() -> ssl.SSLContext:
+    """A client's side, as every client has it, that trusts the server's certificate."""
+    return ssl.create_default_context(cafile=str(CERTIFICATE))
 
 
 def answer(body: bytes, *headers: str, status: str = "200 OK") -> bytes:

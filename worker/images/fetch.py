@@ -2,43 +2,49 @@
 
 import asyncio
 import ssl
-from asyncio import StreamReader, StreamWriter
-from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from socket import SOCK_STREAM, getaddrinfo
-from urllib.parse import urljoin
+from contextlib import aclosing
+from dataclasses import dataclass
 
+from httpcore2 import URL, AsyncHTTPConnection, NetworkError, ProtocolError, Response, TimeoutException
+
+from worker import __version__
 from worker.errors import JobFailure
-from worker.images.addresses import is_public
-from worker.images.http import HEAD_BYTES, Redirected, Target, read_answer
+from worker.images.files import MEDIA_TYPES, too_long
+from worker.images.network import LimitedStream, PublicNetwork
+from worker.images.url import host_header, parse_url, redirected
 
 _MAX_REDIRECTS = 3
 _FETCH_S = 10.0  # from the first DNS lookup to the last byte, redirects included
-_CONNECT_S = 3.0  # per address of a name, before the next one is tried
-_MAX_LOOK_UPS = 8  # DNS lookups at once
+_HEADERS = {
+    "User-Agent": f"sluice/{__version__}",
+    "Accept": ", ".join(MEDIA_TYPES.values()),
+    "Accept-Encoding": "identity",  # a compressed answer could expand without bound
+    "Connection": "close",
+}
 
-Resolve = Callable[[str, int], Awaitable[list[str]]]
-Connect = Callable[[str, Target, ssl.SSLContext | None], Awaitable[tuple[StreamReader, StreamWriter]]]
 
+@dataclass(frozen=True, slots=True)
+class Redirected:
+    """An answer that refers to another URL, which may be relative."""
 
-async def _connect(address: str, target: Target, tls: ssl.SSLContext | None) -> tuple[StreamReader, StreamWriter]:
-    name = target.host if tls else None  # the host that the certificate must name
-    return await asyncio.open_connection(address, target.port, ssl=tls, server_hostname=name, limit=HEAD_BYTES)
+    location: str
 
 
 class Fetcher:
     """Fetches files over HTTP from public addresses only. For the event loop's thread."""
 
     def __init__(
-        self, max_bytes: int, *, seconds: float = _FETCH_S, resolve: Resolve | None = None, connect: Connect = _connect
+        self,
+        max_bytes: int,
+        *,
+        seconds: float = _FETCH_S,
+        network: PublicNetwork | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`seconds`: time limit per image. `resolve` and `connect` replace the network, for tests."""
-        self._max_bytes, self._seconds, self._connect = max_bytes, seconds, connect
-        # Own threads: a lookup cannot be stopped, and takes half a minute if the name server does not answer.
-        self._names = ThreadPoolExecutor(_MAX_LOOK_UPS, "names")
-        self._resolve = resolve or self._look_up
-        self._tls = ssl.create_default_context()
+        """`seconds`: time limit per image. `network` and `tls` replace the internet and its certificates, for tests."""
+        self._max_bytes, self._seconds = max_bytes, seconds
+        self._network = network or PublicNetwork()
+        self._tls = tls or ssl.create_default_context()
 
     async def fetch(self, url: str) -> bytes:
         """Return the file at the URL, following redirects. The machine's proxy settings are ignored. Raises
@@ -52,48 +58,57 @@ class Fetcher:
 
     async def _follow(self, url: str) -> bytes:
         for _ in range(1 + _MAX_REDIRECTS):
-            answer = await self._request(Target.of(url))
+            answer = await self._request(parse_url(url))
             if isinstance(answer, bytes):
                 return answer
-            url = urljoin(url, answer.location)
+            url = redirected(url, answer.location)
         raise JobFailure("invalid_request", f"the URL redirects more than {_MAX_REDIRECTS} times.")
 
-    async def _request(self, target: Target) -> bytes | Redirected:
+    async def _request(self, url: URL) -> bytes | Redirected:
+        """Send one request on a connection of its own."""
+        connection = AsyncHTTPConnection(url.origin, self._tls, network_backend=self._network)
+        headers = [("Host", host_header(url)), *_HEADERS.items()]
         try:
-            reader, writer = await self._opened(target)
-            try:
-                writer.write(target.request())
-                return await read_answer(reader, self._max_bytes)
-            finally:
-                writer.transport.abort()  # the rest of the answer is not needed
-        except ssl.SSLCertVerificationError:
-            raise JobFailure("invalid_request", "the server's certificate is not valid for this host.") from None
-        except TimeoutError:
-            raise
-        except OSError:
+            async with connection, connection.stream("GET", url, headers=headers) as response:
+                return await _read(response, self._max_bytes)
+        except ProtocolError:
+            raise JobFailure("invalid_request", "the server's answer is truncated or not valid HTTP.") from None
+        except (NetworkError, TimeoutException, OSError) as error:
+            if isinstance(error.__cause__, ssl.SSLCertVerificationError):
+                wrong = "the server's certificate is not valid for this host."
+                raise JobFailure("invalid_request", wrong) from None
             raise JobFailure("invalid_request", "the server cannot be reached.", retryable=True) from None
-
-    async def _opened(self, target: Target) -> tuple[StreamReader, StreamWriter]:
-        """Connect to an address that was checked: the name is resolved once, since a second lookup may yield another
-        address."""
-        addresses = await self._resolve(target.host, target.port)
-        if not all(map(is_public, addresses)):
-            raise JobFailure("invalid_request", "the URL leads to an address that is not public.")
-        tls = self._tls if target.secure else None
-        *others, last = addresses
-        for address in others:
-            try:
-                return await asyncio.wait_for(self._connect(address, target, tls), _CONNECT_S)
-            except OSError:  # includes TimeoutError
-                continue
-        return await self._connect(last, target, tls)
-
-    async def _look_up(self, host: str, port: int) -> list[str]:
-        """Return the addresses of a name, or of an address in any notation."""
-        look_up = partial(getaddrinfo, host, port, type=SOCK_STREAM)
-        found = await asyncio.get_running_loop().run_in_executor(self._names, look_up)
-        return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
     def close(self) -> None:
         """Release the threads, without waiting for lookups."""
-        self._names.shutdown(wait=False, cancel_futures=True)
+        self._network.close()
+
+
+async def _read(response: Response, max_bytes: int) -> bytes | Redirected:
+    """Return the file of an answer, or its redirect. Raises `JobFailure`."""
+    status, headers = response.status, {name.lower(): value for name, value in reversed(response.headers)}
+    if status in (301, 302, 303, 307, 308) and (location := headers.get(b"location")):
+        return Redirected(location.decode("latin-1"))
+    if status != 200:
+        raise JobFailure("invalid_request", f"the server answered {status}.", retryable=status >= 500 or status == 429)
+    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        raise JobFailure(
+            "invalid_request", "the server sent the image compressed, although the request ruled that out."
+        )
+    if int(headers.get(b"content-length", 0)) > max_bytes:
+        raise too_long(max_bytes)
+    return await _body(response, max_bytes)
+
+
+async def _body(response: Response, max_bytes: int) -> bytes:
+    stream: LimitedStream = response.extensions["network_stream"]
+    data = bytearray()
+    stream.advance()
+    async with aclosing(response.aiter_stream()) as parts:
+        async for part in parts:
+            stream.advance()
+            data += part
+            if len(data) > max_bytes:
+                raise too_long(max_bytes)
+            await asyncio.sleep(0)  # thousands of small chunks may be buffered already; let other tasks run
+    return bytes(data)
