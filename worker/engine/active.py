@@ -81,6 +81,7 @@ class ActiveRows:
 
     def lose_decoding(self) -> None:
         """Give up the caches of all decoding rows, after a failure that any of them may have caused."""
+        self._failures += not len(self._running)  # otherwise `recover` counts it
         self._running.clear()
         self._on_release()
 
@@ -100,4 +101,4 @@ class ActiveRows:
     def check(self) -> None:
         """Raise `EngineBroken` after `_MAX_FAILURES` failures without a decoded token between them."""
         if self._failures >= _MAX_FAILURES:
-            raise EngineBroken(f"{_MAX_FAILURES} steps in a row have failed")
+            raise EngineBroken(f"{self._failures} failures without a decoded token between them")
