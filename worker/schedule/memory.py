@@ -1,10 +1,11 @@
-"""Predicted memory of rows, in bytes."""
+"""Predicted memory of rows, in bytes: of any rows, and of active rows to which others are added."""
 
 from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from itertools import starmap
 from math import ceil
+from typing import Protocol
 
 BUFFER_TOKENS = 256  # buffers grow in steps of this many tokens, as mlx-lm's do
 # Tokens of a prompt chunk that every prediction allows for. Longer chunks are only faster: see `longest_chunk`.
@@ -239,3 +240,81 @@ class Correction:
         ratio = min(_MOST, max(_LEAST, measured / predicted))
         weight = _UP if ratio > self.factor else _DOWN
         return Correction(self.factor + weight * (ratio - self.factor))
+
+
+class Occupant(Protocol):
+    """A row as `Occupancy` needs it."""
+
+    @property
+    def tokens(self) -> int:
+        """Length at its end in tokens, prompt and answer together."""
+
+    @property
+    def group(self) -> int:
+        """Number of the group that it decodes in, or will decode in."""
+
+    @property
+    def images(self) -> ImageDemand:
+        """Images that are not yet computed."""
+
+
+class Occupancy:
+    """Active rows, by group. Peaks are those of `MemoryModel.peak_bytes` for the same rows.
+
+    A peak never falls when a row is added or becomes longer, so a row that does not fit does not fit later either,
+    unless rows leave.
+    """
+
+    def __init__(self, costs: MemoryModel, rows: Iterable[Occupant] = ()) -> None:
+        self._costs, self._groups, self._images = costs, dict[int, Shape](), NO_IMAGES
+        self._rows = 0  # number of rows
+        self._longest = 0  # tokens of the longest row at its end
+        for row in rows:
+            self._count(row)
+        self._bytes = {group: costs.group_bytes(*shape) for group, shape in self._groups.items()}
+        self._cached_bytes = sum(cached_bytes for cached_bytes, _ in self._bytes.values())  # of all buffers
+        self._copy_bytes = max((copied for _, copied in self._bytes.values()), default=0)  # while one of them grows
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return self._rows
+
+    def copy(self) -> "Occupancy":
+        """Return an independent copy."""
+        other = Occupancy(self._costs)
+        other._groups, other._bytes, other._images = dict(self._groups), dict(self._bytes), self._images
+        other._rows, other._longest = self._rows, self._longest
+        other._cached_bytes, other._copy_bytes = self._cached_bytes, self._copy_bytes
+        return other
+
+    def add(self, row: Occupant) -> None:
+        """Add an active row."""
+        self._bytes[row.group], self._cached_bytes, self._copy_bytes = self._joined(row)
+        self._count(row)
+
+    def peak_with(self, row: Occupant) -> int:
+        """Return the predicted peak bytes with one more row."""
+        costs, images = self._costs, self._with_images(row)
+        _, cached_bytes, copied = self._joined(row)
+        longest = max(self._longest, row.tokens)
+        working_bytes = costs.step_bytes(cached_bytes, copied, longest, costs.chunk_with(images), images)
+        return costs.corrected_bytes(working_bytes, images)
+
+    def _count(self, row: Occupant) -> None:
+        self._groups[row.group] = self._shape_with(row)
+        self._rows += 1
+        self._longest = max(self._longest, row.tokens)
+        self._images = self._with_images(row)
+
+    def _shape_with(self, row: Occupant) -> Shape:
+        rows, longest = self._groups.get(row.group, (0, 0))
+        return rows + 1, max(longest, row.tokens)
+
+    def _joined(self, row: Occupant) -> tuple[tuple[int, int], int, int]:
+        """Return the bytes of the row's group with the row, of all buffers then, and of the largest copy."""
+        after = self._costs.group_bytes(*self._shape_with(row))
+        before, _ = self._bytes.get(row.group, (0, 0))
+        return after, self._cached_bytes - before + after[0], max(self._copy_bytes, after[1])
+
+    def _with_images(self, row: Occupant) -> ImageDemand:
+        return self._images if row.images is NO_IMAGES else self._images + row.images
