@@ -61,7 +61,7 @@ async def test_a_thinned_prompt_gets_its_answer_and_a_receipt(redis_url: str, cl
 
 
 async def receipt(client: Client, messages: list[dict[str, Any]] = LONG, **more: object) -> Any:
-    _, result = await ask(client, messages, **more)
+    _, result = await ask(client, messages, max_tokens=4, **more)
     return result["sluice"].get("specprefill")
 
 
