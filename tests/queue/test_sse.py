@@ -76,6 +76,11 @@ def wsgi(redis_url: str) -> Iterator[str]:
         thread.join()
 
 
+def events_of(reply: httpx.Response) -> bytes:
+    """Return the body without comments, which fill the silences of a busy machine too."""
+    return reply.content.replace(sse.KEEP_ALIVE, b"")
+
+
 @pytest.fixture(params=[starlette, wsgi])
 def http(request: pytest.FixtureRequest, redis_url: str) -> Iterator[httpx.Client]:
     with request.param(redis_url) as url, httpx.Client(base_url=url, timeout=10) as http:
@@ -109,7 +114,7 @@ def test_a_job_is_a_frame_for_each_event_with_the_worker_s_json(http: httpx.Clie
     write(server, *LOG)
     reply = http.get("/a")
     assert reply.headers["content-type"] == "text/event-stream"
-    assert reply.content == BODY
+    assert events_of(reply) == BODY
 
 
 def test_a_browser_that_comes_back_goes_on_after_its_last_event(http: httpx.Client, server: Redis) -> None:
@@ -119,14 +124,14 @@ def test_a_browser_that_comes_back_goes_on_after_its_last_event(http: httpx.Clie
         seen = [next(lines), next(lines)]
     write(server, LOG[2])
     reply = http.get("/a", headers={"Last-Event-ID": seen[-1].removeprefix("id: ")})
-    assert reply.content == b"retry: 500\n\n" + BODY[BODY.index(FRAMES[2]) :]
-    assert http.get("/a", headers={"Last-Event-ID": "2"}).content == b"retry: 500\n\n"
+    assert events_of(reply) == b"retry: 500\n\n" + BODY[BODY.index(FRAMES[2]) :]
+    assert events_of(http.get("/a", headers={"Last-Event-ID": "2"})) == b"retry: 500\n\n"
 
 
 @pytest.mark.parametrize("header", ["seven", "-5", "1.5", "", "99999999999999999999999", "9" * 5000])
 def test_a_last_event_id_that_is_no_seq_counts_for_none(http: httpx.Client, server: Redis, header: str) -> None:
     write(server, *LOG)
-    assert http.get("/a", headers={"Last-Event-ID": header}).content == BODY
+    assert events_of(http.get("/a", headers={"Last-Event-ID": header})) == BODY
 
 
 def test_a_seq_is_read_as_decimal_digits() -> None:
