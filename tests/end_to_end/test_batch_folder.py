@@ -121,6 +121,7 @@ async def test_what_was_taken_in_is_answered_without_another_slot_though_the_fee
     }
 
 
+@pytest.mark.slow
 def test_a_run_whose_worker_was_killed_is_gone_on_with_by_another(redis_url: str, tmp_path: Path) -> None:
     run = tmp_path / "running" / "batch_0123456789ab"
     write(run / "input.jsonl", 100)

@@ -103,6 +103,7 @@ async def test_a_killed_workers_streams_go_on_unchanged(
         await check_job_keys(db, f"same-{i:02}")
 
 
+@pytest.mark.slow
 async def test_another_model_starts_over_and_says_so(
     redis_url: str, client: Client, db: redis.asyncio.Redis, tmp_path: Path
 ) -> None:

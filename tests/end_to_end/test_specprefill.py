@@ -111,6 +111,7 @@ async def test_a_row_that_is_cancelled_while_it_is_scored_ends_at_once(
         assert isinstance(events[-1], Finished)
 
 
+@pytest.mark.slow
 async def test_a_killed_workers_thinned_answer_goes_on_with_the_same_tokens_left_out(
     redis_url: str, client: Client, db: redis.asyncio.Redis, model: Path
 ) -> None:

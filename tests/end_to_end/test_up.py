@@ -126,6 +126,7 @@ def test_a_server_that_dies_ends_the_worker_and_the_command(tmp_path: Path) -> N
         assert "the server has ended (exit code -9)" in up.said()
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_a_job_that_runs_and_it_goes_on_at_the_next_start(tmp_path: Path) -> None:
     with running(tmp_path) as up:
         up.until_said("ready.")

@@ -250,6 +250,7 @@ async def test_odd_images_are_shown_as_they_look(client: Client, folders: dict[s
     assert said == dict.fromkeys(files, upstream(folders[FIRST])([user("Hm? ", plain)]))
 
 
+@pytest.mark.slow
 async def test_a_job_with_images_goes_on_when_its_worker_dies(
     redis_url: str, client: Client, folders: dict[str, Path]
 ) -> None:
