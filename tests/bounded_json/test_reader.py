@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from worker.bounded_json import __main__ as child
-from worker.bounded_json import reader as module
-from worker.bounded_json.__main__ import answer, verdict
+from worker.bounded_json.__main__ import answer, parse
 from worker.bounded_json.reader import SMALL_BYTES, Reader
 from worker.bounded_json.size import MAX_BODY_VALUES
 from worker.bounded_json.strict import TOO_DEEP
 from worker.errors import JobFailure
-from worker.process.child import CompletedChild
+from worker.process.child import ChildCrashed, ChildFailed, Children
+from worker.process.frames import Frame, Kind, LimitExceeded, Limits
 
 MEGABYTE = 1_000_000
 
@@ -35,13 +35,13 @@ async def refusal(body: bytes) -> JobFailure:
 @pytest.fixture
 def children(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The length of each body that a child process was given."""
-    given, run_child = list[int](), module.run_child
+    given, ask = list[int](), Children.ask
 
-    async def watched(name: str, body: bytes) -> Any:
+    async def watched(children: Children, task: Any, body: bytes, limits: Limits) -> Frame:
         given.append(len(body))
-        return await run_child(name, body)
+        return await ask(children, task, body, limits)
 
-    monkeypatch.setattr(module, "run_child", watched)
+    monkeypatch.setattr(Children, "ask", watched)
     return given
 
 
@@ -82,11 +82,20 @@ async def test_a_dear_body_that_is_wrong_is_refused_with_the_same_sentence() -> 
         assert (await refusal(large)).type == "invalid_request"
 
 
+def refused(body: bytes) -> str | None:
+    """The sentence by which a child process refuses a body; None if it does not."""
+    try:
+        answer(None, body, lambda head, marshalled: None)
+    except JobFailure as refusal:
+        return refusal.message
+    return None
+
+
 @pytest.mark.parametrize("opened", [b"[", b'{"a":'], ids=["lists", "objects"])
 def test_a_dear_body_of_any_depth_has_a_verdict(opened: bytes) -> None:
     closed = b"]" if opened == b"[" else b"}"
-    kinds = {verdict(opened * depth + b"1" + closed * depth)[0] for depth in range(800, 1000)}
-    assert kinds == {"json", "refused"}
+    verdicts = {refused(opened * depth + b"1" + closed * depth) for depth in range(800, 1000)}
+    assert verdicts == {None, TOO_DEEP}
 
 
 def test_what_json_reads_and_is_too_deep_to_be_searched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,17 +103,19 @@ def test_what_json_reads_and_is_too_deep_to_be_searched_is_refused(monkeypatch: 
     for _ in range(3_000):
         deep = [deep]
     monkeypatch.setattr(child, "loads", lambda body: deep)  # as json reads it from Python 3.13 on
-    assert verdict(b"[]") == ("refused", TOO_DEEP)
+    with pytest.raises(JobFailure) as raised:
+        parse(b"[]")
+    assert (raised.value.type, raised.value.message) == ("invalid_request", TOO_DEEP)
 
 
 def test_what_json_reads_and_marshal_does_not_write_is_nested_too_deeply() -> None:
     limit, depth = sys.getrecursionlimit(), 3_000
     sys.setrecursionlimit(20_000)  # from Python 3.13 on json's own
     try:
-        said = marshal.loads(answer(b'{"a":[{}],"k":' + b"[" * depth + b"]" * depth + b"}"))
+        said = refused(b'{"a":[{}],"k":' + b"[" * depth + b"]" * depth + b"}")
     finally:
         sys.setrecursionlimit(limit)
-    assert said == ("refused", TOO_DEEP)
+    assert said == TOO_DEEP
 
 
 async def test_half_of_a_surrogate_pair_in_a_dear_body_is_refused_by_its_place(children: list[int]) -> None:
@@ -153,21 +164,25 @@ async def test_large_work_leaves_the_event_loop_s_thread_and_small_work_does_not
     assert await reader.run(threading.current_thread, size=SMALL_BYTES + 1, lane="batch") is not ours
 
 
-async def test_a_body_that_a_process_cannot_read_in_its_time_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def killed(name: str, body: bytes) -> Any:
-        return module.CompletedChild(-module.signal.SIGXCPU, b"", b"")
+@pytest.mark.parametrize(
+    ("failure", "type", "retryable"),
+    [
+        (LimitExceeded("it took too long"), "too_large", False),
+        (ChildCrashed("its stack overflowed"), "too_large", False),
+        (ChildFailed("it was killed"), "overloaded", True),
+        (TimeoutError(), "overloaded", True),
+    ],
+    ids=repr,
+)
+async def test_a_body_is_refused_by_the_reason_why_its_process_failed(
+    failure: Exception, type: str, retryable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def failed(*_: Any) -> Frame:
+        raise failure
 
-    monkeypatch.setattr(module, "run_child", killed)
-    assert (await refusal(lists(MAX_BODY_VALUES))).type == "too_large"
-
-
-async def test_a_process_that_fails_by_itself_is_not_the_request_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def failed(name: str, body: bytes) -> Any:
-        return module.CompletedChild(1, b"", b"MemoryError")
-
-    monkeypatch.setattr(module, "run_child", failed)
+    monkeypatch.setattr(Children, "ask", failed)
     why = await refusal(lists(MAX_BODY_VALUES))
-    assert (why.type, why.retryable) == ("overloaded", True)
+    assert (why.type, why.retryable) == (type, retryable)
 
 
 async def test_tenants_take_turns_in_a_lanes_thread() -> None:
@@ -186,12 +201,12 @@ async def test_tenants_take_turns_in_a_lanes_thread() -> None:
 async def test_a_tenants_dear_bodies_do_not_hold_up_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
     order = list[int]()
 
-    async def noted(name: str, body: bytes) -> CompletedChild:
+    async def noted(children: Children, task: Any, body: bytes, limits: Limits) -> Frame:
         order.append(len(body))
         await asyncio.sleep(0.01)
-        return CompletedChild(0, marshal.dumps(("json", None)), b"")
+        return Frame(Kind.ANSWER, None, marshal.dumps(None))
 
-    monkeypatch.setattr(module, "run_child", noted)
+    monkeypatch.setattr(Children, "ask", noted)
     reader, other = Reader(), lists(2 * MAX_BODY_VALUES)
     greedy = [
         asyncio.ensure_future(reader.parse(lists(MAX_BODY_VALUES + 1), "interactive", "greedy")) for _ in range(5)

@@ -2,7 +2,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -11,18 +10,18 @@ from typing import Any
 import PIL.Image
 import pytest
 
-from scripts.stack import ROOT
 from tests.images.pictures import patch, read, saved
 from worker.errors import JobFailure
-from worker.images.decoder import Decoder, DecodeRequest
 from worker.images.decoders import Decoders
 from worker.images.image import Image
+from worker.process import child as module
+from worker.process.child import ChildCrashed, ChildFailed, Children
+from worker.process.frames import Frame, LimitExceeded
 
 FILE = saved(patch())
 
 
-def task(source: bytes) -> DecodeRequest:
-    return DecodeRequest(len(source), is_url=False, max_bytes=1_000_000, max_pixels=25_000_000, low=False)
+TASK: dict[str, Any] = {"is_url": False, "max_bytes": 1_000_000, "max_pixels": 25_000_000, "low": False}
 
 
 @pytest.fixture
@@ -34,13 +33,13 @@ async def decoders() -> AsyncIterator[Decoders]:
 
 async def asked(decoders: Decoders, source: bytes = FILE) -> Image | tuple[str, str]:
     try:
-        return await decoders.decode(task(source), source)
+        return await decoders.decode(source, **TASK)
     except JobFailure as refusal:
         return refusal.type, refusal.message
 
 
 def idle(decoders: Decoders) -> list[int]:
-    return [decoder.pid for decoder in decoders._idle]
+    return [child._process.pid for child in decoders._children._idle if child._process]
 
 
 async def ended(pid: int) -> None:
@@ -78,7 +77,7 @@ async def test_many_images_at_once_get_their_own_answers_from_two_processes(deco
 
 async def test_the_event_loop_goes_on_while_a_large_image_is_decoded(decoders: Decoders) -> None:
     large = saved(PIL.Image.effect_noise((3000, 2000), 50), compress_level=1)
-    decoding = asyncio.create_task(decoders.decode(DecodeRequest(len(large), False, 10**8, 10**8, False), large))
+    decoding = asyncio.create_task(decoders.decode(large, **{**TASK, "max_bytes": 10**8}))
     turns = 0
     while not decoding.done():
         await asyncio.sleep(0.001)
@@ -91,7 +90,7 @@ async def test_a_process_that_was_killed_while_it_waited_is_replaced(decoders: D
     await asked(decoders)
     (pid,) = idle(decoders)
     os.kill(pid, signal.SIGKILL)
-    while decoders._idle[0].alive:
+    while decoders._children._idle[0].alive:
         await asyncio.sleep(0.001)
     assert await asked(decoders) == read(FILE)
     assert pid not in idle(decoders)
@@ -110,12 +109,13 @@ def go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Until then no process starts."""
     go_on = threading.Event()
 
-    class Slow(Decoder):
-        def __init__(self) -> None:
-            assert go_on.wait(5), "whoever would let it go on waits for it"
-            super().__init__()
+    start = module.start
 
-    monkeypatch.setattr("worker.images.decoders.Decoder", Slow)
+    def slow(name: str) -> "subprocess.Popen[bytes]":
+        assert go_on.wait(5), "whoever would let it go on waits for it"
+        return start(name)
+
+    monkeypatch.setattr(module, "start", slow)
     return go_on
 
 
@@ -125,21 +125,6 @@ async def test_the_event_loop_goes_on_while_a_process_is_started(decoders: Decod
     assert not decoding.done()
     go_on.set()
     assert await decoding == read(FILE)
-
-
-async def test_a_process_is_there_for_the_next_whose_job_is_cancelled_while_it_starts(
-    decoders: Decoders, go_on: threading.Event
-) -> None:
-    cancelled = asyncio.create_task(asked(decoders))
-    await asyncio.sleep(0.01)
-    cancelled.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await cancelled
-    go_on.set()
-    while not (started := idle(decoders)):
-        await asyncio.sleep(0.001)
-    assert await asked(decoders) == read(FILE)
-    assert idle(decoders) == started
 
 
 async def test_an_image_that_its_decoder_dies_on_fails_alone(decoders: Decoders) -> None:
@@ -181,38 +166,37 @@ async def test_nobody_is_left_after_the_end(decoders: Decoders) -> None:
         await ended(pid)
 
 
-def test_a_process_goes_on_when_the_worker_is_told_to_stop() -> None:
-    decoder = Decoder()
-    assert decoder.decode(task(FILE), FILE) == read(FILE)
+async def test_a_process_goes_on_when_the_worker_is_told_to_stop(decoders: Decoders) -> None:
+    await asked(decoders)
+    before = idle(decoders)
     for number in (signal.SIGTERM, signal.SIGINT):
-        os.kill(decoder.pid, number)
-    assert decoder.decode(task(FILE), FILE) == read(FILE)
-    decoder.close()
+        os.kill(before[0], number)
+    assert await asked(decoders) == read(FILE)
+    assert idle(decoders) == before
 
 
-def test_a_process_gives_way_to_the_worker_and_is_started_without_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    spawn, spawned = os.posix_spawn, list[int]()
+@pytest.mark.parametrize(
+    ("failure", "type"),
+    [
+        (LimitExceeded("no memory"), "too_large"),
+        (ChildCrashed("a fault"), "internal"),
+        (ChildFailed("it ended"), "internal"),
+    ],
+    ids=repr,
+)
+async def test_an_image_fails_by_the_reason_why_its_process_did(
+    decoders: Decoders, failure: Exception, type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def failed(*_: Any) -> Frame:
+        raise failure
 
-    def watched(*args: Any, **how: Any) -> int:
-        spawned.append(spawn(*args, **how))
-        return spawned[-1]
-
-    monkeypatch.setattr(os, "posix_spawn", watched)
-    decoder = Decoder()
-    decoder.decode(task(FILE), FILE)
-    assert spawned == [decoder.pid]
-    assert os.getpriority(os.PRIO_PROCESS, decoder.pid) > os.getpriority(os.PRIO_PROCESS, 0)
-    decoder.close()
+    monkeypatch.setattr(Children, "ask", failed)
+    with pytest.raises(JobFailure) as raised:
+        await decoders.decode(FILE, **TASK)
+    assert (raised.value.type, raised.value.retryable) == (type, False)
 
 
-def test_a_process_ends_with_its_worker() -> None:
-    """Also where that was killed: nobody holds the other end of its pipe."""
-    ran = subprocess.run([sys.executable, "-m", "worker.images"], cwd=ROOT, input=b"", capture_output=True, timeout=20)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"")
-
-
-def test_a_task_that_was_cut_off_is_not_answered() -> None:
-    cut_off = b'{"length": 5, "is_url": false, "max_bytes": 9, "max_pixels": 9, "low": false}\nabc'
-    command = [sys.executable, "-m", "worker.images"]
-    ran = subprocess.run(command, cwd=ROOT, input=cut_off, capture_output=True, timeout=20)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"")
+async def test_a_decoder_has_the_memory_that_the_largest_image_takes(decoders: Decoders) -> None:
+    """A lossless WebP takes most."""
+    large = saved(PIL.Image.new("RGB", (5000, 5000), "red"), "WebP", lossless=True, method=0, quality=0)
+    assert (await decoders.decode(large, **TASK)).width == 5000

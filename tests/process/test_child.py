@@ -1,35 +1,130 @@
-"""Child processes are started beside the event loop, and end with their caller."""
+"""A child process answers, refuses or fails, and its caller can tell which."""
 
-import asyncio
 import os
 import signal
 import subprocess
-import threading
+import sys
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from worker.process import child
-from worker.process.child import run_child
+from scripts.stack import ROOT
+from worker.errors import JobFailure
+from worker.process.child import Child, ChildCrashed, ChildFailed
+from worker.process.frames import Frame, Kind, LimitExceeded, Limits
 
-READING = "worker.bounded_json"
-
-
-async def test_a_process_starts_and_is_fed_off_the_event_loop_s_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    start, threads = child.start, list[threading.Thread]()
-
-    def watched(module: str) -> "subprocess.Popen[bytes]":
-        threads.append(threading.current_thread())
-        return start(module)
-
-    monkeypatch.setattr(child, "start", watched)
-    ended = await run_child(READING, b"[1]")
-    assert (ended.status, ended.errors) == (0, b"")
-    assert threads
-    assert threading.current_thread() not in threads
+LIMITS = Limits(cpu_s=20, address_bytes=1 << 40, wall_s=60.0)
 
 
-async def test_a_process_is_started_without_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+def pid(child: Child) -> int:
+    assert child._process
+    return child._process.pid
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
+    child = Child("tests.process.obedient")
+    yield child
+    child.close()
+
+
+def test_a_process_answers_one_request_after_the_other(child: Child) -> None:
+    assert child.ask("echo", b"\x00\n\xff", LIMITS) == Frame(Kind.ANSWER, "echo", b"\x00\n\xff")
+    first = pid(child)
+    large = b"x" * 10_000_000
+    assert child.ask("echo", large, LIMITS).body == large
+    assert (pid(child), child.alive) == (first, True)
+
+
+def test_the_last_of_several_answers_counts(child: Child) -> None:
+    assert child.ask("twice", b"x", LIMITS) == Frame(Kind.ANSWER, "second", b"x")
+
+
+def test_a_refusal_is_raised_as_the_child_raised_it(child: Child) -> None:
+    with pytest.raises(JobFailure) as raised:
+        child.ask("refuse", b"", LIMITS)
+    assert (raised.value.type, raised.value.message) == ("unsupported", "this is not supported.")
+    assert child.ask("echo", b"x", LIMITS).body == b"x"
+
+
+@pytest.mark.parametrize(
+    ("task", "failure"),
+    [
+        (["signal", signal.SIGKILL], ChildFailed),
+        (["signal", signal.SIGHUP], ChildFailed),
+        (["signal", signal.SIGABRT], ChildCrashed),
+        ("fault", ChildCrashed),
+        ("fail", ChildFailed),
+        ("nothing", ChildFailed),
+        ("too expensive", LimitExceeded),
+    ],
+    ids=str,
+)
+def test_a_process_that_ends_without_an_answer_is_a_failure(child: Child, task: Any, failure: type) -> None:
+    with pytest.raises((ChildFailed, LimitExceeded)) as raised:
+        child.ask(task, b"", LIMITS)
+    assert type(raised.value) is failure
+    assert f"process {pid(child)} of tests.process.obedient" in str(raised.value)
+    assert not child.alive
+
+
+def test_the_error_of_a_process_is_part_of_its_failure(child: Child) -> None:
+    with pytest.raises(ChildFailed, match="it failed"):
+        child.ask("fail", b"", LIMITS)
+
+
+def test_an_answer_counts_if_the_process_ends_while_it_looks_for_a_better_one(child: Child) -> None:
+    assert child.ask(["first, then signal", signal.SIGKILL], b"", LIMITS).head == "first"
+    assert not child.alive
+
+
+def test_a_process_that_takes_too_much_cpu_time_exceeds_its_limit(child: Child) -> None:
+    with pytest.raises(LimitExceeded):
+        child.ask("spin", b"", Limits(cpu_s=1, address_bytes=1 << 40, wall_s=60.0))
+
+
+MEMORY = ["no memory", *(["fill"] if sys.platform == "linux" else [])]  # macOS does not limit address space
+
+
+@pytest.mark.parametrize("task", MEMORY)
+def test_a_process_that_takes_too_much_memory_exceeds_its_limit(child: Child, task: str) -> None:
+    with pytest.raises(LimitExceeded):
+        child.ask(task, b"", Limits(cpu_s=20, address_bytes=1 << 29, wall_s=60.0))
+
+
+def test_each_request_has_its_own_limits(child: Child) -> None:
+    for limit in (1 << 30, 1 << 40, 1 << 31):
+        assert child.ask("echo", b"", Limits(cpu_s=1, address_bytes=limit, wall_s=60.0)).head == "echo"
+
+
+def test_a_process_that_sends_something_else_is_ended() -> None:
+    child = Child("tests.process.babbling")
+    with pytest.raises(ChildFailed):
+        child.ask("echo", b"", LIMITS)
+    assert not child.alive
+
+
+def test_a_module_that_does_not_exist_is_named() -> None:
+    with pytest.raises(ChildFailed, match=r"No module named tests\.process\.missing"):
+        Child("tests.process.missing").ask("echo", b"", LIMITS)
+
+
+def test_a_process_that_cannot_start_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/missing/python")
+    with pytest.raises(ChildFailed, match="did not start"):
+        Child("tests.process.obedient").ask("echo", b"", LIMITS)
+
+
+def test_other_output_neither_mixes_with_the_answers_nor_blocks_the_process(child: Child) -> None:
+    for length in (10, 1_000_000, 1_000_000):  # more than fits into a pipe that nobody reads
+        assert child.ask(["print", length], b"x", LIMITS).body == b"x"
+
+
+def test_a_process_gives_way_to_the_worker_and_is_started_without_a_fork(
+    child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spawn, spawned = os.posix_spawn, list[int]()
 
     def watched(*args: Any, **how: Any) -> int:
@@ -37,39 +132,52 @@ async def test_a_process_is_started_without_a_fork(monkeypatch: pytest.MonkeyPat
         return spawned[-1]
 
     monkeypatch.setattr(os, "posix_spawn", watched)
-    await run_child(READING, b"[1]")
-    assert len(spawned) == 1
+    assert child.ask("priority", b"", LIMITS).head > os.nice(0)
+    assert spawned == [pid(child)]
 
 
-async def test_an_interrupt_from_the_terminal_does_not_end_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = child.start
-
-    def interrupted(module: str) -> "subprocess.Popen[bytes]":
-        process = start(module)
-        process.send_signal(signal.SIGINT)
-        return process
-
-    monkeypatch.setattr(child, "start", interrupted)
-    assert (await run_child(READING, b"[1]")).status == 0
-    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+def test_signals_that_tell_the_worker_to_stop_do_not_end_a_process(child: Child) -> None:
+    child.ask("echo", b"", LIMITS)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(pid(child), number)
+    assert child.ask("echo", b"x", LIMITS).body == b"x"
+    assert not {signal.SIGTERM, signal.SIGINT} & signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
-async def test_a_process_that_was_still_starting_ends_with_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    start, begun, go_on = child.start, threading.Event(), threading.Event()
-    started = list["subprocess.Popen[bytes]"]()
+def test_a_process_ends_when_its_pipe_does() -> None:
+    command = [sys.executable, "-m", "worker.bounded_json"]
+    for said in (b"", b"\x01\x00\x00\x00\x09\x00\x00"):
+        ran = subprocess.run(command, cwd=ROOT, input=said, capture_output=True, timeout=20)
+        assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"")
 
-    def slow(module: str) -> "subprocess.Popen[bytes]":
-        begun.set()
-        go_on.wait()
-        started.append(start(module))
-        return started[0]
 
-    monkeypatch.setattr(child, "start", slow)
-    running = asyncio.ensure_future(run_child(READING, b"[1]"))
-    await asyncio.to_thread(begun.wait)
-    running.cancel()
-    await asyncio.sleep(0)
-    go_on.set()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert started[0].returncode == -signal.SIGKILL
+WORKER = """
+import threading, time
+from worker.process.child import Child
+from worker.process.frames import Limits
+child = Child("tests.process.obedient")
+threading.Thread(target=child.ask, args=("sleep", b"", Limits(50, 1 << 40, 50.0)), daemon=True).start()
+while not child._process:
+    time.sleep(0.001)
+print(child._process.pid, flush=True)
+time.sleep(50)
+"""
+
+
+def test_a_process_ends_soon_after_a_worker_that_was_killed_even_within_a_request() -> None:
+    with subprocess.Popen([sys.executable, "-c", WORKER], cwd=ROOT, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        served = int(worker.stdout.readline())
+        time.sleep(0.5)  # it serves the request now, or begins to
+        os.kill(served, 0)
+        worker.kill()
+    deadline = time.monotonic() + 10
+    while running(served):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def running(number: int) -> bool:
+    """False for a zombie too: nobody in a container may collect it."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(number)], capture_output=True, text=True).stdout.strip()
+    return bool(state) and not state.startswith("Z")

@@ -8,24 +8,23 @@ parsed by a child process. It counts the values first, and returns an error, or 
 import asyncio
 import logging
 import marshal
-import signal
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from schemas.keys import Lane
-from worker.bounded_json.size import MAX_BODY_VALUES, is_expensive
+from schemas.keys import LANES, Lane
+from worker.bounded_json.size import is_expensive, limits
 from worker.bounded_json.strict import NotJson, loads
 from worker.errors import JobFailure
-from worker.process.child import CompletedChild, run_child
+from worker.process.child import ChildCrashed, ChildFailed, Children
+from worker.process.frames import LimitExceeded
 from worker.turns import Turns
 
 logger = logging.getLogger("sluice.reading")
 
 SMALL_BYTES = 16_384  # parsed and validated in at most 5 ms
-_LIMIT_SIGNALS = {-signal.SIGXCPU, -signal.SIGSEGV, -signal.SIGABRT}
 _T = TypeVar("_T")
 
 
@@ -34,6 +33,7 @@ class Reader:
 
     def __init__(self) -> None:
         self._lanes: dict[Lane, _Lane] = {}
+        self._children = Children("worker.bounded_json", len(LANES))
 
     async def parse(self, body: bytes, lane: Lane, tenant: str = "") -> Any:
         """Return the JSON value of a body. Raises `JobFailure`."""
@@ -43,13 +43,28 @@ class Reader:
         if not expensive:
             return await self.run(_parsed, body, size=len(body), lane=lane, tenant=tenant)
         async with self._lane(lane).child.slot(lane, tenant):
-            return await _parsed_by_child(body)
+            return await self._parsed_by_child(body)
 
     async def run(self, function: Callable[..., _T], *args: object, size: int, lane: Lane, tenant: str = "") -> _T:
         """Call a function that handles a body of `size` bytes, on the lane's thread if that is large."""
         if size <= SMALL_BYTES:
             return function(*args)
         return await self._lane(lane).call(lane, tenant, partial(function, *args))
+
+    async def _parsed_by_child(self, body: bytes) -> Any:
+        try:
+            return marshal.loads((await self._children.ask(None, body, limits(len(body)))).body)
+        except (LimitExceeded, ChildCrashed):
+            raise JobFailure(
+                "too_large", "The request takes too long to parse: split it, or shorten its lists and objects."
+            ) from None
+        except (ChildFailed, TimeoutError) as error:
+            logger.error("parsing a body of %d bytes: %r", len(body), error)
+            raise JobFailure(
+                "overloaded",
+                "The server has no resources to parse a request of this size now; try again later.",
+                retryable=True,
+            ) from None
 
     def _lane(self, lane: Lane) -> "_Lane":
         return self._lanes.setdefault(lane, _Lane(lane))
@@ -78,32 +93,3 @@ def _parsed(body: bytes) -> Any:
         return loads(body)
     except NotJson as why:
         raise JobFailure("invalid_request", str(why)) from None
-
-
-async def _parsed_by_child(body: bytes) -> Any:
-    return _value_of(await run_child("worker.bounded_json", body), len(body))
-
-
-def _value_of(ended: CompletedChild, size: int) -> Any:
-    if ended.status in _LIMIT_SIGNALS:
-        raise JobFailure(
-            "too_large", "The request takes too long to parse: split it, or shorten its lists and objects."
-        )
-    if ended.status:
-        logger.error("parsing a body of %d bytes ended with status %d: %s", size, ended.status, ended.errors[-500:])
-        raise JobFailure(
-            "overloaded",
-            "The server has no resources to parse a request of this size now; try again later.",
-            retryable=True,
-        )
-    kind, value = marshal.loads(ended.output)
-    match kind:
-        case "json":
-            return value
-        case "refused":
-            raise JobFailure("invalid_request", value)
-    raise JobFailure(
-        "too_large",
-        f"The request holds {value:,} JSON values; this worker accepts {MAX_BODY_VALUES:,}. "
-        "Shorten its lists and objects, or send them as text.",
-    )

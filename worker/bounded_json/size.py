@@ -3,6 +3,8 @@
 import re
 from collections.abc import Iterator
 
+from worker.process.frames import Limits
+
 # The commas and opening brackets outside of strings are counted: at least as many as values. 10,000 tool calls, the
 # default limit of a conversation, are 60,000. Parsing this many takes about 50 ms.
 MAX_BODY_VALUES = 100_000
@@ -39,9 +41,10 @@ def count_values(text: bytes) -> int:
     return count
 
 
-def limits(length: int) -> tuple[int, int]:
-    """Return the limits of the child process for a body of `length` bytes: CPU seconds, and bytes of address space."""
-    return 5 + length // 2_000_000, (1 << 30) + 40 * length
+def limits(length: int) -> Limits:
+    """Return the limits of the child process for a body of `length` bytes."""
+    cpu_s = 5 + length // 2_000_000
+    return Limits(cpu_s, (1 << 30) + 40 * length, wall_s=10.0 * cpu_s)  # its priority is low, and others may run
 
 
 def _values(part: bytes) -> int:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from schemas.messages import ImagePart, ImageUrl, Message
 from worker.errors import JobFailure
-from worker.images.decoder import DecodeRequest
 from worker.images.decoders import Decoders
 from worker.images.fetch import Fetcher
 from worker.images.image import Image
@@ -68,9 +67,13 @@ class ImageLoader:
             raise JobFailure("unsupported", "this worker accepts only data: URLs.")
         else:
             source = await self._fetcher.fetch(image.url)
-        most_bytes, most_pixels = self._settings.image_max_bytes, self._settings.image_max_pixels
-        task = DecodeRequest(len(source), is_data, most_bytes, most_pixels, low=image.detail == "low")
-        return await self._decoders.decode(task, source)
+        return await self._decoders.decode(
+            source,
+            is_url=is_data,
+            max_bytes=self._settings.image_max_bytes,
+            max_pixels=self._settings.image_max_pixels,
+            low=image.detail == "low",
+        )
 
     def close(self) -> None:
         """End the decoder processes and release the threads. No job may be using them."""

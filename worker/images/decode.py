@@ -1,4 +1,4 @@
-"""Decode image files to pixels. Runs in its own process: see `worker.images.decoder`."""
+"""Decode image files to pixels. Runs in its own process: see `worker.images.decoders`."""
 
 import struct
 from io import BytesIO

@@ -1,4 +1,4 @@
-"""Runs child processes, for work that could not be stopped on a thread, or would hold the interpreter's lock."""
+"""Child processes, for work that could not be stopped on a thread, or would hold the interpreter's lock."""
 
 import asyncio
 import os
@@ -6,72 +6,169 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
+from typing import Any
+
+from worker.errors import JobFailure
+from worker.process.frames import BadFrame, Frame, Kind, LimitExceeded, Limits, read_frame, write_frame
 
 _ROOT = Path(__file__).parents[2]  # the folder of the package `worker`
+_CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
+_LOGGED_BYTES = 500  # of a failed process's stderr
 
 
-@dataclass(frozen=True, slots=True)
-class CompletedChild:
-    """A process that has ended."""
-
-    status: int  # exit status; minus the number of the signal if one ended it
-    output: bytes
-    errors: bytes
+class ChildFailed(Exception):
+    """The process has ended, or was ended, without an answer. The message is for the log."""
 
 
-async def run_child(module: str, given: bytes) -> CompletedChild:
-    """Run `python -m module` once, with `given` on its standard input. If the caller is cancelled, it is killed.
-
-    A new thread starts the process and waits for it, so that the event loop is not blocked.
-    """
-    child, thread = _Child(module, given), ThreadPoolExecutor(1, "child")
-    running = asyncio.get_running_loop().run_in_executor(thread, child.run)
-    thread.shutdown(wait=False)
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        child.kill()
-        await asyncio.wait([running])
-        raise
+class ChildCrashed(ChildFailed):
+    """A fault in native code ended the process, such as an overflow of the stack."""
 
 
-class _Child:
-    """A process that one thread starts and waits for, and another may kill."""
+class Children:
+    """Child processes of one module. They are started when they are needed. For the event loop's thread."""
 
-    def __init__(self, module: str, given: bytes) -> None:
-        self._module, self._given = module, given
+    def __init__(self, module: str, most: int, *, reused: bool = False) -> None:
+        """`most`: processes at once. `reused`: a process serves further requests; otherwise it ends after one."""
+        self._module, self._reused = module, reused
+        self._free = asyncio.Semaphore(most)
+        # Threads of their own, which start, await and end processes, so that other work does not wait for them.
+        self._threads = ThreadPoolExecutor(most, module)
+        self._idle: list[Child] = []
+
+    async def ask(self, task: Any, body: bytes, limits: Limits) -> Frame:
+        """Return the answer of a process to a request; waits for a free one. `task`: a JSON value.
+
+        Raises `JobFailure` if the process refuses the request, `LimitExceeded`, `ChildFailed` and TimeoutError. If it
+        takes too long or the caller is cancelled, the process is killed, and has ended when this returns.
+        """
+        async with self._free:
+            child = self._next()
+            run = asyncio.get_running_loop().run_in_executor
+            running = run(self._threads, self._ask, child, task, body, limits)
+            try:
+                async with asyncio.timeout(limits.wall_s):
+                    return await asyncio.shield(running)
+            except (asyncio.CancelledError, TimeoutError):
+                child.kill()
+                await asyncio.wait([running])
+                raise
+            finally:
+                if child.alive:
+                    self._idle.append(child)
+
+    def _ask(self, child: "Child", task: Any, body: bytes, limits: Limits) -> Frame:
+        """Ask a process, and end it unless it is reused. Blocks."""
+        try:
+            return child.ask(task, body, limits)
+        finally:
+            if not self._reused:
+                child.close()
+
+    def _next(self) -> "Child":
+        """Return an idle process, or one that starts with its first request."""
+        while self._idle:
+            child = self._idle.pop()
+            if child.alive:
+                return child
+            child.close()  # it has ended, so this does not block
+        return Child(self._module)
+
+    def close(self) -> None:
+        """End idle processes and release the threads. Blocks until the processes have ended. None may be in use."""
+        self._threads.shutdown(wait=False)
+        while self._idle:
+            self._idle.pop().close()
+
+
+class Child:
+    """A process `python -m module`, which serves one request at a time by the protocol of `frames`. It starts with the
+    first request. One thread uses it, and others may kill it."""
+
+    def __init__(self, module: str) -> None:
+        self._module, self._killed = module, Event()
         self._process: subprocess.Popen[bytes] | None = None
-        self._killed = Event()
 
-    def run(self) -> CompletedChild:
-        with start(self._module) as process:
-            self._process = process
-            if self._killed.is_set():  # checked after `_process` is set: `kill` uses the opposite order
-                process.kill()
-            output, errors = process.communicate(self._given)
-        return CompletedChild(process.returncode, output, errors)
+    @property
+    def alive(self) -> bool:
+        """True if the process runs and was not killed."""
+        return self._process is not None and not self._killed.is_set() and self._process.poll() is None
+
+    def ask(self, task: Any, body: bytes, limits: Limits) -> Frame:
+        """Return the answer to a request. `task`: a JSON value. Blocks for long, so it belongs in a thread.
+
+        Raises `JobFailure` if the process refuses the request. Raises `LimitExceeded` and `ChildFailed`; then it has
+        ended.
+        """
+        answers = list[Frame]()
+        try:
+            self._exchange(Frame(Kind.REQUEST, [limits, task], body), answers)
+        except (OSError, BadFrame, LimitExceeded) as error:
+            failure = self._failure(error)
+            if not answers:
+                raise failure from None
+        return answers[-1]
+
+    def _exchange(self, request: Frame, answers: list[Frame]) -> None:
+        """Send a request and collect its answers, of which there is at least one."""
+        self._process = process = self._process or start(self._module)
+        if self._killed.is_set():  # checked after `_process` is set: `kill` uses the opposite order
+            process.kill()
+        assert process.stdin
+        assert process.stdout
+        write_frame(process.stdin, request)
+        while (frame := read_frame(process.stdout)).kind is Kind.ANSWER:
+            answers.append(frame)
+        match frame.kind:
+            case Kind.REFUSED:
+                raise JobFailure(*frame.head)
+            case Kind.EXCEEDED:
+                raise LimitExceeded
+        if not answers:
+            raise BadFrame
+
+    def _failure(self, error: Exception) -> Exception:
+        """End the process, and return the exception that an error stands for."""
+        errors = self.close()
+        if self._process is None:
+            return ChildFailed(f"a process of {self._module} did not start: {error}")
+        status = self._process.returncode
+        message = f"process {self._process.pid} of {self._module} ended with status {status}: {errors}"
+        if status == -signal.SIGXCPU or isinstance(error, LimitExceeded):
+            return LimitExceeded(message)
+        return ChildCrashed(message) if status in _CRASHES else ChildFailed(message)
 
     def kill(self) -> None:
+        """Kill the process, also while it starts or serves a request: that call then raises `ChildFailed`. Does not
+        block; call `close` afterwards."""
         self._killed.set()
         if self._process is not None:
             self._process.kill()
 
+    def close(self) -> str:
+        """Kill the process, wait until it has ended, and close its pipes. Blocks. May be repeated. Returns the end of
+        its stderr."""
+        self.kill()
+        if self._process is None:
+            return ""
+        _, errors = self._process.communicate()
+        return errors[-_LOGGED_BYTES:].decode(errors="replace")
 
-def start(module: str, *, errors: int | None = subprocess.PIPE) -> subprocess.Popen[bytes]:
-    """Start `python -m module` with pipes for its standard input and output; `errors` as for `Popen`'s stderr.
+
+def start(module: str) -> "subprocess.Popen[bytes]":
+    """Start `python -m module` with pipes for its standard input, output and errors.
 
     Does not fork: a fork takes long when the caller has many gigabytes in memory, and holds the interpreter's lock.
     """
     paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
-    # The process inherits this: Ctrl-C in the terminal is meant for the worker.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # The process inherits this: a signal to the process group, as by Ctrl-C in the terminal, is meant for the worker,
+    # which may need the process while it drains.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", module],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             # With this, and without a new session or working directory, Popen uses posix_spawn. Files that Python
             # opens are closed in the new process anyway.

@@ -19,12 +19,21 @@ from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import load_tokenizer
 from worker.errors import JobFailure
 from worker.process import child
-from worker.text.grammar import guide, lark
-from worker.text.grammar.attempt import CompileError, verdict_of
+from worker.process.child import Child
+from worker.text.grammar import attempt, guide, lark
+from worker.text.grammar.attempt import (
+    CompiledGrammar,
+    CompileError,
+    RefusedConstraint,
+    Verdict,
+    question,
+)
+from worker.text.grammar.builder import Grammars, Markup, OutputConstraint
 from worker.text.grammar.constraint import constraint_of, is_quick
 from worker.text.grammar.errors import TOO_EXPENSIVE
 from worker.text.grammar.guide import GrammarStates, RowGrammar
 from worker.text.grammar.llg_tokenizer import without_added_tokens
+from worker.text.grammar.tool_grammars import Function
 from worker.text.prompt.prompt import Prompt
 from worker.text.vocabulary import Vocabulary
 
@@ -239,10 +248,34 @@ async def test_schemas_that_are_not_quick_are_rewritten_by_a_process_of_their_ow
     assert len(processes) == 3
 
 
-async def test_what_a_process_finds_out_does_not_depend_on_its_search_being_ended() -> None:
-    assert verdict_of(b'["complaint", "x"]\n"tools: f"\n') == CompileError("x", "tools: f")
-    assert verdict_of(b'["complaint", "x"]\n"tools') == CompileError("x")
-    assert verdict_of(b'["written", "gramm') is None
+async def test_what_a_process_finds_out_does_not_depend_on_its_search_being_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It sends its verdict before it searches for the part that is wrong; the last verdict counts."""
+    monkeypatch.setattr(attempt, "_SEARCH_CPU_S", float("inf"))
+    grammars = Grammars(Markup({}, "json_tools", names_arguments=False, has_calls=True))
+    nothing = {"type": "object", "properties": {"a": {"type": "string", "enum": [1]}}, "required": ["a"]}
+    functions = Function("f", {"type": "object"}), Function("g", nothing)
+    first, last = attempt._verdicts(grammars, OutputConstraint(None, functions, allows_many=False), reasoned=False)
+    assert isinstance(first, CompileError)
+    assert (first.place, last) == ("", CompileError(first.message, "tools: g"))
+
+
+async def test_a_process_sends_each_kind_of_verdict() -> None:
+    markup, fine = Markup({}, "json_tools", names_arguments=False, has_calls=True), Function("f", {"type": "object"})
+    trial = Child("worker.text.grammar.attempt")
+
+    def verdict(constraint: OutputConstraint) -> Verdict:
+        asked = question(markup, constraint, reasoned=False)
+        return attempt.verdict_of(trial.ask(None, asked, attempt.LIMITS).head)
+
+    compiled = verdict(OutputConstraint(None, (fine,), allows_many=False))
+    refused = verdict(OutputConstraint({"oneOf": [{}, {}]}, (), allows_many=False))
+    wrong = verdict(OutputConstraint({"type": "string", "enum": [1]}, (), allows_many=False))
+    trial.close()
+    assert [type(each) for each in (compiled, refused, wrong)] == [CompiledGrammar, RefusedConstraint, CompileError]
+    assert isinstance(refused, RefusedConstraint)
+    assert refused.type == "invalid_request"
 
 
 async def test_offline_schemas_leave_a_process_to_interactive_ones() -> None:
@@ -337,7 +370,7 @@ async def test_what_cannot_be_written_as_it_is_is_refused(asked: Schema, words: 
     assert words in (await refusal(**by(asked))).message
 
 
-@pytest.mark.parametrize("ends", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("ends", [signal.SIGKILL, signal.SIGHUP])
 async def test_a_trial_that_is_ended_from_outside_says_nothing_of_the_schema(
     ends: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:

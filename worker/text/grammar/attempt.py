@@ -1,30 +1,28 @@
 """Child process that writes the grammar of a client's constraint and compiles it: see `compiler`.
 
-It reads a marshalled question from stdin, and writes a line of JSON with the verdict. If the grammar does not compile,
-a second line names the part of the request that causes it. The search for that part has a time limit.
+It answers a marshalled question with its verdict. If the grammar does not compile, a second answer names the part of
+the request that causes it. The search for that part has a time limit.
 """
 
-import json
 import marshal
-import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 
 from llguidance import LLTokenizer
 
 from worker.errors import ErrorType, JobFailure
-from worker.process.rlimits import limit_resources, lower_priority
+from worker.process.frames import LimitExceeded, Limits
+from worker.process.serve import Send, serve
 from worker.text.grammar.builder import Grammars, Markup, OutputConstraint
 from worker.text.grammar.sandbox import Uncompilable, compile_grammar
 from worker.text.grammar.tool_grammars import Function
 
-PANICKED = 3  # exit status if llguidance panicked
-_CPU_S = 2  # CPU time; real schemas take a tenth of it, process start included
+LIMITS = Limits(cpu_s=2, address_bytes=2 << 30, wall_s=60.0)  # real schemas take 0.2 s, process start included
 _SEARCH_CPU_S = 1.0  # CPU time after which no further part is tried
 _STACK_BYTES = 4 << 20  # at most half of the stack of the worker's own threads
-_BYTES = 2 << 30  # limit of address space
 _STABLE = 2  # version of marshal's format that writes equal values as equal bytes
 
 
@@ -52,64 +50,52 @@ class CompileError:
 
 
 Verdict = CompiledGrammar | RefusedConstraint | CompileError
+_VERDICTS: dict[str, Callable[..., Verdict]] = {
+    kind.__name__: kind for kind in (CompiledGrammar, RefusedConstraint, CompileError)
+}
 
 
 def question(markup: Markup, constraint: OutputConstraint, *, reasoned: bool) -> bytes:
-    """Return the input of the process: equal bytes for equal arguments."""
+    """Return the body of a request to the process: equal bytes for equal arguments."""
     functions = [(function.name, function.parameters) for function in constraint.functions]
     return marshal.dumps((astuple(markup), (constraint.schema, functions, constraint.allows_many), reasoned), _STABLE)
 
 
-def verdict_of(output: bytes) -> Verdict | None:
-    """Parse the output of the process. Returns None if it ended without a verdict."""
-    lines = [json.loads(line) for line in output.splitlines(keepends=True) if line.endswith(b"\n")]
-    match lines:
-        case [["written", grammar]]:
-            return CompiledGrammar(grammar)
-        case [["unwanted", type, message]]:
-            return RefusedConstraint(type, message)
-        case [["complaint", message], *places]:
-            return CompileError(message, *places)
-    return None
+def verdict_of(answer: list[str]) -> Verdict:
+    """Return the verdict that an answer of the process stands for."""
+    kind, *fields = answer
+    return _VERDICTS[kind](*fields)
 
 
-def _main() -> None:
-    lower_priority()
-    limit_resources(cpu_s=_CPU_S, address_bytes=_BYTES)
+def answer(task: None, question: bytes, send: Send) -> None:
+    """Send the verdict on a question, and a better one if there is. Raises `LimitExceeded`."""
     threading.stack_size(_STACK_BYTES)
-    markup, (schema, functions, many), reasoned = marshal.loads(sys.stdin.buffer.read())
+    with ThreadPoolExecutor(1) as thread:
+        panic = thread.submit(_answer, question, send).exception()
+    if panic:
+        raise LimitExceeded from panic
+
+
+def _answer(question: bytes, send: Send) -> None:
+    markup, (schema, functions, many), reasoned = marshal.loads(question)
     constraint = OutputConstraint(schema, tuple(Function(*each) for each in functions), many)
-    done = list[bool]()
-    attempt = threading.Thread(
-        target=lambda: done.append(_answer(Grammars(Markup(*markup)), constraint, reasoned, _print_line))
-    )
-    attempt.start()
-    attempt.join()
-    if not done:
-        sys.exit(PANICKED)
+    for verdict in _verdicts(Grammars(Markup(*markup)), constraint, reasoned):
+        send([type(verdict).__name__, *astuple(verdict)], b"")
 
 
-def _print_line(line: str | list[str]) -> None:
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
-
-
-def _answer(
-    grammars: Grammars, constraint: OutputConstraint, reasoned: bool, write: Callable[[str | list[str]], None]
-) -> bool:
+def _verdicts(grammars: Grammars, constraint: OutputConstraint, reasoned: bool) -> Iterator[Verdict]:
     vocabulary = LLTokenizer("byte")
     try:
         spelled, grammar = grammars.both(constraint, reasoned=reasoned)
         compile_grammar(vocabulary, spelled)
     except JobFailure as refusal:
-        write(["unwanted", refusal.type, refusal.message])
+        yield RefusedConstraint(refusal.type, refusal.message)
     except Uncompilable as error:
-        write(["complaint", str(error)])
+        yield CompileError(str(error))
         if place := _cause(grammars, vocabulary, constraint):
-            write(place)
+            yield CompileError(str(error), place)
     else:
-        write(["written", grammar])
-    return True
+        yield CompiledGrammar(grammar)
 
 
 def _cause(grammars: Grammars, vocabulary: LLTokenizer, constraint: OutputConstraint) -> str | None:
@@ -124,4 +110,4 @@ def _cause(grammars: Grammars, vocabulary: LLTokenizer, constraint: OutputConstr
 
 
 if __name__ == "__main__":
-    _main()
+    serve(answer)

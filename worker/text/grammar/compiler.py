@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import signal
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -11,7 +10,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from schemas.keys import Lane
 from worker.errors import JobFailure
-from worker.process.child import CompletedChild, run_child
+from worker.process.child import ChildCrashed, ChildFailed, Children
+from worker.process.frames import LimitExceeded
 from worker.text.grammar import attempt, sandbox
 from worker.text.grammar.attempt import CompileError, Verdict
 from worker.text.grammar.errors import TOO_EXPENSIVE
@@ -25,8 +25,6 @@ T = TypeVar("T")
 _MAX_PARALLEL = 4
 _RESERVED = 1  # threads and processes that offline jobs leave free
 _CACHED_VERDICTS = 64  # verdicts; a grammar has at most half a million characters
-# Exit statuses of a process that a schema made exceed its limits; any other failure is not caused by the schema.
-_LIMIT_EXITS = {attempt.PANICKED, -signal.SIGXCPU, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
 
 
 class Compiler:
@@ -35,6 +33,7 @@ class Compiler:
     def __init__(self) -> None:
         self._pool = Pool("grammar", _MAX_PARALLEL, reserved=_RESERVED, subject="schemas")
         self._turns = Turns(_MAX_PARALLEL, reserved=_RESERVED)
+        self._children = Children("worker.text.grammar.attempt", _MAX_PARALLEL)
         self._verdicts = OrderedDict[bytes, Verdict]()
 
     async def run(self, lane: Lane, tenant: str, work: Callable[..., T], *given: Any) -> T:
@@ -54,22 +53,24 @@ class Compiler:
         if known not in self._verdicts:
             async with self._turns.slot(lane, tenant):
                 if known not in self._verdicts:  # another row may have asked the same meanwhile
-                    self._verdicts[known] = _verdict(await run_child("worker.text.grammar.attempt", question))
+                    self._verdicts[known] = await self._tried(question)
         self._verdicts.move_to_end(known)
         verdict = self._verdicts[known]
         if len(self._verdicts) > _CACHED_VERDICTS:
             self._verdicts.popitem(last=False)
         return verdict
 
-
-def _verdict(ended: CompletedChild) -> Verdict:
-    if verdict := attempt.verdict_of(ended.output):
-        return verdict
-    logger.warning("the trial of a schema ended with status %d: %s", ended.status, ended.errors[-500:])
-    if ended.status not in _LIMIT_EXITS:
-        raise JobFailure(
-            "overloaded",
-            "The server has no resources to check the request's schema now; try again later.",
-            retryable=True,
-        )
-    return CompileError(TOO_EXPENSIVE)
+    async def _tried(self, question: bytes) -> Verdict:
+        try:
+            answer = await self._children.ask(None, question, attempt.LIMITS)
+        except (LimitExceeded, ChildCrashed) as error:
+            logger.warning("the trial of a schema: %s", error)
+            return CompileError(TOO_EXPENSIVE)
+        except (ChildFailed, TimeoutError) as error:  # not caused by the schema
+            logger.warning("the trial of a schema: %r", error)
+            raise JobFailure(
+                "overloaded",
+                "The server has no resources to check the request's schema now; try again later.",
+                retryable=True,
+            ) from None
+        return attempt.verdict_of(answer.head)
