@@ -117,8 +117,10 @@ def error_reply(error: SluiceError) -> ErrorReply:
     match error:
         case BadRequest(param=param):
             return _reply(400, "invalid_request", str(error), retryable=False, param=param)
+        case NoWorker(served=()):
+            return _reply(503, "overloaded", str(error), retryable=True)  # the workers may be restarting
         case NoWorker():
-            return _reply(404, "model_not_found", f"{error}", retryable=False, param="model")
+            return _reply(404, "model_not_found", str(error), retryable=False, param="model")
         case JobFailed(error=failed):
             return _reply(_STATUS.get(failed.type, 500), failed.type, failed.message, retryable=failed.retryable)
         case JobCancelled(reason=reason):

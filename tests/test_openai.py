@@ -283,7 +283,8 @@ REPLIES: list[tuple[SluiceError, int, str, str, str]] = [
     (JobCancelled("requested"), 499, "invalid_request_error", "cancelled", "false"),
     (UnknownJob("no trace"), 404, "invalid_request_error", "unknown_job", "false"),
     (BadRequest("no JSON"), 400, "invalid_request_error", "invalid_request", "false"),
-    (NoWorker("m", []), 404, "invalid_request_error", "model_not_found", "false"),
+    (NoWorker("m", ["other"]), 404, "invalid_request_error", "model_not_found", "false"),
+    (NoWorker("m", []), 503, "server_error", "overloaded", "true"),
     (ServerUnreachable("no answer"), 503, "server_error", "overloaded", "true"),
     (JobRestarted("starts over"), 500, "server_error", "internal", "true"),
 ]
