@@ -14,7 +14,7 @@ _MAX_SENTENCES = 3  # more would not help if a body is wrong everywhere
 
 _SENTENCES = {
     "missing": "{where} is missing",
-    "extra_forbidden": "{where} is not a field we know",
+    "extra_forbidden": "{where}: unknown field",
     "wrong_type": "{where} {message}, not {got}",
     "string_type": "{where} must be a string, not {got}",
     "string_unicode": "{where} holds half of a surrogate pair, which is no character: {input}",
@@ -92,7 +92,7 @@ def _loc(problem: ErrorDetails) -> tuple[int | str, ...]:
 def _hint(loc: tuple[int | str, ...]) -> str:
     snake = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(loc[-1])[:40]).lower()
     meant = _meant(snake, locate(loc[:-1]).known)
-    return f"; did you mean {meant}?" if meant else ""
+    return f"; did you mean {meant}?" if meant else "; leave it out"
 
 
 def _meant(name: str, known: Sequence[str]) -> str | None:

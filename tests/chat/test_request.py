@@ -151,7 +151,7 @@ def test_what_asks_for_nothing_special_is_taken(fields: dict[str, Any]) -> None:
 
 def test_an_unknown_field_is_refused_with_the_name_that_was_meant() -> None:
     assert refusal(max_token=5) == (
-        "invalid_request", "max_token is not a field we know; did you mean max_tokens?",
+        "invalid_request", "max_token: unknown field; did you mean max_tokens?",
     )  # fmt: skip
 
 
