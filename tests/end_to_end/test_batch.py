@@ -219,6 +219,7 @@ def test_a_submitted_file_is_fed_and_can_be_asked_for_from_anywhere(sluice: Comm
     code, said, _ = sluice("batch", "submit", str(many), "--dir", "runs")
     run_id = said.strip()
     assert (code, json.loads(sluice("batch", "status", run_id, "--json")[1])["status"]) == (0, "validating")
+    assert {run_id, "validating", "created"} <= {*sluice("batch", "list")[1].split()}, "it is not started yet"
     code, said, err = sluice.process("batch", "feed", "runs", "--take", "--models", "gpt-4o-mini=default,*=default")
     assert (code, said, f"{run_id} completed: 4 of 5 lines answered" in err) == (0, "", True), err
     assert "5: 4 answered, 1 failed" in sluice("batch", "status", run_id)[1]

@@ -209,7 +209,7 @@ def _unknown(error: UnknownBatch) -> CliError:
 def _print_runs(runs: list[Batch]) -> None:
     print_table(
         "Offline runs",
-        {"id": "left", "status": "left", "answered": "right", "failed": "right", "lines": "right", "started": "right"},
+        {"id": "left", "status": "left", "answered": "right", "failed": "right", "lines": "right", "created": "right"},
         [
             (
                 run.id,
