@@ -237,7 +237,7 @@ class Client:
 
         paths = RunPaths.next_to_output(Path(input), Path(output), Path(errors) if errors else None)
         run_id = new_run(paths.input.stem)
-        options = RunOptions(models, completion_window, metadata, window, run_id, served_only, names_expected=True)
+        options = RunOptions(models, completion_window, metadata, window, run_id, served_only)
         return await run(self._redis, paths, options, on_progress)
 
     async def submit_batch(self, input: str | Path, folder: str | Path) -> Batch:

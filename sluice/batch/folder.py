@@ -124,7 +124,8 @@ async def _feed(redis: Redis, folder: Folder, run_dir: Path, state: StateFile, m
     batch = saved.batch if saved else None
     if batch is None or not batch.ended:
         logger.info("%s is %s", run_dir.name, "resumed" if saved else "taken")
-        run = Run(redis, run_paths(run_dir), RunOptions(None if saved else models, id=run_dir.name), state)
+        options = RunOptions(None if saved else models, id=run_dir.name, models_from_setting=True)
+        run = Run(redis, run_paths(run_dir), options, state)
         try:
             batch = await run.run_to_end()
         except BatchRefused as error:

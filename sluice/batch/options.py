@@ -64,7 +64,7 @@ class RunOptions:
     window: int = WINDOW  # lines of one model that are queued or running at once
     id: str = field(default_factory=names.new_run)  # used for a new run only
     served_only: bool = False  # refuse a file for a model without a worker, if other models have one
-    names_expected: bool = False  # log a warning for the names in `models` that no line has
+    models_from_setting: bool = False  # `models` is SLUICE_BATCH_MODELS, which is meant for many files
 
     def __post_init__(self) -> None:
         parse_window(self.completion_window or DEFAULT_WINDOW)

@@ -19,7 +19,7 @@ from sluice.batch.files import ResultFiles
 from sluice.batch.job_store import JobStore
 from sluice.batch.options import DEFAULT_WINDOW, RunOptions, RunPaths, parse_window
 from sluice.batch.registry import BatchRegistry
-from sluice.batch.served import describe_unserved, describe_unused
+from sluice.batch.served import describe_unserved, describe_unused, give_options, set_mapping
 from sluice.batch.source import Line, Scan, Source, sorted_for_reuse
 from sluice.batch.state import RunState, StateFile
 from sluice.batch.status import Batch, BatchDetails, Problem, Problems, RequestCounts, State
@@ -182,7 +182,7 @@ class Run:
 
     def _report_unused(self, scan: Scan) -> None:
         if (
-            self._options.names_expected
+            not self._options.models_from_setting
             and not scan.problems
             and (message := describe_unused(self._saved.models, scan.named_models))
         ):
@@ -192,7 +192,8 @@ class Run:
         """Return a problem if the file is to be refused for a model without a worker; otherwise only log a warning."""
         served = await Workers(self._redis, self._retries, waits_out_outages=True).models()
         mapped = {name: to for name, to in self._saved.models.items() if name == "*" or name in scan.named_models}
-        message = describe_unserved(Counter(line.model for line in scan.lines), served, mapped)
+        remedy = set_mapping if self._options.models_from_setting else give_options
+        message = describe_unserved(Counter(line.model for line in scan.lines), served, mapped, remedy)
         if message and served and self._options.served_only and self._saved.batch.status == "validating":
             return (Problem("unserved_model", f"{message}."),)
         if message:

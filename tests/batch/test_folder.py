@@ -114,12 +114,17 @@ async def test_files_are_taken_oldest_first(
     assert [request["say"] for request in chat.requests] == [["1"], ["2"], ["3"]]
 
 
-async def test_a_run_whose_model_nobody_serves_holds_up_no_other(client: Client, chat: Chat, folder: Folder) -> None:
+async def test_a_run_whose_model_nobody_serves_holds_up_no_other_and_the_log_names_the_setting(
+    client: Client, chat: Chat, folder: Folder, caplog: pytest.LogCaptureFixture
+) -> None:
     put(folder, "early.jsonl", "a", age_s=100, model="nobody")
     put(folder, "late.jsonl", "b")
     feeding = asyncio.create_task(client.feed_batches(folder.root, take=True, models={}))
     await until(lambda: there(folder) == {"running": ["early"], "done": ["late"]})
     await leave_pass(feeding)
+    assert "or set nobody=" in caplog.text
+    assert "in the workers' SLUICE_BATCH_MODELS" in caplog.text
+    assert "--map" not in caplog.text
 
 
 async def test_a_run_with_a_file_in_it_that_no_run_wrote_ends_as_failed(

@@ -7,7 +7,7 @@ import pytest
 from redis.asyncio import Redis
 
 from sluice import Batch, Client
-from sluice.batch.served import describe_unserved, describe_unused
+from sluice.batch.served import describe_unserved, describe_unused, give_options, set_mapping
 from tests.batch.helpers import Chat, holds, ids, leave, left, says, write
 from tests.queue.helpers import settings, until, working
 
@@ -82,11 +82,11 @@ async def _is_served(client: Client) -> bool:
     [([], "--map a=NAME --map b=NAME"), (["x"], "--map a=x --map b=x"), (["x", "y"], "--map a=NAME --map b=NAME")],
 )
 def test_each_model_that_nobody_serves_is_named_with_its_option(served: list[str], maps: str) -> None:
-    said = describe_unserved({"b": 1, "a": 2_000, "x": 3}, {*served, "x"} if served else (), {})
+    said = describe_unserved({"b": 1, "a": 2_000, "x": 3}, {*served, "x"} if served else (), {}, give_options)
     assert said is not None
     assert maps in said
     assert "a (2,000 lines), b (1 line)" in said
-    assert describe_unserved({"x": 3}, {"x"}, {}) is None
+    assert describe_unserved({"x": 3}, {"x"}, {}, give_options) is None
 
 
 @pytest.mark.parametrize(
@@ -101,9 +101,18 @@ def test_each_model_that_nobody_serves_is_named_with_its_option(served: list[str
 def test_a_mapping_to_a_model_that_nobody_serves_is_advised_to_be_another_mapping(
     mapped: dict[str, str], options: str
 ) -> None:
-    said = describe_unserved({"typo": 2}, {"x"}, mapped)
+    said = describe_unserved({"typo": 2}, {"x"}, mapped, give_options)
     assert said is not None
     assert said.endswith(f"send the lines to another model: {options}")
+
+
+@pytest.mark.parametrize(
+    ("mapped", "pairs"), [({"gpt": "typo", "old": "typo"}, "gpt=x,old=x"), ({"*": "typo"}, "*=x"), ({}, "typo=x")]
+)
+def test_the_advice_for_a_folder_names_the_setting(mapped: dict[str, str], pairs: str) -> None:
+    advice = describe_unserved({"typo": 2}, {"x"}, mapped, set_mapping)
+    assert advice is not None
+    assert f"set {pairs} in the workers' SLUICE_BATCH_MODELS" in advice
 
 
 async def test_the_advice_for_a_mapping_to_a_model_that_nobody_serves_works_and_nothing_is_left_by_what_was_refused(
