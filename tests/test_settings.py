@@ -130,9 +130,9 @@ def test_fewer_rows_than_are_reserved_is_refused(monkeypatch: pytest.MonkeyPatch
     assert "2 of 2 rows reserved leaves none for offline jobs" in sentence()
 
 
-def test_a_missing_model_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_model_is_asked_for_by_variable_and_option(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLUICE_MODEL")
-    assert sentence().startswith("SLUICE_MODEL is not set: ")
+    assert sentence().startswith("SLUICE_MODEL is not set; set it, or give --model to sluice worker: ")
 
 
 def test_settings_come_from_the_file() -> None:

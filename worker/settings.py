@@ -343,7 +343,8 @@ def _sentence(problem: ErrorDetails) -> str:
     """Describe a problem in terms of the environment variable."""
     field, value = str(problem["loc"][0]), problem["input"]
     if problem["type"] == "missing":
-        return f"{variable(field)} is not set: {Settings.model_fields[field].description}"
+        option = f"set it, or give --{field} to sluice worker"
+        return f"{variable(field)} is not set; {option}: {Settings.model_fields[field].description}"
     bounds = {name: f"{each:g}" if isinstance(each, float) else each for name, each in problem.get("ctx", {}).items()}
     public = redacted(str(value)) if field == "redis_url" else value
     return f"{variable(field)}={public}: {_WRONG.get(problem['type'], _OTHERWISE).format(**bounds)}"
