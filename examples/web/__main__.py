@@ -43,7 +43,7 @@ def serve(listening: socket.socket, options: argparse.Namespace) -> None:
     """Serve the page on an open socket until a signal arrives."""
     with ExitStack() as running:
         url = os.environ.get("SLUICE_REDIS_URL") or running.enter_context(own_stack())
-        app = create_app(url, model=options.model, leave_s=options.leave_s)
+        app = create_app(url, model=options.model)
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
         print(f"The chat is at http://127.0.0.1:{listening.getsockname()[1]}/  (Ctrl-C ends it)", flush=True)
         WebServer(config).run(sockets=[listening])
@@ -54,9 +54,6 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="examples/web/run", description=__doc__)
     parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0 takes any free port")
     parser.add_argument("--model", default="default", help="the served name of the model; default: default")
-    parser.add_argument(
-        "--leave-s", type=float, default=5.0, help="seconds within which a browser may reconnect; default: 5"
-    )
     return parser.parse_args()
 
 

@@ -21,10 +21,8 @@ import uvicorn
 
 from examples.web import app as web
 from scripts.stack import ROOT, WorkerProcess, free_port
-from sluice import Client
 from tests.end_to_end.test_demo import alive, children
 
-LEAVE_S = 0.3
 ENDLESS: dict[str, Any] = {"logit_bias": {"2": -100}}  # without the end of sequence it counts on to max_tokens
 EXAMPLE = [sys.executable, "-m", "examples.web"]
 
@@ -32,9 +30,9 @@ Said = dict[str, Any]
 
 
 @contextmanager
-def serving(redis_url: str, **settings: Any) -> Iterator[httpx.Client]:
+def serving(redis_url: str) -> Iterator[httpx.Client]:
     port = free_port()
-    app = web.create_app(redis_url, **{"leave_s": LEAVE_S, **settings})
+    app = web.create_app(redis_url)
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="critical", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -105,11 +103,6 @@ def text(said: list[Said]) -> str:
     return "".join(event.get("content", "") for event in said)
 
 
-async def ending(client: Client, job_id: str) -> str:
-    """Without a stream of the backend, which would count as a browser."""
-    return [event.type async for event in client.stream(job_id)][-1]
-
-
 def test_a_chat_streams_from_started_to_finished(http: httpx.Client) -> None:
     said = events(http, ask(http))
     assert [event["seq"] for event in said] == list(range(len(said)))
@@ -135,37 +128,15 @@ def test_a_stream_dropped_in_the_middle_goes_on_as_if_unbroken(http: httpx.Clien
     assert after[-1]["finish_reason"] == "length"
 
 
-@pytest.mark.timing
-async def test_a_browser_that_left_in_the_middle_has_its_job_cancelled(http: httpx.Client, client: Client) -> None:
-    job_id = ask(http, max_tokens=4000, **ENDLESS)
-    look_in(http, job_id, 5)
-    left_at = time.monotonic()
-    assert await ending(client, job_id) == "cancelled"
-    assert time.monotonic() - left_at > LEAVE_S
-
-
-@pytest.mark.timing
-def test_a_browser_that_came_back_in_time_keeps_its_job(http: httpx.Client) -> None:
-    job_id = ask(http, max_tokens=200, **ENDLESS)
-    seen = look_in(http, job_id, 5)[-1]["seq"]
-    said = events(http, job_id, headers={"Last-Event-ID": str(seen)})
-    assert said[-1]["type"] == "finished"
-    assert said[-1]["ts"] - said[0]["ts"] > LEAVE_S
-
-
-def test_of_two_browsers_one_may_leave(http: httpx.Client) -> None:
-    job_id = ask(http, max_tokens=200, **ENDLESS)
-    with listening(http, job_id) as stream:
-        look_in(http, job_id, 5)
-        assert list(stream)[-1]["type"] == "finished"
-
-
-def test_a_chat_that_ended_is_not_cancelled_afterwards(http: httpx.Client, redis_url: str) -> None:
-    job_id = ask(http)
-    events(http, job_id)
-    time.sleep(2 * LEAVE_S)
+@pytest.mark.parametrize("chosen", ["cancel", "continue"])
+def test_a_browser_that_leaves_has_its_job_cancelled_unless_it_chose_otherwise(
+    http: httpx.Client, redis_url: str, chosen: str
+) -> None:
+    job_id = ask(http, max_tokens=4000, **ENDLESS, **({} if chosen == "cancel" else {"on_disconnect": chosen}))
     with redis.Redis.from_url(redis_url) as db:
-        assert not db.exists(f"sluice:cancel:{job_id}")
+        (request,) = json.loads(db.get(f"arq:job:{job_id}"))["a"]  # type: ignore[arg-type]
+    assert request["on_disconnect"] == chosen
+    http.delete(f"/chat/{job_id}")
 
 
 def test_delete_cancels(http: httpx.Client) -> None:
