@@ -16,7 +16,7 @@ from worker.schedule.admission_plan import AdmissionPlan, Limits, plan_admission
 from worker.schedule.classes import Decoding
 from worker.schedule.grouping import StepCost
 from worker.schedule.memory import NO_IMAGES, EncoderCost, ImageDemand, KVLayers, MemoryModel
-from worker.schedule.request import GenerationRequest, Lane, PromptImage
+from worker.schedule.request import GenerationRequest, Lane, PromptImage, SpecPrefillParams
 
 KILO = MemoryModel(weights_bytes=10, kv_layers=(KVLayers(1000, 1000),))
 
@@ -52,6 +52,15 @@ def decided(admission: AdmissionController, *running: GenerationRequest) -> dict
     admission.apply(planned)
     admitted = {id: Admit(preempt) for id, preempt in planned.admit.items()}
     return {**admitted, **{id: Refuse(message) for id, message in planned.refuse.items()}}
+
+
+def test_refusal_of_a_prompt_that_is_to_be_scored_counts_its_own_tokens() -> None:
+    admission = AdmissionController(replace(KILO, draft=KILO), limit=4_000_000)
+    specprefill = SpecPrefillParams(0.2, ((0, 2_999),), 0, requested=False)
+    admission.add(GenerationRequest("scored", (1,) * 3_000, 100, specprefill=specprefill))
+    (refused,) = decided(admission).values()
+    assert isinstance(refused, Refuse)
+    assert " for 3,000 prompt and 100 answer tokens" in refused.message
 
 
 def test_preempted_row_is_not_refused_after_a_correction_by_which_it_never_fits() -> None:

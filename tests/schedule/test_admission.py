@@ -76,6 +76,16 @@ def test_row_that_does_not_fit_alone_is_refused_with_the_numbers() -> None:
     )
 
 
+def test_refusal_counts_the_tokens_of_the_prompt_without_the_draft_s_cache() -> None:
+    long = RowEstimate("new", "interactive", 40_000, 1_024, extra_tokens=10_000)
+    refused = admit(long, [], COSTS, 3_200_000_000)
+    assert isinstance(refused, Refuse)
+    assert " 40,000 prompt and 1,024 answer tokens" in refused.message
+    assert refused.message.endswith("shorten the prompt by about 33,000 tokens.")
+    shorter = replace(long, prompt_tokens=7_000, extra_tokens=1_750)
+    assert admit(shorter, [], COSTS, 3_200_000_000) == Admit()
+
+
 def test_request_shortened_as_advised_is_not_refused() -> None:
     long = RowEstimate("new", "interactive", 40_000, 1_024)
     assert isinstance(admit(long, [], COSTS, 3_200_000_000), Refuse)

@@ -254,14 +254,14 @@ def row_estimate(
     inputs of all images are held, since the row may have to be recomputed. `overtaken`: see `RowEstimate`."""
     undecided = request.specprefill and request.kept_ranges is None
     scored = costs.draft_tokens(len(request.prompt)) if undecided else 0
-    tokens = len(request.prompt) - request.num_dropped + scored
     group = NO_GROUP if group is None else group
     return RowEstimate(
         request.id,
         request.lane,
-        tokens,
+        len(request.prompt),
         request.max_tokens,
         group,
         overtaken,
         images=_with_prepared(images, request),
+        extra_tokens=scored - request.num_dropped,
     )

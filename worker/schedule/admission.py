@@ -19,24 +19,25 @@ class RowEstimate:
 
     id: str
     lane: Lane
-    prompt_tokens: int  # to compute; until SpecPrefill is decided, the draft's cache is added, in tokens
+    prompt_tokens: int  # of the client's prompt
     max_tokens: int  # of the answer
     group: int = 0  # number of the group that it decodes in, or will decode in
     overtaken: int = 0  # rows admitted before it although they were behind it; see `Wait`
     preempted: bool = False  # it was active before, so a later correction of the costs must not refuse it
     held_bytes: int = 0  # bytes of its saved cache while it waits
     images: ImageDemand = NO_IMAGES  # images still to be computed, and the pixel inputs of all
+    extra_tokens: int = 0  # the draft's cache until SpecPrefill is decided; negative for tokens that it has dropped
 
     @property
     def tokens(self) -> int:
         """Length at its end in tokens, if the answer reaches `max_tokens`."""
-        return self.prompt_tokens + self.max_tokens
+        return self.prompt_tokens + self.extra_tokens + self.max_tokens
 
     def in_group(self, group: int) -> "RowEstimate":
         """Return the estimate for another group."""
         return RowEstimate(  # thousands are made for a decision, and `replace` takes three times as long
             self.id, self.lane, self.prompt_tokens, self.max_tokens, group, self.overtaken, self.preempted,
-            self.held_bytes, self.images,
+            self.held_bytes, self.images, self.extra_tokens,
         )  # fmt: skip
 
 
@@ -232,8 +233,16 @@ def _refusal(candidate: RowEstimate, costs: MemoryModel, limit: int, longest: in
     return (
         f"This request needs {format_bytes(needs)} for {candidate.prompt_tokens:,} prompt and "
         f"{candidate.max_tokens:,} answer tokens; this worker has {format_bytes(available)} for requests: "
-        f"shorten the prompt or max_tokens by about {_rounded_up(candidate.tokens - longest):,} tokens."
+        f"shorten {_shorten(candidate, candidate.tokens - longest)} tokens."
     )
+
+
+def _shorten(candidate: RowEstimate, excess: int) -> str:
+    """Return the fields to shorten, and by how much. `excess`: tokens beyond the longest row that fits alone."""
+    prompt, with_draft = candidate.prompt_tokens, candidate.prompt_tokens + candidate.extra_tokens
+    if prompt < with_draft and excess < with_draft:  # the draft's cache becomes smaller with the prompt
+        return f"the prompt by about {_rounded_up(-(-excess * prompt // with_draft)):,}"
+    return f"the prompt or max_tokens by about {_rounded_up(excess):,}"
 
 
 def _image_refusal(candidate: RowEstimate, costs: MemoryModel, limit: int) -> str:
