@@ -15,6 +15,7 @@ from worker.engine.model.load import Model, open_model
 from worker.engine.thread import EngineThread
 from worker.errors import CannotStart
 from worker.schedule.outcomes import Outcome, Sampled
+from worker.schedule.report import StepReport
 from worker.schedule.request import GenerationRequest, Sampling
 
 
@@ -82,6 +83,29 @@ async def test_listener_receives_outcomes_until_its_request_is_removed() -> None
     assert len(keeps_running.said) == heard
     assert len(stays.said) == 300
     await engine.stop()
+
+
+@pytest.mark.parametrize("removed", [False, True], ids=["ended", "removed"])
+async def test_no_memory_is_reported_as_reserved_after_the_last_request(removed: bool) -> None:
+    reports, recorder = list[StepReport](), Recorder()
+    engine = EngineThread(tiny_chat, step_s=0.1, on_failure=unreached, on_step=reports.append)
+    await engine.start()
+    no_end = Sampling(logit_bias=((2, -100.0),))
+    engine.submit(GenerationRequest("a", prompt(5, 1), 10_000 if removed else 10, no_end), recorder)
+    while len(recorder.said) < 3:
+        await asyncio.sleep(0.001)
+    assert any(used for used, _ in reserved(reports))
+    if removed:
+        engine.remove("a")
+    async with asyncio.timeout(10):
+        while reserved(reports)[-1][0]:
+            await asyncio.sleep(0.001)
+    await engine.stop()
+    assert reserved(reports)[-1][0] == 0, "no later report counts it again"
+
+
+def reserved(reports: list[StepReport]) -> list[tuple[int, int]]:
+    return [report.reserved for report in reports if report.reserved]
 
 
 async def test_engine_on_hold_makes_no_token_and_then_continues() -> None:

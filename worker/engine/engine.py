@@ -94,6 +94,11 @@ class Engine:
         """Return the number of requests that wait, prefill or decode."""
         return len(self._admission) + len(self._active)
 
+    @property
+    def needs_step(self) -> bool:
+        """True while there are requests, and once more after the last: a step releases and reports its memory."""
+        return bool(len(self)) or self._admission.needs_decision
+
     def add(self, request: GenerationRequest) -> None:
         """Add a request, which a later step admits or refuses. Its id must not be in use. Its grammar belongs to the
         engine from now on."""

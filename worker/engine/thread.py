@@ -134,7 +134,7 @@ class EngineThread:
     def _handle_commands(self, engine: Engine) -> bool:
         """Handle the commands in the mailbox; block on it if there is nothing to compute. Returns False to
         end the thread."""
-        while not self._mailbox.empty() or self._held or not len(engine):
+        while not self._mailbox.empty() or self._held or not engine.needs_step:
             self.heartbeat.pause()
             match self._mailbox.get():
                 case _Hold(on):
