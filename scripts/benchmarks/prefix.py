@@ -248,6 +248,7 @@ class EmptySegment:
     trimmable: bool = False
 
     def split(self, at: int) -> "tuple[EmptySegment, EmptySegment]":
+        """Return the segment twice, since it has no contents to divide."""
         return self, self
 
 

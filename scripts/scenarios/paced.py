@@ -34,9 +34,11 @@ class PacedDetokenizer:
     """Detokenizer of the paced model."""
 
     def feed(self, token: int) -> str:
+        """Return the text of token k, " tk"."""
         return f" t{token}"
 
     def flush(self) -> str:
+        """Return "": no text is held back."""
         return ""
 
 
@@ -44,14 +46,17 @@ class NoControlTokens:
     """Control tokens of a model that has none."""
 
     def found_in(self, text: str) -> bool:
+        """Return False: no text is a control token."""
         return False
 
     def mark(self, text: str) -> str:
+        """Return the text unchanged; `unmark` does the same."""
         return text
 
     unmark = mark
 
     def encode(self, text: str) -> list[int]:
+        """Never called, since no text is marked."""
         raise NotImplementedError("nothing was marked")
 
 
@@ -65,21 +70,26 @@ class PacedTokenizer:
     tokens: ClassVar[list[str]] = [f" t{k}" for k in range(100_000)]  # no answer is longer
 
     def streaming(self) -> PacedDetokenizer:
+        """Return a detokenizer for one answer."""
         return PacedDetokenizer()
 
     def splitter(self, initial: str, transitions: Transitions | None = None) -> Splitter:
+        """Never called, since the model has neither reasoning nor tool calls."""
         raise NotImplementedError("the paced model has no markers")
 
     def parse_tool_call(self, text: str, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Raise ValueError, as for a text that is not a call."""
         raise ValueError("the paced model calls no tools")
 
     def render(
         self, conversation: Conversation, *, tools: list[dict[str, Any]], continues: bool, variables: dict[str, Any],
         images: Mapping[str, str] | None = None,
     ) -> str:  # fmt: skip
+        """Return the text of the last message."""
         return str(conversation[-1]["content"])
 
     def encode(self, text: str) -> list[int]:
+        """Return one token: the fault that the text requests with its number, or 1 for no fault."""
         words = text.split()
         mark = _FAULTS.get(words[0], 0) if words else 0
         return [mark + int(words[1]) if mark else 1]
@@ -100,18 +110,22 @@ class PacedEngine:
         self._held, self._work = False, asyncio.Event()
 
     def submit(self, sequence: GenerationRequest, listener: OutcomeListener) -> None:
+        """Add a row, which continues after its `resume_tokens`. Its listener receives every token."""
         self._rows[sequence.id] = sequence, listener
         self._next[sequence.id] = len(sequence.resume_tokens)
         self._work.set()
 
     def remove(self, sequence_id: str) -> None:
+        """Remove a row; an unknown id is ignored. Rows that have reached `max_tokens` must be removed too."""
         self._rows.pop(sequence_id, None)
         self._next.pop(sequence_id, None)
 
     def hold(self, on: bool) -> None:
+        """Pause sampling, or continue."""
         self._held = on
 
     async def run(self) -> None:
+        """Sample until cancelled; waits while there are no rows."""
         while True:
             if not self._rows:
                 self._work.clear()
