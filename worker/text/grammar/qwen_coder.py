@@ -121,11 +121,11 @@ class _Parameters:
         terminal = _TEXT + _NOT_NULL + (_NOT_JSON if or_json else "")
         if "pattern" in schema:
             terminal += f" & /{self._whole_pattern(schema['pattern'])}/"
-        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-        if not all(type(length) is int and length >= 0 for length in (least, most or 0)):
+        minimum, maximum = schema.get("minLength", 0), schema.get("maxLength", "")
+        if not all(type(length) is int and length >= 0 for length in (minimum, maximum or 0)):
             raise self._invalid()
-        if (least, most) != (0, ""):
-            terminal += f" & /(?s:.{{{least},{most}}})/"
+        if (minimum, maximum) != (0, ""):
+            terminal += f" & /(?s:.{{{minimum},{maximum}}})/"
         return [self._grammar.text(terminal, until=_END)]
 
     def _listed_values(self, schema: Schema, *, or_json: bool) -> list[str]:

@@ -114,11 +114,11 @@ class Disjointness:
         )
 
     def _item_excluded(self, all_of: Sequence[Schema], depth: int) -> bool:
-        least = max((size for schema in all_of if (size := _size(schema, "minItems")) is not None), default=0)
+        minimum = max((size for schema in all_of if (size := _size(schema, "minItems")) is not None), default=0)
         self._budget.take(8 * len(all_of))
         return any(
             self.excluded([_of_item(schema, index) for schema in all_of], depth + 1)
-            for index in range(min(int(least), 8))
+            for index in range(min(int(minimum), 8))
         )
 
     def _excluded_by_cases(self, all_of: Sequence[Schema], depth: int) -> bool:
@@ -235,13 +235,13 @@ def _size(schema: Schema, keyword: str) -> float | None:
     return size
 
 
-def _fits(size: float, schema: Schema, least: str, most: str) -> bool:
-    return not _no_size([schema, {least: size, most: size}], least, most)
+def _fits(size: float, schema: Schema, min_keyword: str, max_keyword: str) -> bool:
+    return not _no_size([schema, {min_keyword: size, max_keyword: size}], min_keyword, max_keyword)
 
 
-def _no_size(all_of: Iterable[Schema], least: str, most: str) -> bool:
-    low = [size for schema in all_of if (size := _size(schema, least)) is not None]
-    high = [size for schema in all_of if (size := _size(schema, most)) is not None]
+def _no_size(all_of: Iterable[Schema], min_keyword: str, max_keyword: str) -> bool:
+    low = [size for schema in all_of if (size := _size(schema, min_keyword)) is not None]
+    high = [size for schema in all_of if (size := _size(schema, max_keyword)) is not None]
     return max(low, default=0) > min(high, default=math.inf)
 
 
@@ -249,15 +249,15 @@ def _no_number(all_of: Sequence[Schema]) -> bool:
     """True if the bounds leave no number. An end is a pair of a bound and a flag that orders equal bounds."""
     low = max((end for schema in all_of for end in _lower_ends(schema)), default=(-math.inf, False))
     high = min((end for schema in all_of for end in _upper_ends(schema)), default=(math.inf, True))
-    least, excluded = low
-    most, included = high
+    minimum, excluded = low
+    maximum, included = high
     if not _integers_only(all_of):
-        return least > most or (least == most and (excluded or not included))
-    if math.isfinite(least):
-        least = math.floor(least) + 1 if excluded else math.ceil(least)
-    if math.isfinite(most):
-        most = math.floor(most) if included else math.ceil(most) - 1
-    return least > most
+        return minimum > maximum or (minimum == maximum and (excluded or not included))
+    if math.isfinite(minimum):
+        minimum = math.floor(minimum) + 1 if excluded else math.ceil(minimum)
+    if math.isfinite(maximum):
+        maximum = math.floor(maximum) if included else math.ceil(maximum) - 1
+    return minimum > maximum
 
 
 def _lower_ends(schema: Schema) -> Iterator[tuple[float, bool]]:

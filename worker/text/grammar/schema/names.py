@@ -167,14 +167,16 @@ class _Names:
             raise UnsupportedKeyword(f"{self.at}/{unknown[0]}", f"it is not supported for names; use {known}")
         if "pattern" in schema:
             self._patterns.append(pattern_of(schema["pattern"], f"{self.at}/pattern", self._steps))
-        least, most = (size(schema, keyword, self.at) for keyword in ("minLength", "maxLength"))
-        if least or most is not None:
-            self._sizes.append((least or 0, most))
+        minimum, maximum = (size(schema, keyword, self.at) for keyword in ("minLength", "maxLength"))
+        if minimum or maximum is not None:
+            self._sizes.append((minimum or 0, maximum))
 
     def allow(self, name: str) -> bool:
         self._steps.take(1 + len(self._sizes))
         matched = all(pattern.matches(name) for pattern in self._patterns)
-        fits = all(least <= len(name) and (most is None or len(name) <= most) for least, most in self._sizes)
+        fits = all(
+            minimum <= len(name) and (maximum is None or len(name) <= maximum) for minimum, maximum in self._sizes
+        )
         return matched and fits and (self._allowed is None or name in self._allowed)
 
     def pattern(self) -> Pattern:
@@ -184,8 +186,8 @@ class _Names:
             )
         if self._patterns:
             return self._patterns[0]
-        ((least, most),) = self._sizes
-        return Pattern(rf"^[\s\S]{{{least},{'' if most is None else most}}}$")
+        ((minimum, maximum),) = self._sizes
+        return Pattern(rf"^[\s\S]{{{minimum},{'' if maximum is None else maximum}}}$")
 
 
 def size(schema: Schema, keyword: str, at: str) -> int | None:

@@ -15,10 +15,10 @@ from worker.text.grammar.schema.unsupported import UnsupportedKeyword, quoted
 Schema = dict[str, Any]
 BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 EXACT = 2**53
-_INT64_LEAST, _INT64_MOST = -(2**63), 2**63 - 1
-_LEAST_INTEGER = -(2**63) + 1024  # the double above -2**63, which llguidance would negate and overflow
-_MOST_INTEGER = _INT64_MOST  # read as 2**63, and saturated to 2**63 - 1
-_LEAST_NUMBER, _MOST_NUMBER = -9 * 10**18, 9 * 10**18  # of one digit and zeros, as llguidance prints them
+_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
+_MIN_INTEGER = -(2**63) + 1024  # the double above -2**63, which llguidance would negate and overflow
+_MAX_INTEGER = _INT64_MAX  # read as 2**63, and saturated to 2**63 - 1
+_MIN_NUMBER, _MAX_NUMBER = -9 * 10**18, 9 * 10**18  # of one digit and zeros, as llguidance prints them
 _NEARBY = Fraction(1, 10**9)
 _EXACT_POWER = 22  # of ten: beyond it, or with more digits than EXACT has, llguidance may parse a neighbouring double
 _MULTIPLE_DIGITS = 2**32
@@ -80,16 +80,16 @@ def _up(limit: _Limit | None) -> _Limit | None:
     """Return the lowest allowed integer as a limit."""
     if limit is None:
         return None
-    least = math.floor(limit.value) + 1 if limit.excluded else math.ceil(limit.value)
-    return _Limit(Fraction(least), False, limit.keyword)
+    minimum = math.floor(limit.value) + 1 if limit.excluded else math.ceil(limit.value)
+    return _Limit(Fraction(minimum), False, limit.keyword)
 
 
 def _down(limit: _Limit | None) -> _Limit | None:
     """Return the highest allowed integer as a limit."""
     if limit is None:
         return None
-    most = math.ceil(limit.value) - 1 if limit.excluded else math.floor(limit.value)
-    return _Limit(Fraction(most), False, limit.keyword)
+    maximum = math.ceil(limit.value) - 1 if limit.excluded else math.floor(limit.value)
+    return _Limit(Fraction(maximum), False, limit.keyword)
 
 
 def _integers(low: _Limit | None, high: _Limit | None, at: str) -> Schema:
@@ -97,14 +97,14 @@ def _integers(low: _Limit | None, high: _Limit | None, at: str) -> Schema:
         raise UnsupportedKeyword(
             f"{at}/{low.keyword}", f"no integer satisfies it and {high.keyword}; widen one of them"
         )
-    least = _outermost(low, _INT64_LEAST, _LEAST_INTEGER, at)
-    most = _outermost(high, _INT64_MOST, _MOST_INTEGER, at)
+    minimum = _outermost(low, _INT64_MIN, _MIN_INTEGER, at)
+    maximum = _outermost(high, _INT64_MAX, _MAX_INTEGER, at)
     # llguidance cannot leave the other end open if this one is beyond 2**53.
-    if least is not None and least > EXACT and most is None:
-        most = _MOST_INTEGER
-    if most is not None and most < -EXACT and least is None:
-        least = _LEAST_INTEGER
-    return _written(minimum=least, maximum=most)
+    if minimum is not None and minimum > EXACT and maximum is None:
+        maximum = _MAX_INTEGER
+    if maximum is not None and maximum < -EXACT and minimum is None:
+        minimum = _MIN_INTEGER
+    return _written(minimum=minimum, maximum=maximum)
 
 
 def _outermost(limit: _Limit | None, unbreakable: int, instead: int, at: str) -> int | None:
@@ -116,22 +116,22 @@ def _outermost(limit: _Limit | None, unbreakable: int, instead: int, at: str) ->
         return value
     if value <= unbreakable if unbreakable < 0 else value >= unbreakable:
         return instead
-    if not _INT64_LEAST <= value <= _INT64_MOST:
+    if not _INT64_MIN <= value <= _INT64_MAX:
         raise UnsupportedKeyword(
             f"{at}/{limit.keyword}", f"no 64-bit integer satisfies {quoted(value)}; use a bound nearer to 0"
         )
-    if int(float(value)) != value or value == _INT64_LEAST:
+    if int(float(value)) != value or value == _INT64_MIN:
         raise _inexact(limit, at)
     return value
 
 
 def _numbers(low: _Limit | None, high: _Limit | None, at: str) -> Schema:
     """Return the bounds of numbers that need not be integers."""
-    low, high = _nearer(low, _LEAST_NUMBER, at), _nearer(high, _MOST_NUMBER, at)
+    low, high = _nearer(low, _MIN_NUMBER, at), _nearer(high, _MAX_NUMBER, at)
     if low and high is None and low.value > EXACT:
-        high = _Limit(Fraction(_MOST_NUMBER), False, low.keyword)
+        high = _Limit(Fraction(_MAX_NUMBER), False, low.keyword)
     if high and low is None and high.value < -EXACT:
-        low = _Limit(Fraction(_LEAST_NUMBER), False, high.keyword)
+        low = _Limit(Fraction(_MIN_NUMBER), False, high.keyword)
     # llguidance accepts an excluded whole number if the range ends less than 1 away from it.
     if low and high and high.value - low.value < 1:
         low, high = _inwards(low, _NEARBY), _inwards(high, -_NEARBY)
@@ -143,7 +143,7 @@ def _nearer(limit: _Limit | None, outermost: int, at: str) -> _Limit | None:
         return limit
     if limit.value <= outermost if outermost < 0 else limit.value >= outermost:
         return _Limit(Fraction(outermost), False, limit.keyword)
-    if abs(limit.value) > _MOST_NUMBER:
+    if abs(limit.value) > _MAX_NUMBER:
         raise UnsupportedKeyword(f"{at}/{limit.keyword}", "so large a bound is not supported; use one within ±9e18")
     # llguidance prints the shortest digits of the double, then zeros.
     if limit.excluded or limit.value.denominator != 1 or Fraction(repr(float(limit.value))) != limit.value:
@@ -217,6 +217,6 @@ def check_value(value: int | float, at: str) -> None:
         raise UnsupportedKeyword(at, f"{quoted(value)} is not a number; leave it out")
     if not _is_read_exactly(value):
         raise UnsupportedKeyword(at, f"{quoted(value)} has too many digits to be written exactly; round it")
-    if abs(value) <= EXACT or (abs(value) < _INT64_MOST and isinstance(value, int) and int(float(value)) == value):
+    if abs(value) <= EXACT or (abs(value) < _INT64_MAX and isinstance(value, int) and int(float(value)) == value):
         return
     raise UnsupportedKeyword(at, f"{quoted(value)} cannot be written exactly; use numbers within ±2**53, or strings")

@@ -162,17 +162,17 @@ class _Match:
                     starts = self.ends(item, starts) if starts else starts
             case Either(options):
                 return set[int]().union(*(self.ends(option, starts) for option in options))
-            case Repeated(item, least, most):
-                return self._of_repeat(item, starts, least, most)
+            case Repeated(item, minimum, maximum):
+                return self._of_repeat(item, starts, minimum, maximum)
         return starts
 
-    def _of_repeat(self, item: Node, starts: set[int], least: int, most: int | None) -> set[int]:
-        for _ in range(least):
+    def _of_repeat(self, item: Node, starts: set[int], minimum: int, maximum: int | None) -> set[int]:
+        for _ in range(minimum):
             before, starts = starts, self.ends(item, starts)
             if starts == before:
                 break
-        found, times = set(starts), least
-        while starts and (most is None or times < most):
+        found, times = set(starts), minimum
+        while starts and (maximum is None or times < maximum):
             starts = self.ends(item, starts) - found
             found, times = found | starts, times + 1
         return found
@@ -196,8 +196,8 @@ class _Writer:
                 return "".join(map(self._node, items))
             case Either(options):
                 return f"(?:{'|'.join(map(self._node, options))})"
-            case Repeated(item, least, most):
-                return f"(?:{self._node(item)}){{{least},{'' if most is None else most}}}"
+            case Repeated(item, minimum, maximum):
+                return f"(?:{self._node(item)}){{{minimum},{'' if maximum is None else maximum}}}"
         raise AssertionError(node)
 
     def _counted(self, chars: Chars) -> str:

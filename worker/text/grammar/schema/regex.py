@@ -71,11 +71,11 @@ class Either:
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """An item that occurs `least` to `most` times; without a limit if `most` is None."""
+    """An item that occurs `minimum` to `maximum` times; without a limit if `maximum` is None."""
 
     item: "Node"
-    least: int
-    most: int | None
+    minimum: int
+    maximum: int | None
 
 
 Node = Anchor | Chars | Sequenced | Either | Repeated
@@ -180,19 +180,19 @@ class _Parser:
         return node
 
     def _repeated(self, item: Node) -> Node:
-        least, most = self._times()
-        if (least, most) == (1, 1):
+        minimum, maximum = self._times()
+        if (minimum, maximum) == (1, 1):
             return item
         if isinstance(item, Anchor):
             raise UnsupportedPattern("^ and $ cannot be repeated; write them once")
-        if most is not None and most < least:
+        if maximum is not None and maximum < minimum:
             raise UnsupportedPattern("a repeat has a maximum below its minimum; exchange them")
         if self._take("+"):
             raise UnsupportedPattern("possessive repeats are not supported; remove the +")
         self._take("?")  # a lazy repeat matches the same strings
         if self._follows("*", "+", "?") or self._matched(_TIMES):
             raise UnsupportedPattern("a repeat of a repeat needs a group; add one")
-        return Repeated(item, least, most)
+        return Repeated(item, minimum, maximum)
 
     def _times(self) -> tuple[int, int | None]:
         for sign, times in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
@@ -206,11 +206,11 @@ class _Parser:
         found = self._matched(_TIMES)
         if found is None:
             raise UnsupportedPattern("a { that begins no repeat is not supported; write it as \\{")
-        least = int(found[1])
-        most = int(found[3]) if found[3] else None if found[2] else least
-        if max(least, most or 0) > _MAX_REPEATS:
+        minimum = int(found[1])
+        maximum = int(found[3]) if found[3] else None if found[2] else minimum
+        if max(minimum, maximum or 0) > _MAX_REPEATS:
             raise UnsupportedPattern(f"a repeat may have at most {_MAX_REPEATS:,} times; use fewer")
-        return least, most
+        return minimum, maximum
 
     def _escaped(self) -> Chars:
         if (found := self._matched(_PROPERTY)) is not None:

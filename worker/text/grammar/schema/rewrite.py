@@ -309,12 +309,13 @@ def _textual(schema: Schema, at: str) -> Schema:
     return found
 
 
-def _sizes(schema: Schema, least: str, most: str, at: str) -> Schema:
+def _sizes(schema: Schema, min_keyword: str, max_keyword: str, at: str) -> Schema:
     found = Schema()
-    if (low := names.size(schema, least, at)) is not None:
+    if (low := names.size(schema, min_keyword, at)) is not None:
         if low >= _UNLIMITED:
-            raise UnsupportedKeyword(f"{at}/{least}", f"{quoted(low)} is longer than any answer; use a smaller number")
-        found[least] = low
-    if (high := names.size(schema, most, at)) is not None and high < _UNLIMITED:
-        found[most] = high
+            problem = f"{quoted(low)} is longer than any answer; use a smaller number"
+            raise UnsupportedKeyword(f"{at}/{min_keyword}", problem)
+        found[min_keyword] = low
+    if (high := names.size(schema, max_keyword, at)) is not None and high < _UNLIMITED:
+        found[max_keyword] = high
     return found
