@@ -25,11 +25,11 @@ def takes(schema: Schema, text: str) -> bool:
     return found.validate_tokens(written) == len(written) and found.consume_tokens(written) and found.is_accepting()
 
 
-def answer(found: LLMatcher, dice: random.Random, max_tokens: int) -> str | None:
+def answer(found: LLMatcher, dice: random.Random, max_bytes: int) -> str | None:
     """Return what it allows, drawn so that it ends soon. None if it did not."""
     found.reset()
     written = bytearray()
-    while len(written) < max_tokens:
+    while len(written) < max_bytes:
         mask = found.compute_bitmask()
         may = [byte for byte in range(256) if mask[byte // 8] >> byte % 8 & 1]
         if found.is_stopped() or not may or (found.is_accepting() and dice.random() < 0.3):
@@ -40,6 +40,6 @@ def answer(found: LLMatcher, dice: random.Random, max_tokens: int) -> str | None
     return None
 
 
-def answers(schema: Schema, count: int, seed: int = 0, max_tokens: int = 400) -> list[str]:
+def answers(schema: Schema, count: int, seed: int = 0, max_bytes: int = 400) -> list[str]:
     found, dice = matcher(schema), random.Random(seed)
-    return [each for _ in range(count) if (each := answer(found, dice, max_tokens)) is not None]
+    return [each for _ in range(count) if (each := answer(found, dice, max_bytes)) is not None]

@@ -128,7 +128,7 @@ def test_whatever_name_is_allowed_matches_or_has_what_the_rest_has(
     schema: Schema = {"type": "object", "patternProperties": {pattern: {"const": 1}, other: {"const": 2}}}
     schema |= {"additionalProperties": False} if closed else {}
     try:
-        written = answers(schema, 3, seed, max_tokens=24)
+        written = answers(schema, 3, seed, max_bytes=24)
     except (JobFailure, Uncompilable):
         return
     for text in written:

@@ -113,7 +113,7 @@ PATTERNS = st.one_of(
 def test_whatever_a_pattern_allows_matches_it_and_is_json(pattern: str, seed: int) -> None:
     schema = {"type": "string", "pattern": pattern}
     try:
-        written = answers(schema, 3, seed, max_tokens=24)  # Python's expressions take for ever over long ones
+        written = answers(schema, 3, seed, max_bytes=24)  # Python's expressions take for ever over long ones
     except (JobFailure, Uncompilable):
         return
     for text in written:
