@@ -226,7 +226,7 @@ class Chat:
         ended = "stop" if self._output.stopped else step.finish_reason
         self._recorder.sampled(step.token, delta, self._logprobs(step), rows, at=step.at, last=ended is not None)
         if self._grammar and (error := self._grammar.error):
-            if error.ours:
+            if error.internal:
                 raise RuntimeError(f"the sampled token violates the grammar: {error.reason}")
             raise JobFailure("invalid_request", f"The request's schema cannot be enforced: {error.reason}")
         if ended:

@@ -12,12 +12,12 @@ BUFFER_TOKENS = 256  # buffers grow in steps of this many tokens, as mlx-lm's do
 CHUNK = 256
 
 MAX_ROWS = 512  # upper limit of SLUICE_MAX_ROWS
-UNENDING = 1 << 32  # tokens; more than any device holds, unless the model caches none
+UNLIMITED_TOKENS = 1 << 32  # tokens; more than any device holds, unless the model caches none
 
 Shape = tuple[int, int]  # of a group that is not empty: its rows, and the length of the longest at its end in tokens
 
 
-def padded_shape(rows: int, tokens: int, max_tokens: int = UNENDING) -> tuple[int, int]:
+def padded_shape(rows: int, tokens: int, max_tokens: int = UNLIMITED_TOKENS) -> tuple[int, int]:
     """Return the shape (rows, tokens) of a batch's buffers. The padding makes it rare that they grow, which copies
     them. No row becomes longer than `max_tokens`, so tokens are padded beyond it only to whole buffer steps."""
     columns = max(tokens, min(tokens + tokens // 8, max_tokens))
@@ -194,9 +194,9 @@ class MemoryModel:
         return self.resident_bytes + round(self.factor * working_bytes) + images.prepared_bytes
 
     def max_tokens(self, limit: int) -> int:
-        """Return the length of the longest row that fits alone: 0 if none fits, nearly `UNENDING` if length costs
-        nothing."""
-        return bisect(range(1, UNENDING), limit, key=lambda tokens: self._peak_bytes([(1, tokens)]))
+        """Return the length of the longest row that fits alone: 0 if none fits, nearly `UNLIMITED_TOKENS` if length
+        costs nothing."""
+        return bisect(range(1, UNLIMITED_TOKENS), limit, key=lambda tokens: self._peak_bytes([(1, tokens)]))
 
     def max_rows(self, tokens: int, limit: int) -> int:
         """Return the number of rows of this length that fit in one group, at most `MAX_ROWS`."""

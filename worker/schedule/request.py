@@ -33,7 +33,7 @@ class GrammarError:
     """Reason why a grammar cannot continue."""
 
     reason: str
-    ours: bool  # a token was accepted that is not allowed; otherwise the grammar exceeded its limits
+    internal: bool  # a token was accepted that is not allowed; otherwise the grammar exceeded its limits
 
 
 class GrammarState(Protocol):

@@ -205,7 +205,7 @@ async def test_a_guide_that_breaks_says_why_and_ends_the_answer_and_harms_no_oth
     assert walk(breaking, {EOS, OTHER_EOS}, 1024, random.Random(1), [])
     assert breaking.error
     assert breaking.error.reason == TOO_EXPENSIVE
-    assert not breaking.error.ours
+    assert not breaking.error.internal
     assert set(allowed(breaking, 1024)) == {EOS, OTHER_EOS}
     later = await model().guide(**TIRING)
     assert not {EOS, OTHER_EOS} & {*allowed(other, 1024), *allowed(later, 1024)}
@@ -216,7 +216,7 @@ async def test_a_token_that_was_not_allowed_breaks_the_guide() -> None:
     guide = await model().guide(**ANY_OBJECT)
     guide.accept(*model().tokenizer.encode("x"))
     assert guide.error
-    assert guide.error.ours
+    assert guide.error.internal
     assert set(allowed(guide, 1024)) == {EOS, OTHER_EOS}
 
 

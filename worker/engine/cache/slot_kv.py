@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from worker.engine.upstream.mlx_lm import BatchKVCache, BatchRotatingKVCache, KVCache, RotatingKVCache
-from worker.schedule.memory import UNENDING, padded_shape
+from worker.schedule.memory import UNLIMITED_TOKENS, padded_shape
 
 
 class SlotKVCache:
@@ -96,7 +96,7 @@ class SlotKVCache:
 
     # Rows join and leave
 
-    def extend(self, other: Any, position: int | None = None, end: int = UNENDING) -> None:
+    def extend(self, other: Any, position: int | None = None, end: int = UNLIMITED_TOKENS) -> None:
         """Append one row from an mlx-lm cache of one sequence. `position`: position of its next token, if it differs
         from the cache's offset. `end`: the most tokens that it will have. If it fails, the rows stay as they were."""
         keys, values, offset = self._in_order(other)
@@ -115,7 +115,7 @@ class SlotKVCache:
         rows, columns = self.rows + 1, max(self._columns(), tokens)
         if self.keys is None or not self._too_small(rows, columns):
             return 0
-        size = self._padded_shape(rows, columns, UNENDING)
+        size = self._padded_shape(rows, columns, UNLIMITED_TOKENS)
         return self.nbytes * size[0] * size[1] // int(self.keys.shape[0] * self.keys.shape[2])
 
     def moved(self, order: Sequence[int]) -> list[mx.array]:

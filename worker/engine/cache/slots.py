@@ -25,7 +25,7 @@ from worker.engine.upstream.mlx_lm import (
     KVCache,
     RotatingKVCache,
 )
-from worker.schedule.memory import UNENDING
+from worker.schedule.memory import UNLIMITED_TOKENS
 
 
 class SlotArraysCache(ArraysCache):
@@ -36,7 +36,7 @@ class SlotArraysCache(ArraysCache):
         super().__init__(size)
         self.rows = 0
 
-    def extend(self, other: ArraysCache, position: int | None = None, end: int = UNENDING) -> None:
+    def extend(self, other: ArraysCache, position: int | None = None, end: int = UNLIMITED_TOKENS) -> None:
         """Append one row, an mlx-lm cache. `position` and `end` are not used. Blocks; if it fails, the rows stay as
         they were."""
         joined = [_concatenate(batched, joining) for batched, joining in zip(self.cache, other.cache, strict=True)]
@@ -84,7 +84,7 @@ class Snapshot:
         return bytes_of(self.row)
 
 
-def batch_of(row: Sequence[Any], position: int | None = None, end: int = UNENDING) -> list[Any]:
+def batch_of(row: Sequence[Any], position: int | None = None, end: int = UNLIMITED_TOKENS) -> list[Any]:
     """Return batched caches for rows of this layout, with `row` as the first row if it holds tokens (it must not be
     used afterwards). Raises NotImplementedError if a layer has no slot variant."""
     batch = [_batched_layer(layer) for layer in row]
@@ -108,7 +108,7 @@ def _batched_layer(layer: Any) -> Any:
     raise NotImplementedError(f"{kind.__name__} has no batch that rows can join in place")
 
 
-def join(batch: Sequence[Any], row: Sequence[Any], position: int | None = None, end: int = UNENDING) -> None:
+def join(batch: Sequence[Any], row: Sequence[Any], position: int | None = None, end: int = UNLIMITED_TOKENS) -> None:
     """Append a row, mlx-lm caches of one sequence, to the batch. Blocks. The row must not be used afterwards.
     `position`: position of its next token, if it differs from the row's own offset. `end`: the most tokens that it will
     have. If anything fails, the batch stays as it was.

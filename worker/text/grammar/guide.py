@@ -231,13 +231,13 @@ class RowGrammar:
         if self._error:
             return
         if not self._matcher.try_consume_tokens([token]) and not self._matcher.is_error():
-            self._error = GrammarError(f"token {token} was not allowed.", ours=True)
+            self._error = GrammarError(f"token {token} was not allowed.", internal=True)
             self._matcher.consume_token(token)  # makes the matcher allow only the end from here on
         self._check_error()
 
     def _check_error(self) -> None:
         if self._error is None and (why := error_of(self._matcher)):
-            self._error = GrammarError(grammar_error(why), ours=False)
+            self._error = GrammarError(grammar_error(why), internal=False)
 
 
 def _with_token(mask: bytes, token: int) -> bytes:
