@@ -10,7 +10,7 @@ from sluice.wire import parse_as
 
 State = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 ENDED: frozenset[State] = frozenset({"failed", "completed", "expired", "cancelled"})
-_FED: frozenset[State] = frozenset({"in_progress", "finalizing", "cancelling"})  # paused if no process feeds the run
+_FED: frozenset[State] = frozenset({"in_progress", "finalizing", "cancelling"})  # a process feeds it, or it is paused
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class BatchUsage:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why an input file is refused; `line` counts from 1, and is None if the problem concerns the whole file."""
+    """Reason why an input file is refused; `line` counts from 1, and is None if the problem concerns the whole file."""
 
     code: str
     message: str
@@ -74,7 +74,7 @@ class BatchDetails:
     models: dict[str, int] = field(default_factory=dict)  # number of lines by served model
     retried: int = 0  # lines that were queued more than once
     failures: dict[str, int] = field(default_factory=dict)  # number of failed lines by error code
-    paused_at: int | None = None  # last report of its feeder, in Unix seconds; None while one runs
+    paused_at: int | None = None  # Unix seconds of its feeder's last report; None if the run is not paused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,15 +27,15 @@ def schedule(
     runs: Annotated[
         int,
         typer.Option(
-            "-n", "--runs", parser=option_values.integer(1, 100), metavar="N", help="Number of times to show."
+            "-n", "--runs", parser=option_values.integer(1, 100), metavar="N", help="Number of start times to show."
         ),
     ] = 5,
     as_json: AsJson = False,
 ) -> None:
     """Show when the workers will start the files of the inbox, in UTC and in local time.
 
-    Uses the settings that a worker here would have, from the environment or .env; an option overrides both. If both
-    a day of the month and a day of the week are given, either one is enough, as in a crontab.
+    Uses the settings that a worker here would have, from the environment or .env; an option overrides both. If the
+    schedule restricts both the day of the month and the day of the week, a day that matches either one counts.
 
     \b
     Examples:

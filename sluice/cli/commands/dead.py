@@ -49,7 +49,7 @@ def list_letters(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> No
     """
     letters = asyncio.run(_read_all(redis_url))
     if not letters:
-        note("there are no dead letters: no job has crashed its workers.")
+        note("there are no dead letters.")
     elif as_json:
         for letter in letters:
             print_json(_without_body(letter))

@@ -38,8 +38,8 @@ def submit(
         typer.Option(
             parser=option_values.number(0),
             metavar="SECONDS",
-            help="Queue nothing unless a worker serves the model within this time; 0 does not wait.  "
-            "[default: queue it anyway]",
+            help="Wait up to this long for a worker of the model, and queue nothing without one; 0 does not wait.  "
+            "[default: queue it without a worker too]",
         ),
     ] = None,
     lane: LaneChoice = None,
