@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from scripts.scenarios import beside, churn, crashes, fairness, fuzz, greedy, load, offline, outages, pickup
+from scripts.scenarios import churn, crashes, fairness, fuzz, greedy, load, mixed, offline, outages, pickup
 from scripts.scenarios.harness import Figure
 from scripts.stack import Server
 
@@ -38,18 +38,18 @@ SCENARIOS: dict[str, Scenario] = {
     "full": lambda s: outages.full_server(s.url, streams=32, tokens=200, full_s=5),
     "answers": lambda s: outages.answers_lost(s.port, cuts=1000, streams=16, tokens=100),
     "backlog": lambda s: pickup.behind_a_backlog(s.url, backlog=600, samples=1000),
-    "pickup": lambda s: pickup.beside_running_rows(s.url, running=32, samples=1000),
+    "pickup": lambda s: pickup.with_running_rows(s.url, running=32, samples=1000),
     "fairness": lambda s: fairness.small_tenant(s.url, backlog=10_000, samples=200),
     "claim": lambda s: fairness.claim_cost(s.url, lengths=(0, 1_000, 10_000, 100_000)),
-    "tiny": lambda s: pickup.beside_the_tiny_model(s.url, samples=1000),
+    "tiny": lambda s: pickup.with_the_tiny_model(s.url, samples=1000),
     "idle": lambda s: pickup.idle_commands(s.url, seconds=10),
     "cancel": lambda s: pickup.cancelled(s.url, samples=50),
     "many": lambda s: load.many_small_jobs(s.url, jobs=20_000, kill_every_s=2),
     "batch": lambda s: offline.killed(offline.two_tiny, lines=5_000, distinct=60, kills=8, seed=4),
-    "beside": lambda s: beside.beside_a_run(s.url, beside.tiny(s.url), rounds=5, phase_s=10, streams=4),
+    "mixed": lambda s: mixed.mixed_lanes(s.url, mixed.tiny(s.url), rounds=5, phase_s=10, streams=4),
     "long-life": lambda s: churn.long_life(steps=20_000),
     "overload": lambda s: churn.overload(jobs=500),
-    "greedy": lambda s: greedy.beside_greedy(s.url, streams=32, alone_s=8),
+    "greedy": lambda s: greedy.with_greedy_requests(s.url, streams=32, alone_s=8),
     "fuzz": lambda s: fuzz.fuzzed(s.url, bodies=2_000, streams=8, alone_s=10),
     "hostile": lambda s: load.hostile(s.url, _bomb(), megabytes=50),
 }

@@ -38,12 +38,12 @@ async def fuzzed(url: str, *, bodies: int, streams: int, alone_s: float) -> list
             default_max_tokens=2, max_output_tokens=_STREAM_TOKENS, disconnect_grace_s=0.5,
         )  # fmt: skip
         with worker:
-            async with Streams(client, streams) as beside_it:
+            async with Streams(client, streams) as running:
                 alone = await _pause(db, alone_s)
                 found, during = await _attack(db, worker, made)
                 after = await _pause(db, alone_s)
             for phase in (alone, during, after):
-                phase.gaps_s = [gap for job_id in beside_it.ids for gap in await gaps(db, job_id, phase)]
+                phase.gaps_s = [gap for job_id in running.ids for gap in await gaps(db, job_id, phase)]
             tracebacks = worker.log().count("Traceback")
     return figures(len(made), found, alone.merged_with(after), during, tracebacks)
 

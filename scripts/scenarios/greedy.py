@@ -42,7 +42,7 @@ def _chat(content: str, **more: Any) -> bytes:
     return _arq(json.dumps({"messages": [{"role": "user", "content": content}], "max_tokens": 1, **more}))
 
 
-def _beside(field_and_value: str) -> bytes:
+def _body_with(field_and_value: str) -> bytes:
     """Return a short chat with one more field, given as raw JSON."""
     return _arq('{"messages":[{"role":"user","content":"Count to 3."}],"max_tokens":1,' + field_and_value + "}")
 
@@ -104,20 +104,20 @@ KINDS = (
     Greedy("8 MB of digits", lambda s: [_chat("1234567890" * int(800_000 * s))], TOO_LARGE),
     Greedy(
         "15.9 MB of empty lists as metadata",
-        lambda s: [_beside('"metadata":{"a":[' + ",".join(["[]"] * int(5.3e6 * s)) + "]}")] * 2,
+        lambda s: [_body_with('"metadata":{"a":[' + ",".join(["[]"] * int(5.3e6 * s)) + "]}")] * 2,
         REFUSED,
     ),
     Greedy("one string of 15.9 MB", lambda s: [_chat("a" * int(15.9e6 * s) + "\U0001f600")] * 2, TOO_LARGE),
     Greedy("a schema of 16 MB", _schemas, REFUSED),
-    Greedy("tools of 15 MB", lambda s: [_beside(f'"tools":{_tools(int(5_500 * s))}')] * 2, REFUSED),
+    Greedy("tools of 15 MB", lambda s: [_body_with(f'"tools":{_tools(int(5_500 * s))}')] * 2, REFUSED),
     Greedy(
         "chat_template_kwargs of 15 MB",
-        lambda s: [_beside('"chat_template_kwargs":{"a":[' + ",".join(["{}"] * int(5e6 * s)) + "]}")] * 2,
+        lambda s: [_body_with('"chat_template_kwargs":{"a":[' + ",".join(["{}"] * int(5e6 * s)) + "]}")] * 2,
         REFUSED,
     ),
     Greedy("10,000 parts, six times", _parts, REFUSED | {"finished"}),
     Greedy("calls and results, 10,000 parts, six times", _exchanges, REFUSED | {"finished"}, "long"),
-    Greedy("oneOf beside a long allOf, four times", _comparisons, REFUSED, "guided"),
+    Greedy("oneOf next to a long allOf, four times", _comparisons, REFUSED, "guided"),
     Greedy(
         "15.9 MB of escapes",
         lambda s: [_arq('{"messages":[{"role":"user","content":"' + "a\\n" * int(5.3e6 * s) + '"}]}')] * 2,
@@ -138,7 +138,7 @@ class Outcome:
     stop_s: float
 
 
-async def beside_greedy(
+async def with_greedy_requests(
     url: str, *, streams: int, alone_s: float, share: float = 1.0, kinds: Sequence[Greedy] = KINDS
 ) -> list[Figure]:
     """Measure each kind of request with the same streams, on its own worker."""
@@ -175,7 +175,7 @@ async def run_kind(url: str, kind: Greedy, *, streams: int, alone_s: float, shar
 
 def figures_of(kind: Greedy, found: Outcome) -> list[Figure]:
     """Return the results with their limits."""
-    step_ms, alone_ms, beside_ms = (
+    step_ms, alone_ms, together_ms = (
         1000 * number
         for number in (statistics.median(found.alone.gaps_s), max(found.alone.gaps_s), max(found.during.gaps_s))
     )
@@ -184,7 +184,7 @@ def figures_of(kind: Greedy, found: Outcome) -> list[Figure]:
     outcomes = ", ".join(f"{count} {type}" for type, count in sorted(found.verdicts.items()))
     return [
         Figure(f"{kind.label}: longest gap of a stream (alone {alone_ms:.0f} ms, step {step_ms:.0f} ms)",
-               f"≤ {gap_limit_ms:.0f} ms", f"{beside_ms:.0f} ms", beside_ms <= gap_limit_ms),
+               f"≤ {gap_limit_ms:.0f} ms", f"{together_ms:.0f} ms", together_ms <= gap_limit_ms),
         Figure(f"{kind.label}: slowest pickup of an ordinary job (alone {pickup_alone_s:.2f} s)",
                f"≤ {pickup_alone_s + 2:.2f} s", f"{pickup_s:.2f} s", pickup_s <= pickup_alone_s + 2),
         Figure(f"{kind.label}: additional memory", "≤ 1,000 MB", f"{found.grown_mb:,.0f} MB", found.grown_mb <= 1000),

@@ -47,7 +47,7 @@ async def keep_running(client: Client, rows: int, tokens: int, lane: Lane = "int
     return ids
 
 
-async def beside_running_rows(url: str, *, running: int, samples: int) -> list[Figure]:
+async def with_running_rows(url: str, *, running: int, samples: int) -> list[Figure]:
     """Measure pickups while `running` rows decode."""
     async with Client(url) as client, redis.asyncio.Redis.from_url(url) as db:
         with paced_worker(url, max_rows=running + 16, reserved_rows=0):
@@ -73,7 +73,7 @@ async def behind_a_backlog(url: str, *, backlog: int, samples: int) -> list[Figu
     return [Figure(f"{label}: p99", "≤ 10 ms", f"{p99:.0f} ms", p99 <= 10)]
 
 
-async def beside_the_tiny_model(url: str, *, samples: int) -> list[Figure]:
+async def with_the_tiny_model(url: str, *, samples: int) -> list[Figure]:
     """Measure pickups while 32 rows of the tiny model decode."""
     async with Client(url) as client, redis.asyncio.Redis.from_url(url) as db:
         with WorkerProcess(url, max_rows=64, reserved_rows=0, step_ms=50) as worker:

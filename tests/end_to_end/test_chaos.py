@@ -80,7 +80,7 @@ async def test_hostile_payloads_fail_by_name_and_run_nothing(tmp_path: Path) -> 
 async def test_greedy_requests_beside_streams_end_by_name() -> None:
     kinds = [kind for kind in greedy.KINDS if "metadata" in kind.label or "escapes" in kind.label]
     with Server() as server:
-        figures = await greedy.beside_greedy(server.url, streams=4, alone_s=0.5, share=0.2, kinds=kinds)
+        figures = await greedy.with_greedy_requests(server.url, streams=4, alone_s=0.5, share=0.2, kinds=kinds)
     verdicts = [figure for figure in figures if "verdicts" in figure.label]
     assert len(verdicts) == 2
     assert all(figure.holds for figure in verdicts), verdicts

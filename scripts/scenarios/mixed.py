@@ -74,7 +74,7 @@ class InteractiveStreams:
             await asyncio.sleep(dice.uniform(0, 0.2))
 
 
-async def beside_a_run(url: str, metered: MeteredWorker, *, rounds: int, phase_s: float, streams: int) -> list[Figure]:
+async def mixed_lanes(url: str, metered: MeteredWorker, *, rounds: int, phase_s: float, streams: int) -> list[Figure]:
     """Measure the run alone and with `streams` interactive streams, in turn. With more streams than reserved rows, a
     new one would wait for an offline row to end."""
     interactive_by_round, shares, dice = list[InteractiveStreams](), list[float](), random.Random(5)
