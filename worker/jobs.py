@@ -163,7 +163,7 @@ class Chat:
             prompt=len(prompt.tokens),
             context=context.context_tokens,
             default=context.settings.default_max_tokens,
-            most=context.settings.max_output_tokens,
+            limit=context.settings.max_output_tokens,
         )
         sampling = sampling_of(request, context.generation, context.vocab_size, seed)
         specprefill, self._recorder.specprefill = specprefill_params(request, prompt, context.settings)

@@ -102,13 +102,13 @@ def test_a_prompt_without_room_for_an_answer_is_told_by_how_much(prompt: int, ex
 
 def test_an_answer_longer_than_the_worker_gives_is_told_by_how_much() -> None:
     asked = request(max_tokens=600)
-    assert output_tokens(asked, prompt=1, context=4096, default=1024, most=600) == 600
+    assert output_tokens(asked, prompt=1, context=4096, default=1024, limit=600) == 600
     with pytest.raises(JobFailure) as raised:
-        output_tokens(asked, prompt=1, context=4096, default=1024, most=512)
+        output_tokens(asked, prompt=1, context=4096, default=1024, limit=512)
     assert (raised.value.type, raised.value.message) == (
         "too_large", "max_tokens: 600 is 88 more than this worker allows; send at most 512.",
     )  # fmt: skip
-    assert output_tokens(request(), prompt=1, context=4096, default=1024, most=512) == 512
+    assert output_tokens(request(), prompt=1, context=4096, default=1024, limit=512) == 512
 
 
 def test_texts_images_and_tool_calls_all_count_as_parts() -> None:

@@ -40,11 +40,11 @@ def resident_mb(worker: WorkerProcess) -> float:
 
 
 async def most_resident_mb(worker: WorkerProcess, until: asyncio.Event) -> float:
-    most = 0.0
+    highest_mb = 0.0
     while not until.is_set():
-        most = max(most, await asyncio.to_thread(resident_mb, worker))
+        highest_mb = max(highest_mb, await asyncio.to_thread(resident_mb, worker))
         await asyncio.sleep(0.05)
-    return most
+    return highest_mb
 
 
 @pytest.mark.timing

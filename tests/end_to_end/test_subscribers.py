@@ -16,11 +16,11 @@ LONG = {
 }
 
 
-async def read(client: Client, job_id: str, *, after: int = -1, most: int = 10**6) -> list[Event]:
+async def read(client: Client, job_id: str, *, after: int = -1, max_events: int = 10**6) -> list[Event]:
     events = []
     async for event in client.stream(job_id, after=after):
         events.append(event)
-        if len(events) == most:
+        if len(events) == max_events:
             break
     return events
 
@@ -39,7 +39,7 @@ async def test_early_late_dropped_and_returning_subscribers_see_the_same(
         events: list[Event] = []
         while not events or not events[-1].final:
             after = events[-1].seq if events else -1
-            events += await read(client, job.id, after=after, most=dice.randrange(1, 60))
+            events += await read(client, job.id, after=after, max_events=dice.randrange(1, 60))
             await asyncio.sleep(dice.uniform(0, 0.1))
         return events
 

@@ -190,8 +190,8 @@ def test_buffers_are_tightened_only_if_other_rows_need_the_memory() -> None:
 def test_rows_beyond_the_tried_ones_count_in_the_rate_of_classes_in_turn() -> None:
     """Among the tried rows alone, too few are short for a class of their own to be faster."""
     rng, expensive = random.Random(1), StepCost(group_s=0.02, row_s=0.0002, cell_s=1e-8)
-    wide = replace(KILO, kv_layers=(KVLayers(8192, 4096),), chunk_token_bytes=2000, score_bytes=64)
-    admission = AdmissionController(wide, limit=200_000_000)
+    large_costs = replace(KILO, kv_layers=(KVLayers(8192, 4096),), chunk_token_bytes=2000, score_bytes=64)
+    admission = AdmissionController(large_costs, limit=200_000_000)
     for i in range(60):
         admission.add(sized(str(i), rng.choice([100] * 9 + [2000]) + 40))
     assert admission.decide([], Decoding(expensive)).bounds == ()

@@ -143,10 +143,10 @@ def test_a_model_s_own_markers_are_control_tokens() -> None:
 def test_a_control_token_may_be_spelled_as_its_tokenizer_normalizes_it() -> None:
     spoken = tokenizer(letters(), normalizer=normalizers.NFKC(), normalized=True, call=False)
     tokens = control_tokens(spoken, "{{ '<call>' }}")
-    wide = "\uff1ccall\uff1e"
-    assert spoken.convert_tokens_to_ids("<call>") in plain(spoken)(wide)
-    assert tokens.found_in(wide)
-    assert spoken.convert_tokens_to_ids("<call>") not in tokens.encode(tokens.mark(wide))
+    full_width = "\uff1ccall\uff1e"
+    assert spoken.convert_tokens_to_ids("<call>") in plain(spoken)(full_width)
+    assert tokens.found_in(full_width)
+    assert spoken.convert_tokens_to_ids("<call>") not in tokens.encode(tokens.mark(full_width))
 
 
 @given(texts=st.sets(st.text("ab|<", min_size=1, max_size=4), max_size=8), text=st.text("ab|<", max_size=20))

@@ -54,8 +54,8 @@ def test_rows_that_join_leave_and_are_preempted_equal_their_answers_alone(family
     cancelled, preempted = {"3": rng.randrange(4, 20), "8": rng.randrange(4, 20)}, set[str]()
     while len(run.generated) < len(TWELVE) or len(run.engine):
         if run.steps % 2 == 0 and (i := run.steps // 2) in TWELVE:
-            tokens, most = asked(i)
-            run.add(str(i), tokens, max_tokens=most, top_logprobs=0)
+            tokens, max_tokens = asked(i)
+            run.add(str(i), tokens, max_tokens=max_tokens, top_logprobs=0)
         for id in [id for id, after in cancelled.items() if run.steps == 2 * int(id) + after]:
             run.engine.remove(id)
         if rng.random() < 0.3 and run.active:

@@ -36,11 +36,13 @@ class EngineMachine(RuleBasedStateMachine):
         self.run = Run(model(family), step_s=step_s, memory=memory, prefix_bytes=prefix_bytes)
         self.gone = set[str]()
 
-    @rule(asked=st.sampled_from(PROMPTS), most=st.integers(1, MOST), lane=st.sampled_from(["interactive", "batch"]))
-    def arrive(self, asked: tuple[int, int], most: int, lane: Lane) -> None:
+    @rule(
+        asked=st.sampled_from(PROMPTS), max_tokens=st.integers(1, MOST), lane=st.sampled_from(["interactive", "batch"])
+    )
+    def arrive(self, asked: tuple[int, int], max_tokens: int, lane: Lane) -> None:
         id = str(len(self.asked))
-        self.asked[id] = asked, most
-        self.run.add(id, prompt(*asked), max_tokens=most, lane=lane, boundaries=(9, 16))
+        self.asked[id] = asked, max_tokens
+        self.run.add(id, prompt(*asked), max_tokens=max_tokens, lane=lane, boundaries=(9, 16))
 
     @rule(steps=st.sampled_from([1, 2, 9]))
     def step(self, steps: int) -> None:
@@ -69,8 +71,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def each_row_equals_its_answer_alone(self) -> None:
-        for id, (asked, most) in self.asked.items():
-            expected, generated = lonely(self.family, asked)[:most], self.run.generated[id]
+        for id, (asked, max_tokens) in self.asked.items():
+            expected, generated = lonely(self.family, asked)[:max_tokens], self.run.generated[id]
             assert generated == (expected if id in self.run.ended else expected[: len(generated)])
 
     @invariant()

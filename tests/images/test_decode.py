@@ -289,12 +289,12 @@ def test_more_than_pillow_itself_takes_is_too_large_as_well(width: int, height: 
 
 
 def test_pillow_takes_as_many_pixels_as_a_worker_may_be_set_to_take() -> None:
-    most = 175_000_000
-    read_settings(model="tiny", image_max_pixels=most)
+    limit = 175_000_000
+    read_settings(model="tiny", image_max_pixels=limit)
     with pytest.raises(CannotStart, match="SLUICE_IMAGE_MAX_PIXELS=175000001: it must be at most 175000000"):
-        read_settings(model="tiny", image_max_pixels=most + 1)
+        read_settings(model="tiny", image_max_pixels=limit + 1)
     damaged = ("invalid_request", "the image, a PNG, is damaged, truncated or empty.")
-    assert refused(sized("PNG", 14_000, 12_500), max_pixels=most) == damaged
+    assert refused(sized("PNG", 14_000, 12_500), max_pixels=limit) == damaged
 
 
 def test_as_many_pixels_as_are_allowed_are_read_and_not_one_more() -> None:

@@ -121,15 +121,15 @@ def test_interactive_row_preempts_the_youngest_offline_one_at_the_row_limit() ->
 
 @given(rows, rows, st.integers(1, 8))
 def test_no_more_rows_are_admitted_than_the_limit(
-    waiting: list[RowEstimate], first: list[RowEstimate], most: int
+    waiting: list[RowEstimate], first: list[RowEstimate], max_rows: int
 ) -> None:
     plenty = 10**12
-    running = admitted(admit_in_turn(first, [], COSTS, plenty, most))
+    running = admitted(admit_in_turn(first, [], COSTS, plenty, max_rows))
     renamed = [replace(each, id=f"new {each.id}") for each in waiting]
-    decisions = admit_in_turn(renamed, running, COSTS, plenty, most)
+    decisions = admit_in_turn(renamed, running, COSTS, plenty, max_rows)
     parked = {id for _, decision in decisions if isinstance(decision, Admit) for id in decision.preempt}
     inside = [each for each in [*running, *admitted(decisions)] if each.id not in parked]
-    assert len(inside) <= most
+    assert len(inside) <= max_rows
     if any(each.lane == "interactive" and decision == Wait() for each, decision in decisions):
         assert all(each.lane == "interactive" for each in inside)
 
@@ -319,7 +319,7 @@ def named(given: list[RowEstimate], prefix: str) -> list[RowEstimate]:
     st.sampled_from([WINDOWED, COSTS]),
 )
 def test_each_decision_is_that_of_the_rules_written_plainly(
-    waiting: list[RowEstimate], running: list[RowEstimate], share: float, most: int, costs: MemoryModel
+    waiting: list[RowEstimate], running: list[RowEstimate], share: float, max_rows: int, costs: MemoryModel
 ) -> None:
     waiting, running = named(waiting, "new"), named(running, "here")
     everyone = [*waiting, *running]
@@ -327,9 +327,9 @@ def test_each_decision_is_that_of_the_rules_written_plainly(
     limit = costs.resident_bytes + int(share * (spare - costs.resident_bytes))
     decided = [
         (each, Refuse("") if isinstance(decision, Refuse) else decision)
-        for each, decision in admit_in_turn(waiting, running, costs, limit, most)
+        for each, decision in admit_in_turn(waiting, running, costs, limit, max_rows)
     ]
-    assert decided == plainly_in_turn(waiting, running, costs, limit, most)
+    assert decided == plainly_in_turn(waiting, running, costs, limit, max_rows)
 
 
 @pytest.mark.parametrize("lane", lanes)

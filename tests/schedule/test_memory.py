@@ -83,9 +83,9 @@ def test_longer_rows_never_take_less_memory(costs: MemoryModel, groups: list[lis
 
 @given(costs, st.integers(0, 10**10))
 def test_the_longest_row_fits_and_a_longer_one_does_not(costs: MemoryModel, limit: int) -> None:
-    most = costs.max_tokens(limit)
-    assert not most or costs.peak_bytes([[most]]) <= limit
-    assert most >= 1 << 31 or costs.peak_bytes([[most + 1]]) > limit
+    longest = costs.max_tokens(limit)
+    assert not longest or costs.peak_bytes([[longest]]) <= limit
+    assert longest >= 1 << 31 or costs.peak_bytes([[longest + 1]]) > limit
 
 
 def test_model_without_kv_cache_has_no_longest_row() -> None:
@@ -94,9 +94,9 @@ def test_model_without_kv_cache_has_no_longest_row() -> None:
 
 @given(costs, st.integers(1, 5000), st.integers(0, 10**9))
 def test_max_rows_fit_and_one_more_does_not(costs: MemoryModel, tokens: int, limit: int) -> None:
-    most = costs.max_rows(tokens, limit)
-    assert not most or costs.peak_bytes([[tokens] * most]) <= limit
-    assert most == MAX_ROWS or costs.peak_bytes([[tokens] * (most + 1)]) > limit
+    rows = costs.max_rows(tokens, limit)
+    assert not rows or costs.peak_bytes([[tokens] * rows]) <= limit
+    assert rows == MAX_ROWS or costs.peak_bytes([[tokens] * (rows + 1)]) > limit
 
 
 def test_longest_chunk_fits_and_a_longer_one_does_not() -> None:

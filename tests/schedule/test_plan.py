@@ -249,10 +249,10 @@ class Prompt:
     waited: int = 0
 
 
-def steps_to_prefill(length: int, *, budget: int, short: int, most: int) -> int | None:
+def steps_to_prefill(length: int, *, budget: int, short: int, max_steps: int) -> int | None:
     """Return the steps that a long prompt takes under an endless stream of short ones, or None if more than `most`."""
     prompts = [Prompt("long", length, "interactive")]
-    for step in range(1, most + 1):
+    for step in range(1, max_steps + 1):
         prompts += [Prompt(f"{step}-{k}", short, "interactive") for k in range(budget // short)]
         rows = [waiting(p.id, p.remaining, waited=p.waited, lane=p.lane) for p in prompts]
         chunks = {chunk.id: chunk.tokens for chunk in planned(rows, budget, step=step)}
@@ -268,7 +268,7 @@ def steps_to_prefill(length: int, *, budget: int, short: int, most: int) -> int 
 def test_long_prompt_takes_four_times_as_long_under_an_endless_stream_of_short_ones() -> None:
     length, budget = 32_000, 200
     alone = length // budget
-    assert steps_to_prefill(length, budget=budget, short=100, most=5 * alone) == OLDEST_FIRST_EVERY * alone
+    assert steps_to_prefill(length, budget=budget, short=100, max_steps=5 * alone) == OLDEST_FIRST_EVERY * alone
 
 
 def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:

@@ -413,9 +413,9 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.small)
     @rule(share=st.floats(0, 1))
     def shrink(self, share: float) -> None:
-        most, before = int(share * self.tree.nbytes), self.tree.nbytes
-        self.tree.shrink(most)
-        assert self.tree.nbytes <= most
+        limit, before = int(share * self.tree.nbytes), self.tree.nbytes
+        self.tree.shrink(limit)
+        assert self.tree.nbytes <= limit
         assert all(root.children for root in self.tree._roots.values())
         self.whole &= self.tree.nbytes == before
 

@@ -173,12 +173,12 @@ async def test_work_that_has_had_its_slice_lets_others_go_first() -> None:
 
 
 async def test_works_that_have_had_their_slice_run_in_turn_and_one_at_a_time() -> None:
-    pool, at_work, most, steps = Pool("test", 1, slice_s=0.005), set[int](), list[int](), dict[int, int]()
+    pool, at_work, num_at_work, steps = Pool("test", 1, slice_s=0.005), set[int](), list[int](), dict[int, int]()
 
     def work(number: int, check: Check) -> None:
         for step in range(40):
             at_work.add(number)
-            most.append(len(at_work))
+            num_at_work.append(len(at_work))
             time.sleep(0.001)
             steps[number] = step
             at_work.discard(number)
@@ -190,7 +190,7 @@ async def test_works_that_have_had_their_slice_run_in_turn_and_one_at_a_time() -
     await asyncio.wait_for(
         asyncio.gather(*(pool.run("interactive", partial(work, number)) for number in range(4))), 4 * SOON_S
     )
-    assert max(most) == 1
+    assert max(num_at_work) == 1
     assert len(finished[0]) == 4  # each had begun before one had ended
 
 

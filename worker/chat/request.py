@@ -47,12 +47,12 @@ def _parts(message: Message) -> int:
     return (len(message.content) if isinstance(message.content, list) else 1) + len(calls or ())
 
 
-def _refuse_too_many(parts: int, most: int) -> None:
-    if parts > most:
+def _refuse_too_many(parts: int, limit: int) -> None:
+    if parts > limit:
         raise JobFailure(
             "too_large",
-            f"messages: {parts:,} texts, images and tool calls are {parts - most:,} more than this worker allows; "
-            f"send at most {most:,}.",
+            f"messages: {parts:,} texts, images and tool calls are {parts - limit:,} more than this worker allows; "
+            f"send at most {limit:,}.",
         )
 
 
@@ -71,26 +71,26 @@ def _refuse_large_arguments(messages: list[Message]) -> None:
         values = count_values(text.encode())
         total += values
         if values > MOST_OBJECT_VALUES or total > MAX_BODY_VALUES:
-            most = f"{MOST_OBJECT_VALUES:,} a call and {MAX_BODY_VALUES:,} in a request"
-            raise JobFailure("too_large", f"{where}: it holds {values:,} JSON values; send at most {most}.")
+            limits = f"{MOST_OBJECT_VALUES:,} a call and {MAX_BODY_VALUES:,} in a request"
+            raise JobFailure("too_large", f"{where}: it holds {values:,} JSON values; send at most {limits}.")
 
 
-def output_tokens(request: ChatRequest, *, prompt: int, context: int, default: int, most: int | None = None) -> int:
+def output_tokens(request: ChatRequest, *, prompt: int, context: int, default: int, limit: int | None = None) -> int:
     """Return the maximum length of the answer. All lengths are in tokens.
 
-    `most`: this worker's own limit. Raises `JobFailure` if the prompt leaves no space for an answer, or if the request
-    asks for more than `most`.
+    `limit`: this worker's own limit. Raises `JobFailure` if the prompt leaves no space for an answer, or if the request
+    asks for more than `limit`.
     """
     room = context - prompt
     if room < 1:
         raise prompt_too_large(prompt, context)
     asked = request.output_limit
-    if asked and most and asked > most:
+    if asked and limit and asked > limit:
         raise JobFailure(
             "too_large",
-            f"max_tokens: {asked:,} is {asked - most:,} more than this worker allows; send at most {most:,}.",
+            f"max_tokens: {asked:,} is {asked - limit:,} more than this worker allows; send at most {limit:,}.",
         )
-    return min(asked or default, most or room, room)
+    return min(asked or default, limit or room, room)
 
 
 def sampling_of(request: ChatRequest, generation: dict[str, Any], vocab: int, seed: int) -> Sampling:

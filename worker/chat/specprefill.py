@@ -68,9 +68,9 @@ def specprefill_params(
 
 
 def _why_whole(request: ChatRequest, prompt: Prompt, settings: Settings, *, asked: bool) -> str:
-    most = settings.specprefill_max_tokens
-    if len(prompt.tokens) > most:
-        return f"The prompt has {len(prompt.tokens):,} tokens, and prompts are scored up to {most:,}."
+    limit = settings.specprefill_max_tokens
+    if len(prompt.tokens) > limit:
+        return f"The prompt has {len(prompt.tokens):,} tokens, and prompts are scored up to {limit:,}."
     if not prompt.droppable_ranges:
         return "The prompt has no long text from which tokens could be dropped."
     if asked:

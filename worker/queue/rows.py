@@ -27,5 +27,5 @@ def offline_rows(settings: Settings, now: datetime) -> int:
     """Return the number of rows that offline jobs may have at this time if there are no interactive jobs."""
     hours = settings.batch_hours
     inside = hours is None or now in Hours.read(hours)
-    most = settings.max_rows - settings.reserved_rows
-    return most if inside else min(most, settings.batch_off_hours_rows)
+    unreserved = settings.max_rows - settings.reserved_rows
+    return unreserved if inside else min(unreserved, settings.batch_off_hours_rows)

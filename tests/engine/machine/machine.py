@@ -241,11 +241,11 @@ class Machine(RuleBasedStateMachine):
         bad = [Forces(self.faults.raising, at), Forces(self.faults.not_finite, at)] if self.faults.content else []
         plan = data.draw(st.sampled_from([Raises(at), Forbids(at), *bad]), "grammar")
         sampling = data.draw(st.sampled_from(SAMPLINGS), "sampling")
-        most = data.draw(st.integers(1, LONGEST), "most tokens")
+        max_tokens = data.draw(st.integers(1, LONGEST), "most tokens")
         whole = base(self.family, parts, seed, system=False)
         specprefill = self.specprefill(data, len(whole.tokens))
         if not self.crowd_of_doomed():
-            self.submit(Asked(whole, sampling, plan, most, specprefill))
+            self.submit(Asked(whole, sampling, plan, max_tokens, specprefill))
 
     @precondition(lambda self: self.faults.content)
     @rule(data=st.data(), seed=st.integers(1, 2), system=st.booleans())
@@ -364,7 +364,7 @@ class Machine(RuleBasedStateMachine):
         assert self.unlucky == [] or len(self.unlucky) <= self.faults.rows_that_may_fail
 
     def check(self, id: str) -> None:
-        said, ending, most = self.said(id), self.run.ended.get(id), self.asked[id].max_tokens
+        said, ending, max_tokens = self.said(id), self.run.ended.get(id), self.asked[id].max_tokens
         if ending is None and len(said) == self.resumed[id]:
             return
         if ending is not None:
@@ -374,7 +374,7 @@ class Machine(RuleBasedStateMachine):
         if ending == "faulted" and place != len(said):
             self.unlucky.append((id, len(said), place))
         elif ending is not None:
-            expected_ending = "faulted" if place is not None else "stop" if len(answer) < most else "length"
+            expected_ending = "faulted" if place is not None else "stop" if len(answer) < max_tokens else "length"
             assert (id, ending) == (id, expected_ending)
         whole = ending in ("stop", "length")
         assert (id, said) == (id, expected if whole else expected[: len(said)])

@@ -171,8 +171,8 @@ def request(*messages: object, **rest: object) -> ChatRequest:
     return ChatRequest.model_validate({"messages": list(messages), **rest})
 
 
-def size(*messages: object, most: int = 10**9) -> int:
-    return cost_in_characters([request(*messages).messages], most)
+def size(*messages: object, limit: int = 10**9) -> int:
+    return cost_in_characters([request(*messages).messages], limit)
 
 
 def test_the_characters_of_all_texts_are_found() -> None:

@@ -47,9 +47,9 @@ def _longest(costs: MemoryModel, context: int) -> int:
     not matter or no context is short enough."""
     if all(kind.window for kind in costs.kv_layers):
         return 0
-    most = max(_LEAST_BYTES, costs.weights_bytes // _WEIGHTS_SHARE)
+    max_bytes = max(_LEAST_BYTES, costs.weights_bytes // _WEIGHTS_SHARE)
     tokens = max(0, min(_LONGEST, context - 2 * CHUNK)) // BUFFER_TOKENS * BUFFER_TOKENS
-    while tokens and costs.row_bytes(tokens) + costs.chunk_bytes(CHUNK, tokens) > most:
+    while tokens and costs.row_bytes(tokens) + costs.chunk_bytes(CHUNK, tokens) > max_bytes:
         tokens //= 2
     return tokens
 

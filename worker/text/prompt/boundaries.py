@@ -56,10 +56,10 @@ class Boundaries:
 
     def plan(self, rendered: Rendered) -> tuple[int, ...]:
         """Return boundaries as token counts from 1 to one less than the prompt's, the most valuable first."""
-        most = len(rendered.tokens) - 1
-        if most < 1:
+        last = len(rendered.tokens) - 1
+        if last < 1:
             return ()
-        counts = (min(count, most) for count in self._counts(rendered, _offsets(rendered)))
+        counts = (min(count, last) for count in self._counts(rendered, _offsets(rendered)))
         return tuple(dict.fromkeys(count for count in counts if count > 0))
 
     def _counts(self, rendered: Rendered, places: list[int]) -> list[int]:
@@ -165,11 +165,11 @@ def _before_the_last_word(rendered: Rendered, starts: list[int], end: int) -> in
 
 def _common_prefix(one: Sequence[object], other: Sequence[object]) -> int:
     """Return the length of the common prefix. A binary search over slices, since a loop over a document is slow."""
-    known, most = 0, min(len(one), len(other))
-    while known < most:
-        middle = (known + most + 1) // 2
+    known, maximum = 0, min(len(one), len(other))
+    while known < maximum:
+        middle = (known + maximum + 1) // 2
         if one[known:middle] == other[known:middle]:
             known = middle
         else:
-            most = middle - 1
+            maximum = middle - 1
     return known

@@ -55,11 +55,11 @@ class PromptLimit:
             return
         if len(text) - counted > self._context:
             self._refuse([text], check)
-        most = max(_WHOLE, _WHOLE_PER_TOKEN * self._context)
-        if len(text) > most:
+        limit = max(_WHOLE, _WHOLE_PER_TOKEN * self._context)
+        if len(text) > limit:
             raise JobFailure(
                 "too_large",
-                f"The prompt has {len(text):,} characters and this worker tokenizes at most {most:,}; shorten it.",
+                f"The prompt has {len(text):,} characters and this worker tokenizes at most {limit:,}; shorten it.",
             )
 
     def _certain_texts(self, message: dict[str, Any]) -> Iterator[str]:
@@ -101,14 +101,14 @@ def _slices(text: str) -> Iterator[str]:
     return (text[start : start + _SLICE] for start in range(0, len(text), _SLICE))
 
 
-def cost_in_characters(values: Iterable[Any], most: int) -> int:
+def cost_in_characters(values: Iterable[Any], limit: int) -> int:
     """Return the number of characters in strings at any depth, plus 32 for each value, as a measure of cost.
 
-    Stops when the number exceeds `most`, so its own cost is bounded. Names of model fields do not count, and an image
+    Stops when the number exceeds `limit`, so its own cost is bounded. Names of model fields do not count, and an image
     counts as 2,000.
     """
     total, ahead = 0, [iter(values)]
-    while ahead and total <= most:
+    while ahead and total <= limit:
         value = next(ahead[-1], ahead)
         if value is ahead:
             ahead.pop()

@@ -38,11 +38,14 @@ def complaint(schema: Any) -> str | None:
 SMALL = st.one_of(
     SCHEMAS,
     st.builds(
-        lambda pattern, most: {"type": "string", "pattern": pattern, "maxLength": most}, PATTERNS, st.integers(0, 9)
+        lambda pattern, maximum: {"type": "string", "pattern": pattern, "maxLength": maximum},
+        PATTERNS,
+        st.integers(0, 9),
     ),
     st.builds(lambda format: {"type": "string", "format": format}, st.sampled_from(FORMATS)),
     st.builds(
-        lambda most: {"type": "integer", "minimum": -5, "maximum": most}, st.sampled_from([7, 2**53, 2**63 - 1, 2**64])
+        lambda maximum: {"type": "integer", "minimum": -5, "maximum": maximum},
+        st.sampled_from([7, 2**53, 2**63 - 1, 2**64]),
     ),
     st.sampled_from([{"$ref": "#/$defs/first"}, {"$ref": "#/$defs/second"}, {"$ref": "#"}]),
 )
