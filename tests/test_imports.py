@@ -94,8 +94,8 @@ TABLE = {
     ),
     "worker.queue.job": May(
         "schemas worker.bounded_json worker.errors worker.json_bytes worker.monitoring worker.queue.scripts "
-        "worker.queue.server worker.settings",
-        "arq pydantic_core redis",
+        "worker.queue.server worker.schedule worker.settings",
+        "arq pydantic pydantic_core redis",
     ),
     # Batch files: when to run them, and the process that does.
     "worker.batch_dir": May("worker.errors worker.queue.cron worker.schedule_times worker.settings"),

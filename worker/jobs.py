@@ -6,17 +6,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from schemas import ChatRequest
 from worker.chat.context import WorkerContext
 from worker.chat.images import images_digest
 from worker.chat.recorder import JobRecorder
 from worker.chat.request import output_tokens, read_request, sampling_of, seed_of
-from worker.chat.resume import Delivered, Replayed, read_and_replay
-from worker.chat.specprefill import load_report, specprefill_params
+from worker.chat.resume import Attempt, Restart, Resume, Start, resume_plan
+from worker.chat.specprefill import specprefill_params
 from worker.errors import Cancelled, JobFailure
 from worker.queue.job.job import Job, JobResult
+from worker.queue.job.resume_state import ResumeState
 from worker.schedule.outcomes import (
     Encoded,
     Outcome,
@@ -49,11 +50,12 @@ class Chat:
     """One attempt at a chat job."""
 
     def __init__(self, job: Job, context: WorkerContext) -> None:
-        self._job, self._context, self._recorder = job, context, JobRecorder(job, context.metrics)
+        self._job, self._context, self._recorder = job, context, JobRecorder(job, context)
         # Ids are per attempt, so late outcomes of an old attempt are dropped.
         self._id = f"{job.claim.job_id}#{job.claim.attempt}"
         self._done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._grammar: GrammarState | None = None
+        self._output: Output  # set before the first event
         self._images_digest = ""  # empty without images
         self._completed_before = False  # True if an earlier attempt completed the answer, except for its final event
 
@@ -62,7 +64,8 @@ class Chat:
         job, context = self._job, self._context
         settings = context.settings
         # An attempt that resumes SpecPrefill's earlier decision needs no draft model.
-        has_draft_model = settings.specprefill_draft_model is not None or bool(job.claim.specprefill)
+        decided = job.claim.resume_state is not None and job.claim.resume_state.specprefill is not None
+        has_draft_model = settings.specprefill_draft_model is not None or decided
         read = partial(
             read_request,
             body,
@@ -76,20 +79,14 @@ class Chat:
             job.log.on_abandoned = partial(job.interrupt, Cancelled("disconnected"))
         with _deadline(job, request.deadline_s):
             seed = seed_of(request, job.claim.job_id)
-            job.log.fields |= request.model_dump(include={"prompt_cache_key"}, exclude_none=True)
+            job.log.store(request.model_dump(include={"prompt_cache_key"}, exclude_none=True))
             prompt, images = await self._prompt(request)
             generation_request = self._generation_request(request, prompt, images, seed)
             self._grammar = await context.codec.grammar(request, prompt, job.claim.lane)
-            resumed_tokens = await self._begin(request, prompt, seed)
-            generation_request = replace(
-                generation_request,
-                grammar=self._grammar,
-                resume_tokens=resumed_tokens,
-                kept_ranges=self._recorder.specprefill.kept,
-            )
+            generation_request = await self._begin(request, prompt, replace(generation_request, grammar=self._grammar))
             logger.info("%s prepared: %d prompt tokens, lane %s", job.claim.job_id, len(prompt.tokens), job.claim.lane)
             try:
-                if self._completed_before or len(resumed_tokens) >= generation_request.max_tokens:
+                if self._completed_before or len(generation_request.resume_tokens) >= generation_request.max_tokens:
                     self._finish_resumed(generation_request)
                 else:
                     context.engine.submit(generation_request, self)
@@ -97,7 +94,7 @@ class Chat:
             finally:
                 context.engine.remove(generation_request.id)
                 self._recorder.flush()
-        return self._recorder.result(request, context, seed, finish_reason, self._output.retracted)
+        return self._recorder.result(request, seed, finish_reason, self._output.retracted)
 
     async def _prompt(self, request: ChatRequest) -> tuple[Prompt, tuple[PromptImage, ...]]:
         inputs, lane, namespace = self._context.images, self._job.claim.lane, self._namespace(request)
@@ -113,45 +110,35 @@ class Chat:
         """Return the cache namespace of the request: the tenant's, or the common one."""
         return (request.billed_to or "") if self._context.settings.prefix_cache_per_tenant else ""
 
-    async def _begin(self, request: ChatRequest, prompt: Prompt, seed: int) -> tuple[int, ...]:
-        """Emit the first event of this attempt. Returns the earlier tokens that it continues; empty if it starts."""
+    async def _begin(
+        self, request: ChatRequest, prompt: Prompt, generation_request: GenerationRequest
+    ) -> GenerationRequest:
+        """Emit the first event of this attempt. Returns the request, with what is continued from earlier attempts."""
         new_output = partial(self._context.codec.output, request, prompt, self._job.claim.job_id)
-        stored_report = self._job.claim.specprefill
-        report = load_report(stored_report, self._context.fingerprint, len(prompt.tokens)) if stored_report else None
-        same_prompt = report is not None or not stored_report  # else it is unknown which prompt tokens were dropped
-        same_prompt = same_prompt and self._job.claim.images_digest.decode(errors="replace") == self._images_digest
-        delivered, replayed = await self._replay((self._context.fingerprint, seed) if same_prompt else None, new_output)
-        if delivered is None or replayed is None:
-            self._output = new_output()
-            self._emit_start("restarted" if delivered else "started", seed)
-            return ()
-        self._output, self._completed_before = replayed.output, replayed.ended
-        self._emit_start("resumed", seed)
-        self._recorder.resume(delivered, report)
-        return delivered.tokens
-
-    async def _replay(
-        self, model: tuple[str, int] | None, new_output: Callable[[], Output]
-    ) -> tuple[Delivered | None, Replayed | None]:
-        log, lane = self._job.log.events, self._job.claim.lane
-        if not log:
-            return None, None
-        work = partial(read_and_replay, tuple(log), model, new_output, self._context.vocab_size)
-        return await self._context.codec.run(lane, sum(map(len, log)), work, self._job.claim.tenant)
-
-    def _emit_start(self, how: Literal["started", "resumed", "restarted"], seed: int) -> None:
-        context = self._context
-        self._job.log.fields |= {"seed": seed, "fingerprint": context.fingerprint}
-        if how != "resumed":
-            # The dropped tokens and the images of an earlier attempt no longer apply.
-            self._job.log.fields |= {"specprefill": "", "images": self._images_digest}
-        self._job.log.append(
-            how,
-            model=context.settings.model_name,
-            fingerprint=context.fingerprint,
-            worker=context.settings.worker_name,
-            seed=seed,
+        state = ResumeState(
+            fingerprint=self._context.fingerprint, seed=generation_request.sampling.seed, images=self._images_digest
         )
+        attempt = Attempt(state, len(prompt.tokens), self._context.vocab_size)
+        self._output = new_output()
+        match await self._resume_plan(attempt, new_output):
+            case Start():
+                self._recorder.begin("started", state)
+            case Restart(reason=reason):
+                logger.info("%s starts over: %s", self._job.claim.job_id, reason)
+                self._recorder.begin("restarted", state)
+            case Resume(delivered=earlier, replayed=replayed, state=left):
+                self._output, self._completed_before = replayed.output, replayed.ended
+                self._recorder.resume(earlier, left)
+                return replace(generation_request, resume_tokens=earlier.tokens, kept_ranges=left.kept_ranges)
+        return generation_request
+
+    async def _resume_plan(self, attempt: Attempt, new_output: Callable[[], Output]) -> Start | Resume | Restart:
+        """Decide how this attempt begins, on a text thread, since the log may be long."""
+        claim, log = self._job.claim, tuple(self._job.log.events)
+        if not log:
+            return Start()
+        decide = partial(resume_plan, log, claim.resume_state, attempt, new_output)
+        return await self._context.codec.run(claim.lane, sum(map(len, log)), decide, claim.tenant)
 
     def _generation_request(
         self, request: ChatRequest, prompt: Prompt, images: tuple[PromptImage, ...], seed: int
@@ -166,7 +153,8 @@ class Chat:
             limit=context.settings.max_output_tokens,
         )
         sampling = sampling_of(request, context.generation, context.vocab_size, seed)
-        specprefill, self._recorder.specprefill = specprefill_params(request, prompt, context.settings)
+        specprefill, report = specprefill_params(request, prompt, context.settings)
+        self._recorder.consider_specprefill(report)
         top = (request.top_logprobs or 0) if request.logprobs else None
         return GenerationRequest(
             self._id,
@@ -210,7 +198,7 @@ class Chat:
             case Scored(done=done, total=total):
                 self._recorder.progress("scoring", done, total)
             case SpecPrefillApplied() | SpecPrefillSkipped():
-                self._recorder.record_specprefill(outcome, self._context.fingerprint)
+                self._recorder.record_specprefill(outcome)
             case Sampled():
                 self._sampled(outcome, rows)
             case Refused(message=message):

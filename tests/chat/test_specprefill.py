@@ -1,12 +1,12 @@
 """The decision for SpecPrefill, and its report."""
 
-import json
 from typing import Any
 
 import pytest
 
 from schemas import ChatRequest
-from worker.chat.specprefill import SpecPrefillReport, dump_report, load_report, specprefill_params
+from worker.chat.specprefill import as_result, specprefill_params, with_outcome
+from worker.queue.job.resume_state import SpecPrefillReport
 from worker.schedule.outcomes import SpecPrefillApplied, SpecPrefillSkipped
 from worker.schedule.request import SpecPrefillParams
 from worker.settings import Settings
@@ -33,13 +33,13 @@ def asked(
 def test_a_long_prompt_is_thinned_by_the_workers_rule() -> None:
     thinning, receipt = asked()
     assert thinning == SpecPrefillParams(0.3, THINNABLE, min_tokens=8192, requested=False)
-    assert (receipt.draft, receipt.as_result(9_000, 1.0)) == ("small", None)
+    assert (receipt.draft, as_result(receipt, 9_000, 1.0)) == ("small", None)
 
 
 @pytest.mark.parametrize("request_", [{}, {"specprefill": None}])
 def test_a_shorter_one_is_not_and_nothing_is_said_of_it(request_: dict[str, Any]) -> None:
     thinning, receipt = asked(8_191, **request_)
-    assert (thinning, receipt.as_result(8_191, 1.0)) == (None, None)
+    assert (thinning, as_result(receipt, 8_191, 1.0)) == (None, None)
 
 
 def test_a_request_may_ask_for_it_and_for_how_much() -> None:
@@ -48,8 +48,8 @@ def test_a_request_may_ask_for_it_and_for_how_much() -> None:
 
 
 def test_a_request_may_forbid_it_and_a_worker_without_a_draft_has_no_rule() -> None:
-    assert asked(specprefill=False) == (None, SpecPrefillReport())
-    assert asked(draft=None) == (None, SpecPrefillReport())
+    assert asked(specprefill=False) == (None, SpecPrefillReport(kept=None))
+    assert asked(draft=None) == (None, SpecPrefillReport(kept=None))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_what_needs_every_token_is_computed_whole_unless_it_is_asked_for(why: st
     thinning, receipt = asked(**request_)
     assert thinning is None
     assert receipt.why_whole.startswith(why)
-    assert receipt.as_result(9_000, 1.0) == {"skipped": receipt.why_whole}
+    assert as_result(receipt, 9_000, 1.0) == {"skipped": receipt.why_whole}
     assert asked(**request_, specprefill=True)[0] is not None
 
 
@@ -82,39 +82,10 @@ def test_what_is_too_long_or_has_nothing_to_leave_out_is_computed_whole_even_if_
     assert receipt.why_whole == "The prompt has no long text from which tokens could be dropped."
 
 
-def test_a_receipt_tells_what_was_kept() -> None:
-    receipt = SpecPrefillReport("small")
-    receipt.record(SpecPrefillApplied("x", ((0, 100), (900, 1000)), seconds=0.5))
-    assert receipt.kept_tokens == 200
-    assert receipt.as_result(1000, 2.0) == {"kept": 0.2, "draft": "small", "scoring_s": 0.5, "prefill_s": 1.5}
-    receipt.record(SpecPrefillSkipped("x", "It failed."))
-    assert (receipt.kept_tokens, receipt.as_result(1000, 2.0)) == (None, {"skipped": "It failed."})
-
-
-def test_another_attempt_recalls_what_was_decided_with_the_same_model() -> None:
-    receipt = SpecPrefillReport("small", "", ((0, 3), (7, 9)), 0.25)
-    assert load_report(dump_report(receipt, "fp").encode(), "fp", 9) == receipt
-    assert load_report(dump_report(receipt, "fp").encode(), "other", 9) is None
-    whole = SpecPrefillReport("small", "It failed.")
-    assert load_report(dump_report(whole, "fp").encode(), "fp", 9) == whole
-
-
-NOT_OURS = [
-    b"", b"{", b"[]", b"7", b"\xff", b'{"fingerprint":"fp"}', b'{"fingerprint":"fp","kept":[1]}',
-    b'{"fingerprint":"fp","kept":null,"more":1}', b'{"fingerprint":"fp","kept":[[0,5]]}', b"[" * 100_000,
-    b'{"fingerprint":"fp","kept":[[5,3],[4,9]]}', b'{"fingerprint":"fp","kept":[[0,1e400]]}',
-    b'{"fingerprint":"fp","kept":[]}', b'{"fingerprint":"fp","kept":[[0,9]],"scoring_s":"x"}',
-    b'{"fingerprint":"fp","kept":[[0,9]],"scoring_s":NaN}', b'{"fingerprint":"fp","kept":null,"draft":5}',
-    b'{"fingerprint":"fp","kept":null,"why_whole":[]}',
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("told", NOT_OURS)
-def test_what_is_not_ours_is_as_good_as_nothing(told: bytes) -> None:
-    assert load_report(told, "fp", 9) is None
-
-
-def test_it_is_stored_as_json() -> None:
-    assert json.loads(dump_report(SpecPrefillReport("small", "", ((0, 3),), 0.25), "fp")) == {
-        "fingerprint": "fp", "draft": "small", "why_whole": "", "kept": [[0, 3]], "scoring_s": 0.25,
-    }  # fmt: skip
+def test_a_report_has_the_engine_s_decision() -> None:
+    given = SpecPrefillReport(kept=None, draft="small")
+    applied = with_outcome(given, SpecPrefillApplied("x", ((0, 100), (900, 1000)), seconds=0.5), "fp")
+    assert (applied.kept_tokens, applied.fingerprint) == (200, "fp")
+    assert as_result(applied, 1000, 2.0) == {"kept": 0.2, "draft": "small", "scoring_s": 0.5, "prefill_s": 1.5}
+    skipped = with_outcome(applied, SpecPrefillSkipped("x", "It failed."), "fp")
+    assert (skipped.kept_tokens, as_result(skipped, 1000, 2.0)) == (None, {"skipped": "It failed."})

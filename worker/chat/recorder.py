@@ -1,4 +1,4 @@
-"""Records a running row: delta and progress events, usage and timings."""
+"""Records an attempt at a job: its events, usage and timings, and the state that it leaves for the next attempt."""
 
 import logging
 import time
@@ -9,10 +9,10 @@ from schemas import ChatRequest
 from worker.chat.completion import Answer, completion
 from worker.chat.context import WorkerContext
 from worker.chat.resume import Delivered
-from worker.chat.specprefill import SpecPrefillReport, dump_report
+from worker.chat.specprefill import as_result, with_outcome
 from worker.json_bytes import dumps
-from worker.monitoring.metrics import Metrics
 from worker.queue.job.job import Job, JobResult
+from worker.queue.job.resume_state import ResumeState, SpecPrefillReport
 from worker.schedule.outcomes import SpecPrefillApplied, SpecPrefillSkipped
 from worker.text.output.output import OutputDelta, concat
 
@@ -45,8 +45,8 @@ class Pace:
 class JobRecorder:
     """Counts and reports one attempt at a job, on the event loop."""
 
-    def __init__(self, job: Job, metrics: Metrics) -> None:
-        self._job, self._metrics = job, metrics
+    def __init__(self, job: Job, context: WorkerContext) -> None:
+        self._job, self._context, self._metrics = job, context, context.metrics
         self._began_monotonic = self._progress_at = self._delta_at = time.monotonic()
         self._began_at = job.log.clock.now()
         self._prefilled_at = self._first_at = self._last_at = self._began_monotonic
@@ -58,15 +58,39 @@ class JobRecorder:
         self._emitted_logprobs: list[bytes] = []
         self._rows = self._steps = 0
         self._pace = Pace()
-        self.specprefill = SpecPrefillReport()
+        self._specprefill = SpecPrefillReport(kept=None)
+        self._state = ResumeState()  # what this attempt leaves for the next one
 
-    def resume(self, earlier: Delivered, report: SpecPrefillReport | None) -> None:
-        """Count the output that earlier attempts delivered. Timings are of this attempt alone."""
-        self.specprefill = report or self.specprefill
-        self._job.usage.kept_tokens = self.specprefill.kept_tokens
+    def consider_specprefill(self, report: SpecPrefillReport) -> None:
+        """Set the report by the request and the settings. The engine's decision may follow."""
+        self._specprefill = report
+
+    def begin(self, event: Literal["started", "restarted", "resumed"], state: ResumeState) -> None:
+        """Emit the first event of the attempt, and store the state that it leaves."""
+        self._leave(state)
+        settings = self._context.settings
+        self._job.log.append(
+            event,
+            model=settings.model_name,
+            fingerprint=state.fingerprint,
+            worker=settings.worker_name,
+            seed=state.seed,
+        )
+
+    def resume(self, earlier: Delivered, state: ResumeState) -> None:
+        """Emit the first event of an attempt that continues an answer, and count the output that earlier attempts
+        delivered. Timings are of this attempt alone."""
+        self.begin("resumed", state)
+        self._specprefill = state.specprefill or self._specprefill
+        self._job.usage.kept_tokens = self._specprefill.kept_tokens
         self._emitted.append(earlier.output)
         self._emitted_logprobs += earlier.logprobs
         self._job.usage.completion_tokens = len(earlier.tokens)
+
+    def _leave(self, state: ResumeState) -> None:
+        """Store the state for the next attempt with the next events."""
+        self._state = state
+        self._job.log.store(state.as_fields())
 
     def prefilled(self, done: int, total: int, cached: int) -> None:
         """Record the progress of the prefill, in tokens. `cached`: tokens found in the prefix cache."""
@@ -82,11 +106,11 @@ class JobRecorder:
             self._progress_at = now
             self._job.log.append("progress", phase=phase, done=done, total=total)
 
-    def record_specprefill(self, outcome: SpecPrefillApplied | SpecPrefillSkipped, fingerprint: str) -> None:
+    def record_specprefill(self, outcome: SpecPrefillApplied | SpecPrefillSkipped) -> None:
         """Record which prompt tokens are computed. It is written with the next events, so before the first token."""
-        self.specprefill.record(outcome)
-        self._job.usage.kept_tokens = self.specprefill.kept_tokens
-        self._job.log.fields["specprefill"] = dump_report(self.specprefill, fingerprint)
+        self._specprefill = with_outcome(self._specprefill, outcome, self._context.fingerprint)
+        self._job.usage.kept_tokens = self._specprefill.kept_tokens
+        self._leave(self._state.model_copy(update={"specprefill": self._specprefill}))
 
     def sampled(
         self,
@@ -140,9 +164,7 @@ class JobRecorder:
         self._emitted_logprobs += map(dumps, self._logprobs)
         self._ids, self._pending, self._logprobs, self._delta_at = [], OutputDelta(), [], time.monotonic()
 
-    def result(
-        self, request: ChatRequest, context: WorkerContext, seed: int, finish_reason: str, retracted: Container[int]
-    ) -> JobResult:
+    def result(self, request: ChatRequest, seed: int, finish_reason: str, retracted: Container[int]) -> JobResult:
         """Return the result of a finished job. `retracted`: indices of announced tool calls that turned out invalid."""
         timings = self._timings()
         spent = f"{self._job.usage.completion_tokens} tokens in {timings['ttft_s'] + timings['decode_s']:.3f} s"
@@ -156,10 +178,10 @@ class JobRecorder:
             seed=seed,
             began_at=self._began_at,
             timings=timings,
-            specprefill=self.specprefill.as_result(self._job.usage.prompt_tokens, timings["prefill_s"]),
+            specprefill=as_result(self._specprefill, self._job.usage.prompt_tokens, timings["prefill_s"]),
             rows_mean=round(self._rows / max(self._steps, 1), 2),
         )
-        return JobResult(finish_reason, timings, completion(self._job, request, context, answered))
+        return JobResult(finish_reason, timings, completion(self._job, request, self._context, answered))
 
     def _timings(self) -> dict[str, float]:
         decode_s = self._last_at - self._first_at

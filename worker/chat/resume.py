@@ -1,4 +1,4 @@
-"""Reads the output that earlier attempts at a job delivered, so that a new attempt continues it."""
+"""Decides how an attempt at a job begins: it starts, or it continues the output that earlier attempts delivered."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -8,7 +8,9 @@ from pydantic import Field
 
 from schemas.base import Sent
 from worker.bounded_json.strict import loads
+from worker.chat.specprefill import applies_to
 from worker.json_bytes import dumps
+from worker.queue.job.resume_state import ResumeState
 from worker.text.output.output import Output, OutputDelta, concat
 from worker.text.threads import Check, never
 
@@ -48,27 +50,74 @@ class _Delta(Sent):
     logprobs: list[dict[str, Any]] = Field(default_factory=list)
 
 
-# Result for a log that no worker wrote: it is unknown which output its subscribers received.
-_UNREADABLE = Delivered("", 0, (), OutputDelta())
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What the answer of a new attempt depends on, in addition to the request."""
+
+    state: ResumeState  # what it leaves if it starts
+    prompt_tokens: int
+    vocab_size: int
 
 
-def read_and_replay(
+@dataclass(frozen=True, slots=True)
+class Start:
+    """No attempt has begun an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """The answer continues after the delivered output."""
+
+    delivered: Delivered
+    replayed: "Replayed"
+    state: ResumeState  # what this attempt leaves: the decisions of the earlier one stay
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """The delivered output cannot be continued, so the answer begins again."""
+
+    reason: str  # for the log
+
+
+def resume_plan(
     log: Iterable[bytes],
-    model: tuple[str, int] | None,
+    left: ResumeState | None,
+    attempt: Attempt,
     new_output: Callable[[], Output],
-    vocab: int,
     check: Check = never,
-) -> tuple[Delivered | None, "Replayed | None"]:
-    """Read the delivered output, and replay it if fingerprint and seed equal `model`. A log with a token that is not in
-    the vocabulary is not replayed, since the engine would index its embeddings by it. An answer may be long, so `check`
-    is called between tokens."""
+) -> Start | Resume | Restart:
+    """Decide how an attempt begins, by the events and the state that earlier attempts left; `left` is None if the state
+    cannot be read. To continue an answer, its tokens are replayed. It may be long, so `check` is called between
+    tokens."""
     try:
         earlier = delivered(log, check)
     except (ValueError, RecursionError):
-        return _UNREADABLE, None
-    if earlier is None or (earlier.fingerprint, earlier.seed) != model or max(earlier.tokens, default=0) >= vocab:
-        return earlier, None
-    return earlier, replay(earlier, new_output, check)
+        return Restart("its log holds an event that no worker wrote")
+    if earlier is None:
+        return Start()
+    if left is None:
+        return Restart("its state holds a value that no worker wrote")
+    if obstacle := _obstacle(earlier, left, attempt):
+        return Restart(obstacle)
+    replayed = replay(earlier, new_output, check)
+    if replayed is None:
+        return Restart("its tokens yield another text on this worker")
+    return Resume(earlier, replayed, attempt.state.model_copy(update={"specprefill": left.specprefill}))
+
+
+def _obstacle(earlier: Delivered, left: ResumeState, attempt: Attempt) -> str:
+    """Return why the delivered tokens cannot be continued; empty if they can."""
+    new = attempt.state
+    if (earlier.fingerprint, earlier.seed) != (new.fingerprint, new.seed):
+        return "it began with another model or seed"
+    if left.images != new.images:
+        return "its images have changed"
+    if left.specprefill and not applies_to(left.specprefill, new.fingerprint, attempt.prompt_tokens):
+        return "it is unknown which tokens of its prompt were dropped"
+    if max(earlier.tokens, default=0) >= attempt.vocab_size:  # the engine would index its embeddings by it
+        return "its log holds a token that is not in the vocabulary"
+    return ""
 
 
 def delivered(log: Iterable[bytes], check: Check = never) -> Delivered | None:

@@ -1,51 +1,19 @@
-"""Decides for a job if SpecPrefill applies to its prompt, and reports the outcome in its result."""
+"""Decides for a job if SpecPrefill applies to its prompt, and reports the decision in its result."""
 
-import json
-from dataclasses import asdict, dataclass
 from itertools import pairwise
-from math import isfinite
 from pathlib import PurePath
 from typing import Any
 
 from schemas import ChatRequest
 from schemas.chat import JsonObjectFormat, JsonSchemaFormat
 from schemas.messages import TextPart
+from worker.queue.job.resume_state import SpecPrefillReport
 from worker.schedule.outcomes import SpecPrefillApplied, SpecPrefillSkipped
-from worker.schedule.request import Range, SpecPrefillParams, tokens_in
+from worker.schedule.request import SpecPrefillParams
 from worker.settings import Settings
 from worker.text.prompt.prompt import Prompt
 
 _MOSTLY_CODE = 0.5  # share of the conversation's characters in code fences: an edit needs every line
-
-
-@dataclass(slots=True)
-class SpecPrefillReport:
-    """The prompt tokens that were kept, or why all were. Empty if SpecPrefill is off, or if the prompt is short."""
-
-    draft: str = ""
-    why_whole: str = ""
-    kept: tuple[Range, ...] | None = None
-    scoring_s: float = 0.0
-
-    @property
-    def kept_tokens(self) -> int | None:
-        """Number of prompt tokens that were kept; None if the prompt was computed whole."""
-        return None if self.kept is None else tokens_in(self.kept)
-
-    def record(self, outcome: SpecPrefillApplied | SpecPrefillSkipped) -> None:
-        """Record the engine's outcome."""
-        match outcome:
-            case SpecPrefillApplied(kept_ranges=kept, seconds=seconds):
-                self.kept, self.scoring_s = kept, seconds
-            case SpecPrefillSkipped(reason=why):
-                self.kept, self.why_whole = None, why
-
-    def as_result(self, prompt_tokens: int, prefill_s: float) -> dict[str, Any] | None:
-        """Return the report for the stored result. `prefill_s`: the whole prefill time, scoring included."""
-        if self.kept_tokens is not None:
-            times = {"scoring_s": round(self.scoring_s, 6), "prefill_s": round(max(0.0, prefill_s - self.scoring_s), 6)}
-            return {"kept": round(self.kept_tokens / prompt_tokens, 4), "draft": self.draft, **times}
-        return {"skipped": self.why_whole} if self.why_whole else None
 
 
 def specprefill_params(
@@ -53,18 +21,17 @@ def specprefill_params(
 ) -> tuple[SpecPrefillParams | None, SpecPrefillReport]:
     """Decide by the request's field, else by the worker's settings. Returns None to compute the whole prompt."""
     if settings.specprefill_draft_model is None or request.specprefill is False:
-        return None, SpecPrefillReport()
-    report = SpecPrefillReport(PurePath(settings.specprefill_draft_model).name)
+        return None, SpecPrefillReport(kept=None)
+    draft = PurePath(settings.specprefill_draft_model).name
     asked, tokens = request.specprefill or False, len(prompt.tokens)
     if not asked and tokens < settings.specprefill_threshold:
-        return None, report
-    report.why_whole = _why_whole(request, prompt, settings, asked=asked)
-    if report.why_whole:
-        return None, report
+        return None, SpecPrefillReport(kept=None, draft=draft)
+    if why_whole := _why_whole(request, prompt, settings, asked=asked):
+        return None, SpecPrefillReport(kept=None, draft=draft, why_whole=why_whole)
     keep = request.specprefill_keep_pct or settings.specprefill_keep_pct
-    return SpecPrefillParams(
-        keep, prompt.droppable_ranges, 1 if asked else settings.specprefill_threshold, asked
-    ), report
+    min_tokens = 1 if asked else settings.specprefill_threshold
+    params = SpecPrefillParams(keep, prompt.droppable_ranges, min_tokens, asked)
+    return params, SpecPrefillReport(kept=None, draft=draft)
 
 
 def _why_whole(request: ChatRequest, prompt: Prompt, settings: Settings, *, asked: bool) -> str:
@@ -97,35 +64,32 @@ def _texts(content: str | list[Any] | None) -> list[str]:
     return [content or ""]
 
 
-# Between the attempts at a job
+def with_outcome(
+    report: SpecPrefillReport, outcome: SpecPrefillApplied | SpecPrefillSkipped, fingerprint: str
+) -> SpecPrefillReport:
+    """Return the report with the engine's decision. `fingerprint`: the model's."""
+    match outcome:
+        case SpecPrefillApplied(kept_ranges=kept, seconds=seconds):
+            decided: dict[str, Any] = {"kept": kept, "scoring_s": seconds}
+        case SpecPrefillSkipped(reason=why):
+            decided = {"kept": None, "why_whole": why}
+    return report.model_copy(update={**decided, "fingerprint": fingerprint})
 
 
-def dump_report(report: SpecPrefillReport, fingerprint: str) -> str:
-    """Serialize the report for the job's hash: a new attempt must drop the same tokens to continue exactly."""
-    return json.dumps({"fingerprint": fingerprint, **asdict(report)}, separators=(",", ":"))
+def as_result(report: SpecPrefillReport, prompt_tokens: int, prefill_s: float) -> dict[str, Any] | None:
+    """Return the report for the stored result. `prefill_s`: the whole prefill time, scoring included."""
+    if report.kept_tokens is not None:
+        times = {"scoring_s": round(report.scoring_s, 6), "prefill_s": round(max(0.0, prefill_s - report.scoring_s), 6)}
+        return {"kept": round(report.kept_tokens / prompt_tokens, 4), "draft": report.draft, **times}
+    return {"skipped": report.why_whole} if report.why_whole else None
 
 
-def load_report(stored: bytes, fingerprint: str, prompt_tokens: int) -> SpecPrefillReport | None:
-    """Load a stored report. Returns None if there is none, if it is of another model, or if it is invalid."""
-    try:
-        earlier = json.loads(stored or b"{}")
-        if earlier.pop("fingerprint", None) != fingerprint:
-            return None
-        kept = earlier.pop("kept")
-        ranges = None if kept is None else tuple((int(start), int(end)) for start, end in kept)
-        report = SpecPrefillReport(**earlier, kept=ranges)
-        return report if _is_valid(report) and (ranges is None or _fits(ranges, prompt_tokens)) else None
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        return None
-
-
-def _is_valid(report: SpecPrefillReport) -> bool:
-    """True if the values that go into the result have their types."""
-    texts = isinstance(report.draft, str) and isinstance(report.why_whole, str)
-    return texts and isinstance(report.scoring_s, int | float) and isfinite(report.scoring_s)
-
-
-def _fits(ranges: tuple[Range, ...], prompt_tokens: int) -> bool:
-    """True if the ranges are in order, separate, and end at the prompt's end."""
-    edges = [edge for span in ranges for edge in span]
+def applies_to(report: SpecPrefillReport, fingerprint: str, prompt_tokens: int) -> bool:
+    """True if an earlier decision holds for this model and for a prompt of this length: kept ranges are in order,
+    separate, and end at the prompt's end."""
+    if report.fingerprint != fingerprint:
+        return False
+    if report.kept is None:
+        return True
+    edges = [edge for span in report.kept for edge in span]
     return all(one < other for one, other in pairwise([-1, *edges])) and edges[-1:] == [prompt_tokens]

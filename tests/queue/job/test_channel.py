@@ -126,7 +126,7 @@ async def test_the_log_of_a_running_job_lives_for_a_day(db: Redis, ada: Desk) ->
 
 async def test_fields_for_the_job_s_hash_are_written_with_the_events(db: Redis, ada: Desk) -> None:
     log = await ada.queue("a")
-    log.fields = {"seed": 7, "fingerprint": "fp"}
+    log.store({"seed": 7, "fingerprint": "fp"})
     await ada.tell(log, "one")
     assert [await field(db, "a", name) for name in ("seed", "fingerprint")] == ["7", "fp"]
 

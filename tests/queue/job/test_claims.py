@@ -20,6 +20,7 @@ from tests.queue.helpers import BATCH, QUEUE, envelope, field, lapse, put, renew
 from tests.selection import examples
 from worker.bounded_json.strict import loads
 from worker.queue.job.claims import Claim, Claims, lease_key
+from worker.queue.job.resume_state import ResumeState, SpecPrefillReport
 from worker.queue.server.connection import connect
 
 BODY = envelope({"n": 1})
@@ -412,6 +413,22 @@ async def test_a_claim_says_how_many_events_there_are_already(db: Redis, claims:
     await db.rpush(keys.log("a"), "one", "two")
     assert await claims.take("interactive", 1) == [first_claim("a", events=2)]
     assert await db.pttl(keys.log("a")) > 86_000_000
+
+
+async def test_a_claim_has_the_state_that_an_earlier_attempt_left(db: Redis, claims: Claims) -> None:
+    state = ResumeState(
+        fingerprint="fp", seed=7, images="digest", specprefill=SpecPrefillReport(kept=((0, 9),), fingerprint="fp")
+    )
+    await put(db, "a", BODY)
+    await db.hset(keys.job("a"), mapping=state.as_fields())
+    assert await claims.take("interactive", 1) == [first_claim("a", resume_state=state)]
+
+
+@pytest.mark.parametrize("field", ["seed", "fingerprint", "images", "specprefill"])
+async def test_a_claim_of_a_job_with_a_foreign_state_has_none(db: Redis, claims: Claims, field: str) -> None:
+    await put(db, "a", BODY)
+    await db.hset(keys.job("a"), field, b"\xff")
+    assert await claims.take("interactive", 1) == [first_claim("a", resume_state=None)]
 
 
 @pytest.mark.parametrize("name", [b"\xff\xfe", b"", "né 🙂".encode(), b"a:b c*[x]\n", b"x" * 8192])

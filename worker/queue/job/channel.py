@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -44,7 +44,7 @@ class JobLog:
     on_change: Callable[[], None]
     on_lost: Callable[[], None]  # called when the fence shows that another attempt owns the job
     events: list[bytes] = field(default_factory=list)
-    fields: dict[str, str | int] = field(default_factory=dict)  # of the job's hash, written with the next events
+    unwritten_fields: dict[str, str | int] = field(default_factory=dict)  # see `store`
     written: int = 0  # number of events in Redis
     ending: Ending | None = None
     flushed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -66,6 +66,10 @@ class JobLog:
         self.flushed.clear()
         self.on_change()
 
+    def store(self, fields: Mapping[str, str | int]) -> None:
+        """Set fields of the job's hash. They are written in one call with the next events, so not before an event."""
+        self.unwritten_fields |= fields
+
     def load(self, events: list[bytes]) -> None:
         """Set the events of earlier attempts, which are in Redis. Events of this attempt follow them."""
         self.events, self.written = events, len(events)
@@ -81,7 +85,8 @@ class JobLog:
         `alone`: the last event had no subscriber. After `grace_s` seconds of that, `on_abandoned` is called.
         """
         self.written = upto
-        self.fields = {name: value for name, value in self.fields.items() if sent.get(name) != value}
+        unwritten = self.unwritten_fields.items()
+        self.unwritten_fields = {name: value for name, value in unwritten if sent.get(name) != value}
         if not alone or self.on_abandoned is None:
             self.abandoned_since = None
         elif self.abandoned_since is None:
@@ -178,7 +183,7 @@ class Publisher:
                 await self._append_final(log, log.ending)
 
     async def _append_step(self, logs: list[JobLog]) -> None:
-        sent = [(len(log.events), log.fields.copy()) for log in logs]
+        sent = [(len(log.events), log.unwritten_fields.copy()) for log in logs]
         args: list[bytes | str | int] = [JOB_LIFE_MS]
         for log in logs:
             args += _row(log)
@@ -188,7 +193,7 @@ class Publisher:
             self._settle_row(log, sent[row], verdicts.get(row + 1))
 
     async def _append_final(self, log: JobLog, ending: Ending) -> None:
-        job_id, sent = log.claim.job_id, (len(log.events), log.fields.copy())
+        job_id, sent = log.claim.job_id, (len(log.events), log.unwritten_fields.copy())
         model, settings = self._settings.model_name, self._settings
         verdict = await self._final(
             keys=[
@@ -228,5 +233,5 @@ class Publisher:
 
 def _row(log: JobLog) -> list[bytes | str | int]:
     events, watch = log.events[log.written :], int(log.on_abandoned is not None)
-    header = f"{log.claim.attempt} {log.written} {watch} {len(events)} {len(log.fields)}"
-    return [header, *events, *(part for pair in log.fields.items() for part in pair)]
+    header = f"{log.claim.attempt} {log.written} {watch} {len(events)} {len(log.unwritten_fields)}"
+    return [header, *events, *(part for pair in log.unwritten_fields.items() for part in pair)]

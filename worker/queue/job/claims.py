@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from arq.constants import in_progress_key_prefix, job_key_prefix, retry_key_prefix
@@ -13,6 +13,7 @@ from redis.exceptions import ResponseError
 
 from schemas import keys
 from schemas.keys import Lane
+from worker.queue.job.resume_state import ResumeState
 from worker.queue.scripts import JOB_LIFE_MS, arguments, named, script
 from worker.settings import Settings
 
@@ -35,8 +36,8 @@ class Claim:
     tenant: str = ""  # empty if the producer gave none
     lease_expirations: int = 0  # times that its lease expired while it ran, for any reason
     expired: bool = False  # its deadline has passed
-    specprefill: bytes = b""  # an earlier attempt's `SpecPrefillReport`, as `worker.chat.specprefill` stored it
-    images_digest: bytes = b""  # digest of the images that an earlier attempt processed
+    # Left by an earlier attempt; None if another program wrote it.
+    resume_state: ResumeState | None = field(default_factory=ResumeState)
 
     def age_s(self, now: float) -> float:
         """Seconds since it was queued; 0 if the producer's clock is ahead."""
@@ -57,7 +58,7 @@ _LATEST_MS = 1e15  # year 33658: finite, so that it can be compared with any clo
 # Bodies up to this size come with the claim. Larger ones would delay the other jobs of the same reply, and block the
 # server while it builds the reply.
 _INLINE_BYTES = 65_536
-_RESUME_FIELDS = ("specprefill", "images")
+_RESUME_FIELDS = tuple(ResumeState.model_fields)
 
 
 class Claims:
@@ -161,7 +162,6 @@ class Claims:
 
 
 def _read_claim(lane: Lane, values: dict[str, Any]) -> Claim:
-    specprefill, images_digest = (value or b"" for value in values["resume_state"])
     return Claim(
         job_id=values["job_id"].decode("utf-8", "surrogateescape"),
         lane=lane,
@@ -175,6 +175,5 @@ def _read_claim(lane: Lane, values: dict[str, Any]) -> Claim:
         tenant=values["tenant"].decode("utf-8", "replace"),
         lease_expirations=values["lease_expirations"],
         expired=bool(values["expired"]),
-        specprefill=specprefill,
-        images_digest=images_digest,
+        resume_state=ResumeState.load(dict(zip(_RESUME_FIELDS, values["resume_state"], strict=True))),
     )

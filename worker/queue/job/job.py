@@ -66,7 +66,7 @@ class Job:
         """End the probation, since the job generated a token after a crash. After a second expired lease it stays."""
         if self.on_probation and self.claim.lease_expirations == 1:
             self.on_probation = False
-            self.log.fields["probation"] = 0
+            self.log.store({"probation": 0})
             self.on_probation_end()
 
     def interrupt(self, why: Interruption) -> None:

@@ -20,7 +20,8 @@ from tests.text.speech import (
     output,
     request,
 )
-from worker.chat.resume import Delivered, delivered, read_and_replay, replay
+from worker.chat.resume import Attempt, Delivered, Restart, Resume, Start, delivered, replay, resume_plan
+from worker.queue.job.resume_state import ResumeState, SpecPrefillReport
 from worker.text.output.output import Output, OutputDelta, concat
 
 TINY = speech.model()
@@ -152,13 +153,98 @@ def test_a_long_replay_stops_when_its_job_has_gone() -> None:
         replay(Delivered("fp", 7, tuple(said), OutputDelta("else")), lambda: output(TINY), check)
 
 
-def test_only_what_this_model_said_with_this_seed_is_taken_up() -> None:
-    events = spoken(output(TINY), TINY.words.encode("Hello"))
-    earlier, replayed = read_and_replay(events, (BEGUN["fingerprint"], BEGUN["seed"]), lambda: output(TINY), VOCAB)
-    assert earlier == delivered(events)
-    assert replayed is not None
-    assert read_and_replay(events, ("other", BEGUN["seed"]), lambda: output(TINY), VOCAB) == (earlier, None)
-    assert read_and_replay(events, None, lambda: output(TINY), VOCAB) == (earlier, None)
+# The plan of a new attempt
+
+HELLO = TINY.words.encode("Hello")
+PROMPT = 9  # tokens
+OURS = ResumeState.model_validate(BEGUN)
+
+
+def plan(
+    events: list[bytes], left: ResumeState | None = OURS, *, prompt: int = PROMPT, **state: Any
+) -> Start | Resume | Restart:
+    attempt = Attempt(OURS.model_copy(update=state), prompt, VOCAB)
+    return resume_plan(events, left, attempt, lambda: output(TINY))
+
+
+def hello() -> list[bytes]:
+    return spoken(output(TINY), HELLO)
+
+
+def kept(*ranges: tuple[int, int], fingerprint: str = "fp") -> ResumeState:
+    return OURS.model_copy(update={"specprefill": SpecPrefillReport(kept=ranges, fingerprint=fingerprint)})
+
+
+def test_an_attempt_starts_if_none_has_begun_whatever_state_is_left() -> None:
+    progress = log({"type": "progress", "phase": "prefill", "done": 1, "total": 2})
+    for events in ([], progress):
+        for left in (OURS, ResumeState(images="x"), kept((0, 5)), None):
+            assert plan(events, left) == Start()
+
+
+def test_an_attempt_resumes_after_the_delivered_tokens() -> None:
+    resumed = plan(hello())
+    assert isinstance(resumed, Resume)
+    assert (resumed.delivered, resumed.state) == (delivered(hello()), OURS)
+    assert not resumed.replayed.ended
+
+
+def test_a_complete_answer_is_resumed_as_ended() -> None:
+    events = spoken(output(TINY, stop="lo"), HELLO)
+    resumed = resume_plan(events, OURS, Attempt(OURS, PROMPT, VOCAB), lambda: output(TINY, stop="lo"))
+    assert isinstance(resumed, Resume)
+    assert resumed.replayed.ended
+
+
+@pytest.mark.parametrize("state", [{"fingerprint": "other"}, {"seed": 8}, {"images": "digest"}])
+def test_an_attempt_with_another_model_seed_or_image_restarts(state: dict[str, Any]) -> None:
+    assert isinstance(plan(hello(), **state), Restart)
+
+
+def test_an_attempt_with_the_same_images_resumes() -> None:
+    left = OURS.model_copy(update={"images": "digest"})
+    resumed = plan(hello(), left, images="digest")
+    assert isinstance(resumed, Resume)
+    assert resumed.state == left
+    assert isinstance(plan(hello(), left), Restart), "the request has no images any more"
+
+
+def test_an_attempt_whose_state_cannot_be_read_restarts() -> None:
+    assert isinstance(plan(hello(), None), Restart)
+
+
+def test_the_decision_which_tokens_are_dropped_stays() -> None:
+    left = kept((0, 3), (7, PROMPT))
+    resumed = plan(hello(), left)
+    assert isinstance(resumed, Resume)
+    assert (resumed.state, resumed.state.kept_ranges) == (left, ((0, 3), (7, PROMPT)))
+
+
+def test_the_decision_to_drop_none_stays() -> None:
+    left = OURS.model_copy(update={"specprefill": SpecPrefillReport(kept=None, why_whole="Short.", fingerprint="fp")})
+    resumed = plan(hello(), left)
+    assert isinstance(resumed, Resume)
+    assert (resumed.state, resumed.state.kept_ranges) == (left, None)
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        kept((0, 5)),  # of a shorter prompt
+        kept((0, 3), (7, PROMPT), fingerprint="other"),
+        kept((5, 3), (4, PROMPT)),
+        kept((0, 5), (5, PROMPT)),  # not separate
+        kept((-2, PROMPT)),
+        kept(),
+    ],
+)
+def test_an_attempt_that_does_not_know_which_tokens_were_dropped_restarts(left: ResumeState) -> None:
+    assert isinstance(plan(hello(), left), Restart)
+
+
+def test_delivered_tokens_that_yield_another_text_here_are_not_continued() -> None:
+    other = log({"type": "started", **BEGUN}, delta(list(HELLO), OutputDelta("Hullo")))
+    assert isinstance(plan(other), Restart)
 
 
 def started_and(*events: Any) -> list[bytes]:
@@ -186,8 +272,4 @@ FOREIGN: dict[str, list[bytes]] = {
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_log_that_no_worker_wrote_is_started_over(name: str) -> None:
-    earlier, replayed = read_and_replay(
-        FOREIGN[name], (BEGUN["fingerprint"], BEGUN["seed"]), lambda: output(TINY), VOCAB
-    )
-    assert earlier is not None
-    assert replayed is None
+    assert isinstance(plan(FOREIGN[name]), Restart)
