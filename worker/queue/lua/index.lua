@@ -94,17 +94,22 @@ local function add_waiting(index, id, score, tenant, deadline)
   if deadline then store_deadline(index, id, deadline) end
 end
 
--- Remove a job from the index, for good or before it gets another place.
-local function remove_from_index(index, id)
+-- Remove a job from its place in `lines`, `suspects` or `leases`, and its deadline. Returns false if it has none.
+local function remove_from_place(index, id)
   local score = redis.call('ZSCORE', index.jobs, id)
-  if not score then return end
+  if not score then return false end
   local tenant = redis.pcall('HGET', 'sluice:job:' .. id, 'tenant')
   local line = line_of(type(tenant) == 'string' and tenant or '')
   remove_from_line(index, line, 'w' .. line .. '\0' .. stamp(score) .. id)
-  redis.call('ZREM', index.jobs, id)
   redis.call('ZREM', index.suspects, id)
   redis.call('ZREM', index.leases, id)
   delete_deadline(index, id)
+  return true
+end
+
+-- Remove a job from the index, for good or before it gets another place.
+local function remove_from_index(index, id)
+  if remove_from_place(index, id) then redis.call('ZREM', index.jobs, id) end
 end
 
 -- Remove a job from the queue and its index.

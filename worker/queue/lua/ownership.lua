@@ -1,12 +1,10 @@
 -- Own a job: a lease, and the next attempt number, which fences the writes of earlier owners.
 
-local function body_of(job, most_bytes)
-  local key = 'arq:job:' .. job.id
+local function body_of(id, most_bytes)
+  local key = 'arq:job:' .. id
   local bytes = redis.pcall('STRLEN', key)
   if type(bytes) ~= 'number' then bytes = 0 end -- a foreign value: the job ends like one without a body
-  -- No body for a job past its deadline, since thousands may expire together.
-  local wanted = bytes > 0 and bytes <= most_bytes and not job.expired
-  return wanted and redis.call('GET', key) or '', bytes
+  return bytes > 0 and bytes <= most_bytes and redis.call('GET', key) or '', bytes
 end
 
 local function events_of(id)
@@ -21,9 +19,8 @@ end
 -- Returns the members of `Claim` by their names.
 local function take_ownership(index, job, arguments, now)
   local id, key = job.id, 'sluice:job:' .. job.id
-  remove_from_index(index, id)
-  redis.call('ZADD', index.jobs, job.score, id)
-  schedule_lease_check(index, id, tonumber(arguments.lease_ms), now)
+  local expired = is_past_deadline(job, now)
+  move_to_leases(index, id, job.score, tonumber(arguments.lease_ms), now)
   local attempt = redis.call('HINCRBY', key, 'attempt', 1)
   local crashes = redis.call('HINCRBY', key, 'crashes', job.counts_as_crash and 1 or 0)
   if job.expirations > 0 then redis.call('HSET', key, 'lapses', job.expirations, 'probation', 1) end
@@ -32,9 +29,10 @@ local function take_ownership(index, job, arguments, now)
     'started_at', now / 1000)
   redis.call('PEXPIRE', key, arguments.life_ms)
   redis.call('PEXPIRE', 'sluice:log:' .. id, arguments.life_ms)
-  local body, bytes = body_of(job, tonumber(arguments.most_body_bytes))
+  -- No body for a job past its deadline, since thousands may expire together.
+  local body, bytes = body_of(id, expired and 0 or tonumber(arguments.most_body_bytes))
   return { 'job_id', id, 'attempt', attempt, 'crashes', crashes, 'lease_expirations', job.expirations,
-    'cancelled', redis.call('EXISTS', 'sluice:cancel:' .. id), 'expired', job.expired and 1 or 0,
+    'cancelled', redis.call('EXISTS', 'sluice:cancel:' .. id), 'expired', expired and 1 or 0,
     'queued_ms', job.score, 'events', events_of(id), 'body', body, 'body_bytes', bytes, 'tenant', job.tenant,
     'resume_state', redis.call('HMGET', key, unpack(arguments.resume_fields)) }
 end

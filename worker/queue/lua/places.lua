@@ -26,9 +26,9 @@ local function read_deadline(text)
   if seconds and seconds == seconds and math.abs(seconds) < 1e12 then return seconds * 1000 end
 end
 
--- Return the state of a job without a lease. If it is `running`, its lease has expired: its worker died. If the job was
+-- Return the state of a job of the queue that has no lease. If it is `running`, its lease has expired: its worker died. If the job was
 -- on probation, the crash counts against it.
-local function read_job(id)
+local function read_job(id, score)
   local key = 'sluice:job:' .. id
   local fields = redis.pcall('HMGET', key, 'state', 'lapses', 'probation', 'tenant', 'deadline', 'crashes', 'attempt')
   for _, at in ipairs({ 2, 6, 7 }) do
@@ -40,11 +40,15 @@ local function read_job(id)
   local lease_expired = fields[1] == 'running'
   local counts_as_crash = lease_expired and fields[3] == '1'
   return {
-    state = fields[1], lease_expired = lease_expired, counts_as_crash = counts_as_crash,
+    id = id, score = score, state = fields[1], lease_expired = lease_expired, counts_as_crash = counts_as_crash,
     tenant = fields[4] or '', deadline = read_deadline(fields[5]),
     expirations = tonumber(fields[2] or 0) + (lease_expired and 1 or 0),
     crashes = tonumber(fields[6] or 0) + (counts_as_crash and 1 or 0)
   }
+end
+
+local function is_past_deadline(job, now)
+  return job.deadline ~= nil and job.deadline < now
 end
 
 -- Return the remaining milliseconds of the job's lease, and its owner; nil without a lease. A lease without an expiry
@@ -62,19 +66,23 @@ local function lease_left(id, lease_ms)
   return left_ms == -1 and tonumber(lease_ms) or left_ms, owner
 end
 
-local function schedule_lease_check(index, id, left_ms, now)
+-- Move a job to the running jobs, with the remaining milliseconds of its lease.
+local function move_to_leases(index, id, score, left_ms, now)
+  remove_from_place(index, id)
+  redis.call('ZADD', index.jobs, score, id)
   redis.call('ZADD', index.leases, now + math.min(left_ms, RECHECK_MS), id)
 end
 
 -- Add a waiting job: to the suspects, by its crashes, if its lease has ever expired; else to its tenant's line.
-local function add_to_index(index, id, score, info)
-  if info.expirations == 0 then
-    add_waiting(index, id, score, info.tenant, info.deadline)
+local function add_to_index(index, job)
+  if job.expirations == 0 then
+    add_waiting(index, job.id, job.score, job.tenant, job.deadline)
     return
   end
-  redis.call('ZADD', index.jobs, score, id)
-  redis.call('ZADD', index.suspects, math.min(info.crashes, 99) * 1e13 + math.min(tonumber(stamp(score)), 1e13 - 1), id)
-  if info.deadline then store_deadline(index, id, info.deadline) end
+  local rank = math.min(job.crashes, 99) * 1e13 + math.min(tonumber(stamp(job.score)), 1e13 - 1)
+  redis.call('ZADD', index.jobs, job.score, job.id)
+  redis.call('ZADD', index.suspects, rank, job.id)
+  if job.deadline then store_deadline(index, job.id, job.deadline) end
 end
 
 -- Add a job of the queue to the index, or correct its place.
@@ -86,14 +94,14 @@ local function index_job(index, id)
     drop_long_id(index.queue, id)
     return
   end
-  local info = read_job(id)
-  if FINAL[info.state] then -- queued again after its end: it stays ended
+  local job = read_job(id, score)
+  if FINAL[job.state] then -- queued again after its end: it stays ended
     redis.call('ZREM', index.queue, id)
     redis.call('DEL', 'arq:job:' .. id)
-  elseif info.lease_expired or redis.call('EXISTS', 'arq:in-progress:' .. id) == 1 then
+  elseif job.lease_expired or redis.call('EXISTS', 'arq:in-progress:' .. id) == 1 then
     redis.call('ZADD', index.jobs, score, id)
     redis.call('ZADD', index.leases, 0, id) -- checked by the next claim
   else
-    add_to_index(index, id, score, info)
+    add_to_index(index, job)
   end
 end

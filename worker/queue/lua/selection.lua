@@ -4,25 +4,18 @@
 -- The state of a selection: `index`; `now`; `lease_ms`; `takeover`: true if jobs whose lease expired may be selected;
 -- `want`: the number of rows that are still free; `rows`: the rows of each line on this worker, by the line's name.
 
--- Return the state of a job if it waits: that of `read_job`, and its `id`, its `score`, and `expired`: true if its
--- deadline has passed. Otherwise correct its place in the index and return nil.
+-- Return the state of a job if it waits. Otherwise correct its place in the index and return nil.
 local function waiting_job(selection, id)
   local index = selection.index
   local score = redis.call('ZSCORE', index.queue, id)
-  local job = score and read_job(id)
+  local job = score and read_job(id, score)
   if not job or FINAL[job.state] then
     index_job(index, id)
     return nil
   end
   local left_ms = lease_left(id, selection.lease_ms)
-  if left_ms then
-    remove_from_index(index, id)
-    redis.call('ZADD', index.jobs, score, id)
-    schedule_lease_check(index, id, left_ms, selection.now)
-    return nil
-  end
-  job.id, job.score, job.expired = id, score, job.deadline ~= nil and job.deadline < selection.now
-  return job
+  if not left_ms then return job end
+  move_to_leases(index, id, score, left_ms, selection.now)
 end
 
 local function may_take(selection, job)
@@ -41,7 +34,7 @@ local function check_leases(selection)
     local job = waiting_job(selection, id)
     if job and may_take(selection, job) then
       remove_from_index(index, id)
-      add_to_index(index, id, job.score, job)
+      add_to_index(index, job)
     end
   end
 end
@@ -53,7 +46,7 @@ local function jobs_past_deadline(selection)
     local job = waiting_job(selection, id)
     if job and may_take(selection, job) then
       delete_deadline(index, id)
-      if job.expired then jobs[#jobs + 1] = job end
+      if is_past_deadline(job, selection.now) then jobs[#jobs + 1] = job end
     end
   end
   return jobs
@@ -68,9 +61,11 @@ local function suspects(selection)
       tries = tries - 1
       local id = redis.call('ZRANGE', selection.index.suspects, 0, 0)[1]
       local job = id and waiting_job(selection, id)
-      done = not id or (job and (not job.expired or not may_take(selection, job)))
-      if job and may_take(selection, job) then
-        if not job.expired then count_row(selection, line_of(job.tenant)) end
+      local taken = job and may_take(selection, job)
+      if taken and is_past_deadline(job, selection.now) then return job end
+      done = job or not id
+      if taken then
+        count_row(selection, line_of(job.tenant))
         return job
       end
     end
@@ -144,7 +139,7 @@ local function jobs_in_turn(selection)
         line.since = since
       else
         local job = pop_first(selection, line.name, first)
-        if job and not job.expired then
+        if job and not is_past_deadline(job, selection.now) then
           count_row(selection, line.name)
         else -- the job takes no row, so another line may be the older one
           lines, tries = lines_by_age(selection), tries - 1
