@@ -6,9 +6,10 @@ budget and differ only in the scores.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
+import mlx.nn as nn
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -20,10 +21,9 @@ from scripts.tiny_chat.network import trainable
 from scripts.tiny_chat.tokenizer import TURN_END
 from worker.engine.batch.decode_batch import DecodeBatch
 from worker.engine.batch.row import Row
-from worker.engine.prefill.base import Prefill
 from worker.engine.prefill.scoring import LOOKAHEAD, Draft
-from worker.engine.prefill.sparse import SparsePrefill
-from worker.engine.upstream.mlx_lm import make_prompt_cache
+from worker.engine.prefill.spans import ComputeSpans
+from worker.engine.prefill.task import PromptTask
 from worker.schedule.request import GenerationRequest, Range
 from worker.schedule.selection import CHUNK, select_ranges
 
@@ -144,9 +144,9 @@ def outcome(case: Case, answerer: Answerer, draft: Draft) -> Outcome:
         scores = scores_of(case, draft)
         chosen |= {(way, keep): tuple(select_ranges(scores, keep, case.protected)) for keep in KEEPS}
     network, question = answerer.network, GenerationRequest(str(case.number), case.prompt, ANSWER)
-    dense = Prefill(network, Row.of(question))
+    dense = task_of(network, question)
     sparse = {
-        kept: SparsePrefill(network, Row.of(question), kept, make_prompt_cache(network), 0)
+        kept: task_of(network, replace(question, kept_ranges=kept))
         for kept in dict.fromkeys(chosen.values())  # 100 % are the same tokens in each way
     }
     decode(answerer, [dense, *sparse.values()])
@@ -157,13 +157,18 @@ def outcome(case: Case, answerer: Answerer, draft: Draft) -> Outcome:
     )
 
 
-def decode(answerer: Answerer, prefills: Sequence[Prefill | SparsePrefill]) -> None:
+def task_of(network: nn.Module, request: GenerationRequest) -> PromptTask:
+    """Return the computation of a prompt."""
+    return PromptTask(Row.of(request), ComputeSpans(network, request))
+
+
+def decode(answerer: Answerer, prompts: Sequence[PromptTask]) -> None:
     """Decode all rows greedily, in one batch."""
     rows = DecodeBatch(answerer.network)
-    for prefill in prefills:
+    for prompt in prompts:
         with trainable():
-            prefill.advance(prefill.remaining)
-        rows.add(prefill.row, *prefill.finish())
+            prompt.advance(prompt.stage.remaining)
+        rows.add(prompt.row, *prompt.finish())
     for _ in range(1 + ANSWER):  # the first step computes the last token of the prompt
         rows.launch()
         for outcome in rows.collect():

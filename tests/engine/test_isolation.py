@@ -19,7 +19,7 @@ from worker.engine.batch.row import Row
 from worker.engine.cache.slot_kv import SlotKVCache, SlotRotatingKVCache
 from worker.engine.cache.slots import SlotArraysCache
 from worker.engine.model.load import open_model
-from worker.engine.prefill import base as prefill_module
+from worker.engine.prefill import spans as prefill_module
 from worker.engine.prefill.queue import PrefillQueue
 from worker.engine.thread import EngineThread
 from worker.schedule.outcomes import Outcome, Sampled

@@ -1,11 +1,13 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import get_args
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.schedule.budget import MIN_CHUNK, MIN_TOKENS_TIME_PER_PASS, PromptCost
-from worker.schedule.plan import OLDEST_FIRST_EVERY, Chunk, WaitingPrompt, plan
+from worker.schedule.plan import OLDEST_FIRST_EVERY, Chunk, Phase, WaitingPrompt, may_advance, plan
 from worker.schedule.request import Lane
 
 SECOND_A_TOKEN = PromptCost(token_s=1.0)
@@ -274,6 +276,28 @@ def test_long_prompt_takes_four_times_as_long_under_an_endless_stream_of_short_o
 def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
     chunks = planned([waiting("book", 100_000, waited=100), waiting("hello", 20)], 64)
     assert chunks[0] == Chunk("hello", 20, joins=True)
+
+
+SCORED: list[tuple[str, int, Lane]] = [
+    ("offline", 10, "batch"),
+    ("long", 90, "interactive"),
+    ("short", 50, "interactive"),
+]
+
+
+@pytest.mark.parametrize("phase", ["encoding", "scoring"])
+def test_one_prompt_at_a_time_is_encoded_and_one_is_scored(phase: Phase) -> None:
+    text = waiting("text", 500)
+    offline, long, short = (replace(waiting(id, remaining, lane=lane), phase=phase) for id, remaining, lane in SCORED)
+    started = replace(offline, id="started", started=True)
+    assert may_advance([offline, text, long, short]) == [text, short]
+    assert may_advance([offline, text, long, started]) == [text, started]
+    assert may_advance([offline, text]) == [offline, text]
+
+
+def test_an_image_and_a_score_may_be_computed_in_one_step() -> None:
+    rows = [replace(waiting(phase, 9), phase=phase) for phase in get_args(Phase)]
+    assert may_advance(rows) == rows
 
 
 def test_each_prompt_costs_what_its_own_model_takes() -> None:

@@ -16,7 +16,8 @@ from worker.engine.device import memory_limit
 from worker.engine.isolation import isolate
 from worker.engine.model.load import Model
 from worker.engine.prefill.caches import EngineCaches
-from worker.engine.prefill.queue import AnyPrefill, PrefillQueue
+from worker.engine.prefill.queue import PrefillQueue
+from worker.engine.prefill.task import PromptTask
 from worker.engine.upstream.mlx_lm import generation_stream
 from worker.schedule.admission import RowEstimate
 from worker.schedule.admission_plan import AdmissionPlan
@@ -240,11 +241,11 @@ class Engine:
         if len(self._prefills):
             self._running.wait()
         if self._running.step_s is not None:  # before planning, since the time for prompts depends on it
-            self._prefills.budget.observe_decode(self._running.step_s)
+            self._prefills.observe_decode(self._running.step_s)
         if not len(self._prefills):
             return
-        self._prefills.budget.forward_s = self._running.forward_s
         elapsed_s = time.perf_counter() - self._decoding_since
+        self._prefills.begin_step(self._running.forward_s)
         for chunk in self._prefills.plan(self._running, elapsed_s, self._admission.longest_chunk):
             with isolate(f"{chunk.id}: prefill") as attempt:  # of one prompt, so only this request fails
                 yield from self._advance(chunk)
@@ -254,26 +255,27 @@ class Engine:
     def _advance(self, chunk: Chunk) -> Iterator[Outcome]:
         """Compute a chunk of one prompt. If it was the last, its row joins the running rows."""
         images = self._prefills.images(chunk.id)
-        tokens, outcomes = self._prefills.advance(chunk)
-        yield from outcomes
-        self._computed += tokens
-        if any(isinstance(outcome, Encoded) for outcome in outcomes):
+        advanced = self._prefills.advance(chunk)
+        yield from advanced.outcomes
+        self._computed += advanced.tokens
+        if advanced.phase == "encoding":
             self._encoded_images += images
         else:
-            self._longest_chunk = max(self._longest_chunk, tokens)
-        if any(map(_frees_memory, outcomes)):
+            self._longest_chunk = max(self._longest_chunk, advanced.tokens)
+        if any(map(_frees_memory, advanced.outcomes)):
             self._admission.mark_dirty()
-        if chunk.joins and (prefill := self._prefills.pop_finished(chunk.id)):
-            self._start_decoding(prefill)
+        if chunk.joins and (task := self._prefills.pop_computed(chunk.id)):
+            self._start_decoding(task)
 
-    def _start_decoding(self, prefill: AnyPrefill) -> None:
-        growth, began = self._running.join_copy_bytes(prefill.total), time.perf_counter()
-        self._running.add(prefill.row, *prefill.finish())
-        self._prefills.budget.observe_join(prefill.total, growth, time.perf_counter() - began)
-        if prefill.row.request.images:
+    def _start_decoding(self, task: PromptTask) -> None:
+        tokens = task.stage.total
+        growth, began = self._running.join_copy_bytes(tokens), time.perf_counter()
+        self._running.add(task.row, *task.finish())
+        self._prefills.observe_join(tokens, growth, time.perf_counter() - began)
+        if task.row.request.images:
             self._admission.mark_dirty()  # the features of its images are released
-        self._queried_tokens += prefill.total
-        self._hit_tokens += prefill.cached
+        self._queried_tokens += tokens
+        self._hit_tokens += task.cached
 
     def _fits(self, groups: list[list[Row]]) -> bool:
         """Return True if all active rows fit into memory with these groups; then limits the prefix cache to the

@@ -92,6 +92,10 @@ class StepBudget:
         self._tokens.observe((1.0, before), token_s / self._pace)
         self._pace += _WEIGHT * (min(pace, 2 * self._pace) - self._pace)
 
+    def observe_forward(self, seconds: float) -> None:
+        """Record the estimated seconds of a pass over the weights."""
+        self.forward_s = seconds
+
     def observe_join(self, tokens: int, growth: int, seconds: float) -> None:
         """Record the measured seconds of a row's join. `tokens`: its length; `growth`: bytes of buffers copied."""
         self._joins.observe((1.0, tokens / _TOKENS_UNIT, growth / _BYTES_UNIT), seconds)

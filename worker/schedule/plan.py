@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from worker.schedule.budget import MIN_CHUNK, PromptCost
 from worker.schedule.request import Lane
@@ -11,19 +12,24 @@ from worker.schedule.request import Lane
 OLDEST_FIRST_EVERY = 4
 
 
+Phase = Literal["encoding", "scoring", "prefill"]
+
+
 @dataclass(frozen=True, slots=True)
 class WaitingPrompt:
-    """A prompt in prefill: not all of its tokens are in the cache (of the model, or of the draft while that scores it),
-    or its row has not joined the decoding rows yet."""
+    """A prompt before its row decodes: its images are encoded, or it is scored, or not all of its tokens are in the
+    row's cache, or its row has not joined the decoding rows yet. Token counts are those of the current phase."""
 
     id: str
     done: int  # tokens in the cache
-    remaining: int  # tokens still to prefill
+    remaining: int  # tokens still to compute
     waited: int  # steps since it was added
     lane: Lane
     cost: PromptCost
     cuts: Sequence[int] = ()  # positions of the prompt, ascending, at which a forward has to end
     growth: int = 0  # bytes of the batch's buffers that are copied when the row joins
+    phase: Phase = "prefill"
+    started: bool = False  # the phase has begun, and holds memory that is freed at its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,20 @@ class Chunk:
     id: str
     tokens: int
     joins: bool = False  # prefill is finished with this chunk, and the row joins the decoding rows
+
+
+def may_advance(waiting: Sequence[WaitingPrompt]) -> list[WaitingPrompt]:
+    """Return the prompts that may advance in a step, in order. Images of one prompt at a time are encoded, and one
+    prompt is scored, since a vision encoder's activations and a draft's cache occupy memory."""
+    single = _first_in(waiting, "encoding"), _first_in(waiting, "scoring")
+    return [row for row in waiting if row.phase == "prefill" or row in single]
+
+
+def _first_in(waiting: Sequence[WaitingPrompt], phase: Phase) -> WaitingPrompt | None:
+    """Return the one prompt of this phase that may advance, if any. Prefers a prompt that has started, then interactive
+    ones, then the shortest."""
+    rows = [row for row in waiting if row.phase == phase]
+    return max(rows, key=lambda row: (row.started, row.lane == "interactive", -row.remaining), default=None)
 
 
 def plan(waiting: Iterable[WaitingPrompt], spare_s: Mapping[Lane, float], step: int, longest: int) -> list[Chunk]:

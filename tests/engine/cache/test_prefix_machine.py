@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
 from tests.engine.tiny import alone, model, network, prompt
 from tests.selection import examples
-from worker.engine.prefill import base
+from worker.engine.prefill import reuse
 from worker.schedule import prefix
 from worker.schedule.grouping import StepCost
 from worker.schedule.request import Lane
@@ -38,7 +38,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def open(self, family: str, step_s: float, max_tokens: int, longest_run: int) -> None:
         """`max_tokens`: bytes of prefixes; one conversation takes some 50,000."""
         self.patch = pytest.MonkeyPatch()
-        for module in prefix, base:
+        for module in prefix, reuse:
             self.patch.setattr(module, "MAX_SEGMENT_TOKENS", longest_run)
         self.family, self.max_tokens = family, max_tokens
         self.run = Run(model(family), step_s=step_s, prefix_bytes=max_tokens)

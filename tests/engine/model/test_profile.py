@@ -23,7 +23,8 @@ from worker.engine.cache.slots import batch_of, bytes_of, join
 from worker.engine.device import fused_attention
 from worker.engine.model.calibration import calibrated
 from worker.engine.model.profile import Layer, ModelProfile, profile, weights_bytes, why_not_batched
-from worker.engine.prefill.base import Prefill
+from worker.engine.prefill.spans import ComputeSpans
+from worker.engine.prefill.task import PromptTask
 from worker.schedule.memory import CHUNK, MemoryModel
 from worker.schedule.request import GenerationRequest
 
@@ -101,8 +102,9 @@ def as_the_engine_does(name: str, *chunks: int) -> list[Any]:
     return prefill.finish()[0]
 
 
-def prompt_of(name: str, tokens: int) -> Prefill:
-    return Prefill(network(name), Row.of(GenerationRequest("row", (1,) * (tokens + 1), 2)))
+def prompt_of(name: str, tokens: int) -> PromptTask:
+    request = GenerationRequest("row", (1,) * (tokens + 1), 2)
+    return PromptTask(Row.of(request), ComputeSpans(network(name), request))
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -22,7 +22,7 @@ def prefills(family: str = "qwen3", prefix_bytes: int = 0) -> PrefillQueue:
     opened = model(family)
     made = PrefillQueue(opened, STEP_S, EngineCaches(opened, prefix_bytes))
     for _ in range(100):
-        made.budget.observe_decode(DECODE_S)
+        made.observe_decode(DECODE_S)
     return made
 
 
@@ -49,7 +49,8 @@ class Running:
         return self.copied
 
 
-def planned(made: PrefillQueue, running: Running | None = None) -> list[Chunk]:
+def planned(made: PrefillQueue, running: Running | None = None, *, forward_s: float = 0.0) -> list[Chunk]:
+    made.begin_step(forward_s)
     return made.plan(running or Running(), DECODE_S, ROOM)
 
 
@@ -83,25 +84,32 @@ def test_delayed_join_happens_in_the_next_step_without_computing() -> None:
     made = prefills()
     begin(made, "a", 100)
     for _ in range(50):
-        made.budget.observe_join(100, 10**8, 10.0)
+        made.observe_join(100, 10**8, 10.0)
     [chunk] = planned(made, Running(copied=10**8))
     assert chunk == Chunk("a", 100)
-    assert made.advance(chunk)[0] == 100
+    assert made.advance(chunk).tokens == 100
     [join] = planned(made, Running(copied=10**8))
     assert join == Chunk("a", 0, joins=True)
-    assert made.advance(join)[0] == 0
-    through = made.pop_finished("a")
+    assert made.advance(join).tokens == 0
+    through = made.pop_computed("a")
     assert through is not None
-    assert through.done == 100
+    assert through.stage.done == through.stage.total == 100
     assert len(made) == 0
 
 
 def test_cut_counts_as_a_pass_if_snapshots_are_taken() -> None:
     made = prefills("qwen3_5", prefix_bytes=10**9)
-    made.budget.forward_s = 0.05
     fits = int((PROMPT_SHARE * DECODE_S - 0.05) * TOKENS_PER_S) - 10  # in a single pass, and not in two
     begin(made, "a", fits, boundaries=(fits - 40,))
-    assert planned(made) == [Chunk("a", fits - 40)]
+    assert planned(made, forward_s=0.05) == [Chunk("a", fits - 40)]
     made.remove("a")
     begin(made, "b", fits)
-    assert planned(made) == [Chunk("b", fits, joins=True)]
+    assert planned(made, forward_s=0.05) == [Chunk("b", fits, joins=True)]
+
+
+def test_planning_changes_nothing() -> None:
+    made, running = prefills("qwen3", prefix_bytes=10**9), Running()
+    begin(made, "a", 5000)
+    begin(made, "b", 400, "batch")
+    first = planned(made, running)
+    assert [made.plan(running, DECODE_S, ROOM) for _ in range(5)] == [first] * 5

@@ -2,6 +2,7 @@
 range of tokens, with the caches' offset set to the position of the range."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,14 +20,9 @@ from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row
 from worker.engine.cache.layers import layers
 from worker.engine.cache.prefix import PrefixCache
-from worker.engine.prefill.base import Prefill
-from worker.engine.prefill.sparse import (
-    Ranges,
-    SparsePrefill,
-    dense_prefix_len,
-    why_not_sparse,
-    window_of,
-)
+from worker.engine.prefill.spans import ComputeSpans, Ranges, dense_prefix_len, window_of
+from worker.engine.prefill.sparse import why_not_sparse
+from worker.engine.prefill.task import PromptTask
 from worker.engine.upstream.hooks import UnsupportedRope, rope_at
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.schedule.grouping import StepCost
@@ -49,6 +45,10 @@ def request_of(
     return GenerationRequest(id, tokens, 99, sampling or Sampling(), resume_tokens=delivered, top_logprobs=0)
 
 
+def spans_of(network: nn.Module, request: GenerationRequest, kept: Ranges) -> ComputeSpans:
+    return ComputeSpans(network, replace(request, kept_ranges=tuple(kept)))
+
+
 class Decoding:
     """Rows that prefill and decode, greedily by default, and the tokens of each."""
 
@@ -58,9 +58,9 @@ class Decoding:
         self.generated: dict[str, Tokens] = {}
 
     def dense(self, request: GenerationRequest) -> None:
-        prefill = Prefill(self.network, Row.of(request))
-        prefill.advance(prefill.total)
-        self._join(prefill.row, *prefill.finish())
+        task = PromptTask(Row.of(request), ComputeSpans(self.network, request))
+        task.advance(task.stage.total)
+        self._join(task.row, *task.finish())
 
     def sparse(
         self,
@@ -71,12 +71,14 @@ class Decoding:
         length: int = 0,
         chunk: int = CHUNK,
     ) -> None:
-        cache = make_prompt_cache(self.network) if cache is None else cache
-        prefill = SparsePrefill(self.network, Row.of(request), kept, cache, length)
-        while prefill.remaining:
-            prefill.advance(chunk)
-        assert prefill.done == prefill.total
-        self._join(prefill.row, *prefill.finish())
+        spans = spans_of(self.network, request, kept)
+        if cache is not None:
+            spans.load(cache, length)
+        while spans.remaining:
+            spans.advance(chunk)
+        assert spans.done == spans.total
+        row = Row.of(replace(request, kept_ranges=tuple(kept)))
+        self._join(row, *spans.finish(row))
 
     def _join(self, row: Row, cache: list[Any], drawn: Any, position: int | None = None) -> None:
         self.rows[row.id] = row
@@ -275,16 +277,23 @@ def test_every_rope_rotates_a_token_as_alone(scaling: str, traditional: bool, wi
 
 
 class Failing(nn.Module):
+    """Computes nothing. Its caches are those of another model."""
+
+    def __init__(self, caches_of: str = "llama") -> None:
+        super().__init__()
+        self.caches_of = caches_of
+
+    def make_cache(self) -> list[Any]:
+        return make_prompt_cache(network(self.caches_of))
+
     def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
         raise RuntimeError("on purpose")
 
 
 def test_rope_is_restored_after_any_failure() -> None:
-    prefill = SparsePrefill(
-        Failing(), Row.of(request_of("row", prompt(LONG, 1))), KEPT, make_prompt_cache(network("llama")), 0
-    )
+    spans = spans_of(Failing(), request_of("row", prompt(LONG, 1)), OTHER)
     with pytest.raises(RuntimeError, match="on purpose"):
-        prefill.advance(10)
+        spans.advance(10)
     assert mx.fast.rope is ROPE
     alone(network("llama"), request_of("row", prompt(LONG, 1)), KEPT)
     why_not_sparse(network("llama"), 2048)
@@ -337,11 +346,9 @@ class Shifted(nn.Module):
 
 def test_model_that_calls_rope_with_other_positions_is_unsupported() -> None:
     assert "are not the 4 tokens" in str(why_not_sparse(Shifted(), 2048))
-    prefill = SparsePrefill(
-        Shifted(), Row.of(request_of("row", prompt(LONG, 1))), KEPT, make_prompt_cache(network("llama")), 0
-    )
+    spans = spans_of(Shifted(), request_of("row", prompt(LONG, 1)), OTHER)
     with pytest.raises(UnsupportedRope, match="are not the 10 tokens"):
-        prefill.advance(10)
+        spans.advance(10)
 
 
 @pytest.mark.parametrize(
@@ -358,21 +365,17 @@ def test_model_that_calls_rope_with_other_positions_is_unsupported() -> None:
         (((0, 30), (70, 75), (76, LONG)), 0, "the last 16 tokens must be kept"),
         (((0, 30), (70, LONG)), 31, "only the first 30 are all kept"),
         (((1, 30), (70, LONG)), 1, "only the first 0 are all kept"),
-        (((0, LONG),), LONG, "at least two kept tokens"),
+        (((0, LONG),), LONG, "only the first 89 are all kept"),
     ],
 )
-def test_invalid_ranges_are_refused_before_computing(kept: Ranges, length: int, sentence: str) -> None:
+def test_invalid_ranges_and_prefixes_are_refused_before_computing(kept: Ranges, length: int, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        SparsePrefill(Failing(), Row.of(request_of("row", prompt(LONG, 1))), kept, _rotating(), length)
+        spans_of(Failing("gemma3"), request_of("row", prompt(LONG, 1)), kept).load([], length)
 
 
 def test_single_kept_token_is_refused() -> None:
     with pytest.raises(ValueError, match="at least two kept tokens"):
-        SparsePrefill(Failing(), Row.of(request_of("row", prompt(LONG, 1))), ((LONG - 1, LONG),), [], 0)
-
-
-def _rotating() -> list[Any]:
-    return make_prompt_cache(network("gemma3"))
+        spans_of(Failing(), request_of("row", prompt(LONG, 1)), ((LONG - 1, LONG),))
 
 
 def test_a_window_is_the_longest_of_all_layers() -> None:

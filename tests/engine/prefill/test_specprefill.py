@@ -130,7 +130,7 @@ def test_failed_sparse_prefill_restarts_densely(monkeypatch: pytest.MonkeyPatch)
         raise ValueError
 
     one = run()
-    monkeypatch.setattr("worker.engine.prefill.sparse.SparsePrefill.advance", fails)
+    monkeypatch.setattr("worker.engine.prefill.spans.rope_at", fails)
     one.add("x", prompt(LONG, 1), max_tokens=ANSWER, specprefill=WISH)
     one.drain()
     assert one.generated["x"] == alone(network("qwen3"), prompt(LONG, 1), ANSWER)
@@ -159,12 +159,12 @@ def test_shared_prefixes_do_not_distort_the_measured_speed() -> None:
     one = Run(model("qwen3"), step_s=10.0, prefix_bytes=1 << 24)
     one.add("first", prompt(600, 9), max_tokens=2)
     one.drain()
-    before = one.engine._prefills.budget.cost.token_s
+    before = one.engine._prefills.cost("prefill").token_s
     for i in range(12):
         one.add(str(i), prompt(600, 4) + prompt(3, 50 + i), max_tokens=2)
     one.drain()
     assert sorted(one.cached.values())[2:] == [600] * 11
-    assert one.engine._prefills.budget.cost.token_s > before / 3
+    assert one.engine._prefills.cost("prefill").token_s > before / 3
 
 
 def test_one_prompt_is_scored_at_a_time() -> None:

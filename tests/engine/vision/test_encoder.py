@@ -138,11 +138,11 @@ def test_others_decode_between_two_layers_of_an_image(family: str) -> None:
 def test_image_tokens_are_measured_separately_from_text(family: str) -> None:
     run = Run(cases.model(family))
     prefills = run.engine._prefills
-    text, image = prefills.budget.cost.token_s, prefills._encoder_budget.cost.token_s
+    text, image = prefills.cost("prefill").token_s, prefills.cost("encoding").token_s
     run.submit(image_request(family, "picture", prompt(family, 3, LARGE, 4, seed=2), 1))
     run.until(lambda: run.encoded["picture"] > 0)
-    assert prefills._encoder_budget.cost.token_s != image
-    assert prefills.budget.cost.token_s == text
+    assert prefills.cost("encoding").token_s != image
+    assert prefills.cost("prefill").token_s == text
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -10,7 +10,7 @@ from tests.engine.vision import cases
 from tests.engine.vision.cases import Prompt, prompt
 from tests.engine.vision.checkpoints import CONFIGS, EOS, write_checkpoint
 from worker.engine.model.load import open_model
-from worker.engine.prefill import base as prefill_module
+from worker.engine.prefill import reuse as prefill_module
 from worker.schedule import prefix as tree_module
 
 FAMILIES = [*CONFIGS]

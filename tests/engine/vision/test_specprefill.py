@@ -316,7 +316,7 @@ def test_rows_of_a_failed_step_are_recomputed(family: str) -> None:
     assert run.generated["text"] == cases.alone(family, prompt(family, 30, seed=2), 30)
 
 
-@pytest.mark.parametrize("where", ["scoring._pooled", "sparse.SparsePrefill.advance"])
+@pytest.mark.parametrize("where", ["scoring._pooled", "spans.rope_at"])
 @pytest.mark.parametrize("family", ["qwen3_5", "gemma3"])
 def test_any_failure_computes_the_whole_prompt(family: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:

@@ -20,7 +20,8 @@ from worker.engine.batch.row import Row
 from worker.engine.cache.layers import layers
 from worker.engine.cache.prefix import PrefixCache
 from worker.engine.cache.segments import is_sliceable
-from worker.engine.prefill.base import Prefill
+from worker.engine.prefill.spans import ComputeSpans
+from worker.engine.prefill.task import PromptTask
 from worker.engine.upstream.hooks import observed_attention
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.schedule.request import GenerationRequest
@@ -80,8 +81,8 @@ class Scoring:
     def __init__(self, draft: Draft, request: GenerationRequest) -> None:
         self._draft, self._tokens, self._request = draft, request.prompt, _without_skipped(request, draft.skip_token_id)
         self._scores = draft.cached_scores(self._request)
-        self._prefill = Prefill(draft.network, Row.of(self._request), draft.prefix)
-        self._prefill.match_prefix()
+        self._task = PromptTask(Row.of(self._request), ComputeSpans(draft.network, self._request), prefix=draft.prefix)
+        self._task.refresh()
         self._lookahead: _Lookahead | None = None
 
     @property
@@ -96,41 +97,40 @@ class Scoring:
     @property
     def total(self) -> int:
         """Tokens that the draft computes or takes from its prefix cache."""
-        return self._prefill.total + LOOKAHEAD
+        return self._task.stage.total + LOOKAHEAD
 
     @property
     def remaining(self) -> int:
         """Tokens left for the draft to compute; 0 once there are scores."""
         if self._scores is not None:
             return 0
-        return self._lookahead.remaining if self._lookahead else self._prefill.remaining + LOOKAHEAD
+        return self._lookahead.remaining if self._lookahead else self._task.stage.remaining + LOOKAHEAD
 
-    def advance(self, tokens: int) -> None:
+    def load_prefix(self) -> None:
+        """Load the longest prefix from the draft's prefix cache. Blocks."""
+        if self._scores is None and self._lookahead is None:
+            self._task.load()
+
+    def advance(self, tokens: int) -> int:
         """Compute up to `tokens` tokens of the prompt, or one of the last `LOOKAHEAD` tokens, each of which takes its
-        own forward. Blocks.
+        own forward. Blocks. Returns the number computed.
 
         Raises ArithmeticError if the draft's scores are not finite."""
         if self._scores is not None:
-            return
+            return 0
         if self._lookahead is None:
-            self._advance_prompt(tokens)
-        else:
-            self._lookahead.advance()
-            if self._lookahead.remaining == 0:
-                self._finish(self._lookahead.max_weights)
+            return self._advance_prompt(tokens)
+        self._lookahead.advance()
+        if self._lookahead.remaining == 0:
+            self._finish(self._lookahead.max_weights)
+        return 1
 
-    def apply_prefix(self) -> None:
-        """Load the longest prefix from the draft's prefix cache. Blocks."""
-        if self._scores is None and self._lookahead is None:
-            self._prefill.match_prefix()
-            self._prefill.apply_prefix()
-
-    def _advance_prompt(self, tokens: int) -> None:
-        self.apply_prefix()
-        self._prefill.advance(min(tokens, self._prefill.remaining))
-        if self._prefill.remaining == 0:
-            cache, drawn, _ = self._prefill.finish()
-            self._lookahead = _Lookahead(self._draft.network, cache, drawn.tokens, len(self._request.prompt))
+    def _advance_prompt(self, tokens: int) -> int:
+        advanced = self._task.advance(tokens)
+        if self._task.is_computed:
+            cache, pending, _ = self._task.finish()
+            self._lookahead = _Lookahead(self._draft.network, cache, pending.tokens, len(self._request.prompt))
+        return advanced.tokens
 
     def _finish(self, max_weights: mx.array) -> None:
         scores: list[float] = _pooled(max_weights).tolist()  # type: ignore[assignment]

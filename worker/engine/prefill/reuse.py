@@ -1,0 +1,51 @@
+"""The use of a prefix cache by one prompt."""
+
+from typing import Any
+
+from worker.engine.cache.prefix import PrefixCache
+from worker.schedule.prefix import MAX_SEGMENT_TOKENS
+from worker.schedule.request import GenerationRequest
+
+
+class PrefixReuse:
+    """Finds, loads and inserts the first tokens of a prompt, those before the first dropped one. For one `PromptTask`,
+    the only user of the prefix cache during prefill."""
+
+    def __init__(
+        self, cache: PrefixCache | None, request: GenerationRequest, tokens: int, *, done: int = 0, inserts: bool = True
+    ) -> None:
+        """`tokens`: number of first tokens that may be loaded and inserted; `done` of them are computed. `inserts`:
+        False if nothing is to be inserted."""
+        self._cache, self._inserts = cache, inserts
+        self._namespace, self._key = request.namespace, request.cache_key(request.tokens[:tokens])
+        self._version, self._inserted = -1, done
+        self.matched = 0  # length of the longest cached prefix, until it is loaded
+        cuts = cache.checkpoint_positions(request.boundaries, len(request.tokens) - 1) if cache and inserts else ()
+        self.cuts = tuple(cut for cut in cuts if cut <= tokens)  # positions, ascending, at which a forward has to end
+
+    def match(self) -> None:
+        """Find the longest cached prefix again if the prefix cache has changed. Copies nothing."""
+        if self._cache and self._version != self._cache.version:
+            self._version = self._cache.version
+            self.matched = self._cache.match_length(self._namespace, self._key)
+
+    def load(self, done: int) -> tuple[list[Any], int] | None:
+        """Return a new cache with the prefix found, and its length, if that exceeds `done`. Blocks."""
+        matched, self.matched = self.matched, 0
+        if self._cache and matched > done:
+            cache, length = self._cache.load(self._namespace, self._key)
+            if length > done:  # else a part of it has been evicted
+                self._inserted = length
+                return cache, length
+        return None
+
+    def insert_if_due(self, done: int, cache: list[Any]) -> None:
+        """Insert the first `done` tokens, which `cache` holds, at checkpoints or every `MAX_SEGMENT_TOKENS`. Blocks."""
+        if self._cache and self._inserts and self._is_due(self._cache, done):
+            self._cache.insert(self._namespace, self._key[:done], cache)
+            self._inserted = done
+
+    def _is_due(self, cache: PrefixCache, done: int) -> bool:
+        if cache.stateful:
+            return done in self.cuts
+        return done == len(self._key) or self._inserted + MAX_SEGMENT_TOKENS <= done < len(self._key)

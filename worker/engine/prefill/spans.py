@@ -1,0 +1,149 @@
+"""Computes the spans of a prompt's tokens that are not dropped. A dense prefill has a single span, the whole prompt."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from worker.engine.batch.decode_batch import PendingTokens, forward
+from worker.engine.batch.row import Row
+from worker.engine.cache import slots
+from worker.engine.cache.layers import layers
+from worker.engine.prefill.stage import Done, Phase, Progress, Stage
+from worker.engine.upstream.hooks import rope_at
+from worker.engine.upstream.mlx_lm import RotatingKVCache, make_prompt_cache
+from worker.engine.vision.inputs import MultimodalInputs
+from worker.schedule.request import GenerationRequest, Range
+
+Ranges = Sequence[Range]  # in order
+
+
+class ComputeSpans(Stage):
+    """Computes all kept tokens but the last one, which is the row's first input when it decodes. A resumed request's
+    earlier tokens count as prompt and are always kept.
+
+    Tokens before the first dropped one are computed densely, so that their KV state can be reused. Later ones must be
+    rotated by their positions in the prompt: see `rope_at`."""
+
+    phase: Phase = "prefill"
+    done: int = 0  # tokens in the cache
+
+    def __init__(self, network: nn.Module, request: GenerationRequest, inputs: MultimodalInputs | None = None) -> None:
+        """`inputs`: the inputs of a prompt with images. It must have the features of all images that are computed.
+
+        Raises ValueError for `kept_ranges` that are unordered, miss the end of the prompt or a sliding window, or keep
+        a single token."""
+        self._network, self._inputs, self._tokens = network, inputs, request.tokens
+        self.cache: list[Any] = make_prompt_cache(network)
+        self._matched = 0
+        self._positions: Sequence[int] = range(len(self._tokens))
+        self.num_dense = self.total  # tokens before the first dropped one
+        if request.kept_ranges is not None:
+            _check_ranges(request.kept_ranges, len(request.prompt), window_of(self.cache))
+            spans = *request.kept_ranges, (len(request.prompt), len(self._tokens))
+            self._positions = [at for start, end in spans for at in range(start, end)]
+            self.num_dense = min(dense_prefix_len(request.kept_ranges), self.total)
+            if not self.total:
+                raise ValueError("kept: a row needs at least two kept tokens.")
+
+    @property
+    def total(self) -> int:
+        """Tokens in the cache at the end."""
+        return len(self._positions) - 1
+
+    @property
+    def remaining(self) -> int:
+        """Tokens left to compute."""
+        return self.total - max(self.done, self._matched)
+
+    @property
+    def start(self) -> int:
+        """Index of the first token that is neither computed nor in the prefix cache."""
+        return self._positions[max(self.done, self._matched)]
+
+    def expect(self, matched: int) -> None:
+        """Count the first `matched` tokens as cached, until the next call or `load`."""
+        self._matched = matched
+
+    def load(self, cache: list[Any], length: int) -> None:
+        """Continue from a cache that holds the first `length` tokens; it belongs to this object from now on. Raises
+        ValueError if one of these tokens is dropped."""
+        if length > self.num_dense:
+            raise ValueError(f"length: {length} tokens are cached; only the first {self.num_dense} are all kept.")
+        self.cache, self.done, self._matched = cache, length, 0
+
+    def again(self, request: GenerationRequest) -> "ComputeSpans":
+        """Return a new stage for other spans of the same prompt, with an empty cache."""
+        return ComputeSpans(self._network, request, self._inputs)
+
+    def end_of(self, tokens: int) -> int:
+        """Return the number of tokens in the cache after a chunk of `tokens`, moved out of an image that must be
+        computed in one piece."""
+        end = min(self.total, self.done + tokens)
+        if self._inputs is None or not self.done < end < self.total:
+            return end
+        return bisect_left(self._positions, self._inputs.end(self._positions[self.done], self._positions[end]))
+
+    def advance(self, tokens: int) -> Progress | Done:
+        """Compute up to `tokens` tokens in one forward, or more if an image must be computed in one piece. Blocks.
+        Raises `UnsupportedRope`."""
+        end = self.end_of(tokens)
+        if self.done < self.num_dense:
+            end = min(end, self.num_dense)
+        if positions := self._positions[self.done : end]:
+            with nullcontext() if self.done < self.num_dense else rope_at([*positions], self.done):
+                self._compute(positions)
+            slots.materialize(self.cache)
+            self.done += len(positions)
+        return Progress(len(positions)) if self.done < self.total else Done(len(positions))
+
+    def _compute(self, positions: Sequence[int]) -> None:
+        if self._inputs:  # a family with its own positions does not call MLX's rope
+            self._inputs.read(self.cache, positions)
+        else:
+            self._network(mx.array([[self._tokens[at] for at in positions]]), cache=self.cache)
+
+    def finish(self, row: Row) -> tuple[list[Any], PendingTokens, int | None]:
+        """Return the row's cache, its next input, and the position of that input, or None if it equals the cache's
+        length. The caller owns the cache; the stage must not be used afterwards. Lazy."""
+        assert self.done == self.total, "tokens are missing"
+        last = self._positions[-1]
+        token = mx.array([self._tokens[last]])
+        if self.done:
+            position = last + (self._inputs.rope_delta if self._inputs else 0)
+            return self.cache, PendingTokens(token, mx.array([True]), {}), position
+        # A cache without tokens cannot join a batch: for some models an absent state differs from a state of zeros.
+        row.awaiting_first_step = False
+        return self.cache, forward(self._network, self.cache, [row], token), None
+
+
+def dense_prefix_len(kept_ranges: Ranges) -> int:
+    """Return the number of tokens before the first dropped one: the part of a prefix that can be reused."""
+    end = 0
+    for start, after in kept_ranges:
+        if start > end:
+            break
+        end = after
+    return end
+
+
+def window_of(cache: Sequence[Any]) -> int:
+    """Return the longest sliding window among the layers, in tokens; 0 if there is none."""
+    return max((layer.max_size for layer in layers(cache) if isinstance(layer, RotatingKVCache)), default=0)
+
+
+def _check_ranges(kept_ranges: Ranges, prompt: int, window: int) -> None:
+    edges = [edge for span in kept_ranges for edge in span]
+    if not edges or edges[0] < 0 or edges != sorted(edges) or any(start == end for start, end in kept_ranges):
+        raise ValueError("kept: ranges must be in order and not empty.")
+    if edges[-1] != prompt:
+        raise ValueError(f"kept: the last range must end at {prompt}, the end of the prompt, not at {edges[-1]}.")
+    # A window counts cached tokens, so it has its usual content only if none of these was dropped.
+    first = max(0, prompt - window)
+    if sum(max(0, end - max(start, first)) for start, end in kept_ranges) < prompt - first:
+        raise ValueError(
+            f"kept: the last {window} tokens must be kept, since some layers have a window of {window} tokens."
+        )

@@ -1,0 +1,73 @@
+"""The interface of a stage of a prompt: images are encoded, tokens are scored, and spans of tokens are computed."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from worker.schedule.memory import NO_IMAGES, ImageDemand
+from worker.schedule.outcomes import SpecPrefillApplied, SpecPrefillSkipped
+from worker.schedule.plan import Phase as Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Result of an advance that did not end the stage. `tokens`: number of tokens computed."""
+
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Result of an advance that ended the stage. `tokens`: number of tokens computed. `choice`: the tokens of the
+    prompt that the later stages compute, if this stage has chosen them."""
+
+    tokens: int
+    choice: SpecPrefillApplied | SpecPrefillSkipped | None = None
+
+
+class Stage(Protocol):
+    """One kind of work on one prompt. Its `PromptTask` owns it, and calls it on the engine's thread. A stage counts
+    tokens of its own: those of images, of the draft's prompt, or of the row's cache."""
+
+    @property
+    def phase(self) -> Phase:
+        """Name of the stage in progress reports and budgets."""
+
+    @property
+    def total(self) -> int:
+        """Tokens of the whole stage."""
+
+    @property
+    def remaining(self) -> int:
+        """Tokens left to compute. Tokens that a cache holds are not left."""
+
+    @property
+    def done(self) -> int:
+        """Tokens that the stage holds in a cache."""
+        return 0
+
+    @property
+    def needed(self) -> bool:
+        """True if the stage has to be advanced before the next one."""
+        return True
+
+    @property
+    def started(self) -> bool:
+        """True if the stage holds memory that it frees only at its end, so that it should be finished first."""
+        return False
+
+    @property
+    def images(self) -> ImageDemand:
+        """The images that the prompt has still to be computed with."""
+        return NO_IMAGES
+
+    def refresh(self, start: int) -> Done | None:
+        """Adapt to the caches. `start`: index of the first token that is neither computed nor in the prefix cache.
+        Copies and computes nothing. Returns `Done` if the stage ends without an advance."""
+        return None
+
+    def prepare(self) -> None:
+        """Load what caches of the stage's own hold, so that `advance` only computes. Blocks."""
+        return
+
+    def advance(self, tokens: int) -> Progress | Done:
+        """Compute about `tokens` tokens. Blocks."""

@@ -1,0 +1,186 @@
+"""One prompt before its row decodes: its stages, in order, and its use of the prefix cache."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from worker.engine.batch.decode_batch import PendingTokens
+from worker.engine.batch.row import Row
+from worker.engine.cache.prefix import PrefixCache
+from worker.engine.isolation import isolate
+from worker.engine.prefill.reuse import PrefixReuse
+from worker.engine.prefill.spans import ComputeSpans
+from worker.engine.prefill.stage import Done, Phase, Progress, Stage
+from worker.schedule.memory import NO_IMAGES, ImageDemand
+from worker.schedule.outcomes import Encoded, Outcome, Prefilled, Scored, SpecPrefillApplied, SpecPrefillSkipped
+
+_STEPS = {"scoring": "The draft", "prefill": "The prefill of the kept tokens"}
+
+
+@dataclass(frozen=True, slots=True)
+class Advanced:
+    """Work of one chunk, in one stage."""
+
+    phase: Phase
+    done: int  # tokens of the stage before the chunk
+    tokens: int  # computed
+    cuts: int  # within the chunk; each took a further forward
+    seconds: float  # without loading from caches
+    outcomes: tuple[Outcome, ...]
+
+
+class PromptTask:
+    """Takes one prompt through its stages. The last stage computes the row's cache; the task loads what the prefix
+    cache holds of it, and inserts what is computed before the first dropped token.
+
+    If scoring fails, or the computation of the tokens it has chosen, the whole prompt is computed."""
+
+    def __init__(
+        self,
+        row: Row,
+        spans: ComputeSpans,
+        *,
+        first: Sequence[Stage] = (),
+        prefix: PrefixCache | None = None,
+        added: int = 0,
+    ) -> None:
+        """`spans`: the last stage, for the row's request. `first`: the stages before it. `prefix`: None if no prefix is
+        loaded or inserted. `added`: number of the step."""
+        self.row, self.added, self.cached = row, added, 0
+        self._first, self._prefix = [*first], prefix
+        # Tokens that an earlier attempt has dropped are not chosen again, and the row inserts no prefix.
+        self._chooses = row.request.kept_ranges is None
+        self._outcomes: list[Outcome] = []
+        self._use(spans)
+
+    def _use(self, spans: ComputeSpans) -> None:
+        self._spans = spans
+        self._reuse = PrefixReuse(
+            self._prefix, self.row.request, spans.num_dense, done=spans.done, inserts=self._chooses
+        )
+
+    @property
+    def stage(self) -> Stage:
+        """The current stage."""
+        return next((stage for stage in self._first if stage.needed), self._spans)
+
+    @property
+    def images(self) -> ImageDemand:
+        """The images that the prompt has still to be computed with."""
+        return sum((stage.images for stage in self._first), NO_IMAGES)
+
+    @property
+    def cuts(self) -> Sequence[int]:
+        """Positions of the current stage, ascending, at which a forward has to end."""
+        return self._reuse.cuts if self.stage is self._spans else ()
+
+    def refresh(self) -> None:
+        """Find the longest cached prefix again if the prefix cache has changed. The first call also decides if the
+        prompt is scored. Copies and computes nothing."""
+        self._reuse.match()
+        self._refresh_stages()
+
+    def _refresh_stages(self) -> None:
+        self._spans.expect(self._reuse.matched)
+        for stage in self._first:
+            with self._or_dense(stage):
+                self._conclude(stage.refresh(self._spans.start))
+
+    def load(self) -> None:
+        """Load the longest cached prefix, and what the current stage finds in caches of its own. Blocks."""
+        self.refresh()
+        if self.stage.phase == "encoding":  # until its images are encoded, a loaded prefix would only occupy memory
+            return
+        if loaded := self._reuse.load(self._spans.done):
+            self.cached += loaded[1] - self._spans.done
+            self._spans.load(*loaded)
+        self._refresh_stages()
+        with self._or_dense(self.stage):
+            self.stage.prepare()
+
+    def advance(self, tokens: int) -> Advanced:
+        """Load the longest cached prefix, then compute up to `tokens` tokens of the current stage, or more if an image
+        must be computed in one piece. Blocks."""
+        self.load()
+        stage = self.stage
+        done, cuts = stage.total - stage.remaining, self.cuts
+        computed = tokens = min(tokens, stage.remaining)
+        began = time.perf_counter()
+        with self._or_dense(stage):
+            result = self._compute(tokens) if stage is self._spans else stage.advance(tokens)
+            computed = result.tokens
+            self._conclude(result)
+        seconds = time.perf_counter() - began
+        self._refresh_stages()
+        num_cuts = sum(done < cut < done + computed for cut in cuts)
+        return Advanced(stage.phase, done, computed, num_cuts, seconds, self._pop_outcomes(stage))
+
+    def _compute(self, tokens: int) -> Progress | Done:
+        """Compute a chunk in forwards that end at the cuts, and insert into the prefix cache."""
+        spans, start = self._spans, self._spans.done
+        end = spans.end_of(tokens)
+        while spans.done < end:
+            stop = next((cut for cut in self._reuse.cuts if spans.done < cut < end), end)
+            spans.advance(stop - spans.done)
+            self._reuse.insert_if_due(spans.done, spans.cache)
+        return Progress(spans.done - start) if spans.remaining else Done(spans.done - start)
+
+    def _conclude(self, result: Progress | Done | None) -> None:
+        """Apply the choice of tokens that ends the scoring, if the result has one."""
+        match result:
+            case Done(choice=SpecPrefillApplied() as choice):
+                self.row.drop_tokens(choice.kept_ranges)
+                spans = self._spans.again(self.row.request)
+                spans.load(self._spans.cache, self._spans.done)
+                self._use(spans)
+            case Done(choice=SpecPrefillSkipped() as choice):
+                self.row.keep_all_tokens()
+            case _:
+                return
+        self._first = [stage for stage in self._first if stage.phase != "scoring"]
+        self._outcomes.append(choice)
+
+    @contextmanager
+    def _or_dense(self, stage: Stage) -> Iterator[None]:
+        """Compute the whole prompt instead if this fails and the stage is only for SpecPrefill."""
+        if not self._is_optional(stage):
+            yield
+            return
+        with isolate(f"{self.row.id}: SpecPrefill") as attempt:
+            yield
+        if attempt.failed:  # whatever the reason, the whole prompt can still be computed
+            reason = f"{_STEPS[stage.phase]} failed; the worker's log has the reason."
+            self._conclude(Done(0, SpecPrefillSkipped(self.row.id, reason)))
+            self._use(self._spans.again(self.row.request))
+            self.cached = 0
+            self._refresh_stages()  # images that were cached with the prefix may have to be encoded now
+
+    def _is_optional(self, stage: Stage) -> bool:
+        """Return True if the stage is only for SpecPrefill."""
+        return stage.phase == "scoring" or (stage is self._spans and self._chooses and self.row.num_dropped > 0)
+
+    def _pop_outcomes(self, advanced: Stage) -> tuple[Outcome, ...]:
+        """Return the choice of tokens, if any, and the progress. While images are encoded, the choice waits."""
+        stage = advanced if advanced in self._first else self._spans
+        if stage.phase == "encoding":
+            return (self._progress(stage),)
+        outcomes, self._outcomes = self._outcomes, []
+        return (*outcomes, self._progress(stage))
+
+    def _progress(self, stage: Stage) -> Outcome:
+        if stage is self._spans:
+            return Prefilled(self.row.id, stage.done, stage.total, self.cached)
+        kind = Encoded if stage.phase == "encoding" else Scored
+        return kind(self.row.id, stage.total - stage.remaining, stage.total)
+
+    @property
+    def is_computed(self) -> bool:
+        """True if the last stage has nothing left to compute."""
+        return self.stage is self._spans and self._spans.remaining == 0
+
+    def finish(self) -> tuple[list[Any], PendingTokens, int | None]:
+        """Return the row's cache, its next input, and its position, as `ComputeSpans.finish` does. The task must not be
+        used afterwards. Lazy."""
+        return self._spans.finish(self.row)
