@@ -13,8 +13,9 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from scripts.stack import ROOT
+from worker.environment import variable
 from worker.monitoring.metrics import Metrics
-from worker.settings import Settings, variable
+from worker.settings import Settings
 
 ENV_EXAMPLE = ROOT / ".env.example"
 PAGE = ROOT / "docs" / "settings.md"

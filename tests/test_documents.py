@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from worker.settings import Settings, variable
+from worker.environment import variable
+from worker.settings import Settings
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(file for where in ("*.md", "docs/*.md", "examples/**/*.md", "models/**/*.md", "sluice/*.md")

@@ -36,9 +36,11 @@ TABLE = {
     "worker.schedule_times": May(others="cronsim"),
     "worker.turns": May("schemas.keys"),
     "worker.process": May("worker.errors"),
+    "worker.environment": May("worker.errors", "pydantic_core"),
     "worker.bounded_json": May("schemas.keys worker.errors worker.process worker.turns"),
     "worker.settings": May(
-        "schemas worker.errors worker.redis_url worker.schedule_times", "pydantic pydantic_core pydantic_settings"
+        "schemas worker.environment worker.errors worker.redis_url worker.schedule_times",
+        "pydantic pydantic_core pydantic_settings",
     ),
     "worker.monitoring": May("schemas worker.errors worker.schedule", "prometheus_client"),
     "worker.schedule": May(),
@@ -98,7 +100,7 @@ TABLE = {
         "arq pydantic pydantic_core redis",
     ),
     # Batch files: when to run them, and the process that does.
-    "worker.batch_dir": May("worker.errors worker.queue.cron worker.schedule_times worker.settings"),
+    "worker.batch_dir": May("worker.environment worker.errors worker.queue.cron worker.schedule_times worker.settings"),
     # One chat job: its parts, and then the job itself.
     "worker.chat": May(
         "schemas worker.bounded_json worker.errors worker.images worker.json_bytes worker.monitoring worker.queue.job "

@@ -16,9 +16,10 @@ from sluice.cli.app import run
 from sluice.transport.redis_url import redacted, url_error
 from tests.fakes import FakeChat
 from tests.queue.helpers import settings, until, working
+from worker.environment import variable
 from worker.errors import CannotStart
 from worker.queue.server.connection import connect
-from worker.settings import Settings, read_settings, variable
+from worker.settings import Settings, read_settings
 
 # Every word of four letters or digits that is a part of a password. No other part of these URLs or sentences has one.
 SECRETS = ("kumquat", "zebra", "48151", "62342")

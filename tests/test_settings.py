@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from scripts.stack import ROOT
+from worker.environment import variable
 from worker.errors import CannotStart
-from worker.settings import Settings, environment, read_settings, variable
+from worker.settings import Settings, read_settings
 
 WITHOUT_DEFAULT = {"SLUICE_MODEL"}
 
@@ -110,15 +111,6 @@ def test_pairs_of_models_are_kept_as_they_were_said(monkeypatch: pytest.MonkeyPa
     assert read_settings().batch_models == pairs
 
 
-def test_a_child_has_our_server_in_its_environment_and_not_on_its_command_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("SLUICE_REDIS_URL", "redis://elsewhere")
-    monkeypatch.setenv("OTHER", "stays")
-    given = environment("redis://:secret@here")
-    assert (given["SLUICE_REDIS_URL"], given["OTHER"]) == ("redis://:secret@here", "stays")
-
-
 def test_all_bad_values_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLUICE_MAX_ROWS", "0")
     monkeypatch.setenv("SLUICE_GRACE_S", "-1")
@@ -188,7 +180,7 @@ def test_every_name_in_the_example_is_explained() -> None:
 def test_the_environment_is_read_in_one_module_only() -> None:
     """Else a setting could be read that is refused as unknown, or that nobody lists. A child process inherits it."""
     readers = {name for name, code in modules().items() if re.search(r"os\.(environ|getenv)", code)}
-    assert readers == {"worker/process/child.py", "worker/settings.py"}
+    assert readers == {"worker/process/child.py", "worker/environment.py"}
 
 
 def modules() -> dict[str, str]:

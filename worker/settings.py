@@ -6,7 +6,6 @@ description ends with its "Default: ..." in words, and `examples` holds a value 
 
 import os
 import socket
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
@@ -15,13 +14,12 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from schemas.keys import MODEL_NAME, is_model_name
+from worker.environment import PREFIX, describe, refuse_unknown, variable
 from worker.errors import CannotStart
 from worker.redis_url import redacted, url_error
 from worker.schedule_times import Crontab, Hours
 
-PREFIX = "SLUICE_"
 _REDIS_URL = "redis://localhost:6379/0"
-_NOT_OURS = {"SLUICE_TEST_REDIS_URL"}  # read by the tests
 
 
 def _worker_name() -> str:
@@ -286,65 +284,18 @@ class Settings(BaseSettings):
 
 def read_settings(**given: object) -> Settings:
     """Read and validate all settings. Raises `CannotStart`, which names the variable and what is accepted."""
-    _refuse_unknown()
+    refuse_unknown(Settings.model_fields, Path(str(Settings.model_config["env_file"])))
     try:
         return Settings(**given)  # type: ignore[arg-type]
     except ValidationError as error:
-        raise CannotStart("; ".join(map(_sentence, error.errors()))) from None
-
-
-def _refuse_unknown() -> None:
-    """Refuse unknown variables, since a misspelt setting would be ignored silently."""
-    known = {variable(name) for name in Settings.model_fields}
-    for name in sorted(_set_names() - known - _NOT_OURS):
-        near = get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else "see .env.example for the names."
-        raise CannotStart(f"{name} is not a setting; {hint}")
-
-
-def _set_names() -> set[str]:
-    names = {name.upper() for name in os.environ}
-    dotenv = Path(str(Settings.model_config["env_file"]))
-    if dotenv.is_file():
-        lines = dotenv.read_text().splitlines()
-        names |= {line.split("=")[0].removeprefix("export ").strip().upper() for line in lines if "=" in line}
-    return {name for name in names if name.startswith(PREFIX)}
-
-
-def variable(field: str) -> str:
-    """Return the environment variable of a setting."""
-    return PREFIX + field.upper()
-
-
-def environment(redis_url: str) -> dict[str, str]:
-    """Return the environment of a child process. The URL is passed in it, since command lines are public."""
-    return {**os.environ, variable("redis_url"): redis_url}
-
-
-_WRONG = {
-    "int_parsing": "it must be a whole number",
-    "int_parsing_size": "it must be a whole number with fewer digits",
-    "int_from_float": "it must be a whole number",
-    "float_parsing": "it must be a number",
-    "finite_number": "it must be a finite number",
-    "bool_parsing": "it must be true or false",
-    "greater_than": "it must be more than {gt}",
-    "greater_than_equal": "it must be at least {ge}",
-    "less_than_equal": "it must be at most {le}",
-    "literal_error": "it must be {expected}",
-    "string_pattern_mismatch": "it must match {pattern}",
-    "string_too_short": "it must not be empty",
-    "value_error": "{error}",
-}
-_OTHERWISE = "it is not valid; see .env.example"
+        raise CannotStart("; ".join(_sentence(problem) for problem in error.errors())) from None
 
 
 def _sentence(problem: ErrorDetails) -> str:
-    """Describe a problem in terms of the environment variable."""
-    field, value = str(problem["loc"][0]), problem["input"]
+    field = str(problem["loc"][0])
     if problem["type"] == "missing":
         option = f"set it, or give --{field} to sluice worker"
         return f"{variable(field)} is not set; {option}: {Settings.model_fields[field].description}"
-    bounds = {name: f"{each:g}" if isinstance(each, float) else each for name, each in problem.get("ctx", {}).items()}
-    public = redacted(str(value)) if field == "redis_url" else value
-    return f"{variable(field)}={public}: {_WRONG.get(problem['type'], _OTHERWISE).format(**bounds)}"
+    value = str(problem["input"])
+    public = redacted(value) if field == "redis_url" else value
+    return f"{variable(field)}={public}: {describe(problem)}"

@@ -8,7 +8,8 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from scripts import settings_page
-from worker.settings import Settings, variable
+from worker.environment import variable
+from worker.settings import Settings
 
 
 @pytest.fixture

@@ -12,10 +12,11 @@ from typing import Any
 from uuid import uuid4
 
 from worker.batch_dir.feeder import feed, wait_first
+from worker.environment import child_environment
 from worker.errors import CannotStart
 from worker.queue.cron import Cron
 from worker.schedule_times import Crontab
-from worker.settings import Settings, environment
+from worker.settings import Settings
 
 logger = logging.getLogger("sluice.batch")
 
@@ -61,7 +62,7 @@ class BatchDirectory:
     async def _feed(self, *more: str, stopping: asyncio.Event, force_stop: asyncio.Event) -> bool:
         self.feeding = True
         self._slot.clear()
-        env, grace_s = environment(self._settings.redis_url), self._settings.grace_s
+        env, grace_s = child_environment(self._settings.redis_url), self._settings.grace_s
         well = await feed([*self._command, *more], env, stopping=stopping, force_stop=force_stop, grace_s=grace_s)
         self.feeding = False
         return well

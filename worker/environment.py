@@ -1,0 +1,68 @@
+"""The environment variables of the settings: their names, unknown ones, and the errors of their values.
+
+The environment is read only here and by pydantic, for `worker.settings`.
+"""
+
+import os
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+
+from pydantic_core import ErrorDetails
+
+from worker.errors import CannotStart
+
+PREFIX = "SLUICE_"
+_NOT_OURS = {"SLUICE_TEST_REDIS_URL"}  # read by the tests
+
+
+def variable(field: str) -> str:
+    """Return the environment variable of a setting."""
+    return PREFIX + field.upper()
+
+
+def child_environment(redis_url: str) -> dict[str, str]:
+    """Return the environment of a child process. The URL is passed in it, since command lines are public."""
+    return {**os.environ, variable("redis_url"): redis_url}
+
+
+def refuse_unknown(fields: Iterable[str], env_file: Path) -> None:
+    """Refuse variables that belong to no field, since a misspelt setting would be ignored silently. `env_file` may be
+    missing. Raises `CannotStart`."""
+    known = {variable(field) for field in fields}
+    for name in sorted(_set_names(env_file) - known - _NOT_OURS):
+        near = get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else "see .env.example for the names."
+        raise CannotStart(f"{name} is not a setting; {hint}")
+
+
+def _set_names(env_file: Path) -> set[str]:
+    names = {name.upper() for name in os.environ}
+    if env_file.is_file():
+        lines = env_file.read_text().splitlines()
+        names |= {line.split("=")[0].removeprefix("export ").strip().upper() for line in lines if "=" in line}
+    return {name for name in names if name.startswith(PREFIX)}
+
+
+_WRONG = {
+    "int_parsing": "it must be a whole number",
+    "int_parsing_size": "it must be a whole number with fewer digits",
+    "int_from_float": "it must be a whole number",
+    "float_parsing": "it must be a number",
+    "finite_number": "it must be a finite number",
+    "bool_parsing": "it must be true or false",
+    "greater_than": "it must be more than {gt}",
+    "greater_than_equal": "it must be at least {ge}",
+    "less_than_equal": "it must be at most {le}",
+    "literal_error": "it must be {expected}",
+    "string_pattern_mismatch": "it must match {pattern}",
+    "string_too_short": "it must not be empty",
+    "value_error": "{error}",
+}
+_OTHERWISE = "it is not valid; see .env.example"
+
+
+def describe(problem: ErrorDetails) -> str:
+    """Return what is wrong with the value of a variable, without the value."""
+    bounds = {name: f"{each:g}" if isinstance(each, float) else each for name, each in problem.get("ctx", {}).items()}
+    return _WRONG.get(problem["type"], _OTHERWISE).format(**bounds)
