@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
 from functools import partial
 
-from arq.connections import ArqRedis
 from arq.worker import func
 
 from worker.batch_dir.directory import BatchDirectory
@@ -25,16 +24,16 @@ from worker.monitoring.probes import answer_probes
 from worker.process.exit_timer import EXIT_FORCED, ExitTimer
 from worker.process.garbage import collect_on_a_timer
 from worker.process.log_lines import set_up_logging
-from worker.queue.server.check import ServerCheck
+from worker.queue.job.functions import JobFunctions
 from worker.queue.server.connection import connect
-from worker.queue.worker import QueueWorker
+from worker.queue.server.redis_server import RedisServer
+from worker.queue.worker import QueueWorker, ServedModel
 from worker.settings import Settings
 from worker.text.codec import TextCodec
 
 logger = logging.getLogger("sluice")
 
 EXIT_ENGINE_DIED = 3
-
 
 # After a second signal: jobs are requeued within milliseconds if Redis answers and the event loop is not blocked.
 _FORCED_STOP_S = 2.0
@@ -49,17 +48,14 @@ async def serve(settings: Settings) -> None:
     metrics, health, ending = Metrics(settings.model_name), Health(settings.watchdog_s), ExitTimer()
     with ending.after_error(_THREADS_S), answer_probes(settings.metrics_port, metrics.registry, health):
         async with connect(settings) as redis:
-            check = ServerCheck(redis, settings)
-            await _serve(settings, redis, check, metrics, health, ending)
+            await _serve(settings, RedisServer(redis, settings), metrics, health, ending)
     # Without it Python would wait for threads in native code: asyncio for its own, then the interpreter for all.
     ending.exit_after(_THREADS_S, 0)
 
 
-async def _serve(
-    settings: Settings, redis: ArqRedis, check: ServerCheck, metrics: Metrics, health: Health, ending: ExitTimer
-) -> None:
+async def _serve(settings: Settings, server: RedisServer, metrics: Metrics, health: Health, ending: ExitTimer) -> None:
     batches = BatchDirectory(settings.batch_dir, settings) if settings.batch_dir else None
-    await check.run_early()
+    await server.check_early()
     engine = EngineThread(
         partial(_open, settings),
         step_s=settings.step_ms / 1000,
@@ -74,29 +70,16 @@ async def _serve(
         with _image_inputs(settings, model) as images:
             context = _worker_context(settings, engine, model, images, metrics)
             await context.codec.try_template()
-            worker = QueueWorker(
-                [func(chat, name="chat")],
-                redis=redis,
-                settings=settings,
-                ctx={"context": context},
-                metrics=metrics,
-                crons=[batches.cron] if batches else [],
-                heartbeats=[engine.heartbeat],
-                hold=engine.hold,
-                reader=context.reader,
-                check=check,
-                images=images is not None,
-            )
+            worker = _queue_worker(server, engine, context, batches)
             health.set_checks({"event loop": worker.heartbeat, "engine": engine.heartbeat}, worker.readiness.parts())
-            ending.when(worker.force_stop, _FORCED_STOP_S, EXIT_FORCED)
+            ending.when(worker.shutdown.force_stop, _FORCED_STOP_S, EXIT_FORCED)
             if await worker.connect():
                 logger.info(
                     "%s serves %s (%s), %d row%s",
                     settings.worker_name, settings.model_name, model.fingerprint, settings.max_rows,
                     "s" * (settings.max_rows != 1),
                 )  # fmt: skip
-                async with collect_on_a_timer():
-                    await _work(worker, batches, ending)
+                await _work(worker, batches, ending)
     logger.info("stopped")
 
 
@@ -144,13 +127,28 @@ def _worker_context(
     )
 
 
+def _queue_worker(
+    server: RedisServer, engine: EngineThread, context: WorkerContext, batches: BatchDirectory | None
+) -> QueueWorker:
+    return QueueWorker(
+        JobFunctions([func(chat, name="chat")], {"context": context}, context.reader),
+        server=server,
+        settings=context.settings,
+        metrics=context.metrics,
+        model=ServedModel(engine.hold, [engine.heartbeat], images=context.images is not None),
+        crons=[batches.cron] if batches else [],
+    )
+
+
 async def _work(worker: QueueWorker, batches: BatchDirectory | None, ending: ExitTimer) -> None:
-    async with asyncio.TaskGroup() as group:
+    """Run jobs, and the feeders of the batch folder, until both have ended."""
+    stopping, force_stop = worker.shutdown.stopping, worker.shutdown.force_stop
+    async with collect_on_a_timer(), asyncio.TaskGroup() as group:
         if batches:
-            group.create_task(batches.run(worker.stopping, worker.force_stop))
+            group.create_task(batches.run(stopping, force_stop))
         await worker.main()
         # No job is left to requeue, but the feeder and the engine may still need time to end.
-        ending.when(worker.force_stop, _THREADS_S, 0)
+        ending.when(force_stop, _THREADS_S, 0)
 
 
 def _needs_boundaries(model: Model) -> bool:

@@ -19,8 +19,10 @@ from worker.monitoring.health import Health
 from worker.monitoring.metrics import Metrics
 from worker.monitoring.probes import answer_probes
 from worker.process.log_lines import set_up_logging
+from worker.queue.job.functions import JobFunctions
 from worker.queue.server.connection import connect
-from worker.queue.worker import QueueWorker
+from worker.queue.server.redis_server import RedisServer
+from worker.queue.worker import QueueWorker, ServedModel
 from worker.schedule.outcomes import OutcomeListener, Sampled
 from worker.schedule.request import GenerationRequest
 from worker.settings import Settings, read_settings
@@ -163,12 +165,11 @@ async def serve(settings: Settings, step_s: float) -> None:
     with answer_probes(settings.metrics_port, metrics.registry, health):
         async with connect(settings) as redis:
             worker = QueueWorker(
-                [func(chat, name="chat")],
-                redis=redis,
+                JobFunctions([func(chat, name="chat")], {"context": context}),
+                server=RedisServer(redis, settings),
                 settings=settings,
-                ctx={"context": context},
                 metrics=metrics,
-                hold=engine.hold,
+                model=ServedModel(engine.hold),
             )
             health.set_checks({"event loop": worker.heartbeat}, worker.readiness.parts())
             await worker.main()

@@ -1,19 +1,23 @@
 """`python -m worker` with the endless tokenizer, one of whose services fails when a job runs."""
 
 import asyncio
+from collections.abc import Callable, Mapping
 
+from schemas.keys import Lane
 from tests.end_to_end import endless_tokenizer
 from worker.__main__ import main
 from worker.engine.tokenizer import MLXTokenizer
-from worker.queue.worker import QueueWorker
+from worker.queue.presence import Presence
 
-_refresh_presence = QueueWorker._refresh_presence
+_publish = Presence.run
 _UNTIL_IT_TOKENIZES_S = 0.5
 
 
-async def _fail(worker: QueueWorker) -> None:
-    keeping = asyncio.create_task(_refresh_presence(worker))
-    while not worker.jobs:
+async def _fail(
+    presence: Presence, running: Callable[[], Mapping[Lane, int]], on_waiting: Callable[[Lane, int], None]
+) -> None:
+    keeping = asyncio.create_task(_publish(presence, running, on_waiting))
+    while not sum(running().values()):
         await asyncio.sleep(0.02)
     await asyncio.sleep(_UNTIL_IT_TOKENIZES_S)
     keeping.cancel()
@@ -22,5 +26,5 @@ async def _fail(worker: QueueWorker) -> None:
 
 if __name__ == "__main__":
     MLXTokenizer.encode = endless_tokenizer.encode  # type: ignore[method-assign]
-    QueueWorker._refresh_presence = _fail  # type: ignore[method-assign]
+    Presence.run = _fail  # type: ignore[method-assign]
     main()

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from arq.connections import ArqRedis
 from arq.worker import func
 from redis.asyncio import Redis
 
@@ -17,9 +18,11 @@ from tests.waiting import until
 from worker.monitoring.metrics import Metrics
 from worker.queue.cron import Cron
 from worker.queue.job.claims import Claim, lease_key
+from worker.queue.job.functions import JobFunctions
 from worker.queue.scripts import script
 from worker.queue.server.clock import ServerClock
 from worker.queue.server.connection import connect
+from worker.queue.server.redis_server import RedisServer
 from worker.queue.worker import QueueWorker
 from worker.settings import Settings
 
@@ -127,27 +130,36 @@ def words(said: list[dict[str, Any]]) -> str:
     return "".join(event.get("content", "") for event in said)
 
 
+def queue_worker(
+    redis: ArqRedis,
+    given: Settings,
+    chat: Callable[..., Awaitable[Any]],
+    *,
+    crons: Sequence[Cron] = (),
+    clock: ServerClock | None = None,
+    **ctx: Any,
+) -> QueueWorker:
+    return QueueWorker(
+        JobFunctions([func(chat, name="chat")], ctx),
+        server=RedisServer(redis, given, clock),
+        settings=given,
+        metrics=Metrics(given.model_name),
+        crons=crons,
+    )
+
+
 @asynccontextmanager
 async def working(
     given: Settings,
     chat: Callable[..., Awaitable[Any]],
     *,
-    cls: type[QueueWorker] = QueueWorker,
     crons: Sequence[Cron] = (),
     clock: ServerClock | None = None,
     **ctx: Any,
 ) -> AsyncIterator[QueueWorker]:
     """A worker until the end of the block; then it drains, and what is left is handed back at once."""
     async with connect(given) as redis:
-        worker = cls(
-            [func(chat, name="chat")],
-            redis=redis,
-            settings=given,
-            ctx=ctx,
-            metrics=Metrics(given.model_name),
-            crons=crons,
-            clock=clock,
-        )
+        worker = queue_worker(redis, given, chat, crons=crons, clock=clock, **ctx)
         main = asyncio.create_task(worker.main())
         try:
             yield worker

@@ -1,9 +1,10 @@
 """Every name, signature and behaviour of arq that we borrow. When an upgrade fails, it fails here first."""
 
-import asyncio
 import inspect
 import json
+import os
 import pickle
+import signal
 from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
 from importlib.metadata import version
@@ -19,7 +20,7 @@ from arq.worker import Function, Worker, func
 from redis.asyncio import Redis
 
 from tests.fakes import FakeChat
-from tests.queue.helpers import QUEUE, ended, envelope, put, settings, until, working
+from tests.queue.helpers import QUEUE, ended, envelope, put, queue_worker, settings, until, working
 from worker.json_bytes import dumps
 from worker.queue.cron import Cron
 from worker.queue.scripts import JOB_LIFE_MS
@@ -94,13 +95,39 @@ def test_arq_looks_at_its_cron_jobs_in_the_heart_beat_that_ends_an_iteration() -
     assert "await self.run_cron(" in inspect.getsource(Worker.heart_beat)
 
 
-async def test_a_worker_has_the_parts_that_we_use(arq_redis: ArqRedis) -> None:
-    async def chat(ctx: dict[Any, Any]) -> None: ...
+async def chat(ctx: dict[Any, Any]) -> None: ...
 
-    worker = Worker([func(chat, name="chat")], redis_pool=arq_redis, poll_delay=0.25, ctx={"a": 1})
+
+async def test_arq_s_worker_passes_both_signals_to_the_method_that_we_override(arq_redis: ArqRedis) -> None:
+    received: list[int] = []
+
+    class Receives(Worker):
+        def handle_sig(self, signum: signal.Signals) -> None:
+            received.append(signum)
+
+    worker = Receives([func(chat, name="chat")], redis_pool=arq_redis)
+    try:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), signum)
+        await until(lambda: received == [signal.SIGINT, signal.SIGTERM])
+    finally:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            worker.loop.remove_signal_handler(signum)
+
+
+async def test_no_attribute_of_ours_hides_one_of_arq_s(arq_redis: ArqRedis, redis_url: str) -> None:
+    theirs = Worker([func(chat, name="chat")], redis_pool=arq_redis)
+    ours = queue_worker(arq_redis, settings(redis_url), chat)
+    assert vars(ours).keys() - vars(theirs).keys() == {
+        "jobs", "shutdown", "readiness", "heartbeat", "_pickup", "_runner", "_crons", "_presence", "_leases",
+        "_services",
+    }  # fmt: skip
+
+
+async def test_arq_s_worker_has_our_queue_functions_and_context(arq_redis: ArqRedis, redis_url: str) -> None:
+    worker = queue_worker(arq_redis, settings(redis_url, max_rows=5), chat, context=1)
     assert worker.functions == {"chat": Function("chat", chat, None, None, None, None)}
-    assert (worker.pool, worker.poll_delay_s, worker.ctx) == (arq_redis, 0.25, {"a": 1})
-    assert (worker.tasks, worker.loop) == ({}, asyncio.get_running_loop())
+    assert (worker.pool, worker.queue_name, worker.ctx, worker.max_jobs) == (arq_redis, QUEUE, {"context": 1}, 5)
 
 
 def test_the_prefixes_are_those_that_other_languages_were_told() -> None:
@@ -175,7 +202,7 @@ async def test_job_status_tells_the_truth_about_our_jobs(arq_redis: ArqRedis, re
     async with working(settings(redis_url), chat.chat) as worker:
         await until(lambda: bool(chat.running))
         assert await status(arq_redis, "a") == JobStatus.in_progress
-        assert worker.cancel("a")
+        assert worker.jobs.cancel("a")
         await ended(db, "a")
         assert await status(arq_redis, "a") == JobStatus.not_found
     assert await status(arq_redis, "later") == JobStatus.deferred

@@ -1,12 +1,18 @@
 """Workers of a model publish their presence, also among foreign values."""
 
+import asyncio
+import logging
+
 import pytest
 from redis.asyncio import Redis
 
 from schemas import keys
-from tests.queue.helpers import QUEUE, settings
+from schemas.keys import Lane
+from tests.line import Line
+from tests.queue.helpers import QUEUE, settings, until
 from worker.queue.presence import Presence
 from worker.queue.server.clock import ServerClock
+from worker.queue.server.connection import connect
 
 NINES = "9" * 5000
 NONE_RUNNING = dict.fromkeys(keys.LANES, 0)
@@ -33,3 +39,50 @@ async def test_the_jobs_that_another_live_worker_runs_do_not_wait(redis_url: str
     await db.hset(keys.model("default"), "bob", "5 1.5 9999999999 1 0")
     presence = Presence(db, settings(redis_url), ServerClock(), images=False)
     assert await presence.publish(NONE_RUNNING) == {"interactive": 1, "batch": 0}
+
+
+async def test_presence_is_published_three_times_per_lease_and_after_an_outage_again(redis_url: str, db: Redis) -> None:
+    await db.zadd(QUEUE, {"a": 1, "b": 1, "c": 1})
+    waiting: list[tuple[Lane, int]] = []
+
+    def running() -> dict[Lane, int]:
+        return {"interactive": 1, "batch": 0}
+
+    def on_waiting(lane: Lane, jobs: int) -> None:
+        waiting.append((lane, jobs))
+
+    async with Line(redis_url) as line, connect(settings(line.url, lease_s=1)) as redis:
+        presence = Presence(redis, settings(line.url, lease_s=1), ServerClock(), images=False)
+        publishing = asyncio.create_task(presence.run(running, on_waiting))
+        await until(lambda: len(waiting) >= 4)
+        assert waiting[:4] == [("interactive", 2), ("batch", 0)] * 2
+        assert 0 < await db.pttl(keys.worker("ada")) <= 1000
+        line.down()
+        await db.delete(keys.worker("ada"))
+        await asyncio.sleep(0.5)
+        assert (publishing.done(), await db.exists(keys.worker("ada"))) == (False, 0)
+        line.up()
+        await until(lambda: _exists(db, keys.worker("ada")))
+        publishing.cancel()
+
+
+async def _exists(db: Redis, key: str) -> bool:
+    return bool(await db.exists(key))
+
+
+async def test_a_removed_presence_leaves_those_of_other_workers(redis_url: str, db: Redis) -> None:
+    presence = Presence(db, settings(redis_url), ServerClock(), images=False)
+    await presence.publish(NONE_RUNNING)
+    await db.hset(keys.model("default"), "bob", "5 1.5 9999999999 1 0")
+    await presence.remove()
+    assert (await db.exists(keys.worker("ada")), await db.hkeys(keys.model("default"))) == (0, [b"bob"])
+
+
+async def test_a_presence_that_cannot_be_removed_is_left_to_expire(
+    redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "sluice.queue")
+    async with Line(redis_url) as line, connect(settings(line.url)) as redis:
+        line.down()
+        await Presence(redis, settings(line.url), ServerClock(), images=False).remove()
+    assert "expires with its lease" in caplog.text

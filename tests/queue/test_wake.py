@@ -16,6 +16,7 @@ from tests.fakes import FakeChat
 from tests.keyspace import check_all_ended
 from tests.line import Line
 from tests.queue.helpers import QUEUE, ask, ended, envelope, listening, put, settings, until, working
+from worker.queue.job.claims import Claims
 from worker.queue.server.connection import connect
 from worker.queue.wake import ControlListener, allow_keyspace_events
 
@@ -273,11 +274,13 @@ async def test_a_queued_job_ends_by_the_word_on_the_channel_alone(redis_url: str
         assert chat.most == 1
 
 
-async def test_a_job_cancelled_while_its_claim_is_on_the_way_ends(redis_url: str, db: Redis, client: Client) -> None:
-    """The word may overtake the answer to the claim: they come over two connections."""
+async def test_a_job_cancelled_while_its_claim_is_on_the_way_ends(
+    redis_url: str, db: Redis, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message may overtake the reply to the claim: they come over two connections."""
     chat = FakeChat()
-    async with working(settings(redis_url), chat.chat) as worker:
-        worker.claims.take = _slow(worker.claims.take, lambda: client.cancel("a"))  # type: ignore[method-assign]
+    monkeypatch.setattr(Claims, "take", _slow(Claims.take, lambda: client.cancel("a")))
+    async with working(settings(redis_url), chat.chat):
         await ask(db, "a", {"then": "hang"})
         assert (await ended(db, "a", within_s=3))[-1]["type"] == "cancelled"
 

@@ -3,7 +3,7 @@ import json
 import logging
 import pickle
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,11 @@ from tests.queue.helpers import (
     words,
     working,
 )
-from worker.errors import Cancelled, OwnershipLost
+from worker.errors import OwnershipLost
 from worker.jobs import chat as real_chat
 from worker.queue.job.claims import Claim, lease_key
 from worker.queue.job.job import JobResult
-from worker.queue.worker import QueueWorker
+from worker.queue.running import RunningJobs
 
 USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
 TOO_DEEP = "The job's body is nested too deeply to be read; nest its lists and objects at most 64 levels deep."
@@ -247,29 +247,39 @@ async def test_a_running_job_is_cancelled_with_what_it_spent(redis_url: str, db:
         await running(chat, "b")
 
 
-class CancelsAtOnce(QueueWorker):
-    """Cancels each job in the same turn of the event loop as its claim."""
-
-    def _start(self, claim: Claim) -> None:
-        super()._start(claim)
-        self._interrupt(claim.job_id, Cancelled("requested"))
+@pytest.fixture
+def cancelled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each job is cancelled in the same turn of the event loop as its claim."""
+    monkeypatch.setattr(RunningJobs, "start", start_and(lambda jobs, job_id: jobs.cancel(job_id)))
 
 
+def start_and(then: Callable[[RunningJobs, str], object]) -> Callable[[RunningJobs, Claim], None]:
+    start = RunningJobs.start
+
+    def start_and_then(jobs: RunningJobs, claim: Claim) -> None:
+        start(jobs, claim)
+        then(jobs, claim.job_id)
+
+    return start_and_then
+
+
+@pytest.mark.usefixtures("cancelled_at_once")
 async def test_a_job_cancelled_before_its_first_step_has_its_ending(redis_url: str, db: Redis) -> None:
     chat = FakeChat()
-    async with working(settings(redis_url), chat.chat, cls=CancelsAtOnce):
+    async with working(settings(redis_url), chat.chat):
         await ask(db, "a", {"then": "hang"})
         assert types(await ended(db, "a", within_s=3)) == ["cancelled"]
     await check_all_ended(db)
 
 
+@pytest.mark.usefixtures("cancelled_at_once")
 async def test_a_job_of_an_earlier_attempt_is_cancelled_before_it_begins_again(redis_url: str, db: Redis) -> None:
     await put(db, "a", envelope({"then": "hang"}))
     await db.hset(keys.job("a"), mapping={"state": "running", "attempt": 1})
     await db.rpush(keys.log("a"), json.dumps({"seq": 0, "type": "delta", "ts": time.time(), "content": "so far"}))
     chat = FakeChat()
     # A short lease: on a server that has only just started, lapsed jobs are left to their owners for so long.
-    async with working(settings(redis_url, lease_s=1), chat.chat, cls=CancelsAtOnce):
+    async with working(settings(redis_url, lease_s=1), chat.chat):
         assert types(await ended(db, "a", within_s=3)) == ["delta", "cancelled"]
 
 
@@ -699,16 +709,14 @@ async def test_a_hand_back_waits_for_a_server_that_is_away_for_a_moment(redis_ur
     assert [await field(db, "a", name) for name in ("state", "crashes")] == ["queued", "0"]
 
 
-async def test_a_job_whose_past_could_not_be_read_goes_back_unharmed(redis_url: str, db: Redis) -> None:
-    class CutsTheLine(QueueWorker):
-        def _start(self, claim: Claim) -> None:
-            super()._start(claim)
-            line.down()
-
+async def test_a_job_whose_past_could_not_be_read_goes_back_unharmed(
+    redis_url: str, db: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunningJobs, "start", start_and(lambda jobs, job_id: line.down()))
     await put(db, "a", envelope({"say": ["never"]}))
     await db.rpush(keys.log("a"), json.dumps({"seq": 0, "type": "delta", "ts": time.time(), "content": "so far"}))
     before, chat = await log(db, "a"), FakeChat()
-    async with Line(redis_url) as line, working(settings(line.url), chat.chat, cls=CutsTheLine) as worker:
+    async with Line(redis_url) as line, working(settings(line.url), chat.chat) as worker:
         await until(lambda: bool(worker.jobs))
         worker.stop()
         await asyncio.sleep(0.3)

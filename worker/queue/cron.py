@@ -1,7 +1,7 @@
 """Cron jobs with crontab expressions, in UTC. One worker takes each slot and runs it."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 
 from arq.cron import CronJob, cron
@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from schemas import keys
+from worker.queue.server.redis_server import RedisServer
 from worker.schedule_times import Crontab
 
 logger = logging.getLogger("sluice.queue")
@@ -55,3 +56,16 @@ class Cron(CronJob):
             logger.warning("%s holds a foreign value: this slot is skipped", key)
             return False
         return before in (None, worker.encode())
+
+
+class Crons:
+    """The cron jobs of a worker. Their slots are times of the server's clock."""
+
+    def __init__(self, crons: Sequence[Cron], server: RedisServer, worker: str) -> None:
+        """`worker`: the worker's name, which marks the slots that it takes."""
+        self._crons, self._server, self._worker = tuple(crons), server, worker
+
+    async def run_due(self) -> None:
+        """Run the jobs of which a slot is due. Call it often. Raises RedisError, OSError."""
+        for job in self._crons:
+            await job.run_if_due(self._server.client, self._worker, self._server.clock.utc())

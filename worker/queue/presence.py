@@ -1,13 +1,14 @@
 """Publishes a worker's presence: a hash with its model and limits, which expires with its lease."""
 
+import asyncio
 import logging
 import re
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
+from redis.exceptions import RedisError, ResponseError
 
 from schemas import keys
 from schemas.keys import LANES, Lane
@@ -50,6 +51,18 @@ class Presence:
         """Count an ended job for the reported rate."""
         self._ended.append(time.monotonic())
 
+    async def run(self, running: Callable[[], Mapping[Lane, int]], on_waiting: Callable[[Lane, int], None]) -> None:
+        """Publish, and synchronize the clock, three times per lease until this task is cancelled. `running` returns the
+        running jobs by lane; `on_waiting` receives the waiting jobs of each lane."""
+        while True:
+            try:
+                for lane, jobs in (await self.publish(running())).items():
+                    on_waiting(lane, jobs)
+                await self._clock.sync(self._redis)
+            except (RedisError, OSError):
+                pass  # the publisher and the claim loop log an outage
+            await asyncio.sleep(self._lease_ms / 1000 / 3)
+
     async def publish(self, running: Mapping[Lane, int]) -> dict[Lane, int]:
         """Publish this worker's state, valid for one lease. `running`: its running jobs by lane.
 
@@ -90,11 +103,14 @@ class Presence:
         return self._clock.now() + self._lease_ms / 1000 + 1
 
     async def remove(self) -> None:
-        """Delete this worker's presence. Raises RedisError, OSError."""
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.delete(self._key)
-            pipe.hdel(self._model_key, self._name)
-            await pipe.execute()
+        """Delete this worker's presence. If Redis does not answer, it expires."""
+        try:
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.delete(self._key)
+                pipe.hdel(self._model_key, self._name)
+                await pipe.execute()
+        except (RedisError, OSError):
+            logger.info("redis does not answer: the worker's presence expires with its lease")
 
     def _jobs_per_s(self) -> float:
         """Ended jobs per second over the last minute; clients estimate from it how long a full queue takes to drain."""

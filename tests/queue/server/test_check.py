@@ -6,18 +6,27 @@ from typing import Any
 
 import pytest
 import redis as sync_redis
-from arq.worker import func
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from scripts.stack import Server, free_port
 from tests.fakes import FakeChat
-from tests.queue.helpers import ask, ended, envelope, log, put, settings, until, until_it_has_said, words, working
+from tests.queue.helpers import (
+    ask,
+    ended,
+    envelope,
+    log,
+    put,
+    queue_worker,
+    settings,
+    until,
+    until_it_has_said,
+    words,
+    working,
+)
 from worker.errors import CannotStart
-from worker.monitoring.metrics import Metrics
 from worker.queue.server.check import ServerCheck, ServerInfo, refusal, uptime_s, warnings
 from worker.queue.server.connection import connect
-from worker.queue.worker import QueueWorker
 
 SOUND = ServerInfo({"redis_version": "7.0.0", "maxmemory_policy": "noeviction"}, {"save": "3600 1", "appendonly": "no"})
 
@@ -166,7 +175,7 @@ async def test_a_database_that_the_server_does_not_have_is_a_reason_not_to_start
 async def test_a_worker_that_is_given_such_a_database_ends_at_once(server: Server) -> None:
     given = settings(server.url.removesuffix("0") + "16")
     async with connect(given) as redis:
-        worker = QueueWorker([func(FakeChat().chat)], redis=redis, settings=given, ctx={}, metrics=Metrics("m"))
+        worker = queue_worker(redis, given, FakeChat().chat)
         with pytest.raises(CannotStart):
             await asyncio.wait_for(worker.main(), 5)
 
@@ -277,6 +286,6 @@ async def test_a_change_of_password_kills_no_running_job(
 async def test_a_worker_that_never_met_its_server_stops_when_it_is_told() -> None:
     given = settings(f"redis://127.0.0.1:{free_port()}/0")
     async with connect(given) as redis:
-        worker = QueueWorker([func(FakeChat().chat)], redis=redis, settings=given, ctx={}, metrics=Metrics("m"))
+        worker = queue_worker(redis, given, FakeChat().chat)
         asyncio.get_running_loop().call_later(0.1, worker.stop)
         assert not await asyncio.wait_for(worker.connect(), 5)

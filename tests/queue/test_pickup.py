@@ -1,0 +1,155 @@
+"""Jobs are claimed when the worker is woken, and at each poll."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as ConnectionLost
+
+from schemas import keys
+from tests.line import Line
+from tests.queue.held import HeldJobs
+from tests.queue.helpers import envelope, field, lapse, put, settings, until
+from worker.errors import Cancelled, OwnershipLost
+from worker.queue.cancel_keys import CancelKeys
+from worker.queue.job.claims import Claims, lease_key
+from worker.queue.pickup import Pickup
+from worker.queue.server.connection import connect
+from worker.queue.server.redis_server import RedisServer
+
+BODY = envelope({})
+SELDOM = {"poll_s": 60, "lease_s": 1200}
+
+
+@dataclass(frozen=True)
+class Parts:
+    pickup: Pickup
+    held: HeldJobs
+    claims: Claims
+
+    def running(self) -> list[str]:
+        return self.held.jobs.ids()
+
+
+@asynccontextmanager
+async def picking_up(url: str, **given: Any) -> AsyncIterator[Parts]:
+    known = settings(url, **{"max_rows": 3, "reserved_rows": 1, **given})
+    async with connect(known) as redis:
+        held, claims = HeldJobs(redis), Claims(redis, known)
+        pickup = Pickup(RedisServer(redis, known), known, claims, held.jobs, CancelKeys(redis, held.jobs))
+        yield Parts(pickup, held, claims)
+        await held.release()
+
+
+async def test_a_poll_takes_a_job_for_each_free_row_of_both_lanes(redis_url: str, db: Redis) -> None:
+    for k in range(5):
+        await put(db, f"file-{k}", BODY, lane="batch", at_ms=k)
+    await put(db, "chat", BODY)
+    async with picking_up(redis_url) as parts:
+        await parts.pickup.poll()
+        assert parts.running() == ["chat", "file-0"], "one row is reserved"
+        await parts.pickup.poll()
+        assert len(parts.running()) == 2
+
+
+async def test_polls_between_two_sweeps_are_no_sweeps(redis_url: str, db: Redis) -> None:
+    async with picking_up(redis_url, **SELDOM) as parts:
+        assert [await parts.pickup.poll() for _ in range(3)] == [True, False, False]
+    async with picking_up(redis_url, poll_s=0.01) as parts:
+        assert await parts.pickup.poll()
+        await asyncio.sleep(0.02)
+        assert await parts.pickup.poll()
+
+
+async def test_a_sweep_finds_the_cancel_keys_of_running_jobs(redis_url: str, db: Redis) -> None:
+    await put(db, "a", BODY)
+    async with picking_up(redis_url, poll_s=0.01) as parts:
+        await parts.pickup.poll()
+        await asyncio.sleep(0.02)
+        await db.set(keys.cancel("a"), "1")
+        await parts.pickup.poll()
+        await until(lambda: not parts.running())
+        assert isinstance(parts.held.ended["a"], Cancelled)
+
+
+async def test_a_job_of_ours_that_is_claimed_again_is_interrupted_and_requeued(redis_url: str, db: Redis) -> None:
+    await put(db, "a", BODY)
+    async with picking_up(redis_url, **SELDOM) as parts:
+        await parts.pickup.poll()
+        await asyncio.sleep(0)
+        await lapse(db, "a")
+        await parts.pickup.poll()
+        await until(lambda: not parts.running())
+        assert isinstance(parts.held.ended["a"], OwnershipLost)
+        assert [await field(db, "a", name) for name in ("state", "attempt")] == ["queued", "2"]
+        assert not await db.exists(lease_key("a"))
+
+
+async def test_a_worker_that_is_woken_does_not_wait_for_the_next_poll(redis_url: str, db: Redis) -> None:
+    stopping = asyncio.Event()
+    async with picking_up(redis_url, **SELDOM) as parts:
+        polls = 0
+
+        async def poll() -> None:
+            nonlocal polls
+            await parts.pickup.poll()
+            polls += 1
+
+        task = asyncio.create_task(parts.pickup.run(poll, stopping))
+        await until(lambda: polls == 1)
+        await put(db, "a", BODY)
+        parts.pickup.wake()
+        await until(lambda: parts.running() == ["a"])
+        stopping.set()
+        parts.pickup.wake()
+        await asyncio.wait_for(task, 5)
+        assert polls == 2
+
+
+@pytest.mark.parametrize("lane", keys.LANES)
+async def test_claims_whose_reply_was_lost_are_requeued(redis_url: str, db: Redis, lane: keys.Lane) -> None:
+    await put(db, "a", BODY, lane=lane)
+    async with Line(redis_url) as line, picking_up(line.url) as parts:
+        await parts.claims.take("batch", 0)  # the server has the scripts by now
+        line.loses = lambda: True
+        with pytest.raises(ConnectionLost):
+            await parts.claims.take(lane, 1)
+        line.loses = lambda: False
+        assert await db.exists(lease_key("a"))
+        await parts.pickup.requeue_lost_claims()
+        assert parts.running() == []
+    assert ([await field(db, "a", name) for name in ("state", "crashes")], await db.exists(lease_key("a"))) == (
+        ["queued", "0"], 0,
+    )  # fmt: skip
+
+
+async def test_lost_claims_are_left_to_their_leases_during_an_outage(redis_url: str) -> None:
+    async with Line(redis_url) as line, picking_up(line.url) as parts:
+        line.down()
+        await parts.pickup.requeue_lost_claims()
+        assert parts.running() == []
+
+
+async def test_connecting_waits_for_redis_and_makes_the_worker_ready(redis_url: str) -> None:
+    async with Line(redis_url) as line, picking_up(line.url) as parts:
+        line.down()
+        connecting = asyncio.create_task(parts.pickup.connect(asyncio.Event()))
+        await asyncio.sleep(0.05)
+        assert parts.pickup.readiness.parts()["redis"]() is not None
+        line.up()
+        assert await asyncio.wait_for(connecting, 5)
+        assert parts.pickup.readiness.parts()["redis"]() is None
+
+
+async def test_a_worker_that_is_stopped_before_redis_answers_is_not_connected(redis_url: str) -> None:
+    stopping = asyncio.Event()
+    async with Line(redis_url) as line, picking_up(line.url) as parts:
+        line.down()
+        connecting = asyncio.create_task(parts.pickup.connect(stopping))
+        await asyncio.sleep(0.05)
+        stopping.set()
+        assert not await asyncio.wait_for(connecting, 5)

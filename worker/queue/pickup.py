@@ -1,0 +1,118 @@
+"""The pickup of jobs: claims them when a row is free and the worker is woken or a poll is due."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from redis.exceptions import RedisError
+
+from schemas import keys
+from schemas.keys import Lane
+from worker.errors import OwnershipLost
+from worker.queue.cancel_keys import CancelKeys
+from worker.queue.job.claims import Claim, Claims
+from worker.queue.job.takeover import Takeover
+from worker.queue.rows import free_rows
+from worker.queue.running import RunningJobs
+from worker.queue.server.outage import until_redis_answers
+from worker.queue.server.readiness import Readiness
+from worker.queue.server.redis_server import RedisServer
+from worker.settings import Settings
+
+
+class Pickup:
+    """Claims jobs of both lanes while rows are free, and starts them. Owns the times of polls and of Redis's answers:
+    when the next sweep is due, if the worker is ready, and if it may take over jobs of other workers."""
+
+    def __init__(
+        self, server: RedisServer, settings: Settings, claims: Claims, jobs: RunningJobs, cancel_keys: CancelKeys
+    ) -> None:
+        self._server, self._settings = server, settings
+        self._claims, self._jobs, self._cancel_keys = claims, jobs, cancel_keys
+        # Much shorter than a lease, so that a dead worker's jobs wait hardly longer than for their leases.
+        self._sweep_s = min(settings.poll_s, max(0.1, settings.lease_s / 20))
+        self._swept_at = 0.0  # monotonic
+        self._woken, self._connected = asyncio.Event(), False
+        self._takeover = Takeover(settings.lease_s)
+        self.readiness = Readiness(self._sweep_s)
+
+    def wake(self) -> None:
+        """Claim jobs at once instead of at the next poll."""
+        self._woken.set()
+
+    async def connect(self, stopping: asyncio.Event) -> bool:
+        """Wait for Redis and check it. Returns False if `stopping` is set first. Raises `CannotStart`."""
+        if not self._connected:
+            self._connected = await until_redis_answers(self._connect, stopping)
+        return self._connected
+
+    async def _connect(self) -> None:
+        self._takeover.record_first_answer(await self._server.connect())
+        self.readiness.record_answer()
+
+    async def run(self, poll: Callable[[], Awaitable[None]], stopping: asyncio.Event) -> None:
+        """Call `poll` when the worker is woken, and at least once per sweep, until `stopping` is set. It is repeated
+        while Redis does not answer."""
+        while not stopping.is_set():
+            self._woken.clear()
+            await until_redis_answers(poll, stopping)
+            try:
+                await asyncio.wait_for(self._woken.wait(), self._sweep_s)
+            except TimeoutError:
+                pass
+
+    async def poll(self) -> bool:
+        """Claim a job for every free row. Returns True if this poll was a sweep: it also claimed jobs past their
+        deadline, and checked the cancel keys of running jobs. Raises RedisError, OSError."""
+        sweep = time.monotonic() - self._swept_at >= self._sweep_s
+        for lane in keys.LANES:
+            await self._poll_lane(lane, sweep=sweep)
+        if sweep:
+            await self._cancel_keys.check_all()
+            self._swept_at = time.monotonic()
+        return sweep
+
+    async def requeue_lost_claims(self) -> None:
+        """Requeue claims whose reply was lost; their jobs would wait for their leases, and then count as suspects."""
+        try:
+            for lane in keys.LANES:
+                # A claim for no row requeues them, and returns only jobs past their deadline.
+                await self._start_all(await self._take(lane, 0))
+        except (RedisError, OSError):
+            pass  # then the leases expire
+
+    async def _poll_lane(self, lane: Lane, *, sweep: bool) -> None:
+        limit = max(0, free_rows(lane, self._jobs.claims(), self._settings, self._server.clock.utc()))
+        if limit or sweep or self._claims.needs_reconcile(lane):
+            claimed = await self._take(lane, limit)
+            self._takeover.record_answer()
+            self.readiness.record_answer()
+            await self._start_all(claimed)
+            # A cancellation that arrived before the claim's reply found no job to interrupt.
+            await self._cancel_keys.check([claim.job_id for claim in claimed])
+        if self._claims.needs_reconcile(lane):
+            self.wake()
+
+    async def _take(self, lane: Lane, limit: int) -> list[Claim]:
+        return await self._claims.take(
+            lane,
+            limit,
+            running=self._jobs.claims(),
+            suspects=self._jobs.suspects(),
+            takeover=self._takeover.allowed(),
+        )
+
+    async def _start_all(self, claims: list[Claim]) -> None:
+        for claim in claims:
+            if claim.job_id in self._jobs:
+                await self._resolve_second_claim(claim)
+            else:
+                self._jobs.start(claim)
+
+    async def _resolve_second_claim(self, claim: Claim) -> None:
+        """Requeue our own job, claimed again after its lease had expired: the running attempt has lost it."""
+        self._jobs.interrupt(claim.job_id, OwnershipLost())
+        try:
+            await self._claims.release(claim)
+        except (RedisError, OSError):
+            pass  # then its lease expires

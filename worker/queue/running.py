@@ -1,0 +1,110 @@
+"""The jobs that this worker runs, each from its claim to the end of its task."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from schemas.keys import Lane
+from worker.errors import Cancelled, OwnershipLost
+from worker.monitoring.metrics import Metrics
+from worker.queue.job.channel import Publisher
+from worker.queue.job.claims import Claim
+from worker.queue.job.job import Interruption, Job
+
+RunJob = Callable[[str, int], Coroutine[Any, Any, None]]
+
+
+class RunningJobs:
+    """Starts jobs, interrupts them, and forgets each when its task ends. Create it while the event loop runs.
+
+    All methods are for the event loop's thread, except `claims` and `ownership_lost`.
+    """
+
+    def __init__(self, publisher: Publisher, metrics: Metrics, *, run: RunJob, wake: Callable[[], None]) -> None:
+        """`run` is arq's `run_job`: it brings the job of an id to its ending, and does not raise. `wake` is called
+        when a job may be claimed in place of one that has ended or has left its probation."""
+        self._publisher, self._metrics = publisher, metrics
+        self._run, self._wake = run, wake
+        self._loop = asyncio.get_running_loop()
+        self._jobs: dict[str, Job] = {}
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __contains__(self, job_id: str) -> bool:
+        return job_id in self._jobs
+
+    def __getitem__(self, job_id: str) -> Job:
+        return self._jobs[job_id]
+
+    def start(self, claim: Claim) -> None:
+        """Start the task of a claimed job. Its id must not be running."""
+
+        def lost() -> None:
+            self.interrupt(claim.job_id, OwnershipLost())
+
+        log = self._publisher.open(claim, on_lost=lost)
+        self._metrics.claimed(
+            claim.lane, queue_s=claim.age_s(log.clock.now()), lease_expirations=claim.lease_expirations
+        )
+        task = self._loop.create_task(self._run(claim.job_id, int(claim.queued_at * 1000)))
+        on_probation = claim.lease_expirations > 0
+        self._jobs[claim.job_id] = Job(claim, log, task, on_probation=on_probation, on_probation_end=self._wake)
+        task.add_done_callback(lambda task: self._ended(claim.job_id, task))
+
+    def _ended(self, job_id: str, task: asyncio.Task[None]) -> None:
+        job = self._jobs.pop(job_id)
+        self._publisher.close(job.log)
+        self._metrics.released(job.claim.lane)
+        self._wake()
+        task.result()  # `run` does not raise; if it does, the loop's exception handler logs it
+
+    def interrupt(self, job_id: str, why: Interruption) -> bool:
+        """Interrupt a job. Returns False if it does not run here."""
+        job = self._jobs.get(job_id)
+        if job is not None:
+            job.interrupt(why)
+        return job is not None
+
+    def interrupt_all(self, why: Callable[[], Interruption]) -> None:
+        """Interrupt every job, each with a reason of its own."""
+        for job in list(self._jobs.values()):
+            job.interrupt(why())
+
+    def cancel(self, job_id: str) -> bool:
+        """Interrupt a job whose client asked for it. Returns False if it does not run here."""
+        return self.interrupt(job_id, Cancelled("requested"))
+
+    def ownership_lost(self, claim: Claim) -> None:
+        """Interrupt the job of a claim that another attempt has replaced. For any thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._interrupt_lost, claim)
+        except RuntimeError:
+            pass  # the loop has closed: there is nothing left to stop
+
+    def _interrupt_lost(self, claim: Claim) -> None:
+        job = self._jobs.get(claim.job_id)
+        if job is not None and job.claim is claim:
+            job.interrupt(OwnershipLost())
+
+    def ids(self) -> list[str]:
+        """Return the ids of the running jobs."""
+        return list(self._jobs)
+
+    def claims(self) -> list[Claim]:
+        """Return the claims of the running jobs. For any thread."""
+        return [job.claim for job in list(self._jobs.values())]
+
+    def by_lane(self) -> Counter[Lane]:
+        """Return the number of running jobs by lane."""
+        return Counter(job.claim.lane for job in self._jobs.values())
+
+    def suspects(self) -> int:
+        """Return the number of running jobs that are on probation."""
+        return sum(job.on_probation for job in self._jobs.values())
+
+    async def all_ended(self) -> None:
+        """Wait until no job runs."""
+        while tasks := [job.task for job in self._jobs.values() if job.task is not None]:
+            await asyncio.wait(tasks)
