@@ -71,6 +71,7 @@ async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(redis_url
         await record_all(client, await submit_all(client, 4, chat_request(1), prefix="done"))
         await asyncio.sleep(0.7)  # the worker says its rate three times a lease
         ids = await submit_all(client, 5, chat_request(100_000))
+        await until_decoding(client, ids[:1], 1)
         with pytest.raises(QueueFull) as full:
             await client.submit(chat_request(1))
         assert (full.value.length, full.value.limit) == (5, 5)
