@@ -24,8 +24,8 @@ WRITTEN = st.builds(
 def members(pieces: list[str]) -> tuple[PartialJson, dict[str, str]]:
     reader, found = PartialJson(), dict[str, str]()
     for piece in pieces:
-        for key, more in reader.feed(piece):
-            found[key] = found.get(key, "") + more
+        for member in reader.feed(piece):
+            found[member.key] = found.get(member.key, "") + member.text
     return reader, found
 
 

@@ -1,13 +1,12 @@
 """The format of a model's output: how it marks reasoning, tool calls and content."""
 
-import json
 import re
 from typing import Any
 
 from worker.text.output import harmony
-from worker.text.output.harmony import Harmony
-from worker.text.output.markers import MarkerParser, OutputParser
-from worker.text.output.tool_calls import Format, Tools
+from worker.text.output.events import CallFormat, OutputParser, Tools
+from worker.text.output.harmony import Harmony, HarmonyCalls, named
+from worker.text.output.markers import MarkerParser
 from worker.text.prompt.prompt import Thinking
 from worker.text.tokenizer import Tokenizer, Transitions
 
@@ -31,7 +30,8 @@ class ModelFormat:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         tokens = frozenset(tokenizer.tokens)
-        self._tokenizer, self.harmony = tokenizer, tokens.issuperset(harmony.MARKERS)
+        self._tokenizer = tokenizer
+        self.harmony = tokens.issuperset(harmony.MARKERS)
         self.think = tokenizer.think or next((pair for pair in _THINK if tokens.issuperset(pair)), None)
         begins, ends = self.think or ("", "")
         if self.harmony:
@@ -39,7 +39,7 @@ class ModelFormat:
         # The tokens after which reasoning begins, and those after which the answer begins. Empty without reasoning.
         self.think_start = tuple(tokenizer.encode(begins)) if begins else ()
         self.answer_begins = tuple(tokenizer.encode(ends)) if ends else ()
-        self.format = self._format()
+        self.calls: CallFormat = HarmonyCalls() if self.harmony else _call_format(tokenizer)
 
     def parser(self, thinking: Thinking, *, calls: bool) -> OutputParser | None:
         """Return a parser for one answer, or None if there are no markers to detect.
@@ -52,15 +52,17 @@ class ModelFormat:
         if not self.think and not (tool and calls):
             return None
         state = "reasoning" if thinking == "open" else "normal"
-        transitions = None if tokenizer.tool_format in _MORE_MARKERS else self._transitions(tool if calls else None)
+        transitions = self._transitions(tool if calls else None)
         return MarkerParser(lambda at: tokenizer.splitter(at, transitions), state, tool or ("", ""), calls=calls)
 
-    def _transitions(self, tool: tuple[str, str] | None) -> Transitions:
-        """Return the transitions that mlx-lm infers, and two more.
+    def _transitions(self, tool: tuple[str, str] | None) -> Transitions | None:
+        """Return the transitions that mlx-lm infers, and two more; None if mlx-lm's have markers that are not here.
 
         A model may repeat the think marker that its prompt ended with. If a format has no end marker for calls, the
         start of another call ends one too.
         """
+        if self._tokenizer.tool_format in _MORE_MARKERS:
+            return None
         found: Transitions = {"normal": []}
         if self.think:
             start, end = self.think
@@ -73,23 +75,60 @@ class ModelFormat:
             found["tool"] = [(end, "normal")] if end else [(start, "tool")]
         return found
 
-    def _format(self) -> Format:
-        if self.harmony:
-            return Format(harmony.parse, lambda opening, text: _named(harmony.function_of(opening), text))
-        match self._tokenizer.tool_format:
-            case "json_tools":
-                return Format(self._parse, lambda opening, text: text)
-            case "mistral":
-                return Format(self._parse, _mistral)
-        return Format(self._parse)
 
-    def _parse(self, opening: str, text: str, tools: Tools) -> list[dict[str, Any]]:
+def _call_format(tokenizer: Tokenizer) -> CallFormat:
+    match tokenizer.tool_format:
+        case "json_tools":
+            return _JsonCalls(tokenizer)
+        case "mistral":
+            return _MistralCalls(tokenizer)
+    return _OtherCalls(tokenizer)
+
+
+class _OtherCalls:
+    """Calls in a form that mlx-lm parses when they are complete."""
+
+    is_json = False
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def as_json(self, opening: str, text: str) -> str | None:
+        """Raise ValueError."""
+        raise ValueError("The calls of this format are not JSON.")
+
+    def parse(self, opening: str, text: str, tools: Tools) -> list[dict[str, Any]]:
+        """Parse with mlx-lm's parser, unless that may take seconds."""
         if self._tokenizer.tool_format == "qwen3_coder":
             _check_coder(text)
         searched_from = _SEARCHED_FROM.get(self._tokenizer.tool_format or "")
         if searched_from and text.count(searched_from) * len(text) > _MAX_SEARCHED:
             raise ValueError("The text is not a tool call: it has too many beginnings of arguments.")
         return self._tokenizer.parse_tool_call(text, tools)
+
+
+class _JsonCalls(_OtherCalls):
+    """Calls that are JSON objects with name and arguments."""
+
+    is_json = True
+
+    def as_json(self, opening: str, text: str) -> str | None:
+        """Return the text."""
+        return text
+
+
+class _MistralCalls(_OtherCalls):
+    """Calls with the function's name before the arguments, or older ones that are a JSON list."""
+
+    is_json = True
+
+    def as_json(self, opening: str, text: str) -> str | None:
+        """Return name and arguments as one JSON object. Raises ValueError for a list."""
+        if header := _MISTRAL.match(text, 0, _MAX_HEADER):
+            return named(header[1], text[header.end() :])
+        if len(text) > _MAX_HEADER:
+            raise ValueError("The text is not a tool call, or it is written as a list.")
+        return None
 
 
 def _check_coder(text: str) -> None:
@@ -99,15 +138,3 @@ def _check_coder(text: str) -> None:
     searched = open_parameters.count("<parameter=") * len(open_parameters)
     if not text.removesuffix("\n").endswith("</function>") or searched > _MAX_SEARCHED:
         raise ValueError("The text is not a tool call: it has no end, or too many open parameters.")
-
-
-def _mistral(opening: str, text: str) -> str | None:
-    if header := _MISTRAL.match(text, 0, _MAX_HEADER):
-        return _named(header[1], text[header.end() :])
-    if len(text) > _MAX_HEADER:
-        raise ValueError("The text is not a tool call, or it is written as a list.")
-    return None
-
-
-def _named(function: str, arguments: str) -> str:
-    return f'{{"name": {json.dumps(function)}, "arguments": {arguments}'

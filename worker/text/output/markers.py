@@ -1,31 +1,17 @@
 """Splits an answer's text into content, reasoning and tool calls at the model's markers."""
 
 from collections.abc import Callable
-from typing import Literal, Protocol
 
+from worker.text.output.events import (
+    CallClosed,
+    CallCutOff,
+    CallOpened,
+    CallText,
+    Content,
+    ParseEvent,
+    Reasoning,
+)
 from worker.text.tokenizer import Splitter
-
-# "begins" and "ends" are a tool call's markers as the model wrote them, and "call" is the text between them. "cut"
-# replaces "ends" if the answer ends within a call, and holds the beginning of the end marker. Empty content or
-# reasoning is an event too: a marker that switches to this kind.
-Kind = Literal["content", "reasoning", "begins", "call", "ends", "cut"]
-ParseEvent = tuple[Kind, str]
-
-
-class OutputParser(Protocol):
-    """Parses one answer's text. Text that may be the start of a marker is held back."""
-
-    def feed(self, text: str) -> list[ParseEvent]:
-        """Return the events of the next text."""
-
-    def reopen(self) -> str:
-        """Continue the last call: its end marker was text within it.
-
-        Returns the part of the marker that the event "ends" did not hold.
-        """
-
-    def flush(self) -> list[ParseEvent]:
-        """Return the events of the text that was held back, at the end of the answer. A second call returns nothing."""
 
 
 class PlainParser:
@@ -33,7 +19,7 @@ class PlainParser:
 
     def feed(self, text: str) -> list[ParseEvent]:
         """Return the text as content."""
-        return [("content", text)]
+        return [Content(text)]
 
     def reopen(self) -> str:
         """Do nothing: there are no calls."""
@@ -44,8 +30,13 @@ class PlainParser:
         return []
 
 
-# All other states of a splitter are content. Text in a header, which muse_spark has, is dropped.
-_CHANNELS: dict[str, Kind | None] = {"reasoning": "reasoning", "tool": "call", "header": None}
+# The event for a text in each state of a splitter; `Content` in all others. Text in a header, which muse_spark has, is
+# dropped.
+_EVENTS: dict[str, type[Content | Reasoning | CallText] | None] = {
+    "reasoning": Reasoning,
+    "tool": CallText,
+    "header": None,
+}
 
 
 class MarkerParser:
@@ -55,43 +46,46 @@ class MarkerParser:
         """`splitter` makes a splitter for an initial state. `state`: the initial state.
         `tool`: the markers around a call. `calls`: parse tool calls; else they are content, markers included.
         """
-        self._begin, self._splitter, self._tool, self._calls = splitter, splitter(state), tool, calls
+        self._begin = splitter
+        self._splitter = splitter(state)
+        self._tool = tool
+        self._calls = calls
 
     def feed(self, text: str) -> list[ParseEvent]:
         """Return the events of the next text."""
         (state, text), *more = self._splitter.feed(text)
-        pieces = self._text_events(state, text)
+        events = self._text_events(state, text)
         for entered, text in more:
-            pieces += [*self._marker_events(state, entered), *self._text_events(entered, text)]
+            events += [*self._marker_events(state, entered), *self._text_events(entered, text)]
             state = entered
-        return pieces
+        return events
 
     def reopen(self) -> str:
-        """Continue the last call. The event "ends" held its whole end marker, so there is no rest to return."""
+        """Continue the last call. The event `CallClosed` held its whole end marker, so there is no rest to return."""
         self._splitter = self._begin("tool")
         return ""
 
     def flush(self) -> list[ParseEvent]:
         """Return the events of the text that was held back, at the end of the answer."""
         state, held = self._splitter.flush()
-        return [("cut", held)] if state == "tool" and self._calls else self._text_events(state, held)
+        return [CallCutOff(held)] if state == "tool" and self._calls else self._text_events(state, held)
 
     def _text_events(self, state: str, text: str) -> list[ParseEvent]:
-        channel = _CHANNELS.get(state, "content")
-        if not text or channel is None:
+        event = _EVENTS.get(state, Content)
+        if not text or event is None:
             return []
-        return [("content" if channel == "call" and not self._calls else channel, text)]
+        return [Content(text) if event is CallText and not self._calls else event(text)]
 
     def _marker_events(self, left: str, entered: str) -> list[ParseEvent]:
         """Return the events of the marker between the two states."""
         start, end = self._tool
         if not self._calls and "tool" in (left, entered):
-            return [("content", start if entered == "tool" else end)]
-        pieces: list[ParseEvent] = []
+            return [Content(start if entered == "tool" else end)]
+        events: list[ParseEvent] = []
         if left == "tool":
-            pieces.append(("ends", end if entered != "tool" else ""))
+            events.append(CallClosed(end if entered != "tool" else ""))
         if entered == "tool":
-            pieces.append(("begins", start))
-        elif left != "tool" and (channel := _CHANNELS.get(entered, "content")):
-            pieces.append((channel, ""))
-        return pieces
+            events.append(CallOpened(start))
+        elif left != "tool" and (event := _EVENTS.get(entered, Content)):
+            events.append(event(""))
+        return events

@@ -8,10 +8,22 @@ from typing import Literal
 from schemas import ChatRequest
 from schemas.chat import JsonObjectFormat, JsonSchemaFormat
 from worker.schedule.outcomes import FinishReason
+from worker.text.output.events import (
+    CallClosed,
+    CallCutOff,
+    CallOpened,
+    CallText,
+    Content,
+    OutputParser,
+    ParseEvent,
+    Reasoning,
+    ToolCallEvent,
+    Tools,
+)
 from worker.text.output.formats import ModelFormat
-from worker.text.output.markers import Kind, OutputParser, ParseEvent, PlainParser
+from worker.text.output.markers import PlainParser
 from worker.text.output.stop import StopStrings
-from worker.text.output.tool_calls import Calls, ClosedCall, Delta, Tools, merge_deltas
+from worker.text.output.tool_calls import Calls, Delta, InvalidCall, as_deltas, merge_deltas
 from worker.text.prompt.prompt import Thinking
 from worker.text.vocabulary import Vocabulary
 
@@ -66,12 +78,12 @@ class Output:
         self._parser = model_format.parser(thinking, calls=bool(tools))
         # A grammar constrains such an answer to JSON, whose strings may hold text that looks like a marker.
         self._by_schema = isinstance(request.response_format, JsonObjectFormat | JsonSchemaFormat)
-        self._calls = Calls(model_format.format, tools, job_id, parallel=request.parallel_tool_calls is not False)
+        self._calls = Calls(model_format.calls, tools, job_id, parallel=request.parallel_tool_calls is not False)
         self._content, self._reasoning = _Channel(request.stop or ()), _Channel(())
-        self._current: Literal["content", "reasoning"] = "content"
+        self._current: type[Content | Reasoning] = Content
         self._closing = ""  # beginning of an end marker that the answer's end cut off
         if thinking == "open":
-            self._current = "reasoning"
+            self._current = Reasoning
             # The prompt ends with the think marker, unless it continues an assistant message.
             if request.messages[-1].role != "assistant":
                 self._reasoning.mark()
@@ -111,68 +123,66 @@ class Output:
             delta += self._handle_all(self._parser.flush())
         return delta if self.stopped else delta + self._end(engine)
 
-    def _read(self, reader: OutputParser, text: str) -> OutputDelta:
+    def _read(self, parser: OutputParser, text: str) -> OutputDelta:
         delta = _NOTHING
         # A marker ends the open call only outside of JSON strings, so all text before it is parsed first.
         for part in _MARKER_PARTS.findall(text) if self._calls.open else [text]:
-            delta += self._handle_all(reader.feed(part))
+            delta += self._handle_all(parser.feed(part))
             if self.stopped:
                 return delta
         if self._by_schema and self._content.begun:
             self._by_schema, self._parser = False, PlainParser()
-            delta += self._handle_all(reader.flush())
+            delta += self._handle_all(parser.flush())
         return delta
 
     def _end(self, engine: FinishReason) -> OutputDelta:
         delta = _NOTHING
         if self._calls.open:
             delta = self._delta(self._channel.flush_stops())
-            settled = self._calls.cut_off(self._closing, keep=engine == "length")
-            if settled is None:
-                return delta
-            delta += self._emit_closed(settled)
+            delta += self._emit_closed(self._calls.cut_off(self._closing, keep=engine == "length"))
         return delta if self.stopped else delta + self._delta(self._channel.flush())
 
     @property
     def _channel(self) -> "_Channel":
-        return self._content if self._current == "content" else self._reasoning
+        return self._content if self._current is Content else self._reasoning
 
     def _delta(self, text: str) -> OutputDelta:
-        return OutputDelta(text) if self._current == "content" else OutputDelta(reasoning=text)
+        return OutputDelta(text) if self._current is Content else OutputDelta(reasoning=text)
 
-    def _handle_all(self, pieces: list[ParseEvent]) -> OutputDelta:
-        if len(pieces) == 1:
-            return self._handle(*pieces[0])
+    def _handle_all(self, events: list[ParseEvent]) -> OutputDelta:
+        if len(events) == 1:
+            return self._handle(events[0])
         delta = _NOTHING
-        for kind, text in pieces:
-            delta += self._handle(kind, text)
+        for event in events:
+            delta += self._handle(event)
             if self.stopped:
                 break
         return delta
 
-    def _handle(self, kind: Kind, text: str) -> OutputDelta:
-        match kind:
-            case "content" | "reasoning":
-                crossed = self._switch(kind) if kind != self._current or not text else _NOTHING
+    def _handle(self, event: ParseEvent) -> OutputDelta:
+        match event:
+            case Content(text) | Reasoning(text):
+                kind = type(event)
+                crossed = self._switch(kind) if kind is not self._current or not text else _NOTHING
                 return crossed + self._delta(self._channel.feed(text))
-            case "begins" if not self._calls.open:
-                self._calls.begin(text)
-            case "call" | "begins":
-                return OutputDelta(tool_calls=tuple(self._calls.feed(text)))
-            case "ends" if self._calls.in_string and self._parser:
-                return self._handle("call", text + self._parser.reopen())
-            case "ends":
-                return self._emit_closed(self._calls.end(text))
-            case "cut":
-                self._closing += text
+            case CallOpened(marker) if not self._calls.open:
+                self._calls.begin(marker)
+            case CallText(text) | CallOpened(text):
+                return OutputDelta(tool_calls=as_deltas(self._calls.feed(text)))
+            case CallClosed(marker) if self._calls.in_string and self._parser:
+                return self._handle(CallText(marker + self._parser.reopen()))
+            case CallClosed(marker):
+                return self._emit_closed(self._calls.end(marker))
+            case CallCutOff(marker):
+                self._closing += marker
         return _NOTHING
 
-    def _emit_closed(self, settled: ClosedCall) -> OutputDelta:
-        if settled.text:
-            return self._handle("content", settled.text)
-        return self._switch("content") + OutputDelta(tool_calls=merge_deltas(settled.deltas))
+    def _emit_closed(self, closed: list[ToolCallEvent] | InvalidCall) -> OutputDelta:
+        if isinstance(closed, InvalidCall):
+            return self._handle(Content(closed.text))
+        return self._switch(Content) + OutputDelta(tool_calls=as_deltas(closed))
 
-    def _switch(self, kind: Literal["content", "reasoning"]) -> OutputDelta:
+    def _switch(self, kind: type[Content | Reasoning]) -> OutputDelta:
         """End the present channel at a marker; the following text is of this kind."""
         delta = self._delta(self._channel.mark())
         self._current = kind

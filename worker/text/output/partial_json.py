@@ -2,6 +2,8 @@
 
 import json
 import re
+from dataclasses import dataclass
+from typing import Literal
 
 _BLANK = " \t\n\r"
 _SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
@@ -10,9 +12,24 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 _CLOSES = {"}": "{", "]": "["}
 _IN_STRING = ("string", "escape", "hex")
 
+# The state: what the next character belongs to. Not an enum, since reading an enum's members, several for each
+# character, would double the cost of a character.
+_State = Literal[
+    "object", "key", "key or end", "colon", "value", "item or end", "next", "scalar", "nothing", "string", "escape",
+    "hex",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class MemberText:
+    """More of the JSON text of a member's value."""
+
+    key: str
+    text: str
+
 
 class PartialJson:
-    """Returns the text of the outermost object's members as it arrives: of strings, lists and objects, not of scalars.
+    """Emits the text of the outermost object's members as it arrives: of strings, lists and objects, not of scalars.
 
     It is as strict as the JSON standard, and a member may occur only once. After the first invalid character it is
     `broken` and returns nothing more.
@@ -20,8 +37,8 @@ class PartialJson:
 
     def __init__(self) -> None:
         self._open = list[str]()  # brackets, the outermost first
-        self._expects = "object"
-        self._then = ""  # what is expected after the string
+        self._expects: _State = "object"
+        self._then: _State = "nothing"  # what is expected after the string
         self._token = list[str]()  # characters of a scalar, or a key of the outermost object, so far
         self._hex = 0  # digits missing in an escape
         self._inside = False  # True within the value of a member of the outermost object
@@ -34,9 +51,9 @@ class PartialJson:
         """True within a string, where any character may follow."""
         return not self.broken and self._expects == "string"
 
-    def feed(self, text: str) -> list[tuple[str, str]]:
-        """Add text. Returns (key, more of the member's JSON text), in order."""
-        pieces, begins = list[tuple[str, str]](), 0
+    def feed(self, text: str) -> list[MemberText]:
+        """Add text. Returns the members' text in it, in order."""
+        pieces, begins = list[MemberText](), 0
         if self.broken:
             return pieces
         for at, char in enumerate(text):
@@ -50,10 +67,10 @@ class PartialJson:
             if self._inside and not was:
                 begins = at
             elif was and not self._inside:
-                pieces.append((self._key, text[begins : at + 1]))
+                pieces.append(MemberText(self._key, text[begins : at + 1]))
                 self.complete_members.add(self._key)
         if self._inside and begins < len(text):
-            pieces.append((self._key, text[begins:]))
+            pieces.append(MemberText(self._key, text[begins:]))
         return pieces
 
     def _read(self, char: str) -> None:
@@ -82,7 +99,8 @@ class PartialJson:
                 _require(char >= " ")
             case "escape":
                 _require(char in '"\\/bfnrtu')
-                self._expects, self._hex = ("hex", 4) if char == "u" else ("string", 0)
+                self._expects = "hex" if char == "u" else "string"
+                self._hex = 4
             case _:
                 _require(char in _HEX)
                 self._hex -= 1
@@ -126,8 +144,10 @@ class PartialJson:
                 self.complete_members.add(self._key)
             self._expects, self._token = "scalar", [char]
 
-    def _string(self, quote: str, *, then: str) -> None:
-        self._expects, self._then, self._token = "string", then, [quote]
+    def _string(self, quote: str, *, then: _State) -> None:
+        self._expects = "string"
+        self._then = then
+        self._token = [quote]
 
     def _enter(self, bracket: str) -> None:
         self._open.append(bracket)

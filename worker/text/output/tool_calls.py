@@ -1,15 +1,15 @@
-"""Turns tool calls, as a model writes them, into OpenAI's deltas."""
+"""Turns tool calls, as a model writes them, into events and OpenAI's deltas."""
 
 import json
 import re
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+from worker.text.output.events import CallFormat, ToolArguments, ToolCallBegan, ToolCallEvent, Tools
 from worker.text.output.partial_json import PartialJson
 
-Tools = list[dict[str, Any]]
 Delta = dict[str, Any]
 
 # Raised by mlx-lm's parsers for text that is not a call, and for JSON schemas that they do not expect.
@@ -20,23 +20,10 @@ _ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
-    """Functions to parse a model's tool calls. An opening is all that precedes a call's text, the marker included."""
+class InvalidCall:
+    """The whole text of a call that is not valid, markers included. It is content."""
 
-    # (opening, text, tools) to calls. Raises one of `_NO_CALL`.
-    parse: Callable[[str, str, Tools], list[dict[str, Any]]]
-    # (opening, text so far) to the beginning of one JSON object with name and arguments. None if it cannot be decided
-    # yet; raises ValueError if the text is not such an object. The end of a JSON object is unambiguous.
-    # Without this function a call is emitted only when its end marker arrives.
-    as_json: Callable[[str, str], str | None] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ClosedCall:
-    """A call that has ended."""
-
-    deltas: list[Delta]  # not emitted before
-    text: str = ""  # the whole text, if it is not a valid call
+    text: str
 
 
 class Calls:
@@ -47,8 +34,11 @@ class Calls:
     was announced, the call is retracted: the client has received its beginning, but its text becomes content.
     """
 
-    def __init__(self, format: Format, tools: Tools, job_id: str, *, parallel: bool) -> None:
-        self._format, self._tools, self._job_id, self._parallel = format, tools, job_id, parallel
+    def __init__(self, format: CallFormat, tools: Tools, job_id: str, *, parallel: bool) -> None:
+        self._format = format
+        self._tools = tools
+        self._job_id = job_id
+        self._parallel = parallel
         self._functions = {tool["function"]["name"] for tool in tools}
         self._open: _StreamingCall | None = None
         self._announced: int | None = None  # the index of the open call
@@ -73,51 +63,54 @@ class Calls:
 
     def begin(self, opening: str) -> None:
         """Open a call with the text before it, its marker included."""
-        self._open = _StreamingCall(opening, self._format.as_json)
+        self._open = _StreamingCall(opening, self._format)
 
-    def feed(self, text: str) -> list[Delta]:
-        """Add text to the open call. Returns its deltas so far not emitted."""
+    def feed(self, text: str) -> list[ToolCallEvent]:
+        """Add text to the open call. Returns its events so far not emitted."""
         assert self._open is not None
         more = self._open.feed(text)
         if self._announced is not None:
-            return [{"index": self._announced, "function": {"arguments": more}}] if more else []
+            return [ToolArguments(self._announced, more)] if more else []
         if not self._open.begun or self._open.function not in self._functions:
             return []
         self._announced = len(self._ids)
-        return [self._new(self._open.function, self._open.arguments, None)]
+        return self._new(self._open.function, self._open.arguments, None)
 
-    def end(self, closing: str) -> ClosedCall:
-        """Close the open call at its end marker, `closing`."""
+    def end(self, closing: str) -> list[ToolCallEvent] | InvalidCall:
+        """Close the open call at its end marker, `closing`. Returns its events so far not emitted."""
         assert self._open is not None
         return self._close(self._open, self._parse(self._open), closing)
 
-    def cut_off(self, closing: str, *, keep: bool) -> ClosedCall | None:
-        """Close the open call because the answer has ended.
+    def cut_off(self, closing: str, *, keep: bool) -> list[ToolCallEvent] | InvalidCall:
+        """Close the open call because the answer has ended, with `closing`, the beginning of its end marker.
 
-        Returns None if the incomplete call stays in the result: with `keep`, if it was announced and is valid so far.
+        With `keep`, a call that was announced and is valid so far stays in the result, incomplete.
         """
         call = self._open
         assert call is not None
         # Some parsers accept the first half of a call, so only calls in JSON are parsed here.
-        parsed = self._parse(call) if self._format.as_json else []
+        parsed = self._parse(call) if self._format.is_json else []
         if keep and not parsed and self._announced is not None and call.is_valid:
-            return None
+            return []
         return self._close(call, parsed, closing)
 
-    def _close(self, call: "_StreamingCall", parsed: list["_ParsedCall"], closing: str) -> ClosedCall:
-        announced, self._announced, self._open = self._announced, None, None
+    def _close(
+        self, call: "_StreamingCall", parsed: list["_ParsedCall"], closing: str
+    ) -> list[ToolCallEvent] | InvalidCall:
+        announced, self._announced = self._announced, None
+        self._open = None
         if announced is None and parsed:
-            return ClosedCall(self._make(parsed if self._parallel else parsed[:1]))
+            return self._make(parsed if self._parallel else parsed[:1])
         if announced is not None and parsed and call.equals(parsed[0]):
             self.num_made += 1
-            return ClosedCall(self._make(parsed[1:] if self._parallel else []))
+            return self._make(parsed[1:] if self._parallel else [])
         if announced is not None:
             self.retracted.add(announced)
-        return ClosedCall([], f"{call.opening}{call.text}{closing}")
+        return InvalidCall(f"{call.opening}{call.text}{closing}")
 
-    def _make(self, parsed: list["_ParsedCall"]) -> list[Delta]:
+    def _make(self, parsed: list["_ParsedCall"]) -> list[ToolCallEvent]:
         self.num_made += len(parsed)
-        return [self._new(call.function, call.written, call.id) for call in parsed]
+        return [event for call in parsed for event in self._new(call.function, call.written, call.id)]
 
     def _parse(self, call: "_StreamingCall") -> list["_ParsedCall"]:
         """Parse the call. Empty if the text is not a call, or if it names an unknown function."""
@@ -127,17 +120,12 @@ class Calls:
             return []
         return parsed if self._functions.issuperset(each.function for each in parsed) else []
 
-    def _new(self, function: str, arguments: str, id: str | None) -> Delta:
+    def _new(self, function: str, arguments: str, id: str | None) -> list[ToolCallEvent]:
         index = len(self._ids)
         if id is None or id in self._ids:  # derived from the job's id, so it is the same in every attempt
             id = "call_" + blake2b(f"{self._job_id}/{index}".encode(), digest_size=12).hexdigest()
         self._ids.append(id)
-        return {
-            "index": index,
-            "id": id,
-            "type": "function",
-            "function": {"name": function, "arguments": arguments},
-        }
+        return [ToolCallBegan(index, id, function), ToolArguments(index, arguments)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +140,8 @@ class _ParsedCall:
 
 def _read(entry: dict[str, Any]) -> _ParsedCall:
     """Validate a call of the parser. Raises one of `_NO_CALL`."""
-    function, arguments, id = entry["name"], entry.get("arguments"), entry.get("id")
+    function, id = entry["name"], entry.get("id")
+    arguments = entry.get("arguments")
     if isinstance(arguments, str):  # JSON within JSON
         arguments = json.loads(arguments)
     arguments = {} if arguments is None else arguments
@@ -174,8 +163,10 @@ def _dumps(arguments: dict[str, Any]) -> str:
 class _StreamingCall:
     """A call that is being generated."""
 
-    def __init__(self, opening: str, as_json: Callable[[str, str], str | None] | None) -> None:
-        self.opening, self._as_json = opening, as_json
+    def __init__(self, opening: str, format: CallFormat) -> None:
+        self.opening = opening
+        self._format = format
+        self._may_be_json = format.is_json
         self._text = list[str]()
         self._json: PartialJson | None = None
         self._name, self._arguments = list[str](), list[str]()
@@ -229,22 +220,40 @@ class _StreamingCall:
         if self._json is None or self._is_complete:
             return ""
         before = len(self._arguments)
-        for key, piece in self._json.feed(text):
-            if key == "name":
-                self._name.append(piece)
-            elif key == "arguments":
-                self._arguments.append(piece)
+        for member in self._json.feed(text):
+            match member.key:
+                case "name":
+                    self._name.append(member.text)
+                case "arguments":
+                    self._arguments.append(member.text)
         return "".join(self._arguments[before:])
 
     def _beginning(self) -> str:
         """Return the text for the JSON parser as soon as it is known to be JSON; empty before."""
+        if not self._may_be_json:
+            return ""
         try:
-            beginning = None if self._as_json is None else self._as_json(self.opening, self.text)
+            beginning = self._format.as_json(self.opening, self.text)
         except ValueError:
-            beginning, self._as_json = None, None
+            self._may_be_json = False
+            return ""
         if beginning is not None:
             self._json = PartialJson()
         return beginning or ""
+
+
+def as_deltas(events: Iterable[ToolCallEvent]) -> tuple[Delta, ...]:
+    """Return the events as OpenAI's deltas, one for each call."""
+    deltas = tuple(map(_as_delta, events))
+    return merge_deltas(deltas) if len(deltas) > 1 else deltas
+
+
+def _as_delta(event: ToolCallEvent) -> Delta:
+    match event:
+        case ToolCallBegan(index, id, function):
+            return {"index": index, "id": id, "type": "function", "function": {"name": function, "arguments": ""}}
+        case ToolArguments(index, text):
+            return {"index": index, "function": {"arguments": text}}
 
 
 def merge_deltas(deltas: Iterable[Delta]) -> tuple[Delta, ...]:
