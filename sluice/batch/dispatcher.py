@@ -18,8 +18,22 @@ from sluice.batch import names
 from sluice.batch.files import LineResult, ResultFiles
 from sluice.batch.job_store import JobStore, StoredJob
 from sluice.batch.source import Line, Source
+from sluice.batch.transitions import (
+    JobCancelled,
+    JobEnded,
+    JobGone,
+    JobQueued,
+    JobRejected,
+    JobToRetry,
+    LineAction,
+    LineError,
+    LineEvent,
+    LineState,
+    RunEnded,
+    line_step,
+)
 from sluice.errors import QueueFull
-from sluice.submission import NewJob
+from sluice.submission import NewJob, Submitted
 
 _POLL_S = 0.25
 _MAX_WINDOW_BYTES = 64_000_000  # of all lines in the window, so that a run does not fill the server
@@ -38,19 +52,42 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class _InFlightLine:
+class InFlightLine:
     """A line in the window, and the job that is currently queued for it."""
 
     line: Line
     retry: int = 0
     failures: int = 0
     custom_id: str = ""  # set when the line is queued
-    queued: bool = False
-    due: float = 0.0  # if not queued: when to queue it, by the monotonic clock
+    state: LineState = LineState.WAITING
+    due: float = 0.0  # if waiting: when to queue it, by the monotonic clock
+    run_error: LineError | None = None  # if closing
 
-    def requeue_after(self, wait_s: float) -> None:
-        """Schedule the line under a new job id, since ids are used once, after `wait_s` seconds."""
-        self.retry, self.queued, self.due = self.retry + 1, False, time.monotonic() + wait_s
+    @property
+    def has_job(self) -> bool:
+        """True if a job of the line is on the server."""
+        return self.state in (LineState.QUEUED, LineState.CLOSING)
+
+    def apply(self, event: LineEvent) -> bytes | LineError | None:
+        """Enter the state that follows. Returns the line's outcome, an answer or an error, if it has ended. Raises
+        `UnexpectedEvent`."""
+        step = line_step(self.state, event)
+        self.state = step.state
+        match step.action, event:
+            case LineAction.POSTPONE, JobRejected(wait_s):
+                self.due = time.monotonic() + wait_s
+            case LineAction.RETRY, JobGone(wait_s) | JobToRetry(wait_s):
+                self.retry += 1
+                if isinstance(event, JobToRetry):
+                    self.failures += 1
+                self.due = time.monotonic() + wait_s
+            case LineAction.CLOSE, RunEnded(error):
+                self.run_error = error
+            case LineAction.RECORD, JobEnded(outcome) | JobCancelled(outcome) | RunEnded(outcome):
+                return outcome
+            case LineAction.RECORD_RUN_ERROR, _:
+                return self.run_error
+        return None
 
 
 class LineDispatcher:
@@ -62,13 +99,15 @@ class LineDispatcher:
     def __init__(
         self, run_id: str, source: Source, lines: Iterable[Line], store: JobStore, results: ResultFiles, window: int
     ) -> None:
-        self._run_id, self._source, self._store, self._results = run_id, source, store, results
+        self._run_id = run_id
+        self._source = source
+        self._store = store
+        self._results = results
         self._window, self._max_queued = window, _MAX_QUEUED
         self._waiting = defaultdict[str, deque[Line]](deque)  # by model, so that a slow model does not delay the others
         for line in lines:
             self._waiting[line.model].append(line)
-        self._in_flight: dict[int, _InFlightLine] = {}  # by line number
-        self._early_end: tuple[str, str] | None = None  # error code and message, set by `end`
+        self._in_flight: dict[int, InFlightLine] = {}  # by line number
 
     @property
     def done(self) -> bool:
@@ -91,16 +130,17 @@ class LineDispatcher:
     async def end(self, code: str, message: str) -> None:
         """Cancel the queued jobs, and write this error for every unfinished line. A line that finishes within five
         seconds keeps its answer."""
-        self._early_end = code, message
+        run_ended = RunEnded(LineError(code, message))
         await self._store.cancel([self._job_id(entry) for entry in self._queued()])
+        await self._apply_to_all(run_ended)
         deadline = time.monotonic() + _CANCEL_WAIT_S
-        while self._queued() and time.monotonic() < deadline:
+        while self._in_flight and time.monotonic() < deadline:
             await self._collect()
             await asyncio.sleep(_POLL_S)
-        await self._write([(entry, self._error(entry, code, message)) for entry in self._in_flight.values()])
-        rest = (_InFlightLine(line) for lines in self._waiting.values() for line in lines)
+        await self._apply_to_all(run_ended)
+        rest = (InFlightLine(line) for lines in self._waiting.values() for line in lines)
         while chunk := list(islice(rest, _CHUNK_JOBS)):
-            await _run_in_thread(self._results.add, [self._error(entry, code, message) for entry in chunk])
+            await _run_in_thread(self._results.add, [self._result(entry, run_ended.error) for entry in chunk])
         self._waiting.clear()
 
     def _fill(self) -> None:
@@ -109,28 +149,22 @@ class LineDispatcher:
             free = self._window - sum(entry.line.model == model for entry in self._in_flight.values())
             while lines and free > 0 and (bytes_queued < _MAX_WINDOW_BYTES or not self._in_flight):
                 line = lines.popleft()
-                self._in_flight[line.number] = _InFlightLine(line)
+                self._in_flight[line.number] = InFlightLine(line)
                 bytes_queued += line.length
                 free -= 1
 
     async def _queue(self) -> None:
         now, free = time.monotonic(), self._max_queued - len(self._queued())
-        due = [entry for entry in self._in_flight.values() if not entry.queued and entry.due <= now]
+        due = [entry for entry in self._in_flight.values() if entry.state is LineState.WAITING and entry.due <= now]
         for chunk in _chunks(due[: max(free, 0)]):
             outcomes = await self._store.submit(await asyncio.to_thread(self._new_jobs, chunk))
             for entry, outcome in zip(chunk, outcomes, strict=True):
-                match outcome:
-                    case QueueFull():
-                        entry.due = time.monotonic() + min(outcome.retry_after_s, _MAX_WAIT_S)
-                    case OutOfMemoryError():
-                        entry.due = time.monotonic() + _FULL_WAIT_S
-                    case _:
-                        entry.queued = True
+                entry.apply(_submit_event(outcome))
             if any(isinstance(outcome, OutOfMemoryError) for outcome in outcomes):
-                await self._halve_queue([entry for entry in chunk if entry.queued])
+                await self._halve_queue([entry for entry in chunk if entry.has_job])
                 return
 
-    async def _halve_queue(self, newest: Sequence[_InFlightLine]) -> None:
+    async def _halve_queue(self, newest: Sequence[InFlightLine]) -> None:
         """Halve the limit of queued lines, and withdraw the ones of `newest` that exceed it. Each line that ends raises
         the limit by one.
 
@@ -142,39 +176,23 @@ class LineDispatcher:
         excess = newest[max(len(newest) - (queued - self._max_queued), 0) :]
         await self._store.delete([job for entry in excess for job in self._jobs_of(entry)])
         for entry in excess:
-            entry.requeue_after(_FULL_WAIT_S)
+            entry.apply(JobGone(_FULL_WAIT_S))
 
     async def _collect(self) -> None:
         queued = self._queued()
         jobs = await self._store.read([self._job_id(entry) for entry in queued])
-        results = ((entry, self._result(entry, stored)) for entry, stored in zip(queued, jobs, strict=True))
-        await self._write([(entry, result) for entry, result in results if result])
+        events = [_job_event(stored, entry.failures) for entry, stored in zip(queued, jobs, strict=True)]
+        await self._apply((entry, event) for entry, event in zip(queued, events, strict=True) if event)
 
-    def _result(self, entry: _InFlightLine, stored: StoredJob) -> LineResult | None:
-        """Return the result of a line; None if its job has not ended, or if the line is to be queued again."""
-        if stored.result is None:
-            if not stored.exists and not self._early_end:
-                entry.requeue_after(_LOST_WAIT_S)
-            return None
-        match json.loads(stored.result):
-            case {"type": "failed", "error": dict(error)}:
-                return self._retry_or_fail(entry, error)
-            case {"type": "cancelled", "reason": str(reason)}:
-                code, message = self._early_end or ("cancelled", f"The job was cancelled: {reason}.")
-                return self._error(entry, code, message)
-        return LineResult(self._job_id(entry), self._custom_id(entry), result=stored.result)
+    async def _apply_to_all(self, event: LineEvent) -> None:
+        await self._apply((entry, event) for entry in self._in_flight.values())
 
-    def _retry_or_fail(self, entry: _InFlightLine, error: dict[str, Any]) -> LineResult | None:
-        # A deadline is part of the request, so a missed one is not retried.
-        if not error["retryable"] or error["type"] == "deadline" or entry.failures + 1 >= _MAX_TRIES:
-            return self._error(entry, error["type"], error["message"])
-        if self._early_end:
-            return self._error(entry, *self._early_end)
-        entry.requeue_after(min(2**entry.failures, _MAX_WAIT_S) * random.uniform(0.5, 1.5))
-        entry.failures += 1
-        return None
+    async def _apply(self, events: Iterable[tuple[InFlightLine, LineEvent]]) -> None:
+        """Apply the events, and write the results of the lines that have ended."""
+        outcomes = ((entry, entry.apply(event)) for entry, event in events)
+        await self._write([(entry, self._result(entry, outcome)) for entry, outcome in outcomes if outcome is not None])
 
-    async def _write(self, ended: Sequence[tuple[_InFlightLine, LineResult]]) -> None:
+    async def _write(self, ended: Sequence[tuple[InFlightLine, LineResult]]) -> None:
         """Write the results, then delete the jobs on the server: in this order no crash loses a result."""
         if not ended:
             return
@@ -190,35 +208,66 @@ class LineDispatcher:
                 await asyncio.wait_for(self._store.delete(jobs), _EXIT_WAIT_S)
             raise
 
-    def _queued(self) -> list[_InFlightLine]:
-        return [entry for entry in self._in_flight.values() if entry.queued]
+    def _queued(self) -> list[InFlightLine]:
+        return [entry for entry in self._in_flight.values() if entry.has_job]
 
-    def _jobs_of(self, entry: _InFlightLine) -> Iterator[tuple[str, str]]:
+    def _jobs_of(self, entry: InFlightLine) -> Iterator[tuple[str, str]]:
         """Yield the id and the model of each job queued for the line so far."""
         for retry in range(entry.retry + 1):
             yield names.job(self._run_id, entry.line.number, retry), entry.line.model
 
-    def _job_id(self, entry: _InFlightLine) -> str:
+    def _job_id(self, entry: InFlightLine) -> str:
         return names.job(self._run_id, entry.line.number, entry.retry)
 
-    def _custom_id(self, entry: _InFlightLine) -> str:
+    def _custom_id(self, entry: InFlightLine) -> str:
         return entry.custom_id or self._source.request(entry.line).custom_id
 
-    def _new_jobs(self, entries: Sequence[_InFlightLine]) -> list[NewJob]:
+    def _new_jobs(self, entries: Sequence[InFlightLine]) -> list[NewJob]:
         """Read and serialize lines. Runs in a thread: large lines would block the caller's event loop."""
         return [self._new_job(entry) for entry in entries]
 
-    def _new_job(self, entry: _InFlightLine) -> NewJob:
+    def _new_job(self, entry: InFlightLine) -> NewJob:
         request = self._source.request(entry.line)
         entry.custom_id = request.custom_id
         return NewJob(self._job_id(entry), request.as_job(), entry.line.model, "batch")
 
-    def _error(self, entry: _InFlightLine, code: str, message: str) -> LineResult:
-        return LineResult(self._job_id(entry), self._custom_id(entry), code=code, message=message)
+    def _result(self, entry: InFlightLine, outcome: bytes | LineError) -> LineResult:
+        job_id, custom_id = self._job_id(entry), self._custom_id(entry)
+        if isinstance(outcome, LineError):
+            return LineResult(job_id, custom_id, code=outcome.code, message=outcome.message)
+        return LineResult(job_id, custom_id, result=outcome)
 
 
-def _chunks(entries: Sequence[_InFlightLine]) -> Iterator[list[_InFlightLine]]:
-    chunk, size = list[_InFlightLine](), 0
+def _submit_event(outcome: Submitted | QueueFull | OutOfMemoryError) -> LineEvent:
+    match outcome:
+        case QueueFull():
+            return JobRejected(min(outcome.retry_after_s, _MAX_WAIT_S))
+        case OutOfMemoryError():
+            return JobRejected(_FULL_WAIT_S)
+    return JobQueued()
+
+
+def _job_event(stored: StoredJob, failures: int) -> LineEvent | None:
+    """Return what has happened to a queued job; None if it has not ended. `failures`: of the line's earlier jobs."""
+    if stored.result is None:
+        return None if stored.exists else JobGone(_LOST_WAIT_S)
+    match json.loads(stored.result):
+        case {"type": "failed", "error": dict(error)}:
+            return _failure_event(error, failures)
+        case {"type": "cancelled", "reason": str(reason)}:
+            return JobCancelled(LineError("cancelled", f"The job was cancelled: {reason}."))
+    return JobEnded(stored.result)
+
+
+def _failure_event(error: dict[str, Any], failures: int) -> LineEvent:
+    # A deadline is part of the request, so a missed one is not retried.
+    if not error["retryable"] or error["type"] == "deadline" or failures + 1 >= _MAX_TRIES:
+        return JobEnded(LineError(error["type"], error["message"]))
+    return JobToRetry(min(2**failures, _MAX_WAIT_S) * random.uniform(0.5, 1.5))
+
+
+def _chunks(entries: Sequence[InFlightLine]) -> Iterator[list[InFlightLine]]:
+    chunk, size = list[InFlightLine](), 0
     for entry in entries:
         if chunk and (len(chunk) == _CHUNK_JOBS or size + entry.line.length > _CHUNK_BYTES):
             yield chunk

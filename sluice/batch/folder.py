@@ -12,10 +12,10 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from sluice.batch import names
+from sluice.batch.files import StateFile
 from sluice.batch.options import RunOptions, RunPaths
 from sluice.batch.registry import BatchRegistry
 from sluice.batch.run import Run, endless_retries, new_batch, publish
-from sluice.batch.state import StateFile
 from sluice.batch.status import Batch, Problem, Problems
 from sluice.errors import BatchRefused, BatchTaken
 from sluice.transport.retries import Retries

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from sluice.batch.files import RunState
 from sluice.batch.options import RunOptions, RunPaths
-from sluice.batch.state import RunState
 from sluice.batch.status import Batch, Problem, Problems
 from sluice.errors import BatchRefused
 

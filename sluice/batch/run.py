@@ -7,22 +7,21 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
-from typing import Literal
+from dataclasses import dataclass, replace
 
 from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError, RedisError
 
 from sluice.batch import rerun
 from sluice.batch.dispatcher import LineDispatcher
-from sluice.batch.files import ResultFiles
+from sluice.batch.files import ResultFiles, RunState, StateFile
 from sluice.batch.job_store import JobStore
 from sluice.batch.options import DEFAULT_WINDOW, RunOptions, RunPaths, parse_window
 from sluice.batch.registry import BatchRegistry
 from sluice.batch.served import describe_unserved, describe_unused, give_options, set_mapping
 from sluice.batch.source import Line, Scan, Source, sorted_for_reuse
-from sluice.batch.state import RunState, StateFile
 from sluice.batch.status import Batch, BatchDetails, Problem, Problems, RequestCounts, State
+from sluice.batch.transitions import RunAction, RunEvent, run_step
 from sluice.errors import BatchRefused
 from sluice.presence import Workers
 from sluice.transport.retries import Retries
@@ -37,8 +36,8 @@ _PUBLISH_S = 60.0
 _EXIT_WAIT_S = 1.0  # for the server, when the run is interrupted
 
 _EARLY_ENDINGS = {
-    "expired": ("batch_expired", "The completion window ran out before this line was done."),
-    "cancelled": ("batch_cancelled", "The run was cancelled before this line was done."),
+    RunAction.EXPIRE_LINES: ("batch_expired", "The completion window ran out before this line was done."),
+    RunAction.CANCEL_LINES: ("batch_cancelled", "The run was cancelled before this line was done."),
 }
 
 
@@ -79,7 +78,8 @@ async def _check_options(redis: Redis, paths: RunPaths, options: RunOptions, sta
 async def _resume_or_start(
     redis: Redis, paths: RunPaths, options: RunOptions, state: StateFile, on_progress: OnProgress
 ) -> Batch:
-    saved, registry, retries = state.load(), BatchRegistry(redis), endless_retries(redis)
+    saved = state.load()
+    registry, retries = BatchRegistry(redis), endless_retries(redis)
     if saved and saved.batch.ended and saved.batch.status != "failed":
         await publish(retries, registry.announce_late, saved.batch)
         return saved.batch
@@ -140,17 +140,15 @@ class Run:
     def __init__(
         self, redis: Redis, paths: RunPaths, options: RunOptions, state: StateFile, on_progress: OnProgress = _ignore
     ) -> None:
-        self._redis, self._paths, self._options, self._state, self._on_progress = (
-            redis,
-            paths,
-            options,
-            state,
-            on_progress,
-        )
+        self._redis = redis
+        self._paths = paths
+        self._options = options
+        self._state = state
+        self._on_progress = on_progress
         self._retries = endless_retries(redis)
         self._registry, self._jobs = BatchRegistry(redis), JobStore(redis, self._retries)
         self._saved = self._initial_state()
-        self._status: Callable[[], Batch] = lambda: self._saved.batch
+        self._counts: _LineCounts | None = None  # once the input has been read
         self._put_at = 0.0
 
     async def run_to_end(self) -> Batch:
@@ -218,7 +216,7 @@ class Run:
         """Save the run as failed, and return its status. For a run that queued no line, or cannot be resumed."""
         output = str(self._paths.output) if self._paths.output.exists() else None
         batch = replace(self._saved.batch, errors=Problems(tuple(problems)), output_file_id=output)
-        self._save(batch.enter("failed", time.time()))
+        self._save(batch.enter(run_step(batch.status, RunEvent.REFUSED).state, time.time()))
         return self._saved.batch
 
     def _initial_state(self) -> RunState:
@@ -231,40 +229,43 @@ class Run:
         return RunState(batch, saved.sha256, saved.models if models is None else models)
 
     async def _feed(self, source: Source, lines: list[Line], results: ResultFiles) -> None:
-        unfinished = sorted_for_reuse([line for line in lines if line.digest not in results.done])
-        dispatcher = LineDispatcher(self._saved.batch.id, source, unfinished, self._jobs, results, self._options.window)
-        since = self._saved.batch.in_progress_at or time.time()
-        models = Counter(line.model for line in lines)
-
-        def status(state: State | None = None) -> Batch:
-            batch = self._saved.batch if state is None else self._saved.batch.enter(state, time.time())
-            return _counted(batch, results, models, time.time() - since)
-
-        self._status = status
-        is_resumed = self._saved.batch.status != "validating"
-        await self._announce(status() if is_resumed else status("in_progress"))
-        ending = await self._until_done(dispatcher, status)
-        if ending == "completed":
-            await self._announce(status("finalizing"))
-        else:
-            if ending == "cancelled":
-                await self._announce(status("cancelling"))
-            await dispatcher.end(*_EARLY_ENDINGS[ending])
-        self._save(status(ending))
-
-    async def _until_done(
-        self, dispatcher: LineDispatcher, status: Callable[[], Batch]
-    ) -> Literal["completed", "expired", "cancelled"]:
         batch = self._saved.batch
+        unfinished = sorted_for_reuse([line for line in lines if line.digest not in results.done])
+        dispatcher = LineDispatcher(batch.id, source, unfinished, self._jobs, results, self._options.window)
+        models = Counter(line.model for line in lines)
+        self._counts = _LineCounts(results, models, batch.in_progress_at or time.time())
+        step = run_step(batch.status, RunEvent.ACCEPTED)
+        while step.action is not RunAction.END:
+            await self._announce(self._in_state(step.state))
+            step = run_step(step.state, await self._perform(step.action, dispatcher))
+        self._save(self._in_state(step.state))
+
+    async def _perform(self, action: RunAction, dispatcher: LineDispatcher) -> RunEvent:
+        if action is RunAction.FEED:
+            return await self._until_event(dispatcher)
+        await dispatcher.end(*_EARLY_ENDINGS[action])
+        return RunEvent.LINES_CLOSED
+
+    async def _until_event(self, dispatcher: LineDispatcher) -> RunEvent:
+        expires_at = self._saved.batch.expires_at
         while not dispatcher.done:
-            if batch.status == "cancelling" or await self._is_cancel_requested():
-                return "cancelled"
-            if batch.expires_at and time.time() >= batch.expires_at:
-                return "expired"
+            if await self._is_cancel_requested():
+                return RunEvent.CANCEL_REQUESTED
+            if expires_at and time.time() >= expires_at:
+                return RunEvent.WINDOW_OVER
             wait_s = await dispatcher.step()
-            await self._report(status())
+            await self._report(self._status())
             await asyncio.sleep(wait_s)
-        return "completed"
+        return RunEvent.LINES_DONE
+
+    def _status(self) -> Batch:
+        """Return the saved status with the present counts."""
+        return self._counts.added_to(self._saved.batch) if self._counts else self._saved.batch
+
+    def _in_state(self, state: State) -> Batch:
+        """Return the present status in this state. The time at which a state was entered is kept on resuming."""
+        batch = self._status()
+        return batch if batch.status == state else batch.enter(state, time.time())
 
     async def _is_cancel_requested(self) -> bool:
         batch_id = self._saved.batch.id
@@ -287,19 +288,28 @@ class Run:
         self._state.save(self._saved)
 
 
-def _counted(batch: Batch, results: ResultFiles, models: Counter[str], seconds: float) -> Batch:
-    counts = results.counts
-    return replace(
-        batch,
-        model=next(iter(models)) if len(models) == 1 else None,
-        error_file_id=str(results.errors_path) if results.errors_path else None,
-        request_counts=RequestCounts(models.total(), counts.completed, counts.failed),
-        usage=counts.usage,
-        sluice=BatchDetails(
-            host=batch.sluice.host,
-            seconds=round(seconds, 3),
-            models=dict(models),
-            retried=counts.retried,
-            failures=dict(counts.failures),
-        ),
-    )
+@dataclass(frozen=True, slots=True)
+class _LineCounts:
+    """Counts of a run's lines, for its status."""
+
+    results: ResultFiles
+    models: Counter[str]  # number of lines by served model
+    since: float  # when the first line was queued, in Unix seconds
+
+    def added_to(self, batch: Batch) -> Batch:
+        """Return the status with the present counts."""
+        counts = self.results.counts
+        return replace(
+            batch,
+            model=next(iter(self.models)) if len(self.models) == 1 else None,
+            error_file_id=str(self.results.errors_path) if self.results.errors_path else None,
+            request_counts=RequestCounts(self.models.total(), counts.completed, counts.failed),
+            usage=counts.usage,
+            sluice=BatchDetails(
+                host=batch.sluice.host,
+                seconds=round(time.time() - self.since, 3),
+                models=dict(self.models),
+                retried=counts.retried,
+                failures=dict(counts.failures),
+            ),
+        )

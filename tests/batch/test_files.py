@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from sluice.batch import names
-from sluice.batch.files import AppendOnlyFile, LineResult, ResultFiles
+from sluice.batch.files import AppendOnlyFile, LineResult, ResultFiles, RunState, StateFile
 from sluice.batch.lines import digest
-from sluice.batch.state import RunState, StateFile
 from sluice.batch.status import Batch
 from sluice.errors import BatchRefused, BatchTaken
 from tests.batch.helpers import ids, read

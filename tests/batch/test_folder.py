@@ -11,8 +11,8 @@ from redis.asyncio import Redis
 
 from sluice import Batch, Client
 from sluice.batch import folder as folders
+from sluice.batch.files import StateFile
 from sluice.batch.folder import Folder
-from sluice.batch.state import StateFile
 from tests.batch.helpers import ANY, Chat, ids, says, write
 from tests.queue.helpers import until
 

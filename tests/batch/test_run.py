@@ -16,10 +16,10 @@ from redis.exceptions import NoPermissionError
 
 from sluice import Batch, BatchRefused, BatchTaken, Client, UnknownBatch
 from sluice.batch import dispatcher, files, run
+from sluice.batch.files import StateFile
 from sluice.batch.job_store import JobStore
 from sluice.batch.registry import BatchRegistry
 from sluice.batch.source import Scan, Source, prefix_key
-from sluice.batch.state import StateFile
 from sluice.wire import batch_cancel_key
 from tests.batch.helpers import ANY, Chat, holds, ids, leave, left, read, says, started, write
 from tests.line import Line
@@ -254,6 +254,19 @@ async def test_after_its_end_a_run_only_says_how_it_ended(
     before = out.read_bytes()
     assert await client.batch(many, out, models=ANY) == first
     assert (out.read_bytes(), len(chat.began)) == (before, 1)
+
+
+async def test_a_cancelled_run_that_was_left_before_its_last_state_was_saved_ends_cancelled(
+    client: Client, chat: Chat, tmp_path: Path, out: Path
+) -> None:
+    many = write(tmp_path / "in.jsonl", says("a"))
+    done = await client.batch(many, out, models=ANY)
+    with StateFile(out.with_name("out.jsonl.run")) as state:
+        saved = state.load()
+        assert saved is not None
+        state.save(replace(saved, batch=replace(done, status="cancelling", cancelling_at=7, completed_at=None)))
+    batch = await client.batch(many, out, models=ANY)
+    assert (batch.status, batch.cancelling_at, batch.completed_at) == ("cancelled", 7, None)
 
 
 async def test_a_run_that_was_left_while_its_file_was_read_goes_on_as_the_same_run(

@@ -1,0 +1,185 @@
+"""Transition tables of a run and of its lines: what follows each event in each state. An event that a state does not
+list cannot occur in it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from sluice.batch.status import State
+
+
+class UnexpectedEvent(RuntimeError):
+    """An event occurred in a state that does not list it."""
+
+    def __init__(self, state: object, event: object) -> None:
+        super().__init__(f"{state}: {event} cannot occur in this state; please report it")
+        self.state = state
+        self.event = event
+
+
+class RunEvent(Enum):
+    """An event of a run."""
+
+    ACCEPTED = "the input was read, for a new or a resumed run"
+    REFUSED = "the input or its models were refused"
+    LINES_DONE = "every line has a result"
+    CANCEL_REQUESTED = "the cancellation of the run was requested"
+    WINDOW_OVER = "the completion window ran out"
+    LINES_CLOSED = "every unfinished line has an error"
+
+
+class RunAction(Enum):
+    """What to do after a transition."""
+
+    FEED = "queue lines and collect results"
+    CANCEL_LINES = "end the unfinished lines as cancelled"
+    EXPIRE_LINES = "end the unfinished lines as expired"
+    END = "nothing more"
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    """A transition of a run: the state to enter and save, and then the action."""
+
+    state: State
+    action: RunAction
+
+
+# A resumed run is accepted in the state that was saved. One that was finalizing has all results, unless its files were
+# changed meanwhile: then it is fed again.
+RUN_STEPS: Mapping[tuple[State, RunEvent], RunStep] = {
+    ("validating", RunEvent.ACCEPTED): RunStep("in_progress", RunAction.FEED),
+    ("validating", RunEvent.REFUSED): RunStep("failed", RunAction.END),
+    ("in_progress", RunEvent.ACCEPTED): RunStep("in_progress", RunAction.FEED),
+    ("in_progress", RunEvent.REFUSED): RunStep("failed", RunAction.END),
+    ("in_progress", RunEvent.LINES_DONE): RunStep("finalizing", RunAction.FEED),
+    ("in_progress", RunEvent.CANCEL_REQUESTED): RunStep("cancelling", RunAction.CANCEL_LINES),
+    ("in_progress", RunEvent.WINDOW_OVER): RunStep("in_progress", RunAction.EXPIRE_LINES),
+    ("in_progress", RunEvent.LINES_CLOSED): RunStep("expired", RunAction.END),
+    ("finalizing", RunEvent.ACCEPTED): RunStep("finalizing", RunAction.FEED),
+    ("finalizing", RunEvent.REFUSED): RunStep("failed", RunAction.END),
+    ("finalizing", RunEvent.LINES_DONE): RunStep("completed", RunAction.END),
+    ("finalizing", RunEvent.CANCEL_REQUESTED): RunStep("cancelling", RunAction.CANCEL_LINES),
+    ("finalizing", RunEvent.WINDOW_OVER): RunStep("finalizing", RunAction.EXPIRE_LINES),
+    ("finalizing", RunEvent.LINES_CLOSED): RunStep("expired", RunAction.END),
+    ("cancelling", RunEvent.ACCEPTED): RunStep("cancelling", RunAction.CANCEL_LINES),
+    ("cancelling", RunEvent.REFUSED): RunStep("failed", RunAction.END),
+    ("cancelling", RunEvent.LINES_CLOSED): RunStep("cancelled", RunAction.END),
+}
+
+
+def run_step(state: State, event: RunEvent) -> RunStep:
+    """Return what follows an event of a run. Raises `UnexpectedEvent`."""
+    if step := RUN_STEPS.get((state, event)):
+        return step
+    raise UnexpectedEvent(state, event)
+
+
+class LineState(Enum):
+    """State of a line in the window."""
+
+    WAITING = "waiting"  # until it is due
+    QUEUED = "queued"  # its job is queued or running
+    CLOSING = "closing"  # the run ends early and has cancelled its job, which may still end otherwise
+    ENDED = "ended"  # it has an outcome
+
+
+@dataclass(frozen=True, slots=True)
+class LineError:
+    """Code and message of a line without an answer."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobQueued:
+    """The server has queued the line's job."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobRejected:
+    """The server is full and did not queue the line's job."""
+
+    wait_s: float  # before the next attempt
+
+
+@dataclass(frozen=True, slots=True)
+class JobGone:
+    """The server has lost the job, or it was withdrawn from a full server."""
+
+    wait_s: float  # before the line is queued again
+
+
+@dataclass(frozen=True, slots=True)
+class JobToRetry:
+    """The job failed, and another attempt may succeed."""
+
+    wait_s: float  # before the line is queued again
+
+
+@dataclass(frozen=True, slots=True)
+class JobCancelled:
+    """The job was cancelled, by the run itself or by another client."""
+
+    error: LineError
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnded:
+    """The job ended with an answer, as the worker wrote it, or failed for good."""
+
+    outcome: bytes | LineError
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """The run ends early. For a line whose job it has cancelled: the time for such jobs is over."""
+
+    error: LineError
+
+
+LineEvent = JobQueued | JobRejected | JobGone | JobToRetry | JobCancelled | JobEnded | RunEnded
+
+
+class LineAction(Enum):
+    """What to do after a transition."""
+
+    NOTHING = "nothing"
+    POSTPONE = "wait, then queue the same job"
+    RETRY = "wait, then queue the line under a new job id, since ids are used once"
+    CLOSE = "keep the run's error, and wait for the job"
+    RECORD = "record the outcome of the event"
+    RECORD_RUN_ERROR = "record the run's error"
+
+
+@dataclass(frozen=True, slots=True)
+class LineStep:
+    """A transition of a line."""
+
+    state: LineState
+    action: LineAction
+
+
+LINE_STEPS: Mapping[tuple[LineState, type[LineEvent]], LineStep] = {
+    (LineState.WAITING, JobQueued): LineStep(LineState.QUEUED, LineAction.NOTHING),
+    (LineState.WAITING, JobRejected): LineStep(LineState.WAITING, LineAction.POSTPONE),
+    (LineState.WAITING, RunEnded): LineStep(LineState.ENDED, LineAction.RECORD),
+    (LineState.QUEUED, JobGone): LineStep(LineState.WAITING, LineAction.RETRY),
+    (LineState.QUEUED, JobToRetry): LineStep(LineState.WAITING, LineAction.RETRY),
+    (LineState.QUEUED, JobCancelled): LineStep(LineState.ENDED, LineAction.RECORD),
+    (LineState.QUEUED, JobEnded): LineStep(LineState.ENDED, LineAction.RECORD),
+    (LineState.QUEUED, RunEnded): LineStep(LineState.CLOSING, LineAction.CLOSE),
+    (LineState.CLOSING, JobGone): LineStep(LineState.ENDED, LineAction.RECORD_RUN_ERROR),
+    (LineState.CLOSING, JobToRetry): LineStep(LineState.ENDED, LineAction.RECORD_RUN_ERROR),
+    (LineState.CLOSING, JobCancelled): LineStep(LineState.ENDED, LineAction.RECORD_RUN_ERROR),
+    (LineState.CLOSING, JobEnded): LineStep(LineState.ENDED, LineAction.RECORD),
+    (LineState.CLOSING, RunEnded): LineStep(LineState.ENDED, LineAction.RECORD),
+}
+
+
+def line_step(state: LineState, event: LineEvent) -> LineStep:
+    """Return what follows an event of a line. Raises `UnexpectedEvent`."""
+    if step := LINE_STEPS.get((state, type(event))):
+        return step
+    raise UnexpectedEvent(state, event)
