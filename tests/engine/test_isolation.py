@@ -1,6 +1,8 @@
 """Whatever fails costs the row that it belongs to, and the others nothing but time."""
 
+import ast
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -12,6 +14,7 @@ import pytest
 
 from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
 from tests.engine.tiny import CONFIGS, alone, model, network, prompt, write_checkpoint
+from worker.engine import active
 from worker.engine.active import EngineBroken
 from worker.engine.batch import decode_batch as rows_module
 from worker.engine.batch.decode_batch import DecodeBatch
@@ -428,3 +431,18 @@ async def test_broken_engine_reports_failure_to_end_the_process(
     assert EngineBroken in {record.exc_info[0] for record in caplog.records if record.exc_info}
     # Those that were not found guilty by then are in the queue's hands again.
     assert not any(isinstance(outcome, Sampled) for outcome in outcomes)
+
+
+def test_exceptions_of_every_type_are_caught_only_by_isolate_and_at_the_end_of_the_thread() -> None:
+    def catches_all(handler: ast.ExceptHandler) -> bool:
+        broad = handler.type is None or getattr(handler.type, "id", "") in ("Exception", "BaseException")
+        return broad and not any(isinstance(node, ast.Raise) and node.exc is None for node in ast.walk(handler))
+
+    folder = Path(active.__file__).parent
+    found = Counter(
+        str(file.relative_to(folder))
+        for file in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ExceptHandler) and catches_all(node)
+    )
+    assert found == {"isolation.py": 1, "thread.py": 1}
