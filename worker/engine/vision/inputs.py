@@ -91,7 +91,7 @@ class MultimodalInputs:
 
     def read(self, cache: list[Any], indices: Sequence[int]) -> None:
         """Append the tokens at these indices, in order, to the cache. Lazy. If earlier tokens are dropped, a family
-        without its own positions must receive them by other means: see `SparsePrefill`."""
+        without its own positions must receive them by other means: see `ComputeSpans`."""
         tokens = mx.array([[self._tokens[index] for index in indices]])
         embeddings, images = self._family.embeddings(tokens), [*self._spans_among(indices)]
         for (first, last), features in images:
