@@ -22,18 +22,18 @@ local function take_ownership(index, job, arguments, now)
   local expired = is_past_deadline(job, now)
   move_to_leases(index, id, job.score, tonumber(arguments.lease_ms), now)
   local attempt = redis.call('HINCRBY', key, 'attempt', 1)
-  local crashes = redis.call('HINCRBY', key, 'crashes', job.counts_as_crash and 1 or 0)
   if job.expirations > 0 then redis.call('HSET', key, 'lapses', job.expirations, 'probation', 1) end
   redis.call('SET', 'arq:in-progress:' .. id, arguments.worker .. ':' .. attempt, 'PX', arguments.lease_ms)
   redis.call('HSET', key, 'state', 'running', 'worker', arguments.worker, 'lane', arguments.lane,
-    'started_at', now / 1000)
+    'started_at', now / 1000, 'crashes', job.crashes)
   redis.call('PEXPIRE', key, arguments.life_ms)
-  redis.call('PEXPIRE', 'sluice:log:' .. id, arguments.life_ms)
+  local events = events_of(id)
+  if events > 0 then redis.call('PEXPIRE', 'sluice:log:' .. id, arguments.life_ms) end
   -- No body for a job past its deadline, since thousands may expire together.
   local body, bytes = body_of(id, expired and 0 or tonumber(arguments.most_body_bytes))
-  return { 'job_id', id, 'attempt', attempt, 'crashes', crashes, 'lease_expirations', job.expirations,
+  return { 'job_id', id, 'attempt', attempt, 'crashes', job.crashes, 'lease_expirations', job.expirations,
     'cancelled', redis.call('EXISTS', 'sluice:cancel:' .. id), 'expired', expired and 1 or 0,
-    'queued_ms', job.score, 'events', events_of(id), 'body', body, 'body_bytes', bytes, 'tenant', job.tenant,
+    'queued_ms', job.score, 'events', events, 'body', body, 'body_bytes', bytes, 'tenant', job.tenant,
     'resume_state', redis.call('HMGET', key, unpack(arguments.resume_fields)) }
 end
 
