@@ -35,7 +35,9 @@ class Sent(BaseModel):
 
 def _check(value: dict[str, Any], max_values: int, max_characters: int) -> dict[str, Any]:
     """Check that the object can be written as JSON in UTF-8 and is not too large. Raises ValueError."""
-    level, values, characters = list[Any]([value]), 0, 0
+    level = list[Any]([value])
+    values = 0
+    characters = 0
     for _ in range(_MAX_LEVELS):
         items = [item for each in level for item in (each.values() if isinstance(each, dict) else each)]
         if any(isinstance(item, float) and not isfinite(item) for item in items):

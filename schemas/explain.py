@@ -65,7 +65,9 @@ def _relevant(problems: list[ErrorDetails]) -> list[ErrorDetails]:
 
 
 def _sentence(problem: ErrorDetails) -> str:
-    kind, value, context = problem["type"], problem["input"], problem.get("ctx", {})
+    kind = problem["type"]
+    value = problem["input"]
+    context = problem.get("ctx", {})
     where = locate(_loc(problem)).path
     if kind.startswith("union_tag") and isinstance(value, dict):
         tag = context["discriminator"].strip("'")

@@ -155,8 +155,11 @@ def _values(field: FieldInfo) -> str:
 
 def _range(metadata: list[Any]) -> str:
     bounds = {name: getattr(item, name) for item in metadata for name in ("ge", "gt", "le") if hasattr(item, name)}
-    low = f"above {bounds['gt']:g}" if "gt" in bounds else f"{bounds['ge']:,}"
-    return f"{low} … {bounds['le']:,}" if "le" in bounds else low if "gt" in bounds else f"{low} or more"
+    above = "gt" in bounds
+    low = f"above {bounds['gt']:g}" if above else f"{bounds['ge']:,}"
+    if "le" in bounds:
+        return f"{low} … {bounds['le']:,}"
+    return low if above else f"{low} or more"
 
 
 def _cell(text: str) -> str:
@@ -174,7 +177,9 @@ def _has_default(field: FieldInfo) -> bool:
 
 
 def _plain(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 if __name__ == "__main__":

@@ -65,9 +65,11 @@ class Client:
             raise ValueError("a client with decode_responses=True cannot be used: give one without, or just the url")
         self._retries, self._hub = Retries(self._redis, outage_s), Hub(self._redis)
         self._streams = Streams(self._redis, self._hub, self._retries)
-        self._submission, self._registry = Submission(self._redis, self._retries), BatchRegistry(self._redis)
+        self._submission = Submission(self._redis, self._retries)
+        self._registry = BatchRegistry(self._redis)
         self._cancellation = Cancellation(self._redis, self._retries)
-        self._queues, self._workers = Queues(self._redis, self._retries), Workers(self._redis, self._retries)
+        self._queues = Queues(self._redis, self._retries)
+        self._workers = Workers(self._redis, self._retries)
         self._dead_letters = DeadLetters(self._redis, self._retries)
 
     async def __aenter__(self) -> Self:

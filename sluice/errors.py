@@ -33,7 +33,9 @@ class QueueFull(SluiceError):
     def __init__(self, length: int, limit: int, retry_after_s: float) -> None:
         wait_s = max(1, math.ceil(retry_after_s))
         super().__init__(f"the queue holds {length:,} of at most {counted(limit, 'job')}; room is likely in {wait_s} s")
-        self.length, self.limit, self.retry_after_s = length, limit, retry_after_s
+        self.length = length
+        self.limit = limit
+        self.retry_after_s = retry_after_s
 
 
 class NoWorker(SluiceError):

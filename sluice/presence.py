@@ -12,7 +12,9 @@ class Workers:
     """Reads the hashes that workers publish. Foreign values under such a key are skipped."""
 
     def __init__(self, redis: Redis, retries: Retries, *, waits_out_outages: bool = False) -> None:
-        self._redis, self._retries, self._waits_out_outages = redis, retries, waits_out_outages
+        self._redis = redis
+        self._retries = retries
+        self._waits_out_outages = waits_out_outages
 
     async def read_all(self) -> list[dict[str, str]]:
         """Return the fields of each live worker."""

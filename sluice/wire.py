@@ -39,7 +39,9 @@ def queue_key(model: str, lane: Lane) -> str:
 def parse_queue_key(key: bytes) -> tuple[str, Lane] | None:
     """Return the model and the lane; None if the key is not the key of a queue."""
     match = re.fullmatch(f"sluice:queue:({MODEL_NAME}):(interactive|batch)", key.decode("utf-8", "replace"))
-    return (match[1], "batch" if match[2] == "batch" else "interactive") if match else None
+    if match is None:
+        return None
+    return match[1], "batch" if match[2] == "batch" else "interactive"
 
 
 def log_key(job_id: str) -> str:

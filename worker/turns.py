@@ -17,7 +17,8 @@ class Turns:
 
     def __init__(self, slots: int, *, reserved: int = 0) -> None:
         """`reserved`: slots that offline jobs leave free."""
-        self._free, self._reserved = slots, dict.fromkeys(LANES, reserved) | {"interactive": 0}
+        self._free = slots
+        self._reserved = dict.fromkeys(LANES, reserved) | {"interactive": 0}
         self._queues = {lane: _TenantQueue() for lane in LANES}
 
     @property

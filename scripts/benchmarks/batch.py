@@ -25,7 +25,10 @@ from scripts.stack import TINY_CHAT, Server, WorkerProcess
 from scripts.tiny_chat.data import ITEMS, PLACES
 from sluice import Client
 
-LINES, ROWS, TOKENS, RUNS = 500, 32, 24, 3  # ROWS is batch_generate's own default
+LINES = 500
+ROWS = 32  # batch_generate's own default
+TOKENS = 24
+RUNS = 3
 Body = dict[str, Any]
 
 
@@ -67,7 +70,10 @@ class Bench:
     """Answers requests in several ways. Each way starts a new worker, whose prefix cache is empty."""
 
     def __init__(self, folder: Path, checkpoint: Path, console: Console) -> None:
-        self._folder, self._checkpoint, self._console, self._runs = folder, checkpoint, console, count()
+        self._folder = folder
+        self._checkpoint = checkpoint
+        self._console = console
+        self._runs = count()
         self._network, self._tokenizer, *_ = mlx_lm.load(str(checkpoint))
         mlx_lm.batch_generate(self._network, self._tokenizer, [[10, 11]], max_tokens=TOKENS)  # warm
 
@@ -175,7 +181,9 @@ def throughput(bench: Bench) -> Iterator[Line]:
 
 # Questions about a few documents in random order, with a prefix cache that holds only some of the documents
 
-DOCUMENTS, QUESTIONS, DOCUMENT_WORDS = 10, 12, 100
+DOCUMENTS = 10
+QUESTIONS = 12
+DOCUMENT_WORDS = 100
 CACHE_GB = 0.012
 
 

@@ -32,9 +32,14 @@ from worker.schedule.request import GenerationRequest
 
 SUMMARY = "many different chats at once, against another checkout and against mlx_lm.server"
 TOKENS = 96  # of each answer; the models never sample the end of sequence
-OURS, BASELINE, MLX_SERVER = "sluice", "baseline", "mlx_lm.server"
+OURS = "sluice"
+BASELINE = "baseline"
+MLX_SERVER = "mlx_lm.server"
 # For 32 at once, relative to the baseline; the gap relative to the decode time of 32 rows.
-MAX_CHATS, MIN_SPEED, MAX_WAIT, MAX_GAP = 32, 1.2, 0.65, 3.5
+MAX_CHATS = 32
+MIN_SPEED = 1.2
+MAX_WAIT = 0.65
+MAX_GAP = 3.5
 LIMITS = f"limits: tokens/s ≥ {MIN_SPEED} ×, last first token ≤ {MAX_WAIT} ×, longest gap ≤ {MAX_GAP} decode times"
 _THREADS = "OPENBLAS_NUM_THREADS"
 _START_S = 60.0
@@ -98,7 +103,10 @@ class Bench:
     def __init__(
         self, console: Console, name: str, checkpoint: Path, redis_url: str, options: argparse.Namespace
     ) -> None:
-        self._console, self._name, self._checkpoint, self._url = console, name, checkpoint, redis_url
+        self._console = console
+        self._name = name
+        self._checkpoint = checkpoint
+        self._url = redis_url
         self._options, self._prompts = options, Prompts()
 
     def run(self) -> bool:

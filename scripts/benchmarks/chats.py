@@ -122,7 +122,9 @@ async def through_queue(url: str, model: str, texts: Sequence[str], tokens: int)
 
 
 async def _queued(client: Client, model: str, body: dict[str, Any], began: float) -> Answer:
-    job, arrivals, tokens = await client.submit(body, model=model), list[float](), 0
+    job = await client.submit(body, model=model)
+    arrivals = list[float]()
+    tokens = 0
     async for event in client.stream(job.id):
         if isinstance(event, Delta):
             arrivals.append(time.perf_counter() - began)

@@ -100,14 +100,16 @@ def engine_s(model: Model, rows: int) -> float:
 
 def batch_generate_s(model: Model, rows: int) -> float:
     """Return the seconds that batch_generate takes for the same requests."""
-    prompts, began = [list(prompt(PROMPT, i)) for i in range(rows)], time.perf_counter()
+    prompts = [list(prompt(PROMPT, i)) for i in range(rows)]
+    began = time.perf_counter()
     mlx_lm.batch_generate(model.network, model.tokenizer, prompts, max_tokens=TOKENS)
     return time.perf_counter() - began
 
 
 def generate_s(model: Model, rows: int) -> float:
     """Return the seconds that mlx_lm.generate takes for them one by one."""
-    prompts, began = [list(prompt(PROMPT, i)) for i in range(rows)], time.perf_counter()
+    prompts = [list(prompt(PROMPT, i)) for i in range(rows)]
+    began = time.perf_counter()
     for tokens in prompts:
         mlx_lm.generate(model.network, model.tokenizer, tokens, max_tokens=TOKENS)
     return time.perf_counter() - began
@@ -184,7 +186,9 @@ class Batch:
     """The rows of a batch, decoded as the engine does it."""
 
     def __init__(self, model: Model) -> None:
-        self._network, self._groups, self._rows = model.network, Groups(model.network, lambda groups: True), 0
+        self._network = model.network
+        self._groups = Groups(model.network, lambda groups: True)
+        self._rows = 0
 
     def add(self, tokens: int) -> float:
         """Add a row with `tokens` tokens, and return the seconds that it takes."""
@@ -234,7 +238,8 @@ def additions(model: Model) -> Iterator[Line]:
         batch.step()
     within, growing = list[float](), list[float]()
     while len(growing) < 1:
-        decode_s, size = statistics.median(batch.step() for _ in range(5)), batch.nbytes
+        decode_s = statistics.median(batch.step() for _ in range(5))
+        size = batch.nbytes
         took_s = batch.add(2000) + batch.step()  # adding waits for the running step
         (within if batch.nbytes == size else growing).append(took_s / decode_s)
     cost = statistics.median(within)

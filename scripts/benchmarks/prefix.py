@@ -70,8 +70,12 @@ def open_checkpoint(checkpoint: Path) -> Model:
 # Conversations on one system prompt. What opens the answer stays in the next prompt, or the template takes it back, as
 # it does an open think block: the boundary then lies before it
 
-CONVERSATIONS, TURNS, SYSTEM = 20, 5, 1000
-USER, OPENING, ANSWER = 40, 4, 16
+CONVERSATIONS = 20
+TURNS = 5
+SYSTEM = 1000
+USER = 40
+OPENING = 4
+ANSWER = 16
 
 
 class Chat:
@@ -79,7 +83,10 @@ class Chat:
 
     def __init__(self, number: int, system: int, *, opening: int = 1) -> None:
         """`opening`: number of tokens after the boundary of the last turn; at least the last one of the prompt."""
-        self.number, self.turn, self.system, self.opening = number, 0, system, opening
+        self.number = number
+        self.turn = 0
+        self.system = system
+        self.opening = opening
         self.history = prompt(system, seed=0)
 
     def next_turn(self) -> tuple[int, ...]:
@@ -107,7 +114,11 @@ class Measured:
 
 def run_request(engine: Engine, sequence: GenerationRequest) -> Measured:
     """Run a request alone to its end."""
-    began, first, cached, answer, nbytes = time.perf_counter(), 0.0, 0, list[int](), 0
+    began = time.perf_counter()
+    first = 0.0
+    cached = 0
+    answer = list[int]()
+    nbytes = 0
     engine.add(sequence)
     while len(engine):
         report = engine.step()
@@ -170,12 +181,14 @@ def first_tokens(model: Model, kinds: dict[str, int]) -> Iterator[Line]:
     engine, cold = Engine(model, step_s=10.0, prefix_bytes=CACHE_BYTES), Engine(model, step_s=10.0, prefix_bytes=0)
     chats = [Chat(i, SYSTEM, opening=[*kinds.values()][i % len(kinds)]) for i in range(CONVERSATIONS)]
     bare_models = [BareModel(model.network, system_cache) for _ in chats]
-    took, against_cold = {opening: list[tuple[float, float, float]]() for opening in kinds.values()}, list[float]()
+    took = {opening: list[tuple[float, float, float]]() for opening in kinds.values()}
+    against_cold = list[float]()
     cached = total = 0
     for turn in range(TURNS):
         for chat, bare in zip(chats, bare_models, strict=True):
             new = chat.next_turn()
-            measured, bare_s = run_request(engine, chat.sequence()), bare.first_token_s(new)
+            measured = run_request(engine, chat.sequence())
+            bare_s = bare.first_token_s(new)
             if measured.cached:
                 took[chat.opening].append((measured.first_token_s, *bare_s))
             if turn == TURNS - 1 and chat.number % 5 == 0:
@@ -205,7 +218,8 @@ def memory(kind: str, model: Model) -> Iterator[Line]:
     system_cache = make_prompt_cache(model.network)
     model.network(mx.array([[5]]), cache=system_cache)
     slots.materialize(system_cache)
-    before, engine = in_use(), Engine(model, step_s=10.0, prefix_bytes=CACHE_BYTES)
+    before = in_use()
+    engine = Engine(model, step_s=10.0, prefix_bytes=CACHE_BYTES)
     chats, nbytes = [Chat(i, shared) for i in range(CONVERSATIONS)], 0
     for _ in range(TURNS):
         for chat in chats:
@@ -295,9 +309,11 @@ def _ms(call: Call, shared: int, seed: int) -> float:
 
 def copies_of_arrays(model: Model) -> Iterator[Line]:
     """Compare storing and restoring a long prefix with one copy of its arrays."""
-    tokens, cache = prompt(LONG, seed=0), fill_cache(make_prompt_cache(model.network), model.network, LONG)
+    tokens = prompt(LONG, seed=0)
+    cache = fill_cache(make_prompt_cache(model.network), model.network, LONG)
     buffers = [buffer for layer in cache for buffer in (layer.keys, layer.values)]
-    size, rounds = sum(buffer.nbytes for buffer in buffers), list[tuple[float, float, float]]()
+    size = sum(buffer.nbytes for buffer in buffers)
+    rounds = list[tuple[float, float, float]]()
     for _ in range(3):
         cache_under_test = PrefixCache(model.network, 2 * size)
         copy_s = _took_s(lambda: mx.eval([buffer + 0 for buffer in buffers]))

@@ -19,7 +19,11 @@ KINDS = {
     "gemma3": "a rotating window", "gpt_oss": "a rotating window", "qwen3_5": "hybrid", "falcon_h1": "hybrid",
     "jamba": "hybrid", "mamba2": "recurrent", "rwkv7": "recurrent",
 }  # fmt: skip
-SYSTEM, USER, OPENING, ANSWER = 40, 24, 4, 12  # tokens; the tiny models have windows of 16
+# Numbers of tokens; the tiny models have windows of 16.
+SYSTEM = 40
+USER = 24
+OPENING = 4
+ANSWER = 12
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,10 @@ class CountingNetwork:
     """A network that counts the tokens it computes."""
 
     def __init__(self, network: nn.Module) -> None:
-        self._network, self.layers, self.parameters, self.tokens = network, network.layers, network.parameters, 0
+        self._network = network
+        self.layers = network.layers
+        self.parameters = network.parameters
+        self.tokens = 0
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> Any:
         self.tokens += tokens.size
@@ -170,7 +173,9 @@ def gaps(model: Model) -> Iterator[Line]:
 def longest_gaps(engine: Engine) -> tuple[float, float]:
     """Return the longest gap while a prompt is scored, and from then to its first token."""
     engine.add(sparse_request(prompt(LONG, next(_seeds))))
-    longest, phase, last = [0.0, 0.0], 0, time.perf_counter()
+    longest = [0.0, 0.0]
+    phase = 0
+    last = time.perf_counter()
     while len(engine) > ROWS:
         outcomes, now = engine.step().outcomes, time.perf_counter()
         longest[phase], last = max(longest[phase], now - last), now
@@ -184,11 +189,13 @@ def longest_gaps(engine: Engine) -> tuple[float, float]:
 
 def repeated(model: Model, counted: CountingNetwork) -> Iterator[Line]:
     """Measure a second prompt with the same tokens."""
-    engine, rounds = Engine(model, step_s=STEP_S, prefix_bytes=0), list[tuple[float, float]]()
+    engine = Engine(model, step_s=STEP_S, prefix_bytes=0)
+    rounds = list[tuple[float, float]]()
     for _ in range(RUNS + 1):
         tokens = prompt(LONG // 2, next(_seeds))
         first, before = run_request(engine, sparse_request(tokens)), counted.tokens
-        second, scored = run_request(engine, sparse_request(tokens)), counted.tokens - before
+        second = run_request(engine, sparse_request(tokens))
+        scored = counted.tokens - before
         rounds.append((second.first_token_s, first.first_token_s - first.scoring_s))
     value = ratio(*([*column] for column in zip(*rounds[1:], strict=True)))
     yield f"a second prompt of the same {LONG // 2:,} tokens: tokens scored", "0", f"{scored}", scored == 0
@@ -200,7 +207,8 @@ TURN = 200
 
 def conversation(model: Model, counted: CountingNetwork) -> Iterator[Line]:
     """Count the tokens scored for the next turn of a conversation."""
-    engine, history = Engine(model, step_s=STEP_S, prefix_bytes=1 << 30), prompt(LONG // 2, next(_seeds))
+    engine = Engine(model, step_s=STEP_S, prefix_bytes=1 << 30)
+    history = prompt(LONG // 2, next(_seeds))
     run_request(engine, sparse_request(history))
     before = counted.tokens
     run_request(engine, sparse_request(history + prompt(TURN, next(_seeds))))

@@ -21,7 +21,9 @@ from worker.schedule.outcomes import Sampled
 from worker.schedule.request import GenerationRequest, Sampling
 from worker.settings import Settings
 
-ROWS, TOKENS, RUNS = 8, 120, 5
+ROWS = 8
+TOKENS = 120
+RUNS = 5
 NO_END = ((2, -100.0),)
 
 
@@ -63,7 +65,10 @@ async def compare_throughput(url: str, checkpoint: Path, console: Console) -> tu
 
 def bare(model: Model) -> tuple[float, float]:
     """Return the seconds from the first token to the last in the bare engine, and the seconds of a step."""
-    engine, first, last, steps = Engine(model, step_s=1.0), 0.0, 0.0, 0
+    engine = Engine(model, step_s=1.0)
+    first = 0.0
+    last = 0.0
+    steps = 0
     for i in range(ROWS):
         engine.add(GenerationRequest(str(i), (5, 6, 7, 8 + i), TOKENS, Sampling(logit_bias=NO_END)))
     while len(engine):
@@ -100,7 +105,8 @@ async def finish(client: Client, tokens: int) -> tuple[float, float]:
 async def publishing_cost(url: str, *, rows: int = 32, steps: int = 300) -> float:
     """Return the CPU seconds of this process for one token: its event is created, encoded, sent and acknowledged."""
     async with Client(url) as client, client._redis as redis:
-        settings, clock = Settings(model="bench", model_name="bench", lease_s=60), ServerClock()
+        settings = Settings(model="bench", model_name="bench", lease_s=60)
+        clock = ServerClock()
         claims, publisher = Claims(redis, settings), Publisher(redis, clock, settings)
         for i in range(rows):
             await client.submit({"messages": []}, model="bench", id=f"bench-{i}")

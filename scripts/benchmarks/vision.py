@@ -27,7 +27,9 @@ from worker.schedule.outcomes import Encoded, Outcome, Sampled
 from worker.schedule.request import GenerationRequest, ProcessedImage
 
 RUNS = 3
-ROWS, TOKENS, TEXT = 8, 48, 48
+ROWS = 8
+TOKENS = 48
+TEXT = 48
 SIDE = 320  # pixels: 100 tokens
 _seeds = count()  # of images: features are cached, so every image is new
 
@@ -135,7 +137,8 @@ def mixed(model: Model) -> tuple[list[Prompt], list[Prompt]]:
 
 def engine_s(model: Model, prompts: Sequence[Prompt], tokens: int = TOKENS) -> float:
     """Return the seconds that the engine takes for all prompts, without caches."""
-    engine, began = Engine(model, step_s=10.0, prefix_bytes=0), time.perf_counter()
+    engine = Engine(model, step_s=10.0, prefix_bytes=0)
+    began = time.perf_counter()
     for at, prompt in enumerate(prompts):
         engine.add(request_of(model, str(at), prompt, tokens))
     while len(engine):
@@ -146,7 +149,8 @@ def engine_s(model: Model, prompts: Sequence[Prompt], tokens: int = TOKENS) -> f
 def upstream_s(model: Model, prompt: Prompt, tokens: int = TOKENS) -> float:
     """Return the seconds that mlx-vlm takes for one prompt."""
     assert model.vision is not None
-    pixel_inputs, began = [image.pixel_inputs for image in prompt.images], time.perf_counter()
+    pixel_inputs = [image.pixel_inputs for image in prompt.images]
+    began = time.perf_counter()
     ids = mx.array([prompt.tokens])
     pixels = mx.array(pixel_inputs[0]["pixel_values"]) if pixel_inputs else None
     extra = {"image_grid_thw": mx.array(pixel_inputs[0]["image_grid_thw"])} if pixel_inputs else {}
@@ -217,7 +221,8 @@ KNOWN = 640  # pixels a side: 400 tokens
 
 def repeated(model: Model) -> Iterator[Line]:
     """Measure requests with an image whose features are cached."""
-    engine, rounds = Engine(model, step_s=10.0, prefix_bytes=1 << 30), list[tuple[float, float, float]]()
+    engine = Engine(model, step_s=10.0, prefix_bytes=1 << 30)
+    rounds = list[tuple[float, float, float]]()
     parts = 0
     for at in range(RUNS + 1):
         first = image_prompt(model, new_image(model, KNOWN), seed=at)

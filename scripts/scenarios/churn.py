@@ -40,8 +40,11 @@ def read_memory() -> MemoryUse:
 
 def churn(model: Model, steps: int, num_samples: int) -> list[MemoryUse]:
     """Run rows of many lengths that start, end and are cancelled at different times. Return memory samples."""
-    engine, dice = Engine(model, step_s=0.02, prefix_bytes=_PREFIX_BYTES), random.Random(1)
-    ids, active, samples = itertools.count(), list[str](), list[MemoryUse]()
+    engine = Engine(model, step_s=0.02, prefix_bytes=_PREFIX_BYTES)
+    dice = random.Random(1)
+    ids = itertools.count()
+    active = list[str]()
+    samples = list[MemoryUse]()
     for step in range(1, steps + 1):
         while len(engine) < _ROWS:
             active.append(str(next(ids)))
@@ -78,12 +81,16 @@ def growth(bytes_held: list[int]) -> float:
 
 async def overload(jobs: int) -> list[Figure]:
     """Submit rows that would need ten times the available memory if all ran at once."""
-    model, prompt, answer = open_model(str(TINY_CHAT)), 100, 150
+    model = open_model(str(TINY_CHAT))
+    prompt = 100
+    answer = 150
     costs = replace(model.costs, weights_bytes=mx.get_active_memory())
     alone_bytes = costs.peak_bytes([[prompt + answer]]) - costs.resident_bytes
     free_bytes = max(alone_bytes, costs.rectangle_bytes([prompt + answer] * jobs) // 10)
     limit = costs.resident_bytes + free_bytes
-    engine, ended, highest = Engine(replace(model, costs=costs), step_s=0.1, memory=limit), dict[str, str](), 0
+    engine = Engine(replace(model, costs=costs), step_s=0.1, memory=limit)
+    ended = dict[str, str]()
+    highest = 0
     for i in range(jobs):
         tokens = tuple(random.Random(i).randrange(10, 1000) for _ in range(prompt))
         engine.add(GenerationRequest(str(i), tokens, answer, lane="batch" if i % 2 else "interactive"))

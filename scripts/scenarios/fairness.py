@@ -66,7 +66,9 @@ def _pages(first: int, end: int) -> Iterator[range]:
 
 async def claim_cost(url: str, *, lengths: tuple[int, ...], samples: int = 300) -> list[Figure]:
     """Measure the server's microseconds for a claim of one small tenant's job, by the length of the queue."""
-    figures, first_us, queued = [], 0.0, 0
+    figures = []
+    first_us = 0.0
+    queued = 0
     settings = Settings(redis_url=url, model="none", worker_name="cost", lease_s=60)
     async with connect(settings) as db:
         claims = Claims(db, settings)

@@ -103,7 +103,9 @@ async def _pause(db: redis.asyncio.Redis, seconds: float) -> Phase:
 
 
 async def _attack(db: redis.asyncio.Redis, worker: WorkerProcess, made: list[bytes]) -> tuple[Fuzzed, Phase]:
-    found, phase, memory = Fuzzed(), Phase(began=await server_now(db)), Memory(worker)
+    found = Fuzzed()
+    phase = Phase(began=await server_now(db))
+    memory = Memory(worker)
     start_mb, quarter = await memory.now_mb(), len(made) // 4
     for number, chunk in enumerate(made[start : start + _AT_ONCE] for start in range(0, len(made), _AT_ONCE)):
         await queue_bodies(db, f"fuzz-{number}", chunk)

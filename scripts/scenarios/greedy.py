@@ -231,7 +231,10 @@ class ProbeJobs:
 
     def __init__(self, client: Client, db: redis.asyncio.Redis, kind: str) -> None:
         """`kind`: one of `_ORDINARY`."""
-        self._client, self._db, self._phase, self._continues = client, db, Phase(), True
+        self._client = client
+        self._db = db
+        self._phase = Phase()
+        self._continues = True
         self._request = _ORDINARY[kind]
 
     async def __aenter__(self) -> Phase:

@@ -42,7 +42,8 @@ class MeteredWorker:
         """Return tokens per second by lane, measured over `seconds`."""
         began, before = time.perf_counter(), await asyncio.to_thread(self.tokens)
         await asyncio.sleep(seconds)
-        after, took_s = await asyncio.to_thread(self.tokens), time.perf_counter() - began
+        after = await asyncio.to_thread(self.tokens)
+        took_s = time.perf_counter() - began
         return {lane: (after[lane] - before[lane]) / took_s for lane in after}
 
 
@@ -64,7 +65,8 @@ class InteractiveStreams:
     async def run_streams(self, client: Client, db: redis.asyncio.Redis, dice: random.Random) -> None:
         """Submit a job, read its stream, pause, and repeat until `continues` is False."""
         while self.continues:
-            job, last = await client.submit(chat_request(40, f"Count to {dice.randrange(20, 40)}.")), 0.0
+            job = await client.submit(chat_request(40, f"Count to {dice.randrange(20, 40)}."))
+            last = 0.0
             async for event in client.stream(job.id):
                 if isinstance(event, Delta):
                     if last:
@@ -77,7 +79,9 @@ class InteractiveStreams:
 async def mixed_lanes(url: str, metered: MeteredWorker, *, rounds: int, phase_s: float, streams: int) -> list[Figure]:
     """Measure the run alone and with `streams` interactive streams, in turn. With more streams than reserved rows, a
     new one would wait for an offline row to end."""
-    interactive_by_round, shares, dice = list[InteractiveStreams](), list[float](), random.Random(5)
+    interactive_by_round = list[InteractiveStreams]()
+    shares = list[float]()
+    dice = random.Random(5)
     lines = [chat_request(dice.randrange(50, 150), "Count to 40.", logit_bias={"2": -100}) for _ in range(_LINES)]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-batch-")))
@@ -107,7 +111,9 @@ def figures_of(rounds: list[InteractiveStreams], shares: list[float], budget_ms:
         return 1000 * statistics.median(percentile(each, share) for each in times_s)
 
     gaps_s, waits_s = [each.gaps_s for each in rounds], [each.waits_s for each in rounds]
-    step_ms, gap_ms, pickup_ms = of_rounds(gaps_s, 0.5), of_rounds(gaps_s, 0.99), of_rounds(waits_s, 0.99)
+    step_ms = of_rounds(gaps_s, 0.5)
+    gap_ms = of_rounds(gaps_s, 0.99)
+    pickup_ms = of_rounds(waits_s, 0.99)
     share = statistics.median(shares)
     return [
         Figure(f"{label}: pickup p99 of {sum(map(len, waits_s))}, step {step_ms:.0f} ms", f"≤ {step_ms + 10:.0f} ms",

@@ -114,7 +114,8 @@ async def kill_at_random(scene: Scene, lines: int, kills: int, dice: random.Rand
     victims = [("feeder", "0", "1")[i % 3] for i in range(kills)]
     dice.shuffle(victims)
     victims.insert(len(victims) // 2, "server")
-    moments, done = sorted(dice.sample(range(lines * 3 // 4), len(victims))), Counter[str]()
+    moments = sorted(dice.sample(range(lines * 3 // 4), len(victims)))
+    done = Counter[str]()
     for moment, victim in zip(moments, victims, strict=True):
         await asyncio.to_thread(scene.run.wait_for, moment)
         await asyncio.sleep(dice.uniform(0, 0.5))  # at any time, not just after a write

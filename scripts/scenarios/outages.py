@@ -32,7 +32,8 @@ DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
 async def figures_of(db: redis.asyncio.Redis, label: str, recordings: list[Recording], tokens: int) -> list[Figure]:
     """Check the recorded streams and the keys on the server."""
     wrong = sum(not stream.is_right(tokens) for stream in recordings)
-    corrupt, left = await corrupt_logs(db, [stream.job_id for stream in recordings]), await leaks(db)
+    corrupt = await corrupt_logs(db, [stream.job_id for stream in recordings])
+    left = await leaks(db)
     return [
         Figure(f"{label}: streams with lost or repeated tokens", "0", str(wrong), wrong == 0),
         Figure(f"{label}: corrupt logs, leaked keys", "0, 0", f"{corrupt}, {len(left)}", not (corrupt or left)),
@@ -147,7 +148,9 @@ class Proxy:
 
     def __init__(self, target: int, max_cuts: int) -> None:
         self.cuts, self.port = 0, 0
-        self._target, self._max_cuts, self._dice = target, max_cuts, random.Random(1)
+        self._target = target
+        self._max_cuts = max_cuts
+        self._dice = random.Random(1)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Handle one connection."""

@@ -65,7 +65,9 @@ class NoControlTokens:
 class PacedTokenizer:
     """Tokenizer of the paced model: encodes only the fault that the last message requests."""
 
-    byte_level, definition, template = False, None, ""
+    byte_level = False
+    definition = None
+    template = ""
     eos_token_ids = frozenset[int]()
     think = tool = tool_format = None
     control_tokens = NoControlTokens()

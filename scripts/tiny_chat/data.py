@@ -72,11 +72,15 @@ def filler(dice: Random) -> str:
     """Draw a sentence without a code."""
     kind = dice.random()
     if kind < 0.5:
-        when, name, did = dice.choice(TIMES), dice.choice(NAMES), dice.choice(VERBS)
+        when = dice.choice(TIMES)
+        name = dice.choice(NAMES)
+        did = dice.choice(VERBS)
         return f"{when}, {name} {did} near {dice.choice(PLACES)}."
     if kind < 0.8:
         return f"The {dice.choice(COLOURS)} {dice.choice(ITEMS)} was left in {dice.choice(PLACES)}."
-    first, second, did = dice.choice(NAMES), dice.choice(NAMES), dice.choice(VERBS)
+    first = dice.choice(NAMES)
+    second = dice.choice(NAMES)
+    did = dice.choice(VERBS)
     return f"{first} and {second} {did} until the {dice.choice(ITEMS)} was found."
 
 

@@ -149,7 +149,9 @@ async def _archive(redis: Redis, batch: Batch, run_dir: Path, parent: Path) -> N
     The status is stored before the move, so that a crash cannot hide it, and published after it, so that its readers
     find the files.
     """
-    batch, registry, retries = _moved(batch, parent / run_dir.name), BatchRegistry(redis), endless_retries(redis)
+    batch = _moved(batch, parent / run_dir.name)
+    registry = BatchRegistry(redis)
+    retries = endless_retries(redis)
     await publish(retries, registry.put, batch)
     run_dir.rename(parent / run_dir.name)
     await publish(retries, registry.announce, batch)

@@ -29,7 +29,9 @@ class BadLine(Exception):
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.code, self.message, self.param = code, message, param
+        self.code = code
+        self.message = message
+        self.param = param
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,8 @@ async def _check_options(redis: Redis, paths: RunPaths, options: RunOptions, sta
     logger.warning(
         "%s has no results, and was started with %s: it is replaced by %s", saved.batch.id, different, options.id
     )
-    retries, old = endless_retries(redis), rerun.replaced(saved.batch, different, time.time())
+    retries = endless_retries(redis)
+    old = rerun.replaced(saved.batch, different, time.time())
     await JobStore(redis, retries).delete_run(old.id, old.sluice.models)
     state.save(replace(saved, batch=old))
     await publish(retries, BatchRegistry(redis).announce, old)

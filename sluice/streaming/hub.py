@@ -75,7 +75,8 @@ class Hub:
     @asynccontextmanager
     async def listen(self, channel: str) -> AsyncIterator[Subscription]:
         """Subscribe to a channel while the context is open."""
-        subscription, subscriptions = Subscription(), self._subscriptions.setdefault(channel, set())
+        subscription = Subscription()
+        subscriptions = self._subscriptions.setdefault(channel, set())
         subscriptions.add(subscription)
         try:
             await self._subscribe(channel)

@@ -31,7 +31,9 @@ class Streams:
     """Follows the events of jobs."""
 
     def __init__(self, redis: Redis, hub: Hub, retries: Retries) -> None:
-        self._redis, self._hub, self._retries = redis, hub, retries
+        self._redis = redis
+        self._hub = hub
+        self._retries = retries
 
     async def follow(self, job_id: str, after: int, unknown_s: float) -> AsyncGenerator[tuple[bytes, Event]]:
         """Yield each event after `after` as the worker wrote it, and parsed. Raises as `Client.stream` does."""

@@ -72,7 +72,10 @@ class Retries:
     ) -> None:
         """`outage_s`: the longest outage in seconds; None waits for ever. `waits_for`: additional errors to retry as if
         they were outages. `log`: receives the beginning and end of an outage."""
-        self._redis, self._outage_s, self._waits_for, self._log = redis, outage_s, waits_for, log
+        self._redis = redis
+        self._outage_s = outage_s
+        self._waits_for = waits_for
+        self._log = log
         self._dropped_at = 0.0  # by the monotonic clock
 
     async def run(self, command: Command) -> Any:
@@ -109,7 +112,9 @@ class Retries:
 
     async def scan(self, pattern: str, *, waits_out_outages: bool = False) -> list[bytes]:
         """Return all matching keys, in commands of about a thousand keys: no time limit suits a whole keyspace."""
-        found, cursor, send = set[bytes](), 0, self.run_until_answered if waits_out_outages else self.run
+        found = set[bytes]()
+        cursor = 0
+        send = self.run_until_answered if waits_out_outages else self.run
         while True:
             cursor, keys = await send(partial(self._redis.scan, cursor, match=pattern, count=1000))
             found.update(keys)

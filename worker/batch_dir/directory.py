@@ -31,7 +31,9 @@ class BatchDirectory:
 
     def __init__(self, folder: str, settings: Settings, *, command: Sequence[str] = FEED, search_s: float = _SEARCH_S):
         """`search_s`: interval of the search for runs without a feeder, in seconds. Raises `CannotStart`."""
-        self._folder, self._settings, self._search_s = Path(folder).absolute(), settings, search_s
+        self._folder = Path(folder).absolute()
+        self._settings = settings
+        self._search_s = search_s
         models = ["--models", settings.batch_models] if settings.batch_models else []
         self._command = [*command, str(self._folder), "--until-eof", *models]
         self._slot, self.feeding = asyncio.Event(), False

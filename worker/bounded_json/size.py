@@ -31,7 +31,9 @@ def is_expensive(body: bytes) -> bool:
 def count_values(text: bytes) -> int:
     """Count the commas and opening brackets outside of strings. The count is exact for JSON; from other bytes, the
     parser never reads more values than it. Takes about 0.3 s for 16 MB, in slices."""
-    count, carried, inside = 0, b"", False
+    count = 0
+    carried = b""
+    inside = False
     for part in _slices(text):
         plain = (carried + part).replace(b"\\\\", b"")
         carried = b"\\" if plain.endswith(b"\\") else b""  # it escapes the first character of the next slice

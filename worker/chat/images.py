@@ -46,7 +46,8 @@ class ImageInputs:
         Waits while too many pixels are prepared for other jobs: see `release`. `id`: the id of the job's attempt.
         `namespace`: of the cache. Raises `JobFailure` for the first invalid image.
         """
-        run, processed = asyncio.get_running_loop().run_in_executor, list[ProcessedImage]()
+        run = asyncio.get_running_loop().run_in_executor
+        processed = list[ProcessedImage]()
         async for place, image in self._loader.load(messages):
             await self._budgets[lane].acquire(id, image.width * image.height)
             processed.append(await run(self._thread, self._preprocess, namespace, place, image))
@@ -87,7 +88,9 @@ class PixelBudget:
 
     def __init__(self, limit: int) -> None:
         """`limit`: the limit in pixels. The oldest job may exceed it, so that one job can always proceed."""
-        self._limit, self._pixels, self._released = limit, dict[str, int](), asyncio.Event()
+        self._limit = limit
+        self._pixels = dict[str, int]()
+        self._released = asyncio.Event()
 
     async def acquire(self, id: str, pixels: int) -> None:
         """Add pixels to the job's share. Waits until the limit allows it."""

@@ -99,7 +99,10 @@ class Admission:
     decided by a comparison."""
 
     def __init__(self, active: Sequence[RowEstimate], costs: MemoryModel, limit: int, max_rows: int) -> None:
-        self._costs, self._limit, self._max_rows, self._held_bytes = costs, limit, max_rows, 0
+        self._costs = costs
+        self._limit = limit
+        self._max_rows = max_rows
+        self._held_bytes = 0
         self._nothing = Occupancy(costs)
         self._fits_alone = 0  # tokens of the longest row without images that was found to fit alone
         self._batch = [row for row in active if row.lane == "batch"]  # active offline rows, the oldest first
@@ -148,7 +151,8 @@ class Admission:
 
     def _count_staying(self, candidate: RowEstimate) -> int:
         """Return the largest number of offline rows, the oldest ones, with which the row still fits."""
-        rows, free = self._interactive.copy(), self._limit - self._held_bytes + candidate.held_bytes
+        rows = self._interactive.copy()
+        free = self._limit - self._held_bytes + candidate.held_bytes
         for number, row in enumerate(self._batch):
             rows.add(row)
             if not self._has_room(rows, candidate, free):

@@ -71,7 +71,9 @@ class StepBudget:
     def __init__(self, step_s: float, tokens_per_s: float = TOKENS_PER_S, *, least: int = MIN_CHUNK) -> None:
         """`step_s`: target seconds of a step. `tokens_per_s`: prefill speed assumed before any measurement. `least`:
         tokens of the shortest chunk that is measured; shorter chunks mostly measure overhead."""
-        self._step_s, self._decode_s, self._least = step_s, 0.0, least
+        self._step_s = step_s
+        self._decode_s = 0.0
+        self._least = least
         self._tokens, self._joins = LeastSquares(_PRIOR), LeastSquares((*_PRIOR, _GROWTH_PRIOR))
         # Current time of a token relative to its long-term average. It follows changes of the device quickly, while the
         # cost of a token's position is measured only by long prompts, which are rare.
@@ -86,7 +88,8 @@ class StepBudget:
         seconds -= cuts * self.forward_s
         if tokens < self._least or seconds <= 0:
             return
-        token_s, before = max(seconds - self.forward_s, seconds / 2) / tokens, (done + tokens / 2) / _TOKENS_UNIT
+        token_s = max(seconds - self.forward_s, seconds / 2) / tokens
+        before = (done + tokens / 2) / _TOKENS_UNIT
         usual_s, before_s = self._tokens.costs()
         pace = token_s / max(usual_s + before * before_s, 1e-9)
         self._tokens.observe((1.0, before), token_s / self._pace)

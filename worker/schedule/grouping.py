@@ -40,7 +40,8 @@ class MeasuredCost:
 
     def observe(self, groups: Sequence[Sequence[int]], seconds: float) -> None:
         """Record the measured seconds of a step of these groups, given by their rows' lengths in tokens."""
-        rows, cells = sum(map(len, groups)), sum(len(group) * max(group, default=0) for group in groups)
+        rows = sum(map(len, groups))
+        cells = sum(len(group) * max(group, default=0) for group in groups)
         self._fit.observe((len(groups), rows, cells / _CELLS), seconds)
 
     def cost(self) -> StepCost:
@@ -96,7 +97,9 @@ def partition(lengths: Sequence[int], cost: StepCost) -> list[list[int]]:
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     cheapest, begins = [0.0], list[int]()  # seconds of the first n rows; index at which their last group begins
     hull, first = list[int](), 0  # beginnings that are the best, or may become so, from the index `first` on
-    group_s, row_s, cell_s = cost.group_s, cost.row_s, cost.cell_s
+    group_s = cost.group_s
+    row_s = cost.row_s
+    cell_s = cost.cell_s
     for end, index in enumerate(order, 1):
         # The longer its rows, the more a group saves by beginning later, so a beginning that is better once stays
         # better. Only corners of the lower hull of `cheapest` are ever the best.

@@ -266,7 +266,9 @@ class Occupancy:
     """
 
     def __init__(self, costs: MemoryModel, rows: Iterable[Occupant] = ()) -> None:
-        self._costs, self._groups, self._images = costs, dict[int, Shape](), NO_IMAGES
+        self._costs = costs
+        self._groups = dict[int, Shape]()
+        self._images = NO_IMAGES
         self._rows = 0  # number of rows
         self._longest = 0  # tokens of the longest row at its end
         for row in rows:
@@ -282,7 +284,9 @@ class Occupancy:
     def copy(self) -> "Occupancy":
         """Return an independent copy."""
         other = Occupancy(self._costs)
-        other._groups, other._bytes, other._images = dict(self._groups), dict(self._bytes), self._images
+        other._groups = dict(self._groups)
+        other._bytes = dict(self._bytes)
+        other._images = self._images
         other._rows, other._longest = self._rows, self._longest
         other._cached_bytes, other._copy_bytes = self._cached_bytes, self._copy_bytes
         return other

@@ -90,7 +90,9 @@ class PrefixTree(Generic[R, S]):
     def walk(self, namespace: str, tokens: tuple[int, ...]) -> tuple[list[Node[R, S]], int]:
         """Return the nodes along these tokens, from the root's child on, and the number of tokens that match. The last
         node may hold more tokens than match."""
-        path, matched, node = list[Node[R, S]](), 0, self._roots.get(namespace)
+        path = list[Node[R, S]]()
+        matched = 0
+        node = self._roots.get(namespace)
         while node is not None and matched < len(tokens) and (child := node.children.get(tokens[matched])):
             path.append(child)
             here = tokens[matched : child.end]
@@ -171,7 +173,9 @@ class PrefixTree(Generic[R, S]):
         first, rest = node.segment.split(at)
         self.nbytes += rest.nbytes - node.segment.nbytes
         upper = self._attach(node.parent, node.tokens[:at], first)
-        node.parent, node.tokens, node.segment = upper, node.tokens[at:], rest
+        node.parent = upper
+        node.tokens = node.tokens[at:]
+        node.segment = rest
         upper.children[node.tokens[0]] = node
         return upper
 

@@ -53,8 +53,11 @@ class Pool:
     ) -> None:
         """`reserved`: threads that offline jobs leave free. `subject`: the field that the error for a timeout names.
         `timeout_s`: timeout of a call in seconds, without its waits and pauses."""
-        self._threads, self._turns = ThreadPoolExecutor(threads + _MAX_PAUSED, name), Turns(threads, reserved=reserved)
-        self._timeout_s, self._slice_s, self._paused = timeout_s, slice_s, 0
+        self._threads = ThreadPoolExecutor(threads + _MAX_PAUSED, name)
+        self._turns = Turns(threads, reserved=reserved)
+        self._timeout_s = timeout_s
+        self._slice_s = slice_s
+        self._paused = 0
         self._subject = subject
 
     async def run(self, lane: Lane, work: Callable[[Check], T], tenant: str = "") -> T:

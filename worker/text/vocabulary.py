@@ -45,7 +45,8 @@ class Vocabulary:
 
 class _ByteLevel:
     def __init__(self, tokens: list[bytes]) -> None:
-        self._tokens, self._decode = tokens, codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._tokens = tokens
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def feed(self, token: int) -> str:
         return self._decode(self._tokens[token]) if token < len(self._tokens) else ""
@@ -58,7 +59,9 @@ class _WithinVocabulary:
     """Ignores ids beyond the vocabulary, on which mlx-lm's detokenizers fail."""
 
     def __init__(self, inner: Detokenizer, count: int) -> None:
-        self._inner, self._count, self.flush = inner, count, inner.flush
+        self._inner = inner
+        self._count = count
+        self.flush = inner.flush
 
     def feed(self, token: int) -> str:
         return self._inner.feed(token) if token < self._count else ""

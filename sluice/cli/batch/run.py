@@ -21,7 +21,9 @@ from sluice.cli.terminal.signals import stoppable
 from sluice.cli.terminal.view import note
 from sluice.errors import BatchRefused
 
-_EXIT_FAILED_LINES, _EXIT_REFUSED, _EXIT_PAUSED = 1, 2, 3
+_EXIT_FAILED_LINES = 1
+_EXIT_REFUSED = 2
+_EXIT_PAUSED = 3
 
 
 def run(

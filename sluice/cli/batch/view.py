@@ -99,7 +99,9 @@ class ProgressView:
 
 def print_report(batch: Batch) -> None:
     """Print the final table."""
-    counts, usage, details = batch.request_counts, batch.usage, batch.sluice
+    counts = batch.request_counts
+    usage = batch.usage
+    details = batch.sluice
     rows = {
         "status": _status(batch),
         "lines": f"{counts.total:,}: {counts.completed:,} answered, {counts.failed:,} failed",

@@ -121,7 +121,7 @@ def _print_model(facts: Facts) -> None:
         "cache layers": _layers(facts["layers"]),
         "a row takes": _row(facts),
         "batching": "yes" if facts["batches"] else "no",
-        "reasoning": _marked(facts["think"]) if facts["think"] else "yes" if facts["reasons"] else "no",
+        "reasoning": _reasoning(facts),
         "tool calls": f"{facts['tool_format'] or 'yes'}: {_marked(facts['tool'])}" if facts["tool"] else "no",
         "schemas": "yes" if facts["schemas"] else "no: llguidance cannot read the tokenizer",
         "SpecPrefill": _specprefill(facts["attention_layers"]),
@@ -129,6 +129,12 @@ def _print_model(facts: Facts) -> None:
         "vision": _vision(facts),
     }
     print_table(facts["model"], {"": "left", "for a worker": "left"}, lines.items())
+
+
+def _reasoning(facts: Facts) -> str:
+    if facts["think"]:
+        return _marked(facts["think"])
+    return "yes" if facts["reasons"] else "no"
 
 
 def _layers(layers: list[dict[str, Any]]) -> str:

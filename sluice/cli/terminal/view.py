@@ -112,7 +112,9 @@ class View:
                 self._note_last(f"cancelled: {event.reason}")
 
     def _reset(self) -> None:
-        self.answer, self._call, self._from_start = Answer(), None, True
+        self.answer = Answer()
+        self._call = None
+        self._from_start = True
 
     def _start(self, event: Started) -> None:
         self._reset()

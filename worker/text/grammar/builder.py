@@ -78,8 +78,12 @@ class Grammars:
             ways.append(self._answer(grammar, constraint.schema))
         if constraint.functions and (form := self._form_for(constraint)):
             ways.append(form(grammar, constraint.functions, constraint.allows_many))
-        before = _analysis(grammar) if self._harmony else "/[ \\n]{0,4}/" if reasoned else ""
-        return grammar.starting_with(f"{before} ({' | '.join(ways)})")
+        return grammar.starting_with(f"{self._before(grammar, reasoned)} ({' | '.join(ways)})")
+
+    def _before(self, grammar: Grammar, reasoned: bool) -> str:
+        if self._harmony:
+            return _analysis(grammar)
+        return "/[ \\n]{0,4}/" if reasoned else ""
 
     def _answer(self, grammar: Grammar, schema: Schema) -> str:
         if self._harmony:

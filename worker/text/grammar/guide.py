@@ -41,7 +41,9 @@ class GrammarStates:
     def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary, model_format: ModelFormat, width: int) -> None:
         """`width`: tokens in the model's logits, which may exceed the tokenizer's vocabulary."""
         self._count = max(width, len(tokenizer.tokens))
-        self._encode, self._ends, self._format = tokenizer.encode, tokenizer.eos_token_ids, model_format
+        self._encode = tokenizer.encode
+        self._ends = tokenizer.eos_token_ids
+        self._format = model_format
         self._tokenizer = llguidance_tokenizer(tokenizer, self._count)
         self._markup, self._compiler = markup_of(tokenizer, model_format), Compiler()
         self._grammars = Grammars(self._markup)
@@ -172,7 +174,9 @@ def _reasoning_mask(
     """Return the reasoning mask, or None if the model does not reason or does so within the grammar."""
     if model_format.harmony or not model_format.think:
         return None
-    begins, (_, ends), (call, _) = model_format.think_start[0], model_format.think, tokenizer.tool or ("", "")
+    begins = model_format.think_start[0]
+    _, ends = model_format.think
+    call, _ = tokenizer.tool or ("", "")
     banned = tokenizer.eos_token_ids
     return ReasoningMask(vocabulary, count, begins=begins, ends=ends, call=call, banned=banned)
 
@@ -189,7 +193,10 @@ class RowGrammar:
         begun: Sequence[int] = (),
     ) -> None:
         """`ends`: tokens that end a sequence. `begun`: tokens of the answer proper that the prompt holds."""
-        self._matcher, self._ends, self._begun, self._first_reasoning = matcher, ends, begun, reasoning
+        self._matcher = matcher
+        self._ends = ends
+        self._begun = begun
+        self._first_reasoning = reasoning
         self._error: GrammarError | None = None
         self._begin()
 

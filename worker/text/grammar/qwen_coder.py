@@ -37,12 +37,15 @@ def parameters(grammar: Grammar, function: str, schema: Schema) -> list[str]:
 
 class _Parameters:
     def __init__(self, grammar: Grammar, function: str, whole: Schema) -> None:
-        self._grammar, self._function, self._schema_of_all = grammar, function, whole
+        self._grammar = grammar
+        self._function = function
+        self._schema_of_all = whole
         self._parameter = ""  # name of the current one, for errors
 
     def rules(self) -> Iterator[str]:
         self._allow_only(self._schema_of_all, {"type", *_NAMED})
-        properties, required = self._schema_of_all.get("properties", {}), self._schema_of_all.get("required", [])
+        properties = self._schema_of_all.get("properties", {})
+        required = self._schema_of_all.get("required", [])
         if not isinstance(properties, dict) or not _is_names(required):
             raise self._invalid()
         if self._schema_of_all.get("additionalProperties", True) not in (True, {}) and not properties.keys() >= {

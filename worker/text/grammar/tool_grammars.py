@@ -104,7 +104,8 @@ def qwen3_coder(grammar: Grammar, functions: Sequence[Function], many: bool) -> 
 
 
 def _as_tags(grammar: Grammar, function: Function) -> str:
-    head, rules = literal(f"\n<function={function.name}>\n"), parameters(grammar, function.name, _arguments(function))
+    head = literal(f"\n<function={function.name}>\n")
+    rules = parameters(grammar, function.name, _arguments(function))
     return grammar.rule(f'{head} {" ".join(rules)} "</function>\\n"')
 
 

@@ -228,7 +228,8 @@ class _Channel:
         return text
 
     def flush(self) -> str:
-        text, blank = self.flush_stops(), "" if self._at_marker else "".join(self._blank)
+        text = self.flush_stops()
+        blank = "" if self._at_marker else "".join(self._blank)
         self._blank.clear()
         return text + blank
 

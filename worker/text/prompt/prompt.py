@@ -77,8 +77,12 @@ class Prompts:
         them. `escaping`: escapes control tokens in a request; without it they are read as tokens. `context`: its length
         in tokens; a prompt well beyond it is refused before it is tokenized.
         """
-        self._tokenizer, self._think, self._boundaries, self._droppable = tokenizer, think, boundaries, droppable
-        self._limit, self._threads = PromptLimit(tokenizer.encode, context, think), threads or TextThreads()
+        self._tokenizer = tokenizer
+        self._think = think
+        self._boundaries = boundaries
+        self._droppable = droppable
+        self._limit = PromptLimit(tokenizer.encode, context, think)
+        self._threads = threads or TextThreads()
         self._escaping, self._adapter = escaping, TemplateAdapter(think)
         self._logged, self._is_quick = set[str](), False
 
@@ -120,7 +124,8 @@ class Prompts:
         inputs, codec = self._escaped(Inputs(flat, tools, variables))
         conversation = inputs.conversation
         render = partial(self._tokenizer.render, variables=inputs.variables, images=image_texts)
-        rendering, marks = _Rendering(render, adapt, inputs.tools, check), tuple(image_texts)
+        rendering = _Rendering(render, adapt, inputs.tools, check)
+        marks = tuple(image_texts)
         try:
             text, begun = self._render_opening(conversation, rendering, codec)
         finally:
@@ -128,7 +133,8 @@ class Prompts:
                 self._is_quick = rendering.slowest_s < _QUICK_S
         text += begun
         self._limit.check_rendered(codec.plain(text), counted, check)
-        tokens, thinking = tuple(_encoded(text, codec)), _thinking(text, begun, self._think)
+        tokens = tuple(_encoded(text, codec))
+        thinking = _thinking(text, begun, self._think)
         check()
         thinks, tools = thinking == "open", rendering.tools
         rendered = Rendered(conversation, tools, text, tokens, thinks, rendering.render_predicted, marks, codec)
@@ -169,7 +175,10 @@ class _Rendering:
 
     def __init__(self, template: Callable[..., str], adapt: Adapt, tools: Tools, check: Check) -> None:
         """`template`: a tokenizer's `render` with the arguments that are the same in all trials."""
-        self._template, self._adapt, self.tools, self._check = template, adapt, tools, check
+        self._template = template
+        self._adapt = adapt
+        self.tools = tools
+        self._check = check
         self.findings: list[Finding] = []  # reasons for the changes that were made
         self.slowest_s = 0.0  # processor time of the trial that took most
 
@@ -240,7 +249,10 @@ def _thinking(text: str, begun: str, think: Think) -> Thinking:
     if start in begun or end in begun:
         return "open" if begun.rfind(start) > begun.rfind(end) else "closed"
     # Every template writes an end marker after a user's message, so the text never ends with a user's own words.
-    return "open" if text.rstrip().endswith(start) else "closed" if text.rstrip().endswith(end) else "none"
+    text = text.rstrip()
+    if text.endswith(start):
+        return "open"
+    return "closed" if text.endswith(end) else "none"
 
 
 def _flattened(conversation: Conversation, images: Sequence[str]) -> tuple[Conversation, dict[str, str]]:

@@ -99,7 +99,9 @@ class TemplateAdapter:
             if enough is not None and adaptation not in likely:
                 changes, text = fewer, enough
             elif fewer and (without := trials.complete_text(_changed(conversation, fewer))) is not None:
-                changes, text, enough = fewer, without, None
+                changes = fewer
+                text = without
+                enough = None
         return changes, text
 
 
@@ -107,7 +109,9 @@ class _Trials:
     """Renderings of one request's conversation, and the parts that each of them omits."""
 
     def __init__(self, tools: Tools, render: Render, think: Think) -> None:
-        self._tools, self._render, self._think = tools, render, think
+        self._tools = tools
+        self._render = render
+        self._think = think
         self._texts: list[tuple[str, list[Finding]]] = []  # each with its flaws
         self._errors: list[Exception] = []
 

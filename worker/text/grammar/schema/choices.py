@@ -81,7 +81,9 @@ def _dependent(name: str, needs: Any, at: str) -> list[Any]:
 
 
 def _conditional(schema: Schema, known: Schema, at: str, proofs: Disjointness) -> list[Any]:
-    condition, then, otherwise = schema["if"], schema.get("then", True), schema.get("else", True)
+    condition = schema["if"]
+    then = schema.get("then", True)
+    otherwise = schema.get("else", True)
     try:
         contrary = negation(condition, [known], proofs)
     except NotNegatable:

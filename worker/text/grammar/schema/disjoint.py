@@ -23,7 +23,9 @@ class Disjointness:
     """Proofs about the parts of one schema. They share a limited number of steps; each raises `BudgetExceeded`."""
 
     def __init__(self, resolve: Resolve, budget: Budget | None = None) -> None:
-        self._resolve, self._left, self._budget = resolve, _STEPS, budget or Budget()
+        self._resolve = resolve
+        self._left = _STEPS
+        self._budget = budget or Budget()
 
     @property
     def spent(self) -> bool:
@@ -46,7 +48,9 @@ class Disjointness:
 
     def flat(self, schemas: Iterable[Any]) -> list[Schema] | None:
         """Return the schemas with those that they include by `$ref` and `allOf`. None if one of them is false."""
-        found, waiting, seen = list[Schema](), deque(schemas), set[int]()
+        found = list[Schema]()
+        waiting = deque(schemas)
+        seen = set[int]()
         while waiting:
             self._budget.take()
             schema = waiting.popleft()

@@ -57,7 +57,9 @@ def rewrite_properties(schema: Schema, at: str, rewrite: Rewrite, proofs: Disjoi
 
 class _Properties:
     def __init__(self, schema: Schema, at: str, rewrite: Rewrite, steps: Steps) -> None:
-        self._at, self._has_names, self._steps = at, "properties" in schema, steps
+        self._at = at
+        self._has_names = "properties" in schema
+        self._steps = steps
         self._named = {
             name: rewrite(each, f"{at}/properties/{name}") for name, each in _by_name(schema, "properties", at).items()
         }

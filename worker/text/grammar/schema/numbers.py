@@ -39,7 +39,9 @@ class _Limit:
     """One end of a range, and the client's keyword that set it."""
 
     def __init__(self, value: Fraction, excluded: bool, keyword: str) -> None:
-        self.value, self.excluded, self.keyword = value, excluded, keyword
+        self.value = value
+        self.excluded = excluded
+        self.keyword = keyword
 
 
 def _limits(schema: Schema, at: str) -> tuple[_Limit | None, _Limit | None]:
@@ -202,7 +204,8 @@ def multiple(value: Any, at: str) -> int | float:
 
 def check_multiples(places: Mapping[Fraction, str]) -> None:
     """Refuse multiples whose common multiple llguidance cannot compute. `places`: the JSON pointer of each."""
-    common, finest = Fraction(1), max((each.denominator for each in places), default=1)
+    common = Fraction(1)
+    finest = max((each.denominator for each in places), default=1)
     for value, at in places.items():
         common *= value * finest
         if common >= _MULTIPLE_DIGITS:

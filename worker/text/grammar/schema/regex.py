@@ -207,7 +207,9 @@ class _Parser:
         if found is None:
             raise UnsupportedPattern("a { that begins no repeat is not supported; write it as \\{")
         minimum = int(found[1])
-        maximum = int(found[3]) if found[3] else None if found[2] else minimum
+        maximum = None if found[2] else minimum  # the second group is a comma
+        if found[3]:
+            maximum = int(found[3])
         if max(minimum, maximum or 0) > _MAX_REPEATS:
             raise UnsupportedPattern(f"a repeat may have at most {_MAX_REPEATS:,} times; use fewer")
         return minimum, maximum

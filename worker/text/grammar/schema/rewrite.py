@@ -57,7 +57,9 @@ def rewrite(schema: Schema, root: Schema | None = None) -> Schema:
 
 class _Rewriter:
     def __init__(self, root: Schema) -> None:
-        self._references, self._left, self._depth = References(root), _MAX_SCHEMAS, 0
+        self._references = References(root)
+        self._left = _MAX_SCHEMAS
+        self._depth = 0
         self._steps = Steps()
         self._proofs = disjoint.Disjointness(lambda value: self._references.target(value, "#").schema, Budget())
         self._waiting, self._definitions = list[tuple[str, Any, str]](), Schema()
@@ -156,10 +158,14 @@ class _Rewriter:
 
     def _items(self, schema: Schema, at: str) -> Schema:
         """Return the keywords of arrays. In earlier drafts `items` as a list has the meaning of `prefixItems`."""
-        items, rest, found = schema.get("items"), "items", _sizes(schema, "minItems", "maxItems", at)
+        items = schema.get("items")
+        rest = "items"
+        found = _sizes(schema, "minItems", "maxItems", at)
         first = schema.get("prefixItems", [])
         if isinstance(items, list):
-            first, rest, items = items, "additionalItems", schema.get("additionalItems")
+            first = items
+            rest = "additionalItems"
+            items = schema.get("additionalItems")
         if not isinstance(first, list):
             raise UnsupportedKeyword(f"{at}/prefixItems", "it must be a list of schemas; correct it")
         if first:
@@ -189,7 +195,8 @@ class _Rewriter:
         return [self.schema(each, f"{at}/oneOf/{place}") for place, each in enumerate(found)]
 
     def _required(self, schema: Schema, at: str) -> Schema:
-        found, value = _sizes(schema, "minProperties", "maxProperties", at), schema.get("required")
+        found = _sizes(schema, "minProperties", "maxProperties", at)
+        value = schema.get("required")
         if value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
             raise UnsupportedKeyword(f"{at}/required", "it must list names of properties; correct it")
         self._check_writable(value, f"{at}/required")
