@@ -116,7 +116,7 @@ class ComputeSpans(Stage):
             position = last + (self._inputs.rope_delta if self._inputs else 0)
             return self.cache, PendingTokens(token, mx.array([True]), {}), position
         # A cache without tokens cannot join a batch: for some models an absent state differs from a state of zeros.
-        row.awaiting_first_step = False
+        row.mark_fed()
         return self.cache, forward(self._network, self.cache, [row], token), None
 
 
