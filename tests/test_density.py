@@ -1,0 +1,99 @@
+"""A line holds one idea: no conditional expression within another, and no tuple assignment of three or more targets.
+
+The modules that still break a rule are listed. A module leaves its list once it keeps the rule, and none is added.
+"""
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("examples", "schemas", "scripts", "sluice", "worker")
+
+NESTED_STILL = """
+worker/engine/model/profile.py
+"""
+TUPLES_STILL = """
+worker/app.py
+worker/chat/recorder.py
+worker/chat/resume.py
+worker/engine/active.py
+worker/engine/admission.py
+worker/engine/batch/groups.py
+worker/engine/cache/prefix.py
+worker/engine/cache/segments.py
+worker/engine/cache/slot_kv.py
+worker/engine/control_tokens.py
+worker/engine/engine.py
+worker/engine/prefill/images.py
+worker/engine/prefill/queue.py
+worker/engine/prefill/scoring.py
+worker/engine/prefill/spans.py
+worker/engine/prefill/specprefill.py
+worker/engine/prefill/task.py
+worker/engine/tokenizer.py
+worker/engine/vision/cache_bridge.py
+worker/engine/vision/families.py
+worker/engine/vision/inputs.py
+worker/jobs.py
+worker/queue/cron.py
+worker/queue/job/channel.py
+worker/queue/job/endings.py
+worker/queue/job/lease.py
+worker/queue/pickup.py
+worker/queue/server/check.py
+worker/queue/wake.py
+worker/schedule/admission_plan.py
+"""
+
+
+def nested_conditionals(tree: ast.AST) -> list[int]:
+    """Return the lines of conditional expressions that hold another one."""
+    outer = [node for node in ast.walk(tree) if isinstance(node, ast.IfExp)]
+    return [node.lineno for node in outer if sum(isinstance(each, ast.IfExp) for each in ast.walk(node)) > 1]
+
+
+def wide_assignments(tree: ast.AST) -> list[int]:
+    """Return the lines that assign a tuple, written out, to three or more targets."""
+    assignments = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+    ]
+    wide = [node for node in assignments if any(isinstance(to, ast.Tuple) and len(to.elts) > 2 for to in node.targets)]
+    return [node.lineno for node in wide]
+
+
+def breaking(rule: Callable[[ast.AST], list[int]]) -> dict[str, list[int]]:
+    """Return the modules that break a rule, each with the lines."""
+    files = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
+    found = {str(file.relative_to(ROOT)): rule(ast.parse(file.read_text())) for file in files}
+    return {file: lines for file, lines in found.items() if lines}
+
+
+@pytest.mark.parametrize(("rule", "still"), [(nested_conditionals, NESTED_STILL), (wide_assignments, TUPLES_STILL)])
+def test_only_the_listed_modules_have_dense_lines_and_each_of_them_has(
+    rule: Callable[[ast.AST], list[int]], still: str
+) -> None:
+    found, listed = breaking(rule), set(still.split())
+    assert {file: lines for file, lines in found.items() if file not in listed} == {}
+    assert listed - found.keys() == set(), "these modules keep the rule now: take them off the list"
+
+
+@pytest.mark.parametrize(
+    ("rule", "line", "breaks"),
+    [
+        (nested_conditionals, "a if b else c", False),
+        (nested_conditionals, "a if b else c if d else e", True),
+        (nested_conditionals, "(a if b else c) if d else e", True),
+        (nested_conditionals, "[a if b else c] if d else e", True),
+        (nested_conditionals, "f(a if b else c, a if d else c)", False),
+        (wide_assignments, "a, b = 1, 2", False),
+        (wide_assignments, "a, b, c = 1, 2, 3", True),
+        (wide_assignments, "a, b, c = found", False),
+        (wide_assignments, "a = b, c, d", False),
+        (wide_assignments, "x.a, x.b, c = 1, *found", True),
+    ],
+)
+def test_a_dense_line_is_found(rule: Callable[[ast.AST], list[int]], line: str, breaks: bool) -> None:
+    assert bool(rule(ast.parse(line))) == breaks
