@@ -29,7 +29,7 @@ class RunEvent(Enum):
 
 
 class RunAction(Enum):
-    """What to do after a transition."""
+    """Action after a transition."""
 
     FEED = "queue lines and collect results"
     CANCEL_LINES = "end the unfinished lines as cancelled"
@@ -143,7 +143,7 @@ LineEvent = JobQueued | JobRejected | JobGone | JobToRetry | JobCancelled | JobE
 
 
 class LineAction(Enum):
-    """What to do after a transition."""
+    """Action after a transition."""
 
     NOTHING = "nothing"
     POSTPONE = "wait, then queue the same job"

@@ -112,7 +112,7 @@ def go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     start = module.start
 
     def slow(name: str) -> "subprocess.Popen[bytes]":
-        assert go_on.wait(5), "whoever would let it go on waits for it"
+        assert go_on.wait(5), "the caller waits for it, though it should let it go on"
         return start(name)
 
     monkeypatch.setattr(module, "start", slow)

@@ -174,7 +174,7 @@ class AdmissionController:
 
         `lengths`: current lengths of the rows in tokens, by group. `chunk`: tokens of the step's longest chunk.
         `prefix_bytes`: bytes of the caches that outlive a request, which are not counted. `images`: those encoded in
-        the step. `slack_bytes`: see the method. MLX's peak memory must have been reset before the step."""
+        the step. `slack_bytes`: see `MemoryModel`. MLX's peak memory must have been reset before the step."""
         self._steps += 1
         used = mx.get_peak_memory() - self._costs.resident_bytes - min(prefix_bytes, self._prefix_bytes)
         self._max_measured, self._prefix_bytes = max(self._max_measured, used), prefix_bytes

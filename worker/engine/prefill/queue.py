@@ -99,8 +99,8 @@ class PrefillQueue:
         self._tasks[row.id] = PromptTask(row, spans, first=first, prefix=self._prefix, added=self._step)
 
     def _score_stages(self, request: GenerationRequest, draft: Draft, window: int) -> list[Stage]:
-        """Return the stage that may score the prompt. None if nothing may be dropped, if an earlier attempt has chosen
-        the tokens to keep, or if it has computed all of them."""
+        """Return the stage that may score the prompt. There is none if nothing may be dropped, or if an earlier attempt
+        has chosen the tokens to keep or has computed all of them."""
         if request.specprefill is None or request.kept_ranges is not None or request.resume_tokens:
             return []
         # Until it is measured, the draft counts as faster than the model by the ratio of their sizes. The budget is
@@ -162,16 +162,16 @@ class PrefillQueue:
         stage, request = task.stage, task.row.request
         total, remaining = stage.total, stage.remaining
         return WaitingPrompt(
-            request.id,
-            total - remaining,
-            remaining,
-            self._step - task.added,
-            request.lane,
-            cost_of(stage.phase),
-            task.cuts,
-            join_copy_bytes_of(-(-total // BUFFER_TOKENS) * BUFFER_TOKENS),  # buffers grow in these steps
-            stage.phase,
-            stage.started,
+            id=request.id,
+            done=total - remaining,
+            remaining=remaining,
+            waited=self._step - task.added,
+            lane=request.lane,
+            cost=cost_of(stage.phase),
+            cuts=task.cuts,
+            growth=join_copy_bytes_of(-(-total // BUFFER_TOKENS) * BUFFER_TOKENS),  # buffers grow in these steps
+            phase=stage.phase,
+            started=stage.started,
         )
 
     def advance(self, chunk: Chunk) -> Advanced:

@@ -32,6 +32,7 @@ class Endings:
 
     async def finish(self, job: Job, answer: JobResult, result: bytes) -> None:
         """Write the final event of a finished job, and wait for it. `result`: the JSON text to store."""
+        job.begin_ending()
         ending = self._publisher.finish(
             job.log,
             "finished",
@@ -52,7 +53,7 @@ class Endings:
 
     async def end(self, job: Job, why: Interruption) -> None:
         """End a job that did not finish, by the reason: fail, cancel or requeue it, or log that it is lost."""
-        job.is_ending = True
+        job.begin_ending()
         job_id, usage = job.claim.job_id, job.usage.as_event()
         match why:
             case JobFailure():

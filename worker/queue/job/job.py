@@ -76,6 +76,10 @@ class Job:
             if self.began:
                 self.task.cancel()
 
+    def begin_ending(self) -> None:
+        """Ignore interruptions from here on, since the ending is being written."""
+        self.is_ending = True
+
     def begin(self) -> None:
         """Allow the task to be cancelled from here on. Raises the reason if the job was interrupted before."""
         self.began = True

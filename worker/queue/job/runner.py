@@ -43,7 +43,6 @@ class JobRunner:
             job.begin()
             answer = await self._call(job)
             result = dumps_with_items(answer.result)
-            job.is_ending = True
         except asyncio.CancelledError:
             await self._endings.end(job, job.interruption or Requeue())
         except (JobFailure, Cancelled, Requeue, OwnershipLost) as why:
