@@ -1,10 +1,12 @@
+import asyncio
+import gc
 import re
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
 from importlib.resources import files
 
 import pytest
-from redis.asyncio import Redis
+from redis.asyncio import Connection, Redis
 
 from schemas import keys
 from scripts.stack import ROOT, Server
@@ -90,6 +92,27 @@ async def test_another_database_needs_select(server: Server, admin: Redis) -> No
     await admin.execute_command("ACL", "SETUSER", "bob", "on", ">pw", *ALL, "-select")
     async with connect(settings(server.url.replace("//", "//bob:pw@").replace("/0", "/1"))) as redis:
         assert [need.command for need in await forbidden(redis, NEEDED)] == ["SELECT"]
+
+
+async def test_a_check_that_is_cancelled_while_its_connection_closes_leaves_no_client_open(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closing = asyncio.Event()
+
+    async def close_slowly(_: Connection) -> None:
+        closing.set()
+        await asyncio.Event().wait()
+
+    async with connect(settings(server.url)) as redis:
+        with monkeypatch.context() as patch:
+            patch.setattr(Connection, "disconnect", close_slowly)
+            check = asyncio.create_task(forbidden(redis, NEEDED))
+            await closing.wait()
+            check.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await check
+        del check
+        gc.collect()  # redis-py reports a client with an open connection when it is deleted: see conftest.py
 
 
 def test_what_is_denied_is_named_with_its_key() -> None:

@@ -63,21 +63,23 @@ async def forbidden(redis: Redis, needs: Sequence[Need]) -> list[Need]:
     RedisError, OSError.
     """
     try:
-        client = await redis.client().initialize()  # with a connection of its own
+        async with redis.client() as client:  # with a connection of its own
+            connection = client.connection
+            assert connection is not None
+            try:
+                return await _denied_of(connection, needs)
+            finally:
+                await connection.disconnect()
     except NoPermissionError:
         return [Need("SELECT")]  # sent for a database other than 0; no other command of connecting can be denied
-    connection = client.connection
-    assert connection is not None
-    try:
-        frame = [
-            need for need in (EXEC, MULTI) if await _denied(connection, need)
-        ]  # no transaction is open, so EXEC executes nothing
-        if MULTI in frame:
-            return frame  # without MULTI the commands would be executed
-        return [*frame, *[need for need in needs if need not in (EXEC, MULTI) and await _denied(connection, need)]]
-    finally:
-        await connection.disconnect()
-        await client.aclose()
+
+
+async def _denied_of(connection: AbstractConnection, needs: Sequence[Need]) -> list[Need]:
+    # No transaction is open yet, so EXEC executes nothing.
+    frame = [need for need in (EXEC, MULTI) if await _denied(connection, need)]
+    if MULTI in frame:
+        return frame  # without MULTI the commands would be executed
+    return [*frame, *[need for need in needs if need not in (EXEC, MULTI) and await _denied(connection, need)]]
 
 
 async def _denied(connection: AbstractConnection, need: Need) -> bool:
