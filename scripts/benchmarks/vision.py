@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.benchmarks.engine import Line, ratio
+from tests.engine.vision.cases import as_one_prompt
 from tests.engine.vision.checkpoints import CONFIGS, build, write_checkpoint
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model, open_model
@@ -149,11 +150,9 @@ def engine_s(model: Model, prompts: Sequence[Prompt], tokens: int = TOKENS) -> f
 def upstream_s(model: Model, prompt: Prompt, tokens: int = TOKENS) -> float:
     """Return the seconds that mlx-vlm takes for one prompt."""
     assert model.vision is not None
-    pixel_inputs = [image.pixel_inputs for image in prompt.images]
+    pixels, extra = as_one_prompt(prompt.images)
     began = time.perf_counter()
     ids = mx.array([prompt.tokens])
-    pixels = mx.array(pixel_inputs[0]["pixel_values"]) if pixel_inputs else None
-    extra = {"image_grid_thw": mx.array(pixel_inputs[0]["image_grid_thw"])} if pixel_inputs else {}
     steps = generate_step(
         ids, model.vision.network, pixels, mx.ones_like(ids), max_tokens=tokens, temperature=0.0, **extra
     )
