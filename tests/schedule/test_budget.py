@@ -193,6 +193,15 @@ def test_cost_is_finite_for_any_measurements(seen: list[tuple[int, int, float]])
     assert 0 <= budget.cost.within(STEP_S, 1000) <= MAX_CHUNK
 
 
+def test_chunks_of_one_forward_share_its_pass_over_the_weights() -> None:
+    alone, together = StepBudget(STEP_S), StepBudget(STEP_S)
+    for budget in alone, together:
+        budget.observe_forward(0.02)
+    alone.observe_chunk(MIN_CHUNK, 0, 0.02 + 0.1)
+    together.observe_chunk(MIN_CHUNK, 0, 0.02 + 4 * 0.1, rows=4)
+    assert astuple(together.cost) == pytest.approx(astuple(alone.cost))
+
+
 def test_chunk_of_a_few_tokens_is_not_measured() -> None:
     budget = StepBudget(STEP_S)
     before = budget.cost

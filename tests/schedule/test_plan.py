@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.schedule.budget import MIN_CHUNK, MIN_TOKENS_TIME_PER_PASS, PromptCost
-from worker.schedule.plan import OLDEST_FIRST_EVERY, Chunk, Phase, WaitingPrompt, may_advance, plan
+from worker.schedule.plan import OLDEST_FIRST_EVERY, Chunk, Forward, Phase, WaitingPrompt, may_advance, plan
 from worker.schedule.request import Lane
 
 SECOND_A_TOKEN = PromptCost(token_s=1.0)
@@ -21,7 +21,11 @@ def waiting(id: str, remaining: int, *, done: int = 0, waited: int = 0, lane: La
 def planned(
     rows: Iterable[WaitingPrompt], seconds: float, cost: PromptCost = SECOND_A_TOKEN, step: int = 1
 ) -> list[Chunk]:
-    return plan([replace(row, cost=cost) for row in rows], spare(seconds), step, UNBOUNDED)
+    return chunks_of(plan([replace(row, cost=cost) for row in rows], spare(seconds), step, UNBOUNDED))
+
+
+def chunks_of(forwards: Iterable[Forward]) -> list[Chunk]:
+    return [chunk for forward in forwards for chunk in forward.chunks]
 
 
 def spare(interactive_s: float, batch_s: float | None = None) -> dict[Lane, float]:
@@ -95,11 +99,11 @@ def test_offline_prompts_take_no_interactive_time(
     rows: list[WaitingPrompt], more: float, target: float, cost: PromptCost, step: int
 ) -> None:
     rows = [replace(row, cost=cost) for row in rows]
-    chunks = plan(rows, spare(target + more, target), step, UNBOUNDED)
+    chunks = chunks_of(plan(rows, spare(target + more, target), step, UNBOUNDED))
     lanes = {row.id: row.lane for row in rows}
     interactive = [row for row in rows if row.lane == "interactive"]
-    assert [chunk for chunk in chunks if lanes[chunk.id] == "interactive"] == plan(
-        interactive, spare(target + more), step, UNBOUNDED
+    assert [chunk for chunk in chunks if lanes[chunk.id] == "interactive"] == chunks_of(
+        plan(interactive, spare(target + more), step, UNBOUNDED)
     )
     if any(lanes[chunk.id] == "batch" for chunk in chunks[1:]):
         assert seconds_of(chunks, rows, cost) <= target * 1.000001
@@ -152,7 +156,7 @@ def test_the_plan_depends_on_the_rows_and_not_on_their_order(
 
 def test_chunk_has_at_most_the_longest_number_of_tokens() -> None:
     rows = [waiting("a", 900), waiting("b", 900)]
-    assert plan(rows, spare(1000), 1, longest=300) == [Chunk("a", 300), Chunk("b", 300)]
+    assert chunks_of(plan(rows, spare(1000), 1, longest=300)) == [Chunk("a", 300), Chunk("b", 300)]
 
 
 def test_every_chunk_costs_a_pass_over_the_weights() -> None:
@@ -302,7 +306,7 @@ def test_an_image_and_a_score_may_be_computed_in_one_step() -> None:
 
 def test_each_prompt_costs_what_its_own_model_takes() -> None:
     draft = replace(waiting("scored", 500), cost=PromptCost(token_s=0.1))
-    assert plan([waiting("a", 40), draft], spare(80), 1, UNBOUNDED) == [
+    assert chunks_of(plan([waiting("a", 40), draft], spare(80), 1, UNBOUNDED)) == [
         Chunk("a", 40, joins=True),
         Chunk("scored", 400),
     ]
@@ -310,7 +314,7 @@ def test_each_prompt_costs_what_its_own_model_takes() -> None:
 
 def test_prompt_with_the_least_time_is_first_not_the_one_with_the_fewest_tokens() -> None:
     draft = replace(waiting("scored", 500), cost=PromptCost(token_s=0.1))
-    assert plan([waiting("a", 60), draft], spare(100), 1, UNBOUNDED) == [
+    assert chunks_of(plan([waiting("a", 60), draft], spare(100), 1, UNBOUNDED)) == [
         Chunk("scored", 500, joins=True),
         Chunk("a", 50),
     ]

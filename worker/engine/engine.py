@@ -246,7 +246,8 @@ class Engine:
             return
         elapsed_s = time.perf_counter() - self._decoding_since
         self._prefills.begin_step(self._running.forward_s)
-        for chunk in self._prefills.plan(self._running, elapsed_s, self._admission.longest_chunk):
+        forwards = self._prefills.plan(self._running, elapsed_s, self._admission.longest_chunk)
+        for chunk in (chunk for forward in forwards for chunk in forward.chunks):
             with isolate(f"{chunk.id}: prefill") as attempt:  # of one prompt, so only this request fails
                 yield from self._advance(chunk)
             if attempt.failed:

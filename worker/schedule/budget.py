@@ -82,13 +82,14 @@ class StepBudget:
         self._joins.observe((_GUESS, 0.0, 0.0), 0.0)
         self.forward_s = 0.0
 
-    def observe_chunk(self, tokens: int, done: int, seconds: float, *, cuts: int = 0) -> None:
+    def observe_chunk(self, tokens: int, done: float, seconds: float, *, cuts: int = 0, rows: int = 1) -> None:
         """Record the measured seconds of a chunk of `tokens`, after `done` tokens of its prompt. `cuts`: number of cuts
-        within the chunk, each of which took another pass over the weights."""
+        within the chunk, each of which took another pass over the weights. `rows`: number of prompts that computed such
+        a chunk in one forward; `done` is their mean then."""
         seconds -= cuts * self.forward_s
-        if tokens < self._least or seconds <= 0:
+        if rows * tokens < self._least or seconds <= 0:
             return
-        token_s = max(seconds - self.forward_s, seconds / 2) / tokens
+        token_s = max(seconds - self.forward_s, seconds / 2) / (rows * tokens)
         before = (done + tokens / 2) / _TOKENS_UNIT
         usual_s, before_s = self._tokens.costs()
         pace = token_s / max(usual_s + before * before_s, 1e-9)

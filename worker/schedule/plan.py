@@ -30,6 +30,7 @@ class WaitingPrompt:
     growth: int = 0  # bytes of the batch's buffers that are copied when the row joins
     phase: Phase = "prefill"
     started: bool = False  # the phase has begun, and holds memory that is freed at its end
+    pack: int | None = None  # prompts with the same value may share a forward; None: this one shares none
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,14 @@ class Chunk:
     id: str
     tokens: int
     joins: bool = False  # prefill is finished with this chunk, and the row joins the decoding rows
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Chunks that are computed together. Several chunks have the same number of tokens, which is not 0, and belong to
+    prompts with the same `pack`; none of them crosses a cut of its prompt, although it may end at one."""
+
+    chunks: tuple[Chunk, ...]
 
 
 def may_advance(waiting: Sequence[WaitingPrompt]) -> list[WaitingPrompt]:
@@ -55,22 +64,22 @@ def _first_in(waiting: Sequence[WaitingPrompt], phase: Phase) -> WaitingPrompt |
     return max(rows, key=lambda row: (row.started, row.lane == "interactive", -row.remaining), default=None)
 
 
-def plan(waiting: Iterable[WaitingPrompt], spare_s: Mapping[Lane, float], step: int, longest: int) -> list[Chunk]:
-    """Return the chunks of a step. Spends each lane's seconds on the prompts that finish soonest, interactive ones
+def plan(waiting: Iterable[WaitingPrompt], spare_s: Mapping[Lane, float], step: int, longest: int) -> list[Forward]:
+    """Return the forwards of a step. Spends each lane's seconds on the prompts that finish soonest, interactive ones
     first; the time that these take is not left for offline ones. The first prompt always advances, if only by a few
-    tokens. `step`: number of the step, counting up. `longest`: most tokens of a chunk.
+    tokens. `step`: number of the step, counting up. `longest`: most tokens of a forward.
 
-    Every chunk is one row: rows padded to one length would pay for the longest, and padding would enter a recurrent
+    Every forward has one row: rows padded to one length would pay for the longest, and padding would enter a recurrent
     state."""
-    chunks, spent_s = list[Chunk](), 0.0
+    forwards, spent_s = list[Forward](), 0.0
     for row in sorted(waiting, key=_age if step % OLDEST_FIRST_EVERY == 0 else _length):
         left_s = spare_s[row.lane] - spent_s
-        chunk = _chunk(row, left_s, longest, first=not chunks)
+        chunk = _chunk(row, left_s, longest, first=not forwards)
         if chunk is None:
             break
-        chunks.append(chunk)
+        forwards.append(Forward((chunk,)))
         spent_s += _forward_s(row, chunk.tokens) + (_join_s(row) if chunk.joins else 0.0)
-    return chunks
+    return forwards
 
 
 def _chunk(row: WaitingPrompt, seconds: float, longest: int, *, first: bool) -> Chunk | None:

@@ -51,7 +51,7 @@ class Running:
 
 def planned(made: PrefillQueue, running: Running | None = None, *, forward_s: float = 0.0) -> list[Chunk]:
     made.begin_step(forward_s)
-    return made.plan(running or Running(), DECODE_S, ROOM)
+    return [chunk for forward in made.plan(running or Running(), DECODE_S, ROOM) for chunk in forward.chunks]
 
 
 def test_interactive_prompt_gets_a_share_of_the_decode_time_and_offline_one_the_rest() -> None:
@@ -111,5 +111,6 @@ def test_planning_changes_nothing() -> None:
     made, running = prefills("qwen3", prefix_bytes=10**9), Running()
     begin(made, "a", 5000)
     begin(made, "b", 400, "batch")
-    first = planned(made, running)
+    made.begin_step(0.0)
+    first = made.plan(running, DECODE_S, ROOM)
     assert [made.plan(running, DECODE_S, ROOM) for _ in range(5)] == [first] * 5

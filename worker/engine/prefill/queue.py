@@ -18,7 +18,7 @@ from worker.engine.vision.inputs import MultimodalInputs
 from worker.schedule.budget import PromptCost, StepBudget
 from worker.schedule.memory import BUFFER_TOKENS, NO_IMAGES, ImageDemand
 from worker.schedule.outcomes import SpecPrefillSkipped
-from worker.schedule.plan import Chunk, WaitingPrompt, may_advance, plan
+from worker.schedule.plan import Chunk, Forward, WaitingPrompt, may_advance, plan
 from worker.schedule.request import GenerationRequest, Lane
 
 _ENCODER_TOKENS_PER_S = 100.0  # tokens per second, until a vision encoder is measured
@@ -144,9 +144,9 @@ class PrefillQueue:
         for task in self._tasks.values():
             task.refresh()
 
-    def plan(self, running: RunningRows, elapsed_s: float, longest: int) -> list[Chunk]:
-        """Return the chunks to compute in this step. Changes nothing. `elapsed_s`: seconds since the running decode
-        step began. `longest`: the largest chunk in tokens."""
+    def plan(self, running: RunningRows, elapsed_s: float, longest: int) -> list[Forward]:
+        """Return the forwards to compute in this step. Changes nothing. `elapsed_s`: seconds since the running decode
+        step began. `longest`: most tokens of a forward."""
         # With hundreds of prompts, values shared by many are computed once.
         cost_of, join_copy_bytes_of = cache(self.cost), cache(running.join_copy_bytes)
         waiting = may_advance([self._waiting(task, cost_of, join_copy_bytes_of) for task in self._tasks.values()])
