@@ -26,13 +26,6 @@ worker/engine/cache/prefix.py
 worker/engine/cache/segments.py
 worker/engine/cache/slot_kv.py
 worker/engine/control_tokens.py
-worker/engine/engine.py
-worker/engine/prefill/images.py
-worker/engine/prefill/queue.py
-worker/engine/prefill/scoring.py
-worker/engine/prefill/spans.py
-worker/engine/prefill/specprefill.py
-worker/engine/prefill/task.py
 worker/engine/tokenizer.py
 worker/engine/vision/cache_bridge.py
 worker/engine/vision/families.py

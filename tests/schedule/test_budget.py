@@ -33,7 +33,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         self.budget, self._dice = StepBudget(STEP_S), Random(0)
-        self.budget.forward_s = self.cost.forward_s
+        self.budget.observe_forward(self.cost.forward_s)
         for _ in range(20):
             self.budget.observe_decode(self.decode_s)
 
@@ -131,7 +131,8 @@ def test_a_worthwhile_chunk_is_the_shortest_that_is_worth_its_pass(cost: PromptC
 
 def test_pass_for_a_cut_does_not_raise_the_cost_of_a_token() -> None:
     straight, cut = StepBudget(STEP_S), StepBudget(STEP_S)
-    straight.forward_s = cut.forward_s = 0.02
+    for budget in (straight, cut):
+        budget.observe_forward(0.02)
     straight.observe_chunk(50, 0, 0.07)
     cut.observe_chunk(50, 0, 0.07 + 2 * 0.02, cuts=2)
     assert astuple(cut.cost) == pytest.approx(astuple(straight.cost))

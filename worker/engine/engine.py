@@ -120,7 +120,9 @@ class Engine:
         """Admit requests, decode a token of every running row, and prefill within the time budget. Blocks until the
         decode step of the call before has ended and the prompt chunks are computed; the decode step that it launches
         itself runs on. Raises `EngineBroken` after repeated failures."""
-        began, rows, evicted = time.perf_counter(), len(self._running), self._caches.evicted
+        began = time.perf_counter()
+        rows = len(self._running)
+        evicted = self._caches.evicted
         mx.reset_peak_memory()
         self._preempted = self._longest_chunk = self._queried_tokens = self._hit_tokens = 0
         self._encoded_images = NO_IMAGES

@@ -80,16 +80,16 @@ class StepBudget:
         self._pace = 1.0
         self._tokens.observe((_GUESS, 0.0), _GUESS / tokens_per_s)
         self._joins.observe((_GUESS, 0.0, 0.0), 0.0)
-        self.forward_s = 0.0
+        self._forward_s = 0.0  # seconds of a pass over the weights
 
     def observe_chunk(self, tokens: int, done: float, seconds: float, *, cuts: int = 0, rows: int = 1) -> None:
         """Record the measured seconds of a chunk of `tokens`, after `done` tokens of its prompt. `cuts`: number of cuts
         within the chunk, each of which took another pass over the weights. `rows`: number of prompts that computed such
         a chunk in one forward; `done` is their mean then."""
-        seconds -= cuts * self.forward_s
+        seconds -= cuts * self._forward_s
         if rows * tokens < self._least or seconds <= 0:
             return
-        token_s = max(seconds - self.forward_s, seconds / 2) / (rows * tokens)
+        token_s = max(seconds - self._forward_s, seconds / 2) / (rows * tokens)
         before = (done + tokens / 2) / _TOKENS_UNIT
         usual_s, before_s = self._tokens.costs()
         pace = token_s / max(usual_s + before * before_s, 1e-9)
@@ -98,7 +98,7 @@ class StepBudget:
 
     def observe_forward(self, seconds: float) -> None:
         """Record the estimated seconds of a pass over the weights."""
-        self.forward_s = seconds
+        self._forward_s = seconds
 
     def observe_join(self, tokens: int, growth: int, seconds: float) -> None:
         """Record the measured seconds of a row's join. `tokens`: its length; `growth`: bytes of buffers copied."""
@@ -116,7 +116,7 @@ class StepBudget:
         token_s, before_s = (self._pace * cost for cost in self._tokens.costs())
         join_s, joined_s, grown_s = self._joins.costs()
         return PromptCost(
-            self.forward_s, token_s, before_s / _TOKENS_UNIT, join_s, joined_s / _TOKENS_UNIT, grown_s / _BYTES_UNIT
+            self._forward_s, token_s, before_s / _TOKENS_UNIT, join_s, joined_s / _TOKENS_UNIT, grown_s / _BYTES_UNIT
         )
 
     def spare_s(self, rows: int, lane: Lane, elapsed_s: float, slower: float = 1.0) -> float:

@@ -16,7 +16,9 @@ class EncodeImages(Stage):
     def __init__(self, inputs: MultimodalInputs, encode: Encode) -> None:
         """`inputs`: receives the features; shared with the stage that computes the prompt. `encode`: see
         `Family.encode`."""
-        self._inputs, self._encode, self._start = inputs, encode, 0
+        self._inputs = inputs
+        self._encode = encode
+        self._missing = inputs.missing(0)  # images to encode, as of the last refresh
         self._encoder_run: EncoderRun | None = None
 
     @property
@@ -27,12 +29,12 @@ class EncodeImages(Stage):
     @property
     def remaining(self) -> int:
         """Image tokens left to encode."""
-        return sum(self._tokens_left(image) for image in self._missing())
+        return sum(self._tokens_left(image) for image in self._missing)
 
     @property
     def needed(self) -> bool:
         """True while features of images are missing."""
-        return bool(self._missing())
+        return bool(self._missing)
 
     @property
     def started(self) -> bool:
@@ -43,36 +45,37 @@ class EncodeImages(Stage):
     def images(self) -> ImageDemand:
         """The images that the prompt has still to be computed with."""
         return ImageDemand(
-            largest=max((image.tokens for image in self._missing()), default=0),
+            largest=max((image.tokens for image in self._missing), default=0),
             total=self._inputs.tokens,
             longest=self._inputs.longest,
         )
 
     def refresh(self, start: int) -> None:
-        """Encode only images that end after index `start`."""
-        self._start = start
+        """Encode only images that end after index `start` and whose features are not available yet: another prompt may
+        have encoded some of them."""
+        self._missing = self._inputs.missing(start)
 
     def advance(self, tokens: int) -> Progress | Done:
         """Encode about `tokens` tokens, at least one layer of one image. Blocks."""
         computed = 0
-        for image in self._missing():
-            computed += self._encode_image(image, tokens - computed)
+        while self._missing:
+            computed += self._encode_first(tokens - computed)
             if self._encoder_run or computed >= tokens:
                 break
         return Progress(computed) if self.needed else Done(computed)
-
-    def _missing(self) -> list[PromptImage]:
-        return self._inputs.missing(self._start)  # now, since another prompt may have encoded one of them
 
     def _tokens_left(self, image: PromptImage) -> int:
         run = self._encoder_run
         return run.remaining if run and run.image.digest == image.digest else image.tokens
 
-    def _encode_image(self, image: PromptImage, tokens: int) -> int:
+    def _encode_first(self, tokens: int) -> int:
+        """Encode the first missing image by about `tokens` tokens. Returns the number computed."""
+        image = self._missing[0]
         if self._encoder_run is None or self._encoder_run.image.digest != image.digest:
             self._encoder_run = EncoderRun(image, self._encode)
         computed = self._encoder_run.advance(tokens)
         if features := self._encoder_run.features:
             self._inputs.add_features(image, features)
+            self._missing.pop(0)
             self._encoder_run = None
         return computed

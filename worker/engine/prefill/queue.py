@@ -43,10 +43,11 @@ class PrefillQueue:
 
     def __init__(self, model: Model, step_s: float, caches: EngineCaches) -> None:
         """`step_s`: target seconds of a step. `caches` stays owned by the caller."""
-        self._network, self._costs, self._vision = model.network, model.costs, model.vision
-        self._prefix, self._draft, self._features = caches.prefix, caches.draft, caches.features
+        self._model = model
+        self._caches = caches
         self._tasks: dict[str, PromptTask] = {}
-        self._step, self._step_s = 0, step_s
+        self._step = 0
+        self._step_s = step_s
         self._budgets: dict[Phase, StepBudget] = {
             # One layer of a vision encoder counts as a few tokens; until its speed is measured, advance by one token.
             "encoding": StepBudget(step_s, _ENCODER_TOKENS_PER_S, least=1),
@@ -70,7 +71,7 @@ class PrefillQueue:
         """Tokens that the prompts hold in caches, omitting empty ones. Tokens in a draft's cache are converted to the
         number of the model's tokens that take the same memory."""
         return [
-            self._costs.draft_tokens(stage.done) if stage.phase == "scoring" else stage.done
+            self._model.costs.draft_tokens(stage.done) if stage.phase == "scoring" else stage.done
             for stage in (task.stage for task in self._tasks.values())
             if stage.done
         ]
@@ -90,13 +91,14 @@ class PrefillQueue:
         prompt."""
         first, inputs = list[Stage](), None
         if row.request.images:
-            assert self._vision is not None and self._features is not None, "a text model has no images"  # noqa: PT018
-            inputs = MultimodalInputs(self._vision.family, row.request, self._features)
-            first.append(EncodeImages(inputs, self._vision.family.encode))
-        spans = ComputeSpans(self._network, row.request, inputs)
-        if self._draft:
-            first += self._score_stages(row.request, self._draft, window_of(spans.cache))
-        self._tasks[row.id] = PromptTask(row, spans, first=first, prefix=self._prefix, added=self._step)
+            vision, features = self._model.vision, self._caches.features
+            assert vision is not None and features is not None, "a text model has no images"  # noqa: PT018
+            inputs = MultimodalInputs(vision.family, row.request, features)
+            first.append(EncodeImages(inputs, vision.family.encode))
+        spans = ComputeSpans(self._model.network, row.request, inputs)
+        if self._caches.draft:
+            first += self._score_stages(row.request, self._caches.draft, window_of(spans.cache))
+        self._tasks[row.id] = PromptTask(row, spans, first=first, prefix=self._caches.prefix, added=self._step)
 
     def _score_stages(self, request: GenerationRequest, draft: Draft, window: int) -> list[Stage]:
         """Return the stage that may score the prompt. There is none if nothing may be dropped, or if an earlier attempt
@@ -141,6 +143,9 @@ class PrefillQueue:
         estimated seconds of a pass over the weights."""
         self._step += 1
         self._budgets["prefill"].observe_forward(forward_s)
+        self._refresh()
+
+    def _refresh(self) -> None:
         for task in self._tasks.values():
             task.refresh()
 
@@ -177,6 +182,8 @@ class PrefillQueue:
     def advance(self, chunk: Chunk) -> Advanced:
         """Compute a chunk. Blocks."""
         done = self._tasks[chunk.id].advance(chunk.tokens)
+        if done.phase == "encoding":  # other prompts may need the same image
+            self._refresh()
         # If SpecPrefill was skipped in this step, the time is not that of the chunk alone.
         if not any(isinstance(outcome, SpecPrefillSkipped) for outcome in done.outcomes):
             self._budgets[done.phase].observe_chunk(done.tokens, done.done, done.seconds, cuts=done.cuts)

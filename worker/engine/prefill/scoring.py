@@ -44,7 +44,9 @@ class Draft:
         """`prefix_bytes`: the largest size of its prefix cache. `context`: tokens that it was trained for.
         `skip_token_id`: id of a token that is removed before the draft reads a prompt, and may be outside its
         vocabulary: the image placeholder."""
-        self.network, self.prefix, self.context = network, PrefixCache(network, prefix_bytes), context
+        self.network = network
+        self.prefix = PrefixCache(network, prefix_bytes)
+        self.context = context
         self.skip_token_id = skip_token_id
         self._memo = OrderedDict[tuple[str, bytes], Scores]()
 
@@ -79,7 +81,9 @@ class Scoring:
     remain."""
 
     def __init__(self, draft: Draft, request: GenerationRequest) -> None:
-        self._draft, self._tokens, self._request = draft, request.prompt, _without_skipped(request, draft.skip_token_id)
+        self._draft = draft
+        self._tokens = request.prompt
+        self._request = _without_skipped(request, draft.skip_token_id)
         self._scores = draft.cached_scores(self._request)
         self._task = PromptTask(Row.of(self._request), ComputeSpans(draft.network, self._request), prefix=draft.prefix)
         self._task.refresh()
@@ -154,7 +158,10 @@ class _Lookahead:
 
     def __init__(self, network: nn.Module, cache: list[Any], last: mx.array, prompt: int) -> None:
         """`cache` holds all tokens of the prompt but the last, and is written to."""
-        self._network, self._cache, self._next, self._prompt = network, cache, last, prompt
+        self._network = network
+        self._cache = cache
+        self._next = last
+        self._prompt = prompt
         self.max_weights = mx.zeros(prompt)  # the largest attention weight that each token received
         self.remaining = LOOKAHEAD
 
@@ -208,7 +215,8 @@ def attention(
 ) -> mx.array:
     """Return attention weights (heads, keys) in float32 of one query. `q`: (1, heads, 1, head_dim); `k`: (1, kv_heads,
     keys, head_dim); `mask` and `sinks` as in mx.fast.scaled_dot_product_attention. Lazy."""
-    heads, groups, keys = q.shape[1], k.shape[1], k.shape[2]
+    heads = q.shape[1]
+    groups, keys = k.shape[1:3]
     products = (q.reshape(1, groups, heads // groups, -1) * scale) @ k.swapaxes(-1, -2)
     products = products.reshape(1, heads, 1, keys)
     if isinstance(mask, mx.array):  # "causal" hides nothing here; latent attention adds its positional part as a mask

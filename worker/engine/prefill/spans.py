@@ -36,7 +36,9 @@ class ComputeSpans(Stage):
 
         Raises ValueError for `kept_ranges` that are unordered, miss the end of the prompt or a sliding window, or keep
         a single token."""
-        self._network, self._inputs, self._tokens = network, inputs, request.tokens
+        self._network = network
+        self._inputs = inputs
+        self._tokens = request.tokens
         self.cache: list[Any] = make_prompt_cache(network)
         self._matched = 0
         self._positions: Sequence[int] = range(len(self._tokens))
@@ -73,7 +75,9 @@ class ComputeSpans(Stage):
         ValueError if one of these tokens is dropped."""
         if length > self.num_dense:
             raise ValueError(f"length: {length} tokens are cached; only the first {self.num_dense} are all kept.")
-        self.cache, self.done, self._matched = cache, length, 0
+        self.cache = cache
+        self.done = length
+        self._matched = 0
 
     def again(self, request: GenerationRequest) -> "ComputeSpans":
         """Return a new stage for other spans of the same prompt, with an empty cache."""

@@ -31,10 +31,14 @@ class Score(Stage):
         """`is_worthwhile(scored, tokens, keep)`: return True if scoring that many tokens, and computing the share
         `keep` of `tokens`, is faster than computing all. `window`: the last tokens, all of which are kept; images are
         never dropped either."""
-        self._request, self._params, self._draft, self._is_worthwhile = request, params, draft, is_worthwhile
+        self._request = request
+        self._params = params
+        self._draft = draft
+        self._is_worthwhile = is_worthwhile
         self._end = len(request.prompt) - max(1, window)  # of what may be dropped
         self._scoring: Scoring | None = None
-        self._start, self._seconds = 0, 0.0
+        self._start = 0
+        self._seconds = 0.0
 
     @property
     def total(self) -> int:
@@ -87,7 +91,8 @@ class Score(Stage):
     def _why_not(self) -> str | None:
         """Return why the prompt is not scored; None if it is."""
         # With the last token, which is computed when the row decodes.
-        params, prompt, rest = self._params, self._request.prompt, len(self._request.prompt) - self._start
+        params, prompt = self._params, self._request.prompt
+        rest = len(prompt) - self._start
         if rest < params.min_tokens:
             return f"{rest:,} tokens were left to compute, fewer than the minimum of {params.min_tokens:,}."
         if tokens_in(self._required_ranges()) == rest:

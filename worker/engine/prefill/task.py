@@ -48,7 +48,9 @@ class PromptTask:
     ) -> None:
         """`spans`: the last stage, for the row's request. `first`: the stages before it. `prefix`: None if no prefix is
         loaded or inserted. `added`: number of the step."""
-        self.row, self.added, self.cached = row, added, 0
+        self.row = row
+        self.added = added
+        self.cached = 0
         self._first, self._prefix = [*first], prefix
         # Tokens that an earlier attempt has dropped are not chosen again, and the row inserts no prefix.
         self._chooses = row.request.kept_ranges is None
