@@ -45,7 +45,9 @@ _ENGINE_S = 3.0
 
 async def serve(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT; then the process ends, even if a thread does not. Raises `CannotStart`."""
-    metrics, health, ending = Metrics(settings.model_name), Health(settings.watchdog_s), ExitTimer()
+    metrics = Metrics(settings.model_name)
+    health = Health(settings.watchdog_s)
+    ending = ExitTimer()
     with ending.after_error(_THREADS_S), answer_probes(settings.metrics_port, metrics.registry, health):
         async with connect(settings) as redis:
             await _serve(settings, RedisServer(redis, settings), metrics, health, ending)

@@ -50,7 +50,9 @@ class Chat:
     """One attempt at a chat job."""
 
     def __init__(self, job: Job, context: WorkerContext) -> None:
-        self._job, self._context, self._recorder = job, context, JobRecorder(job, context)
+        self._job = job
+        self._context = context
+        self._recorder = JobRecorder(job, context)
         # Ids are per attempt, so late outcomes of an old attempt are dropped.
         self._id = f"{job.claim.job_id}#{job.claim.attempt}"
         self._done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -97,8 +99,9 @@ class Chat:
         return self._recorder.result(request, seed, finish_reason, self._output.retracted)
 
     async def _prompt(self, request: ChatRequest) -> tuple[Prompt, tuple[PromptImage, ...]]:
-        inputs, lane, namespace = self._context.images, self._job.claim.lane, self._namespace(request)
-        images = await inputs.process(request.messages, self._id, lane, namespace) if inputs else ()
+        inputs = self._context.images
+        lane = self._job.claim.lane
+        images = await inputs.process(request.messages, self._id, lane, self._namespace(request)) if inputs else ()
         prompt = await self._context.codec.prompt(request, [image.text for image in images], lane)
         if not (inputs and images):
             return prompt, ()

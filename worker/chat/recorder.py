@@ -28,7 +28,9 @@ class Pace:
     """Token rate of one attempt, by the engine's times: several tokens may reach the event loop at once."""
 
     def __init__(self) -> None:
-        self._tokens, self._first_at, self._last_at = 0, 0.0, 0.0
+        self._tokens = 0
+        self._first_at = 0.0
+        self._last_at = 0.0
 
     def count(self, at: float) -> None:
         """Count a token. `at`: monotonic seconds."""
@@ -46,7 +48,9 @@ class JobRecorder:
     """Counts and reports one attempt at a job, on the event loop."""
 
     def __init__(self, job: Job, context: WorkerContext) -> None:
-        self._job, self._context, self._metrics = job, context, context.metrics
+        self._job = job
+        self._context = context
+        self._metrics = context.metrics
         self._began_monotonic = self._progress_at = self._delta_at = time.monotonic()
         self._began_at = job.log.clock.now()
         self._prefilled_at = self._first_at = self._last_at = self._began_monotonic
@@ -162,7 +166,10 @@ class JobRecorder:
         if self._pending:
             self._emitted.append(self._pending)
         self._emitted_logprobs += map(dumps, self._logprobs)
-        self._ids, self._pending, self._logprobs, self._delta_at = [], OutputDelta(), [], time.monotonic()
+        self._ids = []
+        self._pending = OutputDelta()
+        self._logprobs = []
+        self._delta_at = time.monotonic()
 
     def result(self, request: ChatRequest, seed: int, finish_reason: str, retracted: Container[int]) -> JobResult:
         """Return the result of a finished job. `retracted`: indices of announced tool calls that turned out invalid."""

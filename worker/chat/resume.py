@@ -122,7 +122,11 @@ def _obstacle(earlier: Delivered, left: ResumeState, attempt: Attempt) -> str:
 
 def delivered(log: Iterable[bytes], check: Check = never) -> Delivered | None:
     """Return the delivered output; None if no attempt has begun. Raises ValueError for a log that no worker wrote."""
-    fingerprint, seed, tokens, outputs, logprobs = "", 0, list[int](), list[OutputDelta](), list[bytes]()
+    fingerprint = ""
+    seed = 0
+    tokens = list[int]()
+    outputs = list[OutputDelta]()
+    logprobs = list[bytes]()
     for event in map(loads, log):
         check()
         if not isinstance(event, dict):

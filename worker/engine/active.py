@@ -24,7 +24,9 @@ class ActiveRows:
 
     def __init__(self, prefills: PrefillQueue, running: Groups, on_release: Callable[[], None]) -> None:
         """`prefills` and `running` hold the rows' caches. `on_release` is called when rows may have freed memory."""
-        self._prefills, self._running, self._on_release = prefills, running, on_release
+        self._prefills = prefills
+        self._running = running
+        self._on_release = on_release
         self._rows: dict[str, Row] = {}
         self._failures = 0  # without a decoded token between them
 

@@ -64,7 +64,10 @@ class AdmissionController:
     def __init__(self, costs: MemoryModel, limit: int, rows: int = MAX_ROWS) -> None:
         """`costs`: predicts memory. `limit`: bytes that the model and all rows may take. `rows`: most rows that are
         active at once. Resets MLX's peak memory."""
-        self._costs, self._limit, self._rows, self._correction = costs, limit, rows, Correction()
+        self._costs = costs
+        self._limit = limit
+        self._rows = rows
+        self._correction = Correction()
         self._waiting: dict[str, WaitingRequest] = {}
         self._dirty = False  # a new plan may differ from the last one
         self._num_plans = 0  # that were applied
@@ -155,7 +158,9 @@ class AdmissionController:
             self._waiting[id].drop_cache()
         for id, rows in plan.overtaken.items():
             self._waiting[id].set_overtaken(rows)
-        self._bounds, self._reservation, self._shares = plan.bounds, plan.reservation, plan.shares
+        self._bounds = plan.bounds
+        self._reservation = plan.reservation
+        self._shares = plan.shares
 
     def _limits(self) -> Limits:
         return Limits(self._corrected(), self._limit, self._rows)
@@ -183,7 +188,10 @@ class AdmissionController:
         self._max_predicted, self._last_predicted = max(self._max_predicted, uncorrected), uncorrected
         if self._steps % _CALIBRATE_EVERY:
             return None
-        max_predicted, measured, self._max_predicted, self._max_measured = self._max_predicted, self._max_measured, 0, 0
+        max_predicted = self._max_predicted
+        measured = self._max_measured
+        self._max_predicted = 0
+        self._max_measured = 0
         if not max_predicted:
             return None
         predicted = round(self._correction.factor * max_predicted)

@@ -53,7 +53,9 @@ class ControlTokens:
 
     def mark(self, text: str) -> str:
         """Return the text with its control tokens marked, so that `encode` reads them as text."""
-        text, pieces, end = self._normalized(_escaped(text)), list[str](), 0
+        text = self._normalized(_escaped(text))
+        pieces = list[str]()
+        end = 0
         for found in self._found(text):
             pieces += [text[end : found.start()], self._marked_token(found[0])]
             end = found.end()

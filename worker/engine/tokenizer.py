@@ -23,7 +23,9 @@ class MLXTokenizer:
 
     def __init__(self, wrapper: TokenizerWrapper, marker: str = "") -> None:
         """`marker`: text that stands for an image in a vision model's chat template."""
-        self._wrapper, self._tokenizer, self._marker = wrapper, wrapper._tokenizer, marker
+        self._wrapper = wrapper
+        self._tokenizer = wrapper._tokenizer
+        self._marker = marker
         self._backend = _backend(self._tokenizer)
 
     @cached_property

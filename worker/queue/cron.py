@@ -63,7 +63,9 @@ class Crons:
 
     def __init__(self, crons: Sequence[Cron], server: RedisServer, worker: str) -> None:
         """`worker`: the worker's name, which marks the slots that it takes."""
-        self._crons, self._server, self._worker = tuple(crons), server, worker
+        self._crons = tuple(crons)
+        self._server = server
+        self._worker = worker
 
     async def run_due(self) -> None:
         """Run the jobs of which a slot is due. Call it often. Raises RedisError, OSError."""

@@ -28,7 +28,9 @@ class Pickup:
         self, server: RedisServer, settings: Settings, claims: Claims, jobs: RunningJobs, cancel_keys: CancelKeys
     ) -> None:
         self._server, self._settings = server, settings
-        self._claims, self._jobs, self._cancel_keys = claims, jobs, cancel_keys
+        self._claims = claims
+        self._jobs = jobs
+        self._cancel_keys = cancel_keys
         # Much shorter than a lease, so that a dead worker's jobs wait hardly longer than for their leases.
         self._sweep_s = min(settings.poll_s, max(0.1, settings.lease_s / 20))
         self._swept_at = 0.0  # monotonic

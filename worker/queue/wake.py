@@ -36,8 +36,12 @@ class ControlListener:
         cancel: Callable[[str], None],
         on_reconnect: Callable[[], Awaitable[None]],
     ) -> None:
-        self._redis, self._model, self._keyspace_events = redis, model, keyspace_events
-        self._wake, self._cancel, self._on_reconnect = wake, cancel, on_reconnect
+        self._redis = redis
+        self._model = model
+        self._keyspace_events = keyspace_events
+        self._wake = wake
+        self._cancel = cancel
+        self._on_reconnect = on_reconnect
 
     async def run(self) -> None:
         """Listen, and reconnect after errors, until this task is cancelled."""

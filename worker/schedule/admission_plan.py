@@ -158,7 +158,9 @@ def _decide(
 
 def _reserve(active: Sequence[RowEstimate], buffers: Sequence[int], limits: Limits, held_bytes: int) -> Reservation:
     """Return the reservation for these rows. `buffers`: allocated bytes of each group's buffers."""
-    lengths, images, groups = group_lengths(active), image_demand(active), by_group(active)
+    lengths = group_lengths(active)
+    images = image_demand(active)
+    groups = by_group(active)
     peak_bytes = limits.costs.peak_bytes(lengths, images=images)
     slack_bytes = limits.costs.slack_bytes((groups.get(i, ()) for i in range(len(buffers))), buffers)
     must_tighten = peak_bytes + slack_bytes > limits.max_bytes - held_bytes

@@ -25,7 +25,10 @@ class Groups:
     def __init__(self, network: nn.Module, fits: Callable[[list[list[Row]]], bool]) -> None:
         """`fits(groups)`: return True if the active rows stay within memory when these rows decode in these groups. A
         row in a group of its own takes the least memory, so a row for which no group fits gets one."""
-        self._network, self._fits, self._cost, self._stopwatch = network, fits, MeasuredCost(), Stopwatch()
+        self._network = network
+        self._fits = fits
+        self._cost = MeasuredCost()
+        self._stopwatch = Stopwatch()
         self._groups: list[DecodeBatch] = []
         self._lost: dict[Row, None] = {}  # rows without a cache, because a failure has lost it; an ordered set
         self._bounds: Bounds = ()  # of the length classes, whose rows decode in separate groups
@@ -54,7 +57,9 @@ class Groups:
         """Launch the next decode step of all groups, and return the tokens of the last one, and the rows that failed in
         a group of their own: they cause the failure, and are removed. If a group of several rows failed, these are
         lost. Blocks until the last step has ended."""
-        began, lengths, groups = time.perf_counter(), self.lengths, [*self._groups]
+        began = time.perf_counter()
+        lengths = self.lengths
+        groups = [*self._groups]
         self._steps, self.step_s = self._steps + 1, None
         self._balanced = self._steps % _REBALANCE_EVERY > 0
         for group in groups:
@@ -136,7 +141,9 @@ class Groups:
     def decode_slowdown(self, more_rows: int) -> float:
         """Return the factor by which a step becomes slower with `more_rows` additional rows, each as long as the
         longest row. Counts at most as many additional rows as decode now: more would be a guess."""
-        cost, lengths, more_rows = self._cost.cost(), self.lengths, min(more_rows, len(self))
+        cost = self._cost.cost()
+        lengths = self.lengths
+        more_rows = min(more_rows, len(self))
         longest = max((length for group in lengths for length in group), default=0)
         return 1 + more_rows * (cost.row_s + longest * cost.cell_s) / max(cost.step_s(lengths), 1e-9)
 

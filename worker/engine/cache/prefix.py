@@ -35,7 +35,9 @@ class PrefixCache:
 
     def __init__(self, network: nn.Module, max_bytes: int) -> None:
         """`max_bytes`: upper limit of the size; see `set_limit`."""
-        self._network, self._max_bytes, self._limit = network, max_bytes, max_bytes
+        self._network = network
+        self._max_bytes = max_bytes
+        self._limit = max_bytes
         self.stateful = needs_states(network)
         self._tree = PrefixTree[KVSegment, StateSnapshot](stateful=self.stateful)
 

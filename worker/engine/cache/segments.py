@@ -135,7 +135,9 @@ def _filled(layer: Any, joined: Iterator[mx.array], states: Iterator[Any], lengt
         return next(states)
     keys, values = next(joined), next(joined)
     if keys.size:
-        layer.keys, layer.values, layer.offset = keys, values, length
+        layer.keys = keys
+        layer.values = values
+        layer.offset = length
     return layer
 
 

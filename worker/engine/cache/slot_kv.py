@@ -26,7 +26,10 @@ class SlotKVCache:
     def _set_rows(self, lengths: list[int], positions: list[int], ends: list[int]) -> None:
         """Replace the row table: for each row its tokens in the slot, the position of its next token, and the most
         tokens that it will have."""
-        self.rows, self._lengths, self._positions, self._ends = len(lengths), lengths, positions, ends
+        self.rows = len(lengths)
+        self._lengths = lengths
+        self._positions = positions
+        self._ends = ends
         self._longest, self._equal_lengths = max(lengths, default=0), len(set(lengths)) <= 1
         self._slots = mx.arange(self.rows)
         self._row_arrays = mx.array(lengths, dtype=mx.int32), mx.array(positions, dtype=mx.int32)

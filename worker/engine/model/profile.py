@@ -63,8 +63,9 @@ class _Attention:
     @property
     def score_bytes(self) -> int:
         """Bytes for each pair of tokens; 0 if the device does not materialize the scores."""
-        fused = fused_attention(self.queries, self.keys, self.values, self.dtype, sinks=self.sinks)
-        copies = 0 if fused else 3 if self.sinks else 1  # scores are copied to append the sinks, and back
+        copies = 3 if self.sinks else 1  # scores are copied to append the sinks, and back
+        if fused_attention(self.queries, self.keys, self.values, self.dtype, sinks=self.sinks):
+            copies = 0
         return int((copies + self.mask_per_head) * self.queries[1] * self.dtype.size)
 
 

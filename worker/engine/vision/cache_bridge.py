@@ -26,4 +26,6 @@ def _move_arrays(source: Any, target: Any) -> None:
     if isinstance(source, ArraysCache) or isinstance(target, ArraysCache):
         target.cache = list(source.cache)
     else:
-        target.keys, target.values, target.offset = source.keys, source.values, source.offset
+        target.keys = source.keys
+        target.values = source.values
+        target.offset = source.offset

@@ -25,7 +25,9 @@ class Qwen:
     bidirectional_images = False
 
     def __init__(self, vlm: nn.Module, text_model: nn.Module, make_cache: MakeCache) -> None:
-        self._encoder, self._language, self._make_cache = vlm.vision_tower, vlm.language_model, make_cache
+        self._encoder = vlm.vision_tower
+        self._language = vlm.language_model
+        self._make_cache = make_cache
         self._vision_config = vlm.config.vision_config
         self._merge = self._vision_config.spatial_merge_size
         self.placeholder: int = vlm.config.image_token_id
@@ -50,7 +52,9 @@ class Qwen:
 
     def positions(self, tokens: int, images: Sequence[PromptImage]) -> tuple[mx.array | None, int]:
         """Return M-RoPE positions (3, 1, tokens) as frame, row and column, and the rope delta."""
-        parts, place, position = list[mx.array](), 0, 0
+        parts = list[mx.array]()
+        place = 0
+        position = 0
         for image in images:
             start, end = image.span
             parts.append(_text_positions(position, start - place))
@@ -111,7 +115,9 @@ class SequentialFamily:
     bidirectional_images = False
 
     def __init__(self, vlm: nn.Module, text_model: nn.Module, make_cache: MakeCache) -> None:
-        self._vlm, self._encoder, self._text_model = vlm, vlm.vision_tower, text_model
+        self._vlm = vlm
+        self._encoder = vlm.vision_tower
+        self._text_model = text_model
         self._embed, self._config = vlm.language_model.model.embed_tokens, vlm.config
 
     @property

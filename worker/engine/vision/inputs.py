@@ -50,7 +50,9 @@ class MultimodalInputs:
         """`feature_cache` stays owned by the caller. Raises ValueError if the images do not match the
         placeholders of the prompt, or if no token follows them."""
         _check(request, family.placeholder)
-        self._family, self._images, self._feature_cache = family, request.images, feature_cache
+        self._family = family
+        self._images = request.images
+        self._feature_cache = feature_cache
         self._tokens, self._namespace = request.tokens, request.namespace
         self._positions, self.rope_delta = family.positions(len(self._tokens), self._images)
         self._features: dict[bytes, Features] = {}

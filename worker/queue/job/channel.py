@@ -102,7 +102,9 @@ class Publisher:
         self, redis: Redis, clock: ServerClock, settings: Settings, hold: Callable[[bool], None] = lambda on: None
     ) -> None:
         """`hold` is called with True to pause the engine while too many events wait, and with False to continue."""
-        self._clock, self._settings, self._hold = clock, settings, hold
+        self._clock = clock
+        self._settings = settings
+        self._hold = hold
         self._append, self._final = script(redis, "append"), script(redis, "final")
         self._logs: dict[str, JobLog] = {}
         self._changed = asyncio.Event()

@@ -28,7 +28,10 @@ class Endings:
     """Writes the endings of jobs, and counts them in the metrics."""
 
     def __init__(self, publisher: Publisher, claims: Claims, model: str, metrics: Metrics) -> None:
-        self._publisher, self._claims, self._model, self._metrics = publisher, claims, model, metrics
+        self._publisher = publisher
+        self._claims = claims
+        self._model = model
+        self._metrics = metrics
 
     async def finish(self, job: Job, answer: JobResult, result: bytes) -> None:
         """Write the final event of a finished job, and wait for it. `result`: the JSON text to store."""

@@ -34,7 +34,10 @@ class LeaseKeeper:
     ) -> None:
         """`claims` returns the running claims, `on_lost` receives each claim that this worker no longer owns, and
         `on_stall` ends the process. All are called on the keeper's thread."""
-        self._settings, self._claims, self._on_lost, self._on_stall = settings, claims, on_lost, on_stall
+        self._settings = settings
+        self._claims = claims
+        self._on_lost = on_lost
+        self._on_stall = on_stall
         self._heartbeats = tuple(heartbeats)
         self._every_s = settings.lease_s / 3
         self._stop = threading.Event()

@@ -80,7 +80,9 @@ class ServerCheck:
     """Checks the server until it passes once. Later checks cannot end the worker, so jobs survive a new password."""
 
     def __init__(self, redis: Redis, settings: Settings) -> None:
-        self._redis, self._settings, self._passed = redis, settings, False
+        self._redis = redis
+        self._settings = settings
+        self._passed = False
 
     async def run(self) -> None:
         """Check the server and log warnings. Raises `CannotStart` for problems that waiting does not solve, and
