@@ -1,10 +1,11 @@
-"""Grammars for rows: some constrain the answer, and some fail. Each is described by a value, its plan, so that the
-same can be made for the engine and for the reference."""
+"""Grammars for rows: some constrain the answer, and some fail. Each is described by a value, its plan, so that equal
+ones can be made for the engine and for the reference."""
 
 from dataclasses import dataclass
 from functools import cache
 
 from tests.engine.machine.families import Family
+from tests.engine.machine.faults import OnPurpose
 from worker.engine.tokenizer import MLXTokenizer
 from worker.schedule.request import GrammarState
 from worker.text.grammar.guide import RowGrammar, llguidance_tokenizer
@@ -38,7 +39,7 @@ class _Recording:
 
 
 class _Picky(_Recording):
-    """Forbids another third of the vocabulary after each token, as the whole answer so far decides."""
+    """Forbids another third of the vocabulary after each token, chosen by the whole answer so far."""
 
     def __init__(self, family: Family) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ class _Raising(_Recording):
 
     def bitmask(self) -> None:
         if len(self.accepted) >= self._at:
-            raise RuntimeError("This grammar fails on purpose.")
+            raise OnPurpose("This grammar fails.")
 
 
 class _Forbidding(_Recording):

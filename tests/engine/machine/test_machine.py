@@ -1,4 +1,4 @@
-"""A few sequences of the machine for each family; `python -m tests.engine.machine` runs as many as it is told."""
+"""A few sequences of the machine for each family; `python -m tests.engine.machine` runs any number of them."""
 
 from hypothesis import HealthCheck, settings
 
@@ -19,6 +19,12 @@ class RecurrentMachine(Machine):
     family = Family("qwen3_5")
 
 
+class TwofoldMachine(Machine):
+    """Recurrent state and keys within one layer."""
+
+    family = Family("falcon_h1")
+
+
 class SeeingRecurrentMachine(Machine):
     family = Family("qwen3_5", sees=True)
 
@@ -31,6 +37,7 @@ MACHINES: dict[str, type[Machine]] = {
     "plain": PlainMachine,
     "window": WindowMachine,
     "recurrent": RecurrentMachine,
+    "twofold": TwofoldMachine,
     "recurrent-vision": SeeingRecurrentMachine,
     "window-vision": SeeingWindowMachine,
 }
@@ -38,9 +45,10 @@ MACHINES: dict[str, type[Machine]] = {
 TestPlain = PlainMachine.TestCase
 TestWindow = WindowMachine.TestCase
 TestRecurrent = RecurrentMachine.TestCase
+TestTwofold = TwofoldMachine.TestCase
 TestSeeingRecurrent = SeeingRecurrentMachine.TestCase
 TestSeeingWindow = SeeingWindowMachine.TestCase
-for case in TestPlain, TestWindow, TestRecurrent, TestSeeingRecurrent, TestSeeingWindow:
+for case in TestPlain, TestWindow, TestRecurrent, TestTwofold, TestSeeingRecurrent, TestSeeingWindow:
     case.settings = settings(
         max_examples=examples(8), stateful_step_count=STEPS, deadline=None, suppress_health_check=[*HealthCheck]
     )
