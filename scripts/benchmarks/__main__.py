@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from scripts.benchmarks import batch, burst, engine, prefix, quality, sampling, specprefill, spine, vision
+from scripts.benchmarks import batch, engine, prefix, quality, sampling, specprefill, spine, vision
+from scripts.benchmarks.serve import command, options
 
 BENCHMARKS: dict[str, tuple[Callable[[Console], bool], str]] = {
     "spine": (spine.main, "cost of the path through Redis"),
@@ -29,14 +30,14 @@ def main() -> int:
     names = parser.add_subparsers(dest="name", metavar="NAME", required=True)
     for name, (_, label) in BENCHMARKS.items():
         names.add_parser(name, help=label, description=label)
-    burst.add_options(names.add_parser("burst", help=burst.SUMMARY, description=burst.SUMMARY))
-    options = parser.parse_args()
+    options.add_options(names.add_parser("serve", help=options.SUMMARY))
+    given = parser.parse_args()
     console = Console(width=110)
     blas = os.environ.get("LD_PRELOAD", "")
     console.print(
         f"[dim]{os.cpu_count()} cores, BLAS: {'OpenBLAS, preloaded' if 'blas' in blas else 'the one linked by mlx'}[/]"
     )
-    passed = burst.main(console, options) if options.name == "burst" else BENCHMARKS[options.name][0](console)
+    passed = command.main(given) if given.name == "serve" else BENCHMARKS[given.name][0](console)
     return 0 if passed else 1
 
 

@@ -1,0 +1,1 @@
+"""Chats served to real clients, by a worker and by other servers: bursts and open arrival."""

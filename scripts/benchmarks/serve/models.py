@@ -1,0 +1,20 @@
+"""The two models that servers are compared with."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from scripts.benchmarks.batch import non_word_tokens
+from scripts.benchmarks.models import hybrid_checkpoint, random_checkpoint
+
+
+def dense(folder: Path) -> Path:
+    """Write a dense model of 83 million parameters, and return the folder."""
+    return random_checkpoint(folder, hidden=768, layers=12, kv_heads=4, never_sampled=non_word_tokens())
+
+
+def hybrid(folder: Path) -> Path:
+    """Write a model of 29 million parameters with one attention layer in four, and return the folder."""
+    return hybrid_checkpoint(folder, never_sampled=non_word_tokens())
+
+
+MODELS: dict[str, Callable[[Path], Path]] = {"plain": dense, "hybrid": hybrid}
