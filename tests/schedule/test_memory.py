@@ -104,6 +104,15 @@ def test_longest_chunk_fits_and_a_longer_one_does_not() -> None:
     assert HYBRID.longest_chunk([[5000]], limit) == 1000
 
 
+def test_a_forward_of_several_prompts_takes_their_tokens_and_copies() -> None:
+    stateless = replace(HYBRID, state_bytes=0)
+    assert stateless.packed_tokens(8, 16, 0) == 8 * 16, "new rows are not copied"
+    assert stateless.packed_tokens(8, 16, 84) == 8 * (16 + 10 * (84 + 16) // 50)
+    assert HYBRID.packed_tokens(8, 16, 84) == 8 * (16 + (10 * (84 + 16) + 7_000) // 50)
+    windows = replace(stateless, kv_layers=HYBRID.kv_layers[1:])
+    assert windows.packed_tokens(1, 38, 10_000) == windows.packed_tokens(1, 38, 600) == 38 + 10 * (512 + 38) // 50
+
+
 def test_chunk_that_admission_reserved_is_always_allowed() -> None:
     assert HYBRID.longest_chunk([[5000]], limit=0) == CHUNK
 

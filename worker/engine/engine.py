@@ -31,7 +31,7 @@ from worker.schedule.outcomes import (
     SpecPrefillApplied,
     SpecPrefillSkipped,
 )
-from worker.schedule.plan import Chunk
+from worker.schedule.plan import Chunk, Forward
 from worker.schedule.report import PrefixUse, StepReport
 from worker.schedule.request import GenerationRequest
 
@@ -248,8 +248,15 @@ class Engine:
             return
         elapsed_s = time.perf_counter() - self._decoding_since
         self._prefills.begin_step(self._running.forward_s)
-        forwards = self._prefills.plan(self._running, elapsed_s, self._admission.longest_chunk)
-        for chunk in (chunk for forward in forwards for chunk in forward.chunks):
+        for forward in self._prefills.plan(self._running, elapsed_s, self._admission.longest_chunk):
+            yield from self._compute(forward)
+
+    def _compute(self, forward: Forward) -> Iterator[Outcome]:
+        """Compute a forward of one or several prompts."""
+        if len(forward.chunks) > 1:
+            tokens = self._prefills.compute_together(forward, self._admission.longest_chunk)
+            self._longest_chunk = max(self._longest_chunk, tokens)
+        for chunk in forward.chunks:
             with isolate(f"{chunk.id}: prefill") as attempt:  # of one prompt, so only this request fails
                 yield from self._advance(chunk)
             if attempt.failed:

@@ -157,6 +157,14 @@ class MemoryModel:
         windows = sum(kind.token_bytes for kind in self.kv_layers if kind.window)  # which the chunk extends
         return chunk * (self.chunk_token_bytes + windows + self.score_bytes * tokens)
 
+    def packed_tokens(self, rows: int, tokens: int, done: int) -> int:
+        """Return the tokens of a single prompt's chunk that takes as many temporary bytes as chunks of `tokens` tokens
+        of `rows` prompts in one forward. `done`: tokens that the longest of these holds. What they hold is copied into
+        one array layer by layer, and their states are held twice."""
+        cached_bytes = (kind.layer_bytes * (kind.cached_tokens(done) + tokens) for kind in self.kv_layers if done)
+        copied = self.state_bytes + max(cached_bytes, default=0)
+        return rows * (tokens + ceil(copied / max(1, self.chunk_token_bytes)))
+
     def working_bytes(
         self, groups: Iterable[Sequence[int]], chunk: int = CHUNK, images: ImageDemand = NO_IMAGES
     ) -> int:

@@ -31,6 +31,7 @@ class WaitingPrompt:
     phase: Phase = "prefill"
     started: bool = False  # the phase has begun, and holds memory that is freed at its end
     pack: int | None = None  # prompts with the same value may share a forward; None: this one shares none
+    padded: bool = False  # their chunks may differ in length then, and cost as much as the longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,9 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Chunks that are computed together. Several chunks have the same number of tokens, which is not 0, and belong to
-    prompts with the same `pack`; none of them crosses a cut of its prompt, although it may end at one."""
+    """Chunks that are computed together. Several chunks belong to prompts with the same `pack`, have at least one token
+    and, unless these are `padded`, the same number of tokens. None of them crosses a cut of its prompt, although it may
+    end at one."""
 
     chunks: tuple[Chunk, ...]
 

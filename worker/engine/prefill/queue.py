@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from functools import cache
+from statistics import mean
 from typing import Protocol, get_args
 
 from worker.engine.batch.row import Row
+from worker.engine.isolation import isolate
 from worker.engine.model.load import Model
 from worker.engine.model.profile import weights_bytes
 from worker.engine.prefill.caches import EngineCaches
@@ -14,6 +16,7 @@ from worker.engine.prefill.spans import ComputeSpans, window_of
 from worker.engine.prefill.specprefill import Score
 from worker.engine.prefill.stage import Phase, Stage
 from worker.engine.prefill.task import Advanced, PromptTask
+from worker.engine.prefill.together import SharedForwards
 from worker.engine.vision.inputs import MultimodalInputs
 from worker.schedule.budget import PromptCost, StepBudget
 from worker.schedule.memory import BUFFER_TOKENS, NO_IMAGES, ImageDemand
@@ -46,6 +49,7 @@ class PrefillQueue:
         self._model = model
         self._caches = caches
         self._tasks: dict[str, PromptTask] = {}
+        self._shared = SharedForwards(model.network, model.costs)
         self._step = 0
         self._step_s = step_s
         self._budgets: dict[Phase, StepBudget] = {
@@ -154,14 +158,21 @@ class PrefillQueue:
         step began. `longest`: most tokens of a forward."""
         # With hundreds of prompts, values shared by many are computed once.
         cost_of, join_copy_bytes_of = cache(self.cost), cache(running.join_copy_bytes)
-        waiting = may_advance([self._waiting(task, cost_of, join_copy_bytes_of) for task in self._tasks.values()])
+        packs = self._shared.keys(self._tasks.values())
+        waiting = may_advance(
+            [self._waiting(task, packs[id], cost_of, join_copy_bytes_of) for id, task in self._tasks.items()]
+        )
         slower = running.decode_slowdown(sum(row.lane == "interactive" for row in waiting))
         budget = self._budgets["prefill"]
         spare_s = {lane: budget.spare_s(len(running), lane, elapsed_s, slower) for lane in get_args(Lane)}
         return plan(waiting, spare_s, self._step, longest)
 
     def _waiting(
-        self, task: PromptTask, cost_of: Callable[[Phase], PromptCost], join_copy_bytes_of: Callable[[int], int]
+        self,
+        task: PromptTask,
+        pack: int | None,
+        cost_of: Callable[[Phase], PromptCost],
+        join_copy_bytes_of: Callable[[int], int],
     ) -> WaitingPrompt:
         """Return the state of a prompt, as a step is planned from it."""
         stage, request = task.stage, task.row.request
@@ -177,14 +188,32 @@ class PrefillQueue:
             growth=join_copy_bytes_of(-(-total // BUFFER_TOKENS) * BUFFER_TOKENS),  # buffers grow in these steps
             phase=stage.phase,
             started=stage.started,
+            pack=pack,
+            padded=self._shared.padded,
         )
 
+    def compute_together(self, forward: Forward, longest: int) -> int:
+        """Compute the chunks of several prompts in one forward; `advance` then adds each to its prompt's cache, or
+        computes it alone if this was impossible or has failed. Returns the tokens of a single prompt's chunk that takes
+        as much memory. Blocks. `longest`: most tokens of a forward."""
+        chunks = [(self._tasks[chunk.id], chunk.tokens) for chunk in forward.chunks]
+        shared = None
+        with isolate(f"a prompt chunk of {', '.join(chunk.id for chunk in forward.chunks)}") as attempt:
+            shared = self._shared.compute(chunks, longest)
+        if attempt.failed:  # any of them may be the cause
+            for task, _ in chunks:
+                task.compute_alone()
+        if shared is None:
+            return 0
+        self._budgets["prefill"].observe_chunk(shared.tokens, mean(shared.done), shared.seconds, rows=len(shared.done))
+        return shared.memory_tokens
+
     def advance(self, chunk: Chunk) -> Advanced:
-        """Compute a chunk. Blocks."""
+        """Compute a chunk, or take it from a forward that it shared with others. Blocks."""
         done = self._tasks[chunk.id].advance(chunk.tokens)
         if done.phase == "encoding":  # other prompts may need the same image
             self._refresh()
         # If SpecPrefill was skipped in this step, the time is not that of the chunk alone.
-        if not any(isinstance(outcome, SpecPrefillSkipped) for outcome in done.outcomes):
+        if not done.shared and not any(isinstance(outcome, SpecPrefillSkipped) for outcome in done.outcomes):
             self._budgets[done.phase].observe_chunk(done.tokens, done.done, done.seconds, cuts=done.cuts)
         return done

@@ -6,6 +6,11 @@ from worker.engine.cache.prefix import PrefixCache
 from worker.schedule.prefix import MAX_SEGMENT_TOKENS
 from worker.schedule.request import GenerationRequest
 
+# Two prompts that have at least this many uncached tokens in common do not compute them at the same time.
+_BEGINNING = 64
+
+Beginning = tuple[str, int, tuple[int, ...]]
+
 
 class PrefixReuse:
     """Finds, loads and inserts the first tokens of a prompt, those before the first dropped one. For one `PromptTask`,
@@ -28,6 +33,16 @@ class PrefixReuse:
         if self._cache and self._version != self._cache.version:
             self._version = self._cache.version
             self.matched = self._cache.match_length(self._namespace, self._key)
+
+    def beginning(self, cached: int) -> Beginning | None:
+        """Return the first tokens that the cache does not hold, with their namespace and the index of the first; None
+        if they are few, or are not inserted. Of prompts with equal ones, only the first need compute them. `cached`:
+        number of tokens that were loaded."""
+        start = max(self.matched, cached)
+        tokens = self._key[start : start + _BEGINNING]
+        if self._cache is None or not self._inserts or len(tokens) < _BEGINNING:
+            return None
+        return self._namespace, start, tokens
 
     def load(self, done: int) -> tuple[list[Any], int] | None:
         """Return a new cache with the prefix found, and its length, if that exceeds `done`. Blocks."""

@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +13,7 @@ from worker.engine.batch.decode_batch import PendingTokens, forward
 from worker.engine.batch.row import Row
 from worker.engine.cache import slots
 from worker.engine.cache.layers import layers
+from worker.engine.cache.pack import Pack
 from worker.engine.prefill.stage import Done, Phase, Progress, Stage
 from worker.engine.upstream.hooks import rope_at
 from worker.engine.upstream.mlx_lm import RotatingKVCache, make_prompt_cache
@@ -19,6 +21,16 @@ from worker.engine.vision.inputs import MultimodalInputs
 from worker.schedule.request import GenerationRequest, Range
 
 Ranges = Sequence[Range]  # in order
+
+
+@dataclass(frozen=True, slots=True)
+class PackRow:
+    """One prompt's next tokens, and what a forward that it shares with other prompts needs to compute them."""
+
+    tokens: tuple[int, ...]
+    cache: list[Any]
+    done: int  # tokens in the cache
+    position: int  # of the next token
 
 
 class ComputeSpans(Stage):
@@ -66,6 +78,13 @@ class ComputeSpans(Stage):
         """Index of the first token that is neither computed nor in the prefix cache."""
         return self._positions[max(self.done, self._matched)]
 
+    @property
+    def can_share(self) -> bool:
+        """True if the next tokens can be computed in one forward with those of other prompts: none is dropped, and
+        images come only before them."""
+        all_kept = self.num_dense == self.total
+        return all_kept and (self._inputs is None or self._inputs.last_end <= max(self.done, self._matched))
+
     def expect(self, matched: int) -> None:
         """Count the first `matched` tokens as cached, until the next call or `load`."""
         self._matched = matched
@@ -103,6 +122,19 @@ class ComputeSpans(Stage):
             slots.materialize(self.cache)
             self.done += len(positions)
         return Progress(len(positions)) if self.done < self.total else Done(len(positions))
+
+    def pack_row(self, tokens: int) -> PackRow:
+        """Return what a pack needs to compute the next `tokens` tokens. Requires `can_share`."""
+        chunk = self._tokens[self.done : self.done + tokens]
+        position = self.done + (self._inputs.rope_delta if self._inputs else 0)
+        return PackRow(chunk, self.cache, self.done, position)
+
+    def unpack(self, pack: Pack, index: int, tokens: int) -> Progress | Done:
+        """Take the next `tokens` tokens from a pack in which they were computed as row `index`. Blocks."""
+        pack.unpack(index)
+        slots.materialize(self.cache)
+        self.done += tokens
+        return Progress(tokens) if self.done < self.total else Done(tokens)
 
     def _compute(self, positions: Sequence[int]) -> None:
         if self._inputs:  # a family with its own positions does not call MLX's rope

@@ -8,15 +8,25 @@ from typing import Any
 
 from worker.engine.batch.decode_batch import PendingTokens
 from worker.engine.batch.row import Row
+from worker.engine.cache.pack import Pack
 from worker.engine.cache.prefix import PrefixCache
 from worker.engine.isolation import isolate
-from worker.engine.prefill.reuse import PrefixReuse
-from worker.engine.prefill.spans import ComputeSpans
+from worker.engine.prefill.reuse import Beginning, PrefixReuse
+from worker.engine.prefill.spans import ComputeSpans, PackRow
 from worker.engine.prefill.stage import Done, Phase, Progress, Stage
 from worker.schedule.memory import NO_IMAGES, ImageDemand
 from worker.schedule.outcomes import Encoded, Outcome, Prefilled, Scored, SpecPrefillApplied, SpecPrefillSkipped
 
 _STEPS = {"scoring": "The draft", "prefill": "The prefill of the kept tokens"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """A chunk that was computed in one forward with other prompts, and is not in the prompt's own cache yet."""
+
+    pack: Pack
+    index: int  # of the prompt among the rows
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +39,7 @@ class Advanced:
     cuts: int  # within the chunk; each took a further forward
     seconds: float  # without loading from caches
     outcomes: tuple[Outcome, ...]
+    shared: bool = False  # computed in one forward with other prompts, which `seconds` does not include
 
 
 class PromptTask:
@@ -55,6 +66,8 @@ class PromptTask:
         # Tokens that an earlier attempt has dropped are not chosen again, and the row inserts no prefix.
         self._chooses = row.request.kept_ranges is None
         self._outcomes: list[Outcome] = []
+        self._packed: _Packed | None = None
+        self._alone = False
         self._use(spans)
 
     def _use(self, spans: ComputeSpans) -> None:
@@ -102,10 +115,38 @@ class PromptTask:
         with self._or_dense(self.stage):
             self.stage.prepare()
 
+    @property
+    def can_share(self) -> bool:
+        """True if the prompt's next tokens can be computed in one forward with those of other prompts."""
+        return self.stage is self._spans and self._spans.can_share and not self._alone
+
+    def compute_alone(self) -> None:
+        """Share no forward with other prompts from now on."""
+        self._alone = True
+
+    @property
+    def beginning(self) -> Beginning | None:
+        """The first tokens that no prefix cache held: see `PrefixReuse.beginning`."""
+        return self._reuse.beginning(self.cached)
+
+    def pack_row(self, tokens: int) -> PackRow | None:
+        """Return what a pack needs to compute the next `tokens` tokens; None if they cannot share a forward. Call
+        `load` before."""
+        spans, end = self._spans, self._spans.done + tokens
+        if not self.can_share or end > spans.total or any(spans.done < cut < end for cut in self.cuts):
+            return None
+        return spans.pack_row(tokens)
+
+    def receive(self, pack: Pack, index: int, tokens: int) -> None:
+        """Accept the next `tokens` tokens, computed as row `index` of a pack; `advance` then takes them from it."""
+        self._packed = _Packed(pack, index, tokens)
+
     def advance(self, tokens: int) -> Advanced:
         """Load the longest cached prefix, then compute up to `tokens` tokens of the current stage, or more if an image
-        must be computed in one piece. Blocks."""
-        self.load()
+        must be computed in one piece. Tokens that were computed in a pack are only taken from it. Blocks."""
+        shared = self._packed is not None
+        if not shared:
+            self.load()
         stage = self.stage
         done, cuts = stage.total - stage.remaining, self.cuts
         computed = tokens = min(tokens, stage.remaining)
@@ -117,11 +158,16 @@ class PromptTask:
         seconds = time.perf_counter() - began
         self._refresh_stages()
         num_cuts = sum(done < cut < done + computed for cut in cuts)
-        return Advanced(stage.phase, done, computed, num_cuts, seconds, self._pop_outcomes(stage))
+        return Advanced(stage.phase, done, computed, num_cuts, seconds, self._pop_outcomes(stage), shared)
 
     def _compute(self, tokens: int) -> Progress | Done:
         """Compute a chunk in forwards that end at the cuts, and insert into the prefix cache."""
         spans, start = self._spans, self._spans.done
+        if packed := self._packed:
+            self._packed = None
+            result = spans.unpack(packed.pack, packed.index, packed.tokens)
+            self._reuse.insert_if_due(spans.done, spans.cache)
+            return result
         end = spans.end_of(tokens)
         while spans.done < end:
             stop = next((cut for cut in self._reuse.cuts if spans.done < cut < end), end)

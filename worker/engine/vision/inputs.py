@@ -67,6 +67,11 @@ class MultimodalInputs:
         """Tokens of the longest image."""
         return max(image.tokens for image in self._images)
 
+    @property
+    def last_end(self) -> int:
+        """Index of the first token after the last image."""
+        return self._images[-1].span[1]
+
     def missing(self, start: int) -> list[PromptImage]:
         """Return the images, each once, whose features are needed to compute the tokens from index `start` on and are
         not available. Takes features from the cache, and releases those no longer needed."""
