@@ -48,28 +48,26 @@ async def test_jobs_of_one_tenant_are_taken_oldest_first(
     assert await started_order(db, ids) == ids
 
 
-@pytest.mark.timing
 async def test_offline_jobs_leave_the_reserved_rows_free(redis_url: str, client: Client) -> None:
     batch = await submit_all(client, 10, chat_request(100_000), lane="batch", prefix="batch")
     async with running(paced_worker(redis_url, max_rows=6, reserved_rows=2)):
         await until_decoding(client, batch[:4], 1)
-        await asyncio.sleep(0.5)
+        seen = await record_all(client, await submit_all(client, 2, chat_request(10)))
+        assert all(stream.is_right(10) for stream in seen)
         states = [await client.state(job_id) for job_id in batch]
         assert states == ["running"] * 4 + ["queued"] * 6
-        began = time.monotonic()
-        seen = await record_all(client, await submit_all(client, 2, chat_request(1)))
-        assert time.monotonic() - began < 1
-        assert all(stream.is_right(1) for stream in seen)
         for job_id in batch:
             await client.cancel(job_id)
         await record_all(client, batch)
 
 
-@pytest.mark.timing
 async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(redis_url: str, client: Client) -> None:
+    async def has_told_its_rate() -> bool:
+        return [worker["jobs_per_s"] for worker in await client.workers()] == [str(round(4 / 60, 3))]
+
     async with running(paced_worker(redis_url, max_rows=2, reserved_rows=0, queue_limit=5, lease_s=1)):
         await record_all(client, await submit_all(client, 4, chat_request(1), prefix="done"))
-        await asyncio.sleep(0.7)  # the worker says its rate three times a lease
+        await until(has_told_its_rate)
         ids = await submit_all(client, 5, chat_request(100_000))
         await until_decoding(client, ids[:1], 1)
         with pytest.raises(QueueFull) as full:
@@ -83,7 +81,6 @@ async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(redis_url
         assert (await client.submit(chat_request(1))).new
 
 
-@pytest.mark.timing
 async def test_a_deadline_that_passes_in_the_queue_ends_the_job_though_no_row_is_free(
     redis_url: str, client: Client, db: redis.asyncio.Redis
 ) -> None:
@@ -93,27 +90,25 @@ async def test_a_deadline_that_passes_in_the_queue_ends_the_job_though_no_row_is
         began = time.monotonic()
         late = await client.submit(chat_request(5, deadline_s=0.5))
         with pytest.raises(JobFailed, match="deadline"):
-            await client.result(late.id, timeout=5)
-        assert 0.4 < time.monotonic() - began < 2
+            await client.result(late.id, timeout=20)
+        assert time.monotonic() - began > 0.4
         assert await client.state(busy) == "running"
         await client.cancel(busy)
         await record(client, busy)
     assert await leaks(db) == []
 
 
-@pytest.mark.timing
 async def test_a_deadline_that_passes_while_running_frees_the_row(redis_url: str, client: Client) -> None:
     async with running(paced_worker(redis_url, max_rows=1, reserved_rows=0)):
-        late = await client.submit(chat_request(100_000, deadline_s=0.5))
+        late = await client.submit(chat_request(100_000, deadline_s=1))
         after = await client.submit(chat_request(3))
         with pytest.raises(JobFailed, match="deadline"):
-            await client.result(late.id, timeout=5)
-        assert (await asyncio.wait_for(record(client, after.id), 5)).is_right(3)
+            await client.result(late.id, timeout=20)
+        assert (await asyncio.wait_for(record(client, after.id), 20)).is_right(3)
 
 
-@pytest.mark.timing
 async def test_a_job_that_nobody_listens_to_is_cancelled_where_it_asks_for_that(redis_url: str, client: Client) -> None:
-    async with running(paced_worker(redis_url, disconnect_grace_s=0.5)):
+    async with running(paced_worker(redis_url, disconnect_grace_s=1.5)):
         wanted = await client.submit(chat_request(100))
         left = await client.submit(chat_request(100_000, on_disconnect="cancel"))
         heard = await client.submit(chat_request(100, on_disconnect="cancel"))

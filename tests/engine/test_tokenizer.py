@@ -174,7 +174,6 @@ def moves(work: Callable[[], object]) -> tuple[int, float]:
     return during, took_s
 
 
-@pytest.mark.timing
 def test_other_threads_run_while_a_long_text_is_tokenized(wrapper: Any) -> None:
     words, digits = MLXTokenizer(wrapper), "0123456789" * 20_000
     during, took_s = moves(lambda: words.encode(digits))

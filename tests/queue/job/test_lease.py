@@ -11,15 +11,18 @@ import redis.asyncio
 
 from scripts.scenarios.harness import chat_request, paced_worker, running, until_decoding
 from sluice import Client
+from tests.waiting import until
 from worker.monitoring.heartbeat import Heartbeat
 from worker.queue.job.claims import Claim, Claims
 from worker.queue.job.lease import EXIT_STALLED, LeaseKeeper
 from worker.settings import Settings
 
+LEASE_S = 0.3  # a worker may not have a lease as short as this
+
 
 def settings(url: str, **more: object) -> Settings:
-    given = {"redis_url": url, "model": "none", "worker_name": "keeper", "lease_s": 1, "watchdog_s": 0.5, **more}
-    return Settings(_env_file=None, **given)  # type: ignore[arg-type]
+    given = {"redis_url": url, "model": "none", "worker_name": "keeper", "watchdog_s": 0.2, **more}
+    return Settings(_env_file=None, **given).model_copy(update={"lease_s": LEASE_S})  # type: ignore[arg-type]
 
 
 async def claimed(client: Client, db: redis.asyncio.Redis, given: Settings, job_id: str = "job") -> Claim:
@@ -43,11 +46,20 @@ class Keeping:
         self._keeper.stop()
 
 
-def wait_for(true: Callable[[], bool], seconds: float = 3) -> bool:
-    until = time.monotonic() + seconds
-    while not true() and time.monotonic() < until:
+def wait_for(true: Callable[[], bool], seconds: float = 10) -> bool:
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
         time.sleep(0.02)
     return true()
+
+
+async def until_kept(db: redis.asyncio.Redis, *names: bytes) -> None:
+    """Wait until the keeper's worker holds these leases."""
+
+    async def are_kept() -> bool:
+        return set(await db.mget(names)) == {b"keeper:1"}
+
+    await until(are_kept)
 
 
 @pytest.mark.timing
@@ -57,12 +69,11 @@ async def test_a_lease_is_renewed_while_the_event_loop_is_blocked(
     given = settings(redis_url)
     claim = await claimed(client, db, given)
     with Keeping(given, [claim], []) as keeping:
-        time.sleep(1.5)  # longer than a lease, on the loop
+        time.sleep(2 * LEASE_S)  # on the loop
         assert await db.exists("arq:in-progress:job")
     assert keeping.lost == []
 
 
-@pytest.mark.timing
 async def test_a_lease_that_ran_out_unnoticed_is_taken_back(
     redis_url: str, client: Client, db: redis.asyncio.Redis
 ) -> None:
@@ -70,8 +81,7 @@ async def test_a_lease_that_ran_out_unnoticed_is_taken_back(
     claim = await claimed(client, db, given)
     await db.delete("arq:in-progress:job")
     with Keeping(given, [claim], []):
-        await asyncio.sleep(0.6)
-        assert await db.get("arq:in-progress:job") == b"keeper:1"
+        await until_kept(db, b"arq:in-progress:job")
 
 
 async def test_a_job_that_another_attempt_owns_is_told_lost(
@@ -83,7 +93,7 @@ async def test_a_job_that_another_attempt_owns_is_told_lost(
     with Keeping(given, [claim], []) as keeping:
         assert wait_for(lambda: keeping.lost != [])
     assert keeping.lost[0] is claim
-    assert await db.pttl("arq:in-progress:job") <= 1000
+    assert await db.pttl("arq:in-progress:job") <= 1000 * LEASE_S
 
 
 @pytest.mark.timing
@@ -91,8 +101,8 @@ def test_a_pulse_that_stops_ends_the_process_and_one_at_rest_does_not(redis_url:
     beating, resting, stopped = Heartbeat("beating"), Heartbeat("resting"), Heartbeat("stopped")
     resting.beat()
     resting.pause()
-    with Keeping(settings(redis_url, watchdog_s=3600), [], [resting]) as calm:
-        time.sleep(1)
+    with Keeping(settings(redis_url), [], [resting]) as calm:
+        time.sleep(0.5)
         assert not calm.hung.is_set()
     stopped.beat()
     with Keeping(settings(redis_url), [], [beating, stopped]) as keeping:
@@ -103,21 +113,19 @@ def test_a_server_that_is_away_does_not_end_the_keeper(client: Client, redis_url
     away = settings("redis://127.0.0.1:1/0")
     claim = Claim("job", "interactive", 1, 0, False, 0.0, 0, b"", 0)
     with Keeping(away, [claim], []) as keeping:
-        time.sleep(1)
+        time.sleep(LEASE_S)
         assert keeping._keeper._thread.is_alive()
         assert keeping.lost == []
 
 
-@pytest.mark.timing
 async def test_a_worker_whose_loop_hangs_ends_and_says_why(redis_url: str, client: Client) -> None:
     async with running(paced_worker(redis_url, lease_s=1, watchdog_s=1.5)) as worker:
         job = await client.submit(chat_request(30, "block 30"))
         await until_decoding(client, [job.id], 2)
-        assert await asyncio.to_thread(worker.wait, 10) == EXIT_STALLED
+        assert await asyncio.to_thread(worker.wait) == EXIT_STALLED
         assert "the event loop has hung" in worker.log()
 
 
-@pytest.mark.timing
 async def test_the_lease_of_an_id_that_is_not_utf_8_is_renewed_with_those_of_others(
     redis_url: str, db: redis.asyncio.Redis
 ) -> None:
@@ -127,12 +135,10 @@ async def test_the_lease_of_an_id_that_is_not_utf_8_is_renewed_with_those_of_oth
     claims = await Claims(db, given).take("interactive", 2)
     await db.delete(*names)
     with Keeping(given, claims, []) as keeping:
-        await asyncio.sleep(0.6)
-        assert set(await db.mget(names)) == {b"keeper:1"}
+        await until_kept(db, *names)
     assert keeping.lost == []
 
 
-@pytest.mark.timing
 async def test_a_round_that_fails_is_logged_and_the_next_one_renews(
     redis_url: str, client: Client, db: redis.asyncio.Redis, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -141,8 +147,7 @@ async def test_a_round_that_fails_is_logged_and_the_next_one_renews(
     await db.delete("arq:in-progress:job")
     rounds = [[replace(claim, job_id=None)], [claim]]  # type: ignore[arg-type]
     with Keeping(given, lambda: rounds.pop(0) if len(rounds) > 1 else rounds[0], []) as keeping:
-        await asyncio.sleep(0.9)
-        assert await db.get("arq:in-progress:job") == b"keeper:1"
+        await until_kept(db, b"arq:in-progress:job")
     assert "leases were not renewed" in caplog.text
     assert not keeping.hung.is_set()
 

@@ -157,13 +157,12 @@ def test_only_the_messages_that_the_answer_goes_on_after_are_normalized(monkeypa
     assert lengths == [2]
 
 
-@pytest.mark.timing
 def test_a_large_schema_is_not_written_to_find_out_that_it_is_not_quick() -> None:
     wish = constraint_of(request(**by({"enum": list(range(20_000))})))
     assert wish is not None
-    began = time.perf_counter()
+    began = time.thread_time()
     assert not is_quick(wish)
-    assert time.perf_counter() - began < 0.1
+    assert time.thread_time() - began < 0.1
 
 
 async def test_a_job_that_is_cancelled_takes_its_trial_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +219,6 @@ async def test_the_one_tool_that_nothing_satisfies_is_found_by_one_process(proce
     assert len(processes) == 1
 
 
-@pytest.mark.timing
 async def test_the_search_for_the_wrong_tool_is_bounded(processes: list[str]) -> None:
     dear = {"type": "array", "prefixItems": [{"type": "integer", "multipleOf": 999_983 - i} for i in range(2)]}
     wrong = {"type": "object", "properties": {"a": {"type": "string", "enum": [1]}}, "required": ["a"]}
