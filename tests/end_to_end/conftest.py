@@ -1,11 +1,17 @@
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from scripts.stack import WorkerProcess
+from scripts.stack import TINY_CHAT, WorkerProcess
 from tests.end_to_end.test_cli import Command
 from tests.end_to_end.toolchains import TOOLCHAINS
+from worker.app import serve
+from worker.errors import CannotStart
+from worker.process.exit_timer import ExitTimer
+from worker.settings import Settings
 
 collect_ignore = [] if TOOLCHAINS else ["test_foreign_producers.py"]
 
@@ -15,6 +21,21 @@ def sluice(redis_url: str, tmp_path: Path) -> Iterator[Command]:
     command = Command(redis_url, tmp_path)
     yield command
     command.db.close()
+
+
+@pytest.fixture
+def refusal(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[..., str]:
+    """Return a function that starts a worker with given settings in this process, and returns why it refuses to."""
+    monkeypatch.setattr(ExitTimer, "exit_after", lambda *_: None)  # it would end this process
+    caplog.set_level("INFO", "sluice")
+
+    def start(redis_url: str, **given: Any) -> str:
+        settings = Settings(_env_file=None, **{"redis_url": redis_url, "model": str(TINY_CHAT), **given})  # type: ignore[call-arg]
+        with pytest.raises(CannotStart) as refused:
+            asyncio.run(serve(settings))
+        return str(refused.value)
+
+    return start
 
 
 @pytest.fixture

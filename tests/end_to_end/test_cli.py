@@ -466,15 +466,20 @@ def test_a_bad_value_of_an_option_is_told_in_our_words(sluice: Command, args: tu
     ("args", "stdin", "code"),
     [
         (("submit", "--file", "-", "--model", "nobody", "--id", "é"), '{"messages": []}', 2),
-        (("submit", "--file", "-", "--model", "nobody", "--id", "a"), '{"messages": []}', 0),
-        (("workers", "--json", "--model"), "", 2),
-        (("chat", "Count to 5.", "--temperature", "0", "--json", "--max-tokens", "x"), "", 2),
-        (("tail", "nope"), "", 2),
-        (("queue", "list"), "", 0),
-        (("dead", "list"), "", 0),
         (("queue", "purge", "default"), "n\n", 0),
-        (("--help",), "", 0),
-        ((), "", 2),
+        (("chat", "Count to 5.", "--temperature", "0", "--json", "--max-tokens", "x"), "", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (("submit", "--file", "-", "--model", "nobody", "--id", "a"), '{"messages": []}', 0),
+                (("workers", "--json", "--model"), "", 2),
+                (("tail", "nope"), "", 2),
+                (("queue", "list"), "", 0),
+                (("dead", "list"), "", 0),
+                (("--help",), "", 0),
+                ((), "", 2),
+            ]
+        ),
     ],
 )
 def test_the_command_does_the_same_in_a_process_of_its_own(

@@ -21,12 +21,17 @@ def talk(redis_url: str, tmp_path: Path) -> Iterator[Terminal]:
     ("typed", "message"),
     [
         (f"{_PASTE}one\n\n  two\n/three\n{_END}\r", "one\n\n  two\n/three"),
-        (f"see {_PASTE}one\ntwo{_END}!\r", "see one\ntwo!"),
-        (f"{_PASTE}/reset\nis a command{_END}\r", "/reset\nis a command"),
         ("one\\\rtwo\\\rthree\r", "one\ntwo\nthree"),
         ('"""one\r\rtwo\r"""\r', "one\n\ntwo"),
-        ('"""\rone\\\r /two"""\r', "one\\\n /two"),
-        ('"""one"""\r', "one"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (f"see {_PASTE}one\ntwo{_END}!\r", "see one\ntwo!"),
+                (f"{_PASTE}/reset\nis a command{_END}\r", "/reset\nis a command"),
+                ('"""\rone\\\r /two"""\r', "one\\\n /two"),
+                ('"""one"""\r', "one"),
+            ]
+        ),
     ],
 )
 def test_what_belongs_together_is_one_request(sluice: Command, talk: Terminal, typed: str, message: str) -> None:

@@ -128,5 +128,5 @@ def test_a_url_with_another_scheme_or_none_is_shown_but_for_its_password(sluice:
 
 def test_an_empty_url_in_the_environment_is_none(sluice: Command, tmp_path: Path) -> None:
     sluice.env["SLUICE_REDIS_URL"] = ""
-    assert sluice.process("check", str(TINY_CHAT))[0] == 0
+    assert sluice("check", str(TINY_CHAT))[0] == 0
     assert "***" not in sluice("workers")[2]

@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 
 from scripts.stack import ROOT, WorkerProcess
 from sluice import SyncClient, sse
+from tests.end_to_end.test_cli import run_here
 
 SSE = "Server-sent events, and resuming"
 
@@ -89,8 +90,8 @@ def test_the_request_for_json_is_answered_in_json(worker: WorkerProcess, redis_u
 
 
 def test_the_page_on_models_explains_every_line_of_sluice_check() -> None:
-    command = [sys.executable, "-m", "sluice.cli", "check", "models/tiny-chat"]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    code, shown, err = run_here("check", "models/tiny-chat", env=os.environ, folder=ROOT)
+    assert code == 0, err
     section = (ROOT / "docs" / "models.md").read_text().partition("## Check a model first")[2].partition("\n## ")[0]
     explained = re.findall(r"^\| (.+?) \| .+ \| .+ \|$", section, re.MULTILINE)
     assert explained[1:] == re.findall(r"^│ ([a-zA-Z ]+?) +│ \S", shown, re.MULTILINE)

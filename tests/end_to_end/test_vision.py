@@ -4,6 +4,7 @@ import asyncio
 import random
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,17 @@ def shared(server_url: str, folders: dict[str, Path]) -> Iterator[WorkerProcess]
         yield process
 
 
+@contextmanager
+def serving(request: pytest.FixtureRequest, url: str, family: str) -> Iterator[str]:
+    """Yield the name under which a worker serves a family: the shared one, or one of its own."""
+    if family == FIRST:
+        request.getfixturevalue("shared")
+        yield SHARED
+        return
+    with WorkerProcess(url, model=request.getfixturevalue("folders")[family]):
+        yield "default"
+
+
 async def ask(client: Client, chat: list[Message], *, model: str = "default", **more: object) -> str:
     job = await client.submit({"messages": sent(chat), "temperature": 0, "max_tokens": TOKENS, **more}, model=model)
     return job.id
@@ -149,18 +161,18 @@ async def hear(
 
 @pytest.mark.parametrize("family", [FIRST, *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)])
 async def test_jobs_with_images_and_without_say_together_what_mlx_vlm_says_to_each_alone(
-    redis_url: str, client: Client, folders: dict[str, Path], family: str
+    request: pytest.FixtureRequest, redis_url: str, client: Client, folders: dict[str, Path], family: str
 ) -> None:
     says = upstream(folders[family])
     expected = {name: says(chat) for name, chat in CHATS.items()}
     assert len({tuple(said) for said in expected.values()}) == len(CHATS)
-    with WorkerProcess(redis_url, model=folders[family]):
+    with serving(request, redis_url, family) as model:
         names = [*CHATS, *CHATS]
         random.Random(0).shuffle(names)
 
         async def late(name: str, delay_s: float) -> list[int]:
             await asyncio.sleep(delay_s)
-            return (await hear(client, CHATS[name]))[0]
+            return (await hear(client, CHATS[name], model=model))[0]
 
         heard = await asyncio.gather(*(late(name, 0.02 * at) for at, name in enumerate(names)))
     assert dict(zip(names, heard, strict=True)) == expected
@@ -187,8 +199,8 @@ async def test_an_image_in_the_next_turn_is_found_and_a_new_one_is_seen(
 async def test_the_result_counts_the_tokens_of_images(client: Client) -> None:
     ids = [await ask(client, CHATS[name], model=SHARED) for name in ("text", "one")]
     plain, seeing = [(await client.result(id))["usage"] for id in ids]
-    assert seeing["prompt_tokens_details"] == {"cached_tokens": 0, "image_tokens": 15}
-    assert plain["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert seeing["prompt_tokens_details"]["image_tokens"] == 15
+    assert plain["prompt_tokens_details"].keys() == {"cached_tokens"}
     assert seeing["prompt_tokens"] > 15
 
 
