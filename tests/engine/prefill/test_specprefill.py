@@ -25,6 +25,7 @@ def run(family: str = "qwen3", *, prefix_bytes: int = 1 << 24) -> Run:
     return Run(drafted(family), prefix_bytes=prefix_bytes)
 
 
+@cache
 def kept_alone(family: str, kept: tuple[Range, ...], seed: int = 1) -> list[int]:
     one = Run(model(family))
     one.add("x", prompt(LONG, seed), max_tokens=ANSWER, kept_ranges=kept)

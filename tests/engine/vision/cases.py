@@ -57,6 +57,11 @@ class Prompt:
     tokens: tuple[int, ...]
     images: tuple[ProcessedImage, ...] = ()
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What tells this prompt of a family from others: images themselves cannot be hashed."""
+        return self.tokens, tuple(image.digest for image in self.images)
+
 
 def prompt(family: str, *parts: int | tuple[int, int, int], seed: int = 0) -> Prompt:
     """Return a prompt of text, given as numbers of tokens, and of images, given as (seed, width, height)."""
@@ -89,8 +94,20 @@ def alone(
     family: str, prompt: Prompt, max_tokens: int, *, first: int | None = None, by: Model | None = None
 ) -> list[int]:
     """Return the greedy answer of mlx-vlm's single-request path, up to the end of the sequence. `first`: its first
-    token."""
-    vision = (by or model(family)).vision
+    token. `by`: another model than the family's, whose answers are kept for later calls."""
+    if by is not None and by is not model(family):
+        return _alone(by, family, prompt, max_tokens, first)
+    key = family, prompt.key, max_tokens, first
+    if key not in _ANSWERS:
+        _ANSWERS[key] = _alone(model(family), family, prompt, max_tokens, first)
+    return [*_ANSWERS[key]]
+
+
+_ANSWERS: dict[object, list[int]] = {}
+
+
+def _alone(by: Model, family: str, prompt: Prompt, max_tokens: int, first: int | None) -> list[int]:
+    vision = by.vision
     assert vision is not None
     tokens, generated = mx.array([prompt.tokens]), list[int]()
     pixels, how = as_one_prompt(prompt.images)

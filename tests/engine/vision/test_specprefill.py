@@ -77,11 +77,21 @@ def kept_logits_with_images(family: str, each: Prompt, kept: Sequences[Range]) -
     return _hidden(network.language_model, tokens, given, shown, kept)
 
 
-def kept_by_mlx_vlm(family: str, each: Prompt, kept: Sequences[Range], count: int = ANSWER) -> list[int]:
-    """Greedy, up to the end of the sequence."""
+def kept_by_mlx_vlm(family: str, each: Prompt, kept: Sequences[Range]) -> list[int]:
+    """Return the greedy answer to the kept tokens, up to the end of the sequence, computed once for each case."""
+    key = family, each.key, tuple(kept)
+    if key not in _ANSWERS:
+        _ANSWERS[key] = _kept_by_mlx_vlm(family, each, kept)
+    return [*_ANSWERS[key]]
+
+
+_ANSWERS: dict[object, list[int]] = {}
+
+
+def _kept_by_mlx_vlm(family: str, each: Prompt, kept: Sequences[Range]) -> list[int]:
     logits, next_ = kept_logits_with_images(family, each, kept)
     generated = list[int]()
-    while (token := int(logits[0, -1].argmax())) != EOS and len(generated) < count:
+    while (token := int(logits[0, -1].argmax())) != EOS and len(generated) < ANSWER:
         generated.append(token)
         logits = next_(token, len(generated) - 1)
     return generated
