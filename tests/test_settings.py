@@ -195,15 +195,13 @@ def test_every_setting_is_used_somewhere() -> None:
 THEIR_WORDS = ("Input should", "String should", "Value error", "unable to", "is not valid;")
 
 
-@pytest.mark.parametrize("value", ["", " ", "many", "nan", "inf", "-1", "1e400", "9" * 5000, "1.5", "[]", "é"])
 @pytest.mark.parametrize("field", sorted(Settings.model_fields))
-def test_no_setting_s_error_is_left_to_the_library_s_words(
-    monkeypatch: pytest.MonkeyPatch, field: str, value: str
-) -> None:
-    monkeypatch.setenv(variable(field), value)
-    said = _refusal_or_nothing()
-    assert not said or said.startswith(f"{variable(field)}=")
-    assert [theirs for theirs in THEIR_WORDS if theirs in said] == []
+def test_no_setting_s_error_is_left_to_the_library_s_words(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
+    for value in ["", " ", "many", "nan", "inf", "-1", "1e400", "9" * 5000, "1.5", "[]", "é"]:
+        monkeypatch.setenv(variable(field), value)
+        said = _refusal_or_nothing()
+        assert not said or said.startswith(f"{variable(field)}="), value
+        assert [theirs for theirs in THEIR_WORDS if theirs in said] == [], value
 
 
 def _refusal_or_nothing() -> str:

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -143,12 +144,11 @@ def test_the_schema_takes_the_example_of_each_part(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PARTS)
-@pytest.mark.parametrize("value", [None, "x", -1, 0.5, True, [], {}, ["x"], {"a": 1}])
-def test_the_schema_and_the_model_agree_where_one_field_of_an_example_is_another(name: str, value: Any) -> None:
+def test_the_schema_and_the_model_agree_where_one_field_of_an_example_is_another(name: str) -> None:
     kind, part, example = PARTS[name]
-    for field in example:
+    for field, value in product(example, [None, "x", -1, 0.5, True, [], {}, ["x"], {"a": 1}]):
         body = {**example, field: value}
-        assert reads(part, body) == should_read(kind, body), field
+        assert reads(part, body) == should_read(kind, body), (field, value)
 
 
 @pytest.mark.parametrize("name", PARTS)
