@@ -1,5 +1,6 @@
 """A real server for every test that wants one, empty at the start of each."""
 
+import gc
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from tests.selection import case_of, chosen
 
 SERVERS = {"server_url", "redis_url", "worker"}  # fixtures that start one
 LIVE = {"batch", "batch_dir", "end_to_end", "queue", "tools"}  # folders in which scripts/test looks for live tests
-MODELS = {"engine", "tools"}  # folders whose files build models: the tests of a file share a process
+MODELS = {"engine", "text", "tools"}  # folders whose files build models or tokenizers: a file's tests share a process
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,12 +41,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _leave_to_all(config, items)
 
 
+def pytest_collection_finish() -> None:
+    """Exempt the modules and collected tests from garbage collections, of which tests and pytest ask for many."""
+    gc.collect()
+    gc.freeze()
+
+
 def _leave_to_all(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what only `--all` runs. A test that the command line names by its id always runs."""
-    run = [not item.get_closest_marker("slow") for item in items]
-    run = [each and first for each, first in zip(run, chosen(map(case_of, items)), strict=True)]
-    config.hook.pytest_deselected(items=[item for item, runs in zip(items, run, strict=True) if not runs])
-    items[:] = [item for item, runs in zip(items, run, strict=True) if runs]
+    quick = [item for item in items if not item.get_closest_marker("slow")]
+    run = {item for item, runs in zip(quick, chosen(map(case_of, quick)), strict=True) if runs}
+    config.hook.pytest_deselected(items=[item for item in items if item not in run])
+    items[:] = [item for item in items if item in run]
 
 
 @contextmanager

@@ -51,14 +51,43 @@ class Case:
         """The same case for the first family of each line."""
         return Case(self.test, tuple((name, _RANK.get(value, (value, 0))[0]) for name, value in self.parameters))
 
+    @property
+    def families(self) -> "Case":
+        """The same case without the parameters that name no family."""
+        return Case(self.test, tuple(each for each in self.parameters if each[1] in _RANK))
+
+    @property
+    def others(self) -> "Case":
+        """The same case without its families."""
+        return Case(self.test, tuple(each for each in self.parameters if each[1] not in _RANK))
+
 
 def chosen(cases: Iterable[Case]) -> list[bool]:
-    """Return for each case if it runs without `--all`: no other case of its kind has a lower rank."""
+    """Return for each case if it runs without `--all`.
+
+    Of families whose caches are of one kind the first of their line runs. Of families times other parameters each
+    family runs, and each value of the others, but not each with each.
+    """
     all_cases = list(cases)
     best = dict[Case, tuple[int, ...]]()
     for case in all_cases:
         best[case.kind] = min(case.rank, best.get(case.kind, case.rank))
-    return [case.rank == best[case.kind] for case in all_cases]
+    first = [case for case in all_cases if case.rank == best[case.kind]]
+    by_test = dict[str, list[Case]]()
+    for case in first:
+        by_test.setdefault(case.test, []).append(case)
+    run = {case for alike in by_test.values() for case in _paired(alike)}
+    return [case in run for case in all_cases]
+
+
+def _paired(cases: list[Case]) -> list[Case]:
+    """Return as many cases of one test as have each family and each value of the others at least once; all of them if
+    not every family is listed with every value."""
+    families, others = (list(dict.fromkeys(each)) for each in ([c.families for c in cases], [c.others for c in cases]))
+    if len({*cases}) != len(families) * len(others):
+        return cases
+    fewer = min(len(families), len(others))
+    return [case for case in cases if (families.index(case.families) - others.index(case.others)) % fewer == 0]
 
 
 def case_of(item: pytest.Item) -> Case:

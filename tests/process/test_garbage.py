@@ -1,10 +1,21 @@
 import asyncio
 import gc
 import weakref
+from collections.abc import Iterator
+
+import pytest
 
 from worker.process.garbage import collect_on_a_timer, count_old, is_due
 
 LONG_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_frozen() -> Iterator[None]:
+    """Undo what conftest.py does for all tests."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 class Node:

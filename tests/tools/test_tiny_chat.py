@@ -184,6 +184,7 @@ class Stopped(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_at_its_checkpoint_and_ends_with_the_same_weights(tmp_path, tokenizer):
     plan = Plan("small", 12, seed=3)
     train(tmp_path / "at once", plan, tokenizer)
@@ -272,6 +273,7 @@ def ours(tmp_path_factory, tokenizer) -> TokenizerWrapper:
     return mlx_lm.load(str(folder))[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"tools": [WEATHER]}, {"add_generation_prompt": True}])
 @pytest.mark.parametrize("chat", [WITH_TOOLS, WITH_TOOLS[1:], [says("user"), says("assistant")] * 2])
 def test_the_exported_template_renders_as_the_bundled_one(ours, bundled, chat, options):
@@ -279,12 +281,14 @@ def test_the_exported_template_renders_as_the_bundled_one(ours, bundled, chat, o
     assert rendered == bundled.tokenizer.apply_chat_template(chat, tokenize=False, **options)
 
 
+@pytest.mark.slow
 def test_the_template_renders_a_chat_as_training_does(ours):
     chat = draw_chat(Random(8), fillers=2)
     messages = [says(role, text) for role, text in chat]
     assert ours.apply_chat_template(messages, tokenize=False) == render(chat)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chat", [["user", "user"], ["user", "system"], ["critic"]], ids=" ".join)
 def test_the_template_refuses(ours, chat):
     with pytest.raises(TemplateError):

@@ -44,7 +44,7 @@ def searching(family: str) -> Model:
     return replace(guessed, costs=calibrated(guessed.costs, network, guessed.context))
 
 
-@pytest.mark.parametrize("megabytes", [24, 48, 120])
+@pytest.mark.parametrize("megabytes", [24, pytest.param(48, marks=pytest.mark.slow), 120])
 @FAMILY
 def test_a_model_that_searches_its_context_stays_within_its_memory(family: str, megabytes: int) -> None:
     gc.collect()

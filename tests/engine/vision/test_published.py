@@ -57,7 +57,14 @@ def test_a_checkpoint_with_the_names_and_layouts_of_a_repository_is_the_same_mod
 
 
 # Of what has no multiple of 64 columns nothing is quantized then.
-@pytest.mark.parametrize(("family", "group"), [*((family, 32) for family in FAMILIES), ("gemma4", 64), ("qwen3_5", 64)])
+QUANTIZED = [
+    *((family, 32) for family in FAMILIES),
+    ("qwen3_5", 64),
+    pytest.param("gemma4", 64, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("family", "group"), QUANTIZED)
 def test_rows_of_a_quantized_vision_model_equal_their_answers_alone(family: str, group: int, tmp_path: Path) -> None:
     published, folder = publish(family, tmp_path, seed=1), tmp_path / "quantized"
     convert(str(published), str(folder), quantize=True, q_group_size=group, q_bits=4)
@@ -93,7 +100,9 @@ _DENSE = [family for family in FAMILIES if "experts" not in family and "_moe" no
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [*((family, mx.bfloat16) for family in _DENSE), ("gemma3", mx.float16)], ids=str
+    ("family", "dtype"),
+    [*((family, mx.bfloat16) for family in _DENSE), pytest.param("gemma3", mx.float16, marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_half_precision_is_kept_and_finite(family: str, dtype: mx.Dtype, tmp_path: Path) -> None:
     model = open_model(str(write_checkpoint(family, tmp_path, seed=1, dtype=dtype)))

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from tests.selection import examples
 from tests.text.guided import (
     ANY_OBJECT,
     CLOCK,
@@ -229,13 +230,13 @@ def test_a_functions_parameters_are_held_as_an_answers_schema_is(format: str) ->
         tool_choice="required",
         parallel_tool_calls=False,
     )
-    for seed in range(12):
+    for seed in range(seeds := examples(12)):
         guide = spoken.quick_guide(asked)
         tokens = walk(guide, {EOS, OTHER_EOS}, spoken.count, random.Random(seed), [spoken.tokenizer.encode('"')])
         for call in spoken.said(asked, tokens)[0].tool_calls if tokens else ():
             Draft202012Validator(WHOLE).validate(json.loads(call["function"]["arguments"]))
             ended += 1
-    assert ended >= 3
+    assert ended >= seeds // 4
 
 
 async def test_a_functions_parameters_are_refused_with_the_place() -> None:
@@ -255,7 +256,7 @@ URGES = {"qwen3_coder": ["\n</parameter>", "null", "</"], "harmony": ["<|end|>"]
 def test_whatever_the_grammar_of_calls_allows_is_a_call(format: str) -> None:
     spoken, ended = model(format), 0
     urges = [spoken.tokenizer.encode(word) for word in URGES.get(format, [])]
-    for seed in range(25):
+    for seed in range(seeds := examples(25)):
         tools = _functions(format, seed)
         asked = request(tools=tools, tool_choice="required", parallel_tool_calls=seed % 2 == 0)
         dice = random.Random(seed)
@@ -267,7 +268,7 @@ def test_whatever_the_grammar_of_calls_allows_is_a_call(format: str) -> None:
         for call in said.tool_calls:
             asked_for = next(each["function"] for each in tools if each["function"]["name"] == call["function"]["name"])
             Draft202012Validator(asked_for["parameters"]).validate(json.loads(call["function"]["arguments"]))
-    assert ended >= 20
+    assert ended >= 0.8 * seeds
 
 
 def _functions(format: str, seed: int) -> list[dict[str, Any]]:

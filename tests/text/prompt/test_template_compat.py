@@ -7,13 +7,14 @@ from collections.abc import Iterator
 import pytest
 from jinja2 import Environment
 
+from tests.selection import examples
 from tests.text.conversations import Said, assistant, call, calling, numbered, result, system, user
 from tests.text.templated import TEMPLATES, rendered
 from worker.text.prompt.template_compat import Finding, Flaw, TemplateAdapter
 from worker.text.tokenizer import Conversation
 
 LOOK: Said = {"type": "function", "function": {"name": "look", "description": "Look at it."}}
-CONVERSATIONS = 150  # with tools, and as many without
+CONVERSATIONS = examples(150)  # with tools, and as many without
 TAKE_TOOLS = sorted(TEMPLATES.keys() - {"forgetful", "gemma"})
 
 # What begins a turn, and whose. The first group that matched is the name; others are as in ROLES.
@@ -100,7 +101,7 @@ async def test_of_random_conversations_nothing_is_dropped_or_put_into_another_s_
 @pytest.mark.parametrize("template", TEMPLATES)
 async def test_the_texts_of_a_role_stay_in_order(template: str) -> None:
     dice = random.Random(8)
-    for _ in range(40):
+    for _ in range(examples(40)):
         said = conversation(dice)
         text = await rendered(template, *said)
         for role in MAY_BE:
