@@ -127,17 +127,17 @@ def test_ctrl_c_leaves_a_run_that_the_same_command_goes_on_with(sluice: Command,
 
 def test_whatever_dies_each_line_is_answered_once(tmp_path: Path) -> None:
     """Kill the command three times and the worker once, and flush the server."""
-    many = write(tmp_path / "in.jsonl", *(count(k) for k in range(100)))
+    many = write(tmp_path / "in.jsonl", *(count(k) for k in range(60)))
     out = tmp_path / "out.jsonl"
     with Server() as server, WorkerProcess(server.url, lease_s=1, reserved_rows=0) as worker:
         sluice = Command(server.url, tmp_path)
-        command = ("batch", "run", str(many), "-o", "out.jsonl", "--model", "default", "--window", "25")
-        for kill_at in (5, 30, 60):
+        command = ("batch", "run", str(many), "-o", "out.jsonl", "--model", "default", "--window", "20")
+        for kill_at in (5, 20, 40):
             with sluice.running(*command) as process:
                 until_it_has(out, kill_at)
-                if kill_at == 30:
+                if kill_at == 20:
                     sluice.db.flushall()
-                if kill_at == 60:
+                if kill_at == 40:
                     worker.signal(signal.SIGKILL)
                     worker.wait()
                     worker.start(wait=False)
@@ -147,9 +147,9 @@ def test_whatever_dies_each_line_is_answered_once(tmp_path: Path) -> None:
             said, err = process.communicate(timeout=_TIMEOUT_S)
         sluice.db.close()
     assert process.returncode == 0, err
-    assert sorted(ids(out)) == sorted(f"r{k}" for k in range(100))
-    assert texts(out) == {f"r{k}": counted(k) for k in range(100)}
-    assert json.loads(said)["request_counts"] == {"total": 100, "completed": 100, "failed": 0}
+    assert sorted(ids(out)) == sorted(f"r{k}" for k in range(60))
+    assert texts(out) == {f"r{k}": counted(k) for k in range(60)}
+    assert json.loads(said)["request_counts"] == {"total": 60, "completed": 60, "failed": 0}
 
 
 # The way out of what went wrong

@@ -101,7 +101,7 @@ async def test_a_file_for_openai_s_own_service_is_taken_in_at_its_time_and_answe
 async def test_what_was_taken_in_is_answered_without_another_slot_though_the_feeder_died_at_the_first_file(
     redis_url: str, tmp_path: Path
 ) -> None:
-    for name, lines in (("a", 100), ("b", 5), ("c", 5)):
+    for name, lines in (("a", 40), ("b", 5), ("c", 5)):
         write(tmp_path / "inbox" / f"{name}.jsonl", lines)
     known = settings(redis_url, model_name="nobody", poll_s=0.05, batch_models="*=default")
     batches, clock = BatchDirectory(str(tmp_path), known, search_s=0.5), Clock()
@@ -115,7 +115,7 @@ async def test_what_was_taken_in_is_answered_without_another_slot_though_the_fee
         keeper.stop()
         await running
     assert {run.name.split("_")[1]: answers(run) for run in (tmp_path / "done").iterdir()} == {
-        "a": expected(100),
+        "a": expected(40),
         "b": expected(5),
         "c": expected(5),
     }

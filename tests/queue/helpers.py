@@ -30,8 +30,9 @@ QUEUE = keys.queue("default", "interactive")
 BATCH = keys.queue("default", "batch")
 
 
-def settings(url: str, **given: Any) -> Settings:
-    return Settings(
+def settings(url: str, *, lease_s: float = 10.0, **given: Any) -> Settings:
+    """Return settings of a worker. The lease may be shorter than a deployed worker's."""
+    valid = Settings(
         **{
             "redis_url": url or "redis://nobody",
             "model": "none",
@@ -41,6 +42,7 @@ def settings(url: str, **given: Any) -> Settings:
             **given,
         }
     )
+    return valid.model_copy(update={"lease_s": lease_s})
 
 
 def envelope(*args: Any, function: str = "chat", **kwargs: Any) -> bytes:

@@ -626,8 +626,8 @@ async def test_an_outage_in_the_middle_costs_time_and_nothing_else(redis_url: st
 
 @pytest.mark.timing
 async def test_a_worker_keeps_its_own_jobs_through_an_outage_longer_than_a_lease(redis_url: str, db: Redis) -> None:
-    async with Line(redis_url) as line, at_work(line.url, lease_s=1) as chat:
-        await ask(db, "a", {"say": ["Hel", "lo"], "pace_s": 2.5})
+    async with Line(redis_url) as line, at_work(line.url, lease_s=0.4) as chat:
+        await ask(db, "a", {"say": ["Hel", "lo"], "pace_s": 1.2})
         await running(chat, "a")
         await asyncio.sleep(0.1)
         line.down()
@@ -658,7 +658,7 @@ async def test_a_worker_that_claims_its_own_job_again_ends_it_once(redis_url: st
         return await field(db, "a", "attempt") != "1"
 
     async with at_work(redis_url, lease_s=1) as chat:
-        await ask(db, "a", {"say": ["Hel", "lo"], "pace_s": 1.5})
+        await ask(db, "a", {"say": ["Hel", "lo"], "pace_s": 0.6})
         await running(chat, "a")
         await until(was_claimed_again)
         said = await ended(db, "a")
@@ -684,10 +684,10 @@ async def test_a_worker_that_goes_on_with_its_own_job_says_every_token_once(redi
 async def test_a_loop_that_was_blocked_for_longer_than_a_lease_keeps_its_job(redis_url: str, db: Redis) -> None:
     async def chat(ctx: dict[Any, Any], request: Any) -> Any:
         if request == "block":
-            time.sleep(1.3)
+            time.sleep(0.6)
         return await FakeChat().chat(ctx, {"say": ["done"]})
 
-    async with working(settings(redis_url, lease_s=1), chat):
+    async with working(settings(redis_url, lease_s=0.4), chat):
         await asyncio.gather(ask(db, "a", {}), ask(db, "b", "block"))
         for job_id in ("a", "b"):
             said = await ended(db, job_id)
