@@ -70,7 +70,7 @@ def requests(language: TextCodec) -> list[GenerationRequest]:
         GenerationRequest(
             id,
             prompt(5 + 11 * i % 40, i),
-            60 if id.startswith("json") else 10 + 3 * i % 9,
+            100 if id.startswith("json") else 10 + 3 * i % 9,
             how,
             grammar=asyncio.run(guide(language)) if id.startswith("json") else None,
             top_logprobs=LOGPROBS.get(id),

@@ -52,3 +52,4 @@ for case in TestPlain, TestWindow, TestRecurrent, TestTwofold, TestSeeingRecurre
     case.settings = settings(
         max_examples=examples(8), stateful_step_count=STEPS, deadline=None, suppress_health_check=[*HealthCheck]
     )
+del case  # pytest would run it once more
