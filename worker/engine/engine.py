@@ -40,18 +40,18 @@ logger = logging.getLogger("sluice.engine")
 _CLEAR_EVERY = 16_384  # tokens computed between two clearings of MLX's buffer cache, whose buffers later steps reuse
 _PREFIX_SHARE = 4  # caches that outlive a request get 1 / share of the memory that the weights leave, by default
 
-Phase = Callable[["Engine"], Iterable[Outcome]]
+StepPart = Callable[["Engine"], Iterable[Outcome]]
 
 
-def _phase(phase: Phase) -> Phase:
-    """Make a method of the engine a phase of its step, which returns outcomes. If it fails, the outcomes so far are
+def _step_part(part: StepPart) -> StepPart:
+    """Make a method of the engine a part of its step, which returns outcomes. If it fails, the outcomes so far are
     delivered, and decoding rows lose their caches at most. Rows that were lost before are recomputed first."""
 
-    @wraps(phase)
+    @wraps(part)
     def isolated(engine: "Engine") -> Iterator[Outcome]:
         yield from engine._active.recover()
         with isolate("a step") as attempt:
-            yield from phase(engine)
+            yield from part(engine)
         if attempt.failed:
             engine._active.lose_decoding()
 
@@ -84,7 +84,7 @@ class Engine:
         self._queried_tokens = self._hit_tokens = 0  # of prompts whose prefill has finished in this step
         self._eos_ids = frozenset(model.tokenizer.eos_token_ids)
         self._prefills = PrefillQueue(model, step_s, self._caches)
-        self._running = Groups(model.network, self._fits)
+        self._running = Groups(model.network, self._make_room)
         self._active = ActiveRows(self._prefills, self._running, self._admission.mark_dirty)
         self._longest_chunk = 0  # tokens, in this step
         self._encoded_images = NO_IMAGES  # images encoded in this step
@@ -151,7 +151,7 @@ class Engine:
         """Return the step's use of the caches. `evicted`: number of evictions before the step."""
         return PrefixUse(self._queried_tokens, self._hit_tokens, self._caches.evicted - evicted, self._caches.nbytes)
 
-    @_phase
+    @_step_part
     def _admit(self) -> Iterator[Outcome]:
         """Admit waiting requests as far as memory allows, and refuse those that never fit."""
         if self._admission.needs_decision:
@@ -189,7 +189,7 @@ class Engine:
         self._preempted += 1
         logger.info("%s: preempted", id)
 
-    @_phase
+    @_step_part
     def _decode(self) -> Iterator[Outcome]:
         """Decode the next token of every running row."""
         if not len(self._running):
@@ -237,7 +237,7 @@ class Engine:
             for cache, index in self._running.cache_of(row):
                 prefix.insert(row.request.namespace, row.cache_key(*ending), cache, index)
 
-    @_phase
+    @_step_part
     def _prefill(self) -> Iterator[Outcome]:
         """Compute the planned chunks. Rows whose prompt is computed join the running rows."""
         if len(self._prefills):
@@ -287,20 +287,21 @@ class Engine:
         self._queried_tokens += tokens
         self._hit_tokens += task.cached
 
-    def _fits(self, groups: list[list[Row]]) -> bool:
-        """Return True if all active rows fit into memory with these groups; then limits the prefix cache to the
-        rest."""
+    def _make_room(self, groups: list[list[Row]]) -> bool:
+        """Limit the prefix cache to the memory that all active rows leave with these groups, which may evict prefixes.
+        Returns False, and changes nothing, if the rows do not fit."""
         numbers = {row.id: number for number, group in enumerate(groups) for row in group}
         headroom = self._admission.headroom(self._active_estimates(numbers), self._running.decoding(groups))
-        if headroom >= 0:
-            self._caches.set_limit(min(headroom, self._admission.free_bytes))
-        return headroom >= 0
+        if headroom < 0:
+            return False
+        self._caches.set_limit(min(headroom, self._admission.free_bytes))
+        return True
 
     def _lengths(self) -> list[list[int]]:
         """Return the lengths in tokens of all rows in memory, by group; a row in prefill is a group of its own."""
         return [*self._running.lengths, *([length] for length in self._prefills.lengths)]
 
-    @_phase
+    @_step_part
     def _finish_step(self) -> tuple[Outcome, ...]:
         """Rebalance the groups, and clear MLX's buffer cache every `_CLEAR_EVERY` computed tokens. No outcomes."""
         self._running.rebalance()

@@ -22,11 +22,12 @@ class Groups:
 
     If a group fails, only its rows are affected: they are removed, and their caches are lost. See `pop_lost`."""
 
-    def __init__(self, network: nn.Module, fits: Callable[[list[list[Row]]], bool]) -> None:
-        """`fits(groups)`: return True if the active rows stay within memory when these rows decode in these groups. A
-        row in a group of its own takes the least memory, so a row for which no group fits gets one."""
+    def __init__(self, network: nn.Module, make_room: Callable[[list[list[Row]]], bool]) -> None:
+        """`make_room(groups)`: make room for the active rows when these rows decode in these groups; return False if
+        memory is too small for that. A row in a group of its own takes the least memory, so a row for which no group
+        has room gets one."""
         self._network = network
-        self._fits = fits
+        self._make_room = make_room
         self._cost = MeasuredCost()
         self._stopwatch = Stopwatch()
         self._groups: list[DecodeBatch] = []
@@ -212,7 +213,7 @@ class Groups:
             return
         rows = [row for group in trusted for row in group.rows]
         targets = [[rows[i] for i in group] for group in better]
-        if not self._fits(targets):
+        if not self._make_room(targets):
             return
         self._stopwatch.invalidate()
         for destination, members in self._destinations(targets, trusted):
@@ -243,7 +244,7 @@ class Groups:
         if index == len(groups):
             return DecodeBatch(self._network)
         groups_after = [[*group.rows, *([row] if group is groups[index] else [])] for group in trusted]
-        return groups[index] if self._fits(groups_after) else DecodeBatch(self._network)
+        return groups[index] if self._make_room(groups_after) else DecodeBatch(self._network)
 
     def _of_class(self, row: Row, groups: list[DecodeBatch]) -> list[DecodeBatch]:
         number, decoding = class_of(row.end, self._bounds), self.decoding([group.rows for group in groups])
