@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import pytest
 
 from worker.engine.prefill import queue
-from worker.schedule.plan import Chunk, Forward, WaitingPrompt
+from worker.schedule.plan import Chunk, Forward, PromptState
 from worker.schedule.request import Lane
 
 CHUNKS = (5, 16, 3, 30)  # tokens, by step
@@ -15,7 +15,7 @@ def pack_everything(patch: pytest.MonkeyPatch) -> list[Forward]:
     """Have all prompts advance in every step, packed if possible. Returns the forwards, as they are planned."""
     planned = list[Forward]()
 
-    def plan(waiting: Iterable[WaitingPrompt], spare_s: Mapping[Lane, float], step: int, longest: int) -> list[Forward]:
+    def plan(waiting: Iterable[PromptState], spare_s: Mapping[Lane, float], step: int, longest: int) -> list[Forward]:
         forwards = [*_forwards([*waiting], CHUNKS[step % len(CHUNKS)])]
         planned.extend(forwards)
         return forwards
@@ -24,7 +24,7 @@ def pack_everything(patch: pytest.MonkeyPatch) -> list[Forward]:
     return planned
 
 
-def _forwards(waiting: list[WaitingPrompt], most: int) -> Iterator[Forward]:
+def _forwards(waiting: list[PromptState], most: int) -> Iterator[Forward]:
     for pack in {row.pack for row in waiting if row.remaining} - {None}:
         rows = [row for row in waiting if row.pack == pack and row.remaining]
         lengths = [min(most, _uncut(row)) for row in rows]
@@ -37,10 +37,10 @@ def _forwards(waiting: list[WaitingPrompt], most: int) -> Iterator[Forward]:
             yield Forward((_chunk(row, min(most, row.remaining)),))
 
 
-def _chunk(row: WaitingPrompt, tokens: int) -> Chunk:
+def _chunk(row: PromptState, tokens: int) -> Chunk:
     return Chunk(row.id, tokens, joins=tokens == row.remaining)
 
 
-def _uncut(row: WaitingPrompt) -> int:
+def _uncut(row: PromptState) -> int:
     """Return the tokens until the next cut, or the end."""
     return min(cut - row.done for cut in (*row.cuts, row.done + row.remaining) if cut > row.done)

@@ -7,19 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.schedule.budget import MIN_CHUNK, MIN_TOKENS_TIME_PER_PASS, PromptCost
-from worker.schedule.plan import OLDEST_FIRST_EVERY, Chunk, Forward, Phase, WaitingPrompt, may_advance, plan
+from worker.schedule.plan import OLDEST_FIRST_EVERY, Chunk, Forward, Phase, PromptState, may_advance, plan
 from worker.schedule.request import Lane
 
 SECOND_A_TOKEN = PromptCost(token_s=1.0)
 UNBOUNDED = 10**9
 
 
-def waiting(id: str, remaining: int, *, done: int = 0, waited: int = 0, lane: Lane = "interactive") -> WaitingPrompt:
-    return WaitingPrompt(id, done, remaining, waited, lane, SECOND_A_TOKEN)
+def waiting(id: str, remaining: int, *, done: int = 0, waited: int = 0, lane: Lane = "interactive") -> PromptState:
+    return PromptState(id, done, remaining, waited, lane, SECOND_A_TOKEN)
 
 
 def planned(
-    rows: Iterable[WaitingPrompt], seconds: float, cost: PromptCost = SECOND_A_TOKEN, step: int = 1
+    rows: Iterable[PromptState], seconds: float, cost: PromptCost = SECOND_A_TOKEN, step: int = 1
 ) -> list[Chunk]:
     return chunks_of(plan([replace(row, cost=cost) for row in rows], spare(seconds), step, UNBOUNDED))
 
@@ -33,11 +33,11 @@ def spare(interactive_s: float, batch_s: float | None = None) -> dict[Lane, floa
     return {"interactive": interactive_s, "batch": interactive_s if batch_s is None else batch_s}
 
 
-def order(*rows: WaitingPrompt) -> list[str]:
+def order(*rows: PromptState) -> list[str]:
     return [chunk.id for chunk in planned(rows, seconds=10**9)]
 
 
-def seconds_of(chunks: list[Chunk], rows: list[WaitingPrompt], cost: PromptCost) -> float:
+def seconds_of(chunks: list[Chunk], rows: list[PromptState], cost: PromptCost) -> float:
     waiting = {row.id: row for row in rows}
     taken = 0.0
     for chunk in chunks:
@@ -52,7 +52,7 @@ def seconds_of(chunks: list[Chunk], rows: list[WaitingPrompt], cost: PromptCost)
 
 ROWS = st.lists(
     st.builds(
-        WaitingPrompt,
+        PromptState,
         st.uuids().map(str),
         st.integers(0, 3000),
         st.integers(0, 2000),
@@ -72,7 +72,7 @@ COSTS = st.builds(
 
 @given(ROWS, BUDGETS, COSTS, STEPS)
 def test_plan_keeps_the_time_except_for_the_first_prompts_minimum(
-    rows: list[WaitingPrompt], seconds: float, cost: PromptCost, step: int
+    rows: list[PromptState], seconds: float, cost: PromptCost, step: int
 ) -> None:
     chunks = planned(rows, seconds, cost, step)
     if seconds_of(chunks, rows, cost) > seconds * 1.000001:
@@ -83,7 +83,7 @@ def test_plan_keeps_the_time_except_for_the_first_prompts_minimum(
 
 @given(ROWS, BUDGETS, COSTS, STEPS)
 def test_remaining_time_is_not_worth_a_pass_for_the_next_prompt(
-    rows: list[WaitingPrompt], seconds: float, cost: PromptCost, step: int
+    rows: list[PromptState], seconds: float, cost: PromptCost, step: int
 ) -> None:
     chunks = planned(rows, seconds, cost, step)
     left = seconds - seconds_of(chunks, rows, cost)
@@ -96,7 +96,7 @@ def test_remaining_time_is_not_worth_a_pass_for_the_next_prompt(
 
 @given(ROWS, BUDGETS, BUDGETS, COSTS, STEPS)
 def test_offline_prompts_take_no_interactive_time(
-    rows: list[WaitingPrompt], more: float, target: float, cost: PromptCost, step: int
+    rows: list[PromptState], more: float, target: float, cost: PromptCost, step: int
 ) -> None:
     rows = [replace(row, cost=cost) for row in rows]
     chunks = chunks_of(plan(rows, spare(target + more, target), step, UNBOUNDED))
@@ -110,9 +110,7 @@ def test_offline_prompts_take_no_interactive_time(
 
 
 @given(ROWS, BUDGETS, COSTS, STEPS)
-def test_the_first_prompt_always_advances(
-    rows: list[WaitingPrompt], seconds: float, cost: PromptCost, step: int
-) -> None:
+def test_the_first_prompt_always_advances(rows: list[PromptState], seconds: float, cost: PromptCost, step: int) -> None:
     chunks = planned(rows, -1 - seconds, cost, step)  # below zero, since a join without cost fits into no time
     assert len(chunks) == min(1, len(rows))
     for chunk in chunks:
@@ -121,7 +119,7 @@ def test_the_first_prompt_always_advances(
 
 @given(ROWS, BUDGETS, COSTS, STEPS)
 def test_row_joins_only_when_its_prompt_is_computed(
-    rows: list[WaitingPrompt], seconds: float, cost: PromptCost, step: int
+    rows: list[PromptState], seconds: float, cost: PromptCost, step: int
 ) -> None:
     needs = {row.id: row.remaining for row in rows}
     joining = [chunk for chunk in planned(rows, seconds, cost, step) if chunk.joins]
@@ -130,7 +128,7 @@ def test_row_joins_only_when_its_prompt_is_computed(
 
 @given(ROWS, BUDGETS, COSTS, STEPS)
 def test_a_row_has_one_chunk_at_most_and_never_more_than_it_needs(
-    rows: list[WaitingPrompt], seconds: float, cost: PromptCost, step: int
+    rows: list[PromptState], seconds: float, cost: PromptCost, step: int
 ) -> None:
     chunks, needs = planned(rows, seconds, cost, step), {row.id: row.remaining for row in rows}
     assert len({chunk.id for chunk in chunks}) == len(chunks)
@@ -138,7 +136,7 @@ def test_a_row_has_one_chunk_at_most_and_never_more_than_it_needs(
 
 
 @given(ROWS, BUDGETS, STEPS)
-def test_only_the_last_chunk_is_cut_short(rows: list[WaitingPrompt], seconds: float, step: int) -> None:
+def test_only_the_last_chunk_is_cut_short(rows: list[PromptState], seconds: float, step: int) -> None:
     rows = [replace(row, cuts=()) for row in rows]  # a chunk may also end at one
     needs = {row.id: row.remaining for row in rows}
     computed = [chunk for chunk in planned(rows, seconds, step=step) if chunk.tokens]
@@ -147,7 +145,7 @@ def test_only_the_last_chunk_is_cut_short(rows: list[WaitingPrompt], seconds: fl
 
 @given(ROWS, BUDGETS, st.randoms())
 def test_the_plan_depends_on_the_rows_and_not_on_their_order(
-    rows: list[WaitingPrompt], seconds: float, dice: object
+    rows: list[PromptState], seconds: float, dice: object
 ) -> None:
     distinct = [replace(row, remaining=1000 * i + row.remaining % 1000, waited=0) for i, row in enumerate(rows)]
     shuffled = sorted(distinct, key=lambda _: dice.random())  # type: ignore[attr-defined]

@@ -16,12 +16,13 @@ Phase = Literal["encoding", "scoring", "prefill"]
 
 
 @dataclass(frozen=True, slots=True)
-class WaitingPrompt:
-    """A prompt before its row decodes: its images are encoded, or it is scored, or not all of its tokens are in the
-    row's cache, or its row has not joined the decoding rows yet. Token counts are those of the current phase."""
+class PromptState:
+    """State of an active prompt before its row decodes: its images are encoded, or it is scored, or not all of its
+    tokens are in the row's cache, or its row has not joined the decoding rows yet. Token counts are those of the
+    current phase."""
 
     id: str
-    done: int  # tokens in the cache
+    done: int  # tokens computed, or found in a prefix cache
     remaining: int  # tokens still to compute
     waited: int  # steps since it was added
     lane: Lane
@@ -52,21 +53,21 @@ class Forward:
     chunks: tuple[Chunk, ...]
 
 
-def may_advance(waiting: Sequence[WaitingPrompt]) -> list[WaitingPrompt]:
+def may_advance(prompts: Sequence[PromptState]) -> list[PromptState]:
     """Return the prompts that may advance in a step, in order. Images of one prompt at a time are encoded, and one
     prompt is scored, since a vision encoder's activations and a draft's cache occupy memory."""
-    single = _first_in(waiting, "encoding"), _first_in(waiting, "scoring")
-    return [row for row in waiting if row.phase == "prefill" or row in single]
+    single = _first_in(prompts, "encoding"), _first_in(prompts, "scoring")
+    return [row for row in prompts if row.phase == "prefill" or row in single]
 
 
-def _first_in(waiting: Sequence[WaitingPrompt], phase: Phase) -> WaitingPrompt | None:
+def _first_in(prompts: Sequence[PromptState], phase: Phase) -> PromptState | None:
     """Return the one prompt of this phase that may advance, if any. Prefers a prompt that has started, then interactive
     ones, then the shortest."""
-    rows = [row for row in waiting if row.phase == phase]
+    rows = [row for row in prompts if row.phase == phase]
     return max(rows, key=lambda row: (row.started, row.lane == "interactive", -row.remaining), default=None)
 
 
-def plan(waiting: Iterable[WaitingPrompt], spare_s: Mapping[Lane, float], step: int, longest: int) -> list[Forward]:
+def plan(prompts: Iterable[PromptState], spare_s: Mapping[Lane, float], step: int, longest: int) -> list[Forward]:
     """Return the forwards of a step. Spends each lane's seconds on the prompts that finish soonest, interactive ones
     first; the time that these take is not left for offline ones. The first prompt always advances, if only by a few
     tokens. `step`: number of the step, counting up. `longest`: most tokens of a forward.
@@ -74,7 +75,7 @@ def plan(waiting: Iterable[WaitingPrompt], spare_s: Mapping[Lane, float], step: 
     Every forward has one row: rows padded to one length would pay for the longest, and padding would enter a recurrent
     state."""
     forwards, spent_s = list[Forward](), 0.0
-    for row in sorted(waiting, key=_age if step % OLDEST_FIRST_EVERY == 0 else _length):
+    for row in sorted(prompts, key=_age if step % OLDEST_FIRST_EVERY == 0 else _length):
         left_s = spare_s[row.lane] - spent_s
         chunk = _chunk(row, left_s, longest, first=not forwards)
         if chunk is None:
@@ -84,7 +85,7 @@ def plan(waiting: Iterable[WaitingPrompt], spare_s: Mapping[Lane, float], step: 
     return forwards
 
 
-def _chunk(row: WaitingPrompt, seconds: float, longest: int, *, first: bool) -> Chunk | None:
+def _chunk(row: PromptState, seconds: float, longest: int, *, first: bool) -> Chunk | None:
     """Return the longest chunk that takes at most `seconds`, or None if it is not worth its pass over the weights. The
     `first` chunk of a step is never None.
 
@@ -100,7 +101,7 @@ def _chunk(row: WaitingPrompt, seconds: float, longest: int, *, first: bool) -> 
     return Chunk(row.id, tokens, joins)
 
 
-def _fitting(row: WaitingPrompt, seconds: float, longest: int) -> int:
+def _fitting(row: PromptState, seconds: float, longest: int) -> int:
     """Return the most tokens that can be computed in `seconds`. Each cut within them costs another pass over the
     weights."""
     ends = [*(cut - row.done for cut in row.cuts if 0 < cut - row.done < row.remaining), row.remaining]
@@ -111,7 +112,7 @@ def _fitting(row: WaitingPrompt, seconds: float, longest: int) -> int:
     return max(fitting)
 
 
-def _forward_s(row: WaitingPrompt, tokens: int) -> float:
+def _forward_s(row: PromptState, tokens: int) -> float:
     """Return the seconds of a chunk's forwards. A prompt of a single token has no tokens to prefill, and costs as much
     as one token."""
     if tokens == 0 and row.done:
@@ -120,13 +121,13 @@ def _forward_s(row: WaitingPrompt, tokens: int) -> float:
     return row.cost.of(max(tokens, 1), row.done) + cuts * row.cost.forward_s
 
 
-def _join_s(row: WaitingPrompt) -> float:
+def _join_s(row: PromptState) -> float:
     return row.cost.join(row.done + row.remaining, row.growth)
 
 
-def _length(row: WaitingPrompt) -> tuple[bool, float]:
+def _length(row: PromptState) -> tuple[bool, float]:
     return row.lane == "batch", row.cost.of(row.remaining, row.done)
 
 
-def _age(row: WaitingPrompt) -> tuple[bool, int]:
+def _age(row: PromptState) -> tuple[bool, int]:
     return row.lane == "batch", -row.waited

@@ -76,7 +76,7 @@ class Decoding:
             spans.load(cache, length)
         while spans.remaining:
             spans.advance(chunk)
-        assert spans.done == spans.total
+        assert spans.length == spans.total
         row = Row.of(replace(request, kept_ranges=tuple(kept)))
         self._join(row, *spans.finish(row))
 

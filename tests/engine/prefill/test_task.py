@@ -10,7 +10,7 @@ from worker.engine.cache.prefix import PrefixCache
 from worker.engine.prefill.scoring import LOOKAHEAD, Draft
 from worker.engine.prefill.spans import ComputeSpans
 from worker.engine.prefill.specprefill import Score
-from worker.engine.prefill.stage import Done, Progress
+from worker.engine.prefill.stage import Ended, Progress
 from worker.engine.prefill.task import PromptTask
 from worker.schedule.outcomes import Prefilled, Scored, SpecPrefillApplied, SpecPrefillSkipped
 from worker.schedule.request import GenerationRequest, SpecPrefillParams
@@ -26,7 +26,7 @@ def task_of(request: GenerationRequest = REQUEST, prefix: PrefixCache | None = N
 
 def scored_task(params: SpecPrefillParams = PARAMS, prefix: PrefixCache | None = None) -> PromptTask:
     request, draft = replace(REQUEST, specprefill=params), Draft(network("llama"), prefix_bytes=0)
-    score = Score(request, params, draft, lambda scored, tokens, keep: True, window=0)
+    score = Score(request, params, draft, lambda scored, tokens, keep: True, window=0, tokens_in_draft=int)
     spans = ComputeSpans(network("qwen3"), request)
     return PromptTask(Row.of(request), spans, first=[score], prefix=prefix)
 
@@ -51,7 +51,7 @@ def test_refreshing_finds_a_prefix_and_loads_nothing(prefix: PrefixCache) -> Non
     task = task_of(prefix=prefix)
     assert task.stage.remaining == LONG - 1
     task.refresh()
-    assert (task.stage.remaining, task.stage.done, task.cached) == (LONG - LONG // 2 - 1, 0, 0)
+    assert (task.stage.remaining, task.stage.held_tokens, task.cached) == (LONG - LONG // 2 - 1, 0, 0)
 
 
 def test_prefix_evicted_before_it_is_loaded_is_computed(prefix: PrefixCache) -> None:
@@ -118,7 +118,7 @@ def test_stage_reports_done_with_its_last_tokens() -> None:
     assert spans.advance(80) == Progress(50), "a forward ends before the first dropped token"
     assert spans.advance(80) == Progress(80)
     assert spans.start == 170
-    assert spans.advance(80) == Done(LONG - 40 - 1 - 130)
+    assert spans.advance(80) == Ended(LONG - 40 - 1 - 130)
 
 
 def test_keeping_all_tokens_is_one_dense_span() -> None:

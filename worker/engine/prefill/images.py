@@ -1,6 +1,6 @@
 """The stage of a prompt in which its images go through the vision encoder."""
 
-from worker.engine.prefill.stage import Done, Phase, Progress, Stage
+from worker.engine.prefill.stage import Ended, Phase, Progress, Stage
 from worker.engine.vision.encoder import Encode, EncoderRun
 from worker.engine.vision.inputs import MultimodalInputs
 from worker.schedule.memory import ImageDemand
@@ -55,14 +55,14 @@ class EncodeImages(Stage):
         have encoded some of them."""
         self._missing = self._inputs.missing(start)
 
-    def advance(self, tokens: int) -> Progress | Done:
+    def advance(self, tokens: int) -> Progress | Ended:
         """Encode about `tokens` tokens, at least one layer of one image. Blocks."""
         computed = 0
         while self._missing:
             computed += self._encode_first(tokens - computed)
             if self._encoder_run or computed >= tokens:
                 break
-        return Progress(computed) if self.needed else Done(computed)
+        return Progress(computed) if self.needed else Ended(computed)
 
     def _tokens_left(self, image: PromptImage) -> int:
         run = self._encoder_run

@@ -21,7 +21,7 @@ from worker.engine.vision.inputs import MultimodalInputs
 from worker.schedule.budget import PromptCost, StepBudget
 from worker.schedule.memory import BUFFER_TOKENS, NO_IMAGES, ImageDemand
 from worker.schedule.outcomes import SpecPrefillSkipped
-from worker.schedule.plan import Chunk, Forward, WaitingPrompt, may_advance, plan
+from worker.schedule.plan import Chunk, Forward, PromptState, may_advance, plan
 from worker.schedule.request import GenerationRequest, Lane
 
 _ENCODER_TOKENS_PER_S = 100.0  # tokens per second, until a vision encoder is measured
@@ -72,13 +72,8 @@ class PrefillQueue:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens that the prompts hold in caches, omitting empty ones. Tokens in a draft's cache are converted to the
-        number of the model's tokens that take the same memory."""
-        return [
-            self._model.costs.draft_tokens(stage.done) if stage.phase == "scoring" else stage.done
-            for stage in (task.stage for task in self._tasks.values())
-            if stage.done
-        ]
+        """Tokens that the prompts hold in caches, omitting empty ones; see `Stage.held_tokens`."""
+        return [tokens for task in self._tasks.values() if (tokens := task.stage.held_tokens)]
 
     def images(self, id: str) -> ImageDemand:
         """Return the images that the row has still to be computed with; none for an unknown id."""
@@ -114,7 +109,7 @@ class PrefillQueue:
         self._budgets.setdefault(
             "scoring", StepBudget(self._step_s, self._ratio / max(self.cost("prefill").token_s, 1e-9))
         )
-        return [Score(request, request.specprefill, draft, self._is_worthwhile, window)]
+        return [Score(request, request.specprefill, draft, self._is_worthwhile, window, self._model.costs.draft_tokens)]
 
     def _is_worthwhile(self, scored: int, tokens: int, keep: float) -> bool:
         """Return True if scoring `scored` tokens, and then computing the share `keep` of `tokens`, is expected to be
@@ -159,33 +154,32 @@ class PrefillQueue:
         # With hundreds of prompts, values shared by many are computed once.
         cost_of, join_copy_bytes_of = cache(self.cost), cache(running.join_copy_bytes)
         packs = self._shared.keys(self._tasks.values())
-        waiting = may_advance(
-            [self._waiting(task, packs[id], cost_of, join_copy_bytes_of) for id, task in self._tasks.items()]
+        prompts = may_advance(
+            [self._state_of(task, packs[id], cost_of, join_copy_bytes_of) for id, task in self._tasks.items()]
         )
-        slower = running.decode_slowdown(sum(row.lane == "interactive" for row in waiting))
+        slower = running.decode_slowdown(sum(row.lane == "interactive" for row in prompts))
         budget = self._budgets["prefill"]
         spare_s = {lane: budget.spare_s(len(running), lane, elapsed_s, slower) for lane in get_args(Lane)}
-        return plan(waiting, spare_s, self._step, longest)
+        return plan(prompts, spare_s, self._step, longest)
 
-    def _waiting(
+    def _state_of(
         self,
         task: PromptTask,
         pack: int | None,
         cost_of: Callable[[Phase], PromptCost],
         join_copy_bytes_of: Callable[[int], int],
-    ) -> WaitingPrompt:
+    ) -> PromptState:
         """Return the state of a prompt, as a step is planned from it."""
         stage, request = task.stage, task.row.request
-        total, remaining = stage.total, stage.remaining
-        return WaitingPrompt(
+        return PromptState(
             id=request.id,
-            done=total - remaining,
-            remaining=remaining,
+            done=stage.done,
+            remaining=stage.remaining,
             waited=self._step - task.added,
             lane=request.lane,
             cost=cost_of(stage.phase),
             cuts=task.cuts,
-            growth=join_copy_bytes_of(-(-total // BUFFER_TOKENS) * BUFFER_TOKENS),  # buffers grow in these steps
+            growth=join_copy_bytes_of(-(-stage.total // BUFFER_TOKENS) * BUFFER_TOKENS),  # buffers grow in these steps
             phase=stage.phase,
             started=stage.started,
             pack=pack,

@@ -14,7 +14,7 @@ from worker.engine.batch.row import Row
 from worker.engine.cache import slots
 from worker.engine.cache.layers import layers
 from worker.engine.cache.pack import Pack
-from worker.engine.prefill.stage import Done, Phase, Progress, Stage
+from worker.engine.prefill.stage import Ended, Phase, Progress, Stage
 from worker.engine.upstream.hooks import rope_at
 from worker.engine.upstream.mlx_lm import RotatingKVCache, make_prompt_cache
 from worker.engine.vision.inputs import MultimodalInputs
@@ -29,7 +29,7 @@ class PackRow:
 
     tokens: tuple[int, ...]
     cache: list[Any]
-    done: int  # tokens in the cache
+    length: int  # tokens in the cache
     position: int  # of the next token
 
 
@@ -41,7 +41,7 @@ class ComputeSpans(Stage):
     rotated by their positions in the prompt: see `rope_at`."""
 
     phase: Phase = "prefill"
-    done: int = 0  # tokens in the cache
+    length: int = 0  # tokens in the row's cache
 
     def __init__(self, network: nn.Module, request: GenerationRequest, inputs: MultimodalInputs | None = None) -> None:
         """`inputs`: the inputs of a prompt with images. It must have the features of all images that are computed.
@@ -71,19 +71,24 @@ class ComputeSpans(Stage):
     @property
     def remaining(self) -> int:
         """Tokens left to compute."""
-        return self.total - max(self.done, self._matched)
+        return self.total - max(self.length, self._matched)
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens in the row's cache."""
+        return self.length
 
     @property
     def start(self) -> int:
         """Index of the first token that is neither computed nor in the prefix cache."""
-        return self._positions[max(self.done, self._matched)]
+        return self._positions[max(self.length, self._matched)]
 
     @property
     def can_share(self) -> bool:
         """True if the next tokens can be computed in one forward with those of other prompts: none is dropped, and
         images come only before them."""
         all_kept = self.num_dense == self.total
-        return all_kept and (self._inputs is None or self._inputs.last_end <= max(self.done, self._matched))
+        return all_kept and (self._inputs is None or self._inputs.last_end <= max(self.length, self._matched))
 
     def expect(self, matched: int) -> None:
         """Count the first `matched` tokens as cached, until the next call or `load`."""
@@ -95,7 +100,7 @@ class ComputeSpans(Stage):
         if length > self.num_dense:
             raise ValueError(f"length: {length} tokens are cached; only the first {self.num_dense} are all kept.")
         self.cache = cache
-        self.done = length
+        self.length = length
         self._matched = 0
 
     def again(self, request: GenerationRequest) -> "ComputeSpans":
@@ -105,36 +110,36 @@ class ComputeSpans(Stage):
     def end_of(self, tokens: int) -> int:
         """Return the number of tokens in the cache after a chunk of `tokens`, moved out of an image that must be
         computed in one piece."""
-        end = min(self.total, self.done + tokens)
-        if self._inputs is None or not self.done < end < self.total:
+        end = min(self.total, self.length + tokens)
+        if self._inputs is None or not self.length < end < self.total:
             return end
-        return bisect_left(self._positions, self._inputs.end(self._positions[self.done], self._positions[end]))
+        return bisect_left(self._positions, self._inputs.end(self._positions[self.length], self._positions[end]))
 
-    def advance(self, tokens: int) -> Progress | Done:
+    def advance(self, tokens: int) -> Progress | Ended:
         """Compute up to `tokens` tokens in one forward, or more if an image must be computed in one piece. Blocks.
         Raises `UnsupportedRope`."""
         end = self.end_of(tokens)
-        if self.done < self.num_dense:
+        if self.length < self.num_dense:
             end = min(end, self.num_dense)
-        if positions := self._positions[self.done : end]:
-            with nullcontext() if self.done < self.num_dense else rope_at([*positions], self.done):
+        if positions := self._positions[self.length : end]:
+            with nullcontext() if self.length < self.num_dense else rope_at([*positions], self.length):
                 self._compute(positions)
             slots.materialize(self.cache)
-            self.done += len(positions)
-        return Progress(len(positions)) if self.done < self.total else Done(len(positions))
+            self.length += len(positions)
+        return Progress(len(positions)) if self.length < self.total else Ended(len(positions))
 
     def pack_row(self, tokens: int) -> PackRow:
         """Return what a pack needs to compute the next `tokens` tokens. Requires `can_share`."""
-        chunk = self._tokens[self.done : self.done + tokens]
-        position = self.done + (self._inputs.rope_delta if self._inputs else 0)
-        return PackRow(chunk, self.cache, self.done, position)
+        chunk = self._tokens[self.length : self.length + tokens]
+        position = self.length + (self._inputs.rope_delta if self._inputs else 0)
+        return PackRow(chunk, self.cache, self.length, position)
 
-    def unpack(self, pack: Pack, index: int, tokens: int) -> Progress | Done:
+    def unpack(self, pack: Pack, index: int, tokens: int) -> Progress | Ended:
         """Take the next `tokens` tokens from a pack in which they were computed as row `index`. Blocks."""
         pack.unpack(index)
         slots.materialize(self.cache)
-        self.done += tokens
-        return Progress(tokens) if self.done < self.total else Done(tokens)
+        self.length += tokens
+        return Progress(tokens) if self.length < self.total else Ended(tokens)
 
     def _compute(self, positions: Sequence[int]) -> None:
         if self._inputs:  # a family with its own positions does not call MLX's rope
@@ -145,10 +150,10 @@ class ComputeSpans(Stage):
     def finish(self, row: Row) -> tuple[list[Any], PendingTokens, int | None]:
         """Return the row's cache, its next input, and the position of that input, or None if it equals the cache's
         length. The caller owns the cache; the stage must not be used afterwards. Lazy."""
-        assert self.done == self.total, "tokens are missing"
+        assert self.length == self.total, "tokens are missing"
         last = self._positions[-1]
         token = mx.array([self._tokens[last]])
-        if self.done:
+        if self.length:
             position = last + (self._inputs.rope_delta if self._inputs else 0)
             return self.cache, PendingTokens(token, mx.array([True]), {}), position
         # A cache without tokens cannot join a batch: for some models an absent state differs from a state of zeros.

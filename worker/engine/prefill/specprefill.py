@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from worker.engine.prefill.scoring import LOOKAHEAD, Draft, Scores, Scoring
-from worker.engine.prefill.stage import Done, Phase, Progress, Stage
+from worker.engine.prefill.stage import Ended, Phase, Progress, Stage
 from worker.schedule.outcomes import SpecPrefillApplied, SpecPrefillSkipped
 from worker.schedule.request import GenerationRequest, Range, SpecPrefillParams, tokens_in
 from worker.schedule.selection import merged, outside, select_ranges
@@ -27,14 +27,16 @@ class Score(Stage):
         draft: Draft,
         is_worthwhile: IsWorthwhile,
         window: int,
+        tokens_in_draft: Callable[[int], int],
     ) -> None:
         """`is_worthwhile(scored, tokens, keep)`: return True if scoring that many tokens, and computing the share
         `keep` of `tokens`, is faster than computing all. `window`: the last tokens, all of which are kept; images are
-        never dropped either."""
+        never dropped either. `tokens_in_draft`: see `MemoryModel.draft_tokens`."""
         self._request = request
         self._params = params
         self._draft = draft
         self._is_worthwhile = is_worthwhile
+        self._tokens_in_draft = tokens_in_draft
         self._end = len(request.prompt) - max(1, window)  # of what may be dropped
         self._scoring: Scoring | None = None
         self._start = 0
@@ -51,21 +53,21 @@ class Score(Stage):
         return self._scoring.remaining if self._scoring else 0
 
     @property
-    def done(self) -> int:
-        """Tokens that the draft has computed or finds in its prefix cache."""
-        return self.total - self.remaining
+    def held_tokens(self) -> int:
+        """Tokens of the model's own cache that take as much memory as the tokens done in the draft's."""
+        return self._tokens_in_draft(self.done)
 
     @property
     def started(self) -> bool:
         """True if the draft's cache may hold tokens."""
         return self._seconds > 0
 
-    def refresh(self, start: int) -> Done | None:
+    def refresh(self, start: int) -> Ended | None:
         """Choose among the tokens from index `start` on. The first call decides if the prompt is scored, and returns
-        `Done` if not."""
+        `Ended` if not."""
         self._start = start
         if self._scoring is None and (reason := self._why_not()):
-            return Done(0, SpecPrefillSkipped(self._request.id, reason))
+            return Ended(0, SpecPrefillSkipped(self._request.id, reason))
         request = self._request
         self._scoring = self._scoring or self._draft.scoring(request.namespace, request.prompt, request.boundaries)
         return None
@@ -75,7 +77,7 @@ class Score(Stage):
         assert self._scoring is not None, "not decided yet"
         self._scoring.load_prefix()
 
-    def advance(self, tokens: int) -> Progress | Done:
+    def advance(self, tokens: int) -> Progress | Ended:
         """Compute up to `tokens` tokens with the draft, or a single one of its lookahead. Blocks. Raises
         ArithmeticError if the draft's scores are not finite."""
         assert self._scoring is not None, "not decided yet"
@@ -84,7 +86,7 @@ class Score(Stage):
         self._seconds += time.perf_counter() - began
         if self._scoring.scores is None:
             return Progress(computed)
-        return Done(
+        return Ended(
             computed, SpecPrefillApplied(self._request.id, self._kept_ranges(self._scoring.scores), self._seconds)
         )
 

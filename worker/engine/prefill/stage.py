@@ -16,7 +16,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class Ended:
     """Result of an advance that ended the stage. `tokens`: number of tokens computed. `choice`: the tokens of the
     prompt that the later stages compute, if this stage has chosen them."""
 
@@ -42,7 +42,12 @@ class Stage(Protocol):
 
     @property
     def done(self) -> int:
-        """Tokens that the stage holds in a cache."""
+        """Tokens computed, or found in a cache."""
+        return self.total - self.remaining
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens of the model's own cache that take as much memory as what the stage holds in a cache."""
         return 0
 
     @property
@@ -60,14 +65,14 @@ class Stage(Protocol):
         """The images that the prompt has still to be computed with."""
         return NO_IMAGES
 
-    def refresh(self, start: int) -> Done | None:
+    def refresh(self, start: int) -> Ended | None:
         """Adapt to the caches. `start`: index of the first token that is neither computed nor in the prefix cache.
-        Copies and computes nothing. Returns `Done` if the stage ends without an advance."""
+        Copies and computes nothing. Returns `Ended` if the stage ends without an advance."""
         return None
 
     def prepare(self) -> None:
         """Load what caches of the stage's own hold, so that `advance` only computes. Blocks."""
         return
 
-    def advance(self, tokens: int) -> Progress | Done:
+    def advance(self, tokens: int) -> Progress | Ended:
         """Compute about `tokens` tokens. Blocks."""

@@ -13,7 +13,7 @@ from worker.engine.cache.prefix import PrefixCache
 from worker.engine.isolation import isolate
 from worker.engine.prefill.reuse import Beginning, PrefixReuse
 from worker.engine.prefill.spans import ComputeSpans, PackRow
-from worker.engine.prefill.stage import Done, Phase, Progress, Stage
+from worker.engine.prefill.stage import Ended, Phase, Progress, Stage
 from worker.schedule.memory import NO_IMAGES, ImageDemand
 from worker.schedule.outcomes import Encoded, Outcome, Prefilled, Scored, SpecPrefillApplied, SpecPrefillSkipped
 
@@ -73,7 +73,7 @@ class PromptTask:
     def _use(self, spans: ComputeSpans) -> None:
         self._spans = spans
         self._reuse = PrefixReuse(
-            self._prefix, self.row.request, spans.num_dense, done=spans.done, inserts=self._chooses
+            self._prefix, self.row.request, spans.num_dense, done=spans.length, inserts=self._chooses
         )
 
     @property
@@ -108,8 +108,8 @@ class PromptTask:
         self.refresh()
         if self.stage.phase == "encoding":  # until its images are encoded, a loaded prefix would only occupy memory
             return
-        if loaded := self._reuse.load(self._spans.done):
-            self.cached += loaded[1] - self._spans.done
+        if loaded := self._reuse.load(self._spans.length):
+            self.cached += loaded[1] - self._spans.length
             self._spans.load(*loaded)
         self._refresh_stages()
         with self._or_dense(self.stage):
@@ -132,8 +132,8 @@ class PromptTask:
     def pack_row(self, tokens: int) -> PackRow | None:
         """Return what a pack needs to compute the next `tokens` tokens; None if they cannot share a forward. Call
         `load` before."""
-        spans, end = self._spans, self._spans.done + tokens
-        if not self.can_share or end > spans.total or any(spans.done < cut < end for cut in self.cuts):
+        spans, end = self._spans, self._spans.length + tokens
+        if not self.can_share or end > spans.total or any(spans.length < cut < end for cut in self.cuts):
             return None
         return spans.pack_row(tokens)
 
@@ -148,7 +148,7 @@ class PromptTask:
         if not shared:
             self.load()
         stage = self.stage
-        done, cuts = stage.total - stage.remaining, self.cuts
+        done, cuts = stage.done, self.cuts
         computed = tokens = min(tokens, stage.remaining)
         began = time.perf_counter()
         with self._or_dense(stage):
@@ -160,30 +160,30 @@ class PromptTask:
         num_cuts = sum(done < cut < done + computed for cut in cuts)
         return Advanced(stage.phase, done, computed, num_cuts, seconds, self._pop_outcomes(stage), shared)
 
-    def _compute(self, tokens: int) -> Progress | Done:
+    def _compute(self, tokens: int) -> Progress | Ended:
         """Compute a chunk in forwards that end at the cuts, and insert into the prefix cache."""
-        spans, start = self._spans, self._spans.done
+        spans, start = self._spans, self._spans.length
         if packed := self._packed:
             self._packed = None
             result = spans.unpack(packed.pack, packed.index, packed.tokens)
-            self._reuse.insert_if_due(spans.done, spans.cache)
+            self._reuse.insert_if_due(spans.length, spans.cache)
             return result
         end = spans.end_of(tokens)
-        while spans.done < end:
-            stop = next((cut for cut in self._reuse.cuts if spans.done < cut < end), end)
-            spans.advance(stop - spans.done)
-            self._reuse.insert_if_due(spans.done, spans.cache)
-        return Progress(spans.done - start) if spans.remaining else Done(spans.done - start)
+        while spans.length < end:
+            stop = next((cut for cut in self._reuse.cuts if spans.length < cut < end), end)
+            spans.advance(stop - spans.length)
+            self._reuse.insert_if_due(spans.length, spans.cache)
+        return Progress(spans.length - start) if spans.remaining else Ended(spans.length - start)
 
-    def _conclude(self, result: Progress | Done | None) -> None:
+    def _conclude(self, result: Progress | Ended | None) -> None:
         """Apply the choice of tokens that ends the scoring, if the result has one."""
         match result:
-            case Done(choice=SpecPrefillApplied() as choice):
+            case Ended(choice=SpecPrefillApplied() as choice):
                 self.row.drop_tokens(choice.kept_ranges)
                 spans = self._spans.again(self.row.request)
-                spans.load(self._spans.cache, self._spans.done)
+                spans.load(self._spans.cache, self._spans.length)
                 self._use(spans)
-            case Done(choice=SpecPrefillSkipped() as choice):
+            case Ended(choice=SpecPrefillSkipped() as choice):
                 self.row.keep_all_tokens()
             case _:
                 return
@@ -200,7 +200,7 @@ class PromptTask:
             yield
         if attempt.failed:  # whatever the reason, the whole prompt can still be computed
             reason = f"{_STEPS[stage.phase]} failed; the worker's log has the reason."
-            self._conclude(Done(0, SpecPrefillSkipped(self.row.id, reason)))
+            self._conclude(Ended(0, SpecPrefillSkipped(self.row.id, reason)))
             self._use(self._spans.again(self.row.request))
             self.cached = 0
             self._refresh_stages()  # images that were cached with the prefix may have to be encoded now
@@ -221,7 +221,7 @@ class PromptTask:
         if stage is self._spans:
             return Prefilled(self.row.id, stage.done, stage.total, self.cached)
         kind = Encoded if stage.phase == "encoding" else Scored
-        return kind(self.row.id, stage.total - stage.remaining, stage.total)
+        return kind(self.row.id, stage.done, stage.total)
 
     @property
     def is_computed(self) -> bool:

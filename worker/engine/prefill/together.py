@@ -39,7 +39,7 @@ class SharedForwards:
         for task in tasks:
             stage, beginning = task.stage, task.beginning
             alone = not task.can_share or beginning in beginnings
-            keys[task.row.id] = None if alone else self._packing.key(stage.total - stage.remaining)
+            keys[task.row.id] = None if alone else self._packing.key(stage.done)
             if beginning:
                 beginnings.add(beginning)
         return keys
@@ -58,7 +58,7 @@ class SharedForwards:
             task.load()
         packed = self._fitting(chunks)
         rows = [*packed.values()]
-        done, tokens = tuple(row.done for row in rows), max((len(row.tokens) for row in rows), default=0)
+        done, tokens = tuple(row.length for row in rows), max((len(row.tokens) for row in rows), default=0)
         memory_tokens = self._costs.packed_tokens(len(rows), tokens, max(done, default=0))
         if len(rows) < 2 or memory_tokens > longest:
             return None
@@ -77,9 +77,9 @@ class SharedForwards:
         return {task: row for task, row in rows.items() if self._fits(row, first)}
 
     def _fits(self, row: PackRow, first: PackRow) -> bool:
-        key = self._packing.key(row.done)
+        key = self._packing.key(row.length)
         equal = len(row.tokens) == len(first.tokens)
-        return key is not None and key == self._packing.key(first.done) and (equal or self.padded)
+        return key is not None and key == self._packing.key(first.length) and (equal or self.padded)
 
     def _computed(self, rows: Sequence[PackRow], tokens: int) -> Pack:
         pack = Pack([row.cache for row in rows], [row.position for row in rows], [len(row.tokens) for row in rows])
