@@ -196,10 +196,8 @@ class Chat:
         match outcome:
             case Prefilled(done=done, total=total, cached=cached):
                 self._recorder.prefilled(done, total, cached)
-            case Encoded(done=done, total=total):
-                self._recorder.progress("encoding", done, total)
-            case Scored(done=done, total=total):
-                self._recorder.progress("scoring", done, total)
+            case Encoded(done=done, total=total) | Scored(done=done, total=total):
+                self._recorder.progress(outcome.phase, done, total)
             case SpecPrefillApplied() | SpecPrefillSkipped():
                 self._recorder.record_specprefill(outcome)
             case Sampled():

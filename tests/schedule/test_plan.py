@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.schedule.budget import MIN_CHUNK, MIN_TOKENS_TIME_PER_PASS, PromptCost
-from worker.schedule.plan import OLDEST_FIRST_EVERY, Chunk, Forward, Phase, PromptState, may_advance, plan
+from worker.schedule.outcomes import Phase
+from worker.schedule.plan import OLDEST_FIRST_EVERY, Chunk, Forward, PromptState, may_advance, plan
 from worker.schedule.request import Lane
 
 SECOND_A_TOKEN = PromptCost(token_s=1.0)
@@ -288,9 +289,11 @@ SCORED: list[tuple[str, int, Lane]] = [
 
 
 @pytest.mark.parametrize("phase", ["encoding", "scoring"])
-def test_one_prompt_at_a_time_is_encoded_and_one_is_scored(phase: Phase) -> None:
+def test_one_prompt_at_a_time_advances_in_an_exclusive_phase(phase: Phase) -> None:
     text = waiting("text", 500)
-    offline, long, short = (replace(waiting(id, remaining, lane=lane), phase=phase) for id, remaining, lane in SCORED)
+    offline, long, short = (
+        replace(waiting(id, remaining, lane=lane), phase=phase, exclusive=True) for id, remaining, lane in SCORED
+    )
     started = replace(offline, id="started", started=True)
     assert may_advance([offline, text, long, short]) == [text, short]
     assert may_advance([offline, text, long, started]) == [text, started]
@@ -298,7 +301,7 @@ def test_one_prompt_at_a_time_is_encoded_and_one_is_scored(phase: Phase) -> None
 
 
 def test_an_image_and_a_score_may_be_computed_in_one_step() -> None:
-    rows = [replace(waiting(phase, 9), phase=phase) for phase in get_args(Phase)]
+    rows = [replace(waiting(phase, 9), phase=phase, exclusive=phase != "prefill") for phase in get_args(Phase)]
     assert may_advance(rows) == rows
 
 

@@ -13,7 +13,7 @@ from worker.chat.specprefill import as_result, with_outcome
 from worker.json_bytes import dumps
 from worker.queue.job.job import Job, JobResult
 from worker.queue.job.resume_state import ResumeState, SpecPrefillReport
-from worker.schedule.outcomes import SpecPrefillApplied, SpecPrefillSkipped
+from worker.schedule.outcomes import Phase, Prefilled, SpecPrefillApplied, SpecPrefillSkipped
 from worker.text.output.output import OutputDelta, concat
 
 logger = logging.getLogger("sluice.jobs")
@@ -101,9 +101,9 @@ class JobRecorder:
         self._prefilled_at = time.monotonic()
         if not self._steps:  # else the row is recomputed after a failure, partly from KV state that it computed itself
             self._job.usage.cached_tokens = min(cached, self._job.usage.prompt_tokens)
-        self.progress("prefill", done, total)
+        self.progress(Prefilled.phase, done, total)
 
-    def progress(self, phase: Literal["encoding", "scoring", "prefill"], done: int, total: int) -> None:
+    def progress(self, phase: Phase, done: int, total: int) -> None:
         """Emit a progress event, at most one every `_PROGRESS_EVERY_S` seconds, and none for the end of a phase."""
         now = time.monotonic()
         if done < total and now - self._progress_at >= _PROGRESS_EVERY_S:

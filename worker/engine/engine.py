@@ -264,14 +264,11 @@ class Engine:
 
     def _advance(self, chunk: Chunk) -> Iterator[Outcome]:
         """Compute a chunk of one prompt. If it was the last, its row joins the running rows."""
-        images = self._prefills.images(chunk.id)
         advanced = self._prefills.advance(chunk)
         yield from advanced.outcomes
         self._computed += advanced.tokens
-        if advanced.phase == "encoding":
-            self._encoded_images += images
-        else:
-            self._longest_chunk = max(self._longest_chunk, advanced.tokens)
+        self._encoded_images += advanced.images
+        self._longest_chunk = max(self._longest_chunk, advanced.chunk)
         if any(map(_frees_memory, advanced.outcomes)):
             self._admission.mark_dirty()
         if chunk.joins and (task := self._prefills.pop_computed(chunk.id)):

@@ -1,17 +1,19 @@
 """Outcomes: messages about a request that the engine returns from a step."""
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from worker.schedule.request import Range
 
 FinishReason = Literal["stop", "length"]
+Phase = Literal["encoding", "scoring", "prefill"]  # of a prompt, before its row decodes
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
     """Prefill progress in tokens: `done` of `total` are in the row's cache, `cached` of them from the prefix cache."""
 
+    phase: ClassVar[Phase] = "prefill"
     id: str
     done: int
     total: int
@@ -22,6 +24,7 @@ class Prefilled:
 class Encoded:
     """Image encoding progress: `done` of the `total` image tokens of a prompt have been through the vision encoder."""
 
+    phase: ClassVar[Phase] = "encoding"
     id: str
     done: int
     total: int
@@ -31,6 +34,7 @@ class Encoded:
 class Scored:
     """SpecPrefill progress: the draft model has computed `done` of the `total` tokens of a prompt."""
 
+    phase: ClassVar[Phase] = "scoring"
     id: str
     done: int
     total: int

@@ -2,17 +2,14 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from worker.schedule.budget import MIN_CHUNK, PromptCost
+from worker.schedule.outcomes import Phase
 from worker.schedule.request import Lane
 
 # One step in this many is for the prompt that has waited longest. Under an endless stream of short prompts, a long one
 # then takes four times as long instead of forever, and a short one waits for one more chunk.
 OLDEST_FIRST_EVERY = 4
-
-
-Phase = Literal["encoding", "scoring", "prefill"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +28,7 @@ class PromptState:
     growth: int = 0  # bytes of the batch's buffers that are copied when the row joins
     phase: Phase = "prefill"
     started: bool = False  # the phase has begun, and holds memory that is freed at its end
+    exclusive: bool = False  # of all prompts in this phase, one at a time may advance
     pack: int | None = None  # prompts with the same value may share a forward; None: this one shares none
     padded: bool = False  # their chunks may differ in length then, and cost as much as the longest
 
@@ -56,15 +54,15 @@ class Forward:
 def may_advance(prompts: Sequence[PromptState]) -> list[PromptState]:
     """Return the prompts that may advance in a step, in order. Images of one prompt at a time are encoded, and one
     prompt is scored, since a vision encoder's activations and a draft's cache occupy memory."""
-    single = _first_in(prompts, "encoding"), _first_in(prompts, "scoring")
-    return [row for row in prompts if row.phase == "prefill" or row in single]
+    single = [_first_in(prompts, phase) for phase in {row.phase for row in prompts if row.exclusive}]
+    return [row for row in prompts if not row.exclusive or row in single]
 
 
-def _first_in(prompts: Sequence[PromptState], phase: Phase) -> PromptState | None:
-    """Return the one prompt of this phase that may advance, if any. Prefers a prompt that has started, then interactive
+def _first_in(prompts: Sequence[PromptState], phase: Phase) -> PromptState:
+    """Return the one prompt of this phase that may advance. Prefers a prompt that has started, then interactive
     ones, then the shortest."""
     rows = [row for row in prompts if row.phase == phase]
-    return max(rows, key=lambda row: (row.started, row.lane == "interactive", -row.remaining), default=None)
+    return max(rows, key=lambda row: (row.started, row.lane == "interactive", -row.remaining))
 
 
 def plan(prompts: Iterable[PromptState], spare_s: Mapping[Lane, float], step: int, longest: int) -> list[Forward]:

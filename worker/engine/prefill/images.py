@@ -4,6 +4,7 @@ from worker.engine.prefill.stage import Ended, Phase, Progress, Stage
 from worker.engine.vision.encoder import Encode, EncoderRun
 from worker.engine.vision.inputs import MultimodalInputs
 from worker.schedule.memory import ImageDemand
+from worker.schedule.outcomes import Encoded
 from worker.schedule.request import PromptImage
 
 
@@ -11,11 +12,15 @@ class EncodeImages(Stage):
     """Encodes the images whose features are not cached, one at a time. Images inside the cached prefix of the prompt
     are not encoded; if a part of that prefix is evicted, the stage may be needed again."""
 
-    phase: Phase = "encoding"
+    phase: Phase = Encoded.phase
+    exclusive = True  # an encoder's activations take memory
+    before_prefix = True
+    takes_chunk = False
 
-    def __init__(self, inputs: MultimodalInputs, encode: Encode) -> None:
-        """`inputs`: receives the features; shared with the stage that computes the prompt. `encode`: see
-        `Family.encode`."""
+    def __init__(self, id: str, inputs: MultimodalInputs, encode: Encode) -> None:
+        """`id`: of the request. `inputs`: receives the features; shared with the stage that computes the prompt.
+        `encode`: see `Family.encode`."""
+        self._id = id
         self._inputs = inputs
         self._encode = encode
         self._missing = inputs.missing(0)  # images to encode, as of the last refresh
@@ -30,6 +35,11 @@ class EncodeImages(Stage):
     def remaining(self) -> int:
         """Image tokens left to encode."""
         return sum(self._tokens_left(image) for image in self._missing)
+
+    @property
+    def report(self) -> Encoded:
+        """The progress of the encoding."""
+        return Encoded(self._id, self.done, self.total)
 
     @property
     def needed(self) -> bool:

@@ -93,7 +93,7 @@ class PrefillQueue:
             vision, features = self._model.vision, self._caches.features
             assert vision is not None and features is not None, "a text model has no images"  # noqa: PT018
             inputs = MultimodalInputs(vision.family, row.request, features)
-            first.append(EncodeImages(inputs, vision.family.encode))
+            first.append(EncodeImages(row.id, inputs, vision.family.encode))
         spans = ComputeSpans(self._model.network, row.request, inputs)
         if self._caches.draft:
             first += self._score_stages(row.request, self._caches.draft, window_of(spans.cache))
@@ -182,6 +182,7 @@ class PrefillQueue:
             growth=join_copy_bytes_of(-(-stage.total // BUFFER_TOKENS) * BUFFER_TOKENS),  # buffers grow in these steps
             phase=stage.phase,
             started=stage.started,
+            exclusive=stage.exclusive,
             pack=pack,
             padded=self._shared.padded,
         )
@@ -205,7 +206,7 @@ class PrefillQueue:
     def advance(self, chunk: Chunk) -> Advanced:
         """Compute a chunk, or take it from a forward that it shared with others. Blocks."""
         done = self._tasks[chunk.id].advance(chunk.tokens)
-        if done.phase == "encoding":  # other prompts may need the same image
+        if done.images != NO_IMAGES:  # other prompts may need the same image
             self._refresh()
         # If SpecPrefill was skipped in this step, the time is not that of the chunk alone.
         if not done.shared and not any(isinstance(outcome, SpecPrefillSkipped) for outcome in done.outcomes):

@@ -18,6 +18,7 @@ from worker.engine.prefill.stage import Ended, Phase, Progress, Stage
 from worker.engine.upstream.hooks import rope_at
 from worker.engine.upstream.mlx_lm import RotatingKVCache, make_prompt_cache
 from worker.engine.vision.inputs import MultimodalInputs
+from worker.schedule.outcomes import Prefilled, SpecPrefillSkipped
 from worker.schedule.request import GenerationRequest, Range
 
 Ranges = Sequence[Range]  # in order
@@ -40,14 +41,25 @@ class ComputeSpans(Stage):
     Tokens before the first dropped one are computed densely, so that their KV state can be reused. Later ones must be
     rotated by their positions in the prompt: see `rope_at`."""
 
-    phase: Phase = "prefill"
+    phase: Phase = Prefilled.phase
     length: int = 0  # tokens in the row's cache
+    cached: int = 0  # of these, the tokens that were loaded from the prefix cache
 
-    def __init__(self, network: nn.Module, request: GenerationRequest, inputs: MultimodalInputs | None = None) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        request: GenerationRequest,
+        inputs: MultimodalInputs | None = None,
+        *,
+        optional: bool = False,
+    ) -> None:
         """`inputs`: the inputs of a prompt with images. It must have the features of all images that are computed.
+        `optional`: the whole prompt may be computed instead.
 
         Raises ValueError for `kept_ranges` that are unordered, miss the end of the prompt or a sliding window, or keep
         a single token."""
+        self._id = request.id
+        self._optional = optional
         self._network = network
         self._inputs = inputs
         self._tokens = request.tokens
@@ -74,6 +86,17 @@ class ComputeSpans(Stage):
         return self.total - max(self.length, self._matched)
 
     @property
+    def report(self) -> Prefilled:
+        """The progress of the prefill."""
+        return Prefilled(self._id, self.done, self.total, self.cached)
+
+    @property
+    def fallback(self) -> SpecPrefillSkipped | None:
+        """Compute the whole prompt instead, if that is possible."""
+        reason = "The prefill of the kept tokens failed; the worker's log has the reason."
+        return SpecPrefillSkipped(self._id, reason) if self._optional else None
+
+    @property
     def held_tokens(self) -> int:
         """Tokens in the row's cache."""
         return self.length
@@ -95,16 +118,27 @@ class ComputeSpans(Stage):
         self._matched = matched
 
     def load(self, cache: list[Any], length: int) -> None:
-        """Continue from a cache that holds the first `length` tokens; it belongs to this object from now on. Raises
-        ValueError if one of these tokens is dropped."""
+        """Continue from a cache with the first `length` tokens, loaded from the prefix cache; it belongs to this object
+        from now on. Raises ValueError if one of these tokens is dropped."""
+        self._continue(cache, length, self.cached + length - self.length)
+
+    def _continue(self, cache: list[Any], length: int, cached: int) -> None:
         if length > self.num_dense:
             raise ValueError(f"length: {length} tokens are cached; only the first {self.num_dense} are all kept.")
         self.cache = cache
         self.length = length
+        self.cached = cached
         self._matched = 0
 
+    def narrowed(self, request: GenerationRequest) -> "ComputeSpans":
+        """Return a new stage for those tokens of the prompt that `request` keeps. It continues with this stage's cache.
+        Raises ValueError if the cache holds a token that is dropped."""
+        spans = ComputeSpans(self._network, request, self._inputs, optional=request.num_dropped > 0)
+        spans._continue(self.cache, self.length, self.cached)
+        return spans
+
     def again(self, request: GenerationRequest) -> "ComputeSpans":
-        """Return a new stage for other spans of the same prompt, with an empty cache."""
+        """Return a new stage for the same prompt, with an empty cache."""
         return ComputeSpans(self._network, request, self._inputs)
 
     def end_of(self, tokens: int) -> int:

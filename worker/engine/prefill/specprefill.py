@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from worker.engine.prefill.scoring import LOOKAHEAD, Draft, Scores, Scoring
 from worker.engine.prefill.stage import Ended, Phase, Progress, Stage
-from worker.schedule.outcomes import SpecPrefillApplied, SpecPrefillSkipped
+from worker.schedule.outcomes import Scored, SpecPrefillApplied, SpecPrefillSkipped
 from worker.schedule.request import GenerationRequest, Range, SpecPrefillParams, tokens_in
 from worker.schedule.selection import merged, outside, select_ranges
 
@@ -18,7 +18,8 @@ IsWorthwhile = Callable[[int, int, float], bool]
 class Score(Stage):
     """Decides if a prompt is scored, scores it with the draft, and chooses the tokens to keep."""
 
-    phase: Phase = "scoring"
+    phase: Phase = Scored.phase
+    exclusive = True  # a draft's cache takes memory
 
     def __init__(
         self,
@@ -51,6 +52,16 @@ class Score(Stage):
     def remaining(self) -> int:
         """Tokens left for the draft to compute."""
         return self._scoring.remaining if self._scoring else 0
+
+    @property
+    def report(self) -> Scored:
+        """The progress of the scoring."""
+        return Scored(self._request.id, self.done, self.total)
+
+    @property
+    def fallback(self) -> SpecPrefillSkipped:
+        """Keep all tokens if the scoring fails."""
+        return SpecPrefillSkipped(self._request.id, "The draft failed; the worker's log has the reason.")
 
     @property
     def held_tokens(self) -> int:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from worker.schedule.memory import NO_IMAGES, ImageDemand
-from worker.schedule.outcomes import SpecPrefillApplied, SpecPrefillSkipped
-from worker.schedule.plan import Phase as Phase
+from worker.schedule.outcomes import Outcome, SpecPrefillApplied, SpecPrefillSkipped
+from worker.schedule.outcomes import Phase as Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,10 @@ class Stage(Protocol):
         return self.total - self.remaining
 
     @property
-    def held_tokens(self) -> int:
-        """Tokens of the model's own cache that take as much memory as what the stage holds in a cache."""
-        return 0
+    def report(self) -> Outcome:
+        """The outcome that reports the tokens done."""
+
+    # When it is advanced
 
     @property
     def needed(self) -> bool:
@@ -61,9 +62,40 @@ class Stage(Protocol):
         return False
 
     @property
+    def exclusive(self) -> bool:
+        """True if, of all prompts in this phase, one at a time is advanced."""
+        return False
+
+    @property
+    def before_prefix(self) -> bool:
+        """True if the cached prefix of the prompt is loaded only after the stage: until then it would only occupy
+        memory. A choice of tokens is reported after the stage too."""
+        return False
+
+    @property
+    def fallback(self) -> SpecPrefillSkipped | None:
+        """The choice to make if the stage fails, so that the whole prompt is computed; None if the prompt fails with
+        it. A stage with a fallback is dropped once a choice is made."""
+        return None
+
+    # The memory that it takes
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens of the model's own cache that take as much memory as what the stage holds in a cache."""
+        return 0
+
+    @property
+    def takes_chunk(self) -> bool:
+        """True if an advance takes the memory of a chunk of as many tokens; else `images` has what it takes."""
+        return True
+
+    @property
     def images(self) -> ImageDemand:
         """The images that the prompt has still to be computed with."""
         return NO_IMAGES
+
+    # Its work
 
     def refresh(self, start: int) -> Ended | None:
         """Adapt to the caches. `start`: index of the first token that is neither computed nor in the prefix cache.

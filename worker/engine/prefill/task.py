@@ -15,9 +15,7 @@ from worker.engine.prefill.reuse import Beginning, PrefixReuse
 from worker.engine.prefill.spans import ComputeSpans, PackRow
 from worker.engine.prefill.stage import Ended, Phase, Progress, Stage
 from worker.schedule.memory import NO_IMAGES, ImageDemand
-from worker.schedule.outcomes import Encoded, Outcome, Prefilled, Scored, SpecPrefillApplied, SpecPrefillSkipped
-
-_STEPS = {"scoring": "The draft", "prefill": "The prefill of the kept tokens"}
+from worker.schedule.outcomes import Outcome, SpecPrefillApplied, SpecPrefillSkipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +34,8 @@ class Advanced:
     phase: Phase
     done: int  # tokens of the stage before the chunk
     tokens: int  # computed
+    chunk: int  # of these, the tokens that took the memory of a prompt's chunk
+    images: ImageDemand  # the memory of the images that were encoded
     cuts: int  # within the chunk; each took a further forward
     seconds: float  # without loading from caches
     outcomes: tuple[Outcome, ...]
@@ -46,7 +46,8 @@ class PromptTask:
     """Takes one prompt through its stages. The last stage computes the row's cache; the task loads what the prefix
     cache holds of it, and inserts what is computed before the first dropped token.
 
-    If scoring fails, or the computation of the tokens it has chosen, the whole prompt is computed."""
+    If a stage with a fallback fails (the scoring, or the computation of the tokens that it has chosen), the whole
+    prompt is computed."""
 
     def __init__(
         self,
@@ -61,7 +62,6 @@ class PromptTask:
         loaded or inserted. `added`: number of the step."""
         self.row = row
         self.added = added
-        self.cached = 0
         self._first, self._prefix = [*first], prefix
         # Tokens that an earlier attempt has dropped are not chosen again, and the row inserts no prefix.
         self._chooses = row.request.kept_ranges is None
@@ -80,6 +80,11 @@ class PromptTask:
     def stage(self) -> Stage:
         """The current stage."""
         return next((stage for stage in self._first if stage.needed), self._spans)
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the row's cache that were loaded from the prefix cache."""
+        return self._spans.cached
 
     @property
     def images(self) -> ImageDemand:
@@ -106,10 +111,9 @@ class PromptTask:
     def load(self) -> None:
         """Load the longest cached prefix, and what the current stage finds in caches of its own. Blocks."""
         self.refresh()
-        if self.stage.phase == "encoding":  # until its images are encoded, a loaded prefix would only occupy memory
+        if self.stage.before_prefix:
             return
         if loaded := self._reuse.load(self._spans.length):
-            self.cached += loaded[1] - self._spans.length
             self._spans.load(*loaded)
         self._refresh_stages()
         with self._or_dense(self.stage):
@@ -148,7 +152,8 @@ class PromptTask:
         if not shared:
             self.load()
         stage = self.stage
-        done, cuts = stage.done, self.cuts
+        images, cuts = stage.images, self.cuts
+        done = stage.done
         computed = tokens = min(tokens, stage.remaining)
         began = time.perf_counter()
         with self._or_dense(stage):
@@ -157,8 +162,17 @@ class PromptTask:
             self._conclude(result)
         seconds = time.perf_counter() - began
         self._refresh_stages()
-        num_cuts = sum(done < cut < done + computed for cut in cuts)
-        return Advanced(stage.phase, done, computed, num_cuts, seconds, self._pop_outcomes(stage), shared)
+        return Advanced(
+            stage.phase,
+            done,
+            computed,
+            chunk=computed if stage.takes_chunk else 0,
+            images=images,
+            cuts=sum(done < cut < done + computed for cut in cuts),
+            seconds=seconds,
+            outcomes=self._pop_outcomes(stage),
+            shared=shared,
+        )
 
     def _compute(self, tokens: int) -> Progress | Ended:
         """Compute a chunk in forwards that end at the cuts, and insert into the prefix cache."""
@@ -176,52 +190,41 @@ class PromptTask:
         return Progress(spans.length - start) if spans.remaining else Ended(spans.length - start)
 
     def _conclude(self, result: Progress | Ended | None) -> None:
-        """Apply the choice of tokens that ends the scoring, if the result has one."""
-        match result:
-            case Ended(choice=SpecPrefillApplied() as choice):
-                self.row.drop_tokens(choice.kept_ranges)
-                spans = self._spans.again(self.row.request)
-                spans.load(self._spans.cache, self._spans.length)
-                self._use(spans)
-            case Ended(choice=SpecPrefillSkipped() as choice):
+        """Apply the choice of tokens to compute, if the result has one."""
+        if isinstance(result, Ended) and result.choice:
+            self._choose(result.choice)
+
+    def _choose(self, choice: SpecPrefillApplied | SpecPrefillSkipped) -> None:
+        match choice:
+            case SpecPrefillApplied(kept_ranges=kept_ranges):
+                self.row.drop_tokens(kept_ranges)
+                self._use(self._spans.narrowed(self.row.request))
+            case SpecPrefillSkipped():
                 self.row.keep_all_tokens()
-            case _:
-                return
-        self._first = [stage for stage in self._first if stage.phase != "scoring"]
+        self._first = [stage for stage in self._first if stage.fallback is None]
         self._outcomes.append(choice)
 
     @contextmanager
     def _or_dense(self, stage: Stage) -> Iterator[None]:
-        """Compute the whole prompt instead if this fails and the stage is only for SpecPrefill."""
-        if not self._is_optional(stage):
+        """Compute the whole prompt instead if this fails and the stage has a fallback."""
+        fallback = stage.fallback
+        if fallback is None:
             yield
             return
         with isolate(f"{self.row.id}: SpecPrefill") as attempt:
             yield
         if attempt.failed:  # whatever the reason, the whole prompt can still be computed
-            reason = f"{_STEPS[stage.phase]} failed; the worker's log has the reason."
-            self._conclude(Ended(0, SpecPrefillSkipped(self.row.id, reason)))
+            self._choose(fallback)
             self._use(self._spans.again(self.row.request))
-            self.cached = 0
             self._refresh_stages()  # images that were cached with the prefix may have to be encoded now
 
-    def _is_optional(self, stage: Stage) -> bool:
-        """Return True if the stage is only for SpecPrefill."""
-        return stage.phase == "scoring" or (stage is self._spans and self._chooses and self.row.num_dropped > 0)
-
     def _pop_outcomes(self, advanced: Stage) -> tuple[Outcome, ...]:
-        """Return the choice of tokens, if any, and the progress. While images are encoded, the choice waits."""
+        """Return the choice of tokens, if any, and the progress."""
         stage = advanced if advanced in self._first else self._spans
-        if stage.phase == "encoding":
-            return (self._progress(stage),)
+        if stage.before_prefix:
+            return (stage.report,)
         outcomes, self._outcomes = self._outcomes, []
-        return (*outcomes, self._progress(stage))
-
-    def _progress(self, stage: Stage) -> Outcome:
-        if stage is self._spans:
-            return Prefilled(self.row.id, stage.done, stage.total, self.cached)
-        kind = Encoded if stage.phase == "encoding" else Scored
-        return kind(self.row.id, stage.done, stage.total)
+        return (*outcomes, stage.report)
 
     @property
     def is_computed(self) -> bool:
