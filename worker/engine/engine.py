@@ -97,8 +97,14 @@ class Engine:
 
     @property
     def needs_step(self) -> bool:
-        """True while there are requests, and once more after the last: a step releases and reports its memory."""
-        return bool(len(self)) or self._admission.needs_decision
+        """True while there are requests, unless all active rows have to wait, and once more after the last request: a
+        step releases and reports its memory."""
+        return (len(self) > 0 and not self._has_to_wait) or self._admission.needs_decision
+
+    @property
+    def _has_to_wait(self) -> bool:
+        """True if rows are active, and none can be computed now: see `Stage.ready`."""
+        return 0 < len(self._active) == len(self._prefills) and not self._prefills.has_work
 
     def add(self, request: GenerationRequest) -> None:
         """Add a request, which a later step admits or refuses. Its id must not be in use. Its grammar belongs to the
@@ -240,11 +246,11 @@ class Engine:
     @_step_part
     def _prefill(self) -> Iterator[Outcome]:
         """Compute the planned chunks. Rows whose prompt is computed join the running rows."""
-        if len(self._prefills):
+        if has_work := self._prefills.has_work:
             self._running.wait()
         if self._running.step_s is not None:  # before planning, since the time for prompts depends on it
             self._prefills.observe_decode(self._running.step_s)
-        if not len(self._prefills):
+        if not has_work:
             return
         elapsed_s = time.perf_counter() - self._decoding_since
         self._prefills.begin_step(self._running.forward_s)

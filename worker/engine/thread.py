@@ -43,12 +43,17 @@ class _Hold:
 
 
 @dataclass(frozen=True, slots=True)
+class _Wake:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
 class _Stop:
     pass
 
 
 class EngineThread:
-    """Starts and feeds the engine's thread. All methods are for the event loop's thread."""
+    """Starts and feeds the engine's thread. All methods but `wake` are for the event loop's thread."""
 
     def __init__(
         self,
@@ -68,7 +73,7 @@ class EngineThread:
         self._engine_of = partial(Engine, step_s=step_s, rows=rows, memory=memory, prefix_bytes=prefix_bytes)
         self._on_failure, self._on_step = on_failure, on_step
         self._loop = asyncio.get_running_loop()
-        self._mailbox: queue.SimpleQueue[_Add | _Remove | _Hold | _Stop] = queue.SimpleQueue()
+        self._mailbox: queue.SimpleQueue[_Add | _Remove | _Hold | _Wake | _Stop] = queue.SimpleQueue()
         self._held = False
         self.heartbeat = Heartbeat("engine")
         self._listeners: dict[str, OutcomeListener] = {}
@@ -100,6 +105,10 @@ class EngineThread:
         """Pause computing while tokens cannot be delivered, or continue. Requests are added and removed in the pause
         too."""
         self._mailbox.put(_Hold(on))
+
+    def wake(self) -> None:
+        """Let the engine compute a prompt that has become ready: see `Stage.ready`. May be called on any thread."""
+        self._mailbox.put(_Wake())
 
     def _has_loaded(self, model: Model) -> None:
         if not self._loaded.done():  # cancelled by a signal that came meanwhile
@@ -143,6 +152,8 @@ class EngineThread:
                     engine.add(request)
                 case _Remove(id):
                     engine.remove(id)
+                case _Wake():
+                    pass  # the engine is asked again if it needs a step
                 case _Stop():
                     return False
         return True

@@ -1,6 +1,8 @@
 """A prompt's stages: how they follow each other, and what they take from the prefix cache and add to it."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
@@ -10,9 +12,9 @@ from worker.engine.cache.prefix import PrefixCache
 from worker.engine.prefill.scoring import LOOKAHEAD, Draft
 from worker.engine.prefill.spans import ComputeSpans
 from worker.engine.prefill.specprefill import Score
-from worker.engine.prefill.stage import Ended, Progress
+from worker.engine.prefill.stage import Ended, Phase, Progress, Stage
 from worker.engine.prefill.task import PromptTask
-from worker.schedule.outcomes import Prefilled, Scored, SpecPrefillApplied, SpecPrefillSkipped
+from worker.schedule.outcomes import Encoded, Outcome, Prefilled, Scored, SpecPrefillApplied, SpecPrefillSkipped
 from worker.schedule.request import GenerationRequest, SpecPrefillParams
 
 LONG = 200
@@ -20,8 +22,10 @@ REQUEST = GenerationRequest("row", prompt(LONG, 1), 9)
 PARAMS = SpecPrefillParams(keep=0.3, droppable_ranges=((10, 180),), min_tokens=1, requested=True)
 
 
-def task_of(request: GenerationRequest = REQUEST, prefix: PrefixCache | None = None) -> PromptTask:
-    return PromptTask(Row.of(request), ComputeSpans(network("qwen3"), request), prefix=prefix)
+def task_of(
+    request: GenerationRequest = REQUEST, prefix: PrefixCache | None = None, first: Sequence[Stage] = ()
+) -> PromptTask:
+    return PromptTask(Row.of(request), ComputeSpans(network("qwen3"), request), first=first, prefix=prefix)
 
 
 def scored_task(params: SpecPrefillParams = PARAMS, prefix: PrefixCache | None = None) -> PromptTask:
@@ -110,6 +114,45 @@ def test_failure_of_a_prompt_that_is_not_sparse_is_raised(monkeypatch: pytest.Mo
         monkeypatch.setattr(ComputeSpans, "advance", fails)
         with pytest.raises(MemoryError):
             task.advance(50)
+
+
+class Rehearse(Stage):
+    """Counts a few tokens before the prompt is scored, and fails if it is told to."""
+
+    phase = cast(Phase, "rehearsing")
+    total, remaining = 10, 10
+    before_prefix, takes_chunk = True, False
+
+    def __init__(self, error: type[Exception] | None = None) -> None:
+        self._error = error
+
+    @property
+    def needed(self) -> bool:
+        return self.remaining > 0
+
+    @property
+    def report(self) -> Outcome:
+        return Encoded("row", self.done, self.total)
+
+    def advance(self, tokens: int) -> Progress | Ended:
+        if self._error:
+            raise self._error
+        self.remaining -= tokens
+        return Progress(tokens)
+
+
+def test_stage_of_a_further_kind_reports_its_own_progress_before_the_prefix_is_loaded(prefix: PrefixCache) -> None:
+    task = task_of(prefix=prefix, first=[Rehearse()])
+    advanced = task.advance(4)
+    assert advanced.outcomes == (Encoded("row", 4, 10),)
+    assert (advanced.phase, advanced.tokens, advanced.chunk, task.cached) == ("rehearsing", 4, 0, 0)
+    task.advance(6)
+    assert task.advance(30).outcomes == (Prefilled("row", LONG // 2 + 30, LONG - 1, LONG // 2),)
+
+
+def test_failure_of_a_stage_without_a_fallback_is_raised() -> None:
+    with pytest.raises(MemoryError):
+        task_of(first=[Rehearse(MemoryError)]).advance(4)
 
 
 def test_stage_reports_done_with_its_last_tokens() -> None:

@@ -62,6 +62,11 @@ class PrefillQueue:
     def __len__(self) -> int:
         return len(self._tasks)
 
+    @property
+    def has_work(self) -> bool:
+        """True if a prompt can be computed now; the others wait, see `Stage.ready`."""
+        return any(task.stage.ready for task in self._tasks.values())
+
     def __contains__(self, id: str) -> bool:
         return id in self._tasks
 
@@ -149,14 +154,13 @@ class PrefillQueue:
             task.refresh()
 
     def plan(self, running: RunningRows, elapsed_s: float, longest: int) -> list[Forward]:
-        """Return the forwards to compute in this step. Changes nothing. `elapsed_s`: seconds since the running decode
-        step began. `longest`: most tokens of a forward."""
+        """Return the forwards to compute in this step, for prompts whose stage is ready. Changes nothing. `elapsed_s`:
+        seconds since the running decode step began. `longest`: most tokens of a forward."""
         # With hundreds of prompts, values shared by many are computed once.
         cost_of, join_copy_bytes_of = cache(self.cost), cache(running.join_copy_bytes)
-        packs = self._shared.keys(self._tasks.values())
-        prompts = may_advance(
-            [self._state_of(task, packs[id], cost_of, join_copy_bytes_of) for id, task in self._tasks.items()]
-        )
+        ready = [task for task in self._tasks.values() if task.stage.ready]
+        packs = self._shared.keys(ready)
+        prompts = may_advance([self._state_of(task, packs[task.row.id], cost_of, join_copy_bytes_of) for task in ready])
         slower = running.decode_slowdown(sum(row.lane == "interactive" for row in prompts))
         budget = self._budgets["prefill"]
         spare_s = {lane: budget.spare_s(len(running), lane, elapsed_s, slower) for lane in get_args(Lane)}
@@ -209,6 +213,7 @@ class PrefillQueue:
         if done.images != NO_IMAGES:  # other prompts may need the same image
             self._refresh()
         # If SpecPrefill was skipped in this step, the time is not that of the chunk alone.
-        if not done.shared and not any(isinstance(outcome, SpecPrefillSkipped) for outcome in done.outcomes):
+        skipped = any(isinstance(outcome, SpecPrefillSkipped) for outcome in done.outcomes)
+        if done.tokens and not done.shared and not skipped:
             self._budgets[done.phase].observe_chunk(done.tokens, done.done, done.seconds, cuts=done.cuts)
         return done

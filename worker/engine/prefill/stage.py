@@ -53,7 +53,13 @@ class Stage(Protocol):
 
     @property
     def needed(self) -> bool:
-        """True if the stage has to be advanced before the next one."""
+        """True if the stage has to end before the next one."""
+        return True
+
+    @property
+    def ready(self) -> bool:
+        """False while the stage waits for something that the engine's thread does not compute. Its prompt stays active,
+        and is not planned. May change on another thread, which then calls `EngineThread.wake`."""
         return True
 
     @property

@@ -34,11 +34,11 @@ class Advanced:
     phase: Phase
     done: int  # tokens of the stage before the chunk
     tokens: int  # computed
-    chunk: int  # of these, the tokens that took the memory of a prompt's chunk
-    images: ImageDemand  # the memory of the images that were encoded
-    cuts: int  # within the chunk; each took a further forward
-    seconds: float  # without loading from caches
-    outcomes: tuple[Outcome, ...]
+    chunk: int = 0  # of these, the tokens that took the memory of a prompt's chunk
+    images: ImageDemand = NO_IMAGES  # the memory of the images that were encoded
+    cuts: int = 0  # within the chunk; each took a further forward
+    seconds: float = 0.0  # without loading from caches
+    outcomes: tuple[Outcome, ...] = ()
     shared: bool = False  # computed in one forward with other prompts, which `seconds` does not include
 
 
@@ -147,11 +147,14 @@ class PromptTask:
 
     def advance(self, tokens: int) -> Advanced:
         """Load the longest cached prefix, then compute up to `tokens` tokens of the current stage, or more if an image
-        must be computed in one piece. Tokens that were computed in a pack are only taken from it. Blocks."""
+        must be computed in one piece. Tokens that were computed in a pack are only taken from it. Computes nothing if
+        that stage has to wait. Blocks."""
         shared = self._packed is not None
         if not shared:
             self.load()
         stage = self.stage
+        if not stage.ready:  # although it was when the step was planned
+            return Advanced(stage.phase, stage.done, 0)
         images, cuts = stage.images, self.cuts
         done = stage.done
         computed = tokens = min(tokens, stage.remaining)
