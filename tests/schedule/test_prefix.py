@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.selection import examples
 from worker.schedule import prefix
-from worker.schedule.prefix import MAX_SEGMENT_TOKENS, Found, Node, PrefixTree, checkpoint_positions
+from worker.schedule.prefix import MAX_SEGMENT_TOKENS, Evicted, Found, Node, PrefixTree, checkpoint_positions
 
 Tokens = tuple[int, ...]
 STATE_BYTES = 7
@@ -240,9 +240,29 @@ def test_segments_that_lead_to_no_snapshot_are_evicted_with_it() -> None:
     assert (tree.nbytes, ends(tree)) == (2 + STATE_BYTES, [2])
 
 
+def test_evicted_data_is_returned_with_its_namespace_and_all_tokens_before_it() -> None:
+    tree = plain(ABC, ABD)
+    add(tree, XYZ, space="b")
+    used(tree, ABC)
+    shared, rest, other = Spelt((1, 2)), Spelt((4,)), Spelt(XYZ)
+    first, second = tree.shrink(3)
+    assert (first, first.tokens) == (Evicted("", (shared.tokens, rest.tokens), rest), ABD)
+    assert second == Evicted("b", (XYZ,), other)
+
+
+def test_evicted_snapshot_is_returned_before_the_segments_that_lead_to_it() -> None:
+    tree = stateful((1, 2), (1, 2, 3, 4))
+    used(tree, (1, 2))
+    path = (1, 2), (3, 4)
+    assert tree.shrink(tree.nbytes - 1) == [
+        Evicted("", path, snapshot=Whole((1, 2, 3, 4))),
+        Evicted("", path, segment=Spelt((3, 4))),
+    ]
+
+
 def test_nothing_within_the_limit_is_evicted() -> None:
     tree = plain(ABC, XYZ)
-    tree.shrink(6)
+    assert tree.shrink(6) == []
     assert (tree.nbytes, tree.evicted) == (6, 0)
 
 
@@ -414,8 +434,14 @@ class Life(RuleBasedStateMachine):
     @rule(share=st.floats(0, 1))
     def shrink(self, share: float) -> None:
         limit, before = int(share * self.tree.nbytes), self.tree.nbytes
-        self.tree.shrink(limit)
+        evicted = self.tree.shrink(limit)
         assert self.tree.nbytes <= limit
+        data = [each for node in evicted for each in (node.segment, node.snapshot) if each]
+        assert self.tree.nbytes == before - sum(each.nbytes for each in data)
+        for node in evicted:
+            assert any(tokens[: len(node.tokens)] == node.tokens for tokens in self.added[node.namespace])
+            assert node.segment is None or node.segment.tokens == node.path[-1]
+            assert node.snapshot is None or node.snapshot.tokens == node.tokens
         assert all(root.children for root in self.tree._roots.values())
         self.whole &= self.tree.nbytes == before
 

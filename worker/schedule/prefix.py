@@ -9,6 +9,7 @@ from bisect import bisect
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Generic, Literal, Protocol, Self, TypeVar
 
 MAX_SEGMENT_TOKENS = 1024  # tokens of a new node, and so of what one eviction frees
@@ -45,6 +46,7 @@ S = TypeVar("S", bound=Snapshot)
 class Node(Generic[R, S]):
     """A segment of tokens in the tree. The root of a namespace has no tokens."""
 
+    namespace: str
     parent: "Node[R, S] | None"  # None for the root
     tokens: tuple[int, ...]
     end: int  # number of tokens from the root to the node's last token
@@ -60,6 +62,21 @@ class Found(Generic[R, S]):
     length: int = 0  # tokens
     nodes: tuple[Node[R, S], ...] = ()  # from the root's child on; the last one may hold more tokens than match
     holder: Node[R, S] | None = None  # node with the snapshot; beyond `length` if that has to be trimmed
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted(Generic[R, S]):
+    """Data of a node that was evicted, enough to insert it into another cache."""
+
+    namespace: str
+    path: tuple[tuple[int, ...], ...]  # tokens from the root to the end of the node, by node
+    segment: R | None = None  # of the tokens of the last node in `path`; None if it stays in the tree
+    snapshot: S | None = None  # None if the node had none
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All tokens from the root to the end of the node."""
+        return tuple(chain.from_iterable(self.path))
 
 
 class PrefixTree(Generic[R, S]):
@@ -120,25 +137,26 @@ class PrefixTree(Generic[R, S]):
         if path and matched < path[-1].end and (segments or snapshot is not None):
             path[-1] = self._split(path[-1], matched)
         for segment_tokens, segment in segments:
-            parent = path[-1] if path else self._roots.setdefault(namespace, Node(None, (), 0))
+            parent = path[-1] if path else self._roots.setdefault(namespace, Node(namespace, None, (), 0))
             path.append(self._attach(parent, segment_tokens, segment))
         if snapshot is not None and path[-1].snapshot is None:
             self._set_snapshot(path[-1], snapshot)
         self._touch(path[-1] if path else None)
         self.version += 1
 
-    def shrink(self, max_bytes: int) -> None:
-        """Evict segments and snapshots, the least recently used first, until at most `max_bytes` are left."""
+    def shrink(self, max_bytes: int) -> list[Evicted[R, S]]:
+        """Evict segments and snapshots, the least recently used first, until at most `max_bytes` are left. Returns what
+        was evicted, in this order; it belongs to the caller."""
+        evicted = list[Evicted[R, S]]()
         while self.nbytes > max_bytes and self._order:
             node, kind = next(iter(self._order))
             self.evicted += 1
             if kind == "snapshot":
-                self._drop_snapshot(node)
-                if self._is_useless(node):
-                    self._remove(node)
-            else:
-                self._remove(node)
+                evicted.append(Evicted(node.namespace, _path(node), snapshot=self._pop_snapshot(node)))
+            if kind == "segment" or self._is_useless(node):
+                evicted += self._remove(node)
         self._drop_empty_roots()
+        return evicted
 
     def discard(self, node: Node[R, S]) -> None:
         """Remove a node with all its descendants."""
@@ -160,7 +178,7 @@ class PrefixTree(Generic[R, S]):
             node = node.parent
 
     def _attach(self, parent: Node[R, S], tokens: tuple[int, ...], segment: R) -> Node[R, S]:
-        node = parent.children[tokens[0]] = Node(parent, tokens, parent.end + len(tokens), segment)
+        node = parent.children[tokens[0]] = Node(parent.namespace, parent, tokens, parent.end + len(tokens), segment)
         self._order[node, "segment"] = None
         self.nbytes += segment.nbytes
         return node
@@ -185,12 +203,14 @@ class PrefixTree(Generic[R, S]):
         self._order[node, "snapshot"] = None
         self.nbytes += snapshot.nbytes
 
-    def _drop_snapshot(self, node: Node[R, S]) -> None:
-        if node.snapshot is not None:
+    def _pop_snapshot(self, node: Node[R, S]) -> S | None:
+        """Remove and return the node's snapshot, if it has one."""
+        snapshot, node.snapshot = node.snapshot, None
+        if snapshot is not None:
             del self._order[node, "snapshot"]
-            self.nbytes -= node.snapshot.nbytes
-            self._num_trimmable -= node.snapshot.trimmable
-            node.snapshot = None
+            self.nbytes -= snapshot.nbytes
+            self._num_trimmable -= snapshot.trimmable
+        return snapshot
 
     def _find_trimmable(self, node: Node[R, S]) -> Node[R, S] | None:
         """Return a node with a trimmable snapshot, this one or a descendant; None if there is none."""
@@ -203,23 +223,33 @@ class PrefixTree(Generic[R, S]):
                 return candidate  # below a snapshot that is not trimmable, none is: it covers more tokens
         return None
 
-    def _remove(self, node: Node[R, S]) -> None:
-        """Remove a leaf, and the ancestors that are useless without it."""
+    def _remove(self, node: Node[R, S]) -> list[Evicted[R, S]]:
+        """Remove and return a leaf, and the ancestors that are useless without it."""
+        removed = list[Evicted[R, S]]()
         while True:
             assert not node.children, "other nodes extend it"
             assert node.parent is not None, "the root is never removed"
             assert node.segment is not None
-            self._drop_snapshot(node)
+            removed.append(Evicted(node.namespace, _path(node), node.segment, self._pop_snapshot(node)))
             del self._order[node, "segment"]
             del node.parent.children[node.tokens[0]]
             self.nbytes -= node.segment.nbytes
             node = node.parent
             if not self._is_useless(node):
-                return
+                return removed
 
     def _is_useless(self, node: Node[R, S]) -> bool:
         """Return True for a leaf without a snapshot if prefixes are usable only with one."""
         return self._stateful and node.parent is not None and not node.children and node.snapshot is None
+
+
+def _path(node: Node[R, S]) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of the node and its ancestors, the root's child first."""
+    path = list[tuple[int, ...]]()
+    while node.parent is not None:
+        path.append(node.tokens)
+        node = node.parent
+    return tuple(reversed(path))
 
 
 def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
