@@ -8,6 +8,7 @@ from schemas.base import Sent
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 ErrorType = Literal["invalid_request", "unsupported", "too_large", "overloaded", "deadline", "internal"]
+ProgressPhase = Literal["waiting", "encoding", "scoring", "prefill"]
 FinalType = Literal["finished", "failed", "cancelled"]
 FINAL: tuple[FinalType, ...] = get_args(FinalType)
 
@@ -69,7 +70,7 @@ class Progress(_Event):
     """Progress before the first token; at most four events a second."""
 
     type: Literal["progress"]
-    phase: Literal["waiting", "encoding", "scoring", "prefill"]
+    phase: ProgressPhase
     done: TokenCount
     total: TokenCount
 

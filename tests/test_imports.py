@@ -16,6 +16,7 @@ OURS = ("schemas", "sluice", "worker", "scripts", "tests")
 class May:
     ours: str = ""  # packages and modules of this project, what is in them included; its own package is always
     others: str = ""  # roots of other people's packages
+    standard: str | None = None  # modules of the standard library; None: all of it
 
 
 # The longest name that a module's own begins with is its row.
@@ -43,7 +44,8 @@ TABLE = {
         "pydantic pydantic_core pydantic_settings",
     ),
     "worker.monitoring": May("schemas worker.errors worker.schedule", "prometheus_client"),
-    "worker.schedule": May(),
+    # Decisions depend on their arguments alone: no clock, no I/O, no random numbers, no threads.
+    "worker.schedule": May(standard="bisect collections dataclasses functools itertools math typing"),
     # Text: words, in the order of their use.
     "worker.text": May("schemas worker.errors worker.process worker.schedule worker.turns"),
     "worker.text.prompt": May(
@@ -151,7 +153,10 @@ def wrong(module: str, name: str) -> str | None:
         # `from worker import __version__` takes no module, so it makes no arrow.
         fine = any(within(name, package) for package in [home, *may.ours.split()]) or name == "worker.__version__"
         return None if fine else f"{module} must not import {name}: {home} may import {may.ours or 'nothing of ours'}"
-    if root in sys.stdlib_module_names or root in may.others.split():
+    if root in sys.stdlib_module_names:
+        fine = may.standard is None or any(within(name, each) for each in may.standard.split())
+        return None if fine else f"{module} must not import {name}: {home} may import {may.standard}"
+    if root in may.others.split():
         return None
     return f"{module} must not import {name}: {home} may import {may.others or 'the standard library alone'}"
 
@@ -188,6 +193,11 @@ def test_the_table_itself_keeps_the_promises_of_the_design() -> None:
     ("module", "source", "complaint"),
     [
         ("worker.schedule.plan", "import mlx.core as mx", "mlx.core"),
+        ("worker.schedule.plan", "import time", "time"),
+        ("worker.schedule.plan", "from datetime import datetime", "datetime.datetime"),
+        ("worker.schedule.plan", "from random import shuffle", "random.shuffle"),
+        ("worker.schedule.plan", "def late():\n    import asyncio", "asyncio"),
+        ("worker.schedule.plan", "from pathlib import Path", "pathlib.Path"),
         (
             "worker.schedule.plan",
             "from worker.text.output.stop import StopStrings",
@@ -215,6 +225,7 @@ def test_an_arrow_the_wrong_way_is_named(module: str, source: str, complaint: st
     ("module", "source"),
     [
         ("worker.queue.presence", "from worker import __version__"),
+        ("worker.schedule.plan", "from collections.abc import Iterable\nfrom math import ceil"),
         ("worker.queue.lua", "from . import scripts"),
         ("worker.text.output.stop", "from . import tokenizer\nfrom .output import Output"),
         ("worker.jobs", "from schemas import ChatRequest\nimport asyncio, json"),

@@ -7,9 +7,10 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from schemas import ChatCompletion, Event, FinalEvent
-from schemas.events import FINAL, ErrorType
+from schemas.events import FINAL, ErrorType, ProgressPhase
 from tests.schemas import page
 from worker import errors
+from worker.schedule import outcomes
 
 EVENT: TypeAdapter[Any] = TypeAdapter(Event)
 FINAL_EVENT: TypeAdapter[Any] = TypeAdapter(FinalEvent)
@@ -81,6 +82,12 @@ def test_three_types_are_final(type: str) -> None:
 def test_an_event_that_breaks_the_contract_is_seen(type: str, change: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         EVENT.validate_python({**page.EVENTS[type], **change})
+
+
+def test_a_worker_reports_the_phases_of_the_contract_except_for_the_time_before_its_prompt_begins() -> None:
+    assert {*get_args(outcomes.Phase), "waiting"} == {*get_args(ProgressPhase)}
+    reported = [kind.phase for kind in get_args(outcomes.Outcome) if hasattr(kind, "phase")]
+    assert sorted(reported) == sorted(get_args(outcomes.Phase))
 
 
 def test_a_worker_refuses_with_exactly_the_types_of_the_contract() -> None:
