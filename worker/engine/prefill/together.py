@@ -29,7 +29,9 @@ class SharedForwards:
 
     def __init__(self, network: nn.Module, costs: MemoryModel) -> None:
         """`costs`: predicts the memory of a forward."""
-        self._network, self._costs, self._packing = network, costs, packing_of(network)
+        self._network = network
+        self._costs = costs
+        self._packing = packing_of(network)
 
     def keys(self, tasks: Iterable[PromptTask]) -> dict[str, int | None]:
         """Return a value for each prompt, by its id, that is equal for prompts that can share a forward now; None if a
