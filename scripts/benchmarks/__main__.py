@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -32,6 +33,7 @@ def main() -> int:
         names.add_parser(name, help=label, description=label)
     options.add_options(names.add_parser("serve", help=options.SUMMARY))
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers of a benchmark are stopped too
     console = Console(width=110)
     blas = os.environ.get("LD_PRELOAD", "")
     console.print(

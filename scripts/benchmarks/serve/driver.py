@@ -42,6 +42,7 @@ class Unanswered(Exception):
     """A request that a server refused, or whose answer broke off."""
 
 
+_REFUSED_S = 0.1  # pause of offline work after a refusal
 Send = Callable[[Request], Awaitable[Reply]]  # raises Unanswered
 
 
@@ -83,7 +84,10 @@ async def _keep_sending(
     send: Send, waiting: Iterator[Chat], done: list[Answer], over: asyncio.Event, began: float, timeout_s: float
 ) -> None:
     while not over.is_set() and (chat := next(waiting, None)):
-        done += await _chat(send, chat, began, timeout_s, now=True)
+        answers = await _chat(send, chat, began, timeout_s, now=True)
+        done += answers
+        if any(answer.error for answer in answers):
+            await asyncio.sleep(_REFUSED_S)
 
 
 async def _chat(send: Send, chat: Chat, began: float, timeout_s: float, *, now: bool = False) -> list[Answer]:

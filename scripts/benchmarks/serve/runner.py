@@ -15,8 +15,6 @@ from scripts.benchmarks.serve.scenarios import Case, Options
 from scripts.benchmarks.serve.servers import Contender, NotServing
 
 _WARM_UP = 2, 4  # chats, tokens each: some parts load with the first request
-_OFFLINE_CHATS = 10_000  # more than a run completes
-_SETTLE_S = 0.5  # between two cases: a server may still tidy up
 HIGHEST = "highest"
 
 
@@ -31,6 +29,7 @@ class Runner:
     seed: str
     timeout_s: float
     before: Callable[[str], None]  # is called with a description of what is measured next
+    settle_s: float = 0.5  # pause before each case: a server may still tidy up
 
     def count(self) -> int:
         """Return the number of outcomes of one run with one server."""
@@ -80,7 +79,7 @@ class Runner:
         dice = self._dice(run, f"{case.scenario} {case.name}")
         seen = workload.at_once(case.seen, 1)
         await drive(send, seen, timeout_s=self.timeout_s, one_by_one=True)
-        await asyncio.sleep(_SETTLE_S)
+        await asyncio.sleep(self.settle_s)
         answers, offline = await self._answers(send, case, dice)
         if not any(answer.arrivals for answer in answers):
             raise NotServing(f"{name}: answered none of {len(answers)} turns: {_error(answers)}")
@@ -96,7 +95,7 @@ class Runner:
         chats = case.chats(dice)
         if not case.offline:
             return await drive(send, chats, timeout_s=self.timeout_s, one_by_one=case.one_by_one), []
-        beside = workload.offline(_OFFLINE_CHATS, dice)
+        beside = workload.offline(dice)
         return await drive_beside(send, chats, beside, case.offline, timeout_s=self.timeout_s)
 
     def _dice(self, run: int, name: str) -> Random:

@@ -159,7 +159,8 @@ class Mix:
             yield dice.choices(names, weights)[0] if self.tenants > 1 else None
 
 
-def offline(count: int, dice: Random) -> list[Chat]:
-    """Return chats of the batch lane, as of an offline file: prompts of 60 words, answers of 64 tokens."""
+def offline(dice: Random) -> Iterator[Chat]:
+    """Yield chats of the batch lane without end, as of an offline file: prompts of 60 words, answers of 64 tokens."""
     texts = Texts(dice)
-    return [Chat((Turn(texts.draw(60), 64),), lane="batch") for _ in range(count)]
+    while True:
+        yield Chat((Turn(texts.draw(60), 64),), lane="batch")

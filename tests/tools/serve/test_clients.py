@@ -82,7 +82,7 @@ async def test_a_turn_without_an_answer_in_time_has_failed() -> None:
 async def test_offline_chats_run_beside_and_stop_with_the_others() -> None:
     recorder = Recorder(0.05)
     answers, offline = await drive_beside(
-        recorder.send, [chat("a", at_s=0.3)], workload.offline(1000, Random(0)), 2, timeout_s=5
+        recorder.send, [chat("a", at_s=0.3)], workload.offline(Random(0)), 2, timeout_s=5
     )
     assert len(answers) == 1
     assert 4 <= len(offline) <= 14
