@@ -71,7 +71,8 @@ TABLE = {
         "worker.engine.cache worker.engine.isolation worker.engine.sampling worker.engine.upstream worker.schedule",
         "mlx",
     ),
-    "worker.engine.admission": May("worker.engine.batch worker.schedule", "mlx"),
+    "worker.engine.correction": May(),
+    "worker.engine.admission": May("worker.engine.batch worker.engine.correction worker.schedule", "mlx"),
     "worker.engine.vision": May(
         "worker.engine.checkpoint worker.engine.upstream worker.errors worker.schedule", "mlx mlx_lm PIL"
     ),

@@ -11,8 +11,8 @@ from worker.engine.batch.decode_batch import PendingTokens, PreemptedRow
 from worker.engine.batch.row import Row
 from worker.engine.cache.slots import Snapshot
 from worker.engine.upstream.mlx_lm import KVCache
-from worker.schedule.admission import Admit, Decision, Refuse
-from worker.schedule.admission_plan import AdmissionPlan, Limits, plan_admission
+from worker.schedule.admission import Admit, Decision, Limits, Refuse
+from worker.schedule.admission_plan import AdmissionPlan, plan_admission
 from worker.schedule.classes import Decoding
 from worker.schedule.grouping import StepCost
 from worker.schedule.memory import NO_IMAGES, EncoderCost, ImageDemand, KVLayers, MemoryModel
@@ -138,7 +138,7 @@ def test_image_that_takes_the_predicted_memory_corrects_nothing() -> None:
             if step == 7:
                 mx.eval(mx.zeros(40_000_000, mx.uint8))
             admission.calibrate([[10]], 1, 0, images if step == 7 else NO_IMAGES)
-        factors.append(admission._correction.factor)
+        factors.append(admission.calibration.factor)
     assert 0.95 < factors[0] < 1.05
     assert factors[1] == factors[0], "too few bytes to be measured"
 
@@ -151,7 +151,7 @@ def test_step_that_takes_more_than_predicted_corrects_at_once() -> None:
         mx.reset_peak_memory()
         mx.eval(mx.zeros(int(more * predicted) - mx.get_active_memory(), mx.uint8))
         admission.calibrate(groups, 1, 0)
-    assert 1.49 < admission._correction.factor < 1.51
+    assert 1.49 < admission.calibration.factor < 1.51
     assert admission.needs_decision, "waiting rows get a new decision"
 
 
@@ -162,7 +162,7 @@ def test_rows_that_left_in_the_last_step_correct_nothing() -> None:
         mx.reset_peak_memory()
         mx.eval(mx.zeros(KILO.working_bytes([[20_000] * 3], 1) * 9 // 10, mx.uint8))
         admission.calibrate(groups, 1, 0)
-    assert admission._correction.factor == 1.0
+    assert admission.calibration.factor == 1.0
 
 
 def test_slack_of_buffers_corrects_nothing() -> None:
@@ -175,7 +175,7 @@ def test_slack_of_buffers_corrects_nothing() -> None:
     mx.reset_peak_memory()
     mx.eval(mx.zeros(KILO.working_bytes(groups, 1) + slack_bytes // 2, mx.uint8))
     admission.calibrate(groups, 1, 0, slack_bytes=slack_bytes)
-    assert admission._correction.factor == 1.0
+    assert admission.calibration.factor == 1.0
 
 
 def test_buffers_are_tightened_only_if_other_rows_need_the_memory() -> None:

@@ -51,7 +51,7 @@ def plainly(
             return Refuse("")
         return Wait() if running or held_bytes else Admit()
     staying, parked = list(running), list[str]()
-    while not fits([*staying, candidate], costs, limit - held_bytes, max_rows):
+    while len(staying) >= max_rows or not fits([*staying, candidate], costs, limit - held_bytes):
         batch = [row for row in staying if row.lane == "batch"]
         if candidate.lane == "batch" or not batch:
             return Wait()

@@ -13,6 +13,7 @@ from worker.schedule.admission import (
     Admission,
     Admit,
     Decision,
+    Limits,
     Refuse,
     RowEstimate,
     Wait,
@@ -42,7 +43,7 @@ def admit(
     max_rows: int = MAX_ROWS,
 ) -> Decision:
     """`held_bytes`: of other rows."""
-    admission = Admission(running, costs, limit, max_rows)
+    admission = Admission(running, Limits(costs, limit, max_rows))
     admission.hold(held_bytes + candidate.held_bytes)
     return admission.decide(candidate)
 
@@ -124,9 +125,9 @@ def test_no_more_rows_are_admitted_than_the_limit(
     waiting: list[RowEstimate], first: list[RowEstimate], max_rows: int
 ) -> None:
     plenty = 10**12
-    running = admitted(admit_in_turn(first, [], COSTS, plenty, max_rows))
+    running = admitted(admit_in_turn(first, [], Limits(COSTS, plenty, max_rows)))
     renamed = [replace(each, id=f"new {each.id}") for each in waiting]
-    decisions = admit_in_turn(renamed, running, COSTS, plenty, max_rows)
+    decisions = admit_in_turn(renamed, running, Limits(COSTS, plenty, max_rows))
     parked = {id for _, decision in decisions if isinstance(decision, Admit) for id in decision.preempt}
     inside = [each for each in [*running, *admitted(decisions)] if each.id not in parked]
     assert len(inside) <= max_rows
@@ -141,9 +142,9 @@ def test_no_row_is_preempted_if_that_does_not_suffice() -> None:
 
 @given(rows, rows, limits)
 def test_admitted_rows_stay_within_memory(waiting: list[RowEstimate], first: list[RowEstimate], limit: int) -> None:
-    running = admitted(admit_in_turn(first, [], COSTS, limit))
+    running = admitted(admit_in_turn(first, [], Limits(COSTS, limit)))
     renamed = [replace(each, id=f"new {each.id}") for each in waiting]
-    decisions = admit_in_turn(renamed, running, COSTS, limit)
+    decisions = admit_in_turn(renamed, running, Limits(COSTS, limit))
     parked = {id for _, decision in decisions if isinstance(decision, Admit) for id in decision.preempt}
     inside = [each for each in [*running, *admitted(decisions)] if each.id not in parked]
     assert COSTS.peak_bytes(group_lengths(inside)) <= limit
@@ -153,7 +154,7 @@ def test_admitted_rows_stay_within_memory(waiting: list[RowEstimate], first: lis
 def test_exactly_the_rows_that_do_not_fit_alone_are_refused(
     waiting: list[RowEstimate], running: list[RowEstimate], limit: int
 ) -> None:
-    for each, decision in admit_in_turn(waiting, running, COSTS, limit):
+    for each, decision in admit_in_turn(waiting, running, Limits(COSTS, limit)):
         assert isinstance(decision, Refuse) == (room_for(each) > limit)
 
 
@@ -186,15 +187,15 @@ def test_preempted_row_is_never_refused_and_is_admitted_alone() -> None:
 
 def test_preempted_row_is_not_overtaken_forever() -> None:
     never, small = replace(row("never", 4000, passed=MAX_OVERTAKES), preempted=True), row("small", 200)
-    decisions = admit_in_turn([never, small], [small], COSTS, room_for(small, small))
+    decisions = admit_in_turn([never, small], [small], Limits(COSTS, room_for(small, small)))
     assert decisions == [(never, Wait(overtaken=MAX_OVERTAKES)), (small, Wait())]
 
 
 def test_saved_caches_of_waiting_rows_count_as_used() -> None:
     new, rest = row("new"), replace(row("rest", 9000), preempted=True, held_bytes=500)
     limit = room_for(row("here"), new)  # far from enough for the other one
-    assert admitted(admit_in_turn([new, rest], [row("here")], COSTS, limit + 499)) == []
-    assert admitted(admit_in_turn([new, rest], [row("here")], COSTS, limit + 500)) == [new]
+    assert admitted(admit_in_turn([new, rest], [row("here")], Limits(COSTS, limit + 499))) == []
+    assert admitted(admit_in_turn([new, rest], [row("here")], Limits(COSTS, limit + 500))) == [new]
 
 
 def test_saved_caches_cause_no_refusal() -> None:
@@ -203,26 +204,29 @@ def test_saved_caches_cause_no_refusal() -> None:
 
 def test_own_saved_cache_does_not_delay_a_row() -> None:
     rest = replace(row("rest"), held_bytes=10**9)
-    assert admitted(admit_in_turn([rest, row("new")], [], COSTS, room_for(rest, row("new")))) == [rest, row("new")]
+    assert admitted(admit_in_turn([rest, row("new")], [], Limits(COSTS, room_for(rest, row("new"))))) == [
+        rest,
+        row("new"),
+    ]
 
 
 def test_waiting_row_counts_the_rows_that_overtake_it() -> None:
     here, big = row("here", 4000), row("big", 4000, group=1, passed=3)
     small, later = row("small", 200, group=2), row("later", 200, group=2)
-    decisions = admit_in_turn([big, small, later], [here], COSTS, room_for(here, small, later))
+    decisions = admit_in_turn([big, small, later], [here], Limits(COSTS, room_for(here, small, later)))
     assert decisions == [(big, Wait(overtaken=5)), (small, Admit()), (later, Admit())]
 
 
 def test_row_overtaken_too_often_is_overtaken_no_more() -> None:
     here, big, small = row("here", 4000), row("big", 4000, group=1, passed=MAX_OVERTAKES), row("small", 200, group=2)
-    decisions = admit_in_turn([big, small], [here], COSTS, room_for(here, small))
+    decisions = admit_in_turn([big, small], [here], Limits(COSTS, room_for(here, small)))
     assert decisions == [(big, Wait(overtaken=MAX_OVERTAKES)), (small, Wait())]
 
 
 def test_overtaken_offline_row_does_not_block_interactive_ones() -> None:
     here, big = row("here", 4000), row("big", 4000, "batch", group=1, passed=MAX_OVERTAKES)
     offline, talk = row("offline", 200, "batch", group=2), row("talk", 200, group=2)
-    decisions = admit_in_turn([big, offline, talk], [here], COSTS, room_for(here, offline, talk))
+    decisions = admit_in_turn([big, offline, talk], [here], Limits(COSTS, room_for(here, offline, talk)))
     assert decisions == [(talk, Admit()), (big, Wait(overtaken=MAX_OVERTAKES)), (offline, Wait())]
 
 
@@ -232,7 +236,7 @@ def test_large_row_is_admitted_despite_an_endless_stream_of_small_ones(lane: Lan
     limit = room_for(row("big", 4000))
     for turn in range(100):
         waiting.append(row(f"small {turn}", 400, lane))
-        decisions = admit_in_turn(waiting, running, COSTS, limit)
+        decisions = admit_in_turn(waiting, running, Limits(COSTS, limit))
         running += admitted(decisions)
         waiting = [replace(each, overtaken=d.overtaken) for each, d in decisions if isinstance(d, Wait)]
         if any(each.id == "big" for each in running):
@@ -327,7 +331,7 @@ def test_each_decision_is_that_of_the_rules_written_plainly(
     limit = costs.resident_bytes + int(share * (spare - costs.resident_bytes))
     decided = [
         (each, Refuse("") if isinstance(decision, Refuse) else decision)
-        for each, decision in admit_in_turn(waiting, running, costs, limit, max_rows)
+        for each, decision in admit_in_turn(waiting, running, Limits(costs, limit, max_rows))
     ]
     assert decided == plainly_in_turn(waiting, running, costs, limit, max_rows)
 
@@ -345,7 +349,7 @@ def test_a_long_queue_before_a_full_memory_takes_few_predictions(lane: Lane, mon
         return predicted(self, rows, longest)
 
     monkeypatch.setattr(MemoryModel, "group_bytes", counted)
-    decided = admit_in_turn(waiting, running, COSTS, room_for(*running))
+    decided = admit_in_turn(waiting, running, Limits(COSTS, room_for(*running)))
     assert any(isinstance(decision, Wait) for _, decision in decided)
     # Most rows are decided by comparing their lengths with one that did not fit. Rows that are preempted are counted.
     assert calls < (len(waiting) / 4 if lane == "interactive" else 12 * len(waiting))

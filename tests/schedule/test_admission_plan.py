@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.schedule.admission import Admit, RowEstimate, admit_in_turn
-from worker.schedule.admission_plan import NO_GROUP, AdmissionPlan, Limits, plan_admission
+from worker.schedule.admission import Admit, Limits, RowEstimate, admit_in_turn
+from worker.schedule.admission_plan import NO_GROUP, AdmissionPlan, plan_admission
 from worker.schedule.classes import Decoding
 from worker.schedule.grouping import StepCost
 from worker.schedule.memory import KVLayers, MemoryModel
@@ -56,7 +56,7 @@ def test_saved_caches_keep_no_row_out_and_no_more_are_dropped_than_needed(
 ) -> None:
     def admitted(dropped: tuple[str, ...]) -> set[str]:
         kept = [replace(each, group=0, held_bytes=0 if each.id in dropped else each.held_bytes) for each in waiting]
-        decided = admit_in_turn(kept, [replace(each, group=0) for each in active], COSTS, limit, 100)
+        decided = admit_in_turn(kept, [replace(each, group=0) for each in active], Limits(COSTS, limit, 100))
         return {each.id for each, decision in decided if isinstance(decision, Admit)}
 
     planned, holding = plan(waiting, active, limit), tuple(each.id for each in waiting if each.held_bytes)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.schedule.admission import RowEstimate, admit_in_turn
+from worker.schedule.admission import Limits, RowEstimate, admit_in_turn
 from worker.schedule.admission import group_lengths as by_groups
 from worker.schedule.classes import (
     Bounds,
@@ -51,7 +51,7 @@ def chosen(
         here = classed(running, bounds)
         if KILO.peak_bytes(by_groups(here)) > limit:
             return None
-        decided = admit_in_turn(classed(waiting, bounds), here, KILO, limit)
+        decided = admit_in_turn(classed(waiting, bounds), here, Limits(KILO, limit))
         return Trial(bounds, [each.tokens for each in rows_after(here, decided)], still_waiting(decided))
 
     return choose_bounds(

@@ -1,4 +1,4 @@
-"""Predicted memory of rows, and its correction by measurements. Real measurements are in tests/engine."""
+"""Predicted memory of rows. Real measurements are in tests/engine."""
 
 from dataclasses import replace
 
@@ -11,7 +11,6 @@ from worker.schedule.memory import (
     CHUNK,
     MAX_ROWS,
     NO_IMAGES,
-    Correction,
     EncoderCost,
     ImageDemand,
     KVLayers,
@@ -123,31 +122,6 @@ def test_chunk_that_admission_reserved_is_always_allowed() -> None:
 )
 def test_sizes_are_printed_in_readable_units(count: int, said: str) -> None:
     assert format_bytes(count) == said
-
-
-@given(st.floats(0.6, 3.9), st.integers(1, 1000))
-def test_a_correction_finds_a_steady_error_from_either_side(error: float, seed: int) -> None:
-    correction = Correction(1.0 + seed % 3)
-    for _ in range(200):
-        correction = correction.observe(100_000_000, int(error * 100_000_000))
-    assert correction.factor == pytest.approx(error, rel=0.01)
-
-
-@given(st.lists(st.tuples(st.integers(1, 10**11), st.integers(0, 10**12)), max_size=30))
-def test_a_correction_stays_within_bounds(seen: list[tuple[int, int]]) -> None:
-    correction = Correction()
-    for predicted, measured in seen:
-        correction = correction.observe(predicted, measured)
-    assert 0.5 <= correction.factor <= 4.0
-
-
-def test_correction_rises_quickly_and_falls_slowly() -> None:
-    up, down = Correction().observe(10**9, 15 * 10**8), Correction().observe(10**9, 5 * 10**8)
-    assert up.factor - 1.0 > 5 * (1.0 - down.factor) > 0
-
-
-def test_small_measurements_correct_nothing() -> None:
-    assert Correction().observe(1_000_000, 9_000_000) == Correction()
 
 
 def test_correction_does_not_scale_the_weights() -> None:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from worker.engine.batch.decode_batch import PreemptedRow
-from worker.schedule.admission import RowEstimate, group_lengths, image_demand
+from worker.engine.correction import Calibration
+from worker.schedule.admission import Limits, RowEstimate, group_lengths, image_demand
 from worker.schedule.admission_plan import (
     NO_GROUP,
     AdmissionPlan,
-    Limits,
     MemoryShares,
     Reservation,
     best_bounds,
@@ -18,10 +18,9 @@ from worker.schedule.admission_plan import (
     plan_admission,
 )
 from worker.schedule.classes import Bounds, Decoding
-from worker.schedule.memory import MAX_ROWS, NO_IMAGES, Correction, ImageDemand, MemoryModel
+from worker.schedule.memory import MAX_ROWS, NO_IMAGES, ImageDemand, MemoryModel
 from worker.schedule.request import GenerationRequest
 
-_CALIBRATE_EVERY = 64  # steps between two comparisons of predicted and measured memory
 # Choosing bounds takes several times as long as a plan. So they are chosen only for one plan in this many, and if no
 # row is active.
 _CHOOSE_BOUNDS_EVERY = 8
@@ -64,16 +63,11 @@ class AdmissionController:
     def __init__(self, costs: MemoryModel, limit: int, rows: int = MAX_ROWS) -> None:
         """`costs`: predicts memory. `limit`: bytes that the model and all rows may take. `rows`: most rows that are
         active at once. Resets MLX's peak memory."""
-        self._costs = costs
-        self._limit = limit
-        self._rows = rows
-        self._correction = Correction()
+        self._limits = Limits(costs, limit, rows)  # with costs before correction
+        self.calibration = Calibration()
         self._waiting: dict[str, WaitingRequest] = {}
-        self._dirty = False  # a new plan may differ from the last one
+        self.needs_decision = False  # True if a new plan may differ from the last one; set by `mark_dirty`
         self._num_plans = 0  # that were applied
-        self._steps = 0
-        self._max_predicted = self._max_measured = 0  # largest bytes of a step since the last calibration, uncorrected
-        self._last_predicted = 0  # bytes predicted for the last step, uncorrected
         self._prefix_bytes = 0  # bytes of caches that outlive a request, at the end of the last step
         self._bounds: Bounds = ()  # of the length classes that rows decode in
         self._reservation = Reservation(peak_bytes=costs.resident_bytes)
@@ -100,7 +94,7 @@ class AdmissionController:
         with_caches, (reserved, available) = self._requests_with_caches(), self.reserved_bytes
         while with_caches and reserved + self._held_bytes() > available:
             with_caches.pop().drop_cache()
-        self._shares = self._reservation.shares(self._limits(), self._held_bytes())
+        self._shares = self._reservation.shares(self._corrected(), self._held_bytes())
 
     def requests(self, ids: Iterable[str]) -> list[GenerationRequest]:
         """Return these waiting requests."""
@@ -117,12 +111,7 @@ class AdmissionController:
 
     def mark_dirty(self) -> None:
         """Request a new plan, since memory may have become free."""
-        self._dirty = True
-
-    @property
-    def needs_decision(self) -> bool:
-        """True if anything has changed since the last plan."""
-        return self._dirty
+        self.needs_decision = True
 
     @property
     def free_bytes(self) -> int:
@@ -137,14 +126,14 @@ class AdmissionController:
     @property
     def reserved_bytes(self) -> tuple[int, int]:
         """Bytes besides the weights: reserved for active rows, and available."""
-        resident = self._costs.resident_bytes
-        return self._reservation.peak_bytes - resident, max(1, self._limit - resident)
+        resident = self._limits.costs.resident_bytes
+        return self._reservation.peak_bytes - resident, max(1, self._limits.max_bytes - resident)
 
     def decide(self, active: Sequence[RowEstimate], decoding: Decoding) -> AdmissionPlan:
         """Return the requests to admit or to refuse, and everything that follows; see `apply`. Changes nothing.
         `active`: rows in prefill and decoding rows, the oldest first."""
-        waiting = [each.estimated(self._costs) for each in self._waiting.values()]
-        bounds, limits = self._bounds, self._limits()
+        waiting = [each.estimated(self._limits.costs) for each in self._waiting.values()]
+        bounds, limits = self._bounds, self._corrected()
         if not active or self._num_plans % _CHOOSE_BOUNDS_EVERY == 0:
             bounds = best_bounds(waiting, active, decoding, bounds, limits)
         return plan_admission(waiting, active, decoding, bounds, limits)
@@ -152,7 +141,7 @@ class AdmissionController:
     def apply(self, plan: AdmissionPlan) -> None:
         """Drop the saved caches, and take over the bounds and the reservation. The rows to admit or to refuse keep
         waiting until `pop`."""
-        self._dirty = False
+        self.needs_decision = False
         self._num_plans += 1
         for id in plan.drop_caches:
             self._waiting[id].drop_cache()
@@ -161,9 +150,6 @@ class AdmissionController:
         self._bounds = plan.bounds
         self._reservation = plan.reservation
         self._shares = plan.shares
-
-    def _limits(self) -> Limits:
-        return Limits(self._corrected(), self._limit, self._rows)
 
     def calibrate(
         self,
@@ -174,54 +160,33 @@ class AdmissionController:
         slack_bytes: int = 0,
     ) -> tuple[int, int] | None:
         """Compare the predicted with the measured memory of a step, both without weights. If the step took more than
-        predicted, predictions rise at once. Every `_CALIBRATE_EVERY` steps they move in either direction; then the
-        largest predicted and measured bytes of these steps are returned, else None.
+        predicted, predictions rise at once, and a new plan is requested. Returns what `Calibration.compare` returns.
 
         `lengths`: current lengths of the rows in tokens, by group. `chunk`: tokens of the step's longest chunk.
         `prefix_bytes`: bytes of the caches that outlive a request, which are not counted. `images`: those encoded in
         the step. `slack_bytes`: see `MemoryModel`. MLX's peak memory must have been reset before the step."""
-        self._steps += 1
-        used = mx.get_peak_memory() - self._costs.resident_bytes - min(prefix_bytes, self._prefix_bytes)
-        self._max_measured, self._prefix_bytes = max(self._max_measured, used), prefix_bytes
-        uncorrected = self._costs.working_bytes(lengths, chunk, images) + self._held_bytes() + slack_bytes
-        self._correct(max(uncorrected, self._last_predicted), used)
-        self._max_predicted, self._last_predicted = max(self._max_predicted, uncorrected), uncorrected
-        if self._steps % _CALIBRATE_EVERY:
-            return None
-        max_predicted = self._max_predicted
-        measured = self._max_measured
-        self._max_predicted = 0
-        self._max_measured = 0
-        if not max_predicted:
-            return None
-        predicted = round(self._correction.factor * max_predicted)
-        self._correction = self._correction.observe(max_predicted, measured)
-        return predicted, measured
-
-    def _correct(self, uncorrected: int, used: int) -> None:
-        """Raise predictions if a step used more bytes than predicted. `uncorrected`: the larger prediction of this and
-        the last step, since rows that have left are still in the peak."""
-        corrected = self._correction.exceeded(uncorrected, used)
-        if corrected != self._correction:
-            self._correction = corrected
+        used = mx.get_peak_memory() - self._limits.costs.resident_bytes - min(prefix_bytes, self._prefix_bytes)
+        self._prefix_bytes = prefix_bytes
+        predicted = self._limits.costs.working_bytes(lengths, chunk, images) + self._held_bytes() + slack_bytes
+        if self.calibration.record_step(predicted, used):
             self.mark_dirty()
+        return self.calibration.compare()
 
     def headroom(self, rows: Iterable[RowEstimate], decoding: Decoding) -> int:
         """Return the bytes left if exactly these rows are active, in the groups that they would decode in; negative if
         they do not fit. Saved caches count as used."""
         rows = in_groups(rows, decoding, self._bounds)
-        return (
-            self._limit
-            - self._held_bytes()
-            - self._corrected().peak_bytes(group_lengths(rows), images=image_demand(rows))
-        )
+        limits = self._corrected()
+        peak_bytes = limits.costs.peak_bytes(group_lengths(rows), images=image_demand(rows))
+        return limits.max_bytes - self._held_bytes() - peak_bytes
 
     def estimate(self, request: GenerationRequest, group: int | None, images: ImageDemand = NO_IMAGES) -> RowEstimate:
         """Return the estimate of an active request; see `row_estimate`."""
-        return row_estimate(self._costs, request, group, images)
+        return row_estimate(self._limits.costs, request, group, images)
 
-    def _corrected(self) -> MemoryModel:
-        return replace(self._costs, factor=self._correction.factor)
+    def _corrected(self) -> Limits:
+        """Return the limits with costs that are corrected by measurements."""
+        return replace(self._limits, costs=replace(self._limits.costs, factor=self.calibration.factor))
 
     def _requests_with_caches(self) -> list[WaitingRequest]:
         """Return the waiting requests with saved caches, the youngest last: rows are preempted youngest first, and each

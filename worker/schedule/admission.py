@@ -68,17 +68,21 @@ Decision = Admit | Wait | Refuse
 _WAIT = Wait()
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The memory and the number of rows that admission may use."""
+
+    costs: MemoryModel  # corrected by measurements
+    max_bytes: int  # that the model and all rows may take
+    max_rows: int = MAX_ROWS  # that may be active at once
+
+
 def admit_in_turn(
-    waiting: Sequence[RowEstimate],
-    active: Sequence[RowEstimate],
-    costs: MemoryModel,
-    limit: int,
-    max_rows: int = MAX_ROWS,
+    waiting: Sequence[RowEstimate], active: Sequence[RowEstimate], limits: Limits
 ) -> list[tuple[RowEstimate, Decision]]:
     """Return the decision for each waiting row, interactive rows first, otherwise in the given order. `active`: rows
-    in prefill and decoding rows, the oldest first. `limit`: bytes that the model and all rows may take. `max_rows`:
-    most rows that may be active at once."""
-    admission, closed = Admission(active, costs, limit, max_rows), False
+    in prefill and decoding rows, the oldest first."""
+    admission, closed = Admission(active, limits), False
     decided = list[tuple[RowEstimate, Decision]]()
     admission.hold(sum(row.held_bytes for row in waiting))
     for candidate in sorted(waiting, key=lambda row: row.lane == "batch"):
@@ -98,16 +102,14 @@ class Admission:
     """Active rows during one round of decisions. Stores the lengths that did not fit, so most rows of a long queue are
     decided by a comparison."""
 
-    def __init__(self, active: Sequence[RowEstimate], costs: MemoryModel, limit: int, max_rows: int) -> None:
-        self._costs = costs
-        self._limit = limit
-        self._max_rows = max_rows
+    def __init__(self, active: Sequence[RowEstimate], limits: Limits) -> None:
+        self._limits = limits
         self._held_bytes = 0
-        self._nothing = Occupancy(costs)
+        self._nothing = Occupancy(limits.costs)
         self._fits_alone = 0  # tokens of the longest row without images that was found to fit alone
         self._batch = [row for row in active if row.lane == "batch"]  # active offline rows, the oldest first
-        self._interactive = Occupancy(costs, (row for row in active if row.lane != "batch"))
-        self._all = Occupancy(costs, active) if self._batch else self._interactive.copy()
+        self._interactive = Occupancy(limits.costs, (row for row in active if row.lane != "batch"))
+        self._all = Occupancy(limits.costs, active) if self._batch else self._interactive.copy()
         # By group: tokens of the shortest row that was found not to fit, with the offline rows and without them.
         self._too_long, self._too_long_for_all = dict[int, int](), dict[int, int]()
 
@@ -123,7 +125,7 @@ class Admission:
         held_bytes = self._held_bytes - candidate.held_bytes
         if not self._fits_by_itself(candidate):
             if not candidate.preempted:
-                return Refuse(_refusal(candidate, self._costs, self._limit, self._longest_alone))
+                return Refuse(_refusal(candidate, self._limits, self._longest_alone))
             return _WAIT if len(self._all) or held_bytes else Admit()
         if self._fits(self._all, candidate, self._too_long):
             return Admit()
@@ -152,7 +154,7 @@ class Admission:
     def _count_staying(self, candidate: RowEstimate) -> int:
         """Return the largest number of offline rows, the oldest ones, with which the row still fits."""
         rows = self._interactive.copy()
-        free = self._limit - self._held_bytes + candidate.held_bytes
+        free = self._free_bytes(candidate)
         for number, row in enumerate(self._batch):
             rows.add(row)
             if not self._has_room(rows, candidate, free):
@@ -163,27 +165,30 @@ class Admission:
         known = candidate.held_bytes == 0  # else more memory is free for it than for others
         if known and candidate.tokens >= too_long.get(candidate.group, candidate.tokens + 1):
             return False
-        fits = self._has_room(rows, candidate, self._limit - self._held_bytes + candidate.held_bytes)
+        fits = self._has_room(rows, candidate, self._free_bytes(candidate))
         if not fits and known and candidate.images is NO_IMAGES:
             too_long[candidate.group] = candidate.tokens
         return fits
 
+    def _free_bytes(self, candidate: RowEstimate) -> int:
+        """Return the bytes for the model and all rows if the row is admitted, which frees its saved cache."""
+        return self._limits.max_bytes - self._held_bytes + candidate.held_bytes
+
     def _has_room(self, rows: Occupancy, candidate: RowEstimate, free: int) -> bool:
-        return len(rows) < self._max_rows and rows.peak_with(candidate) <= free
+        return len(rows) < self._limits.max_rows and rows.peak_with(candidate) <= free
 
     def _fits_by_itself(self, candidate: RowEstimate) -> bool:
-        if candidate.images is not NO_IMAGES:
-            return self._nothing.peak_with(candidate) <= self._limit
-        if candidate.tokens <= self._fits_alone:
+        has_images = candidate.images is not NO_IMAGES
+        if not has_images and candidate.tokens <= self._fits_alone:
             return True
-        fits = self._nothing.peak_with(candidate) <= self._limit
-        if fits:
+        fits = self._nothing.peak_with(candidate) <= self._limits.max_bytes
+        if fits and not has_images:
             self._fits_alone = candidate.tokens
         return fits
 
     @cached_property
     def _longest_alone(self) -> int:
-        return self._costs.max_tokens(self._limit)
+        return self._limits.costs.max_tokens(self._limits.max_bytes)
 
     def _forget_failures(self) -> None:
         self._too_long.clear()
@@ -208,10 +213,9 @@ def image_demand(rows: Iterable[RowEstimate]) -> ImageDemand:
     return sum((row.images for row in rows), NO_IMAGES)
 
 
-def fits(rows: Sequence[RowEstimate], costs: MemoryModel, limit: int, max_rows: int = MAX_ROWS) -> bool:
-    """Return True if there are at most `max_rows` rows and their predicted peak is within `limit` bytes, model
-    included."""
-    return len(rows) <= max_rows and _peak_bytes(rows, costs) <= limit
+def fits(rows: Sequence[RowEstimate], costs: MemoryModel, limit: int) -> bool:
+    """Return True if the predicted peak of these rows is within `limit` bytes, model included."""
+    return _peak_bytes(rows, costs) <= limit
 
 
 def _peak_bytes(rows: Sequence[RowEstimate], costs: MemoryModel) -> int:
@@ -226,14 +230,20 @@ def _count_overtaken(decided: list[tuple[RowEstimate, Decision]]) -> list[tuple[
     return counted[::-1]
 
 
-def _refusal(candidate: RowEstimate, costs: MemoryModel, limit: int, longest: int) -> str:
+def _refusal(candidate: RowEstimate, limits: Limits, longest: int) -> str:
     """`longest`: tokens of the longest row that fits alone."""
-    available = limit - costs.resident_bytes
+    costs = limits.costs
+    available = limits.max_bytes - costs.resident_bytes
     if not longest:
         return f"This worker has {format_bytes(max(0, available))} for requests, too little for any answer."
-    if fits([_with_images(candidate, 0)], costs, limit):
-        return _image_refusal(candidate, costs, limit)
     needs = _peak_bytes([candidate], costs) - costs.resident_bytes
+    if fits([_with_images(candidate, 0)], costs, limits.max_bytes):
+        percent = _largest_scale(candidate, limits)
+        return (
+            f"This request needs {format_bytes(needs)} while its images are encoded, of which the largest takes "
+            f"{candidate.images.largest:,} tokens; this worker has {format_bytes(available)} for requests: "
+            + (f"make them smaller, to about {percent} % of their pixels." if percent else "send no images.")
+        )
     return (
         f"This request needs {format_bytes(needs)} for {candidate.prompt_tokens:,} prompt and "
         f"{candidate.max_tokens:,} answer tokens; this worker has {format_bytes(available)} for requests: "
@@ -249,15 +259,13 @@ def _shorten(candidate: RowEstimate, excess: int) -> str:
     return f"the prompt or max_tokens by about {_rounded_up(excess):,}"
 
 
-def _image_refusal(candidate: RowEstimate, costs: MemoryModel, limit: int) -> str:
-    needs = _peak_bytes([candidate], costs) - costs.resident_bytes
-    percent = bisect(range(1, 100), limit, key=lambda percent: _peak_bytes([_with_images(candidate, percent)], costs))
-    return (
-        f"This request needs {format_bytes(needs)} while its images are encoded, of which the largest takes "
-        f"{candidate.images.largest:,} tokens; this worker has "
-        f"{format_bytes(limit - costs.resident_bytes)} for requests: "
-        + (f"make them smaller, to about {percent} % of their pixels." if percent else "send no images.")
-    )
+def _largest_scale(candidate: RowEstimate, limits: Limits) -> int:
+    """Return the largest share of their pixels, in percent, with which the images fit; 0 if none does."""
+
+    def peak_bytes(percent: int) -> int:
+        return _peak_bytes([_with_images(candidate, percent)], limits.costs)
+
+    return bisect(range(1, 100), limits.max_bytes, key=peak_bytes)
 
 
 def _with_images(candidate: RowEstimate, percent: int) -> RowEstimate:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from worker.schedule.admission import (
     Admit,
     Decision,
+    Limits,
     Refuse,
     RowEstimate,
     Wait,
@@ -17,21 +18,12 @@ from worker.schedule.admission import (
 )
 from worker.schedule.budget import MAX_CHUNK
 from worker.schedule.classes import Bounds, Decoding, Trial, choose_bounds, class_of, rows_after, still_waiting
-from worker.schedule.memory import CHUNK, NO_IMAGES, ImageDemand, MemoryModel
+from worker.schedule.memory import CHUNK, NO_IMAGES, ImageDemand
 
 NO_GROUP = -1  # group number of a row that does not decode yet
 _ROWS_TRIED = 32  # first waiting rows for which bounds are tried
 
 Decided = Sequence[tuple[RowEstimate, Decision]]
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The memory and the number of rows that admission may use."""
-
-    costs: MemoryModel  # corrected by measurements
-    max_bytes: int  # that the model and all rows may take
-    max_rows: int  # that may be active at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +108,7 @@ def best_bounds(
         )
         if not fits(rows, costs, free):
             return None
-        decided = admit_in_turn(waiting_rows, rows, costs, limits.max_bytes, limits.max_rows)
+        decided = admit_in_turn(waiting_rows, rows, limits)
         active_after = rows_after(rows, decided)
         return Trial(bounds, [row.tokens for row in active_after], still_waiting(decided))
 
@@ -145,7 +137,7 @@ def _decide(
 
     def decide(dropped: Sequence[str]) -> Decided:
         rows = [replace(row, held_bytes=0) if row.id in dropped else row for row in waiting]
-        return admit_in_turn(rows, active, limits.costs, limits.max_bytes, limits.max_rows)
+        return admit_in_turn(rows, active, limits)
 
     dropped, decided = list[str](), decide(())
     holding = [row.id for row in waiting if row.held_bytes]

@@ -112,7 +112,7 @@ class MemoryModel:
     draft_bytes: int = 0  # the weights of a draft model
     draft: "MemoryModel | None" = None  # of the draft model
     encoder: EncoderCost = NO_ENCODER  # for images; its weights are in `weights_bytes`
-    factor: float = 1.0  # applied to all memory except weights and pixel inputs: see `Correction`
+    factor: float = 1.0  # applied to all memory except weights and pixel inputs: see `worker.engine.correction`
 
     @property
     def resident_bytes(self) -> int:
@@ -220,34 +220,6 @@ class MemoryModel:
 
 def _shapes(groups: Iterable[Sequence[int]]) -> list[Shape]:
     return [(len(group), max(group)) for group in groups if group]
-
-
-_NOISE_BYTES = 16_000_000  # below this, a measurement reflects mostly the allocator
-_UP, _DOWN = 0.5, 0.05  # weights of the newest measurement: running out of memory is worse than leaving some unused
-_LEAST, _MOST = 0.5, 4.0  # limits of the factor
-
-
-@dataclass(frozen=True, slots=True)
-class Correction:
-    """Ratio of measured to predicted memory, applied as `MemoryModel.factor`."""
-
-    factor: float = 1.0
-
-    def exceeded(self, predicted: int, measured: int) -> "Correction":
-        """Return the correction after one step's measurement: it rises at once to measured / predicted, and never
-        falls. `predicted`: bytes before correction."""
-        if predicted < _NOISE_BYTES:
-            return self
-        return Correction(max(self.factor, min(_MOST, measured / predicted)))
-
-    def observe(self, predicted: int, measured: int) -> "Correction":
-        """Return the correction moved towards measured / predicted, faster upwards than downwards. Both are peak bytes
-        in addition to the weights; `predicted` is `MemoryModel.working_bytes` of the rows that ran."""
-        if predicted < _NOISE_BYTES:
-            return self
-        ratio = min(_MOST, max(_LEAST, measured / predicted))
-        weight = _UP if ratio > self.factor else _DOWN
-        return Correction(self.factor + weight * (ratio - self.factor))
 
 
 class Occupant(Protocol):

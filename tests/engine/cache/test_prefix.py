@@ -566,7 +566,7 @@ def test_growing_prefix_cache_does_not_correct_predictions() -> None:
     assert looked
     predicted, measured = looked
     assert 0.4 * predicted < measured < 1.1 * predicted
-    assert entry._correction.factor < 1.1
+    assert entry.calibration.factor < 1.1
 
 
 def test_cached_prefix_owns_its_memory(wide_model: Model) -> None:

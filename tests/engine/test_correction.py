@@ -1,0 +1,69 @@
+"""The correction of predicted memory by measurements, in bytes. Real measurements are in test_admission."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.engine.correction import Calibration, Correction
+
+GB = 10**9
+
+
+@given(st.floats(0.6, 3.9), st.integers(1, 1000))
+def test_a_correction_finds_a_steady_error_from_either_side(error: float, seed: int) -> None:
+    correction = Correction(1.0 + seed % 3)
+    for _ in range(200):
+        correction = correction.observe(100_000_000, int(error * 100_000_000))
+    assert correction.factor == pytest.approx(error, rel=0.01)
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**11), st.integers(0, 10**12)), max_size=30))
+def test_a_correction_stays_within_bounds(seen: list[tuple[int, int]]) -> None:
+    correction = Correction()
+    for predicted, measured in seen:
+        correction = correction.observe(predicted, measured)
+    assert 0.5 <= correction.factor <= 4.0
+
+
+def test_correction_rises_quickly_and_falls_slowly() -> None:
+    up, down = Correction().observe(10**9, 15 * 10**8), Correction().observe(10**9, 5 * 10**8)
+    assert up.factor - 1.0 > 5 * (1.0 - down.factor) > 0
+
+
+def test_small_measurements_correct_nothing() -> None:
+    assert Correction().observe(1_000_000, 9_000_000) == Correction()
+
+
+def compared(calibration: Calibration, predicted: int, measured: int) -> list[tuple[int, int]]:
+    """Return the comparisons of 64 such steps."""
+    found = list[tuple[int, int]]()
+    for _ in range(64):
+        calibration.record_step(predicted, measured)
+        found += filter(None, [calibration.compare()])
+    return found
+
+
+def test_step_above_its_prediction_corrects_at_once() -> None:
+    calibration = Calibration()
+    assert not calibration.record_step(GB, GB)
+    assert calibration.record_step(GB, 2 * GB)
+    assert calibration.factor == 2.0
+
+
+def test_step_within_the_prediction_of_the_last_one_corrects_nothing() -> None:
+    calibration = Calibration()
+    calibration.record_step(3 * GB, 3 * GB)
+    assert not calibration.record_step(GB, 3 * GB)
+    assert calibration.factor == 1.0
+
+
+def test_comparison_of_64_steps_has_their_largest_values_and_lowers_predictions() -> None:
+    calibration = Calibration()
+    assert compared(calibration, 2 * GB, GB) == [(2 * GB, GB)]
+    lower = calibration.factor
+    assert lower < 1.0
+    assert compared(calibration, GB, GB // 2) == [(round(lower * GB), GB // 2)]
+
+
+def test_steps_without_a_prediction_are_not_compared() -> None:
+    assert compared(Calibration(), 0, GB) == []
