@@ -213,7 +213,7 @@ class Batch:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers."""
-        return self._groups.nbytes
+        return sum(self._groups.buffers)
 
     def __str__(self) -> str:
         return " + ".join(f"{len(group)}×{max(group)}" for group in self._groups.lengths)

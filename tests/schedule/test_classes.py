@@ -97,8 +97,8 @@ def test_bounds_stay_if_active_rows_do_not_fit_without_them() -> None:
 
 def test_a_row_joins_the_group_of_its_class_or_opens_one() -> None:
     decoding = Decoding(DEAR, [[90], [1900, 80]], [[100], [2000, 90]])
-    assert [decoding.group_of(length, (100, 1000)) for length in (50, 500, 1500)] == [0, 3, 1]
-    assert [decoding.group_of(length, ()) for length in (50, 500, 1500)] == [0, 0, 1]
+    assert [*map(decoding.groups_by_length((100, 1000)), (50, 500, 1500))] == [0, 3, 1]
+    assert [*map(decoding.groups_by_length(()), (50, 500, 1500))] == [0, 0, 1]
 
 
 @given(LENGTHS)

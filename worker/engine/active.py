@@ -37,9 +37,6 @@ class ActiveRows:
         """Yield the rows, the oldest first."""
         return iter(self._rows.values())
 
-    def __getitem__(self, id: str) -> Row:
-        return self._rows[id]
-
     def begin(self, request: GenerationRequest, *, recomputed: bool = False) -> Iterator[Outcome]:
         """Start the prefill of a request. If that fails, the request fails, and no other is affected."""
         with isolate(f"{request.id}: starting its prefill") as attempt:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from redis.exceptions import RedisError
 
@@ -58,10 +59,8 @@ class Pickup:
         while not stopping.is_set():
             self._woken.clear()
             await until_redis_answers(poll, stopping)
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._woken.wait(), self._sweep_s)
-            except TimeoutError:
-                pass
 
     async def poll(self) -> bool:
         """Claim a job for every free row. Returns True if this poll was a sweep: it also claimed jobs past their
@@ -76,12 +75,10 @@ class Pickup:
 
     async def requeue_lost_claims(self) -> None:
         """Requeue claims whose reply was lost; their jobs would wait for their leases, and then count as suspects."""
-        try:
+        with suppress(RedisError, OSError):  # then the leases expire
             for lane in keys.LANES:
                 # A claim for no row requeues them, and returns only jobs past their deadline.
                 await self._start_all(await self._take(lane, 0))
-        except (RedisError, OSError):
-            pass  # then the leases expire
 
     async def _poll_lane(self, lane: Lane, *, sweep: bool) -> None:
         limit = max(0, free_rows(lane, self._jobs.claims(), self._settings, self._server.clock.utc()))
@@ -114,7 +111,5 @@ class Pickup:
     async def _resolve_second_claim(self, claim: Claim) -> None:
         """Requeue our own job, claimed again after its lease had expired: the running attempt has lost it."""
         self._jobs.interrupt(claim.job_id, OwnershipLost())
-        try:
+        with suppress(RedisError, OSError):  # then its lease expires
             await self._claims.release(claim)
-        except (RedisError, OSError):
-            pass  # then its lease expires

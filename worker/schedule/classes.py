@@ -35,13 +35,9 @@ class Decoding:
     ends: Sequence[Sequence[int]] = ()  # lengths of the rows at their end, prompt and answer together, by group
     buffers: Sequence[int] = ()  # bytes of each group's buffers
 
-    def group_of(self, length: int, bounds: Bounds) -> int:
-        """Return the number of the group that a row will decode in, by its length at its end in tokens. A number beyond
-        the existing groups stands for a new group."""
-        return self.groups_by_length(bounds)(length)
-
     def groups_by_length(self, bounds: Bounds) -> Callable[[int], int]:
-        """Return `group_of` for these bounds as a function of a row's length, for many rows."""
+        """Return a function from a row's length at its end, in tokens, to the number of the group that it will decode
+        in. A number beyond the existing groups stands for a new group."""
         if not bounds:
             return cache(placing(self.lengths, self.cost))
         numbers = range(len(bounds) + 1)

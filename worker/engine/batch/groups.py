@@ -45,11 +45,6 @@ class Groups:
         return ((number, row) for number, group in enumerate(self._groups) for row in group.rows)
 
     @property
-    def nbytes(self) -> int:
-        """Allocated bytes of all groups' caches."""
-        return sum(self.buffers)
-
-    @property
     def buffers(self) -> list[int]:
         """Allocated bytes of the caches, by group."""
         return [group.nbytes for group in self._groups]

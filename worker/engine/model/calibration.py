@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
+from worker.engine.cache import slots
 from worker.engine.cache.layers import layers
 from worker.engine.upstream.mlx_lm import KVCache, make_prompt_cache
 from worker.schedule.memory import BUFFER_TOKENS, CHUNK, MemoryModel
@@ -32,7 +33,7 @@ def calibrated(costs: MemoryModel, network: nn.Module, context: int) -> MemoryMo
     """Return the memory model with a prompt chunk's temporary bytes measured on this device. Runs forwards, so it
     blocks and loads the weights into memory. `context`: the most tokens that a row may have."""
     longest, score_bytes = _longest(costs, context), float(costs.score_bytes)
-    points = [_first(network)]
+    points = [_measured(network, make_prompt_cache(network), 0, CHUNK)]  # at the start of a prompt
     if longest:
         half, whole = (_probed(network, tokens) for tokens in (longest // 2, longest))
         # A chunk after a context makes buffers grow, which copies them; no probe does that.
@@ -54,11 +55,6 @@ def _longest(costs: MemoryModel, context: int) -> int:
     return tokens
 
 
-def _first(network: nn.Module) -> _Point:
-    """Measure a chunk at the start of a prompt."""
-    return _measured(network, make_prompt_cache(network), 0, CHUNK)
-
-
 def _probed(network: nn.Module, context: int) -> list[_Point]:
     """Measure two consecutive chunks: which buffers exist at once varies with the scheduling of threads."""
     cache = make_prompt_cache(network)
@@ -68,10 +64,10 @@ def _probed(network: nn.Module, context: int) -> list[_Point]:
 
 
 def _measured(network: nn.Module, cache: list[Any], context: int, chunk: int) -> _Point:
-    _settle(cache)
+    slots.materialize(cache)
     mx.reset_peak_memory()
     network(mx.zeros((1, chunk), mx.int32), cache=cache)
-    _settle(cache)
+    slots.materialize(cache)
     return _Point(context + chunk, (mx.get_peak_memory() - mx.get_active_memory()) / chunk)
 
 
@@ -81,10 +77,6 @@ def _pad(cache: list[Any], tokens: int) -> None:
         if isinstance(layer, KVCache):
             layer.update_and_fetch(*(mx.zeros((*like.shape[:2], tokens, like.shape[3]), like.dtype)
                                      for like in (layer.keys, layer.values)))  # fmt: skip
-
-
-def _settle(cache: list[Any]) -> None:
-    mx.eval([layer.state for layer in layers(cache)])
 
 
 def _slope(few: list[_Point], many: list[_Point]) -> float:

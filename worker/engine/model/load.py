@@ -85,8 +85,7 @@ def open_model(path_or_hub_id: str, *, vision: bool = True, trusted: bool = Fals
 
 def context_of(config: dict[str, Any]) -> int:
     """Return the context length in tokens, prompt and answer together, by the model's config."""
-    tokens: int = config.get("text_config", config).get("max_position_embeddings") or _UNKNOWN_CONTEXT
-    return tokens
+    return int(config.get("text_config", config).get("max_position_embeddings") or _UNKNOWN_CONTEXT)
 
 
 def _open_text(path: Path, trusted: bool) -> tuple[nn.Module, dict[str, Any], Vision | None]:

@@ -71,11 +71,6 @@ class PrefillQueue:
         return id in self._tasks
 
     @property
-    def rows(self) -> list[Row]:
-        """The rows of all prompts, in the order of admission."""
-        return [task.row for task in self._tasks.values()]
-
-    @property
     def lengths(self) -> list[int]:
         """Tokens that the prompts hold in caches, omitting empty ones; see `Stage.held_tokens`."""
         return [tokens for task in self._tasks.values() if (tokens := task.stage.held_tokens)]

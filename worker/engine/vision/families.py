@@ -13,6 +13,7 @@ from worker.engine.vision.encoder import Features
 from worker.engine.vision.inputs import Family, ImageSpans
 from worker.schedule.request import PromptImage
 
+Embed = Callable[[mx.array], mx.array]  # from tokens (1, tokens) to rows (1, tokens, hidden_size)
 MakeCache = Callable[[nn.Module], list[Any]]  # mlx-vlm's `make_prompt_cache`, for its own language models
 MakeFamily = Callable[[nn.Module, nn.Module, MakeCache], Family]  # from the vision model and its text model
 
@@ -27,6 +28,7 @@ class Qwen:
     def __init__(self, vlm: nn.Module, text_model: nn.Module, make_cache: MakeCache) -> None:
         self._encoder = vlm.vision_tower
         self._language = vlm.language_model
+        self._embed: Embed = vlm.language_model.model.embed_tokens
         self._make_cache = make_cache
         self._vision_config = vlm.config.vision_config
         self._merge = self._vision_config.spatial_merge_size
@@ -69,8 +71,7 @@ class Qwen:
 
     def embeddings(self, tokens: mx.array) -> mx.array:
         """Return the embeddings of tokens (1, tokens); see `Family.embeddings`."""
-        rows: mx.array = self._language.model.embed_tokens(tokens)
-        return rows
+        return self._embed(tokens)
 
     def read(
         self, cache: list[Any], tokens: mx.array, rows: mx.array, positions: mx.array | None, images: ImageSpans
@@ -118,13 +119,13 @@ class SequentialFamily:
         self._vlm = vlm
         self._encoder = vlm.vision_tower
         self._text_model = text_model
-        self._embed, self._config = vlm.language_model.model.embed_tokens, vlm.config
+        self._embed: Embed = vlm.language_model.model.embed_tokens
+        self._config = vlm.config
 
     @property
     def placeholder(self) -> int:
         """The token that stands for a part of an image."""
-        token: int = self._config.image_token_index
-        return token
+        return int(self._config.image_token_index)
 
     def positions(self, tokens: int, images: Sequence[PromptImage]) -> tuple[mx.array | None, int]:
         """Return None and 0: positions are token indices."""
@@ -132,8 +133,7 @@ class SequentialFamily:
 
     def embeddings(self, tokens: mx.array) -> mx.array:
         """Return the embeddings of tokens (1, tokens); see `Family.embeddings`."""
-        rows: mx.array = self._embed(tokens)
-        return rows
+        return self._embed(tokens)
 
     def read(
         self, cache: list[Any], tokens: mx.array, rows: mx.array, positions: mx.array | None, images: ImageSpans
@@ -167,8 +167,7 @@ class Gemma4(SequentialFamily):
     @property
     def placeholder(self) -> int:
         """The token that stands for a part of an image."""
-        token: int = self._config.image_token_id
-        return token
+        return int(self._config.image_token_id)
 
     def encode(self, pixel_inputs: Any, layer_outputs: list[mx.array]) -> Features:
         """Build the features of an image; see `Family.encode`."""
@@ -215,8 +214,7 @@ class Pixtral(SequentialFamily):
     @property
     def _patch(self) -> int:
         """Side of a token in pixels."""
-        side: int = self._config.vision_config.patch_size
-        return side
+        return int(self._config.vision_config.patch_size)
 
     def _projected(self, rows: mx.array, sizes: Any) -> mx.array:
         projected: mx.array = self._vlm.multi_modal_projector(rows)
@@ -245,10 +243,9 @@ def _image_mask(tokens: mx.array, images: ImageSpans) -> mx.array:
     return mask
 
 
-def _dtype(embedding: nn.Module) -> mx.Dtype:
-    """Return the dtype of the embeddings that the layer produces, quantized or not."""
-    row: mx.array = embedding(mx.array([0]))
-    return row.dtype
+def _dtype(embed: Embed) -> mx.Dtype:
+    """Return the dtype of the embeddings, which may be stored quantized."""
+    return embed(mx.array([0])).dtype
 
 
 def _text_positions(position: int, tokens: int) -> mx.array:

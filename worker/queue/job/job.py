@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from worker.errors import Cancelled, JobFailure, OwnershipLost, Requeue
 from worker.queue.job.channel import JobLog
@@ -23,14 +23,7 @@ class Usage:
 
     def as_event(self) -> dict[str, int]:
         """Return the usage of a final event."""
-        counted = {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "cached_tokens": self.cached_tokens,
-            "image_tokens": self.image_tokens,
-            "kept_tokens": self.kept_tokens,
-        }
-        return {name: tokens for name, tokens in counted.items() if tokens is not None}
+        return {name: tokens for name, tokens in asdict(self).items() if tokens is not None}
 
 
 @dataclass(frozen=True, slots=True)

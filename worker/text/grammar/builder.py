@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from worker.errors import JobFailure
 from worker.text.grammar import tool_grammars
-from worker.text.grammar.lark import Grammar, Schema
+from worker.text.grammar.lark import Grammar
+from worker.text.grammar.schema.unsupported import Schema
 from worker.text.grammar.tool_grammars import Function
 from worker.text.output.harmony import MARKERS
 

@@ -1,18 +1,24 @@
 """Reads the constraint of a request on its answer, and the model's markers for it."""
 
 import json
+from typing import Any
 
 from schemas import ChatRequest
 from schemas.chat import JsonObjectFormat, JsonSchemaFormat, NamedTool
 from worker.errors import JobFailure
 from worker.text.grammar.builder import Markup, OutputConstraint, markers_of
-from worker.text.grammar.quick import QUICK_CHARACTERS, is_quick_schema
 from worker.text.grammar.tool_grammars import Function
 from worker.text.output.formats import ModelFormat
 from worker.text.prompt.size_limit import cost_in_characters
 from worker.text.tokenizer import Tokenizer
 
-_QUICK_WEIGHT = 16 * QUICK_CHARACTERS  # a value has two characters or more, and `cost_in_characters` counts it as 32
+# The slowest of about 5,000 random schemas of these keywords and at most this size compiled in 13 ms.
+_QUICK = {
+    "type", "properties", "required", "additionalProperties", "items", "anyOf", "enum", "const",
+    "title", "description", "default", "examples", "$schema",
+}  # fmt: skip
+_QUICK_CHARACTERS = 4_000
+_QUICK_WEIGHT = 16 * _QUICK_CHARACTERS  # a value has two characters or more, and `cost_in_characters` counts it as 32
 
 
 def constraint_of(request: ChatRequest) -> OutputConstraint | None:
@@ -45,7 +51,22 @@ def is_quick(constraint: OutputConstraint) -> bool:
     # Counted first, since dumping a large schema would block the event loop.
     if cost_in_characters(schemas, _QUICK_WEIGHT) > _QUICK_WEIGHT:
         return False
-    return len(json.dumps(schemas)) < QUICK_CHARACTERS and all(map(is_quick_schema, schemas))
+    return len(json.dumps(schemas)) < _QUICK_CHARACTERS and all(map(_is_quick_schema, schemas))
+
+
+def _is_quick_schema(schema: Any) -> bool:
+    """True if the schema compiles fast, given that it has at most `_QUICK_CHARACTERS`."""
+    if not isinstance(schema, dict):
+        return isinstance(schema, bool)
+    if not schema.keys() <= _QUICK:
+        return False
+    named, branches = schema.get("properties", {}), schema.get("anyOf", [])
+    within = [schema[key] for key in ("items", "additionalProperties") if key in schema]
+    return (
+        isinstance(named, dict)
+        and isinstance(branches, list)
+        and all(map(_is_quick_schema, [*named.values(), *branches, *within]))
+    )
 
 
 def markup_of(tokenizer: Tokenizer, model_format: ModelFormat) -> Markup:

@@ -6,9 +6,7 @@ from typing import Any
 
 from worker.errors import JobFailure
 from worker.text.grammar.schema.rewrite import rewrite
-from worker.text.grammar.schema.unsupported import UnsupportedKeyword
-
-Schema = dict[str, Any]
+from worker.text.grammar.schema.unsupported import Schema, UnsupportedKeyword
 
 # Space within JSON is limited to what people and programs write: without a limit a weak model may emit it forever.
 _SPACE = r" {1,2}|\n {0,40}|\n\t{0,10}"

@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from worker.errors import JobFailure
-from worker.text.grammar.lark import Grammar, Schema, literal
+from worker.text.grammar.lark import Grammar, literal
 from worker.text.grammar.schema.patterns import Pattern
 from worker.text.grammar.schema.regex import UnsupportedPattern
-from worker.text.grammar.schema.unsupported import quoted
+from worker.text.grammar.schema.unsupported import Schema, quoted
 
 _TEXT = r"/(?s:.*)/ & ~/(?s:.*)<\/(parameter|function|tool_call)>(?s:.*)/"
 _NOT_NULL = r" & ~/[nN][uU][lL][lL]/"

@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from worker.errors import JobFailure
-from worker.text.grammar.lark import Grammar, Schema, literal, spaced
+from worker.text.grammar.lark import Grammar, literal, spaced
 from worker.text.grammar.qwen_coder import parameters
+from worker.text.grammar.schema.unsupported import Schema
 
 MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]")  # of all formats except harmony
 

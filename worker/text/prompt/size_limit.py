@@ -70,7 +70,7 @@ class PromptLimit:
         """
         content: str = message["content"]
         called = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
-        yield from _long_strings(called)
+        yield from (value for value in _walk(called) if isinstance(value, str) and len(value) > _PER_CUT)
         if message["role"] != "assistant" or not (called or any(marker in content for marker in self._think)):
             yield content.strip()
 
@@ -85,18 +85,6 @@ class PromptLimit:
                     raise prompt_too_large(at_least, self._context, exact=False)
 
 
-def _long_strings(values: Iterable[Any]) -> Iterator[str]:
-    ahead = [iter(values)]
-    while ahead:
-        value = next(ahead[-1], ahead)
-        if value is ahead:
-            ahead.pop()
-        elif isinstance(value, str) and len(value) > _PER_CUT:
-            yield value
-        elif (within := _within(value)) is not None:
-            ahead.append(within)
-
-
 def _slices(text: str) -> Iterator[str]:
     return (text[start : start + _SLICE] for start in range(0, len(text), _SLICE))
 
@@ -107,16 +95,25 @@ def cost_in_characters(values: Iterable[Any], limit: int) -> int:
     Stops when the number exceeds `limit`, so its own cost is bounded. Names of model fields do not count, and an image
     counts as 2,000.
     """
-    total, ahead = 0, [iter(values)]
-    while ahead and total <= limit:
+    total = 0
+    for value in _walk(values):
+        total += _cost(value)
+        if total > limit:
+            break
+    return total
+
+
+def _walk(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the values and all values within them, each before those that it holds."""
+    ahead = [iter(values)]
+    while ahead:
         value = next(ahead[-1], ahead)
         if value is ahead:
             ahead.pop()
             continue
-        total += _cost(value)
+        yield value
         if (within := _within(value)) is not None:
             ahead.append(within)
-    return total
 
 
 def _cost(value: Any) -> int:

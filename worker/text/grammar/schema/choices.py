@@ -8,9 +8,8 @@ from typing import Any
 from worker.text.grammar.schema import values
 from worker.text.grammar.schema.disjoint import Disjointness, kinds
 from worker.text.grammar.schema.negation import NotNegatable, negation
-from worker.text.grammar.schema.unsupported import UnsupportedKeyword, quoted
+from worker.text.grammar.schema.unsupported import Schema, UnsupportedKeyword, quoted
 
-Schema = dict[str, Any]
 _MAX_ALTERNATIVES = 64  # alternatives of one schema, after all combinations of its conditions
 _MAX_COMPARED = 64  # alternatives of a `oneOf` that are compared in pairs
 _LISTING = {"const", "enum", "type", "title", "description", "default", "examples", "deprecated", "$comment"}

@@ -10,9 +10,8 @@ from typing import Any
 
 from worker.text.grammar.schema import values
 from worker.text.grammar.schema.budget import Budget
-from worker.text.grammar.schema.unsupported import UnsupportedKeyword
+from worker.text.grammar.schema.unsupported import Schema, UnsupportedKeyword
 
-Schema = dict[str, Any]
 Resolve = Callable[[Any], Any]  # from a reference to its target
 _STEPS = 20_000  # of proofs; without a proof by then, schemas are taken as not disjoint
 _MAX_DEPTH = 12

@@ -11,9 +11,8 @@ from worker.text.grammar.schema.characters import contains, union
 from worker.text.grammar.schema.disjoint import Disjointness, kinds
 from worker.text.grammar.schema.patterns import Pattern, Reading, Steps
 from worker.text.grammar.schema.regex import UnsupportedPattern
-from worker.text.grammar.schema.unsupported import UnsupportedKeyword, quoted
+from worker.text.grammar.schema.unsupported import Schema, UnsupportedKeyword, quoted
 
-Schema = dict[str, Any]
 Rewrite = Callable[[Any, str], Any]
 KEYWORDS = ("properties", "patternProperties", "additionalProperties", "propertyNames")
 _FOR_NAMES = {

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from worker.text.grammar.schema.disjoint import Disjointness, kinds
+from worker.text.grammar.schema.unsupported import Schema
 
-Schema = dict[str, Any]
 _MAX_ALTERNATIVES = 32  # alternatives
 _MAX_DEPTH = 8  # schemas within schemas
 _ANNOTATIONS = {

@@ -6,13 +6,13 @@ the outermost one that both can represent. Any other bound that a double cannot 
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from worker.text.grammar.schema.unsupported import UnsupportedKeyword, quoted
+from worker.text.grammar.schema.unsupported import Schema, UnsupportedKeyword, quoted
 
-Schema = dict[str, Any]
 BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 EXACT = 2**53
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
@@ -35,13 +35,13 @@ def bounds(schema: Schema, *, integer: bool, at: str) -> Schema:
     return _numbers(low, high, at)
 
 
+@dataclass(frozen=True, slots=True)
 class _Limit:
     """One end of a range, and the client's keyword that set it."""
 
-    def __init__(self, value: Fraction, excluded: bool, keyword: str) -> None:
-        self.value = value
-        self.excluded = excluded
-        self.keyword = keyword
+    value: Fraction
+    excluded: bool
+    keyword: str
 
 
 def _limits(schema: Schema, at: str) -> tuple[_Limit | None, _Limit | None]:

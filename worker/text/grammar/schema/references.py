@@ -7,8 +7,6 @@ from urllib.parse import unquote
 
 from worker.text.grammar.schema.unsupported import UnsupportedKeyword, quoted
 
-Schema = dict[str, Any]
-
 DATA = frozenset({"const", "enum", "default", "examples"})
 NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})  # schemas by name
 

@@ -13,9 +13,7 @@ from worker.text.grammar.schema.budget import Budget, BudgetExceeded
 from worker.text.grammar.schema.choices import alternatives, one_of, without_conditions
 from worker.text.grammar.schema.patterns import Steps
 from worker.text.grammar.schema.references import References
-from worker.text.grammar.schema.unsupported import UnsupportedKeyword, quoted
-
-Schema = dict[str, Any]
+from worker.text.grammar.schema.unsupported import Schema, UnsupportedKeyword, quoted
 
 # The formats that llguidance supports.
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")

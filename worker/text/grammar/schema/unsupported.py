@@ -1,6 +1,9 @@
-"""Error for a schema that cannot be enforced."""
+"""A client's JSON Schema, and the error for one that cannot be enforced."""
 
 import json
+from typing import Any
+
+Schema = dict[str, Any]
 
 _PLACE_CHARACTERS = 120
 _SHOWN_CHARACTERS = 60
