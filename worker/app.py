@@ -137,7 +137,7 @@ def _queue_worker(
         server=server,
         settings=context.settings,
         metrics=context.metrics,
-        model=ServedModel(engine.hold, [engine.heartbeat], images=context.images is not None),
+        model=ServedModel(engine.set_paused, [engine.heartbeat], images=context.images is not None),
         crons=[batches.cron] if batches else [],
     )
 

@@ -111,7 +111,7 @@ class PacedEngine:
         self._step_s = step_s
         self._rows: dict[str, tuple[GenerationRequest, OutcomeListener]] = {}
         self._next: dict[str, int] = {}
-        self._held, self._work = False, asyncio.Event()
+        self._paused, self._work = False, asyncio.Event()
 
     def submit(self, sequence: GenerationRequest, listener: OutcomeListener) -> None:
         """Add a row, which continues after its `resume_tokens`. Its listener receives every token."""
@@ -124,9 +124,9 @@ class PacedEngine:
         self._rows.pop(sequence_id, None)
         self._next.pop(sequence_id, None)
 
-    def hold(self, on: bool) -> None:
+    def set_paused(self, on: bool) -> None:
         """Pause sampling, or continue."""
-        self._held = on
+        self._paused = on
 
     async def run(self) -> None:
         """Sample until cancelled; waits while there are no rows."""
@@ -135,7 +135,7 @@ class PacedEngine:
                 self._work.clear()
                 await self._work.wait()
             began = time.perf_counter()
-            if not self._held:
+            if not self._paused:
                 self._step()
             await asyncio.sleep(max(0.0, self._step_s - (time.perf_counter() - began)))
 
@@ -171,7 +171,7 @@ async def serve(settings: Settings, step_s: float) -> None:
                 server=RedisServer(redis, settings),
                 settings=settings,
                 metrics=metrics,
-                model=ServedModel(engine.hold),
+                model=ServedModel(engine.set_paused),
             )
             health.set_checks({"event loop": worker.heartbeat}, worker.readiness.parts())
             await worker.main()

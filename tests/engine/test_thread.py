@@ -108,20 +108,20 @@ def reserved(reports: list[StepReport]) -> list[tuple[int, int]]:
     return [report.reserved for report in reports if report.reserved]
 
 
-async def test_engine_on_hold_makes_no_token_and_then_continues() -> None:
+async def test_paused_engine_makes_no_token_and_then_continues() -> None:
     engine = EngineThread(tiny_chat, step_s=0.1, on_failure=unreached)
     await engine.start()
     recorder = Recorder()
     engine.submit(GenerationRequest("a", prompt(5, 1), 200, Sampling(logit_bias=((2, -100.0),))), recorder)
     while len(recorder.said) < 3:
         await asyncio.sleep(0.001)
-    engine.hold(True)
+    engine.set_paused(True)
     await asyncio.sleep(0.1)
     said = len(recorder.said)
     await asyncio.sleep(0.2)
     assert len(recorder.said) == said < 200
-    assert engine.heartbeat.stalled_s() == 0, "an engine on hold is at rest, not hung"
-    engine.hold(False)
+    assert engine.heartbeat.stalled_s() == 0, "a paused engine is at rest, not hung"
+    engine.set_paused(False)
     await asyncio.wait_for(recorder.ended.wait(), 30)
     assert len(recorder.said) == 200
     await engine.stop()

@@ -44,7 +44,7 @@ def admit(
 ) -> Decision:
     """`held_bytes`: of other rows."""
     admission = Admission(running, Limits(costs, limit, max_rows))
-    admission.hold(held_bytes + candidate.held_bytes)
+    admission.set_held_bytes(held_bytes + candidate.held_bytes)
     return admission.decide(candidate)
 
 

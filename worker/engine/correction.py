@@ -33,7 +33,7 @@ class Correction:
 
 class Calibration:
     """The present correction, and the measurements since the last comparison. Bytes are those of
-    `MemoryModel.working_bytes`: without weights, and before correction unless said otherwise."""
+    `MemoryModel.working_bytes`: without weights, and not corrected."""
 
     def __init__(self) -> None:
         self._correction = Correction()

@@ -38,7 +38,7 @@ class _Remove:
 
 
 @dataclass(frozen=True, slots=True)
-class _Hold:
+class _SetPaused:
     on: bool
 
 
@@ -73,8 +73,8 @@ class EngineThread:
         self._engine_of = partial(Engine, step_s=step_s, rows=rows, memory=memory, prefix_bytes=prefix_bytes)
         self._on_failure, self._on_step = on_failure, on_step
         self._loop = asyncio.get_running_loop()
-        self._mailbox: queue.SimpleQueue[_Add | _Remove | _Hold | _Wake | _Stop] = queue.SimpleQueue()
-        self._held = False
+        self._mailbox: queue.SimpleQueue[_Add | _Remove | _SetPaused | _Wake | _Stop] = queue.SimpleQueue()
+        self._paused = False
         self.heartbeat = Heartbeat("engine")
         self._listeners: dict[str, OutcomeListener] = {}
         self._loaded: asyncio.Future[Model] = self._loop.create_future()
@@ -101,10 +101,10 @@ class EngineThread:
         if self._listeners.pop(request_id, None) is not None:
             self._mailbox.put(_Remove(request_id))
 
-    def hold(self, on: bool) -> None:
+    def set_paused(self, on: bool) -> None:
         """Pause computing while tokens cannot be delivered, or continue. Requests are added and removed in the pause
         too."""
-        self._mailbox.put(_Hold(on))
+        self._mailbox.put(_SetPaused(on))
 
     def wake(self) -> None:
         """Let the engine compute a prompt that has become ready: see `Stage.ready`. May be called on any thread."""
@@ -143,11 +143,11 @@ class EngineThread:
     def _handle_commands(self, engine: Engine) -> bool:
         """Handle the commands in the mailbox; block on it if there is nothing to compute. Returns False to
         end the thread."""
-        while not self._mailbox.empty() or self._held or not engine.needs_step:
+        while not self._mailbox.empty() or self._paused or not engine.needs_step:
             self.heartbeat.pause()
             match self._mailbox.get():
-                case _Hold(on):
-                    self._held = on
+                case _SetPaused(on):
+                    self._paused = on
                 case _Add(request):
                     engine.add(request)
                 case _Remove(id):

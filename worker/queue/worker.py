@@ -35,7 +35,7 @@ from worker.settings import Settings
 class ServedModel:
     """The model that the jobs run on, as far as the queue is concerned."""
 
-    hold: Callable[[bool], None] = lambda on: None  # pauses it while too many events wait, see `Publisher`
+    set_paused: Callable[[bool], None] = lambda on: None  # pauses it while too many events wait, see `Publisher`
     heartbeats: Sequence[Heartbeat] = ()  # of its threads; the process ends if one stalls
     images: bool = False  # True if it accepts images
 
@@ -78,7 +78,7 @@ class QueueWorker(Worker):
         )
         model = model or ServedModel()
         redis, claims = server.client, Claims(server.client, settings)
-        publisher = Publisher(redis, server.clock, settings, model.hold)
+        publisher = Publisher(redis, server.clock, settings, model.set_paused)
         self.jobs = RunningJobs(publisher, metrics, run=self.run_job, wake=self.wake)
         self.shutdown = Shutdown(self.jobs, settings.grace_s)
         self._runner = JobRunner(

@@ -84,7 +84,7 @@ def admit_in_turn(
     in prefill and decoding rows, the oldest first."""
     admission, closed = Admission(active, limits), False
     decided = list[tuple[RowEstimate, Decision]]()
-    admission.hold(sum(row.held_bytes for row in waiting))
+    admission.set_held_bytes(sum(row.held_bytes for row in waiting))
     for candidate in sorted(waiting, key=lambda row: row.lane == "batch"):
         decision = admission.decide(candidate)
         if closed and isinstance(decision, Admit):
@@ -113,7 +113,7 @@ class Admission:
         # By group: tokens of the shortest row that was found not to fit, with the offline rows and without them.
         self._too_long, self._too_long_for_all = dict[int, int](), dict[int, int]()
 
-    def hold(self, held_bytes: int) -> None:
+    def set_held_bytes(self, held_bytes: int) -> None:
         """Set the bytes of all waiting rows' saved caches."""
         if held_bytes < self._held_bytes:
             self._forget_failures()
@@ -149,7 +149,7 @@ class Admission:
             self._batch.append(candidate)
         else:
             self._interactive.add(candidate)
-        self.hold(self._held_bytes - candidate.held_bytes)
+        self.set_held_bytes(self._held_bytes - candidate.held_bytes)
 
     def _count_staying(self, candidate: RowEstimate) -> int:
         """Return the largest number of offline rows, the oldest ones, with which the row still fits."""

@@ -99,16 +99,16 @@ class Publisher:
     """The only writer of events. Each call can safely be sent again, so an outage delays events and loses none."""
 
     def __init__(
-        self, redis: Redis, clock: ServerClock, settings: Settings, hold: Callable[[bool], None] = lambda on: None
+        self, redis: Redis, clock: ServerClock, settings: Settings, set_paused: Callable[[bool], None] = lambda on: None
     ) -> None:
-        """`hold` is called with True to pause the engine while too many events wait, and with False to continue."""
+        """`set_paused` receives True to pause the engine while too many events wait, and False to continue."""
         self._clock = clock
         self._settings = settings
-        self._hold = hold
+        self._set_paused = set_paused
         self._append, self._final = script(redis, "append"), script(redis, "final")
         self._logs: dict[str, JobLog] = {}
         self._changed = asyncio.Event()
-        self._failures, self._holding = 0, False
+        self._failures, self._paused = 0, False
 
     def open(self, claim: Claim, *, on_lost: Callable[[], None]) -> JobLog:
         """Return a log that is written until `close`. `on_lost` is called if another attempt owns the job."""
@@ -159,7 +159,7 @@ class Publisher:
             logger.warning(
                 "redis does not accept %d events (%s): keeping them until it does", self.num_unwritten, error
             )
-        self._hold_engine(self.num_unwritten > _MAX_UNWRITTEN)
+        self._pause_engine(self.num_unwritten > _MAX_UNWRITTEN)
         for log in self._logs.values():
             log.abandoned_since = None  # subscribers have to reconnect too
         await asyncio.sleep(_BACKOFF_S[min(self._failures, len(_BACKOFF_S) - 1)])
@@ -168,13 +168,13 @@ class Publisher:
     def _end_outage(self) -> None:
         if self._failures:
             logger.warning("redis accepts events again: all kept events are written")
-            self._hold_engine(False)
+            self._pause_engine(False)
         self._failures = 0
 
-    def _hold_engine(self, on: bool) -> None:
-        if on != self._holding:
-            self._holding = on
-            self._hold(on)
+    def _pause_engine(self, on: bool) -> None:
+        if on != self._paused:
+            self._paused = on
+            self._set_paused(on)
 
     async def _write(self) -> None:
         pending = [log for log in self._logs.values() if log.pending]

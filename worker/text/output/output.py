@@ -213,11 +213,11 @@ class _Channel:
             if self._at_marker:
                 text = text.lstrip(_BLANK)
             self.begun = bool(text.strip(_BLANK))
-        return self._hold(self._stops.feed(text))
+        return self._hold_back(self._stops.feed(text))
 
     def flush_stops(self) -> str:
         """Return the text that was held back as the possible start of a stop string."""
-        return self._hold(self._stops.flush())
+        return self._hold_back(self._stops.flush())
 
     def mark(self) -> str:
         """Return the text before a marker. Its trailing space is emitted only if more text of this kind follows."""
@@ -233,7 +233,7 @@ class _Channel:
         self._blank.clear()
         return text + blank
 
-    def _hold(self, text: str) -> str:
+    def _hold_back(self, text: str) -> str:
         words = text if self.stopped else text.rstrip(_BLANK)
         emitted = words
         if words or self.stopped:

@@ -1,4 +1,4 @@
-"""Unwritten events are bounded during an outage: the engine waits too."""
+"""Unwritten events are bounded during an outage: the engine is paused meanwhile."""
 
 import asyncio
 
@@ -15,15 +15,15 @@ from worker.queue.server.clock import ServerClock
 from worker.queue.server.connection import connect
 
 
-async def test_the_engine_is_held_while_too_many_events_wait_and_goes_on_after(
+async def test_the_engine_is_paused_while_too_many_events_wait_and_continues_after(
     redis_url: str, db: Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(channel, "_MAX_UNWRITTEN", 10)
-    given, held = settings(redis_url), list[bool]()
+    given, paused = settings(redis_url), list[bool]()
     await put(db, "a", envelope({}))
     async with connect(given) as redis:
         (claim,) = await Claims(redis, given).take("interactive", 1)
-        publisher = Publisher(redis, ServerClock(), given, held.append)
+        publisher = Publisher(redis, ServerClock(), given, paused.append)
         log = publisher.open(claim, on_lost=lambda: None)
         running = asyncio.create_task(publisher.run())
         await db.config_set("maxmemory", 1)
@@ -31,13 +31,13 @@ async def test_the_engine_is_held_while_too_many_events_wait_and_goes_on_after(
             for k in range(10):
                 log.append("delta", token_ids=[k])
             await until(lambda: bool(caplog.records))  # of the outage
-            assert held == [], "ten may wait"
+            assert paused == [], "ten may wait"
             log.append("delta", token_ids=[10])
-            await until(lambda: held == [True])
+            await until(lambda: paused == [True])
             assert publisher.num_unwritten == 11
         finally:
             await db.config_set("maxmemory", 0)
         await asyncio.wait_for(publisher.flush(log), 5)
-        await until(lambda: held == [True, False])
+        await until(lambda: paused == [True, False])
         assert await db.llen(keys.log("a")) == 11
         running.cancel()
