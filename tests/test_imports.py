@@ -103,7 +103,9 @@ TABLE = {
         "arq pydantic pydantic_core redis",
     ),
     # Batch files: when to run them, and the process that does.
-    "worker.batch_dir": May("worker.environment worker.errors worker.queue.cron worker.schedule_times worker.settings"),
+    "worker.batch_dir": May(
+        "worker.environment worker.errors worker.queue.cron worker.queue.services worker.schedule_times worker.settings"
+    ),
     # One chat job: its parts, and then the job itself.
     "worker.chat": May(
         "schemas worker.bounded_json worker.errors worker.images worker.json_bytes worker.monitoring worker.queue.job "

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from worker.batch_dir.feeder import feed, wait_first
+from worker.batch_dir.feeder import feed
 from worker.environment import child_environment
 from worker.errors import CannotStart
 from worker.queue.cron import Cron
+from worker.queue.services import wait_first
 from worker.schedule_times import Crontab
 from worker.settings import Settings
 

@@ -6,8 +6,9 @@ The feeder ends when its stdin is closed: on request, or because its worker died
 import asyncio
 import logging
 from asyncio.subprocess import PIPE, STDOUT
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+
+from worker.queue.services import wait_first
 
 logger = logging.getLogger("sluice.batch")
 
@@ -69,13 +70,3 @@ async def _log_lines(lines: asyncio.StreamReader) -> str:
         if text := line.decode("utf-8", "replace").rstrip():
             logger.info("%s", text)
             last = text
-
-
-async def wait_first(*waits: Awaitable[Any], timeout_s: float | None = None) -> None:
-    """Wait for the first of them, or for the timeout, and cancel the others."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()

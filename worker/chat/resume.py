@@ -138,17 +138,13 @@ def delivered(log: Iterable[bytes], check: Check = never) -> Delivered | None:
                 for gathered in (tokens, outputs, logprobs):
                     gathered.clear()
             case "delta":
-                _Delta.model_validate(event)
-                tokens += event["token_ids"]
-                outputs.append(_output_of(event))
+                delta = _Delta.model_validate(event)
+                tokens += delta.token_ids
+                outputs.append(OutputDelta(delta.content, delta.reasoning, tuple(event.get("tool_calls", ()))))
                 logprobs += map(dumps, event.get("logprobs", ()))  # see `Items`
     if not fingerprint:
         return None
     return Delivered(fingerprint, seed, tuple(tokens), concat(outputs), tuple(logprobs))
-
-
-def _output_of(delta: dict[str, Any]) -> OutputDelta:
-    return OutputDelta(delta.get("content", ""), delta.get("reasoning", ""), tuple(delta.get("tool_calls", ())))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from signal import Signals
 
 from worker.errors import Requeue
 from worker.queue.running import RunningJobs
+from worker.queue.services import wait_first
 
 logger = logging.getLogger("sluice.queue")
 
@@ -33,12 +34,9 @@ class Shutdown:
 
     async def drain(self) -> None:
         """Wait for the running jobs until the grace period ends, requeue the rest, and wait for the last writes."""
-        either = [asyncio.create_task(self._jobs.all_ended()), asyncio.create_task(self.force_stop.wait())]
-        await asyncio.wait(either, timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
-        for task in either:
-            task.cancel()
+        await wait_first(self._jobs.all_ended(), self.force_stop.wait(), timeout_s=self._grace_s)
         self._jobs.interrupt_all(Requeue)
-        await asyncio.wait([asyncio.create_task(self._jobs.all_ended())], timeout=_LAST_WRITES_S)
+        await wait_first(self._jobs.all_ended(), timeout_s=_LAST_WRITES_S)
         if left := len(self._jobs):
             logger.error("%d jobs could not be requeued: other workers take them over when their leases expire", left)
 
