@@ -49,7 +49,7 @@ class _Wake:
 
 @dataclass(frozen=True, slots=True)
 class _Stop:
-    pass
+    """Ends the thread."""
 
 
 class EngineThread:

@@ -32,7 +32,6 @@ class Presence:
         """`images`: if the model accepts images."""
         self._clock, self._settings = clock, settings
         self._redis, self._key = redis, keys.worker(settings.worker_name)
-        self._name, self._queue_limit = settings.worker_name, settings.queue_limit
         self._model_key = keys.model(settings.model_name)
         self._queues = [keys.queue(settings.model_name, lane) for lane in LANES]
         self._lease_ms = int(settings.lease_s * 1000)
@@ -87,11 +86,11 @@ class Presence:
         rows = [running[lane] for lane in LANES]
         offline = offline_rows(self._settings, self._clock.utc())
         load = {"rows": sum(rows), "offline_rows": offline, "jobs_per_s": rate}
-        report = f"{self._queue_limit} {rate} {self._valid_until():.0f} {' '.join(map(str, rows))}"
+        report = f"{self._settings.queue_limit} {rate} {self._valid_until():.0f} {' '.join(map(str, rows))}"
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hset(self._key, mapping={**self._fields, **load})
             pipe.pexpire(self._key, self._lease_ms)
-            pipe.hset(self._model_key, self._name, report)
+            pipe.hset(self._model_key, self._settings.worker_name, report)
             pipe.pexpire(self._model_key, self._lease_ms)
             pipe.hvals(self._model_key)
             for queue in self._queues:
@@ -107,7 +106,7 @@ class Presence:
         try:
             async with self._redis.pipeline(transaction=True) as pipe:
                 pipe.delete(self._key)
-                pipe.hdel(self._model_key, self._name)
+                pipe.hdel(self._model_key, self._settings.worker_name)
                 await pipe.execute()
         except (RedisError, OSError):
             logger.info("redis does not answer: the worker's presence expires with its lease")

@@ -120,12 +120,11 @@ class SequentialFamily:
         self._encoder = vlm.vision_tower
         self._text_model = text_model
         self._embed: Embed = vlm.language_model.model.embed_tokens
-        self._config = vlm.config
 
     @property
     def placeholder(self) -> int:
         """The token that stands for a part of an image."""
-        return int(self._config.image_token_index)
+        return int(self._vlm.config.image_token_index)
 
     def positions(self, tokens: int, images: Sequence[PromptImage]) -> tuple[mx.array | None, int]:
         """Return None and 0: positions are token indices."""
@@ -151,7 +150,7 @@ class Gemma3(SequentialFamily):
         with recorded_layers(self._encoder.vision_model.encoder, "layers", layer_outputs):
             outputs, _, _ = self._encoder(pixels, output_hidden_states=True)
         # The language model scales all embeddings by this factor; an image's must keep their scale.
-        return Features(self._vlm.multi_modal_projector(outputs)[0] / self._config.text_config.hidden_size**0.5)
+        return Features(self._vlm.multi_modal_projector(outputs)[0] / self._vlm.config.text_config.hidden_size**0.5)
 
 
 class Gemma4(SequentialFamily):
@@ -162,12 +161,12 @@ class Gemma4(SequentialFamily):
         super().__init__(vlm, text_model, make_cache)
         vlm.audio_tower = vlm.embed_audio = None  # audio is not served, so it takes no memory
         self._text = vlm.language_model.model
-        self.bidirectional_images = self._config.text_config.use_bidirectional_attention == "vision"
+        self.bidirectional_images = self._vlm.config.text_config.use_bidirectional_attention == "vision"
 
     @property
     def placeholder(self) -> int:
         """The token that stands for a part of an image."""
-        return int(self._config.image_token_id)
+        return int(self._vlm.config.image_token_id)
 
     def encode(self, pixel_inputs: Any, layer_outputs: list[mx.array]) -> Features:
         """Build the features of an image; see `Family.encode`."""
@@ -206,7 +205,7 @@ class Pixtral(SequentialFamily):
         pixels, sizes = mx.array(pixel_inputs["pixel_values"]).transpose(0, 2, 3, 1), pixel_inputs["image_sizes"]
         with recorded_layers(self._encoder.vision_model.transformer, "layers", layer_outputs):
             *_, layers = self._encoder(pixels, output_hidden_states=True, image_sizes=sizes)
-        rows = self._projected(layers[self._config.vision_feature_layer][0], sizes)
+        rows = self._projected(layers[self._vlm.config.vision_feature_layer][0], sizes)
         height, _ = (side // self._patch for side in sizes[0])
         apart = mx.pad(rows.reshape(height, -1, rows.shape[-1]), [(0, 0), (0, 1), (0, 0)])
         return Features(apart.reshape(-1, rows.shape[-1])[:-1])
@@ -214,7 +213,7 @@ class Pixtral(SequentialFamily):
     @property
     def _patch(self) -> int:
         """Side of a token in pixels."""
-        return int(self._config.vision_config.patch_size)
+        return int(self._vlm.config.vision_config.patch_size)
 
     def _projected(self, rows: mx.array, sizes: Any) -> mx.array:
         projected: mx.array = self._vlm.multi_modal_projector(rows)
@@ -226,8 +225,7 @@ class Mistral3(Pixtral):
 
     @property
     def _patch(self) -> int:
-        merged: int = self._config.spatial_merge_size
-        return super()._patch * merged
+        return super()._patch * int(self._vlm.config.spatial_merge_size)
 
     def _projected(self, rows: mx.array, sizes: Any) -> mx.array:
         projected: mx.array = self._vlm.multi_modal_projector(rows, sizes)
