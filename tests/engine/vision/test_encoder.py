@@ -12,8 +12,13 @@ from tests.engine.driver import Run
 from tests.engine.vision import cases
 from tests.engine.vision.cases import Prompt, image_request, prompt
 from tests.engine.vision.checkpoints import CONFIGS, EOS
+from worker.engine.batch.groups import Groups
+from worker.engine.batch.row import Row
+from worker.engine.prefill.caches import EngineCaches
+from worker.engine.prefill.queue import PrefillQueue
 from worker.engine.vision.encoder import EncoderRun, FeatureCache, Features
 from worker.schedule.outcomes import Encoded, Sampled
+from worker.schedule.plan import Chunk
 from worker.schedule.request import PromptImage, Sampling
 
 FAMILIES = [*CONFIGS]
@@ -199,3 +204,37 @@ def test_image_of_a_cancelled_row_is_encoded_for_the_next(family: str, monkeypat
     assert run.generated["stays"] == cases.alone(family, prompts["stays"], 12)
     assert len(looked) <= 2
     assert run.engine._prefills.images("stays").total == 0
+
+
+def with_an_image(caches: EngineCaches, *ids: str) -> PrefillQueue:
+    """Return the queue with prompts of these ids that have the same image."""
+    queue = PrefillQueue(cases.model("qwen3_5"), 1.0, caches)
+    for id in ids:
+        queue.add(Row.of(image_request("qwen3_5", id, prompt("qwen3_5", 7, LARGE, 4, seed=len(id)), 4)))
+    queue.begin_step(0.0)
+    return queue
+
+
+def planned(queue: PrefillQueue) -> list[Chunk]:
+    forwards = queue.plan(Groups(cases.model("qwen3_5").network, lambda groups: True), 0.0, 10**9)
+    return [chunk for forward in forwards for chunk in forward.chunks]
+
+
+def test_image_that_one_prompt_has_encoded_is_missing_in_no_other() -> None:
+    queue = with_an_image(EngineCaches(cases.model("qwen3_5"), 1 << 24), "a", "bb")
+    assert queue.images("bb").largest > 0
+    while queue.images("a").largest:
+        queue.advance(Chunk("a", 10**6))
+    assert queue.images("bb").largest == 0
+
+
+def test_plan_is_made_from_the_images_that_were_missing_when_the_step_began() -> None:
+    caches = EngineCaches(cases.model("qwen3_5"), 1 << 24)
+    queue, other = with_an_image(caches, "a"), with_an_image(caches, "bb")
+    before = planned(queue)
+    assert [chunk.id for chunk in before] == ["a"]
+    while other.images("bb").largest:
+        other.advance(Chunk("bb", 10**6))
+    assert planned(queue) == before
+    queue.begin_step(0.0)
+    assert planned(queue) != before
