@@ -86,7 +86,7 @@ def _facts(report: "ModelReport") -> Facts:
         "device": report.device,
         "limit_bytes": report.limit,
         "rows": _rows(report),
-        "reasons": bool(format.think_start),
+        "reasons": format.harmony or format.think is not None,
         "think": format.think,
         "tool": report.tokenizer.tool,
         "tool_format": report.tokenizer.tool_format,

@@ -122,9 +122,3 @@ def test_a_call_that_the_tokens_ran_out_in_stays_as_far_as_it_came() -> None:
 def test_stop_strings_look_at_the_content_alone() -> None:
     text = f"{THOUGHT}<|channel|>final<|message|>It is. Hm. No."
     assert heard(GPT_OSS, text, stop="Hm.") == Heard(OutputDelta("It is. ", "Hm."), "stop")
-
-
-def test_the_dialect_knows_where_reasoning_and_answer_begin() -> None:
-    words = GPT_OSS.words
-    assert GPT_OSS.dialect.think_start == tuple(words.encode("<|channel|>analysis<|message|>"))
-    assert GPT_OSS.dialect.answer_begins == tuple(words.encode("<|channel|>final<|message|>"))

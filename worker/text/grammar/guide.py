@@ -174,8 +174,8 @@ def _reasoning_mask(
     """Return the reasoning mask, or None if the model does not reason or does so within the grammar."""
     if model_format.harmony or not model_format.think:
         return None
-    begins = model_format.think_start[0]
-    _, ends = model_format.think
+    start, ends = model_format.think
+    begins = tokenizer.encode(start)[0]
     call, _ = tokenizer.tool or ("", "")
     banned = tokenizer.eos_token_ids
     return ReasoningMask(vocabulary, count, begins=begins, ends=ends, call=call, banned=banned)

@@ -33,12 +33,6 @@ class ModelFormat:
         self._tokenizer = tokenizer
         self.harmony = tokens.issuperset(harmony.MARKERS)
         self.think = tokenizer.think or next((pair for pair in _THINK if tokens.issuperset(pair)), None)
-        begins, ends = self.think or ("", "")
-        if self.harmony:
-            begins, ends = harmony.REASONING_BEGINS, harmony.ANSWER_BEGINS
-        # The tokens after which reasoning begins, and those after which the answer begins. Empty without reasoning.
-        self.think_start = tuple(tokenizer.encode(begins)) if begins else ()
-        self.answer_begins = tuple(tokenizer.encode(ends)) if ends else ()
         self.calls: CallFormat = HarmonyCalls() if self.harmony else _call_format(tokenizer)
 
     def parser(self, thinking: Thinking, *, calls: bool) -> OutputParser | None:

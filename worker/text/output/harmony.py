@@ -31,7 +31,6 @@ MARKERS = (*_HEADERS, _TEXT, *_ENDS)
 # The state is the last marker.
 TRANSITIONS: Transitions = {state: [(marker, marker) for marker in MARKERS] for state in MARKERS}
 ANSWER_BEGINS = "<|channel|>final<|message|>"
-REASONING_BEGINS = "<|channel|>analysis<|message|>"
 
 _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
