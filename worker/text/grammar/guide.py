@@ -197,13 +197,8 @@ class RowGrammar:
         self._ends = ends
         self._begun = begun
         self._first_reasoning = reasoning
-        self._error: GrammarError | None = None
+        self.error: GrammarError | None = None  # after it the grammar constrains nothing any more
         self._begin()
-
-    @property
-    def error(self) -> GrammarError | None:
-        """The error after which the grammar constrains nothing any more, or None."""
-        return self._error
 
     def reset(self) -> None:
         """Return to the state before the first sampled token."""
@@ -235,16 +230,16 @@ class RowGrammar:
         return _with_token(mask, reasoning.begins) if reasoning else mask
 
     def _consume(self, token: int) -> None:
-        if self._error:
+        if self.error:
             return
         if not self._matcher.try_consume_tokens([token]) and not self._matcher.is_error():
-            self._error = GrammarError(f"token {token} was not allowed.", internal=True)
+            self.error = GrammarError(f"token {token} was not allowed.", internal=True)
             self._matcher.consume_token(token)  # makes the matcher allow only the end from here on
         self._check_error()
 
     def _check_error(self) -> None:
-        if self._error is None and (why := error_of(self._matcher)):
-            self._error = GrammarError(grammar_error(why), internal=False)
+        if self.error is None and (why := error_of(self._matcher)):
+            self.error = GrammarError(grammar_error(why), internal=False)
 
 
 def _with_token(mask: bytes, token: int) -> bytes:

@@ -22,12 +22,8 @@ class Grammar:
         """`markers`: the tokens of markers that have one each. `rewritten`: the schemas of a grammar that names the
         same ones in the same order."""
         self._markers, self._rewritten = markers, rewritten
-        self._rules, self._schemas = list[str](), list[Schema]()
-
-    @property
-    def schemas(self) -> Sequence[Schema]:
-        """The schemas that were added, in llguidance's form."""
-        return self._schemas
+        self._rules = list[str]()
+        self.schemas = list[Schema]()  # those that were added, in llguidance's form
 
     def rule(self, body: str) -> str:
         """Add a rule."""
@@ -52,16 +48,16 @@ class Grammar:
 
         `root`: the schema that references are resolved in, if not this one.
         """
-        place = len(self._schemas)
+        place = len(self.schemas)
         name = f"s{place}"
         if self._rewritten:
-            self._schemas.append(self._rewritten[place])
+            self.schemas.append(self._rewritten[place])
             return f"@{name}"
         try:
             written = rewrite(schema, root)
         except UnsupportedKeyword as error:
             raise JobFailure("invalid_request", f"{field}: {error}.") from error
-        self._schemas.append({"name": name, "json_schema": {**written, "x-guidance": _OPTIONS}})
+        self.schemas.append({"name": name, "json_schema": {**written, "x-guidance": _OPTIONS}})
         return f"@{name}"
 
     def marker(self, text: str) -> str:
@@ -71,7 +67,7 @@ class Grammar:
     def starting_with(self, rule: str) -> str:
         """Return the whole grammar in llguidance's JSON form. Raises `JobFailure` if it is too long."""
         rules = "\n".join([f"start: {rule}", *self._rules])
-        return _written({"grammars": [{"lark_grammar": rules}, *self._schemas]})
+        return _written({"grammars": [{"lark_grammar": rules}, *self.schemas]})
 
 
 def _written(value: Any) -> str:
