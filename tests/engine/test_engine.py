@@ -27,7 +27,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return open_model(str(write_checkpoint(CONFIGS["qwen3_5"], tmp_path_factory.mktemp("qwen3_5"))))
 
 
-TWELVE = tuple(range(12))
+NINE = tuple(range(9))
 
 
 def asked(i: int) -> tuple[tuple[int, ...], int]:
@@ -52,8 +52,8 @@ def outcomes_alone(family: str, i: int) -> list[tuple[int, float]]:
 def test_rows_that_join_leave_and_are_preempted_equal_their_answers_alone(family: str, step_s: float) -> None:
     run, rng = Run(family_model(family), step_s=step_s), random.Random(f"{family} {step_s}")
     cancelled, preempted = {"3": rng.randrange(4, 20), "8": rng.randrange(4, 20)}, set[str]()
-    while len(run.generated) < len(TWELVE) or len(run.engine):
-        if run.steps % 2 == 0 and (i := run.steps // 2) in TWELVE:
+    while len(run.generated) < len(NINE) or len(run.engine):
+        if run.steps % 2 == 0 and (i := run.steps // 2) in NINE:
             tokens, max_tokens = asked(i)
             run.add(str(i), tokens, max_tokens=max_tokens, top_logprobs=0)
         for id in [id for id, after in cancelled.items() if run.steps == 2 * int(id) + after]:
@@ -68,7 +68,7 @@ def test_rows_that_join_leave_and_are_preempted_equal_their_answers_alone(family
         run.step()
         assert run.steps < 2000
     assert len(preempted) > 3
-    for i in TWELVE:
+    for i in NINE:
         expected, generated = outcomes_alone(family, i), run.generated[str(i)]
         if str(i) in cancelled:
             expected = expected[: len(generated)]

@@ -117,7 +117,7 @@ def test_row_equals_its_answer_alone_while_others_join_and_leave(family: str) ->
     rng, table = random.Random(family), Decoding(family)
     preempted: list[tuple[Row, Snapshot]] = []
     ended: list[Row] = []
-    for seed in range(24):
+    for seed in range(16):
         if len(table.rows) < 2 or rng.random() < 0.4:
             table.start(rng.choice(LENGTHS), seed)
         table.step()

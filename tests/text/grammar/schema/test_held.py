@@ -269,7 +269,9 @@ HEAVY: dict[str, Schema] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HEAVY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (number % 2)) for number, name in enumerate(HEAVY)]
+)
 def test_what_a_schema_costs_is_bounded(name: str) -> None:
     begun = time.process_time()
     grammar = Grammar({})
