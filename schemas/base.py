@@ -28,9 +28,12 @@ class Strict(BaseModel):
 
 
 class Sent(BaseModel):
-    """Base of outgoing models. A later worker may send more fields, so readers must accept unknown ones."""
+    """Base of outgoing models. A later worker may send more fields, so readers must accept unknown ones.
 
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
+    They describe what a worker sends, and it uses hardly any itself, so pydantic builds each at its first use.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False, defer_build=True)
 
 
 def _check(value: dict[str, Any], max_values: int, max_characters: int) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from schemas.chat import ChatRequest
 
 Schema = dict[str, Any]
 
-_REQUEST: Schema = ChatRequest.model_json_schema()
 _MAX_QUOTED = 40
 
 
@@ -20,9 +20,14 @@ class ErrorLocation:
     known: tuple[str, ...]  # names of the fields there
 
 
+@cache  # generating it takes 20 ms, which only a request with an error needs
+def _request() -> Schema:
+    return ChatRequest.model_json_schema()
+
+
 def locate(loc: tuple[int | str, ...]) -> ErrorLocation:
     """Return the location that pydantic's `loc` stands for."""
-    path, here = "", _REQUEST
+    path, here = "", _request()
     for step in loc:
         if (chosen := _chosen(here, step)) is not None:
             here = chosen  # pydantic's name of a union's member, which is not in the request
@@ -34,7 +39,7 @@ def locate(loc: tuple[int | str, ...]) -> ErrorLocation:
 def _options(schema: Schema) -> list[Schema]:
     """Return the schemas that a value may match, with references resolved. A tagged union is one of them."""
     if "$ref" in schema:
-        return _options(_REQUEST["$defs"][schema["$ref"].removeprefix("#/$defs/")])
+        return _options(_request()["$defs"][schema["$ref"].removeprefix("#/$defs/")])
     if "anyOf" in schema:
         return [option for each in schema["anyOf"] for option in _options(each)]
     return [schema]
