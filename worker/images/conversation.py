@@ -2,13 +2,16 @@
 
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from schemas.messages import ImagePart, ImageUrl, Message
 from worker.errors import JobFailure
 from worker.images.decoders import Decoders
-from worker.images.fetch import Fetcher
 from worker.images.image import Image
 from worker.settings import Settings
+
+if TYPE_CHECKING:
+    from worker.images.fetch import Fetcher
 
 # A request's images together may have this many times the pixels of one: preprocessed, they wait in memory.
 _REQUEST_FACTOR = 4
@@ -28,7 +31,7 @@ class ImageLoader:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._decoders = Decoders()
-        self._fetcher = Fetcher(settings.image_max_bytes) if settings.image_urls else None
+        self._fetcher = _fetcher(settings.image_max_bytes) if settings.image_urls else None
 
     async def load(self, messages: list[Message]) -> AsyncIterator[tuple[str, Image]]:
         """Yield each image with its place, in the order of the conversation, which is also that of the prompt. Each is
@@ -80,6 +83,12 @@ class ImageLoader:
         self._decoders.close()
         if self._fetcher:
             self._fetcher.close()
+
+
+def _fetcher(max_bytes: int) -> "Fetcher":
+    from worker.images.fetch import Fetcher  # with an HTTP client, which no other worker needs
+
+    return Fetcher(max_bytes)
 
 
 def image_refs(messages: list[Message]) -> Iterator[ImageRef]:
