@@ -1,6 +1,7 @@
 """Load and identify the model that a worker serves, and refuse one at start that it cannot serve correctly."""
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,16 +55,15 @@ def open_model(path_or_hub_id: str, *, vision: bool = True, trusted: bool = Fals
     try:
         with_vision = vision and is_vision_model(path)
         network, config, vision_part = open_vision(path, trusted=trusted) if with_vision else _open_text(path, trusted)
-        tokenizer = load_tokenizer(path, template_of(vision_part), eos_token_ids=config.get("eos_token_id"))
-        # Before weights are read, so that an unsupported model is refused at once.
-        why_not, model_profile = why_not_batched(network, config), profile(network, config)
-        costs = model_profile.costs(weights_bytes=weights_bytes(_all_weights(network, vision_part)))
-        if why_not is None:
-            mx.eval(_all_weights(network, vision_part).parameters())
-            if vision_part:
-                refuse_unlike(vision_part.network, network, model_profile.vocab)
-            costs = calibrated(costs, network, context_of(config))
-            costs = with_encoder_cost(costs, vision_part) if vision_part else costs
+        with ThreadPoolExecutor(1, "tokenizer") as thread:  # reading weights and forwards need no interpreter
+            template, eos_ids = template_of(vision_part), config.get("eos_token_id")
+            tokenizer_loaded = thread.submit(load_tokenizer, path, template, eos_token_ids=eos_ids)
+            # Before weights are read, so that an unsupported model is refused at once.
+            why_not, model_profile = why_not_batched(network, config), profile(network, config)
+            costs = model_profile.costs(weights_bytes=weights_bytes(_all_weights(network, vision_part)))
+            if why_not is None:
+                costs = _measured(costs, network, vision_part, config, model_profile.vocab)
+            tokenizer = tokenizer_loaded.result()
     except (ValueError, OSError, KeyError, TypeError, ImportError, RuntimeError, AttributeError) as error:
         raise CannotStart(why_not_loaded(path_or_hub_id, error, with_vision=with_vision)) from error
     if why_not:
@@ -81,6 +81,17 @@ def open_model(path_or_hub_id: str, *, vision: bool = True, trusted: bool = Fals
         stateful=needs_states(network),
         vision=vision_part,
     )
+
+
+def _measured(
+    costs: MemoryModel, network: nn.Module, vision: Vision | None, config: dict[str, Any], vocab: int
+) -> MemoryModel:
+    """Load the weights into memory, and return the memory model corrected by measurements. Blocks."""
+    mx.eval(_all_weights(network, vision).parameters())
+    if vision:
+        refuse_unlike(vision.network, network, vocab)
+    costs = calibrated(costs, network, context_of(config))
+    return with_encoder_cost(costs, vision) if vision else costs
 
 
 def context_of(config: dict[str, Any]) -> int:
