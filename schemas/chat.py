@@ -276,6 +276,12 @@ class ChatRequest(Strict):
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
+    def constrains_answer(self) -> bool:
+        """True if the answer must follow a schema or be a tool call."""
+        forced = self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+        return forced or isinstance(self.response_format, JsonObjectFormat | JsonSchemaFormat)
+
+    @property
     def output_limit(self) -> int | None:
         """Maximum tokens of the answer that the client requests; None for the worker's default."""
         return self.max_completion_tokens or self.max_tokens

@@ -16,8 +16,7 @@ from arq.worker import func
 from worker.chat.context import WorkerContext
 from worker.jobs import chat
 from worker.monitoring.health import Health
-from worker.monitoring.metrics import Metrics
-from worker.monitoring.probes import answer_probes
+from worker.monitoring.sink import served_metrics
 from worker.process.log_lines import set_up_logging
 from worker.queue.job.functions import JobFunctions
 from worker.queue.server.connection import connect
@@ -159,12 +158,11 @@ def _inject_fault(mark: int, k: int) -> None:
 async def serve(settings: Settings, step_s: float) -> None:
     """Run the worker until it is stopped."""
     engine = PacedEngine(step_s)
-    metrics = Metrics(settings.model_name)
     codec = TextCodec(PacedTokenizer(), 1_000_000)
-    context = WorkerContext(settings, engine, codec, None, "paced", 1_000_000, 1_000_000, {}, metrics)
     stepping = asyncio.create_task(engine.run())
     health = Health(settings.watchdog_s)
-    with answer_probes(settings.metrics_port, metrics.registry, health):
+    with served_metrics(settings.model_name, settings.metrics_port, health) as metrics:
+        context = WorkerContext(settings, engine, codec, None, "paced", 1_000_000, 1_000_000, {}, metrics)
         async with connect(settings) as redis:
             worker = QueueWorker(
                 JobFunctions([func(chat, name="chat")], {"context": context}),

@@ -17,9 +17,10 @@ from worker.monitoring.health import Health, Part
 from worker.monitoring.heartbeat import Heartbeat
 from worker.monitoring.metrics import Metrics
 from worker.monitoring.probes import answer_probes
+from worker.monitoring.sink import MetricsSink, served_metrics
 
 
-def probes(port: int | None, health: Health | None = None) -> AbstractContextManager[None]:
+def probes(port: int, health: Health | None = None) -> AbstractContextManager[None]:
     return answer_probes(port, Metrics("m").registry, health or Health(60))
 
 
@@ -149,10 +150,15 @@ def test_a_worker_that_starts_again_finds_its_port_free() -> None:
             scrape(port)
 
 
-def test_without_a_port_nobody_listens() -> None:
+def test_without_a_port_nothing_is_counted_and_nobody_listens() -> None:
     before = {*threading.enumerate()}
-    with probes(None):
+    with served_metrics("m", None, Health(60)) as metrics:
+        assert type(metrics) is MetricsSink
         assert {*threading.enumerate()} <= before
+
+
+def test_every_measurement_that_is_dropped_without_a_port_is_counted_with_one() -> None:
+    assert {name for name, each in vars(MetricsSink).items() if callable(each)} <= {*vars(Metrics)}
 
 
 @pytest.mark.timing

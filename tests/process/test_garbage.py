@@ -5,7 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from worker.process.garbage import collect_on_a_timer, count_old, is_due
+from worker.process.garbage import (
+    collect_on_a_timer,
+    count_old,
+    is_due,
+    pause_collections,
+    resume_collections,
+)
 
 LONG_S = 60.0
 
@@ -87,3 +93,17 @@ def test_a_collection_waits_while_there_are_many_objects() -> None:
 def test_a_collection_waits_no_longer_than_memory_allows() -> None:
     assert is_due(2_500_000, 0)
     assert is_due(6_100_000, 4_000_000)
+
+
+def test_a_pause_of_collections_ends_and_leaves_out_the_objects_that_were_made_in_it() -> None:
+    pause_collections()
+    try:
+        before = gc.get_stats()
+        kept = [[number] for number in range(100_000)]
+        assert gc.get_stats() == before
+        resume_collections()
+        assert gc.isenabled()
+        assert count_old() < len(kept)
+    finally:
+        gc.enable()
+        gc.unfreeze()

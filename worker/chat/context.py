@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from worker.bounded_json.reader import Reader
 from worker.chat.images import ImageInputs
-from worker.monitoring.metrics import Metrics
+from worker.monitoring.sink import MetricsSink
 from worker.schedule.outcomes import OutcomeListener
 from worker.schedule.request import GenerationRequest
 from worker.settings import Settings
@@ -34,5 +34,5 @@ class WorkerContext:
     context_tokens: int  # prompt and answer together
     vocab_size: int
     generation: dict[str, Any]  # the model's own sampling defaults
-    metrics: Metrics
+    metrics: MetricsSink
     reader: Reader = field(default_factory=Reader)

@@ -1,7 +1,6 @@
 """A worker's Prometheus metrics, served by `worker.monitoring.probes`.
 
-Names and meanings are vLLM's if it has the metric; ours begin with `sluice:`. They are always counted, and served if a
-port is set.
+Names and meanings are vLLM's if it has the metric; ours begin with `sluice:`. Imported only if a port is set.
 """
 
 from bisect import bisect_left
@@ -14,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 
 from schemas.keys import LANES, Lane
 from worker.errors import ErrorType
+from worker.monitoring.sink import MetricsSink
 from worker.schedule.report import StepReport
 
 _Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
@@ -36,7 +36,7 @@ _BY_MODEL = ("model_name",)
 _BY_LANE = ("model_name", "lane")
 
 
-class Metrics:
+class Metrics(MetricsSink):
     """Metrics of one worker. Seconds are never negative."""
 
     def __init__(self, model_name: str) -> None:
@@ -127,26 +127,22 @@ class Metrics:
     # A job's life
 
     def claimed(self, lane: Lane, *, queue_s: float, lease_expirations: int) -> None:
-        """Count a claim. `queue_s`: seconds in the queue. `lease_expirations`: times that the job's lease expired."""
         self._running[lane].inc()
         self._queue_s[lane].observe(queue_s)
         if lease_expirations:
             self._taken_over[lane].inc()
 
     def first_token(self, lane: Lane, *, ttft_s: float, prefill_s: float, prompt_tokens: int) -> None:
-        """Count an attempt's first token, once per attempt, even if it ends the answer."""
         self._ttft_s[lane].observe(ttft_s)
         self._prefill_s[lane].observe(prefill_s)
         self._prompt_tokens[lane].inc(prompt_tokens)
 
     def token(self, lane: Lane, gap_s: float | None) -> None:
-        """Count a token of a row, on the event loop. `gap_s`: seconds since the one before; None for the first."""
         self._tokens.count(lane, gap_s)
 
     def finished(
         self, lane: Lane, reason: str, *, e2e_s: float, decode_s: float, prompt_tokens: int, completion_tokens: int
     ) -> None:
-        """Count a finished job. `reason`: its finish reason. `e2e_s`: seconds since submission."""
         self._ended[lane, reason].inc()
         self._e2e_s[lane].observe(e2e_s)
         self._decode_s[lane].observe(decode_s)
@@ -154,28 +150,23 @@ class Metrics:
         self._answers[lane].observe(completion_tokens)
 
     def failed(self, lane: Lane, error: ErrorType) -> None:
-        """Count a failed job."""
         self._ended[lane, "error"].inc()
         self._failed[lane, error].inc()
         if error in _NOT_ADMITTED:
             self._rejected[lane, error].inc()
 
     def cancelled(self, lane: Lane) -> None:
-        """Count a cancelled job."""
         self._ended[lane, "abort"].inc()
 
     def released(self, lane: Lane) -> None:
-        """Count that a claimed job has left this worker: once per claim, if requeued or lost too."""
         self._running[lane].dec()
 
     # Current state
 
     def set_waiting(self, lane: Lane, jobs: int) -> None:
-        """Set the number of jobs that wait in the lane's queue."""
         self._waiting[lane].set(jobs)
 
     def record_step(self, step: StepReport) -> None:
-        """Record a step of the engine."""
         self._step_rows.observe(step.rows)
         self._step_s.observe(step.seconds)
         self._awaiting_memory.set(step.num_waiting)

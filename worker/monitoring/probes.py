@@ -24,12 +24,9 @@ _TEXT = "text/plain; charset=utf-8"
 
 
 @contextmanager
-def answer_probes(port: int | None, registry: CollectorRegistry, health: Health) -> Iterator[None]:
+def answer_probes(port: int, registry: CollectorRegistry, health: Health) -> Iterator[None]:
     """Serve while the block runs, to every client that can reach this machine: answers contain no prompts and no ids.
-    Without a port, nothing is served. Raises `CannotStart` if the port cannot be opened."""
-    if port is None:
-        yield
-        return
+    Raises `CannotStart` if the port cannot be opened."""
     handler = type("Handler", (_Handler,), {"registry": registry, "health": health})
     try:
         server = _Server(("", port), handler)

@@ -7,7 +7,7 @@ from typing import Any
 
 from schemas.keys import Lane
 from worker.errors import Cancelled, OwnershipLost
-from worker.monitoring.metrics import Metrics
+from worker.monitoring.sink import MetricsSink
 from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claim
 from worker.queue.job.job import Interruption, Job
@@ -21,7 +21,7 @@ class RunningJobs:
     All methods are for the event loop's thread, except `claims` and `ownership_lost`.
     """
 
-    def __init__(self, publisher: Publisher, metrics: Metrics, *, run: RunJob, wake: Callable[[], None]) -> None:
+    def __init__(self, publisher: Publisher, metrics: MetricsSink, *, run: RunJob, wake: Callable[[], None]) -> None:
         """`run` is arq's `run_job`: it brings the job of an id to its ending, and does not raise. `wake` is called
         when a job may be claimed in place of one that has ended or has left its probation."""
         self._publisher, self._metrics = publisher, metrics

@@ -11,7 +11,7 @@ from arq.worker import Worker
 from schemas import keys
 from worker.json_bytes import dumps
 from worker.monitoring.heartbeat import Heartbeat
-from worker.monitoring.metrics import Metrics
+from worker.monitoring.sink import MetricsSink
 from worker.queue.cancel_backlog import CancelBacklog
 from worker.queue.cancel_keys import CancelKeys
 from worker.queue.cron import Cron, Crons
@@ -59,7 +59,7 @@ class QueueWorker(Worker):
         *,
         server: RedisServer,
         settings: Settings,
-        metrics: Metrics,
+        metrics: MetricsSink,
         model: ServedModel | None = None,
         crons: Sequence[Cron] = (),
     ) -> None:

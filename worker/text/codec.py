@@ -1,13 +1,13 @@
 """Converts between messages and tokens for one model: prompts, grammars, output and logprobs."""
 
+import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from schemas import ChatRequest
 from schemas.keys import Lane
 from worker.schedule.outcomes import Logprobs
 from worker.schedule.request import GrammarState
-from worker.text.grammar.guide import GrammarStates
 from worker.text.output.formats import ModelFormat
 from worker.text.output.logprobs import entry
 from worker.text.output.output import Output
@@ -20,7 +20,12 @@ from worker.text.threads import Check, TextThreads
 from worker.text.tokenizer import Tokenizer
 from worker.text.vocabulary import Vocabulary
 
+if TYPE_CHECKING:
+    from worker.text.grammar.guide import GrammarStates
+
 T = TypeVar("T")
+
+_SMALL_VOCABULARY = 8_192  # tokens; their tables for grammars are built in some 50 ms, those of large ones in a second
 
 
 class TextCodec:
@@ -42,6 +47,7 @@ class TextCodec:
         `control_tokens`: read control tokens in a client's text as tokens, not as text.
         `context`: its length in tokens; a prompt well beyond it is refused before it is tokenized.
         """
+        self._tokenizer, self._vocab = tokenizer, vocab
         self._vocabulary, self._format = Vocabulary(tokenizer), ModelFormat(tokenizer)
         places = TokenOffsets(self._vocabulary, len(tokenizer.tokens)) if boundaries or droppable else None
         self._threads = TextThreads()
@@ -54,11 +60,14 @@ class TextCodec:
             context=context,
             threads=self._threads,
         )
-        self._grammars = GrammarStates(tokenizer, self._vocabulary, self._format, vocab)
+        self._grammars: asyncio.Future[GrammarStates] | None = None  # begun at the first constrained answer
 
-    async def try_template(self) -> None:
-        """Try the chat template before the first request. Raises `CannotStart` if it takes too long."""
+    async def prepare(self) -> None:
+        """Do what would stall the streams of running jobs: try the chat template, and build a large vocabulary's tables
+        for grammars. Raises `CannotStart` if the template takes too long."""
         await self._prompts.try_template()
+        if self._vocab > _SMALL_VOCABULARY:
+            await self._grammar_states()
 
     async def prompt(self, request: ChatRequest, images: Sequence[str] = (), lane: Lane = "interactive") -> Prompt:
         """Render and tokenize the request's messages.
@@ -73,7 +82,18 @@ class TextCodec:
 
         Raises `JobFailure` for a schema that cannot be enforced.
         """
-        return await self._grammars.create(request, prompt, lane)
+        return await (await self._grammar_states()).create(request, prompt, lane) if request.constrains_answer else None
+
+    async def _grammar_states(self) -> "GrammarStates":
+        if self._grammars is None:
+            self._grammars = asyncio.ensure_future(asyncio.to_thread(self._new_grammar_states))
+        return await asyncio.shield(self._grammars)
+
+    def _new_grammar_states(self) -> "GrammarStates":
+        # llguidance and the rewriting of schemas take a while to import, and most first chats need neither.
+        from worker.text.grammar.guide import GrammarStates
+
+        return GrammarStates(self._tokenizer, self._vocabulary, self._format, self._vocab)
 
     async def run(self, lane: Lane, characters: int, work: Callable[[Check], T], tenant: str = "") -> T:
         """Call `work`, whose input has `characters` characters, on a text thread: see `Pool.run`."""

@@ -312,7 +312,7 @@ async def test_boundaries_take_one_more_render_for_each_turn_that_may_come(
 async def test_a_short_prompt_with_boundaries_stays_on_the_loop() -> None:
     tokenizer = ByteTokenizer()
     codec = TextCodec(tokenizer, 256, boundaries=True)
-    await codec.try_template()
+    await codec.prepare()
     tokenizer.threads.clear()
     prompt = await codec.prompt(request(RULES, user("Hi")))
     assert tokenizer.threads == {threading.current_thread()}

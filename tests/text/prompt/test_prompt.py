@@ -277,7 +277,7 @@ async def test_a_template_that_takes_too_long_for_one_word_ends_the_worker(monke
     monkeypatch.setattr("worker.text.prompt.prompt._TRIAL_S", 0.1)
     ended = threading.Event()
     with pytest.raises(CannotStart, match="chat template"):
-        await asyncio.wait_for(TextCodec(EndlessTokenizer(), 256).try_template(), 10)
+        await asyncio.wait_for(TextCodec(EndlessTokenizer(), 256).prepare(), 10)
     ended.set()
 
 

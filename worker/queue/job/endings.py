@@ -9,7 +9,7 @@ from redis.exceptions import RedisError
 
 from worker.errors import Cancelled, JobFailure, OwnershipLost, Requeue
 from worker.json_bytes import dumps
-from worker.monitoring.metrics import Metrics
+from worker.monitoring.sink import MetricsSink
 from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claims
 from worker.queue.job.job import Interruption, Job, JobResult
@@ -27,7 +27,7 @@ POISON_JOB = JobFailure(
 class Endings:
     """Writes the endings of jobs, and counts them in the metrics."""
 
-    def __init__(self, publisher: Publisher, claims: Claims, model: str, metrics: Metrics) -> None:
+    def __init__(self, publisher: Publisher, claims: Claims, model: str, metrics: MetricsSink) -> None:
         self._publisher = publisher
         self._claims = claims
         self._model = model

@@ -1,0 +1,74 @@
+"""Builds the parts of a worker around its loaded model."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+
+from arq.worker import func
+
+from worker.chat.context import WorkerContext
+from worker.chat.images import ImageInputs
+from worker.engine.model.load import Model
+from worker.engine.thread import EngineThread
+from worker.engine.tokenizer import MLXTokenizer
+from worker.jobs import chat
+from worker.monitoring.sink import MetricsSink
+from worker.queue.cron import Cron
+from worker.queue.job.functions import JobFunctions
+from worker.queue.server.redis_server import RedisServer
+from worker.queue.worker import QueueWorker, ServedModel
+from worker.settings import Settings
+from worker.text.codec import TextCodec
+
+
+@contextmanager
+def image_inputs(settings: Settings, model: Model) -> Iterator[ImageInputs | None]:
+    """Yield what prepares images, and close it after the block; None for a text model."""
+    if model.vision is None:
+        yield None
+        return
+    with closing(ImageInputs(settings, model.vision.image_processor)) as images:
+        yield images
+
+
+def worker_context(
+    settings: Settings, engine: EngineThread, model: Model, images: ImageInputs | None, metrics: MetricsSink
+) -> WorkerContext:
+    """Return what the jobs use."""
+    context_tokens = min(model.context, settings.context_tokens or model.context)
+    codec = TextCodec(
+        MLXTokenizer(model.tokenizer, model.vision.image_processor.marker if model.vision else ""),
+        model.vocab,
+        boundaries=settings.prefix_cache_gb != 0 and _needs_boundaries(model),
+        droppable=model.draft is not None,
+        control_tokens=settings.allow_control_tokens,
+        context=context_tokens,
+    )
+    return WorkerContext(
+        settings=settings,
+        engine=engine,
+        codec=codec,
+        images=images,
+        fingerprint=model.fingerprint,
+        context_tokens=context_tokens,
+        vocab_size=model.vocab,
+        generation=model.generation,
+        metrics=metrics,
+    )
+
+
+def _needs_boundaries(model: Model) -> bool:
+    return model.stateful or (model.draft is not None and model.draft.stateful)
+
+
+def queue_worker(
+    server: RedisServer, engine: EngineThread, context: WorkerContext, crons: Sequence[Cron]
+) -> QueueWorker:
+    """Return the queue worker, which runs the jobs and the `crons`."""
+    return QueueWorker(
+        JobFunctions([func(chat, name="chat")], {"context": context}, context.reader),
+        server=server,
+        settings=context.settings,
+        metrics=context.metrics,
+        model=ServedModel(engine.set_paused, [engine.heartbeat], images=context.images is not None),
+        crons=crons,
+    )
