@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from scripts.benchmarks import batch, engine, prefix, quality, sampling, specprefill, spine, vision
+from scripts.benchmarks import batch, engine, prefix, quality, sampling, specprefill, spine, start, vision
 from scripts.benchmarks.serve import command, options
 
 BENCHMARKS: dict[str, tuple[Callable[[Console], bool], str]] = {
     "spine": (spine.main, "cost of the path through Redis"),
+    "start": (start.main, "time from a worker's start to its first answer, against the import of mlx-lm"),
     "sampling": (sampling.main, "cost of sampling"),
     "engine": (engine.main, "continuous batching against mlx-lm's"),
     "prefix": (prefix.main, "cost of a prefix cache hit, and its length by family"),
