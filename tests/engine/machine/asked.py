@@ -7,7 +7,7 @@ from tests.engine.machine import grammars
 from tests.engine.machine.families import Family, Part, joined, prompt
 from tests.engine.machine.faults import NOT_FINITE, REFUSED, Faults
 from tests.engine.machine.grammars import Forbids, Forces, Plan, Raises
-from tests.engine.machine.reference import Answer, alone
+from tests.engine.machine.reference import LONGEST, SHORT, Answer, alone
 from tests.engine.vision.cases import Prompt
 from worker.schedule.request import Lane, Range, Sampling, SpecPrefillParams
 
@@ -56,7 +56,8 @@ def base(family: Family, parts: tuple[Part, ...], seed: int, *, system: bool) ->
 def answer_to(family: Family, asked: Asked, kept: tuple[Range, ...] | None) -> Answer:
     """Return the whole answer of a request alone. `kept`: the tokens of its prompt that are computed; None: all."""
     plan = grammars.without_failure(asked.grammar)
-    return alone(family, asked.prompt, asked.sampling, plan, kept)[: asked.max_tokens]
+    tokens = SHORT if asked.max_tokens <= SHORT else LONGEST
+    return alone(family, asked.prompt, asked.sampling, plan, kept, tokens)[: asked.max_tokens]
 
 
 def is_spoilt(faults: Faults, prompt: Prompt) -> bool:

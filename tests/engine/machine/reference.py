@@ -1,4 +1,4 @@
-"""What a request answers alone, by the single-request paths of mlx-lm and mlx-vlm."""
+"""Answers of single requests, by the single-request paths of mlx-lm and mlx-vlm."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -19,7 +19,7 @@ from worker.engine.sampling.processors import processors_for
 from worker.engine.sampling.sampler import draw, draw_key, kind_of
 from worker.schedule.request import GenerationRequest, Range, Sampling
 
-LONGEST = 12  # tokens of an answer
+SHORT, LONGEST = 3, 12  # tokens of an answer
 
 Answer = list[tuple[int, float]]  # tokens with their logprobs, up to the end of the sequence
 Steps = Iterable[tuple[int, mx.array]]  # each token, and the logprobs (vocab,) that it was drawn from
@@ -65,20 +65,23 @@ def alone(
     sampling: Sampling,
     grammar: grammars.Plan | None,
     kept: tuple[Range, ...] | None = None,
+    tokens: int = LONGEST,
 ) -> Answer:
-    """Return the answer to a prompt of which only the tokens in `kept` are computed; None: all of them."""
+    """Return the answer of at most `tokens` tokens to a prompt of which only the tokens in `kept` are computed; None:
+    all of them."""
     state = grammars.make(family, grammar)
-    chooser = Chooser(request(family, "alone", prompt, LONGEST, sampling=sampling, grammar=state))
+    chooser = Chooser(request(family, "alone", prompt, tokens, sampling=sampling, grammar=state))
     answer: Answer = []
     for token, logprobs in _steps(family, prompt, kept, chooser):
-        if token == family.end or len(answer) == LONGEST:
+        if token == family.end or len(answer) == tokens:
             break
         answer.append((token, logprobs[token].item()))
     return answer
 
 
 def _steps(family: Family, prompt: Prompt, kept: tuple[Range, ...] | None, chooser: Chooser) -> Steps:
-    how: dict[str, Any] = {"sampler": chooser.draw, "logits_processors": [chooser.process], "max_tokens": LONGEST}
+    most = chooser.request.max_tokens
+    how: dict[str, Any] = {"sampler": chooser.draw, "logits_processors": [chooser.process], "max_tokens": most}
     if kept is not None and prompt.images:
         return _chosen(prompt, *kept_logits_with_images(family.name, prompt, kept), chooser)
     if kept is not None:
@@ -106,7 +109,7 @@ def _chosen(
     prompt: Prompt, logits: mx.array, next_: Callable[[int, int], mx.array], chooser: Chooser
 ) -> Iterator[tuple[int, mx.array]]:
     tokens = list(prompt.tokens)
-    for number in range(LONGEST + 1):
+    for number in range(chooser.request.max_tokens + 1):
         processed = chooser.process(mx.array(tokens), logits[:, -1])
         logprobs = processed - mx.logsumexp(processed, axis=-1, keepdims=True)
         tokens.append(int(chooser.draw(logprobs)[0]))

@@ -1,4 +1,4 @@
-"""What an engine holds when all of its requests have ended."""
+"""The remains of an engine whose requests have all ended."""
 
 from collections.abc import Iterator
 from typing import Any

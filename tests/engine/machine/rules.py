@@ -13,21 +13,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
 from tests.engine.machine import asked as expected
-from tests.engine.machine import grammars
+from tests.engine.machine import drawn, grammars
 from tests.engine.machine.asked import LONGEST_PROMPT, LOOKS, SAMPLINGS, SPOILT, TEXTS, Asked, base
 from tests.engine.machine.families import Family, Part, images_of, joined, prompt, request, with_other_images
 from tests.engine.machine.faults import ONCE, Faults, Once
-from tests.engine.machine.grammars import Forbids, Forces, Json, Picky, Raises
+from tests.engine.machine.grammars import Forbids, Forces, Raises
 from tests.engine.machine.reference import LONGEST, Answer
 from tests.engine.vision.cases import Prompt
 from worker.schedule.grouping import StepCost
 from worker.schedule.memory import MAX_ROWS, ImageDemand
-from worker.schedule.request import Range, SpecPrefillParams
+from worker.schedule.request import Range
 
 SPARE_IMAGES = ImageDemand(64, 128, 64, 100_000)
-KEEPS = [0.2, 0.5, 1.0]
-LEAST_SCORED = 60  # tokens of a prompt
 COSTS = [ONE_GROUP, EACH_ALONE, StepCost(group_s=2e-6, cell_s=1e-9)]
+MOST_STEPS = 100  # to the first tokens of an answer
 MOST_DOOMED = 3  # more could fail one after another until the engine gives up, as it should
 
 
@@ -97,33 +96,10 @@ class Rules(RuleBasedStateMachine):
         )
 
     def ask(self, data: st.DataObject, prompt: Prompt) -> None:
-        """Submit a prompt in a form of its own. What is drawn does not depend on the prompt or on the engine, whose
-        steps depend on the clock, so that a sequence can be run again."""
-        tokens = len(prompt.tokens)
-        asked = Asked(
-            prompt,
-            data.draw(st.sampled_from(SAMPLINGS), "sampling"),
-            data.draw(st.one_of(st.none(), st.sampled_from([Json(), Picky()])), "grammar"),
-            data.draw(st.integers(1, LONGEST), "most tokens"),
-            self.specprefill(data, tokens),
-            data.draw(st.sampled_from(["interactive", "interactive", "batch"]), "lane"),
-            data.draw(st.sampled_from(["", "", "", "another"]), "namespace"),
-            self.boundaries(data, tokens),
-            data.draw(st.sampled_from([0, 0, None, 2]), "logprobs"),
-        )
+        """Submit a prompt in a form of its own."""
+        asked = drawn.form(data, prompt)
         if not (self.is_spoilt(prompt) and self.crowd_of_doomed()):
             self.submit(asked)
-
-    def specprefill(self, data: st.DataObject, tokens: int) -> SpecPrefillParams | None:
-        keep = data.draw(st.sampled_from([None, *KEEPS]), "keep")
-        last = data.draw(st.sampled_from([1, 20]), "last tokens to keep")
-        if keep is None or tokens < LEAST_SCORED:
-            return None
-        return SpecPrefillParams(keep, ((8, tokens - last),), min_tokens=1, requested=True)
-
-    def boundaries(self, data: st.DataObject, tokens: int) -> tuple[int, ...]:
-        places = st.one_of(st.sampled_from([9, 16, 20, LONGEST_PROMPT]), st.integers(1, LONGEST_PROMPT))
-        return tuple({min(at, tokens) for at in data.draw(st.lists(places, max_size=3), "boundaries")})
 
     def one_of(self, data: st.DataObject, ids: Sequence[str]) -> str:
         return sorted(ids, key=int)[data.draw(st.integers(0, 99), "which") % len(ids)]
@@ -135,17 +111,14 @@ class Rules(RuleBasedStateMachine):
     def ask_anew(self, data: st.DataObject, seed: int, system: bool) -> None:
         self.ask(data, base(self.family, data.draw(st.sampled_from(self.catalogue()), "parts"), seed, system=system))
 
-    @rule(data=st.data(), seed=st.integers(1, 2), keep=st.sampled_from(KEEPS[:2]), system=st.booleans())
-    def ask_long(self, data: st.DataObject, seed: int, keep: float, system: bool) -> None:
-        """Ask for a long answer to a prompt of which some tokens are dropped."""
-        long = [
-            parts for parts in self.catalogue() if sum(part for part in parts if isinstance(part, int)) >= LEAST_SCORED
-        ]
-        whole = base(self.family, data.draw(st.sampled_from(long), "parts"), seed, system=system)
-        tokens = len(whole.tokens)
-        params = SpecPrefillParams(keep, ((8, tokens - 20),), min_tokens=1, requested=True)
-        sampling = data.draw(st.sampled_from(SAMPLINGS), "sampling")
-        self.submit(Asked(whole, sampling, None, LONGEST, params, boundaries=self.boundaries(data, tokens)))
+    @rule(data=st.data())
+    def ask_long(self, data: st.DataObject) -> None:
+        self.submit_long(data)
+
+    def submit_long(self, data: st.DataObject) -> str:
+        """Ask for a long answer to a prompt of which some tokens are dropped, and return the request's id."""
+        self.submit(drawn.long(data, self.family, self.catalogue()))
+        return list(self.asked)[-1]
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data(), turn=st.sampled_from([(1,), (12,)]), seed=st.integers(3, 4), answered=st.booleans())
@@ -210,7 +183,7 @@ class Rules(RuleBasedStateMachine):
         sampling = data.draw(st.sampled_from(SAMPLINGS), "sampling")
         max_tokens = data.draw(st.integers(1, LONGEST), "most tokens")
         whole = base(self.family, parts, seed, system=False)
-        specprefill = self.specprefill(data, len(whole.tokens))
+        specprefill = drawn.specprefill(data, len(whole.tokens))
         if not self.crowd_of_doomed():
             self.submit(Asked(whole, sampling, plan, max_tokens, specprefill))
 
@@ -229,8 +202,19 @@ class Rules(RuleBasedStateMachine):
 
     @rule(once=st.sampled_from(ONCE), spared=st.sampled_from([0, 0, 1, 3]))
     def fail_once(self, once: Once, spared: int) -> None:
+        self.fail_once_unless_crowded(once, spared)
+
+    def fail_once_unless_crowded(self, once: Once, spared: int) -> None:
         if not self.crowd_of_doomed():
             self.faults.arm(once, spared)
+
+    @rule(data=st.data(), once=st.sampled_from(ONCE), spared=st.integers(0, 5), tokens=st.sampled_from([0, 0, 2]))
+    def fail_in_a_long_prompt(self, data: st.DataObject, once: Once, spared: int, tokens: int) -> None:
+        """Fail once after the choice of tokens to keep, and after `tokens` tokens of the answer."""
+        id = self.submit_long(data)
+        self.step_until_said(id, tokens)
+        self.fail_once_unless_crowded(once, spared)
+        self.step_once()
 
     # Other events
 
@@ -248,6 +232,13 @@ class Rules(RuleBasedStateMachine):
         self.happened["preempted by the engine"] += report.num_preemptions
         assert report.prefix.nbytes <= self.prefix_bytes
         self.settle(before)
+
+    def step_until_said(self, id: str, tokens: int) -> None:
+        """Run steps until the tokens to keep are chosen and `tokens` tokens of the answer are delivered."""
+        for _ in range(MOST_STEPS):
+            if id in self.run.ended or (id in self.settled and len(self.said(id)) >= tokens):
+                return
+            self.step_once()
 
     def settle(self, before: dict[str, int]) -> None:
         """Record which tokens of each prompt the engine computes. `before`: tokens of each answer before the step."""
@@ -270,15 +261,25 @@ class Rules(RuleBasedStateMachine):
             self.run.engine.remove(id)
 
     @precondition(lambda self: self.asked)
-    @rule(data=st.data(), sparse=st.booleans(), wait=st.sampled_from([False, False, True]), keep=st.booleans())
-    def preempt(self, data: st.DataObject, sparse: bool, wait: bool, keep: bool) -> None:
-        """Preempt an active request. `sparse`: one with dropped tokens, if there is any. `wait`: until memory may have
-        become free, else for one step at most."""
-        active = [id for id in self.run.active if id in self.kept and sparse] or self.run.active
-        id = self.one_of(data, active or [*self.asked])
+    @rule(data=st.data(), wait=st.sampled_from([False, False, True]), keep=st.booleans())
+    def preempt(self, data: st.DataObject, wait: bool, keep: bool) -> None:
+        """Preempt an active request. `wait`: until memory may have become free, else for one step at most. `keep`: its
+        cache is saved."""
+        if not self.run.active:
+            self.step_once()
+        self.preempt_row(self.one_of(data, self.run.active or [*self.asked]), wait, keep)
+
+    @rule(data=st.data(), tokens=st.integers(0, 4), wait=st.sampled_from([False, False, True]), keep=st.booleans())
+    def preempt_long(self, data: st.DataObject, tokens: int, wait: bool, keep: bool) -> None:
+        """Preempt a request with dropped tokens, after `tokens` tokens of its answer."""
+        id = self.submit_long(data)
+        self.step_until_said(id, tokens)
+        self.preempt_row(id, wait, keep)
+
+    def preempt_row(self, id: str, wait: bool, keep: bool) -> None:
         engine = self.run.engine
         decodes = id in {row.id for _, row in engine._running}
-        if decodes or id in engine._prefills:  # else it waits, or has just failed
+        if decodes or id in engine._prefills:  # else it waits, has just failed, or has ended
             self.happened["preempted"] += 1
             self.happened["preempted sparse"] += decodes and id in self.kept
             self.run.preempt(id)
