@@ -79,6 +79,7 @@ def test_a_bad_option_ends_the_command_with_an_error(capsys: pytest.CaptureFixtu
     assert "error:" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.live
 def test_a_short_run_measures_every_server_and_writes_all_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
