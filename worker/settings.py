@@ -79,8 +79,8 @@ class Settings(BaseSettings):
         100.0,
         gt=0,
         description="Target time between two tokens of a row, in milliseconds; prompts are prefilled in chunks to meet "
-        "it. While interactive prompts wait, a gap may grow to three times the decode time of all rows, but at most to "
-        "five times this target.",
+        "it. While interactive prompts wait, a gap may grow to three times this target, or to two and a half times the "
+        "decode time of all rows if that is longer.",
     )
     memory_gb: float | None = Field(
         None,

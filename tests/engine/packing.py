@@ -15,7 +15,9 @@ def pack_everything(patch: pytest.MonkeyPatch) -> list[Forward]:
     """Have all prompts advance in every step, packed if possible. Returns the forwards, as they are planned."""
     planned = list[Forward]()
 
-    def plan(waiting: Iterable[PromptState], spare_s: Mapping[Lane, float], step: int, longest: int) -> list[Forward]:
+    def plan(
+        waiting: Iterable[PromptState], spare_s: Mapping[Lane, float], step: int, longest: int, *, enough_s: float
+    ) -> list[Forward]:
         forwards = [*_forwards([*waiting], CHUNKS[step % len(CHUNKS)])]
         planned.extend(forwards)
         return forwards

@@ -9,13 +9,18 @@ from hypothesis import strategies as st
 
 from worker.schedule.budget import (
     ALONE_STEPS,
+    COMPUTED_WITHIN_S,
+    GAP_DECODES,
+    GAP_STEPS,
     MAX_CHUNK,
-    MAX_STEP_STRETCH,
     MIN_CHUNK,
     MIN_TOKENS_TIME_PER_PASS,
-    PROMPT_SHARE,
+    PLANNED,
+    Backlog,
     PromptCost,
+    Running,
     StepBudget,
+    longest_gap_s,
 )
 from worker.schedule.request import Lane
 
@@ -41,7 +46,8 @@ class Machine:
         """Return the seconds of each step of a prompt that advances as far as there is time."""
         lasted = list[float]()
         while done < tokens:
-            fitting = self.budget.cost.within(self.budget.spare_s(1, "batch", self.decode_s), done)
+            spare_s = self.budget.spare_s(Running(1, 1), self.decode_s, Backlog())
+            fitting = self.budget.cost.within(spare_s["batch"], done)
             chunk = min(tokens - done, max(MIN_CHUNK, fitting))
             seconds = self.cost.of(chunk, done) * self._dice.uniform(1 - self.noise, 1 + self.noise)
             self.budget.observe_chunk(chunk, done, seconds)
@@ -58,67 +64,117 @@ def test_the_longest_chunk_within_a_time_is_found(cost: PromptCost, seconds: flo
 
 
 LANES: tuple[Lane, ...] = get_args(Lane)
+ONE = Running(1, 1)
+MUCH = Backlog(seconds=10.0)
+DECODES = st.floats(0, 2)
+BACKLOGS = st.builds(Backlog, st.floats(0, 5), st.floats(0, 5))
 
 
-def spare_s(decode_s: float, lane: Lane, rows: int = 1) -> float:
-    """Once every step has taken that long to decode."""
-    budget = StepBudget(STEP_S)
+def budget(decode_s: float, *, forward_s: float = 0.0, token_s: float = 1e-6) -> StepBudget:
+    """Return the budget after every step has taken that long to decode."""
+    made = StepBudget(STEP_S, 1 / token_s)
+    made.observe_forward(forward_s)
     for _ in range(100):
-        budget.observe_decode(decode_s)
-    return budget.spare_s(rows, lane, decode_s)
+        made.observe_decode(decode_s)
+    return made
+
+
+def spare_s(decode_s: float, lane: Lane, waiting: Backlog = MUCH, running: Running = ONE) -> float:
+    return budget(decode_s).spare_s(running, decode_s, waiting)[lane]
 
 
 @pytest.mark.parametrize("lane", LANES)
-@given(decode_s=st.floats(0, 2))
-def test_step_may_take_longer_if_no_row_decodes(lane: Lane, decode_s: float) -> None:
-    assert spare_s(decode_s, lane, rows=0) == ALONE_STEPS * STEP_S
+@given(decode_s=DECODES, waiting=BACKLOGS)
+def test_step_may_take_longer_if_no_row_decodes(lane: Lane, decode_s: float, waiting: Backlog) -> None:
+    assert spare_s(decode_s, lane, waiting, Running(0, 0)) == ALONE_STEPS * STEP_S
 
 
-@given(st.floats(0, 2))
-def test_offline_prompts_get_the_time_that_decoding_leaves(decode_s: float) -> None:
-    assert spare_s(decode_s, "batch") == pytest.approx(STEP_S - decode_s, abs=1e-6)
+@given(DECODES, BACKLOGS)
+def test_offline_prompts_get_the_time_that_decoding_leaves(decode_s: float, waiting: Backlog) -> None:
+    assert spare_s(decode_s, "batch", waiting) == pytest.approx(STEP_S - decode_s, abs=1e-6)
 
 
-@given(st.floats(0, 2))
-def test_interactive_prompts_get_the_larger_of_their_share_and_the_rest_of_the_target(decode_s: float) -> None:
-    step_s = decode_s + spare_s(decode_s, "interactive")
-    wanted_s = max(STEP_S, (1 + PROMPT_SHARE) * decode_s)
-    assert step_s == pytest.approx(max(STEP_S, min(wanted_s, MAX_STEP_STRETCH * STEP_S)), abs=1e-6)
+@given(DECODES)
+def test_interactive_prompts_get_the_longest_gap_if_only_offline_rows_decode(decode_s: float) -> None:
+    step_s = decode_s + spare_s(decode_s, "interactive", Backlog(), Running(4, 0))
+    assert step_s == pytest.approx(PLANNED * longest_gap_s(STEP_S, decode_s), abs=1e-6)
+
+
+def test_offline_prompts_get_time_for_a_chunk_that_is_worth_its_pass_if_only_offline_rows_decode() -> None:
+    made = budget(0.12, forward_s=0.04, token_s=0.001)
+    assert made.spare_s(Running(4, 0), 0.12, MUCH)["batch"] == pytest.approx(0.04 + 0.04, rel=0.05)
+    assert made.spare_s(Running(4, 1), 0.12, MUCH)["batch"] == pytest.approx(STEP_S - 0.12, abs=1e-6)
+
+
+@given(DECODES, BACKLOGS)
+def test_step_with_waiting_prompts_keeps_within_the_longest_gap(decode_s: float, waiting: Backlog) -> None:
+    step_s = decode_s + spare_s(decode_s, "interactive", waiting)
+    assert step_s <= max(STEP_S, PLANNED * longest_gap_s(STEP_S, decode_s)) * 1.000001
+
+
+def test_longest_gap_is_three_targets_and_at_most_two_and_a_half_decode_times() -> None:
+    assert longest_gap_s(0.1, 0.0) == longest_gap_s(0.1, 0.15) == pytest.approx(0.3)
+    assert longest_gap_s(0.1, 0.3) == pytest.approx(GAP_DECODES * 0.3)
+
+
+@given(st.floats(0.001, 1), DECODES, st.floats(0, 0.1))
+def test_longest_gap_grows_with_the_decode_time_and_never_jumps(step_s: float, decode_s: float, more_s: float) -> None:
+    now_s, then_s = longest_gap_s(step_s, decode_s), longest_gap_s(step_s, decode_s + more_s)
+    assert now_s <= then_s <= now_s + 4.000001 * more_s + 1e-9
+    assert now_s <= max(GAP_STEPS * step_s, GAP_DECODES * decode_s) * 1.000001
+
+
+@given(st.floats(0, 0.05))
+def test_target_is_kept_if_hardly_anything_waits(decode_s: float) -> None:
+    step_s = decode_s + spare_s(decode_s, "interactive", Backlog(0.01, 0.0))
+    assert step_s == pytest.approx(STEP_S, abs=1e-6)
+
+
+@given(DECODES, BACKLOGS, st.floats(0, 1), st.floats(0, 1))
+def test_share_grows_with_the_backlog_and_the_age_of_the_oldest(
+    decode_s: float, waiting: Backlog, seconds: float, age_s: float
+) -> None:
+    more = Backlog(waiting.seconds + seconds, waiting.oldest_s + age_s)
+    assert spare_s(decode_s, "interactive", more) >= spare_s(decode_s, "interactive", waiting) - 1e-9
+
+
+def test_share_computes_what_waits_by_the_time_that_the_oldest_may_wait() -> None:
+    decode_s, waiting = 0.08, Backlog(seconds=0.2, oldest_s=0.1)
+    prompts_s = spare_s(decode_s, "interactive", waiting)
+    assert STEP_S < decode_s + prompts_s < PLANNED * GAP_STEPS * STEP_S
+    steps = waiting.seconds / prompts_s
+    assert waiting.oldest_s + steps * (decode_s + prompts_s) == pytest.approx(COMPUTED_WITHIN_S)
+
+
+def test_time_of_a_chunk_that_is_worth_its_pass_is_left_within_the_longest_gap() -> None:
+    large = budget(0.09, forward_s=0.05, token_s=0.001)
+    spare = large.spare_s(ONE, 0.09, Backlog(0.01, 0.0))
+    assert spare["interactive"] == pytest.approx(0.05 + 0.05, rel=0.05)
+    assert spare["batch"] == pytest.approx(0.01, abs=1e-6)
+    slow = budget(0.14, forward_s=0.1, token_s=0.001)
+    assert slow.spare_s(ONE, 0.14, Backlog(0.01, 0.0))["interactive"] == pytest.approx(PLANNED * 0.3 - 0.14, abs=1e-6)
 
 
 @given(st.sampled_from(LANES), st.floats(0, 0.5), st.floats(0, 0.5))
 def test_elapsed_time_of_the_step_is_not_left_for_prompts(lane: Lane, decode_s: float, other_s: float) -> None:
-    budget = StepBudget(STEP_S)
-    budget.observe_decode(decode_s)
-    before_s = budget.spare_s(1, lane, decode_s)
-    assert budget.spare_s(1, lane, decode_s + other_s) == pytest.approx(before_s - other_s, abs=1e-9)
-
-
-@given(st.floats(0, 0.3), st.floats(1, 3))
-def test_share_counts_the_waiting_rows(decode_s: float, slower: float) -> None:
-    budget = StepBudget(STEP_S)
-    for _ in range(100):
-        budget.observe_decode(decode_s)
-    step_s = decode_s + budget.spare_s(1, "interactive", decode_s, slower)
-    wanted_s = max(STEP_S, (1 + PROMPT_SHARE) * slower * decode_s)
-    assert step_s == pytest.approx(min(wanted_s, MAX_STEP_STRETCH * STEP_S), abs=1e-6)
-    assert budget.spare_s(1, "batch", decode_s, slower) == budget.spare_s(1, "batch", decode_s)
+    made = budget(decode_s)
+    before_s = made.spare_s(ONE, decode_s, MUCH)[lane]
+    assert made.spare_s(ONE, decode_s + other_s, MUCH)[lane] == pytest.approx(before_s - other_s, abs=1e-9)
 
 
 def test_the_share_follows_the_slow_steps_of_many_rows_within_ten() -> None:
-    budget = StepBudget(STEP_S)
-    budget.observe_decode(0.02)
+    made = StepBudget(STEP_S)
+    made.observe_decode(0.02)
     for _ in range(10):
-        budget.observe_decode(0.1)
-    assert budget.spare_s(1, "interactive", 0.1) > 0.8 * PROMPT_SHARE * 0.1
+        made.observe_decode(0.2)
+    assert made.longest_gap_s() > 0.8 * longest_gap_s(STEP_S, 0.2)
 
 
 def test_fast_step_after_slow_ones_gets_no_share_of_their_time() -> None:
-    budget = StepBudget(STEP_S)
-    for decode_s in [0.16] * 50 + [0.05]:
-        budget.observe_decode(decode_s)
-    step_s = 0.05 + budget.spare_s(1, "interactive", 0.05)
-    assert step_s <= 1.25 * max(STEP_S, (1 + PROMPT_SHARE) * 0.05) * 1.000001
+    made = StepBudget(STEP_S)
+    for decode_s in [0.3] * 50 + [0.05]:
+        made.observe_decode(decode_s)
+    assert made.longest_gap_s() == pytest.approx(GAP_STEPS * STEP_S)
 
 
 @given(COSTS)

@@ -8,15 +8,30 @@ from hypothesis import strategies as st
 
 from worker.schedule.budget import MIN_CHUNK, MIN_TOKENS_TIME_PER_PASS, PromptCost
 from worker.schedule.outcomes import Phase
-from worker.schedule.plan import OLDEST_FIRST_EVERY, Chunk, Forward, PromptState, may_advance, plan
+from worker.schedule.plan import (
+    AGING,
+    FIRST_TOKEN_S,
+    OFFLINE_EVERY,
+    OLDEST_FIRST_EVERY,
+    SHORT_PASSES,
+    Chunk,
+    Forward,
+    PromptState,
+    backlog,
+    in_order,
+    may_advance,
+    plan,
+)
 from worker.schedule.request import Lane
 
 SECOND_A_TOKEN = PromptCost(token_s=1.0)
 UNBOUNDED = 10**9
 
 
-def waiting(id: str, remaining: int, *, done: int = 0, waited: int = 0, lane: Lane = "interactive") -> PromptState:
-    return PromptState(id, done, remaining, waited, lane, SECOND_A_TOKEN)
+def waiting(
+    id: str, remaining: int, *, done: int = 0, waited_s: float = 0.0, lane: Lane = "interactive"
+) -> PromptState:
+    return PromptState(id, done, remaining, waited_s, lane, SECOND_A_TOKEN)
 
 
 def planned(
@@ -38,10 +53,11 @@ def order(*rows: PromptState) -> list[str]:
     return [chunk.id for chunk in planned(rows, seconds=10**9)]
 
 
-def seconds_of(chunks: list[Chunk], rows: list[PromptState], cost: PromptCost) -> float:
+def seconds_of(forwards: list[Forward], rows: list[PromptState], cost: PromptCost) -> float:
+    """Return the seconds of forwards; those of several prompts take one pass over the weights."""
     waiting = {row.id: row for row in rows}
-    taken = 0.0
-    for chunk in chunks:
+    taken = -sum(len(forward.chunks) - 1 for forward in forwards) * cost.forward_s
+    for chunk in chunks_of(forwards):
         row = waiting[chunk.id]
         end = row.done + chunk.tokens
         computed = chunk.tokens if row.done else max(chunk.tokens, 1)
@@ -57,65 +73,125 @@ ROWS = st.lists(
         st.uuids().map(str),
         st.integers(0, 3000),
         st.integers(0, 2000),
-        st.integers(0, 200),
+        st.floats(0, 200),
         st.sampled_from(["interactive", "batch"]),
         st.just(SECOND_A_TOKEN),
         st.lists(st.integers(1, 5000), max_size=3).map(sorted),
+        pack=st.sampled_from([None, 0, 1]),
+    ),
+    max_size=12,
+    unique_by=lambda row: row.id,
+)
+LENGTHS = st.sampled_from([0, 20, 36, 40, 60, 100, 500])  # so that some prompts can share a forward
+PACKABLE = st.lists(
+    st.builds(
+        PromptState,
+        st.uuids().map(str),
+        st.sampled_from([0, 64, 100]),
+        LENGTHS,
+        st.floats(0, 5),
+        st.sampled_from(["interactive", "interactive", "batch"]),
+        st.just(SECOND_A_TOKEN),
+        st.lists(st.sampled_from([20, 70, 96, 120]), max_size=2).map(sorted),
+        pack=st.sampled_from([None, 0, 0, 0, 1]),
     ),
     max_size=12,
 )
 BUDGETS = st.floats(0, 4000)
-STEPS = st.integers(0, 8)
+STEPS = st.integers(0, 16)
 COSTS = st.builds(
     PromptCost, st.floats(0, 100), st.floats(0.1, 2), st.floats(0, 0.01), st.floats(0, 10), st.floats(0, 0.1)
 )
 
 
-@given(ROWS, BUDGETS, COSTS, STEPS)
+@given(ROWS | PACKABLE, BUDGETS, COSTS, STEPS)
 def test_plan_keeps_the_time_except_for_the_first_prompts_minimum(
     rows: list[PromptState], seconds: float, cost: PromptCost, step: int
 ) -> None:
-    chunks = planned(rows, seconds, cost, step)
-    if seconds_of(chunks, rows, cost) > seconds * 1.000001:
-        assert len(chunks) == 1
-        assert chunks[0].tokens <= MIN_CHUNK
-        assert not (chunks[0].tokens and chunks[0].joins)
+    rows = [replace(row, cost=cost) for row in rows]
+    forwards = plan(rows, spare(seconds), step, UNBOUNDED)
+    if seconds_of(forwards, rows, cost) > seconds * 1.000001:
+        [chunk] = chunks_of(forwards)
+        assert chunk.tokens <= MIN_CHUNK
+        assert not (chunk.tokens and chunk.joins)
 
 
 @given(ROWS, BUDGETS, COSTS, STEPS)
 def test_remaining_time_is_not_worth_a_pass_for_the_next_prompt(
     rows: list[PromptState], seconds: float, cost: PromptCost, step: int
 ) -> None:
-    chunks = planned(rows, seconds, cost, step)
-    left = seconds - seconds_of(chunks, rows, cost)
-    for chunk in planned(rows, UNBOUNDED, cost, step)[len(chunks) :][:1]:
+    rows = [replace(row, cost=cost, pack=None) for row in rows]
+    forwards = plan(rows, spare(seconds), step, UNBOUNDED)
+    left = seconds - seconds_of(forwards, rows, cost)
+    for chunk in planned(rows, UNBOUNDED, cost, step)[len(forwards) :][:1]:
         (row,) = (row for row in rows if row.id == chunk.id)
         least = min(max(row.remaining, 1), cost.worthwhile)
         cuts = sum(row.done < cut < row.done + least for cut in row.cuts)
         assert left < cost.of(least, row.done) + cuts * cost.forward_s + cost.join(row.done + row.remaining)
 
 
-@given(ROWS, BUDGETS, BUDGETS, COSTS, STEPS)
+@given(ROWS | PACKABLE, BUDGETS, BUDGETS, COSTS, STEPS, st.floats(0, 2000))
 def test_offline_prompts_take_no_interactive_time(
-    rows: list[PromptState], more: float, target: float, cost: PromptCost, step: int
+    rows: list[PromptState], more: float, target: float, cost: PromptCost, step: int, enough: float
 ) -> None:
     rows = [replace(row, cost=cost) for row in rows]
-    chunks = chunks_of(plan(rows, spare(target + more, target), step, UNBOUNDED))
+    forwards = plan(rows, spare(target + more, target), step, UNBOUNDED, enough_s=enough)
     lanes = {row.id: row.lane for row in rows}
+    offline = [chunk for chunk in chunks_of(forwards) if lanes[chunk.id] == "batch"]
     interactive = [row for row in rows if row.lane == "interactive"]
-    assert [chunk for chunk in chunks if lanes[chunk.id] == "interactive"] == chunks_of(
-        plan(interactive, spare(target + more), step, UNBOUNDED)
+    assert [chunk for chunk in chunks_of(forwards) if chunk not in offline] == chunks_of(
+        plan(interactive, spare(target + more), step, UNBOUNDED, enough_s=enough)
     )
-    if any(lanes[chunk.id] == "batch" for chunk in chunks[1:]):
-        assert seconds_of(chunks, rows, cost) <= target * 1.000001
+    if offline and (interactive or step % OFFLINE_EVERY):
+        assert seconds_of(forwards, rows, cost) <= target * 1.000001
 
 
 @given(ROWS, BUDGETS, COSTS, STEPS)
-def test_the_first_prompt_always_advances(rows: list[PromptState], seconds: float, cost: PromptCost, step: int) -> None:
+def test_the_first_interactive_prompt_always_advances(
+    rows: list[PromptState], seconds: float, cost: PromptCost, step: int
+) -> None:
     chunks = planned(rows, -1 - seconds, cost, step)  # below zero, since a join without cost fits into no time
-    assert len(chunks) == min(1, len(rows))
+    interactive = any(row.lane == "interactive" for row in rows)
+    assert len(chunks) == (interactive or (bool(rows) and step % OFFLINE_EVERY == 0))
     for chunk in chunks:
         assert chunk.tokens or chunk.joins
+
+
+@given(PACKABLE, BUDGETS, COSTS, STEPS, st.integers(MIN_CHUNK, 300))
+def test_prompts_that_share_a_forward_have_as_many_tokens_and_none_crosses_a_cut(
+    rows: list[PromptState], seconds: float, cost: PromptCost, step: int, longest: int
+) -> None:
+    given = {row.id: row for row in rows}
+    for forward in plan([replace(row, cost=cost) for row in rows], spare(seconds), step, longest):
+        assert sum(chunk.tokens for chunk in forward.chunks) <= longest
+        if len(forward.chunks) == 1:
+            continue
+        [tokens] = {chunk.tokens for chunk in forward.chunks}
+        assert tokens > 0
+        shared = [given[chunk.id] for chunk in forward.chunks]
+        assert len({(row.pack, row.lane) for row in shared}) == 1
+        assert shared[0].pack is not None
+        assert [row for row in shared for cut in row.cuts if row.done < cut < row.done + tokens] == []
+
+
+@given(PACKABLE, BUDGETS, COSTS, STEPS)
+def test_one_prompt_is_planned_as_if_forwards_were_never_shared(
+    rows: list[PromptState], seconds: float, cost: PromptCost, step: int
+) -> None:
+    for row in rows:
+        alone = replace(row, cost=cost)
+        assert plan([alone], spare(seconds), step, UNBOUNDED) == plan(
+            [replace(alone, pack=None)], spare(seconds), step, UNBOUNDED
+        )
+
+
+@given(PACKABLE, BUDGETS, COSTS, STEPS)
+def test_sharing_a_forward_takes_no_time_from_the_first_prompt(
+    rows: list[PromptState], seconds: float, cost: PromptCost, step: int
+) -> None:
+    rows = [replace(row, cost=cost, cuts=()) for row in rows]
+    apart = [replace(row, pack=None) for row in rows]
+    assert planned(rows, seconds, cost, step)[:1] == planned(apart, seconds, cost, step)[:1]
 
 
 @given(ROWS, BUDGETS, COSTS, STEPS)
@@ -138,7 +214,7 @@ def test_a_row_has_one_chunk_at_most_and_never_more_than_it_needs(
 
 @given(ROWS, BUDGETS, STEPS)
 def test_only_the_last_chunk_is_cut_short(rows: list[PromptState], seconds: float, step: int) -> None:
-    rows = [replace(row, cuts=()) for row in rows]  # a chunk may also end at one
+    rows = [replace(row, cuts=(), pack=None) for row in rows]  # a chunk may also end at a cut
     needs = {row.id: row.remaining for row in rows}
     computed = [chunk for chunk in planned(rows, seconds, step=step) if chunk.tokens]
     assert [chunk for chunk in computed[:-1] if chunk.tokens < needs[chunk.id]] == []
@@ -148,7 +224,7 @@ def test_only_the_last_chunk_is_cut_short(rows: list[PromptState], seconds: floa
 def test_the_plan_depends_on_the_rows_and_not_on_their_order(
     rows: list[PromptState], seconds: float, dice: object
 ) -> None:
-    distinct = [replace(row, remaining=1000 * i + row.remaining % 1000, waited=0) for i, row in enumerate(rows)]
+    distinct = [replace(row, remaining=1000 * i + row.remaining % 1000, waited_s=0) for i, row in enumerate(rows)]
     shuffled = sorted(distinct, key=lambda _: dice.random())  # type: ignore[attr-defined]
     assert planned(shuffled, seconds) == planned(distinct, seconds)
 
@@ -232,7 +308,7 @@ def test_prompts_of_one_length_keep_their_order() -> None:
 
 
 def test_offline_work_comes_after_interactive_work_however_short_or_old() -> None:
-    assert order(waiting("file", 1, waited=10**6, lane="batch"), waiting("chat", 30_000)) == ["chat", "file"]
+    assert order(waiting("file", 1, waited_s=10**6, lane="batch"), waiting("chat", 30_000)) == ["chat", "file"]
 
 
 def test_time_left_by_a_short_prompt_goes_to_the_next() -> None:
@@ -240,45 +316,151 @@ def test_time_left_by_a_short_prompt_goes_to_the_next() -> None:
     assert planned(rows, 64) == [Chunk("short", 10, joins=True), Chunk("long", 54)]
 
 
-def test_one_step_in_four_begins_with_the_prompt_that_has_waited_longest() -> None:
-    rows = [waiting("book", 5000, waited=9), waiting("hello", 5, waited=2), waiting("file", 9, waited=99, lane="batch")]
-    firsts = [planned(rows, 100, step=step)[0].id for step in range(2 * OLDEST_FIRST_EVERY)]
-    assert firsts == (["book"] + ["hello"] * (OLDEST_FIRST_EVERY - 1)) * 2
+def in_turn(rows: list[PromptState], step: int = 1) -> list[str]:
+    return [row.id for row in in_order(rows, step)]
+
+
+MILLISECOND_A_TOKEN = PromptCost(token_s=0.001)
+
+
+def fast(id: str, remaining: int, waited_s: float = 0.0) -> PromptState:
+    return replace(waiting(id, remaining, waited_s=waited_s), cost=MILLISECOND_A_TOKEN)
+
+
+def test_a_prompt_lets_shorter_ones_pass_until_it_has_waited_for_a_multiple_of_the_difference() -> None:
+    difference_s = 0.1
+    patient, tired = fast("long", 120, 0.9 * difference_s / AGING), fast("long", 120, 1.1 * difference_s / AGING)
+    assert in_turn([patient, fast("short", 20)]) == ["short", "long"]
+    assert in_turn([tired, fast("short", 20)]) == ["long", "short"]
+
+
+def test_a_prompt_that_can_no_longer_be_in_time_waits_for_those_that_can() -> None:
+    late, soon = fast("late", 20, FIRST_TOKEN_S), fast("soon", 1500, 0.1)
+    assert in_turn([late, soon]) == ["soon", "late"]
+    assert in_turn([late, fast("too long", 2500)]) == ["late", "too long"]
+
+
+def test_one_step_in_eight_begins_with_the_oldest() -> None:
+    late, soon = fast("late", 20, FIRST_TOKEN_S), fast("soon", 1500, 0.1)
+    firsts = [in_turn([late, soon], step)[0] for step in range(2 * OLDEST_FIRST_EVERY)]
+    assert firsts == (["late"] + ["soon"] * (OLDEST_FIRST_EVERY - 1)) * 2
+
+
+def test_offline_prompts_are_never_late() -> None:
+    rows = [replace(row, lane="batch") for row in (fast("long", 50, 2.5), fast("short", 20, 2.6))]
+    assert in_turn(rows) == ["short", "long"]
+
+
+def test_backlog_is_the_time_of_the_interactive_prompts_and_the_age_of_the_oldest() -> None:
+    rows = [fast("a", 100, 0.5), fast("b", 300, 1.5), replace(fast("c", 900, 9.0), lane="batch")]
+    found = backlog(rows)
+    assert (found.seconds, found.oldest_s) == (pytest.approx(0.4), 1.5)
+    assert backlog([]).seconds == backlog([]).oldest_s == 0
 
 
 @dataclass
 class Prompt:
     id: str
     remaining: int
-    lane: Lane
-    waited: int = 0
+    lane: Lane = "interactive"
+    added_s: float = 0.0
 
 
-def steps_to_prefill(length: int, *, budget: int, short: int, max_steps: int) -> int | None:
-    """Return the steps that a long prompt takes under an endless stream of short ones, or None if more than `most`."""
-    prompts = [Prompt("long", length, "interactive")]
-    for step in range(1, max_steps + 1):
-        prompts += [Prompt(f"{step}-{k}", short, "interactive") for k in range(budget // short)]
-        rows = [waiting(p.id, p.remaining, waited=p.waited, lane=p.lane) for p in prompts]
-        chunks = {chunk.id: chunk.tokens for chunk in planned(rows, budget, step=step)}
-        for prompt in prompts:
-            prompt.waited += 1
-            prompt.remaining -= chunks.get(prompt.id, 0)
-        prompts = [prompt for prompt in prompts if prompt.remaining]
-        if not any(prompt.id == "long" for prompt in prompts):
-            return step
-    return None
+class Steps:
+    """Steps of a fixed length in which prompts are computed, at a token per millisecond, as others arrive."""
+
+    def __init__(self, prompts: list[Prompt], seconds: float) -> None:
+        self.prompts, self.seconds, self.now_s = prompts, seconds, 0.0
+        self.finished: dict[str, float] = {}
+
+    def run(self, steps: int, arriving: int) -> None:
+        """Run steps; before each, as many short prompts arrive as fill it."""
+        for step in range(1, steps + 1):
+            self.prompts += [Prompt(f"{step}-{k}", 20, added_s=self.now_s) for k in range(arriving)]
+            rows = [replace(fast(p.id, p.remaining, self.now_s - p.added_s), lane=p.lane) for p in self.prompts]
+            chunks = {chunk.id: chunk for chunk in chunks_of(plan(rows, spare(self.seconds), step, UNBOUNDED))}
+            self.now_s += self.seconds
+            for prompt in self.prompts:
+                if chunk := chunks.get(prompt.id):
+                    prompt.remaining -= chunk.tokens
+                    if chunk.joins:
+                        self.finished[prompt.id] = self.now_s
+            self.prompts = [prompt for prompt in self.prompts if prompt.id not in self.finished]
 
 
-def test_long_prompt_takes_four_times_as_long_under_an_endless_stream_of_short_ones() -> None:
-    length, budget = 32_000, 200
-    alone = length // budget
-    assert steps_to_prefill(length, budget=budget, short=100, max_steps=5 * alone) == OLDEST_FIRST_EVERY * alone
+@pytest.mark.parametrize("length", [20, 150, 1000])
+@pytest.mark.parametrize("arriving", [1, 5, 9])
+def test_prompt_takes_eight_times_as_long_as_alone_at_most_however_many_arrive(length: int, arriving: int) -> None:
+    steps = Steps([Prompt("long", length)], seconds=0.1)
+    steps.run(OLDEST_FIRST_EVERY * -(-length // 100), arriving)
+    assert "long" in steps.finished
+
+
+@pytest.mark.parametrize("length", [0, 1, MIN_CHUNK, 100])
+def test_offline_prompt_finishes_even_if_decoding_leaves_no_time(length: int) -> None:
+    steps = Steps([Prompt("file", length, "batch")], seconds=-0.1)
+    steps.run(OFFLINE_EVERY * (length // MIN_CHUNK + 3), arriving=0)
+    assert "file" in steps.finished
 
 
 def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
-    chunks = planned([waiting("book", 100_000, waited=100), waiting("hello", 20)], 64)
+    chunks = planned([waiting("book", 100_000, waited_s=100), waiting("hello", 20)], 64)
     assert chunks[0] == Chunk("hello", 20, joins=True)
+
+
+PASS = PromptCost(forward_s=10.0, token_s=1.0)
+
+
+Shown = list[list[tuple[str, int, bool]]]
+
+
+def together(*rows: PromptState, seconds: float = 1000.0, cost: PromptCost = PASS) -> Shown:
+    """Return (id, tokens, joins) of each chunk of each forward."""
+    forwards = plan([replace(row, cost=cost) for row in rows], spare(seconds), 1, UNBOUNDED)
+    return [[(chunk.id, chunk.tokens, chunk.joins) for chunk in forward.chunks] for forward in forwards]
+
+
+def short(id: str, remaining: int) -> PromptState:
+    return replace(waiting(id, remaining), pack=0)
+
+
+def test_short_prompts_share_a_forward_and_those_that_finish_join() -> None:
+    [forward] = together(short("a", 20), short("b", 20), short("c", 40))
+    assert forward == [("a", 20, True), ("b", 20, True), ("c", 20, False)]
+
+
+def test_prompt_shares_no_forward_that_would_leave_a_rest_hardly_worth_a_pass() -> None:
+    assert together(short("a", 20), short("b", 21)) == [[("a", 20, True)], [("b", 21, True)]]
+
+
+def test_long_prompt_shares_no_forward_with_a_short_one() -> None:
+    long = int(SHORT_PASSES * PASS.forward_s) + 1
+    assert together(short("a", 20), short("b", long)) == [[("a", 20, True)], [("b", long, True)]]
+    assert together(short("a", 20), short("b", long - 1))[0] == [("a", 20, True), ("b", 20, False)]
+    assert together(short("a", 30), short("b", 3 * 30))[0] == [("a", 30, True), ("b", 30, False)]
+
+
+def test_prompts_share_a_forward_as_far_as_the_time_allows() -> None:
+    rows = [short(id, 20) for id in "abc"]
+    assert together(*rows, seconds=50.0) == [[("a", 20, True), ("b", 20, True)]]
+    assert together(*rows, seconds=50.0, cost=replace(PASS, join_s=1.0)) == [[("a", 20, True)]]
+
+
+def test_prompts_of_different_packs_and_lanes_share_no_forward() -> None:
+    other = short("b", 20)
+    for apart in replace(other, pack=1), replace(other, pack=None), replace(other, lane="batch"):
+        assert together(short("a", 20), apart) == [[("a", 20, True)], [("b", 20, True)]]
+
+
+def test_chunk_ends_at_a_cut_if_it_is_shared() -> None:
+    cut = replace(short("a", 36), cuts=(20,))
+    assert together(cut) == [[("a", 36, True)]]
+    assert together(cut, short("b", 36)) == [[("a", 20, False), ("b", 20, False)]]
+
+
+def test_no_further_forward_begins_once_prompts_have_taken_enough_time() -> None:
+    rows = [waiting(id, 20) for id in "abcd"]
+    assert [len(plan(rows, spare(1000), 1, UNBOUNDED, enough_s=enough)) for enough in (0, 20, 21, 1000)] == [1, 1, 2, 4]
 
 
 SCORED: list[tuple[str, int, Lane]] = [

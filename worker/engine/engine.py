@@ -1,4 +1,4 @@
-"""The engine: in each step, one decode of all running rows, then prompt chunks within the step's time budget."""
+"""The engine: in each step, prompt chunks within the step's time budget, then one decode of all running rows."""
 
 import logging
 import time
@@ -123,9 +123,10 @@ class Engine:
             self._active.sweep()
 
     def step(self) -> StepReport:
-        """Admit requests, decode a token of every running row, and prefill within the time budget. Blocks until the
-        decode step of the call before has ended and the prompt chunks are computed; the decode step that it launches
-        itself runs on. Raises `EngineBroken` after repeated failures."""
+        """Admit requests, prefill within the time budget, and decode a token of every running row. Prompts come first,
+        so that rows that have joined decode at once, and each token is reported as soon as it is computed. Blocks until
+        the decode step of the call before has ended and the prompt chunks are computed; the decode step that it
+        launches itself runs on. Raises `EngineBroken` after repeated failures."""
         began = time.perf_counter()
         rows = len(self._running)
         evicted = self._caches.evicted
@@ -133,7 +134,7 @@ class Engine:
         self._preempted = self._longest_chunk = self._queried_tokens = self._hit_tokens = 0
         self._encoded_images = NO_IMAGES
         with mx.stream(generation_stream):
-            outcomes = (*self._admit(), *self._decode(), *self._prefill(), *self._finish_step())
+            outcomes = (*self._admit(), *self._prefill(), *self._decode(), *self._finish_step())
             memory = self._calibrate()
         self._active.check()
         return StepReport(

@@ -1,7 +1,8 @@
 """Predicted prefill time, and the time that a step has for prefill without delaying the decoding rows too much."""
 
 from dataclasses import dataclass
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
+from typing import get_args
 
 from worker.schedule.fitting import LeastSquares
 from worker.schedule.request import Lane
@@ -10,13 +11,16 @@ MIN_CHUNK, MAX_CHUNK = 16, 2048  # tokens of a chunk; above `MAX_CHUNK` a larger
 TOKENS_PER_S = 2000.0  # prefill speed assumed before any measurement
 # Multiple of the target that a step may last if no row decodes: it then delays only new requests and cancellations.
 ALONE_STEPS = 4
-# While interactive prompts wait, a step may last 1 + this multiple of the time that decoding will take with their rows,
-# even if it then misses its target: if decoding alone takes most of the target, prompts would otherwise wait until the
-# other answers end.
-PROMPT_SHARE = 2.0
-# No step is planned to last longer than this multiple of the target, so a deployment that needs short gaps sets a short
-# target.
-MAX_STEP_STRETCH = 5
+# While prompts wait, a gap between two tokens of a row may last this multiple of the target, ...
+GAP_STEPS = 3
+# ... or at most this multiple of the decode time, if decoding alone takes more than half of that.
+GAP_DECODES = 2.5
+_GAP_RISE = 4.0  # seconds of a gap for each second that decoding takes beyond that half, up to `GAP_DECODES`
+# Part of the longest gap that is planned; the rest is for what takes longer than predicted.
+PLANNED = 0.8
+# What waits is to be computed by the time that the oldest prompt has waited this many seconds: prompts get the share of
+# the time that this takes.
+COMPUTED_WITHIN_S = 0.5
 # A chunk is worth its pass over the weights if its tokens take at least this multiple of the time of that pass.
 MIN_TOKENS_TIME_PER_PASS = 1.0
 _WEIGHT = 0.2  # of the newest measurement
@@ -27,6 +31,39 @@ _PRIOR = 0.0, 0.1
 _BYTES_UNIT = 1e8  # bytes are counted in this unit
 _GROWTH_PRIOR = 1e-3  # weak: buffers grow rarely, and one growth measures the cost well
 _GUESS = 0.1  # weight of the initial guess, relative to one measurement
+
+
+_LANES: tuple[Lane, ...] = get_args(Lane)
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """Number of rows that decode."""
+
+    rows: int
+    interactive: int  # of them
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """The interactive prompts that wait."""
+
+    seconds: float = 0.0  # that computing all of them takes
+    oldest_s: float = 0.0  # that the oldest has waited
+
+    def share_s(self, decode_s: float) -> float:
+        """Return the seconds that prompts need beside a decode step of `decode_s` to be computed in time: see
+        `COMPUTED_WITHIN_S`. Infinite if all of the time is not enough."""
+        left_s = COMPUTED_WITHIN_S - self.oldest_s
+        return inf if self.seconds >= left_s else decode_s * self.seconds / (left_s - self.seconds)
+
+
+def longest_gap_s(step_s: float, decode_s: float) -> float:
+    """Return the most seconds that may pass between two tokens of a row while prompts wait. `step_s`: target of a step.
+
+    That is `GAP_STEPS` targets while decoding takes at most half of them, and rises to `GAP_DECODES` decode times."""
+    gap_s = GAP_STEPS * step_s
+    return max(gap_s, min(GAP_DECODES * decode_s, gap_s + _GAP_RISE * (decode_s - gap_s / 2)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +156,26 @@ class StepBudget:
             self._forward_s, token_s, before_s / _TOKENS_UNIT, join_s, joined_s / _TOKENS_UNIT, grown_s / _BYTES_UNIT
         )
 
-    def spare_s(self, rows: int, lane: Lane, elapsed_s: float, slower: float = 1.0) -> float:
-        """Return the seconds that this lane's prompts may take in a step with `rows` decoding rows; 0 or less leaves
-        no time. Both lanes share the step: time that interactive prompts take is not left for offline ones.
-        `elapsed_s`: seconds since the decode step began. `slower`: factor by which decoding becomes slower once the
-        rows of the waiting interactive prompts decode too."""
-        if not rows:
-            return ALONE_STEPS * self._step_s
-        most_s = self._step_s
-        if lane == "interactive":
-            most_s = max(most_s, min((1 + PROMPT_SHARE) * slower * self._decode_s, MAX_STEP_STRETCH * self._step_s))
-        return most_s - max(elapsed_s, self._decode_s)
+    @property
+    def decode_s(self) -> float:
+        """Expected seconds of a decode step."""
+        return self._decode_s
+
+    def longest_gap_s(self) -> float:
+        """Return the most seconds that may pass between two tokens of a row while prompts wait."""
+        return longest_gap_s(self._step_s, self._decode_s)
+
+    def spare_s(self, running: Running, elapsed_s: float, backlog: Backlog) -> dict[Lane, float]:
+        """Return the seconds that each lane's prompts may take in a step; 0 or less leaves no time. Both lanes share
+        the step: time that interactive prompts take is not left for offline ones. `elapsed_s`: seconds since the decode
+        step began. `backlog`: the interactive prompts that wait."""
+        if not running.rows:
+            return dict.fromkeys(_LANES, ALONE_STEPS * self._step_s)
+        taken_s = max(elapsed_s, self._decode_s)
+        target_s = self._step_s - taken_s
+        most_s = PLANNED * self.longest_gap_s() - taken_s
+        least_s = self.cost.of(self.cost.worthwhile, 0)
+        if not running.interactive:  # no gap that a reader notices
+            return {"interactive": max(target_s, most_s), "batch": max(target_s, min(least_s, most_s))}
+        wanted_s = max(backlog.share_s(self._decode_s), least_s)
+        return {"interactive": max(target_s, min(wanted_s, most_s)), "batch": target_s}

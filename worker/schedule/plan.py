@@ -1,15 +1,27 @@
 """Plan the prefill of a step: the prompts that advance, and by how many tokens."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
-from worker.schedule.budget import MIN_CHUNK, PromptCost
+from worker.schedule.budget import MIN_CHUNK, Backlog, PromptCost
 from worker.schedule.outcomes import Phase
 from worker.schedule.request import Lane
 
-# One step in this many is for the prompt that has waited longest. Under an endless stream of short prompts, a long one
-# then takes four times as long instead of forever, and a short one waits for one more chunk.
-OLDEST_FIRST_EVERY = 4
+# A first token within this time counts as good. Prompts that can no longer have one wait for those that can, so that
+# overload does not make every prompt late.
+FIRST_TOKEN_S = 2.0
+# One step in this many is for the prompts that have waited longest, so a late or long one advances under any load.
+OLDEST_FIRST_EVERY = 8
+# Each second that a prompt has waited counts as this much less of its own time: it lets shorter ones pass until it has
+# waited for eight times the difference.
+AGING = 1 / 8
+# In steps without enough time for an offline chunk, one in this many has a short one all the same.
+OFFLINE_EVERY = 8
+# A prompt shares a forward if the rest of it takes at most this many passes over the weights, or this many times the
+# tokens of the forward. The tokens of a longer one would delay the others, and save little.
+SHORT_PASSES = 6
+SHORT_CHUNKS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +33,7 @@ class PromptState:
     id: str
     done: int  # tokens computed, or found in a prefix cache
     remaining: int  # tokens still to compute
-    waited: int  # steps since it was added
+    waited_s: float  # since it was added
     lane: Lane
     cost: PromptCost
     cuts: Sequence[int] = ()  # positions of the prompt, ascending, at which a forward has to end
@@ -65,22 +77,95 @@ def _first_in(prompts: Sequence[PromptState], phase: Phase) -> PromptState:
     return max(rows, key=lambda row: (row.started, row.lane == "interactive", -row.remaining))
 
 
-def plan(prompts: Iterable[PromptState], spare_s: Mapping[Lane, float], step: int, longest: int) -> list[Forward]:
-    """Return the forwards of a step. Spends each lane's seconds on the prompts that finish soonest, interactive ones
-    first; the time that these take is not left for offline ones. The first prompt always advances, if only by a few
-    tokens. `step`: number of the step, counting up. `longest`: most tokens of a forward.
+def in_order(waiting: Iterable[PromptState], step: int) -> list[PromptState]:
+    """Return the prompts, the first to advance first: interactive ones, of these the ones that can still have a first
+    token within `FIRST_TOKEN_S`, then the ones that take the least time, less a part of the time that they have waited.
+    One step in `OLDEST_FIRST_EVERY` begins with the oldest instead. `step`: number of the step, counting up."""
+    return sorted(waiting, key=_age if step % OLDEST_FIRST_EVERY == 0 else _rank)
 
-    Every forward has one row: rows padded to one length would pay for the longest, and padding would enter a recurrent
-    state."""
+
+def _age(row: PromptState) -> tuple[bool, float]:
+    return row.lane == "batch", -row.waited_s
+
+
+def _rank(row: PromptState) -> tuple[bool, bool, float]:
+    own_s = row.cost.of(row.remaining, row.done)
+    offline = row.lane == "batch"
+    late = not offline and row.waited_s + own_s > FIRST_TOKEN_S
+    return offline, late, own_s - AGING * row.waited_s
+
+
+def backlog(waiting: Iterable[PromptState]) -> Backlog:
+    """Return the seconds that the interactive prompts take, each in forwards of its own, and the age of the oldest."""
+    rows = [row for row in waiting if row.lane == "interactive"]
+    seconds = sum(row.cost.of(row.remaining, row.done) for row in rows)
+    return Backlog(seconds, max((row.waited_s for row in rows), default=0.0))
+
+
+def plan(
+    prompts: Iterable[PromptState],
+    spare_s: Mapping[Lane, float],
+    step: int,
+    longest: int,
+    *,
+    enough_s: float = inf,
+    order: Callable[[Iterable[PromptState], int], list[PromptState]] = in_order,
+) -> list[Forward]:
+    """Return the forwards of a step. Spends each lane's seconds on the prompts in order, each in one forward at most;
+    the time that interactive ones take is not left for offline ones. The first prompt always advances, if only by a few
+    tokens; an offline one does so in one step in `OFFLINE_EVERY`. `step`: number of the step, counting up. `longest`:
+    most tokens of a forward. `enough_s`: once prompts have taken this long, no further forward begins, since rows that
+    have joined should decode.
+
+    No row is padded to the length of another: padding would cost as much as tokens, and enter a recurrent state."""
     forwards, spent_s = list[Forward](), 0.0
-    for row in sorted(prompts, key=_age if step % OLDEST_FIRST_EVERY == 0 else _length):
-        left_s = spare_s[row.lane] - spent_s
-        chunk = _chunk(row, left_s, longest, first=not forwards)
+    rows = order(prompts, step)
+    while rows and (not forwards or spent_s < enough_s):
+        left_s = spare_s[rows[0].lane] - spent_s
+        forced = not forwards and (rows[0].lane == "interactive" or step % OFFLINE_EVERY == 0)
+        chunk = _chunk(rows[0], left_s, longest, first=forced)
         if chunk is None:
             break
-        forwards.append(Forward((chunk,)))
-        spent_s += _forward_s(row, chunk.tokens) + (_join_s(row) if chunk.joins else 0.0)
+        forward, seconds = _shared(chunk, rows, left_s, longest)
+        forwards.append(forward)
+        spent_s += seconds
+        computed = {each.id for each in forward.chunks}
+        rows = [row for row in rows if row.id not in computed]
     return forwards
+
+
+def _shared(chunk: Chunk, rows: Sequence[PromptState], left_s: float, longest: int) -> tuple[Forward, float]:
+    """Return the forward that computes the first row's chunk, together with chunks of other rows as far as time and
+    `longest` allow, and its seconds. A chunk that others share ends at a cut at the latest."""
+    row = rows[0]
+    tokens = min(chunk.tokens, _uncut(row))
+    chunks = [Chunk(row.id, tokens, chunk.joins and tokens == chunk.tokens)]
+    seconds = _forward_s(row, tokens) + (_join_s(row) if chunks[0].joins else 0.0)
+    for other in (other for other in rows[1:] if _may_share(row, other, tokens)):
+        joins = other.remaining == tokens
+        more_s = other.cost.of(tokens, other.done) - other.cost.forward_s + (_join_s(other) if joins else 0.0)
+        if (len(chunks) + 1) * tokens > longest or seconds + more_s > left_s:
+            break
+        chunks.append(Chunk(other.id, tokens, joins))
+        seconds += more_s
+    if len(chunks) == 1:
+        return Forward((chunk,)), _forward_s(row, chunk.tokens) + (_join_s(row) if chunk.joins else 0.0)
+    return Forward(tuple(chunks)), seconds
+
+
+def _may_share(row: PromptState, other: PromptState, tokens: int) -> bool:
+    """Return True if the other row may compute `tokens` tokens in one forward with this one, and should: it leaves no
+    rest that is hardly worth a pass, and the row is short."""
+    if row.pack is None or other.pack != row.pack or other.lane != row.lane or not 0 < tokens <= _uncut(other):
+        return False
+    rest = other.remaining - tokens
+    short_s = max(SHORT_PASSES * other.cost.forward_s, SHORT_CHUNKS * tokens * other.cost.token_s)
+    return (rest == 0 or rest >= MIN_CHUNK) and other.remaining * other.cost.token_s <= short_s
+
+
+def _uncut(row: PromptState) -> int:
+    """Return the tokens that remain before the next cut."""
+    return min([row.remaining, *(cut - row.done for cut in row.cuts if cut > row.done)])
 
 
 def _chunk(row: PromptState, seconds: float, longest: int, *, first: bool) -> Chunk | None:
@@ -121,11 +206,3 @@ def _forward_s(row: PromptState, tokens: int) -> float:
 
 def _join_s(row: PromptState) -> float:
     return row.cost.join(row.done + row.remaining, row.growth)
-
-
-def _length(row: PromptState) -> tuple[bool, float]:
-    return row.lane == "batch", row.cost.of(row.remaining, row.done)
-
-
-def _age(row: PromptState) -> tuple[bool, int]:
-    return row.lane == "batch", -row.waited

@@ -45,15 +45,6 @@ def operations(array: mx.array) -> int:
     return graph.getvalue().count("shape=rectangle")
 
 
-@pytest.mark.parametrize(("more", "counted"), [(0, 0), (1, 1), (2, 2), (50, 2)])
-def test_decode_slowdown_follows_the_cost_of_rows_up_to_twice_as_many(more: int, counted: int) -> None:
-    decoding = DecodingRows(StepCost(group_s=5.0, row_s=1.0, cell_s=0.01))
-    for seed, tokens in enumerate((100, 20)):
-        decoding.join(tokens, seed)
-    now, then = 5.0 + 2 * (1 + 1), 5.0 + (2 + counted) * (1 + 1)
-    assert decoding.groups.decode_slowdown(more) == pytest.approx(then / now)
-
-
 def failing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Make one method of decode batches fail from now on."""
 

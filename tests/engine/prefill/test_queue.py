@@ -8,7 +8,7 @@ from tests.engine.tiny import model, prompt
 from worker.engine.batch.row import Row
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
-from worker.schedule.budget import PROMPT_SHARE
+from worker.schedule.budget import PLANNED, longest_gap_s
 from worker.schedule.plan import Chunk
 from worker.schedule.request import GenerationRequest, Lane
 
@@ -37,13 +37,10 @@ class Running:
     """One row that decodes."""
 
     copied: int = 0  # bytes, when another joins
-    row_cost: float = 0.0  # of each row more, in steps of today's
+    num_interactive: int = 1
 
     def __len__(self) -> int:
         return 1
-
-    def decode_slowdown(self, more: int) -> float:
-        return 1 + more * self.row_cost
 
     def join_copy_bytes(self, length: int) -> int:
         return self.copied
@@ -54,52 +51,59 @@ def planned(made: PrefillQueue, running: Running | None = None, *, forward_s: fl
     return [chunk for forward in made.plan(running or Running(), DECODE_S, ROOM) for chunk in forward.chunks]
 
 
-def test_interactive_prompt_gets_a_share_of_the_decode_time_and_offline_one_the_rest() -> None:
+# Left for prompts within the longest gap.
+MOST_S = PLANNED * longest_gap_s(STEP_S, DECODE_S) - DECODE_S
+
+
+def test_interactive_backlog_gets_the_longest_gap_and_an_offline_one_the_rest_of_the_target() -> None:
     interactive, offline = prefills(), prefills()
     begin(interactive, "a", 5000)
     begin(offline, "a", 5000, "batch")
     [chunk], [least] = planned(interactive), planned(offline)
-    assert chunk.tokens == pytest.approx(PROMPT_SHARE * DECODE_S * TOKENS_PER_S, rel=0.02)
+    assert chunk.tokens == pytest.approx(MOST_S * TOKENS_PER_S, rel=0.02)
     assert least.tokens == pytest.approx((STEP_S - DECODE_S) * TOKENS_PER_S, rel=0.1)
 
 
-def test_share_is_of_the_decode_time_with_the_waiting_interactive_rows() -> None:
-    made, running = prefills(), Running(row_cost=0.1)
-    begin(made, "offline", 6000, "batch")
-    begin(made, "long", 5000)
-    begin(made, "longer", 5100)
-    [chunk] = planned(made, running)
-    most_s = (1 + PROMPT_SHARE) * 1.2 * DECODE_S
-    assert chunk.tokens == pytest.approx((most_s - DECODE_S) * TOKENS_PER_S, rel=0.02)
+def test_interactive_prompts_get_the_longest_gap_if_only_offline_rows_decode() -> None:
+    made = prefills()
+    begin(made, "a", 60)
+    assert planned(made, Running(num_interactive=0)) == [Chunk("a", 60, joins=True)]
+
+
+def test_small_backlog_gets_the_rest_of_the_target() -> None:
+    made = prefills()
+    begin(made, "a", 60)
+    assert planned(made) == [Chunk("a", 20)]
 
 
 def test_offline_prompt_gets_no_time_left_of_the_interactive_share() -> None:
     made = prefills()
     begin(made, "offline", 5000, "batch")
     begin(made, "interactive", 100)
-    assert planned(made) == [Chunk("interactive", 100, joins=True)]
+    assert [chunk.id for chunk in planned(made)] == ["interactive"]
 
 
 def test_delayed_join_happens_in_the_next_step_without_computing() -> None:
     made = prefills()
-    begin(made, "a", 100)
+    begin(made, "a", 15)
     for _ in range(50):
-        made.observe_join(100, 10**8, 10.0)
+        made.observe_join(15, 10**8, 10.0)
     [chunk] = planned(made, Running(copied=10**8))
-    assert chunk == Chunk("a", 100)
-    assert made.advance(chunk).tokens == 100
+    assert chunk == Chunk("a", 15)
+    assert made.advance(chunk).tokens == 15
     [join] = planned(made, Running(copied=10**8))
     assert join == Chunk("a", 0, joins=True)
     assert made.advance(join).tokens == 0
     through = made.pop_computed("a")
     assert through is not None
-    assert through.stage.done == through.stage.total == 100
+    assert through.stage.done == through.stage.total == 15
     assert len(made) == 0
 
 
 def test_cut_counts_as_a_pass_if_snapshots_are_taken() -> None:
     made = prefills("qwen3_5", prefix_bytes=10**9)
-    fits = int((PROMPT_SHARE * DECODE_S - 0.05) * TOKENS_PER_S) - 10  # in a single pass, and not in two
+    fits = int((MOST_S - 0.05) * TOKENS_PER_S) - 10  # in a single pass, and not in two
+    begin(made, "a backlog", 5000)
     begin(made, "a", fits, boundaries=(fits - 40,))
     assert planned(made, forward_s=0.05) == [Chunk("a", fits - 40)]
     made.remove("a")

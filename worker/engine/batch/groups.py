@@ -45,6 +45,11 @@ class Groups:
         return ((number, row) for number, group in enumerate(self._groups) for row in group.rows)
 
     @property
+    def num_interactive(self) -> int:
+        """Number of interactive rows."""
+        return sum(row.request.lane == "interactive" for _, row in self)
+
+    @property
     def buffers(self) -> list[int]:
         """Allocated bytes of the caches, by group."""
         return [group.nbytes for group in self._groups]
@@ -133,15 +138,6 @@ class Groups:
         for group in [*self._groups]:
             with self._isolate(group, "tightening the buffers of a group"):
                 group.tighten()
-
-    def decode_slowdown(self, more_rows: int) -> float:
-        """Return the factor by which a step becomes slower with `more_rows` additional rows, each as long as the
-        longest row. Counts at most as many additional rows as decode now: more would be a guess."""
-        cost = self._cost.cost()
-        lengths = self.lengths
-        more_rows = min(more_rows, len(self))
-        longest = max((length for group in lengths for length in group), default=0)
-        return 1 + more_rows * (cost.row_s + longest * cost.cell_s) / max(cost.step_s(lengths), 1e-9)
 
     def join_copy_bytes(self, length: int) -> int:
         """Return the bytes of existing buffers that are copied when a row of `length` tokens joins."""

@@ -1,9 +1,10 @@
 """The queue of prompts being prefilled: which of them advance in a step, and by how many tokens."""
 
+import time
 from collections.abc import Callable
 from functools import cache
 from statistics import mean
-from typing import Protocol, get_args
+from typing import Protocol
 
 from worker.engine.batch.row import Row
 from worker.engine.isolation import isolate
@@ -18,11 +19,11 @@ from worker.engine.prefill.stage import Phase, Stage
 from worker.engine.prefill.task import Advanced, PromptTask
 from worker.engine.prefill.together import SharedForwards
 from worker.engine.vision.inputs import MultimodalInputs
-from worker.schedule.budget import PromptCost, StepBudget
+from worker.schedule.budget import PromptCost, Running, StepBudget
 from worker.schedule.memory import BUFFER_TOKENS, NO_IMAGES, ImageDemand
 from worker.schedule.outcomes import SpecPrefillSkipped
-from worker.schedule.plan import Chunk, Forward, PromptState, may_advance, plan
-from worker.schedule.request import GenerationRequest, Lane
+from worker.schedule.plan import Chunk, Forward, PromptState, backlog, may_advance, plan
+from worker.schedule.request import GenerationRequest
 
 _ENCODER_TOKENS_PER_S = 100.0  # tokens per second, until a vision encoder is measured
 
@@ -33,9 +34,9 @@ class RunningRows(Protocol):
     def __len__(self) -> int:
         """Return the number of rows that decode."""
 
-    def decode_slowdown(self, more: int) -> float:
-        """Return the factor by which a decode step slows down with `more` additional rows. Counts at most as many as
-        decode now."""
+    @property
+    def num_interactive(self) -> int:
+        """Number of them that are interactive."""
 
     def join_copy_bytes(self, length: int) -> int:
         """Return the bytes of other rows that are copied when a row of `length` tokens joins."""
@@ -52,6 +53,7 @@ class PrefillQueue:
         self._shared = SharedForwards(model.network, model.costs)
         self._step = 0
         self._step_s = step_s
+        self._began_s = 0.0  # time at which the step began
         self._budgets: dict[Phase, StepBudget] = {
             # One layer of a vision encoder counts as a few tokens; until its speed is measured, advance by one token.
             "encoding": StepBudget(step_s, _ENCODER_TOKENS_PER_S, least=1),
@@ -97,7 +99,7 @@ class PrefillQueue:
         spans = ComputeSpans(self._model.network, row.request, inputs)
         if self._caches.draft:
             first += self._score_stages(row.request, self._caches.draft, window_of(spans.cache))
-        self._tasks[row.id] = PromptTask(row, spans, first=first, prefix=self._caches.prefix, added=self._step)
+        self._tasks[row.id] = PromptTask(row, spans, first=first, prefix=self._caches.prefix, added_s=time.monotonic())
 
     def _score_stages(self, request: GenerationRequest, draft: Draft, window: int) -> list[Stage]:
         """Return the stage that may score the prompt. There is none if nothing may be dropped, or if an earlier attempt
@@ -141,6 +143,7 @@ class PrefillQueue:
         """Find what prefix caches now hold of each prompt, and decide which new prompts are scored. `forward_s`:
         estimated seconds of a pass over the weights."""
         self._step += 1
+        self._began_s = time.monotonic()
         self._budgets["prefill"].observe_forward(forward_s)
         self._refresh()
 
@@ -156,10 +159,10 @@ class PrefillQueue:
         ready = [task for task in self._tasks.values() if task.stage.ready]
         packs = self._shared.keys(ready)
         prompts = may_advance([self._state_of(task, packs[task.row.id], cost_of, join_copy_bytes_of) for task in ready])
-        slower = running.decode_slowdown(sum(row.lane == "interactive" for row in prompts))
         budget = self._budgets["prefill"]
-        spare_s = {lane: budget.spare_s(len(running), lane, elapsed_s, slower) for lane in get_args(Lane)}
-        return plan(prompts, spare_s, self._step, longest)
+        rows = Running(len(running), running.num_interactive)
+        spare_s = budget.spare_s(rows, elapsed_s, backlog(prompts))
+        return plan(prompts, spare_s, self._step, longest, enough_s=budget.decode_s if len(running) else 0.0)
 
     def _state_of(
         self,
@@ -174,7 +177,7 @@ class PrefillQueue:
             id=request.id,
             done=stage.done,
             remaining=stage.remaining,
-            waited=self._step - task.added,
+            waited_s=self._began_s - task.added_s,
             lane=request.lane,
             cost=cost_of(stage.phase),
             cuts=task.cuts,

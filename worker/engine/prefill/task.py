@@ -56,12 +56,12 @@ class PromptTask:
         *,
         first: Sequence[Stage] = (),
         prefix: PrefixCache | None = None,
-        added: int = 0,
+        added_s: float = 0.0,
     ) -> None:
         """`spans`: the last stage, for the row's request. `first`: the stages before it. `prefix`: None if no prefix is
-        loaded or inserted. `added`: number of the step."""
+        loaded or inserted. `added_s`: the time, as time.monotonic()."""
         self.row = row
-        self.added = added
+        self.added_s = added_s
         self._first, self._prefix = [*first], prefix
         # Tokens that an earlier attempt has dropped are not chosen again, and the row inserts no prefix.
         self._chooses = row.request.kept_ranges is None
