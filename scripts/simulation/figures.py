@@ -1,0 +1,70 @@
+"""What the clients of a simulation have seen."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass
+from itertools import pairwise
+
+from scripts.simulation.costs import Costs
+from scripts.simulation.machine import Machine
+from scripts.simulation.request import Request
+
+FIRST_TOKEN_S, GAP_S = 2.0, 0.3  # a good answer has its first token within this time, and no longer gap
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Figures of one run, or medians of several."""
+
+    good_percent: float
+    first_p50_s: float
+    first_p95_s: float
+    first_max_s: float
+    longest_gap_s: float
+    tokens_per_s: float
+    slowdown_p95: float  # time to the first token, relative to the prompt's bare forwards alone
+    tokens_per_forward: float  # of prefill
+
+    @classmethod
+    def of(cls, machine: Machine, costs: Costs) -> "Figures":
+        """Return the figures of a run that has ended."""
+        requests = machine.requests
+        firsts = [_first_s(request) for request in requests]
+        gaps = [_longest_gap_s(request) for request in requests]
+        slowdowns = [
+            first_s / costs.alone_s(request.arrival.prompt) for first_s, request in zip(firsts, requests, strict=True)
+        ]
+        good = [first_s <= FIRST_TOKEN_S and gap_s <= GAP_S for first_s, gap_s in zip(firsts, gaps, strict=True)]
+        return cls(
+            100 * sum(good) / len(good),
+            statistics.median(firsts),
+            percentile(firsts, 95),
+            max(firsts),
+            max(gaps),
+            sum(request.arrival.answer for request in requests) / machine.now_s,
+            percentile(slowdowns, 95),
+            machine.prompt_tokens / max(1, machine.forwards),
+        )
+
+    @classmethod
+    def median(cls, runs: Sequence["Figures"]) -> "Figures":
+        """Return the median of each figure."""
+        return cls(*(statistics.median(values) for values in zip(*map(astuple, runs), strict=True)))
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the figures by name, rounded for JSON."""
+        return {name: round(value, 3) for name, value in asdict(self).items()}
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return the smallest value that is at least as large as `percent` % of the values."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+
+def _first_s(request: Request) -> float:
+    return request.token_times_s[0] - request.arrival.at_s
+
+
+def _longest_gap_s(request: Request) -> float:
+    return max((after - before for before, after in pairwise(request.token_times_s)), default=0.0)

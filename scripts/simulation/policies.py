@@ -1,0 +1,125 @@
+"""Ways of planning a step: the worker's own, and others to compare it with."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from scripts.simulation.costs import Costs
+from scripts.simulation.request import Request, Step
+from worker.schedule.budget import ALONE_STEPS, Running, StepBudget
+from worker.schedule.plan import Forward, PromptState, backlog, in_order, plan
+from worker.schedule.request import Lane
+
+Rule = Callable[[Iterable[PromptState], int], list[PromptState]]
+_WARM_UP = (16, 64, 128) * 3  # tokens of the prompts that a worker has computed before
+
+
+def _own_s(row: PromptState) -> float:
+    return row.cost.of(row.remaining, row.done)
+
+
+def shortest(waiting: Iterable[PromptState], step: int) -> list[PromptState]:
+    """Return the prompts by the time that they take; in one step in four, by age."""
+    key = _age if step % 4 == 0 else _own_s
+    return sorted(waiting, key=lambda row: (row.lane == "batch", key(row)))
+
+
+def oldest(waiting: Iterable[PromptState], step: int) -> list[PromptState]:
+    """Return the prompts by age."""
+    return sorted(waiting, key=lambda row: (row.lane == "batch", _age(row)))
+
+
+def ratio(waiting: Iterable[PromptState], step: int) -> list[PromptState]:
+    """Return the prompts by slowdown so far: waiting time against the time that they take."""
+    return sorted(waiting, key=lambda row: (row.lane == "batch", -row.waited_s / _own_s(row)))
+
+
+def slack(waiting: Iterable[PromptState], step: int) -> list[PromptState]:
+    """Return the prompts by the time that they can still wait for a first token in time."""
+    return sorted(waiting, key=lambda row: (row.lane == "batch", -row.waited_s - _own_s(row)))
+
+
+def _age(row: PromptState) -> float:
+    return -row.waited_s
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How steps are planned. The defaults are the worker's."""
+
+    rule: Rule = in_order
+    share: float | None = None  # prompts get this multiple of the decode time, at least; None: the worker's share
+    packs: bool = True  # short prompts share forwards
+    prefill_first: bool = True  # in a step; otherwise it decodes first, and then computes prompts while there is time
+
+
+_BEFORE = Policy(shortest, share=0.0, packs=False, prefill_first=False)
+POLICIES = {
+    "sluice": Policy(),
+    "unpacked": Policy(packs=False),
+    "shortest": Policy(shortest),
+    "oldest": Policy(oldest),
+    "ratio": Policy(ratio),
+    "slack": Policy(slack),
+    "decode-first": Policy(prefill_first=False),
+    "share-2": Policy(share=2.0),
+    "before": _BEFORE,  # the worker whose measurements docs/performance.md calls `before`
+    "before-2": replace(_BEFORE, share=2.0),  # the same with a share of its time for prompts
+    "before-5": replace(_BEFORE, share=5.0),
+}
+
+
+class Planner:
+    """Plans as the engine does, by costs that it learns from the simulated measurements."""
+
+    def __init__(self, policy: Policy, costs: Costs, step_s: float) -> None:
+        self.policy = policy
+        self._step_s = step_s
+        self._budget = StepBudget(step_s)
+        self._budget.observe_forward(costs.forward_s(1, 1))
+        for tokens in _WARM_UP:
+            self._budget.observe_chunk(tokens, 0, costs.forward_s(1, tokens) + costs.overheads.chunk_s)
+            self._budget.observe_join(tokens, 0, costs.overheads.join_s)
+
+    def plan(self, waiting: Iterable[Request], running: Sequence[Request], step: Step) -> list[Forward]:
+        """Return the forwards of a step."""
+        rows = [self._waiting(request, step) for request in waiting]
+        spare_s = self._spare_s(rows, running, step.elapsed_s)
+        enough_s = inf
+        if self.policy.prefill_first:
+            enough_s = self._budget.decode_s if running else 0.0
+        return plan(rows, spare_s, step.number, 2048, enough_s=enough_s, order=self.policy.rule)
+
+    def _waiting(self, request: Request, step: Step) -> PromptState:
+        return PromptState(
+            request.id,
+            request.done,
+            request.total - request.done,
+            step.began_s - request.admitted_s,
+            request.arrival.lane,
+            self._budget.cost,
+            pack=0 if self.policy.packs else None,
+        )
+
+    def _spare_s(self, rows: Sequence[PromptState], running: Sequence[Request], elapsed_s: float) -> dict[Lane, float]:
+        if self.policy.share is None:
+            interactive = sum(request.arrival.lane == "interactive" for request in running)
+            return self._budget.spare_s(Running(len(running), interactive), elapsed_s, backlog(rows))
+        if not running:
+            return dict.fromkeys(("interactive", "batch"), ALONE_STEPS * self._step_s)
+        decode_s = max(elapsed_s, self._budget.decode_s)
+        target_s = self._step_s - decode_s
+        return {"interactive": max(target_s, self.policy.share * decode_s), "batch": target_s}
+
+    def observe_decode(self, seconds: float) -> None:
+        """Record the measured seconds of a decode step."""
+        self._budget.observe_decode(seconds)
+
+    def observe_forward(self, dones: Sequence[int], tokens: int, seconds: float) -> None:
+        """Record the measured seconds of a prefill forward of `tokens` tokens of each prompt. `dones`: the tokens of
+        each prompt before it."""
+        self._budget.observe_chunk(tokens, sum(dones) / len(dones), seconds, rows=len(dones))
+
+    def observe_join(self, tokens: int, seconds: float) -> None:
+        """Record the measured seconds of a join of a row of `tokens` tokens."""
+        self._budget.observe_join(tokens, 0, seconds)

@@ -1,0 +1,30 @@
+"""A simulated request, and a simulated step."""
+
+from dataclasses import dataclass, field
+
+from scripts.simulation.arrivals import Arrival
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request in the simulation, and what its client has received."""
+
+    id: str
+    arrival: Arrival
+    admitted_s: float = 0.0
+    done: int = 0  # prompt tokens computed, of `total`
+    token_times_s: list[float] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        """Prompt tokens to prefill: all but the last, which the row is fed when it decodes."""
+        return self.arrival.prompt - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step when its prompts are planned."""
+
+    number: int
+    began_s: float
+    elapsed_s: float  # since the running decode step began
