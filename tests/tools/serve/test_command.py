@@ -85,16 +85,24 @@ def test_a_short_run_measures_every_server_and_writes_all_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(command.THREADS, "1")
-    file = tmp_path / "out.json"
+    file, recorded = tmp_path / "out.json", tmp_path / "trace.jsonl"
+    recorded.write_text(
+        '{"at": 0, "prompt": "hello", "max_tokens": 3, "chat": "c"}\n'
+        '{"at": 0.1, "prompt": "more", "max_tokens": 3, "chat": "c", "turn": 2}\n'
+    )
     with stub_server() as stub:
         command.main(given(
-            "--model", str(TINY_CHAT), "--scenario", "burst", "open", "--chats", "2", "--tokens", "3", "--rates", "4",
-            "--seconds", "1", "--runs", "1", "--against", stub.url, "--json", str(file),
+            "--model", str(TINY_CHAT), "--scenario", "burst", "open", "trace", "--trace", str(recorded),
+            "--chats", "2", "--tokens", "3", "--rates", "4", "--seconds", "1", "--runs", "1",
+            "--offline", "1", "--tenants", "2", "--prompts", "returning", "--against", stub.url, "--json", str(file),
         ))  # fmt: skip
     [model] = json.loads(file.read_text())["models"].values()
     measured = {(each["scenario"], each["server"]): each["median"] for each in model["results"]}
-    assert {scenario for scenario, _ in measured} == {"burst", "open"}
+    assert {scenario for scenario, _ in measured} == {"burst", "open", "trace"}
     assert {figures["requests"] for (scenario, _), figures in measured.items() if scenario == "burst"} == {2}
+    assert measured["open", "sluice"]["cached_tokens"] > 0  # the prompts have come before
+    assert measured["open", "sluice"]["offline_tokens_per_s"] > 0
+    assert measured["trace", "sluice"]["requests"] == 2
     assert {figures["failed"] for figures in measured.values()} == {0}
     assert model["bare_ms"]["32 x 1"] > 0
     printed = capsys.readouterr().out
