@@ -14,7 +14,6 @@ from scripts.benchmarks.serve import command, options
 BENCHMARKS: dict[str, tuple[Callable[[Console], bool], str]] = {
     "spine": (spine.main, "cost of the path through Redis"),
     "start": (start.main, "time from a worker's start to its first answer, against the import of mlx-lm"),
-    "sampling": (sampling.main, "cost of sampling"),
     "engine": (engine.main, "continuous batching against mlx-lm's"),
     "prefix": (prefix.main, "cost of a prefix cache hit, and its length by family"),
     "batch": (batch.main, "offline runs against mlx-lm's batch_generate, and the effect of sorting lines"),
@@ -33,6 +32,7 @@ def main() -> int:
     for name, (_, label) in BENCHMARKS.items():
         names.add_parser(name, help=label, description=label)
     options.add_options(names.add_parser("serve", help=options.SUMMARY))
+    sampling.add_options(names.add_parser("sampling", help="cost of sampling, and of a step on the host"))
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers of a benchmark are stopped too
     console = Console(width=110)
@@ -40,8 +40,16 @@ def main() -> int:
     console.print(
         f"[dim]{os.cpu_count()} cores, BLAS: {'OpenBLAS, preloaded' if 'blas' in blas else 'the one linked by mlx'}[/]"
     )
-    passed = command.main(given) if given.name == "serve" else BENCHMARKS[given.name][0](console)
-    return 0 if passed else 1
+    return 0 if _passed(given, console) else 1
+
+
+def _passed(given: argparse.Namespace, console: Console) -> bool:
+    match given.name:
+        case "serve":
+            return command.main(given)
+        case "sampling":
+            return sampling.main(console, given)
+    return BENCHMARKS[given.name][0](console)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
 """Cost of sampling the tokens of a step: all rows in shared calls, as the engine does, or each separately."""
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_top_p
 from rich.console import Console
 from rich.table import Table
 
+from scripts.benchmarks import host
 from worker.engine.batch.row import Row
 from worker.engine.sampling.logprobs import logprobs_of
 from worker.engine.sampling.sampler import draw
@@ -27,8 +30,19 @@ KINDS = {
 }
 
 
-def main(console: Console) -> bool:
-    """Run the benchmark, print its table, and return True if every value is within its limit."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    parser.add_argument(
+        "--vocabulary",
+        type=Path,
+        metavar="FILE",
+        help="measure the host's cost with this vocabulary too: data/tekken_240911.json of mistral-common's wheel",
+    )
+
+
+def main(console: Console, options: argparse.Namespace) -> bool:
+    """Run the benchmark, print its tables, and return True if every value is within its limit."""
+    host.main(console, options.vocabulary)
     mx.random.seed(0)
     logits = 3 * mx.random.normal((32, VOCAB))
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -1,0 +1,208 @@
+"""CPU time of the engine's thread in a decode step: outside of calls into MLX, and for each kind of sampling.
+
+CPU time hardly depends on what else the machine does. What MLX computes runs on other threads and is not counted."""
+
+import base64
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from rich.console import Console
+from rich.table import Table
+
+from scripts.stack import TINY_CHAT
+from worker.engine.batch import decode_batch
+from worker.engine.batch.decode_batch import DecodeBatch, PendingTokens, StepToken
+from worker.engine.batch.row import Row
+from worker.engine.engine import Engine
+from worker.engine.model.load import open_model
+from worker.schedule.report import StepReport
+from worker.schedule.request import GenerationRequest, Sampling
+from worker.text.grammar.guide import RowGrammar
+
+ROWS = 1, 8, 32
+_WARM, _STEPS = 16, 200
+_PROMPT = tuple(range(5, 45))
+_NEVER_ENDS = 100_000  # tokens
+
+
+class MlxCalls:
+    """The calling thread's CPU seconds inside calls into MLX, while `counted` is open."""
+
+    def __init__(self) -> None:
+        self.seconds, self._depth = 0.0, 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count the forward with its sampling, every evaluation, and the wait for the tokens of the last step."""
+        replaced: list[tuple[Any, str, Callable[..., Any]]] = [
+            (decode_batch, "forward", self._counting),
+            (mx, "eval", self._counting),
+            (mx, "async_eval", self._counting),
+            (DecodeBatch, "collect", _after_evaluation),
+        ]
+        with ExitStack() as stack:
+            for owner, name, replace_by in replaced:
+                original = getattr(owner, name)
+                setattr(owner, name, replace_by(original))
+                stack.callback(setattr, owner, name, original)
+            yield
+
+    def _counting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*given: Any, **named: Any) -> Any:
+            began, self._depth = time.thread_time(), self._depth + 1
+            try:
+                return call(*given, **named)
+            finally:
+                self._depth -= 1
+                if not self._depth:  # an evaluation within the forward is counted with it
+                    self.seconds += time.thread_time() - began
+
+        return counting
+
+
+def _after_evaluation(collect: Callable[[DecodeBatch], list[StepToken]]) -> Callable[[DecodeBatch], list[StepToken]]:
+    """Evaluate the tokens before they are collected, since `tolist`, which would wait for them, is not counted."""
+
+    def waiting(batch: DecodeBatch) -> list[StepToken]:
+        assert batch._fed is not None
+        mx.eval(batch._fed.tokens, batch._fed.finite)
+        return collect(batch)
+
+    return waiting
+
+
+def steps_table() -> Table:
+    """Return the table of the engine's steps with the tiny model."""
+    title = f"CPU time of the engine's thread in a decode step of the tiny model, medians of {_STEPS}"
+    table = Table("rows", "in MLX", "outside", "outside, per row", title=title, title_justify="left")
+    model = open_model(str(TINY_CHAT))
+    model.tokenizer.eos_token_ids = set()  # so that no answer ends
+    for rows in ROWS:
+        engine = Engine(model, step_s=10.0, rows=rows, prefix_bytes=0)
+        for i in range(rows):
+            engine.add(GenerationRequest(str(i), _PROMPT, 1024))
+        while engine.step().rows < rows:
+            pass
+        inside_us, outside_us = step_us(engine.step)
+        table.add_row(str(rows), f"{inside_us:.0f} µs", f"{outside_us:.0f} µs", f"{outside_us / rows:.1f} µs")
+    return table
+
+
+def step_us(step: Callable[[], StepReport]) -> tuple[float, float]:
+    """Return the median CPU microseconds of a step in MLX and outside of it."""
+    pairs = list[tuple[float, float]]()
+    calls = MlxCalls()
+    with calls.counted():
+        for _ in range(_WARM + _STEPS):
+            began, calls.seconds = time.thread_time(), 0.0
+            step()
+            pairs.append((calls.seconds, time.thread_time() - began - calls.seconds))
+    inside, outside = zip(*pairs[_WARM:], strict=True)
+    return 1e6 * statistics.median(inside), 1e6 * statistics.median(outside)
+
+
+# Sampling with a vocabulary of real size
+
+_KINDS = {
+    "greedy": Sampling(),
+    "temperature": Sampling(temperature=1.0),
+    "top_k 20, top_p 0.95": Sampling(temperature=1.0, top_k=20, top_p=0.95),
+    "bias on 10 tokens": Sampling(logit_bias=tuple((token, 1.0) for token in range(10))),
+    "repetition penalty": Sampling(repetition_penalty=1.1),
+    "frequency penalty": Sampling(frequency_penalty=0.5),
+}
+_FORWARDS = 24
+
+
+def sampling_table(vocabulary: Path) -> Table:
+    """Return the table of what each kind of sampling adds to a greedy step. `vocabulary`: a tekken.json."""
+    tokens = read_tekken(vocabulary)
+    tokenizer = LLTokenizer(TokenizerWrapper(_Tokens(tokens)), n_vocab=len(tokens))
+    title = f"Per step with {len(tokens):,} tokens: CPU time of the engine's thread, and wall time"
+    table = Table("", *(f"{rows} row{'s' * (rows > 1)}" for rows in ROWS), title=title, title_justify="left")
+    kinds = {name: [GenerationRequest("a", _PROMPT, _NEVER_ENDS, each)] for name, each in _KINDS.items()}
+    plain = kinds["greedy"][0]
+    kinds["logprobs"] = [replace(plain, top_logprobs=0)]
+    kinds["logprobs, 5 alternatives"] = [replace(plain, top_logprobs=5)]
+    for name, requests in kinds.items():
+        table.add_row(name, *(_cell([Row.of(requests[0]) for _ in range(rows)], len(tokens)) for rows in ROWS))
+    grammars = [[Row.of(replace(plain, grammar=_grammar(tokenizer))) for _ in range(rows)] for rows in ROWS]
+    table.add_row("JSON schema", *(_cell(rows, len(tokens)) for rows in grammars))
+    return table
+
+
+def _cell(rows: list[Row], width: int) -> str:
+    cpu_ms, wall_ms = forward_ms(rows, width)
+    return f"{cpu_ms:.2f} / {wall_ms:.2f} ms"
+
+
+def forward_ms(rows: list[Row], width: int) -> tuple[float, float]:
+    """Return the median CPU milliseconds of this thread, and the median wall milliseconds, of a forward whose network
+    returns the same logits every time, with the logprobs of its tokens."""
+    mx.random.seed(0)
+    logits = 3 * mx.random.normal((len(rows), 1, width))
+    tokens = mx.zeros(len(rows), mx.int32)
+    mx.eval(logits, tokens)
+    network: Any = lambda tokens, cache: logits + 0  # noqa: E731
+    batch = DecodeBatch(network)
+    batch.rows = rows
+    batch._next = PendingTokens(tokens, mx.ones(len(rows), mx.bool_), {})
+    times = list[tuple[float, float]]()
+    for _ in range(_FORWARDS):
+        began, cpu = time.perf_counter(), time.thread_time()
+        batch.launch()
+        batch.collect()
+        batch.wait()
+        times.append((time.thread_time() - cpu, time.perf_counter() - began))
+    cpu_s, wall_s = zip(*times[_FORWARDS // 3 :], strict=True)
+    return 1e3 * statistics.median(cpu_s), 1e3 * statistics.median(wall_s)
+
+
+class _Tokens:
+    """A tokenizer as llguidance takes it, which finds the longest token at each place."""
+
+    eos_token_id, bos_token_id = 2, 1
+    special_token_ids: Sequence[int] = ()
+
+    def __init__(self, tokens: list[bytes]) -> None:
+        self.tokens = tokens
+        self._ids = {token: id for id, token in enumerate(tokens)}
+        self._longest = max(map(len, tokens))
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        data, found = text.encode() if isinstance(text, str) else text, list[int]()
+        while data:
+            size = next(n for n in range(min(self._longest, len(data)), 0, -1) if data[:n] in self._ids)
+            found.append(self._ids[data[:size]])
+            data = data[size:]
+        return found
+
+
+def read_tekken(file: Path) -> list[bytes]:
+    """Return the bytes of each token of a tekken.json, as mistral-common ships them; special tokens come first."""
+    content = json.loads(file.read_text())
+    config = content["config"]
+    special = config["default_num_special_tokens"]
+    ordinary = content["vocab"][: config["default_vocab_size"] - special]
+    return [b"<%d>" % i for i in range(special)] + [base64.b64decode(entry["token_bytes"]) for entry in ordinary]
+
+
+def _grammar(tokenizer: LLTokenizer) -> RowGrammar:
+    """Return the grammar of a list of texts, whose answers hardly ever end."""
+    schema = {"type": "array", "items": {"type": "string"}}
+    return RowGrammar(LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema(schema)), frozenset({2}))
+
+
+def main(console: Console, vocabulary: Path | None) -> None:
+    """Print the tables."""
+    console.print(steps_table())
+    if vocabulary:
+        console.print(sampling_table(vocabulary))
