@@ -1,8 +1,9 @@
 """Rows that decode together: one forward for all of them, one token each."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,8 +29,7 @@ class PendingTokens:
         mx.async_eval(self.tokens, self.finite, list(self.logprobs.values()))
 
 
-@dataclass(frozen=True, slots=True)
-class StepToken:
+class StepToken(NamedTuple):
     """A token that a row has drawn. `finite` is False if it was drawn from non-finite logits."""
 
     row: Row
@@ -162,14 +162,23 @@ def forward(network: nn.Module, cache: list[Any], rows: list[Row], tokens: mx.ar
     rows with a grammar, which needs their last token. Writes to `cache`, and advances the rows' random keys."""
     logits = network(tokens[:, None], cache=cache)[:, -1, :]
     if any(row.processors for row in rows):
-        each = enumerate(rows)
-        logits = mx.concatenate([row.processed(logits[i : i + 1], tokens[i : i + 1]) for i, row in each])
+        logits = mx.concatenate([*_processed(rows, logits, tokens)])
     norm = mx.logsumexp(logits, axis=-1, keepdims=True)
     logprobs = logits - norm
     wanted = {row: logprobs[i : i + 1] for i, row in enumerate(rows) if row.wants_logprobs}
     pending = PendingTokens(draw(logprobs, rows), mx.isfinite(norm[:, 0]), wanted)
     pending.compute()
     return pending
+
+
+def _processed(rows: list[Row], logits: mx.array, tokens: mx.array) -> Iterator[mx.array]:
+    """Yield the logits (rows, vocab) after the rows' processors. Rows without any between two others share a slice."""
+    for plain, run in groupby(range(len(rows)), lambda i: not rows[i].processors):
+        first, *more = run
+        if plain:
+            yield logits[first : first + 1 + len(more)]
+        else:
+            yield from (rows[i].processed(logits[i : i + 1], tokens[i : i + 1]) for i in (first, *more))
 
 
 def _logprobs(tokens: dict[Row, int], found: dict[Row, mx.array]) -> dict[Row, Logprobs]:
