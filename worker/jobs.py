@@ -194,14 +194,14 @@ class Chat:
     def _handle(self, outcome: Outcome, rows: int) -> None:
         self.release_images()
         match outcome:
+            case Sampled():  # first, since it is by far the most frequent
+                self._sampled(outcome, rows)
             case Prefilled(done=done, total=total, cached=cached):
                 self._recorder.prefilled(done, total, cached)
             case Encoded(done=done, total=total) | Scored(done=done, total=total):
                 self._recorder.progress(outcome.phase, done, total)
             case SpecPrefillApplied() | SpecPrefillSkipped():
                 self._recorder.record_specprefill(outcome)
-            case Sampled():
-                self._sampled(outcome, rows)
             case Refused(message=message):
                 self._done.set_exception(JobFailure("too_large", message))
             case RowFailed():

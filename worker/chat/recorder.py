@@ -20,6 +20,7 @@ logger = logging.getLogger("sluice.jobs")
 
 Entry = dict[str, Any]  # logprobs of a token, in OpenAI's form
 
+_NOTHING = OutputDelta()
 _PROGRESS_EVERY_S = 0.25
 _GATHER_S = {"interactive": 0.0, "batch": 1.0}  # offline deltas are merged, so that a batch does not fill Redis
 
@@ -56,7 +57,7 @@ class JobRecorder:
         self._prefilled_at = self._first_at = self._last_at = self._began_monotonic
         self._gather_s = _GATHER_S[job.claim.lane]
         self._ids: list[int] = []
-        self._pending = OutputDelta()  # not emitted yet
+        self._pending = _NOTHING  # not emitted yet
         self._logprobs: list[Entry] = []
         self._emitted: list[OutputDelta] = []
         self._emitted_logprobs: list[bytes] = []
@@ -167,7 +168,7 @@ class JobRecorder:
             self._emitted.append(self._pending)
         self._emitted_logprobs += map(dumps, self._logprobs)
         self._ids = []
-        self._pending = OutputDelta()
+        self._pending = _NOTHING
         self._logprobs = []
         self._delta_at = time.monotonic()
 

@@ -29,6 +29,7 @@ class ActiveRows:
         self._on_release = on_release
         self._rows: dict[str, Row] = {}
         self._failures = 0  # without a decoded token between them
+        self._swept = True  # no row was removed since the last sweep
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -61,6 +62,7 @@ class ActiveRows:
     def remove(self, id: str) -> Row | None:
         """Remove and return a row; None for an unknown id. If it decodes, `sweep` frees its memory."""
         self._prefills.remove(id)
+        self._swept = False
         return self._rows.pop(id, None)
 
     def end(self, id: str) -> None:
@@ -70,7 +72,9 @@ class ActiveRows:
 
     def sweep(self) -> None:
         """Free the memory of decoding rows that have ended or were removed. Blocks."""
-        self._running.remove({row for _, row in self._running if row.id not in self._rows})
+        if not self._swept:
+            self._swept = True
+            self._running.remove({row for _, row in self._running if row.id not in self._rows})
 
     def fail(self, id: str) -> RowFailed:
         """Remove a row that has caused a failure."""
@@ -88,7 +92,9 @@ class ActiveRows:
         """Recompute the rows that have lost their caches. Each decodes in a group of its own until it has produced a
         token, so a row that causes the failure fails alone."""
         lost = {*self._running.pop_lost()}
-        rows = [row for row in self if row in lost] if lost else []
+        if not lost:
+            return
+        rows = [row for row in self if row in lost]
         self._failures += bool(rows)
         for row in rows:
             yield from self.begin(row.resumable_request(), recomputed=True)

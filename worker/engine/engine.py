@@ -150,9 +150,11 @@ class Engine:
         )
 
     def _calibrate(self) -> tuple[int, int] | None:
-        slack_bytes = self._costs.slack_bytes(self._running.lengths, self._running.buffers)
+        decoding = self._running.lengths
+        slack_bytes = self._costs.slack_bytes(decoding, self._running.buffers)
         chunk = max(self._longest_chunk, len(self._running))  # a decoding row needs as much as one token of a chunk
-        return self._admission.calibrate(self._lengths(), chunk, self._caches.nbytes, self._encoded_images, slack_bytes)
+        lengths = [*decoding, *([length] for length in self._prefills.lengths)]  # in prefill, each is its own group
+        return self._admission.calibrate(lengths, chunk, self._caches.nbytes, self._encoded_images, slack_bytes)
 
     def _prefix_use(self, evicted: int) -> PrefixUse:
         """Return the step's use of the caches. `evicted`: number of evictions before the step."""
@@ -208,16 +210,21 @@ class Engine:
         self._computed += len(step_tokens)
         at = time.monotonic()
         for step_token in step_tokens:
-            yield from self._handle_token(step_token, at)
+            row, token, finite, logprobs = step_token
+            if finite and token not in self._eos_ids and len(row.answer) + 1 < row.request.max_tokens:
+                row.deliver(token)
+                yield Sampled(row.id, token, None, logprobs, at)
+            else:
+                yield from self._end_row(step_token, at)
         self._active.sweep()
         for row in failed:
             yield self._active.fail(row.id)
         if step_tokens:
             self._active.reset_failures()
 
-    def _handle_token(self, step_token: StepToken, at: float) -> Iterator[Outcome]:
-        """Yield the outcome of a token before anything that may fail, since the row's answer contains it from then
-        on."""
+    def _end_row(self, step_token: StepToken, at: float) -> Iterator[Outcome]:
+        """Yield the outcome of a row's last token, before anything that may fail, since the answer contains it from
+        then on."""
         row, token = step_token.row, step_token.token
         if not step_token.finite:
             logger.error("%s: non-finite logits after %d tokens", row.id, row.length)
@@ -230,12 +237,9 @@ class Engine:
             self._cache_prefix(row, token)
         else:
             row.deliver(token)
-            ended = len(row.answer) >= row.request.max_tokens
-            if ended:
-                self._active.end(row.id)
-            yield Sampled(row.id, token, "length" if ended else None, step_token.logprobs, at)
-            if ended:
-                self._cache_prefix(row)
+            self._active.end(row.id)
+            yield Sampled(row.id, token, "length", step_token.logprobs, at)
+            self._cache_prefix(row)
 
     def _cache_prefix(self, row: Row, *ending: int) -> None:
         """Insert the row's prompt and answer into the prefix cache. `ending`: tokens that it was fed in addition."""
@@ -300,10 +304,6 @@ class Engine:
             return False
         self._caches.set_limit(min(headroom, self._admission.free_bytes))
         return True
-
-    def _lengths(self) -> list[list[int]]:
-        """Return the lengths in tokens of all rows in memory, by group; a row in prefill is a group of its own."""
-        return [*self._running.lengths, *([length] for length in self._prefills.lengths)]
 
     @_step_part
     def _finish_step(self) -> tuple[Outcome, ...]:

@@ -21,6 +21,7 @@ class SlotKVCache:
     def __init__(self) -> None:
         self.keys: Any = None  # (rows, heads, columns, head_dim), with spare rows and columns
         self.values: Any = None
+        self.nbytes = 0  # allocated, spare room included
         self._set_rows([], [], [])
 
     def _set_rows(self, lengths: list[int], positions: list[int], ends: list[int]) -> None:
@@ -79,11 +80,6 @@ class SlotKVCache:
     def state(self) -> list[mx.array]:
         """The buffers, for evaluation: none before the first row."""
         return [] if self.keys is None else [self.keys, self.values]
-
-    @property
-    def nbytes(self) -> int:
-        """Allocated bytes, spare room included."""
-        return sum(buffer.nbytes for buffer in self.state)
 
     def size(self) -> int:
         """Return the number of columns in use: the length of the longest row."""
@@ -205,6 +201,7 @@ class SlotKVCache:
         # The keys come last, because `_too_small` checks their size: after a failure the next call starts over.
         self.values = self._rebuilt(self.values, size, values)
         self.keys = self._rebuilt(self.keys, size, keys)
+        self.nbytes = self.keys.nbytes + self.values.nbytes
 
     def _rebuilt(self, old: mx.array | None, size: tuple[int, int], template: mx.array) -> mx.array:
         new = mx.zeros((size[0], template.shape[1], size[1], template.shape[3]), dtype=template.dtype)
@@ -218,6 +215,7 @@ class SlotKVCache:
         """Free memory if less than half of it would do, spare room included."""
         if self.rows == 0:
             self.keys = self.values = None
+            self.nbytes = 0
         else:
             self._shrink_to(share=2)
 
