@@ -113,4 +113,4 @@ class Stage(Protocol):
         return
 
     def advance(self, tokens: int) -> Progress | Ended:
-        """Compute about `tokens` tokens. Blocks."""
+        """Compute about `tokens` tokens. Called only if the stage is ready. Blocks."""

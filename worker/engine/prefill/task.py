@@ -35,7 +35,7 @@ class Advanced:
     done: int  # tokens of the stage before the chunk
     tokens: int  # computed
     chunk: int = 0  # of these, the tokens that took the memory of a prompt's chunk
-    images: ImageDemand = NO_IMAGES  # the memory of the images that were encoded
+    images: ImageDemand = NO_IMAGES  # those of the prompt before the chunk, if it encoded images
     cuts: int = 0  # within the chunk; each took a further forward
     seconds: float = 0.0  # without loading from caches
     outcomes: tuple[Outcome, ...] = ()
