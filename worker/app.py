@@ -13,7 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from worker.monitoring.health import Health
-from worker.monitoring.sink import MetricsSink, served_metrics
+from worker.monitoring.serving import served_metrics
+from worker.monitoring.sink import MetricsSink
 from worker.process.exit_timer import EXIT_FORCED, ExitTimer
 from worker.process.garbage import collect_on_a_timer, pause_collections, resume_collections
 from worker.process.log_lines import set_up_logging

@@ -16,7 +16,7 @@ from arq.worker import func
 from worker.chat.context import WorkerContext
 from worker.jobs import chat
 from worker.monitoring.health import Health
-from worker.monitoring.sink import served_metrics
+from worker.monitoring.serving import served_metrics
 from worker.process.log_lines import set_up_logging
 from worker.queue.job.functions import JobFunctions
 from worker.queue.server.connection import connect

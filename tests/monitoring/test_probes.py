@@ -17,7 +17,8 @@ from worker.monitoring.health import Health, Part
 from worker.monitoring.heartbeat import Heartbeat
 from worker.monitoring.metrics import Metrics
 from worker.monitoring.probes import answer_probes
-from worker.monitoring.sink import MetricsSink, served_metrics
+from worker.monitoring.serving import served_metrics
+from worker.monitoring.sink import MetricsSink
 
 
 def probes(port: int, health: Health | None = None) -> AbstractContextManager[None]:

@@ -1,11 +1,7 @@
 """The receiver of a worker's measurements."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from schemas.keys import Lane
 from worker.errors import ErrorType
-from worker.monitoring.health import Health
 from worker.schedule.report import StepReport
 
 
@@ -45,18 +41,3 @@ class MetricsSink:
 
     def record_step(self, step: StepReport) -> None:
         """Record a step of the engine."""
-
-
-@contextmanager
-def served_metrics(model_name: str, port: int | None, health: Health) -> Iterator[MetricsSink]:
-    """Count metrics, and serve them and the probes at the port while the block runs. Without a port, drop all. Raises
-    `CannotStart` if the port cannot be opened."""
-    if port is None:
-        yield MetricsSink()
-        return
-    from worker.monitoring.metrics import Metrics
-    from worker.monitoring.probes import answer_probes
-
-    metrics = Metrics(model_name)
-    with answer_probes(port, metrics.registry, health):
-        yield metrics
