@@ -26,6 +26,7 @@ from worker.schedule.request import Range
 
 SPARE_IMAGES = ImageDemand(64, 128, 64, 100_000)
 COSTS = [ONE_GROUP, EACH_ALONE, StepCost(group_s=2e-6, cell_s=1e-9)]
+MOVES: list[Once] = ["extend", "moved", "filter", "extract"]
 MOST_STEPS = 100  # to the first tokens of an answer
 MOST_DOOMED = 3  # more could fail one after another until the engine gives up, as it should
 
@@ -276,6 +277,15 @@ class Rules(RuleBasedStateMachine):
         self.step_until_said(id, tokens)
         self.preempt_row(id, wait, keep)
 
+    @rule(data=st.data(), tokens=st.integers(1, 4))
+    def fail_in_a_return(self, data: st.DataObject, tokens: int) -> None:
+        """Fail once when a preempted request joins a group again, with its saved cache."""
+        id = self.submit_long(data)
+        self.step_until_said(id, tokens)
+        self.preempt_row(id, wait=False, keep=True)
+        self.fail_once_unless_crowded("extend", 0)
+        self.step_once()
+
     def preempt_row(self, id: str, wait: bool, keep: bool) -> None:
         engine = self.run.engine
         decodes = id in {row.id for _, row in engine._running}
@@ -291,8 +301,11 @@ class Rules(RuleBasedStateMachine):
         """Admit what was preempted, with its cache or without."""
         self.run.readmit(keep_caches=keep)
 
-    @rule(cost=st.sampled_from(COSTS))
-    def regroup(self, cost: StepCost) -> None:
+    @rule(cost=st.sampled_from(COSTS), once=st.sampled_from([None, *MOVES]), spared=st.integers(0, 5))
+    def regroup(self, cost: StepCost, once: Once | None, spared: int) -> None:
+        """Have rows moved to other groups. `once`: a call that may fail then."""
+        if once and len(self.run.active) > 1:
+            self.fail_once_unless_crowded(once, spared)
         self.run.group_by(cost)
 
     @rule()
