@@ -42,7 +42,7 @@ def test_single_chats_are_compared_with_prompts_that_are_not_packed() -> None:
 # Cases
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS.keys() - {"highest"})
+@pytest.mark.parametrize("scenario", sorted(SCENARIOS.keys() - {"highest"}))
 def test_every_scenario_has_cases_with_names_of_their_own(scenario: str) -> None:
     found = cases(scenario, Options(trace=TRACE), BARE)
     assert found
