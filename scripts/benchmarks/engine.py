@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.benchmarks.models import random_checkpoint
-from worker.engine.batch.decode_batch import PendingTokens
+from worker.engine.batch.decode_batch import ComputedRow, PendingTokens
 from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row
 from worker.engine.engine import Engine
@@ -197,7 +197,7 @@ class Batch:
         self._rows += 1
         began = time.perf_counter()
         with mx.stream(generation_stream):
-            self._groups.add(row, cache, PendingTokens(mx.array([10]), mx.array([True]), {}))
+            self._groups.add([ComputedRow(row, cache, PendingTokens(mx.array([10]), mx.array([True]), {}))])
         return time.perf_counter() - began
 
     def step(self) -> float:

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from worker.engine.active import ActiveRows
 from worker.engine.admission import AdmissionController
-from worker.engine.batch.decode_batch import StepToken
+from worker.engine.batch.decode_batch import ComputedRow, StepToken
 from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row
 from worker.engine.device import memory_limit
@@ -267,14 +267,18 @@ class Engine:
         if len(forward.chunks) > 1:
             tokens = self._prefills.compute_together(forward, self._admission.longest_chunk)
             self._longest_chunk = max(self._longest_chunk, tokens)
+        computed = dict[PromptTask, ComputedRow]()
         for chunk in forward.chunks:
             with isolate(f"{chunk.id}: prefill") as attempt:  # of one prompt, so only this request fails
                 yield from self._advance(chunk)
+                if chunk.joins and (task := self._prefills.pop_computed(chunk.id)):
+                    computed[task] = task.finish()
             if attempt.failed:
                 yield self._active.fail(chunk.id)
+        yield from self._start_decoding(computed)
 
     def _advance(self, chunk: Chunk) -> Iterator[Outcome]:
-        """Compute a chunk of one prompt. If it was the last, its row joins the running rows."""
+        """Compute a chunk of one prompt."""
         advanced = self._prefills.advance(chunk)
         yield from advanced.outcomes
         self._computed += advanced.tokens
@@ -282,18 +286,31 @@ class Engine:
         self._longest_chunk = max(self._longest_chunk, advanced.chunk)
         if any(map(_frees_memory, advanced.outcomes)):
             self._admission.mark_dirty()
-        if chunk.joins and (task := self._prefills.pop_computed(chunk.id)):
-            self._start_decoding(task)
 
-    def _start_decoding(self, task: PromptTask) -> None:
-        tokens = task.stage.total
-        growth, began = self._running.join_copy_bytes(tokens), time.perf_counter()
-        self._running.add(task.row, *task.finish())
-        self._prefills.observe_join(tokens, growth, time.perf_counter() - began)
-        if task.row.request.images:
-            self._admission.mark_dirty()  # the features of its images are released
-        self._queried_tokens += tokens
-        self._hit_tokens += task.cached
+    def _start_decoding(self, computed: Mapping[PromptTask, ComputedRow]) -> Iterator[Outcome]:
+        """Let the rows of computed prompts join the running rows: together, and if that fails, one by one."""
+        if len(computed) > 1:
+            with isolate(f"the join of {len(computed)} rows"):
+                self._join(computed)
+        decoding = {row for _, row in self._running}
+        for task, row in computed.items():
+            if row.row not in decoding:
+                with isolate(f"{row.row.id}: join") as attempt:
+                    self._join({task: row})
+                if attempt.failed:
+                    yield self._active.fail(row.row.id)
+
+    def _join(self, computed: Mapping[PromptTask, ComputedRow]) -> None:
+        lengths = [task.stage.total for task in computed]
+        growth, began = max(map(self._running.join_copy_bytes, lengths)), time.perf_counter()
+        self._running.add([*computed.values()])
+        row_s = (time.perf_counter() - began) / len(computed)
+        for task, tokens in zip(computed, lengths, strict=True):
+            self._prefills.observe_join(tokens, growth // len(computed), row_s)
+            if task.row.request.images:
+                self._admission.mark_dirty()  # the features of its images are released
+            self._queried_tokens += tokens
+            self._hit_tokens += task.cached
 
     def _make_room(self, groups: list[list[Row]]) -> bool:
         """Limit the prefix cache to the memory that all active rows leave with these groups, which may evict prefixes.

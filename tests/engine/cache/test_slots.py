@@ -17,12 +17,14 @@ from tests.selection import examples
 from worker.engine.cache.layers import layers
 from worker.engine.cache.slot_kv import SlotKVCache, SlotRotatingKVCache
 from worker.engine.cache.slots import (
+    Joining,
     Snapshot,
     batch_of,
     bytes_of,
     compact_order,
     growth,
     join,
+    join_all,
     materialize,
     restore,
     select_rows,
@@ -30,6 +32,7 @@ from worker.engine.cache.slots import (
     tighten,
 )
 from worker.engine.upstream.mlx_lm import make_prompt_cache
+from worker.schedule.memory import UNLIMITED_TOKENS
 
 LENGTHS = (1, 3, 9, 16, 17, 30, 45)  # around the tiny models' window of 16
 ANSWER = 24
@@ -59,10 +62,18 @@ class Decoding:
         self.rows: list[Row] = []
 
     def start(self, tokens: int, seed: int, chunk: int = 11) -> None:
+        self.enter(*self.computed(tokens, seed, chunk))
+
+    def computed(self, tokens: int, seed: int, chunk: int = 11) -> tuple[Row, list[Any]]:
         row = make_prompt_cache(self.network)
         for at in range(0, tokens, chunk):
             logits = self.network(mx.array([prompt(tokens, seed)[at : at + chunk]]), cache=row)
-        self.enter(Row(self.family, (tokens, seed), [int(logits[0, -1].argmax())]), row)
+        return Row(self.family, (tokens, seed), [int(logits[0, -1].argmax())]), row
+
+    def start_together(self, *shapes: tuple[int, int]) -> None:
+        rows, caches = zip(*(self.computed(*shape) for shape in shapes), strict=True)
+        join_all(self.batch, [Joining(cache) for cache in caches])
+        self.rows += rows
 
     def enter(self, row: Row, computed: list[Any], position: int | None = None) -> None:
         join(self.batch, computed, position)
@@ -110,6 +121,31 @@ def shape(layer: Any) -> tuple[int, ...] | None:
     if not isinstance(layer, SlotKVCache):
         return None
     return () if layer.keys is None else tuple(layer.keys.shape)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_that_join_together_equal_their_answers_alone(family: str) -> None:
+    table = Decoding(family)
+    table.start_together((9, 0), (30, 1), (17, 2))
+    table.step()
+    table.start_together((45, 3), (3, 4))
+    for _ in range(4):
+        table.step()
+    assert all(row.is_right() for row in table.rows)
+
+
+def test_buffers_grow_once_for_rows_that_join_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    rebuild = SlotKVCache._rebuild
+    rebuilt = list[tuple[int, int]]()
+
+    def record(layer: SlotKVCache, size: tuple[int, int], *tokens: mx.array) -> None:
+        rebuilt.append(size)
+        rebuild(layer, size, *tokens)
+
+    monkeypatch.setattr(SlotKVCache, "_rebuild", record)
+    table = Decoding("llama")
+    table.start_together(*((9, seed) for seed in range(20)))
+    assert len(rebuilt) == len(table.batch)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -231,7 +267,7 @@ def test_row_attends_to_the_same_tokens_as_in_upstreams_batch(
             if ours is None:
                 (ours,), theirs = batch_of([row]), row.merge([row])
             else:
-                ours.extend(row)
+                ours.extend([row], [None], [UNLIMITED_TOKENS])
                 theirs.extend(row.merge([row]))
         elif data.draw(st.booleans()):
             places = data.draw(st.permutations(range(ours.rows)))[: data.draw(st.integers(1, ours.rows))]

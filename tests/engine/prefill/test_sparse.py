@@ -16,6 +16,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 from tests.engine.driver import EACH_ALONE, ONE_GROUP, FixedCost
 from tests.engine.tiny import FAMILIES, VOCAB, build, greedy_with_logprobs, network, prompt
 from tests.selection import examples
+from worker.engine.batch.decode_batch import ComputedRow
 from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row
 from worker.engine.cache.layers import layers
@@ -60,7 +61,7 @@ class Decoding:
     def dense(self, request: GenerationRequest) -> None:
         task = PromptTask(Row.of(request), ComputeSpans(self.network, request))
         task.advance(task.stage.total)
-        self._join(task.row, *task.finish())
+        self._join(task.finish())
 
     def sparse(
         self,
@@ -78,12 +79,13 @@ class Decoding:
             spans.advance(chunk)
         assert spans.length == spans.total
         row = Row.of(replace(request, kept_ranges=tuple(kept)))
-        self._join(row, *spans.finish(row))
+        self._join(ComputedRow(row, *spans.finish(row)))
 
-    def _join(self, row: Row, cache: list[Any], drawn: Any, position: int | None = None) -> None:
+    def _join(self, computed: ComputedRow) -> None:
+        row = computed.row
         self.rows[row.id] = row
         self.generated.setdefault(row.id, [])
-        self.groups.add(row, cache, drawn, position)
+        self.groups.add([computed])
 
     def steps(self, count: int) -> None:
         for _ in range(count):

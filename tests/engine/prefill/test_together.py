@@ -1,7 +1,7 @@
 """Prompts that share forwards while the engine runs. Each equals its answer alone, whatever happens to another."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +14,7 @@ from tests.engine.prefill.test_specprefill import LONG, WISH, drafted, kept_alon
 from tests.engine.tiny import FAMILIES, alone, model, network, prompt
 from tests.engine.vision import cases
 from tests.engine.vision.test_rows import FAMILIES as IMAGE_FAMILIES
+from worker.engine.cache import slots
 from worker.engine.cache.pack import Pack
 from worker.schedule.plan import Forward
 
@@ -138,6 +139,26 @@ def test_prompt_whose_cache_cannot_take_its_chunk_fails_alone(
     add_all(run, "b", "d", "f")
     assert_all_equal_alone(run, QWEN)
     assert [id for id, ending in run.ended.items() if ending == "faulted"] == ["d"]
+
+
+def test_rows_that_cannot_join_together_join_one_by_one(
+    planned: list[Forward], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join_all, joined = slots.join_all, list[int]()
+
+    def refuse_several(batch: Sequence[Any], rows: Sequence[slots.Joining]) -> None:
+        joined.append(len(rows))
+        if len(rows) > 1:
+            raise MemoryError
+        join_all(batch, rows)
+
+    monkeypatch.setattr(slots, "join_all", refuse_several)
+    run = Run(model(QWEN))
+    for id in "abc":
+        run.add(id, prompt(17, ord(id)), max_tokens=ANSWER)
+    for id, generated in run.drain().items():
+        assert generated == alone(network(QWEN), prompt(17, ord(id)), ANSWER)
+    assert joined == [3, 1, 1, 1]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", QWEN, "deepseek_v32"])

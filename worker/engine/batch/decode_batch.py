@@ -1,6 +1,6 @@
 """Rows that decode together: one forward for all of them, one token each."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -36,6 +36,18 @@ class StepToken(NamedTuple):
     token: int
     finite: bool
     logprobs: Logprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedRow:
+    """A row that can decode. `cache`: mlx-lm caches of this row alone, without its next input; they must not be used
+    once it has joined a batch. `pending`: its next input. `position`: position of that input, if it differs from the
+    length of the cache."""
+
+    row: Row
+    cache: list[Any]
+    pending: PendingTokens
+    position: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,21 +122,19 @@ class DecodeBatch:
             row.mark_fed()
         return [StepToken(self.rows[i], tokens[i], finite[i], logprobs.get(self.rows[i])) for i in emitting]
 
-    def add(self, row: Row, cache: list[Any], pending: PendingTokens, position: int | None = None) -> None:
-        """Append a row. Blocks. `cache`: mlx-lm caches of this row alone, without the token that it is fed next; they
-        must not be used afterwards. `pending`: its next input. `position`: position of that input, if it differs from
-        the length of the cache. If the caches cannot be joined, the batch stays as it was."""
+    def add(self, rows: Sequence[ComputedRow]) -> None:
+        """Append rows. Blocks. If the caches cannot be joined, the batch stays as it was."""
+        joining = [slots.Joining(each.cache, each.position, each.row.end) for each in rows]
+        pending = [each.pending for each in rows]
         if self._next is None:
-            self._cache, self._next = slots.batch_of(cache, position, row.end), pending
+            cache = slots.empty_batch_of(rows[0].cache)
+            slots.join_all(cache, joining)
+            self._cache = cache
         else:
-            slots.join(self._cache, cache, position, row.end)
-            self._next = PendingTokens(
-                mx.concatenate([self._next.tokens, pending.tokens]),
-                mx.concatenate([self._next.finite, pending.finite]),
-                self._next.logprobs | pending.logprobs,
-            )
-            self._next.compute()
-        self.rows.append(row)
+            slots.join_all(self._cache, joining)
+            pending = [self._next, *pending]
+        self._next = _concatenated(pending)
+        self.rows += [each.row for each in rows]
 
     def remove(self, leaving: Collection[Row]) -> None:
         """Remove rows. The others may change their order. Blocks until those that change their slot are copied."""
@@ -154,7 +164,8 @@ class DecodeBatch:
 
     def restore(self, preempted: PreemptedRow) -> None:
         """Append a preempted row, as `add` does."""
-        self.add(preempted.row, slots.restore(preempted.snapshot), preempted.pending, preempted.snapshot.position)
+        cache, position = slots.restore(preempted.snapshot), preempted.snapshot.position
+        self.add([ComputedRow(preempted.row, cache, preempted.pending, position)])
 
 
 def forward(network: nn.Module, cache: list[Any], rows: list[Row], tokens: mx.array) -> PendingTokens:
@@ -179,6 +190,17 @@ def _processed(rows: list[Row], logits: mx.array, tokens: mx.array) -> Iterator[
             yield logits[first : first + 1 + len(more)]
         else:
             yield from (rows[i].processed(logits[i : i + 1], tokens[i : i + 1]) for i in (first, *more))
+
+
+def _concatenated(pending: Sequence[PendingTokens]) -> PendingTokens:
+    """Return the next inputs of all these rows. If there are several, the device has begun to compute them."""
+    if len(pending) == 1:
+        return pending[0]
+    logprobs = {row: each for part in pending for row, each in part.logprobs.items()}
+    tokens, finite = [each.tokens for each in pending], [each.finite for each in pending]
+    together = PendingTokens(mx.concatenate(tokens), mx.concatenate(finite), logprobs)
+    together.compute()
+    return together
 
 
 def _logprobs(tokens: dict[Row, int], found: dict[Row, mx.array]) -> dict[Row, Logprobs]:

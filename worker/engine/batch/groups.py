@@ -1,13 +1,14 @@
 """The decoding rows, in groups of similar length."""
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import mlx.nn as nn
 
-from worker.engine.batch.decode_batch import DecodeBatch, PendingTokens, PreemptedRow, StepToken
+from worker.engine.batch.decode_batch import ComputedRow, DecodeBatch, PreemptedRow, StepToken
 from worker.engine.batch.row import Row
 from worker.engine.batch.timing import Stopwatch
 from worker.engine.isolation import isolate
@@ -150,12 +151,16 @@ class Groups:
         self._stopwatch.invalidate()
         return (group.cache_of(row) for group in self._groups if row in group.rows)
 
-    def add(self, row: Row, cache: list[Any], pending: PendingTokens, position: int | None = None) -> None:
-        """Add a row to a group, or to a new one. Blocks. For the parameters see `DecodeBatch.add`."""
+    def add(self, computed: Sequence[ComputedRow]) -> None:
+        """Add rows to groups, or to new ones. Blocks. If it raises, some of them may have been added."""
         self._stopwatch.invalidate()
-        group = self._group_for(row)
-        group.add(row, cache, pending, position)
-        self._track(group)
+        joining: dict[DecodeBatch, list[ComputedRow]] = {}
+        for each in computed:
+            planned = {group: [other.row for other in others] for group, others in joining.items()}
+            joining.setdefault(self._group_for(each.row, planned), []).append(each)
+        for group, rows in joining.items():
+            group.add(rows)
+            self._track(group)
 
     def restore(self, preempted: PreemptedRow) -> None:
         """Add a preempted row to a group, or to a new one. Blocks. If it raises, the row is lost."""
@@ -227,19 +232,23 @@ class Groups:
                 groups = [group for group in groups if group is not destination]
             yield destination, members
 
-    def _group_for(self, row: Row) -> DecodeBatch:
-        """Return the group for a row, of its length class, or a new one. A suspect always gets a new one."""
-        trusted = self._trusted()
+    def _group_for(self, row: Row, joining: Mapping[DecodeBatch, list[Row]] = MappingProxyType({})) -> DecodeBatch:
+        """Return the group for a row, of its length class, or a new one. A suspect always gets a new one. `joining`:
+        rows that are about to join these groups, of which some may be new."""
+        rows_of = {
+            group: [*group.rows, *joining.get(group, ())] for group in {**dict.fromkeys(self._groups), **joining}
+        }
+        trusted = {group: rows for group, rows in rows_of.items() if not any(each.suspect for each in rows)}
         groups = [] if row.suspect else self._of_class(row, trusted)
-        index = place(row.length, [group.lengths for group in groups], self._cost.cost())
+        index = place(row.length, [[each.length for each in trusted[group]] for group in groups], self._cost.cost())
         if index == len(groups):
             return DecodeBatch(self._network)
-        groups_after = [[*group.rows, *([row] if group is groups[index] else [])] for group in trusted]
-        return groups[index] if self._make_room(groups_after) else DecodeBatch(self._network)
+        after = [[*rows, *([row] if group is groups[index] else [])] for group, rows in trusted.items()]
+        return groups[index] if self._make_room(after) else DecodeBatch(self._network)
 
-    def _of_class(self, row: Row, groups: list[DecodeBatch]) -> list[DecodeBatch]:
-        number, decoding = class_of(row.end, self._bounds), self.decoding([group.rows for group in groups])
-        return [groups[i] for i in decoding.of_class(number, self._bounds)]
+    def _of_class(self, row: Row, groups: Mapping[DecodeBatch, list[Row]]) -> list[DecodeBatch]:
+        number, decoding = class_of(row.end, self._bounds), self.decoding([*groups.values()])
+        return [[*groups][i] for i in decoding.of_class(number, self._bounds)]
 
     def _trusted(self) -> list[DecodeBatch]:
         return [group for group in self._groups if not any(row.suspect for row in group.rows)]

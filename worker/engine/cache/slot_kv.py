@@ -95,19 +95,31 @@ class SlotKVCache:
 
     # Rows join and leave
 
-    def extend(self, other: Any, position: int | None = None, end: int = UNLIMITED_TOKENS) -> None:
-        """Append one row from an mlx-lm cache of one sequence. `position`: position of its next token, if it differs
-        from the cache's offset. `end`: the most tokens that it will have. If it fails, the rows stay as they were."""
-        keys, values, offset = self._in_order(other)
-        length, (lengths, positions) = keys.shape[2], self._current()
-        size = self._padded_shape(self.rows + 1, max(self._columns(), length), max([*self._ends, end]))
-        self._ensure_capacity(self.rows + 1, max(self._columns(), length), size, keys, values)
-        slot = slice(self.rows, self.rows + 1)
+    def extend(self, rows: Sequence[Any], positions: Sequence[int | None], ends: Sequence[int]) -> None:
+        """Append rows, mlx-lm caches of one sequence each. `positions`: position of each row's next token, or None if
+        it is the cache's offset. `ends`: the most tokens that each will have. If it fails, the rows stay as they
+        were."""
+        ordered = [self._in_order(row) for row in rows]
+        added = [keys.shape[2] for keys, _, _ in ordered]
+        starts = [offset if at is None else at for (_, _, offset), at in zip(ordered, positions, strict=True)]
+        self._make_room(added, ends, *ordered[0][:2])
+        for slot, (keys, values, _) in enumerate(ordered, self.rows):
+            self._fill(slot, keys, values)
+        lengths, current = self._current()
+        self._set_rows([*lengths, *added], [*current, *starts], [*self._ends, *ends])
+
+    def _make_room(self, added: Sequence[int], ends: Sequence[int], keys: mx.array, values: mx.array) -> None:
+        """Allocate buffers that hold further rows of these lengths unless the present ones do."""
+        rows, columns = self.rows + len(added), max(self._columns(), *added)
+        size = self._padded_shape(rows, columns, max([*self._ends, *ends]))
+        self._ensure_capacity(rows, columns, size, keys, values)
+
+    def _fill(self, slot: int, keys: mx.array, values: mx.array) -> None:
+        """Write a row's tokens to the beginning of its slot, and zeros after them."""
         for buffer, tokens in (self.keys, keys), (self.values, values):
-            buffer[slot, :, :length] = tokens
+            buffer[slot : slot + 1, :, : keys.shape[2]] = tokens
             # A mask alone is not enough: the slot's last row may have left a NaN, and zero times NaN is NaN.
-            buffer[slot, :, length:] = 0
-        self._set_rows([*lengths, length], [*positions, offset if position is None else position], [*self._ends, end])
+            buffer[slot : slot + 1, :, keys.shape[2] :] = 0
 
     def growth(self, tokens: int) -> int:
         """Return the bytes of the buffers that replace these when a row of `tokens` tokens joins; 0 if it fits."""

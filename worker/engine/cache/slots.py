@@ -8,7 +8,7 @@
 Callers that hold other data by row keep it in the same order: `select_rows` takes that order, and `join` appends."""
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -36,12 +36,12 @@ class SlotArraysCache(ArraysCache):
         super().__init__(size)
         self.rows = 0
 
-    def extend(self, other: ArraysCache, position: int | None = None, end: int = UNLIMITED_TOKENS) -> None:
-        """Append one row, an mlx-lm cache. `position` and `end` are not used. Blocks; if it fails, the rows stay as
-        they were."""
-        joined = [_concatenate(batched, joining) for batched, joining in zip(self.cache, other.cache, strict=True)]
+    def extend(self, rows: Sequence[ArraysCache], positions: Sequence[int | None], ends: Sequence[int]) -> None:
+        """Append rows, mlx-lm caches of one sequence each. `positions` and `ends` are not used. Blocks; if it fails,
+        the rows stay as they were."""
+        joined = [_concatenate(states) for states in zip(self.cache, *(row.cache for row in rows), strict=True)]
         mx.eval(joined)
-        self.cache, self.rows = joined, self.rows + 1
+        self.cache, self.rows = joined, self.rows + len(rows)
 
     def growth(self, tokens: int) -> int:
         """Return the bytes copied when a row joins: the whole state."""
@@ -67,8 +67,9 @@ class SlotArraysCache(ArraysCache):
         return row
 
 
-def _concatenate(rows: mx.array | None, row: mx.array | None) -> mx.array | None:
-    return row if rows is None or row is None else mx.concatenate([rows, row])
+def _concatenate(states: Iterable[mx.array | None]) -> mx.array | None:
+    present = [state for state in states if state is not None]
+    return mx.concatenate(present) if present else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +88,15 @@ class Snapshot:
 def batch_of(row: Sequence[Any], position: int | None = None, end: int = UNLIMITED_TOKENS) -> list[Any]:
     """Return batched caches for rows of this layout, with `row` as the first row if it holds tokens (it must not be
     used afterwards). Raises NotImplementedError if a layer has no slot variant."""
-    batch = [_batched_layer(layer) for layer in row]
+    batch = empty_batch_of(row)
     if _has_tokens(row):
         join(batch, row, position, end)
     return batch
+
+
+def empty_batch_of(row: Sequence[Any]) -> list[Any]:
+    """Return batched caches without rows, for rows of this layout. Raises NotImplementedError as `batch_of` does."""
+    return [_batched_layer(layer) for layer in row]
 
 
 def _batched_layer(layer: Any) -> Any:
@@ -108,21 +114,35 @@ def _batched_layer(layer: Any) -> Any:
     raise NotImplementedError(f"{kind.__name__} has no batch that rows can join in place")
 
 
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """A row that joins a batch: mlx-lm caches of one sequence, which must not be used once it has joined."""
+
+    cache: Sequence[Any]
+    position: int | None = None  # of its next token, if it differs from the cache's own offset
+    end: int = UNLIMITED_TOKENS  # the most tokens that it will have
+
+
 def join(batch: Sequence[Any], row: Sequence[Any], position: int | None = None, end: int = UNLIMITED_TOKENS) -> None:
-    """Append a row, mlx-lm caches of one sequence, to the batch. Blocks. The row must not be used afterwards.
-    `position`: position of its next token, if it differs from the row's own offset. `end`: the most tokens that it will
-    have. If anything fails, the batch stays as it was.
+    """Append a single row to the batch, as `join_all` does."""
+    join_all(batch, [Joining(row, position, end)])
+
+
+def join_all(batch: Sequence[Any], rows: Sequence[Joining]) -> None:
+    """Append rows to the batch. Buffers grow at most once, so this is faster than one row after the other. Blocks. If
+    anything fails, the batch stays as it was.
 
     Raises ValueError for a row without tokens: for some models an absent state differs from a state of zeros."""
-    if not _has_tokens(row):
+    if not all(_has_tokens(row.cache) for row in rows):
         raise ValueError("A row can join only after it has computed a token.")
-    # Errors of the row must surface before the batch is changed, and a batch that a running step still reads would be
+    # Errors of a row must surface before the batch is changed, and a batch that a running step still reads would be
     # copied instead of written in place.
-    materialize([*row, *batch])
+    materialize([*(layer for row in rows for layer in row.cache), *batch])
+    positions, ends = [row.position for row in rows], [row.end for row in rows]
     with ExitStack() as undo:
-        for batched, joining in zip(layers(batch), layers(row), strict=True):
+        for batched, *joining in zip(layers(batch), *(layers(row.cache) for row in rows), strict=True):
             undo.callback(batched.filter, range(batched.rows))
-            batched.extend(joining, position, end)
+            batched.extend(joining, positions, ends)
         materialize(batch)
         undo.pop_all()
 

@@ -132,8 +132,8 @@ class Scoring:
     def _advance_prompt(self, tokens: int) -> int:
         advanced = self._task.advance(tokens)
         if self._task.is_computed:
-            cache, pending, _ = self._task.finish()
-            self._lookahead = _Lookahead(self._draft.network, cache, pending.tokens, len(self._request.prompt))
+            row = self._task.finish()
+            self._lookahead = _Lookahead(self._draft.network, row.cache, row.pending.tokens, len(self._request.prompt))
         return advanced.tokens
 
     def _finish(self, max_weights: mx.array) -> None:

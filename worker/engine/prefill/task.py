@@ -4,9 +4,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
-from worker.engine.batch.decode_batch import PendingTokens
+from worker.engine.batch.decode_batch import ComputedRow
 from worker.engine.batch.row import Row
 from worker.engine.cache.pack import Pack
 from worker.engine.cache.prefix import PrefixCache
@@ -234,7 +233,6 @@ class PromptTask:
         """True if the last stage has nothing left to compute."""
         return self.stage is self._spans and self._spans.remaining == 0
 
-    def finish(self) -> tuple[list[Any], PendingTokens, int | None]:
-        """Return the row's cache, its next input, and its position, as `ComputeSpans.finish` does. The task must not be
-        used afterwards. Lazy."""
-        return self._spans.finish(self.row)
+    def finish(self) -> ComputedRow:
+        """Return the row, which can decode now. The task must not be used afterwards. Lazy."""
+        return ComputedRow(self.row, *self._spans.finish(self.row))
