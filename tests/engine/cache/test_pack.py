@@ -7,10 +7,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tests.engine.tiny import FAMILIES, alone, network, prompt
-from worker.engine.cache.pack import Pack, packing_of
+from tests.engine.tiny import CANNOT_BATCH, FAMILIES, alone, build, network, prompt
+from worker.engine.cache.layers import layers
+from worker.engine.cache.pack import Pack, Packing, packing_of
 from worker.engine.cache.slots import batch_of, join, materialize
-from worker.engine.upstream.mlx_lm import make_prompt_cache
+from worker.engine.upstream.mlx_lm import ArraysCache, make_prompt_cache
 
 ANSWER = 8
 PADDING = 77
@@ -111,3 +112,36 @@ def test_rows_with_changing_partners_equal_those_alone(family: str) -> None:
         packs += len(chosen) > 1
     assert packs > 4
     assert_equals_alone(family, prompts, shapes)
+
+
+NOT_PADDED = {"jamba", "recurrent_gemma", "rwkv7"}  # padding enters their states
+NOT_RAGGED = {"deepseek_v32"}  # selects columns
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_that_cannot_share_a_forward_are_known(family: str) -> None:
+    recurrent = any(isinstance(layer, ArraysCache) for layer in layers(make_prompt_cache(network(family))))
+    assert PACKING(family) == Packing(True, family not in NOT_RAGGED, recurrent, family not in NOT_PADDED)
+
+
+def test_layers_of_other_classes_are_not_packed() -> None:
+    assert not packing_of(build(CANNOT_BATCH["llama4"])).possible
+
+
+def test_row_without_a_state_shares_no_forward_with_one_that_has_a_state() -> None:
+    old, new = Prompt("mamba2", 9, 0), Prompt("mamba2", 9, 1)
+    old.advance(3)
+    assert PACKING("mamba2").key(old.done) != PACKING("mamba2").key(new.done)
+    with pytest.raises(ValueError, match="recurrent state"):
+        advance_together([old, new], 3)
+
+
+def test_failed_forward_leaves_the_caches_as_they_were() -> None:
+    shapes = [(20, 0), (20, 1)]
+    prompts = [Prompt("gemma3", *shape) for shape in shapes]
+    for each in prompts:
+        each.advance(7)
+    Pack([each.cache for each in prompts], [7, 7], [5, 5]).layers[0].update_and_fetch(*[mx.zeros((2, 2, 5, 16))] * 2)
+    for each in prompts:
+        each.advance(13)
+    assert_equals_alone("gemma3", prompts, shapes)
