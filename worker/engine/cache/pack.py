@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from worker.engine.cache.layers import layers
+from worker.engine.isolation import isolate
 from worker.engine.upstream.mlx_lm import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 # Tokens of the trial row, and tokens with its padding: so many that every fast state decays.
@@ -208,7 +209,15 @@ def _concatenated(states: Sequence[mx.array | None]) -> mx.array | None:
 
 
 def packing_of(network: nn.Module) -> Packing:
-    """Return which rows of this model can be packed. Blocks: a model with recurrent states computes a few tokens."""
+    """Return which rows of this model can be packed: none if a trial fails. Blocks: a model with recurrent states
+    computes a few tokens."""
+    packing = Packing(False)
+    with isolate("a trial of forwards that several prompts share"):
+        packing = _packing_of(network)
+    return packing
+
+
+def _packing_of(network: nn.Module) -> Packing:
     recurrent = any(isinstance(layer, ArraysCache) for layer in layers(make_prompt_cache(network)))
     ragged = _can_pack(network, 1, 2) and not _selects_columns(network)
     possible = ragged or _can_pack(network, 2, 2)
