@@ -385,8 +385,8 @@ def test_ten_failures_in_a_row_break_the_engine(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_ten_failed_prompts_in_a_row_break_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(network(QWEN)), "__call__", raising(always, type(network(QWEN)).__call__))
     run = Run(model(QWEN))
+    monkeypatch.setattr(type(network(QWEN)), "__call__", raising(always, type(network(QWEN)).__call__))
     for i in range(20):
         run.add(str(i), GUILTY, max_tokens=4)
     with pytest.raises(EngineBroken):
