@@ -433,6 +433,33 @@ def test_prompt_shares_no_forward_that_would_leave_a_rest_hardly_worth_a_pass() 
     assert together(short("a", 20), short("b", 21)) == [[("a", 20, True)], [("b", 21, True)]]
 
 
+def padded(id: str, remaining: int) -> PromptState:
+    return replace(short(id, remaining), padded=True)
+
+
+def test_shorter_chunk_is_padded_if_that_takes_less_than_another_pass() -> None:
+    assert together(padded("a", 41), padded("b", 50)) == [[("a", 41, True), ("b", 50, True)]]
+    assert together(padded("a", 39), padded("b", 50)) == [[("a", 39, True)], [("b", 50, True)]]
+    # The third would pad two.
+    assert together(padded("a", 41), padded("b", 45), padded("c", 51))[0] == [("a", 41, True), ("b", 45, True)]
+    assert together(padded("a", 41), padded("b", 45), padded("c", 48))[0][2] == ("c", 48, True)
+
+
+def test_buffers_grow_once_for_rows_that_join_together() -> None:
+    cost = replace(PASS, grown_s=1.0)
+    rows = [replace(short(id, 20), growth=30) for id in "abc"]
+    assert len(together(*rows, seconds=10.0 + 60 + 30, cost=cost)[0]) == 3
+    assert len(together(*rows, seconds=10.0 + 60 + 29, cost=cost)[0]) == 2
+
+
+def test_padding_counts_as_tokens() -> None:
+    rows = padded("a", 41), padded("b", 45)
+    assert len(together(*rows, seconds=100.0)) == 1
+    assert together(*rows, seconds=99.0)[0] == [("a", 41, True)]
+    forwards = plan([replace(row, cost=PASS) for row in rows], spare(1000), 1, longest=89)
+    assert [len(forward.chunks) for forward in forwards] == [1, 1]
+
+
 def test_long_prompt_shares_no_forward_with_a_short_one() -> None:
     long = int(SHORT_PASSES * PASS.forward_s) + 1
     assert together(short("a", 20), short("b", long)) == [[("a", 20, True)], [("b", long, True)]]

@@ -115,9 +115,7 @@ def plan(
     the time that interactive ones take is not left for offline ones. The first prompt always advances, if only by a few
     tokens; an offline one does so in one step in `OFFLINE_EVERY`. `step`: number of the step, counting up. `longest`:
     most tokens of a forward. `enough_s`: once prompts have taken this long, no further forward begins, since rows that
-    have joined should decode.
-
-    No row is padded to the length of another: padding would cost as much as tokens, and enter a recurrent state."""
+    have joined should decode."""
     forwards, spent_s = list[Forward](), 0.0
     rows = order(prompts, step)
     while rows and (not forwards or spent_s < enough_s):
@@ -136,31 +134,56 @@ def plan(
 
 def _shared(chunk: Chunk, rows: Sequence[PromptState], left_s: float, longest: int) -> tuple[Forward, float]:
     """Return the forward that computes the first row's chunk, together with chunks of other rows as far as time and
-    `longest` allow, and its seconds. A chunk that others share ends at a cut at the latest."""
+    `longest` allow, and its seconds. A chunk that others share ends at a cut at the latest. Shorter chunks are padded
+    to the longest, unless that takes more time than another forward."""
     row = rows[0]
-    tokens = min(chunk.tokens, _uncut(row))
-    chunks = [Chunk(row.id, tokens, chunk.joins and tokens == chunk.tokens)]
-    seconds = _forward_s(row, tokens) + (_join_s(row) if chunks[0].joins else 0.0)
-    for other in (other for other in rows[1:] if _may_share(row, other, tokens)):
-        joins = other.remaining == tokens
-        more_s = other.cost.of(tokens, other.done) - other.cost.forward_s + (_join_s(other) if joins else 0.0)
-        if (len(chunks) + 1) * tokens > longest or seconds + more_s > left_s:
+    tokens = width = min(chunk.tokens, _uncut(row))
+    first = Chunk(row.id, tokens, chunk.joins and tokens == chunk.tokens)
+    members = [(row, first)]
+    seconds = _forward_s(row, tokens) + (_join_s(row) if first.joins else 0.0)
+    for other in rows[1:]:
+        if (own := _tokens_to_share(row, other, width)) == 0:
+            continue
+        wider = max(width, own)
+        padding_s = _own_s(other, wider) - _own_s(other, own)
+        if wider > width:
+            padding_s += sum(_own_s(each, wider) - _own_s(each, width) for each, _ in members)
+        if padding_s > row.cost.forward_s:
+            continue
+        joins = own == other.remaining
+        more_s = padding_s + _own_s(other, own)
+        if joins:  # rows of one forward join together, and buffers grow once for all of them
+            grown = any(each.joins for _, each in members)
+            more_s += other.cost.join(other.done + other.remaining, 0 if grown else other.growth)
+        if (len(members) + 1) * wider > longest or seconds + more_s > left_s:
             break
-        chunks.append(Chunk(other.id, tokens, joins))
+        members.append((other, Chunk(other.id, own, joins)))
         seconds += more_s
-    if len(chunks) == 1:
+        width = wider
+    if len(members) == 1:
         return Forward((chunk,)), _forward_s(row, chunk.tokens) + (_join_s(row) if chunk.joins else 0.0)
-    return Forward(tuple(chunks)), seconds
+    return Forward(tuple(each for _, each in members)), seconds
 
 
-def _may_share(row: PromptState, other: PromptState, tokens: int) -> bool:
-    """Return True if the other row may compute `tokens` tokens in one forward with this one, and should: it leaves no
-    rest that is hardly worth a pass, and the row is short."""
-    if row.pack is None or other.pack != row.pack or other.lane != row.lane or not 0 < tokens <= _uncut(other):
-        return False
-    rest = other.remaining - tokens
+def _own_s(row: PromptState, tokens: int) -> float:
+    """Return the seconds of a row's chunk without the pass over the weights, which it shares."""
+    return row.cost.of(tokens, row.done) - row.cost.forward_s
+
+
+def _tokens_to_share(row: PromptState, other: PromptState, tokens: int) -> int:
+    """Return the tokens that the other row should compute in one forward with `tokens` tokens of this one; 0 if it may
+    not share it, would leave a rest that is hardly worth a pass, or is long."""
+    if row.pack is None or other.pack != row.pack or other.lane != row.lane or tokens == 0:
+        return 0
+    uncut = _uncut(other)
+    # With padding, a row that has a few tokens more or fewer computes all of them.
+    padding = int(row.cost.forward_s / max(row.cost.token_s, 1e-9)) if row.padded and other.padded else 0
+    own = uncut if abs(uncut - tokens) <= padding else tokens
+    rest = other.remaining - own
+    if own > uncut or 0 < rest < MIN_CHUNK:
+        return 0
     short_s = max(SHORT_PASSES * other.cost.forward_s, SHORT_CHUNKS * tokens * other.cost.token_s)
-    return (rest == 0 or rest >= MIN_CHUNK) and other.remaining * other.cost.token_s <= short_s
+    return own if other.remaining * other.cost.token_s <= short_s else 0
 
 
 def _uncut(row: PromptState) -> int:
