@@ -56,7 +56,7 @@ def run_in(wide_model: Model, memory: int) -> Run:
 
 
 def test_jobs_that_need_ten_times_the_memory_all_finish_within_it(wide_model: Model) -> None:
-    limit, jobs, answer, highest = memory_for(wide_model, 3), 72, 4, 0
+    limit, jobs, answer, highest = memory_for(wide_model, 3), 76, 4, 0
     spare = limit - wide_model.costs.resident_bytes
     assert wide_model.costs.rectangle_bytes([TOKENS] * jobs) > 10 * spare
     run = Run(wide_model, step_s=1.0, memory=limit)

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import wraps
 
 import mlx.core as mx
@@ -17,20 +18,11 @@ from worker.engine.isolation import isolate
 from worker.engine.model.load import Model
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
-from worker.engine.prefill.task import PromptTask
 from worker.engine.upstream.mlx_lm import generation_stream
 from worker.schedule.admission import RowEstimate
 from worker.schedule.admission_plan import AdmissionPlan
 from worker.schedule.memory import MAX_ROWS, NO_IMAGES
-from worker.schedule.outcomes import (
-    Encoded,
-    Outcome,
-    Refused,
-    RowFailed,
-    Sampled,
-    SpecPrefillApplied,
-    SpecPrefillSkipped,
-)
+from worker.schedule.outcomes import Outcome, Refused, RowFailed, Sampled, frees_memory
 from worker.schedule.plan import Chunk, Forward
 from worker.schedule.report import PrefixUse, StepReport
 from worker.schedule.request import GenerationRequest
@@ -56,6 +48,15 @@ def _step_part(part: StepPart) -> StepPart:
             engine._active.lose_decoding()
 
     return isolated
+
+
+@dataclass(frozen=True, slots=True)
+class _JoiningRow:
+    """A row whose prompt is computed."""
+
+    computed: ComputedRow
+    tokens: int  # of its prompt that are in its cache
+    cached: int  # of these, found in the prefix cache
 
 
 class Engine:
@@ -134,8 +135,10 @@ class Engine:
         self._preempted = self._longest_chunk = self._queried_tokens = self._hit_tokens = 0
         self._encoded_images = NO_IMAGES
         with mx.stream(generation_stream):
-            outcomes = (*self._admit(), *self._prefill(), *self._decode(), *self._finish_step())
-            memory = self._calibrate()
+            prefilled = (*self._admit(), *self._prefill())
+            rows_in_memory = self._rows_in_memory()  # the most of this step, since rows leave while decoding
+            outcomes = (*prefilled, *self._decode(), *self._finish_step())
+            memory = self._calibrate(*rows_in_memory)
         self._active.check()
         return StepReport(
             outcomes=outcomes,
@@ -149,11 +152,15 @@ class Engine:
             prefix=self._prefix_use(evicted),
         )
 
-    def _calibrate(self) -> tuple[int, int] | None:
+    def _rows_in_memory(self) -> tuple[list[list[int]], int]:
+        """Return the lengths of the rows, in tokens by group, and the slack of their buffers: see
+        `MemoryModel.slack_bytes`. Each row in prefill is a group of its own."""
         decoding = self._running.lengths
         slack_bytes = self._costs.slack_bytes(decoding, self._running.buffers)
+        return [*decoding, *([length] for length in self._prefills.lengths)], slack_bytes
+
+    def _calibrate(self, lengths: list[list[int]], slack_bytes: int) -> tuple[int, int] | None:
         chunk = max(self._longest_chunk, len(self._running))  # a decoding row needs as much as one token of a chunk
-        lengths = [*decoding, *([length] for length in self._prefills.lengths)]  # in prefill, each is its own group
         return self._admission.calibrate(lengths, chunk, self._caches.nbytes, self._encoded_images, slack_bytes)
 
     def _prefix_use(self, evicted: int) -> PrefixUse:
@@ -267,15 +274,14 @@ class Engine:
         if len(forward.chunks) > 1:
             tokens = self._prefills.compute_together(forward, self._admission.longest_chunk)
             self._longest_chunk = max(self._longest_chunk, tokens)
-        computed = dict[PromptTask, ComputedRow]()
+        joining = list[_JoiningRow]()
         for chunk in forward.chunks:
             with isolate(f"{chunk.id}: prefill") as attempt:  # of one prompt, so only this request fails
                 yield from self._advance(chunk)
-                if chunk.joins and (task := self._prefills.pop_computed(chunk.id)):
-                    computed[task] = task.finish()
+                joining += self._pop_computed(chunk)
             if attempt.failed:
                 yield self._active.fail(chunk.id)
-        yield from self._start_decoding(computed)
+        yield from self._start_decoding(joining)
 
     def _advance(self, chunk: Chunk) -> Iterator[Outcome]:
         """Compute a chunk of one prompt."""
@@ -284,33 +290,45 @@ class Engine:
         self._computed += advanced.tokens
         self._encoded_images += advanced.images
         self._longest_chunk = max(self._longest_chunk, advanced.chunk)
-        if any(map(_frees_memory, advanced.outcomes)):
+        if any(map(frees_memory, advanced.outcomes)):
             self._admission.mark_dirty()
 
-    def _start_decoding(self, computed: Mapping[PromptTask, ComputedRow]) -> Iterator[Outcome]:
-        """Let the rows of computed prompts join the running rows: together, and if that fails, one by one."""
-        if len(computed) > 1:
-            with isolate(f"the join of {len(computed)} rows"):
-                self._join(computed)
-        decoding = {row for _, row in self._running}
-        for task, row in computed.items():
-            if row.row not in decoding:
-                with isolate(f"{row.row.id}: join") as attempt:
-                    self._join({task: row})
-                if attempt.failed:
-                    yield self._active.fail(row.row.id)
+    def _pop_computed(self, chunk: Chunk) -> list[_JoiningRow]:
+        """Return the row of the chunk's prompt if it joins the running rows now."""
+        task = self._prefills.pop_computed(chunk.id) if chunk.joins else None
+        return [_JoiningRow(task.finish(), task.stage.total, task.cached)] if task else []
 
-    def _join(self, computed: Mapping[PromptTask, ComputedRow]) -> None:
-        lengths = [task.stage.total for task in computed]
-        growth, began = max(map(self._running.join_copy_bytes, lengths)), time.perf_counter()
-        self._running.add([*computed.values()])
-        row_s = (time.perf_counter() - began) / len(computed)
-        for task, tokens in zip(computed, lengths, strict=True):
-            self._prefills.observe_join(tokens, growth // len(computed), row_s)
-            if task.row.request.images:
+    def _start_decoding(self, joining: list[_JoiningRow]) -> Iterator[Outcome]:
+        """Let rows join the running rows: together, or one by one if that fails or memory is short. Empties the
+        list."""
+        if len(joining) > 1 and self._can_join_together(joining):
+            with isolate(f"the join of {len(joining)} rows"):
+                self._join(joining)
+        decoding = {row for _, row in self._running}
+        while joining:  # each cache is freed when its row has joined
+            joined = joining.pop(0)
+            if joined.computed.row not in decoding:
+                with isolate(f"{joined.computed.row.id}: join") as attempt:
+                    self._join([joined])
+                if attempt.failed:
+                    yield self._active.fail(joined.computed.row.id)
+
+    def _can_join_together(self, joining: Sequence[_JoiningRow]) -> bool:
+        """Return True if memory is left for the caches of all these rows while they are copied; one is reserved."""
+        caches_bytes = (len(joining) - 1) * self._costs.row_bytes(max(each.tokens for each in joining))
+        return caches_bytes <= self._admission.free_bytes - self._caches.nbytes
+
+    def _join(self, joining: Sequence[_JoiningRow]) -> None:
+        growth = max(self._running.join_copy_bytes(each.tokens) for each in joining)
+        began = time.perf_counter()
+        self._running.add([each.computed for each in joining])
+        row_s = (time.perf_counter() - began) / len(joining)
+        for each in joining:
+            self._prefills.observe_join(each.tokens, growth // len(joining), row_s)
+            if each.computed.row.request.images:
                 self._admission.mark_dirty()  # the features of its images are released
-            self._queried_tokens += tokens
-            self._hit_tokens += task.cached
+            self._queried_tokens += each.tokens
+            self._hit_tokens += each.cached
 
     def _make_room(self, groups: list[list[Row]]) -> bool:
         """Limit the prefix cache to the memory that all active rows leave with these groups, which may evict prefixes.
@@ -330,14 +348,3 @@ class Engine:
             self._computed = 0
             mx.clear_cache()
         return ()
-
-
-def _frees_memory(outcome: Outcome) -> bool:
-    """Return True if the row needs less memory from now on than is reserved for it."""
-    match outcome:
-        case SpecPrefillApplied() | SpecPrefillSkipped():
-            return True
-        case Encoded(done=done, total=total):
-            return done == total
-        case _:
-            return False

@@ -177,12 +177,14 @@ class MemoryModel:
         if not shapes:
             return self.encoder.bytes_for(images)
         cached_bytes, copied = zip(*starmap(self.group_bytes, shapes), strict=True)
-        return self.step_bytes(sum(cached_bytes), max(copied), max(longest for _, longest in shapes), chunk, images)
+        longest, total = max(longest for _, longest in shapes), sum(map(_cells, shapes))
+        return self.step_bytes(sum(cached_bytes), max(copied), longest, min(chunk, total), images)
 
     def step_bytes(self, cached_bytes: int, copied: int, longest: int, chunk: int, images: ImageDemand) -> int:
         """Return `working_bytes` of groups whose buffers take `cached_bytes` bytes, of which growing the largest takes
-        `copied` more, and whose longest row has `longest` tokens at its end."""
-        step = max(self.chunk_bytes(min(chunk, longest), longest), copied)
+        `copied` more, and whose longest row has `longest` tokens at its end. `chunk`: tokens of a prompt chunk, or of
+        those of several prompts in one forward."""
+        step = max(self.chunk_bytes(chunk, longest), copied)
         return cached_bytes + self.row_bytes(longest) + self.encoder.bytes_for(images) + step
 
     def peak_bytes(self, groups: Iterable[Sequence[int]], chunk: int = CHUNK, images: ImageDemand = NO_IMAGES) -> int:
@@ -218,6 +220,11 @@ class MemoryModel:
         return max(CHUNK, fitting)
 
 
+def _cells(shape: Shape) -> int:
+    rows, longest = shape
+    return rows * longest
+
+
 def _shapes(groups: Iterable[Sequence[int]]) -> list[Shape]:
     return [(len(group), max(group)) for group in groups if group]
 
@@ -251,6 +258,7 @@ class Occupancy:
         self._images = NO_IMAGES
         self._rows = 0  # number of rows
         self._longest = 0  # tokens of the longest row at its end
+        self._total = 0  # tokens of all rows, if each were as long as the longest of its group
         for row in rows:
             self._count(row)
         self._bytes = {group: costs.group_bytes(*shape) for group, shape in self._groups.items()}
@@ -267,7 +275,9 @@ class Occupancy:
         other._groups = dict(self._groups)
         other._bytes = dict(self._bytes)
         other._images = self._images
-        other._rows, other._longest = self._rows, self._longest
+        other._rows = self._rows
+        other._longest = self._longest
+        other._total = self._total
         other._cached_bytes, other._copy_bytes = self._cached_bytes, self._copy_bytes
         return other
 
@@ -281,10 +291,12 @@ class Occupancy:
         costs, images = self._costs, self._with_images(row)
         _, cached_bytes, copied = self._joined(row)
         longest = max(self._longest, row.tokens)
-        working_bytes = costs.step_bytes(cached_bytes, copied, longest, costs.chunk_with(images), images)
+        chunk = min(costs.chunk_with(images), self._total_with(row))
+        working_bytes = costs.step_bytes(cached_bytes, copied, longest, chunk, images)
         return costs.corrected_bytes(working_bytes, images)
 
     def _count(self, row: Occupant) -> None:
+        self._total = self._total_with(row)
         self._groups[row.group] = self._shape_with(row)
         self._rows += 1
         self._longest = max(self._longest, row.tokens)
@@ -293,6 +305,9 @@ class Occupancy:
     def _shape_with(self, row: Occupant) -> Shape:
         rows, longest = self._groups.get(row.group, (0, 0))
         return rows + 1, max(longest, row.tokens)
+
+    def _total_with(self, row: Occupant) -> int:
+        return self._total - _cells(self._groups.get(row.group, (0, 0))) + _cells(self._shape_with(row))
 
     def _joined(self, row: Occupant) -> tuple[tuple[int, int], int, int]:
         """Return the bytes of the row's group with the row, of all buffers then, and of the largest copy."""

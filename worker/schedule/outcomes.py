@@ -100,3 +100,14 @@ class OutcomeListener(Protocol):
     def on_outcome(self, outcome: Outcome, rows: int) -> None:
         """Handle an outcome of the request. Called on the event loop, in order. `rows`: rows that decoded in the
         step."""
+
+
+def frees_memory(outcome: Outcome) -> bool:
+    """Return True if the row needs less memory from now on than is reserved for it."""
+    match outcome:
+        case SpecPrefillApplied() | SpecPrefillSkipped():
+            return True
+        case Encoded(done=done, total=total):
+            return done == total
+        case _:
+            return False

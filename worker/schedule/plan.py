@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from worker.schedule.budget import MIN_CHUNK, Backlog, PromptCost
+from worker.schedule.budget import MAX_CHUNK, MIN_CHUNK, Backlog, PromptCost
 from worker.schedule.outcomes import Phase
 from worker.schedule.request import Lane
 
@@ -155,7 +155,7 @@ def _shared(chunk: Chunk, rows: Sequence[PromptState], left_s: float, longest: i
         if joins:  # rows of one forward join together, and buffers grow once for all of them
             grown = any(each.joins for _, each in members)
             more_s += other.cost.join(other.done + other.remaining, 0 if grown else other.growth)
-        if (len(members) + 1) * wider > longest or seconds + more_s > left_s:
+        if (len(members) + 1) * wider > min(longest, MAX_CHUNK) or seconds + more_s > left_s:
             break
         members.append((other, Chunk(other.id, own, joins)))
         seconds += more_s

@@ -105,9 +105,11 @@ class DecodeBatch:
         self._next = forward(self._network, self._cache, self.rows, self._fed.tokens)
 
     def wait(self) -> None:
-        """Block until the launched step has been computed. There must be rows."""
+        """Block until the launched step has been computed, and rows that were moved since are in their slots, which
+        frees the copies of them. There must be rows."""
         assert self._next is not None, "the batch has no rows"
         mx.eval(self._next.tokens, self._next.finite)
+        slots.materialize(self._cache)
 
     def collect(self) -> list[StepToken]:
         """Return the tokens that the last `launch` fed, without those of prompts. Blocks until they are computed, which

@@ -11,6 +11,7 @@ from worker.engine.cache.pack import Pack, packing_of
 from worker.engine.prefill.reuse import Beginning
 from worker.engine.prefill.spans import PackRow
 from worker.engine.prefill.task import PromptTask
+from worker.schedule.budget import MAX_CHUNK
 from worker.schedule.memory import MemoryModel
 
 
@@ -62,7 +63,7 @@ class SharedForwards:
         rows = [*packed.values()]
         done, tokens = tuple(row.length for row in rows), max((len(row.tokens) for row in rows), default=0)
         memory_tokens = self._costs.packed_tokens(len(rows), tokens, max(done, default=0))
-        if len(rows) < 2 or memory_tokens > longest:
+        if len(rows) < 2 or memory_tokens > min(longest, MAX_CHUNK):
             return None
         began = time.perf_counter()
         pack = self._computed(rows, tokens)
