@@ -262,16 +262,6 @@ def test_answer_of_a_cancelled_row_is_cached(family: str) -> None:
 
 
 @MOST
-def test_row_cancelled_when_it_joins_leaves_its_prompt_cached(family: str) -> None:
-    run = opened(family)
-    run.add("gone", SYSTEM, max_tokens=LONG)
-    run.until(lambda: len(run.engine._running) == 1)
-    assert all(row.awaiting_first_step for _, row in run.engine._running)
-    run.engine.remove("gone")
-    assert say(run, family, SYSTEM + prompt(6, 84)) == 39
-
-
-@MOST
 def test_row_cancelled_before_its_first_token_leaves_its_prompt_cached(family: str) -> None:
     run = opened(family)
     run.add("gone", SYSTEM, max_tokens=LONG)
@@ -295,8 +285,9 @@ def test_prompt_of_one_token_is_cached(family: str) -> None:
     run, question = opened(family), prompt(1, 86)
     run.add("gone", question, max_tokens=LONG)
     run.until(lambda: len(run.engine._running) == 1)
+    known = question + tuple(run.generated["gone"])  # it decodes in the step in which it joins
     run.engine.remove("gone")
-    assert say(run, family, question + prompt(20, 87)) == 1
+    assert say(run, family, known + prompt(20, 87)) == len(known)
 
 
 @MOST
@@ -515,7 +506,7 @@ def beside(wide_model: Model, bytes_: int) -> float:
 
 
 def test_prefixes_are_evicted_for_rows(wide_model: Model) -> None:
-    limit, jobs, highest, held = test_memory.memory_for(wide_model, 3), 18, 0, 0
+    limit, jobs, highest, held = test_memory.memory_for(wide_model, 4), 24, 0, 0
     run = Run(wide_model, memory=limit, prefix_bytes=10**9)
     for i in range(jobs):
         run.add(str(i), prompt(test_memory.PROMPT, i % 6), max_tokens=4, lane="batch" if i % 3 else "interactive")

@@ -171,7 +171,7 @@ def big(rows: int, columns: int) -> SlotKVCache:
     for _ in range(rows):
         row = KVCache()
         row.update_and_fetch(mx.ones((1, 2, columns, 64)), mx.ones((1, 2, columns, 64)))
-        layer.extend(row)
+        layer.extend([row], [None], [columns])
     mx.eval(layer.state)
     return layer
 
@@ -212,7 +212,7 @@ def test_snapshot_owns_its_memory() -> None:
     for _ in range(8):
         row = ArraysCache(1)
         row[0] = mx.ones((1, 64, 1024))
-        batch.extend(row)
+        batch.extend([row], [None], [1])
     del row
     before = held_bytes()
     state = snapshot_state([batch], 3)

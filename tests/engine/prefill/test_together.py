@@ -181,7 +181,7 @@ def test_prompts_share_forwards_beside_scored_and_sparse_ones(family: str, plann
 def test_prompts_share_forwards_beside_images_and_after_them(family: str, planned: list[Forward]) -> None:
     image = 1, 24, 16
     prompts = {
-        "text": cases.prompt(family, 70, seed=1),
+        "text": cases.prompt(family, 120, seed=1),
         "one": cases.prompt(family, 5, image, 60, seed=2),
         "other": cases.prompt(family, 9, image, 50, seed=3),
         "last": cases.prompt(family, 40, image, 9, seed=4),

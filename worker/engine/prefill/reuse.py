@@ -7,7 +7,7 @@ from worker.schedule.prefix import MAX_SEGMENT_TOKENS
 from worker.schedule.request import GenerationRequest
 
 # Two prompts that have at least this many uncached tokens in common do not compute them at the same time.
-_BEGINNING = 64
+_BEGINNING = 32
 
 Beginning = tuple[str, int, tuple[int, ...]]
 
