@@ -375,7 +375,7 @@ async def test_what_cannot_be_written_as_it_is_is_refused(asked: Schema, words: 
     assert words in (await refusal(**by(asked))).message
 
 
-@pytest.mark.parametrize("ends", [signal.SIGKILL, signal.SIGHUP])
+@pytest.mark.parametrize("ends", [signal.SIGKILL, signal.SIGUSR1])
 async def test_a_trial_that_is_ended_from_outside_says_nothing_of_the_schema(
     ends: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
