@@ -56,7 +56,15 @@ async def serve(settings: Settings) -> None:
 
 
 async def _import(module: str) -> None:
-    await asyncio.to_thread(import_module, module)
+    """Import a module on a thread."""
+    await asyncio.to_thread(_import_on_thread, module)
+
+
+def _import_on_thread(module: str) -> None:
+    import_module(module)
+    from worker.engine.thread import clear_streams
+
+    clear_streams()
 
 
 def _batch_directory(settings: Settings) -> "BatchDirectory | None":

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -48,6 +49,17 @@ def test_a_worker_with_a_database_that_its_server_does_not_have_ends_before_it_l
             assert "loading" not in worker.log()
             assert "Traceback" not in worker.log()
         finally:
+            worker.stop()
+
+
+@pytest.mark.slow
+def test_no_worker_aborts_if_its_model_does_not_exist(redis_url: str, tmp_path: Path) -> None:
+    """Threads that have imported mlx-lm must have cleared its streams: one in five workers aborted without."""
+    workers = [WorkerProcess(redis_url, model=tmp_path / "none").start(wait=False) for _ in range(12)]
+    try:
+        assert [worker.wait() for worker in workers] == [2] * len(workers)
+    finally:
+        for worker in workers:
             worker.stop()
 
 

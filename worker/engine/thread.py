@@ -128,9 +128,7 @@ class EngineThread:
         except BaseException as error:  # the border of the thread: nothing else would report the error
             self._post(self._end, error)
         finally:
-            # A thread that ends without clearing its streams aborts the process at exit (mlx 0.32.4).
-            mx.synchronize()
-            mx.clear_streams()
+            clear_streams()
 
     def _serve(self) -> None:
         model = self._load()
@@ -167,3 +165,10 @@ class EngineThread:
         else:
             logger.critical("engine thread failed", exc_info=error)
             self._on_failure()
+
+
+def clear_streams() -> None:
+    """Clear MLX's streams of this thread: one that has used MLX, or imported mlx-lm, and ends without it aborts the
+    process at exit (mlx 0.32.4)."""
+    mx.synchronize()
+    mx.clear_streams()
