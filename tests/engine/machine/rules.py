@@ -61,7 +61,7 @@ class Rules(RuleBasedStateMachine):
         self.done = set[str]()  # cancelled, or ended and checked
         self.past = dict[str, list[int]]()  # answers of earlier engines
         self.unlucky = list[tuple[str, int, int | None]]()  # failed rows: id, tokens delivered, and at which to fail
-        self.failing = 0  # requests that were to fail, since the last token
+        self.failing = 0  # requests that were to fail, and calls, since the last token
         self.happened = Counter[str]()
         self.run = self.new_run()
 
@@ -208,6 +208,7 @@ class Rules(RuleBasedStateMachine):
     def fail_once_unless_crowded(self, once: Once, spared: int) -> None:
         if not self.crowd_of_doomed():
             self.faults.arm(once, spared)
+            self.failing += 1  # it may cost a request before its first token, too
 
     @rule(data=st.data(), once=st.sampled_from(ONCE), spared=st.integers(0, 5), tokens=st.sampled_from([0, 0, 2]))
     def fail_in_a_long_prompt(self, data: st.DataObject, once: Once, spared: int, tokens: int) -> None:
