@@ -120,7 +120,7 @@ class AdmissionController:
 
     @property
     def longest_chunk(self) -> int:
-        """Most tokens that a prompt may advance by in one step."""
+        """Most tokens of a forward of one or several prompts."""
         return self._shares.longest_chunk
 
     @property

@@ -21,7 +21,7 @@ _NEVER = 1_000_000_000  # collections of the middle generation before Python sta
 
 def pause_collections() -> None:
     """Collect nothing until `resume_collections`. Imports and the load of a model create hundreds of thousands of
-    objects and hardly any garbage; visiting them again and again takes a tenth of a start."""
+    objects and hardly any garbage; visiting them again and again would lengthen the start."""
     gc.disable()
 
 

@@ -30,7 +30,7 @@ Decided = Sequence[tuple[RowEstimate, Decision]]
 class MemoryShares:
     """Use of the memory that active rows and saved caches leave."""
 
-    longest_chunk: int = CHUNK  # most tokens that a prompt may advance by in one step
+    longest_chunk: int = CHUNK  # most tokens of a forward of one or several prompts
     free_bytes: int = 0  # for caches that outlive a request; negative if memory is short
 
 

@@ -213,7 +213,7 @@ class MemoryModel:
         return bisect(range(1, MAX_ROWS + 1), limit, key=lambda rows: self._peak_bytes([(rows, tokens)]))
 
     def longest_chunk(self, groups: Sequence[Sequence[int]], limit: int, images: ImageDemand = NO_IMAGES) -> int:
-        """Return the most tokens that a prompt may advance by in one step; at least `CHUNK`, which admission has
+        """Return the most tokens of a forward of one or several prompts; at least `CHUNK`, which admission has
         reserved."""
         shapes = _shapes(groups)
         fitting = bisect(range(1, 1 << 16), limit, key=lambda chunk: self._peak_bytes(shapes, chunk, images))

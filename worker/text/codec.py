@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_SMALL_VOCABULARY = 8_192  # tokens; their tables for grammars are built in some 50 ms, those of large ones in a second
+_SMALL_VOCABULARY = 8_192  # tokens; tables for grammars of large vocabularies take up to a second to build
 
 
 class TextCodec:

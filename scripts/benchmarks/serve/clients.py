@@ -21,7 +21,7 @@ _RESET = httpx.ConnectError, httpx.ReadError, httpx.WriteError, httpx.RemoteProt
 
 @dataclass(slots=True)
 class _Pieces:
-    """What has arrived of one answer."""
+    """The part of an answer that has arrived."""
 
     arrivals: list[float] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)

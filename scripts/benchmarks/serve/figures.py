@@ -14,7 +14,7 @@ GOOD_GAP_S = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the client of one turn measured; seconds count from the time at which the turn was due."""
+    """Measurements of one turn at its client; seconds count from the time at which the turn was due."""
 
     due_s: float  # from the start of the run
     sent_s: float  # how much later the client began its first attempt
@@ -29,12 +29,12 @@ class Answer:
 
     @property
     def first_s(self) -> float:
-        """Seconds to the first token; infinite if there is none."""
+        """Seconds to the first token; infinite for an answer without tokens."""
         return self.arrivals[0] if self.arrivals else math.inf
 
     @property
     def end_s(self) -> float:
-        """Seconds to the last token; infinite if there is none."""
+        """Seconds to the last token; infinite for an answer without tokens."""
         return self.arrivals[-1] if self.arrivals else math.inf
 
     @property
@@ -109,7 +109,7 @@ class Figures:
         offline: Sequence[Answer] = (),
     ) -> "Figures":
         """Return the figures. `bare_s`: seconds that the bare forwards of all answers take; `alone_s`: those of a
-        prompt of so many tokens. Raises ValueError if no turn was answered."""
+        prompt of that length in tokens. Raises ValueError if no turn was answered."""
         done = [answer for answer in answers if answer.error is None and answer.arrivals]
         if not done:
             raise ValueError("no turn was answered")

@@ -124,7 +124,7 @@ def next_load(good_by_load: Mapping[float, float]) -> float | None:
 
 
 def best_load(good_by_load: Mapping[float, float]) -> float | None:
-    """Return the highest load below the first with too few good answers; None if there is none."""
+    """Return the highest load below the first with too few good answers; None if all loads have enough."""
     failing = min((load for load, good in good_by_load.items() if good < GOOD_SHARE), default=math.inf)
     return max((load for load in good_by_load if load < failing), default=None)
 

@@ -61,7 +61,7 @@ def command(text: str, start_s: float) -> Contender:
 
 
 def endpoint(url: str, model: str | None, key: str | None) -> Contender:
-    """Return a server that already runs; it must serve the same model. Raises ValueError if `url` is none."""
+    """Return a server that already runs; it must serve the same model. Raises ValueError if `url` is no URL."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{url!r} is not an http:// or https:// URL")
