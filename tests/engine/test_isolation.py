@@ -180,7 +180,7 @@ def test_a_step_that_fails_once_costs_no_row_a_token(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("after", [0, pytest.param(1, marks=pytest.mark.slow), 6])
 def test_row_that_fails_every_step_fails_alone(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    def spoilt(network: Any, cache: Any, rows: list[Row], tokens: mx.array) -> bool:
+    def spoilt(network: Any, cache: Any, rows: list[Row], tokens: mx.array, processors: Any) -> bool:
         return any(row.id == "guilty" and len(row.answer) >= after for row in rows)
 
     monkeypatch.setattr(rows_module, "forward", raising(spoilt, rows_module.forward))
@@ -192,7 +192,7 @@ def test_row_that_fails_every_step_fails_alone(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_two_failing_rows_are_found_in_one_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoilt(network: Any, cache: Any, rows: list[Row], tokens: mx.array) -> bool:
+    def spoilt(network: Any, cache: Any, rows: list[Row], tokens: mx.array, processors: Any) -> bool:
         return any(row.id.startswith("guilty") and row.answer for row in rows)
 
     monkeypatch.setattr(rows_module, "forward", raising(spoilt, rows_module.forward))

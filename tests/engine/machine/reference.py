@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import generate_step
+from mlx_lm.sample_utils import make_logits_processors
 from mlx_vlm.generate import generate_step as generate_step_with_images
 
 from tests.engine.machine import grammars
@@ -15,7 +16,6 @@ from tests.engine.prefill.test_sparse import kept_logits
 from tests.engine.vision import cases
 from tests.engine.vision.cases import Prompt
 from tests.engine.vision.test_specprefill import kept_logits_with_images
-from worker.engine.sampling.processors import processors_for
 from worker.engine.sampling.sampler import draw, draw_key, kind_of
 from worker.schedule.request import GenerationRequest, Range, Sampling
 
@@ -30,7 +30,7 @@ class Chooser:
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request, self.kind = request, kind_of(request.sampling)
-        self._processors, self._grammar = processors_for(request.sampling, len(request.prompt)), request.grammar
+        self._grammar = request.grammar
         self._accepted, self._drawn = len(request.prompt), 0
 
     def next_key(self) -> tuple[int, int]:
@@ -39,8 +39,7 @@ class Chooser:
         return key >> 32, key & 0xFFFFFFFF
 
     def process(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        for process in self._processors:
-            logits = process(tokens, logits)
+        logits = processed(self.request.sampling, tokens, len(self.request.prompt), logits)
         return self._masked(tokens, logits) if self._grammar else logits
 
     def _masked(self, tokens: mx.array, logits: mx.array) -> mx.array:
@@ -56,6 +55,18 @@ class Chooser:
 
     def draw(self, logprobs: mx.array) -> mx.array:
         return draw(logprobs, [self])
+
+
+def processed(sampling: Sampling, tokens: mx.array, prompt_tokens: int, logits: mx.array) -> mx.array:
+    """Return the logits (1, vocab) of a row with these tokens after bias and penalties, by mlx-lm's own processors."""
+    all_, answer = {"repetition_context_size": tokens.size}, tokens[prompt_tokens:]
+    own = {"presence_context_size": tokens.size, "frequency_context_size": tokens.size}
+    for process in make_logits_processors(dict(sampling.logit_bias), sampling.repetition_penalty, **all_):
+        logits = process(tokens, logits)
+    penalties = {"presence_penalty": sampling.presence_penalty, "frequency_penalty": sampling.frequency_penalty}
+    for process in make_logits_processors(**penalties, **own):
+        logits = process(answer, logits)
+    return logits
 
 
 @cache

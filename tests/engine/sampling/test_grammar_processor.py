@@ -1,8 +1,10 @@
 """Rows with a grammar keep to it, and the other rows of the batch equal their answers alone."""
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -15,8 +17,9 @@ from tests.engine.driver import answer, answers, tokens
 from tests.engine.tiny import CONFIGS, EOS, VOCAB, prompt, write_checkpoint
 from tests.selection import examples
 from tests.text.structured import Schema, schema
+from worker.engine.batch.row import Row
 from worker.engine.model.load import Model, open_model
-from worker.engine.sampling.grammar_processor import grammar_processor
+from worker.engine.sampling.grammar_processor import GrammarProcessor
 from worker.engine.tokenizer import MLXTokenizer
 from worker.schedule.outcomes import Sampled
 from worker.schedule.request import GenerationRequest, Sampling
@@ -50,31 +53,57 @@ class RecordingGrammar:
 @pytest.mark.parametrize("width", [50, 64, 100])
 def test_forbidden_tokens_get_minus_infinity_and_others_are_unchanged(dtype: mx.Dtype, width: int) -> None:
     logits = mx.arange(width)[None].astype(dtype)
-    processed = grammar_processor(RecordingGrammar({0, 31, 32, 49, 63}), 1)(mx.array([7]), logits)
+    processed = GrammarProcessor({0: RecordingGrammar({0, 31, 32, 49, 63})}, set())(logits, mx.array([7]))
     assert processed.dtype == dtype
     possible = [token for token, logit in enumerate(processed[0].tolist()) if logit != -float("inf")]
     assert possible == [token for token in (0, 31, 32, 49, 63) if token < width]
     assert mx.array_equal(processed[0, mx.array(possible)], logits[0, mx.array(possible)])
 
 
-def test_recreated_row_resets_its_grammar() -> None:
-    guide = RecordingGrammar(None)
-    for known in ([7, 20], [7, 20, 21]):
-        grammar_processor(guide, 1)(mx.array(known), mx.zeros((1, 64)))
-    assert guide.accepted == [20, 21]
+@pytest.mark.parametrize("constrained", [(), (0,), (1, 2), (0, 1, 2)])
+@pytest.mark.parametrize("free", [False, True])
+def test_each_mask_changes_its_own_row(constrained: tuple[int, ...], free: bool) -> None:
+    logits = mx.random.normal((4 if free else 3, 64), key=mx.random.key(0))
+    before: Any = logits.tolist()
+    grammars = {row: RecordingGrammar({row, 40 + row} if row in constrained else None) for row in range(3)}
+    processed: Any = GrammarProcessor(grammars, set())(logits, mx.zeros(len(before), mx.int32)).tolist()
+    expected = [
+        [logit if row not in constrained or token in (row, 40 + row) else -math.inf for token, logit in enumerate(own)]
+        for row, own in enumerate(before)
+    ]
+    assert processed == expected
+
+
+def test_grammar_accepts_each_token_that_its_row_has_drawn() -> None:
+    first, second = RecordingGrammar(None), RecordingGrammar({5})
+    process = GrammarProcessor({0: first, 2: second}, {2})
+    for fed in ([7, 8, 9], [20, 21, 22]):
+        process(mx.zeros((3, 64)), mx.array(fed))
+    assert (first.accepted, second.accepted) == ([20], [9, 22])
+
+
+def test_device_begins_to_compute_the_logits_before_a_mask_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, calls = mx.zeros((2, 64)) + 1, list[object]()
+    grammars = {row: RecordingGrammar({5}) for row in range(2)}
+    monkeypatch.setattr(mx, "async_eval", calls.append)
+    for grammar in grammars.values():
+        monkeypatch.setattr(grammar, "accept", calls.append)
+        monkeypatch.setattr(grammar, "bitmask", lambda: calls.append("mask"))
+    GrammarProcessor(grammars, {0, 1})(logits, mx.array([7, 8]))
+    assert calls[0] is logits
+    assert calls[1:] == [7, 8, "mask", "mask"]
+
+
+def test_new_row_resets_its_grammar_which_then_accepts_the_resumed_tokens() -> None:
+    grammar = RecordingGrammar(None)
+    for known in ((20,), (20, 21)):
+        Row.of(GenerationRequest("a", (7,), 9, grammar=grammar, resume_tokens=known))
+        assert grammar.accepted == [*known]
 
 
 def test_logits_are_unchanged_if_any_token_is_allowed() -> None:
     logits = mx.zeros((1, 64))
-    assert grammar_processor(RecordingGrammar(None), 1)(mx.array([7]), logits) is logits
-
-
-def test_grammar_accepts_each_token_of_the_answer_once_resumed_ones_included() -> None:
-    guide = RecordingGrammar(None)
-    process = grammar_processor(guide, 2)
-    for known in ([7, 8, 20, 21], [7, 8, 20, 21, 22], [7, 8, 20, 21, 22, 23]):
-        process(mx.array(known), mx.zeros((1, 64)))
-    assert guide.accepted == [20, 21, 22, 23]
+    assert GrammarProcessor({0: RecordingGrammar(None)}, set())(logits, mx.array([7])) is logits
 
 
 @pytest.fixture(scope="module")

@@ -74,12 +74,6 @@ def test_nested_caches_are_in_a_list() -> None:
     assert [type(layer) for layer in nested.caches] == [mlx_lm.KVCache] * 2
 
 
-def test_a_token_buffer_grows_without_waiting_for_its_tokens() -> None:
-    buffer = mlx_lm.TokenBuffer([5, 6])
-    assert buffer.update_and_fetch(mx.array([7])).tolist() == [5, 6, 7]
-    assert mlx_lm.TokenBuffer([]).update_and_fetch(mx.array([7])).tolist() == [7]
-
-
 def test_tokenizer_wrapper_has_the_attributes_we_use(network: Any) -> None:
     wrapper = mlx_lm.TokenizerWrapper
     for name in (

@@ -1,8 +1,7 @@
 """Rows that decode together: one forward for all of them, one token each."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -11,6 +10,7 @@ import mlx.nn as nn
 from worker.engine.batch.row import Row
 from worker.engine.cache import slots
 from worker.engine.sampling.logprobs import logprobs_of
+from worker.engine.sampling.processors import Processor, processors_for
 from worker.engine.sampling.sampler import draw
 from worker.schedule.outcomes import Logprobs
 
@@ -73,6 +73,7 @@ class DecodeBatch:
         self._cache: list[Any] = []
         self._fed: PendingTokens | None = None
         self._next: PendingTokens | None = None
+        self._processors: list[Processor] | None = None  # of the rows; None after these have changed
 
     @property
     def lengths(self) -> list[int]:
@@ -101,8 +102,10 @@ class DecodeBatch:
         """Feed each row its next token, and start computing the one after it. Does not wait for the device. There must
         be rows."""
         assert self._next is not None, "the batch has no rows"
+        if self._processors is None:
+            self._processors = processors_for(self.rows, [not row.awaiting_first_step for row in self.rows])
         self._fed = self._next
-        self._next = forward(self._network, self._cache, self.rows, self._fed.tokens)
+        self._next = forward(self._network, self._cache, self.rows, self._fed.tokens, self._processors)
 
     def wait(self) -> None:
         """Block until the launched step has been computed, and rows that were moved since are in their slots, which
@@ -137,11 +140,13 @@ class DecodeBatch:
             pending = [self._next, *pending]
         self._next = _concatenated(pending)
         self.rows += [each.row for each in rows]
+        self._processors = None
 
     def remove(self, leaving: Collection[Row]) -> None:
         """Remove rows. The others may change their order. Blocks until those that change their slot are copied."""
         order = slots.compact_order(len(self.rows), {i for i, row in enumerate(self.rows) if row in leaving})
         self.rows = [self.rows[index] for index in order]
+        self._processors = None
         if not order:
             self._cache, self._next = [], None
             return
@@ -170,28 +175,25 @@ class DecodeBatch:
         self.add([ComputedRow(preempted.row, cache, preempted.pending, position)])
 
 
-def forward(network: nn.Module, cache: list[Any], rows: list[Row], tokens: mx.array) -> PendingTokens:
+def forward(
+    network: nn.Module,
+    cache: list[Any],
+    rows: list[Row],
+    tokens: mx.array,
+    processors: Iterable[Processor] | None = None,
+) -> PendingTokens:
     """Feed each row its token (rows,), and return the next ones, which the device has begun to compute. Blocks only for
-    rows with a grammar, which needs their last token. Writes to `cache`, and advances the rows' random keys."""
+    rows with a grammar, which needs their last token. Writes to `cache`, and advances the rows' random keys and the
+    processors. `processors`: of these rows; None: those of rows that are fed their last known token."""
     logits = network(tokens[:, None], cache=cache)[:, -1, :]
-    if any(row.processors for row in rows):
-        logits = mx.concatenate([*_processed(rows, logits, tokens)])
+    for process in processors_for(rows, [False] * len(rows)) if processors is None else processors:
+        logits = process(logits, tokens)
     norm = mx.logsumexp(logits, axis=-1, keepdims=True)
     logprobs = logits - norm
     wanted = {row: logprobs[i : i + 1] for i, row in enumerate(rows) if row.wants_logprobs}
     pending = PendingTokens(draw(logprobs, rows), mx.isfinite(norm[:, 0]), wanted)
     pending.compute()
     return pending
-
-
-def _processed(rows: list[Row], logits: mx.array, tokens: mx.array) -> Iterator[mx.array]:
-    """Yield the logits (rows, vocab) after the rows' processors. Rows without any between two others share a slice."""
-    for plain, run in groupby(range(len(rows)), lambda i: not rows[i].processors):
-        first, *more = run
-        if plain:
-            yield logits[first : first + 1 + len(more)]
-        else:
-            yield from (rows[i].processed(logits[i : i + 1], tokens[i : i + 1]) for i in (first, *more))
 
 
 def _concatenated(pending: Sequence[PendingTokens]) -> PendingTokens:

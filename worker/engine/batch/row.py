@@ -1,14 +1,13 @@
 """One request in the engine, from admission to its last token."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from worker.engine.sampling.grammar_processor import grammar_processor
-from worker.engine.sampling.processors import Processor, processors_for
+from worker.engine.sampling.processors import needs_prompt
 from worker.engine.sampling.sampler import Kind, draw_key, kind_of
-from worker.engine.upstream.mlx_lm import TokenBuffer
-from worker.schedule.request import GenerationRequest, Range
+from worker.schedule.request import GenerationRequest, GrammarState, Range
 
 
 @dataclass(slots=True, eq=False)
@@ -17,8 +16,7 @@ class Row:
     a batch."""
 
     request: GenerationRequest
-    processors: tuple[Processor, ...]
-    context: TokenBuffer | None  # all tokens fed so far, for the processors; None if there are no processors
+    prompt_ids: mx.array | None  # the distinct tokens of the prompt, if a logits processor needs them
     kind: Kind
     drawn: int  # number of draws: tokens of the answer from all attempts, the pending one included
     answer: list[int]  # tokens delivered so far, by all attempts
@@ -28,13 +26,14 @@ class Row:
 
     @classmethod
     def of(cls, request: GenerationRequest, *, recomputed: bool = False) -> "Row":
-        """Return a new row for a request, also for one that resumes after `resume_tokens`. Resets its grammar.
-        `recomputed`: an earlier row of this request has lost its cache by a failure."""
-        processors = _processors(request)
-        context = TokenBuffer(list(request.tokens[:-1])) if processors else None
+        """Return a new row for a request, also for one that resumes after `resume_tokens`. Its grammar starts anew and
+        accepts these. `recomputed`: an earlier row of this request has lost its cache by a failure."""
+        if request.grammar:
+            _replay(request.grammar, request.resume_tokens)
+        ids = mx.array(sorted(set(request.prompt))) if needs_prompt(request.sampling) else None
         delivered = list(request.resume_tokens)
         kind, num_dropped = kind_of(request.sampling), request.num_dropped
-        return cls(request, processors, context, kind, len(delivered), delivered, num_dropped, recomputed)
+        return cls(request, ids, kind, len(delivered), delivered, num_dropped, recomputed)
 
     @property
     def id(self) -> str:
@@ -97,19 +96,8 @@ class Row:
         self.drawn += 1
         return key >> 32, key & 0xFFFFFFFF  # the layout of mx.random.key
 
-    def processed(self, logits: mx.array, fed: mx.array) -> mx.array:
-        """Apply the logits processors. `logits` (1, vocab), `fed` (1,), the token that produced them. Lazy, apart from
-        a grammar."""
-        if self.context is None:
-            return logits
-        so_far = self.context.update_and_fetch(fed)
-        for process in self.processors:
-            logits = process(so_far, logits)
-        return logits
 
-
-def _processors(request: GenerationRequest) -> tuple[Processor, ...]:
-    """Return the logits processors in order. The grammar is last, so that no bias allows what it forbids."""
-    prompt_tokens = len(request.prompt)
-    penalties = processors_for(request.sampling, prompt_tokens)
-    return (*penalties, grammar_processor(request.grammar, prompt_tokens)) if request.grammar else penalties
+def _replay(grammar: GrammarState, tokens: Sequence[int]) -> None:
+    grammar.reset()  # the row may be recomputed after a failure or a preemption
+    for token in tokens:
+        grammar.accept(token)

@@ -1,34 +1,51 @@
-"""Apply a grammar to one row's logits."""
+"""Apply grammars to the logits of a batch."""
 
 import math
+from collections.abc import Mapping, Set
+from typing import cast
 
 import mlx.core as mx
 
-from worker.engine.sampling.processors import Processor
 from worker.schedule.request import GrammarState
 
 
-def grammar_processor(grammar: GrammarState, prompt_tokens: int) -> Processor:
-    """Return a logits processor that advances the grammar by the answer's tokens and masks what it forbids. Resets the
-    grammar first; tokens of earlier attempts are replayed at the first call. `prompt_tokens`: tokens before the answer.
-    The call blocks until the last token is known."""
-    num_accepted = prompt_tokens
-    grammar.reset()  # the row may be recomputed after a failure or a preemption
+class GrammarProcessor:
+    """Logits processor that advances each row's grammar by the fed token and masks what it then forbids.
 
-    def process(tokens: mx.array, logits: mx.array) -> mx.array:
-        nonlocal num_accepted
-        new_tokens: list[int] = tokens[num_accepted:].tolist()  # type: ignore[assignment]
-        for token in new_tokens:
-            grammar.accept(token)
-        num_accepted += len(new_tokens)
-        mask = grammar.bitmask()
-        return logits if mask is None else mx.where(_unpacked(mask, logits.shape[-1]), logits, -math.inf)
+    A call blocks until the fed tokens are known. Meanwhile, and while the host fills the masks, the device computes the
+    logits."""
 
-    return process
+    def __init__(self, grammars: Mapping[int, GrammarState], fed_drawn: Set[int]) -> None:
+        """`grammars`: by the row's index in the batch. `fed_drawn`: rows of which the next fed token is new to the
+        grammar; those fed later always are."""
+        self._grammars = grammars
+        self._fed_drawn = fed_drawn
+
+    def __call__(self, logits: mx.array, fed: mx.array) -> mx.array:
+        """Return the logits (rows, vocab) with -inf for the forbidden tokens. `fed`: (rows,)."""
+        mx.async_eval(logits)
+        tokens = cast("list[int]", fed.tolist())
+        for index in self._fed_drawn:
+            self._grammars[index].accept(tokens[index])
+        self._fed_drawn = self._grammars.keys()
+        masks = {index: grammar.bitmask() for index, grammar in self._grammars.items()}
+        return _masked(logits, {index: mask for index, mask in masks.items() if mask is not None})
 
 
-def _unpacked(mask: bytes, width: int) -> mx.array:
-    """Return the mask as booleans (width,). Tokens beyond its end are not allowed."""
-    words = memoryview(mask.ljust(-(-width // 32) * 4, b"\0")).cast("I")
-    bits = (mx.array(words)[:, None] >> mx.arange(32, dtype=mx.uint32)) & 1  # type: ignore[arg-type]
-    return bits.reshape(-1)[:width].astype(mx.bool_)
+def _masked(logits: mx.array, masks: Mapping[int, bytes]) -> mx.array:
+    if not masks:
+        return logits
+    allowed = _unpacked([*masks.values()], logits.shape[-1])
+    if len(masks) == len(logits):
+        return mx.where(allowed, logits, -math.inf)  # the masks are in the rows' order
+    rows = mx.array([*masks])
+    logits[rows] = mx.where(allowed, logits[rows], -math.inf)
+    return logits
+
+
+def _unpacked(masks: list[bytes], width: int) -> mx.array:
+    """Return the masks as booleans (masks, width). Tokens beyond the end of a mask are not allowed."""
+    size = -(-width // 32) * 4
+    words = memoryview(b"".join(mask[:size].ljust(size, b"\0") for mask in masks)).cast("I")
+    bits = mx.array(words)[:, None] & mx.array([1 << bit for bit in range(32)], dtype=mx.uint32)  # type: ignore[arg-type]
+    return (bits != 0).reshape(len(masks), -1)[:, :width]

@@ -1,54 +1,120 @@
-"""Logits processors: bias and penalties, applied to one row's logits before a token is drawn."""
+"""Logits processors: bias, penalties and grammars, applied to the logits of a batch before its tokens are drawn.
 
-from collections.abc import Callable
+One call of each kind serves all rows that request it. It changes no other row, and gives each the bits that it would
+have alone."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import mlx.core as mx
 
-from worker.schedule.request import Sampling
+from worker.engine.sampling.grammar_processor import GrammarProcessor
+from worker.schedule.request import GenerationRequest, Sampling
 
-# Takes all tokens so far (n,) and logits (1, vocab), which it may overwrite; returns logits (1, vocab).
+# Takes the logits of a forward (rows, vocab), which it may overwrite, and the tokens that were fed to it (rows,).
+# Returns the processed logits, lazily.
 Processor = Callable[[mx.array, mx.array], mx.array]
 
 _LEAST_PENALTY = 1e-6  # the smallest divisor that keeps logits finite, in float16 too
 
 
-def processors_for(sampling: Sampling, prompt_tokens: int) -> tuple[Processor, ...]:
-    """Return the logits processors for these parameters, in the order of application. The first `prompt_tokens` of the
-    tokens that each takes are the prompt. Lazy."""
+class ProcessedRow(Protocol):
+    """The part of a row that processors use."""
+
+    request: GenerationRequest
+    prompt_ids: mx.array | None
+    answer: list[int]
+
+
+Rows = Mapping[int, ProcessedRow]  # rows by their index in the batch
+
+
+def needs_prompt(sampling: Sampling) -> bool:
+    """Return True if the tokens of the prompt matter to a processor, so the row must have `prompt_ids`."""
+    return sampling.repetition_penalty != 1
+
+
+def processors_for(rows: Sequence[ProcessedRow], fed_drawn: Sequence[bool]) -> list[Processor]:
+    """Return the logits processors of a batch, in the order of application. Each must be called once for every forward,
+    from the next one on, until the rows change.
+
+    `fed_drawn`: for each row, True if the next forward feeds it a token that it has drawn, False if it feeds the last
+    token of `row.request.tokens`. The grammars must have accepted the answers so far."""
+    samplings = {index: row.request.sampling for index, row in enumerate(rows)}
     chosen: list[Processor] = []
-    if sampling.logit_bias:
-        chosen.append(_bias(sampling.logit_bias))
-    if sampling.repetition_penalty != 1:
-        chosen.append(_repetition(sampling.repetition_penalty))
-    if sampling.presence_penalty or sampling.frequency_penalty:
-        chosen.append(_counted(sampling.presence_penalty, sampling.frequency_penalty, prompt_tokens))
-    return tuple(chosen)
+    if biased := {index: each.logit_bias for index, each in samplings.items() if each.logit_bias}:
+        chosen.append(_bias(biased))
+    if repetitive := {index: rows[index] for index, each in samplings.items() if needs_prompt(each)}:
+        chosen.append(_Repetition(repetitive))
+    if counted := {i: rows[i] for i, each in samplings.items() if each.presence_penalty or each.frequency_penalty}:
+        chosen.append(_Counted(counted, [fed_drawn[index] for index in counted]))
+    # The last, so that no bias allows what a grammar forbids.
+    if grammars := {index: row.request.grammar for index, row in enumerate(rows) if row.request.grammar}:
+        chosen.append(GrammarProcessor(grammars, {index for index in grammars if fed_drawn[index]}))
+    return chosen
 
 
-def _bias(pairs: tuple[tuple[int, float], ...]) -> Processor:
-    ids, values = mx.array([i for i, _ in pairs]), mx.array([v for _, v in pairs])
-    return lambda tokens, logits: logits.at[:, ids].add(values)
+def _bias(pairs: Mapping[int, tuple[tuple[int, float], ...]]) -> Processor:
+    """Add OpenAI's logit bias: (token, value) pairs by the index of the row."""
+    rows = mx.array([index for index, biases in pairs.items() for _ in biases])
+    tokens = mx.array([token for biases in pairs.values() for token, _ in biases])
+    values = mx.array([value for biases in pairs.values() for _, value in biases])
+    return lambda logits, fed: logits.at[rows, tokens].add(values)
 
 
-def _repetition(penalty: float) -> Processor:
+class _Repetition:
     """Divide the logits of tokens that occur in prompt or answer (Keskar et al., arXiv 1909.05858); negative ones are
     multiplied."""
-    penalty = max(penalty, _LEAST_PENALTY)
 
-    def process(tokens: mx.array, logits: mx.array) -> mx.array:
-        occurring = logits[:, tokens]
-        logits[:, tokens] = mx.where(occurring < 0, occurring * penalty, occurring / penalty)
+    def __init__(self, rows: Rows) -> None:
+        self._rows = mx.array([*rows])
+        penalties = [row.request.sampling.repetition_penalty for row in rows.values()]
+        self._penalties = mx.maximum(_floats(penalties), _LEAST_PENALTY)
+        # Tokens that occur, some of them several times, and the place in `_rows` of the row of each.
+        prompts = [(place, row.prompt_ids) for place, row in enumerate(rows.values()) if row.prompt_ids is not None]
+        answers = [(place, mx.array(row.answer)) for place, row in enumerate(rows.values()) if row.answer]
+        self._tokens = mx.concatenate([tokens for _, tokens in prompts + answers])
+        self._places = mx.concatenate([mx.full(tokens.size, place) for place, tokens in prompts + answers])
+
+    def __call__(self, logits: mx.array, fed: mx.array) -> mx.array:
+        self._tokens = mx.concatenate([self._tokens, fed[self._rows].astype(mx.int32)])
+        self._places = mx.concatenate([self._places, mx.arange(self._rows.size)])
+        rows, penalties = self._rows[self._places], self._penalties[self._places].astype(logits.dtype)
+        occurring = logits[rows, self._tokens]
+        logits[rows, self._tokens] = mx.where(occurring < 0, occurring * penalties, occurring / penalties)
         return logits
 
-    return process
 
-
-def _counted(presence: float, frequency: float, prompt_tokens: int) -> Processor:
+class _Counted:
     """Subtract OpenAI's presence and frequency penalties, over the answer without the prompt."""
 
-    def process(tokens: mx.array, logits: mx.array) -> mx.array:
-        answer = tokens[prompt_tokens:]
-        counts = mx.zeros(logits.shape[-1]).at[answer].add(1.0)
-        return logits - (frequency * counts + presence * (counts > 0)).astype(logits.dtype)
+    def __init__(self, rows: Rows, fed_drawn: Sequence[bool]) -> None:
+        self._rows = mx.array([*rows])
+        self._presence = _floats([row.request.sampling.presence_penalty for row in rows.values()])
+        self._frequency = _floats([row.request.sampling.frequency_penalty for row in rows.values()])
+        self._fed_counts = _floats(fed_drawn)  # of each row: 1 if the fed token belongs to its answer
+        # Slots: a token, its count, and the place in `_rows` of its row. Only one slot of a token has a count above 0.
+        slots = [(*each, place) for place, row in enumerate(rows.values()) for each in Counter(row.answer).items()]
+        tokens, counts, places = zip(*(slots or [(0, 0, 0)]), strict=True)
+        self._tokens, self._counts, self._places = mx.array(tokens), _floats(counts), mx.array(places)
 
-    return process
+    def __call__(self, logits: mx.array, fed: mx.array) -> mx.array:
+        self._count(fed[self._rows].astype(mx.int32))
+        present = self._presence[self._places] * (self._counts > 0)
+        penalties = self._frequency[self._places] * self._counts + present
+        return logits.at[self._rows[self._places], self._tokens].add(-penalties.astype(logits.dtype))
+
+    def _count(self, fed: mx.array) -> None:
+        """Count a token of each row: in its slot if it has one, else in a new slot."""
+        has_slot = (self._tokens == fed[self._places]) & (self._counts > 0)
+        again = has_slot * self._fed_counts[self._places]
+        new = self._fed_counts.at[self._places].subtract(again)
+        self._tokens = mx.concatenate([self._tokens, fed])
+        self._counts = mx.concatenate([self._counts + again, new])
+        self._places = mx.concatenate([self._places, mx.arange(self._rows.size)])
+        self._fed_counts = mx.ones(self._rows.size)
+
+
+def _floats(values: Iterable[float]) -> mx.array:
+    return mx.array([*values], dtype=mx.float32)

@@ -9,7 +9,6 @@ from mlx_lm.models.cache import (
     CacheList,
     KVCache,
     RotatingKVCache,
-    TokenBuffer,
     make_prompt_cache,
 )
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
@@ -26,7 +25,6 @@ __all__ = [
     "KVCache",
     "RotatingKVCache",
     "TextStateMachine",
-    "TokenBuffer",
     "TokenizerWrapper",
     "download",
     "generation_stream",
