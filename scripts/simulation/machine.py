@@ -70,10 +70,18 @@ class Machine:
         """Launch a decode step when the one before has ended. Returns the rows of that one."""
         self._wait()
         computed = self._fed
-        self._fed = [*self._running]
+        self._fed = [] if self._delays_first_step() else [*self._running]
+        for request in self._fed:
+            request.started = True
         if self._fed:
             self._decode_s = self._noisy(self._costs.forward_s(len(self._fed), 1))
         return computed
+
+    def _delays_first_step(self) -> bool:
+        if not self._running or any(request.started for request in self._running):
+            return False
+        delayed_s = self.now_s - min(request.joined_s for request in self._running)
+        return self._planner.delays_first_step(self._waiting.values(), delayed_s)
 
     def _wait(self) -> None:
         """Let the running decode step end."""
@@ -103,7 +111,8 @@ class Machine:
         if elapsed_s:
             self._planner.observe_decode(elapsed_s)
         step = Step(self._steps, self.now_s, elapsed_s)
-        for forward in self._planner.plan([*self._waiting.values()], self._running, step):
+        running = self._running if any(request.started for request in self._running) else []
+        for forward in self._planner.plan([*self._waiting.values()], running, step):
             self._compute(forward)
 
     def _compute(self, forward: Forward) -> None:
@@ -123,6 +132,7 @@ class Machine:
             seconds = self._noisy(self._costs.overheads.join_s)
             self.now_s += seconds
             self._planner.observe_join(row.total, seconds)
+            row.joined_s = self.now_s
             self._running.append(self._waiting.pop(row.id))
 
     def _noisy(self, seconds: float) -> float:

@@ -6,7 +6,7 @@ from math import inf
 
 from scripts.simulation.costs import Costs
 from scripts.simulation.request import Request, Step
-from worker.schedule.budget import ALONE_STEPS, Running, StepBudget
+from worker.schedule.budget import ALONE_STEPS, Running, StepBudget, delays_first_step
 from worker.schedule.plan import Forward, PromptState, backlog, in_order, plan
 from worker.schedule.request import Lane
 
@@ -50,13 +50,15 @@ class Policy:
     rule: Rule = in_order
     share: float | None = None  # prompts get this multiple of the decode time, at least; None: the worker's share
     packs: bool = True  # short prompts share forwards
+    gathers: bool = True  # prompts that come together are computed before the first decode step
     prefill_first: bool = True  # in a step; otherwise it decodes first, and then computes prompts while there is time
 
 
-_BEFORE = Policy(shortest, share=0.0, packs=False, prefill_first=False)
+_BEFORE = Policy(shortest, share=0.0, packs=False, gathers=False, prefill_first=False)
 POLICIES = {
     "sluice": Policy(),
     "unpacked": Policy(packs=False),
+    "decode-at-once": Policy(gathers=False),
     "shortest": Policy(shortest),
     "oldest": Policy(oldest),
     "ratio": Policy(ratio),
@@ -89,6 +91,13 @@ class Planner:
         if self.policy.prefill_first:
             enough_s = self._budget.decode_s if running else 0.0
         return plan(rows, spare_s, step.number, 2048, enough_s=enough_s, order=self.policy.rule)
+
+    def delays_first_step(self, waiting: Iterable[Request], delayed_s: float) -> bool:
+        """Return True if the first decode step waits for another prompt. `delayed_s`: since the first row joined."""
+        cost = self._budget.cost
+        interactive = [request for request in waiting if request.arrival.lane == "interactive"]
+        prompts_s = (cost.of(request.total - request.done, request.done) for request in interactive)
+        return self.policy.gathers and delays_first_step(prompts_s, delayed_s)
 
     def _waiting(self, request: Request, step: Step) -> PromptState:
         return PromptState(

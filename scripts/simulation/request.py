@@ -13,6 +13,8 @@ class Request:
     arrival: Arrival
     admitted_s: float = 0.0
     done: int = 0  # prompt tokens computed, of `total`
+    joined_s: float = 0.0
+    started: bool = False  # a decode step has begun to draw its first token
     token_times_s: list[float] = field(default_factory=list)
 
     @property

@@ -46,6 +46,14 @@ def test_burst_takes_about_as_long_as_measured(
     assert found.first_max_s == pytest.approx(last_s, rel=0.25)
 
 
+@pytest.mark.parametrize("chats", [4, 8])
+def test_small_burst_is_computed_before_it_decodes(chats: int) -> None:
+    gathered, at_once = figures(burst(chats, 1)), figures(burst(chats, 1), "decode-at-once")
+    assert gathered.longest_gap_s < 0.1 < at_once.longest_gap_s
+    assert gathered.first_max_s < at_once.first_max_s
+    assert gathered.tokens_per_s > at_once.tokens_per_s
+
+
 def test_gaps_of_a_burst_stay_within_the_limit_while_decoding_takes_less_than_half() -> None:
     assert figures(burst(MAX_ROWS, 1)).longest_gap_s <= 0.3
 

@@ -139,6 +139,7 @@ class Engine:
             rows_in_memory = self._rows_in_memory()  # the most of this step, since rows leave while decoding
             outcomes = (*prefilled, *self._decode(), *self._finish_step())
             memory = self._calibrate(*rows_in_memory)
+        prefix = PrefixUse(self._queried_tokens, self._hit_tokens, self._caches.evicted - evicted, self._caches.nbytes)
         self._active.check()
         return StepReport(
             outcomes=outcomes,
@@ -149,7 +150,7 @@ class Engine:
             num_preemptions=self._preempted,
             reserved=self._admission.reserved_bytes,
             memory=memory,
-            prefix=self._prefix_use(evicted),
+            prefix=prefix,
         )
 
     def _rows_in_memory(self) -> tuple[list[list[int]], int]:
@@ -162,10 +163,6 @@ class Engine:
     def _calibrate(self, lengths: list[list[int]], slack_bytes: int) -> tuple[int, int] | None:
         chunk = max(self._longest_chunk, len(self._running))  # a decoding row needs as much as one token of a chunk
         return self._admission.calibrate(lengths, chunk, self._caches.nbytes, self._encoded_images, slack_bytes)
-
-    def _prefix_use(self, evicted: int) -> PrefixUse:
-        """Return the step's use of the caches. `evicted`: number of evictions before the step."""
-        return PrefixUse(self._queried_tokens, self._hit_tokens, self._caches.evicted - evicted, self._caches.nbytes)
 
     @_step_part
     def _admit(self) -> Iterator[Outcome]:
@@ -208,21 +205,22 @@ class Engine:
     @_step_part
     def _decode(self) -> Iterator[Outcome]:
         """Decode the next token of every running row."""
-        if not len(self._running):
+        running = self._running
+        if not running.started and (not len(running) or self._prefills.delays_first_step(running.joined_s)):
             return
-        idle, began = self._running.idle, time.perf_counter()
-        step_tokens, failed = self._running.step()
+        idle, began = running.idle, time.perf_counter()
+        step_tokens, failed = running.step()
         # A busy device begins this step when it has ended the last one, whose tokens have just arrived.
         self._decoding_since = began if idle else time.perf_counter()
         self._computed += len(step_tokens)
         at = time.monotonic()
         for step_token in step_tokens:
             row, token, finite, logprobs = step_token
-            if finite and token not in self._eos_ids and len(row.answer) + 1 < row.request.max_tokens:
-                row.deliver(token)
-                yield Sampled(row.id, token, None, logprobs, at)
-            else:
+            if not finite or token in self._eos_ids or len(row.answer) + 1 == row.request.max_tokens:
                 yield from self._end_row(step_token, at)
+                continue
+            row.deliver(token)
+            yield Sampled(row.id, token, None, logprobs, at)
         self._active.sweep()
         for row in failed:
             yield self._active.fail(row.id)
@@ -258,6 +256,8 @@ class Engine:
     @_step_part
     def _prefill(self) -> Iterator[Outcome]:
         """Compute the planned chunks. Rows whose prompt is computed join the running rows."""
+        if self._running.ending:  # the last tokens of all rows are reported first, since no decode step is left to do
+            return
         if has_work := self._prefills.has_work:
             self._running.wait()
         if self._running.step_s is not None:  # before planning, since the time for prompts depends on it

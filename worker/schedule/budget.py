@@ -1,5 +1,6 @@
 """Predicted prefill time, and the time that a step has for prefill without delaying the decoding rows too much."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil, inf, sqrt
 from typing import get_args
@@ -17,10 +18,12 @@ GAP_STEPS = 3
 GAP_DECODES = 2.5
 _GAP_RISE = 4.0  # seconds of a gap for each second that decoding takes beyond that half, up to `GAP_DECODES`
 # Part of the longest gap that is planned; the rest is for what takes longer than predicted.
-PLANNED = 0.8
+PLANNED = 0.9
 # What waits is to be computed by the time that the oldest prompt has waited this many seconds: prompts get the share of
 # the time that this takes.
 COMPUTED_WITHIN_S = 0.5
+# Rows that have joined put off their first decode step for at most this many seconds while prompts can be computed.
+FIRST_STEP_WITHIN_S = 1.5
 # A chunk is worth its pass over the weights if its tokens take at least this multiple of the time of that pass.
 MIN_TOKENS_TIME_PER_PASS = 1.0
 _WEIGHT = 0.2  # of the newest measurement
@@ -56,6 +59,13 @@ class Backlog:
         `COMPUTED_WITHIN_S`. Infinite if all of the time is not enough."""
         left_s = COMPUTED_WITHIN_S - self.oldest_s
         return inf if self.seconds >= left_s else decode_s * self.seconds / (left_s - self.seconds)
+
+
+def delays_first_step(prompts_s: Iterable[float], delayed_s: float) -> bool:
+    """Return True if another prompt should be computed before the first decode step of rows of which none decodes yet.
+    Prompts that come together take less time without decode steps between them, and no answer has begun that could
+    pause. `prompts_s`: the seconds that each waiting prompt takes. `delayed_s`: seconds since the first row joined."""
+    return min(prompts_s, default=inf) <= FIRST_STEP_WITHIN_S - delayed_s
 
 
 def longest_gap_s(step_s: float, decode_s: float) -> float:

@@ -22,6 +22,9 @@ OFFLINE_EVERY = 8
 # tokens of the forward. The tokens of a longer one would delay the others, and save little.
 SHORT_PASSES = 6
 SHORT_CHUNKS = 3
+# A rest of an interactive prompt that takes at most this many passes over the weights is computed with the chunk before
+# it, although the step lasts longer than planned then: in a later step it would take a pass of its own.
+REST_PASSES = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +183,7 @@ def _tokens_to_share(row: PromptState, other: PromptState, tokens: int) -> int:
     padding = int(row.cost.forward_s / max(row.cost.token_s, 1e-9)) if row.padded and other.padded else 0
     own = uncut if abs(uncut - tokens) <= padding else tokens
     rest = other.remaining - own
-    if own > uncut or 0 < rest < MIN_CHUNK:
+    if own > uncut or (rest and min(rest, own) < row.cost.worthwhile):
         return 0
     short_s = max(SHORT_PASSES * other.cost.forward_s, SHORT_CHUNKS * tokens * other.cost.token_s)
     return own if other.remaining * other.cost.token_s <= short_s else 0
@@ -197,6 +200,9 @@ def _chunk(row: PromptState, seconds: float, longest: int, *, first: bool) -> Ch
 
     A row whose join does not fit joins in the next step: leaving a token for that step would cost a pass."""
     tokens = _fitting(row, seconds, longest)
+    more_s = seconds + REST_PASSES * row.cost.forward_s
+    if row.lane == "interactive" and 0 < tokens < row.remaining == _fitting(row, more_s, longest):
+        tokens, seconds = row.remaining, more_s
     if tokens < min(row.remaining, row.cost.worthwhile):
         if not first:
             return None

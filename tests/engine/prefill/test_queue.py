@@ -8,7 +8,7 @@ from tests.engine.tiny import model, prompt
 from worker.engine.batch.row import Row
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
-from worker.schedule.budget import PLANNED, longest_gap_s
+from worker.schedule.budget import FIRST_STEP_WITHIN_S, PLANNED, longest_gap_s
 from worker.schedule.plan import Chunk
 from worker.schedule.request import GenerationRequest, Lane
 
@@ -38,6 +38,7 @@ class Running:
 
     copied: int = 0  # bytes, when another joins
     num_interactive: int = 1
+    started: bool = True
 
     def __len__(self) -> int:
         return 1
@@ -118,3 +119,15 @@ def test_planning_changes_nothing() -> None:
     made.begin_step(0.0)
     first = made.plan(running, DECODE_S, ROOM)
     assert [made.plan(running, DECODE_S, ROOM) for _ in range(5)] == [first] * 5
+
+
+def test_first_step_waits_for_an_interactive_prompt_that_is_soon_computed() -> None:
+    made = prefills()
+    assert not made.delays_first_step(0.0)
+    begin(made, "file", 60, "batch")
+    begin(made, "long", int(2 * FIRST_STEP_WITHIN_S * TOKENS_PER_S))
+    assert not made.delays_first_step(0.0)
+    begin(made, "short", 60)
+    assert made.delays_first_step(0.0)
+    assert made.delays_first_step(FIRST_STEP_WITHIN_S - 0.1)
+    assert not made.delays_first_step(FIRST_STEP_WITHIN_S)

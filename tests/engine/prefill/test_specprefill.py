@@ -187,7 +187,7 @@ def test_row_without_dropped_tokens_caches_its_answer() -> None:
     one.drain()
     one.add("y", prompt(LONG, 1) + tuple(one.generated["x"]) + (7,), max_tokens=2)
     one.drain()
-    assert one.cached["y"] >= LONG + len(one.generated["x"])
+    assert one.cached["y"] >= LONG + len(one.generated["x"]) - 1  # the last token was not fed
 
 
 def test_row_removed_during_scoring_leaves_nothing() -> None:

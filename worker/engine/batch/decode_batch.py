@@ -107,6 +107,13 @@ class DecodeBatch:
         self._fed = self._next
         self._next = forward(self._network, self._cache, self.rows, self._fed.tokens, self._processors)
 
+    def finish(self) -> None:
+        """Let `collect` return the tokens that the rows have drawn, each the last of an answer, without feeding
+        them."""
+        self._fed = self._next
+        for row in self.rows:
+            row.mark_last_unfed()
+
     def wait(self) -> None:
         """Block until the launched step has been computed, and rows that were moved since are in their slots, which
         frees the copies of them. There must be rows."""

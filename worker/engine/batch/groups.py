@@ -36,6 +36,7 @@ class Groups:
         self._bounds: Bounds = ()  # of the length classes, whose rows decode in separate groups
         self._launched_lengths: list[list[int]] = []  # lengths by group in the running step; empty if not measured
         self._steps, self._balanced = 0, True  # balanced: `rebalance` has nothing to do yet
+        self._filled_at = 0.0  # the time at which the first of the rows joined
         self.step_s: float | None = None  # seconds of a decode step, if one was timed since the last `step` began
 
     def __len__(self) -> int:
@@ -51,6 +52,21 @@ class Groups:
         return sum(row.request.lane == "interactive" for _, row in self)
 
     @property
+    def started(self) -> bool:
+        """True if a row's answer has begun: a pause would be noticed."""
+        return any(row.started for _, row in self)
+
+    @property
+    def ending(self) -> bool:
+        """True if there are rows, and each has drawn the last token of its answer, which `step` only returns."""
+        return len(self) > 0 and all(row.ending for _, row in self)
+
+    @property
+    def joined_s(self) -> float:
+        """Seconds since the first of the rows joined."""
+        return time.perf_counter() - self._filled_at
+
+    @property
     def buffers(self) -> list[int]:
         """Allocated bytes of the caches, by group."""
         return [group.nbytes for group in self._groups]
@@ -62,18 +78,19 @@ class Groups:
         began = time.perf_counter()
         lengths = self.lengths
         groups = [*self._groups]
-        self._steps, self.step_s = self._steps + 1, None
+        ending, self.step_s = self.ending, None
+        self._steps += 1
         self._balanced = self._steps % _REBALANCE_EVERY > 0
         for group in groups:
             with self._isolate(group, "the launch of a decode step"):
-                group.launch()
+                group.finish() if ending else group.launch()
         tokens = list[StepToken]()
         for group in [*self._groups]:
             with self._isolate(group, "a decode step"):
                 tokens += group.collect()
         failed = [group.rows for group in groups if group not in self._groups]
-        self._record(self._stopwatch.launched(began))
-        self._launched_lengths = [] if failed else lengths
+        self._record(self._stopwatch.ended() if ending else self._stopwatch.launched(began))
+        self._launched_lengths = [] if failed or ending else lengths
         return tokens, self._failed_alone(failed)
 
     def _failed_alone(self, failed: Sequence[Sequence[Row]]) -> list[Row]:
@@ -154,6 +171,7 @@ class Groups:
     def add(self, computed: Sequence[ComputedRow]) -> None:
         """Add rows to groups, or to new ones. Blocks. If it raises, some of them may have been added."""
         self._stopwatch.invalidate()
+        self._filled_at = self._filled_at if len(self) else time.perf_counter()
         joining: dict[DecodeBatch, list[ComputedRow]] = {}
         for each in computed:
             planned = {group: [other.row for other in others] for group, others in joining.items()}

@@ -22,6 +22,7 @@ class Row:
     answer: list[int]  # tokens delivered so far, by all attempts
     num_dropped: int = 0  # tokens of the prompt that are never computed
     recomputed: bool = False  # after a failure that lost its cache
+    last_unfed: bool = False  # the last token of its answer is not in its cache
     awaiting_first_step: bool = True  # its next input is the last known token, which is no output
 
     @classmethod
@@ -39,6 +40,16 @@ class Row:
     def id(self) -> str:
         """Id of the request."""
         return self.request.id
+
+    @property
+    def started(self) -> bool:
+        """True if its answer has begun, or its next token is drawn from now on."""
+        return bool(self.answer) or not self.awaiting_first_step
+
+    @property
+    def ending(self) -> bool:
+        """True if the token that it has drawn is the last of its answer."""
+        return not self.awaiting_first_step and len(self.answer) + 1 >= self.request.max_tokens
 
     @property
     def suspect(self) -> bool:
@@ -60,6 +71,10 @@ class Row:
         """Append a token to the answer."""
         self.answer.append(token)
 
+    def mark_last_unfed(self) -> None:
+        """Record that the last token of its answer is drawn, and is not fed."""
+        self.last_unfed = True
+
     def mark_fed(self) -> None:
         """Record that its last known token was fed: from now on its inputs are tokens that it has drawn."""
         self.awaiting_first_step = False
@@ -77,8 +92,9 @@ class Row:
 
     def cache_key(self, *ending: int) -> tuple[int, ...]:
         """Return the cache key of everything in its cache between two steps: prompt, answer, and `ending`, tokens that
-        it was fed but that are not part of the answer."""
-        return self.request.cache_key((*self.request.prompt, *self.answer, *ending))
+        it has drawn but that are not part of the answer."""
+        tokens = *self.request.prompt, *self.answer, *ending
+        return self.request.cache_key(tokens[:-1] if self.last_unfed else tokens)
 
     @property
     def wants_logprobs(self) -> bool:

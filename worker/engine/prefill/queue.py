@@ -19,7 +19,7 @@ from worker.engine.prefill.stage import Phase, Stage
 from worker.engine.prefill.task import Advanced, PromptTask
 from worker.engine.prefill.together import SharedForwards
 from worker.engine.vision.inputs import MultimodalInputs
-from worker.schedule.budget import PromptCost, Running, StepBudget
+from worker.schedule.budget import PromptCost, Running, StepBudget, delays_first_step
 from worker.schedule.memory import BUFFER_TOKENS, NO_IMAGES, ImageDemand
 from worker.schedule.outcomes import SpecPrefillSkipped
 from worker.schedule.plan import Chunk, Forward, PromptState, backlog, may_advance, plan
@@ -37,6 +37,10 @@ class RunningRows(Protocol):
     @property
     def num_interactive(self) -> int:
         """Number of them that are interactive."""
+
+    @property
+    def started(self) -> bool:
+        """True if the answer of one of them has begun."""
 
     def join_copy_bytes(self, length: int) -> int:
         """Return the bytes of other rows that are copied when a row of `length` tokens joins."""
@@ -160,9 +164,17 @@ class PrefillQueue:
         packs = self._shared.keys(ready)
         prompts = may_advance([self._state_of(task, packs[task.row.id], cost_of, join_copy_bytes_of) for task in ready])
         budget = self._budgets["prefill"]
-        rows = Running(len(running), running.num_interactive)
+        rows = Running(len(running), running.num_interactive) if running.started else Running(0, 0)
         spare_s = budget.spare_s(rows, elapsed_s, backlog(prompts))
-        return plan(prompts, spare_s, self._step, longest, enough_s=budget.decode_s if len(running) else 0.0)
+        return plan(prompts, spare_s, self._step, longest, enough_s=budget.decode_s if rows.rows else 0.0)
+
+    def delays_first_step(self, delayed_s: float) -> bool:
+        """Return True if rows whose answers have not begun should wait for another interactive prompt: see
+        `budget.delays_first_step`. `delayed_s`: seconds since the first of these rows joined."""
+        cost = self.cost("prefill")
+        stages = [task.stage for task in self._tasks.values() if task.row.request.lane == "interactive"]
+        computable = [stage for stage in stages if stage.phase == "prefill" and stage.ready]
+        return delays_first_step((cost.of(stage.remaining, stage.done) for stage in computable), delayed_s)
 
     def _state_of(
         self,

@@ -97,7 +97,8 @@ class _Counted:
         # Slots: a token, its count, and the place in `_rows` of its row. Only one slot of a token has a count above 0.
         slots = [(*each, place) for place, row in enumerate(rows.values()) for each in Counter(row.answer).items()]
         tokens, counts, places = zip(*(slots or [(0, 0, 0)]), strict=True)
-        self._tokens, self._counts, self._places = mx.array(tokens), _floats(counts), mx.array(places)
+        self._tokens, self._counts = mx.array(tokens), _floats(counts)
+        self._places = mx.array(places)
 
     def __call__(self, logits: mx.array, fed: mx.array) -> mx.array:
         self._count(fed[self._rows].astype(mx.int32))
