@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
+from worker.engine.sampling.best import best_values
 from worker.schedule.request import GenerationRequest, Sampling
 
 _MASK = (1 << 64) - 1
@@ -79,7 +80,7 @@ def _threshold(kind: Kind, logprobs: mx.array, samplings: list[Sampling]) -> mx.
     top_p (mlx-lm 0.32.2)."""
     candidates, least = logprobs, mx.array(-math.inf)
     if 0 < kind.top_k < logprobs.shape[-1]:
-        candidates = mx.topk(logprobs, kind.top_k, axis=-1)
+        candidates = best_values(logprobs, kind.top_k)
         least = mx.min(candidates, axis=-1, keepdims=True)
     if kind.top_p:  # over the candidates only: a wider nucleus would be cut to them anyway
         least = mx.maximum(least, _nucleus(candidates, _column(max(sampling.top_p, _LEAST) for sampling in samplings)))
