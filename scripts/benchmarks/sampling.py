@@ -14,7 +14,7 @@ from rich.table import Table
 
 from scripts.benchmarks import host
 from worker.engine.batch.row import Row
-from worker.engine.sampling.logprobs import logprobs_of
+from worker.engine.sampling.logprobs import StepLogprobs
 from worker.engine.sampling.sampler import draw
 from worker.schedule.request import GenerationRequest, Sampling
 
@@ -79,11 +79,11 @@ def logprob_calls(logprobs: mx.array, top: int) -> tuple[Callable[[], None], Cal
     """Return two calls that compute the logprobs of each row: in shared calls, and separately."""
 
     def together() -> None:
-        logprobs_of(logprobs, list(range(logprobs.shape[0])), [top] * logprobs.shape[0])
+        assert StepLogprobs(logprobs, mx.arange(logprobs.shape[0]), [top] * logprobs.shape[0]).rows
 
     def separately() -> None:
         for i in range(logprobs.shape[0]):
-            logprobs_of(logprobs[i : i + 1], [i], [top])
+            assert StepLogprobs(logprobs[i : i + 1], mx.array([i]), [top]).rows
 
     return together, separately
 

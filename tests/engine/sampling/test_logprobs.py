@@ -13,7 +13,7 @@ from tests.engine.driver import answer, answers, tokens
 from tests.engine.tiny import CONFIGS, EOS, prompt, write_checkpoint
 from tests.selection import examples
 from worker.engine.model.load import Model, open_model
-from worker.engine.sampling.logprobs import logprobs_of
+from worker.engine.sampling.logprobs import StepLogprobs
 from worker.schedule.outcomes import Logprobs
 from worker.schedule.request import GenerationRequest, Sampling
 
@@ -118,7 +118,7 @@ def test_alternatives_are_those_of_a_full_sort(data: st.DataObject, dtype: str, 
     exact: Any = (given_.astype(mx.float32) - mx.logsumexp(given_.astype(mx.float32), axis=-1, keepdims=True)).tolist()
     alternatives = data.draw(st.lists(st.integers(0, 20), min_size=rows, max_size=rows))
     generated = data.draw(st.lists(st.integers(0, vocab - 1), min_size=rows, max_size=rows))
-    found = logprobs_of(given_, generated, alternatives)
+    found = StepLogprobs(given_, mx.array(generated, dtype=mx.uint32), alternatives).rows
     for logprobs, row, token, n in zip(found, exact, generated, alternatives, strict=True):
         likely = [other for other in ranked(row, n) if row[other] > -math.inf]
         assert [other for other, _ in logprobs.top] == likely
@@ -130,5 +130,6 @@ def test_alternatives_are_those_of_a_full_sort(data: st.DataObject, dtype: str, 
 @pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
 def test_probabilities_add_up_to_one_in_any_precision(dtype: mx.Dtype) -> None:
     logits = (mx.random.normal((1, 20), key=mx.random.key(1)) * 6 + 20).astype(dtype)
-    (found,) = logprobs_of(logits - mx.logsumexp(logits, axis=-1, keepdims=True), [3], [20])
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    (found,) = StepLogprobs(logprobs, mx.array([3]), [20]).rows
     assert sum(math.exp(logprob) for _, logprob in found.top) == pytest.approx(1.0, abs=1e-5)

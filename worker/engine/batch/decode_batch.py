@@ -2,17 +2,28 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from worker.engine.batch.row import Row
 from worker.engine.cache import slots
-from worker.engine.sampling.logprobs import logprobs_of
+from worker.engine.sampling.logprobs import StepLogprobs
 from worker.engine.sampling.processors import Processor, processors_for
 from worker.engine.sampling.sampler import draw
 from worker.schedule.outcomes import Logprobs
+
+
+class RowLogprobs(NamedTuple):
+    """Log probabilities of a row's next input, among those of the forward that has drawn it."""
+
+    step: StepLogprobs
+    place: int
+
+    def read(self) -> Logprobs:
+        """Return them. Blocks until they are computed."""
+        return self.step.rows[self.place]
 
 
 @dataclass(slots=True)
@@ -21,12 +32,13 @@ class PendingTokens:
 
     tokens: mx.array  # (rows,)
     finite: mx.array  # (rows,), boolean: True if all logits of the row were finite
-    logprobs: dict[Row, mx.array]  # (1, vocab) each, of the rows that want logprobs and have drawn their token
+    logprobs: dict[Row, RowLogprobs]  # of the rows that want logprobs and have drawn their token
 
     def compute(self) -> None:
         """Start computing the arrays, without blocking. If they were first computed as a part of the next step, they
         could be read only at its end, a step late."""
-        mx.async_eval(self.tokens, self.finite, list(self.logprobs.values()))
+        steps = {each.step for each in self.logprobs.values()}
+        mx.async_eval(self.tokens, self.finite, [step.arrays for step in steps])
 
 
 class StepToken(NamedTuple):
@@ -126,13 +138,16 @@ class DecodeBatch:
         is the end of the step before that one; the launched step itself is not waited for."""
         fed, self._fed = self._fed, None
         assert fed is not None, "nothing was launched"
-        tokens: list[int] = fed.tokens.tolist()  # type: ignore[assignment]
-        finite: list[bool] = fed.finite.tolist()  # type: ignore[assignment]
-        emitting = [i for i, row in enumerate(self.rows) if not row.awaiting_first_step]
-        logprobs = _logprobs({self.rows[i]: tokens[i] for i in emitting if self.rows[i].wants_logprobs}, fed.logprobs)
+        tokens, finite = cast("list[int]", fed.tokens.tolist()), cast("list[bool]", fed.finite.tolist())
+        logprobs = {row: each.read() for row, each in fed.logprobs.items()}
+        emitted = [
+            StepToken(row, token, is_finite, logprobs.get(row))
+            for row, token, is_finite in zip(self.rows, tokens, finite, strict=True)
+            if not row.awaiting_first_step
+        ]
         for row in self.rows:
             row.mark_fed()
-        return [StepToken(self.rows[i], tokens[i], finite[i], logprobs.get(self.rows[i])) for i in emitting]
+        return emitted
 
     def add(self, rows: Sequence[ComputedRow]) -> None:
         """Append rows. Blocks. If the caches cannot be joined, the batch stays as it was."""
@@ -160,7 +175,7 @@ class DecodeBatch:
         slots.select_rows(self._cache, order)
         assert self._next is not None
         remaining = mx.array(order)
-        logprobs = {row: row_logprobs for row, row_logprobs in self._next.logprobs.items() if row not in leaving}
+        logprobs = {row: each for row, each in self._next.logprobs.items() if row not in leaving}
         self._next = PendingTokens(self._next.tokens[remaining], self._next.finite[remaining], logprobs)
         self._next.compute()
 
@@ -169,9 +184,9 @@ class DecodeBatch:
         assert self._next is not None
         at = self.rows.index(row)
         own = slice(at, at + 1)
-        logprobs = {row: mx.contiguous(self._next.logprobs[row])} if row in self._next.logprobs else {}
+        logprobs = {row: self._next.logprobs[row]} if row in self._next.logprobs else {}
         pending = PendingTokens(mx.contiguous(self._next.tokens[own]), mx.contiguous(self._next.finite[own]), logprobs)
-        mx.eval(pending.tokens, pending.finite, list(logprobs.values()))
+        mx.eval(pending.tokens, pending.finite)
         snapshot = slots.snapshot(self._cache, at)
         self.remove([row])
         return PreemptedRow(row, snapshot, pending)
@@ -197,8 +212,8 @@ def forward(
         logits = process(logits, tokens)
     norm = mx.logsumexp(logits, axis=-1, keepdims=True)
     logprobs = logits - norm
-    wanted = {row: logprobs[i : i + 1] for i, row in enumerate(rows) if row.wants_logprobs}
-    pending = PendingTokens(draw(logprobs, rows), mx.isfinite(norm[:, 0]), wanted)
+    drawn = draw(logprobs, rows)
+    pending = PendingTokens(drawn, mx.isfinite(norm[:, 0]), _row_logprobs(rows, logprobs, drawn))
     pending.compute()
     return pending
 
@@ -214,11 +229,12 @@ def _concatenated(pending: Sequence[PendingTokens]) -> PendingTokens:
     return together
 
 
-def _logprobs(tokens: dict[Row, int], found: dict[Row, mx.array]) -> dict[Row, Logprobs]:
-    if not tokens:
+def _row_logprobs(rows: list[Row], logprobs: mx.array, drawn: mx.array) -> dict[Row, RowLogprobs]:
+    """Return the log probabilities of the rows that want them. `logprobs` (rows, vocab), `drawn` (rows,). Lazy."""
+    wanting = [index for index, row in enumerate(rows) if row.wants_logprobs]
+    if not wanting:
         return {}
-    alternatives = [row.request.top_logprobs or 0 for row in tokens]
-    # Not on the stream of the generation, which computes the next step: this would wait for its end.
-    with mx.stream(mx.default_device()):
-        each = logprobs_of(mx.concatenate([found[row] for row in tokens]), list(tokens.values()), alternatives)
-    return dict(zip(tokens, each, strict=True))
+    if len(wanting) < len(rows):
+        logprobs, drawn = logprobs[mx.array(wanting)], drawn[mx.array(wanting)]
+    step = StepLogprobs(logprobs, drawn, [rows[index].request.top_logprobs or 0 for index in wanting])
+    return {rows[index]: RowLogprobs(step, place) for place, index in enumerate(wanting)}

@@ -1,36 +1,42 @@
 """Log probabilities of a step's tokens, for the rows that request them."""
 
 import math
+from functools import cached_property
 from typing import cast
 
 import mlx.core as mx
 
+from worker.engine.sampling.best import best_ids
 from worker.engine.sampling.sampler import normalized
 from worker.schedule.outcomes import Logprobs
 
 
-def logprobs_of(logprobs: mx.array, tokens: list[int], alternatives: list[int]) -> list[Logprobs]:
-    """Return the log probability of each row's token and of its `alternatives[i]` most probable tokens; tokens with
-    probability 0 are omitted. `logprobs`: (rows, vocab), already computed. Blocks."""
-    logprobs = mx.minimum(normalized(logprobs), 0.0)  # rounding may yield a probability slightly above 1
-    wanted = mx.array(tokens, dtype=mx.uint32)[:, None]
-    if num_best := min(max(alternatives), logprobs.shape[-1]):
-        wanted = mx.concatenate([wanted, _best(logprobs, num_best)], axis=-1)
-    values = mx.take_along_axis(logprobs, wanted, axis=-1)
-    mx.eval(wanted, values)
-    ids, values_by_row = cast("list[list[int]]", wanted.tolist()), cast("list[list[float]]", values.tolist())
-    return [
-        Logprobs(own, tuple(pair for pair in zip(best[:n], others[:n], strict=True) if pair[1] > -math.inf))
-        for (_, *best), (own, *others), n in zip(ids, values_by_row, alternatives, strict=True)
-    ]
+class StepLogprobs:
+    """Log probabilities of the tokens that a forward draws and of the most probable other ones, computed with it.
 
+    A token of probability 0 is never among the others."""
 
-def _best(logprobs: mx.array, n: int) -> mx.array:
-    """Return the n most probable tokens of each row (rows, n), most probable first; equal ones by ascending id.
+    def __init__(self, logprobs: mx.array, tokens: mx.array, alternatives: list[int]) -> None:
+        """`logprobs` (rows, vocab), `tokens` (rows,): the drawn ones. `alternatives`: number of most probable tokens to
+        report, by row. Lazy."""
+        logprobs = normalized(logprobs)
+        self._ids = tokens[:, None]
+        if num_best := min(max(alternatives), logprobs.shape[-1]):
+            self._ids = mx.concatenate([self._ids, best_ids(logprobs, num_best)], axis=-1)
+        # Rounding may yield a probability slightly above 1.
+        self._values = mx.minimum(mx.take_along_axis(logprobs, self._ids, axis=-1), 0.0)
+        self._alternatives = alternatives
 
-    A partition does not define which of equal values it picks, so value and id are packed into one number. The bits of
-    a negative float, read as an integer, are greater for smaller values."""
-    ids = mx.arange(logprobs.shape[-1], dtype=mx.uint32)
-    order = (logprobs.view(mx.uint32).astype(mx.uint64) << 32) | ids
-    least = mx.partition(order, n - 1, axis=-1)[:, :n]
-    return mx.sort(least, axis=-1).astype(mx.uint32)
+    @property
+    def arrays(self) -> tuple[mx.array, mx.array]:
+        """The lazy arrays, of a few numbers for each row."""
+        return self._ids, self._values
+
+    @cached_property
+    def rows(self) -> list[Logprobs]:
+        """The log probabilities of each row. Blocks until they are computed."""
+        ids, values = cast("list[list[int]]", self._ids.tolist()), cast("list[list[float]]", self._values.tolist())
+        return [
+            Logprobs(own, tuple(pair for pair in zip(best[:n], others[:n], strict=True) if pair[1] > -math.inf))
+            for (_, *best), (own, *others), n in zip(ids, values, self._alternatives, strict=True)
+        ]
