@@ -32,10 +32,8 @@ logger = logging.getLogger("sluice.engine")
 _CLEAR_EVERY = 16_384  # tokens computed between two clearings of MLX's buffer cache, whose buffers later steps reuse
 _PREFIX_SHARE = 4  # caches that outlive a request get 1 / share of the memory that the weights leave, by default
 
-StepPart = Callable[["Engine"], Iterable[Outcome]]
 
-
-def _step_part(part: StepPart) -> StepPart:
+def _step_part(part: Callable[["Engine"], Iterable[Outcome]]) -> Callable[["Engine"], Iterable[Outcome]]:
     """Make a method of the engine a part of its step, which returns outcomes. If it fails, the outcomes so far are
     delivered, and decoding rows lose their caches at most. Rows that were lost before are recomputed first."""
 
@@ -206,7 +204,8 @@ class Engine:
     def _decode(self) -> Iterator[Outcome]:
         """Decode the next token of every running row."""
         running = self._running
-        if not running.started and (not len(running) or self._prefills.delays_first_step(running.joined_s)):
+        computed = self._longest_chunk > 0  # in this step; requests that arrived meanwhile are admitted in the next
+        if not running.started and (computed or not len(running) or self._prefills.delays_first_step(running.joined_s)):
             return
         idle, began = running.idle, time.perf_counter()
         step_tokens, failed = running.step()

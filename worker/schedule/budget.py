@@ -11,7 +11,7 @@ from worker.schedule.request import Lane
 MIN_CHUNK, MAX_CHUNK = 16, 2048  # tokens of a chunk; above `MAX_CHUNK` a larger chunk is hardly faster
 TOKENS_PER_S = 2000.0  # prefill speed assumed before any measurement
 # Multiple of the target that a step may last if no row decodes: it then delays only new requests and cancellations.
-ALONE_STEPS = 4
+ALONE_STEPS = 6
 # While prompts wait, a gap between two tokens of a row may last this multiple of the target, ...
 GAP_STEPS = 3
 # ... or at most this multiple of the decode time, if decoding alone takes more than half of that.
