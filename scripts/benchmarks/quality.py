@@ -168,7 +168,7 @@ def decode(answerer: Answerer, prompts: Sequence[PromptTask]) -> None:
     for prompt in prompts:
         with trainable():
             prompt.advance(prompt.stage.remaining)
-        rows.add([prompt.finish()])
+        rows.add([prompt.finish().joining])
     for _ in range(1 + ANSWER):  # the first step computes the last token of the prompt
         rows.launch()
         for outcome in rows.collect():

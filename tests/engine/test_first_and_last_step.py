@@ -1,10 +1,13 @@
 """The first decode step of rows that come together, and the last one of an answer."""
 
+import time
+
 import pytest
 
 from tests.engine.driver import Run
 from tests.engine.tiny import alone, model, network, prompt
 from worker.engine.batch.decode_batch import DecodeBatch
+from worker.schedule.budget import FIRST_STEP_WITHIN_S
 from worker.schedule.outcomes import Prefilled, Sampled
 
 NO_TIME = 0.0  # target of a step: each computes one chunk of the least length
@@ -82,3 +85,15 @@ def test_next_turn_finds_all_of_an_answer_that_was_fed(family: str) -> None:
     assert run.drain()["y"] == alone(network(family), turn, 5)
     assert run.cached["y"] == 50 + 5
     assert run.ended == {"x": "length", "y": "length"}
+
+
+def test_row_waits_no_longer_than_the_limit_for_prompts_that_keep_coming(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(model("qwen3"), step_s=NO_TIME)
+    run.add("first", prompt(10, 0), max_tokens=3)
+    for i in range(30):
+        run.add(f"later {i}", prompt(40, 1 + i), max_tokens=3)
+    run.until(lambda: len(run.engine._running) > 0)
+    assert not run.generated["first"]
+    monkeypatch.setattr(time, "perf_counter", lambda later=time.perf_counter: later() + FIRST_STEP_WITHIN_S)
+    run.until(lambda: len(run.generated["first"]) > 0, max_steps=3)
+    assert any(not tokens for tokens in run.generated.values())

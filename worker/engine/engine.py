@@ -3,14 +3,13 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import wraps
 
 import mlx.core as mx
 
 from worker.engine.active import ActiveRows
 from worker.engine.admission import AdmissionController
-from worker.engine.batch.decode_batch import ComputedRow, StepToken
+from worker.engine.batch.decode_batch import StepToken
 from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row
 from worker.engine.device import memory_limit
@@ -18,6 +17,7 @@ from worker.engine.isolation import isolate
 from worker.engine.model.load import Model
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
+from worker.engine.prefill.task import ComputedPrompt
 from worker.engine.upstream.mlx_lm import generation_stream
 from worker.schedule.admission import RowEstimate
 from worker.schedule.admission_plan import AdmissionPlan
@@ -46,15 +46,6 @@ def _step_part(part: Callable[["Engine"], Iterable[Outcome]]) -> Callable[["Engi
             engine._active.lose_decoding()
 
     return isolated
-
-
-@dataclass(frozen=True, slots=True)
-class _JoiningRow:
-    """A row whose prompt is computed."""
-
-    computed: ComputedRow
-    tokens: int  # of its prompt that are in its cache
-    cached: int  # of these, found in the prefix cache
 
 
 class Engine:
@@ -204,8 +195,7 @@ class Engine:
     def _decode(self) -> Iterator[Outcome]:
         """Decode the next token of every running row."""
         running = self._running
-        computed = self._longest_chunk > 0  # in this step; requests that arrived meanwhile are admitted in the next
-        if not running.started and (computed or not len(running) or self._prefills.delays_first_step(running.joined_s)):
+        if not running.started and (not len(running) or self._delays_first_step(running.joined_s)):
             return
         idle, began = running.idle, time.perf_counter()
         step_tokens, failed = running.step()
@@ -225,6 +215,12 @@ class Engine:
             yield self._active.fail(row.id)
         if step_tokens:
             self._active.reset_failures()
+
+    def _delays_first_step(self, joined_s: float) -> bool:
+        """Return True if rows whose answers have not begun wait for more prompts. If no prompt is left, they wait for
+        the next step, which admits what has arrived during this one. `joined_s`: seconds since the first joined."""
+        computed_last = self._longest_chunk > 0 and not self._prefills.has_work
+        return computed_last or self._prefills.delays_first_step(joined_s)
 
     def _end_row(self, step_token: StepToken, at: float) -> Iterator[Outcome]:
         """Yield the outcome of a row's last token, before anything that may fail, since the answer contains it from
@@ -273,7 +269,7 @@ class Engine:
         if len(forward.chunks) > 1:
             tokens = self._prefills.compute_together(forward, self._admission.longest_chunk)
             self._longest_chunk = max(self._longest_chunk, tokens)
-        joining = list[_JoiningRow]()
+        joining = list[ComputedPrompt]()
         for chunk in forward.chunks:
             with isolate(f"{chunk.id}: prefill") as attempt:  # of one prompt, so only this request fails
                 yield from self._advance(chunk)
@@ -292,12 +288,12 @@ class Engine:
         if any(map(frees_memory, advanced.outcomes)):
             self._admission.mark_dirty()
 
-    def _pop_computed(self, chunk: Chunk) -> list[_JoiningRow]:
+    def _pop_computed(self, chunk: Chunk) -> list[ComputedPrompt]:
         """Return the row of the chunk's prompt if it joins the running rows now."""
         task = self._prefills.pop_computed(chunk.id) if chunk.joins else None
-        return [_JoiningRow(task.finish(), task.stage.total, task.cached)] if task else []
+        return [task.finish()] if task else []
 
-    def _start_decoding(self, joining: list[_JoiningRow]) -> Iterator[Outcome]:
+    def _start_decoding(self, joining: list[ComputedPrompt]) -> Iterator[Outcome]:
         """Let rows join the running rows: together, or one by one if that fails or memory is short. Empties the
         list."""
         if len(joining) > 1 and self._can_join_together(joining):
@@ -306,25 +302,25 @@ class Engine:
         decoding = {row for _, row in self._running}
         while joining:  # each cache is freed when its row has joined
             joined = joining.pop(0)
-            if joined.computed.row not in decoding:
-                with isolate(f"{joined.computed.row.id}: join") as attempt:
+            if joined.joining.row not in decoding:
+                with isolate(f"{joined.joining.row.id}: join") as attempt:
                     self._join([joined])
                 if attempt.failed:
-                    yield self._active.fail(joined.computed.row.id)
+                    yield self._active.fail(joined.joining.row.id)
 
-    def _can_join_together(self, joining: Sequence[_JoiningRow]) -> bool:
+    def _can_join_together(self, joining: Sequence[ComputedPrompt]) -> bool:
         """Return True if memory is left for the caches of all these rows while they are copied; one is reserved."""
         caches_bytes = (len(joining) - 1) * self._costs.row_bytes(max(each.tokens for each in joining))
         return caches_bytes <= self._admission.free_bytes - self._caches.nbytes
 
-    def _join(self, joining: Sequence[_JoiningRow]) -> None:
+    def _join(self, joining: Sequence[ComputedPrompt]) -> None:
         growth = max(self._running.join_copy_bytes(each.tokens) for each in joining)
         began = time.perf_counter()
-        self._running.add([each.computed for each in joining])
+        self._running.add([each.joining for each in joining])
         row_s = (time.perf_counter() - began) / len(joining)
         for each in joining:
             self._prefills.observe_join(each.tokens, growth // len(joining), row_s)
-            if each.computed.row.request.images:
+            if each.joining.row.request.images:
                 self._admission.mark_dirty()  # the features of its images are released
             self._queried_tokens += each.tokens
             self._hit_tokens += each.cached

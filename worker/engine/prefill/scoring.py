@@ -132,7 +132,7 @@ class Scoring:
     def _advance_prompt(self, tokens: int) -> int:
         advanced = self._task.advance(tokens)
         if self._task.is_computed:
-            row = self._task.finish()
+            row = self._task.finish().joining
             self._lookahead = _Lookahead(self._draft.network, row.cache, row.pending.tokens, len(self._request.prompt))
         return advanced.tokens
 

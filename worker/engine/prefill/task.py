@@ -41,6 +41,15 @@ class Advanced:
     shared: bool = False  # computed in one forward with other prompts, which `seconds` does not include
 
 
+@dataclass(frozen=True, slots=True)
+class ComputedPrompt:
+    """A prompt that is computed, and its row, which can decode now."""
+
+    joining: ComputedRow
+    tokens: int  # in the row's cache
+    cached: int  # of these, found in the prefix cache
+
+
 class PromptTask:
     """Takes one prompt through its stages. The last stage computes the row's cache; the task loads what the prefix
     cache holds of it, and inserts what is computed before the first dropped token.
@@ -233,6 +242,7 @@ class PromptTask:
         """True if the last stage has nothing left to compute."""
         return self.stage is self._spans and self._spans.remaining == 0
 
-    def finish(self) -> ComputedRow:
+    def finish(self) -> ComputedPrompt:
         """Return the row, which can decode now. The task must not be used afterwards. Lazy."""
-        return ComputedRow(self.row, *self._spans.finish(self.row))
+        joining = ComputedRow(self.row, *self._spans.finish(self.row))
+        return ComputedPrompt(joining, self._spans.total, self.cached)
