@@ -18,7 +18,7 @@ GAP_STEPS = 3
 GAP_DECODES = 2.5
 _GAP_RISE = 4.0  # seconds of a gap for each second that decoding takes beyond that half, up to `GAP_DECODES`
 # Part of the longest gap that is planned; the rest is for what takes longer than predicted.
-PLANNED = 0.9
+PLANNED = 0.8
 # What waits is to be computed by the time that the oldest prompt has waited this many seconds: prompts get the share of
 # the time that this takes.
 COMPUTED_WITHIN_S = 0.5
