@@ -70,22 +70,28 @@ def fails_alone(faults: Faults, asked: Asked) -> bool:
     return isinstance(asked.grammar, Raises | Forbids | Forces) or is_spoilt(faults, asked.prompt)
 
 
-def fails_at(faults: Faults, asked: Asked, answer: list[int], kept: tuple[Range, ...] | None) -> int | None:
-    """Return the number of tokens that a request delivers before it fails for its content; None if it does not."""
-    places = _bad_places(faults, asked, answer, kept) if faults.content else []
+def fails_at(
+    faults: Faults, asked: Asked, answer: list[int], kept: tuple[Range, ...] | None, *, last_fed: bool
+) -> int | None:
+    """Return the number of tokens that a request delivers before it fails for its content; None if it does not.
+    `last_fed`: the token at its limit is fed, beside rows that decode on."""
+    most_fed = asked.max_tokens if last_fed else asked.max_tokens - 1
+    places = _bad_places(faults, asked, answer, kept, most_fed) if faults.content else []
     match asked.grammar:
         # A token is fed, and the next one constrained, before it is delivered; so is the end.
-        case Raises(at) if at <= min(asked.max_tokens, len(answer) + 1):
+        case Raises(at) if at <= min(most_fed, len(answer) + 1):
             places.append(max(0, at - 1))
         case Forbids(at) if at < asked.max_tokens and at <= len(answer):
             places.append(at)
     return min(places, default=None)
 
 
-def _bad_places(faults: Faults, asked: Asked, answer: list[int], kept: tuple[Range, ...] | None) -> list[int]:
+def _bad_places(
+    faults: Faults, asked: Asked, answer: list[int], kept: tuple[Range, ...] | None, most_fed: int
+) -> list[int]:
     kept = kept or ((0, len(asked.prompt.tokens)),)
     computed = {token for start, end in kept for token in asked.prompt.tokens[start:end]}
     places = [0] if computed & {faults.raising, faults.not_finite} or faults.spoils(asked.prompt) else []
-    places += [at for at, token in enumerate(answer) if token == faults.raising]
+    places += [at for at, token in enumerate(answer[:most_fed]) if token == faults.raising]
     delivered = [at + 1 for at, token in enumerate(answer) if token == faults.not_finite]
     return places + [at for at in delivered if at < asked.max_tokens]

@@ -31,13 +31,14 @@ class Machine(Rules):
             return
         if ending is not None:
             self.done.add(id)
-        answer, place = self.answer(id), self.fails_at(id)
+        answer = self.answer(id)
+        places = {self.fails_at(id), self.fails_at(id, last_fed=False)}
         expected = [token for token, _ in answer]
-        if ending == "faulted" and place != len(said):
-            self.unlucky.append((id, len(said), place))
+        if ending == "faulted" and len(said) not in places:
+            self.unlucky.append((id, len(said), places))
         elif ending is not None:
             whole_ending = "stop" if len(answer) < max_tokens else "length"
-            assert (id, ending) == (id, whole_ending if place is None else "faulted")
+            assert (id, ending) in {(id, whole_ending if place is None else "faulted") for place in places}
         whole = ending in ("stop", "length")
         assert (id, said) == (id, expected if whole else expected[: len(said)])
         if self.asked[id].top_logprobs is not None:

@@ -60,7 +60,9 @@ class Rules(RuleBasedStateMachine):
         self.kept, self.settled = dict[str, tuple[Range, ...]](), set[str]()
         self.done = set[str]()  # cancelled, or ended and checked
         self.past = dict[str, list[int]]()  # answers of earlier engines
-        self.unlucky = list[tuple[str, int, int | None]]()  # failed rows: id, tokens delivered, and at which to fail
+        self.unlucky = list[
+            tuple[str, int, set[int | None]]
+        ]()  # failed rows: id, tokens delivered, and those at which it may fail
         self.failing = 0  # requests that were to fail, and calls, since the last token
         self.happened = Counter[str]()
         self.run = self.new_run()
@@ -331,8 +333,8 @@ class Rules(RuleBasedStateMachine):
     def answer(self, id: str) -> Answer:
         return expected.answer_to(self.family, self.asked[id], self.kept.get(id))
 
-    def fails_at(self, id: str) -> int | None:
+    def fails_at(self, id: str, *, last_fed: bool = True) -> int | None:
         """Return the number of tokens that a request has when it fails for its content; None if it does not."""
         answer = [token for token, _ in self.answer(id)]
-        place = expected.fails_at(self.faults, self.asked[id], answer, self.kept.get(id))
+        place = expected.fails_at(self.faults, self.asked[id], answer, self.kept.get(id), last_fed=last_fed)
         return None if place is None else max(place, self.resumed[id])
