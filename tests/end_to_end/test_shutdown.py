@@ -137,6 +137,7 @@ async def test_one_signal_ends_a_worker_whose_tokenizer_never_returns(
     assert await db.hget(f"sluice:job:{job.id}", "crashes") == b"0"
 
 
+@pytest.mark.slow
 async def test_a_second_signal_ends_a_worker_whose_tokenizer_never_returns(
     redis_url: str, client: Client, db: redis.asyncio.Redis
 ) -> None:
@@ -151,6 +152,7 @@ async def test_a_second_signal_ends_a_worker_whose_tokenizer_never_returns(
     assert await db.hget(f"sluice:job:{job.id}", "state") == b"queued"
 
 
+@pytest.mark.slow
 async def test_a_second_signal_ends_a_worker_that_cannot_hand_its_jobs_back() -> None:
     with Server() as server, WorkerProcess(server.url, grace_s=600) as worker:
         async with Client(server.url) as client:

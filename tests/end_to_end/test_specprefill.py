@@ -78,6 +78,7 @@ async def receipt(client: Client, messages: list[dict[str, Any]] = LONG, **more:
     return result["sluice"].get("specprefill")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("drafted")
 async def test_each_setting_has_its_effect(client: Client) -> None:
     result = partial(receipt, client)
