@@ -77,8 +77,13 @@ class Machine:
             self._decode_s = self._noisy(self._costs.forward_s(len(self._fed), 1))
         return computed
 
+    @property
+    def _started(self) -> bool:
+        """True if a running request decodes, or has decoded."""
+        return any(request.started for request in self._running)
+
     def _delays_first_step(self) -> bool:
-        if not self._running or any(request.started for request in self._running):
+        if not self._running or self._started:
             return False
         delayed_s = self.now_s - min(request.joined_s for request in self._running)
         return self._planner.delays_first_step(self._waiting.values(), delayed_s)
@@ -111,7 +116,7 @@ class Machine:
         if elapsed_s:
             self._planner.observe_decode(elapsed_s)
         step = Step(self._steps, self.now_s, elapsed_s)
-        running = self._running if any(request.started for request in self._running) else []
+        running = self._running if self._started else []
         for forward in self._planner.plan([*self._waiting.values()], running, step):
             self._compute(forward)
 

@@ -113,8 +113,9 @@ class Engine:
             self._active.sweep()
 
     def step(self) -> StepReport:
-        """Admit requests, prefill within the time budget, and decode a token of every running row. Prompts come first,
-        so that rows that have joined decode at once, and each token is reported as soon as it is computed. Blocks until
+        """Admit requests, prefill within the time budget, and decode a token of every running row, unless none has
+        begun its answer and more prompts come first. Prompts come before the decode step, so that rows that have joined
+        take part in it; if all rows only have to report their last token, they do so before prompts. Blocks until
         the decode step of the call before has ended and the prompt chunks are computed; the decode step that it
         launches itself runs on. Raises `EngineBroken` after repeated failures."""
         began = time.perf_counter()

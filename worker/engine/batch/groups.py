@@ -72,9 +72,9 @@ class Groups:
         return [group.nbytes for group in self._groups]
 
     def step(self) -> tuple[list[StepToken], list[Row]]:
-        """Launch the next decode step of all groups, and return the tokens of the last one, and the rows that failed in
-        a group of their own: they cause the failure, and are removed. If a group of several rows failed, these are
-        lost. Blocks until the last step has ended."""
+        """Launch the next decode step of all groups unless they are `ending`, return the tokens of the last one, and
+        the rows that failed in a group of their own: they cause the failure, and are removed. If a group of several
+        rows failed, these are lost. Blocks until the last step has ended."""
         began = time.perf_counter()
         lengths = self.lengths
         groups = [*self._groups]

@@ -16,7 +16,7 @@ from worker.schedule.request import GenerationRequest, Sampling
 # Returns the processed logits, lazily.
 Processor = Callable[[mx.array, mx.array], mx.array]
 
-_LEAST_PENALTY = 1e-6  # the smallest divisor that keeps logits finite, in float16 too
+_LEAST_PENALTY = 1e-6  # instead of 0, by which nothing can be divided; in float16 the result may still overflow
 
 
 class ProcessedRow(Protocol):
