@@ -24,6 +24,7 @@ from worker.schedule.request import GenerationRequest, PromptImage
 
 FAMILIES = [*CONFIGS]
 TINY = 200_000  # bytes: with small images, arrays of a fixed size count
+BESIDE_OTHERS = 1.5  # on a busy machine, measurements of such images vary by a quarter
 
 
 def roomy(family: str, folder: Path, side: int) -> Path:
@@ -69,7 +70,7 @@ def test_an_image_needs_about_what_was_predicted(family: str, tmp_path: Path) ->
     for width, height in (48, 32), (80, 80), (96, 64), (128, 112):
         processed = vision.image_processor.preprocess(cases.image(1, width, height), b"")
         predicted, measured = encoder.bytes_for(ImageDemand(processed.tokens)), needed(vision, processed)
-        assert 0.7 * predicted - TINY < measured < 1.3 * predicted + TINY, (width, height)
+        assert predicted / BESIDE_OTHERS - TINY < measured < BESIDE_OTHERS * predicted + TINY, (width, height)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
