@@ -1,0 +1,1 @@
+"""Speculation in numbers: drafts that are offered, and which of them are worth a forward."""
