@@ -53,16 +53,22 @@ def read_body(raw: bytes) -> dict[str, Any]:
 
     The worker validates all other fields.
     """
+    body = read_object(raw)
+    model = _MODEL if body.get("model") is None else body["model"]
+    if not isinstance(model, str) or not re.fullmatch(MODEL_NAME, model):
+        raise BadRequest(f"model: it must be a name that matches {MODEL_NAME}.", "model")
+    return {**body, "model": model}
+
+
+def read_object(raw: bytes) -> dict[str, Any]:
+    """Return the JSON object of an HTTP body. Raises `BadRequest`."""
     try:
         body = json.loads(raw, parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"The body is not JSON: {error}.") from None
     if not isinstance(body, dict):
         raise BadRequest("The body must be a JSON object.")
-    model = _MODEL if body.get("model") is None else body["model"]
-    if not isinstance(model, str) or not re.fullmatch(MODEL_NAME, model):
-        raise BadRequest(f"model: it must be a name that matches {MODEL_NAME}.", "model")
-    return {**body, "model": model}
+    return body
 
 
 def wants_usage(body: Mapping[str, Any]) -> bool:

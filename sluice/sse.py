@@ -13,6 +13,7 @@ that loses its connection reconnects with the last id and continues after it. Th
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from typing import TypeVar
 
 from sluice import wire
 from sluice.client import Client
@@ -29,6 +30,9 @@ KEEP_ALIVE_S = 15.0  # proxies cut a connection after 30 to 60 seconds of silenc
 RETRY = b"retry: 500\n\n"  # milliseconds; by default browsers reconnect after 3 to 5 seconds
 KEEP_ALIVE = b": keep-alive\n\n"
 UNKNOWN = b'event: unknown\ndata: {"message": "There is no such job, or its events have expired."}\n\n'
+
+
+T = TypeVar("T")
 
 
 async def frames(
@@ -54,7 +58,7 @@ async def frames(
         return
     source = ReadAhead(client.stream_json(job_id, after=seq_of(last_event_id), unknown_s=unknown_s))
     try:
-        while (events := await _take(source, keep_alive_s)) != []:
+        while (events := await take(source, keep_alive_s)) != []:
             for event in events or ():
                 yield _frame(event)
             if events is None:
@@ -76,7 +80,7 @@ def seq_of(last_event_id: str | None) -> int:
     return int(digits) if int(digits) <= LAST_SEQ else -1
 
 
-async def _take(source: ReadAhead[bytes], silence_s: float) -> list[bytes] | None:
+async def take(source: ReadAhead[T], silence_s: float) -> list[T] | None:
     """Return the pending items, [] at the end, or None after `silence_s` seconds without an item."""
     try:
         async with asyncio.timeout(silence_s) as limit:

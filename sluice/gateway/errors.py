@@ -1,0 +1,103 @@
+"""Errors of the front, independent of a surface; and OpenAI's form of them."""
+
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from redis.exceptions import RedisError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from sluice.errors import JobFailed, NoWorker, QueueFull, SluiceError
+from sluice.openai import error_reply
+
+INVALID = "invalid_request_error"
+SERVER = "server_error"
+NO_WORKER_RETRY_S = 5.0  # a worker that restarts loads its model first
+
+
+class ApiError(Exception):
+    """An HTTP error. `kind` is OpenAI's `type`; `retryable` None follows from the status."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = INVALID,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        retryable: bool | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+        self.retryable = status in (408, 429) or status >= 500 if retryable is None else retryable
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers that tell clients if and when to retry."""
+        wait = {} if self.retry_after_s is None else {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
+        return {"x-should-retry": str(self.retryable).lower(), **wait}
+
+
+def from_client(error: SluiceError | RedisError) -> ApiError:
+    """Return the HTTP error for an error of the client library."""
+    if not isinstance(error, SluiceError):
+        return ApiError(
+            500, "The server of the queue refused a request; the log has the reason.", SERVER, code="internal"
+        )
+    reply = error_reply(error)
+    body = reply.body["error"]
+    return ApiError(
+        reply.status,
+        body["message"],
+        body["type"],
+        code=body["code"],
+        param=body["param"],
+        retry_after_s=_wait_s(error),
+        retryable=reply.headers["x-should-retry"] == "true",
+    )
+
+
+def _wait_s(error: SluiceError) -> float | None:
+    match error:
+        case QueueFull(retry_after_s=wait_s):
+            return wait_s
+        case NoWorker(served=()):
+            return NO_WORKER_RETRY_S
+        case JobFailed(error=failed) if failed.type == "overloaded":
+            return NO_WORKER_RETRY_S
+    return None
+
+
+def openai_body(error: ApiError) -> dict[str, Any]:
+    """Return the body of an error in OpenAI's form."""
+    return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
+
+
+def openai_response(error: ApiError) -> Response:
+    """Return the HTTP response of an error in OpenAI's form."""
+    return JSONResponse(openai_body(error), error.status, error.headers)
+
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def endpoint(handler: Handler, render: Callable[[ApiError], Response] = openai_response) -> Handler:
+    """Return the handler with its errors, and the client library's, rendered in the form of a surface."""
+
+    async def guarded(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ApiError as error:
+            return render(error)
+        except (SluiceError, RedisError) as error:
+            return render(from_client(error))
+
+    return guarded

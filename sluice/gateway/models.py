@@ -1,0 +1,36 @@
+"""The names of models: those of requests, and those that workers serve."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from sluice.gateway.caller import Caller
+from sluice.gateway.errors import INVALID, ApiError
+from sluice.wire import MODEL_NAME
+
+DEFAULT = "default"  # for a request without a model
+
+
+def requested_model(body: Mapping[str, Any]) -> str:
+    """Return the model that a request names. Raises `ApiError`."""
+    model = body.get("model")
+    if model is None:
+        return DEFAULT
+    if not isinstance(model, str):
+        raise ApiError(400, "model: it must be a string.", param="model", code="invalid_type")
+    return model
+
+
+def served_name(caller: Caller, requested: str, mapped: Mapping[str, str]) -> str:
+    """Return the name that workers serve the requested model under. Raises `ApiError` 404 for a name that the caller
+    may not use or that no worker can have."""
+    served = mapped.get(requested, mapped.get("*", requested))
+    is_allowed = caller.models is None or bool({requested, served} & caller.models)
+    if not is_allowed or not re.fullmatch(MODEL_NAME, served):
+        raise model_not_found(requested)
+    return served
+
+
+def model_not_found(model: str) -> ApiError:
+    """Return the error for a model that does not exist, as far as the caller may know."""
+    return ApiError(404, f"The model {model[:80]!r} does not exist.", INVALID, code="model_not_found", param="model")

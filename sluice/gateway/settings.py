@@ -1,0 +1,124 @@
+"""The settings of `sluice serve`: variables `SLUICE_SERVE_...`, from the environment and `.env`."""
+
+import os
+import re
+from difflib import get_close_matches
+from pathlib import Path
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from sluice.wire import MODEL_NAME
+
+PREFIX = "SLUICE_SERVE_"
+REDIS_URL = "SLUICE_REDIS_URL"  # shared with the workers
+_OTHERWISE = "it is not valid; see .env.example"
+_WRONG = {
+    "int_parsing": "it must be a whole number",
+    "int_parsing_size": "it must be a whole number with fewer digits",
+    "int_from_float": "it must be a whole number",
+    "float_parsing": "it must be a number",
+    "finite_number": "it must be a finite number",
+    "bool_parsing": "it must be true or false",
+    "greater_than": "it must be more than {gt}",
+    "greater_than_equal": "it must be at least {ge}",
+    "less_than_equal": "it must be at most {le}",
+    "literal_error": "it must be {expected}",
+    "string_too_short": "it must not be empty",
+    "value_error": "{error}",
+}
+
+
+class CannotServe(Exception):
+    """Ends `sluice serve` before its first request, with a message for the operator."""
+
+
+class ServeSettings(BaseSettings):
+    """The settings of a front. Each is read from the variable `SLUICE_SERVE_` + its name in capitals."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_file=".env", extra="ignore", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
+
+    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on. Without keys, a loopback address.")
+    port: int = Field(8000, ge=0, le=65_535, description="Port to listen on; 0 takes any free one.")
+    models: str | None = Field(
+        None,
+        description="Names that requests may use for served models, such as gpt-4o-mini=default,*=default; * is any "
+        "other name. Default: only the served names themselves.",
+    )
+    no_worker_s: float = Field(
+        10.0, ge=0, description="Seconds that a request waits for a worker of its model before it is refused with 503."
+    )
+    heartbeat_s: float = Field(
+        15.0, gt=0, description="Seconds of silence in a stream after which a comment keeps its connection open."
+    )
+    max_body_bytes: int = Field(
+        16_000_000,
+        ge=1_000,
+        description="Maximum size of a request's body, in bytes. A larger one is refused: 413.",
+    )
+    drain_s: float = Field(
+        30.0, ge=0, description="Seconds that open responses may take after SIGTERM. Then their connections are closed."
+    )
+
+    @field_validator("models")
+    @classmethod
+    def _names_served_models(cls, models: str | None) -> str | None:
+        for pair in models.split(",") if models else ():
+            requested, _, served = pair.partition("=")
+            if not requested or requested != requested.strip() or not re.fullmatch(MODEL_NAME, served):
+                raise ValueError(f"{pair!r} must look like gpt-4o-mini=default")
+        return models
+
+    @property
+    def model_map(self) -> dict[str, str]:
+        """Served names by the names in requests; "*" stands for any other name."""
+        pairs = self.models.split(",") if self.models else ()
+        return dict(pair.split("=", 1) for pair in pairs)
+
+
+def variable(field: str) -> str:
+    """Return the environment variable of a setting."""
+    return PREFIX + field.upper()
+
+
+def read_settings(**given: object) -> ServeSettings:
+    """Read and validate all settings; those given override the environment. Raises `CannotServe`."""
+    env_file = Path(str(ServeSettings.model_config["env_file"]))
+    _refuse_unknown(read_variables(env_file))
+    try:
+        return ServeSettings(**given)  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise CannotServe("; ".join(_sentence(problem) for problem in error.errors())) from None
+
+
+def read_redis_url(default: str) -> str:
+    """Return the URL of the server, from the environment or `.env`."""
+    env_file = Path(str(ServeSettings.model_config["env_file"]))
+    return os.environ.get(REDIS_URL) or read_variables(env_file).get(REDIS_URL) or default
+
+
+def read_variables(env_file: Path) -> dict[str, str]:
+    """Return the variables of the environment, and those of the file, which may be missing."""
+    found = {name.upper(): value for name, value in os.environ.items()}
+    lines = env_file.read_text().splitlines() if env_file.is_file() else ()
+    for line in lines:
+        name, equals, value = line.removeprefix("export ").partition("=")
+        if equals:
+            found.setdefault(name.strip().upper(), value.strip().strip("\"'"))
+    return found
+
+
+def _refuse_unknown(names: dict[str, str]) -> None:
+    known = {variable(field) for field in ServeSettings.model_fields}
+    for name in sorted(name for name in names if name.startswith(PREFIX) and name not in known):
+        near = get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else "see .env.example for the names."
+        raise CannotServe(f"{name} is not a setting; {hint}")
+
+
+def _sentence(problem: ErrorDetails) -> str:
+    bounds = {name: f"{each:g}" if isinstance(each, float) else each for name, each in problem.get("ctx", {}).items()}
+    return f"{variable(str(problem['loc'][0]))}: {_WRONG.get(problem['type'], _OTHERWISE).format(**bounds)}"

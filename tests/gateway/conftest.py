@@ -1,0 +1,46 @@
+import logging
+from collections.abc import AsyncIterator, Iterator
+
+import httpx
+import pytest
+
+from sluice.gateway import ServeSettings
+from tests.fakes import FakeChat
+from tests.gateway.fronts import Front, serving
+from tests.queue.helpers import listening, settings, working
+
+
+@pytest.fixture(autouse=True)
+def _nothing_fell_through(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Fail on errors that reached only the event loop's handler or the HTTP server's log."""
+    yield
+    records = [record for when in ("setup", "call") for record in caplog.get_records(when)]
+    ours = [record for record in records if record.name in ("asyncio", "uvicorn.error")]
+    assert [record.getMessage() for record in ours if record.levelno >= logging.ERROR] == []
+
+
+@pytest.fixture
+def chat() -> FakeChat:
+    """The chat of `fake_worker`: a request's `say`, `pace_s` and `then` are the answer."""
+    return FakeChat()
+
+
+@pytest.fixture
+async def fake_worker(redis_url: str, db: object, chat: FakeChat) -> AsyncIterator[None]:
+    """A worker of the model `default` in this process, without a model."""
+    async with working(settings(redis_url), chat.chat):
+        await listening(db)  # type: ignore[arg-type]
+        yield
+
+
+@pytest.fixture
+async def front(redis_url: str) -> AsyncIterator[Front]:
+    """A front in this process, on a free port, in its own thread and event loop."""
+    with serving(redis_url, ServeSettings(_env_file=None, no_worker_s=0.5)) as front:
+        yield front
+
+
+@pytest.fixture
+async def http(front: Front) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=front.url, timeout=20) as client:
+        yield client

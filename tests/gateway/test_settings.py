@@ -1,0 +1,83 @@
+"""The settings of `sluice serve`, and one `.env` for a front and a worker."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sluice.gateway.settings import PREFIX, CannotServe, ServeSettings, read_redis_url, read_settings, variable
+from worker.environment import PREFIX as OURS
+from worker.environment import refuse_unknown
+from worker.settings import Settings
+from worker.settings import read_settings as read_worker_settings
+
+
+@pytest.fixture(autouse=True)
+def _nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An empty folder, and no variable of ours."""
+    for name in [name for name in os.environ if name.startswith(OURS)]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+def refusal() -> str:
+    with pytest.raises(CannotServe) as refused:
+        read_settings()
+    return str(refused.value)
+
+
+def test_one_env_file_starts_a_worker_and_a_front() -> None:
+    Path(".env").write_text(
+        "SLUICE_REDIS_URL=redis://here:1/0\nSLUICE_MODEL=m\nSLUICE_SERVE_PORT=9\nSLUICE_SERVE_MODELS=gpt-4o=tiny\n"
+    )
+    assert (read_settings().port, read_settings().model_map) == (9, {"gpt-4o": "tiny"})
+    assert read_redis_url("redis://default") == read_worker_settings().redis_url == "redis://here:1/0"
+
+
+def test_a_misspelt_name_is_refused_with_the_nearest_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLUICE_SERVE_PROT", "9")
+    assert refusal() == "SLUICE_SERVE_PROT is not a setting; did you mean SLUICE_SERVE_PORT?"
+    refuse_unknown(Settings.model_fields, Path(".env"))  # the worker leaves it to the front
+
+
+def test_a_misspelt_name_in_the_file_is_refused_too() -> None:
+    Path(".env").write_text("export SLUICE_SERVE_PROT=9\n")
+    assert refusal() == "SLUICE_SERVE_PROT is not a setting; did you mean SLUICE_SERVE_PORT?"
+
+
+def test_settings_of_the_worker_are_none_of_the_front_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLUICE_MAX_ROWS", "many")
+    assert read_settings() == ServeSettings()
+
+
+def test_the_environment_wins_over_the_file_and_an_option_over_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path(".env").write_text("SLUICE_SERVE_PORT=1\nSLUICE_SERVE_HOST=there\n")
+    monkeypatch.setenv("SLUICE_SERVE_PORT", "2")
+    assert (read_settings().port, read_settings(port=3).port, read_settings().host) == (2, 3, "there")
+
+
+@pytest.mark.parametrize("pairs", ["gpt", "=a", "a=", "a=b c", "a=b,", " a=b"])
+def test_a_pair_of_models_needs_both_and_a_name_that_can_be_served(monkeypatch: pytest.MonkeyPatch, pairs: str) -> None:
+    monkeypatch.setenv("SLUICE_SERVE_MODELS", pairs)
+    assert refusal().startswith("SLUICE_SERVE_MODELS: ")
+    assert refusal().endswith(" must look like gpt-4o-mini=default")
+
+
+THEIR_WORDS = ("Input should", "String should", "Value error", "unable to")
+
+
+@pytest.mark.parametrize("field", sorted(ServeSettings.model_fields))
+def test_no_setting_s_error_is_left_to_the_library_s_words(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
+    for value in ["", " ", "many", "nan", "inf", "-1", "1e400", "9" * 5000, "1.5", "[]", "é"]:
+        monkeypatch.setenv(variable(field), value)
+        said = refusal_or_nothing()
+        assert not said or said.startswith(f"{PREFIX}{field.upper()}: "), value
+        assert [theirs for theirs in THEIR_WORDS if theirs in said] == [], value
+
+
+def refusal_or_nothing() -> str:
+    try:
+        read_settings()
+    except CannotServe as refused:
+        return str(refused)
+    return ""
