@@ -103,6 +103,9 @@ class Restarted(_AttemptBegins):
 class Finished(_Event):
     type: Literal["finished"]
     finish_reason: FinishReason
+    stop_sequence: str | None = Field(
+        default=None, description="The one of the request's `stop` strings that ended the answer."
+    )
     usage: Usage
     timings: Timings
 

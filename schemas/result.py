@@ -52,6 +52,7 @@ class SluiceDetails(Sent):
     seed: int
     fingerprint: str
     timings: Timings
+    stop_sequence: str | None = Field(default=None, description="As in the final event.")
     rows_mean: float = Field(description="Mean number of rows that decoded in the same step, this one included.")
     kept_tokens: TokenCount | None = Field(default=None, description="As in the final event's usage.")
     specprefill: SpecPrefill | None = None

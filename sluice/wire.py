@@ -206,6 +206,7 @@ class Finished(Event):
     finish_reason: str
     usage: Usage
     timings: Timings
+    stop_sequence: str | None = None  # the stop string that ended the answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,7 +96,7 @@ class Chat:
             finally:
                 context.engine.remove(generation_request.id)
                 self._recorder.flush()
-        return self._recorder.result(request, seed, finish_reason, self._output.retracted)
+        return self._recorder.result(request, seed, finish_reason, self._output)
 
     async def _prompt(self, request: ChatRequest) -> tuple[Prompt, tuple[PromptImage, ...]]:
         inputs = self._context.images

@@ -64,7 +64,7 @@ def test_what_a_new_attempt_says_after_what_was_delivered_is_the_unbroken_answer
     assert earlier is not None
     replayed = replay(earlier, lambda: output(speaker, thinking, **fields))
     assert replayed is not None
-    assert replayed.ended == first.stopped
+    assert (replayed.ended, replayed.output.stop_sequence) == (first.stopped, first.stop_sequence)
     second = replayed.output
     rest = hear(second, () if second.stopped else tokens[at:], engine)
     assert Heard(concat([earlier.output, rest.said]), rest.finish_reason, rest.voided) == unbroken

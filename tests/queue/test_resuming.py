@@ -16,16 +16,32 @@ REPORT = {"fingerprint": "fp_fake", "draft": "small", "why_whole": "", "kept": K
 STATE = {"fingerprint": "fp_fake", "seed": "7", "specprefill": json.dumps(REPORT), "images": ""}
 
 
-async def leave(db: Redis, **state: Any) -> None:
-    """Write a job as its worker does that is stopped after ten tokens of the answer."""
+async def leave(
+    db: Redis, request: dict[str, Any] | None = None, *, answer: str = ANSWER[:10], content: str = "", **state: Any
+) -> None:
+    """Write a job as its worker does that is stopped after the tokens of `answer`. `content`: if not all of it."""
     events: list[dict[str, Any]] = [
         {"type": "started", "model": "default", "fingerprint": "fp_fake", "worker": "old", "seed": 7},
-        {"type": "delta", "token_ids": list(ANSWER[:10].encode()), "content": ANSWER[:10]},
+        {"type": "delta", "token_ids": list(answer.encode()), "content": content or answer},
     ]
     head = {"id": "a", "attempt": 1, "ts": (await db.time())[0]}
     await db.rpush(keys.log("a"), *(json.dumps({**head, "seq": k, **event}) for k, event in enumerate(events)))
     await db.hset(keys.job("a"), mapping={"state": "queued", "attempt": 1, **STATE, **state})
-    await put(db, "a", envelope({"messages": HELLO, "seed": 7}))
+    await put(db, "a", envelope({"messages": HELLO, "seed": 7, **(request or {})}))
+
+
+@pytest.mark.parametrize(("stop", "tokens"), [(" slowly", 9), ("unt", 7)])
+async def test_a_new_attempt_reports_the_stop_string_that_ended_the_answer(
+    redis_url: str, db: Redis, stop: str, tokens: int
+) -> None:
+    """The earlier attempt was stopped in the middle of the stop string, or after it."""
+    said = ANSWER[: ANSWER.index(stop)]
+    await leave(db, {"stop": ["never", stop]}, answer=ANSWER[:tokens], content=said)
+    async with chatting(redis_url):
+        events = await ended(db, "a")
+    assert [kind for kind in types(events) if kind != "delta"] == ["started", "resumed", "finished"]
+    assert (words(events), events[-1]["stop_sequence"]) == (said, stop)
+    assert json.loads(await db.get(keys.result("a")))["sluice"]["stop_sequence"] == stop
 
 
 async def test_a_new_attempt_drops_the_tokens_that_an_earlier_one_dropped(redis_url: str, db: Redis) -> None:

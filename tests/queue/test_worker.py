@@ -86,8 +86,8 @@ async def test_a_good_job_says_what_it_says_and_leaves_its_result(redis_url: str
         {"seq": 1, "type": "delta", "token_ids": [0], "content": "Hel", **common},
         {"seq": 2, "type": "delta", "token_ids": [1], "content": "lo", **common},
         {
-            "seq": 3, "type": "finished", "finish_reason": "stop", "timings": TIMINGS,
-            "usage": {**USAGE, "completion_tokens": 2}, **common,
+            "seq": 3, "type": "finished", "finish_reason": "stop", "stop_sequence": None,
+            "timings": TIMINGS, "usage": {**USAGE, "completion_tokens": 2}, **common,
         },
     ]  # fmt: skip
     assert json.loads(await db.get(keys.result("a"))) == {"object": "chat.completion", "said": "Hello"}
@@ -312,6 +312,8 @@ async def test_the_real_chat_says_what_the_engine_says(redis_url: str, db: Redis
         said = await ended(db, "a")
     assert words(said) == "I count slowly: 1 2 3"
     assert (said[0]["type"], said[-1]["type"], said[-1]["finish_reason"]) == ("started", "finished", "stop")
+    assert said[-1]["stop_sequence"] == " 4"
+    assert json.loads(await db.get(keys.result("a")))["sluice"]["stop_sequence"] == " 4"
     assert [token for event in said for token in event.get("token_ids", [])] == list(b"I count slowly: 1 2 3 4")
     prompt = len("<user>Hello<assistant>")
     assert said[-1]["usage"] == {"prompt_tokens": prompt, "completion_tokens": 23, "cached_tokens": 0}

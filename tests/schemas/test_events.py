@@ -37,7 +37,7 @@ def test_the_page_s_result_reads_as_a_result_and_is_written_as_it_was() -> None:
 @pytest.mark.parametrize("type", TYPES)
 def test_an_event_without_one_of_its_fields_is_no_event(type: str) -> None:
     example = page.EVENTS[type]
-    for name in set(example) - {"content", "reasoning", "tool_calls", "logprobs"}:
+    for name in set(example) - {"content", "reasoning", "tool_calls", "logprobs", "stop_sequence"}:
         without = {key: value for key, value in example.items() if key != name}
         with pytest.raises(ValidationError):
             EVENT.validate_python(without)

@@ -26,6 +26,7 @@ class Answer:
     seed: int
     began_at: float  # Unix seconds
     timings: dict[str, float]
+    stop_sequence: str | None  # the stop string that ended it
     rows_mean: float
     specprefill: dict[str, Any] | None = None  # SpecPrefill's report
 
@@ -86,6 +87,7 @@ def _extension(job: Job, request: ChatRequest, context: WorkerContext, answer: A
         "seed": answer.seed,
         "fingerprint": context.fingerprint,
         "timings": answer.timings,
+        "stop_sequence": answer.stop_sequence,
         "rows_mean": answer.rows_mean,
         **({} if job.usage.kept_tokens is None else {"kept_tokens": job.usage.kept_tokens}),
         **({"specprefill": answer.specprefill} if answer.specprefill else {}),

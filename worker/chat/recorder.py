@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Container
 from typing import Any, Literal
 
 from schemas import ChatRequest
@@ -14,7 +13,7 @@ from worker.json_bytes import dumps
 from worker.queue.job.job import Job, JobResult
 from worker.queue.job.resume_state import ResumeState, SpecPrefillReport
 from worker.schedule.outcomes import Phase, Prefilled, SpecPrefillApplied, SpecPrefillSkipped
-from worker.text.output.output import OutputDelta, concat
+from worker.text.output.output import Output, OutputDelta, concat
 
 logger = logging.getLogger("sluice.jobs")
 
@@ -172,24 +171,26 @@ class JobRecorder:
         self._logprobs = []
         self._delta_at = time.monotonic()
 
-    def result(self, request: ChatRequest, seed: int, finish_reason: str, retracted: Container[int]) -> JobResult:
-        """Return the result of a finished job. `retracted`: indices of announced tool calls that turned out invalid."""
+    def result(self, request: ChatRequest, seed: int, finish_reason: str, output: Output) -> JobResult:
+        """Return the result of a finished job. `output`: the parser that has read the whole answer."""
         timings = self._timings()
         spent = f"{self._job.usage.completion_tokens} tokens in {timings['ttft_s'] + timings['decode_s']:.3f} s"
         rate = f", {timings['tokens_per_s']:.1f} tokens/s" if timings["tokens_per_s"] else ""
         logger.info("%s finished: %s, %s%s", self._job.claim.job_id, finish_reason, spent, rate)
         answered = Answer(
             output=concat(self._emitted),
-            retracted=retracted,
+            retracted=output.retracted,
             logprobs=self._emitted_logprobs,
             finish_reason=finish_reason,
             seed=seed,
             began_at=self._began_at,
             timings=timings,
+            stop_sequence=output.stop_sequence,
             specprefill=as_result(self._specprefill, self._job.usage.prompt_tokens, timings["prefill_s"]),
             rows_mean=round(self._rows / max(self._steps, 1), 2),
         )
-        return JobResult(finish_reason, timings, completion(self._job, request, self._context, answered))
+        whole = completion(self._job, request, self._context, answered)
+        return JobResult(finish_reason, timings, whole, output.stop_sequence)
 
     def _timings(self) -> dict[str, float]:
         decode_s = self._last_at - self._first_at

@@ -141,6 +141,26 @@ def test_a_stop_string_may_lie_across_tokens_and_nothing_comes_after_it() -> Non
     assert answer.finish_reason("stop") == "stop"
 
 
+@pytest.mark.parametrize(
+    ("text", "fields", "stop_sequence"),
+    [
+        ("one END two", {"stop": ["two", "END"]}, "END"),
+        ("one END", {"stop": "STOP"}, None),
+        ("<think>END</think>Oslo.", {"stop": "END"}, None),
+        (f"{WEATHER}{WEATHER}", {"parallel_tool_calls": False}, None),
+        (f"{WEATHER} END", {"stop": "END"}, "END"),
+    ],
+)
+def test_the_stop_sequence_is_the_stop_string_that_ended_the_content(
+    text: str, fields: dict[str, Any], stop_sequence: str | None
+) -> None:
+    answer = output(TINY, **{"tools": TOOLS, **fields})
+    for token in TINY.words.encode(text):
+        answer.feed(token)
+    answer.flush()
+    assert answer.stop_sequence == stop_sequence
+
+
 def test_a_stop_string_that_the_end_completes_is_not_let_out() -> None:
     half_a_smile = [token for token in range(1024) if TINY.vocabulary.bytes_of(token) in (b"\xf0", b"\x9f")]
     answer = output(TINY, stop=["\ufffd"])

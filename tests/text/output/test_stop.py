@@ -13,19 +13,19 @@ TEXTS = st.text(LETTERS, max_size=12)
 STOPS = st.lists(st.text(LETTERS, min_size=1, max_size=4), max_size=4)
 
 
-def said(stops: Iterable[str], pieces: Iterable[str]) -> tuple[str, bool]:
-    """The whole output, and whether a stop string ended it."""
+def said(stops: Iterable[str], pieces: Iterable[str]) -> tuple[str, str | None]:
+    """Return the whole output, and the stop string that ended it."""
     strings = StopStrings(list(stops))
     out = "".join([strings.feed(piece) for piece in pieces])
-    return out + strings.flush(), strings.stopped
+    return out + strings.flush(), strings.matched
 
 
-def by_hand(stops: Iterable[str], text: str) -> tuple[str, bool]:
+def by_hand(stops: Iterable[str], text: str) -> tuple[str, str | None]:
     """Character by character: the stop string that is complete first ends the answer where it began."""
     for end in range(1, len(text) + 1):
         if begins := [end - len(stop) for stop in stops if text[:end].endswith(stop)]:
-            return text[: min(begins)], True
-    return text, False
+            return text[: min(begins)], text[min(begins) : end]
+    return text, None
 
 
 def cut(text: str, places: Iterable[int]) -> list[str]:
@@ -79,11 +79,11 @@ def test_nothing_comes_after_a_stop_string() -> None:
 
 
 def test_of_two_that_end_together_the_longer_one_is_cut() -> None:
-    assert said(["b", "ab"], ["xab"]) == ("x", True)
+    assert said(["b", "ab"], ["xab"]) == ("x", "ab")
 
 
 def test_one_that_is_complete_first_wins_over_one_that_began_first() -> None:
-    assert said(["abcd", "bc"], ["xabcd"]) == ("xa", True)
+    assert said(["abcd", "bc"], ["xabcd"]) == ("xa", "bc")
 
 
 class Searched:

@@ -41,6 +41,7 @@ class Endings:
             "finished",
             result,
             finish_reason=answer.finish_reason,
+            stop_sequence=answer.stop_sequence,
             usage=job.usage.as_event(),
             timings=answer.timings,
         )

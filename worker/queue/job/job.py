@@ -33,6 +33,7 @@ class JobResult:
     finish_reason: str
     timings: dict[str, float]
     result: dict[str, object]
+    stop_sequence: str | None = None  # the stop string that ended the answer
 
 
 @dataclass(slots=True)

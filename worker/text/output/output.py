@@ -94,6 +94,11 @@ class Output:
         return self._content.stopped or self._calls.is_complete
 
     @property
+    def stop_sequence(self) -> str | None:
+        """The stop string that ended the answer; None if another event did, or nothing yet."""
+        return self._content.stop_sequence
+
+    @property
     def retracted(self) -> frozenset[int]:
         """Indices of announced tool calls that turned out to be invalid."""
         return frozenset(self._calls.retracted)
@@ -202,6 +207,10 @@ class _Channel:
     @property
     def stopped(self) -> bool:
         return self._stops.stopped
+
+    @property
+    def stop_sequence(self) -> str | None:
+        return self._stops.matched
 
     def feed_plain(self, text: str) -> str:
         """Return the text to emit, for a format without markers: no whitespace is dropped."""

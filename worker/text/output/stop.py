@@ -12,7 +12,12 @@ class StopStrings:
         self._matcher = _Matcher(stops)
         self._starts = frozenset(stop[0] for stop in stops)
         self._held = deque[str]()  # characters
-        self.stopped = False
+        self.matched: str | None = None  # the stop string that ended the text
+
+    @property
+    def stopped(self) -> bool:
+        """True after a stop string."""
+        return self.matched is not None
 
     def feed(self, text: str) -> str:
         """Return the text that can be no part of a stop string. Returns nothing once `stopped`."""
@@ -33,8 +38,8 @@ class StopStrings:
 
     def _stop(self, matched: int) -> str:
         text = self._release(len(self._held) - matched)
+        self.matched = "".join(self._held)
         self._held.clear()
-        self.stopped = True
         return text
 
     def _release(self, count: int) -> str:
