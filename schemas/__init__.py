@@ -4,7 +4,7 @@ from schemas.batch import Batch, BatchLine, BatchOutput
 from schemas.chat import ChatRequest
 from schemas.events import Event, FinalEvent
 from schemas.explain import explain
-from schemas.result import ChatCompletion
+from schemas.result import ChatCompletion, CountResult
 
 CONTRACT_VERSION = 1
 
@@ -15,6 +15,7 @@ __all__ = [
     "BatchOutput",
     "ChatCompletion",
     "ChatRequest",
+    "CountResult",
     "Event",
     "FinalEvent",
     "explain",

@@ -11,15 +11,16 @@ import schemas
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _ABOUT = (
-    "Refer to one of $defs: Request is the input, Event and Result are the output of a job; BatchLine, BatchOutput "
-    "and Batch belong to offline batches. Whole numbers are written without a fraction: 5, not 5.0. See also "
-    "contract.md."
+    "Refer to one of $defs: Request is the input, Event, Result and CountResult are the output of a job; BatchLine, "
+    "BatchOutput and Batch belong to offline batches. Whole numbers are written without a fraction: 5, not 5.0. "
+    "See also contract.md."
 )
 Mode = Literal["validation", "serialization"]
 _PARTS: dict[str, tuple[Any, Mode]] = {
     "Request": (schemas.ChatRequest, "validation"),
     "Event": (schemas.Event, "serialization"),
     "Result": (schemas.ChatCompletion, "serialization"),
+    "CountResult": (schemas.CountResult, "serialization"),
     "BatchLine": (schemas.BatchLine, "validation"),
     "BatchOutput": (schemas.BatchOutput, "serialization"),
     "Batch": (schemas.Batch, "serialization"),

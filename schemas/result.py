@@ -64,6 +64,16 @@ class SluiceDetails(Sent):
     store: bool | None = None
 
 
+class CountResult(Sent):
+    """The result of a job of the kind `count`."""
+
+    id: str = Field(description="The job's id.")
+    object: Literal["token_count"] = "token_count"
+    created: int = Field(description="Unix seconds at the claim.")
+    model: str
+    usage: CompletionUsage = Field(description="As of the chat, without an answer.")
+
+
 class ChatCompletion(Sent):
     id: str = Field(description="The job's id.")
     object: Literal["chat.completion"] = "chat.completion"

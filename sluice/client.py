@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import time
-import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -19,17 +17,15 @@ from sluice.batch.registry import BatchRegistry
 from sluice.batch.status import Batch
 from sluice.cancellation import Cancellation, Outcome
 from sluice.dead_letters import DeadLetter, DeadLetters
-from sluice.errors import JobCancelled, JobFailed, NoWorker, UnknownJob
+from sluice.errors import JobCancelled, JobFailed, UnknownJob
 from sluice.presence import Workers
 from sluice.queues import Queue, Queues
 from sluice.streaming.hub import Hub
 from sluice.streaming.streams import SILENCE_S, Streams
-from sluice.submission import NewJob, Submission, Submitted, lane_of
+from sluice.submission import NewJob, Submission, Submitted, new_job
 from sluice.transport.connection import connect
 from sluice.transport.retries import Retries
 from sluice.wire import Event, JobError, Lane
-
-_WORKER_POLL_S = 0.25  # between two checks of a submit that waits for a worker
 
 
 class Client:
@@ -105,21 +101,32 @@ class Client:
         an invalid one ends as `failed` with an explanation. Raises `QueueFull`, `ServerUnreachable`, or ValueError for
         a bad id, model or lane.
         """
-        body = dict(request) if isinstance(request, Mapping) else {"messages": list(request)}
-        job = NewJob(uuid.uuid4().hex if id is None else id, body, model, lane or lane_of(body))
+        return await self._submit(new_job(request, model, lane, id=id), wait_worker_s)
+
+    async def count_tokens(
+        self,
+        request: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        model: str = "default",
+        lane: Lane | None = None,
+        wait_worker_s: float | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Return the number of prompt tokens that `submit` would use for the same request, images included.
+
+        A worker counts as soon as the job's turn comes, without computing the prompt. Waits at most `timeout` seconds.
+        Raises `JobFailed` for a request that a chat would be refused for, and what `submit` and `result` raise.
+        """
+        job = new_job(request, model, lane, function="count")
+        async with asyncio.timeout(timeout):
+            await self._submit(job, wait_worker_s)
+            counted = await self.result(job.id)
+        return int(counted["usage"]["prompt_tokens"])
+
+    async def _submit(self, job: NewJob, wait_worker_s: float | None) -> Submitted:
         if wait_worker_s is None:
             return await self._submission.submit(job)
-        return await self._submit_once_served(job, time.monotonic() + wait_worker_s)
-
-    async def _submit_once_served(self, job: NewJob, until: float) -> Submitted:
-        while True:
-            try:
-                return await self._submission.submit(job, needs_worker=True)
-            except NoWorker:
-                left_s = until - time.monotonic()
-                if left_s <= 0:
-                    raise NoWorker(job.model, list(await self._workers.models())) from None
-                await asyncio.sleep(min(_WORKER_POLL_S, left_s))
+        return await self._submission.submit_once_served(job, wait_worker_s, self._workers.models)
 
     async def stream(self, job_id: str, *, after: int = -1, unknown_s: float = 10.0) -> AsyncGenerator[Event]:
         """Yield every event after sequence number `after`, once and in order, up to the final one.
@@ -210,10 +217,10 @@ class Client:
         """Delete a dead letter and submit its job under a new id. If the submission fails, the letter is restored.
         Raises `UnknownJob`, `QueueFull`, and ValueError if its body is missing or broken."""
         letter = await self.dead_letter(job_id)
-        request = letter.request
+        job = new_job(letter.request, letter.model, letter.lane, function=letter.function)
         await self._dead_letters.delete(letter)
         try:
-            return await self.submit(request, model=letter.model, lane=letter.lane)
+            return await self._submission.submit(job)
         except BaseException:
             await self._dead_letters.restore(letter)
             raise

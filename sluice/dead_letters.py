@@ -26,6 +26,14 @@ class DeadLetter:
     body: str  # arq's serialized job, as it was queued
 
     @property
+    def function(self) -> wire.Function:
+        """The kind of the job: `count` for a token count, `chat` for all others."""
+        match json.loads(self.body):
+            case {"f": "count"}:
+                return "count"
+        return "chat"
+
+    @property
     def request(self) -> dict[str, Any]:
         """The request of the job. Raises ValueError if the body is missing or broken."""
         match json.loads(self.body):

@@ -1,9 +1,10 @@
 """Submission of jobs to their queues: one Lua call for each job, alone or many in one round trip."""
 
+import asyncio
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +15,12 @@ from sluice import wire
 from sluice.errors import NoWorker, QueueFull
 from sluice.transport.retries import Retries
 from sluice.transport.scripts import source
-from sluice.wire import Lane
+from sluice.wire import Function, Lane
 
 _FULL, _NO_WORKER = -1, -2  # submit.lua's return codes
 _MAX_ESTIMATE_S = 3600.0  # no rate is steady for longer
 _UNKNOWN_RATE_WAIT_S = 60.0  # the estimate if no job has ended within the last minute
+_WORKER_POLL_S = 0.25  # between two checks of a submit that waits for a worker
 _MAX_DEADLINE_S = 1e9  # a longer deadline is ignored
 
 
@@ -40,12 +42,26 @@ class NewJob:
     request: dict[str, Any]
     model: str
     lane: Lane
+    function: Function = "chat"
 
     def __post_init__(self) -> None:
         wire.check_job_id(self.id)
         wire.check_model_name(self.model)
         if self.lane not in wire.LANES:
             raise ValueError(f"lane must be one of {', '.join(wire.LANES)}, not {self.lane!r}")
+
+
+def new_job(
+    request: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    model: str,
+    lane: Lane | None = None,
+    *,
+    id: str | None = None,
+    function: Function = "chat",
+) -> NewJob:
+    """Return the job for a request or only its messages, with a random id and the request's lane unless given."""
+    body = dict(request) if isinstance(request, Mapping) else {"messages": list(request)}
+    return NewJob(uuid.uuid4().hex if id is None else id, body, model, lane or lane_of(body), function)
 
 
 class Submission:
@@ -62,6 +78,21 @@ class Submission:
         if not isinstance(outcome, Submitted):
             raise outcome
         return outcome
+
+    async def submit_once_served(
+        self, job: NewJob, wait_s: float, served_models: Callable[[], Awaitable[Collection[str]]]
+    ) -> Submitted:
+        """Queue one job when a live worker serves its model. Raises `NoWorker`, with the models that are served, after
+        `wait_s` seconds without one."""
+        until = time.monotonic() + wait_s
+        while True:
+            try:
+                return await self.submit(job, needs_worker=True)
+            except NoWorker:
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    raise NoWorker(job.model, list(await served_models())) from None
+                await asyncio.sleep(min(_WORKER_POLL_S, left_s))
 
     async def submit_all(self, jobs: Sequence[NewJob]) -> list[Submitted | QueueFull | OutOfMemoryError]:
         """Queue jobs in one round trip, and return an outcome for each. Raises redis-py's other errors; some of the
@@ -85,7 +116,7 @@ def _keys(job: NewJob) -> list[str]:
 
 def _args(job: NewJob, *, submission: str = "", needs_worker: bool = False) -> list[str | bytes | int]:
     """Return the ARGV of `submit.lua`. `submission` identifies the call, so a resent one recognizes its own job."""
-    return [job.id, _arq_job(job.request), wire.JOB_LIFE_S * 1000, *_hash_fields(job.request, job.lane), submission,
+    return [job.id, _arq_job(job), wire.JOB_LIFE_S * 1000, *_hash_fields(job.request, job.lane), submission,
             int(needs_worker)]  # fmt: skip
 
 
@@ -111,10 +142,10 @@ def _read(job: NewJob, answer: list[Any]) -> Submitted | QueueFull | NoWorker:
     return Submitted(job.id, bool(code), state.decode(), bool(served))
 
 
-def _arq_job(request: dict[str, Any]) -> bytes:
+def _arq_job(job: NewJob) -> bytes:
     """Serialize a job in arq's wire format, with JSON in place of pickle."""
-    job: dict[str, Any] = {"t": None, "f": "chat", "a": [request], "k": {}, "et": int(time.time() * 1000)}
-    return json.dumps(job, separators=(",", ":"), allow_nan=False).encode()
+    body: dict[str, Any] = {"t": None, "f": job.function, "a": [job.request], "k": {}, "et": int(time.time() * 1000)}
+    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
 
 
 def _hash_fields(request: dict[str, Any], lane: Lane) -> list[str]:

@@ -163,6 +163,7 @@ class SyncClient:
             background.close()
 
     submit = blocking(Client.submit)
+    count_tokens = blocking(Client.count_tokens)
     stream = iterating(Client.stream)
     stream_json = iterating(Client.stream_json)
     result = blocking(Client.result)

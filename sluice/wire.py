@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
 Lane = Literal["interactive", "batch"]
+Function = Literal["chat", "count"]  # a kind of job
 LANES: tuple[Lane, ...] = ("interactive", "batch")
 
 MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"

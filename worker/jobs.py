@@ -2,20 +2,19 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from schemas import ChatRequest
 from worker.chat.context import WorkerContext
-from worker.chat.images import images_digest
+from worker.chat.prepare import cache_namespace, deadline, prepare, read
 from worker.chat.recorder import JobRecorder
-from worker.chat.request import output_tokens, read_request, sampling_of, seed_of
+from worker.chat.request import output_tokens, sampling_of, seed_of
 from worker.chat.resume import Attempt, Restart, Resume, Start, resume_plan
 from worker.chat.specprefill import specprefill_params
-from worker.errors import Cancelled, JobFailure
+from worker.errors import JobFailure
 from worker.queue.job.job import Job, JobResult
 from worker.queue.job.resume_state import ResumeState
 from worker.schedule.outcomes import (
@@ -64,26 +63,13 @@ class Chat:
     async def run(self, body: Any) -> JobResult:
         """Run the attempt to its end. Raises `JobFailure`; when cancelled, it frees the row first."""
         job, context = self._job, self._context
-        settings = context.settings
-        # An attempt that resumes SpecPrefill's earlier decision needs no draft model.
-        decided = job.claim.resume_state is not None and job.claim.resume_state.specprefill is not None
-        has_draft_model = settings.specprefill_draft_model is not None or decided
-        read = partial(
-            read_request,
-            body,
-            settings.model_name,
-            max_parts=settings.max_content_parts,
-            has_draft_model=has_draft_model,
-        )
-        claim = job.claim
-        request = await context.reader.run(read, size=claim.body_bytes, lane=claim.lane, tenant=claim.tenant)
-        if request.on_disconnect == "cancel":
-            job.log.on_abandoned = partial(job.interrupt, Cancelled("disconnected"))
-        with _deadline(job, request.deadline_s):
+        request = await read(job, context, body)
+        with deadline(job, request.deadline_s):
             seed = seed_of(request, job.claim.job_id)
             job.log.store(request.model_dump(include={"prompt_cache_key"}, exclude_none=True))
-            prompt, images = await self._prompt(request)
-            generation_request = self._generation_request(request, prompt, images, seed)
+            prepared = await prepare(job, context, request, self._id)
+            prompt, self._images_digest = prepared.text, prepared.images_digest
+            generation_request = self._generation_request(request, prompt, prepared.images, seed)
             self._grammar = await context.codec.grammar(request, prompt, job.claim.lane)
             generation_request = await self._begin(request, prompt, replace(generation_request, grammar=self._grammar))
             logger.info("%s prepared: %d prompt tokens, lane %s", job.claim.job_id, len(prompt.tokens), job.claim.lane)
@@ -97,21 +83,6 @@ class Chat:
                 context.engine.remove(generation_request.id)
                 self._recorder.flush()
         return self._recorder.result(request, seed, finish_reason, self._output)
-
-    async def _prompt(self, request: ChatRequest) -> tuple[Prompt, tuple[PromptImage, ...]]:
-        inputs = self._context.images
-        lane = self._job.claim.lane
-        images = await inputs.process(request.messages, self._id, lane, self._namespace(request)) if inputs else ()
-        prompt = await self._context.codec.prompt(request, [image.text for image in images], lane)
-        if not (inputs and images):
-            return prompt, ()
-        self._images_digest = images_digest(images)
-        self._job.usage.image_tokens = sum(image.placeholders for image in images)
-        return prompt, inputs.locate(prompt.tokens, images)
-
-    def _namespace(self, request: ChatRequest) -> str:
-        """Return the cache namespace of the request: the tenant's, or the common one."""
-        return (request.billed_to or "") if self._context.settings.prefix_cache_per_tenant else ""
 
     async def _begin(
         self, request: ChatRequest, prompt: Prompt, generation_request: GenerationRequest
@@ -147,7 +118,6 @@ class Chat:
         self, request: ChatRequest, prompt: Prompt, images: tuple[PromptImage, ...], seed: int
     ) -> GenerationRequest:
         context, claim = self._context, self._job.claim
-        self._job.usage.prompt_tokens = len(prompt.tokens)
         limit = output_tokens(
             request,
             prompt=len(prompt.tokens),
@@ -166,7 +136,7 @@ class Chat:
             sampling,
             claim.lane,
             top_logprobs=top,
-            namespace=self._namespace(request),
+            namespace=cache_namespace(request, context),
             boundaries=prompt.boundaries,
             specprefill=specprefill,
             images=images,
@@ -225,21 +195,3 @@ class Chat:
         if step.token is None or step.logprobs is None:
             return None
         return self._context.codec.logprobs(step.token, step.logprobs)
-
-
-@contextmanager
-def _deadline(job: Job, deadline_s: float | None) -> Iterator[None]:
-    """Interrupt the job `deadline_s` seconds after its submission, queue time included. Raises `JobFailure` if that
-    time has passed already."""
-    if deadline_s is None:
-        yield
-        return
-    left_s = job.claim.queued_at + deadline_s - job.log.clock.now()
-    late = JobFailure("deadline", f"The job was not done {deadline_s:g} s after it was submitted.", retryable=True)
-    if left_s <= 0:
-        raise late
-    timer = asyncio.get_running_loop().call_later(left_s, job.interrupt, late)
-    try:
-        yield
-    finally:
-        timer.cancel()

@@ -6,6 +6,7 @@ from contextlib import closing, contextmanager
 from arq.worker import func
 
 from worker.chat.context import WorkerContext
+from worker.chat.count import count
 from worker.chat.images import ImageInputs
 from worker.engine.model.load import Model
 from worker.engine.thread import EngineThread
@@ -65,7 +66,7 @@ def queue_worker(
 ) -> QueueWorker:
     """Return the queue worker, which runs the jobs and the `crons`."""
     return QueueWorker(
-        JobFunctions([func(chat, name="chat")], {"context": context}, context.reader),
+        JobFunctions([func(chat, name="chat"), func(count, name="count")], {"context": context}, context.reader),
         server=server,
         settings=context.settings,
         metrics=context.metrics,

@@ -137,12 +137,14 @@ def queue_worker(
     given: Settings,
     chat: Callable[..., Awaitable[Any]],
     *,
+    count: Callable[..., Awaitable[Any]] | None = None,
     crons: Sequence[Cron] = (),
     clock: ServerClock | None = None,
     **ctx: Any,
 ) -> QueueWorker:
+    functions = [func(chat, name="chat"), *([func(count, name="count")] if count else [])]
     return QueueWorker(
-        JobFunctions([func(chat, name="chat")], ctx),
+        JobFunctions(functions, ctx),
         server=RedisServer(redis, given, clock),
         settings=given,
         metrics=Metrics(given.model_name),
@@ -155,13 +157,14 @@ async def working(
     given: Settings,
     chat: Callable[..., Awaitable[Any]],
     *,
+    count: Callable[..., Awaitable[Any]] | None = None,
     crons: Sequence[Cron] = (),
     clock: ServerClock | None = None,
     **ctx: Any,
 ) -> AsyncIterator[QueueWorker]:
     """A worker until the end of the block; then it drains, and what is left is handed back at once."""
     async with connect(given) as redis:
-        worker = queue_worker(redis, given, chat, crons=crons, clock=clock, **ctx)
+        worker = queue_worker(redis, given, chat, count=count, crons=crons, clock=clock, **ctx)
         main = asyncio.create_task(worker.main())
         try:
             yield worker

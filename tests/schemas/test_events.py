@@ -6,7 +6,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from schemas import ChatCompletion, Event, FinalEvent
+from schemas import ChatCompletion, CountResult, Event, FinalEvent
 from schemas.events import FINAL, ErrorType, ProgressPhase
 from tests.schemas import page
 from worker import errors
@@ -32,6 +32,11 @@ def test_an_example_reads_as_an_event_and_is_written_as_it_was(type: str) -> Non
 def test_the_page_s_result_reads_as_a_result_and_is_written_as_it_was() -> None:
     result = ChatCompletion.model_validate_json(json.dumps(page.RESULT))
     assert json.loads(result.model_dump_json(exclude_unset=True)) == page.RESULT
+
+
+def test_the_page_s_token_count_reads_as_one_and_is_written_as_it_was() -> None:
+    counted = CountResult.model_validate_json(json.dumps(page.COUNT))
+    assert json.loads(counted.model_dump_json(exclude_unset=True)) == page.COUNT
 
 
 @pytest.mark.parametrize("type", TYPES)

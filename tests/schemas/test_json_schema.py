@@ -70,7 +70,9 @@ def test_the_file_is_a_schema_of_its_dialect() -> None:
 
 
 def test_the_file_has_the_parts_and_the_version_of_the_contract() -> None:
-    assert {"Request", "Event", "Result", "BatchLine", "BatchOutput", "Batch"} <= CONTRACT["$defs"].keys()
+    assert {"Request", "Event", "Result", "CountResult", "BatchLine", "BatchOutput", "Batch"} <= CONTRACT[
+        "$defs"
+    ].keys()
     assert CONTRACT["x-contract-version"] == schemas.CONTRACT_VERSION
     assert CONTRACT["title"].endswith(f"version {schemas.CONTRACT_VERSION}")
 
@@ -131,6 +133,7 @@ PARTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "failed": (schemas.Event, "Event", page.EVENTS["failed"]),
     "cancelled": (schemas.Event, "Event", page.EVENTS["cancelled"]),
     "result": (schemas.ChatCompletion, "Result", page.RESULT),
+    "count": (schemas.CountResult, "CountResult", page.COUNT),
     "line": (schemas.BatchLine, "BatchLine", LINE),
     "output": (schemas.BatchOutput, "BatchOutput", OUTPUT),
     "batch": (schemas.Batch, "Batch", BATCH),

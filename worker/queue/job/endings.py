@@ -45,7 +45,7 @@ class Endings:
             usage=job.usage.as_event(),
             timings=answer.timings,
         )
-        if await _write_ending(job, ending):
+        if await _write_ending(job, ending) and answer.is_answer:
             self._metrics.finished(
                 job.claim.lane,
                 answer.finish_reason,

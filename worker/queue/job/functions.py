@@ -56,6 +56,8 @@ def _named(envelope: Any) -> tuple[str, Any]:
     match envelope:
         case {"f": str(name), "a": [request], "k": {**kwargs}} if not kwargs:
             return name, request
-        case {"f": str()}:
-            raise JobFailure("invalid_request", "chat takes one positional argument, the request, and nothing by name.")
+        case {"f": str(name)}:
+            raise JobFailure(
+                "invalid_request", f"{name[:64]} takes one positional argument, the request, and nothing by name."
+            )
     raise JobFailure("invalid_request", "The job's body is not an arq job: it has no function name.")

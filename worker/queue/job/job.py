@@ -28,12 +28,14 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """Result of a job that finished. `timings` are in seconds, except `tokens_per_s`."""
+    """Result of a job that finished. `timings` are in seconds, except `tokens_per_s`. `is_answer` is False for a token
+    count, which the metrics of answers leave out."""
 
     finish_reason: str
     timings: dict[str, float]
     result: dict[str, object]
     stop_sequence: str | None = None  # the stop string that ended the answer
+    is_answer: bool = True
 
 
 @dataclass(slots=True)
