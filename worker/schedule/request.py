@@ -115,6 +115,8 @@ class GenerationRequest:
     specprefill: SpecPrefillParams | None = None
     kept_ranges: tuple[Range, ...] | None = None  # tokens of the prompt to compute, once decided; None: all
     images: tuple[PromptImage, ...] = ()  # in the order of the prompt
+    max_draft: int | None = None  # most tokens of a draft; 0: no speculation; None: the worker's limit
+    prediction: tuple[int, ...] = ()  # a text that the answer may copy
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -1,0 +1,19 @@
+"""A row as proposers see it."""
+
+from dataclasses import dataclass, field
+
+from worker.schedule.request import GenerationRequest
+
+
+@dataclass
+class PlainRow:
+    request: GenerationRequest
+    answer: list[int] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+
+def row(prompt: list[int], prediction: list[int] | None = None, id: str = "a") -> PlainRow:
+    return PlainRow(GenerationRequest(id, tuple(prompt), 1_000, prediction=tuple(prediction or ())))

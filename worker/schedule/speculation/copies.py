@@ -1,0 +1,180 @@
+"""Drafts that copy: from the prompt, from the answer so far, and from a text that the client expects."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from worker.schedule.request import GenerationRequest
+from worker.schedule.speculation.chances import Kind, RowChances, SharedChances
+from worker.schedule.speculation.endings import EndingIndex
+from worker.schedule.speculation.offer import MAX_DRAFT, Offer
+
+COPY = "copy"
+PREDICTION = "prediction"
+
+WINDOW = 65_536  # tokens of a row that can be copied: at most 2 MB a row, as much again for a prediction
+_INDEXED_PER_OFFER = 512  # tokens: a third of a millisecond, so that a long prompt delays no step
+_COPY_GRAM = 3  # tokens: a shorter ending occurs by chance
+_PREDICTION_GRAM = 2  # a predicted text is short, and mostly right
+_CLASSES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # lengths of endings with a chance of their own
+_PRIORS = {COPY: (0.3, 0.6, 0.8), PREDICTION: (0.5, 0.8, 0.9)}  # for endings below 4, below 8, and longer
+
+
+class CopyingRow(Protocol):
+    """What a row shows of itself."""
+
+    @property
+    def id(self) -> str:
+        """Id of the request."""
+
+    @property
+    def request(self) -> GenerationRequest:
+        """The request, with its prompt and its prediction."""
+
+    @property
+    def answer(self) -> list[int]:
+        """Tokens of the answer so far, by all attempts."""
+
+
+class CopyProposer:
+    """Offers what has followed the longest known ending of a row earlier in its prompt or answer, or in its prediction.
+
+    Each drawn token is compared with the token that would have been offered, verified or not, so chances are learned
+    without forwards."""
+
+    def __init__(self) -> None:
+        self._shared = SharedChances(_prior)
+        self._rows = dict[str, RowCopies]()
+
+    def offer(self, row: CopyingRow) -> Offer | None:
+        """Return a draft after the row's last token, or None if its ending is new."""
+        copies = self._rows.get(row.id)
+        if copies is None or copies.answered > len(row.answer):
+            copies = self._rows[row.id] = RowCopies(row.request.prompt, row.request.prediction, self._shared)
+        for token in row.answer[copies.answered :]:
+            copies.append(token)
+        return copies.offer()
+
+    def kept(self, row: CopyingRow, offered: int, kept_tokens: int) -> None:
+        """Do nothing: `offer` learns from the row's tokens."""
+
+    def forget(self, row: CopyingRow) -> None:
+        """Free the row's index."""
+        self._rows.pop(row.id, None)
+
+
+class RowCopies:
+    """The texts that one row may copy from."""
+
+    def __init__(self, prompt: Sequence[int], prediction: Sequence[int], shared: SharedChances) -> None:
+        own = EndingIndex(prompt, _COPY_GRAM, WINDOW)
+        self._chances = RowChances(shared)
+        self._text = own
+        self._sources = [_Source(COPY, own, own)]
+        if prediction:
+            expected = EndingIndex(prediction, _PREDICTION_GRAM, WINDOW)
+            self._sources.append(_Source(PREDICTION, expected, own, place=0))
+        self.answered = 0  # tokens of the answer that were appended
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the indexes."""
+        return sum(source.nbytes for source in self._sources)
+
+    def append(self, token: int) -> None:
+        """Append a token that was drawn, and learn from it."""
+        for source in self._sources:
+            if (expected := source.expected()) is not None:
+                self._chances.observe(source.kind, expected == token)
+        length = len(self._text)
+        self._text.append(token)
+        self.answered += 1
+        for source in self._sources:
+            source.advance(token, moved=len(self._text) <= length)
+
+    def offer(self) -> Offer | None:
+        """Return the draft of the likelier source."""
+        for source in self._sources:
+            source.catch_up(_INDEXED_PER_OFFER)
+        likely = [(self._chances.chance(source.kind), source) for source in self._sources if source.place is not None]
+        if not likely:
+            return None
+        chance, source = max(likely, key=lambda pair: pair[0])
+        tokens = source.draft(MAX_DRAFT)
+        return Offer(source.name, tokens, (chance,) * len(tokens)) if tokens else None
+
+
+class _Source:
+    """A text to copy from, and the place in it that the row's ending leads to."""
+
+    def __init__(self, name: str, index: EndingIndex, context: EndingIndex, place: int | None = None) -> None:
+        """`context`: the row's own text, which may be `index` itself. `place`: of the token that is expected first."""
+        self.name = name
+        self.place = place
+        self._index, self._context = index, context
+        self._agreeing = 0
+        self._left = place or 0  # the place at which the row's text has left this one
+        self._kinds = [(name, max(each for each in _CLASSES if each <= length)) for length in range(_CLASSES[-1] + 1)]
+
+    @property
+    def kind(self) -> Kind:
+        """Proposer and class of the ending's length."""
+        return self._kinds[self._agreeing]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the index."""
+        return self._index.nbytes
+
+    def catch_up(self, most: int) -> None:
+        """Index at most `most` tokens, and look up the row's ending among them too."""
+        if self._index.behind:
+            self._index.catch_up(most)
+            if self.place is None:
+                self._find()
+
+    def expected(self) -> int | None:
+        """Return the token that would be offered first."""
+        return self._index.tokens[self.place] if self.place is not None else None
+
+    def advance(self, token: int, *, moved: bool) -> None:
+        """Follow the row by a token. `moved`: places of the row's own text have changed."""
+        if self.place is not None and not (moved and self._index is self._context):
+            self._left = self.place + 1
+            if self._index.tokens[self.place] == token:
+                self._follow(self.place + 1, self._agreeing + 1)
+                return
+        self._find()
+
+    def _follow(self, place: int, agreeing: int) -> None:
+        self._agreeing = min(agreeing, _CLASSES[-1])
+        self.place = place if place < len(self._index) else None
+
+    def _find(self) -> None:
+        """Look up the row's ending. Prefers the longest agreement, then the place where a text goes on."""
+        self.place, self._agreeing = None, 0
+        found = [pair for pair in self._index.places(self._context.tokens) if pair[0] < len(self._index)]
+        if found:
+            self._follow(*max(found, key=lambda pair: (pair[1], -self._distance(pair[0]))))
+
+    def _distance(self, place: int) -> int:
+        """Return how far a place is from where the row's text left this one; in the row's own text, from its end."""
+        if self._index is self._context:
+            return len(self._index) - place
+        return abs(place - self._left)
+
+    def draft(self, most: int) -> tuple[int, ...]:
+        """Return up to `most` tokens from the place on. A text that repeats itself up to its end goes on so."""
+        assert self.place is not None
+        tokens = self._index.tokens
+        period = len(tokens) - self.place
+        if self._index is self._context and period < most:
+            return tuple(tokens[self.place + step % period] for step in range(most))
+        return tuple(tokens[self.place : self.place + most])
+
+
+def _prior(kind: Kind) -> float:
+    name, agreeing = kind
+    short, medium, long = _PRIORS[name]
+    if agreeing < 4:
+        return short
+    return medium if agreeing < 8 else long

@@ -1,0 +1,101 @@
+"""Finds the places in a text at which its current ending has occurred before."""
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+
+MAX_AGREEMENT = 32  # tokens of an ending that are compared; longer ones count as this long
+_CANDIDATES = 8  # places that a lookup compares, the most recent first
+_MULTIPLIER = 0x9E3779B1  # of Fibonacci hashing, for 32 bits
+_LEAST_BITS = 10  # of a hash
+_CROWDED = 4  # indexed tokens per slot of the table from which on it is built anew, larger
+
+
+class EndingIndex:
+    """A token sequence that grows, and an index of its n-grams, as in LZ77: a hash table of the last place of each, and
+    a chain to the place before. A place is the index of a token, and stands for the tokens before it.
+
+    Indexing a token and a lookup each take constant time. Takes 4 bytes a token for the tokens, 4 for the chain and 4
+    to 8 for the table, which covers at most `2 * window` tokens: beyond, the first half is dropped."""
+
+    def __init__(self, tokens: Iterable[int], size: int, window: int) -> None:
+        """`size`: tokens of an n-gram. `window`: the last tokens that can always be found again."""
+        self.tokens = array("i", tokens)
+        self._size, self._window = size, window
+        if len(self.tokens) > window:
+            self._drop(len(self.tokens) - window)
+        self._begin()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def behind(self) -> int:
+        """Number of tokens that are not indexed yet."""
+        return len(self.tokens) - len(self._previous)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tokens and of the index."""
+        return sum(each.itemsize * len(each) for each in (self.tokens, self._previous, self._last))
+
+    def append(self, token: int) -> None:
+        """Append a token to the sequence. Does not index it."""
+        self.tokens.append(token)
+        if len(self.tokens) >= 2 * self._window:
+            self._drop(self._window)
+            self._begin()
+
+    def catch_up(self, most: int) -> None:
+        """Index at most `most` more tokens."""
+        start = len(self._previous)
+        end = min(len(self.tokens), start + most)
+        for place in range(start, end):
+            self._insert(place)
+        if end > _CROWDED * len(self._last):
+            self._begin()
+
+    def places(self, context: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield indexed places whose preceding tokens agree with the end of `context` in an n-gram at least, the most
+        recent first, each with the number of tokens that agree, up to `MAX_AGREEMENT`."""
+        if len(context) < self._size:
+            return
+        place = self._last[self._slot(context, len(context))]
+        for _ in range(_CANDIDATES):
+            if place < 0:
+                return
+            if (agreeing := agreement(self.tokens, place, context)) >= self._size:
+                yield place, agreeing
+            place = self._previous[place]
+
+    def _drop(self, count: int) -> None:
+        del self.tokens[:count]
+
+    def _begin(self) -> None:
+        """Begin an empty index, of a size that fits the sequence."""
+        self._bits = max(_LEAST_BITS, len(self.tokens).bit_length())
+        self._last = array("i", [-1]) * (1 << self._bits)  # by slot: the last place
+        self._previous = array("i")  # by place: the place before it in the same slot, or -1
+
+    def _insert(self, place: int) -> None:
+        if place < self._size:
+            self._previous.append(-1)
+            return
+        slot = self._slot(self.tokens, place)
+        self._previous.append(self._last[slot])
+        self._last[slot] = place
+
+    def _slot(self, tokens: Sequence[int], end: int) -> int:
+        value = 0
+        for token in tokens[end - self._size : end]:
+            value = ((value ^ token) * _MULTIPLIER) & 0xFFFFFFFF
+        return value >> (32 - self._bits)
+
+
+def agreement(tokens: Sequence[int], place: int, context: Sequence[int]) -> int:
+    """Return the number of tokens before `place` that equal the end of `context`, up to `MAX_AGREEMENT`."""
+    most = min(MAX_AGREEMENT, place, len(context))
+    end = len(context)
+    for count in range(most):
+        if tokens[place - 1 - count] != context[end - 1 - count]:
+            return count
+    return most
