@@ -1,0 +1,174 @@
+from collections.abc import Callable
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.schedule.speculation.offer import MAX_DRAFT, Offer
+from worker.schedule.speculation.width import ForwardCosts, choose_width, expected_tokens, likeliest
+
+CAP = MAX_DRAFT + 1
+CHANCES = st.lists(st.floats(0.005, 0.995), min_size=1, max_size=MAX_DRAFT)
+OFFERS = st.lists(st.none() | CHANCES.map(lambda chances: offer(*chances)), min_size=1, max_size=16)
+
+
+def offer(*chances: float) -> Offer:
+    return Offer("copy", (1,) * len(chances), chances)
+
+
+def costs(seconds: Callable[[int, int], float], rows: int, widths: range = range(1, CAP + 1)) -> ForwardCosts:
+    learned = ForwardCosts()
+    for width in widths:
+        for _ in range(5):
+            learned.observe(rows, width, seconds(rows, width))
+    return learned
+
+
+@given(OFFERS, st.integers(1, CAP))
+def test_a_width_is_within_the_cap_and_the_longest_offer(offers: list[Offer | None], cap: int) -> None:
+    learned = costs(lambda rows, width: 1.0, len(offers))
+    longest = max((len(each.tokens) for each in offers if each), default=0)
+    assert 1 <= choose_width(offers, learned, cap) <= min(cap, 1 + longest)
+
+
+@given(OFFERS, st.floats(0, 1))
+def test_the_best_known_width_is_chosen(offers: list[Offer | None], slope: float) -> None:
+    learned = costs(lambda rows, width: 1 + slope * (width - 1), len(offers))
+    chosen = choose_width(offers, learned, CAP)
+
+    def rate(width: int) -> float:
+        return sum(expected_tokens(each, width) for each in offers) / (1 + slope * (width - 1))
+
+    widest = 1 + max((len(each.tokens) for each in offers if each), default=0)
+    best = max(rate(width) for width in range(1, widest + 1))
+    assert rate(chosen) >= best / 1.03 - 1e-9
+
+
+def test_the_width_follows_a_staircase() -> None:
+    learned = costs(lambda rows, width: 1.0 if width <= 4 else 2.5, rows=1)
+    assert choose_width([offer(*[0.95] * 7)], learned, CAP) == 4
+    learned = costs(lambda rows, width: 1.0 if width <= 1 else 1.5, rows=1)
+    assert choose_width([offer(*[0.95] * 7)], learned, CAP) == CAP
+
+
+@given(OFFERS, st.floats(0.5, 20))
+def test_a_verify_forward_keeps_the_budget(offers: list[Offer | None], budget_s: float) -> None:
+    learned = costs(lambda rows, width: 1.0 * width, len(offers))
+    chosen = choose_width(offers, learned, CAP, budget_s)
+    assert chosen == 1 or chosen <= budget_s
+
+
+@given(OFFERS)
+def test_nothing_is_tried_before_a_plain_step_was_measured(offers: list[Offer | None]) -> None:
+    assert choose_width(offers, ForwardCosts(), CAP) == 1
+
+
+def test_no_offer_means_a_plain_step() -> None:
+    assert choose_width([None, None], costs(lambda rows, width: 0.01, 2), CAP) == 1
+
+
+@given(CHANCES, st.integers(1, CAP))
+def test_expected_tokens_lie_between_one_and_the_width(chances: list[float], width: int) -> None:
+    assert 1 <= expected_tokens(offer(*chances), width) <= width
+    assert expected_tokens(None, width) == 1
+
+
+def test_the_likeliest_offer_has_the_most_expected_tokens() -> None:
+    short, long = offer(0.9), offer(0.6, 0.6, 0.6)
+    assert likeliest([None, short, long]) is long
+    assert likeliest([None, None]) is None
+
+
+def test_an_unseen_number_of_rows_is_estimated_by_its_neighbours() -> None:
+    learned = costs(lambda rows, width: 1 + 0.1 * rows * (width - 1), rows=4)
+    plain, wide = learned.seconds(8, 1), learned.seconds(8, 4)
+    assert plain == pytest.approx(1.0)
+    assert wide == pytest.approx(1 + 0.1 * 8 * 3)
+
+
+def test_an_unseen_width_lies_between_its_neighbours() -> None:
+    learned = ForwardCosts()
+    for width, seconds in [(1, 1.0), (2, 1.2), (6, 2.0)] * 3:
+        learned.observe(2, width, seconds)
+    assert learned.seconds(2, 4) == pytest.approx(1.6, rel=0.05)
+
+
+def test_costs_follow_the_pace_of_the_device() -> None:
+    learned = costs(lambda rows, width: 1.0 * width, rows=1)
+    for _ in range(100):
+        learned.observe(1, 1, 3.0)
+    assert learned.seconds(1, 1) == pytest.approx(3.0, rel=0.05)
+    assert learned.seconds(1, 4) == pytest.approx(12.0, rel=0.25)
+
+
+def test_a_slow_first_forward_does_not_bar_a_width() -> None:
+    learned = costs(lambda rows, width: 1.0, rows=1, widths=range(1, 2))
+    learned.observe(1, 4, 50.0)  # compiles kernels
+    assert choose_width([offer(0.99, 0.99, 0.99)], learned, 4) > 1
+
+
+def test_a_width_that_was_dear_long_ago_is_tried_again() -> None:
+    learned = costs(lambda rows, width: 1.0 if width < 4 else 9.0, rows=1, widths=range(1, 5))
+    sure = [offer(0.99, 0.99, 0.99)]
+    assert choose_width(sure, learned, 4) == 3
+    for _ in range(1_100):
+        learned.observe(1, 3, 1.0)
+    assert choose_width(sure, learned, 4) == 4
+
+
+class Simulation:
+    """A group of rows, of which a forward of a given width draws tokens and costs seconds."""
+
+    def __init__(self, rows: int, cost: Callable[[int, int], float], noise: float = 0.05) -> None:
+        self.rows, self.cost, self.noise = rows, cost, noise
+
+    def rate(self, width_of: Callable[[list[Offer | None]], int], chance: float, believed: float, steps: int) -> float:
+        """Return tokens per second. `chance`: of a draft's token; `believed`: what is offered as such."""
+        dice, tokens, seconds = Random(1), 0, 0.0
+        learned = ForwardCosts()
+        self.learned = learned
+        for step in range(steps):
+            offers: list[Offer | None] = [offer(*[believed] * MAX_DRAFT) for _ in range(self.rows)]
+            width = width_of(offers) if step else 1
+            took = self.cost(self.rows, width) * dice.uniform(1 - self.noise, 1 + self.noise)
+            learned.observe(self.rows, width, took)
+            tokens += sum(self.drawn(dice, chance, width) for _ in range(self.rows))
+            seconds += took
+        return tokens / seconds
+
+    @staticmethod
+    def drawn(dice: Random, chance: float, width: int) -> int:
+        drawn = 1
+        while drawn < width and dice.random() < chance:
+            drawn += 1
+        return drawn
+
+    def chosen(self, offers: list[Offer | None]) -> int:
+        return choose_width(offers, self.learned, CAP)
+
+
+COSTS = {
+    "linear": lambda rows, width: 1 + 0.03 * rows * (width - 1),
+    "staircase": lambda rows, width: 1.0 if rows * width <= 8 else 2.2 if rows * width <= 32 else 4.0,
+    "steep": lambda rows, width: 1 + 0.5 * (width - 1),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS.keys())
+def test_wrong_drafts_cost_at_most_three_percent(rows: int, cost: Callable[[int, int], float]) -> None:
+    simulation = Simulation(rows, cost)
+    plain = simulation.rate(lambda offers: 1, 0.02, 0.02, 600)
+    assert simulation.rate(simulation.chosen, 0.02, 0.02, 600) >= 0.97 * plain
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("chance", [0.5, 0.8, 0.95])
+@pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS.keys())
+def test_right_drafts_gain_nearly_as_much_as_the_best_fixed_width(
+    rows: int, chance: float, cost: Callable[[int, int], float]
+) -> None:
+    simulation = Simulation(rows, cost)
+    fixed = max(simulation.rate(lambda offers, w=width: w, chance, chance, 600) for width in range(1, CAP + 1))  # type: ignore[misc]
+    assert simulation.rate(simulation.chosen, chance, chance, 600) >= 0.93 * fixed
