@@ -20,6 +20,7 @@ from worker.engine.cache.segments import (
     snapshot_state,
     token_bytes,
 )
+from worker.engine.cache.slot_arrays import SlotArraysCache
 from worker.engine.cache.slot_kv import SlotKVCache
 from worker.engine.upstream.mlx_lm import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
@@ -208,7 +209,7 @@ def test_parts_of_a_split_segment_own_their_memory() -> None:
 
 
 def test_snapshot_owns_its_memory() -> None:
-    batch = slots.SlotArraysCache(1)
+    batch = SlotArraysCache(1)
     for _ in range(8):
         row = ArraysCache(1)
         row[0] = mx.ones((1, 64, 1024))

@@ -17,8 +17,9 @@ from tests.engine.vision import cases
 from tests.engine.vision.cases import Prompt
 from worker.engine.batch.decode_batch import DecodeBatch
 from worker.engine.cache import prefix
-from worker.engine.cache.slot_kv import SlotKVCache, SlotRotatingKVCache
-from worker.engine.cache.slots import SlotArraysCache
+from worker.engine.cache.slot_arrays import SlotArraysCache
+from worker.engine.cache.slot_kv import SlotKVCache
+from worker.engine.cache.slot_rotating import SlotRotatingKVCache
 from worker.engine.vision.encoder import Features
 
 REFUSED, NOT_FINITE = (8, 24, 16), (9, 24, 16)  # images
