@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models import qwen3_5
 
 from tests.engine.tiny import network, prompt
 from tests.engine.vision import cases
@@ -18,7 +19,9 @@ from worker.engine.upstream.hooks import (
     UnsupportedRope,
     observed_attention,
     recorded_layers,
+    replaced_recurrence,
     rope_at,
+    wrapped_calls,
 )
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 
@@ -39,10 +42,23 @@ class Encoder(nn.Module):
         self.layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
 
 
+def call_original(call: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    return call(*given, **named)
+
+
 ENCODER = Encoder()
 HOOKS: dict[str, tuple[Callable[[], AbstractContextManager[None]], Callable[[], Any]]] = {
     "rope": (lambda: rope_at([0], 0), lambda: mx.fast.rope),
     "attention": (lambda: observed_attention(lambda *_, **__: None), lambda: mx.fast.scaled_dot_product_attention),
+    "recurrence": (
+        lambda: replaced_recurrence([qwen3_5.__name__], call_original, call_original, lambda _: None),
+        lambda: qwen3_5.gated_delta_update,
+    ),
+    "convolution": (
+        lambda: replaced_recurrence([], call_original, call_original, lambda _: None),
+        lambda: nn.Conv1d.__call__,
+    ),
+    "calls": (lambda: wrapped_calls([nn.Linear], call_original), lambda: nn.Linear.__call__),
     "layers": (lambda: recorded_layers(ENCODER, "layers", []), lambda: ENCODER.layers),
 }
 

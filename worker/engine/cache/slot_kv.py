@@ -5,7 +5,7 @@ A row's tokens start at the first column of its slot; a mask hides the columns a
 caches (0.32.2) right-align all rows instead (`left_padding`), and therefore copy everything when a row joins, leaves,
 or outgrows the others."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,12 +16,13 @@ from worker.schedule.memory import UNLIMITED_TOKENS, padded_shape
 
 class SlotKVCache:
     """Batched KV cache with the interface that models use of mlx-lm's BatchKVCache, for one new token per row and
-    step."""
+    step, or for several of which each row keeps some: see `begin`."""
 
     def __init__(self) -> None:
         self.keys: Any = None  # (rows, heads, columns, head_dim), with spare rows and columns
         self.values: Any = None
         self.nbytes = 0  # allocated, spare room included
+        self._width = 0  # tokens per row of the forward that verifies drafts; 0: the next forward feeds one token
         self._set_rows([], [], [])
 
     def _set_rows(self, lengths: list[int], positions: list[int], ends: list[int]) -> None:
@@ -53,27 +54,30 @@ class SlotKVCache:
         return self._offset
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
-        """Return a boolean mask (rows, 1, 1, columns), or None if every row attends to every column. `N` is always
-        1."""
-        if self._equal_lengths and window_size is None:
+        """Return a boolean mask (rows, 1, N, columns) for `N` new tokens of each row, or None if every row attends to
+        every column."""
+        if N == 1 and self._equal_lengths and window_size is None:
             return None
-        columns, last = mx.arange(self._columns(1)), self._next[:, None]
+        columns, last = mx.arange(self._columns(N)), self._new_tokens(N)[..., None]
         mask = columns <= last
         if window_size is not None:
             mask = mask & (columns > last - window_size)
-        return mask[:, None, None]
+        return mask[:, None]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append one token to every row: keys and values are (rows, heads, 1, head_dim). Returns views of all rows, as
-        in `keys_and_values`. Blocks only when buffers grow."""
-        self._ensure_capacity(self.rows, self._columns(1), self._shape_needed(1), keys, values)
+        """Append one token to every row, or as many as `begin` has announced: keys and values are (rows, heads, tokens,
+        head_dim). Returns views of all rows, as in `keys_and_values`. Blocks only when buffers grow."""
+        tokens = keys.shape[2]
+        assert tokens == (self._width or 1), "another number of tokens than announced"
+        self._ensure_capacity(self.rows, self._columns(tokens), self._shape_needed(tokens), keys, values)
         self._write(keys, values)
-        self._advance(1)
+        if not self._width:
+            self._advance(1)
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return views (rows, heads, columns, head_dim) of the slots in use, as wide as the longest row."""
-        columns = self._columns()
+        columns = self._columns(self._width)
         return self.keys[: self.rows, :, :columns], self.values[: self.rows, :, :columns]
 
     @property
@@ -92,6 +96,29 @@ class SlotKVCache:
     def is_trimmable(self) -> bool:
         """Return False: rows are never shortened in place."""
         return False
+
+    # Several tokens, of which each row keeps some
+
+    def begin(self, width: int) -> None:
+        """Let the next forward feed `width` tokens to each row. They count only after `commit`."""
+        self._width = width
+
+    def commit(self, counts: Sequence[int], clear: Collection[int] = ()) -> None:
+        """Keep the first `counts[i]` of the tokens that were fed to row i. The others stay behind a mask, and later
+        tokens overwrite them; for the rows of `clear`, they are overwritten with zeros now."""
+        width, self._width = self._width, 0
+        lengths, positions = self._current()
+        for row in clear:
+            columns = self._column(lengths[row] + counts[row] + mx.arange(width - counts[row]))
+            for buffer in self.state:
+                if buffer.size and counts[row] < width:  # scattering nothing divides by zero (MLX 0.32.4)
+                    buffer[row, :, columns] = 0
+        lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
+        self._set_rows(lengths, [at + count for at, count in zip(positions, counts, strict=True)], self._ends)
+
+    def roll_back(self) -> None:
+        """Keep none of the tokens that were fed after `begin`."""
+        self._width = 0
 
     # Rows join and leave
 
@@ -169,18 +196,26 @@ class SlotKVCache:
         return *row.keys_and_values(), offset
 
     def _write(self, keys: mx.array, values: mx.array) -> None:
-        """Write one token after each row's last."""
-        if self._equal_lengths:  # one column for all rows is several times cheaper on a CPU
-            column = self._column(self._longest + self._steps)
-            target: Any = (slice(self.rows), slice(None), slice(column, column + 1))
-        else:
+        """Write tokens after each row's last."""
+        tokens, column = keys.shape[2], self._column(self._longest + self._steps)
+        # The same columns for all rows are several times cheaper on a CPU. A ring may wrap around.
+        if self._equal_lengths and column + tokens <= self._columns(tokens):
+            target: Any = (slice(self.rows), slice(None), slice(column, column + tokens))
+        elif tokens == 1:
             target = (self._slots, slice(None), self._column(self._next))
             keys, values = keys.squeeze(2), values.squeeze(2)
+        else:
+            target = (self._slots[:, None], slice(None), self._column(self._new_tokens(tokens)))
+            keys, values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
         self.keys[target] = keys
         if values.size:  # scattering nothing divides by zero (MLX 0.32.4), and MiniMax-M3's values have a head_dim of 0
             self.values[target] = values
 
     # Slots and columns
+
+    def _new_tokens(self, tokens: int) -> mx.array:
+        """Return the indices of each row's next tokens, (rows, tokens)."""
+        return self._next[:, None] + mx.arange(tokens)
 
     def _columns(self, steps: int = 0) -> int:
         """Return the number of columns in use now, or after `steps` further steps."""

@@ -9,22 +9,37 @@ from worker.engine.upstream.mlx_lm import BatchRotatingKVCache, RotatingKVCache
 
 
 class SlotRotatingKVCache(SlotKVCache):
-    """`SlotKVCache` for a sliding window: a slot is a ring of `max_size` columns, and each row has its own position in
-    it. Like mlx-lm's own batches it does not support `keep`, which retains first tokens."""
+    """`SlotKVCache` for a sliding window: a slot is a ring, and each row has its own position in it. Like mlx-lm's own
+    batches it does not support `keep`, which retains first tokens.
 
-    def __init__(self, max_size: int) -> None:
-        """`max_size`: tokens of the window."""
+    A forward of N tokens from token p on overwrites what the ring held of tokens p - ring to p - ring + N - 1. The
+    oldest token that a query may attend to, now or after all but one of these tokens were dropped, is p - window + 1.
+    So a ring of window + N - 1 columns loses nothing that is still needed."""
+
+    def __init__(self, max_size: int, spare: int = 0) -> None:
+        """`max_size`: tokens of the window. `spare`: the most tokens of a forward beyond the first; the ring has as
+        many columns more than the window."""
         self.max_size = max_size
+        self._ring = max_size + spare
         super().__init__()
 
+    def begin(self, width: int) -> None:
+        """Let the next forward feed `width` tokens to each row. Raises ValueError if the ring has too few columns."""
+        if width > 1 + self._ring - self.max_size:
+            raise ValueError(f"A ring of {self._ring} columns for a window of {self.max_size} takes no {width} tokens.")
+        super().begin(width)
+
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
-        """Return a boolean mask (rows, 1, 1, columns), or None if every row attends to its whole ring. `N` is always
-        1."""
+        """Return a boolean mask (rows, 1, N, columns) for `N` new tokens of each row, or None if every row attends to
+        every column."""
         window = min(window_size or self.max_size, self.max_size)
-        if self._equal_lengths and window == self.max_size:
+        if N == 1 and self._equal_lengths and self._columns(1) <= window:
             return None
-        age = (self._next[:, None] - mx.arange(self._columns(1))) % self.max_size  # 0 is the token of this step
-        return (age <= mx.minimum(self._next, window - 1)[:, None])[:, None, None]
+        tokens, columns = self._new_tokens(N), mx.arange(self._columns(N))
+        last = tokens[:, -1:]
+        held = (last - (last - columns) % self._ring)[:, None]  # (rows, 1, columns): the token in each column
+        tokens = tokens[..., None]
+        return ((held >= 0) & (held <= tokens) & (held > tokens - window))[:, None]
 
     def extract(self, index: int) -> Any:
         """Return one row as mlx-lm's rotating cache, oldest token first. Lazy: it references the whole batch until it
@@ -32,11 +47,10 @@ class SlotRotatingKVCache(SlotKVCache):
         tokens = self._lengths[index] + self._steps
         cache = RotatingKVCache(self.max_size)
         cache._idx = min(tokens, self.max_size)
+        columns = mx.arange(tokens - cache._idx, tokens) % self._ring
         # The position may differ from the length only in a full ring: until then mlx-lm reads `offset` as the length.
         cache.offset = self.position(index) if tokens >= self.max_size else tokens
-        cache.keys, cache.values = (
-            mx.contiguous(mx.roll(b[index : index + 1, :, : cache._idx], -tokens % cache._idx, 2)) for b in self.state
-        )
+        cache.keys, cache.values = (mx.contiguous(b[index : index + 1][:, :, columns]) for b in self.state)
         return cache
 
     def _in_order(self, row: Any) -> tuple[mx.array, mx.array, int]:
@@ -51,11 +65,11 @@ class SlotRotatingKVCache(SlotKVCache):
         return super().growth(min(tokens, self.max_size))
 
     def _columns(self, steps: int = 0) -> int:
-        return min(super()._columns(steps), self.max_size)
+        return min(super()._columns(steps), self._ring)
 
     def _column(self, token: Any) -> Any:
-        return token % self.max_size
+        return token % self._ring
 
     def _padded_shape(self, rows: int, columns: int, end: int) -> tuple[int, int]:
         rows, columns = super()._padded_shape(rows, columns, end)
-        return rows, min(columns, self.max_size)
+        return rows, min(columns, self._ring)

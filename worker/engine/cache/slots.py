@@ -52,23 +52,24 @@ def batch_of(row: Sequence[Any], position: int | None = None, end: int = UNLIMIT
     return batch
 
 
-def empty_batch_of(row: Sequence[Any]) -> list[Any]:
-    """Return batched caches without rows, for rows of this layout. Raises NotImplementedError as `batch_of` does."""
-    return [_batched_layer(layer) for layer in row]
+def empty_batch_of(row: Sequence[Any], max_draft: int = 0) -> list[Any]:
+    """Return batched caches without rows, for rows of this layout. `max_draft`: the most tokens that a forward feeds to
+    a row beyond the first. Raises NotImplementedError as `batch_of` does."""
+    return [_batched_layer(layer, max_draft) for layer in row]
 
 
-def _batched_layer(layer: Any) -> Any:
+def _batched_layer(layer: Any, max_draft: int) -> Any:
     """Return an empty slot cache for a layer. Compares exact classes, since a subclass may keep state that a slot would
     lose."""
     kind = type(layer)
     if kind is CacheList:
-        return CacheList(*map(_batched_layer, layer.caches))
+        return CacheList(*(_batched_layer(each, max_draft) for each in layer.caches))
     if kind is ArraysCache:
         return SlotArraysCache(len(layer.cache))
     if kind in (KVCache, BatchKVCache):
         return SlotKVCache()
     if kind is BatchRotatingKVCache or (kind is RotatingKVCache and layer.keep == 0):
-        return SlotRotatingKVCache(layer.max_size)
+        return SlotRotatingKVCache(layer.max_size, max_draft)
     raise NotImplementedError(f"{kind.__name__} has no batch that rows can join in place")
 
 

@@ -1,16 +1,19 @@
-"""Replacements of upstream functions while the graph of one forward is built: MLX's rope and attention, and the layers
-of an encoder.
+"""Replacements of upstream functions while the graph of one forward is built: MLX's rope and attention, recurrences and
+convolutions, the layers of a model and those of an encoder.
 
 Models read these names at each call, so one replacement serves all families. A name of a module is replaced in the
 whole process; other threads that call it meanwhile get the original. `tests/engine/upstream/test_hooks.py` checks that
 the models still call what is replaced here. Written against mlx 0.32.4."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 _held = threading.Lock()  # by the hook that is open
 
@@ -27,17 +30,35 @@ class UnsupportedRope(Exception):
 def _replaced(owner: Any, name: str, replace: Callable[[Any], Any]) -> Iterator[None]:
     """Set the attribute to `replace(original)` while the context is open, and restore the original however it closes.
     Raises `HookInUse` while any other hook is open, in this thread or another."""
-    if not _held.acquire(blocking=False):
-        raise HookInUse(f"{name}: another upstream name is replaced at this moment; open one hook at a time.")
-    try:
+    with _alone(name):
         original = getattr(owner, name)
         setattr(owner, name, replace(original))
         try:
             yield
         finally:
             setattr(owner, name, original)
+
+
+@contextmanager
+def _alone(name: str) -> Iterator[None]:
+    if not _held.acquire(blocking=False):
+        raise HookInUse(f"{name}: another upstream name is replaced at this moment; open one hook at a time.")
+    try:
+        yield
     finally:
         _held.release()
+
+
+@contextmanager
+def _wrapped(owners: Iterable[tuple[Any, str]], wrap: Callable[..., Any]) -> Iterator[None]:
+    """Replace these attributes by functions that call `wrap(original, *arguments)` in this thread. The lock of the
+    hooks must be held."""
+    with ExitStack() as stack:
+        for owner, name in owners:
+            original = getattr(owner, name)
+            stack.callback(setattr, owner, name, original)
+            setattr(owner, name, _for_this_thread(partial(wrap, original), original))
+        yield
 
 
 def _for_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,4 +124,41 @@ def recorded_layers(encoder: Any, name: str, outputs: list[mx.array]) -> Iterato
         return [recording(layer) for layer in layers]
 
     with _replaced(encoder, name, replace):
+        yield
+
+
+@contextmanager
+def replaced_recurrence(
+    modules: Iterable[str],
+    gated_delta: Callable[..., Any],
+    ssm: Callable[..., Any],
+    convolve: Callable[[mx.array], object],
+) -> Iterator[None]:
+    """Call `gated_delta(original, ...)` and `ssm(original, ...)` in place of the functions `gated_delta_update` and
+    `ssm_update` that these modules, given by name, have imported or define; and `convolve` with the input of each
+    `nn.Conv1d` before its call."""
+    loaded = [sys.modules[name] for name in modules]
+
+    def users(name: str) -> list[tuple[Any, str]]:
+        return [(module, name) for module in loaded if hasattr(module, name)]
+
+    def convolving(call: Callable[..., mx.array], conv: nn.Conv1d, x: mx.array) -> mx.array:
+        convolve(x)
+        return call(conv, x)
+
+    with (
+        _alone("recurrence"),
+        _wrapped(users("gated_delta_update"), gated_delta),
+        _wrapped(users("ssm_update"), ssm),
+        _wrapped([(nn.Conv1d, "__call__")], convolving),
+    ):
+        yield
+
+
+@contextmanager
+def wrapped_calls(kinds: Iterable[type[nn.Module]], wrap: Callable[..., Any]) -> Iterator[None]:
+    """Call `wrap(call, module, ...)` in place of the modules of these classes. `call` takes the same arguments."""
+    # A class that inherits its `__call__` is served by the class that defines it.
+    owners = dict.fromkeys(next(each for each in kind.__mro__ if "__call__" in vars(each)) for kind in kinds)
+    with _alone("modules"), _wrapped([(owner, "__call__") for owner in owners], wrap):
         yield
