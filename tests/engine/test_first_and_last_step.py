@@ -9,7 +9,9 @@ from tests.engine.tiny import alone, model, network, prompt
 from worker.engine.batch.decode_batch import DecodeBatch
 from worker.schedule.budget import FIRST_STEP_WITHIN_S
 from worker.schedule.outcomes import Prefilled, Sampled
+from worker.schedule.request import Sampling
 
+PENALTIES = Sampling(repetition_penalty=1.3, frequency_penalty=0.5)
 NO_TIME = 0.0  # target of a step: each computes one chunk of the least length
 
 
@@ -54,6 +56,28 @@ def test_resumed_row_decodes_while_prompts_are_computed() -> None:
     happened = first_tokens_and_chunks(run)
     assert happened.index("resumed") < len(happened) - 1 - happened[::-1].index("chunk")
     assert run.generated["resumed"] == tokens
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_while_prompts_wait_each_step_reports_the_tokens_that_it_draws(family: str) -> None:
+    run = Run(model(family), step_s=NO_TIME)
+    run.add("a", prompt(10, 0), max_tokens=12, sampling=PENALTIES)
+    run.until(lambda: len(run.generated["a"]) == 2)
+    run.add("long", prompt(200, 1), max_tokens=3)
+    run.step()  # reports the token of the step before too
+    while "long" in run.active and run.engine._prefills.has_work:
+        reported = len(run.generated["a"])
+        run.step()
+        if "a" in run.ended:
+            break
+        assert len(run.generated["a"]) == reported + 1
+        assert all(row.last_unfed for _, row in run.engine._running) == run.engine._prefills.has_work
+    assert len(run.generated["a"]) > 5
+    run.drain()
+    alone_with_penalties = Run(model(family))
+    alone_with_penalties.add("a", prompt(10, 0), max_tokens=12, sampling=PENALTIES)
+    assert run.generated["a"] == alone_with_penalties.drain()["a"]
+    assert run.generated["long"] == alone(network(family), prompt(200, 1), 3)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 5])

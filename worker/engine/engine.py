@@ -107,7 +107,7 @@ class Engine:
         row may be moved to its slot."""
         with mx.stream(generation_stream):
             row = self._active.remove(id)
-            if row and not row.awaiting_first_step:
+            if row:
                 self._cache_prefix(row)
             self._admission.remove(id)
             self._active.sweep()
@@ -115,9 +115,9 @@ class Engine:
     def step(self) -> StepReport:
         """Admit requests, prefill within the time budget, and decode a token of every running row, unless none has
         begun its answer and more prompts come first. Prompts come before the decode step, so that rows that have joined
-        take part in it; if all rows only have to report their last token, they do so before prompts. Blocks until
-        the decode step of the call before has ended and the prompt chunks are computed; the decode step that it
-        launches itself runs on. Raises `EngineBroken` after repeated failures."""
+        take part in it; if all rows only have to report their last token, they do so before prompts. Blocks until the
+        prompt chunks and the decode step of the call before are computed, and until its own decode step is computed if
+        prompts wait; else that runs on. Raises `EngineBroken` after repeated failures."""
         began = time.perf_counter()
         rows = len(self._running)
         evicted = self._caches.evicted
@@ -198,10 +198,16 @@ class Engine:
         running = self._running
         if not running.started and (not len(running) or self._delays_first_step(running.joined_s)):
             return
-        idle, began = running.idle, time.perf_counter()
-        step_tokens, failed = running.step()
-        # A busy device begins this step when it has ended the last one, whose tokens have just arrived.
-        self._decoding_since = began if idle else time.perf_counter()
+        if not running.ending:
+            idle, began = running.idle, time.perf_counter()
+            yield from self._deliver(*running.step())
+            # A busy device begins this step when it has ended the last one, whose tokens have just arrived.
+            self._decoding_since = began if idle else time.perf_counter()
+        if running.ending or self._prefills.has_work:  # else tokens would wait for the prompts of the next step
+            yield from self._deliver(*running.collect_drawn())
+
+    def _deliver(self, step_tokens: Sequence[StepToken], failed: Sequence[Row]) -> Iterator[Outcome]:
+        """Yield the outcomes of these tokens and of rows that have failed alone, and remove the rows that end."""
         self._computed += len(step_tokens)
         at = time.monotonic()
         for step_token in step_tokens:

@@ -266,7 +266,7 @@ def test_answer_of_a_cancelled_row_is_cached(family: str) -> None:
 def test_row_cancelled_before_its_first_token_leaves_its_prompt_cached(family: str) -> None:
     run = opened(family)
     run.add("gone", SYSTEM, max_tokens=LONG)
-    run.until(lambda: any(not row.awaiting_first_step for _, row in run.engine._running))
+    run.until(lambda: any(not row.last_unfed for _, row in run.engine._running))
     assert run.generated["gone"] == []
     run.engine.remove("gone")
     assert say(run, family, SYSTEM + prompt(6, 84)) == 40

@@ -76,7 +76,8 @@ class DecodeBatch:
 
     While the device computes the next tokens, the host handles the last ones: `launch` feeds each row its token and
     draws the next one, lazily; `collect` returns the tokens that were fed. A row that has just joined is fed the last
-    token of its prompt, which `collect` omits. Rows join and leave only between `collect` and `launch`."""
+    token of its prompt, which `collect` omits. If the device has other work before the next step, `collect_drawn`
+    returns tokens before they are fed. Rows join and leave only between `collect` and `launch`."""
 
     def __init__(self, network: nn.Module) -> None:
         """Create a batch without rows. `network` is shared with other batches."""
@@ -115,16 +116,9 @@ class DecodeBatch:
         be rows."""
         assert self._next is not None, "the batch has no rows"
         if self._processors is None:
-            self._processors = processors_for(self.rows, [not row.awaiting_first_step for row in self.rows])
+            self._processors = processors_for(self.rows, [not row.last_unfed for row in self.rows])
         self._fed = self._next
         self._next = forward(self._network, self._cache, self.rows, self._fed.tokens, self._processors)
-
-    def finish(self) -> None:
-        """Let `collect` return the tokens that the rows have drawn, each the last of an answer, without feeding
-        them."""
-        self._fed = self._next
-        for row in self.rows:
-            row.mark_last_unfed()
 
     def wait(self) -> None:
         """Block until the launched step has been computed, and rows that were moved since are in their slots, which
@@ -134,20 +128,35 @@ class DecodeBatch:
         slots.materialize(self._cache)
 
     def collect(self) -> list[StepToken]:
-        """Return the tokens that the last `launch` fed, without those of prompts. Blocks until they are computed, which
-        is the end of the step before that one; the launched step itself is not waited for."""
+        """Return the tokens that the last `launch` fed, without those that are known already. Blocks until they are
+        computed, which is the end of the step before that one; the launched step itself is not waited for."""
         fed, self._fed = self._fed, None
         assert fed is not None, "nothing was launched"
-        tokens, finite = cast("list[int]", fed.tokens.tolist()), cast("list[bool]", fed.finite.tolist())
-        logprobs = {row: each.read() for row, each in fed.logprobs.items()}
-        emitted = [
-            StepToken(row, token, is_finite, logprobs.get(row))
-            for row, token, is_finite in zip(self.rows, tokens, finite, strict=True)
-            if not row.awaiting_first_step
-        ]
+        step_tokens = self._read(fed)
         for row in self.rows:
             row.mark_fed()
-        return emitted
+        return step_tokens
+
+    def collect_drawn(self) -> list[StepToken]:
+        """Return the tokens that the rows have drawn before they are fed, without those that are known already. Blocks
+        until they are computed, which is the end of the launched step. There must be rows."""
+        assert self._next is not None, "the batch has no rows"
+        step_tokens = self._read(self._next)
+        for step_token in step_tokens:
+            step_token.row.mark_unfed()
+            if grammar := step_token.row.request.grammar:  # processors created from now on count known tokens only
+                grammar.accept(step_token.token)
+                self._processors = None
+        return step_tokens
+
+    def _read(self, pending: PendingTokens) -> list[StepToken]:
+        tokens, finite = cast("list[int]", pending.tokens.tolist()), cast("list[bool]", pending.finite.tolist())
+        logprobs = {row: each.read() for row, each in pending.logprobs.items() if not row.last_unfed}
+        return [
+            StepToken(row, token, is_finite, logprobs.get(row))
+            for row, token, is_finite in zip(self.rows, tokens, finite, strict=True)
+            if not row.last_unfed
+        ]
 
     def add(self, rows: Sequence[ComputedRow]) -> None:
         """Append rows. Blocks. If the caches cannot be joined, the batch stays as it was."""

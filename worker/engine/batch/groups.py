@@ -58,7 +58,7 @@ class Groups:
 
     @property
     def ending(self) -> bool:
-        """True if there are rows, and each has drawn the last token of its answer, which `step` only returns."""
+        """True if there are rows, and each has drawn the last token of its answer: no step is left to launch."""
         return len(self) > 0 and all(row.ending for _, row in self)
 
     @property
@@ -72,31 +72,43 @@ class Groups:
         return [group.nbytes for group in self._groups]
 
     def step(self) -> tuple[list[StepToken], list[Row]]:
-        """Launch the next decode step of all groups unless they are `ending`, return the tokens of the last one, and
-        the rows that failed in a group of their own: they cause the failure, and are removed. If a group of several
-        rows failed, these are lost. Blocks until the last step has ended."""
+        """Launch the next decode step of all groups, return the tokens of the last one that are not known yet, and the
+        rows that failed in a group of their own: they cause the failure, and are removed. If a group of several rows
+        failed, these are lost. Blocks until the last step has ended."""
         began = time.perf_counter()
         lengths = self.lengths
-        groups = [*self._groups]
-        ending, self.step_s = self.ending, None
+        self.step_s = None
         self._steps += 1
         self._balanced = self._steps % _REBALANCE_EVERY > 0
+        groups = [*self._groups]
         for group in groups:
             with self._isolate(group, "the launch of a decode step"):
-                group.finish() if ending else group.launch()
+                group.launch()
+        tokens = self._collect(DecodeBatch.collect)
+        failed = self._failed_alone(groups)
+        self._record(self._stopwatch.launched(began))
+        self._launched_lengths = lengths if len(groups) == len(self._groups) else []
+        return tokens, failed
+
+    def collect_drawn(self) -> tuple[list[StepToken], list[Row]]:
+        """Return the tokens that the running step draws before they are fed, and failed rows as `step` does. Blocks
+        until the step has ended."""
+        groups = [*self._groups]
+        tokens = self._collect(DecodeBatch.collect_drawn)
+        self._record(self._stopwatch.ended())
+        return tokens, self._failed_alone(groups)
+
+    def _collect(self, collect: Callable[[DecodeBatch], list[StepToken]]) -> list[StepToken]:
         tokens = list[StepToken]()
         for group in [*self._groups]:
             with self._isolate(group, "a decode step"):
-                tokens += group.collect()
-        failed = [group.rows for group in groups if group not in self._groups]
-        self._record(self._stopwatch.ended() if ending else self._stopwatch.launched(began))
-        self._launched_lengths = [] if failed or ending else lengths
-        return tokens, self._failed_alone(failed)
+                tokens += collect(group)
+        return tokens
 
-    def _failed_alone(self, failed: Sequence[Sequence[Row]]) -> list[Row]:
-        """Return the rows that failed in a group of their own, and no longer count them as lost. `failed`: the rows of
-        each group that failed."""
-        alone = [rows[0] for rows in failed if len(rows) == 1]
+    def _failed_alone(self, before: Sequence[DecodeBatch]) -> list[Row]:
+        """Return the rows that have failed in a group of their own, and no longer count them as lost. `before`: the
+        groups before the failures."""
+        alone = [group.rows[0] for group in before if group not in self._groups and len(group.rows) == 1]
         for row in alone:
             del self._lost[row]
         return alone

@@ -22,8 +22,7 @@ class Row:
     answer: list[int]  # tokens delivered so far, by all attempts
     num_dropped: int = 0  # tokens of the prompt that are never computed
     recomputed: bool = False  # after a failure that lost its cache
-    last_unfed: bool = False  # the last token of its answer is not in its cache
-    awaiting_first_step: bool = True  # its next input is the last known token, which is no output
+    last_unfed: bool = True  # its next input is its last known token, which is not in its cache yet
 
     @classmethod
     def of(cls, request: GenerationRequest, *, recomputed: bool = False) -> "Row":
@@ -44,12 +43,12 @@ class Row:
     @property
     def started(self) -> bool:
         """True if its answer has begun, or its next token is drawn from now on."""
-        return bool(self.answer) or not self.awaiting_first_step
+        return bool(self.answer) or not self.last_unfed
 
     @property
     def ending(self) -> bool:
-        """True if the token that it has drawn is the last of its answer."""
-        return not self.awaiting_first_step and len(self.answer) + 1 >= self.request.max_tokens
+        """True if it has drawn the last token of its answer, which is not delivered yet."""
+        return not self.last_unfed and len(self.answer) + 1 >= self.request.max_tokens
 
     @property
     def suspect(self) -> bool:
@@ -59,7 +58,7 @@ class Row:
     @property
     def length(self) -> int:
         """Number of tokens in the cache of a decoding row after the running step: prompt tokens that are not dropped,
-        and the answer so far. Before the row's first step the cache has one less."""
+        and the answer so far. If `last_unfed`, the cache has one less."""
         return len(self.request.prompt) - self.num_dropped + len(self.answer)
 
     @property
@@ -71,13 +70,13 @@ class Row:
         """Append a token to the answer."""
         self.answer.append(token)
 
-    def mark_last_unfed(self) -> None:
-        """Record that the last token of its answer is drawn, and is not fed."""
+    def mark_unfed(self) -> None:
+        """Record that the token that it has drawn is known before it is fed."""
         self.last_unfed = True
 
     def mark_fed(self) -> None:
-        """Record that its last known token was fed: from now on its inputs are tokens that it has drawn."""
-        self.awaiting_first_step = False
+        """Record that its last known token was fed: its next input is a token that it has drawn."""
+        self.last_unfed = False
 
     def drop_tokens(self, kept: tuple[Range, ...]) -> None:
         """Drop all tokens of the prompt outside the ranges, now and if the row is recomputed later. Called before its
@@ -92,7 +91,7 @@ class Row:
 
     def cache_key(self, *ending: int) -> tuple[int, ...]:
         """Return the cache key of everything in its cache between two steps: prompt, answer, and `ending`, tokens that
-        it has drawn but that are not part of the answer."""
+        it has drawn but that are not part of the answer; without the last of these if it was not fed."""
         tokens = *self.request.prompt, *self.answer, *ending
         return self.request.cache_key(tokens[:-1] if self.last_unfed else tokens)
 
