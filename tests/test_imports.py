@@ -80,8 +80,15 @@ TABLE = {
     "worker.engine.vision": May(
         "worker.engine.checkpoint worker.engine.upstream worker.errors worker.schedule", "mlx mlx_lm PIL"
     ),
+    # Heads belong to a model, and drafts to a batch.
+    "worker.engine.speculation.layouts": May("worker.engine.speculation.mtp worker.engine.upstream", "mlx"),
+    "worker.engine.speculation.heads": May(
+        "worker.engine.checkpoint worker.engine.speculation.layouts worker.engine.speculation.mtp worker.errors", "mlx"
+    ),
+    "worker.engine.speculation.mtp": May(others="mlx"),
     "worker.engine.model": May(
-        "worker.engine.cache worker.engine.checkpoint worker.engine.device worker.engine.tokenizer "
+        "worker.engine.cache worker.engine.checkpoint worker.engine.device worker.engine.speculation.heads "
+        "worker.engine.speculation.layouts worker.engine.speculation.mtp worker.engine.tokenizer "
         "worker.engine.upstream worker.engine.vision worker.errors worker.schedule",
         "mlx mlx_lm",
     ),

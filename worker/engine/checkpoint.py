@@ -48,6 +48,12 @@ def refuse_code(folder: Path, *fields: str) -> None:
 
 def tensor_names(file: Path) -> Iterator[str]:
     """Yield the names of all tensors in a safetensors file. Raises ValueError if it is not one or is truncated."""
+    yield from tensor_shapes(file)
+
+
+def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors in a safetensors file by name, from its header. Raises ValueError if it is not
+    one or is truncated."""
     with file.open("rb") as opened:
         length, size = int.from_bytes(opened.read(8), "little"), file.stat().st_size
         if 8 + length > size:
@@ -59,4 +65,4 @@ def tensor_names(file: Path) -> Iterator[str]:
     expected = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
     if expected > size:
         raise ValueError(f"{file.name} is truncated: {format_bytes(size)} of {format_bytes(expected)}")
-    yield from tensors
+    return {name: tuple(entry["shape"]) for name, entry in tensors.items()}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from worker.engine.model.check import ModelReport
 
 _ROW_LENGTHS = 2_048, 8_192, 32_768, 131_072  # in tokens
-_MTP = {"yes": "yes", "no": "no", "without weights": "no: the config has MTP layers, but the files lack their weights"}
+_MTP_WITHOUT_WEIGHTS = "no: the config has MTP layers, but the files lack their weights"
 
 Facts = dict[str, Any]
 
@@ -92,7 +92,8 @@ def _facts(report: "ModelReport") -> Facts:
         "tool_format": report.tokenizer.tool_format,
         "schemas": llguidance_tokenizer(report.tokenizer, profile.vocab) is not None,
         "attention_layers": profile.attention_calls,
-        "mtp": report.mtp,
+        "mtp": report.mtp.status,
+        "mtp_kind": report.mtp.kind,
         "vision": report.vision_unsupported_reason is None,
         "vision_why_not": report.vision_unsupported_reason,
         "encoder_bytes": report.encoder_bytes,
@@ -125,10 +126,21 @@ def _print_model(facts: Facts) -> None:
         "tool calls": f"{facts['tool_format'] or 'yes'}: {_marked(facts['tool'])}" if facts["tool"] else "no",
         "schemas": "yes" if facts["schemas"] else "no: llguidance cannot read the tokenizer",
         "SpecPrefill": _specprefill(facts["attention_layers"]),
-        "MTP": _MTP[facts["mtp"]],
+        "MTP": _mtp(facts),
         "vision": _vision(facts),
     }
     print_table(facts["model"], {"": "left", "for a worker": "left"}, lines.items())
+
+
+def _mtp(facts: Facts) -> str:
+    match facts["mtp"]:
+        case "yes":
+            return f"a head of the layout {facts['mtp_kind']} (not used yet)"
+        case "unsupported":
+            return f"a head that is not used: {facts['mtp_kind']}"
+        case "without weights":
+            return _MTP_WITHOUT_WEIGHTS
+    return "no"
 
 
 def _reasoning(facts: Facts) -> str:

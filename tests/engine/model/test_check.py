@@ -16,6 +16,7 @@ from tests.engine.tiny import CANNOT_BATCH, CONFIGS, write_checkpoint
 from worker.engine.model import check as checking
 from worker.engine.model import load as opening
 from worker.engine.model.check import ModelReport
+from worker.engine.speculation.layouts import HeadReport
 from worker.errors import CannotStart
 
 
@@ -43,7 +44,7 @@ def test_report_on_the_tiny_model_is_complete() -> None:
         1024,
         41_984,
     )
-    assert (report.context, report.profile.vocab, report.bits, report.mtp) == (32_768, 1024, None, "no")
+    assert (report.context, report.profile.vocab, report.bits, report.mtp.status) == (32_768, 1024, None, "no")
     assert (report.vision_unsupported_reason, report.encoder_bytes) == ("Its config has no vision encoder.", 0)
     assert report.tokenizer.think == ("<think>", "</think>")
     assert report.batches
@@ -118,7 +119,7 @@ def test_no_weights_are_downloaded_from_the_hub(tmp_path: Path, monkeypatch: pyt
         assert not any(Path(file).match(pattern) for pattern in patterns)
 
 
-def with_mtp(folder: Path, name: str, tensor: str | None, **text: Any) -> str:
+def with_mtp(folder: Path, name: str, tensor: str | None, **text: Any) -> HeadReport:
     """Return the report on a model with this setting in its config, and this tensor in its files."""
     config = {**ALL[name], **text}
     if "text_config" in config:
@@ -132,15 +133,20 @@ def with_mtp(folder: Path, name: str, tensor: str | None, **text: Any) -> str:
 @pytest.mark.parametrize(
     ("name", "tensor", "text", "mtp"),
     [
-        ("qwen3_5", None, {}, "no"),
-        ("qwen3_5", None, {"mtp_num_hidden_layers": 0}, "no"),
-        ("qwen3_5", None, {"mtp_num_hidden_layers": 1}, "without weights"),
-        ("qwen3_5", "mtp.fc.weight", {"mtp_num_hidden_layers": 1}, "yes"),
-        ("deepseek_v3", "model.layers.61.eh_proj.weight", {"num_nextn_predict_layers": 1}, "yes"),
+        ("qwen3_5", None, {}, HeadReport("no")),
+        ("qwen3_5", None, {"mtp_num_hidden_layers": 0}, HeadReport("no")),
+        ("qwen3_5", None, {"mtp_num_hidden_layers": 1}, HeadReport("without weights")),
+        ("qwen3_5", "mtp.fc.weight", {"mtp_num_hidden_layers": 1}, HeadReport("yes", "qwen3_5")),
+        (
+            "deepseek_v3",
+            "model.layers.61.eh_proj.weight",
+            {"num_nextn_predict_layers": 1},
+            HeadReport("unsupported", "deepseek_v3: its attention is latent (MLA), for which no head is loaded"),
+        ),
     ],
 )
-def test_mtp_needs_layers_in_the_config_and_weights(
-    tmp_path: Path, name: str, tensor: str | None, text: dict[str, int], mtp: str
+def test_a_head_is_reported_by_its_layout_or_by_why_it_is_not_used(
+    tmp_path: Path, name: str, tensor: str | None, text: dict[str, int], mtp: HeadReport
 ) -> None:
     assert with_mtp(tmp_path, name, tensor, **text) == mtp
 

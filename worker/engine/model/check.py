@@ -1,10 +1,9 @@
 """Report how a worker would serve a model, from its config, its tokenizer and the headers of its weight files."""
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,6 +12,7 @@ from worker.engine import device
 from worker.engine.checkpoint import tensor_names
 from worker.engine.model.load import model_folder, template_of, why_not_loaded
 from worker.engine.model.profile import ModelProfile, profile, weights_bytes, why_not_batched
+from worker.engine.speculation.layouts import HeadReport, report_head
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import load_model, load_tokenizer
 from worker.engine.vision.load import Vision, open_vision, refuse_unready, vision_unsupported_reason
@@ -21,11 +21,7 @@ from worker.schedule.memory import MemoryModel, format_bytes
 
 # The files to download from a hub: all that are read here, and no weights.
 _TEXTS = ["*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model", "tiktoken.model"]
-_MTP_LAYERS = "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-
-# "without weights": the config has MTP layers and the files do not, since mlx-lm's conversions drop them.
-Mtp = Literal["yes", "no", "without weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +35,7 @@ class ModelReport:
     device: str
     limit: int  # bytes of memory that a worker may use
     tokenizer: MLXTokenizer
-    mtp: Mtp
+    mtp: HeadReport
     vision_unsupported_reason: str | None  # why images are not served; None if they are
     encoder_bytes: int  # weights of the vision encoder; 0 if unknown
     blockers: tuple[str, ...]  # why no worker would serve it, and what to do
@@ -96,7 +92,7 @@ def check(folder_or_hub_id: str, *, memory: int, vision: bool = True, trusted: b
         device=device.describe(),
         limit=memory,
         tokenizer=MLXTokenizer(tokenizer),
-        mtp=_mtp(config, files.names or []),
+        mtp=report_head(config, files.names or []),
         vision_unsupported_reason=no_vision,
         encoder_bytes=encoder_bytes,
         blockers=tuple(filter(None, (refused, why_not, no_template, _too_large(costs, memory)))),
@@ -104,7 +100,7 @@ def check(folder_or_hub_id: str, *, memory: int, vision: bool = True, trusted: b
 
 
 def _files(folder: Path) -> _Files:
-    if files := sorted(folder.glob("model*.safetensors")):
+    if files := sorted(folder.glob("*.safetensors")):  # mlx-lm reads model*, and a head may be in another
         return _Files(True, [name for file in files for name in tensor_names(file)])
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
@@ -159,17 +155,6 @@ def _set_dtypes(network: nn.Module, config: dict[str, Any]) -> None:
             and quantization.get(path, layer.weight.shape[-1] % quantization["group_size"] == 0)
         ),
     )
-
-
-def _mtp(config: dict[str, Any], names: list[str]) -> Mtp:
-    text = config.get("text_config", config)
-    if not any(place.get(name) for place in (config, text) for name in _MTP_LAYERS):
-        return "no"
-    matches = (re.search(r"layers\.(\d+)\.", name) for name in names)
-    present = any("mtp" in name for name in names) or any(
-        int(match[1]) >= text["num_hidden_layers"] for match in matches if match
-    )
-    return "yes" if present else "without weights"
 
 
 def _too_large(costs: MemoryModel, limit: int) -> str | None:

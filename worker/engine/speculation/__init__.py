@@ -1,0 +1,1 @@
+"""Speculative decoding: drafts of several tokens per row, which one forward of the batch verifies."""
