@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import TypeAlias
 
+from scripts.tiny_chat import mtp_head
 from scripts.tiny_chat.evaluate import Score, evaluate
 from scripts.tiny_chat.plan import CURRICULA, SIZES, Plan
 from scripts.tiny_chat.progress import Progress
@@ -17,6 +18,7 @@ Trains the bundled model of one million parameters from scratch, or evaluates su
   python -m scripts.tiny_chat train --out DIR --size small    a trial of some seconds; the model learns nothing
   python -m scripts.tiny_chat train --out DIR                 the whole run: hours on two cores
   python -m scripts.tiny_chat evaluate DIR                    score of each skill
+  python -m scripts.tiny_chat mtp-head MODEL --out DIR        train an MTP head for a trained model: minutes
 """
 _AsWritten = argparse.RawDescriptionHelpFormatter
 TRAIN = """\
@@ -29,6 +31,12 @@ shows that the loss falls and how long the whole run would take, but the model l
 On Linux this computes on the CPU, eight times faster with OpenBLAS, for instance:
   LD_PRELOAD=/usr/lib/x86_64-linux-gnu/openblas-pthread/libblas.so.3 python -m scripts.tiny_chat train ...
 """
+MTP_HEAD = """\
+Trains a multi-token-prediction head for a trained model, and writes it as mtp.safetensors: copied into the model's
+folder, it drafts tokens for speculative decoding. The model's own weights stay as they are.
+
+If it is stopped or killed, the same command resumes at the last checkpoint, and ends with the same weights.
+"""
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
@@ -40,6 +48,7 @@ def main() -> int:
     _add_train(commands)
     _add_tokenizer(commands)
     _add_evaluate(commands)
+    _add_mtp_head(commands)
     arguments = parser.parse_args()
     try:
         arguments.do(arguments)
@@ -94,6 +103,18 @@ def _add_evaluate(commands: Commands) -> None:
     command.set_defaults(do=_evaluate)
 
 
+def _add_mtp_head(commands: Commands) -> None:
+    about = "train a head that predicts several tokens"
+    command = commands.add_parser("mtp-head", help=about, description=MTP_HEAD, formatter_class=_AsWritten)
+    add, steps = command.add_argument, mtp_head.STEPS
+    add("model", type=Path, metavar="MODEL", help="folder of a trained model, such as models/tiny-chat")
+    add("--out", type=Path, required=True, metavar="DIR", help="folder for the checkpoint and the head")
+    add("--steps", type=_positive, default=steps, metavar="N", help=f"length of the run (default: {steps})")
+    add("--seed", type=int, default=0, help="seed of the initial weights and of the chats (default: 0)")
+    add("--checkpoint-every", type=_positive, default=50, metavar="N", help="steps between checkpoints (default: 50)")
+    command.set_defaults(do=_mtp_head)
+
+
 def _positive(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{value} is less than 1")
@@ -119,6 +140,14 @@ def _tokenizer(arguments: argparse.Namespace) -> None:
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     evaluate(arguments.folder, arguments.cases, arguments.seed, _show)
+
+
+def _mtp_head(arguments: argparse.Namespace) -> None:
+    plan = mtp_head.HeadPlan("full", arguments.steps, arguments.seed)
+    training = mtp_head.open_head_training(arguments.model, arguments.out, plan)
+    progress = Progress(plan, training.done)
+    mtp_head.run_head_training(training, arguments.out, arguments.checkpoint_every, progress)
+    print(f"{arguments.out / mtp_head.HEAD} holds the head.")
 
 
 def _show(score: Score) -> None:

@@ -23,7 +23,7 @@ def export(network: nn.Module, config: dict[str, Any], tokenizer: Tokenizer, fol
     _write_json(folder / "generation_config.json", {"eos_token_id": TURN_END, "do_sample": False})
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(config))
     tokenizer.save(str(folder / TOKENIZER))
-    weights = {name: _stored(value) for name, value in tree_flatten(network.parameters())}
+    weights = {name: stored(value) for name, value in tree_flatten(network.parameters())}
     mx.save_safetensors(str(folder / WEIGHTS), weights, {"format": "mlx"})
 
 
@@ -38,7 +38,7 @@ def _tokenizer_config(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _stored(weight: mx.array) -> mx.array:
+def stored(weight: mx.array) -> mx.array:
     """Return a weight as it is stored: matrices in half precision, vectors unchanged."""
     return weight.astype(mx.float16) if weight.ndim >= 2 else weight
 
