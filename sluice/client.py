@@ -180,12 +180,6 @@ class Client:
         """The redis-py client that this client uses, for keys of the caller's own. It does not decode responses."""
         return self._redis
 
-    async def tenant(self, job_id: str) -> str | None:
-        """Return the tenant of a job; None if it has none or there is no trace of the job."""
-        wire.check_job_id(job_id)
-        tenant: bytes | None = await self._retries.run(lambda: self._redis.hget(wire.job_key(job_id), "tenant"))
-        return None if tenant is None else tenant.decode()
-
     async def waits_for(self, job_id: str) -> str | None:
         """Return the model for which a queued job waits; None if it is not queued or its hash names no model."""
         wire.check_job_id(job_id)

@@ -93,11 +93,13 @@ async def chunks(events: AsyncGenerator[Event], *, include_usage: bool = False) 
     `include_usage` is that of OpenAI's `stream_options`. Raises `JobFailed`, `JobCancelled`, `JobRestarted`, and every
     error of the stream of events.
     """
-    answer = _Answer(include_usage)
+    answer = Answer(include_usage=include_usage)
     async with aclosing(events):
         async for event in events:
             for chunk in answer.chunks(event):
                 yield chunk
+            if include_usage and isinstance(event, Finished):
+                yield answer.usage_chunk(usage_of(event.usage))
 
 
 async def sse(chunks: AsyncGenerator[Chunk]) -> AsyncGenerator[str]:
@@ -140,15 +142,19 @@ def error_reply(error: SluiceError) -> ErrorReply:
     return _reply(500, "internal", str(error), retryable=True)
 
 
-class _Answer:
-    """State of one streamed answer."""
+class Answer:
+    """Turns the events of one job, from its first one, into the chunks of one choice."""
 
-    def __init__(self, include_usage: bool) -> None:
+    def __init__(self, *, include_usage: bool = False, index: int = 0, id: str | None = None) -> None:
+        """`index`: that of the choice. `id`: the answer's, if it is not the job's, as with several choices."""
         self._include_usage = include_usage
+        self._index = index
+        self._id = id
         self._head: Chunk = {}  # fields common to all chunks
         self._sent_text = False
 
     def chunks(self, event: Event) -> list[Chunk]:
+        """Return the chunks of an event, without the usage. Raises `JobFailed`, `JobCancelled`, `JobRestarted`."""
         match event:
             case Restarted() if self._sent_text:
                 raise JobRestarted("the job starts over on another worker; the text streamed so far is invalid")
@@ -157,7 +163,7 @@ class _Answer:
             case Delta():
                 return self._delta_chunks(event)
             case Finished():
-                return self._last_chunks(event)
+                return [self._chunk({}, finish_reason=event.finish_reason)]
             case Failed():
                 raise JobFailed(event.error)
             case Cancelled():
@@ -169,7 +175,7 @@ class _Answer:
             self._head["system_fingerprint"] = event.fingerprint
             return []
         self._head = {
-            "id": event.id,
+            "id": self._id or event.id,
             "object": "chat.completion.chunk",
             "created": int(event.ts),
             "model": event.model,
@@ -186,21 +192,20 @@ class _Answer:
         logprobs = {"content": list(event.logprobs), "refusal": None} if event.logprobs else None
         return [self._chunk(delta, logprobs=logprobs)]
 
-    def _last_chunks(self, event: Finished) -> list[Chunk]:
-        last = self._chunk({}, finish_reason=event.finish_reason)
-        usage = {**self._head, "choices": [], "usage": _usage(event.usage)}
-        return [last, usage] if self._include_usage else [last]
+    def usage_chunk(self, usage: Mapping[str, Any]) -> Chunk:
+        """Return the chunk without choices that ends a stream with `include_usage`."""
+        return {**self._head, "choices": [], "usage": usage}
 
     def _chunk(
         self, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
     ) -> Chunk:
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        choice = {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         no_usage = {"usage": None} if self._include_usage else {}
         return {**self._head, "choices": [choice], **no_usage}
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
-    """Return the usage in the format of the stored result."""
+def usage_of(usage: Usage) -> dict[str, Any]:
+    """Return a job's usage in the format of the stored result."""
     images = {} if usage.image_tokens is None else {"image_tokens": usage.image_tokens}
     return {
         "prompt_tokens": usage.prompt_tokens,

@@ -168,7 +168,6 @@ class SyncClient:
     stream_json = iterating(Client.stream_json)
     result = blocking(Client.result)
     cancel = blocking(Client.cancel)
-    tenant = blocking(Client.tenant)
     waits_for = blocking(Client.waits_for)
     state = blocking(Client.state)
     workers = blocking(Client.workers)

@@ -1,5 +1,6 @@
 """Errors of the front, independent of a surface; and OpenAI's form of them."""
 
+import logging
 import math
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -8,8 +9,11 @@ from redis.exceptions import RedisError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from sluice.errors import JobFailed, NoWorker, QueueFull, SluiceError
+from sluice.errors import JobFailed, NoWorker, QueueFull, ServerUnreachable, SluiceError
 from sluice.openai import error_reply
+from sluice.transport.retries import is_transient
+
+logger = logging.getLogger("sluice.serve")
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
@@ -49,9 +53,10 @@ class ApiError(Exception):
 def from_client(error: SluiceError | RedisError) -> ApiError:
     """Return the HTTP error for an error of the client library."""
     if not isinstance(error, SluiceError):
-        return ApiError(
-            500, "The server of the queue refused a request; the log has the reason.", SERVER, code="internal"
-        )
+        if is_transient(error):
+            return from_client(ServerUnreachable(str(error)))
+        message = "The server of the queue refused a request; the log has the reason."
+        return ApiError(500, message, SERVER, code="internal")
     reply = error_reply(error)
     body = reply.body["error"]
     return ApiError(
@@ -63,6 +68,12 @@ def from_client(error: SluiceError | RedisError) -> ApiError:
         retry_after_s=_wait_s(error),
         retryable=reply.headers["x-should-retry"] == "true",
     )
+
+
+def log_refusal(error: SluiceError | RedisError) -> None:
+    """Log an error of the server that clients are not shown: a missing permission, a wrong password."""
+    if not isinstance(error, SluiceError) and not is_transient(error):
+        logger.error("the server of the queue refused a request", exc_info=error)
 
 
 def _wait_s(error: SluiceError) -> float | None:
@@ -98,6 +109,7 @@ def endpoint(handler: Handler, render: Callable[[ApiError], Response] = openai_r
         except ApiError as error:
             return render(error)
         except (SluiceError, RedisError) as error:
+            log_refusal(error)
             return render(from_client(error))
 
     return guarded

@@ -1,22 +1,38 @@
 """What all surfaces share: callers, models, and jobs."""
 
+import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping
-from typing import Any
+import logging
+import re
+import time
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
 
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 from starlette.requests import Request
 
+from sluice import wire
 from sluice.cancellation import Outcome
 from sluice.client import Client
+from sluice.errors import SluiceError
 from sluice.gateway.caller import LOCAL, Caller
-from sluice.gateway.errors import ApiError
-from sluice.gateway.models import requested_model, served_name
+from sluice.gateway.errors import NO_WORKER_RETRY_S, SERVER, ApiError
+from sluice.gateway.models import model_not_found, requested_model, served_name
 from sluice.gateway.settings import ServeSettings
+from sluice.gateway.workers import Workers
 from sluice.submission import Submitted, lane_of
+from sluice.transport.retries import Retries
 from sluice.wire import Event
 
+logger = logging.getLogger("sluice.serve")
+
 _UNKNOWN_S = 2.0  # short, since a job exists as soon as it is submitted
+_OUTAGE_S = 5.0  # that a command of the front's own waits out
+_POLL_S = 0.25  # between two checks for a worker
+
+T = TypeVar("T")
 
 
 class Gateway:
@@ -25,11 +41,19 @@ class Gateway:
     def __init__(self, client: Client, settings: ServeSettings) -> None:
         self.client = client
         self.settings = settings
+        self.retries = Retries(client.redis, _OUTAGE_S)
+        self.workers = Workers(client, self.retries)
+        self.draining = False
+        self._cancelling = set[asyncio.Task[None]]()
 
     @property
     def redis(self) -> Redis:
-        """The server, for keys of the front's own, which begin with `sluice:serve:`."""
+        """The server, for keys of the front's own, which begin with `sluice:serve:`; `retries` sends its commands."""
         return self.client.redis
+
+    def drain(self) -> None:
+        """Stop being ready. From now on a connection that ends is this front's doing, and its job continues."""
+        self.draining = True
 
     async def authenticate(self, request: Request) -> Caller:
         """Return the caller of a request. Raises `ApiError`."""
@@ -40,30 +64,110 @@ class Gateway:
     ) -> Submitted:
         """Queue a chat completion for the caller, once a worker serves its model. Raises `ApiError`, `SluiceError`.
 
-        `body` is a request of the contract; the front decides `model`, `tenant` and `on_disconnect`.
+        `body` is a request of the contract; `on_disconnect` is used if it has none. The front decides its `model`, and
+        its `tenant` if the caller has one. A `job_id` that exists is not queued again.
         """
-        model = served_name(caller, requested_model(body), self.settings.model_map)
+        requested = requested_model(body)
+        model = served_name(caller, requested, self.settings.model_map)
         lane = lane_of(body)
         if lane not in caller.lanes:
             raise ApiError(403, f"service_tier: this key may not use the lane {lane}.", code="lane_not_allowed")
-        tenant = {} if caller.tenant is None else {"tenant": caller.tenant}
-        request = {**body, **tenant, "model": model, "on_disconnect": on_disconnect}
-        wait_s = self.settings.no_worker_s
-        return await self.client.submit(request, model=model, lane=lane, id=job_id, wait_worker_s=wait_s)
+        request = {**body, "model": model, "on_disconnect": body.get("on_disconnect") or on_disconnect}
+        if caller.tenant is not None:
+            request["tenant"] = caller.tenant
+        if not await self.workers.is_served(model):
+            await self._wait_for_worker(requested, model, job_id)
+        return await self.client.submit(request, model=model, lane=lane, id=job_id)
 
-    def events(self, job_id: str, after: int = -1) -> AsyncGenerator[Event]:
-        """Yield the job's events after `after`, as `Client.stream` does."""
-        return self.client.stream(job_id, after=after, unknown_s=_UNKNOWN_S)
+    async def _wait_for_worker(self, requested: str, model: str, job_id: str | None) -> None:
+        if job_id is not None and await self.client.state(job_id) is not None:
+            return  # the request joins its own job
+        if not await self.workers.exists(model):
+            raise model_not_found(requested)
+        until = time.monotonic() + self.settings.no_worker_s
+        while not await self.workers.is_served(model):
+            if time.monotonic() >= until:
+                raise _no_worker(requested)
+            await asyncio.sleep(_POLL_S)
+
+    async def events(self, job_id: str, after: int = -1) -> AsyncGenerator[Event]:
+        """Yield the job's events after `after`, as `Client.stream` does.
+
+        Raises `ApiError` 503, and cancels the job, if its workers are gone before the first event.
+        """
+        async with aclosing(self.client.stream(job_id, after=after, unknown_s=_UNKNOWN_S)) as events:
+            first = await self.while_served(job_id, anext(events, None))
+            if first is None:
+                return
+            yield first
+            async for event in events:
+                yield event
 
     async def result(self, job_id: str) -> dict[str, Any]:
-        """Return the job's `chat.completion`, waiting until it has ended. Raises as `Client.result` does."""
-        return await self.client.result(job_id)
+        """Return the job's `chat.completion`, waiting until it has ended. Raises as `Client.result` and `events` do."""
+        return await self.while_served(job_id, self.client.result(job_id))
+
+    async def while_served(self, job_id: str, work: Awaitable[T]) -> T:
+        """Return what the work returns. Raises `ApiError` 503, and cancels the job, if it waits in its queue and its
+        model has been without a worker for `no_worker_s`."""
+        working = asyncio.ensure_future(work)
+        absent_since = float("inf")
+        try:
+            while not working.done():
+                await asyncio.wait({working}, timeout=max(_POLL_S, self.settings.no_worker_s / 4))
+                model = None if working.done() else await self._unserved_model(job_id)
+                absent_since = min(absent_since, time.monotonic()) if model else float("inf")
+                if model and time.monotonic() - absent_since >= self.settings.no_worker_s:
+                    await self.client.cancel(job_id)
+                    raise _no_worker(model)
+            return working.result()
+        finally:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+
+    async def _unserved_model(self, job_id: str) -> str | None:
+        """Return the model of a job that waits for a worker that does not exist, else None."""
+        try:
+            model = await self.client.waits_for(job_id)
+            return model if model and not await self.workers.is_served(model) else None
+        except SluiceError:
+            return None  # an outage, which the work itself waits out
 
     async def cancel(self, job_id: str) -> Outcome:
-        """Cancel a job."""
+        """Cancel a job, as `Client.cancel` does."""
         return await self.client.cancel(job_id)
+
+    def abandon(self, job_ids: Iterable[str]) -> None:
+        """Cancel jobs that no client waits for any more, without waiting; none while this front drains."""
+        if self.draining:
+            return
+        task = asyncio.create_task(self._cancel_all(list(job_ids)))
+        self._cancelling.add(task)
+        task.add_done_callback(self._cancelling.discard)
+
+    async def _cancel_all(self, job_ids: list[str]) -> None:
+        for job_id in job_ids:
+            try:
+                await self.client.cancel(job_id)
+            except (SluiceError, RedisError) as error:
+                logger.warning("job %s: not cancelled, although its client has left: %s", job_id, error)
 
     async def check_owner(self, caller: Caller, job_id: str) -> None:
         """Check that the job is the caller's. Raises `ApiError` 404 for another's, as for a job that does not exist."""
-        if caller.tenant is not None and await self.client.tenant(job_id) != caller.tenant:
-            raise ApiError(404, f"There is no job {json.dumps(job_id)}, or it has expired.", code="not_found")
+        if caller.tenant is None:
+            return
+        if not re.fullmatch(wire.JOB_ID, job_id):
+            raise unknown(job_id)
+        tenant: bytes | None = await self.retries.run(lambda: self.redis.hget(wire.job_key(job_id), "tenant"))
+        if tenant is None or tenant.decode("utf-8", "replace") != caller.tenant:
+            raise unknown(job_id)
+
+
+def unknown(job_id: str) -> ApiError:
+    """Return the error for a job that does not exist, as far as the caller may know."""
+    return ApiError(404, f"There is no job {json.dumps(job_id[:128])}, or it has expired.", code="unknown_job")
+
+
+def _no_worker(model: str) -> ApiError:
+    message = f"No worker serves the model {model[:80]!r} at the moment."
+    return ApiError(503, message, SERVER, code="overloaded", retry_after_s=NO_WORKER_RETRY_S)

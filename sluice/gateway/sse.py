@@ -2,17 +2,28 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
-from starlette.responses import StreamingResponse
+from redis.exceptions import RedisError
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
-from sluice.sse import HEADERS, KEEP_ALIVE, RETRY, seq_of, take
+from sluice.errors import SluiceError
+from sluice.gateway.disconnect import unless_left
+from sluice.gateway.errors import ApiError, from_client, log_refusal
+from sluice.sse import HEADERS, seq_of, take
 from sluice.streaming.streams import ReadAhead
 
-__all__ = ["DONE", "HEADERS", "KEEP_ALIVE", "RETRY", "frame", "response", "seq_of", "with_heartbeats"]
+__all__ = ["DONE", "HEADERS", "KEEP_ALIVE", "frame", "seq_of", "stream"]
 
 DONE = b"data: [DONE]\n\n"
+# A comment without an empty line: after an event with an id, an empty line is an event without data to OpenAI's SDK.
+KEEP_ALIVE = b": keep-alive\n"
+_RETRY = b"retry: 500\n"  # milliseconds; a part of the first event, for the same reason
+
+Frames = AsyncGenerator[bytes]
 
 
 def frame(data: Any, *, event: str | None = None, id: int | str | None = None) -> bytes:
@@ -24,21 +35,60 @@ def frame(data: Any, *, event: str | None = None, id: int | str | None = None) -
     return "\n".join([*lines, "", ""]).encode()
 
 
-async def with_heartbeats(
-    frames: AsyncGenerator[bytes], heartbeat_s: float, heartbeat: bytes = KEEP_ALIVE
-) -> AsyncGenerator[bytes]:
-    """Yield the frames, joined when several are ready, and a heartbeat after each `heartbeat_s` seconds without one.
+async def stream(
+    request: Request,
+    frames: Frames,
+    *,
+    heartbeat_s: float,
+    error_frame: Callable[[ApiError], bytes],
+    headers: Mapping[str, str] | None = None,
+    heartbeat: bytes = KEEP_ALIVE,
+) -> Response:
+    """Return the response that sends the frames, with a heartbeat after each `heartbeat_s` seconds without one.
 
-    Closes `frames`. An error of theirs is raised after the frames before it, so the body breaks off.
+    Waits for the first frame, but no longer than `heartbeat_s`: an error of `frames` until then is raised here, while a
+    status can still be chosen, and a later one is sent as `error_frame`, the last. Closes `frames`, also when the
+    client leaves, in a task of their own. Raises `ClientLeft`.
     """
     source = ReadAhead(frames)
     try:
-        while (ready := await take(source, heartbeat_s)) != []:
-            yield heartbeat if ready is None else b"".join(ready)
-    finally:
+        first = await unless_left(request, take(source, heartbeat_s))
+    except BaseException:
         await asyncio.shield(source.close())
+        raise
+    body = _body(source, first, heartbeat_s, heartbeat, error_frame)
+    return _Stream(source, body, headers={**HEADERS, **(headers or {})})
 
 
-def response(body: AsyncGenerator[bytes], headers: Mapping[str, str] | None = None) -> StreamingResponse:
-    """Return the HTTP response of a stream."""
-    return StreamingResponse(body, headers={**HEADERS, **(headers or {})})
+class _Stream(StreamingResponse):
+    """Closes the source of its body in every case, also if the body was never begun."""
+
+    def __init__(self, source: ReadAhead[bytes], body: Frames, headers: Mapping[str, str]) -> None:
+        super().__init__(body, headers=headers)
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await asyncio.shield(self._source.close())
+
+
+async def _body(
+    source: ReadAhead[bytes],
+    ready: list[bytes] | None,
+    heartbeat_s: float,
+    heartbeat: bytes,
+    error_frame: Callable[[ApiError], bytes],
+) -> Frames:
+    """Yield frames, joined if several are ready; `ready` is the first result of `take`."""
+    yield _RETRY
+    try:
+        while ready != []:
+            yield heartbeat if ready is None else b"".join(ready)
+            ready = await take(source, heartbeat_s)
+    except ApiError as error:
+        yield error_frame(error)
+    except (SluiceError, RedisError) as error:
+        log_refusal(error)
+        yield error_frame(from_client(error))

@@ -1,0 +1,66 @@
+"""The live workers as a front sees them, read from the server at most once a second."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+
+from sluice import wire
+from sluice.client import Client
+from sluice.transport.retries import Retries
+
+_FRESH_S = 1.0  # a worker's presence lasts for a lease of seconds
+_SEEN_KEY = "sluice:serve:models"  # sorted set: models that had a worker, by Unix seconds
+_SEEN_S = 86_400.0  # a model whose workers left within a day is expected back
+_NOTE_EVERY_S = 60.0
+
+Worker = Mapping[str, str]  # the fields that a worker publishes
+
+
+class Workers:
+    """Answers which models are served, for any number of requests at once."""
+
+    def __init__(self, client: Client, retries: Retries) -> None:
+        self._client = client
+        self._redis, self._run = client.redis, retries.run
+        self._served: dict[str, float] = {}  # models with a live worker, by when that was read
+        self._noted: dict[str, float] = {}
+        self._live: Sequence[Worker] = ()
+        self._read_at = float("-inf")
+        self._reading: asyncio.Task[list[dict[str, str]]] | None = None
+
+    async def is_served(self, model: str) -> bool:
+        """Return True if a live worker serves the model."""
+        now = time.monotonic()
+        if now - self._served.get(model, float("-inf")) < _FRESH_S:
+            return True
+        if not await self._run(lambda: self._redis.exists(wire.model_key(model))):
+            self._served.pop(model, None)
+            return False
+        self._served[model] = now
+        await self._note(model, now)
+        return True
+
+    async def _note(self, model: str, now: float) -> None:
+        """Record for all fronts that the model has been served."""
+        if now - self._noted.get(model, float("-inf")) >= _NOTE_EVERY_S:
+            self._noted[model] = now
+            await self._run(lambda: self._redis.zadd(_SEEN_KEY, {model: time.time()}))
+            await self._run(lambda: self._redis.zremrangebyscore(_SEEN_KEY, "-inf", time.time() - _SEEN_S))
+
+    async def exists(self, model: str) -> bool:
+        """Return False if other models are served and this one was not within the last day."""
+        served = {worker.get("model") for worker in await self.live()}
+        if not served or model in served:
+            return True
+        seen: float | None = await self._run(lambda: self._redis.zscore(_SEEN_KEY, model))
+        return seen is not None and seen > time.time() - _SEEN_S
+
+    async def live(self) -> Sequence[Worker]:
+        """Return the fields of each live worker. Callers share one reading."""
+        if time.monotonic() - self._read_at < _FRESH_S:
+            return self._live
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(self._client.workers())
+        self._live = await asyncio.shield(self._reading)
+        self._read_at = time.monotonic()
+        return self._live
