@@ -27,8 +27,8 @@ from worker.engine.cache.segments import token_bytes
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model, open_model
 from worker.engine.upstream.mlx_lm import KVCache, make_prompt_cache
+from worker.schedule.cache.prefix import PrefixTree, checkpoint_positions
 from worker.schedule.outcomes import Prefilled, Sampled
-from worker.schedule.prefix import PrefixTree, checkpoint_positions
 from worker.schedule.request import GenerationRequest
 
 MIB = 1 << 20

@@ -11,7 +11,7 @@ from tests.images.pictures import data_url, patch, saved
 from tests.text import conversations
 from tests.text.conversations import Said, user
 from worker.chat.images import ImageInputs, PixelBudget
-from worker.schedule.recent import ByteLRU
+from worker.schedule.cache.recent import ByteLRU
 from worker.schedule.request import Lane, ProcessedImage, PromptImage
 from worker.settings import Settings
 

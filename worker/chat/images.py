@@ -11,7 +11,7 @@ from schemas.messages import Message
 from worker.errors import JobFailure
 from worker.images.conversation import ImageLoader
 from worker.images.image import Image
-from worker.schedule.recent import ByteLRU
+from worker.schedule.cache.recent import ByteLRU
 from worker.schedule.request import Lane, ProcessedImage, PromptImage
 from worker.settings import Settings
 

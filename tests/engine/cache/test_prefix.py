@@ -20,7 +20,7 @@ from worker.engine.cache import prefix as prefix_module
 from worker.engine.cache.layers import layers
 from worker.engine.model.load import Model
 from worker.engine.prefill import reuse as prefill_module
-from worker.schedule import prefix as tree_module
+from worker.schedule.cache import prefix as tree_module
 from worker.schedule.memory import KVLayers, MemoryModel
 from worker.schedule.request import Sampling
 

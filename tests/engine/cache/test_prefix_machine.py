@@ -11,7 +11,7 @@ from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
 from tests.engine.tiny import alone, model, network, prompt
 from tests.selection import examples
 from worker.engine.prefill import reuse
-from worker.schedule import prefix
+from worker.schedule.cache import prefix
 from worker.schedule.grouping import StepCost
 from worker.schedule.request import Lane
 

@@ -11,7 +11,7 @@ from tests.engine.vision.cases import Prompt, prompt
 from tests.engine.vision.checkpoints import CONFIGS, EOS, write_checkpoint
 from worker.engine.model.load import open_model
 from worker.engine.prefill import reuse as prefill_module
-from worker.schedule import prefix as tree_module
+from worker.schedule.cache import prefix as tree_module
 
 FAMILIES = [*CONFIGS]
 # Their experts do not matter for the cache of a row.

@@ -23,8 +23,8 @@ from worker.engine.cache.segments import (
 )
 from worker.engine.isolation import isolate
 from worker.engine.upstream.mlx_lm import make_prompt_cache
+from worker.schedule.cache.prefix import Found, PrefixTree, checkpoint_positions
 from worker.schedule.memory import BUFFER_TOKENS
-from worker.schedule.prefix import Found, PrefixTree, checkpoint_positions
 
 GRID = 2048  # tokens between state snapshots that are not at a boundary
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from worker.engine.cache.prefix import PrefixCache
-from worker.schedule.prefix import MAX_SEGMENT_TOKENS
+from worker.schedule.cache.prefix import MAX_SEGMENT_TOKENS
 from worker.schedule.request import GenerationRequest
 
 # Two prompts that have at least this many uncached tokens in common do not compute them at the same time.

@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from worker.schedule.recent import ByteLRU
+from worker.schedule.cache.recent import ByteLRU
 from worker.schedule.request import PromptImage
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.selection import examples
-from worker.schedule import prefix
-from worker.schedule.prefix import MAX_SEGMENT_TOKENS, Evicted, Found, Node, PrefixTree, checkpoint_positions
+from worker.schedule.cache import prefix
+from worker.schedule.cache.prefix import MAX_SEGMENT_TOKENS, Evicted, Found, Node, PrefixTree, checkpoint_positions
 
 Tokens = tuple[int, ...]
 STATE_BYTES = 7

@@ -1,0 +1,1 @@
+"""Decisions of the caches that outlive a request."""
