@@ -1,0 +1,108 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.prefix_store.index import Index
+from worker.prefix_store.names import FileName, TokenDigest, parse_name
+
+MODEL = "0" * 32
+IMAGE = -(1 << 255)  # the key of an image
+
+
+def digest(tokens: tuple[int, ...], namespace: str = "") -> str:
+    running = TokenDigest(MODEL, namespace)
+    running.update(tokens)
+    return running.hexdigest()
+
+
+def name(path: tuple[int, ...], start: int = 0, *, state: bool = False, namespace: str = "") -> FileName:
+    return FileName(MODEL, digest(path[:start], namespace), digest(path, namespace), start, len(path), state)
+
+
+def index(*names: FileName) -> Index:
+    made = Index(MODEL)
+    made.replace(names)
+    return made
+
+
+@given(st.lists(st.one_of(st.integers(-5, 5), st.just(IMAGE)), max_size=8), st.integers(0, 8))
+def test_a_digest_depends_on_the_tokens_and_not_on_their_portions(tokens: list[int], at: int) -> None:
+    running = TokenDigest(MODEL, "")
+    running.update(tokens[:at])
+    running.update(tokens[at:])
+    assert running.hexdigest() == digest(tuple(tokens))
+
+
+def test_a_name_is_read_as_it_was_written() -> None:
+    for made in (name((1, 2, 3), 1), name((1, IMAGE), state=True)):
+        assert parse_name(str(made)) == made
+    assert parse_name("model.safetensors") is None
+    assert parse_name(str(name((1,))).replace("-v1-", "-v2-")) is None
+
+
+def test_a_chain_goes_on_where_the_file_before_ends() -> None:
+    found = index(name((1, 2)), name((1, 2, 3), 2), name((1, 2, 4), 2)).find("", (1, 2, 3, 9), stateful=False)
+    assert found is not None
+    assert found.tokens == (1, 2, 3)
+    assert found.files == (name((1, 2)), name((1, 2, 3), 2))
+
+
+def test_a_chain_of_a_stateful_model_ends_with_a_state() -> None:
+    files = index(name((1, 2), state=True), name((1, 2, 3), 2))
+    found = files.find("", (1, 2, 3), stateful=True)
+    assert found is not None
+    assert found.tokens == (1, 2)
+    assert index(name((1, 2))).find("", (1, 2), stateful=True) is None
+
+
+def test_files_after_a_gap_are_found_only_from_a_position_that_is_held() -> None:
+    files = index(name((1, 2, 3), 2))
+    assert files.find("", (1, 2, 3), stateful=False) is None
+    found = files.find("", (1, 2, 3), stateful=False, held=[2])
+    assert found is not None
+    assert found.start == 2
+
+
+def test_nothing_is_found_that_is_held_already() -> None:
+    assert index(name((1, 2))).find("", (1, 2, 3), stateful=False, held=[2]) is None
+
+
+def test_a_prefix_is_not_found_from_another_namespace_or_model() -> None:
+    files = index(name((1, 2), namespace="a"))
+    assert files.find("b", (1, 2), stateful=False) is None
+    assert files.find("a", (1, 2), stateful=False) is not None
+    other = Index("1" * 32)
+    other.replace([name((1, 2))])
+    assert len(other) == 0
+
+
+def test_a_place_counts_as_stored_only_with_its_state() -> None:
+    files = index(name((1, 2)))
+    assert name((1, 2)) in files
+    assert name((1, 2), state=True) not in files
+    files.add(name((1, 2), state=True))
+    assert name((1, 2)) in files
+    files.discard(name((1, 2), state=True))
+    assert name((1, 2), state=True) not in files
+
+
+paths = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
+
+
+@given(st.lists(st.tuples(paths, st.integers(0, 5), st.booleans())), paths, st.booleans())
+def test_the_longest_chain_is_found(
+    made: list[tuple[tuple[int, ...], int, bool]], tokens: tuple[int, ...], stateful: bool
+) -> None:
+    names = [name(path, start, state=state) for path, start, state in made if start < len(path)]
+    reached = {0}
+    usable = {0}
+    for end in range(1, len(tokens) + 1):
+        here = [each for each in names if each.digest == digest(tokens[:end]) and each.start in reached]
+        if here:
+            reached.add(end)
+        if any(each.has_state or not stateful for each in here):
+            usable.add(end)
+    found = index(*names).find("", tokens, stateful=stateful)
+    assert (len(found.tokens) if found else 0) == max(usable)
+    if found:
+        assert [each.start for each in found.files] == [0, *(each.end for each in found.files[:-1])]
+        assert found.files[-1].has_state or not stateful

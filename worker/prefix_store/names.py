@@ -1,0 +1,115 @@
+"""Names of the files, and digests of tokens. A name has all that the index needs, so no file is opened at start."""
+
+import hashlib
+import re
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+VERSION = 1  # of names and format; files of other versions are stale
+_DIGEST_BYTES = 16
+_PREFIX = "sluice-prefix-"
+_PATTERN = re.compile(
+    rf"{_PREFIX}v{VERSION}-([0-9a-f]{{32}})-([0-9a-f]{{32}})-([0-9a-f]{{32}})-(\d{{1,9}})-(\d{{1,9}})-(kv|state)\.safetensors"
+)
+TEMPORARY = ".part"
+_PIN = ".pin"
+_BIG_TOKEN = (-(1 << 63)).to_bytes(8, "little", signed=True)  # announces a key of an image, which is a large number
+
+
+@dataclass(frozen=True, slots=True)
+class FileName:
+    """Name of the file of a place: tokens `start` to `end` (exclusive) of a prefix."""
+
+    model: str  # digest of the model
+    parent: str  # digest of the first `start` tokens
+    digest: str  # digest of the first `end` tokens
+    start: int
+    end: int
+    has_state: bool  # the file has the state after `end` tokens
+
+    def __str__(self) -> str:
+        kind = "state" if self.has_state else "kv"
+        tokens = f"{self.start}-{self.end}"
+        return f"{_PREFIX}v{VERSION}-{self.model}-{self.parent}-{self.digest}-{tokens}-{kind}.safetensors"
+
+    @property
+    def temporary(self) -> str:
+        """Name while the file is written."""
+        return f"{self}{TEMPORARY}"
+
+    @property
+    def pin(self) -> str:
+        """Name of the empty file that keeps this one from being removed for space."""
+        return pin_of(str(self))
+
+
+def parse_name(text: str) -> FileName | None:
+    """Return the parsed name; None if it is not that of a file of this version."""
+    if (match := _PATTERN.fullmatch(text)) is None:
+        return None
+    model, parent, digest, start, end, kind = match.groups()
+    return FileName(model, parent, digest, int(start), int(end), kind == "state")
+
+
+def is_ours(text: str) -> bool:
+    """Return True for a file that some version of the store has written, pins and unfinished files included."""
+    return text.startswith(_PREFIX)
+
+
+def is_pin(text: str) -> bool:
+    """Return True for the name of a pin."""
+    return is_ours(text) and text.endswith(_PIN)
+
+
+def pin_of(name: str) -> str:
+    """Return the name of the pin of a file."""
+    return f"{name}{_PIN}"
+
+
+def pinned_name(pin: str) -> str:
+    """Return the name of the file that a pin belongs to."""
+    return pin.removesuffix(_PIN)
+
+
+def is_temporary(text: str) -> bool:
+    """Return True for the name of a file that is being written, or whose writer has died."""
+    return is_ours(text) and text.endswith(TEMPORARY)
+
+
+def model_digest(fingerprint: str) -> str:
+    """Return the digest of a model's fingerprint."""
+    return hashlib.blake2b(fingerprint.encode(), digest_size=_DIGEST_BYTES).hexdigest()
+
+
+class TokenDigest:
+    """Running digest of the tokens of one model and namespace. Depends on the tokens alone, not on their portions."""
+
+    def __init__(self, model: str, namespace: str) -> None:
+        """`model`: digest of the model."""
+        self._hash = hashlib.blake2b(f"{model}:{namespace}\0".encode(), digest_size=_DIGEST_BYTES)
+        self.length = 0  # tokens so far
+
+    def update(self, tokens: Sequence[int]) -> None:
+        """Append tokens."""
+        self._hash.update(_packed(tokens))
+        self.length += len(tokens)
+
+    def hexdigest(self) -> str:
+        """Return the digest of all tokens so far."""
+        return self._hash.hexdigest()
+
+
+def _packed(tokens: Sequence[int]) -> bytes:
+    try:
+        return array("q", tokens).tobytes()
+    except OverflowError:
+        return b"".join(map(_packed_one, tokens))
+
+
+def _packed_one(token: int) -> bytes:
+    try:
+        return array("q", [token]).tobytes()
+    except OverflowError:
+        number = token.to_bytes(token.bit_length() // 8 + 1, "little", signed=True)
+        return _BIG_TOKEN + len(number).to_bytes(2, "little") + number
