@@ -13,6 +13,7 @@ import mlx.core as mx
 import pytest
 
 from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
+from tests.engine.stepwise_grammar import StepwiseGrammar
 from tests.engine.tiny import CONFIGS, alone, model, network, prompt, write_checkpoint
 from worker.engine import active
 from worker.engine.active import EngineBroken
@@ -70,7 +71,7 @@ def all_is_well(run: Run, family: str = QWEN, *, guilty: str | None = None) -> N
     assert set(run.ended) == set(run.generated)
 
 
-class Counting:
+class Counting(StepwiseGrammar):
     """Allows everything, and breaks down at one token of the answer."""
 
     error = None
@@ -83,6 +84,9 @@ class Counting:
 
     def reset(self) -> None:
         self._num_accepted = 0
+
+    def rollback(self, count: int) -> None:
+        self._num_accepted -= count
 
     def bitmask(self) -> bytes | None:
         if self._num_accepted >= self._fails_at:

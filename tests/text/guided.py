@@ -18,7 +18,8 @@ from worker.engine.upstream.mlx_lm import load_tokenizer
 from worker.errors import JobFailure
 from worker.text.grammar.builder import Grammars
 from worker.text.grammar.constraint import constraint_of, markup_of
-from worker.text.grammar.guide import GrammarStates, RowGrammar
+from worker.text.grammar.guide import GrammarStates
+from worker.text.grammar.row_grammar import RowGrammar
 from worker.text.grammar.sandbox import compile_grammar
 from worker.text.output.formats import ModelFormat
 from worker.text.output.harmony import MARKERS

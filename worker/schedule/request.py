@@ -1,6 +1,6 @@
 """Generation request, as the worker submits it to the engine."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -49,6 +49,20 @@ class GrammarState(Protocol):
 
     def reset(self) -> None:
         """Return to the state before the first token of the answer."""
+
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` tokens that were accepted; at most 16."""
+
+    def forced(self) -> tuple[int, ...]:
+        """Return the tokens that must come next, as far as they are known. Never an end of the sequence."""
+
+    def valid_prefix(self, tokens: Sequence[int]) -> int:
+        """Return how many of these tokens, one after the other, may come next. An end of the sequence is not counted,
+        nor what comes after it."""
+
+    def masks_along(self, draft: Sequence[int]) -> list[bytes | None]:
+        """Return the masks before each token of a draft and after the last, and leave the state as it was. Fewer if the
+        grammar does not allow the draft, or exceeds its limits on the way: the draft ends there."""
 
     @property
     def error(self) -> GrammarError | None:

@@ -6,10 +6,12 @@ from functools import cache
 
 from tests.engine.machine.families import Family
 from tests.engine.machine.faults import OnPurpose
+from tests.engine.stepwise_grammar import StepwiseGrammar
 from worker.engine.tokenizer import MLXTokenizer
 from worker.schedule.request import GrammarState
-from worker.text.grammar.guide import RowGrammar, llguidance_tokenizer
+from worker.text.grammar.guide import llguidance_tokenizer
 from worker.text.grammar.lark import Grammar
+from worker.text.grammar.row_grammar import RowGrammar
 from worker.text.grammar.sandbox import compile_grammar
 
 SCHEMA = {
@@ -20,7 +22,7 @@ SCHEMA = {
 }
 
 
-class _Recording:
+class _Recording(StepwiseGrammar):
     """Allows every token."""
 
     error = None
@@ -33,6 +35,9 @@ class _Recording:
 
     def reset(self) -> None:
         self.accepted.clear()
+
+    def rollback(self, count: int) -> None:
+        del self.accepted[len(self.accepted) - count :]
 
     def bitmask(self) -> bytes | None:
         return None

@@ -14,6 +14,7 @@ from llguidance import LLTokenizer
 from schemas import ChatRequest
 from scripts.stack import TINY_CHAT
 from tests.engine.driver import answer, answers, tokens
+from tests.engine.stepwise_grammar import StepwiseGrammar
 from tests.engine.tiny import CONFIGS, EOS, VOCAB, prompt, write_checkpoint
 from tests.selection import examples
 from tests.text.structured import Schema, schema
@@ -24,14 +25,14 @@ from worker.engine.tokenizer import MLXTokenizer
 from worker.schedule.outcomes import Sampled
 from worker.schedule.request import GenerationRequest, Sampling
 from worker.text.codec import TextCodec
-from worker.text.grammar.guide import RowGrammar
 from worker.text.grammar.lark import Grammar
+from worker.text.grammar.row_grammar import RowGrammar
 from worker.text.grammar.sandbox import compile_grammar
 
 FREE = [GenerationRequest(f"free {i}", prompt(5 + 9 * i, i), 60, Sampling(temperature=i / 2, seed=i)) for i in range(4)]
 
 
-class RecordingGrammar:
+class RecordingGrammar(StepwiseGrammar):
     """A grammar with a given mask, which records the tokens that it accepts."""
 
     def __init__(self, allowed: Iterable[int] | None) -> None:
@@ -47,6 +48,9 @@ class RecordingGrammar:
 
     def reset(self) -> None:
         self.accepted.clear()
+
+    def rollback(self, count: int) -> None:
+        del self.accepted[len(self.accepted) - count :]
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)

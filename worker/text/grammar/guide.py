@@ -1,9 +1,7 @@
-"""Grammar state of a constrained answer, one for each row."""
+"""Creates the grammar state of a constrained answer."""
 
-import copy
 import logging
 import re
-from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
 from typing import NoReturn
@@ -14,7 +12,6 @@ from schemas import ChatRequest
 from schemas.keys import Lane
 from schemas.messages import Message
 from worker.errors import JobFailure
-from worker.schedule.request import GrammarError
 from worker.text.grammar.attempt import CompiledGrammar, CompileError, RefusedConstraint, question
 from worker.text.grammar.builder import Grammars, OutputConstraint
 from worker.text.grammar.compiler import Compiler
@@ -22,7 +19,8 @@ from worker.text.grammar.constraint import constraint_of, is_quick, markup_of
 from worker.text.grammar.errors import grammar_error
 from worker.text.grammar.llg_tokenizer import NAME_BEGINS, without_added_tokens
 from worker.text.grammar.reasoning import ReasoningMask, ReasoningState
-from worker.text.grammar.sandbox import Uncompilable, error_of
+from worker.text.grammar.row_grammar import RowGrammar
+from worker.text.grammar.sandbox import Uncompilable
 from worker.text.output.formats import ModelFormat
 from worker.text.output.harmony import ANSWER_BEGINS
 from worker.text.prompt.normalize import normalize
@@ -179,69 +177,3 @@ def _reasoning_mask(
     call, _ = tokenizer.tool or ("", "")
     banned = tokenizer.eos_token_ids
     return ReasoningMask(vocabulary, count, begins=begins, ends=ends, call=call, banned=banned)
-
-
-class RowGrammar:
-    """Grammar state of one row. Used by the engine thread alone, except `error`: llguidance raises if two threads use a
-    matcher at once."""
-
-    def __init__(
-        self,
-        matcher: LLMatcher,
-        ends: frozenset[int],
-        reasoning: ReasoningState | None = None,
-        begun: Sequence[int] = (),
-    ) -> None:
-        """`ends`: tokens that end a sequence. `begun`: tokens of the answer proper that the prompt holds."""
-        self._matcher = matcher
-        self._ends = ends
-        self._begun = begun
-        self._first_reasoning = reasoning
-        self.error: GrammarError | None = None  # after it the grammar constrains nothing any more
-        self._begin()
-
-    def reset(self) -> None:
-        """Return to the state before the first sampled token."""
-        self._matcher.reset()
-        self._begin()
-
-    def _begin(self) -> None:
-        self._reasoning_state = copy.copy(self._first_reasoning)
-        for token in self._begun:
-            self._consume(token)
-
-    def accept(self, token: int) -> None:
-        """Advance by a sampled token. Tokens that end the sequence are ignored."""
-        if token in self._ends:  # a batch may compute one step more than a row needs
-            return
-        if self._reasoning_state and self._reasoning_state.take(token):
-            self._reasoning_state = None if self._reasoning_state.over else self._reasoning_state
-            return
-        self._reasoning_state = None
-        self._consume(token)
-
-    def bitmask(self) -> bytes:
-        """Return the mask of allowed next tokens: a bit per token, in little-endian 32-bit words."""
-        reasoning = self._reasoning_state
-        if reasoning and reasoning.begun:
-            return reasoning.allowed()
-        mask = self._matcher.compute_bitmask()
-        self._check_error()
-        return _with_token(mask, reasoning.begins) if reasoning else mask
-
-    def _consume(self, token: int) -> None:
-        if self.error:
-            return
-        if not self._matcher.try_consume_tokens([token]) and not self._matcher.is_error():
-            self.error = GrammarError(f"token {token} was not allowed.", internal=True)
-            self._matcher.consume_token(token)  # makes the matcher allow only the end from here on
-        self._check_error()
-
-    def _check_error(self) -> None:
-        if self.error is None and (why := error_of(self._matcher)):
-            self.error = GrammarError(grammar_error(why), internal=False)
-
-
-def _with_token(mask: bytes, token: int) -> bytes:
-    place = token // 8
-    return mask[:place] + bytes([mask[place] | 1 << token % 8]) + mask[place + 1 :]
