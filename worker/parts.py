@@ -15,6 +15,7 @@ from worker.jobs import chat
 from worker.monitoring.sink import MetricsSink
 from worker.queue.cron import Cron
 from worker.queue.job.functions import JobFunctions
+from worker.queue.presence import Abilities
 from worker.queue.server.redis_server import RedisServer
 from worker.queue.worker import QueueWorker, ServedModel
 from worker.settings import Settings
@@ -61,6 +62,11 @@ def _needs_boundaries(model: Model) -> bool:
     return model.stateful or (model.draft is not None and model.draft.stateful)
 
 
+def _abilities(context: WorkerContext) -> Abilities:
+    codec = context.codec
+    return Abilities(context.context_tokens, context.images is not None, codec.parses_tools, codec.parses_reasoning)
+
+
 def queue_worker(
     server: RedisServer, engine: EngineThread, context: WorkerContext, crons: Sequence[Cron]
 ) -> QueueWorker:
@@ -70,6 +76,6 @@ def queue_worker(
         server=server,
         settings=context.settings,
         metrics=context.metrics,
-        model=ServedModel(engine.set_paused, [engine.heartbeat], images=context.images is not None),
+        model=ServedModel(engine.set_paused, [engine.heartbeat], _abilities(context)),
         crons=crons,
     )

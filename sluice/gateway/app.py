@@ -1,29 +1,44 @@
 """The application: the routes of all surfaces."""
 
+import logging
 from collections.abc import Callable, Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from sluice.client import Client
-from sluice.gateway import chat
-from sluice.gateway.errors import ApiError, openai_response
+from sluice.gateway import catalog, chat, health
+from sluice.gateway.access import AccessLog
+from sluice.gateway.errors import SERVER, ApiError, openai_response
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.settings import ServeSettings
 
+logger = logging.getLogger("sluice.serve")
+
 Surface = Callable[[Gateway], Sequence[Route]]
 
-SURFACES: Sequence[Surface] = (chat.routes,)
+SURFACES: Sequence[Surface] = (chat.routes, catalog.routes, health.routes)
 
 
 def app(client: Client, settings: ServeSettings | None = None) -> Starlette:
-    """Return the application, to be served or mounted. The caller closes the client."""
+    """Return the application, to be served or mounted. The caller closes the client.
+
+    `settings` are read from the environment if they are not given. `app.state.gateway` is the `Gateway`.
+    """
     gateway = Gateway(client, settings or ServeSettings())
     routes = [route for surface in SURFACES for route in surface(gateway)]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _refused})
+    paths = {route.endpoint: route.path for route in routes}
+    application = Starlette(
+        routes=routes,
+        middleware=[Middleware(AccessLog, metrics=gateway.metrics, paths=paths)],
+        exception_handlers={HTTPException: _refused, Exception: _failed},
+    )
+    application.state.gateway = gateway
+    return application
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -31,3 +46,8 @@ async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:200]}: {error.detail}."
     return openai_response(ApiError(error.status_code, message, code=None))
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """Return an error of the front itself. The HTTP server logs it."""
+    return openai_response(ApiError(500, "The front failed on this request; its log has the reason.", SERVER))

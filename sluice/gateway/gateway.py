@@ -19,6 +19,7 @@ from sluice.client import Client
 from sluice.errors import SluiceError
 from sluice.gateway.caller import LOCAL, Caller
 from sluice.gateway.errors import NO_WORKER_RETRY_S, SERVER, ApiError
+from sluice.gateway.metrics import Metrics
 from sluice.gateway.models import model_not_found, requested_model, served_name
 from sluice.gateway.settings import ServeSettings
 from sluice.gateway.workers import Workers
@@ -43,6 +44,7 @@ class Gateway:
         self.settings = settings
         self.retries = Retries(client.redis, _OUTAGE_S)
         self.workers = Workers(client, self.retries)
+        self.metrics = Metrics()
         self.draining = False
         self._cancelling = set[asyncio.Task[None]]()
 

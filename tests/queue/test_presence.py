@@ -30,14 +30,14 @@ async def test_a_field_that_no_worker_wrote_counts_no_running_jobs(
 ) -> None:
     await db.zadd(QUEUE, {"a": 1, "b": 1})
     await db.hset(keys.model("default"), "evil", field)
-    presence = Presence(db, settings(redis_url), ServerClock(), images=False)
+    presence = Presence(db, settings(redis_url), ServerClock())
     assert await presence.publish(NONE_RUNNING) == {"interactive": 2, "batch": 0}
 
 
 async def test_the_jobs_that_another_live_worker_runs_do_not_wait(redis_url: str, db: Redis) -> None:
     await db.zadd(QUEUE, {"a": 1, "b": 1})
     await db.hset(keys.model("default"), "bob", "5 1.5 9999999999 1 0")
-    presence = Presence(db, settings(redis_url), ServerClock(), images=False)
+    presence = Presence(db, settings(redis_url), ServerClock())
     assert await presence.publish(NONE_RUNNING) == {"interactive": 1, "batch": 0}
 
 
@@ -52,7 +52,7 @@ async def test_presence_is_published_three_times_per_lease_and_after_an_outage_a
         waiting.append((lane, jobs))
 
     async with Line(redis_url) as line, connect(settings(line.url, lease_s=1)) as redis:
-        presence = Presence(redis, settings(line.url, lease_s=1), ServerClock(), images=False)
+        presence = Presence(redis, settings(line.url, lease_s=1), ServerClock())
         publishing = asyncio.create_task(presence.run(running, on_waiting))
         await until(lambda: len(waiting) >= 4)
         assert waiting[:4] == [("interactive", 2), ("batch", 0)] * 2
@@ -71,7 +71,7 @@ async def _exists(db: Redis, key: str) -> bool:
 
 
 async def test_a_removed_presence_leaves_those_of_other_workers(redis_url: str, db: Redis) -> None:
-    presence = Presence(db, settings(redis_url), ServerClock(), images=False)
+    presence = Presence(db, settings(redis_url), ServerClock())
     await presence.publish(NONE_RUNNING)
     await db.hset(keys.model("default"), "bob", "5 1.5 9999999999 1 0")
     await presence.remove()
@@ -84,5 +84,5 @@ async def test_a_presence_that_cannot_be_removed_is_left_to_expire(
     caplog.set_level(logging.INFO, "sluice.queue")
     async with Line(redis_url) as line, connect(settings(line.url)) as redis:
         line.down()
-        await Presence(redis, settings(line.url), ServerClock(), images=False).remove()
+        await Presence(redis, settings(line.url), ServerClock()).remove()
     assert "expires with its lease" in caplog.text

@@ -6,6 +6,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
@@ -25,11 +26,28 @@ _RATE_OVER_S = 60.0
 _REPORT = re.compile(rb"[\d.]+ [\d.]+ (\d{1,15}) (\d{1,15}) (\d{1,15})")
 
 
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What the served model accepts and emits, as a worker publishes it."""
+
+    context_tokens: int = 0  # prompt and answer together; 0 if unknown
+    images: bool = False
+    tools: bool = False
+    reasoning: bool = False
+
+    def as_fields(self) -> dict[str, str | int]:
+        """Return the fields of the worker's hash."""
+        flags = {"images": self.images, "tools": self.tools, "reasoning": self.reasoning}
+        context: dict[str, str | int] = {"context_tokens": self.context_tokens} if self.context_tokens else {}
+        return {**context, **{name: "yes" if on else "no" for name, on in flags.items()}}
+
+
 class Presence:
     """Publishes that this worker is alive, for one lease at a time."""
 
-    def __init__(self, redis: Redis, settings: Settings, clock: ServerClock, *, images: bool) -> None:
-        """`images`: if the model accepts images."""
+    def __init__(
+        self, redis: Redis, settings: Settings, clock: ServerClock, abilities: Abilities | None = None
+    ) -> None:
         self._clock, self._settings = clock, settings
         self._redis, self._key = redis, keys.worker(settings.worker_name)
         self._model_key = keys.model(settings.model_name)
@@ -41,7 +59,7 @@ class Presence:
             "model": settings.model_name,
             "max_rows": settings.max_rows,
             "queue_limit": settings.queue_limit,
-            "images": "yes" if images else "no",
+            **(abilities or Abilities()).as_fields(),
             "version": __version__,
             "started_at": round(time.time(), 3),
         }

@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from signal import Signals
 
@@ -22,7 +22,7 @@ from worker.queue.job.functions import JobFunctions
 from worker.queue.job.lease import LeaseKeeper
 from worker.queue.job.runner import JobRunner
 from worker.queue.pickup import Pickup
-from worker.queue.presence import Presence
+from worker.queue.presence import Abilities, Presence
 from worker.queue.running import RunningJobs
 from worker.queue.server.redis_server import RedisServer
 from worker.queue.services import running_services
@@ -37,7 +37,7 @@ class ServedModel:
 
     set_paused: Callable[[bool], None] = lambda on: None  # pauses it while too many events wait, see `Publisher`
     heartbeats: Sequence[Heartbeat] = ()  # of its threads; the process ends if one stalls
-    images: bool = False  # True if it accepts images
+    abilities: Abilities = field(default_factory=Abilities)
 
 
 class QueueWorker(Worker):
@@ -101,7 +101,7 @@ class QueueWorker(Worker):
             on_reconnect=cancel_keys.check_all,
         )
         self._crons = Crons(crons, server, settings.worker_name)
-        self._presence = Presence(redis, settings, server.clock, images=model.images)
+        self._presence = Presence(redis, settings, server.clock, model.abilities)
         publish_presence = partial(self._presence.run, self.jobs.by_lane, metrics.set_waiting)
         self.heartbeat = Heartbeat("event loop")
         heartbeats = [self.heartbeat, *model.heartbeats]

@@ -62,6 +62,16 @@ class TextCodec:
         )
         self._grammars: asyncio.Future[GrammarStates] | None = None  # begun at the first constrained answer
 
+    @property
+    def parses_tools(self) -> bool:
+        """True if the model's format of tool calls is known."""
+        return self._format.harmony or self._tokenizer.tool is not None
+
+    @property
+    def parses_reasoning(self) -> bool:
+        """True if the model has markers around its reasoning."""
+        return self._format.harmony or self._format.think is not None
+
     async def prepare(self) -> None:
         """Do what would stall the streams of running jobs: try the chat template, and build a large vocabulary's tables
         for grammars. Raises `CannotStart` if the template takes too long."""

@@ -1,6 +1,7 @@
 """The routes of chat completions."""
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -112,7 +113,13 @@ class _Chat:
 
     async def _frames(self, jobs: _Jobs, seen: Sequence[int], *, include_usage: bool) -> AsyncGenerator[bytes]:
         """Yield the frames. If one job fails or the client leaves, all are cancelled."""
-        source = frames(jobs.ids, self._gateway.events, include_usage=include_usage, seen=seen)
+        started = time.monotonic()
+
+        def on_first(model: str) -> None:
+            if max(seen) < 0:
+                self._gateway.metrics.first_token(model, time.monotonic() - started)
+
+        source = frames(jobs.ids, self._gateway.events, include_usage=include_usage, seen=seen, on_first=on_first)
         try:
             async with aclosing(source):
                 async for frame in source:

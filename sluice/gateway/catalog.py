@@ -1,0 +1,83 @@
+"""`/v1/models`: the models that live workers serve, and what they can."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from sluice.gateway.caller import Caller
+from sluice.gateway.errors import endpoint
+from sluice.gateway.gateway import Gateway
+from sluice.gateway.models import model_not_found
+from sluice.gateway.workers import Worker
+
+_ABILITIES = ("images", "tools", "reasoning")
+
+
+def routes(gateway: Gateway) -> list[Route]:
+    """Return the routes of the models."""
+
+    async def listed(request: Request) -> Response:
+        found = await _models(gateway, await gateway.authenticate(request))
+        return JSONResponse({"object": "list", "data": list(found.values())})
+
+    async def single(request: Request) -> Response:
+        found = await _models(gateway, await gateway.authenticate(request))
+        name = request.path_params["id"]
+        if name not in found:
+            raise model_not_found(name)
+        return JSONResponse(found[name])
+
+    return [Route("/v1/models", endpoint(listed)), Route("/v1/models/{id:path}", endpoint(single))]
+
+
+async def _models(gateway: Gateway, caller: Caller) -> dict[str, dict[str, Any]]:
+    return models(await gateway.workers.live(), gateway.settings.model_map, caller)
+
+
+def models(workers: Sequence[Worker], mapped: Mapping[str, str], caller: Caller) -> dict[str, dict[str, Any]]:
+    """Return the caller's models by name: the names of the mapping, except "*", and those of the workers that it
+    leaves as they are."""
+    served: dict[str, list[Worker]] = {}
+    for worker in workers:
+        served.setdefault(worker.get("model", ""), []).append(worker)
+    served.pop("", None)
+    own = {name: name for name in served if mapped.get(name, mapped.get("*", name)) == name}
+    names = {**own, **{name: target for name, target in mapped.items() if name != "*" and target in served}}
+    return {
+        name: _model(name, target, served[target])
+        for name, target in sorted(names.items())
+        if caller.models is None or {name, target} & caller.models
+    }
+
+
+def _model(name: str, served_as: str, workers: Sequence[Worker]) -> dict[str, Any]:
+    """Return a model in OpenAI's form, with vLLM's `max_model_len` and ours under `sluice`. With several workers, what
+    all of them can."""
+    contexts = [int(_number(worker.get("context_tokens"))) for worker in workers if "context_tokens" in worker]
+    abilities = {name: all(worker.get(name) == "yes" for worker in workers) for name in _ABILITIES}
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(min(_number(worker.get("started_at")) for worker in workers)),
+        "owned_by": "sluice",
+        "max_model_len": min(contexts, default=None),
+        "sluice": {
+            "model": served_as,
+            **abilities,
+            "workers": len(workers),
+            "rows": sum(int(_number(worker.get("rows"))) for worker in workers),
+            "max_rows": sum(int(_number(worker.get("max_rows"))) for worker in workers),
+        },
+    }
+
+
+def _number(text: str | None) -> float:
+    """Return the number; 0 for anything else, since any client of the server can write these fields."""
+    try:
+        number = float(text or 0)
+    except ValueError:
+        return 0.0
+    return number if 0 <= number < 1e15 else 0.0

@@ -1,0 +1,35 @@
+"""`/healthz`, `/readyz` and `/metrics`. They need no key: keep them from the public at the load balancer."""
+
+import asyncio
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from redis.exceptions import RedisError
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from sluice.gateway.gateway import Gateway
+
+_PING_S = 2.0
+
+
+def routes(gateway: Gateway) -> list[Route]:
+    """Return the routes of the probes and the metrics."""
+
+    async def healthz(request: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    async def readyz(request: Request) -> Response:
+        if gateway.draining:
+            return PlainTextResponse("draining\n", 503)
+        try:
+            async with asyncio.timeout(_PING_S):
+                await gateway.client.ping()
+        except (RedisError, TimeoutError):
+            return PlainTextResponse("the server of the queue does not answer\n", 503)
+        return PlainTextResponse("ok\n")
+
+    async def metrics(request: Request) -> Response:
+        return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return [Route("/healthz", healthz), Route("/readyz", readyz), Route("/metrics", metrics)]

@@ -1,0 +1,75 @@
+"""`/v1/models`: which names there are, and what each can."""
+
+from typing import Any
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from sluice.gateway.caller import LOCAL, Caller
+from sluice.gateway.catalog import models
+
+
+def worker(model: str, **fields: Any) -> dict[str, str]:
+    return {"model": model, "started_at": "5.5", "rows": "1", "max_rows": "8", "images": "no", **fields}
+
+
+def test_a_model_has_what_all_its_workers_can() -> None:
+    workers = [
+        worker("tiny", context_tokens="4096", tools="yes", reasoning="yes", started_at="9"),
+        worker("tiny", context_tokens="2048", tools="yes"),
+    ]
+    assert models(workers, {}, LOCAL) == {
+        "tiny": {
+            "id": "tiny",
+            "object": "model",
+            "created": 5,
+            "owned_by": "sluice",
+            "max_model_len": 2048,
+            "sluice": {
+                "model": "tiny",
+                "images": False,
+                "tools": True,
+                "reasoning": False,
+                "workers": 2,
+                "rows": 2,
+                "max_rows": 16,
+            },
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    ("mapped", "names"),
+    [
+        ({}, ["big", "tiny"]),
+        ({"gpt-4o": "big"}, ["big", "gpt-4o", "tiny"]),
+        ({"gpt-4o": "gone"}, ["big", "tiny"]),
+        ({"*": "tiny"}, ["tiny"]),
+        ({"tiny": "big"}, ["big", "tiny"]),
+    ],
+)
+def test_the_names_are_those_that_a_request_may_use(mapped: dict[str, str], names: list[str]) -> None:
+    found = models([worker("tiny"), worker("big")], mapped, LOCAL)
+    assert list(found) == names
+    assert {name: found[name]["sluice"]["model"] for name in mapped if name in found}.items() <= mapped.items()
+
+
+def test_a_caller_sees_its_own_models_alone() -> None:
+    caller = Caller(models=frozenset({"gpt-4o"}))
+    assert list(models([worker("tiny"), worker("big")], {"gpt-4o": "big"}, caller)) == ["gpt-4o"]
+
+
+@pytest.mark.parametrize("wrong", ["", "many", "nan", "-1", "1e400", "inf"])
+def test_numbers_that_no_worker_wrote_count_as_none(wrong: str) -> None:
+    (model,) = models([worker("tiny", started_at=wrong, rows=wrong)], {}, LOCAL).values()
+    assert (model["created"], model["sluice"]["rows"]) == (0, 0)
+
+
+@pytest.mark.usefixtures("fake_worker")
+async def test_the_models_of_live_workers_are_listed_and_found_by_name(http: httpx.AsyncClient, db: Redis) -> None:
+    (listed,) = (await http.get("/v1/models")).json()["data"]
+    assert (listed["id"], listed["sluice"]["workers"]) == ("default", 1)
+    assert (await http.get("/v1/models/default")).json() == listed
+    missing = await http.get("/v1/models/a/b")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")

@@ -1,0 +1,77 @@
+"""Probes, metrics, the access log, and the end of a front."""
+
+import asyncio
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from scripts.stack import Server
+from sluice.gateway import ServeSettings
+from tests.gateway.chat.test_routes import PATH, data_of, request, text_of
+from tests.gateway.fronts import front_process, serving
+from tests.queue.helpers import field
+
+
+async def test_a_front_is_ready_while_its_server_answers() -> None:
+    settings = ServeSettings(_env_file=None)
+    server = Server().start()
+    with serving(server.url, settings) as front:
+        async with httpx.AsyncClient(base_url=front.url, timeout=20) as http:
+            assert [(await http.get(path)).status_code for path in ("/healthz", "/readyz")] == [200, 200]
+            server.stop()
+            assert [(await http.get(path)).status_code for path in ("/healthz", "/readyz")] == [200, 503]
+
+
+@pytest.mark.usefixtures("fake_worker")
+async def test_requests_are_counted_by_route_and_status(http: httpx.AsyncClient) -> None:
+    await http.post(PATH, json=request("1", stream=True))
+    await http.get("/secret/path")
+    metrics = (await http.get("/metrics")).text
+    assert f'http_requests_total{{handler="{PATH}",method="POST",status="200"}} 1.0' in metrics
+    assert 'http_requests_total{handler="other",method="GET",status="404"} 1.0' in metrics
+    assert 'vllm:time_to_first_token_seconds_count{model_name="default"} 1.0' in metrics
+    assert "secret" not in metrics
+
+
+@pytest.mark.usefixtures("fake_worker")
+async def test_the_access_log_has_the_job_s_id_and_nothing_of_the_prompt(redis_url: str, tmp_path: Path) -> None:
+    with front_process(redis_url, tmp_path) as front:
+        async with httpx.AsyncClient(base_url=front.url) as http:
+            answer = await http.post(f"{PATH}?q=secret", json=request("1", messages=[{"content": "secret"}]))
+            await http.get("/a%0Ab")
+        log = front.log()
+    assert f"POST {PATH} 200 " in log
+    assert answer.headers["x-request-id"] in log
+    assert "GET /a%0Ab 404 " in log
+    assert "secret" not in log
+
+
+@pytest.mark.usefixtures("fake_worker")
+async def test_a_front_that_is_stopped_finishes_its_streams_first(redis_url: str, tmp_path: Path) -> None:
+    with front_process(redis_url, tmp_path) as front:
+        async with httpx.AsyncClient(base_url=front.url, timeout=20) as http:
+            body = request(*"12345", pace_s=0.2, stream=True)
+            async with http.stream("POST", PATH, json=body) as answer:
+                front.process.send_signal(signal.SIGTERM)
+                text = (await answer.aread()).decode()
+        assert text_of(data_of(text)) == "12345"
+        assert await asyncio.to_thread(front.process.wait, 10) == 0
+    assert "Traceback" not in front.log()
+
+
+@pytest.mark.usefixtures("fake_worker")
+async def test_a_front_that_stops_before_a_stream_ends_breaks_it_off_and_leaves_the_job(
+    redis_url: str, db: Redis, tmp_path: Path
+) -> None:
+    with front_process(redis_url, tmp_path, drain_s=0) as front:
+        async with httpx.AsyncClient(base_url=front.url, timeout=20) as http:
+            body = request(*"12345", pace_s=0.3, stream=True)
+            async with http.stream("POST", PATH, json=body) as answer:
+                front.process.send_signal(signal.SIGTERM)
+                with pytest.raises(httpx.RemoteProtocolError):
+                    await answer.aread()
+        assert await asyncio.to_thread(front.process.wait, 10) == 0
+    assert await field(db, answer.headers["x-request-id"], "state") == "running"
