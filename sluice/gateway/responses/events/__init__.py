@@ -1,0 +1,1 @@
+"""Turns the events of a job into those of a response."""

@@ -1,0 +1,1 @@
+"""Reads requests for responses, as chat completions of the contract."""

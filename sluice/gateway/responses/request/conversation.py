@@ -1,0 +1,113 @@
+"""Input items, and the items of earlier answers, as the messages of a chat completion."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from sluice.gateway.responses.request import content, fields
+from sluice.gateway.responses.request.fields import refusal
+from sluice.gateway.responses.request.reasoning import read_reasoning
+from sluice.gateway.responses.request.tools import INPUT, Tools
+
+Message = dict[str, Any]
+
+# What OpenAI's hosted tools leave in a conversation. It has no text for a model, and is dropped.
+HOSTED_CALLS = frozenset(
+    {
+        "code_interpreter_call", "file_search_call", "image_generation_call", "mcp_list_tools", "tool_search_call",
+        "tool_search_output", "web_search_call",
+    }
+)  # fmt: skip
+_ROLES = ("user", "assistant", "system", "developer")
+
+
+def read_conversation(items: Sequence[Any], tools: Tools, param: str = "input") -> list[Message]:
+    """Return the messages of a conversation. Raises `ApiError`, which names an item as `input[3]`."""
+    builder = _Builder(tools)
+    for index, item in enumerate(items):
+        place = f"{param}[{index}]"
+        builder.add(fields.mapping(item, place), place)
+    builder.end_turn()
+    return builder.messages
+
+
+def dropped_types(items: Sequence[Any]) -> list[str]:
+    """Return the types of the items that `read_conversation` drops, each once."""
+    types = (item.get("type") for item in items if isinstance(item, dict))
+    return list(dict.fromkeys(kind for kind in types if isinstance(kind, str) and kind in HOSTED_CALLS))
+
+
+class _Builder:
+    """Joins the items of one turn of the assistant, its reasoning, text and calls, into one message."""
+
+    def __init__(self, tools: Tools) -> None:
+        self.messages = list[Message]()
+        self._tools = tools
+        self._turn: Message = {}  # the assistant's, not yet among the messages
+        self._images = list[content.Part]()  # from outputs of tools, which take text alone in a chat completion
+
+    def add(self, item: dict[str, Any], param: str) -> None:
+        """Add an item. Raises `ApiError`."""
+        kind = fields.text(item.get("type") or "message", f"{param}.type")
+        match kind:
+            case "message":
+                self._add_message(item, param)
+            case "reasoning":
+                self._add_reasoning(item, param)
+            case "function_call":
+                self._add_call(item, fields.text(item.get("arguments"), f"{param}.arguments"), param)
+            case "custom_tool_call":
+                written = fields.text(item.get("input"), f"{param}.input")
+                self._add_call(item, json.dumps({INPUT: written}), param)
+            case "function_call_output" | "custom_tool_call_output":
+                self._add_output(item, param)
+            case _ if kind not in HOSTED_CALLS:
+                known = "messages, reasoning, and calls of functions and custom tools with their outputs"
+                problem = f"items of the type {kind[:40]!r} are not supported; use {known}."
+                raise refusal(f"{param}.type", problem, code="unsupported_value")
+
+    def end_turn(self) -> None:
+        """Complete the assistant's message, and the images of the outputs after it."""
+        if self._turn:
+            self.messages.append({"role": "assistant", **self._turn})
+        if self._images:
+            self.messages.append({"role": "user", "content": self._images})
+        self._turn, self._images = {}, []
+
+    def _add_message(self, item: dict[str, Any], param: str) -> None:
+        role = fields.one_of(item.get("role"), _ROLES, f"{param}.role")
+        parts = content.read_parts(item.get("content"), f"{param}.content", images=role == "user")
+        if role == "assistant":
+            self._begin_unless_free("content", "tool_calls")
+            self._turn["content"] = content.text_of(parts)
+        else:
+            self.end_turn()
+            plain = not any(map(content.is_image, parts))
+            self.messages.append({"role": role, "content": content.text_of(parts) if plain else parts})
+
+    def _add_reasoning(self, item: dict[str, Any], param: str) -> None:
+        if text := read_reasoning(item, param):
+            self._begin_unless_free("content", "tool_calls")
+            self._turn["reasoning"] = "\n\n".join(filter(None, [self._turn.get("reasoning"), text]))
+
+    def _begin_unless_free(self, *taken: str) -> None:
+        """Begin another message of the assistant if the current one has one of the fields."""
+        if self._images or any(name in self._turn for name in taken):
+            self.end_turn()
+
+    def _add_call(self, item: dict[str, Any], arguments: str, param: str) -> None:
+        name = fields.text(item.get("name"), f"{param}.name")
+        namespace = fields.optional_text(item.get("namespace"), f"{param}.namespace")
+        function = {"name": self._tools.function(namespace, name), "arguments": arguments}
+        call_id = fields.text(item.get("call_id"), f"{param}.call_id")
+        self._begin_unless_free()
+        self._turn.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+
+    def _add_output(self, item: dict[str, Any], param: str) -> None:
+        call_id = fields.text(item.get("call_id"), f"{param}.call_id")
+        parts = content.read_parts(item.get("output"), f"{param}.output", images=True)
+        images = self._images + [part for part in parts if content.is_image(part)]
+        self._images = []
+        self.end_turn()
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content.text_of(parts)})
+        self._images = images

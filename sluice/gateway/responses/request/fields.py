@@ -1,0 +1,78 @@
+"""Reads values of a request's body. A wrong value is refused with its place in the body."""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from sluice.gateway.errors import ApiError
+
+_PARAM_CHARACTERS = 200  # of a name in an error, since clients choose it
+
+
+def refusal(param: str, problem: str, *, code: str = "invalid_value") -> ApiError:
+    """Return the error for a value, named by its place in the body: `input[2].content`."""
+    name = param.encode("ascii", "backslashreplace").decode()[:_PARAM_CHARACTERS]
+    return ApiError(400, f"{name}: {problem}", code=code, param=name)
+
+
+def text(value: object, param: str) -> str:
+    """Return a string. Raises `ApiError`."""
+    if not isinstance(value, str):
+        raise refusal(param, "it must be a string.", code="invalid_type")
+    return value
+
+
+def optional_text(value: object, param: str) -> str | None:
+    """Return a string, or None. Raises `ApiError`."""
+    return None if value is None else text(value, param)
+
+
+def flag(value: object, param: str, default: bool) -> bool:
+    """Return a boolean, or the default for null. Raises `ApiError`."""
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise refusal(param, "it must be true or false.", code="invalid_type")
+    return value
+
+
+def count(value: object, param: str, least: int = 1) -> int | None:
+    """Return a whole number of at least `least`, or None. Raises `ApiError`."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise refusal(param, f"it must be a whole number of at least {least}.")
+    return value
+
+
+def mapping(value: object, param: str) -> dict[str, Any]:
+    """Return an object. Raises `ApiError`."""
+    if not isinstance(value, dict):
+        raise refusal(param, "it must be an object.", code="invalid_type")
+    return value
+
+
+def optional_mapping(value: object, param: str) -> dict[str, Any]:
+    """Return an object, empty for null. Raises `ApiError`."""
+    return {} if value is None else mapping(value, param)
+
+
+def entries(value: object, param: str) -> Iterable[tuple[str, Any]]:
+    """Return the items of a list, each with its place. Raises `ApiError`."""
+    if not isinstance(value, list):
+        raise refusal(param, "it must be a list.", code="invalid_type")
+    return ((f"{param}[{index}]", each) for index, each in enumerate(value))
+
+
+def one_of(value: object, allowed: Collection[str], param: str) -> str:
+    """Return one of the allowed strings. Raises `ApiError`."""
+    if not isinstance(value, str) or value not in allowed:
+        raise refusal(param, f"it must be one of {', '.join(sorted(allowed))}.")
+    return value
+
+
+def check_known(value: Mapping[str, Any], known: Collection[str], param: str = "") -> None:
+    """Refuse the first field that is neither known nor null. Raises `ApiError`."""
+    for name, each in value.items():
+        if name not in known and each is not None:
+            place = f"{param}.{name}" if param else name
+            raise refusal(place, "it is not supported; leave it out.", code="unsupported_parameter")

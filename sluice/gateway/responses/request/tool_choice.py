@@ -1,0 +1,66 @@
+"""The choice of tools of a request, as a chat completion has it."""
+
+from typing import Any
+
+from sluice.gateway.responses.request import fields
+from sluice.gateway.responses.request.fields import refusal
+from sluice.gateway.responses.request.tools import HOSTED, Tools
+
+_MODES = ("none", "auto", "required")
+
+
+def read_tool_choice(value: object, tools: Tools) -> dict[str, Any]:
+    """Return the fields `tools` and `tool_choice` of the chat completion. Raises `ApiError`: for a hosted tool that is
+    forced, for a tool that is not offered, and for a forced tool whose grammar cannot be enforced."""
+    choice, functions = _read(value, tools)
+    if choice == "required" and not functions:
+        raise refusal("tool_choice", f"'required' needs a tool that can be called here{_dropped(tools)}.")
+    if not functions:
+        return {}
+    _check_grammars(choice, functions, tools)
+    chosen = {} if choice is None else {"tool_choice": choice}
+    return {"tools": [tools.functions[each] for each in functions], **chosen}
+
+
+def _read(value: object, tools: Tools) -> tuple[Any, list[str]]:
+    """Return the chat completion's choice, and the functions to offer."""
+    if value is None or isinstance(value, str):
+        return value if value is None else fields.one_of(value, _MODES, "tool_choice"), list(tools.functions)
+    choice = fields.mapping(value, "tool_choice")
+    if choice.get("type") != "allowed_tools":
+        function = _find(choice, tools, "tool_choice")
+        return {"type": "function", "function": {"name": function}}, list(tools.functions)
+    mode = fields.one_of(choice.get("mode"), ("auto", "required"), "tool_choice.mode")
+    allowed = list(fields.entries(choice.get("tools"), "tool_choice.tools"))
+    offered = [(place, each) for place, each in allowed if not (isinstance(each, dict) and each.get("type") in HOSTED)]
+    names = {_find(fields.mapping(each, place), tools, place) for place, each in offered}
+    return mode, [function for function in tools.functions if function in names]
+
+
+def _find(choice: dict[str, Any], tools: Tools, param: str) -> str:
+    """Return the function of the tool that an object names. Raises `ApiError`."""
+    kind = fields.text(choice.get("type"), f"{param}.type")
+    if kind in HOSTED:
+        raise refusal(param, f"{kind} cannot be forced, since no hosted tool runs here; force a function.")
+    if kind not in ("function", "custom"):
+        raise refusal(f"{param}.type", f"{kind[:40]!r} is not supported; use 'function' or 'custom'.")
+    name = fields.text(choice.get("name"), f"{param}.name")
+    namespace = fields.optional_text(choice.get("namespace"), f"{param}.namespace")
+    for function, target in tools.targets.items():
+        if (target.name, target.is_custom) == (name, kind == "custom") and namespace in (None, target.namespace):
+            return function
+    raise refusal(f"{param}.name", f"there is no {kind} tool {name[:64]!r} among the tools.")
+
+
+def _check_grammars(choice: Any, functions: list[str], tools: Tools) -> None:
+    forced = functions if choice == "required" else []
+    if isinstance(choice, dict):
+        forced = [choice["function"]["name"]]
+    for function in forced:
+        if function in tools.unenforced:
+            problem = "a forced call cannot be held to this Lark grammar; use a regex, or tool_choice 'auto'."
+            raise refusal(tools.unenforced[function], problem, code="unsupported_value")
+
+
+def _dropped(tools: Tools) -> str:
+    return f"; {', '.join(tools.dropped)} run only at OpenAI" if tools.dropped else ""
