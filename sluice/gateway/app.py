@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sluice.client import Client
-from sluice.gateway import catalog, chat, health
+from sluice.gateway import catalog, chat, health, responses
 from sluice.gateway.access import AccessLog
 from sluice.gateway.errors import SERVER, ApiError, openai_response
 from sluice.gateway.gateway import Gateway
@@ -21,7 +21,7 @@ logger = logging.getLogger("sluice.serve")
 
 Surface = Callable[[Gateway], Sequence[Route]]
 
-SURFACES: Sequence[Surface] = (chat.routes, catalog.routes, health.routes)
+SURFACES: Sequence[Surface] = (chat.routes, responses.routes, catalog.routes, health.routes)
 
 
 def app(client: Client, settings: ServeSettings | None = None) -> Starlette:

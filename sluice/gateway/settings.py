@@ -59,6 +59,11 @@ class ServeSettings(BaseSettings):
         ge=1_000,
         description="Maximum size of a request's body, in bytes. A larger one is refused: 413.",
     )
+    response_ttl_s: int = Field(
+        86_400,
+        ge=60,
+        description="Seconds that /v1/responses keeps a response after its last use, for previous_response_id.",
+    )
     drain_s: float = Field(
         30.0, ge=0, description="Seconds that open responses may take after SIGTERM. Then their connections are closed."
     )

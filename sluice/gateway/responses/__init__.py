@@ -1,1 +1,5 @@
 """OpenAI's Responses interface."""
+
+from sluice.gateway.responses.routes import routes
+
+__all__ = ["routes"]

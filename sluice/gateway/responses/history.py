@@ -1,0 +1,145 @@
+"""Stored responses as callers find them: retrieved, and continued by further responses."""
+
+import json
+from collections.abc import Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from sluice import wire
+from sluice.errors import JobCancelled, JobFailed, UnknownJob
+from sluice.gateway.caller import Caller
+from sluice.gateway.errors import ApiError
+from sluice.gateway.gateway import Gateway
+from sluice.gateway.responses.events.head import Head, Response, skeleton
+from sluice.gateway.responses.events.stream import Fold
+from sluice.gateway.responses.record import MAX_BYTES, Record, from_completion, parse_record
+from sluice.gateway.responses.request.fields import refusal
+from sluice.gateway.responses.store import Store
+
+_MOST_RESPONSES = 1000  # in one conversation
+_RESULT_S = 1.0  # for a result that is stored, or has expired
+_CALLS = ("function_call", "custom_tool_call")
+_PREVIOUS = "previous_response_id"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The responses before a new one, oldest first, and their items."""
+
+    ids: tuple[str, ...] = ()
+    items: tuple[dict[str, Any], ...] = ()
+
+
+class History:
+    """Finds responses for their tenants. For others a response does not exist."""
+
+    def __init__(self, gateway: Gateway, store: Store) -> None:
+        self._gateway = gateway
+        self._store = store
+
+    async def find(self, caller: Caller, response_id: str, param: str | None = None) -> Record:
+        """Return the record of a response. Raises `ApiError` 404."""
+        raw = await self._store.read(response_id) if is_job_id(response_id) else None
+        record = None if raw is None else parse_record(raw)
+        if record is None or (caller.tenant is not None and record.tenant != caller.tenant):
+            raise not_found(response_id, param)
+        return record
+
+    async def current(self, record: Record) -> Response:
+        """Return the response as it is now. Raises `ApiError` 404 if its job has expired without being read."""
+        response_id = record.head.id
+        if (final := await self._store.final(response_id)) is not None:
+            return final
+        state = await self._gateway.client.state(response_id)
+        if state in ("queued", "running"):
+            status = "in_progress" if state == "running" or not record.head.background else "queued"
+            return {**skeleton(record.head), "status": status}
+        response = await self._ended(record.head)
+        await self._store.keep_final(response)
+        return response
+
+    async def has_events(self, record: Record) -> bool:
+        """Return False if the events of the response have expired."""
+        if await self._store.has_log(record.head.id):
+            return True
+        return await self._gateway.client.state(record.head.id) in ("queued", "running")
+
+    async def conversation(self, caller: Caller, response_id: str) -> Conversation:
+        """Return the conversation up to a response, it included. Raises `ApiError`, which names
+        `previous_response_id`."""
+        last = await self.find(caller, response_id, _PREVIOUS)
+        ids = (*last.previous, response_id)
+        if len(ids) > _MOST_RESPONSES:
+            raise refusal(_PREVIOUS, f"the conversation has {len(ids):,} responses; begin a new one.")
+        response = await self.current(last)
+        if response["status"] in ("queued", "in_progress"):
+            raise refusal(_PREVIOUS, "the response has not ended yet; wait for it, or cancel it.")
+        items = await self._items(ids[:-1])
+        return Conversation(ids, (*items, *last.items, *_kept_output(response)))
+
+    async def items(self, record: Record) -> tuple[dict[str, Any], ...]:
+        """Return the items that a response was made from."""
+        return (*await self._items(record.previous), *record.items)
+
+    async def _items(self, ids: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
+        """Return the items of responses that others continue: their inputs and outputs."""
+        found = await self._store.read_all(ids)
+        if sum(len(raw or b"") for pair in found for raw in pair) > MAX_BYTES:
+            raise refusal(_PREVIOUS, f"the conversation has more than {MAX_BYTES:,} bytes; begin a new one.")
+        items = list[dict[str, Any]]()
+        for response_id, (record, final) in zip(ids, found, strict=True):
+            if record is None or final is None:
+                raise not_found(response_id, _PREVIOUS)
+            items += [*parse_record(record).items, *_kept_output(json.loads(final))]
+        return tuple(items)
+
+    async def _ended(self, head: Head) -> Response:
+        """Return the response of a job that has ended, from its log, or else from its result."""
+        fold = Fold(head)
+        if not await self._store.has_log(head.id):
+            return await self._from_result(head)
+        try:
+            async with aclosing(self._gateway.events(head.id)) as events:
+                async for event in events:
+                    fold.add(event)
+            return fold.response
+        except UnknownJob:
+            return await self._from_result(head)
+
+    async def _from_result(self, head: Head) -> Response:
+        try:
+            completion = await self._gateway.client.result(head.id, timeout=_RESULT_S)
+            return from_completion(head, completion).response
+        except JobFailed as error:
+            return _final(head, wire.Failed, error=error.error)
+        except JobCancelled as error:
+            return _final(head, wire.Cancelled, reason=error.reason)
+        except (TimeoutError, UnknownJob):
+            raise ApiError(404, "The result of the response has expired.", code="not_found") from None
+
+
+def is_job_id(response_id: str) -> bool:
+    """Return True for an id that a response can have."""
+    try:
+        wire.check_job_id(response_id)
+    except ValueError:
+        return False
+    return True
+
+
+def not_found(response_id: str, param: str | None = None) -> ApiError:
+    """Return the error for a response that does not exist, has expired, or is another tenant's."""
+    name = json.dumps(response_id[:80])
+    return ApiError(404, f"There is no response {name}, or it has expired.", code="not_found", param=param)
+
+
+def _final(head: Head, kind: type[wire.Failed | wire.Cancelled], **more: Any) -> Response:
+    fold = Fold(head)
+    fold.add(kind(type="", id=head.id, seq=0, attempt=1, ts=0.0, usage=wire.Usage(), **more))
+    return fold.response
+
+
+def _kept_output(response: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the output of a response without the calls that were cut off."""
+    return [item for item in response["output"] if item["type"] not in _CALLS or item["status"] == "completed"]

@@ -1,0 +1,109 @@
+"""Reads a job into a response: whole, or as server-sent events."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from sluice import wire
+from sluice.errors import JobFailed
+from sluice.gateway import sse
+from sluice.gateway.errors import ApiError, openai_body
+from sluice.gateway.gateway import Gateway
+from sluice.gateway.responses.events.head import Head, Response
+from sluice.gateway.responses.events.stream import Fold
+from sluice.gateway.responses.store import Store
+from sluice.sse import take
+from sluice.streaming.streams import ReadAhead
+
+_FIRST_EVENT_S = 1.0  # within which a failure still becomes an HTTP status
+
+
+class Reading:
+    """One reader of a job's events. `outlives`: the job continues when the reader leaves."""
+
+    def __init__(self, gateway: Gateway, store: Store, head: Head, *, outlives: bool) -> None:
+        self._gateway = gateway
+        self._store = store
+        self._head = head
+        self._outlives = outlives
+        self._fold = Fold(head)
+        self._source = ReadAhead(gateway.events(head.id))
+        self._is_over = False
+
+    async def whole(self) -> Response:
+        """Return the response after the job's end, and store it if the request said so. Raises `JobFailed`."""
+        try:
+            while events := await self._source.take():
+                for event in events:
+                    await self._check(event)
+                    self._fold.add(event)
+            await self._keep()
+            return self._fold.response
+        finally:
+            await asyncio.shield(self._close())
+
+    async def frames(self, after: int = -1, *, refuses: bool) -> AsyncGenerator[bytes]:
+        """Yield the stream's events after number `after`, as server-sent events.
+
+        The stream ends with the response, or with the event `error` if the job starts over. With `refuses`, raises
+        `JobFailed` if that is the job's first event, before the first frame.
+        """
+        try:
+            events = await take(self._source, _FIRST_EVENT_S)
+            if refuses and events:
+                await self._check(events[0])
+            made = self._fold.opening()
+            while events != []:
+                if frames := _framed(made + await self._add(events or (), after), after):
+                    yield frames
+                made, events = [], [] if self._is_over else await self._source.take()
+        finally:
+            await asyncio.shield(self._close())
+
+    def error_frame(self, error: ApiError) -> bytes:
+        """Return the last event of a stream that failed on the way to the client. It is not one of the numbered events:
+        a stream that continues after the one before it does not have it."""
+        number = max(self._fold.count - 1, 0)
+        return sse.frame(error_event(error, number), event="error")
+
+    async def _add(self, events: Sequence[wire.Event], after: int) -> list[dict[str, Any]]:
+        made = list[dict[str, Any]]()
+        for event in events:
+            made += self._fold.add(event)
+            if made and made[-1]["type"] == "error" and made[-1]["sequence_number"] > after:
+                self._is_over = True
+                return made
+        if self._fold.ended:
+            self._is_over = True
+            await self._keep()
+        return made
+
+    async def _close(self) -> None:
+        await self._source.close()
+        if not self._outlives and not self._is_over and not self._fold.ended:
+            self._gateway.abandon([self._head.id])
+
+    async def _keep(self) -> None:
+        if self._head.echo["store"] and self._fold.ended:
+            await self._store.keep_final(self._fold.response)
+
+    async def _check(self, event: wire.Event) -> None:
+        """Raise `JobFailed` for a failure. Nothing is kept of such a response."""
+        if isinstance(event, wire.Failed):
+            self._is_over = True
+            await self._store.delete(self._head.id)
+            raise JobFailed(event.error)
+
+
+def error_event(error: ApiError, number: int) -> dict[str, Any]:
+    """Return an error as an event of a stream, with OpenAI's `error` beside, which its clients raise."""
+    fields = {"code": error.code, "message": error.message, "param": error.param, "sequence_number": number}
+    return {"type": "error", **fields, **openai_body(error)}
+
+
+def _framed(events: Sequence[dict[str, Any]], after: int) -> bytes:
+    return b"".join(
+        sse.frame(event, event=event["type"], id=event["sequence_number"])
+        for event in events
+        if event["sequence_number"] > after
+    )

@@ -1,0 +1,139 @@
+"""Stored responses: whose they are, how long they are kept, and how far a conversation may grow."""
+
+import json
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from sluice import Client
+from sluice.gateway import ServeSettings
+from sluice.gateway.caller import LOCAL, Caller
+from sluice.gateway.errors import ApiError
+from sluice.gateway.gateway import Gateway
+from sluice.gateway.responses import history as module
+from sluice.gateway.responses.events.head import skeleton
+from sluice.gateway.responses.history import Conversation, History
+from sluice.gateway.responses.new import new_response, read_request_body
+from sluice.gateway.responses.record import Record, parse_record
+from sluice.gateway.responses.store import Store, final_key, record_key
+
+ADA, BOB = Caller(tenant="ada"), Caller(tenant="bob")
+TTL_S = 1000
+
+
+@pytest.fixture
+def store(client: Client) -> Store:
+    gateway = Gateway(client, ServeSettings(_env_file=None))
+    return Store(gateway.redis, gateway.retries, TTL_S)
+
+
+@pytest.fixture
+def history(client: Client, store: Store) -> History:
+    return History(Gateway(client, ServeSettings(_env_file=None)), store)
+
+
+async def put(store: Store, number: int, *, tenant: str | None = "ada", status: str = "completed") -> Record:
+    """Store response `number`, which continues all those before it, and has ended unless it is in progress."""
+    request = read_request_body({"input": f"Q{number}"})
+    before = Conversation(tuple(f"resp_{each}" for each in range(number)))
+    new = new_response(request, before, f"resp_{number}", tenant)
+    await store.create(new.record.head.id, new.written)
+    if status != "in_progress":
+        output = [{"id": f"msg_{number}", "type": "message", "role": "assistant", "content": [], "status": status}]
+        await store.keep_final({**skeleton(new.record.head), "status": status, "output": output})
+    return new.record
+
+
+async def test_a_record_is_read_as_it_was_written(store: Store) -> None:
+    record = await put(store, 1)
+    raw = await store.read("resp_1")
+    assert raw is not None
+    assert parse_record(raw).to_json() == record.to_json() == raw
+
+
+@pytest.mark.parametrize("response_id", ["resp_0", "resp_unknown", "a b", "x" * 200, "resp_0:final"])
+async def test_for_another_tenant_no_response_exists(history: History, store: Store, response_id: str) -> None:
+    await put(store, 0)
+    with pytest.raises(ApiError) as refused:
+        await history.find(BOB, response_id)
+    assert (refused.value.status, refused.value.code) == (404, "not_found")
+    assert refused.value.message == f'There is no response "{response_id[:80]}", or it has expired.'
+
+
+async def test_the_operator_and_the_tenant_find_a_response(history: History, store: Store) -> None:
+    await put(store, 0)
+    for caller in (ADA, LOCAL):
+        assert (await history.find(caller, "resp_0")).head.id == "resp_0"
+
+
+async def test_a_conversation_is_the_inputs_and_outputs_of_its_responses(history: History, store: Store) -> None:
+    for number in range(3):
+        await put(store, number)
+    conversation = await history.conversation(ADA, "resp_2")
+    assert conversation.ids == ("resp_0", "resp_1", "resp_2")
+    assert [item["role"] for item in conversation.items] == ["user", "assistant"] * 3
+    assert conversation.items[2]["content"] == [{"type": "input_text", "text": "Q1"}]
+
+
+async def test_continuing_a_conversation_renews_all_of_it(history: History, store: Store, db: Redis) -> None:
+    await put(store, 0)
+    await put(store, 1)
+    for key in (record_key("resp_0"), final_key("resp_0")):
+        await db.expire(key, 5)
+    await history.conversation(ADA, "resp_1")
+    assert [await db.ttl(key(each)) for key in (record_key, final_key) for each in ("resp_0", "resp_1")] == [TTL_S] * 4
+
+
+async def test_a_response_that_was_deleted_ends_the_conversations_that_need_it(history: History, store: Store) -> None:
+    await put(store, 0)
+    await put(store, 1)
+    await store.delete("resp_0")
+    with pytest.raises(ApiError) as refused:
+        await history.conversation(ADA, "resp_1")
+    assert (refused.value.status, refused.value.param) == (404, "previous_response_id")
+
+
+async def test_a_response_in_progress_cannot_be_continued(history: History, store: Store, client: Client) -> None:
+    await put(store, 0, status="in_progress")
+    await client.submit([{"role": "user", "content": "Hi."}], id="resp_0")
+    with pytest.raises(ApiError) as refused:
+        await history.conversation(ADA, "resp_0")
+    assert (refused.value.status, refused.value.param) == (400, "previous_response_id")
+
+
+@pytest.mark.parametrize(("limit", "value"), [("_MOST_RESPONSES", 1), ("MAX_BYTES", 100)])
+async def test_a_conversation_has_a_limit(
+    history: History, store: Store, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
+    for number in range(2):
+        await put(store, number)
+    monkeypatch.setattr(module, limit, value)
+    with pytest.raises(ApiError) as refused:
+        await history.conversation(ADA, "resp_1")
+    assert (refused.value.status, refused.value.param) == (400, "previous_response_id")
+
+
+@pytest.mark.parametrize(
+    ("final", "status"),
+    [
+        ({"type": "failed", "error": {"type": "internal", "message": "It broke.", "retryable": True}}, "failed"),
+        ({"type": "cancelled", "reason": "requested"}, "cancelled"),
+    ],
+)
+async def test_the_end_of_a_job_without_events_is_that_of_its_response(
+    history: History, store: Store, db: Redis, final: dict[str, Any], status: str
+) -> None:
+    record = await put(store, 0, status="in_progress")
+    await db.hset("sluice:job:resp_0", "state", status)
+    await db.set("sluice:result:resp_0", json.dumps(final))
+    assert (await history.current(record))["status"] == status
+    assert json.loads(await db.get(final_key("resp_0")))["status"] == status
+
+
+async def test_a_response_that_was_deleted_does_not_come_back_with_its_end(store: Store, db: Redis) -> None:
+    record = await put(store, 0, status="in_progress")
+    await store.delete("resp_0")
+    await store.keep_final({**skeleton(record.head), "status": "completed"})
+    assert await store.read("resp_0") is None
+    assert await db.ttl(final_key("resp_0")) == TTL_S

@@ -1,0 +1,121 @@
+"""The routes of responses over real sockets, beyond OpenAI's client: raw bodies, keys, restarts, two fronts."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from sluice.gateway import ServeSettings
+from tests.gateway.fronts import Front, serving
+from tests.gateway.responses.test_openai_sdk import COUNT, ENDLESS, TWELVE
+
+Said = dict[str, Any]
+
+
+@pytest.fixture
+async def http(real_front: Front) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=real_front.base_url, timeout=20) as client:
+        yield client
+
+
+def data_of(body: str) -> list[Said]:
+    return [json.loads(line.removeprefix("data: ")) for line in body.splitlines() if line.startswith("data: ")]
+
+
+async def test_the_ids_of_server_sent_events_are_the_numbers_and_a_reconnection_continues(
+    http: httpx.AsyncClient,
+) -> None:
+    answer = await http.post("/responses", json={"input": COUNT, "stream": True, "temperature": 0})
+    lines = answer.text.splitlines()
+    events = data_of(answer.text)
+    ids = [int(line.removeprefix("id: ")) for line in lines if line.startswith("id: ")]
+    assert ids == [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert "data: [DONE]" not in lines
+    path = f"/responses/{events[0]['response']['id']}?stream=true"
+    rest = await http.get(path, headers={"last-event-id": "4"})
+    assert data_of(rest.text) == events[5:]
+
+
+async def test_another_front_continues_the_stream_with_the_same_numbers(
+    http: httpx.AsyncClient, redis_url: str
+) -> None:
+    answer = await http.post("/responses", json={"input": COUNT, "stream": True, "temperature": 0})
+    events = data_of(answer.text)
+    with serving(redis_url, ServeSettings(_env_file=None)) as other:
+        path = f"{other.base_url}/responses/{events[0]['response']['id']}?stream=true&starting_after=2"
+        rest = await http.get(path)
+    assert data_of(rest.text) == events[3:]
+
+
+async def test_a_retried_request_with_its_key_joins_its_own_response(http: httpx.AsyncClient, db: Redis) -> None:
+    headers, body = {"idempotency-key": "k1"}, {"input": COUNT, "temperature": 0}
+    first = await http.post("/responses", json=body, headers=headers)
+    await asyncio.sleep(1.1)  # another second of creation
+    second = await http.post("/responses", json=body, headers=headers)
+    assert first.json() == second.json()
+    assert first.json()["output"][0]["content"][0]["text"] == TWELVE
+    assert len([key async for key in db.scan_iter("sluice:job:*")]) == 1
+    other = await http.post("/responses", json={**body, "input": "Hi."}, headers=headers)
+    assert (other.status_code, other.json()["error"]["code"]) == (409, "idempotency_key_reused")
+
+
+async def test_a_restart_after_text_is_an_error_that_the_rest_of_the_stream_follows(
+    http: httpx.AsyncClient, db: Redis
+) -> None:
+    created = (await http.post("/responses", json={"input": COUNT, "background": True, "temperature": 0})).json()
+    path = f"/responses/{created['id']}?stream=true"
+    original = data_of((await http.get(path)).text)
+    log = [json.loads(raw) for raw in await db.lrange(f"sluice:log:{created['id']}", 0, -1)]
+    first_text = next(index for index, event in enumerate(log) if event.get("content"))
+    restarted = {**log[0], "type": "restarted", "attempt": 2}
+    longer = [*log[: first_text + 1], restarted, *log[1:]]
+    await db.delete(f"sluice:log:{created['id']}")
+    await db.rpush(
+        f"sluice:log:{created['id']}", *(json.dumps({**event, "seq": seq}) for seq, event in enumerate(longer))
+    )
+    broken = data_of((await http.get(path)).text)
+    assert (broken[-1]["type"], broken[-1]["code"]) == ("error", "restarted")
+    rest = data_of((await http.get(f"{path}&starting_after={broken[-1]['sequence_number']}")).text)
+    assert rest[0]["sequence_number"] == broken[-1]["sequence_number"] + 1
+    assert rest[-1]["response"]["output"] == original[-1]["response"]["output"]
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("?stream=true&starting_after=-1", "starting_after"),
+        ("?stream=true&starting_after=x", "starting_after"),
+        ("/input_items?limit=0", "limit"),
+        ("/input_items?limit=101", "limit"),
+        ("/input_items?order=up", "order"),
+        ("/input_items?after=msg_9", "after"),
+    ],
+)
+async def test_a_wrong_query_is_refused_by_name(http: httpx.AsyncClient, path: str, param: str) -> None:
+    created = (await http.post("/responses", json={"input": COUNT, "max_output_tokens": 1})).json()
+    answer = await http.get(f"/responses/{created['id']}{path}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_half_a_surrogate_pair_is_refused_and_breaks_nothing(http: httpx.AsyncClient) -> None:
+    for body in (rb'{"input":"\ud83d"}', rb'{"input":"a","\ud83d":1}', rb'{"input":"a","instructions":"\ud83d"}'):
+        answer = await http.post("/responses", content=body)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+async def test_heartbeats_are_comments_between_events(redis_url: str, real_front: Front) -> None:
+    settings = ServeSettings(_env_file=None, heartbeat_s=0.05)
+    waiting = {"input": COUNT, "stream": True, **ENDLESS, "deadline_s": 1.5}
+    with serving(redis_url, settings) as front:
+        async with httpx.AsyncClient(base_url=front.base_url, timeout=20) as http:
+            busy = [asyncio.create_task(http.post("/responses", json=waiting)) for _ in range(40)]
+            answers = [await each for each in busy]
+    late = [answer.text for answer in answers if answer.status_code == 200 and ": keep-alive\n" in answer.text]
+    assert late
+    for text in late:
+        data_of(text)
+        assert ": keep-alive\n\n" not in text
