@@ -11,7 +11,7 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY schemas schemas
 COPY sluice sluice
 COPY worker worker
-RUN pip install --no-cache-dir --constraint constraints.txt "./sluice[cli]" ".[$EXTRA]" && useradd --create-home sluice
+RUN pip install --no-cache-dir --constraint constraints.txt "./sluice[cli,serve]" ".[$EXTRA]" && useradd --create-home sluice
 USER sluice
 STOPSIGNAL SIGTERM
 CMD ["python", "-m", "worker"]

@@ -49,12 +49,13 @@ def find_binary() -> str:
     raise CliError(f"{problem}: {INSTALL_SERVER}; or start Redis and `sluice worker` yourself.")
 
 
-def pick_port(port: int | None) -> int:
-    """Return the given port; if None, 6379 or any free one. Raises `CliError` if the given one is in use."""
+def pick_port(port: int | None, *, default: int = DEFAULT_PORT, option: str = "--port") -> int:
+    """Return the given port; if None, the default or any free one. Raises `CliError` if the given one is in use.
+    `option`: the one that gives it."""
     if port is None:
-        return DEFAULT_PORT if _is_free(DEFAULT_PORT) else _free_port()
+        return default if _is_free(default) else _free_port()
     if not _is_free(port):
-        raise CliError(f"--port {port}: another process listens there. Leave the option out to get a free port.")
+        raise CliError(f"{option} {port}: another process listens there. Leave the option out to get a free port.")
     return port
 
 

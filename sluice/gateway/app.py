@@ -11,10 +11,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sluice.client import Client
-from sluice.gateway import catalog, chat, health, responses
-from sluice.gateway.access import AccessLog
+from sluice.gateway import catalog, chat, responses
 from sluice.gateway.errors import SERVER, ApiError, openai_response
 from sluice.gateway.gateway import Gateway
+from sluice.gateway.monitoring import health
+from sluice.gateway.monitoring.access import AccessLog
 from sluice.gateway.settings import ServeSettings
 
 logger = logging.getLogger("sluice.serve")

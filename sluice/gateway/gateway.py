@@ -19,8 +19,8 @@ from sluice.client import Client
 from sluice.errors import SluiceError
 from sluice.gateway.caller import LOCAL, Caller
 from sluice.gateway.errors import NO_WORKER_RETRY_S, SERVER, ApiError
-from sluice.gateway.metrics import Metrics
 from sluice.gateway.models import model_not_found, requested_model, served_name
+from sluice.gateway.monitoring.metrics import Metrics
 from sluice.gateway.settings import ServeSettings
 from sluice.gateway.workers import Workers
 from sluice.submission import Submitted, lane_of

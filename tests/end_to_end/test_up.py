@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import redis
+from openai import OpenAI
+from openai.types.chat import ChatCompletionMessageParam
 
 from scripts.stack import ROOT, TINY_CHAT, free_port
 from sluice import SyncClient
@@ -99,6 +102,26 @@ def test_a_chat_runs_on_the_printed_server_and_jobs_that_wait_outlast_a_restart(
             assert db.zrange("sluice:queue:another:interactive", 0, -1) == [waiting.id]
         assert up.end(signal.SIGTERM) == 0, up.said()
         assert not answers(up.url)
+
+
+def test_openai_clients_find_the_printed_address_and_the_front_ends_with_the_command(tmp_path: Path) -> None:
+    with running(tmp_path, "--http-port", str(port := free_port())) as up:
+        up.until_said("ready.")
+        up.until_said(f"  export OPENAI_BASE_URL=http://127.0.0.1:{port}/v1 ")
+        up.until_said(f"serving at http://127.0.0.1:{port}/v1")
+        with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as openai:
+            messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Count to 3."}]
+            answer = openai.chat.completions.create(model="default", messages=messages)
+            assert answer.choices[0].message.content == "1 2 3"
+        assert up.end() == 0, up.said()
+        assert "Traceback" not in up.said()
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_a_misspelt_setting_of_the_front_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("SLUICE_SERVE_PROT=1\n")
+    assert "did you mean SLUICE_SERVE_PORT?" in refused(tmp_path, "--data", str(tmp_path / "data"))
 
 
 def test_a_folder_and_a_port_in_use_are_named_and_left_alone(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`sluice up`: starts and stops a server and a worker on this machine together."""
+"""`sluice up`: starts and stops a server, a worker and the HTTP front on this machine together."""
 
 import asyncio
 import shutil
@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from sluice.cli.embedded_server import EmbeddedServer, default_folder
+from sluice.cli.front_process import INSTALL_FRONT, FrontProcess
 from sluice.client import Client
 from sluice.errors import SluiceError
 
@@ -40,6 +41,15 @@ def up(
             help="Port of the server.  [default: 6379, or a free one]",
         ),
     ] = None,
+    http_port: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=65_535,
+            metavar="PORT",
+            help="SLUICE_SERVE_PORT: port of the HTTP front.  [default: 8000, or a free one]",
+        ),
+    ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -49,10 +59,11 @@ def up(
         ),
     ] = None,
 ) -> None:
-    """Serve one model on this machine only: start a server and a worker, until Ctrl-C or SIGTERM.
+    """Serve one model on this machine only: start a server, a worker and the HTTP front, until Ctrl-C or SIGTERM.
 
-    No Redis is needed. When the model is loaded, the command prints how other terminals reach it. The worker reads
-    its settings from SLUICE_... and .env, as `sluice worker` does, except SLUICE_REDIS_URL.
+    No Redis is needed. OpenAI clients reach the front at http://127.0.0.1:8000/v1. When the model is loaded, the
+    command prints how other terminals reach it. The worker reads its settings from SLUICE_... and .env, as `sluice
+    worker` does, and the front its own, SLUICE_SERVE_..., both except SLUICE_REDIS_URL.
 
     \b
     Example:
@@ -60,16 +71,18 @@ def up(
     """
     flags = {"--model": model, "--name": name, "--max-rows": max_rows}
     options = [part for flag, value in flags.items() if value is not None for part in (flag, str(value))]
-    code = asyncio.run(_Up(EmbeddedServer((data or default_folder()).expanduser(), port), options).run())
+    server = EmbeddedServer((data or default_folder()).expanduser(), port)
+    code = asyncio.run(_Up(server, FrontProcess(server.url, http_port), options).run())
     if code:
         raise typer.Exit(code)
 
 
 class _Up:
-    """Starts the server, then the worker, and stops them in reverse order. Signals are forwarded to the worker."""
+    """Starts the server, then the worker and the front, and stops them in reverse order. Signals are forwarded."""
 
-    def __init__(self, server: EmbeddedServer, options: list[str]) -> None:
+    def __init__(self, server: EmbeddedServer, front: FrontProcess, options: list[str]) -> None:
         self._server, self._started_at = server, time.time()
+        self._front = front
         self._command = [sys.executable, "-m", "sluice.cli", "worker", *options, "--redis-url", server.url]
         self._worker: asyncio.subprocess.Process | None = None
         self._stopped = False
@@ -87,10 +100,14 @@ class _Up:
             self._worker = await asyncio.create_subprocess_exec(
                 *self._command, start_new_session=True, stdin=subprocess.DEVNULL
             )
-            return await self._watch(self._worker)
+            try:
+                return await self._watch(self._worker)
+            finally:
+                await self._front.stop()
 
     def _forward_signal(self, number: int) -> None:
         self._stopped = True
+        self._front.drain()
         if self._worker is not None:
             with suppress(ProcessLookupError):
                 self._worker.send_signal(number)
@@ -120,7 +137,8 @@ class _Up:
                 with suppress(SluiceError):
                     for worker in await client.workers():
                         if float(worker["started_at"]) >= self._started_at:
-                            return _print_instructions(self._server.url, worker["model"])
+                            await self._front.start()
+                            return _print_instructions(self._server.url, worker["model"], self._front.base_url)
                 await asyncio.sleep(_POLL_S)
 
 
@@ -133,15 +151,22 @@ async def _stop_worker(worker: asyncio.subprocess.Process, working: "asyncio.Tas
         await asyncio.wait([working], timeout=_SIGNAL_EVERY_S)
 
 
-def _print_instructions(url: str, model: str) -> None:
+def _print_instructions(url: str, model: str, base_url: str | None) -> None:
     command = "sluice" if shutil.which("sluice") or Path(sys.argv[0]).name != "sluice" else sys.argv[0]
     option = "" if model == "default" else f" --model {model}"
     _print(
         "ready. In another terminal:\n\n"
         f"  export SLUICE_REDIS_URL={url}\n"
         f'  {command} chat{option} "Count to 12."\n\n'
+        f"{_clients(base_url)}\n\n"
         "Ctrl-C here stops the worker, then the server. Waiting jobs are kept."
     )
+
+
+def _clients(base_url: str | None) -> str:
+    if base_url is None:
+        return f"For OpenAI clients, install the HTTP front: {INSTALL_FRONT}"
+    return f"For OpenAI clients:\n\n  export OPENAI_BASE_URL={base_url} OPENAI_API_KEY=none"
 
 
 def _print(sentence: str) -> None:

@@ -6,8 +6,8 @@ from contextlib import aclosing
 
 from sluice.gateway import sse
 from sluice.gateway.chat.answer import total_usage
+from sluice.gateway.chat.merging import merged
 from sluice.gateway.errors import ApiError, openai_body
-from sluice.gateway.merging import merged
 from sluice.openai import Answer, usage_of
 from sluice.streaming.streams import LAST_SEQ
 from sluice.wire import Delta, Event, Finished, Started

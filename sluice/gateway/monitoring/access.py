@@ -10,7 +10,7 @@ from urllib.parse import quote
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sluice.gateway.metrics import Metrics
+from sluice.gateway.monitoring.metrics import Metrics
 
 logger = logging.getLogger("sluice.serve.access")
 

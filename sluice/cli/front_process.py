@@ -1,0 +1,76 @@
+"""The HTTP front that `sluice up` starts next to its worker."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from importlib.util import find_spec
+
+from sluice.cli.embedded_server import pick_port
+from sluice.cli.errors import CliError
+
+INSTALL_FRONT = "in a checkout of Sluice, pip install './sluice[cli,serve]'"
+_PORT = 8000
+_EXIT_S = 5.0  # after which the process is killed
+
+
+class FrontProcess:
+    """A process `sluice serve`. Without the extra `serve` it is none: `base_url` is None and `start` does nothing."""
+
+    def __init__(self, redis_url: str, port: int | None) -> None:
+        """`port`: by default SLUICE_SERVE_PORT, else 8000, or a free one if that is in use. Raises `CliError` for an
+        invalid setting and a port in use."""
+        self._process: asyncio.subprocess.Process | None = None
+        self._redis_url = redis_url
+        self.base_url: str | None = None
+        if _is_installed():
+            host, self._port = _address(port)
+            self.base_url = f"http://{host}:{self._port}/v1"
+
+    async def start(self) -> None:
+        """Start the process; it prints its address when it listens."""
+        if self.base_url is None:
+            return
+        command = [sys.executable, "-m", "sluice.cli", "serve", "--port", str(self._port)]
+        env = {**os.environ, "SLUICE_REDIS_URL": self._redis_url}  # command lines are public
+        # Without its own session Ctrl-C would reach it twice, from the terminal and from `stop`.
+        self._process = await asyncio.create_subprocess_exec(
+            *command, start_new_session=True, stdin=subprocess.DEVNULL, env=env
+        )
+
+    def drain(self) -> None:
+        """Let the process finish its open responses and end; called again, end at once."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+
+    async def stop(self) -> None:
+        """End the process, and wait until it has ended."""
+        if self._process is None:
+            return
+        self.drain()
+        self.drain()
+        try:
+            async with asyncio.timeout(_EXIT_S):
+                await self._process.wait()
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+
+def _is_installed() -> bool:
+    return all(find_spec(name) for name in ("prometheus_client", "pydantic_settings", "starlette", "uvicorn"))
+
+
+def _address(port: int | None) -> tuple[str, int]:
+    from sluice.gateway.settings import CannotServe, read_settings
+
+    try:
+        settings = read_settings()
+    except CannotServe as error:
+        raise CliError(str(error)) from None
+    is_set = "port" in settings.model_fields_set
+    wanted = settings.port if port is None and is_set else port
+    return settings.host, pick_port(wanted, default=_PORT, option="--http-port")

@@ -1,0 +1,1 @@
+"""Probes, metrics and the access log of a front."""
