@@ -14,6 +14,10 @@ class StepwiseGrammar(ABC):
     @abstractmethod
     def rollback(self, count: int) -> None: ...
 
+    @property
+    @abstractmethod
+    def accepted(self) -> int: ...
+
     def forced(self) -> tuple[int, ...]:
         return ()
 

@@ -79,6 +79,10 @@ class Counting(StepwiseGrammar):
     def __init__(self, at: int) -> None:
         self._fails_at, self._num_accepted = at, 0
 
+    @property
+    def accepted(self) -> int:
+        return self._num_accepted
+
     def accept(self, token: int) -> None:
         self._num_accepted += 1
 

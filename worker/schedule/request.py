@@ -53,6 +53,10 @@ class GrammarState(Protocol):
     def rollback(self, count: int) -> None:
         """Take back the last `count` tokens that were accepted; at most 16."""
 
+    @property
+    def accepted(self) -> int:
+        """Number of tokens of the answer that were accepted."""
+
     def forced(self) -> tuple[int, ...]:
         """Return the tokens that must come next, as far as they are known. Never an end of the sequence."""
 

@@ -28,16 +28,20 @@ class _Recording(StepwiseGrammar):
     error = None
 
     def __init__(self) -> None:
-        self.accepted = list[int]()
+        self.answer = list[int]()
+
+    @property
+    def accepted(self) -> int:
+        return len(self.answer)
 
     def accept(self, token: int) -> None:
-        self.accepted.append(token)
+        self.answer.append(token)
 
     def reset(self) -> None:
-        self.accepted.clear()
+        self.answer.clear()
 
     def rollback(self, count: int) -> None:
-        del self.accepted[len(self.accepted) - count :]
+        del self.answer[len(self.answer) - count :]
 
     def bitmask(self) -> bytes | None:
         return None
@@ -51,7 +55,7 @@ class _Picky(_Recording):
         self._family = family
 
     def bitmask(self) -> bytes:
-        return _two_thirds(self._family, sum(at * token for at, token in enumerate(self.accepted, start=1)) % 3)
+        return _two_thirds(self._family, sum(at * token for at, token in enumerate(self.answer, start=1)) % 3)
 
 
 class _Forcing(_Recording):
@@ -62,7 +66,7 @@ class _Forcing(_Recording):
         self._token, self._at = token, at
 
     def bitmask(self) -> bytes | None:
-        return _mask([self._token], self._token + 1) if len(self.accepted) == self._at else None
+        return _mask([self._token], self._token + 1) if len(self.answer) == self._at else None
 
 
 class _Raising(_Recording):
@@ -73,7 +77,7 @@ class _Raising(_Recording):
         self._at = at
 
     def bitmask(self) -> None:
-        if len(self.accepted) >= self._at:
+        if len(self.answer) >= self._at:
             raise OnPurpose("This grammar fails.")
 
 
@@ -85,7 +89,7 @@ class _Forbidding(_Recording):
         self._at = at
 
     def bitmask(self) -> bytes | None:
-        return b"" if len(self.accepted) == self._at else None
+        return b"" if len(self.answer) == self._at else None
 
 
 @cache

@@ -36,21 +36,25 @@ class RecordingGrammar(StepwiseGrammar):
     """A grammar with a given mask, which records the tokens that it accepts."""
 
     def __init__(self, allowed: Iterable[int] | None) -> None:
-        self.accepted = list[int]()
+        self.answer = list[int]()
         self.error = None
         self._mask = None if allowed is None else sum(1 << token for token in allowed).to_bytes(8, "little")
 
+    @property
+    def accepted(self) -> int:
+        return len(self.answer)
+
     def accept(self, token: int) -> None:
-        self.accepted.append(token)
+        self.answer.append(token)
 
     def bitmask(self) -> bytes | None:
         return self._mask
 
     def reset(self) -> None:
-        self.accepted.clear()
+        self.answer.clear()
 
     def rollback(self, count: int) -> None:
-        del self.accepted[len(self.accepted) - count :]
+        del self.answer[len(self.answer) - count :]
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
@@ -83,7 +87,7 @@ def test_grammar_accepts_each_token_that_its_row_has_drawn() -> None:
     process = GrammarProcessor({0: first, 2: second}, {2})
     for fed in ([7, 8, 9], [20, 21, 22]):
         process(mx.zeros((3, 64)), mx.array(fed))
-    assert (first.accepted, second.accepted) == ([20], [9, 22])
+    assert (first.answer, second.answer) == ([20], [9, 22])
 
 
 def test_device_begins_to_compute_the_logits_before_a_mask_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +106,7 @@ def test_new_row_resets_its_grammar_which_then_accepts_the_resumed_tokens() -> N
     grammar = RecordingGrammar(None)
     for known in ((20,), (20, 21)):
         Row.of(GenerationRequest("a", (7,), 9, grammar=grammar, resume_tokens=known))
-        assert grammar.accepted == [*known]
+        assert grammar.answer == [*known]
 
 
 def test_logits_are_unchanged_if_any_token_is_allowed() -> None:

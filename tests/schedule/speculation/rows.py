@@ -1,6 +1,7 @@
 """A row as proposers see it."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from worker.schedule.request import GenerationRequest
 
@@ -15,5 +16,5 @@ class PlainRow:
         return self.request.id
 
 
-def row(prompt: list[int], prediction: list[int] | None = None, id: str = "a") -> PlainRow:
-    return PlainRow(GenerationRequest(id, tuple(prompt), 1_000, prediction=tuple(prediction or ())))
+def row(prompt: list[int], prediction: list[int] | None = None, id: str = "a", **fields: Any) -> PlainRow:
+    return PlainRow(GenerationRequest(id, tuple(prompt), 1_000, prediction=tuple(prediction or ()), **fields))

@@ -199,3 +199,16 @@ def test_a_grammar_that_has_failed_takes_no_draft() -> None:
     assert state.error
     assert (state.forced(), state.valid_prefix([5])) == ((), 0)
     assert len(state.masks_along([5])) == 1
+
+
+def test_accepted_tokens_are_counted() -> None:
+    state = grammar(thinking="open", **ANY_OBJECT)
+    for token in model().tokenizer.encode("so</think>{"):
+        state.accept(token)
+    tokens = state.accepted
+    state.accept(EOS)
+    assert state.accepted == tokens + 1
+    state.rollback(3)
+    assert state.accepted == tokens - 2
+    state.reset()
+    assert state.accepted == 0

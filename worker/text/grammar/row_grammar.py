@@ -42,6 +42,7 @@ class RowGrammar:
         self._begin()
 
     def _begin(self) -> None:
+        self.accepted = 0  # tokens of the answer
         self._consumed = list[int]()  # by the matcher
         # By token that was accepted last: the reasoning before it, and the number of tokens consumed before it.
         self._history = deque[tuple[ReasoningState | None, int]](maxlen=_ROLLBACK)
@@ -56,6 +57,7 @@ class RowGrammar:
 
     def _belongs_to_answer(self, token: int) -> bool:
         """Record a token, and advance the reasoning. Return True if the matcher has to consume the token."""
+        self.accepted += 1
         self._history.append((copy.copy(self._reasoning_state), len(self._consumed)))
         if token in self._ends:  # a batch may compute one step more than a row needs
             return False
@@ -71,6 +73,7 @@ class RowGrammar:
             raise ValueError(f"count: {count} tokens cannot be taken back; {len(self._history)} are recorded.")
         if count == 0:
             return
+        self.accepted -= count
         for _ in range(count):
             reasoning, consumed = self._history.pop()
         self._reasoning_state = reasoning
