@@ -12,7 +12,7 @@ from tests.scrape import Page, scrape
 from worker.monitoring.health import Health
 from worker.monitoring.metrics import Metrics
 from worker.monitoring.probes import answer_probes
-from worker.schedule.report import PrefixUse, StepReport
+from worker.schedule.report import DraftUse, PrefixUse, StepReport
 
 # As vLLM 0.32 documents them.
 VLLM = {
@@ -20,7 +20,8 @@ VLLM = {
     "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "request_success", "admission_rejections",
     "request_prompt_tokens", "request_generation_tokens", "time_to_first_token_seconds",
     "inter_token_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds",
-    "request_decode_time_seconds", "e2e_request_latency_seconds",
+    "request_decode_time_seconds", "e2e_request_latency_seconds", "spec_decode_num_drafts",
+    "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos",
 }  # fmt: skip
 
 GAPS = "vllm:inter_token_latency_seconds"
@@ -59,7 +60,8 @@ def test_the_model_is_a_label_of_every_series_and_the_lane_of_what_jobs_do() -> 
     samples = page(Metrics("qwen")).samples
     assert {s.labels["model_name"] for s in samples} == {"qwen"}
     without_lane = {s.name for s in samples if "lane" not in s.labels}
-    assert not {name for name in without_lane if "request" in name or "token" in name}
+    of_jobs = {name for name in without_lane if "request" in name or "token" in name}
+    assert {name for name in of_jobs if "spec_decode" not in name} == set()  # both lanes share a forward
 
 
 def test_a_job_runs_from_its_claim_until_it_has_left() -> None:
@@ -178,6 +180,19 @@ def test_what_stands_now_is_what_was_last_said() -> None:
     assert read("vllm:kv_cache_usage_perc") == 0.75
     assert (read("vllm:prefix_cache_queries_total"), read("vllm:prefix_cache_hits_total")) == (100, 60)
     assert (read("sluice:prefix_cache_evictions_total"), read("sluice:prefix_cache_bytes")) == (4, 700)
+
+
+def test_drafts_are_counted_by_their_tokens_and_positions() -> None:
+    metrics = Metrics("tiny")
+    metrics.record_step(StepReport((), rows=2))
+    metrics.record_step(StepReport((), rows=2, drafts=DraftUse(2, 10, (2, 2, 1))))
+    metrics.record_step(StepReport((), rows=2, drafts=DraftUse(1, 3, (1,))))
+    read = page(metrics)
+    assert read("vllm:spec_decode_num_drafts_total") == 3
+    assert read("vllm:spec_decode_num_draft_tokens_total") == 13
+    assert read("vllm:spec_decode_num_accepted_tokens_total") == 6
+    by_position = [read("vllm:spec_decode_num_accepted_tokens_per_pos_total", position=str(at)) for at in range(7)]
+    assert by_position == [3, 2, 1, 0, 0, 0, 0]
 
 
 def test_two_workers_in_one_process_count_for_themselves() -> None:

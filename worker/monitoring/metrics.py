@@ -14,7 +14,8 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from schemas.keys import LANES, Lane
 from worker.errors import ErrorType
 from worker.monitoring.sink import MetricsSink
-from worker.schedule.report import StepReport
+from worker.schedule.report import DraftUse, StepReport
+from worker.schedule.speculation.offer import MAX_DRAFT
 
 _Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
 
@@ -100,6 +101,21 @@ class Metrics(MetricsSink):
         self._evicted = make.by_model(
             Counter, "sluice:prefix_cache_evictions", "Segments, snapshots and images evicted from the prefix cache."
         )
+        self._drafts = make.by_model(
+            Counter, "vllm:spec_decode_num_drafts", "Drafts that were verified, each for one row in one forward."
+        )
+        self._drafted = make.by_model(
+            Counter, "vllm:spec_decode_num_draft_tokens", "Tokens of drafts that were verified."
+        )
+        self._accepted = make.by_model(
+            Counter, "vllm:spec_decode_num_accepted_tokens", "Tokens of drafts that were accepted."
+        )
+        self._accepted_at = make.by_model_and(
+            "position",
+            tuple(map(str, range(MAX_DRAFT))),
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted tokens by their position in the draft, from 0.",
+        )
         self._prefixes = make.by_model(Gauge, "sluice:prefix_cache_bytes", "Size of the prefix cache.")
         self._step_s = make.by_model(Histogram, "sluice:step_seconds", "Seconds of an engine step.", buckets=_TOKEN_S)
         self._step_rows = make.by_model(Histogram, "sluice:step_rows", "Rows that decode in a step.", buckets=_ROWS)
@@ -179,8 +195,17 @@ class Metrics(MetricsSink):
         self._hit.inc(step.prefix.hit)
         self._evicted.inc(step.prefix.evicted)
         self._prefixes.set(step.prefix.nbytes)
+        if step.drafts.drafts:
+            self._record_drafts(step.drafts)
         if step.memory:
             self._record_memory(*step.memory)
+
+    def _record_drafts(self, use: DraftUse) -> None:
+        self._drafts.inc(use.drafts)
+        self._drafted.inc(use.proposed)
+        self._accepted.inc(use.accepted)
+        for position, accepted in enumerate(use.accepted_at):
+            self._accepted_at[str(position)].inc(accepted)
 
     def _record_memory(self, predicted: int, measured: int) -> None:
         self._predicted.set(predicted)
@@ -197,6 +222,10 @@ class _Families:
 
     def by_model(self, kind: type[_Kind], name: str, help: str, **more: Any) -> _Kind:
         return kind(name, help, _BY_MODEL, registry=self._registry, **more).labels(self._model)
+
+    def by_model_and(self, label: str, values: tuple[str, ...], name: str, help: str) -> dict[str, Counter]:
+        family = Counter(name, help, (*_BY_MODEL, label), registry=self._registry)
+        return {value: family.labels(self._model, value) for value in values}
 
     def by_lane(self, kind: type[_Kind], name: str, help: str, **more: Any) -> dict[Lane, _Kind]:
         family = kind(name, help, _BY_LANE, registry=self._registry, **more)

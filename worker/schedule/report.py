@@ -16,6 +16,20 @@ class PrefixUse:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftUse:
+    """Drafts that were verified in one step."""
+
+    drafts: int = 0
+    proposed: int = 0  # tokens
+    accepted_at: tuple[int, ...] = ()  # accepted tokens by their position in the draft
+
+    @property
+    def accepted(self) -> int:
+        """Number of accepted tokens."""
+        return sum(self.accepted_at)
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """Result of one engine step."""
 
@@ -28,3 +42,4 @@ class StepReport:
     reserved: tuple[int, int] | None = None  # bytes in addition to the weights: reserved for active rows, and available
     memory: tuple[int, int] | None = None  # bytes in addition to the weights: predicted, measured; None: not compared
     prefix: PrefixUse = PrefixUse()
+    drafts: DraftUse = DraftUse()
