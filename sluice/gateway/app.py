@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -16,6 +17,7 @@ from sluice.gateway.errors import SERVER, ApiError, openai_response
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.monitoring import health
 from sluice.gateway.monitoring.access import AccessLog
+from sluice.gateway.protection.middleware import Protection
 from sluice.gateway.settings import ServeSettings
 
 logger = logging.getLogger("sluice.serve")
@@ -28,18 +30,33 @@ SURFACES: Sequence[Surface] = (chat.routes, responses.routes, catalog.routes, he
 def app(client: Client, settings: ServeSettings | None = None) -> Starlette:
     """Return the application, to be served or mounted. The caller closes the client.
 
-    `settings` are read from the environment if they are not given. `app.state.gateway` is the `Gateway`.
+    `settings` are read from the environment if they are not given. `app.state.gateway` is the `Gateway`. Raises
+    `BadKeyFile`.
     """
     gateway = Gateway(client, settings or ServeSettings())
     routes = [route for surface in SURFACES for route in surface(gateway)]
     paths = {route.endpoint: route.path for route in routes}
     application = Starlette(
         routes=routes,
-        middleware=[Middleware(AccessLog, metrics=gateway.metrics, paths=paths)],
+        middleware=[Middleware(AccessLog, metrics=gateway.metrics, paths=paths), *_protection(gateway.settings)],
         exception_handlers={HTTPException: _refused, Exception: _failed},
     )
     application.state.gateway = gateway
     return application
+
+
+def _protection(settings: ServeSettings) -> list[Middleware]:
+    protection = Middleware(Protection, timeout_s=settings.client_timeout_s)
+    if not settings.allowed_origins:
+        return [protection]
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=sorted(settings.allowed_origins),
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["*"],
+    )
+    return [cors, protection]
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -1,7 +1,8 @@
 """Who sends a request, and what the request may use."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from sluice.gateway.keys.meter import Meter
 from sluice.wire import LANES
 
 
@@ -13,6 +14,7 @@ class Caller:
     key_id: str | None = None
     models: frozenset[str] | None = None  # names as requests give them
     lanes: frozenset[str] = frozenset(LANES)
+    meter: Meter | None = field(default=None, compare=False, repr=False)  # of this HTTP request
 
 
 LOCAL = Caller()  # every request, if no keys are configured

@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import time
+import uuid
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -16,9 +17,13 @@ from starlette.requests import Request
 from sluice import wire
 from sluice.cancellation import Outcome
 from sluice.client import Client
-from sluice.errors import SluiceError
+from sluice.errors import JobFailed, SluiceError
 from sluice.gateway.caller import LOCAL, Caller
 from sluice.gateway.errors import NO_WORKER_RETRY_S, SERVER, ApiError
+from sluice.gateway.keys.authentication import Authentication
+from sluice.gateway.keys.estimate import estimate
+from sluice.gateway.keys.limits import Limits
+from sluice.gateway.keys.store import KeyStore
 from sluice.gateway.models import model_not_found, requested_model, served_name
 from sluice.gateway.monitoring.metrics import Metrics
 from sluice.gateway.settings import ServeSettings
@@ -32,6 +37,7 @@ logger = logging.getLogger("sluice.serve")
 _UNKNOWN_S = 2.0  # short, since a job exists as soon as it is submitted
 _OUTAGE_S = 5.0  # that a command of the front's own waits out
 _POLL_S = 0.25  # between two checks for a worker
+_REFUSED = {"invalid_request", "unsupported", "too_large"}  # errors of jobs that were never computed
 
 T = TypeVar("T")
 
@@ -40,11 +46,18 @@ class Gateway:
     """Connects the surfaces with the queue."""
 
     def __init__(self, client: Client, settings: ServeSettings) -> None:
+        """Raises `BadKeyFile`."""
         self.client = client
         self.settings = settings
         self.retries = Retries(client.redis, _OUTAGE_S)
         self.workers = Workers(client, self.retries)
         self.metrics = Metrics()
+        self._limits = Limits(client.redis, self.retries)
+        self._authentication = (
+            Authentication(KeyStore(settings.keys), self._limits, settings.max_connections_per_key)
+            if settings.keys
+            else None
+        )
         self.draining = False
         self._cancelling = set[asyncio.Task[None]]()
 
@@ -59,7 +72,7 @@ class Gateway:
 
     async def authenticate(self, request: Request) -> Caller:
         """Return the caller of a request. Raises `ApiError`."""
-        return LOCAL
+        return await self._authentication.caller(request) if self._authentication else LOCAL
 
     async def submit(
         self, caller: Caller, body: Mapping[str, Any], *, job_id: str | None = None, on_disconnect: str = "cancel"
@@ -77,9 +90,17 @@ class Gateway:
         request = {**body, "model": model, "on_disconnect": body.get("on_disconnect") or on_disconnect}
         if caller.tenant is not None:
             request["tenant"] = caller.tenant
-        if not await self.workers.is_served(model):
-            await self._wait_for_worker(requested, model, job_id)
-        return await self.client.submit(request, model=model, lane=lane, id=job_id)
+        id = uuid.uuid4().hex if job_id is None else job_id
+        if caller.meter is not None:
+            await caller.meter.take(id, estimate(body))
+        try:
+            if not await self.workers.is_served(model):
+                await self._wait_for_worker(requested, model, job_id)
+            return await self.client.submit(request, model=model, lane=lane, id=id)
+        except (ApiError, SluiceError):
+            if caller.meter is not None:
+                await self._limits.release(id)
+            raise
 
     async def _wait_for_worker(self, requested: str, model: str, job_id: str | None) -> None:
         if job_id is not None and await self.client.state(job_id) is not None:
@@ -97,7 +118,8 @@ class Gateway:
 
         Raises `ApiError` 503, and cancels the job, if its workers are gone before the first event.
         """
-        async with aclosing(self.client.stream(job_id, after=after, unknown_s=_UNKNOWN_S)) as events:
+        stream = self.client.stream(job_id, after=after, unknown_s=_UNKNOWN_S)
+        async with aclosing(self._limits.settled(stream) if self._authentication else stream) as events:
             first = await self.while_served(job_id, anext(events, None))
             if first is None:
                 return
@@ -107,7 +129,16 @@ class Gateway:
 
     async def result(self, job_id: str) -> dict[str, Any]:
         """Return the job's `chat.completion`, waiting until it has ended. Raises as `Client.result` and `events` do."""
-        return await self.while_served(job_id, self.client.result(job_id))
+        try:
+            completion = await self.while_served(job_id, self.client.result(job_id))
+        except JobFailed as failed:
+            if self._authentication and failed.error.type in _REFUSED:
+                await self._limits.settle(job_id, 0)
+            raise
+        match completion:
+            case {"usage": {"total_tokens": int(tokens)}} if self._authentication:
+                await self._limits.settle(job_id, tokens)
+        return completion
 
     async def while_served(self, job_id: str, work: Awaitable[T]) -> T:
         """Return what the work returns. Raises `ApiError` 503, and cancels the job, if it waits in its queue and its

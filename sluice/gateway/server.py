@@ -8,10 +8,14 @@ import sys
 from types import FrameType
 
 import uvicorn
+from starlette.applications import Starlette
 
 from sluice.client import Client
 from sluice.gateway.app import app
 from sluice.gateway.gateway import Gateway
+from sluice.gateway.keys.file import BadKeyFile
+from sluice.gateway.protection.local import LocalOnly
+from sluice.gateway.protection.protocol import MAX_HEADER_BYTES, protocol
 from sluice.gateway.settings import CannotServe, ServeSettings
 
 
@@ -39,9 +43,12 @@ async def _serve(listening: socket.socket, redis_url: str, settings: ServeSettin
     except ValueError as error:
         raise CannotServe(f"SLUICE_REDIS_URL: {error}") from None
     async with client:
-        application = app(client, settings)
+        application = _application(client, settings)
         config = uvicorn.Config(
-            application,
+            application if settings.keys else LocalOnly(application, settings.allowed_origins),
+            http=protocol(settings.client_timeout_s),
+            ws="none",
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             log_config=None,
             log_level="warning",
             access_log=False,
@@ -49,9 +56,18 @@ async def _serve(listening: socket.socket, redis_url: str, settings: ServeSettin
             server_header=False,
             timeout_graceful_shutdown=int(settings.drain_s),
         )
+        if settings.keys is None:
+            print("sluice: no keys are set (SLUICE_SERVE_KEYS), so only this machine is answered", file=sys.stderr)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         print(f"sluice: serving at http://{host}:{listening.getsockname()[1]}/v1", file=sys.stderr, flush=True)
         await _Server(config, application.state.gateway).serve(sockets=[listening])
+
+
+def _application(client: Client, settings: ServeSettings) -> Starlette:
+    try:
+        return app(client, settings)
+    except BadKeyFile as error:
+        raise CannotServe(f"SLUICE_SERVE_KEYS: {error}") from None
 
 
 class _Server(uvicorn.Server):

@@ -4,11 +4,13 @@ import os
 import re
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field, ValidationError, field_validator
-from pydantic_core import ErrorDetails
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from sluice.gateway.protection.local import is_loopback
 from sluice.wire import MODEL_NAME
 
 PREFIX = "SLUICE_SERVE_"
@@ -27,6 +29,8 @@ _WRONG = {
     "literal_error": "it must be {expected}",
     "string_too_short": "it must not be empty",
     "value_error": "{error}",
+    "needs_keys": "without keys the front listens on a loopback address only; make a key with `sluice keys create` and "
+    "set SLUICE_SERVE_KEYS",
 }
 
 
@@ -64,6 +68,25 @@ class ServeSettings(BaseSettings):
         ge=60,
         description="Seconds that /v1/responses keeps a response after its last use, for previous_response_id.",
     )
+    keys: Path | None = Field(
+        None,
+        description="File of the API keys; `sluice keys` edits it. Default: every request is accepted, and the front "
+        "answers to its own machine only.",
+    )
+    max_connections_per_key: int = Field(
+        1_000, ge=1, description="Requests of one key that each process answers at once. Further ones are refused: 429."
+    )
+    client_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        description="Seconds that a client may take to send its headers, to send its body (longer if 10 kB arrive each "
+        "second), and to go on reading its answer. Then its connection is closed.",
+    )
+    cors_origins: str | None = Field(
+        None,
+        description="Web sites whose pages may call the front from a browser, such as "
+        "https://a.example,https://b.example; * is any. Default: none.",
+    )
     drain_s: float = Field(
         30.0, ge=0, description="Seconds that open responses may take after SIGTERM. Then their connections are closed."
     )
@@ -76,6 +99,25 @@ class ServeSettings(BaseSettings):
             if not requested or requested != requested.strip() or not re.fullmatch(MODEL_NAME, served):
                 raise ValueError(f"{pair!r} must look like gpt-4o-mini=default")
         return models
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _names_sites(cls, origins: str | None) -> str | None:
+        for origin in origins.split(",") if origins is not None else ():
+            if not re.fullmatch(r"\*|https?://[^/\s?#*]+", origin):
+                raise ValueError(f"{origin!r} must look like https://a.example, without a path")
+        return origins
+
+    @model_validator(mode="after")
+    def _is_local_without_keys(self) -> Self:
+        if self.keys is None and not is_loopback(self.host):
+            raise PydanticCustomError("needs_keys", "")
+        return self
+
+    @property
+    def allowed_origins(self) -> frozenset[str]:
+        """Web sites whose pages may call the front; "*" is any."""
+        return frozenset(self.cors_origins.split(",") if self.cors_origins else ())
 
     @property
     def model_map(self) -> dict[str, str]:
@@ -126,4 +168,5 @@ def _refuse_unknown(names: dict[str, str]) -> None:
 
 def _sentence(problem: ErrorDetails) -> str:
     bounds = {name: f"{each:g}" if isinstance(each, float) else each for name, each in problem.get("ctx", {}).items()}
-    return f"{variable(str(problem['loc'][0]))}: {_WRONG.get(problem['type'], _OTHERWISE).format(**bounds)}"
+    field = str(next(iter(problem["loc"]), "host"))  # the rule for several settings is about the host
+    return f"{variable(field)}: {_WRONG.get(problem['type'], _OTHERWISE).format(**bounds)}"

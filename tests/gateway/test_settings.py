@@ -51,9 +51,9 @@ def test_settings_of_the_worker_are_none_of_the_front_s(monkeypatch: pytest.Monk
 
 
 def test_the_environment_wins_over_the_file_and_an_option_over_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    Path(".env").write_text("SLUICE_SERVE_PORT=1\nSLUICE_SERVE_HOST=there\n")
+    Path(".env").write_text("SLUICE_SERVE_PORT=1\nSLUICE_SERVE_HOST=localhost\n")
     monkeypatch.setenv("SLUICE_SERVE_PORT", "2")
-    assert (read_settings().port, read_settings(port=3).port, read_settings().host) == (2, 3, "there")
+    assert (read_settings().port, read_settings(port=3).port, read_settings().host) == (2, 3, "localhost")
 
 
 @pytest.mark.parametrize("pairs", ["gpt", "=a", "a=", "a=b c", "a=b,", " a=b"])

@@ -1,0 +1,216 @@
+"""`sluice keys`: creates, lists and revokes the API keys of `sluice serve`."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import typer
+
+from sluice.cli.errors import CliError
+from sluice.cli.option_values import integer, lane
+from sluice.cli.options import AsJson
+from sluice.cli.terminal.output import print_json, print_table
+from sluice.cli.terminal.view import note
+
+File = Annotated[
+    Path | None,
+    typer.Option(
+        "--file",
+        metavar="PATH",
+        envvar="SLUICE_SERVE_KEYS",
+        help="The file of the keys.  [default: SLUICE_SERVE_KEYS in .env]",
+    ),
+]
+_UNITS_S = {"m": 60, "h": 3_600, "d": 86_400}
+_LIMIT = integer(1, 10**12)
+
+keys = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+
+@keys.callback()
+def about() -> None:
+    """Create, list and revoke the API keys of `sluice serve`.
+
+    The file holds a hash of each key, not the key. Running fronts read it again within a second after a change.
+
+    \b
+    Example:
+      sluice keys create --tenant acme --requests-per-minute 60
+    """
+
+
+@keys.command()
+def create(
+    tenant: Annotated[str, typer.Option(metavar="NAME", help="Tenant whose jobs the key may send and read.")],
+    requests_per_minute: Annotated[
+        int | None, typer.Option(parser=_LIMIT, metavar="N", help="Limit of requests.  [default: none]")
+    ] = None,
+    tokens_per_minute: Annotated[
+        int | None,
+        typer.Option(parser=_LIMIT, metavar="N", help="Limit of tokens, prompts and answers.  [default: none]"),
+    ] = None,
+    lanes: Annotated[
+        str | None, typer.Option(metavar="LANE,...", help="Lanes that the key may use.  [default: both]")
+    ] = None,
+    models: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="Models that the key may use.  [default: all]")
+    ] = None,
+    expires: Annotated[
+        str | None,
+        typer.Option(metavar="WHEN", help="When it expires: 90d, 12h, 30m, or 2027-01-31 (UTC).  [default: never]"),
+    ] = None,
+    note_text: Annotated[str, typer.Option("--note", metavar="TEXT", help="A remark that stays in the file.")] = "",
+    file: File = None,
+) -> None:
+    """Create a key, and print it: it is shown this once.
+
+    The key goes to stdout, all else to stderr. A missing file is created, readable by its owner only.
+
+    \b
+    Example:
+      sluice keys create --tenant acme --tokens-per-minute 100000 --expires 90d --file keys.json
+    """
+    fields: dict[str, Any] = {
+        "tenant": tenant,
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "models": None if models is None else tuple(models.split(",")),
+        "expires": None if expires is None else _expiry(expires),
+        "note": note_text,
+    }
+    if lanes is not None:
+        fields["lanes"] = tuple(lane(each) for each in lanes.split(","))
+    secret, key_id = _key_files().create(file, fields)
+    print(secret)
+    note(f"{key_id} is created, for the tenant {tenant}; the key above is not shown again")
+
+
+@keys.command("list")
+def list_keys(file: File = None, as_json: AsJson = False) -> None:
+    """List the keys, without the keys themselves.
+
+    \b
+    Example:
+      sluice keys list --json | jq -r .id
+    """
+    found = _key_files().read(file)
+    if not found:
+        note("there are no keys.")
+    elif as_json:
+        for key in found:
+            print_json(key)
+    else:
+        _print_keys(found)
+
+
+@keys.command()
+def revoke(
+    id: Annotated[str, typer.Argument(help="Id of the key, as in `sluice keys list`.", metavar="ID")],
+    file: File = None,
+) -> None:
+    """Remove a key from the file. Answers that have begun are completed.
+
+    \b
+    Example:
+      sluice keys revoke k-5f2c9a01
+    """
+    _key_files().revoke(file, id)
+    note(f"{id} is revoked")
+
+
+@dataclass(frozen=True)
+class _KeyFiles:
+    """The key files of the front, which is an extra of the package."""
+
+    module: ModuleType
+    env: Callable[[Path], dict[str, str]]
+
+    def create(self, file: Path | None, fields: dict[str, Any]) -> tuple[str, str]:
+        """Add a new key, and return it with its id."""
+        try:
+            secret, key = self.module.new_key(**fields)
+        except ValueError as error:  # pydantic's
+            raise CliError(f"{self.module.describe(error)}.") from None
+        self._edit(file, lambda content: content.model_copy(update={"keys": (*content.keys, key)}))
+        return secret, key.id
+
+    def revoke(self, file: Path | None, id: str) -> None:
+        """Remove a key."""
+
+        def without(content: Any) -> Any:
+            kept = tuple(key for key in content.keys if key.id != id)
+            if len(kept) == len(content.keys):
+                raise CliError(f"there is no key {id!r} in {self._path(file)}; `sluice keys list` shows the ids.")
+            return content.model_copy(update={"keys": kept})
+
+        self._edit(file, without)
+
+    def read(self, file: Path | None) -> list[dict[str, Any]]:
+        """Return the keys without their hashes."""
+        try:
+            content = self.module.read(self._path(file))
+        except self.module.BadKeyFile as error:
+            raise CliError(str(error)) from None
+        return [key.model_dump(mode="json", exclude={"sha256"}) for key in content.keys]
+
+    def _edit(self, file: Path | None, change: Callable[[Any], Any]) -> None:
+        try:
+            self.module.edit(self._path(file), change)
+        except self.module.BadKeyFile as error:
+            raise CliError(str(error)) from None
+        except OSError as error:
+            raise CliError(f"{self._path(file)}: it cannot be written: {error.strerror}.") from None
+
+    def _path(self, file: Path | None) -> Path:
+        if path := file or self.env(Path(".env")).get("SLUICE_SERVE_KEYS"):
+            return Path(path)
+        raise CliError("--file: the file of the keys is not given; name one, or set SLUICE_SERVE_KEYS.")
+
+
+def _key_files() -> _KeyFiles:
+    try:
+        from sluice.gateway.keys import file
+        from sluice.gateway.settings import read_variables
+    except ImportError as missing:
+        raise CliError(f"the front is not installed here ({missing}): pip install './sluice[serve]'") from None
+    return _KeyFiles(file, read_variables)
+
+
+def _expiry(text: str) -> datetime:
+    """Return the time that an option names. Raises `CliError`."""
+    if duration := re.fullmatch(r"(\d{1,6})([mhd])", text):
+        return datetime.now(UTC).replace(microsecond=0) + timedelta(seconds=int(duration[1]) * _UNITS_S[duration[2]])
+    try:
+        when = datetime.fromisoformat(text)
+    except ValueError:
+        raise CliError(f"--expires: {text!r} is not a time; write 90d, 12h, 30m or 2027-01-31.") from None
+    return when if when.tzinfo else when.replace(tzinfo=UTC)
+
+
+def _print_keys(found: list[dict[str, Any]]) -> None:
+    columns = ("id", "tenant", "requests/min", "tokens/min", "lanes", "models", "expires", "note")
+    print_table(
+        "Keys",
+        {name: "right" if name.endswith("/min") else "left" for name in columns},
+        [
+            (
+                key["id"],
+                key["tenant"],
+                _limit(key["requests_per_minute"]),
+                _limit(key["tokens_per_minute"]),
+                ", ".join(key["lanes"]),
+                "all" if key["models"] is None else ", ".join(key["models"]),
+                key["expires"] or "never",
+                key["note"],
+            )
+            for key in found
+        ],
+    )
+
+
+def _limit(value: int | None) -> str:
+    return "none" if value is None else f"{value:,}"

@@ -1,0 +1,144 @@
+"""The key file: JSON with the hash, the tenant and the limits of each key.
+
+    {"keys": [{"id": "k-5f2c9a01", "sha256": "...", "tenant": "acme", "requests_per_minute": 60}]}
+
+A key is random and 256 bits long, so a plain SHA-256 of it cannot be reversed by guessing.
+"""
+
+import fcntl
+import hashlib
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from sluice.wire import LANES, TENANT_CHARACTERS, Lane
+
+SECRET_PREFIX = "sk-sluice-"  # so that scanners for leaked secrets can recognize a key
+_SECRET_BYTES = 32
+_ONLY_OWNER = 0o600
+
+Limit = Annotated[int, Field(ge=1, le=10**12)]
+Name = Annotated[str, Field(min_length=1, max_length=TENANT_CHARACTERS)]
+
+
+class BadKeyFile(Exception):
+    """The key file cannot be read or is invalid; the message names the file and the first problem."""
+
+
+class Key(BaseModel):
+    """One key. None as a limit is no limit, and None as `models` allows all of them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    tenant: Name
+    requests_per_minute: Limit | None = None
+    tokens_per_minute: Limit | None = None
+    lanes: tuple[Lane, ...] = LANES
+    models: tuple[str, ...] | None = None
+    expires: AwareDatetime | None = None
+    created: AwareDatetime | None = None
+    note: str = ""
+
+    @property
+    def is_limited(self) -> bool:
+        """True if requests or tokens are counted."""
+        return self.requests_per_minute is not None or self.tokens_per_minute is not None
+
+    def has_expired(self, now: datetime) -> bool:
+        """Return True if the key is no longer valid at this time."""
+        return self.expires is not None and now >= self.expires
+
+
+class KeyFile(BaseModel):
+    """The content of the file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    keys: tuple[Key, ...] = ()
+
+    @model_validator(mode="after")
+    def _has_no_duplicates(self) -> Self:
+        for field in ("id", "sha256"):
+            values = [getattr(key, field) for key in self.keys]
+            if len(set(values)) < len(values):
+                raise ValueError(f"two keys have the same {field}")
+        return self
+
+
+def digest(secret: str) -> str:
+    """Return the hash of a key, as the file holds it."""
+    return hashlib.sha256(secret.encode(errors="surrogatepass")).hexdigest()
+
+
+def new_key(**fields: Any) -> tuple[str, Key]:
+    """Return a new random key, and its entry for the file. Raises ValidationError."""
+    secret = SECRET_PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
+    now = datetime.now(UTC).replace(microsecond=0)
+    return secret, Key(id=f"k-{secrets.token_hex(4)}", sha256=digest(secret), created=now, **fields)
+
+
+def read(path: Path) -> KeyFile:
+    """Read and validate the file. Raises `BadKeyFile`."""
+    try:
+        return KeyFile.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise BadKeyFile(f"{path}: it cannot be read: {error.strerror}.") from None
+    except ValidationError as error:
+        raise BadKeyFile(f"{path}: {describe(error)}.") from None
+
+
+def describe(error: ValidationError) -> str:
+    """Return the first problem, with its place, without the value."""
+    problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).removeprefix(".")
+    return f"{place}: {problem['msg']}" if place else str(problem["msg"])
+
+
+def edit(path: Path, change: Callable[[KeyFile], KeyFile]) -> None:
+    """Replace the file by its changed content in one step; a missing file is created, for its owner only.
+
+    Blocks while another process edits. Raises `BadKeyFile`, OSError, and the errors of `change`.
+    """
+    target = path.resolve()  # a link stays a link
+    with _locked(target.parent):
+        content = change(read(path) if path.exists() else KeyFile())
+        _replace(target, content.model_dump_json(indent=2, exclude_none=True, exclude_defaults=True) + "\n")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _replace(path: Path, text: str) -> None:
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _ONLY_OWNER)
+    try:
+        with open(descriptor, "w") as file:
+            _keep_owner(descriptor, path)
+            file.write(text)
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def _keep_owner(descriptor: int, path: Path) -> None:
+    """Give the new file the owner of the old one, so that a front under another user can still read what root edits."""
+    if os.geteuid() == 0 and path.exists():
+        os.fchown(descriptor, path.stat().st_uid, path.stat().st_gid)

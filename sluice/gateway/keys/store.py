@@ -1,0 +1,66 @@
+"""The keys of a running front: read at its start, and again when the file changes."""
+
+import asyncio
+import hmac
+import logging
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from sluice.gateway.keys.file import BadKeyFile, Key, KeyFile, digest, read
+
+_log = logging.getLogger(__name__)
+CHECK_S = 1.0  # between two looks at the file: a revoked key is refused after at most this time
+_BUCKET = 8  # characters of a hash: a lookup by them reveals nothing about the rest
+
+Signature = tuple[int, int, int]  # differs whenever the file was written or replaced
+
+
+class KeyStore:
+    """Finds keys. A file that becomes invalid or unreadable leaves the previous keys in force, and is logged once."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the file. Raises `BadKeyFile`."""
+        self._path = path
+        self._signature = _signature(path)
+        self._by_hash = _by_hash(read(path))
+        self._checked_at = time.monotonic()
+
+    async def find(self, secret: str) -> Key | None:
+        """Return the key with this secret; None if there is none, or it has expired."""
+        await self._reload_if_changed()
+        wanted = digest(secret)
+        for key in self._by_hash.get(wanted[:_BUCKET], ()):
+            if hmac.compare_digest(key.sha256, wanted):
+                return None if key.has_expired(datetime.now(UTC)) else key
+        return None
+
+    async def _reload_if_changed(self) -> None:
+        if time.monotonic() - self._checked_at < CHECK_S:
+            return
+        self._checked_at = time.monotonic()
+        signature = _signature(self._path)
+        if signature == self._signature:
+            return
+        self._signature = signature
+        try:
+            self._by_hash = _by_hash(await asyncio.to_thread(read, self._path))
+        except BadKeyFile as error:
+            _log.error("%s The keys read before stay in force; correct the file.", error)
+        else:
+            _log.info("%s was read again", self._path)
+
+
+def _by_hash(file: KeyFile) -> dict[str, list[Key]]:
+    found = dict[str, list[Key]]()
+    for key in file.keys:
+        found.setdefault(key.sha256[:_BUCKET], []).append(key)
+    return found
+
+
+def _signature(path: Path) -> Signature | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino

@@ -1,0 +1,89 @@
+"""`sluice keys`."""
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from sluice.cli.app import app
+from sluice.cli.errors import CliError
+from sluice.gateway.keys.file import digest, read
+
+
+@pytest.fixture(autouse=True)
+def _nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("SLUICE_SERVE_KEYS", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*arguments: str) -> Result:
+    result = CliRunner().invoke(app, ["keys", *arguments])
+    if isinstance(result.exception, CliError):
+        raise result.exception
+    return result
+
+
+def create(*arguments: str) -> str:
+    result = run("create", "--tenant", "acme", "--file", "keys.json", *arguments)
+    assert result.exit_code == 0, result.output
+    (secret,) = result.stdout.splitlines()
+    return secret
+
+
+def test_a_created_key_is_printed_once_and_its_hash_is_in_the_file() -> None:
+    secret = create("--requests-per-minute", "60", "--lanes", "batch", "--models", "a,b", "--note", "the phone app")
+    (key,) = read(Path("keys.json")).keys
+    assert (key.tenant, key.sha256, key.requests_per_minute) == ("acme", digest(secret), 60)
+    assert (key.tokens_per_minute, key.lanes, key.models, key.note) == (None, ("batch",), ("a", "b"), "the phone app")
+    assert stat.S_IMODE(Path("keys.json").stat().st_mode) == 0o600
+    listed = json.loads(run("list", "--file", "keys.json", "--json").stdout)
+    assert listed["id"] == key.id
+    assert secret not in str(listed)
+    assert key.sha256 not in str(listed)
+
+
+def test_a_revoked_key_is_gone_and_the_others_stay() -> None:
+    create()
+    first = read(Path("keys.json")).keys[0]
+    create()
+    run("revoke", first.id, "--file", "keys.json")
+    assert [key.id == first.id for key in read(Path("keys.json")).keys] == [False]
+
+
+def test_the_file_is_that_of_the_front_s_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path(".env").write_text("SLUICE_SERVE_KEYS=from-env-file.json\n")
+    run("create", "--tenant", "a")
+    monkeypatch.setenv("SLUICE_SERVE_KEYS", "from-environment.json")
+    run("create", "--tenant", "b")
+    files = (Path("from-env-file.json"), Path("from-environment.json"))
+    assert [key.tenant for file in files for key in read(file).keys] == ["a", "b"]
+
+
+@pytest.mark.parametrize("when", ["90d", "2099-01-31", "2099-01-31T10:00:00+02:00"])
+def test_a_key_expires_at_a_time_in_a_zone(when: str) -> None:
+    create("--expires", when)
+    (key,) = read(Path("keys.json")).keys
+    assert key.expires is not None
+    assert key.expires.tzinfo is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["revoke", "k-9", "--file", "keys.json"], "there is no key 'k-9' in keys.json; "),
+        (["list"], "--file: the file of the keys is not given; "),
+        (["list", "--file", "nowhere.json"], "nowhere.json: it cannot be read: No such file"),
+        (["create", "--tenant", "", "--file", "keys.json"], "tenant: "),
+        (["create", "--tenant", "a", "--expires", "soon", "--file", "keys.json"], "--expires: 'soon' is not a time; "),
+        (["create", "--tenant", "a", "--file", "nowhere/keys.json"], "nowhere/keys.json: it cannot be written: "),
+        (["create", "--tenant", "a", "--file", "broken.json"], "broken.json: Invalid JSON"),
+    ],
+)
+def test_what_cannot_be_done_is_told_in_a_sentence(arguments: list[str], sentence: str) -> None:
+    Path("broken.json").write_text("{")
+    with pytest.raises(CliError) as refused:
+        run(*arguments)
+    assert str(refused.value).startswith(sentence)
+    assert Path("broken.json").read_text() == "{"

@@ -1,0 +1,159 @@
+"""Keys and limits as clients meet them: over HTTP, from one front or two."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis.asyncio
+
+from sluice.gateway import ServeSettings
+from sluice.gateway.keys.file import digest
+from sluice.gateway.keys.limits import reservation_key
+from tests.fakes import FakeChat
+from tests.gateway.fronts import serving
+from worker.queue.job.job import JobResult
+
+pytestmark = pytest.mark.usefixtures("fake_worker")
+
+KEYS: dict[str, dict[str, Any]] = {
+    "acme-key": {"tenant": "acme"},
+    "rival-key": {"tenant": "rival"},
+    "slow-key": {"tenant": "slow", "requests_per_minute": 2, "tokens_per_minute": 100_000},
+    "small-key": {"tenant": "small", "tokens_per_minute": 3_000},
+    "narrow-key": {"tenant": "narrow", "models": ["other"], "lanes": ["interactive"]},
+    "old-key": {"tenant": "old", "expires": "2020-01-01T00:00:00Z"},
+}
+CHAT = {"messages": [{"role": "user", "content": "Hi."}], "say": ["1", " 2"]}
+COMPLETIONS = "/v1/chat/completions"
+
+
+class CountingChat(FakeChat):
+    """Reports the tokens of an answer in its result, as a worker does."""
+
+    async def chat(self, ctx: dict[Any, Any], request: dict[str, Any]) -> JobResult:
+        done = await super().chat(ctx, request)
+        done.result["usage"] = {"total_tokens": ctx["job"].usage.completion_tokens}
+        return done
+
+
+@pytest.fixture
+def chat() -> FakeChat:
+    return CountingChat()
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    entries = [{"id": secret, "sha256": digest(secret), **fields} for secret, fields in KEYS.items()]
+    (tmp_path / "keys.json").write_text(json.dumps({"keys": entries}))
+    return tmp_path / "keys.json"
+
+
+@asynccontextmanager
+async def front(redis_url: str, key_file: Path, **fields: Any) -> AsyncIterator[httpx.AsyncClient]:
+    settings = ServeSettings(_env_file=None, no_worker_s=0.5, keys=key_file, **fields)
+    with serving(redis_url, settings) as front:
+        async with httpx.AsyncClient(base_url=front.url, timeout=20) as http:
+            yield http
+
+
+@pytest.fixture
+async def guarded(redis_url: str, key_file: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async with front(redis_url, key_file) as http:
+        yield http
+
+
+async def ask(http: httpx.AsyncClient, secret: str, **fields: Any) -> httpx.Response:
+    return await http.post(COMPLETIONS, json={**CHAT, **fields}, headers={"authorization": f"Bearer {secret}"})
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": "Bearer"},
+        {"authorization": "Basic acme-key"},
+        {"authorization": "acme-key"},
+        {"authorization": "Bearer old-key"},
+        {"x-api-key": "wrong"},
+    ],
+)
+async def test_a_wrong_key_is_401(guarded: httpx.AsyncClient, headers: dict[str, str]) -> None:
+    answer = await guarded.post(COMPLETIONS, json=CHAT, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert answer.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("headers", [{"authorization": "bearer  acme-key"}, {"x-api-key": "acme-key"}])
+async def test_a_key_sets_the_tenant_of_its_jobs(
+    guarded: httpx.AsyncClient, db: "redis.asyncio.Redis", headers: dict[str, str]
+) -> None:
+    answer = await guarded.post(COMPLETIONS, json={**CHAT, "tenant": "rival"}, headers=headers)
+    assert answer.status_code == 200
+    assert await db.hget(f"sluice:job:{answer.headers['x-request-id']}", "tenant") == b"acme"  # type: ignore[misc]
+
+
+async def test_a_model_and_a_lane_that_the_key_does_not_have_are_refused(guarded: httpx.AsyncClient) -> None:
+    assert (await ask(guarded, "narrow-key", model="default")).json()["error"]["code"] == "model_not_found"
+    refused = await ask(guarded, "narrow-key", model="other", service_tier="flex")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "lane_not_allowed")
+
+
+async def test_a_limit_holds_across_two_fronts_and_its_headers_count_down(redis_url: str, key_file: Path) -> None:
+    async with front(redis_url, key_file) as one, front(redis_url, key_file) as two:
+        answers = [
+            await ask(http, "slow-key", stream=stream) for http, stream in ((one, False), (two, True), (one, False))
+        ]
+    assert [each.status_code for each in answers] == [200, 200, 429]
+    assert [each.headers["x-ratelimit-remaining-requests"] for each in answers] == ["1", "0", "0"]
+    assert {each.headers["x-ratelimit-limit-tokens"] for each in answers} == {"100000"}
+    assert 1 <= int(answers[2].headers["retry-after"]) <= 30
+    assert answers[2].json()["error"]["code"] == "rate_limit_exceeded"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_tokens_that_were_not_used_come_back_at_the_end(
+    guarded: httpx.AsyncClient, db: "redis.asyncio.Redis", stream: bool
+) -> None:
+    for _ in range(4):  # by the estimates two would be too many: 1,024 of an answer without a limit
+        answer = await ask(guarded, "small-key", stream=stream)
+        assert answer.status_code == 200
+        assert await db.get(reservation_key(answer.headers["x-request-id"])) == b"settled"
+    assert (await ask(guarded, "small-key", max_tokens=3_001)).status_code == 429
+
+
+async def test_a_request_that_was_not_queued_costs_no_tokens(guarded: httpx.AsyncClient) -> None:
+    for _ in range(3):
+        assert (await ask(guarded, "small-key", model="nowhere")).status_code == 404
+    assert (await ask(guarded, "small-key", max_tokens=2_900)).status_code == 200
+
+
+async def test_connections_of_a_key_are_limited_and_freed(redis_url: str, key_file: Path) -> None:
+    async with front(redis_url, key_file, max_connections_per_key=1) as http:
+        bearer = {"authorization": "Bearer acme-key"}
+        body = {**CHAT, "stream": True, "say": ["x"] * 40, "pace_s": 0.02}
+        async with http.stream("POST", COMPLETIONS, json=body, headers=bearer) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            refused = await ask(http, "acme-key")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_connections")
+            assert (await ask(http, "rival-key")).status_code == 200
+            async for _ in lines:
+                pass
+        assert (await ask(http, "acme-key")).status_code == 200
+
+
+async def test_a_front_with_keys_answers_without_them_nowhere(guarded: httpx.AsyncClient) -> None:
+    assert (await guarded.post(COMPLETIONS, json=CHAT)).status_code == 401
+
+
+async def test_without_keys_no_header_about_limits_is_sent(redis_url: str) -> None:
+    with serving(redis_url, ServeSettings(_env_file=None)) as front:
+        async with httpx.AsyncClient() as http:
+            answer = await http.post(front.url + COMPLETIONS, json=CHAT)
+    assert answer.status_code == 200
+    assert not [name for name in answer.headers if "ratelimit" in name]
