@@ -65,7 +65,8 @@ TABLE = {
         "worker.text.threads worker.text.tokenizer worker.text.vocabulary worker.turns",
         "llguidance pydantic",
     ),
-    # The engine: upstream < cache < sampling < batch < admission < vision < model < prefill < engine < thread.
+    # The engine: upstream < cache < sampling < speculation < batch < admission < vision < model < prefill < engine
+    # < thread.
     "worker.engine": May("worker.errors worker.monitoring.heartbeat worker.schedule", "mlx mlx_lm"),
     "worker.engine.upstream": May(others="mlx mlx_lm"),
     "worker.engine.upstream.transformers": May(others="transformers"),
@@ -73,8 +74,12 @@ TABLE = {
     "worker.engine.isolation": May(),
     "worker.engine.cache": May("worker.engine.isolation worker.engine.upstream worker.schedule", "mlx mlx_lm"),
     "worker.engine.sampling": May("worker.schedule", "mlx"),
+    "worker.engine.speculation": May(
+        "worker.engine.cache worker.engine.sampling worker.engine.upstream worker.schedule", "mlx"
+    ),
     "worker.engine.batch": May(
-        "worker.engine.cache worker.engine.isolation worker.engine.sampling worker.engine.upstream worker.schedule",
+        "worker.engine.cache worker.engine.isolation worker.engine.sampling worker.engine.speculation "
+        "worker.engine.upstream worker.schedule",
         "mlx",
     ),
     "worker.engine.correction": May(),

@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model
+from worker.engine.speculation.speculator import Speculator
 from worker.engine.upstream.mlx_lm import generation_stream
 from worker.schedule.grouping import StepCost
 from worker.schedule.memory import MAX_ROWS
@@ -75,8 +76,11 @@ class Run:
         rows: int = MAX_ROWS,
         memory: int | None = None,
         prefix_bytes: int = 0,
+        speculator: Speculator | None = None,
     ) -> None:
-        self.engine = Engine(model, step_s=step_s, rows=rows, memory=memory, prefix_bytes=prefix_bytes)
+        self.engine = Engine(
+            model, step_s=step_s, rows=rows, memory=memory, prefix_bytes=prefix_bytes, speculator=speculator
+        )
         self.kept_ranges: dict[str, tuple[Range, ...]] = {}  # by request, if SpecPrefill was applied
         self.skipped: dict[str, str] = {}  # by request, the reason why SpecPrefill was skipped
         self.scored = Counter[str]()  # chunks

@@ -63,7 +63,9 @@ class ActiveRows:
         """Remove and return a row; None for an unknown id. If it decodes, `sweep` frees its memory."""
         self._prefills.remove(id)
         self._swept = False
-        return self._rows.pop(id, None)
+        if row := self._rows.pop(id, None):
+            self._running.verifications.forget(row)
+        return row
 
     def end(self, id: str) -> None:
         """Remove a row that has drawn its last token. `sweep` frees its memory."""

@@ -18,6 +18,7 @@ from worker.engine.model.load import Model
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
 from worker.engine.prefill.task import ComputedPrompt
+from worker.engine.speculation.speculator import Speculator
 from worker.engine.upstream.mlx_lm import generation_stream
 from worker.schedule.admission import RowEstimate
 from worker.schedule.admission_plan import AdmissionPlan
@@ -62,11 +63,12 @@ class Engine:
         rows: int = MAX_ROWS,
         memory: int | None = None,
         prefix_bytes: int | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         """`step_s`: target seconds of a step. `rows`: most rows active at once; an interactive one may preempt an
         offline one. `memory`: bytes that weights, rows and caches may take together; None: what the device offers.
         `prefix_bytes`: most bytes of the caches that outlive a request, as far as rows leave them; 0 disables these
-        caches, None is a share of the memory that the weights leave."""
+        caches, None is a share of the memory that the weights leave. `speculator`: decides about drafts; None: none."""
         self._costs = model.costs
         self._admission = AdmissionController(model.costs, memory or memory_limit(), rows)
         max_prefix_bytes = self._admission.free_bytes // _PREFIX_SHARE if prefix_bytes is None else prefix_bytes
@@ -74,7 +76,7 @@ class Engine:
         self._queried_tokens = self._hit_tokens = 0  # of prompts whose prefill has finished in this step
         self._eos_ids = frozenset(model.tokenizer.eos_token_ids)
         self._prefills = PrefillQueue(model, step_s, self._caches)
-        self._running = Groups(model.network, self._make_room)
+        self._running = Groups(model.network, self._make_room, speculator)
         self._active = ActiveRows(self._prefills, self._running, self._admission.mark_dirty)
         self._longest_chunk = 0  # tokens, in this step
         self._encoded_images = NO_IMAGES  # images encoded in this step

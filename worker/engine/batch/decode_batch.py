@@ -1,6 +1,6 @@
-"""Rows that decode together: one forward for all of them, one token each."""
+"""Rows that decode together: one forward for all of them, of one token each or of several."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -9,9 +9,14 @@ import mlx.nn as nn
 
 from worker.engine.batch.row import Row
 from worker.engine.cache import slots
+from worker.engine.cache.layers import layers
+from worker.engine.cache.recurrence import Recurrence
+from worker.engine.cache.verification import verification
 from worker.engine.sampling.logprobs import StepLogprobs
 from worker.engine.sampling.processors import Processor, processors_for
 from worker.engine.sampling.sampler import draw
+from worker.engine.speculation.positions import Position, positions
+from worker.engine.speculation.verify import DrawnToken, Kept, draw_positions
 from worker.schedule.outcomes import Logprobs
 
 
@@ -50,6 +55,18 @@ class StepToken(NamedTuple):
     logprobs: Logprobs | None
 
 
+# At most `max_draft` tokens of which none ends an answer; None for a row whose next input ends its answer.
+Draft = Sequence[int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedStep:
+    """A forward that has verified drafts."""
+
+    tokens: list[StepToken]  # that rows have drawn and that are not delivered yet, each row's in order
+    right: list[int]  # of each row: the tokens of its draft that were right
+
+
 @dataclass(frozen=True, slots=True)
 class ComputedRow:
     """A row that can decode. `cache`: mlx-lm caches of this row alone, without its next input; they must not be used
@@ -79,9 +96,10 @@ class DecodeBatch:
     token of its prompt, which `collect` omits. If the device has other work before the next step, `collect_drawn`
     returns tokens before they are fed. Rows join and leave only between `collect` and `launch`."""
 
-    def __init__(self, network: nn.Module) -> None:
-        """Create a batch without rows. `network` is shared with other batches."""
+    def __init__(self, network: nn.Module, max_draft: int = 0) -> None:
+        """Create a batch without rows. `network` is shared with other batches. `max_draft`: see `verify`."""
         self._network = network
+        self._max_draft = max_draft
         self.rows: list[Row] = []
         self._cache: list[Any] = []
         self._fed: PendingTokens | None = None
@@ -119,6 +137,37 @@ class DecodeBatch:
             self._processors = processors_for(self.rows, [not row.last_unfed for row in self.rows])
         self._fed = self._next
         self._next = forward(self._network, self._cache, self.rows, self._fed.tokens, self._processors)
+
+    def read_inputs(self) -> list[StepToken]:
+        """Return the next input of each row. Blocks until they are computed, which is the end of the launched step.
+        There must be rows."""
+        assert self._next is not None, "the batch has no rows"
+        tokens, finite = cast("list[int]", self._next.tokens.tolist()), cast("list[bool]", self._next.finite.tolist())
+        logprobs = self._next.logprobs
+        return [
+            StepToken(row, token, is_finite, logprobs[row].read() if row in logprobs else None)
+            for row, token, is_finite in zip(self.rows, tokens, finite, strict=True)
+        ]
+
+    def verify(self, inputs: Sequence[StepToken], drafts: Sequence[Draft], recurrence: Recurrence) -> VerifiedStep:
+        """Feed each row its next input and its draft. Draws what `launch` would draw, whatever the drafts. Blocks until
+        all is computed. `inputs`: of `read_inputs`. `drafts`: of each row."""
+        fed = [(each.token, *(draft or ())) for each, draft in zip(inputs, drafts, strict=True)]
+        width = max(map(len, fed))
+        padded = [[*each, *[each[-1]] * (width - len(each))] for each in fed]
+        self._processors = None
+        with verification(self._cache, width) as verifying:
+            with recurrence.recording(self._cache):
+                logits = self._network(mx.array(padded), cache=self._cache)
+            mx.async_eval(logits)
+            asked = [[*_positions(each, draft)] for each, draft in zip(inputs, drafts, strict=True)]
+            kept = draw_positions(logits, fed, asked).keep([draft or () for draft in drafts])
+            counts = [each.inputs for each in kept]
+            verifying.commit(counts, [index for index, each in enumerate(kept) if not each.clean])
+        mx.async_eval([layer.state for layer in layers(self._cache)])
+        self._next = _known([each.tokens[-1] for each in kept])
+        tokens = [token for each in zip(inputs, drafts, kept, strict=True) for token in _delivered(*each)]
+        return VerifiedStep(tokens, [count - 1 for count in counts])
 
     def wait(self) -> None:
         """Block until the launched step has been computed, and rows that were moved since are in their slots, which
@@ -163,7 +212,7 @@ class DecodeBatch:
         joining = [slots.Joining(each.cache, each.position, each.row.end) for each in rows]
         pending = [each.pending for each in rows]
         if self._next is None:
-            cache = slots.empty_batch_of(rows[0].cache)
+            cache = slots.empty_batch_of(rows[0].cache, self._max_draft)
             slots.join_all(cache, joining)
             self._cache = cache
         else:
@@ -247,3 +296,30 @@ def _row_logprobs(rows: list[Row], logprobs: mx.array, drawn: mx.array) -> dict[
         logprobs, drawn = logprobs[mx.array(wanting)], drawn[mx.array(wanting)]
     step = StepLogprobs(logprobs, drawn, [rows[index].request.top_logprobs or 0 for index in wanting])
     return {rows[index]: RowLogprobs(step, place) for place, index in enumerate(wanting)}
+
+
+def _known(drawn: Sequence[DrawnToken]) -> PendingTokens:
+    return PendingTokens(mx.array([each.token for each in drawn]), mx.array([each.finite for each in drawn]), {})
+
+
+def _positions(row_input: StepToken, draft: Draft) -> Iterator[Position]:
+    """Yield the positions at which a row draws. Its grammar accepts its input, unless it has before."""
+    row = row_input.row
+    undelivered = [] if row.last_unfed else [row_input.token]
+    if undelivered and row.request.grammar:
+        row.request.grammar.accept(row_input.token)
+    yield from positions(row, undelivered, draft or ())
+
+
+def _delivered(row_input: StepToken, draft: Draft, kept: Kept) -> Iterator[StepToken]:
+    """Yield the tokens of a row to deliver, and record that it has drawn them."""
+    row = row_input.row
+    if not row.last_unfed:
+        yield row_input
+    if draft is None:
+        return
+    row.mark_verified(len(kept.tokens))
+    for drawn in kept.tokens:
+        if row.request.grammar and drawn.finite:
+            row.request.grammar.accept(drawn.token)
+        yield StepToken(row, drawn.token, drawn.finite, drawn.logprobs)

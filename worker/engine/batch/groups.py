@@ -3,15 +3,19 @@
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import mlx.nn as nn
 
 from worker.engine.batch.decode_batch import ComputedRow, DecodeBatch, PreemptedRow, StepToken
+from worker.engine.batch.regrouping import destinations
 from worker.engine.batch.row import Row
 from worker.engine.batch.timing import Stopwatch
+from worker.engine.batch.verifications import Verifications
 from worker.engine.isolation import isolate
+from worker.engine.speculation.speculator import Speculator
 from worker.schedule.classes import Bounds, Decoding, class_of
 from worker.schedule.grouping import MeasuredCost, place, regroup
 
@@ -23,11 +27,15 @@ class Groups:
 
     If a group fails, only its rows are affected: they are removed, and their caches are lost. See `pop_lost`."""
 
-    def __init__(self, network: nn.Module, make_room: Callable[[list[list[Row]]], bool]) -> None:
+    def __init__(
+        self, network: nn.Module, make_room: Callable[[list[list[Row]]], bool], speculator: Speculator | None = None
+    ) -> None:
         """`make_room(groups)`: make room for the active rows when these rows decode in these groups; return False if
         memory is too small for that. A row in a group of its own takes the least memory, so a row for which no group
-        has room gets one."""
-        self._network = network
+        has room gets one. `speculator`: decides about drafts; None: rows decode a token per
+        step."""
+        self.verifications = Verifications(speculator or Speculator())
+        self._new_group = partial(DecodeBatch, network, self.verifications.max_draft)
         self._make_room = make_room
         self._cost = MeasuredCost()
         self._stopwatch = Stopwatch()
@@ -74,33 +82,61 @@ class Groups:
     def step(self) -> tuple[list[StepToken], list[Row]]:
         """Launch the next decode step of all groups, return the tokens of the last one that are not known yet, and the
         rows that failed in a group of their own: they cause the failure, and are removed. If a group of several rows
-        failed, these are lost. Blocks until the last step has ended."""
+        failed, these are lost. Blocks until the last step has ended, or this one for groups that verify drafts: they
+        return its tokens too."""
         began = time.perf_counter()
         lengths = self.lengths
         self.step_s = None
         self._steps += 1
         self._balanced = self._steps % _REBALANCE_EVERY > 0
         groups = [*self._groups]
+        drafted = self.verifications.worthwhile(groups)
         for group in groups:
-            with self._isolate(group, "the launch of a decode step"):
-                group.launch()
-        tokens = self._collect(DecodeBatch.collect)
+            if group not in drafted:
+                with self._isolate(group, "the launch of a decode step"):
+                    group.launch()
+        launched = [group for group in self._groups if group not in drafted]
+        tokens, plain = self._verify(drafted, running=bool(launched))
+        tokens += self._collect(DecodeBatch.collect, launched + plain)
         failed = self._failed_alone(groups)
-        self._record(self._stopwatch.launched(began))
-        self._launched_lengths = lengths if len(groups) == len(self._groups) else []
+        self._record(self._stopwatch.launched(began) if launched + plain else self._stopwatch.ended())
+        self._launched_lengths = lengths if len(groups) == len(self._groups) and not drafted else []
         return tokens, failed
+
+    def _verify(self, drafted: Sequence[DecodeBatch], *, running: bool) -> tuple[list[StepToken], list[DecodeBatch]]:
+        """Verify drafts in these groups, and return the tokens to deliver and the groups that have launched a plain
+        step instead, since no draft was worthwhile any more. `running`: other groups have launched a step."""
+        self.verifications.begin_step()
+        tokens, plain = list[StepToken](), list[DecodeBatch]()
+        for group in drafted:
+            with self._isolate(group, "the verification of drafts"):
+                inputs = group.read_inputs()
+                if not running:
+                    self._record(self._stopwatch.ended())
+                verified = self.verifications.verify(group, inputs, alone=len(self._groups) == 1)
+                if verified is None:
+                    group.launch()
+                    plain.append(group)
+                    running = True
+                tokens += verified or ()
+        if drafted:
+            self._stopwatch.invalidate()
+            self.step_s = self.verifications.step_s or self.step_s
+        return tokens, plain
 
     def collect_drawn(self) -> tuple[list[StepToken], list[Row]]:
         """Return the tokens that the running step draws before they are fed, and failed rows as `step` does. Blocks
         until the step has ended."""
         groups = [*self._groups]
-        tokens = self._collect(DecodeBatch.collect_drawn)
+        tokens = self._collect(DecodeBatch.collect_drawn, groups)
         self._record(self._stopwatch.ended())
         return tokens, self._failed_alone(groups)
 
-    def _collect(self, collect: Callable[[DecodeBatch], list[StepToken]]) -> list[StepToken]:
+    def _collect(
+        self, collect: Callable[[DecodeBatch], list[StepToken]], groups: Sequence[DecodeBatch]
+    ) -> list[StepToken]:
         tokens = list[StepToken]()
-        for group in [*self._groups]:
+        for group in [group for group in groups if group in self._groups]:
             with self._isolate(group, "a decode step"):
                 tokens += collect(group)
         return tokens
@@ -136,6 +172,8 @@ class Groups:
         """Record the seconds of the running step, unless they are unknown."""
         if seconds is not None and self._launched_lengths:
             self._cost.observe(self._launched_lengths, seconds)
+            if len(self._launched_lengths) == 1:
+                self.verifications.observe_plain(len(self._launched_lengths[0]), seconds)
             self.step_s = seconds
 
     @property
@@ -242,25 +280,13 @@ class Groups:
         if not self._make_room(targets):
             return
         self._stopwatch.invalidate()
-        for destination, members in self._destinations(targets, trusted):
+        for destination, members in destinations(targets, trusted, self._new_group):
             for row in members:
                 if row not in destination.rows:
                     with self._in_transit(row):
                         destination.restore(self._group_of(row).preempt(row))
                     self._track(destination)
         self._drop_empty()
-
-    def _destinations(
-        self, targets: list[list[Row]], groups: list[DecodeBatch]
-    ) -> Iterator[tuple[DecodeBatch, list[Row]]]:
-        """Yield the batch for each target group: the one that holds most of its rows, or a new one."""
-        for members in sorted(targets, key=len, reverse=True):
-            destination = max(groups, key=lambda group: sum(row in group.rows for row in members), default=None)
-            if destination is None or not any(row in destination.rows for row in members):
-                destination = DecodeBatch(self._network)
-            else:
-                groups = [group for group in groups if group is not destination]
-            yield destination, members
 
     def _group_for(self, row: Row, joining: Mapping[DecodeBatch, list[Row]] = MappingProxyType({})) -> DecodeBatch:
         """Return the group for a row, of its length class, or a new one. A suspect always gets a new one. `joining`:
@@ -272,9 +298,9 @@ class Groups:
         groups = [] if row.suspect else self._of_class(row, trusted)
         index = place(row.length, [[each.length for each in trusted[group]] for group in groups], self._cost.cost())
         if index == len(groups):
-            return DecodeBatch(self._network)
+            return self._new_group()
         after = [[*rows, *([row] if group is groups[index] else [])] for group, rows in trusted.items()]
-        return groups[index] if self._make_room(after) else DecodeBatch(self._network)
+        return groups[index] if self._make_room(after) else self._new_group()
 
     def _of_class(self, row: Row, groups: Mapping[DecodeBatch, list[Row]]) -> list[DecodeBatch]:
         number, decoding = class_of(row.end, self._bounds), self.decoding([*groups.values()])

@@ -78,6 +78,11 @@ class Row:
         """Record that its last known token was fed: its next input is a token that it has drawn."""
         self.last_unfed = False
 
+    def mark_verified(self, tokens: int) -> None:
+        """Record that it has drawn several tokens in one forward. All are known, and the last is its next input."""
+        self.drawn += tokens
+        self.last_unfed = True
+
     def drop_tokens(self, kept: tuple[Range, ...]) -> None:
         """Drop all tokens of the prompt outside the ranges, now and if the row is recomputed later. Called before its
         prefill."""

@@ -29,10 +29,12 @@ class GrammarProcessor:
             self._grammars[index].accept(tokens[index])
         self._fed_drawn = self._grammars.keys()
         masks = {index: grammar.bitmask() for index, grammar in self._grammars.items()}
-        return _masked(logits, {index: mask for index, mask in masks.items() if mask is not None})
+        return masked(logits, {index: mask for index, mask in masks.items() if mask is not None})
 
 
-def _masked(logits: mx.array, masks: Mapping[int, bytes]) -> mx.array:
+def masked(logits: mx.array, masks: Mapping[int, bytes]) -> mx.array:
+    """Return the logits (rows, vocab) with -inf for the tokens that these masks, by row, do not allow. May overwrite
+    `logits`. Lazy."""
     if not masks:
         return logits
     allowed = _unpacked([*masks.values()], logits.shape[-1])

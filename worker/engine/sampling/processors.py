@@ -24,7 +24,10 @@ class ProcessedRow(Protocol):
 
     request: GenerationRequest
     prompt_ids: mx.array | None
-    answer: list[int]
+
+    @property
+    def answer(self) -> list[int]:
+        """Tokens of the answer so far."""
 
 
 Rows = Mapping[int, ProcessedRow]  # rows by their index in the batch

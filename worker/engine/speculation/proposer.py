@@ -1,0 +1,39 @@
+"""What a source of drafts is to the engine."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from worker.schedule.request import GenerationRequest
+from worker.schedule.speculation.offer import Offer
+
+
+class DraftedRow(Protocol):
+    """The part of a row that proposers use."""
+
+    @property
+    def id(self) -> str:
+        """Id of the request."""
+
+    @property
+    def request(self) -> GenerationRequest:
+        """The request."""
+
+    @property
+    def answer(self) -> Sequence[int]:
+        """Tokens of the answer, by all attempts, up to the one that a draft would continue. It only grows, unless the
+        row is recomputed."""
+
+
+class Proposer(Protocol):
+    """Offers drafts. Called by the engine's thread, between forwards; it must not block for long."""
+
+    def offer(self, row: DraftedRow) -> Offer | None:
+        """Return a draft that continues the row after its last token, or None. It may be called several times between
+        two forwards, or not at all."""
+
+    def kept(self, row: DraftedRow, offered: int, kept_tokens: int) -> None:
+        """Record that the first `offered` tokens of this proposer's last offer were verified, and the first
+        `kept_tokens` of these were right."""
+
+    def forget(self, row: DraftedRow) -> None:
+        """Free what is held for a row. It may be offered again after that."""

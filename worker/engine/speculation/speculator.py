@@ -1,0 +1,174 @@
+"""Decide which drafts a group of rows verifies in its next forward, and report to their proposers what was right."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from worker.engine.cache.recurrence import NoRecurrence, Recurrence
+from worker.engine.speculation.positions import allowed
+from worker.engine.speculation.proposer import DraftedRow, Proposer
+from worker.schedule.request import GenerationRequest
+from worker.schedule.speculation.offer import Offer
+from worker.schedule.speculation.width import ForwardCosts, choose_width, expected_tokens
+
+
+class SpeculatingRow(Protocol):
+    """The part of a row that decides about its drafts."""
+
+    request: GenerationRequest
+    answer: list[int]
+    recomputed: bool
+
+    @property
+    def id(self) -> str:
+        """Id of the request."""
+
+    @property
+    def last_unfed(self) -> bool:
+        """True if its next input is in the answer already."""
+
+
+class RowInput(Protocol):
+    """The next input of a row."""
+
+    @property
+    def row(self) -> SpeculatingRow:
+        """The row."""
+
+    @property
+    def token(self) -> int:
+        """The token."""
+
+    @property
+    def finite(self) -> bool:
+        """False if it was drawn from non-finite logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A row with its next input as a part of the answer."""
+
+    id: str
+    request: GenerationRequest
+    answer: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedDraft:
+    """A draft that a forward has verified."""
+
+    id: str  # of the request
+    kind: str
+    offered: int  # tokens
+    kept: int  # the first of them, which were right
+
+
+@dataclass(frozen=True, slots=True)
+class _Proposal:
+    proposer: Proposer
+    offer: Offer
+
+
+class Speculator:
+    """The drafts of all rows. For the engine's thread."""
+
+    def __init__(
+        self,
+        proposers: Sequence[Proposer] = (),
+        *,
+        max_draft: int = 0,
+        recurrence: Recurrence | None = None,
+        eos_ids: Collection[int] = (),
+    ) -> None:
+        """`max_draft`: most tokens of a draft; 0: no drafts. `recurrence`: see `Recurrence`. `eos_ids`: tokens that end
+        an answer; none is fed as a part of a draft, so no state runs past one."""
+        self._proposers = proposers if max_draft else ()
+        self.max_draft = max_draft if proposers else 0
+        self.recurrence = recurrence or NoRecurrence()
+        self.eos_ids = frozenset(eos_ids)
+        self._costs = ForwardCosts()
+        self._proposals: dict[str, _Proposal] = {}  # by row: the draft under verification
+
+    def is_worthwhile(self, rows: Sequence[SpeculatingRow]) -> bool:
+        """Return True if a forward of these rows is expected to gain from drafts. If their next inputs are not known
+        yet, the drafts must begin with them."""
+        if not self.max_draft:
+            return False
+        offers = [self._foreseen(row) for row in rows]
+        return any(offers) and choose_width(offers, self._costs, 1 + self.max_draft) > 1
+
+    def _foreseen(self, row: SpeculatingRow) -> Offer | None:
+        """Return what is likely to be offered once the row's next input is known."""
+        proposal = self._proposal(row, row)
+        if proposal is None or row.last_unfed:
+            return proposal.offer if proposal else None
+        _, *tokens = proposal.offer.tokens
+        first, *chances = proposal.offer.chances
+        return Offer(proposal.offer.kind, tuple(tokens), (first * chances[0], *chances[1:])) if tokens else None
+
+    def drafts(self, inputs: Sequence[RowInput]) -> list[tuple[int, ...] | None]:
+        """Return the draft of each row that its next forward verifies: None if the row's input ends its answer.
+        If none has a token, a plain step is better."""
+        proposals = [None if self._ends(each) else self._after(each.row, each.token) for each in inputs]
+        offers = [proposal.offer if proposal else None for proposal in proposals]
+        width = choose_width(offers, self._costs, 1 + self.max_draft)
+        self._proposals |= {each.row.id: made for each, made in zip(inputs, proposals, strict=True) if made}
+        drafts = [offer.tokens[: width - 1] if offer else () for offer in offers]
+        return [None if self._ends(each) else draft for each, draft in zip(inputs, drafts, strict=True)]
+
+    def _ends(self, row_input: RowInput) -> bool:
+        """Return True if an input that is not delivered yet is the last of its row's answer."""
+        row = row_input.row
+        if row.last_unfed:
+            return False
+        ends = row_input.token in self.eos_ids or not row_input.finite
+        return ends or len(row.answer) + 1 >= row.request.max_tokens
+
+    def _after(self, row: SpeculatingRow, token: int) -> _Proposal | None:
+        """Return the best draft after the row's next input, as far as it may be verified."""
+        answer = row.answer if row.last_unfed else [*row.answer, token]
+        most = min(self.max_draft, row.request.max_tokens - len(answer) - 1)
+        if most <= 0:
+            return None
+        proposal = self._proposal(row, _View(row.id, row.request, answer))
+        if proposal is None:
+            return None
+        tokens = self._before_end(proposal.offer.tokens[:most])
+        tokens = tokens[: allowed(row.request.grammar, [] if row.last_unfed else [token], tokens)]
+        offer = Offer(proposal.offer.kind, tokens, proposal.offer.chances[: len(tokens)])
+        return _Proposal(proposal.proposer, offer) if tokens else None
+
+    def _before_end(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        end = next((place for place, token in enumerate(tokens) if token in self.eos_ids), len(tokens))
+        return tokens[:end]
+
+    def _proposal(self, row: SpeculatingRow, view: DraftedRow) -> _Proposal | None:
+        """Return the offer of which the most tokens are expected."""
+        if row.recomputed:  # its drafts may be the cause of a failure
+            return None
+        offered = ((proposer, proposer.offer(view)) for proposer in self._proposers)
+        proposals = [_Proposal(proposer, offer) for proposer, offer in offered if offer and offer.tokens]
+        return max(proposals, key=lambda each: expected_tokens(each.offer, 1 + self.max_draft), default=None)
+
+    def observe_verified(
+        self, inputs: Sequence[RowInput], drafts: Sequence[Sequence[int] | None], right: Sequence[int]
+    ) -> list[VerifiedDraft]:
+        """Record how many tokens of each draft were right."""
+        verified = list[VerifiedDraft]()
+        for row_input, draft, count in zip(inputs, drafts, right, strict=True):
+            proposal = self._proposals.pop(row_input.row.id, None)
+            if draft and proposal:
+                proposal.proposer.kept(row_input.row, len(draft), count)
+                verified.append(VerifiedDraft(row_input.row.id, proposal.offer.kind, len(draft), count))
+        return verified
+
+    def observe_forward(self, rows: int, width: int, seconds: float) -> None:
+        """Record the seconds of a step of one group."""
+        if self.max_draft:
+            self._costs.observe(rows, width, seconds)
+
+    def forget(self, row: DraftedRow) -> None:
+        """Free what proposers hold for a row."""
+        self._proposals.pop(row.id, None)
+        for proposer in self._proposers:
+            proposer.forget(row)

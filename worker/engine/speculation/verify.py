@@ -1,0 +1,104 @@
+"""Draw the tokens of a forward that verifies drafts, and keep as many as plain decoding would have drawn."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import mlx.core as mx
+
+from worker.engine.sampling.grammar_processor import masked
+from worker.engine.sampling.logprobs import StepLogprobs
+from worker.engine.sampling.processors import processors_for
+from worker.engine.sampling.sampler import draw
+from worker.engine.speculation.positions import Position
+from worker.schedule.outcomes import Logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnToken:
+    """A token that a forward has drawn. `finite` is False if it was drawn from non-finite logits."""
+
+    token: int
+    finite: bool
+    logprobs: Logprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What one row keeps of a forward: the tokens of its draft that were right, and the token drawn after them."""
+
+    tokens: tuple[DrawnToken, ...]  # none after one that is not finite
+    inputs: int  # of the tokens that were fed, those that its cache keeps
+    clean: bool  # no input that it does not keep has produced a value that is not finite
+
+
+def draw_positions(
+    logits: mx.array, fed: Sequence[Sequence[int]], positions: Sequence[Sequence[Position]]
+) -> "DrawnPositions":
+    """Draw a token at each position. `logits`: (rows, width, vocab); `fed`: the inputs of each row, of which the first
+    have a position each. Lazy."""
+    width, vocab = logits.shape[1:]
+    indices = [row * width + at for row, asked_of_row in enumerate(positions) for at in range(len(asked_of_row))]
+    flat = logits.reshape(-1, vocab)
+    own = flat if len(indices) == len(flat) else flat[mx.array(indices)]
+    asked = [position for row in positions for position in row]
+    tokens = mx.array([token for inputs, each in zip(fed, positions, strict=True) for token in inputs[: len(each)]])
+    for process in processors_for(asked, [False] * len(asked)):
+        own = process(own, tokens)
+    # The last, so that no bias allows what a grammar forbids.
+    own = masked(own, {index: each.mask for index, each in enumerate(asked) if each.mask is not None})
+    norm = mx.logsumexp(own, axis=-1, keepdims=True)
+    logprobs = own - norm
+    drawn = draw(logprobs, asked)
+    return DrawnPositions(
+        drawn,
+        mx.isfinite(norm[:, 0]),
+        mx.isfinite(mx.sum(logits, axis=-1)),
+        _logprobs(asked, logprobs, drawn),
+        [len(each) for each in positions],
+    )
+
+
+def _logprobs(asked: Sequence[Position], logprobs: mx.array, drawn: mx.array) -> tuple[StepLogprobs | None, list[int]]:
+    """Return the log probabilities of the positions whose requests want them, and the indices of these."""
+    wanting = [index for index, position in enumerate(asked) if position.request.top_logprobs is not None]
+    if not wanting:
+        return None, []
+    at = mx.array(wanting)
+    return StepLogprobs(logprobs[at], drawn[at], [asked[i].request.top_logprobs or 0 for i in wanting]), wanting
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnPositions:
+    """The tokens drawn at all positions of a forward, row after row. Lazy."""
+
+    tokens: mx.array  # (positions,)
+    finite: mx.array  # (positions,), boolean: True if all logits were finite
+    clean: mx.array  # (rows, width), boolean: True if no value of the input is known to be not finite
+    logprobs: tuple[StepLogprobs | None, list[int]]
+    counts: list[int]  # positions of each row
+
+    def keep(self, drafts: Sequence[Sequence[int]]) -> list[Kept]:
+        """Return what each row keeps. Blocks until all is computed."""
+        step, wanting = self.logprobs
+        mx.eval(self.tokens, self.finite, self.clean, step.arrays if step else [])
+        found = dict(zip(wanting, step.rows, strict=True)) if step else {}
+        tokens, finite = cast("list[int]", self.tokens.tolist()), cast("list[bool]", self.finite.tolist())
+        clean = cast("list[list[bool]]", self.clean.tolist())
+        kept, start = list[Kept](), 0
+        for row, (draft, count) in enumerate(zip(drafts, self.counts, strict=True)):
+            drawn = _drawn(range(start, start + count), tokens, finite, found)
+            kept.append(_kept(drawn, draft, clean[row]))
+            start += count
+        return kept
+
+
+def _drawn(at: range, tokens: list[int], finite: list[bool], logprobs: Mapping[int, Logprobs]) -> list[DrawnToken]:
+    return [DrawnToken(tokens[i], finite[i], logprobs.get(i)) for i in at]
+
+
+def _kept(drawn: Sequence[DrawnToken], draft: Sequence[int], clean: Sequence[bool]) -> Kept:
+    right = 0
+    while right + 1 < len(drawn) and drawn[right].finite and drawn[right].token == draft[right]:
+        right += 1
+    return Kept(tuple(drawn[: right + 1]), right + 1, all(clean[right + 1 :]))
