@@ -110,7 +110,7 @@ class Engine:
         with mx.stream(generation_stream):
             row = self._active.remove(id)
             if row:
-                self._cache_prefix(row)
+                self._caches.insert(row, self._running.cache_of)
             self._admission.remove(id)
             self._active.sweep()
 
@@ -243,19 +243,12 @@ class Engine:
         elif token in self._eos_ids:
             self._active.end(row.id)
             yield Sampled(row.id, None, "stop", at=at)
-            self._cache_prefix(row, token)
+            self._caches.insert(row, self._running.cache_of, token)
         else:
             row.deliver(token)
             self._active.end(row.id)
             yield Sampled(row.id, token, "length", step_token.logprobs, at)
-            self._cache_prefix(row)
-
-    def _cache_prefix(self, row: Row, *ending: int) -> None:
-        """Insert the row's prompt and answer into the prefix cache. `ending`: tokens that it was fed in addition."""
-        # An offline request has no next turn, and a prompt with dropped tokens cannot serve other requests.
-        if (prefix := self._caches.prefix) and row.request.lane == "interactive" and not row.num_dropped:
-            for cache, index in self._running.cache_of(row):
-                prefix.insert(row.request.namespace, row.cache_key(*ending), cache, index)
+            self._caches.insert(row, self._running.cache_of)
 
     @_step_part
     def _prefill(self) -> Iterator[Outcome]:

@@ -1,6 +1,7 @@
 """Caches kept across requests: prefixes of the model, prefixes of a draft model, and features of images."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from worker.engine.batch.row import Row
 from worker.engine.cache.prefix import PrefixCache
@@ -52,6 +53,14 @@ class EngineCaches:
         for cache in reversed(self._all):
             cache.set_limit(max_bytes)
             max_bytes -= cache.nbytes
+
+    def insert(self, row: Row, cache_of: Callable[[Row], Iterator[tuple[list[Any], int]]], *ending: int) -> None:
+        """Insert a decoding row's prompt and answer into the prefix cache. Blocks. `cache_of`: of the rows. `ending`:
+        tokens that it was fed in addition."""
+        # An offline request has no next turn, and a prompt with dropped tokens cannot serve other requests.
+        if self.prefix and row.request.lane == "interactive" and not row.num_dropped:
+            for cache, index in cache_of(row):
+                self.prefix.insert(row.request.namespace, row.cache_key(*ending), cache, index)
 
     def forget_non_finite(self, row: Row) -> None:
         """Drop the cached prefixes and image features of this row that are not finite. Blocks."""
