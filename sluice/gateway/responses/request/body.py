@@ -33,7 +33,7 @@ _INCLUDABLE = frozenset(
     }
 )  # fmt: skip
 _SUMMARIES = ("auto", "concise", "detailed")
-_REASONING_FIELDS = ("effort", "summary", "generate_summary")
+_REASONING_FIELDS = ("effort", "summary", "generate_summary", "context")
 _MOST_METADATA = 16
 _METADATA_CHARACTERS = (64, 512)  # of a name, and of a value
 
