@@ -27,7 +27,7 @@ from worker.schedule.request import GenerationRequest, GrammarState, Lane, Range
 
 def answers(model: Model, requests: Iterable[GenerationRequest], *, steps_apart: int = 0) -> dict[str, list[Sampled]]:
     """Return the sampled outcomes of each request. The requests are added `steps_apart` steps apart."""
-    engine, waiting, steps = Engine(model, step_s=0.02), list(requests), 0
+    engine, waiting, steps = Engine(model, step_s=0.02, pipelined=True), list(requests), 0
     outcomes: dict[str, list[Sampled]] = {request.id: [] for request in waiting}
     while waiting or len(engine):
         while waiting and steps >= steps_apart * (len(outcomes) - len(waiting)):
@@ -77,9 +77,16 @@ class Run:
         memory: int | None = None,
         prefix_bytes: int = 0,
         speculator: Speculator | None = None,
+        pipelined: bool = True,  # as on a GPU
     ) -> None:
         self.engine = Engine(
-            model, step_s=step_s, rows=rows, memory=memory, prefix_bytes=prefix_bytes, speculator=speculator
+            model,
+            step_s=step_s,
+            rows=rows,
+            memory=memory,
+            prefix_bytes=prefix_bytes,
+            speculator=speculator,
+            pipelined=pipelined,
         )
         self.kept_ranges: dict[str, tuple[Range, ...]] = {}  # by request, if SpecPrefill was applied
         self.skipped: dict[str, str] = {}  # by request, the reason why SpecPrefill was skipped

@@ -1,8 +1,12 @@
 """The memory of the device, and the limits that Linux sets."""
 
+import time
 from pathlib import Path
 
-from worker.engine.device import control_group_limits, describe, memory_limit
+import mlx.core as mx
+import pytest
+
+from worker.engine.device import control_group_limits, describe, memory_limit, runs_ahead
 
 
 def limits(root: Path, membership: str, files: dict[str, str]) -> list[int]:
@@ -42,3 +46,17 @@ def test_without_control_groups_there_are_no_limits(tmp_path: Path) -> None:
 def test_device_has_memory_and_a_name() -> None:
     assert memory_limit() > 100_000_000
     assert describe()
+
+
+@pytest.mark.timing
+def test_device_runs_ahead_if_handing_over_a_step_takes_less_time_than_computing_it() -> None:
+    weights = mx.random.normal((512, 512))
+    mx.eval(product := weights + 0)
+    for _ in range(100):
+        product = product @ weights * 0.01
+    began = time.perf_counter()
+    mx.async_eval(product)
+    launched = time.perf_counter()
+    mx.eval(product)
+    computed = time.perf_counter()
+    assert runs_ahead() == (launched - began < (computed - began) / 2)

@@ -80,6 +80,28 @@ def test_while_prompts_wait_each_step_reports_the_tokens_that_it_draws(family: s
     assert run.generated["long"] == alone(network(family), prompt(200, 1), 3)
 
 
+def test_first_token_is_reported_with_the_step_that_draws_it_on_a_device_that_computes_at_launch() -> None:
+    steps = dict[bool, int]()
+    for pipelined in True, False:
+        run = Run(model("qwen3"), pipelined=pipelined)
+        run.add("a", prompt(10, 0), max_tokens=6)
+        run.until(lambda run=run: bool(run.generated["a"]))  # type: ignore[misc]
+        steps[pipelined] = run.steps
+        run.drain()
+        assert run.generated["a"] == alone(network("qwen3"), prompt(10, 0), 6)
+    assert steps[False] == steps[True] - 1
+
+
+def test_each_token_is_reported_with_the_step_that_draws_it_if_steps_are_long() -> None:
+    run = Run(model("qwen3"), step_s=NO_TIME, pipelined=False)  # so every step is long
+    run.add("a", prompt(10, 0), max_tokens=6)
+    run.until(lambda: bool(run.generated["a"]))
+    for reported in range(2, 6):
+        run.step()
+        assert len(run.generated["a"]) == reported
+        assert all(row.last_unfed for _, row in run.engine._running)
+
+
 @pytest.mark.parametrize("max_tokens", [1, 2, 5])
 def test_answer_takes_one_forward_for_each_token(max_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = list[DecodeBatch]()

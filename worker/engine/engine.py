@@ -12,8 +12,9 @@ from worker.engine.admission import AdmissionController
 from worker.engine.batch.decode_batch import StepToken
 from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row
-from worker.engine.device import memory_limit
+from worker.engine.device import memory_limit, runs_ahead
 from worker.engine.isolation import isolate
+from worker.engine.joins import Joins
 from worker.engine.model.load import Model
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
@@ -64,11 +65,13 @@ class Engine:
         memory: int | None = None,
         prefix_bytes: int | None = None,
         speculator: Speculator | None = None,
+        pipelined: bool | None = None,
     ) -> None:
         """`step_s`: target seconds of a step. `rows`: most rows active at once; an interactive one may preempt an
         offline one. `memory`: bytes that weights, rows and caches may take together; None: what the device offers.
         `prefix_bytes`: most bytes of the caches that outlive a request, as far as rows leave them; 0 disables these
-        caches, None is a share of the memory that the weights leave. `speculator`: decides about drafts; None: none."""
+        caches, None is a share of the memory that the weights leave. `speculator`: decides about drafts; None: none.
+        `pipelined`: the device computes a step while the host continues; None: ask the device."""
         self._costs = model.costs
         self._admission = AdmissionController(model.costs, memory or memory_limit(), rows)
         max_prefix_bytes = self._admission.free_bytes // _PREFIX_SHARE if prefix_bytes is None else prefix_bytes
@@ -77,11 +80,13 @@ class Engine:
         self._eos_ids = frozenset(model.tokenizer.eos_token_ids)
         self._prefills = PrefillQueue(model, step_s, self._caches)
         self._running = Groups(model.network, self._make_room, speculator)
+        self._joins = Joins(model.costs, self._prefills, self._running, self._admission, self._caches)
         self._active = ActiveRows(self._prefills, self._running, self._admission.mark_dirty)
         self._longest_chunk = 0  # tokens, in this step
         self._encoded_images = NO_IMAGES  # images encoded in this step
         self._computed = self._preempted = 0
         self._decoding_since = 0.0
+        self._pipelined = runs_ahead() if pipelined is None else pipelined
 
     def __len__(self) -> int:
         """Return the number of requests that wait, prefill or decode."""
@@ -119,7 +124,7 @@ class Engine:
         begun its answer and more prompts come first. Prompts come before the decode step, so that rows that have joined
         take part in it; if all rows only have to report their last token, they do so before prompts. Blocks until the
         prompt chunks and the decode step of the call before are computed, and until its own decode step is computed if
-        prompts wait; else that runs on. Raises `EngineBroken` after repeated failures."""
+        its tokens must not wait; else that runs on. Raises `EngineBroken` after repeated failures."""
         began = time.perf_counter()
         rows = len(self._running)
         evicted = self._caches.evicted
@@ -205,8 +210,15 @@ class Engine:
             yield from self._deliver(*running.step())
             # A busy device begins this step when it has ended the last one, whose tokens have just arrived.
             self._decoding_since = began if idle else time.perf_counter()
-        if running.ending or self._prefills.has_work:  # else tokens would wait for the prompts of the next step
+        if running.ending or self._reports_at_once():
             yield from self._deliver(*running.collect_drawn())
+
+    def _reports_at_once(self) -> bool:
+        """Return True if the tokens of the running step must not wait for the prompts of the next one; nor for its
+        launch, if that takes as long as the step, and the step draws a first token or is slow."""
+        if self._prefills.has_work or self._pipelined:
+            return self._prefills.has_work
+        return self._running.starting or self._prefills.decodes_slowly
 
     def _deliver(self, step_tokens: Sequence[StepToken], failed: Sequence[Row]) -> Iterator[Outcome]:
         """Yield the outcomes of these tokens and of rows that have failed alone, and remove the rows that end."""
@@ -295,37 +307,16 @@ class Engine:
         task = self._prefills.pop_computed(chunk.id) if chunk.joins else None
         return [task.finish()] if task else []
 
-    def _start_decoding(self, joining: list[ComputedPrompt]) -> Iterator[Outcome]:
-        """Let rows join the running rows: together, or one by one if that fails or memory is short. Empties the
-        list."""
-        if len(joining) > 1 and self._can_join_together(joining):
-            with isolate(f"the join of {len(joining)} rows"):
-                self._join(joining)
-        decoding = {row for _, row in self._running}
-        while joining:  # each cache is freed when its row has joined
-            joined = joining.pop(0)
-            if joined.joining.row not in decoding:
-                with isolate(f"{joined.joining.row.id}: join") as attempt:
-                    self._join([joined])
-                if attempt.failed:
-                    yield self._active.fail(joined.joining.row.id)
-
-    def _can_join_together(self, joining: Sequence[ComputedPrompt]) -> bool:
-        """Return True if memory is left for the caches of all these rows while they are copied; one is reserved."""
-        caches_bytes = (len(joining) - 1) * self._costs.row_bytes(max(each.tokens for each in joining))
-        return caches_bytes <= self._admission.free_bytes - self._caches.nbytes
-
-    def _join(self, joining: Sequence[ComputedPrompt]) -> None:
-        growth = max(self._running.join_copy_bytes(each.tokens) for each in joining)
-        began = time.perf_counter()
-        self._running.add([each.joining for each in joining])
-        row_s = (time.perf_counter() - began) / len(joining)
-        for each in joining:
-            self._prefills.observe_join(each.tokens, growth // len(joining), row_s)
-            if each.joining.row.request.images:
-                self._admission.mark_dirty()  # the features of its images are released
-            self._queried_tokens += each.tokens
-            self._hit_tokens += each.cached
+    def _start_decoding(self, computed: list[ComputedPrompt]) -> Iterator[Outcome]:
+        """Let rows join the running rows. Empties the list."""
+        prompts = [(each.joining.row, each.tokens, each.cached) for each in computed]
+        failed = self._joins.join(computed)
+        for row, tokens, cached in prompts:
+            if row in failed:
+                yield self._active.fail(row.id)
+            else:
+                self._queried_tokens += tokens
+                self._hit_tokens += cached
 
     def _make_room(self, groups: list[list[Row]]) -> bool:
         """Limit the prefix cache to the memory that all active rows leave with these groups, which may evict prefixes.

@@ -175,6 +175,11 @@ class StepBudget:
         """Return the most seconds that may pass between two tokens of a row while prompts wait."""
         return longest_gap_s(self._step_s, self._decode_s)
 
+    @property
+    def decodes_slowly(self) -> bool:
+        """True if a decode step alone takes longer than the target of a step."""
+        return self._decode_s > self._step_s
+
     def spare_s(self, running: Running, elapsed_s: float, backlog: Backlog) -> dict[Lane, float]:
         """Return the seconds that each lane's prompts may take in a step; 0 or less leaves no time. Both lanes share
         the step: time that interactive prompts take is not left for offline ones. `elapsed_s`: seconds since the decode

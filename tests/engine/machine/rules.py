@@ -42,8 +42,9 @@ class Rules(RuleBasedStateMachine):
         most_rows=st.sampled_from([3, MAX_ROWS, MAX_ROWS]),
         prefix_bytes=st.sampled_from([0, 100_000, 10**9, 10**9]),
         content=st.booleans(),
+        pipelined=st.booleans(),
     )
-    def open(self, step_s: float, rows: int, most_rows: int, prefix_bytes: int, content: bool) -> None:
+    def open(self, step_s: float, rows: int, most_rows: int, prefix_bytes: int, content: bool, pipelined: bool) -> None:
         """`rows`: about how many fit into memory. `most_rows`: of which an interactive one may preempt an offline one.
         `content`: tokens and images may fail."""
         costs = self.family.model.costs
@@ -52,7 +53,13 @@ class Rules(RuleBasedStateMachine):
         self.prefix_bytes = prefix_bytes
         memory = costs.peak_bytes([[longest] * rows], images=images)
         self.new_run = partial(
-            Run, self.family.model, step_s=step_s, rows=most_rows, memory=memory, prefix_bytes=prefix_bytes
+            Run,
+            self.family.model,
+            step_s=step_s,
+            rows=most_rows,
+            memory=memory,
+            prefix_bytes=prefix_bytes,
+            pipelined=pipelined,
         )
         self.faults = Faults(self.family, content=content)
         self.asked, self.resumed = dict[str, Asked](), dict[str, int]()

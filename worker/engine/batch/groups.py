@@ -65,6 +65,11 @@ class Groups:
         return any(row.started for _, row in self)
 
     @property
+    def starting(self) -> bool:
+        """True if the running step draws the first token of an answer."""
+        return any(not row.answer for _, row in self)
+
+    @property
     def ending(self) -> bool:
         """True if there are rows, and each has drawn the last token of its answer: no step is left to launch."""
         return len(self) > 0 and all(row.ending for _, row in self)

@@ -137,6 +137,11 @@ class PrefillQueue:
         """Record the measured seconds of a decode step."""
         self._budgets["prefill"].observe_decode(seconds)
 
+    @property
+    def decodes_slowly(self) -> bool:
+        """True if a decode step alone takes longer than the target of a step."""
+        return self._budgets["prefill"].decodes_slowly
+
     def observe_join(self, tokens: int, growth: int, seconds: float) -> None:
         """Record the measured seconds of a row's join: see `StepBudget.observe_join`."""
         self._budgets["prefill"].observe_join(tokens, growth, seconds)
