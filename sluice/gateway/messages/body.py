@@ -1,0 +1,166 @@
+"""The body of Anthropic's Messages, and of its token counts. Unknown fields are refused by name."""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Discriminator, Field, Tag, ValidationError
+
+from sluice.gateway.errors import ApiError
+from sluice.gateway.messages.blocks import CacheControl, Message, Strict, Text, TextContent
+
+_MOST_MESSAGE_CHARACTERS = 500
+
+
+class CustomTool(Strict):
+    """A tool that the client runs."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    description: Text | None = None
+    strict: bool | None = None
+    cache_control: CacheControl = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    # Hints to Anthropic's servers: when to load the tool, and how to cut its input into events.
+    defer_loading: bool | None = None
+    eager_input_streaming: bool | None = None
+
+
+class HostedTool(Strict, extra="allow"):
+    """A tool that Anthropic defines, such as its web search; no worker has it."""
+
+    type: str
+    name: str | None = None
+
+    @property
+    def title(self) -> str:
+        """The name by which the model would call it."""
+        return self.name or self.type
+
+
+def _kind_of_tool(tool: object) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "custom" if kind in (None, "custom") else "hosted"
+
+
+Tool = Annotated[
+    Annotated[CustomTool, Tag("custom")] | Annotated[HostedTool, Tag("hosted")], Discriminator(_kind_of_tool)
+]
+
+
+class AutoChoice(Strict):
+    type: Literal["auto"]
+    disable_parallel_tool_use: bool | None = None
+
+
+class AnyChoice(Strict):
+    type: Literal["any"]
+    disable_parallel_tool_use: bool | None = None
+
+
+class NamedChoice(Strict):
+    type: Literal["tool"]
+    name: str
+    disable_parallel_tool_use: bool | None = None
+
+
+class NoChoice(Strict):
+    type: Literal["none"]
+
+
+ToolChoice = Annotated[AutoChoice | AnyChoice | NamedChoice | NoChoice, Field(discriminator="type")]
+
+
+class ThinkingOn(Strict):
+    type: Literal["enabled"]
+    budget_tokens: int = Field(ge=1)
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class ThinkingAdaptive(Strict):
+    type: Literal["adaptive", "between_tools"]
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class ThinkingOff(Strict):
+    type: Literal["disabled"]
+
+
+Thinking = Annotated[ThinkingOn | ThinkingAdaptive | ThinkingOff, Field(discriminator="type")]
+
+
+class OutputFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class Metadata(Strict):
+    user_id: Annotated[str, Field(min_length=1, max_length=4_096)] | None = None
+
+
+StopSequence = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+class CountBody(Strict):
+    """The body of `POST /v1/messages/count_tokens`."""
+
+    model: str
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
+    system: TextContent | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    cache_control: CacheControl = None
+    context_management: dict[str, Any] | None = None  # edits of the history at Anthropic: none is made here
+    speed: Literal["standard", "fast"] | None = None
+
+
+class MessagesBody(CountBody):
+    """The body of `POST /v1/messages`."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: Annotated[list[StopSequence], Field(max_length=16, fail_fast=True)] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+
+B = TypeVar("B", bound=CountBody)
+
+
+def read_body(kind: type[B], body: dict[str, Any]) -> B:
+    """Validate a body. Raises `ApiError` 400 with the first invalid field, as Anthropic writes it:
+    `messages.0.content: Field required`."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    except RecursionError:
+        raise ApiError(400, "The request is nested too deeply; flatten it.", code="invalid_request") from None
+    place = _place(first["loc"])
+    message = f"{place}: {first['msg']}" if place else first["msg"]
+    raise ApiError(400, message[:_MOST_MESSAGE_CHARACTERS], code="invalid_request", param=place or None)
+
+
+_SHAPES = {"string", "array"}
+_TAGS = {
+    "custom", "hosted", "user", "assistant", "system", "text", "image", "document", "tool_result", "thinking",
+    "redacted_thinking", "tool_use", "base64", "url", "auto", "any", "tool", "none", "enabled", "adaptive",
+    "between_tools", "disabled",
+}  # fmt: skip
+
+
+def _place(loc: tuple[int | str, ...]) -> str:
+    """Return the place of an error, without the tags of unions. Some are also names of fields: at either end."""
+    ends = (0, len(loc) - 1)
+    named = [(k, step) for k, step in enumerate(loc) if step not in _SHAPES]
+    return ".".join(str(step)[:80] for k, step in named if k in ends or step not in _TAGS)

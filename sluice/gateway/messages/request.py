@@ -1,0 +1,162 @@
+"""Translates the body of Anthropic's Messages to a request of the contract."""
+
+import hashlib
+import json
+import logging
+from typing import Any
+
+from sluice.gateway.messages.blocks import (
+    AssistantMessage,
+    Base64Source,
+    DocumentBlock,
+    ImageBlock,
+    Message,
+    SystemMessage,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    UserMessage,
+)
+from sluice.gateway.messages.body import CountBody, MessagesBody, OutputFormat, Thinking, ThinkingOff, ThinkingOn
+from sluice.gateway.messages.tools import tool_fields
+from sluice.wire import TENANT_CHARACTERS
+
+logger = logging.getLogger("sluice.gateway")
+
+Part = dict[str, Any]
+
+
+def prompt_fields(body: CountBody) -> dict[str, Any]:
+    """Return the part of the contract's request that the prompt depends on. Raises `ApiError`."""
+    if body.context_management:
+        logger.info("context_management is accepted and no edit is made: the whole history is the prompt")
+    system = [{"role": "system", "content": _text(body.system)}] if body.system else []
+    return {
+        "model": body.model,
+        "messages": [*system, *(each for message in body.messages for each in _messages(message))],
+        **tool_fields(body),
+        **_thinking(body.thinking),
+        **_output(body),
+    }
+
+
+def chat_request(body: MessagesBody) -> dict[str, Any]:
+    """Return the contract's request for a body. Raises `ApiError`."""
+    sampling = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "stop": body.stop_sequences}
+    others = {
+        "max_tokens": body.max_tokens,
+        "user": _user(body.metadata.user_id) if body.metadata else None,
+        "service_tier": "default" if body.service_tier == "standard_only" else body.service_tier,
+    }
+    optional = {name: value for name, value in {**sampling, **others}.items() if value is not None}
+    return {**prompt_fields(body), **optional}
+
+
+def _user(user_id: str | None) -> str | None:
+    """Return the id of the user, or its hash if the contract has no space for it."""
+    if user_id is None or len(user_id) <= TENANT_CHARACTERS:
+        return user_id
+    return hashlib.sha256(user_id.encode()).hexdigest()
+
+
+def _thinking(thinking: Thinking | None) -> dict[str, Any]:
+    """Return the variables that chat templates read; other templates ignore them. Without `thinking` the template
+    decides."""
+    if thinking is None:
+        return {}
+    is_on = not isinstance(thinking, ThinkingOff)
+    budget = {"thinking_budget": thinking.budget_tokens} if isinstance(thinking, ThinkingOn) else {}
+    return {"chat_template_kwargs": {"enable_thinking": is_on, "thinking": is_on, **budget}}
+
+
+def _output(body: CountBody) -> dict[str, Any]:
+    config = body.output_config
+    effort = {"reasoning_effort": config.effort} if config and config.effort else {}
+    wanted: OutputFormat | None = (config.format if config else None) or body.output_format
+    if wanted is None:
+        return effort
+    schema = {"name": "output", "schema": wanted.json_schema}
+    return {**effort, "response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+def _messages(message: Message) -> list[dict[str, Any]]:
+    match message:
+        case UserMessage(content=str(text)):
+            return [{"role": "user", "content": text}]
+        case UserMessage():
+            return _user_messages(message)
+        case AssistantMessage():
+            return [_assistant_message(message)]
+        case SystemMessage(content=content):
+            return [{"role": "system", "content": _text(content)}]
+    raise AssertionError(message)
+
+
+def _user_messages(message: UserMessage) -> list[dict[str, Any]]:
+    """Return the tool results, each as a message, and then the rest as one. The contract's tool messages are text, so
+    the images of results follow in the user's message."""
+    results = [block for block in message.content if isinstance(block, ToolResultBlock)]
+    parts = [part for result in results for part in _result_images(result)]
+    parts += [_part(block) for block in message.content if not isinstance(block, ToolResultBlock | str)]
+    user = [{"role": "user", "content": parts}] if parts else []
+    return [*map(_tool_message, results), *user]
+
+
+def _tool_message(result: ToolResultBlock) -> dict[str, Any]:
+    blocks = [result.content] if isinstance(result.content, str) else result.content or []
+    texts = [block if isinstance(block, str) else _part(block)["text"] for block in blocks if not _is_image(block)]
+    text = "\n".join(texts)
+    return {
+        "role": "tool",
+        "tool_call_id": result.tool_use_id,
+        "content": f"Error: {text}" if result.is_error else text,
+    }
+
+
+def _result_images(result: ToolResultBlock) -> list[Part]:
+    images = [block for block in result.content or () if isinstance(block, ImageBlock)]
+    label = [{"type": "text", "text": f"The images of the result {result.tool_use_id}:"}] if images else []
+    return [*label, *map(_part, images)]
+
+
+def _is_image(block: object) -> bool:
+    return isinstance(block, ImageBlock)
+
+
+def _part(block: TextBlock | ImageBlock | DocumentBlock) -> Part:
+    match block:
+        case TextBlock(text=text):
+            return {"type": "text", "text": text}
+        case DocumentBlock():
+            heads = [head for head in (block.title, block.context) if head]
+            return {"type": "text", "text": "\n\n".join([*heads, block.source.data])}
+        case ImageBlock(source=source):
+            is_inline = isinstance(source, Base64Source)
+            url = f"data:{source.media_type};base64,{source.data}" if is_inline else source.url  # type: ignore[union-attr]
+            return {"type": "image_url", "image_url": {"url": url}}
+    raise AssertionError(block)
+
+
+def _assistant_message(message: AssistantMessage) -> dict[str, Any]:
+    """Return an earlier answer. Redacted thinking is dropped: only Anthropic can read it."""
+    if isinstance(message.content, str):
+        return {"role": "assistant", "content": message.content}
+    text = "".join(block.text for block in message.content if isinstance(block, TextBlock))
+    reasoning = "\n\n".join(block.thinking for block in message.content if isinstance(block, ThinkingBlock))
+    calls = [_call(block) for block in message.content if isinstance(block, ToolUseBlock)]
+    return {
+        "role": "assistant",
+        "content": None if calls and not text else text,
+        **({"reasoning": reasoning} if reasoning else {}),
+        **({"tool_calls": calls} if calls else {}),
+    }
+
+
+def _call(block: ToolUseBlock) -> dict[str, Any]:
+    arguments = json.dumps(block.input, ensure_ascii=False)
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
+
+
+def _text(content: str | list[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n\n".join(block.text for block in content)
