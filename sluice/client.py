@@ -25,7 +25,7 @@ from sluice.streaming.streams import SILENCE_S, Streams
 from sluice.submission import NewJob, Submission, Submitted, new_job
 from sluice.transport.connection import connect
 from sluice.transport.retries import Retries
-from sluice.wire import Event, JobError, Lane
+from sluice.wire import Event, Function, JobError, Lane
 
 
 class Client:
@@ -88,8 +88,10 @@ class Client:
         lane: Lane | None = None,
         id: str | None = None,
         wait_worker_s: float | None = None,
+        function: Function = "chat",
     ) -> Submitted:
-        """Queue a chat: the body of an OpenAI chat completion, or only its messages.
+        """Queue a chat: the body of an OpenAI chat completion, or only its messages. With "count" as `function`, its
+        prompt tokens are counted: see `count_tokens`.
 
         Without a `lane`, the request's `service_tier` decides: "flex" is the batch lane, all else is interactive.
 
@@ -101,7 +103,7 @@ class Client:
         an invalid one ends as `failed` with an explanation. Raises `QueueFull`, `ServerUnreachable`, or ValueError for
         a bad id, model or lane.
         """
-        return await self._submit(new_job(request, model, lane, id=id), wait_worker_s)
+        return await self._submit(new_job(request, model, lane, id=id, function=function), wait_worker_s)
 
     async def count_tokens(
         self,

@@ -75,9 +75,16 @@ class Gateway:
         return await self._authentication.caller(request) if self._authentication else LOCAL
 
     async def submit(
-        self, caller: Caller, body: Mapping[str, Any], *, job_id: str | None = None, on_disconnect: str = "cancel"
+        self,
+        caller: Caller,
+        body: Mapping[str, Any],
+        *,
+        job_id: str | None = None,
+        on_disconnect: str = "cancel",
+        function: wire.Function = "chat",
     ) -> Submitted:
-        """Queue a chat completion for the caller, once a worker serves its model. Raises `ApiError`, `SluiceError`.
+        """Queue a chat completion or a token count for the caller, once a worker serves its model. Raises `ApiError`
+        and `SluiceError`.
 
         `body` is a request of the contract; `on_disconnect` is used if it has none. The front decides its `model`, and
         its `tenant` if the caller has one. A `job_id` that exists is not queued again.
@@ -92,11 +99,11 @@ class Gateway:
             request["tenant"] = caller.tenant
         id = uuid.uuid4().hex if job_id is None else job_id
         if caller.meter is not None:
-            await caller.meter.take(id, estimate(body))
+            await caller.meter.take(id, estimate(body) if function == "chat" else 0)
         try:
             if not await self.workers.is_served(model):
                 await self._wait_for_worker(requested, model, job_id)
-            return await self.client.submit(request, model=model, lane=lane, id=id)
+            return await self.client.submit(request, model=model, lane=lane, id=id, function=function)
         except (ApiError, SluiceError):
             if caller.meter is not None:
                 await self._limits.release(id)
@@ -128,7 +135,9 @@ class Gateway:
                 yield event
 
     async def result(self, job_id: str) -> dict[str, Any]:
-        """Return the job's `chat.completion`, waiting until it has ended. Raises as `Client.result` and `events` do."""
+        """Return the job's result, waiting until it has ended. A token count costs a request and no tokens.
+
+        Raises as `Client.result` and `events` do."""
         try:
             completion = await self.while_served(job_id, self.client.result(job_id))
         except JobFailed as failed:
@@ -136,6 +145,8 @@ class Gateway:
                 await self._limits.settle(job_id, 0)
             raise
         match completion:
+            case {"object": "token_count"} if self._authentication:
+                await self._limits.settle(job_id, 0)
             case {"usage": {"total_tokens": int(tokens)}} if self._authentication:
                 await self._limits.settle(job_id, tokens)
         return completion

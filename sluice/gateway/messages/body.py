@@ -137,7 +137,7 @@ class MessagesBody(CountBody):
 B = TypeVar("B", bound=CountBody)
 
 
-def read_body(kind: type[B], body: dict[str, Any]) -> B:
+def validate(kind: type[B], body: dict[str, Any]) -> B:
     """Validate a body. Raises `ApiError` 400 with the first invalid field, as Anthropic writes it:
     `messages.0.content: Field required`."""
     try:

@@ -37,7 +37,7 @@ class MessageStream:
         """Return the stream's events for one event of the job. Raises `JobFailed` and `JobCancelled`, and
         `JobRestarted` if blocks were emitted that are now invalid."""
         match event:
-            case Restarted():
+            case Restarted() if self._begun:
                 return self._restart()
             case Started() if not self._begun:
                 self._begun = True

@@ -8,7 +8,7 @@ import pytest
 
 from schemas import ChatRequest
 from sluice.gateway.errors import ApiError
-from sluice.gateway.messages.body import CountBody, MessagesBody, read_body
+from sluice.gateway.messages.body import CountBody, MessagesBody, validate
 from sluice.gateway.messages.request import chat_request, prompt_fields
 from tests.gateway.messages.bodies import CLAUDE_CODE, HOSTED, WEATHER
 
@@ -20,7 +20,7 @@ IMAGE_PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,a
 
 
 def translated(**fields: Any) -> dict[str, Any]:
-    request = chat_request(read_body(MessagesBody, {**HELLO, **fields}))
+    request = chat_request(validate(MessagesBody, {**HELLO, **fields}))
     ChatRequest.model_validate(request)  # a worker accepts it
     return request
 
@@ -231,20 +231,20 @@ def test_an_invalid_block_is_named_by_its_place(block: dict[str, Any], place: st
 
 def test_a_count_takes_the_prompt_s_fields_alone() -> None:
     body = {name: value for name, value in HELLO.items() if name != "max_tokens"}
-    counted = prompt_fields(read_body(CountBody, {**body, "system": "Be brief.", "tools": [WEATHER]}))
+    counted = prompt_fields(validate(CountBody, {**body, "system": "Be brief.", "tools": [WEATHER]}))
     assert counted == {
         name: value
         for name, value in translated(system="Be brief.", tools=[WEATHER]).items()
         if name in ("model", "messages", "tools")
     }
     with pytest.raises(ApiError) as refused:
-        read_body(CountBody, HELLO)
+        validate(CountBody, HELLO)
     assert refused.value.param == "max_tokens"
 
 
 @pytest.mark.parametrize("name", CLAUDE_CODE)
 def test_the_requests_of_claude_code_are_accepted(name: str) -> None:
     body = json.loads(json.dumps(CLAUDE_CODE[name]))
-    request = chat_request(read_body(MessagesBody, body))
+    request = chat_request(validate(MessagesBody, body))
     ChatRequest.model_validate(request)
     assert request["messages"][0]["role"] == "system"

@@ -1,0 +1,216 @@
+"""Messages over real sockets, from workers in this process whose answers are known."""
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from typing import Any
+
+import httpx
+import pytest
+from anthropic import APIStatusError, AsyncAnthropic, NotFoundError, RequestTooLargeError
+from redis.asyncio import Redis
+
+from schemas import keys
+from sluice.gateway import ServeSettings
+from tests.fakes import ByteTokenizer, FakeEngine, worker_context
+from tests.gateway.fronts import Front, serving
+from tests.images.pictures import patch, saved
+from tests.queue.helpers import field, listening, settings, working
+from tests.queue.test_images import SIGN, DimEyes
+from tests.waiting import until
+from worker.chat.count import count
+from worker.chat.images import ImageInputs
+from worker.jobs import chat
+
+Said = dict[str, Any]
+
+PATH = "/v1/messages"
+HELLO: Said = {"model": "default", "max_tokens": 50, "messages": [{"role": "user", "content": "Hello"}]}
+ANSWER = "one two three"
+
+
+@asynccontextmanager
+async def answering(url: str, db: Redis, *, step_s: float = 0.001) -> AsyncIterator[FakeEngine]:
+    """Run a worker that sees images and answers `ANSWER`, a byte in each step."""
+    tokenizer, known = ByteTokenizer(), settings(url)
+    engine = FakeEngine(lambda request: ANSWER.encode(), step_s=step_s)
+    with closing(ImageInputs(known, DimEyes())) as images:
+        context = worker_context(known, engine, tokenizer, images=images)
+        async with engine, working(known, chat, count=count, context=context):
+            await listening(db)
+            yield engine
+
+
+@pytest.fixture
+async def engine(redis_url: str, db: Redis) -> AsyncIterator[FakeEngine]:
+    async with answering(redis_url, db) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def anthropic(front: Front) -> AsyncIterator[AsyncAnthropic]:
+    async with AsyncAnthropic(base_url=front.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def events_of(body: str) -> list[Said]:
+    """Return the data of each event of a stream."""
+    return [json.loads(line.removeprefix("data: ")) for line in body.splitlines() if line.startswith("data: ")]
+
+
+def error_of(error: APIStatusError) -> tuple[int, str]:
+    body: Any = error.body
+    assert body.keys() == {"type", "error", "request_id"}
+    assert error.response.headers["request-id"] == body["request_id"]
+    return error.status_code, body["error"]["type"]
+
+
+async def test_images_are_seen_and_counted(anthropic: AsyncAnthropic, engine: FakeEngine) -> None:
+    data = base64.b64encode(saved(patch(24))).decode()
+    source: Any = {"type": "base64", "media_type": "image/png", "data": data}
+    content: Any = [{"type": "text", "text": "What? "}, {"type": "image", "source": source}]
+    messages: Any = [{"role": "user", "content": content}]
+    answer = await anthropic.messages.create(model="default", max_tokens=50, messages=messages)
+    counted = await anthropic.messages.count_tokens(model="default", messages=messages)
+    assert answer.usage.input_tokens == counted.input_tokens == len(f"<user>What? {SIGN}<assistant>")
+    assert len(engine.sequences[0].images) == 1
+
+
+async def test_a_count_that_is_refused_is_refused_in_anthropic_s_form(
+    anthropic: AsyncAnthropic, engine: FakeEngine
+) -> None:
+    long: Any = [{"role": "user", "content": "a" * 4000}]
+    for call in (anthropic.messages.count_tokens, anthropic.messages.create):
+        limit = {"max_tokens": 5} if call == anthropic.messages.create else {}
+        with pytest.raises(APIStatusError) as refused:
+            await call(model="default", messages=long, **limit)  # type: ignore[operator]
+        assert error_of(refused.value) == (400, "invalid_request_error")
+        assert "prompt is too long: " in refused.value.message
+
+
+async def test_a_model_that_was_never_served_is_not_found(anthropic: AsyncAnthropic, engine: FakeEngine) -> None:
+    with pytest.raises(NotFoundError) as refused:
+        await anthropic.messages.create(**{**HELLO, "model": "claude-9"})
+    assert error_of(refused.value) == (404, "not_found_error")
+
+
+async def test_a_model_whose_workers_have_left_is_overloaded(anthropic: AsyncAnthropic, db: Redis) -> None:
+    with pytest.raises(APIStatusError) as refused:
+        await anthropic.messages.create(**HELLO)
+    assert error_of(refused.value) == (529, "overloaded_error")
+    assert refused.value.response.headers["retry-after"] == "5"
+
+
+async def test_a_body_beyond_the_limit_is_too_large(redis_url: str) -> None:
+    with serving(redis_url, ServeSettings(_env_file=None, max_body_bytes=1000)) as front:
+        async with AsyncAnthropic(base_url=front.url, api_key="none", max_retries=0) as client:
+            with pytest.raises(RequestTooLargeError) as refused:
+                await client.messages.create(**{**HELLO, "system": "a" * 1000})
+    assert error_of(refused.value) == (413, "request_too_large")
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [("2023-06-01", 200), ("2026-10-21", 200), ("2023-01-01", 400), ("latest", 400), ("", 400), (None, 200)],
+)
+async def test_versions_of_the_form_that_it_has_are_accepted(
+    http: httpx.AsyncClient, engine: FakeEngine, version: str | None, status: int
+) -> None:
+    headers = {} if version is None else {"anthropic-version": version}
+    answer = await http.post(PATH, json=HELLO, headers=headers)
+    assert answer.status_code == status
+    assert status == 200 or answer.json()["error"]["message"].startswith("anthropic-version: ")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_cancels_its_job(redis_url: str, front: Front, db: Redis, stream: bool) -> None:
+    async with answering(redis_url, db, step_s=0.3) as engine:
+        async with httpx.AsyncClient(base_url=front.url) as http:
+            asking = asyncio.create_task(http.post(PATH, json={**HELLO, "stream": stream}))
+            await until(lambda: bool(engine.running))
+            (attempt,) = engine.running
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+        async def cancelled() -> bool:
+            return await field(db, attempt.partition("#")[0], "state") == "cancelled"
+
+        await until(cancelled)
+        assert engine.running == set()
+
+
+async def test_a_count_of_a_client_that_leaves_is_cancelled(front: Front, db: Redis) -> None:
+    await db.hset(keys.model("other"), "w", "9 1 9999999999 0 0")  # a worker that takes nothing
+    body = {"model": "other", "messages": HELLO["messages"]}
+    async with httpx.AsyncClient(base_url=front.url) as http:
+        asking = asyncio.create_task(http.post(f"{PATH}/count_tokens", json=body))
+
+        async def queued() -> bool:
+            return bool(await db.exists(keys.queue("other", "interactive")))
+
+        await until(queued)
+        (job_id,) = await db.zrange(keys.queue("other", "interactive"), 0, -1)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+    async def cancelled() -> bool:
+        return await field(db, job_id.decode(), "state") == "cancelled"
+
+    await until(cancelled)
+
+
+async def test_a_silent_stream_is_kept_open_by_pings(redis_url: str, db: Redis) -> None:
+    async with answering(redis_url, db, step_s=0.1):
+        with serving(redis_url, ServeSettings(_env_file=None, heartbeat_s=0.02)) as front:
+            async with httpx.AsyncClient(base_url=front.url) as http:
+                answer = await http.post(PATH, json={**HELLO, "max_tokens": 3, "stream": True})
+            client = AsyncAnthropic(base_url=front.url, api_key="none", max_retries=0)
+            async with client, client.messages.stream(**{**HELLO, "max_tokens": 3}) as stream:
+                assert await stream.get_final_text() == ANSWER[:3]
+    assert {"type": "ping"} in events_of(answer.text)
+    assert events_of(answer.text)[-1] == {"type": "message_stop"}
+
+
+async def test_a_job_that_ends_badly_in_its_stream_ends_it_with_an_error_event(
+    redis_url: str, http: httpx.AsyncClient, db: Redis
+) -> None:
+    async with answering(redis_url, db, step_s=0.05) as engine:
+        asking = asyncio.create_task(http.post(PATH, json={**HELLO, "stream": True}))
+        await until(lambda: bool(engine.running))
+        (attempt,) = engine.running
+        job_id = attempt.partition("#")[0]
+        await until_it_speaks(db, job_id)
+        await db.set(keys.cancel(job_id), "1", ex=60)
+        await db.publish(keys.CONTROL, job_id)
+        last = events_of((await asking).text)[-1]
+    assert (last["type"], last["request_id"]) == ("error", job_id)
+    assert last["error"]["message"] == "The job was cancelled: requested."
+
+
+async def until_it_speaks(db: Redis, job_id: str) -> None:
+    async def speaks() -> bool:
+        return bool(await db.llen(keys.log(job_id)) >= 3)
+
+    await until(speaks)
+
+
+async def test_a_retry_with_the_same_key_joins_its_job(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    headers = {"Idempotency-Key": "k"}
+    answers = [await http.post(PATH, json=HELLO, headers=headers) for _ in range(2)]
+    assert answers[0].json() == answers[1].json()
+    assert len(engine.sequences) == 1
+    other = await http.post(PATH, json={**HELLO, "max_tokens": 1}, headers=headers)
+    assert (other.status_code, other.json()["error"]["type"]) == (409, "conflict_error")
+
+
+async def test_a_long_conversation_is_accepted(anthropic: AsyncAnthropic, redis_url: str, db: Redis) -> None:
+    """Its body is longer than what is validated on the event loop."""
+    block = {"type": "text", "text": "a", "cache_control": None}
+    turns = [{"role": role, "content": [block]} for role in ("user", "assistant")]
+    messages: Any = [*turns * 700, turns[0]]
+    async with answering(redis_url, db):
+        with pytest.raises(APIStatusError) as refused:  # the worker's context is short
+            await anthropic.messages.create(model="default", max_tokens=5, messages=messages)
+    assert "prompt is too long: " in refused.value.message
