@@ -1,13 +1,18 @@
 """Bodies of requests for responses, as chat completions of the contract."""
 
+import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from schemas.chat import ChatRequest
 from sluice.gateway.errors import ApiError
+from sluice.gateway.responses.events.stream import stream_events
 from sluice.gateway.responses.history import Conversation
-from sluice.gateway.responses.new import new_response, read_request_body
+from sluice.gateway.responses.new import NewResponse, new_response, read_request_body
+from sluice.gateway.responses.record import parse_record
 from sluice.gateway.responses.request.reasoning import enclosed
 from sluice.gateway.responses.request.tools import flattened, read_tools
 
@@ -317,3 +322,39 @@ def test_a_body_that_no_json_writer_can_nest_is_refused() -> None:
     for _ in range(200):
         deep = [deep]
     assert refused(tools=[{**WEATHER, "parameters": {"a": deep}}]).code == "invalid_request"
+
+
+# Names and values that a body may have at any place, right or wrong.
+NAMES = st.sampled_from(
+    "arguments call_id content definition description detail effort encrypted_content format id image_url input "
+    "instructions mode name namespace output parameters previous_response_id reasoning role schema strict summary "
+    "syntax text tool_choice tools type".split()
+)
+WORDS = st.sampled_from(
+    "allowed_tools assistant auto custom function function_call function_call_output grammar input_image input_text "
+    "json_schema lark message namespace none output_text reasoning regex required user web_search \ud83d".split()
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 2) | WORDS,
+    lambda value: st.lists(value, max_size=3) | st.dictionaries(NAMES, value, max_size=5),
+    max_leaves=12,
+)
+
+
+@given(st.fixed_dictionaries({"input": VALUES}, optional=dict.fromkeys(("tools", "tool_choice", "text"), VALUES)))
+def test_any_body_is_read_or_refused(body: Said) -> None:
+    new = made_or_refused(body)
+    if isinstance(new, ApiError):
+        assert new.status == 400
+        new.message.encode()  # names in it may hold half a surrogate pair
+        return
+    assert parse_record(new.written).to_json() == new.written
+    for event in stream_events(new.record.head, []):
+        json.dumps(event)
+
+
+def made_or_refused(body: Said) -> NewResponse | ApiError:
+    try:
+        return new_response(read_request_body(body), Conversation(), "resp_1", None)
+    except ApiError as refusal:
+        return refusal

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,6 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from sluice.gateway import ServeSettings
+from sluice.gateway.keys.file import digest
 from tests.gateway.fronts import Front, serving
 from tests.gateway.responses.test_openai_sdk import COUNT, ENDLESS, TWELVE
 
@@ -119,3 +121,29 @@ async def test_heartbeats_are_comments_between_events(redis_url: str, real_front
     for text in late:
         data_of(text)
         assert ": keep-alive\n\n" not in text
+
+
+async def test_for_another_key_s_tenant_a_response_does_not_exist(
+    redis_url: str, real_front: Front, tmp_path: Path
+) -> None:
+    entries = [{"id": secret, "sha256": digest(secret), "tenant": secret} for secret in ("ada", "bob")]
+    (tmp_path / "keys.json").write_text(json.dumps({"keys": entries}))
+    settings = ServeSettings(_env_file=None, keys=tmp_path / "keys.json")
+    ada, bob = ({"authorization": f"Bearer {secret}"} for secret in ("ada", "bob"))
+    with serving(redis_url, settings) as front:
+        async with httpx.AsyncClient(base_url=front.base_url, timeout=20) as http:
+            made = await http.post("/responses", json={"input": COUNT, "max_output_tokens": 1}, headers=ada)
+            own, unknown = f"/responses/{made.json()['id']}", f"/responses/resp_{'0' * 32}"
+            for method, end in [
+                ("GET", ""), ("GET", "?stream=true"), ("GET", "/input_items"), ("POST", "/cancel"), ("DELETE", ""),
+            ]:  # fmt: skip
+                answers = [await http.request(method, path + end, headers=bob) for path in (own, unknown)]
+                assert [answer.status_code for answer in answers] == [404, 404]
+                first, second = (
+                    answer.text.replace(path[11:], "ID") for answer, path in zip(answers, (own, unknown), strict=True)
+                )
+                assert first == second
+            body = {"input": COUNT, "previous_response_id": made.json()["id"]}
+            continued = await http.post("/responses", json=body, headers=bob)
+            assert (continued.status_code, continued.json()["error"]["param"]) == (404, "previous_response_id")
+            assert (await http.get(own, headers=ada)).json() == made.json()
