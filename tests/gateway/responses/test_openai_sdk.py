@@ -90,8 +90,11 @@ async def test_a_tool_is_called_and_its_output_is_answered(openai: AsyncOpenAI) 
     assert second.usage.input_tokens > first.usage.input_tokens
 
 
-async def test_a_forced_custom_tool_has_text_as_its_input(openai: AsyncOpenAI) -> None:
-    tool = {"type": "custom", "name": "say", "format": {"type": "grammar", "syntax": "regex", "definition": "(yes|no)"}}
+@pytest.mark.parametrize(("syntax", "definition"), [("regex", "(yes|no)"), ("lark", 'start: "yes" | "no"')])
+async def test_the_input_of_a_forced_custom_tool_follows_its_grammar(
+    openai: AsyncOpenAI, syntax: str, definition: str
+) -> None:
+    tool = {"type": "custom", "name": "say", "format": {"type": "grammar", "syntax": syntax, "definition": definition}}
     events = await streamed(openai, tools=[tool], tool_choice={"type": "custom", "name": "say"})
     (call,) = events[-1].response.output
     assert (call.type, call.name, call.input in ("yes", "no")) == ("custom_tool_call", "say", True)

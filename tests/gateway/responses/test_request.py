@@ -141,18 +141,25 @@ def test_a_custom_tool_is_a_function_with_one_string_and_so_are_its_calls() -> N
     assert made["messages"][2] == {"role": "tool", "tool_call_id": "c1", "content": "done"}
 
 
-def test_a_regex_constrains_the_string_of_a_custom_tool() -> None:
-    (tool,) = chat(tools=[{**PATCH, "format": REGEX}])["tools"]
-    assert tool["function"]["parameters"]["properties"]["input"]["pattern"] == "^(?:a+|b)$"
+@pytest.mark.parametrize(
+    ("grammar", "pattern"),
+    [(REGEX, "^(?:a+|b)$"), ({**LARK, "definition": 'start: "a"+ b?\nb: /[b-c]/'}, "^(?:(?:a)+(?:(?:[b-c]))?)$")],
+)
+def test_a_forced_call_is_held_to_its_tool_s_grammar(grammar: Said, pattern: str) -> None:
+    patch = {**PATCH, "format": grammar}
+    free, held = (chat(tools=[WEATHER, patch], tool_choice=choice)["tools"][1] for choice in ("auto", "required"))
+    assert grammar["definition"] in free["function"]["description"]
+    assert "pattern" not in free["function"]["parameters"]["properties"]["input"]
+    assert held["function"]["parameters"]["properties"]["input"]["pattern"] == pattern
 
 
-def test_a_recursive_lark_grammar_is_described_and_refused_where_it_would_be_forced() -> None:
+def test_a_recursive_grammar_is_described_and_refused_where_it_would_be_forced() -> None:
     patch = {**PATCH, "format": LARK}
     (tool,) = chat(tools=[patch])["tools"]
     assert LARK["definition"] in tool["function"]["description"]
-    assert "pattern" not in tool["function"]["parameters"]["properties"]["input"]
     assert refused(tools=[WEATHER, patch], tool_choice="required").param == "tools[1].format"
     assert refused(tools=[patch], tool_choice={"type": "custom", "name": "apply_patch"}).param == "tools[0].format"
+    assert chat(tools=[WEATHER, patch], tool_choice={"type": "function", "name": "get_weather"})
 
 
 def test_a_namespace_is_flattened_for_the_tools_and_for_earlier_calls() -> None:

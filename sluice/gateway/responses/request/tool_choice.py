@@ -4,7 +4,7 @@ from typing import Any
 
 from sluice.gateway.responses.request import fields
 from sluice.gateway.responses.request.fields import refusal
-from sluice.gateway.responses.request.tools import HOSTED, Tools
+from sluice.gateway.responses.request.tools import HOSTED, INPUT, Tools
 
 _MODES = ("none", "auto", "required")
 
@@ -17,9 +17,9 @@ def read_tool_choice(value: object, tools: Tools) -> dict[str, Any]:
         raise refusal("tool_choice", f"'required' needs a tool that can be called here{_dropped(tools)}.")
     if not functions:
         return {}
-    _check_grammars(choice, functions, tools)
-    chosen = {} if choice is None else {"tool_choice": choice}
-    return {"tools": [tools.functions[each] for each in functions], **chosen}
+    forced = _forced(choice, functions)
+    offered = [_held(each, tools) if each in forced else tools.functions[each] for each in functions]
+    return {"tools": offered, **({} if choice is None else {"tool_choice": choice})}
 
 
 def _read(value: object, tools: Tools) -> tuple[Any, list[str]]:
@@ -52,14 +52,25 @@ def _find(choice: dict[str, Any], tools: Tools, param: str) -> str:
     raise refusal(f"{param}.name", f"there is no {kind} tool {name[:64]!r} among the tools.")
 
 
-def _check_grammars(choice: Any, functions: list[str], tools: Tools) -> None:
-    forced = functions if choice == "required" else []
+def _forced(choice: Any, functions: list[str]) -> list[str]:
+    """Return the functions one of which must be called."""
     if isinstance(choice, dict):
-        forced = [choice["function"]["name"]]
-    for function in forced:
-        if function in tools.unenforced:
-            problem = "a forced call cannot be held to this Lark grammar; use a regex, or tool_choice 'auto'."
-            raise refusal(tools.unenforced[function], problem, code="unsupported_value")
+        return [choice["function"]["name"]]
+    return functions if choice == "required" else []
+
+
+def _held(function: str, tools: Tools) -> dict[str, Any]:
+    """Return a function of a forced call: with its grammar as a pattern. Raises `ApiError` if there is none for it."""
+    tool, grammar = tools.functions[function], tools.grammars.get(function)
+    if grammar is None:
+        return tool
+    pattern = grammar.pattern()
+    if pattern is None:
+        problem = "a forced call cannot be held to this grammar, since no regular expression was found for it; "
+        raise refusal(grammar.param, f"{problem}use one, or tool_choice 'auto'.", code="unsupported_value")
+    schema = tool["function"]["parameters"]
+    properties = {INPUT: {**schema["properties"][INPUT], "pattern": pattern}}
+    return {**tool, "function": {**tool["function"], "parameters": {**schema, "properties": properties}}}
 
 
 def _dropped(tools: Tools) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from sluice.gateway.responses.request import fields
 from sluice.gateway.responses.request.fields import refusal
+from sluice.gateway.responses.request.lark import lark_pattern
 
 # Tools that run at OpenAI or need models of theirs. No worker can call them, so offers of them are dropped.
 HOSTED = frozenset(
@@ -36,13 +37,27 @@ class Target:
     is_custom: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """The grammar of a custom tool's input. `param` is its place in the request."""
+
+    syntax: str
+    definition: str
+    param: str
+
+    def pattern(self) -> str | None:
+        """Return the regular expression of the whole input; None if there is none for this grammar."""
+        inner = self.definition if self.syntax == "regex" else lark_pattern(self.definition)
+        return None if inner is None else f"^(?:{inner})$"
+
+
 @dataclass(frozen=True)
 class Tools:
     """The tools of a request, by the names of their functions."""
 
     functions: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # of the contract
     targets: Mapping[str, Target] = field(default_factory=dict)
-    unenforced: Mapping[str, str] = field(default_factory=dict)  # places of grammars that no schema can express
+    grammars: Mapping[str, Grammar] = field(default_factory=dict)  # of custom tools' inputs
     offered: tuple[dict[str, Any], ...] = ()  # as the request has them, without hosted tools
     dropped: tuple[str, ...] = ()  # types of hosted tools
 
@@ -90,14 +105,14 @@ class _Reader:
     def __init__(self) -> None:
         self._functions = dict[str, dict[str, Any]]()
         self._targets = dict[str, Target]()
-        self._unenforced = dict[str, str]()
+        self._grammars = dict[str, Grammar]()
         self._offered = list[dict[str, Any]]()
         self._dropped = list[str]()
 
     def tools(self) -> Tools:
         """Return the tools read so far."""
         return Tools(
-            self._functions, self._targets, self._unenforced, tuple(self._offered), tuple(dict.fromkeys(self._dropped))
+            self._functions, self._targets, self._grammars, tuple(self._offered), tuple(dict.fromkeys(self._dropped))
         )
 
     def add(self, tool: dict[str, Any], param: str) -> None:
@@ -157,25 +172,15 @@ class _Reader:
         fields.check_known(tool, _CUSTOM_FIELDS, param)
         about = fields.optional_text(tool.get("description"), f"{param}.description") or ""
         grammar = _read_grammar(tool.get("format"), f"{param}.format")
-        string: dict[str, Any] = {"type": "string", "description": "The whole input of the tool, as plain text."}
+        string = {"type": "string", "description": "The whole input of the tool, as plain text."}
         if grammar is not None:
             about = f"{about}\n\nThe input follows this {grammar.syntax} grammar:\n{grammar.definition}".strip()
-            if grammar.pattern is None:
-                self._unenforced[function] = f"{param}.format"
-            else:
-                string["pattern"] = grammar.pattern
+            self._grammars[function] = grammar
         schema = {"type": "object", "properties": {INPUT: string}, "required": [INPUT], "additionalProperties": False}
         return _without_nulls(description=about or None, parameters=schema)
 
 
-@dataclass(frozen=True, slots=True)
-class _Grammar:
-    syntax: str
-    definition: str
-    pattern: str | None  # of the whole input; None if no regular expression is known for the grammar
-
-
-def _read_grammar(value: object, param: str) -> _Grammar | None:
+def _read_grammar(value: object, param: str) -> Grammar | None:
     """Return the grammar of a custom tool's input, or None for any text. Raises `ApiError`."""
     format = fields.optional_mapping(value, param)
     if format.get("type", "text") == "text":
@@ -183,8 +188,7 @@ def _read_grammar(value: object, param: str) -> _Grammar | None:
     if format["type"] != "grammar":
         raise refusal(f"{param}.type", "it must be 'text' or 'grammar'.")
     definition = fields.text(format.get("definition"), f"{param}.definition")
-    syntax = fields.one_of(format.get("syntax"), ("lark", "regex"), f"{param}.syntax")
-    return _Grammar(syntax, definition, f"^(?:{definition})$" if syntax == "regex" else None)
+    return Grammar(fields.one_of(format.get("syntax"), ("lark", "regex"), f"{param}.syntax"), definition, param)
 
 
 def _without_nulls(**values: Any) -> dict[str, Any]:
