@@ -8,8 +8,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from sluice.gateway.caller import Caller
-from sluice.gateway.errors import endpoint
+from sluice.gateway.errors import Handler, endpoint
 from sluice.gateway.gateway import Gateway
+from sluice.gateway.messages import models as models_form
+from sluice.gateway.messages.errors import endpoint as anthropic_endpoint
 from sluice.gateway.models import model_not_found
 from sluice.gateway.workers import Worker
 
@@ -21,6 +23,8 @@ def routes(gateway: Gateway) -> list[Route]:
 
     async def listed(request: Request) -> Response:
         found = await _models(gateway, await gateway.authenticate(request))
+        if models_form.HEADER in request.headers:
+            return JSONResponse(models_form.model_page(list(found.values())))
         return JSONResponse({"object": "list", "data": list(found.values())})
 
     async def single(request: Request) -> Response:
@@ -28,9 +32,20 @@ def routes(gateway: Gateway) -> list[Route]:
         name = request.path_params["id"]
         if name not in found:
             raise model_not_found(name)
-        return JSONResponse(found[name])
+        is_anthropic = models_form.HEADER in request.headers
+        return JSONResponse(models_form.model_info(found[name]) if is_anthropic else found[name])
 
-    return [Route("/v1/models", endpoint(listed)), Route("/v1/models/{id:path}", endpoint(single))]
+    return [Route("/v1/models", _endpoint(listed)), Route("/v1/models/{id:path}", _endpoint(single))]
+
+
+def _endpoint(handler: Handler) -> Handler:
+    """Return the handler with its errors in the form of the client's interface."""
+
+    async def chosen(request: Request) -> Response:
+        of_form = anthropic_endpoint if models_form.HEADER in request.headers else endpoint
+        return await of_form(handler)(request)
+
+    return chosen
 
 
 async def _models(gateway: Gateway, caller: Caller) -> dict[str, dict[str, Any]]:

@@ -1,11 +1,15 @@
 """Errors in Anthropic's form: `{"type": "error", "error": {"type", "message"}, "request_id"}`."""
 
+import uuid
 from typing import Any
 
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from sluice.gateway.errors import ApiError
+from sluice.gateway import errors
+from sluice.gateway.errors import ApiError, Handler
 
+ID_PREFIX = "msg_"
 _OVERLOADED = 529  # Anthropic's status; its SDK retries it
 _KINDS = {
     400: "invalid_request_error",
@@ -45,3 +49,18 @@ def error_response(error: ApiError, request_id: str) -> Response:
 def id_headers(request_id: str) -> dict[str, str]:
     """Return the headers that carry the id of a request."""
     return {"request-id": request_id, "x-request-id": request_id}
+
+
+def endpoint(handler: Handler) -> Handler:
+    """Return the handler with an id for each request, `request.state.request_id`, which it may replace, and with its
+    errors in Anthropic's form."""
+
+    async def identified(request: Request) -> Response:
+        request.state.request_id = f"{ID_PREFIX}{uuid.uuid4().hex}"
+
+        def render(error: ApiError) -> Response:
+            return error_response(error, request.state.request_id)
+
+        return await errors.endpoint(handler, render)(request)
+
+    return identified

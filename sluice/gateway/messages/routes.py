@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -11,14 +10,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from sluice.gateway import errors, idempotency, sse
+from sluice.gateway import idempotency, sse
 from sluice.gateway.body import Body, read_body
 from sluice.gateway.caller import Caller
 from sluice.gateway.disconnect import unless_left
-from sluice.gateway.errors import ApiError, Handler
+from sluice.gateway.errors import ApiError
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.messages.body import CountBody, MessagesBody, validate
-from sluice.gateway.messages.errors import error_body, error_response, id_headers
+from sluice.gateway.messages.errors import ID_PREFIX, endpoint, error_body, id_headers
 from sluice.gateway.messages.request import chat_request, prompt_fields
 from sluice.gateway.messages.stream import PING, MessageEvent, MessageStream, whole_message
 from sluice.wire import Restarted
@@ -26,7 +25,6 @@ from sluice.wire import Restarted
 T = TypeVar("T")
 
 _PATH = "/v1/messages"
-_ID_PREFIX = "msg_"
 _FIRST_VERSION = "2023-06-01"  # later ones add to this form; earlier ones stream another
 _INLINE_BYTES = 65_536  # a longer body is validated and translated in a thread
 
@@ -35,8 +33,8 @@ def routes(gateway: Gateway) -> list[Route]:
     """Return the routes of Messages."""
     messages = _Messages(gateway)
     return [
-        Route(_PATH, _endpoint(messages.create), methods=["POST"]),
-        Route(f"{_PATH}/count_tokens", _endpoint(messages.count_tokens), methods=["POST"]),
+        Route(_PATH, endpoint(messages.create), methods=["POST"]),
+        Route(f"{_PATH}/count_tokens", endpoint(messages.count_tokens), methods=["POST"]),
     ]
 
 
@@ -86,7 +84,7 @@ class _Messages:
         key = idempotency.key_of(request)
         if key is None:
             return False
-        request.state.request_id = idempotency.job_id(caller, _PATH, key, _ID_PREFIX)
+        request.state.request_id = idempotency.job_id(caller, _PATH, key, ID_PREFIX)
         job_id: str = request.state.request_id
         await idempotency.claim(self._gateway.redis, self._gateway.retries, job_id, body.digest)
         return True
@@ -132,20 +130,6 @@ class _Messages:
             if not outlives:
                 self._gateway.abandon([job_id])
             raise
-
-
-def _endpoint(handler: Handler) -> Handler:
-    """Return the handler with an id for each request, and with errors in Anthropic's form."""
-
-    async def identified(request: Request) -> Response:
-        request.state.request_id = f"{_ID_PREFIX}{uuid.uuid4().hex}"
-
-        def render(error: ApiError) -> Response:
-            return error_response(error, request.state.request_id)
-
-        return await errors.endpoint(handler, render)(request)
-
-    return identified
 
 
 async def _translated(body: Body, translate: Callable[[dict[str, Any]], T]) -> T:

@@ -5,15 +5,25 @@ import base64
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from anthropic import APIStatusError, AsyncAnthropic, NotFoundError, RequestTooLargeError
+from anthropic import (
+    APIStatusError,
+    AsyncAnthropic,
+    AuthenticationError,
+    NotFoundError,
+    RateLimitError,
+    RequestTooLargeError,
+)
+from anthropic.types import ModelInfo
 from redis.asyncio import Redis
 
 from schemas import keys
 from sluice.gateway import ServeSettings
+from sluice.gateway.keys.file import digest
 from tests.fakes import ByteTokenizer, FakeEngine, worker_context
 from tests.gateway.fronts import Front, serving
 from tests.images.pictures import patch, saved
@@ -27,7 +37,8 @@ from worker.jobs import chat
 Said = dict[str, Any]
 
 PATH = "/v1/messages"
-HELLO: Said = {"model": "default", "max_tokens": 50, "messages": [{"role": "user", "content": "Hello"}]}
+MESSAGES: Any = [{"role": "user", "content": "Hello"}]
+HELLO: Said = {"model": "default", "max_tokens": 50, "messages": MESSAGES}
 ANSWER = "one two three"
 
 
@@ -214,3 +225,54 @@ async def test_a_long_conversation_is_accepted(anthropic: AsyncAnthropic, redis_
         with pytest.raises(APIStatusError) as refused:  # the worker's context is short
             await anthropic.messages.create(model="default", max_tokens=5, messages=messages)
     assert "prompt is too long: " in refused.value.message
+
+
+# Models and keys
+
+
+async def test_models_have_anthropic_s_form_for_its_clients(anthropic: AsyncAnthropic, engine: FakeEngine) -> None:
+    (model,) = [each async for each in anthropic.models.list()]
+    ModelInfo.model_validate(model.to_dict())
+    assert (model.id, model.type, model.created_at.tzinfo is not None) == ("default", "model", True)
+    assert await anthropic.models.retrieve("default") == model
+    with pytest.raises(NotFoundError) as refused:
+        await anthropic.models.retrieve("claude-9")
+    assert error_of(refused.value) == (404, "not_found_error")
+
+
+async def test_models_have_openai_s_form_for_all_others(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    assert (await http.get("/v1/models")).json()["object"] == "list"
+
+
+async def test_a_key_is_accepted_in_both_headers_and_a_count_costs_no_tokens(
+    redis_url: str, engine: FakeEngine, tmp_path: Path
+) -> None:
+    entry = {"id": "k", "sha256": digest("secret"), "tenant": "acme", "tokens_per_minute": 1_000}
+    (tmp_path / "keys.json").write_text(json.dumps({"keys": [entry]}))
+    with serving(redis_url, ServeSettings(_env_file=None, keys=tmp_path / "keys.json")) as front:
+        async with AsyncAnthropic(base_url=front.url, max_retries=0, api_key="secret") as client:
+            for _ in range(3):
+                counted = await client.messages.with_raw_response.count_tokens(model="default", messages=MESSAGES)
+                assert counted.headers["anthropic-ratelimit-tokens-remaining"] == "1000"
+            answer = await client.messages.with_raw_response.create(**HELLO)
+            assert int(answer.headers["anthropic-ratelimit-tokens-remaining"]) < 1000
+        async with AsyncAnthropic(base_url=front.url, max_retries=0, auth_token="secret") as client:
+            assert (await client.messages.count_tokens(model="default", messages=MESSAGES)).input_tokens > 0
+        async with AsyncAnthropic(base_url=front.url, max_retries=0, api_key="wrong") as client:
+            with pytest.raises(AuthenticationError) as refused:
+                await client.messages.create(**HELLO)
+    assert error_of(refused.value) == (401, "authentication_error")
+
+
+async def test_a_key_beyond_its_limit_is_told_when_to_come_back(
+    redis_url: str, engine: FakeEngine, tmp_path: Path
+) -> None:
+    entry = {"id": "k", "sha256": digest("secret"), "tenant": "acme", "requests_per_minute": 1}
+    (tmp_path / "keys.json").write_text(json.dumps({"keys": [entry]}))
+    with serving(redis_url, ServeSettings(_env_file=None, keys=tmp_path / "keys.json")) as front:
+        async with AsyncAnthropic(base_url=front.url, max_retries=0, api_key="secret") as client:
+            await client.messages.create(**HELLO)
+            with pytest.raises(RateLimitError) as refused:
+                await client.messages.create(**HELLO)
+    assert error_of(refused.value) == (429, "rate_limit_error")
+    assert 0 < int(refused.value.response.headers["retry-after"]) <= 60
