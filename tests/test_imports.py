@@ -94,14 +94,14 @@ TABLE = {
     ),
     "worker.engine.speculation.mtp": May(others="mlx"),
     "worker.engine.model": May(
-        "worker.engine.cache worker.engine.checkpoint worker.engine.device worker.engine.speculation.heads "
-        "worker.engine.speculation.layouts worker.engine.speculation.mtp worker.engine.tokenizer "
-        "worker.engine.upstream worker.engine.vision worker.errors worker.schedule",
+        "worker.engine.cache worker.engine.checkpoint worker.engine.device worker.engine.speculation "
+        "worker.engine.tokenizer worker.engine.upstream worker.engine.vision worker.errors worker.schedule",
         "mlx mlx_lm",
     ),
     "worker.engine.prefill": May(
-        "worker.engine.batch worker.engine.cache worker.engine.isolation worker.engine.model worker.engine.tokenizer "
-        "worker.engine.upstream worker.engine.vision worker.errors worker.schedule",
+        "worker.engine.batch worker.engine.cache worker.engine.isolation worker.engine.model "
+        "worker.engine.speculation worker.engine.tokenizer worker.engine.upstream worker.engine.vision worker.errors "
+        "worker.schedule",
         "mlx mlx_lm",
     ),
     # HTTP and TLS are httpcore's; which addresses a fetcher connects to is decided here.

@@ -78,8 +78,10 @@ class Engine:
         self._caches = EngineCaches(model, max_prefix_bytes)
         self._queried_tokens = self._hit_tokens = 0  # of prompts whose prefill has finished in this step
         self._eos_ids = frozenset(model.tokenizer.eos_token_ids)
-        self._prefills = PrefillQueue(model, step_s, self._caches)
-        self._running = Groups(model.network, self._make_room, speculator)
+        with_head = speculator is not None and speculator.uses_head
+        self._prefills = PrefillQueue(model, step_s, self._caches, with_head=with_head)
+        network = model.head.trunk if with_head and model.head else model.network
+        self._running = Groups(network, self._make_room, speculator)
         self._joins = Joins(model.costs, self._prefills, self._running, self._admission, self._caches)
         self._active = ActiveRows(self._prefills, self._running, self._admission.mark_dirty)
         self._longest_chunk = 0  # tokens, in this step

@@ -12,7 +12,7 @@ from tests.engine.speculation.mtp_checkpoints import MTP_CONFIGS, ReferenceHead,
 from tests.engine.tiny import VOCAB, build, prompt
 from worker.engine.speculation.head_drafts import Head, HeadDrafts, PromptEntries, PromptHead
 from worker.engine.speculation.layouts import joined_experts, layout_of
-from worker.engine.speculation.mtp import Trunk
+from worker.engine.speculation.mtp import RecordingTrunk
 
 LAYOUTS = [*MTP_CONFIGS]
 DEPTH = 3
@@ -25,7 +25,7 @@ def head_of(name: str) -> Head:
     network = layout.build()
     named = {own: value for key, value in head_tensors(name).items() if (own := layout.rename(key))}
     network.load_weights([*joined_experts(named).items()])
-    return Head(network, Trunk(build(MTP_CONFIGS[name])))
+    return Head(network, RecordingTrunk(build(MTP_CONFIGS[name])))
 
 
 @cache

@@ -5,16 +5,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from worker.engine.batch.row import Row
 from worker.engine.cache import slots
 from worker.engine.cache.layers import layers
 from worker.engine.cache.recurrence import Recurrence
+from worker.engine.cache.slot_kv import SlotKVCache
 from worker.engine.cache.verification import verification
 from worker.engine.sampling.logprobs import StepLogprobs
 from worker.engine.sampling.processors import Processor, processors_for
 from worker.engine.sampling.sampler import draw
+from worker.engine.speculation.head_drafts import PromptEntries
+from worker.engine.speculation.head_proposer import FedTokens
+from worker.engine.speculation.mtp import Network, RecordingTrunk
 from worker.engine.speculation.positions import Position, positions
 from worker.engine.speculation.verify import DrawnToken, Kept, draw_positions
 from worker.schedule.outcomes import Logprobs
@@ -71,12 +74,13 @@ class VerifiedStep:
 class ComputedRow:
     """A row that can decode. `cache`: mlx-lm caches of this row alone, without its next input; they must not be used
     once it has joined a batch. `pending`: its next input. `position`: position of that input, if it differs from the
-    length of the cache."""
+    length of the cache. `entries`: of an MTP head, if the model has one."""
 
     row: Row
     cache: list[Any]
     pending: PendingTokens
     position: int | None = None
+    entries: PromptEntries | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,7 @@ class DecodeBatch:
     token of its prompt, which `collect` omits. If the device has other work before the next step, `collect_drawn`
     returns tokens before they are fed. Rows join and leave only between `collect` and `launch`."""
 
-    def __init__(self, network: nn.Module, max_draft: int = 0) -> None:
+    def __init__(self, network: Network, max_draft: int = 0) -> None:
         """Create a batch without rows. `network` is shared with other batches. `max_draft`: see `verify`."""
         self._network = network
         self._max_draft = max_draft
@@ -105,6 +109,7 @@ class DecodeBatch:
         self._fed: PendingTokens | None = None
         self._next: PendingTokens | None = None
         self._processors: list[Processor] | None = None  # of the rows; None after these have changed
+        self.fed: FedTokens | None = None  # by the last forward, if the network records its hidden states
 
     @property
     def lengths(self) -> list[int]:
@@ -137,6 +142,7 @@ class DecodeBatch:
             self._processors = processors_for(self.rows, [not row.last_unfed for row in self.rows])
         self._fed = self._next
         self._next = forward(self._network, self._cache, self.rows, self._fed.tokens, self._processors)
+        self.fed = self._recorded([1] * len(self.rows))
 
     def read_inputs(self) -> list[StepToken]:
         """Return the next input of each row. Blocks until they are computed, which is the end of the launched step.
@@ -164,10 +170,20 @@ class DecodeBatch:
             kept = draw_positions(logits, fed, asked).keep([draft or () for draft in drafts])
             counts = [each.inputs for each in kept]
             verifying.commit(counts, [index for index, each in enumerate(kept) if not each.clean])
+        self.fed = self._recorded(counts, tuple(tuple(drawn.token for drawn in each.tokens) for each in kept))
         mx.async_eval([layer.state for layer in layers(self._cache)])
         self._next = _known([each.tokens[-1] for each in kept])
         tokens = [token for each in zip(inputs, drafts, kept, strict=True) for token in _delivered(*each)]
         return VerifiedStep(tokens, [count - 1 for count in counts])
+
+    def _recorded(self, counts: Sequence[int], after: tuple[tuple[int, ...], ...] | None = None) -> FedTokens | None:
+        """Return the tokens of the last forward that the rows keep, with their hidden states, if the network records
+        these. `counts`: of each row. `after`: see `FedTokens`."""
+        if not isinstance(self._network, RecordingTrunk):
+            return None
+        positioned = next(layer for layer in layers(self._cache) if isinstance(layer, SlotKVCache))
+        positions = tuple(positioned.position(index) - count for index, count in enumerate(counts))
+        return FedTokens(tuple(row.id for row in self.rows), self._network.take_hidden(), positions, after)
 
     def wait(self) -> None:
         """Block until the launched step has been computed, and rows that were moved since are in their slots, which
@@ -229,6 +245,7 @@ class DecodeBatch:
         self._processors = None
         if not order:
             self._cache, self._next = [], None
+            self.fed = None
             return
         slots.select_rows(self._cache, order)
         assert self._next is not None
@@ -256,7 +273,7 @@ class DecodeBatch:
 
 
 def forward(
-    network: nn.Module,
+    network: Network,
     cache: list[Any],
     rows: list[Row],
     tokens: mx.array,

@@ -7,14 +7,13 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import mlx.nn as nn
-
 from worker.engine.batch.decode_batch import ComputedRow, DecodeBatch, PreemptedRow, StepToken
 from worker.engine.batch.regrouping import destinations
 from worker.engine.batch.row import Row
 from worker.engine.batch.timing import Stopwatch
 from worker.engine.batch.verifications import Verifications
 from worker.engine.isolation import isolate
+from worker.engine.speculation.mtp import Network
 from worker.engine.speculation.speculator import Speculator
 from worker.schedule.classes import Bounds, Decoding, class_of
 from worker.schedule.grouping import MeasuredCost, place, regroup
@@ -28,7 +27,7 @@ class Groups:
     If a group fails, only its rows are affected: they are removed, and their caches are lost. See `pop_lost`."""
 
     def __init__(
-        self, network: nn.Module, make_room: Callable[[list[list[Row]]], bool], speculator: Speculator | None = None
+        self, network: Network, make_room: Callable[[list[list[Row]]], bool], speculator: Speculator | None = None
     ) -> None:
         """`make_room(groups)`: make room for the active rows when these rows decode in these groups; return False if
         memory is too small for that. A row in a group of its own takes the least memory, so a row for which no group
@@ -233,6 +232,7 @@ class Groups:
             joining.setdefault(self._group_for(each.row, planned), []).append(each)
         for group, rows in joining.items():
             group.add(rows)
+            self.verifications.add_prompts(rows)
             self._track(group)
 
     def restore(self, preempted: PreemptedRow) -> None:

@@ -1,9 +1,9 @@
 """Steps in which groups of rows verify drafts."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from worker.engine.batch.decode_batch import DecodeBatch, StepToken
+from worker.engine.batch.decode_batch import ComputedRow, DecodeBatch, StepToken
 from worker.engine.batch.row import Row
 from worker.engine.speculation.speculator import Speculator, VerifiedDraft
 
@@ -33,6 +33,7 @@ class Verifications:
         """Verify the drafts of a group, and return the tokens to deliver. None, and nothing is done, if no draft is
         worthwhile after these inputs. Blocks. `alone`: the device does nothing else meanwhile, so the time counts."""
         began = time.perf_counter()
+        self._speculator.prepare(group, inputs, group.fed)
         drafts = self._speculator.drafts(inputs)
         if not any(drafts):
             return None
@@ -48,6 +49,11 @@ class Verifications:
     def observe_plain(self, rows: int, seconds: float) -> None:
         """Record the seconds of a plain step of a single group."""
         self._speculator.observe_forward(rows, 1, seconds)
+
+    def add_prompts(self, rows: Iterable[ComputedRow]) -> None:
+        """Take over an MTP head's entries of prompts, whose rows join a group."""
+        for each in rows:
+            self._speculator.add_prompt(each.row.id, each.entries)
 
     def forget(self, row: Row) -> None:
         """Free what is held for the drafts of a row."""

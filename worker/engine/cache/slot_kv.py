@@ -120,6 +120,11 @@ class SlotKVCache:
         """Keep none of the tokens that were fed after `begin`."""
         self._width = 0
 
+    def drop_last(self, tokens: int) -> None:
+        """Drop the last `tokens` tokens of each row, which were fed one by one: later ones overwrite them."""
+        lengths, positions = self._current()
+        self._set_rows([n - tokens for n in lengths], [n - tokens for n in positions], self._ends)
+
     # Rows join and leave
 
     def extend(self, rows: Sequence[Any], positions: Sequence[int | None], ends: Sequence[int]) -> None:

@@ -13,6 +13,7 @@ from worker.engine.cache.segments import needs_states
 from worker.engine.checkpoint import is_path, read_json, refuse_code, similar_folder
 from worker.engine.model.calibration import calibrated
 from worker.engine.model.profile import profile, weights_bytes, why_not_batched
+from worker.engine.speculation.head_drafts import Head
 from worker.engine.upstream.mlx_lm import TokenizerWrapper, download, load_model, load_tokenizer
 from worker.engine.vision.load import TEXT_ONLY, Vision, is_vision_model, open_vision, refuse_unlike
 from worker.engine.vision.memory_profile import with_encoder_cost
@@ -45,6 +46,7 @@ class Model:
     stateful: bool  # a cached prefix can end only at a state snapshot
     draft: DraftModel | None = None
     vision: Vision | None = None  # None if images are not served
+    head: Head | None = None  # an MTP head, whose trunk is called instead of the network
 
 
 def open_model(path_or_hub_id: str, *, vision: bool = True, trusted: bool = False) -> Model:

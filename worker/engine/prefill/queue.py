@@ -4,7 +4,9 @@ import time
 from collections.abc import Callable
 from functools import cache
 from statistics import mean
-from typing import Protocol
+from typing import Protocol, cast
+
+import mlx.nn as nn
 
 from worker.engine.batch.row import Row
 from worker.engine.isolation import isolate
@@ -49,12 +51,15 @@ class RunningRows(Protocol):
 class PrefillQueue:
     """All prompts that are in a phase before decoding. For the engine's thread."""
 
-    def __init__(self, model: Model, step_s: float, caches: EngineCaches) -> None:
-        """`step_s`: target seconds of a step. `caches` stays owned by the caller."""
+    def __init__(self, model: Model, step_s: float, caches: EngineCaches, *, with_head: bool = False) -> None:
+        """`step_s`: target seconds of a step. `caches` stays owned by the caller. `with_head`: compute the entries of
+        the model's MTP head too."""
         self._model = model
+        self._head = model.head if with_head else None
+        self._network = cast(nn.Module, self._head.trunk) if self._head else model.network
         self._caches = caches
         self._tasks: dict[str, PromptTask] = {}
-        self._shared = SharedForwards(model.network, model.costs)
+        self._shared = SharedForwards(self._network, model.costs, self._head)
         self._step = 0
         self._step_s = step_s
         self._began_s = 0.0  # time at which the step began
@@ -100,7 +105,7 @@ class PrefillQueue:
             assert vision is not None and features is not None, "a text model has no images"  # noqa: PT018
             inputs = MultimodalInputs(vision.family, row.request, features)
             first.append(EncodeImages(row.id, inputs, vision.family.encode))
-        spans = ComputeSpans(self._model.network, row.request, inputs)
+        spans = ComputeSpans(self._network, row.request, inputs, head=self._head)
         if self._caches.draft:
             first += self._score_stages(row.request, self._caches.draft, window_of(spans.cache))
         self._tasks[row.id] = PromptTask(row, spans, first=first, prefix=self._caches.prefix, added_s=time.monotonic())

@@ -15,6 +15,7 @@ from worker.engine.cache import slots
 from worker.engine.cache.layers import layers
 from worker.engine.cache.pack import Pack
 from worker.engine.prefill.stage import Ended, Phase, Progress, Stage
+from worker.engine.speculation.head_drafts import Head, PromptEntries, PromptHead
 from worker.engine.upstream.hooks import rope_at
 from worker.engine.upstream.mlx_lm import RotatingKVCache, make_prompt_cache
 from worker.engine.vision.inputs import MultimodalInputs
@@ -52,9 +53,10 @@ class ComputeSpans(Stage):
         inputs: MultimodalInputs | None = None,
         *,
         optional: bool = False,
+        head: Head | None = None,
     ) -> None:
         """`inputs`: the inputs of a prompt with images. It must have the features of all images that are computed.
-        `optional`: the whole prompt may be computed instead.
+        `optional`: the whole prompt may be computed instead. `head`: an MTP head, whose trunk is the network.
 
         Raises ValueError for `kept_ranges` that are unordered, miss the end of the prompt or a sliding window, or keep
         a single token."""
@@ -62,6 +64,8 @@ class ComputeSpans(Stage):
         self._optional = optional
         self._network = network
         self._inputs = inputs
+        self._head = head
+        self._entries = PromptHead(head) if head and not inputs else None
         self._tokens = request.tokens
         self.cache: list[Any] = make_prompt_cache(network)
         self._matched = 0
@@ -120,26 +124,27 @@ class ComputeSpans(Stage):
     def load(self, cache: list[Any], length: int) -> None:
         """Continue from a cache with the first `length` tokens, loaded from the prefix cache; it belongs to this object
         from now on. Raises ValueError if one of these tokens is dropped."""
-        self._continue(cache, length, self.cached + length - self.length)
+        self._continue(cache, length, self.cached + length - self.length, self._entries)
 
-    def _continue(self, cache: list[Any], length: int, cached: int) -> None:
+    def _continue(self, cache: list[Any], length: int, cached: int, entries: PromptHead | None) -> None:
         if length > self.num_dense:
             raise ValueError(f"length: {length} tokens are cached; only the first {self.num_dense} are all kept.")
         self.cache = cache
         self.length = length
         self.cached = cached
         self._matched = 0
+        self._entries = entries
 
     def narrowed(self, request: GenerationRequest) -> "ComputeSpans":
         """Return a new stage for those tokens of the prompt that `request` keeps. It continues with this stage's cache.
         Raises ValueError if the cache holds a token that is dropped."""
-        spans = ComputeSpans(self._network, request, self._inputs, optional=request.num_dropped > 0)
-        spans._continue(self.cache, self.length, self.cached)
+        spans = ComputeSpans(self._network, request, self._inputs, optional=request.num_dropped > 0, head=self._head)
+        spans._continue(self.cache, self.length, self.cached, self._entries)
         return spans
 
     def again(self, request: GenerationRequest) -> "ComputeSpans":
         """Return a new stage for the same prompt, with an empty cache."""
-        return ComputeSpans(self._network, request, self._inputs)
+        return ComputeSpans(self._network, request, self._inputs, head=self._head)
 
     def end_of(self, tokens: int) -> int:
         """Return the number of tokens in the cache after a chunk of `tokens`, moved out of an image that must be
@@ -159,6 +164,8 @@ class ComputeSpans(Stage):
             with nullcontext() if self.length < self.num_dense else rope_at([*positions], self.length):
                 self._compute(positions)
             slots.materialize(self.cache)
+            if self._head and self._entries:
+                self._feed_head(self._head.trunk.take_hidden(), positions)
             self.length += len(positions)
         return Progress(len(positions)) if self.length < self.total else Ended(len(positions))
 
@@ -168,10 +175,13 @@ class ComputeSpans(Stage):
         position = self.length + (self._inputs.rope_delta if self._inputs else 0)
         return PackRow(chunk, self.cache, self.length, position)
 
-    def unpack(self, pack: Pack, index: int, tokens: int) -> Progress | Ended:
-        """Take the next `tokens` tokens from a pack in which they were computed as row `index`. Blocks."""
+    def unpack(self, pack: Pack, index: int, tokens: int, hidden: mx.array | None = None) -> Progress | Ended:
+        """Take the next `tokens` tokens from a pack in which they were computed as row `index`. Blocks. `hidden`: the
+        hidden states (rows, tokens, hidden_size) of the pack, if the model has an MTP head."""
         pack.unpack(index)
         slots.materialize(self.cache)
+        if hidden is not None:
+            self._feed_head(hidden[index : index + 1, :tokens], self._positions[self.length : self.length + tokens])
         self.length += tokens
         return Progress(tokens) if self.length < self.total else Ended(tokens)
 
@@ -180,6 +190,16 @@ class ComputeSpans(Stage):
             self._inputs.read(self.cache, positions)
         else:
             self._network(mx.array([[self._tokens[at] for at in positions]]), cache=self.cache)
+
+    def _feed_head(self, hidden: mx.array, positions: Sequence[int]) -> None:
+        """Add the entries of these tokens, unless tokens between them are dropped."""
+        if self._entries and positions[-1] - positions[0] == len(positions) - 1:
+            self._entries.feed(hidden, self._tokens[positions[0] + 1 : positions[-1] + 2], positions[0])
+
+    @property
+    def entries(self) -> PromptEntries | None:
+        """The entries of an MTP head for the row; None if there are none."""
+        return self._entries.finish() if self._entries else None
 
     def finish(self, row: Row) -> tuple[list[Any], PendingTokens, int | None]:
         """Return the row's cache, its next input, and the position of that input, or None if it equals the cache's

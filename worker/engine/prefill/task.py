@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import mlx.core as mx
+
 from worker.engine.batch.decode_batch import ComputedRow
 from worker.engine.batch.row import Row
 from worker.engine.cache.pack import Pack
@@ -24,6 +26,7 @@ class _Packed:
     pack: Pack
     index: int  # of the prompt among the rows
     tokens: int
+    hidden: mx.array | None  # the hidden states of the pack, if the model has an MTP head
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +152,10 @@ class PromptTask:
             return None
         return spans.pack_row(tokens)
 
-    def receive(self, pack: Pack, index: int, tokens: int) -> None:
-        """Accept the next `tokens` tokens, computed as row `index` of a pack; `advance` then takes them from it."""
-        self._packed = _Packed(pack, index, tokens)
+    def receive(self, pack: Pack, index: int, tokens: int, hidden: mx.array | None = None) -> None:
+        """Accept the next `tokens` tokens, computed as row `index` of a pack; `advance` then takes them from it.
+        `hidden`: see `ComputeSpans.unpack`."""
+        self._packed = _Packed(pack, index, tokens, hidden)
 
     def advance(self, tokens: int) -> Advanced:
         """Load the longest cached prefix, then compute up to `tokens` tokens of the current stage, or more if an image
@@ -190,7 +194,7 @@ class PromptTask:
         spans, start = self._spans, self._spans.length
         if packed := self._packed:
             self._packed = None
-            result = spans.unpack(packed.pack, packed.index, packed.tokens)
+            result = spans.unpack(packed.pack, packed.index, packed.tokens, packed.hidden)
             self._reuse.insert_if_due(spans.length, spans.cache)
             return result
         end = spans.end_of(tokens)
@@ -244,5 +248,5 @@ class PromptTask:
 
     def finish(self) -> ComputedPrompt:
         """Return the row, which can decode now. The task must not be used afterwards. Lazy."""
-        joining = ComputedRow(self.row, *self._spans.finish(self.row))
+        joining = ComputedRow(self.row, *self._spans.finish(self.row), entries=self._spans.entries)
         return ComputedPrompt(joining, self._spans.total, self.cached)

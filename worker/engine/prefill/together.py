@@ -11,6 +11,7 @@ from worker.engine.cache.pack import Pack, packing_of
 from worker.engine.prefill.reuse import Beginning
 from worker.engine.prefill.spans import PackRow
 from worker.engine.prefill.task import PromptTask
+from worker.engine.speculation.head_drafts import Head
 from worker.schedule.budget import MAX_CHUNK
 from worker.schedule.memory import MemoryModel
 
@@ -28,9 +29,10 @@ class Shared:
 class SharedForwards:
     """Computes chunks of several prompts in one forward. For the engine's thread."""
 
-    def __init__(self, network: nn.Module, costs: MemoryModel) -> None:
-        """`costs`: predicts the memory of a forward."""
+    def __init__(self, network: nn.Module, costs: MemoryModel, head: Head | None = None) -> None:
+        """`costs`: predicts the memory of a forward. `head`: an MTP head, whose trunk is the network."""
         self._network = network
+        self._head = head
         self._costs = costs
         self._packing = packing_of(network)
 
@@ -67,8 +69,9 @@ class SharedForwards:
             return None
         began = time.perf_counter()
         pack = self._computed(rows, tokens)
+        hidden = self._head.trunk.take_hidden() if self._head else None
         for index, task in enumerate(packed):
-            task.receive(pack, index, len(rows[index].tokens))
+            task.receive(pack, index, len(rows[index].tokens), hidden)
         return Shared(done, tokens, memory_tokens, time.perf_counter() - began)
 
     def _fitting(self, chunks: Iterable[tuple[PromptTask, int]]) -> dict[PromptTask, PackRow]:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from worker.engine.cache.slot_kv import SlotKVCache
-from worker.engine.speculation.mtp import MTPHead, Trunk
+from worker.engine.speculation.mtp import MTPHead, RecordingTrunk
 from worker.engine.upstream.mlx_lm import KVCache
 from worker.schedule.speculation.offer import MAX_DRAFT
 
@@ -21,7 +21,7 @@ class Head:
     """An MTP head and the trunk that it shares."""
 
     network: MTPHead
-    trunk: Trunk
+    trunk: RecordingTrunk
 
     def states(self, tokens: mx.array, hidden: mx.array, mask: Any, cache: Any) -> mx.array:
         """Return the head's hidden states (rows, tokens, hidden_size). `tokens`: those after the tokens of `hidden`.
@@ -93,11 +93,6 @@ class _HeadCache(SlotKVCache):
         lengths, _ = self._current()
         self._set_rows(lengths, positions, self._ends)
 
-    def drop_last(self, tokens: int) -> None:
-        """Drop the last `tokens` tokens of each row: later ones overwrite them."""
-        lengths, positions = self._current()
-        self._set_rows([n - tokens for n in lengths], [n - tokens for n in positions], self._ends)
-
 
 class HeadDrafts:
     """The drafts of one batch, whose rows join and leave as those of the batch do. For the engine's thread."""
@@ -115,7 +110,7 @@ class HeadDrafts:
     def add(self, rows: Sequence[PromptEntries | None], ends: Sequence[int]) -> None:
         """Append rows, with their entries if there are any. `ends`: the most tokens that each will have. Blocks."""
         ends = [end + MAX_DRAFT for end in ends]
-        self._cache.join([row.cache if row else None for row in rows], ends, _entry_shape(self._head))
+        self._cache.join([row.cache if row else None for row in rows], ends, entry_shape(self._head))
         self._starts += [row.start if row else 0 for row in rows]
 
     def select(self, order: Sequence[int]) -> None:
@@ -129,7 +124,8 @@ class HeadDrafts:
         """Return `depth` tokens for each row. Blocks.
 
         `hidden`: (rows, width, hidden_size), the trunk's states of the row's last tokens, without those that it did not
-        keep. `after`: the token after each of these, at least one. `positions`: of the first of these tokens."""
+        keep. `after`: the token after each of these; of a row without any, the drafts mean nothing. `positions`: of the
+        first of these tokens."""
         counts = [len(tokens) for tokens in after]
         self._cache.continue_at([at - start for at, start in zip(positions, self._starts, strict=True)])
         states = self._fed(hidden, after, counts)
@@ -144,7 +140,7 @@ class HeadDrafts:
     def _fed(self, hidden: mx.array, after: Sequence[Sequence[int]], counts: Sequence[int]) -> mx.array:
         """Add the entries, and return the head's state of each row's last one, (rows, 1, hidden_size)."""
         width = max(counts)
-        padded = mx.array([[*tokens, *[tokens[-1]] * (width - len(tokens))] for tokens in after])
+        padded = mx.array([[*tokens, *[0] * (width - len(tokens))] for tokens in after], dtype=mx.int32)
         self._cache.begin(width)
         try:
             states = self._head.states(padded, hidden[:, :width], self._cache.make_mask(width), self._cache)
@@ -152,11 +148,11 @@ class HeadDrafts:
             self._cache.roll_back()
             raise
         self._cache.commit(counts)
-        last = mx.array(counts)[:, None, None] - 1
+        last = mx.maximum(mx.array([*counts]) - 1, 0)[:, None, None]
         return mx.take_along_axis(states, last, axis=1)
 
 
-def _entry_shape(head: Head) -> tuple[mx.array, mx.array]:
+def entry_shape(head: Head) -> tuple[mx.array, mx.array]:
     """Return keys and values of one entry, which are not computed."""
     cache, token = KVCache(), mx.zeros((1, 1), mx.int32)
     head.states(token, head.network.embed(token, head.trunk), None, cache)

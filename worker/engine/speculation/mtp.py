@@ -78,3 +78,31 @@ class Trunk:
         """Return the embeddings (rows, tokens, hidden_size) of tokens. Lazy."""
         embedded: mx.array = self._text.model.embed_tokens(tokens)
         return embedded
+
+
+class RecordingTrunk(Trunk):
+    """A trunk that stands in for its network, and holds the hidden states of its last forward until they are taken."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__(network)
+        self._network = network
+        self._hidden: mx.array | None = None
+
+    def __call__(self, tokens: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
+        """Return the logits (rows, tokens, vocab), as the network does. Lazy; writes to `cache`."""
+        self._hidden = self.hidden(tokens, cache)
+        return self.logits(self._hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._network, name)
+
+    def take_hidden(self) -> mx.array:
+        """Return the hidden states (rows, tokens, hidden_size) of the last forward. Lazy. Raises ValueError if there
+        was none since the last call."""
+        hidden, self._hidden = self._hidden, None
+        if hidden is None:
+            raise ValueError("No forward has run since its hidden states were taken.")
+        return hidden
+
+
+Network = nn.Module | RecordingTrunk  # what computes logits from tokens and a cache

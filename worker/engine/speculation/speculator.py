@@ -2,14 +2,17 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from worker.engine.cache.recurrence import NoRecurrence, Recurrence
+from worker.engine.speculation.draft_model import DraftModelProposer
+from worker.engine.speculation.head_drafts import PromptEntries
+from worker.engine.speculation.head_proposer import FedTokens, HeadInput, HeadProposer
 from worker.engine.speculation.positions import allowed
 from worker.engine.speculation.proposer import DraftedRow, Proposer
 from worker.schedule.request import GenerationRequest
 from worker.schedule.speculation.offer import Offer
-from worker.schedule.speculation.width import ForwardCosts, choose_width, expected_tokens
+from worker.schedule.speculation.width import ForwardCosts, choose_width, expected_tokens, likeliest
 
 
 class SpeculatingRow(Protocol):
@@ -22,6 +25,10 @@ class SpeculatingRow(Protocol):
     @property
     def id(self) -> str:
         """Id of the request."""
+
+    @property
+    def end(self) -> int:
+        """The most tokens that it will have in the cache."""
 
     @property
     def last_unfed(self) -> bool:
@@ -76,18 +83,29 @@ class Speculator:
         self,
         proposers: Sequence[Proposer] = (),
         *,
+        head: HeadProposer | None = None,
+        draft: DraftModelProposer | None = None,
         max_draft: int = 0,
         recurrence: Recurrence | None = None,
         eos_ids: Collection[int] = (),
     ) -> None:
-        """`max_draft`: most tokens of a draft; 0: no drafts. `recurrence`: see `Recurrence`. `eos_ids`: tokens that end
-        an answer; none is fed as a part of a draft, so no state runs past one."""
-        self._proposers = proposers if max_draft else ()
-        self.max_draft = max_draft if proposers else 0
+        """`head`, `draft`: proposers more, for all rows of a group at once. `max_draft`: most tokens of a draft; 0: no
+        drafts. `recurrence`: see `Recurrence`. `eos_ids`: tokens that end an answer; none is fed as a part of a draft,
+        so no state runs past one."""
+        networks = [network for network in (head, draft) if network]
+        every = [*proposers, *networks]
+        self._proposers: Sequence[Proposer] = every if max_draft else ()
+        self._networks: Sequence[HeadProposer | DraftModelProposer] = networks if max_draft else ()
+        self.max_draft = max_draft if every else 0
         self.recurrence = recurrence or NoRecurrence()
         self.eos_ids = frozenset(eos_ids)
         self._costs = ForwardCosts()
         self._proposals: dict[str, _Proposal] = {}  # by row: the draft under verification
+
+    @property
+    def uses_head(self) -> bool:
+        """True if drafts of an MTP head are offered, which needs the hidden states of all forwards."""
+        return any(isinstance(network, HeadProposer) for network in self._networks)
 
     def is_worthwhile(self, rows: Sequence[SpeculatingRow]) -> bool:
         """Return True if a forward of these rows is expected to gain from drafts. If their next inputs are not known
@@ -100,11 +118,29 @@ class Speculator:
     def _foreseen(self, row: SpeculatingRow) -> Offer | None:
         """Return what is likely to be offered once the row's next input is known."""
         proposal = self._proposal(row, row)
-        if proposal is None or row.last_unfed:
-            return proposal.offer if proposal else None
-        _, *tokens = proposal.offer.tokens
-        first, *chances = proposal.offer.chances
-        return Offer(proposal.offer.kind, tuple(tokens), (first * chances[0], *chances[1:])) if tokens else None
+        known = proposal.offer if proposal else None
+        if known and not row.last_unfed:
+            known = _after_input(known)
+        if row.recomputed:
+            return None
+        return likeliest([known, *(network.foresee(row) for network in self._networks)])
+
+    def prepare(self, batch: Any, inputs: Sequence[RowInput], fed: FedTokens | None) -> None:
+        """Let the head or the draft model, of which more right tokens are expected, draft for all rows of a batch after
+        their next inputs. Blocks. `fed`: the last forward of the batch."""
+        if not self._networks:
+            return
+        network = max(self._networks, key=lambda each: sum(_expected(each, row_input) for row_input in inputs))
+        if isinstance(network, HeadProposer):
+            network.prepare(batch, [_head_input(each) for each in inputs], fed)
+        else:
+            network.prepare(batch, [_view(each.row, each.token) for each in inputs])
+
+    def add_prompt(self, id: str, entries: PromptEntries | None) -> None:
+        """Take over an MTP head's entries of a prompt."""
+        for network in self._networks:
+            if isinstance(network, HeadProposer):
+                network.add_prompt(id, entries)
 
     def drafts(self, inputs: Sequence[RowInput]) -> list[tuple[int, ...] | None]:
         """Return the draft of each row that its next forward verifies: None if the row's input ends its answer.
@@ -126,11 +162,11 @@ class Speculator:
 
     def _after(self, row: SpeculatingRow, token: int) -> _Proposal | None:
         """Return the best draft after the row's next input, as far as it may be verified."""
-        answer = row.answer if row.last_unfed else [*row.answer, token]
-        most = min(self.max_draft, row.request.max_tokens - len(answer) - 1)
+        view = _view(row, token)
+        most = min(self.max_draft, row.request.max_tokens - len(view.answer) - 1)
         if most <= 0:
             return None
-        proposal = self._proposal(row, _View(row.id, row.request, answer))
+        proposal = self._proposal(row, view)
         if proposal is None:
             return None
         tokens = self._before_end(proposal.offer.tokens[:most])
@@ -172,3 +208,25 @@ class Speculator:
         self._proposals.pop(row.id, None)
         for proposer in self._proposers:
             proposer.forget(row)
+
+
+def _after_input(offer: Offer) -> Offer | None:
+    """Return an offer that begins with the row's next input, without it."""
+    if len(offer.tokens) < 2:
+        return None
+    first, second, *chances = offer.chances
+    return Offer(offer.kind, offer.tokens[1:], (first * second, *chances))
+
+
+def _head_input(each: RowInput) -> HeadInput:
+    row = each.row
+    return HeadInput(row.id, len(row.answer) + (not row.last_unfed), each.token, row.end)
+
+
+def _view(row: SpeculatingRow, token: int) -> _View:
+    return _View(row.id, row.request, row.answer if row.last_unfed else [*row.answer, token])
+
+
+def _expected(network: HeadProposer | DraftModelProposer, row_input: RowInput) -> float:
+    offer = network.foresee(row_input.row)
+    return expected_tokens(offer, 1 + len(offer.tokens))

@@ -1,0 +1,101 @@
+"""Drafts of a draft model in a batch are what it would answer to each row alone."""
+
+from dataclasses import dataclass, field
+from random import Random
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+
+from tests.engine.speculation.oracle import recurrence_of
+from tests.engine.tiny import model, network, prompt
+from worker.engine.speculation.draft_model import _CATCH_UP, DraftModelProposer, DraftNetwork, DraftRows
+from worker.schedule.request import GenerationRequest
+
+FAMILIES = ["qwen3", "qwen3_5", "gemma3", "falcon_h1", "jamba", "mamba2"]
+DEPTH = 4
+
+
+def draft_of(family: str, context: int = 2048) -> DraftNetwork:
+    return DraftNetwork(network(family), recurrence_of(model(family)), context)
+
+
+def expected(family: str, tokens: tuple[int, ...]) -> tuple[int, ...]:
+    generated = generate_step(mx.array(tokens), network(family), max_tokens=DEPTH)
+    return tuple(token for token, _ in generated)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_are_those_of_the_draft_alone_while_rows_join_and_leave(family: str) -> None:
+    rng, draft = Random(family), DraftRows(draft_of(family))
+    texts = {name: prompt(80, seed) for seed, name in enumerate("abcd", 1)}
+    lengths = {"a": 9, "b": 23}
+    for step in range(7):
+        rows = {id: texts[id][:length] for id, length in lengths.items()}
+        drafts = draft.draft(rows, DEPTH)
+        assert drafts == {id: expected(family, tokens) for id, tokens in rows.items()}, step
+        lengths = {id: length + rng.randint(1, 6) for id, length in lengths.items()}
+        if step == 1:
+            lengths |= {"c": 14, "d": 3}
+        if step == 3:
+            del lengths["a"]
+
+
+def test_a_row_with_many_new_tokens_is_drafted_again_after_it_has_caught_up() -> None:
+    draft, text, other = DraftRows(draft_of("qwen3_5")), prompt(80, 1), prompt(80, 2)
+    draft.draft({"a": text[:9], "b": other[:12]}, DEPTH)
+    rows = {"a": text[:60], "b": other[:14]}
+    assert draft.draft(rows, DEPTH) == {id: expected("qwen3_5", tokens) for id, tokens in rows.items()}
+
+
+def test_a_long_prompt_is_computed_in_several_steps() -> None:
+    draft, text = DraftRows(draft_of("qwen3")), prompt(3 * _CATCH_UP, 1)
+    steps = 0
+    while not (drafts := draft.draft({"a": text}, DEPTH)):
+        steps += 1
+    assert (steps, drafts["a"]) == (2, expected("qwen3", text))
+
+
+def test_a_row_beyond_the_draft_s_context_is_not_drafted() -> None:
+    draft = DraftRows(draft_of("qwen3", context=20))
+    assert draft.draft({"a": prompt(30, 1)}, DEPTH) == {}
+
+
+@dataclass
+class Answering:
+    """A row."""
+
+    id: str
+    prompt: tuple[int, ...]
+    answer: list[int] = field(default_factory=list)
+
+    @property
+    def request(self) -> GenerationRequest:
+        return GenerationRequest(self.id, self.prompt, 50)
+
+
+class Batch:
+    """A batch that the proposer tells from others."""
+
+
+def test_a_row_is_offered_its_draft_once_its_next_input_is_known() -> None:
+    proposer, row, batch = DraftModelProposer(draft_of("qwen3"), DEPTH), Answering("a", prompt(9, 1), [7]), Batch()
+    assert proposer.offer(row) is None
+    proposer.prepare(batch, [row])
+    offer = proposer.offer(row)
+    assert offer is not None
+    assert offer.tokens == expected("qwen3", (*row.prompt, 7))
+    row.answer.append(5)
+    assert proposer.offer(row) is None
+
+
+def test_chances_follow_what_was_right_and_a_batch_that_is_gone_holds_nothing() -> None:
+    proposer, row, batch = DraftModelProposer(draft_of("qwen3"), DEPTH), Answering("a", prompt(9, 1), [7]), Batch()
+    before = proposer.foresee(row).chances[0]
+    for _ in range(10):
+        proposer.kept(row, DEPTH, 0)
+    assert proposer.foresee(row).chances[0] < before
+    proposer.prepare(batch, [row])
+    assert proposer.nbytes > 0
+    del batch
+    assert proposer.nbytes == 0

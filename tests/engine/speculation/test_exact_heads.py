@@ -1,0 +1,118 @@
+"""Rows draw the same tokens with an MTP head as without, as others join and leave, are preempted and lose their
+caches."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from tests.engine.driver import Run
+from tests.engine.speculation.mtp_checkpoints import MTP_CONFIGS
+from tests.engine.speculation.oracle import verify_everything
+from tests.engine.speculation.test_head_drafts import head_of
+from tests.engine.tiny import model_of, prompt
+from worker.engine.cache.recurrence import Replay
+from worker.engine.model.load import Model
+from worker.engine.speculation.head_proposer import HeadProposer
+from worker.engine.speculation.mtp import RecordingTrunk
+from worker.engine.speculation.speculator import Speculator
+from worker.schedule.request import Sampling
+
+LAYOUTS = [*MTP_CONFIGS]
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=0.8, seed=11),
+    Sampling(repetition_penalty=1.3, frequency_penalty=0.4),
+    Sampling(temperature=1.0, top_k=20, top_p=0.9, seed=7, presence_penalty=0.5),
+]
+ANSWER = 20
+
+
+@pytest.fixture(autouse=True)
+def any_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    verify_everything(monkeypatch)
+
+
+@cache
+def model(name: str) -> Model:
+    head = head_of(name)
+    return replace(model_of(head.trunk._network, MTP_CONFIGS[name]), head=head)
+
+
+class Counting(HeadProposer):
+    """A proposer that counts the drafted tokens that were verified."""
+
+    offered = 0
+
+    def kept(self, row: object, offered: int, kept_tokens: int) -> None:
+        self.offered += offered
+
+
+def drafted(name: str, drive: Callable[[Run], None]) -> tuple[Run, Counting]:
+    proposer = Counting(head_of(name), 3)
+    speculator = Speculator(head=proposer, max_draft=7, recurrence=Replay(model(name).network))
+    run = Run(model(name), prefix_bytes=10**8, speculator=speculator)
+    drive(run)
+    return run, proposer
+
+
+def plain(name: str, drive: Callable[[Run], None]) -> Run:
+    run = Run(model(name), prefix_bytes=10**8)
+    drive(run)
+    return run
+
+
+def submit(run: Run, index: int) -> None:
+    length = (5, 17, 2, 30, 45)[index % 5]
+    run.add(str(index), prompt(length, index), max_tokens=ANSWER - index, sampling=SAMPLINGS[index % 4])
+
+
+def late_joins(run: Run) -> None:
+    for index in range(3):
+        submit(run, index)
+    for _ in range(4):
+        run.step()
+    for index in range(3, 7):
+        submit(run, index)
+    run.drain()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rows_with_a_head_draw_what_they_draw_without(name: str) -> None:
+    run, proposer = drafted(name, late_joins)
+    without = plain(name, late_joins)
+    assert (run.generated, run.ended) == (without.generated, without.ended)
+    assert proposer.offered > 50
+
+
+def removals(run: Run) -> None:
+    for index in range(5):
+        submit(run, index)
+    for _ in range(3):
+        run.step()
+    run.engine.remove("1")
+    for _ in range(2):
+        run.step()
+    run.engine.remove("3")
+    run.drain()
+
+
+def test_rows_that_leave_change_no_other_row() -> None:
+    run, proposer = drafted("qwen3_5", removals)
+    without = plain("qwen3_5", removals)
+    for id in ("0", "2", "4"):
+        assert run.generated[id] == without.generated[id], id
+    assert proposer.offered > 10
+
+
+def test_without_a_head_no_hidden_states_are_held() -> None:
+    run = Run(model("qwen3_5"), prefix_bytes=0)
+    submit(run, 0)
+    for _ in range(4):
+        run.step()
+    trunk = model("qwen3_5").head
+    assert trunk is not None
+    assert isinstance(trunk.trunk, RecordingTrunk)
+    with pytest.raises(ValueError, match="No forward"):
+        trunk.trunk.take_hidden()
