@@ -1,7 +1,7 @@
 """Stored responses as callers find them: retrieved, and continued by further responses."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from sluice.gateway.responses.events.stream import Fold
 from sluice.gateway.responses.record import MAX_BYTES, Record, from_completion, parse_record
 from sluice.gateway.responses.request.fields import refusal
 from sluice.gateway.responses.store import Store
+from sluice.gateway.responses.threads import in_thread_if_long
 
 _MOST_RESPONSES = 1000  # in one conversation
 _RESULT_S = 1.0  # for a result that is stored, or has expired
@@ -41,7 +42,7 @@ class History:
     async def find(self, caller: Caller, response_id: str, param: str | None = None) -> Record:
         """Return the record of a response. Raises `ApiError` 404."""
         raw = await self._store.read(response_id) if is_job_id(response_id) else None
-        record = None if raw is None else parse_record(raw)
+        record = None if raw is None else await in_thread_if_long(len(raw), parse_record, raw)
         if record is None or (caller.tenant is not None and record.tenant != caller.tenant):
             raise not_found(response_id, param)
         return record
@@ -85,14 +86,10 @@ class History:
     async def _items(self, ids: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
         """Return the items of responses that others continue: their inputs and outputs."""
         found = await self._store.read_all(ids)
-        if sum(len(raw or b"") for pair in found for raw in pair) > MAX_BYTES:
+        length = sum(len(raw or b"") for pair in found for raw in pair)
+        if length > MAX_BYTES:
             raise refusal(_PREVIOUS, f"the conversation has more than {MAX_BYTES:,} bytes; begin a new one.")
-        items = list[dict[str, Any]]()
-        for response_id, (record, final) in zip(ids, found, strict=True):
-            if record is None or final is None:
-                raise not_found(response_id, _PREVIOUS)
-            items += [*parse_record(record).items, *_kept_output(json.loads(final))]
-        return tuple(items)
+        return await in_thread_if_long(length, _joined, ids, found)
 
     async def _ended(self, head: Head) -> Response:
         """Return the response of a job that has ended, from its log, or else from its result."""
@@ -117,6 +114,16 @@ class History:
             return _final(head, wire.Cancelled, reason=error.reason)
         except (TimeoutError, UnknownJob):
             raise ApiError(404, "The result of the response has expired.", code="not_found") from None
+
+
+def _joined(ids: Sequence[str], found: Sequence[tuple[bytes | None, bytes | None]]) -> tuple[dict[str, Any], ...]:
+    """Return the items of the records and responses that were found. Raises `ApiError` if one is missing."""
+    items = list[dict[str, Any]]()
+    for response_id, (record, final) in zip(ids, found, strict=True):
+        if record is None or final is None:
+            raise not_found(response_id, _PREVIOUS)
+        items += [*parse_record(record).items, *_kept_output(json.loads(final))]
+    return tuple(items)
 
 
 def is_job_id(response_id: str) -> bool:

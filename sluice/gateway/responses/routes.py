@@ -4,8 +4,8 @@ import asyncio
 import json
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
@@ -26,15 +26,12 @@ from sluice.gateway.responses.reading import Reading
 from sluice.gateway.responses.record import Record, parse_record
 from sluice.gateway.responses.request.body import ResponseRequest
 from sluice.gateway.responses.store import Store
+from sluice.gateway.responses.threads import in_thread_if_long
 
 logger = logging.getLogger("sluice.serve")
 
 _PATH = "/v1/responses"
 _CANCEL_WAIT_S = 5.0  # for the end of a running job that was cancelled
-_INLINE_BYTES = 65_536  # a longer body is converted in a thread
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 def routes(gateway: Gateway) -> list[Route]:
@@ -62,12 +59,12 @@ class _Responses:
         """Answer `POST /v1/responses`."""
         caller = await self._gateway.authenticate(http)
         body = await read_body(http, self._gateway.settings.max_body_bytes)
-        request = await _run(body, read_request_body, body.content)
+        request = await in_thread_if_long(body.length, read_request_body, body.content)
         response_id, has_key = await self._id(http, caller, body)
         before = Conversation()
         if request.previous is not None:
             before = await self._history.conversation(caller, request.previous)
-        new = await _run(body, new_response, request, before, response_id, caller.tenant)
+        new = await in_thread_if_long(body.length, new_response, request, before, response_id, caller.tenant)
         head = await unless_left(http, self._submit(caller, request, new, outlives=has_key or request.background))
         return await self._answer(http, request, head, outlives=has_key or request.background)
 
@@ -170,13 +167,6 @@ def _starting_after(query: Mapping[str, str], last_event_id: str | None) -> int:
         problem = "starting_after: it must be the sequence_number of an event."
         raise ApiError(400, problem, code="invalid_value", param="starting_after")
     return int(given)
-
-
-async def _run(body: Body, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return what the work returns: in a thread for a long body."""
-    if body.length <= _INLINE_BYTES:
-        return work(*args, **kwargs)
-    return await asyncio.to_thread(work, *args, **kwargs)
 
 
 def _json(body: Any, headers: Mapping[str, str] | None = None) -> HttpResponse:

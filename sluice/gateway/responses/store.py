@@ -10,6 +10,7 @@ from redis.exceptions import RedisError
 
 from sluice.errors import SluiceError
 from sluice.gateway.responses.events.head import Response
+from sluice.gateway.responses.threads import in_thread_if_long
 from sluice.transport.retries import Retries
 from sluice.wire import log_key
 
@@ -59,7 +60,7 @@ class Store:
     async def final(self, response_id: str) -> Response | None:
         """Return a response that has ended."""
         found: bytes | None = await self._retries.run(lambda: self._redis.get(final_key(response_id)))
-        return None if found is None else json.loads(found)
+        return None if found is None else await in_thread_if_long(len(found), json.loads, found)
 
     async def keep_final(self, response: Response) -> None:
         """Store a response that has ended. A failure is logged: the response can be made again from its job, until that

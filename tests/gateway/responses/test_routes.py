@@ -147,3 +147,32 @@ async def test_for_another_key_s_tenant_a_response_does_not_exist(
             continued = await http.post("/responses", json=body, headers=bob)
             assert (continued.status_code, continued.json()["error"]["param"]) == (404, "previous_response_id")
             assert (await http.get(own, headers=ada)).json() == made.json()
+
+
+async def test_a_stream_that_cannot_be_read_on_ends_with_an_error_outside_of_the_numbering(
+    http: httpx.AsyncClient, db: Redis
+) -> None:
+    body = {"input": COUNT, "background": True, **ENDLESS}
+    created = (await http.post("/responses", json=body)).json()
+    path = f"/responses/{created['id']}"
+    async with http.stream("GET", f"{path}?stream=true") as stream:
+        lines = stream.aiter_lines()
+        await anext(lines)
+        await db.rpush(f"sluice:log:{created['id']}", "no event")
+        text = "\n".join([line async for line in lines])
+    *events, error = data_of(text)
+    assert (error["type"], error["error"]["type"]) == ("error", "server_error")
+    assert error["sequence_number"] == events[-1]["sequence_number"]
+    assert text.count("id: ") == len(events)
+    await http.post(f"{path}/cancel")
+
+
+async def test_a_long_conversation_is_stored_and_continued(http: httpx.AsyncClient) -> None:
+    long = {"input": "x" * 100_000, "background": True}
+    first = (await http.post("/responses", json=long)).json()
+    await http.post(f"/responses/{first['id']}/cancel")
+    answer = await http.get(f"/responses/{first['id']}/input_items")
+    assert len(answer.json()["data"][0]["content"][0]["text"]) == 100_000
+    body = {"input": COUNT, "previous_response_id": first["id"]}
+    refused = await http.post("/responses", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "too_large")
