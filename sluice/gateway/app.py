@@ -15,6 +15,8 @@ from sluice.client import Client
 from sluice.gateway import catalog, chat, messages, responses
 from sluice.gateway.errors import SERVER, ApiError, openai_response
 from sluice.gateway.gateway import Gateway
+from sluice.gateway.messages.errors import error_response, new_id
+from sluice.gateway.messages.models import HEADER as ANTHROPIC_HEADER
 from sluice.gateway.monitoring import health
 from sluice.gateway.monitoring.access import AccessLog
 from sluice.gateway.protection.middleware import Protection
@@ -60,12 +62,18 @@ def _protection(settings: ServeSettings) -> list[Middleware]:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """Return Starlette's own refusals, such as of an unknown path, in OpenAI's form."""
+    """Return Starlette's own refusals, such as of an unknown path."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:200]}: {error.detail}."
-    return openai_response(ApiError(error.status_code, message, code=None))
+    return _response(request, ApiError(error.status_code, message, code=None))
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     """Return an error of the front itself. The HTTP server logs it."""
-    return openai_response(ApiError(500, "The front failed on this request; its log has the reason.", SERVER))
+    return _response(request, ApiError(500, "The front failed on this request; its log has the reason.", SERVER))
+
+
+def _response(request: Request, error: ApiError) -> Response:
+    """Return the error in Anthropic's form to its clients, and in OpenAI's to all others."""
+    is_anthropic = ANTHROPIC_HEADER in request.headers or request.url.path.startswith("/v1/messages")
+    return error_response(error, new_id()) if is_anthropic else openai_response(error)

@@ -46,6 +46,11 @@ def error_response(error: ApiError, request_id: str) -> Response:
     return JSONResponse(error_body(error, request_id), status_of(error), headers)
 
 
+def new_id() -> str:
+    """Return a new id of a request, which is also that of its job."""
+    return f"{ID_PREFIX}{uuid.uuid4().hex}"
+
+
 def id_headers(request_id: str) -> dict[str, str]:
     """Return the headers that carry the id of a request."""
     return {"request-id": request_id, "x-request-id": request_id}
@@ -56,7 +61,7 @@ def endpoint(handler: Handler) -> Handler:
     errors in Anthropic's form."""
 
     async def identified(request: Request) -> Response:
-        request.state.request_id = f"{ID_PREFIX}{uuid.uuid4().hex}"
+        request.state.request_id = new_id()
 
         def render(error: ApiError) -> Response:
             return error_response(error, request.state.request_id)

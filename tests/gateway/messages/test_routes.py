@@ -24,7 +24,7 @@ from redis.asyncio import Redis
 from schemas import keys
 from sluice.gateway import ServeSettings
 from sluice.gateway.keys.file import digest
-from tests.fakes import ByteTokenizer, FakeEngine, worker_context
+from tests.fakes import TIMINGS, ByteTokenizer, FakeEngine, worker_context
 from tests.gateway.fronts import Front, serving
 from tests.images.pictures import patch, saved
 from tests.queue.helpers import field, listening, settings, working
@@ -114,6 +114,15 @@ async def test_a_model_whose_workers_have_left_is_overloaded(anthropic: AsyncAnt
     assert refused.value.response.headers["retry-after"] == "5"
 
 
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", PATH, 405), ("POST", f"{PATH}/batches", 404)])
+async def test_an_unknown_route_is_refused_in_anthropic_s_form(
+    http: httpx.AsyncClient, method: str, path: str, status: int
+) -> None:
+    answer = await http.request(method, path)
+    assert (answer.status_code, answer.json()["type"]) == (status, "error")
+    assert answer.json()["error"]["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+
+
 async def test_a_body_beyond_the_limit_is_too_large(redis_url: str) -> None:
     with serving(redis_url, ServeSettings(_env_file=None, max_body_bytes=1000)) as front:
         async with AsyncAnthropic(base_url=front.url, api_key="none", max_retries=0) as client:
@@ -157,17 +166,12 @@ async def test_a_count_of_a_client_that_leaves_is_cancelled(front: Front, db: Re
     body = {"model": "other", "messages": HELLO["messages"]}
     async with httpx.AsyncClient(base_url=front.url) as http:
         asking = asyncio.create_task(http.post(f"{PATH}/count_tokens", json=body))
-
-        async def queued() -> bool:
-            return bool(await db.exists(keys.queue("other", "interactive")))
-
-        await until(queued)
-        (job_id,) = await db.zrange(keys.queue("other", "interactive"), 0, -1)
+        job_id = await queued_job(db, "other")
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
 
     async def cancelled() -> bool:
-        return await field(db, job_id.decode(), "state") == "cancelled"
+        return await field(db, job_id, "state") == "cancelled"
 
     await until(cancelled)
 
@@ -198,6 +202,44 @@ async def test_a_job_that_ends_badly_in_its_stream_ends_it_with_an_error_event(
         last = events_of((await asking).text)[-1]
     assert (last["type"], last["request_id"]) == ("error", job_id)
     assert last["error"]["message"] == "The job was cancelled: requested."
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_that_starts_over_is_whole_or_breaks_its_stream_off(
+    http: httpx.AsyncClient, db: Redis, stream: bool
+) -> None:
+    await db.hset(keys.model("other"), "w", "9 1 9999999999 0 0")  # a worker that this test plays
+    asking = asyncio.create_task(http.post(PATH, json={**HELLO, "model": "other", "stream": stream}))
+    job_id = await queued_job(db, "other")
+    began = {"model": "other", "fingerprint": "f", "worker": "w", "seed": 1}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "cached_tokens": 0}
+    events: list[Said] = [
+        {"type": "started", **began},
+        {"type": "delta", "token_ids": [1], "content": "old"},
+        {"type": "restarted", **began},
+        {"type": "delta", "token_ids": [2], "content": "new"},
+        {"type": "finished", "finish_reason": "stop", "usage": usage, "timings": TIMINGS},
+    ]
+    for seq, event in enumerate(events):
+        raw = json.dumps({"id": job_id, "seq": seq, "attempt": 1, "ts": 1.0, **event})
+        await db.rpush(keys.log(job_id), raw)
+        await db.publish(keys.channel(job_id), raw)
+    answer = await asking
+    if stream:
+        assert events_of(answer.text)[-1]["error"]["type"] == "api_error"
+    else:
+        assert answer.json()["content"] == [{"type": "text", "text": "new"}]
+
+
+async def queued_job(db: Redis, model: str) -> str:
+    """Return the id of the only queued job, once there is one."""
+
+    async def queued() -> bool:
+        return bool(await db.exists(keys.queue(model, "interactive")))
+
+    await until(queued)
+    (job_id,) = await db.zrange(keys.queue(model, "interactive"), 0, -1)
+    return str(job_id.decode())
 
 
 async def until_it_speaks(db: Redis, job_id: str) -> None:
