@@ -1,4 +1,4 @@
-"""Write `.env.example` and docs/settings.md from the fields of the settings and from the metrics.
+"""Write `.env.example` and docs/settings.md from the fields of both programs' settings and from the metrics.
 
 `python -m scripts.settings_page` writes both files; with `--check` it only reports those that are out of date.
 """
@@ -10,9 +10,13 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
+from prometheus_client import CollectorRegistry
 from pydantic.fields import FieldInfo
 
 from scripts.stack import ROOT
+from sluice.gateway.monitoring.metrics import Metrics as FrontMetrics
+from sluice.gateway.settings import ServeSettings
+from sluice.gateway.settings import variable as front_variable
 from worker.environment import variable
 from worker.monitoring.metrics import Metrics
 from worker.settings import Settings
@@ -32,10 +36,13 @@ SECTIONS = {
     "metrics_port": "Monitoring and lifetimes",
 }
 
+_FRONT = "HTTP front"  # the last section
+
 _ENV_HEAD = """\
-# Settings of the worker, with their defaults. Copy this file to .env and change what you need.
+# Settings of the worker and of the HTTP front, with their defaults. Copy this file to .env and change what you need.
 # A name that starts with SLUICE_ and is not listed here is refused at start.
-# Written by python -m scripts.settings_page from worker/settings.py: edit the descriptions there.
+# Written by python -m scripts.settings_page from worker/settings.py and sluice/gateway/settings.py: edit the
+# descriptions there.
 """
 _PAGE_HEAD = """\
 # Settings
@@ -51,6 +58,10 @@ is closest.
 (`sluice worker --help`), and the other commands of `sluice` take `--redis-url` and `--model`, or read
 `SLUICE_REDIS_URL` and `SLUICE_MODEL_NAME` from the environment. The tests read one more variable,
 `SLUICE_TEST_REDIS_URL`: a server to use in place of their own.
+
+`sluice serve`, the [HTTP front](gateway.md), reads `SLUICE_REDIS_URL` and the settings that begin with `SLUICE_SERVE_`
+([below](#http-front)) from the same places, and refuses misspelt ones. Worker and front ignore each other's settings,
+so one `.env` serves both.
 """
 _METRICS_HEAD = """\
 ## Metrics
@@ -62,6 +73,14 @@ with the prefix `vllm:` are vLLM's and mean the same, so dashboards and alerts f
 | metric | type | labels | description |
 |---|---|---|---|
 """
+_FRONT_METRICS_HEAD = """
+The HTTP front serves these at `/metrics` of its own port:
+
+| metric | type | labels | description |
+|---|---|---|---|
+"""
+
+Setting = tuple[str, FieldInfo]  # its variable, and its field
 
 
 def main() -> int:
@@ -86,7 +105,7 @@ def env_example() -> str:
     parts = [_ENV_HEAD]
     for title, fields in sections():
         parts.append(f"\n# {title}\n")
-        parts += [_env_lines(name, field) for name, field in fields.items()]
+        parts += [_env_lines(name, field) for name, field in fields]
     return "".join(parts)
 
 
@@ -95,18 +114,30 @@ def page() -> str:
     parts = [_PAGE_HEAD]
     for title, fields in sections():
         parts.append(f"\n## {title}\n\n| setting | default | values | description |\n|---|---|---|---|\n")
-        parts += [_setting_row(name, field) for name, field in fields.items()]
-    return "".join([*parts, "\n", _METRICS_HEAD, *_metric_rows()])
+        parts += [_setting_row(name, field) for name, field in fields]
+    metrics = [_METRICS_HEAD, *_metric_rows(Metrics("default").registry)]
+    front_metrics = [_FRONT_METRICS_HEAD, *_metric_rows(_front_metrics().registry)]
+    return "".join([*parts, "\n", *metrics, *front_metrics])
 
 
-def sections() -> list[tuple[str, dict[str, FieldInfo]]]:
-    """Return the settings by section, in the order of the fields. Raises KeyError if the first has no section."""
-    found: list[tuple[str, dict[str, FieldInfo]]] = []
+def _front_metrics() -> FrontMetrics:
+    """Return metrics with a sample of each family, from which the labels are read."""
+    metrics = FrontMetrics()
+    metrics.ended("", "", 0, 0.0)
+    metrics.first_token("", 0.0)
+    return metrics
+
+
+def sections() -> list[tuple[str, list[Setting]]]:
+    """Return the settings by section, in the order of the fields, the front's last. Raises KeyError if the first has no
+    section."""
+    found: list[tuple[str, list[Setting]]] = []
     for name, field in Settings.model_fields.items():
         if not found or name in SECTIONS:
-            found.append((SECTIONS[name], {}))
-        found[-1][1][name] = field
-    return found
+            found.append((SECTIONS[name], []))
+        found[-1][1].append((variable(name), field))
+    front = [(front_variable(name), field) for name, field in ServeSettings.model_fields.items()]
+    return [*found, (_FRONT, front)]
 
 
 # .env.example
@@ -118,7 +149,7 @@ def _env_lines(name: str, field: FieldInfo) -> str:
     )
     shown = _plain(field.default) if _has_default(field) else next(iter(field.examples or ()), "")
     commented_out = "" if _has_default(field) or field.is_required() else "# "
-    return f"{comment}\n{commented_out}{variable(name)}={shown}\n"
+    return f"{comment}\n{commented_out}{name}={shown}\n"
 
 
 # docs/settings.md
@@ -132,11 +163,11 @@ def _setting_row(name: str, field: FieldInfo) -> str:
         default = f"`{_plain(field.default)}`"
     else:
         default = in_words.rstrip(".")
-    return f"| `{variable(name)}` | {default} | {_values(field)} | {_cell(text)} |\n"
+    return f"| `{name}` | {default} | {_values(field)} | {_cell(text)} |\n"
 
 
-def _metric_rows() -> Iterator[str]:
-    for family in Metrics("default").registry.collect():
+def _metric_rows(registry: CollectorRegistry) -> Iterator[str]:
+    for family in registry.collect():
         labels = dict.fromkeys(label for sample in family.samples for label in sample.labels)
         shown = ", ".join(f"`{label}`" for label in labels if label not in ("model_name", "le")) or "–"
         name = f"{family.name}_total" if family.type == "counter" else family.name

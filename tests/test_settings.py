@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from scripts.stack import ROOT
+from sluice.gateway.settings import ServeSettings
+from sluice.gateway.settings import variable as front_variable
 from worker.environment import variable
 from worker.errors import CannotStart
 from worker.settings import Settings, read_settings
@@ -159,7 +161,8 @@ def example() -> dict[str, str]:
 
 
 def test_the_example_lists_every_setting_in_order() -> None:
-    assert list(example()) == [variable(name) for name in Settings.model_fields]
+    front = [front_variable(name) for name in ServeSettings.model_fields]
+    assert list(example()) == [*(variable(name) for name in Settings.model_fields), *front]
 
 
 def test_the_example_shows_the_defaults() -> None:

@@ -17,14 +17,14 @@ from starlette.requests import Request
 from sluice import wire
 from sluice.cancellation import Outcome
 from sluice.client import Client
-from sluice.errors import JobFailed, SluiceError
+from sluice.errors import JobFailed, NoWorker, SluiceError
 from sluice.gateway.caller import LOCAL, Caller
-from sluice.gateway.errors import NO_WORKER_RETRY_S, SERVER, ApiError
+from sluice.gateway.errors import NO_WORKER_RETRY_S, SERVER, ApiError, from_client
 from sluice.gateway.keys.authentication import Authentication
 from sluice.gateway.keys.estimate import estimate
 from sluice.gateway.keys.limits import Limits
 from sluice.gateway.keys.store import KeyStore
-from sluice.gateway.models import model_not_found, requested_model, served_name
+from sluice.gateway.models import requested_model, served_name
 from sluice.gateway.monitoring.metrics import Metrics
 from sluice.gateway.settings import ServeSettings
 from sluice.gateway.workers import Workers
@@ -102,18 +102,19 @@ class Gateway:
             await caller.meter.take(id, estimate(body) if function == "chat" else 0)
         try:
             if not await self.workers.is_served(model):
-                await self._wait_for_worker(requested, model, job_id)
+                await self._wait_for_worker(caller, requested, model, job_id)
             return await self.client.submit(request, model=model, lane=lane, id=id, function=function)
         except (ApiError, SluiceError):
             if caller.meter is not None:
                 await self._limits.release(id)
             raise
 
-    async def _wait_for_worker(self, requested: str, model: str, job_id: str | None) -> None:
+    async def _wait_for_worker(self, caller: Caller, requested: str, model: str, job_id: str | None) -> None:
         if job_id is not None and await self.client.state(job_id) is not None:
             return  # the request joins its own job
         if not await self.workers.exists(model):
-            raise model_not_found(requested)
+            served = {worker.get("model", "") for worker in await self.workers.live()}
+            raise from_client(NoWorker(requested, list(served if caller.models is None else served & caller.models)))
         until = time.monotonic() + self.settings.no_worker_s
         while not await self.workers.is_served(model):
             if time.monotonic() >= until:

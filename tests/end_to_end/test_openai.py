@@ -1,4 +1,4 @@
-"""OpenAI's own client against the backend in docs/backends.md: answers, tool calls, reasoning and errors."""
+"""OpenAI's own client against the front, mounted as in docs/backends.md: answers, tool calls, reasoning and errors."""
 
 import os
 import subprocess
@@ -247,8 +247,8 @@ async def test_a_stored_result_is_a_chat_completion(worker: WorkerProcess, clien
         (b'{"messages": [], "seed": NaN}', "The body is not JSON: NaN", None),
         (b'{"messages": [], "seed": 1e999}', "The body is not JSON: ", None),
         (b"[]", "The body must be a JSON object.", None),
-        (b'{"model": "a/b", "messages": []}', "model: it must be a name that matches", "model"),
-        (b'{"model": 7, "messages": []}', "model: it must be a name that matches", "model"),
+        (b'{"model": 7, "messages": []}', "model: it must be a string.", "model"),
+        (b'{"n": 0, "messages": []}', "n: it must be a whole number from 1 to 128.", "n"),
         (b"{}", "messages", None),
         (b'{"messages": 5, "stream": true, "stream_options": []}', "messages must be a list", None),
     ],
@@ -261,6 +261,27 @@ async def test_a_body_that_is_no_request_is_http_400_in_openai_s_form(
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
     assert said in error["message"]
+
+
+@pytest.mark.parametrize("how", [whole, streamed])
+async def test_several_choices_are_alike_at_temperature_0_and_count_their_prompt_once(
+    openai: AsyncOpenAI, how: Any
+) -> None:
+    one = await whole(openai, COUNT)
+    options = {"stream_options": {"include_usage": True}} if how is streamed else {}
+    answer = await how(openai, COUNT, n=3, **options)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert {choice.message.content for choice in answer.choices} == {message(one)["content"]}
+    assert one.usage is not None
+    counted = (answer.usage.prompt_tokens, answer.usage.completion_tokens)
+    assert counted == (one.usage.prompt_tokens, 3 * one.usage.completion_tokens)
+
+
+async def test_each_choice_has_a_seed_of_its_own_that_follows_from_the_request_s(openai: AsyncOpenAI) -> None:
+    answers = [await whole(openai, COUNT, n=3, seed=7) for _ in range(2)]
+    seeds = [[choice["seed"] for choice in answer.to_dict()["sluice"]["choices"]] for answer in answers]
+    assert seeds[0] == seeds[1]
+    assert (seeds[0][0], len(set(seeds[0]))) == (7, 3)
 
 
 async def test_a_model_that_nobody_serves_is_http_404(openai: AsyncOpenAI, alive: WorkerProcess) -> None:

@@ -8,8 +8,15 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from scripts import settings_page
+from sluice.gateway.settings import ServeSettings
+from sluice.gateway.settings import variable as front_variable
 from worker.environment import variable
 from worker.settings import Settings
+
+FIELDS = {
+    **{variable(name): field for name, field in Settings.model_fields.items()},
+    **{front_variable(name): field for name, field in ServeSettings.model_fields.items()},
+}
 
 
 @pytest.fixture
@@ -51,9 +58,9 @@ def test_the_check_fails_until_both_files_are_written(
 
 
 def test_the_page_lists_every_setting_with_its_default_and_a_description() -> None:
-    assert list(rows()) == [variable(name) for name in Settings.model_fields]
-    for name, field in Settings.model_fields.items():
-        default, values, description = rows()[variable(name)]
+    assert list(rows()) == list(FIELDS)
+    for name, field in FIELDS.items():
+        default, values, description = rows()[name]
         assert values
         assert len(description) > 20
         if field.default is not None and field.default_factory is None and not field.is_required():
@@ -71,6 +78,7 @@ def test_the_page_lists_every_setting_with_its_default_and_a_description() -> No
         ("SLUICE_VISION", "`auto`, `off`"),
         ("SLUICE_IMAGE_URLS", "`true`, `false`"),
         ("SLUICE_MODEL", "text"),
+        ("SLUICE_SERVE_PORT", "0 … 65,535"),
     ],
 )
 def test_the_page_shows_the_values_that_a_setting_takes(name: str, values: str) -> None:
@@ -82,5 +90,5 @@ def optional(field: FieldInfo) -> bool:
 
 
 def test_a_setting_without_a_fixed_default_names_its_default_in_words() -> None:
-    for name, field in Settings.model_fields.items():
+    for name, field in FIELDS.items():
         assert bool(re.search(r" Default: [^.]+\.$", field.description or "")) == optional(field), name
