@@ -58,7 +58,7 @@ def _id(position: Sequence[int]) -> str:
 
 def seen_by(last_event_id: str | None, jobs: int) -> list[int]:
     """Return the last event of each job that the client has, by its `Last-Event-ID`; -1 for none."""
-    if not re.fullmatch(r"(?:-1|\d{1,16})(?:\.(?:-1|\d{1,16}))*", last_event_id or ""):
+    if not re.fullmatch(r"(?:-1|\d{1,16})(?:\.(?:-1|\d{1,16}))*", last_event_id or "", re.ASCII):
         return [-1] * jobs
     seqs = [int(seq) for seq in (last_event_id or "").split(".")]
     return seqs if len(seqs) == jobs and max(seqs) <= LAST_SEQ else [-1] * jobs
