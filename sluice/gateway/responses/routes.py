@@ -65,8 +65,12 @@ class _Responses:
         if request.previous is not None:
             before = await self._history.conversation(caller, request.previous)
         new = await in_thread_if_long(body.length, new_response, request, before, response_id, caller.tenant)
-        head = await unless_left(http, self._submit(caller, request, new, outlives=has_key or request.background))
-        return await self._answer(http, request, head, outlives=has_key or request.background)
+        outlives = has_key or request.background
+        record = await unless_left(http, self._submit(caller, request, new, outlives=outlives))
+        if request.background and not request.stream:
+            known = await self._history.current(record) if has_key else {**skeleton(record.head), "status": "queued"}
+            return _json(known, _headers(record.head))
+        return await self._answer(http, request, record.head, outlives=outlives)
 
     async def _id(self, http: Request, caller: Caller, body: Body) -> tuple[str, bool]:
         """Return the id of the response, and True if it is that of the request's `Idempotency-Key`."""
@@ -77,8 +81,8 @@ class _Responses:
         await idempotency.claim(self._gateway.redis, self._gateway.retries, response_id, body.digest)
         return response_id, True
 
-    async def _submit(self, caller: Caller, request: ResponseRequest, new: NewResponse, *, outlives: bool) -> Head:
-        """Store the record, and queue the job. Returns the head of the response that is joined, if it exists already.
+    async def _submit(self, caller: Caller, request: ResponseRequest, new: NewResponse, *, outlives: bool) -> Record:
+        """Store the record, and queue the job. Returns the record of the response that is joined, if it exists already.
         Raises `ApiError`, `SluiceError`."""
         response_id, written = new.record.head.id, new.written
         if new.dropped:
@@ -94,16 +98,13 @@ class _Responses:
             if not outlives:
                 self._gateway.abandon([response_id])
             raise
-        return new.record.head if written == new.written else parse_record(written).head
+        return new.record if written == new.written else parse_record(written)
 
     async def _answer(self, http: Request, request: ResponseRequest, head: Head, *, outlives: bool) -> HttpResponse:
-        headers = {"x-request-id": head.id}
-        if request.background and not request.stream:
-            return _json({**skeleton(head), "status": "queued"}, headers)
         reading = Reading(self._gateway, self._store, head, outlives=outlives)
         if request.stream:
             return await self._stream(http, reading, reading.frames(refuses=True), head)
-        return _json(await unless_left(http, reading.whole()), headers)
+        return _json(await unless_left(http, reading.whole()), _headers(head))
 
     async def _stream(self, http: Request, reading: Reading, frames: AsyncGenerator[bytes], head: Head) -> HttpResponse:
         return await sse.stream(
@@ -111,7 +112,7 @@ class _Responses:
             frames,
             heartbeat_s=self._gateway.settings.heartbeat_s,
             error_frame=reading.error_frame,
-            headers={"x-request-id": head.id},
+            headers=_headers(head),
         )
 
     async def retrieve(self, http: Request) -> HttpResponse:
@@ -167,6 +168,10 @@ def _starting_after(query: Mapping[str, str], last_event_id: str | None) -> int:
         problem = "starting_after: it must be the sequence_number of an event."
         raise ApiError(400, problem, code="invalid_value", param="starting_after")
     return int(given)
+
+
+def _headers(head: Head) -> dict[str, str]:
+    return {"x-request-id": head.id}
 
 
 def _json(body: Any, headers: Mapping[str, str] | None = None) -> HttpResponse:

@@ -65,6 +65,13 @@ async def test_a_retried_request_with_its_key_joins_its_own_response(http: httpx
     assert (other.status_code, other.json()["error"]["code"]) == (409, "idempotency_key_reused")
 
 
+async def test_a_retried_request_in_the_background_finds_its_response_as_it_is_now(http: httpx.AsyncClient) -> None:
+    headers, body = {"idempotency-key": "k2"}, {"input": COUNT, "temperature": 0, "background": True}
+    first = (await http.post("/responses", json=body, headers=headers)).json()
+    done = data_of((await http.get(f"/responses/{first['id']}?stream=true")).text)[-1]["response"]
+    assert (await http.post("/responses", json=body, headers=headers)).json() == done
+
+
 async def test_a_restart_after_text_is_an_error_that_the_rest_of_the_stream_follows(
     http: httpx.AsyncClient, db: Redis
 ) -> None:
