@@ -13,13 +13,14 @@ from starlette.routing import Route
 from sluice.gateway import idempotency, sse
 from sluice.gateway.body import Body, read_body
 from sluice.gateway.caller import Caller
-from sluice.gateway.disconnect import unless_left
+from sluice.gateway.disconnect import ClientLeft, unless_left
 from sluice.gateway.errors import ApiError
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.messages.body import CountBody, MessagesBody, validate
 from sluice.gateway.messages.errors import ID_PREFIX, endpoint, error_body, id_headers
 from sluice.gateway.messages.request import chat_request, prompt_fields
 from sluice.gateway.messages.stream import PING, MessageEvent, MessageStream, whole_message
+from sluice.submission import Submitted
 from sluice.wire import Restarted
 
 T = TypeVar("T")
@@ -52,7 +53,7 @@ class _Messages:
         job_id: str = request.state.request_id
         policy = "continue" if outlives else "cancel"
         submission = self._gateway.submit(caller, chat, job_id=job_id, on_disconnect=policy)
-        await self._unless_left(request, submission, outlives=outlives)
+        await self._submit(request, submission, outlives=outlives)
         thinking = wanted.thinking
         omit_thinking = getattr(thinking, "display", None) == "omitted"
         if wanted.stream:
@@ -66,7 +67,7 @@ class _Messages:
         prompt = await _translated(body, _read_prompt)
         job_id: str = request.state.request_id
         submission = self._gateway.submit(caller, prompt, job_id=job_id, function="count")
-        await self._unless_left(request, submission)
+        await self._submit(request, submission)
         counted = await self._unless_left(request, self._gateway.result(job_id))
         return JSONResponse({"input_tokens": counted["usage"]["prompt_tokens"]}, headers=id_headers(job_id))
 
@@ -88,6 +89,15 @@ class _Messages:
         job_id: str = request.state.request_id
         await idempotency.claim(self._gateway.redis, self._gateway.retries, job_id, body.digest)
         return True
+
+    async def _submit(self, request: Request, submission: Awaitable[Submitted], *, outlives: bool = False) -> None:
+        """Queue the job. Cancels it if the client leaves meanwhile; a job that is refused was not queued."""
+        try:
+            await unless_left(request, submission)
+        except (ClientLeft, asyncio.CancelledError):
+            if not outlives:
+                self._gateway.abandon([request.state.request_id])
+            raise
 
     async def _unless_left(self, request: Request, work: Awaitable[T], *, outlives: bool = False) -> T:
         """Return what the work returns. Cancels the job if the work fails or the client leaves."""

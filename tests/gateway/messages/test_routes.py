@@ -101,10 +101,13 @@ async def test_a_count_that_is_refused_is_refused_in_anthropic_s_form(
         assert "prompt is too long: " in refused.value.message
 
 
-async def test_a_model_that_was_never_served_is_not_found(anthropic: AsyncAnthropic, engine: FakeEngine) -> None:
+async def test_a_model_that_was_never_served_is_not_found(
+    anthropic: AsyncAnthropic, engine: FakeEngine, db: Redis
+) -> None:
     with pytest.raises(NotFoundError) as refused:
         await anthropic.messages.create(**{**HELLO, "model": "claude-9"})
     assert error_of(refused.value) == (404, "not_found_error")
+    assert await db.keys("sluice:cancel:*") == []
 
 
 async def test_a_model_whose_workers_have_left_is_overloaded(anthropic: AsyncAnthropic, db: Redis) -> None:
