@@ -18,6 +18,7 @@ from pydantic_core import PydanticCustomError
 from schemas.base import JsonObject, Strict, Text
 from schemas.keys import CACHE_KEY_CHARACTERS, MODEL_NAME, TENANT_CHARACTERS
 from schemas.messages import Message, json_type
+from schemas.speculation import Prediction, Speculation
 
 
 class Function(Strict):
@@ -194,6 +195,13 @@ class ChatRequest(Strict):
     specprefill: bool | None = Field(default=None, description="Absent: the worker decides.")
     specprefill_keep_pct: Annotated[float, Field(ge=0.1, le=1)] | None = Field(
         default=None, description="Share of the prompt tokens that are not already cached; 1 is all of them."
+    )
+
+    speculation: Speculation | None = Field(
+        default=None, description="If drafts may be verified; never changes the answer. Absent: the worker decides."
+    )
+    prediction: Prediction | None = Field(
+        default=None, description="A text that the client expects, used as a draft; never changes the answer."
     )
 
     deadline_s: Annotated[float, Field(gt=0)] | None = Field(

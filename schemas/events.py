@@ -25,6 +25,12 @@ class Usage(Sent):
     kept_tokens: TokenCount | None = Field(
         default=None, description="Prompt tokens that SpecPrefill kept; absent if it did not apply."
     )
+    accepted_prediction_tokens: TokenCount | None = Field(
+        default=None, description="Answer tokens that the request's `prediction` held; absent without a prediction."
+    )
+    rejected_prediction_tokens: TokenCount | None = Field(
+        default=None, description="Tokens of the prediction that were tried and not drawn; absent without a prediction."
+    )
 
 
 class Timings(Sent):

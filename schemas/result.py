@@ -14,6 +14,10 @@ class CompletionUsage(Sent):
     completion_tokens: TokenCount
     total_tokens: TokenCount
     prompt_tokens_details: dict[str, int] = Field(description="cached_tokens; image_tokens if there were images.")
+    completion_tokens_details: dict[str, int] | None = Field(
+        default=None,
+        description="accepted_prediction_tokens and rejected_prediction_tokens, if the request has a prediction.",
+    )
 
 
 class AnswerMessage(Sent):
@@ -43,6 +47,20 @@ class SpecPrefill(Sent):
     skipped: str | None = Field(default=None, description="Why it was computed whole.")
 
 
+class DraftCounts(Sent):
+    proposed: TokenCount = Field(description="Tokens of drafts that were verified.")
+    accepted: TokenCount = Field(description="Those that the model drew as well.")
+
+
+class SpeculationReport(DraftCounts):
+    """Speculation of the attempt that finished the job."""
+
+    tokens_per_forward: float = Field(description="Mean tokens that a forward has drawn for this job.")
+    kinds: dict[str, DraftCounts] = Field(
+        description="By the source of the drafts: `copy`, `prediction`, `grammar`, and others."
+    )
+
+
 class SluiceDetails(Sent):
     """Fields that OpenAI's object does not have."""
 
@@ -56,6 +74,9 @@ class SluiceDetails(Sent):
     rows_mean: float = Field(description="Mean number of rows that decoded in the same step, this one included.")
     kept_tokens: TokenCount | None = Field(default=None, description="As in the final event's usage.")
     specprefill: SpecPrefill | None = None
+    speculation: SpeculationReport | None = Field(
+        default=None, description="Absent if nothing was drafted and the request has no field about it."
+    )
     tenant: str | None = None
     safety_identifier: str | None = None
     user: str | None = None

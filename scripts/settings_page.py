@@ -28,7 +28,7 @@ PAGE = ROOT / "docs" / "settings.md"
 SECTIONS = {
     "redis_url": "Server and model",
     "max_rows": "Running batch and memory",
-    "specprefill_draft_model": "SpecPrefill",
+    "speculation": "Speculation and SpecPrefill",
     "context_tokens": "Requests",
     "max_images": "Images",
     "batch_dir": "Offline batches",

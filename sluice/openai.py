@@ -212,6 +212,16 @@ def usage_of(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, **images},
+        **_completion_details(usage),
+    }
+
+
+def _completion_details(usage: Usage) -> dict[str, Any]:
+    if usage.accepted_prediction_tokens is None:
+        return {}
+    accepted, rejected = usage.accepted_prediction_tokens, usage.rejected_prediction_tokens or 0
+    return {
+        "completion_tokens_details": {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
     }
 
 

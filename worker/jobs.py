@@ -14,6 +14,7 @@ from worker.chat.recorder import JobRecorder
 from worker.chat.request import output_tokens, sampling_of, seed_of
 from worker.chat.resume import Attempt, Restart, Resume, Start, resume_plan
 from worker.chat.specprefill import specprefill_params
+from worker.chat.speculation import draft_limit
 from worker.errors import JobFailure
 from worker.queue.job.job import Job, JobResult
 from worker.queue.job.resume_state import ResumeState
@@ -27,6 +28,7 @@ from worker.schedule.outcomes import (
     Scored,
     SpecPrefillApplied,
     SpecPrefillSkipped,
+    Speculated,
 )
 from worker.schedule.request import GenerationRequest, GrammarState, PromptImage
 from worker.text.output.output import Output, OutputDelta
@@ -69,7 +71,12 @@ class Chat:
             job.log.store(request.model_dump(include={"prompt_cache_key"}, exclude_none=True))
             prepared = await prepare(job, context, request, self._id)
             prompt, self._images_digest = prepared.text, prepared.images_digest
-            generation_request = self._generation_request(request, prompt, prepared.images, seed)
+            generation_request = replace(
+                self._generation_request(request, prompt, prepared.images, seed),
+                max_draft=draft_limit(request, context.settings),
+                prediction=prepared.prediction,
+            )
+            self._recorder.consider_speculation(request)
             self._grammar = await context.codec.grammar(request, prompt, job.claim.lane)
             generation_request = await self._begin(request, prompt, replace(generation_request, grammar=self._grammar))
             logger.info("%s prepared: %d prompt tokens, lane %s", job.claim.job_id, len(prompt.tokens), job.claim.lane)
@@ -170,6 +177,8 @@ class Chat:
                 self._recorder.prefilled(done, total, cached)
             case Encoded(done=done, total=total) | Scored(done=done, total=total):
                 self._recorder.progress(outcome.phase, done, total)
+            case Speculated():
+                self._recorder.speculated(outcome)
             case SpecPrefillApplied() | SpecPrefillSkipped():
                 self._recorder.record_specprefill(outcome)
             case Refused(message=message):

@@ -103,6 +103,11 @@ class Settings(BaseSettings):
         False, description="Keep a prefix cache namespace for each tenant, so that no tenant reuses another's prefixes."
     )
 
+    speculation: Literal["auto", "off"] = Field(
+        "auto",
+        description="Speculative decoding: `auto` verifies several tokens of a row in one forward when that is "
+        "expected to be faster; `off` never does. Answers are the same.",
+    )
     specprefill_draft_model: str | None = Field(
         None,
         min_length=1,

@@ -80,6 +80,8 @@ FULL: dict[str, Any] = {
     "verbosity": "high",
     "specprefill": True,
     "specprefill_keep_pct": 0.3,
+    "speculation": {"max_tokens": 3},
+    "prediction": {"type": "content", "content": [{"type": "text", "text": "def f():"}]},
     "deadline_s": 30,
     "on_disconnect": "cancel",
     "tenant": "acme",
@@ -117,6 +119,11 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "tools with required": chat(tools=[LOOK], tool_choice="required"),
     "a tool without parameters": chat(tools=[LOOK]),
     "the least to keep": chat(specprefill_keep_pct=0.1),
+    "drafts": chat(speculation=True),
+    "no drafts": chat(speculation=False),
+    "no drafts by their length": chat(speculation={"max_tokens": 0}),
+    "the longest drafts": chat(speculation={"max_tokens": 7}),
+    "a predicted text": chat(prediction={"type": "content", "content": "1 2 3"}),
     "all to keep": chat(specprefill_keep_pct=1),
     "a short deadline": chat(deadline_s=0.001),
     "an empty content": {"messages": [{"role": "user", "content": ""}]},
@@ -388,6 +395,22 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "little to keep": (
         chat(specprefill_keep_pct=0.05),
         "specprefill_keep_pct: 0.05 is too small; the least is 0.1.",
+    ),
+    "a word about drafts": (
+        chat(speculation="yes"),
+        "speculation must be true, false or an object with max_tokens, not a string.",
+    ),
+    "drafts that are too long": (
+        chat(speculation={"max_tokens": 8}),
+        "speculation.max_tokens: 8 is too large; the most is 7.",
+    ),
+    "a prediction of an image": (
+        chat(prediction={"type": "content", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
+        "prediction.content[0].type: 'image_url' is not supported; use 'text'.",
+    ),
+    "an endless prediction": (
+        chat(prediction={"type": "content", "content": "x" * 1_000_001}),
+        "prediction holds more than 1,000,000 characters; send fewer.",
     ),
     "a deadline of now": (chat(deadline_s=0), "deadline_s: 0 is too small; it must be more than 0."),
     "a strange wish": (

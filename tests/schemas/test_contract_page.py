@@ -87,6 +87,8 @@ WANTED: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": True},
     "specprefill": {"specprefill": True},
     "specprefill_keep_pct": {"specprefill_keep_pct": 0.5},
+    "speculation": {"speculation": True},
+    "prediction": {"prediction": {"type": "content", "content": "1 2 3"}},
     "on_disconnect": {"on_disconnect": "cancel"},
     "deadline_s": {"deadline_s": 5},
     "parallel_tool_calls": {"parallel_tool_calls": True},

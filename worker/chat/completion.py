@@ -29,6 +29,7 @@ class Answer:
     stop_sequence: str | None  # the stop string that ended it
     rows_mean: float
     specprefill: dict[str, Any] | None = None  # SpecPrefill's report
+    speculation: dict[str, Any] | None = None  # speculation's report
 
 
 def completion(job: Job, request: ChatRequest, context: WorkerContext, answer: Answer) -> dict[str, object]:
@@ -53,6 +54,7 @@ def completion(job: Job, request: ChatRequest, context: WorkerContext, answer: A
             "completion_tokens": job.usage.completion_tokens,
             "total_tokens": job.usage.prompt_tokens + job.usage.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": job.usage.cached_tokens, **images},
+            **job.usage.completion_details,
         },
         "sluice": _extension(job, request, context, answer),
     }
@@ -91,5 +93,6 @@ def _extension(job: Job, request: ChatRequest, context: WorkerContext, answer: A
         "rows_mean": answer.rows_mean,
         **({} if job.usage.kept_tokens is None else {"kept_tokens": job.usage.kept_tokens}),
         **({"specprefill": answer.specprefill} if answer.specprefill else {}),
+        **({"speculation": answer.speculation} if answer.speculation else {}),
         **request.model_dump(include=_ECHOED, exclude_none=True),
     }

@@ -11,6 +11,7 @@ from schemas import ChatRequest
 from worker.chat.context import WorkerContext
 from worker.chat.images import images_digest
 from worker.chat.request import read_request
+from worker.chat.speculation import prediction_tokens
 from worker.errors import Cancelled, JobFailure
 from worker.queue.job.job import Job
 from worker.schedule.request import PromptImage
@@ -24,6 +25,7 @@ class PreparedPrompt:
     text: Prompt
     images: tuple[PromptImage, ...] = ()
     images_digest: str = ""  # empty without images
+    prediction: tuple[int, ...] = ()  # tokens of the predicted text
 
 
 async def read(job: Job, context: WorkerContext, body: Any) -> ChatRequest:
@@ -54,10 +56,11 @@ async def prepare(job: Job, context: WorkerContext, request: ChatRequest, attemp
     processed = await inputs.process(request.messages, attempt_id, lane, namespace) if inputs else ()
     prompt = await context.codec.prompt(request, [image.text for image in processed], lane)
     job.usage.prompt_tokens = len(prompt.tokens)
+    prediction = await prediction_tokens(request, context, job.claim)
     if not (inputs and processed):
-        return PreparedPrompt(prompt)
+        return PreparedPrompt(prompt, prediction=prediction)
     job.usage.image_tokens = sum(image.placeholders for image in processed)
-    return PreparedPrompt(prompt, inputs.locate(prompt.tokens, processed), images_digest(processed))
+    return PreparedPrompt(prompt, inputs.locate(prompt.tokens, processed), images_digest(processed), prediction)
 
 
 def cache_namespace(request: ChatRequest, context: WorkerContext) -> str:

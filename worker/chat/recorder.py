@@ -9,10 +9,11 @@ from worker.chat.completion import Answer, completion
 from worker.chat.context import WorkerContext
 from worker.chat.resume import Delivered
 from worker.chat.specprefill import as_result, with_outcome
+from worker.chat.speculation import SpeculationReceipt
 from worker.json_bytes import dumps
 from worker.queue.job.job import Job, JobResult
 from worker.queue.job.resume_state import ResumeState, SpecPrefillReport
-from worker.schedule.outcomes import Phase, Prefilled, SpecPrefillApplied, SpecPrefillSkipped
+from worker.schedule.outcomes import Phase, Prefilled, SpecPrefillApplied, SpecPrefillSkipped, Speculated
 from worker.text.output.output import Output, OutputDelta, concat
 
 logger = logging.getLogger("sluice.jobs")
@@ -63,11 +64,29 @@ class JobRecorder:
         self._rows = self._steps = 0
         self._pace = Pace()
         self._specprefill = SpecPrefillReport(kept=None)
+        self._speculation = SpeculationReceipt()
         self._state = ResumeState()  # what this attempt leaves for the next one
 
     def consider_specprefill(self, report: SpecPrefillReport) -> None:
         """Set the report by the request and the settings. The engine's decision may follow."""
         self._specprefill = report
+
+    def consider_speculation(self, request: ChatRequest) -> None:
+        """Prepare the receipt that the request is due."""
+        self._speculation.requested = request.speculation is not None or request.prediction is not None
+        if request.prediction is not None:
+            self._count_predicted()
+
+    def speculated(self, verified: Speculated) -> None:
+        """Record a draft that was verified."""
+        self._speculation.record(verified)
+        if self._job.usage.accepted_prediction_tokens is not None:
+            self._count_predicted()
+
+    def _count_predicted(self) -> None:
+        counts = self._speculation.predicted
+        self._job.usage.accepted_prediction_tokens = counts.accepted
+        self._job.usage.rejected_prediction_tokens = counts.proposed - counts.accepted
 
     def begin(self, event: Literal["started", "restarted", "resumed"], state: ResumeState) -> None:
         """Emit the first event of the attempt, and store the state that it leaves."""
@@ -187,6 +206,7 @@ class JobRecorder:
             timings=timings,
             stop_sequence=output.stop_sequence,
             specprefill=as_result(self._specprefill, self._job.usage.prompt_tokens, timings["prefill_s"]),
+            speculation=self._speculation.as_result(self._steps),
             rows_mean=round(self._rows / max(self._steps, 1), 2),
         )
         whole = completion(self._job, request, self._context, answered)

@@ -24,9 +24,9 @@ from worker.engine.upstream.mlx_lm import generation_stream
 from worker.schedule.admission import RowEstimate
 from worker.schedule.admission_plan import AdmissionPlan
 from worker.schedule.memory import MAX_ROWS, NO_IMAGES
-from worker.schedule.outcomes import Outcome, Refused, RowFailed, Sampled, frees_memory
+from worker.schedule.outcomes import Outcome, Refused, RowFailed, Sampled, Speculated, frees_memory
 from worker.schedule.plan import Chunk, Forward
-from worker.schedule.report import PrefixUse, StepReport
+from worker.schedule.report import DraftUse, PrefixUse, StepReport
 from worker.schedule.request import GenerationRequest
 
 logger = logging.getLogger("sluice.engine")
@@ -150,6 +150,7 @@ class Engine:
             reserved=self._admission.reserved_bytes,
             memory=memory,
             prefix=prefix,
+            drafts=DraftUse.of([each for each in outcomes if isinstance(each, Speculated)]),
         )
 
     def _rows_in_memory(self) -> tuple[list[list[int]], int]:
@@ -209,7 +210,9 @@ class Engine:
             return
         if not running.ending:
             idle, began = running.idle, time.perf_counter()
-            yield from self._deliver(*running.step())
+            delivered = running.step()
+            yield from running.verifications.drafts
+            yield from self._deliver(*delivered)
             # A busy device begins this step when it has ended the last one, whose tokens have just arrived.
             self._decoding_since = began if idle else time.perf_counter()
         if running.ending or self._reports_at_once():

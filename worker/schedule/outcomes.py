@@ -77,25 +77,13 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafts:
-    """Counts of the drafts of one kind that forwards have verified."""
-
-    kind: str  # of the proposer
-    proposed: int = 0  # tokens that were verified
-    accepted: int = 0  # those of them that were right
-
-    def __add__(self, other: "Drafts") -> "Drafts":
-        return Drafts(self.kind, self.proposed + other.proposed, self.accepted + other.accepted)
-
-
-@dataclass(frozen=True, slots=True)
 class Speculated:
-    """Speculation of a row that allowed it, in this attempt. Reported before the outcome that ends the row."""
+    """A draft of the row that a step has verified. Reported before the tokens of the step."""
 
     id: str
-    forwards: int  # decode forwards that the row has taken part in
-    tokens: int  # tokens that it has drawn in them
-    drafts: tuple[Drafts, ...] = ()  # one for each kind that was verified
+    kind: str  # of the proposer
+    proposed: int  # tokens that were verified
+    accepted: int  # the first of them, which were right
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """Report of an engine step, from the engine thread to the event loop."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from worker.schedule.outcomes import Outcome
+from worker.schedule.outcomes import Outcome, Speculated
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,13 @@ class DraftUse:
     drafts: int = 0
     proposed: int = 0  # tokens
     accepted_at: tuple[int, ...] = ()  # accepted tokens by their position in the draft
+
+    @classmethod
+    def of(cls, verified: Collection[Speculated]) -> "DraftUse":
+        """Count the drafts of a step."""
+        longest = max((draft.accepted for draft in verified), default=0)
+        accepted_at = tuple(sum(place < draft.accepted for draft in verified) for place in range(longest))
+        return cls(len(verified), sum(draft.proposed for draft in verified), accepted_at)
 
     @property
     def accepted(self) -> int:

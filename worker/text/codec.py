@@ -87,6 +87,10 @@ class TextCodec:
         """
         return await self._prompts.render(request, images, lane)
 
+    async def prediction(self, text: str, lane: Lane = "interactive", tenant: str = "") -> tuple[int, ...]:
+        """Tokenize a text that an answer may copy, on a text thread."""
+        return await self.run(lane, len(text), lambda check: tuple(self._tokenizer.encode(text)), tenant)
+
     async def grammar(self, request: ChatRequest, prompt: Prompt, lane: Lane = "interactive") -> GrammarState | None:
         """Return the grammar of the answer, or None if the answer is free.
 

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 
 from worker.engine.batch.decode_batch import ComputedRow, DecodeBatch, StepToken
 from worker.engine.batch.row import Row
-from worker.engine.speculation.speculator import Speculator, VerifiedDraft
+from worker.engine.speculation.speculator import Speculator
+from worker.schedule.outcomes import Speculated
 
 
 class Verifications:
@@ -13,7 +14,7 @@ class Verifications:
 
     def __init__(self, speculator: Speculator) -> None:
         self._speculator = speculator
-        self.drafts: list[VerifiedDraft] = []  # verified in the last step
+        self.drafts: list[Speculated] = []  # verified in the last step
         self.step_s = 0.0  # seconds that the verifications of the last step took
 
     @property

@@ -10,6 +10,7 @@ from worker.engine.speculation.head_drafts import PromptEntries
 from worker.engine.speculation.head_proposer import FedTokens, HeadInput, HeadProposer
 from worker.engine.speculation.positions import allowed
 from worker.engine.speculation.proposer import DraftedRow, Proposer
+from worker.schedule.outcomes import Speculated
 from worker.schedule.request import GenerationRequest
 from worker.schedule.speculation.offer import Offer
 from worker.schedule.speculation.width import ForwardCosts, choose_width, expected_tokens, likeliest
@@ -58,16 +59,6 @@ class _View:
     id: str
     request: GenerationRequest
     answer: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class VerifiedDraft:
-    """A draft that a forward has verified."""
-
-    id: str  # of the request
-    kind: str
-    offered: int  # tokens
-    kept: int  # the first of them, which were right
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +154,7 @@ class Speculator:
     def _after(self, row: SpeculatingRow, token: int) -> _Proposal | None:
         """Return the best draft after the row's next input, as far as it may be verified."""
         view = _view(row, token)
-        most = min(self.max_draft, row.request.max_tokens - len(view.answer) - 1)
+        most = min(self._limit(row), row.request.max_tokens - len(view.answer) - 1)
         if most <= 0:
             return None
         proposal = self._proposal(row, view)
@@ -180,22 +171,27 @@ class Speculator:
 
     def _proposal(self, row: SpeculatingRow, view: DraftedRow) -> _Proposal | None:
         """Return the offer of which the most tokens are expected."""
-        if row.recomputed:  # its drafts may be the cause of a failure
+        if row.recomputed or not self._limit(row):  # drafts may be the cause of the failure that made it recompute
             return None
         offered = ((proposer, proposer.offer(view)) for proposer in self._proposers)
         proposals = [_Proposal(proposer, offer) for proposer, offer in offered if offer and offer.tokens]
         return max(proposals, key=lambda each: expected_tokens(each.offer, 1 + self.max_draft), default=None)
 
+    def _limit(self, row: SpeculatingRow) -> int:
+        """Return the most tokens of a draft of this row."""
+        own = row.request.max_draft
+        return self.max_draft if own is None else min(own, self.max_draft)
+
     def observe_verified(
         self, inputs: Sequence[RowInput], drafts: Sequence[Sequence[int] | None], right: Sequence[int]
-    ) -> list[VerifiedDraft]:
+    ) -> list[Speculated]:
         """Record how many tokens of each draft were right."""
-        verified = list[VerifiedDraft]()
+        verified = list[Speculated]()
         for row_input, draft, count in zip(inputs, drafts, right, strict=True):
             proposal = self._proposals.pop(row_input.row.id, None)
             if draft and proposal:
                 proposal.proposer.kept(row_input.row, len(draft), count)
-                verified.append(VerifiedDraft(row_input.row.id, proposal.offer.kind, len(draft), count))
+                verified.append(Speculated(row_input.row.id, proposal.offer.kind, len(draft), count))
         return verified
 
     def observe_forward(self, rows: int, width: int, seconds: float) -> None:

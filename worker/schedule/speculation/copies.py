@@ -71,7 +71,7 @@ class RowCopies:
         self._text = own
         self._sources = [_Source(COPY, own, own)]
         if prediction:
-            expected = EndingIndex(prediction, _PREDICTION_GRAM, WINDOW)
+            expected = EndingIndex(prediction[:WINDOW], _PREDICTION_GRAM, WINDOW)
             self._sources.append(_Source(PREDICTION, expected, own, place=0))
         self.answered = 0  # tokens of the answer that were appended
 
