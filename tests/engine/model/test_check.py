@@ -44,7 +44,7 @@ def test_report_on_the_tiny_model_is_complete() -> None:
         1024,
         41_984,
     )
-    assert (report.context, report.profile.vocab, report.bits, report.mtp.status) == (32_768, 1024, None, "no")
+    assert (report.context, report.profile.vocab, report.bits, report.mtp.kind) == (32_768, 1024, None, "qwen3_5")
     assert (report.vision_unsupported_reason, report.encoder_bytes) == ("Its config has no vision encoder.", 0)
     assert report.tokenizer.think == ("<think>", "</think>")
     assert report.batches
