@@ -194,7 +194,8 @@ class Groups:
         """Return the state of the groups for admission. `groups`: rows to describe as if they decoded in these groups,
         without buffers; None: the present groups."""
         rows = [group.rows for group in self._groups] if groups is None else groups
-        lengths, ends = ([[measure(row) for row in group] for group in rows] for measure in (_length, _end))
+        lengths = [[row.length for row in group] for group in rows]
+        ends = [[row.end for row in group] for group in rows]
         return Decoding(self._cost.cost(), lengths, ends, self.buffers if groups is None else ())
 
     def set_bounds(self, bounds: Bounds) -> None:
@@ -343,11 +344,3 @@ class Groups:
         self._lost[row] = None
         yield
         del self._lost[row]
-
-
-def _length(row: Row) -> int:
-    return row.length
-
-
-def _end(row: Row) -> int:
-    return row.end
