@@ -62,6 +62,12 @@ def test_the_client_alone_can_be_imported_and_says_its_version(wheels: dict[str,
     assert (ran.returncode, ran.stdout) == (0, f"sluice {sluice.__version__}\n"), ran.stderr
 
 
+def test_the_client_s_distribution_lists_every_package() -> None:
+    listed = tomllib.loads((ROOT / "sluice/pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = [file.parent.relative_to(ROOT) for file in (ROOT / "sluice").rglob("__init__.py")]
+    assert sorted(listed) == sorted(".".join(folder.parts) for folder in folders)
+
+
 def test_no_distribution_asks_an_index_for_one_of_ours() -> None:
     for file in ("pyproject.toml", "sluice/pyproject.toml"):
         project = tomllib.loads((ROOT / file).read_text())["project"]
