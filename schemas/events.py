@@ -8,7 +8,7 @@ from schemas.base import Sent
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 ErrorType = Literal["invalid_request", "unsupported", "too_large", "overloaded", "deadline", "internal"]
-ProgressPhase = Literal["waiting", "encoding", "scoring", "prefill"]
+ProgressPhase = Literal["waiting", "loading", "encoding", "scoring", "prefill"]
 FinalType = Literal["finished", "failed", "cancelled"]
 FINAL: tuple[FinalType, ...] = get_args(FinalType)
 

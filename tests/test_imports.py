@@ -67,12 +67,16 @@ TABLE = {
     ),
     # The engine: upstream < cache < sampling < speculation < batch < admission < vision < model < prefill < engine
     # < thread.
-    "worker.engine": May("worker.errors worker.monitoring.heartbeat worker.schedule", "mlx mlx_lm"),
+    "worker.engine": May("worker.errors worker.monitoring.heartbeat worker.prefix_store worker.schedule", "mlx mlx_lm"),
     "worker.engine.upstream": May(others="mlx mlx_lm"),
     "worker.engine.upstream.transformers": May(others="transformers"),
     "worker.engine.upstream.mlx_vlm": May(others="mlx_vlm PIL"),
     "worker.engine.isolation": May(),
-    "worker.engine.cache": May("worker.engine.isolation worker.engine.upstream worker.schedule", "mlx mlx_lm"),
+    # Its disk tier hands arrays to the store, and takes buffers back, which NumPy allocates.
+    "worker.engine.cache": May(
+        "worker.engine.isolation worker.engine.upstream worker.errors worker.prefix_store worker.schedule",
+        "mlx mlx_lm numpy",
+    ),
     "worker.engine.sampling": May("worker.schedule", "mlx"),
     "worker.engine.speculation": May(
         "worker.engine.cache worker.engine.sampling worker.engine.upstream worker.schedule", "mlx"
@@ -101,7 +105,7 @@ TABLE = {
     "worker.engine.prefill": May(
         "worker.engine.batch worker.engine.cache worker.engine.isolation worker.engine.model "
         "worker.engine.speculation worker.engine.tokenizer worker.engine.upstream worker.engine.vision worker.errors "
-        "worker.schedule",
+        "worker.prefix_store worker.schedule",
         "mlx mlx_lm",
     ),
     # HTTP and TLS are httpcore's; which addresses a fetcher connects to is decided here.

@@ -20,6 +20,7 @@ from worker.queue.job.job import Job, JobResult
 from worker.queue.job.resume_state import ResumeState
 from worker.schedule.outcomes import (
     Encoded,
+    Loaded,
     Outcome,
     Prefilled,
     Refused,
@@ -175,7 +176,7 @@ class Chat:
                 self._sampled(outcome, rows)
             case Prefilled(done=done, total=total, cached=cached):
                 self._recorder.prefilled(done, total, cached)
-            case Encoded(done=done, total=total) | Scored(done=done, total=total):
+            case Loaded(done=done, total=total) | Encoded(done=done, total=total) | Scored(done=done, total=total):
                 self._recorder.progress(outcome.phase, done, total)
             case Speculated():
                 self._recorder.speculated(outcome)

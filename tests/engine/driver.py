@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import mlx.core as mx
 
+from worker.engine.cache.disk import DiskTier
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model
 from worker.engine.speculation.speculator import Speculator
@@ -78,6 +79,7 @@ class Run:
         prefix_bytes: int = 0,
         speculator: Speculator | None = None,
         pipelined: bool = True,  # as on a GPU
+        open_tier: Callable[[Model], DiskTier] | None = None,
     ) -> None:
         self.engine = Engine(
             model,
@@ -87,6 +89,7 @@ class Run:
             prefix_bytes=prefix_bytes,
             speculator=speculator,
             pipelined=pipelined,
+            open_tier=open_tier,
         )
         self.kept_ranges: dict[str, tuple[Range, ...]] = {}  # by request, if SpecPrefill was applied
         self.skipped: dict[str, str] = {}  # by request, the reason why SpecPrefill was skipped

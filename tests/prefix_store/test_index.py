@@ -63,7 +63,7 @@ def test_files_after_a_gap_are_found_only_from_a_position_that_is_held() -> None
 
 
 def test_nothing_is_found_that_is_held_already() -> None:
-    assert index(name((1, 2))).find("", (1, 2, 3), stateful=False, held=[2]) is None
+    assert index(name((1, 2))).find("", (1, 2, 3), stateful=False, held=[2], longer_than=2) is None
 
 
 def test_a_prefix_is_not_found_from_another_namespace_or_model() -> None:

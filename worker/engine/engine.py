@@ -12,6 +12,7 @@ from worker.engine.admission import AdmissionController
 from worker.engine.batch.decode_batch import StepToken
 from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row
+from worker.engine.cache.disk import DiskTier
 from worker.engine.device import memory_limit, runs_ahead
 from worker.engine.isolation import isolate
 from worker.engine.joins import Joins
@@ -66,16 +67,18 @@ class Engine:
         prefix_bytes: int | None = None,
         speculator: Speculator | None = None,
         pipelined: bool | None = None,
+        open_tier: Callable[[Model], DiskTier] | None = None,
     ) -> None:
         """`step_s`: target seconds of a step. `rows`: most rows active at once; an interactive one may preempt an
         offline one. `memory`: bytes that weights, rows and caches may take together; None: what the device offers.
         `prefix_bytes`: most bytes of the caches that outlive a request, as far as rows leave them; 0 disables these
         caches, None is a share of the memory that the weights leave. `speculator`: decides about drafts; None: none.
-        `pipelined`: the device computes a step while the host continues; None: ask the device."""
+        `pipelined`: the device computes a step while the host continues; None: ask the device.
+        `open_tier`: return the disk tier of the prefixes; None: there is none."""
         self._costs = model.costs
         self._admission = AdmissionController(model.costs, memory or memory_limit(), rows)
         max_prefix_bytes = self._admission.free_bytes // _PREFIX_SHARE if prefix_bytes is None else prefix_bytes
-        self._caches = EngineCaches(model, max_prefix_bytes)
+        self._caches = EngineCaches(model, max_prefix_bytes, open_tier(model) if open_tier else None)
         self._queried_tokens = self._hit_tokens = 0  # of prompts whose prefill has finished in this step
         self._eos_ids = frozenset(model.tokenizer.eos_token_ids)
         with_head = speculator is not None and speculator.uses_head
@@ -104,6 +107,10 @@ class Engine:
     def _has_to_wait(self) -> bool:
         """True if rows are active, and none can be computed now: see `Stage.ready`."""
         return 0 < len(self._active) == len(self._prefills) and not self._prefills.has_work
+
+    def close(self) -> None:
+        """Write prefixes to disk, if they have a disk tier. Blocks. The engine must not be used afterwards."""
+        self._caches.close()
 
     def add(self, request: GenerationRequest) -> None:
         """Add a request, which a later step admits or refuses. Its id must not be in use. Its grammar belongs to the

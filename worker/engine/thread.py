@@ -14,9 +14,11 @@ from typing import TypeVar
 
 import mlx.core as mx
 
+from worker.engine.cache.disk import DiskTier
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model
 from worker.monitoring.heartbeat import Heartbeat
+from worker.prefix_store.store import StoreOptions
 from worker.schedule.memory import MAX_ROWS
 from worker.schedule.outcomes import OutcomeListener
 from worker.schedule.report import StepReport
@@ -63,13 +65,16 @@ class EngineThread:
         rows: int = MAX_ROWS,
         memory: int | None = None,
         prefix_bytes: int | None = None,
+        disk: StoreOptions | None = None,
         on_failure: Callable[[], None],
         on_step: Callable[[StepReport], None] = lambda report: None,
     ) -> None:
         """`load`: load the model; runs on the new thread. `step_s`: target seconds of a step. `rows`, `memory` and
-        `prefix_bytes`: see `Engine`. `on_failure` is called if the thread fails after loading, `on_step` with the
-        report of each step; both run on the event loop. Must be created while the loop runs."""
+        `prefix_bytes`: see `Engine`. `disk`: where prefixes are stored; None: nowhere. `on_failure` is called if the
+        thread fails after loading, `on_step` with the report of each step; both run on the event loop. Must be created
+        while the loop runs."""
         self._load = load
+        self._disk = disk
         self._engine_of = partial(Engine, step_s=step_s, rows=rows, memory=memory, prefix_bytes=prefix_bytes)
         self._on_failure, self._on_step = on_failure, on_step
         self._loop = asyncio.get_running_loop()
@@ -132,11 +137,16 @@ class EngineThread:
 
     def _serve(self) -> None:
         model = self._load()
-        engine = self._engine_of(model)
+        engine = self._engine_of(model, open_tier=self._open_tier if self._disk else None)
         self._post(self._has_loaded, model)
         while self._handle_commands(engine):
             self.heartbeat.beat()
             self._post(self._deliver, engine.step())
+        engine.close()
+
+    def _open_tier(self, model: Model) -> DiskTier:
+        assert self._disk is not None
+        return DiskTier(model.network, model.fingerprint, self._disk, self.wake)
 
     def _handle_commands(self, engine: Engine) -> bool:
         """Handle the commands in the mailbox; block on it if there is nothing to compute. Returns False to

@@ -71,21 +71,27 @@ class Index:
             self._by_parent = by_parent
 
     def find(
-        self, namespace: str, tokens: tuple[int, ...], *, stateful: bool, held: Collection[int] = ()
+        self,
+        namespace: str,
+        tokens: tuple[int, ...],
+        *,
+        stateful: bool,
+        held: Collection[int] = (),
+        longer_than: int = 0,
     ) -> Chain | None:
-        """Return the files that hold the longest prefix of the tokens; None if there are none. `stateful`: the prefix
-        has to end with a state. `held`: positions from which the caller can continue, besides 0: it holds the tokens
-        before them. Files at or before the last of them are not used."""
+        """Return the files that hold the longest prefix of the tokens; None if it is not longer than `longer_than`.
+        `stateful`: the prefix has to end with a state. `held`: positions from which the caller can continue, besides 0,
+        since it holds the KV of all tokens before them."""
         with self._lock:
             reached = self._reach(namespace, tokens, {0, *held})
         ends = [end for end, name in reached.items() if name and (name.has_state or not stateful)]
-        if not ends or max(ends) <= max(held, default=0):
+        if not ends or max(ends) <= longer_than:
             return None
         files = list[FileName]()
-        end = max(ends)
-        while (name := reached[end]) is not None:
+        name = reached[max(ends)]
+        while name is not None:
             files.append(name)
-            end = name.start
+            name = None if name.start in held else reached[name.start]
         return Chain(namespace, tokens[: max(ends)], tuple(reversed(files)))
 
     def _reach(self, namespace: str, tokens: tuple[int, ...], held: set[int]) -> dict[int, FileName | None]:
@@ -100,12 +106,9 @@ class Index:
             digest.update(tokens[digest.length : position])
             here = digest.hexdigest()
             files = [name for name in self._by_digest.get(here, ()) if name.end == position and name.start in reached]
-            if position in held:
-                reached[position] = None
-            elif files:
-                reached[position] = max(files, key=lambda name: (name.has_state, -name.start))
-            else:
+            if not files and position not in held:
                 continue
+            reached[position] = max(files, key=lambda name: (name.has_state, -name.start), default=None)
             ends = {name.end for name in self._by_parent.get(here, ()) if position < name.end <= len(tokens)}
             for end in ends - queued:
                 heapq.heappush(positions, end)

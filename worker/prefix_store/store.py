@@ -118,10 +118,25 @@ class PrefixStore:
         return True
 
     def find(
-        self, namespace: str, tokens: tuple[int, ...], *, stateful: bool, held: Collection[int] = ()
+        self,
+        namespace: str,
+        tokens: tuple[int, ...],
+        *,
+        stateful: bool,
+        held: Collection[int] = (),
+        longer_than: int = 0,
     ) -> Chain | None:
         """Return the files of the longest stored prefix; see `Index.find`."""
-        return self.index.find(namespace, tokens, stateful=stateful, held=held) if len(self.index) else None
+        if not len(self.index):
+            return None
+        return self.index.find(namespace, tokens, stateful=stateful, held=held, longer_than=longer_than)
+
+    def forget(self, namespace: str, tokens: tuple[int, ...]) -> None:
+        """Remove the files of these tokens. Blocks."""
+        while (chain := self.find(namespace, tokens, stateful=False)) is not None:
+            for name in chain.files:
+                self._folder.remove(name)
+                self.index.discard(name)
 
     def read(self, chain: Chain) -> Reading:
         """Start to read a chain. It is given up if the caller drops the returned object."""

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal, Protocol
 from worker.schedule.request import Range
 
 FinishReason = Literal["stop", "length"]
-Phase = Literal["encoding", "scoring", "prefill"]  # of a prompt, before its row decodes
+Phase = Literal["loading", "encoding", "scoring", "prefill"]  # of a prompt, before its row decodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,16 @@ class Prefilled:
     done: int
     total: int
     cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Progress of a prefix that is read from disk: `done` of `total` tokens are in the prefix cache."""
+
+    phase: ClassVar[Phase] = "loading"
+    id: str
+    done: int
+    total: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +112,16 @@ class Refused:
 
 
 Outcome = (
-    Prefilled | Encoded | Scored | SpecPrefillApplied | SpecPrefillSkipped | Sampled | Speculated | RowFailed | Refused
+    Prefilled
+    | Loaded
+    | Encoded
+    | Scored
+    | SpecPrefillApplied
+    | SpecPrefillSkipped
+    | Sampled
+    | Speculated
+    | RowFailed
+    | Refused
 )
 
 

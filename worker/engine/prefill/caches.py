@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from worker.engine.batch.row import Row
+from worker.engine.cache.disk import DiskTier
 from worker.engine.cache.prefix import PrefixCache
 from worker.engine.model.load import Model
 from worker.engine.prefill.scoring import Draft
@@ -18,11 +19,13 @@ _FEATURES_SHARE = 4
 class EngineCaches:
     """Owner of all caches that outlive a request, and of how they divide the bytes. For the engine's thread."""
 
-    def __init__(self, model: Model, max_bytes: int) -> None:
-        """`max_bytes`: bytes for all caches together. A draft model and a vision model each get a share of them."""
+    def __init__(self, model: Model, max_bytes: int, tier: DiskTier | None = None) -> None:
+        """`max_bytes`: bytes for all caches together. A draft model and a vision model each get a share of them.
+        `tier`: of the model's prefixes; closed by `close`."""
         draft_bytes = max_bytes // _DRAFT_SHARE if model.draft else 0
         features_bytes = max_bytes // _FEATURES_SHARE if model.vision else 0
-        self.prefix = PrefixCache(model.network, max_bytes - draft_bytes - features_bytes) if max_bytes > 0 else None
+        prefix_bytes = max_bytes - draft_bytes - features_bytes
+        self.prefix = PrefixCache(model.network, prefix_bytes, tier) if max_bytes > 0 else None
         self.draft = _draft_of(model, draft_bytes)
         self.features = FeatureCache(features_bytes) if model.vision else None
         caches = (self.prefix, self.draft.prefix if self.draft else None, self.features)
@@ -61,6 +64,11 @@ class EngineCaches:
         if self.prefix and row.request.lane == "interactive" and not row.num_dropped:
             for cache, index in cache_of(row):
                 self.prefix.insert(row.request.namespace, row.cache_key(*ending), cache, index)
+
+    def close(self) -> None:
+        """Write the prefixes to disk, if there is a disk tier. Blocks."""
+        if self.prefix:
+            self.prefix.close()
 
     def forget_non_finite(self, row: Row) -> None:
         """Drop the cached prefixes and image features of this row that are not finite. Blocks."""

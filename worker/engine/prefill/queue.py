@@ -1,7 +1,7 @@
 """The queue of prompts being prefilled: which of them advance in a step, and by how many tokens."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from statistics import mean
 from typing import Protocol, cast
@@ -14,6 +14,7 @@ from worker.engine.model.load import Model
 from worker.engine.model.profile import weights_bytes
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.images import EncodeImages
+from worker.engine.prefill.load import Load
 from worker.engine.prefill.scoring import Draft
 from worker.engine.prefill.spans import ComputeSpans, window_of
 from worker.engine.prefill.specprefill import Score
@@ -22,11 +23,13 @@ from worker.engine.prefill.task import Advanced, PromptTask
 from worker.engine.prefill.together import SharedForwards
 from worker.engine.vision.inputs import MultimodalInputs
 from worker.schedule.budget import PromptCost, Running, StepBudget, delays_first_step
+from worker.schedule.cache.disk import is_worth_loading
 from worker.schedule.memory import BUFFER_TOKENS, NO_IMAGES, ImageDemand
 from worker.schedule.outcomes import SpecPrefillSkipped
 from worker.schedule.plan import Chunk, Forward, PromptState, backlog, may_advance, plan
 from worker.schedule.request import GenerationRequest
 
+_INSERT_TOKENS_PER_S = 1e6  # of a prefix that another thread has read, until it is measured
 _ENCODER_TOKENS_PER_S = 100.0  # tokens per second, until a vision encoder is measured
 
 
@@ -67,6 +70,7 @@ class PrefillQueue:
             # One layer of a vision encoder counts as a few tokens; until its speed is measured, advance by one token.
             "encoding": StepBudget(step_s, _ENCODER_TOKENS_PER_S, least=1),
             "prefill": StepBudget(step_s),
+            "loading": StepBudget(step_s, _INSERT_TOKENS_PER_S),
         }
         self._ratio = model.costs.weights_bytes / max(1, weights_bytes(model.draft.network)) if model.draft else 1.0
 
@@ -106,6 +110,9 @@ class PrefillQueue:
             inputs = MultimodalInputs(vision.family, row.request, features)
             first.append(EncodeImages(row.id, inputs, vision.family.encode))
         spans = ComputeSpans(self._network, row.request, inputs, head=self._head)
+        if (prefix := self._caches.prefix) and prefix.on_disk:
+            key = row.request.cache_key(row.request.tokens[: spans.num_dense])
+            first.insert(0, Load(row.id, row.request.namespace, key, prefix, self._is_worth_loading))
         if self._caches.draft:
             first += self._score_stages(row.request, self._caches.draft, window_of(spans.cache))
         self._tasks[row.id] = PromptTask(row, spans, first=first, prefix=self._caches.prefix, added_s=time.monotonic())
@@ -121,6 +128,10 @@ class PrefillQueue:
             "scoring", StepBudget(self._step_s, self._ratio / max(self.cost("prefill").token_s, 1e-9))
         )
         return [Score(request, request.specprefill, draft, self._is_worthwhile, window, self._model.costs.draft_tokens)]
+
+    def _is_worth_loading(self, tokens: int, start: int, file_bytes: Sequence[int], bytes_per_s: float) -> bool:
+        compute_s = self.cost("prefill").of(tokens, start)
+        return is_worth_loading(tokens, file_bytes, bytes_per_s=bytes_per_s, compute_s=compute_s)
 
     def _is_worthwhile(self, scored: int, tokens: int, keep: float) -> bool:
         """Return True if scoring `scored` tokens, and then computing the share `keep` of `tokens`, is expected to be

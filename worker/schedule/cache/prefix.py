@@ -53,6 +53,17 @@ class Node(Generic[R, S]):
     segment: R | None = None
     snapshot: S | None = None
     children: "dict[int, Node[R, S]]" = field(default_factory=dict)  # by first token
+    uses: int = 0  # number of requests that have shared it, after the first
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """All tokens from the root to the end of the node."""
+        return tuple(chain.from_iterable(_path(self)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its segment and snapshot."""
+        return sum(each.nbytes for each in (self.segment, self.snapshot) if each is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +135,16 @@ class PrefixTree(Generic[R, S]):
             self._order.move_to_end((found.holder, "snapshot"))
         self._touch(found.holder or (found.nodes[-1] if found.nodes else None))
 
+    def use(self, found: Found[R, S]) -> None:
+        """Mark a found prefix as the most recently used, and count the use of each node that matches as a whole."""
+        self.touch(found)
+        for node in found.nodes:
+            node.uses += node.end <= found.length
+
+    def recent(self) -> list[Node[R, S]]:
+        """Return all nodes, the most recently used first, and each after its parent."""
+        return [node for node, kind in reversed(self._order) if kind == "segment"]
+
     def insert(
         self, namespace: str, tokens: tuple[int, ...], copy: Callable[[int, int], R], snapshot: S | None = None
     ) -> None:
@@ -191,6 +212,7 @@ class PrefixTree(Generic[R, S]):
         first, rest = node.segment.split(at)
         self.nbytes += rest.nbytes - node.segment.nbytes
         upper = self._attach(node.parent, node.tokens[:at], first)
+        upper.uses = node.uses + 1  # the other prompt shares it
         node.parent = upper
         node.tokens = node.tokens[at:]
         node.segment = rest
