@@ -140,7 +140,8 @@ TABLE = {
         "worker.chat worker.engine worker.jobs worker.monitoring worker.queue worker.settings worker.text", "arq"
     ),
     "worker.app": May(
-        "worker.batch_dir worker.engine worker.monitoring worker.parts worker.process worker.queue worker.settings"
+        "worker.batch_dir worker.engine worker.monitoring worker.parts worker.prefix_store worker.process worker.queue "
+        "worker.settings"
     ),
     "worker.__main__": May("worker.app worker.errors worker.process worker.settings"),
 }

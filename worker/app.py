@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from worker.monitoring.health import Health
 from worker.monitoring.serving import served_metrics
 from worker.monitoring.sink import MetricsSink
+from worker.prefix_store.store import StoreOptions
 from worker.process.exit_timer import EXIT_FORCED, ExitTimer
 from worker.process.garbage import collect_on_a_timer, pause_collections, resume_collections
 from worker.process.log_lines import set_up_logging
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sluice")
 
 EXIT_ENGINE_DIED = 3
+
+_DAILY_QUOTAS = 5  # bytes written to disk in a day, as a multiple of the quota, if they are not set
 
 # After a second signal: jobs are requeued within milliseconds if Redis answers and the event loop is not blocked.
 _FORCED_STOP_S = 2.0
@@ -116,9 +119,18 @@ def _engine(settings: Settings, metrics: MetricsSink) -> "EngineThread":
         rows=settings.max_rows,
         memory=memory_for_model(settings.memory_gb, settings.memory_headroom_gb),
         prefix_bytes=None if settings.prefix_cache_gb is None else int(settings.prefix_cache_gb * 1e9),
+        disk=_store_options(settings),
         on_failure=_die,
         on_step=metrics.record_step,
     )
+
+
+def _store_options(settings: Settings) -> StoreOptions | None:
+    """Return where prefixes are stored; None: nowhere."""
+    if settings.prefix_disk_dir is None:
+        return None
+    daily_gb = settings.prefix_disk_daily_gb or _DAILY_QUOTAS * settings.prefix_disk_gb
+    return StoreOptions(settings.prefix_disk_dir.expanduser(), int(settings.prefix_disk_gb * 1e9), int(daily_gb * 1e9))
 
 
 @asynccontextmanager

@@ -103,11 +103,32 @@ class Settings(BaseSettings):
         False, description="Keep a prefix cache namespace for each tenant, so that no tenant reuses another's prefixes."
     )
 
+    prefix_disk_dir: Path | None = Field(
+        None,
+        examples=["/var/lib/sluice/prefixes"],
+        description="Folder for cached prefixes that are evicted, or that the worker holds when it stops, so that they "
+        "survive both; workers of any models may share it. The files hold prompts in plain form, readable by their "
+        "owner only. Default: none, prefixes are kept in memory only.",
+    )
+    prefix_disk_gb: float = Field(
+        20.0,
+        gt=0,
+        description="Maximum size of all files in that folder, also those of other workers and programs, in gigabytes. "
+        "The least recently used prefixes are removed first; files of other programs never are.",
+    )
+    prefix_disk_daily_gb: float | None = Field(
+        None,
+        gt=0,
+        description="Maximum amount that all workers together write into that folder in a day, in gigabytes. It limits "
+        "the wear of the SSD. Default: five times `SLUICE_PREFIX_DISK_GB`.",
+    )
+
     speculation: Literal["auto", "off"] = Field(
         "auto",
         description="Speculative decoding: `auto` verifies several tokens of a row in one forward when that is "
         "expected to be faster; `off` never does. Answers are the same.",
     )
+
     specprefill_draft_model: str | None = Field(
         None,
         min_length=1,
@@ -254,6 +275,13 @@ class Settings(BaseSettings):
         if reserved >= rows:
             raise ValueError(f"{reserved} of {rows} rows reserved leaves none for offline jobs; reserve fewer")
         return reserved
+
+    @field_validator("prefix_disk_dir")
+    @classmethod
+    def _has_a_cache_in_memory(cls, folder: Path | None, info: object) -> Path | None:
+        if folder is not None and info.data.get("prefix_cache_gb") == 0:  # type: ignore[attr-defined]
+            raise ValueError("prefixes go to disk from the prefix cache; let SLUICE_PREFIX_CACHE_GB be more than 0")
+        return folder
 
     @field_validator("batch_schedule")
     @classmethod

@@ -2,8 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import wraps
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import mlx.core as mx
 
@@ -21,6 +20,7 @@ from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
 from worker.engine.prefill.task import ComputedPrompt
 from worker.engine.speculation.speculator import Speculator
+from worker.engine.step_part import step_part
 from worker.engine.upstream.mlx_lm import generation_stream
 from worker.schedule.admission import RowEstimate
 from worker.schedule.admission_plan import AdmissionPlan
@@ -34,21 +34,6 @@ logger = logging.getLogger("sluice.engine")
 
 _CLEAR_EVERY = 16_384  # tokens computed between two clearings of MLX's buffer cache, whose buffers later steps reuse
 _PREFIX_SHARE = 4  # caches that outlive a request get 1 / share of the memory that the weights leave, by default
-
-
-def _step_part(part: Callable[["Engine"], Iterable[Outcome]]) -> Callable[["Engine"], Iterable[Outcome]]:
-    """Make a method of the engine a part of its step, which returns outcomes. If it fails, the outcomes so far are
-    delivered, and decoding rows lose their caches at most. Rows that were lost before are recomputed first."""
-
-    @wraps(part)
-    def isolated(engine: "Engine") -> Iterator[Outcome]:
-        yield from engine._active.recover()
-        with isolate("a step") as attempt:
-            yield from part(engine)
-        if attempt.failed:
-            engine._active.lose_decoding()
-
-    return isolated
 
 
 class Engine:
@@ -171,7 +156,7 @@ class Engine:
         chunk = max(self._longest_chunk, len(self._running))  # a decoding row needs as much as one token of a chunk
         return self._admission.calibrate(lengths, chunk, self._caches.nbytes, self._encoded_images, slack_bytes)
 
-    @_step_part
+    @step_part
     def _admit(self) -> Iterator[Outcome]:
         """Admit waiting requests as far as memory allows, and refuse those that never fit."""
         if self._admission.needs_decision:
@@ -209,7 +194,7 @@ class Engine:
         self._preempted += 1
         logger.info("%s: preempted", id)
 
-    @_step_part
+    @step_part
     def _decode(self) -> Iterator[Outcome]:
         """Decode the next token of every running row."""
         running = self._running
@@ -274,7 +259,7 @@ class Engine:
             yield Sampled(row.id, token, "length", step_token.logprobs, at)
             self._caches.insert(row, self._running.cache_of)
 
-    @_step_part
+    @step_part
     def _prefill(self) -> Iterator[Outcome]:
         """Compute the planned chunks. Rows whose prompt is computed join the running rows."""
         if self._running.ending:  # the last tokens of all rows are reported first, since no decode step is left to do
@@ -340,7 +325,7 @@ class Engine:
         self._caches.set_limit(min(headroom, self._admission.free_bytes))
         return True
 
-    @_step_part
+    @step_part
     def _finish_step(self) -> tuple[Outcome, ...]:
         """Rebalance the groups, and clear MLX's buffer cache every `_CLEAR_EVERY` computed tokens. No outcomes."""
         self._running.rebalance()
