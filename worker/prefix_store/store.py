@@ -189,6 +189,7 @@ class PrefixStore:
             if time.monotonic() >= paused_until and not self._write(new):
                 paused_until = time.monotonic() + _PAUSE_S
             self._pending.add(-new.place.nbytes)
+            del new  # else its memory would be held until the next one comes
 
     def _rescan(self) -> None:
         """Count the files of others, and find those that other workers have written."""
