@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sluice.client import Client
-from sluice.gateway import catalog, chat, messages, responses
+from sluice.gateway import catalog, chat, messages, page, responses
 from sluice.gateway.errors import SERVER, ApiError, openai_response
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.messages.errors import error_response, new_id
@@ -26,7 +26,14 @@ logger = logging.getLogger("sluice.serve")
 
 Surface = Callable[[Gateway], Sequence[Route]]
 
-SURFACES: Sequence[Surface] = (chat.routes, responses.routes, messages.routes, catalog.routes, health.routes)
+SURFACES: Sequence[Surface] = (
+    chat.routes,
+    responses.routes,
+    messages.routes,
+    catalog.routes,
+    health.routes,
+    page.routes,
+)
 
 
 def app(client: Client, settings: ServeSettings | None = None) -> Starlette:

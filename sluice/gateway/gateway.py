@@ -199,10 +199,10 @@ class Gateway:
 
     async def check_owner(self, caller: Caller, job_id: str) -> None:
         """Check that the job is the caller's. Raises `ApiError` 404 for another's, as for a job that does not exist."""
-        if caller.tenant is None:
-            return
         if not re.fullmatch(wire.JOB_ID, job_id):
             raise unknown(job_id)
+        if caller.tenant is None:
+            return
         tenant: bytes | None = await self.retries.run(lambda: self.redis.hget(wire.job_key(job_id), "tenant"))
         if tenant is None or tenant.decode("utf-8", "replace") != caller.tenant:
             raise unknown(job_id)

@@ -67,9 +67,11 @@ class FrontProcess(Front):
 
 
 @contextmanager
-def front_process(redis_url: str, folder: Path, **settings: object) -> Iterator[FrontProcess]:
+def front_process(
+    redis_url: str, folder: Path, on_port: int | None = None, **settings: object
+) -> Iterator[FrontProcess]:
     """Run `sluice serve` in `folder` until the end of the block. `no_worker_s=1` is SLUICE_SERVE_NO_WORKER_S=1."""
-    port = free_port()
+    port = on_port or free_port()
     ours = {f"SLUICE_SERVE_{name.upper()}": str(value) for name, value in settings.items()}
     others = {name: value for name, value in os.environ.items() if not name.startswith("SLUICE_")}
     env = {**others, **ours, "SLUICE_REDIS_URL": redis_url, "PYTHONPATH": str(ROOT)}

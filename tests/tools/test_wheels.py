@@ -44,7 +44,8 @@ def test_the_client_installs_one_package_and_the_worker_its_own_two(wheels: dict
 def test_every_module_and_script_is_in_a_wheel(wheels: dict[str, Path]) -> None:
     shipped = {name for wheel in wheels.values() for name in ZipFile(wheel).namelist()}
     files = (file for top in ("schemas", "sluice", "worker") for file in (ROOT / top).rglob("*"))
-    wanted = {file.relative_to(ROOT).as_posix() for file in files if file.suffix in (".py", ".lua", ".typed")}
+    shipped_kinds = {".py", ".lua", ".typed", ".html", ".css", ".js", ".svg"}
+    wanted = {file.relative_to(ROOT).as_posix() for file in files if file.suffix in shipped_kinds}
     assert wanted - shipped == set()
 
 

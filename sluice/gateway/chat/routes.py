@@ -20,7 +20,7 @@ from sluice.gateway.chat.order import ID_PREFIX, Order, job_ids, job_ids_of, rea
 from sluice.gateway.chat.stream import error_frame, frames, seen_by
 from sluice.gateway.disconnect import unless_left
 from sluice.gateway.errors import ApiError, endpoint
-from sluice.gateway.gateway import Gateway
+from sluice.gateway.gateway import Gateway, unknown
 
 _PATH = "/v1/chat/completions"
 
@@ -30,6 +30,7 @@ def routes(gateway: Gateway) -> list[Route]:
     chat = _Chat(gateway)
     return [
         Route(_PATH, endpoint(chat.create), methods=["POST"]),
+        Route(f"{_PATH}/{{id}}", endpoint(chat.retrieve)),
         Route(f"{_PATH}/{{id}}/stream", endpoint(chat.resume)),
         Route(f"{_PATH}/{{id}}/cancel", endpoint(chat.cancel), methods=["POST"]),
         Route("/v1/completions", endpoint(_refuse_raw_prompts), methods=["POST"]),
@@ -131,6 +132,14 @@ class _Chat:
     def _abandon(self, jobs: _Jobs) -> None:
         if not jobs.outlive:
             self._gateway.abandon(jobs.ids)
+
+    async def retrieve(self, request: Request) -> Response:
+        """Answer `GET /v1/chat/completions/{id}`: the whole answer, as soon as it has ended."""
+        jobs = await self._known(request)
+        if await self._gateway.client.state(jobs.ids[0]) is None:
+            raise unknown(jobs.ids[0])
+        completion = await unless_left(request, self._whole(jobs))
+        return JSONResponse(completion, headers=_headers(jobs))
 
     async def resume(self, request: Request) -> Response:
         """Answer `GET /v1/chat/completions/{id}/stream`: the stream after the events that `Last-Event-ID` names."""

@@ -1,0 +1,209 @@
+"""The page in a real browser, on a front with a worker whose answers the messages dictate."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from scripts.stack import free_port
+from sluice.gateway import ServeSettings
+from sluice.gateway.keys.file import digest
+from tests.fakes import FakeChat
+from tests.gateway.fronts import Front, front_process, serving
+from tests.gateway.page.browser import BROWSERS, Browser, browser
+from worker.queue.job.job import JobResult
+
+Do = Callable[..., Awaitable[Any]]  # runs a method of the browser in a thread
+
+
+class ObedientChat(FakeChat):
+    """Takes `say`, `pace_s` and `then` from the last message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[dict[str, Any]] = []
+
+    async def chat(self, ctx: dict[Any, Any], request: dict[str, Any]) -> JobResult:
+        self.asked.append(request)
+        content = request["messages"][-1]["content"]
+        orders = json.loads(content)
+        done = await super().chat(ctx, {**request, **orders})
+        said = {"role": "assistant", "content": "".join(orders["say"])}
+        choice = {"index": 0, "message": said, "finish_reason": "stop"}
+        timings = {"queue_s": 0.01, "ttft_s": 0.02, "tokens_per_s": 42.0}
+        ours = {"worker": "mac-1", "timings": timings}
+        usage = {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12}
+        done.result.update(id=ctx["job"].claim.job_id, choices=[choice], usage=usage, sluice=ours)
+        return done
+
+
+@pytest.fixture
+def chat() -> FakeChat:
+    return ObedientChat()
+
+
+@pytest.fixture(params=BROWSERS)
+def chromium(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Browser]:
+    with browser(request.param, tmp_path / "profile") as started:
+        yield started
+    assert started.complaints == []
+
+
+@pytest.fixture
+async def page(chromium: Browser, fake_worker: None, front: Front) -> Browser:
+    await asyncio.to_thread(chromium.open, front.url)
+    return chromium
+
+
+def do(action: Callable[..., Any], *arguments: Any) -> Awaitable[Any]:
+    return asyncio.to_thread(action, *arguments)
+
+
+async def ask(page: Browser, *say: str, **more: Any) -> None:
+    await do(page.evaluate, "document.querySelector('#box').focus()")
+    await do(page.type, json.dumps({"say": say, **more}))
+    await do(page.press, "Enter")
+
+
+ENDED = "document.querySelector('.facts') && !document.querySelector('.facts.busy')"
+WORDS = [f"w{number} " for number in range(60)]
+
+
+async def test_an_answer_is_streamed_and_the_line_below_has_its_figures(page: Browser) -> None:
+    await ask(page, "Hello ", "**world**", ".")
+    await do(page.wait_for, ENDED)
+    assert await do(page.text, ".answer strong") == "world"
+    facts = (await do(page.text, ".facts")).replace("\u00a0", " ")
+    assert "first token" in facts
+    assert "42 tokens/s" in facts
+    assert "tokens cached" in facts
+    assert "worker mac-1" in facts
+
+
+async def test_markup_of_a_model_stays_text_and_runs_nothing(page: Browser) -> None:
+    evil = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script> [a](javascript:window.hacked=1) ok'
+    await ask(page, evil, "\n\n[b](https://example.org/x)")
+    await do(page.wait_for, ENDED)
+    assert await do(page.evaluate, "document.querySelectorAll('.answer img, .answer script').length") == 0
+    assert await do(page.evaluate, "[...document.querySelectorAll('.answer a')].map((a) => a.href)") == [
+        "https://example.org/x"
+    ]
+    assert evil in await do(page.text, ".answer")
+    assert await do(page.evaluate, "window.hacked") is None
+
+
+async def test_markdown_becomes_elements(page: Browser) -> None:
+    await ask(
+        page, "# Title\n\n- a\n- b\n  - c\n\n1. x\n\n```py\nprint('<b>')\n```\n\n| h | i |\n|---|---|\n| 1 | 2 |\n\n> q"
+    )
+    await do(page.wait_for, ENDED)
+    for selector, text in {
+        "h2": "Title",
+        "ul ul li": "c",
+        "ol li": "x",
+        "pre code": "print('<b>')",
+        "td": "1|2",
+    }.items():
+        assert await do(page.text, f".answer {selector}") == text
+
+
+async def test_a_reload_in_the_middle_of_an_answer_continues_it(page: Browser) -> None:
+    await ask(page, *WORDS, pace_s=0.05)
+    await do(page.wait_for, "document.querySelector('.answer')?.textContent.includes('w8 ')")
+    await do(page.reload)
+    assert "w7 " in await do(page.text, ".answer")
+    await do(page.wait_for, ENDED)
+    assert await do(page.text, ".answer") == "".join(WORDS)
+
+
+async def test_a_front_that_dies_is_reconnected_to_and_no_word_is_lost_or_doubled(
+    chromium: Browser, fake_worker: None, redis_url: str, tmp_path: Path
+) -> None:
+    port = free_port()
+    with front_process(redis_url, tmp_path, on_port=port) as first:
+        await do(chromium.open, first.url)
+        await ask(chromium, *WORDS, pace_s=0.05)
+        await do(chromium.wait_for, "document.querySelector('.answer')?.textContent.includes('w8 ')")
+    await do(chromium.wait_for, "document.querySelector('.facts').textContent.includes('reconnecting')")
+    with front_process(redis_url, tmp_path, on_port=port):
+        await do(chromium.wait_for, ENDED)
+        assert await do(chromium.text, ".answer") == "".join(WORDS)
+    chromium.complaints.clear()  # the failed requests
+
+
+async def test_escape_stops_the_answer_and_its_job(page: Browser, chat: ObedientChat) -> None:
+    await ask(page, "begin", then="hang")
+    await do(page.wait_for, "document.querySelector('.answer')?.textContent === 'begin'")
+    await do(page.press, "Escape")
+    await do(page.wait_for, ENDED)
+    assert await do(page.text, ".facts") == "stopped"
+    assert chat.running == []
+
+
+async def test_the_next_message_takes_the_conversation_along(page: Browser, chat: ObedientChat) -> None:
+    await ask(page, "first")
+    await do(page.wait_for, ENDED)
+    await do(page.reload)
+    await ask(page, "second")
+    await do(page.wait_for, "document.querySelectorAll('.facts:not(.busy)').length === 2")
+    assert [message["role"] for message in chat.asked[1]["messages"]] == ["user", "assistant", "user"]
+    assert chat.asked[1]["messages"][1]["content"] == "first"
+
+
+async def test_new_chat_forgets(page: Browser) -> None:
+    await ask(page, "first")
+    await do(page.wait_for, ENDED)
+    await do(page.evaluate, "document.querySelector('#new').click()")
+    await do(page.reload)
+    assert await do(page.text, "#turns") == ""
+
+
+@pytest.fixture
+async def guarded(redis_url: str, tmp_path: Path) -> AsyncIterator[Front]:
+    entry = {"id": "k-1", "sha256": digest("right"), "tenant": "acme"}
+    (tmp_path / "keys.json").write_text(json.dumps({"keys": [entry]}))
+    with serving(redis_url, ServeSettings(_env_file=None, keys=tmp_path / "keys.json")) as front:
+        yield front
+
+
+async def test_a_front_with_keys_asks_for_one_and_the_tab_keeps_it(
+    chromium: Browser, fake_worker: None, guarded: Front
+) -> None:
+    await do(chromium.open, guarded.url)
+    for key in ("wrong", "right"):
+        await do(chromium.wait_for, "document.querySelector('#login').open")
+        await do(chromium.evaluate, "document.querySelector('#key').focus()")
+        await do(chromium.type, key)
+        await do(chromium.press, "Enter")
+    await do(chromium.wait_for, "document.querySelector('#model').options.length === 1")
+    await do(chromium.reload)
+    await ask(chromium, "in")
+    await do(chromium.wait_for, ENDED)
+    assert await do(chromium.text, ".answer") == "in"
+    assert await do(chromium.evaluate, "localStorage.length") == 0
+    chromium.complaints[:] = [each for each in chromium.complaints if "401" not in each]
+
+
+async def test_the_page_fits_a_phone(chromium: Browser, fake_worker: None, front: Front) -> None:
+    await do(chromium.open, front.url, 360, 640)
+    await ask(chromium, "x" * 300, "\n\n```\n" + "y" * 300 + "\n```")
+    await do(chromium.wait_for, ENDED)
+    assert await do(chromium.evaluate, "document.documentElement.scrollWidth") <= 360
+
+
+async def test_the_page_is_served_with_a_strict_policy_and_needs_nothing_from_elsewhere(
+    http: httpx.AsyncClient,
+) -> None:
+    for path in ("/", "/page/page.js", "/page/page.css", "/page/markdown.js"):
+        answer = await http.get(path)
+        policy = answer.headers["content-security-policy"].split("; ")
+        assert {"default-src 'none'", "script-src 'self'", "frame-ancestors 'none'"} <= {*policy}
+        assert "unsafe" not in answer.headers["content-security-policy"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert "innerHTML" not in answer.text
+        assert not [place for place in ('src="http', "@import", "url(") if place in answer.text]
+    assert (await http.get("/page/nothing.js")).status_code == 404
