@@ -15,6 +15,7 @@ from mlx_lm.utils import _get_classes
 
 from scripts.stack import TINY_CHAT
 from worker.engine.cache.segments import needs_states
+from worker.engine.model.drafting import drafting
 from worker.engine.model.load import Model
 from worker.engine.model.profile import profile, weights_bytes
 from worker.engine.upstream.mlx_lm import load_tokenizer
@@ -291,6 +292,7 @@ def build(config: dict[str, Any]) -> nn.Module:
 
 def model_of(network: nn.Module, config: dict[str, Any]) -> Model:
     """Return a loaded model without files. Its costs are not calibrated."""
+    found = profile(network, config)
     return Model(
         network=network,
         tokenizer=load_tokenizer(TINY_CHAT, eos_token_ids=[EOS]),
@@ -298,8 +300,9 @@ def model_of(network: nn.Module, config: dict[str, Any]) -> Model:
         context=2048,
         vocab=VOCAB,
         generation={},
-        costs=profile(network, config).costs(weights_bytes=weights_bytes(network)),
+        costs=found.costs(weights_bytes=weights_bytes(network)),
         stateful=needs_states(network),
+        drafting=drafting(network, found.layers),
     )
 
 

@@ -179,3 +179,13 @@ def test_pixel_inputs_are_not_scaled_by_the_correction() -> None:
     assert costs.peak_bytes([[1000]], images=images) == costs.peak_bytes([[1000]]) + 700
     assert costs.working_bytes([[1000]], images=images) == costs.working_bytes([[1000]])
     assert (images + images).at(50) == images
+
+
+def test_drafts_need_room_after_the_longest_row_a_wider_ring_and_second_states() -> None:
+    layers = (KVLayers(10, 10), KVLayers(4, 4, window=64))
+    plain = MemoryModel(0, kv_layers=layers, state_bytes=1000)
+    drafted = replace(plain, max_draft=7)
+    (without, _), (within, _) = plain.group_bytes(2, 100), drafted.group_bytes(2, 100)
+    assert within - without == 2 * 1000 + 2 * 4 * 7
+    assert drafted.group_bytes(1, 250)[0] - plain.group_bytes(1, 250)[0] == 1000 + 10 * BUFFER_TOKENS + 4 * 7
+    assert drafted.row_bytes(100) == plain.row_bytes(100)

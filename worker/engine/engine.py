@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 
@@ -60,8 +61,8 @@ class Engine:
         caches, None is a share of the memory that the weights leave. `speculator`: decides about drafts; None: none.
         `pipelined`: the device computes a step while the host continues; None: ask the device.
         `open_tier`: return the disk tier of the prefixes; None: there is none."""
-        self._costs = model.costs
-        self._admission = AdmissionController(model.costs, memory or memory_limit(), rows)
+        self._costs = replace(model.costs, max_draft=speculator.max_draft if speculator else 0)
+        self._admission = AdmissionController(self._costs, memory or memory_limit(), rows)
         max_prefix_bytes = self._admission.free_bytes // _PREFIX_SHARE if prefix_bytes is None else prefix_bytes
         self._caches = EngineCaches(model, max_prefix_bytes, open_tier(model) if open_tier else None)
         self._queried_tokens = self._hit_tokens = 0  # of prompts whose prefill has finished in this step

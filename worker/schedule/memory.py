@@ -40,9 +40,10 @@ class KVLayers:
     layer_bytes: int  # for each token, the largest of these layers
     window: int | None = None  # tokens; None: all
 
-    def cached_tokens(self, tokens: int) -> int:
-        """Return the number of tokens that these layers cache for a row of `tokens`."""
-        return tokens if self.window is None else min(tokens, self.window)
+    def cached_tokens(self, tokens: int, spare: int = 0) -> int:
+        """Return the number of tokens that these layers cache for a row of `tokens`. `spare`: tokens that they hold in
+        addition to the window."""
+        return tokens if self.window is None else min(tokens, self.window + spare)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,7 @@ class MemoryModel:
     draft_bytes: int = 0  # the weights of a draft model
     draft: "MemoryModel | None" = None  # of the draft model
     encoder: EncoderCost = NO_ENCODER  # for images; its weights are in `weights_bytes`
+    max_draft: int = 0  # tokens that a forward may verify for a row beyond the first
     factor: float = 1.0  # applied to all memory except weights and pixel inputs: see `worker.engine.correction`
 
     @property
@@ -138,13 +140,15 @@ class MemoryModel:
     def group_bytes(self, rows: int, longest: int) -> tuple[int, int]:
         """Return the bytes of a group of `rows`, of which the longest has `longest` tokens at its end, and the extra
         bytes while its buffers grow: one layer at a time exists twice."""
-        padded, tokens = padded_shape(rows, longest, longest)
+        padded, tokens = padded_shape(rows, longest + self.max_draft, longest + self.max_draft)
         column_bytes = copied = 0
         for kind in self.kv_layers:
-            cached = kind.cached_tokens(tokens)
+            cached = kind.cached_tokens(tokens, self.max_draft)
             column_bytes += kind.token_bytes * cached
             copied = max(copied, kind.layer_bytes * cached)
-        return rows * self.state_bytes + padded * column_bytes, padded * copied
+        # While drafts are verified, the states of before and after the forward exist.
+        states = 2 if self.max_draft else 1
+        return rows * states * self.state_bytes + padded * column_bytes, padded * copied
 
     def slack_bytes(self, groups: Iterable[Sequence[int]], buffers: Iterable[int]) -> int:
         """Return the bytes that buffers have beyond the needs of rows of these lengths: they do not shrink at once when

@@ -92,6 +92,9 @@ def _facts(report: "ModelReport") -> Facts:
         "tool_format": report.tokenizer.tool_format,
         "schemas": llguidance_tokenizer(report.tokenizer, profile.vocab) is not None,
         "attention_layers": profile.attention_calls,
+        "max_draft": report.drafting.max_draft,
+        "draft_states": report.drafting.states,
+        "drafts_why_not": report.drafting.why_not,
         "mtp": report.mtp.status,
         "mtp_kind": report.mtp.kind,
         "vision": report.vision_unsupported_reason is None,
@@ -126,10 +129,18 @@ def _print_model(facts: Facts) -> None:
         "tool calls": f"{facts['tool_format'] or 'yes'}: {_marked(facts['tool'])}" if facts["tool"] else "no",
         "schemas": "yes" if facts["schemas"] else "no: llguidance cannot read the tokenizer",
         "SpecPrefill": _specprefill(facts["attention_layers"]),
+        "drafts": _drafts(facts),
         "MTP": _mtp(facts),
         "vision": _vision(facts),
     }
     print_table(facts["model"], {"": "left", "for a worker": "left"}, lines.items())
+
+
+def _drafts(facts: Facts) -> str:
+    if not facts["max_draft"]:
+        return f"no: {facts['drafts_why_not']}"
+    states = {"none": "", "replay": "; recurrences are replayed", "stepping": "; recurrent layers run token by token"}
+    return f"up to {facts['max_draft']} tokens{states[facts['draft_states']]} (not used yet)"
 
 
 def _mtp(facts: Facts) -> str:

@@ -10,7 +10,7 @@ from tests.engine.machine import grammars
 from tests.engine.machine.families import Family
 from tests.engine.speculation.oracle import Oracle, speculator_of, verify_everything
 from tests.engine.tiny import FAMILIES, alone, model, network, prompt
-from worker.schedule.request import Sampling
+from worker.schedule.request import GenerationRequest, Sampling
 
 ANSWER = 26
 SAMPLINGS = [
@@ -151,3 +151,33 @@ def test_a_request_that_resumes_draws_the_same(family: str) -> None:
     _, drafted, oracle = pair(family, resume)
     assert oracle.right > 0
     assert drafted.generated == {str(index): plain.generated[str(index)] for index in range(5)}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_5"])
+def test_memory_of_verified_drafts_is_predicted(family: str) -> None:
+    plain, _, _ = pair(family, lambda run: joined(run, guided=False))
+    run = Run(model(family), speculator=speculator_of(model(family), Oracle(plain.generated)))
+    for index in range(5):
+        submit(run, index)
+    while len(run.engine):
+        report = run.step()
+        if report.memory:
+            predicted, measured = report.memory
+            assert measured <= 1.05 * predicted
+
+
+def test_a_request_limits_its_drafts() -> None:
+    plain = Run(model("qwen3"))
+    requests = [GenerationRequest(str(n), prompt(9, n), ANSWER, max_draft=n) for n in range(3)]
+    for request in requests:
+        plain.submit(request)
+    plain.drain()
+    oracle = Oracle(plain.generated)
+    run = Run(model("qwen3"), speculator=speculator_of(model("qwen3"), oracle))
+    for request in requests:
+        run.submit(request)
+    accepted = list[int]()
+    while len(run.engine):
+        accepted.append(len(run.step().drafts.accepted_at))
+    assert run.generated == plain.generated
+    assert max(accepted) == 2

@@ -18,6 +18,7 @@ from worker.engine.speculation.speculator import Speculator
 from worker.schedule.classes import Bounds, Decoding, class_of
 from worker.schedule.grouping import MeasuredCost, place, regroup
 
+_Collect = Callable[[DecodeBatch], list[StepToken]]
 _REBALANCE_EVERY = 32  # steps between two checks if other groups would be faster
 
 
@@ -31,8 +32,7 @@ class Groups:
     ) -> None:
         """`make_room(groups)`: make room for the active rows when these rows decode in these groups; return False if
         memory is too small for that. A row in a group of its own takes the least memory, so a row for which no group
-        has room gets one. `speculator`: decides about drafts; None: rows decode a token per
-        step."""
+        has room gets one. `speculator`: decides about drafts; None: no drafts."""
         self.verifications = Verifications(speculator or Speculator())
         self._new_group = partial(DecodeBatch, network, self.verifications.max_draft)
         self._make_room = make_room
@@ -109,7 +109,7 @@ class Groups:
 
     def _verify(self, drafted: Sequence[DecodeBatch], *, running: bool) -> tuple[list[StepToken], list[DecodeBatch]]:
         """Verify drafts in these groups, and return the tokens to deliver and the groups that have launched a plain
-        step instead, since no draft was worthwhile any more. `running`: other groups have launched a step."""
+        step instead, if no draft is worthwhile. `running`: other groups have launched a step."""
         self.verifications.begin_step()
         tokens, plain = list[StepToken](), list[DecodeBatch]()
         for group in drafted:
@@ -118,11 +118,10 @@ class Groups:
                 if not running:
                     self._record(self._stopwatch.ended())
                 verified = self.verifications.verify(group, inputs, alone=len(self._groups) == 1)
+                tokens += verified or ()
                 if verified is None:
                     group.launch()
-                    plain.append(group)
-                    running = True
-                tokens += verified or ()
+                    plain, running = [*plain, group], True
         if drafted:
             self._stopwatch.invalidate()
             self.step_s = self.verifications.step_s or self.step_s
@@ -136,9 +135,7 @@ class Groups:
         self._record(self._stopwatch.ended())
         return tokens, self._failed_alone(groups)
 
-    def _collect(
-        self, collect: Callable[[DecodeBatch], list[StepToken]], groups: Sequence[DecodeBatch]
-    ) -> list[StepToken]:
+    def _collect(self, collect: _Collect, groups: Sequence[DecodeBatch]) -> list[StepToken]:
         tokens = list[StepToken]()
         for group in [group for group in groups if group in self._groups]:
             with self._isolate(group, "a decode step"):
@@ -146,8 +143,7 @@ class Groups:
         return tokens
 
     def _failed_alone(self, before: Sequence[DecodeBatch]) -> list[Row]:
-        """Return the rows that have failed in a group of their own, and no longer count them as lost. `before`: the
-        groups before the failures."""
+        """Return the rows that failed alone, which are lost no longer. `before`: the groups before the failures."""
         alone = [group.rows[0] for group in before if group not in self._groups and len(group.rows) == 1]
         for row in alone:
             del self._lost[row]

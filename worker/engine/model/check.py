@@ -10,6 +10,7 @@ import mlx.nn as nn
 
 from worker.engine import device
 from worker.engine.checkpoint import tensor_names
+from worker.engine.model.drafting import Drafting, drafting
 from worker.engine.model.load import model_folder, template_of, why_not_loaded
 from worker.engine.model.profile import ModelProfile, profile, weights_bytes, why_not_batched
 from worker.engine.speculation.layouts import HeadReport, report_head
@@ -31,6 +32,7 @@ class ModelReport:
     config: dict[str, Any]
     profile: ModelProfile
     costs: MemoryModel
+    drafting: Drafting
     batches: bool
     device: str
     limit: int  # bytes of memory that a worker may use
@@ -88,6 +90,7 @@ def check(folder_or_hub_id: str, *, memory: int, vision: bool = True, trusted: b
         config=config,
         profile=found,
         costs=costs,
+        drafting=Drafting(why_not="its rows cannot share a batch") if why_not else drafting(network, found.layers),
         batches=why_not is None,
         device=device.describe(),
         limit=memory,

@@ -12,6 +12,7 @@ import mlx.nn as nn
 from worker.engine.cache.segments import needs_states
 from worker.engine.checkpoint import is_path, read_json, refuse_code, similar_folder
 from worker.engine.model.calibration import calibrated
+from worker.engine.model.drafting import NO_DRAFTS, Drafting, drafting
 from worker.engine.model.profile import profile, weights_bytes, why_not_batched
 from worker.engine.speculation.head_drafts import Head
 from worker.engine.upstream.mlx_lm import TokenizerWrapper, download, load_model, load_tokenizer
@@ -47,6 +48,7 @@ class Model:
     draft: DraftModel | None = None
     vision: Vision | None = None  # None if images are not served
     head: Head | None = None  # an MTP head, whose trunk is called instead of the network
+    drafting: Drafting = NO_DRAFTS  # how rows take drafts
 
 
 def open_model(path_or_hub_id: str, *, vision: bool = True, trusted: bool = False) -> Model:
@@ -62,6 +64,7 @@ def open_model(path_or_hub_id: str, *, vision: bool = True, trusted: bool = Fals
             tokenizer_loaded = thread.submit(load_tokenizer, path, template, eos_token_ids=eos_ids)
             # Before weights are read, so that an unsupported model is refused at once.
             why_not, model_profile = why_not_batched(network, config), profile(network, config)
+            drafts = drafting(network, model_profile.layers) if why_not is None else NO_DRAFTS
             costs = model_profile.costs(weights_bytes=weights_bytes(_all_weights(network, vision_part)))
             if why_not is None:
                 costs = _measured(costs, network, vision_part, config, model_profile.vocab)
@@ -82,6 +85,7 @@ def open_model(path_or_hub_id: str, *, vision: bool = True, trusted: bool = Fals
         costs=costs,
         stateful=needs_states(network),
         vision=vision_part,
+        drafting=drafts,
     )
 
 

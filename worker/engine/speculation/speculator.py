@@ -10,6 +10,7 @@ from worker.engine.speculation.head_drafts import PromptEntries
 from worker.engine.speculation.head_proposer import FedTokens, HeadInput, HeadProposer
 from worker.engine.speculation.positions import allowed
 from worker.engine.speculation.proposer import DraftedRow, Proposer
+from worker.schedule.memory import CHUNK
 from worker.schedule.outcomes import Speculated
 from worker.schedule.request import GenerationRequest
 from worker.schedule.speculation.offer import Offer
@@ -104,7 +105,7 @@ class Speculator:
         if not self.max_draft:
             return False
         offers = [self._foreseen(row) for row in rows]
-        return any(offers) and choose_width(offers, self._costs, 1 + self.max_draft) > 1
+        return any(offers) and choose_width(offers, self._costs, self._widest(len(rows))) > 1
 
     def _foreseen(self, row: SpeculatingRow) -> Offer | None:
         """Return what is likely to be offered once the row's next input is known."""
@@ -138,7 +139,7 @@ class Speculator:
         If none has a token, a plain step is better."""
         proposals = [None if self._ends(each) else self._after(each.row, each.token) for each in inputs]
         offers = [proposal.offer if proposal else None for proposal in proposals]
-        width = choose_width(offers, self._costs, 1 + self.max_draft)
+        width = choose_width(offers, self._costs, self._widest(len(inputs)))
         self._proposals |= {each.row.id: made for each, made in zip(inputs, proposals, strict=True) if made}
         drafts = [offer.tokens[: width - 1] if offer else () for offer in offers]
         return [None if self._ends(each) else draft for each, draft in zip(inputs, drafts, strict=True)]
@@ -193,6 +194,10 @@ class Speculator:
                 proposal.proposer.kept(row_input.row, len(draft), count)
                 verified.append(Speculated(row_input.row.id, proposal.offer.kind, len(draft), count))
         return verified
+
+    def _widest(self, rows: int) -> int:
+        """Return the most tokens per row of a forward. Memory is reserved for a forward of `CHUNK` tokens."""
+        return max(1, min(1 + self.max_draft, CHUNK // rows))
 
     def observe_forward(self, rows: int, width: int, seconds: float) -> None:
         """Record the seconds of a step of one group."""
