@@ -12,6 +12,7 @@ from sluice.cli.commands.chat import chat
 from sluice.cli.commands.check import check
 from sluice.cli.commands.dead import dead
 from sluice.cli.commands.keys import keys
+from sluice.cli.commands.prefix import prefix
 from sluice.cli.commands.queue import queue
 from sluice.cli.commands.serve import serve
 from sluice.cli.commands.submit import submit
@@ -35,6 +36,7 @@ for command in (up, serve, check, chat, submit, tail, cancel, workers):
 app.add_typer(batch, name="batch")
 app.add_typer(dead, name="dead")
 app.add_typer(keys, name="keys")
+app.add_typer(prefix, name="prefix")
 app.add_typer(queue, name="queue")
 
 

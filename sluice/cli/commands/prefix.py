@@ -1,0 +1,186 @@
+"""`sluice prefix`: lists, pins and drops the prefixes that workers keep on disk."""
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sluice.cli.errors import INSTALL_WORKER, CliError
+from sluice.cli.options import AsJson
+from sluice.cli.terminal.output import format_duration, print_json, print_table
+from sluice.cli.terminal.view import note
+
+if TYPE_CHECKING:
+    from worker.prefix_store.listing import Listing, StoredPrefix
+
+_DIR = "SLUICE_PREFIX_DISK_DIR"
+
+Folder = Annotated[
+    Path | None, typer.Option("--dir", metavar="FOLDER", help=f"The folder. Default: {_DIR} from the environment.")
+]
+Id = Annotated[
+    str, typer.Argument(help="Id of a prefix, as in `sluice prefix list`, or its first digits.", metavar="ID")
+]
+
+prefix = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+
+@prefix.callback()
+def about() -> None:
+    """Show the cached prefixes on this machine's disk; pin or drop them.
+
+    They are in the folder that workers have as SLUICE_PREFIX_DISK_DIR. No worker has to run.
+
+    \b
+    Example:
+      sluice prefix list
+    """
+
+
+@prefix.command("list")
+def list_prefixes(folder: Folder = None, as_json: AsJson = False) -> None:
+    """List the prefixes on disk, the most recently used first.
+
+    The size counts files that several prefixes share once for each. With --json, print an object for each.
+
+    \b
+    Examples:
+      sluice prefix list
+      sluice prefix list --json | jq -r 'select(.pinned).id'
+    """
+    listing = _listing(folder)
+    rows = [_facts(listing, each) for each in listing.prefixes]
+    if as_json:
+        for row in rows:
+            print_json(row)
+    elif rows:
+        _print(rows, listing.nbytes)
+    else:
+        note("there are no prefixes.")
+
+
+@prefix.command()
+def pin(id: Id, folder: Folder = None) -> None:
+    """Keep a prefix from being removed for space.
+
+    It still counts for the quota. Exit codes: 0, or 2 if there is no such prefix.
+    """
+    listing = _listing(folder)
+    found = _find(listing, id)
+    listing.pin(found)
+    note(f"{found.id} is pinned: {found.tokens:,} tokens")
+
+
+@prefix.command()
+def unpin(id: Id, folder: Folder = None) -> None:
+    """Let a pinned prefix be removed for space again.
+
+    Exit codes: 0, or 2 if there is no such prefix.
+    """
+    listing = _listing(folder)
+    found = _find(listing, id)
+    listing.unpin(found)
+    note(f"{found.id} is not pinned any more")
+
+
+@prefix.command()
+def drop(
+    id: Annotated[str | None, typer.Argument(help="Id of a prefix.", metavar="[ID]")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Drop all prefixes of this tenant instead.")] = None,
+    folder: Folder = None,
+) -> None:
+    """Delete a prefix, or all prefixes of a tenant, from disk.
+
+    Files that other prefixes share are kept. A tenant has prefixes of its own only if workers run with
+    SLUICE_PREFIX_CACHE_PER_TENANT. What running workers hold in memory is not deleted, and may be written again: drop
+    prefixes while no worker runs to be sure. Exit codes: 0, or 2 if there is nothing to drop.
+
+    \b
+    Examples:
+      sluice prefix drop 3f9c01a2b4d5
+      sluice prefix drop --tenant acme
+    """
+    listing = _listing(folder)
+    if (id is None) == (tenant is None):
+        raise CliError("prefix drop: give either an ID or --tenant.")
+    found = [_find(listing, id)] if id is not None else _of_tenant(listing, tenant or "")
+    number = listing.drop(found)
+    note(f"dropped {len(found)} prefix{'es' * (len(found) != 1)}, {number} file{'s' * (number != 1)}")
+
+
+def _listing(folder: Path | None) -> "Listing":
+    try:
+        from worker.prefix_store.listing import Listing
+    except ImportError as missing:
+        raise CliError(f"the worker is not installed here ({missing}): {INSTALL_WORKER}") from None
+    if folder is None and not os.environ.get(_DIR):
+        raise CliError(f"no folder: give --dir, or set {_DIR}.")
+    path = (folder or Path(os.environ[_DIR])).expanduser()
+    try:
+        return Listing(path)
+    except OSError as error:
+        raise CliError(f"{path}: {error.strerror}; give the folder that workers have as {_DIR}.") from None
+
+
+def _find(listing: "Listing", id: str) -> "StoredPrefix":
+    found = [each for each in listing.prefixes if each.id.startswith(id.lower())]
+    if len(found) != 1:
+        problem = "several prefixes begin with it" if found else "there is no such prefix"
+        raise CliError(f"{id}: {problem}; `sluice prefix list` shows them.")
+    return found[0]
+
+
+def _of_tenant(listing: "Listing", tenant: str) -> "list[StoredPrefix]":
+    tenants = {each: listing.tenant(each) for each in listing.prefixes}
+    if tenants and not any(tenants.values()):
+        raise CliError(
+            "--tenant: all prefixes here are shared by tenants; workers keep them apart only with "
+            "SLUICE_PREFIX_CACHE_PER_TENANT."
+        )
+    if found := [each for each, name in tenants.items() if name == tenant]:
+        return found
+    raise CliError(f"--tenant: {tenant} has no prefixes here.")
+
+
+def _facts(listing: "Listing", each: "StoredPrefix") -> dict[str, object]:
+    return {
+        "id": each.id,
+        "model": each.model,
+        "tenant": listing.tenant(each) or None,
+        "tokens": each.tokens,
+        "bytes": each.nbytes,
+        "used_s_ago": round(max(0.0, time.time() - each.used_s), 1),
+        "pinned": each.pinned,
+        "complete": each.complete,
+    }
+
+
+def _print(rows: list[dict[str, object]], nbytes: int) -> None:
+    print_table(
+        f"Prefixes on disk: {nbytes / 1e6:,.1f} MB with files of others",
+        {
+            "id": "left",
+            "model": "left",
+            "tenant": "left",
+            "tokens": "right",
+            "MB": "right",
+            "last use": "right",
+            "": "left",
+        },
+        [_cells(row) for row in rows],
+    )
+
+
+def _cells(row: dict[str, object]) -> tuple[str, ...]:
+    remarks = {"pinned": row["pinned"], "start is missing": not row["complete"]}
+    return (
+        str(row["id"]),
+        str(row["model"]),
+        str(row["tenant"] or ""),
+        f"{row['tokens']:,}",
+        f"{float(str(row['bytes'])) / 1e6:,.1f}",
+        f"{format_duration(float(str(row['used_s_ago'])))} ago",
+        ", ".join(remark for remark, holds in remarks.items() if holds),
+    )

@@ -1,0 +1,122 @@
+"""What a folder holds, for people: prefixes rather than files. Needs no worker, and no lock."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from worker.prefix_store.folder import Folder, Scan
+from worker.prefix_store.format import BadFile, read_file_header
+from worker.prefix_store.names import FileName
+from worker.schedule.cache.disk import StoredFile
+
+_ID_LENGTH = 12
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPrefix:
+    """The files along one prefix that no other file continues."""
+
+    files: tuple[FileName, ...]  # in order; the first ones may be shared with other prefixes
+    nbytes: int  # of these files
+    used_s: float  # Unix time of the last use
+    pinned: bool  # the last file is not removed for space
+    complete: bool  # False if files before the first one are missing, so that it is found only while memory holds them
+
+    @property
+    def id(self) -> str:
+        """First digits of the digest of its tokens."""
+        return self.files[-1].digest[:_ID_LENGTH]
+
+    @property
+    def model(self) -> str:
+        """First digits of the digest of the model."""
+        return self.files[-1].model[:_ID_LENGTH]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens from the start of the prompt to the end of the last file."""
+        return self.files[-1].end
+
+
+class Listing:
+    """The prefixes in a folder at one time."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the folder. Raises OSError if there is none."""
+        path.stat()
+        self._folder = Folder(path, 0)
+        self._scan = self._folder.scan()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files, also those of others."""
+        return self._scan.nbytes
+
+    @property
+    def prefixes(self) -> list[StoredPrefix]:
+        """All prefixes, the most recently used first."""
+        continued = {(name.model, name.parent) for name in self._scan.names if name.start}
+        last = (name for name in self._scan.names if (name.model, name.digest) not in continued)
+        before = _by_digest(self._scan.names)
+        found = [_prefix([*_chain(name, before)][::-1], self._scan) for name in last]
+        return sorted(found, key=lambda prefix: -prefix.used_s)
+
+    def tenant(self, prefix: StoredPrefix) -> str | None:
+        """Return the namespace of a prefix, which is its tenant; None if its file cannot be read."""
+        name = prefix.files[-1]
+        with suppress(BadFile, OSError):
+            return read_file_header(self._folder.path / str(name), name).namespace
+        return None
+
+    def pin(self, prefix: StoredPrefix) -> None:
+        """Keep a prefix from being removed for space. Raises OSError."""
+        for name in prefix.files:
+            (self._folder.path / name.pin).touch(mode=0o600)
+
+    def unpin(self, prefix: StoredPrefix) -> None:
+        """Let a prefix be removed for space again, but not the files that it shares with another pinned one. Raises
+        OSError."""
+        others = (each for each in self.prefixes if each.pinned and each.files != prefix.files)
+        kept = {name for each in others for name in each.files}
+        for name in prefix.files:
+            if name not in kept:
+                (self._folder.path / name.pin).unlink(missing_ok=True)
+
+    def drop(self, prefixes: Iterable[StoredPrefix]) -> int:
+        """Remove these prefixes, except for the files that others share. Returns the number of files removed. A worker
+        stops to use them within seconds; what it holds in memory is not affected."""
+        dropped = [*prefixes]
+        kept = {name for each in self.prefixes if each not in dropped for name in each.files}
+        names = {name for each in dropped for name in each.files} - kept
+        for name in names:
+            self._folder.remove(name)
+        return len(names)
+
+
+def _by_digest(names: Iterable[FileName]) -> dict[tuple[str, str], FileName]:
+    """Return a file for each place; of several, one with a state."""
+    places = defaultdict[tuple[str, str], list[FileName]](list)
+    for name in names:
+        places[name.model, name.digest].append(name)
+    return {place: max(files, key=lambda name: (name.has_state, -name.start)) for place, files in places.items()}
+
+
+def _chain(name: FileName, before: dict[tuple[str, str], FileName]) -> Iterator[FileName]:
+    """Yield the file and those before it, the last first."""
+    current: FileName | None = name
+    while current is not None:
+        yield current
+        current = before.get((current.model, current.parent)) if current.start else None
+
+
+def _prefix(files: list[FileName], scan: Scan) -> StoredPrefix:
+    stored: list[StoredFile[str]] = [scan.files[str(name)] for name in files]
+    return StoredPrefix(
+        tuple(files),
+        sum(file.nbytes for file in stored),
+        max(file.used_s for file in stored),
+        pinned=not stored[-1].removable,
+        complete=files[0].start == 0,
+    )
