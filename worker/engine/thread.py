@@ -17,6 +17,7 @@ import mlx.core as mx
 from worker.engine.cache.disk import DiskTier
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model
+from worker.engine.speculators import speculator_of
 from worker.monitoring.heartbeat import Heartbeat
 from worker.prefix_store.store import StoreOptions
 from worker.schedule.memory import MAX_ROWS
@@ -66,15 +67,17 @@ class EngineThread:
         memory: int | None = None,
         prefix_bytes: int | None = None,
         disk: StoreOptions | None = None,
+        speculation: bool = False,
         on_failure: Callable[[], None],
         on_step: Callable[[StepReport], None] = lambda report: None,
     ) -> None:
         """`load`: load the model; runs on the new thread. `step_s`: target seconds of a step. `rows`, `memory` and
-        `prefix_bytes`: see `Engine`. `disk`: where prefixes are stored; None: nowhere. `on_failure` is called if the
-        thread fails after loading, `on_step` with the report of each step; both run on the event loop. Must be created
-        while the loop runs."""
+        `prefix_bytes`: see `Engine`. `disk`: where prefixes are stored; None: nowhere. `speculation`: verify drafts.
+        `on_failure` is called if the thread fails after loading, `on_step` with the report of each step; both run on
+        the event loop. Must be created while the loop runs."""
         self._load = load
         self._disk = disk
+        self._speculation = speculation
         self._engine_of = partial(Engine, step_s=step_s, rows=rows, memory=memory, prefix_bytes=prefix_bytes)
         self._on_failure, self._on_step = on_failure, on_step
         self._loop = asyncio.get_running_loop()
@@ -137,7 +140,9 @@ class EngineThread:
 
     def _serve(self) -> None:
         model = self._load()
-        engine = self._engine_of(model, open_tier=self._open_tier if self._disk else None)
+        speculator = speculator_of(model) if self._speculation else None
+        tier = self._open_tier if self._disk else None
+        engine = self._engine_of(model, open_tier=tier, speculator=speculator)
         self._post(self._has_loaded, model)
         while self._handle_commands(engine):
             self.heartbeat.beat()

@@ -31,7 +31,7 @@ class CopyingRow(Protocol):
         """The request, with its prompt and its prediction."""
 
     @property
-    def answer(self) -> list[int]:
+    def answer(self) -> Sequence[int]:
         """Tokens of the answer so far, by all attempts."""
 
 

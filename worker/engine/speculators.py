@@ -1,0 +1,18 @@
+"""The speculator of a model's rows."""
+
+from worker.engine.model.load import Model
+from worker.engine.speculation.speculator import Speculator
+from worker.schedule.speculation.copies import CopyProposer
+from worker.schedule.speculation.forced import GrammarProposer
+
+
+def speculator_of(model: Model) -> Speculator:
+    """Return the speculator of an engine for this model, which offers what a grammar leaves no choice about and copies
+    of prompt, answer and prediction. It drafts nothing if the model's rows take no drafts."""
+    drafting = model.drafting
+    return Speculator(
+        [GrammarProposer(), CopyProposer()],
+        max_draft=drafting.max_draft,
+        recurrence=drafting.recurrence(model.network),
+        eos_ids=model.tokenizer.eos_token_ids,
+    )
