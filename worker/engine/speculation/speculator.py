@@ -113,7 +113,7 @@ class Speculator:
         known = proposal.offer if proposal else None
         if known and not row.last_unfed:
             known = _after_input(known)
-        if row.recomputed:
+        if row.recomputed or not self._limit(row):
             return None
         return likeliest([known, *(network.foresee(row) for network in self._networks)])
 

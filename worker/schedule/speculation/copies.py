@@ -20,7 +20,7 @@ _PRIORS = {COPY: (0.3, 0.6, 0.8), PREDICTION: (0.5, 0.8, 0.9)}  # for endings be
 
 
 class CopyingRow(Protocol):
-    """What a row shows of itself."""
+    """The part of a row that this proposer uses."""
 
     @property
     def id(self) -> str:
