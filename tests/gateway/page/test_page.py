@@ -70,6 +70,9 @@ async def ask(page: Browser, *say: str, **more: Any) -> None:
 
 
 ENDED = "document.querySelector('.facts') && !document.querySelector('.facts.busy')"
+WATCH = """window.shown = []; new MutationObserver(() => window.shown.push(
+  ...[...document.querySelectorAll('.facts')].map((line) => line.textContent)
+)).observe(document.querySelector('#turns'), { subtree: true, childList: true, characterData: true })"""
 WORDS = [f"w{number} " for number in range(60)]
 
 
@@ -152,6 +155,15 @@ async def test_the_next_message_takes_the_conversation_along(page: Browser, chat
     await do(page.wait_for, "document.querySelectorAll('.facts:not(.busy)').length === 2")
     assert [message["role"] for message in chat.asked[1]["messages"]] == ["user", "assistant", "user"]
     assert chat.asked[1]["messages"][1]["content"] == "first"
+
+
+async def test_the_line_below_an_answer_is_never_empty(page: Browser) -> None:
+    await do(page.evaluate, WATCH)
+    await ask(page, "a", "b")
+    await do(page.wait_for, ENDED)
+    shown = await do(page.evaluate, "window.shown")
+    assert "" not in shown
+    assert "tokens/s" in shown[-1]
 
 
 async def test_new_chat_forgets(page: Browser) -> None:

@@ -89,13 +89,11 @@ export class Answer {
   }
 
   async finish() {
-    this.state.done = true;
     try { this.state.sluice = (await completion(this.state.id)).sluice; } catch { /* the line is then shorter */ }
     this.end(this.summary());
   }
 
   async fail(error) {
-    this.state.done = true;
     if (this.state.stopped) return this.end("stopped");
     if (this.state.id && error instanceof Refused && error.retryable) {
       try {
@@ -132,6 +130,7 @@ export class Answer {
   cancel() { cancel(this.state.id).catch(() => {}); }
 
   end(facts) {
+    this.state.done = true;
     this.state.facts = facts;
     this.changed();
     this.show();
