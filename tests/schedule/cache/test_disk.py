@@ -44,4 +44,4 @@ def test_loading_must_beat_computing() -> None:
     assert is_worth_loading(1000, [10_000_000], bytes_per_s=1e9, compute_s=1.0)
     assert not is_worth_loading(1000, [10_000_000_000], bytes_per_s=1e9, compute_s=1.0)
     assert not is_worth_loading(8, [1000], bytes_per_s=1e9, compute_s=1.0)
-    assert not is_worth_loading(1000, [1000] * 300, bytes_per_s=1e9, compute_s=1.0)
+    assert not is_worth_loading(1000, [1000] * 600, bytes_per_s=1e9, compute_s=1.0)
