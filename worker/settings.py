@@ -124,7 +124,7 @@ class Settings(BaseSettings):
     )
 
     speculation: Literal["auto", "off"] = Field(
-        "auto",
+        "off",
         description="Speculative decoding: `auto` verifies several tokens of a row in one forward when that is "
         "expected to be faster; `off` never does. Answers are the same.",
     )
