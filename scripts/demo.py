@@ -51,7 +51,7 @@ folder, or a name on Hugging Face:
 and in another terminal, to chat with it:
 
   . .venv/bin/activate
-  sluice chat                    # or in a browser: ./examples/web/run
+  sluice chat                    # or in a browser: http://127.0.0.1:8000
 
 docs/backends.md shows how a web backend uses it."""
 

@@ -1,4 +1,4 @@
-"""A Redis-compatible server and workers as child processes, for the demo, the examples and the tests."""
+"""A Redis-compatible server and workers as child processes, for the demo and the tests."""
 
 import os
 import random
