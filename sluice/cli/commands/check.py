@@ -140,7 +140,7 @@ def _drafts(facts: Facts) -> str:
     if not facts["max_draft"]:
         return f"no: {facts['drafts_why_not']}"
     states = {"none": "", "replay": "; recurrences are replayed", "stepping": "; recurrent layers run token by token"}
-    return f"up to {facts['max_draft']} tokens{states[facts['draft_states']]} (not used yet)"
+    return f"up to {facts['max_draft']} tokens{states[facts['draft_states']]}"
 
 
 def _mtp(facts: Facts) -> str:
