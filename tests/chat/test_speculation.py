@@ -19,7 +19,7 @@ VERIFIED = (Speculated("a", "copy", 7, 7), Speculated("a", "prediction", 4, 1), 
 )
 def test_a_request_limits_its_drafts(speculation: Any, limit: int | None) -> None:
     request = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], "speculation": speculation})
-    assert draft_limit(request, Settings(model="m")) == limit
+    assert draft_limit(request, Settings(model="m", speculation="auto")) == limit
     assert draft_limit(request, Settings(model="m", speculation="off")) == 0
 
 

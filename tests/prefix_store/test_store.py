@@ -161,12 +161,12 @@ def test_the_budget_of_a_day_holds_across_restarts(tmp_path: Path) -> None:
     assert len(files(tmp_path)) == 2
 
 
-def test_what_exceeds_the_pending_bytes_is_not_accepted(tmp_path: Path) -> None:
+def test_what_exceeds_the_pending_bytes_is_not_accepted_unless_it_waits_alone(tmp_path: Path) -> None:
     opened = store(tmp_path, pending=5_000)
-    assert not opened.write(place((1,)))
-    assert opened.write(place((1,), size=1024))
-    opened.close(5)
+    assert opened.write(place((1,)))  # larger than that
     assert not opened.write(place((2,), size=1024))
+    opened.close(5)
+    assert not opened.write(place((3,), size=1024))
     assert opened.pending_bytes == 0
 
 

@@ -154,7 +154,8 @@ class Engine:
         return [*decoding, *([length] for length in self._prefills.lengths)], slack_bytes
 
     def _calibrate(self, lengths: list[list[int]], slack_bytes: int) -> tuple[int, int] | None:
-        chunk = max(self._longest_chunk, len(self._running))  # a decoding row needs as much as one token of a chunk
+        # A decoding row needs as much as one token of a chunk, and as one for each token of a draft.
+        chunk = max(self._longest_chunk, len(self._running), self._running.verifications.tokens)
         return self._admission.calibrate(lengths, chunk, self._caches.nbytes, self._encoded_images, slack_bytes)
 
     @step_part

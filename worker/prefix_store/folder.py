@@ -109,9 +109,11 @@ class Folder:
         size = encoded_size(name, place)
         try:
             with self._locked():
-                scan = self._enforced(size)
                 record = self._read_record()
-                if scan.nbytes + size > self._max_bytes or not fits_budget(size, record.nbytes, self._daily_bytes):
+                if size > self._max_bytes or not fits_budget(size, record.nbytes, self._daily_bytes):
+                    return False
+                scan = self._enforced(size)
+                if scan.nbytes + size > self._max_bytes:
                     return False
                 self._write(name, place)
                 self._known = scan.with_file(name, size)

@@ -110,8 +110,10 @@ class PrefixStore:
         return self._pending.value
 
     def write(self, place: NewPlace) -> bool:
-        """Write a place later. Returns False, and forgets it, if too much waits already or the store is closed."""
-        if self._closed.is_set() or self.pending_bytes + place.place.nbytes > self._options.max_pending_bytes:
+        """Write a place later. Returns False, and forgets it, if too much waits already or the store is closed. A place
+        of any size may wait alone."""
+        waiting = self.pending_bytes
+        if self._closed.is_set() or (waiting and waiting + place.place.nbytes > self._options.max_pending_bytes):
             return False
         self._pending.add(place.place.nbytes)
         self._writes.put(place)
@@ -266,7 +268,8 @@ class PrefixStore:
         except FileNotFoundError:  # removed for space by another worker
             self.index.discard(name)
             return None
-        except (OSError, MemoryError, RuntimeError, ValueError) as error:  # MLX raises the last three without memory
+        except (OSError, MemoryError, RuntimeError, ValueError, LookupError, TypeError) as error:
+            # Without memory MLX raises MemoryError, RuntimeError or ValueError.
             logger.warning("prefixes on disk: %s cannot be read: %s", path.name, error)
             self.index.discard(name)
             return None

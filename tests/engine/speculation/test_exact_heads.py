@@ -51,7 +51,9 @@ class Counting(HeadProposer):
 
 def drafted(name: str, drive: Callable[[Run], None]) -> tuple[Run, Counting]:
     proposer = Counting(head_of(name), 3)
-    speculator = Speculator(head=proposer, max_draft=7, recurrence=Replay(model(name).network))
+    tiny = model(name)
+    eos_ids = tiny.tokenizer.eos_token_ids
+    speculator = Speculator(head=proposer, max_draft=7, recurrence=Replay(tiny.network), eos_ids=eos_ids)
     run = Run(model(name), prefix_bytes=10**8, speculator=speculator)
     drive(run)
     return run, proposer

@@ -94,7 +94,9 @@ class Groups:
         self._steps += 1
         self._balanced = self._steps % _REBALANCE_EVERY > 0
         groups = [*self._groups]
-        drafted = self.verifications.worthwhile(groups)
+        drafted = list[DecodeBatch]()
+        with isolate("the choice of drafts"):
+            drafted = self.verifications.worthwhile(groups)
         for group in groups:
             if group not in drafted:
                 with self._isolate(group, "the launch of a decode step"):
@@ -102,7 +104,8 @@ class Groups:
         launched = [group for group in self._groups if group not in drafted]
         tokens, plain = self._verify(drafted, running=bool(launched))
         tokens += self._collect(DecodeBatch.collect, launched + plain)
-        failed = self._failed_alone(groups)
+        # A row whose drafts may be the cause is recomputed, and takes none then.
+        failed = self._failed_alone([group for group in groups if group not in drafted])
         self._record(self._stopwatch.launched(began) if launched + plain else self._stopwatch.ended())
         self._launched_lengths = lengths if len(groups) == len(self._groups) and not drafted else []
         return tokens, failed

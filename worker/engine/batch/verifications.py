@@ -16,6 +16,7 @@ class Verifications:
         self._speculator = speculator
         self.drafts: list[Speculated] = []  # verified in the last step
         self.step_s = 0.0  # seconds that the verifications of the last step took
+        self.tokens = 0  # rows x width of the largest of them
 
     @property
     def max_draft(self) -> int:
@@ -28,7 +29,7 @@ class Verifications:
 
     def begin_step(self) -> None:
         """Forget the last step."""
-        self.drafts, self.step_s = [], 0.0
+        self.drafts, self.step_s, self.tokens = [], 0.0, 0
 
     def verify(self, group: DecodeBatch, inputs: Sequence[StepToken], *, alone: bool) -> list[StepToken] | None:
         """Verify the drafts of a group, and return the tokens to deliver. None, and nothing is done, if no draft is
@@ -42,8 +43,9 @@ class Verifications:
         self.drafts += self._speculator.observe_verified(inputs, drafts, step.right)
         seconds = time.perf_counter() - began
         self.step_s += seconds
+        width = 1 + max(len(draft) for draft in drafts if draft)
+        self.tokens = max(self.tokens, len(inputs) * width)
         if alone:
-            width = 1 + max(len(draft) for draft in drafts if draft)
             self._speculator.observe_forward(len(inputs), width, seconds)
         return step.tokens
 

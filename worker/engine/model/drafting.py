@@ -22,7 +22,17 @@ from worker.schedule.speculation.offer import MAX_DRAFT
 States = Literal["none", "replay", "stepping"]
 
 _CONTEXT = 1024  # tokens: attention to fewer may use another kernel
-_FAILURES = UnknownRecurrence, ValueError, TypeError, NotImplementedError, AttributeError, IndexError, StopIteration
+# Of a model that does not take several tokens, whatever it raises: it is served without drafts.
+_FAILURES = (
+    UnknownRecurrence,
+    ValueError,
+    TypeError,
+    RuntimeError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    StopIteration,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +69,9 @@ def drafting(network: nn.Module, found: Sequence[Layer]) -> Drafting:
     states = _states(network) if "recurrent" in kinds else "none"
     if states is None:
         return Drafting(why_not="its recurrent states cannot advance by a part of a forward's tokens")
-    max_draft = _longest(network)
+    max_draft = 0
+    with suppress(*_FAILURES):
+        max_draft = _longest(network)
     if max_draft == 0:
         return Drafting(why_not="its attention has no kernel for a few tokens on this device")
     return Drafting(max_draft, states)

@@ -150,8 +150,9 @@ def model_folder(path_or_hub_id: str, *, name: str, only: list[str] | None = Non
 
 
 def fingerprint(path: Path) -> str:
-    """Return a hash of the config, the template, and of the name, size, head and tail of each weight file (in
-    safetensors, the head holds names, shapes and dtypes). Reading all weights would delay the start."""
+    """Return a hash of the config, the template, and of the name, size and samples of each weight file: its first
+    bytes, which hold names, shapes and dtypes in safetensors, its last ones, and some along it, so that an adapter that
+    was merged into a few layers shows. Reading all weights would delay the start."""
     digest = hashlib.sha256()
     for name in (
         "config.json",
@@ -167,12 +168,17 @@ def fingerprint(path: Path) -> str:
             digest.update(name.encode() + (path / name).read_bytes())
     for weights in sorted(path.glob("model*.safetensors")):
         digest.update(f"{weights.name} {weights.stat().st_size}".encode())
-        digest.update(_head_and_tail(weights))
+        digest.update(_samples(weights))
     return "fp_" + digest.hexdigest()[:16]
 
 
-def _head_and_tail(path: Path, nbytes: int = 1 << 20) -> bytes:
+def _samples(path: Path, nbytes: int = 1 << 20, most: int = 1024, sample: int = 512) -> bytes:
+    """Return the first and the last bytes of a file, and `most` samples at equal distances."""
+    size = path.stat().st_size
     with path.open("rb") as file:
-        head = file.read(nbytes)
-        file.seek(max(nbytes, path.stat().st_size - nbytes))
-        return head + file.read(nbytes)
+        parts = [file.read(nbytes)]
+        for at in range(nbytes, size - nbytes, max(sample, size // most)):
+            file.seek(at)
+            parts.append(file.read(sample))
+        file.seek(max(nbytes, size - nbytes))
+        return b"".join([*parts, file.read(nbytes)])

@@ -116,10 +116,13 @@ class DraftRows:
         """Feed each row its new tokens, and return the greedy continuations."""
         width, counts = max(map(len, new)), [len(tokens) for tokens in new]
         padded = mx.array([[*tokens, *[tokens[-1]] * (width - len(tokens))] for tokens in new])
-        with verification(self._cache, width) as verifying:
-            with self._draft.recurrence.recording(self._cache):
-                logits = self._draft.network(padded, cache=self._cache)
-            verifying.commit(counts)
+        if width == 1:  # every row keeps its token
+            logits = self._draft.network(padded, cache=self._cache)
+        else:
+            with verification(self._cache, width) as verifying:
+                with self._draft.recurrence.recording(self._cache):
+                    logits = self._draft.network(padded, cache=self._cache)
+                verifying.commit(counts)
         last = mx.array(counts)[:, None, None] - 1
         drafts = [mx.argmax(mx.take_along_axis(logits, last, axis=1), axis=-1)]
         self._continue(drafts, depth)

@@ -53,7 +53,7 @@ def draw_positions(
     return DrawnPositions(
         drawn,
         mx.isfinite(norm[:, 0]),
-        mx.isfinite(mx.sum(logits, axis=-1)),
+        mx.isfinite(mx.logsumexp(logits, axis=-1)),
         _logprobs(asked, logprobs, drawn),
         [len(each) for each in positions],
     )

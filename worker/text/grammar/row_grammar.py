@@ -68,11 +68,12 @@ class RowGrammar:
         return True
 
     def rollback(self, count: int) -> None:
-        """Take back the last `count` tokens that were accepted, at most 16, without an error since."""
-        if count > len(self._history) or self.error:
-            raise ValueError(f"count: {count} tokens cannot be taken back; {len(self._history)} are recorded.")
-        if count == 0:
+        """Take back the last `count` tokens that were accepted, at most 16. After an error nothing changes, since the
+        grammar constrains nothing any more."""
+        if count == 0 or self.error:
             return
+        if count > len(self._history):
+            raise ValueError(f"count: {count} tokens cannot be taken back; {len(self._history)} are recorded.")
         self.accepted -= count
         for _ in range(count):
             reasoning, consumed = self._history.pop()
