@@ -29,7 +29,8 @@ class Verifications:
 
     def begin_step(self) -> None:
         """Forget the last step."""
-        self.drafts, self.step_s, self.tokens = [], 0.0, 0
+        self.drafts = []
+        self.step_s, self.tokens = 0.0, 0
 
     def verify(self, group: DecodeBatch, inputs: Sequence[StepToken], *, alone: bool) -> list[StepToken] | None:
         """Verify the drafts of a group, and return the tokens to deliver. None, and nothing is done, if no draft is
