@@ -18,7 +18,7 @@ from sluice.gateway.gateway import Gateway
 from sluice.gateway.messages.errors import error_response, new_id
 from sluice.gateway.messages.models import HEADER as ANTHROPIC_HEADER
 from sluice.gateway.monitoring import health
-from sluice.gateway.monitoring.access import AccessLog
+from sluice.gateway.monitoring.access import REQUEST_ID, AccessLog
 from sluice.gateway.protection.middleware import Protection
 from sluice.gateway.settings import ServeSettings
 
@@ -77,10 +77,16 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _failed(request: Request, error: Exception) -> Response:
     """Return an error of the front itself. The HTTP server logs it."""
-    return _response(request, ApiError(500, "The front failed on this request; its log has the reason.", SERVER))
+    error = ApiError(500, "The front failed on this request; its log has the reason.", SERVER)
+    return _response(request, error, getattr(request.state, REQUEST_ID))
 
 
-def _response(request: Request, error: ApiError) -> Response:
+def _response(request: Request, error: ApiError, id: str | None = None) -> Response:
     """Return the error in Anthropic's form to its clients, and in OpenAI's to all others."""
     is_anthropic = ANTHROPIC_HEADER in request.headers or request.url.path.startswith("/v1/messages")
-    return error_response(error, new_id()) if is_anthropic else openai_response(error)
+    if is_anthropic:
+        return error_response(error, id or new_id())
+    response = openai_response(error)
+    if id is not None:
+        response.headers["x-request-id"] = id
+    return response

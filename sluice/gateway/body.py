@@ -1,9 +1,9 @@
-"""Reads the JSON object of a request's body, within limits of size and of values."""
+"""Reads the JSON object of a request's body, within limits of size, of values and of depth."""
 
 import asyncio
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from sluice.gateway.errors import ApiError
 from sluice.openai import BadRequest, read_object
 
 _MAX_VALUES = 100_000  # of the contract; parsing this many takes about 50 ms
+_MAX_LEVELS = 100  # far more than a JSON schema has, far fewer than a JSON writer can nest
 _INLINE_BYTES = 65_536  # a longer body is parsed in a thread
 _SLICE = 65_536
 _STRING = re.compile(rb'"[^"]*"?')
@@ -29,7 +30,8 @@ class Body:
 
 
 async def read_body(request: Request, max_bytes: int) -> Body:
-    """Return the body. Raises `ApiError`: 413 beyond `max_bytes` or 100,000 values, 400 for anything but an object."""
+    """Return the body. Raises `ApiError`: 413 beyond `max_bytes` or 100,000 values, 400 for anything but an object
+    and for one that is nested more than 100 levels deep."""
     raw = await read_bytes(request, max_bytes)
     return _parse(raw) if len(raw) <= _INLINE_BYTES else await asyncio.to_thread(_parse, raw)
 
@@ -63,9 +65,24 @@ def _parse(raw: bytes) -> Body:
     if values > _MAX_VALUES:
         raise ApiError(413, f"The body holds {values:,} JSON values; send at most {_MAX_VALUES:,}.", code="too_large")
     try:
-        return Body(read_object(raw), len(raw), hashlib.sha256(raw).hexdigest())
+        content = read_object(raw)
     except BadRequest as error:
         raise ApiError(400, str(error), code="invalid_request", param=error.param) from None
+    _check_depth(content)
+    return Body(content, len(raw), hashlib.sha256(raw).hexdigest())
+
+
+def _check_depth(content: Mapping[str, Any]) -> None:
+    """Refuse an object that JSON cannot be written from. Raises `ApiError`."""
+    level: list[Any] = [content]
+    for _ in range(_MAX_LEVELS):
+        values = (value for each in level for value in (each.values() if isinstance(each, dict) else each))
+        level = [value for value in values if isinstance(value, dict | list)]
+        if not level:
+            return
+    raise ApiError(
+        400, f"The body is nested more than {_MAX_LEVELS} levels deep; nest it less.", code="invalid_request"
+    )
 
 
 def _count_values(text: bytes) -> int:

@@ -70,6 +70,11 @@ def from_client(error: SluiceError | RedisError) -> ApiError:
     )
 
 
+def was_refused(error: BaseException | None) -> bool:
+    """Return True if a submission that ended with this error has certainly queued nothing."""
+    return isinstance(error, ApiError | SluiceError) and not isinstance(error, ServerUnreachable)
+
+
 def log_refusal(error: SluiceError | RedisError) -> None:
     """Log an error of the server that clients are not shown: a missing permission, a wrong password."""
     if not isinstance(error, SluiceError) and not is_transient(error):

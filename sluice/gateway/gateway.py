@@ -24,7 +24,7 @@ from sluice.gateway.keys.authentication import Authentication
 from sluice.gateway.keys.estimate import estimate
 from sluice.gateway.keys.limits import Limits
 from sluice.gateway.keys.store import KeyStore
-from sluice.gateway.models import requested_model, served_name
+from sluice.gateway.models import model_not_found, requested_model, served_name
 from sluice.gateway.monitoring.metrics import Metrics
 from sluice.gateway.settings import ServeSettings
 from sluice.gateway.workers import Workers
@@ -114,7 +114,8 @@ class Gateway:
             return  # the request joins its own job
         if not await self.workers.exists(model):
             served = {worker.get("model", "") for worker in await self.workers.live()}
-            raise from_client(NoWorker(requested, list(served if caller.models is None else served & caller.models)))
+            usable = served if caller.models is None else served & caller.models
+            raise from_client(NoWorker(requested, list(usable))) if usable else model_not_found(requested)
         until = time.monotonic() + self.settings.no_worker_s
         while not await self.workers.is_served(model):
             if time.monotonic() >= until:

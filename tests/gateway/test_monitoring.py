@@ -1,6 +1,7 @@
 """Probes, metrics, the access log, and the end of a front."""
 
 import asyncio
+import logging
 import signal
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 from redis.asyncio import Redis
 
 from scripts.stack import Server
-from sluice.gateway import ServeSettings
+from sluice import Client
+from sluice.gateway import ServeSettings, app
+from sluice.gateway.gateway import Gateway
 from tests.gateway.chat.test_routes import PATH, data_of, request, text_of
 from tests.gateway.fronts import front_process, serving
 from tests.queue.helpers import field
@@ -75,3 +78,23 @@ async def test_a_front_that_stops_before_a_stream_ends_breaks_it_off_and_leaves_
                     await answer.aread()
         assert await asyncio.to_thread(front.process.wait, 10) == 0
     assert await field(db, answer.headers["x-request-id"], "state") == "running"
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/messages"])
+async def test_an_exception_is_counted_and_logged_as_the_500_that_its_client_receives(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    async def fail(*_: object, **options: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(Gateway, "authenticate", fail)
+    caplog.set_level(logging.INFO, "sluice.serve.access")
+    async with Client(redis_url) as client:
+        transport = httpx.ASGITransport(app(client, ServeSettings(_env_file=None)), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            answer = await http.post(path, json=request("1"))
+            metrics = (await http.get("/metrics")).text
+    assert answer.status_code == 500
+    assert f'http_requests_total{{handler="{path}",method="POST",status="500"}} 1.0' in metrics
+    assert f"POST {path} 500 " in caplog.messages[0]
+    assert caplog.messages[0].endswith(f" {answer.headers['x-request-id']}")

@@ -19,7 +19,7 @@ from sluice.gateway.chat.answer import whole
 from sluice.gateway.chat.order import ID_PREFIX, Order, job_ids, job_ids_of, read_order
 from sluice.gateway.chat.stream import error_frame, frames, seen_by
 from sluice.gateway.disconnect import unless_left
-from sluice.gateway.errors import ApiError, endpoint
+from sluice.gateway.errors import ApiError, endpoint, was_refused
 from sluice.gateway.gateway import Gateway, unknown
 
 _PATH = "/v1/chat/completions"
@@ -82,12 +82,16 @@ class _Chat:
             for index, job_id in enumerate(jobs.ids)
         ]
         try:
-            await asyncio.gather(*tasks)
-        except BaseException:
-            for task in tasks:
-                task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._abandon(jobs)
+            for task in tasks:
+                task.result()
+        except BaseException:
+            queued = [
+                job_id
+                for job_id, task in zip(jobs.ids, tasks, strict=True)
+                if task.cancelled() or not was_refused(task.exception())
+            ]
+            self._abandon(_Jobs(queued, jobs.outlive))
             raise
 
     async def _whole(self, jobs: _Jobs) -> dict[str, Any]:
@@ -130,7 +134,7 @@ class _Chat:
             raise
 
     def _abandon(self, jobs: _Jobs) -> None:
-        if not jobs.outlive:
+        if jobs.ids and not jobs.outlive:
             self._gateway.abandon(jobs.ids)
 
     async def retrieve(self, request: Request) -> Response:

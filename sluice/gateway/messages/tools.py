@@ -29,7 +29,7 @@ def tool_fields(body: CountBody) -> dict[str, Any]:
     custom = [tool for tool in tools if isinstance(tool, CustomTool)]
     _check_choice(body.tool_choice, custom, hosted)
     if hosted:
-        logger.info("left out tools that only Anthropic's servers have: %s", ", ".join(hosted)[:500])
+        logger.info("left out tools that only Anthropic's servers have: %s", ascii(", ".join(hosted))[:500])
     if not custom:
         return {}
     return {"tools": [_function(tool) for tool in custom], **_choice(body.tool_choice)}

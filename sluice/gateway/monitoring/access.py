@@ -17,6 +17,8 @@ logger = logging.getLogger("sluice.serve.access")
 _METHODS = frozenset({"GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS"})
 _MAX_PATH = 200  # characters
 _BROKEN_OFF = 499  # the status that proxies log if the client leaves before a response
+_FAILED = 500  # the status that Starlette, outside of this middleware, answers an exception with
+REQUEST_ID = "access_log_id"  # in the state of a request: the id of a response that sets none
 _QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
 
 
@@ -33,10 +35,14 @@ class AccessLog:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         response = _Response(send)
+        scope.setdefault("state", {})[REQUEST_ID] = response.request_id
         started = time.monotonic()
         self._metrics.began()
         try:
             await self._app(scope, receive, response.send)
+        except Exception:
+            response.failed()
+            raise
         finally:
             self._record(scope, response, time.monotonic() - started)
 
@@ -55,12 +61,17 @@ class _Response:
     def __init__(self, send: Send) -> None:
         self._send = send
         self.status = _BROKEN_OFF
-        self.request_id = ""
+        self.request_id = f"req-{uuid.uuid4().hex}"
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
-            headers.setdefault("x-request-id", f"req-{uuid.uuid4().hex}")
+            headers.setdefault("x-request-id", self.request_id)
             self.request_id = headers["x-request-id"]
         await self._send(message)
+
+    def failed(self) -> None:
+        """Note an exception: the status is 500 unless a response has begun."""
+        if self.status == _BROKEN_OFF:
+            self.status = _FAILED

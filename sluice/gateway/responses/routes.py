@@ -16,15 +16,15 @@ from sluice.gateway import idempotency, sse
 from sluice.gateway.body import Body, read_body
 from sluice.gateway.caller import Caller
 from sluice.gateway.disconnect import unless_left
-from sluice.gateway.errors import ApiError, endpoint
+from sluice.gateway.errors import ApiError, endpoint, was_refused
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.responses.events.head import PREFIX, Head, skeleton
 from sluice.gateway.responses.history import Conversation, History
 from sluice.gateway.responses.listing import page
-from sluice.gateway.responses.new import NewResponse, new_response, read_request_body
+from sluice.gateway.responses.new import NewResponse, new_response
 from sluice.gateway.responses.reading import Reading
 from sluice.gateway.responses.record import Record, parse_record
-from sluice.gateway.responses.request.body import ResponseRequest
+from sluice.gateway.responses.request.body import ResponseRequest, read_request
 from sluice.gateway.responses.store import Store
 from sluice.gateway.responses.threads import in_thread_if_long
 
@@ -59,7 +59,7 @@ class _Responses:
         """Answer `POST /v1/responses`."""
         caller = await self._gateway.authenticate(http)
         body = await read_body(http, self._gateway.settings.max_body_bytes)
-        request = await in_thread_if_long(body.length, read_request_body, body.content)
+        request = await in_thread_if_long(body.length, read_request, body.content)
         response_id, has_key = await self._id(http, caller, body)
         before = Conversation()
         if request.previous is not None:
@@ -92,10 +92,10 @@ class _Responses:
         try:
             policy = "continue" if outlives else "cancel"
             await self._gateway.submit(caller, new.chat, job_id=response_id, on_disconnect=policy)
-        except BaseException:
+        except BaseException as error:
             if written == new.written:
                 await asyncio.shield(self._store.delete(response_id))
-            if not outlives:
+            if not outlives and not was_refused(error):
                 self._gateway.abandon([response_id])
             raise
         return new.record if written == new.written else parse_record(written)

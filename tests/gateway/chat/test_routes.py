@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 
 from schemas import keys
 from sluice.gateway import ServeSettings
+from sluice.gateway.gateway import Gateway
 from tests.fakes import FakeChat
 from tests.gateway.fronts import Front, serving
 from tests.queue.helpers import field
@@ -274,6 +275,27 @@ async def test_a_body_that_is_no_object_is_refused(http: httpx.AsyncClient, cont
     answer = await http.post(PATH, content=content)
     assert (answer.status_code, answer.json()["error"]["type"]) == (status, "invalid_request_error")
     assert answer.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"])
+async def test_a_body_that_is_nested_too_deep_is_refused_on_each_surface(http: httpx.AsyncClient, path: str) -> None:
+    content = b'{"input": "Hi.", "metadata": ' + b"[" * 200 + b"]" * 200 + b"}"
+    answer = await http.post(path, content=content)
+    assert answer.status_code == 400
+    assert "nested more than 100 levels" in answer.json()["error"]["message"]
+
+
+async def test_a_request_that_is_refused_before_it_is_queued_cancels_nothing(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abandoned = list[str]()
+    monkeypatch.setattr(Gateway, "abandon", lambda _, job_ids: abandoned.extend(job_ids))
+    answers = [
+        await http.post(PATH, json=request("1", model="gpt-9", n=20)),
+        await http.post("/v1/responses", json={"model": "gpt-9", "input": "Hi."}),
+    ]
+    assert [answer.status_code for answer in answers] == [404, 404]
+    assert abandoned == []
 
 
 async def test_a_long_body_is_refused_before_it_is_read(redis_url: str) -> None:

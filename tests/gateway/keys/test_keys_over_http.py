@@ -103,6 +103,13 @@ async def test_a_model_and_a_lane_that_the_key_does_not_have_are_refused(guarded
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "lane_not_allowed")
 
 
+async def test_a_key_s_model_without_a_worker_does_not_exist_if_its_key_may_use_no_other(
+    guarded: httpx.AsyncClient,
+) -> None:
+    refused = await ask(guarded, "narrow-key", model="other")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+
+
 async def test_a_limit_holds_across_two_fronts_and_its_headers_count_down(redis_url: str, key_file: Path) -> None:
     async with front(redis_url, key_file) as one, front(redis_url, key_file) as two:
         answers = [

@@ -141,9 +141,16 @@ def test_hosted_tools_that_are_offered_are_left_out_with_one_line(caplog: pytest
         request = translated(tools=[HOSTED, WEATHER, {"type": "bash_20250124", "name": "bash"}])
     assert [tool["function"]["name"] for tool in request["tools"]] == ["get_weather"]
     assert [record.getMessage() for record in caplog.records] == [
-        "left out tools that only Anthropic's servers have: web_search, bash"
+        "left out tools that only Anthropic's servers have: 'web_search, bash'"
     ]
     assert "tools" not in translated(tools=[HOSTED], tool_choice={"type": "auto"})
+
+
+def test_the_name_of_a_hosted_tool_begins_no_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "sluice.gateway"):
+        translated(tools=[{"type": "bash_20250124", "name": "bash\n2026 a forged line \x1b[31m"}, WEATHER])
+    assert [message for message in caplog.messages if "\n" in message or "\x1b" in message] == []
+    assert "bash" in caplog.messages[0]
 
 
 @pytest.mark.parametrize(

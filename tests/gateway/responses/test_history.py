@@ -14,8 +14,9 @@ from sluice.gateway.gateway import Gateway
 from sluice.gateway.responses import history as module
 from sluice.gateway.responses.events.head import skeleton
 from sluice.gateway.responses.history import Conversation, History
-from sluice.gateway.responses.new import new_response, read_request_body
+from sluice.gateway.responses.new import new_response
 from sluice.gateway.responses.record import Record, parse_record
+from sluice.gateway.responses.request.body import read_request
 from sluice.gateway.responses.store import Store, final_key, record_key
 
 ADA, BOB = Caller(tenant="ada"), Caller(tenant="bob")
@@ -35,7 +36,7 @@ def history(client: Client, store: Store) -> History:
 
 async def put(store: Store, number: int, *, tenant: str | None = "ada", status: str = "completed") -> Record:
     """Store response `number`, which continues all those before it, and has ended unless it is in progress."""
-    request = read_request_body({"input": f"Q{number}"})
+    request = read_request({"input": f"Q{number}"})
     before = Conversation(tuple(f"resp_{each}" for each in range(number)))
     new = new_response(request, before, f"resp_{number}", tenant)
     await store.create(new.record.head.id, new.written)
