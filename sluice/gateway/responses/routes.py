@@ -5,6 +5,7 @@ import json
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Mapping
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -64,7 +65,8 @@ class _Responses:
         before = Conversation()
         if request.previous is not None:
             before = await self._history.conversation(caller, request.previous)
-        new = await in_thread_if_long(body.length, new_response, request, before, response_id, caller.tenant)
+        make = partial(new_response, request, before, response_id, caller.tenant)
+        new = await (asyncio.to_thread(make) if before.items else in_thread_if_long(body.length, make))
         outlives = has_key or request.background
         record = await unless_left(http, self._submit(caller, request, new, outlives=outlives))
         if request.background and not request.stream:

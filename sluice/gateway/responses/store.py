@@ -46,8 +46,9 @@ class Store:
         return earlier or record
 
     async def read(self, response_id: str) -> bytes | None:
-        """Return a record as JSON."""
-        found: bytes | None = await self._retries.run(lambda: self._redis.get(record_key(response_id)))
+        """Return a record as JSON, and renew its time to live."""
+        key = record_key(response_id)
+        found: bytes | None = await self._retries.run(lambda: self._redis.getex(key, ex=self._ttl_s))
         return found
 
     async def read_all(self, response_ids: Sequence[str]) -> list[tuple[bytes | None, bytes | None]]:
@@ -58,8 +59,9 @@ class Store:
         return list(zip(found[::2], found[1::2], strict=True))
 
     async def final(self, response_id: str) -> Response | None:
-        """Return a response that has ended."""
-        found: bytes | None = await self._retries.run(lambda: self._redis.get(final_key(response_id)))
+        """Return a response that has ended, and renew its time to live."""
+        key = final_key(response_id)
+        found: bytes | None = await self._retries.run(lambda: self._redis.getex(key, ex=self._ttl_s))
         return None if found is None else await in_thread_if_long(len(found), json.loads, found)
 
     async def keep_final(self, response: Response) -> None:

@@ -1,8 +1,11 @@
 """Stored responses: whose they are, how long they are kept, and how far a conversation may grow."""
 
 import json
+import threading
+from importlib import import_module
 from typing import Any
 
+import httpx
 import pytest
 from redis.asyncio import Redis
 
@@ -14,7 +17,7 @@ from sluice.gateway.gateway import Gateway
 from sluice.gateway.responses import history as module
 from sluice.gateway.responses.events.head import skeleton
 from sluice.gateway.responses.history import Conversation, History
-from sluice.gateway.responses.new import new_response
+from sluice.gateway.responses.new import NewResponse, new_response
 from sluice.gateway.responses.record import Record, parse_record
 from sluice.gateway.responses.request.body import read_request
 from sluice.gateway.responses.store import Store, final_key, record_key
@@ -80,8 +83,9 @@ async def test_a_conversation_is_the_inputs_and_outputs_of_its_responses(history
 async def test_continuing_a_conversation_renews_all_of_it(history: History, store: Store, db: Redis) -> None:
     await put(store, 0)
     await put(store, 1)
-    for key in (record_key("resp_0"), final_key("resp_0")):
-        await db.expire(key, 5)
+    for each in ("resp_0", "resp_1"):
+        for key in (record_key(each), final_key(each)):
+            await db.expire(key, 5)
     await history.conversation(ADA, "resp_1")
     assert [await db.ttl(key(each)) for key in (record_key, final_key) for each in ("resp_0", "resp_1")] == [TTL_S] * 4
 
@@ -138,3 +142,26 @@ async def test_a_response_that_was_deleted_does_not_come_back_with_its_end(store
     await store.keep_final({**skeleton(record.head), "status": "completed"})
     assert await store.read("resp_0") is None
     assert await db.ttl(final_key("resp_0")) == TTL_S
+
+
+async def test_retrieving_a_response_renews_it(history: History, store: Store, db: Redis) -> None:
+    await put(store, 0)
+    for key in (record_key("resp_0"), final_key("resp_0")):
+        await db.expire(key, 5)
+    await history.current(await history.find(ADA, "resp_0"))
+    assert [await db.ttl(key("resp_0")) for key in (record_key, final_key)] == [TTL_S] * 2
+
+
+async def test_a_continued_conversation_is_read_in_a_thread_however_short_its_request(
+    http: httpx.AsyncClient, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = list[str]()
+
+    def made(*arguments: Any) -> NewResponse:
+        threads.append(threading.current_thread().name)
+        return new_response(*arguments)
+
+    monkeypatch.setattr(import_module("sluice.gateway.responses.routes"), "new_response", made)
+    await put(store, 0, tenant=None)
+    await http.post("/v1/responses", json={"input": "Hi.", "previous_response_id": "resp_0"})
+    assert [name.partition("_")[0] for name in threads] == ["asyncio"]

@@ -1,6 +1,7 @@
 """Bodies of requests for responses, as chat completions of the contract."""
 
 import json
+from collections.abc import ItemsView
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from sluice.gateway.responses.new import NewResponse, new_response
 from sluice.gateway.responses.record import parse_record
 from sluice.gateway.responses.request.body import read_request
 from sluice.gateway.responses.request.reasoning import enclosed
-from sluice.gateway.responses.request.tools import flattened, read_tools
+from sluice.gateway.responses.request.tools import Target, Tools, flattened, read_tools
 
 Said = dict[str, Any]
 WEATHER: Said = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}, "strict": True}
@@ -323,6 +324,33 @@ def test_a_wrong_value_is_refused_by_its_place(body: Said, param: str) -> None:
     refusal = refused(**body)
     assert refusal.param == param
     assert refusal.message.startswith(f"{param}: ")
+
+
+def test_more_tools_than_a_request_may_have_are_refused_by_name() -> None:
+    inner = [{**WEATHER, "name": f"f{number}"} for number in range(1_000)]
+    assert len(chat(tools=[{**FILES, "tools": inner}])["tools"]) == 1_000
+    assert refused(tools=[{**FILES, "tools": inner}, WEATHER]).param == "tools"
+
+
+@pytest.mark.parametrize("grammar", [LARK, REGEX])
+def test_a_long_grammar_is_refused_by_name(grammar: Said) -> None:
+    tool = {**PATCH, "format": {**grammar, "definition": "a" * 10_001}}
+    assert str(refused(tools=[tool]).param).endswith(".format.definition")
+
+
+def test_the_functions_of_a_conversation_s_calls_are_found_without_a_scan_for_each() -> None:
+    class Targets(dict[str, Target]):
+        scans = 0
+
+        def items(self) -> ItemsView[str, Target]:  # type: ignore[override]
+            self.scans += 1
+            return ItemsView(self)
+
+    targets = Targets(first=Target("read", "files"), second=Target("read", "files"), third=Target("read"))
+    tools = Tools(targets=targets)
+    assert [tools.function("files", "read"), tools.function(None, "read")] * 5 == ["first", "third"] * 5
+    assert [tools.function("files", "write") for _ in range(9)] == ["files__write"] * 9
+    assert targets.scans == 1
 
 
 # Names and values that a body may have at any place, right or wrong.

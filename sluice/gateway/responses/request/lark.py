@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_MAX_DEFINITION = 100_000  # characters of a grammar
+MAX_DEFINITION = 10_000  # characters of a grammar
 _MAX_CHARACTERS = 20_000  # of an expression: rules that double each other grow without a bound
 _TOKEN = re.compile(
     r"(?P<space>[ \t\f]+|//[^\n]*)"
@@ -56,7 +56,7 @@ def lark_pattern(definition: str) -> str | None:
 
     Unlike Lark's parsers, it takes a text however it can be cut into terminals.
     """
-    if len(definition) > _MAX_DEFINITION:
+    if len(definition) > MAX_DEFINITION:
         return None
     try:
         return _Grammar(list(_tokens(definition))).pattern("start")

@@ -52,11 +52,11 @@ def _find(choice: dict[str, Any], tools: Tools, param: str) -> str:
     raise refusal(f"{param}.name", f"there is no {kind} tool {name[:64]!r} among the tools.")
 
 
-def _forced(choice: Any, functions: list[str]) -> list[str]:
+def _forced(choice: Any, functions: list[str]) -> frozenset[str]:
     """Return the functions one of which must be called."""
     if isinstance(choice, dict):
-        return [choice["function"]["name"]]
-    return functions if choice == "required" else []
+        return frozenset({choice["function"]["name"]})
+    return frozenset(functions if choice == "required" else ())
 
 
 def _held(function: str, tools: Tools) -> dict[str, Any]:

@@ -4,12 +4,13 @@ are flattened. `Tools` restores both in the answer."""
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
 from sluice.gateway.responses.request import fields
 from sluice.gateway.responses.request.fields import refusal
-from sluice.gateway.responses.request.lark import lark_pattern
+from sluice.gateway.responses.request.lark import MAX_DEFINITION, lark_pattern
 
 # Tools that run at OpenAI or need models of theirs. No worker can call them, so offers of them are dropped.
 HOSTED = frozenset(
@@ -20,6 +21,7 @@ HOSTED = frozenset(
     }
 )  # fmt: skip
 INPUT = "input"  # the argument of a custom tool's function
+_MAX_TOOLS = 1_000  # of a request, those in namespaces included
 _NAME_CHARACTERS = 64
 _FUNCTION_FIELDS = {
     "type", "name", "description", "parameters", "strict", "defer_loading", "allowed_callers", "async", "output_schema",
@@ -67,10 +69,13 @@ class Tools:
 
     def function(self, namespace: str | None, name: str) -> str:
         """Return the name of a tool's function, which need not be offered any more."""
-        for function, target in self.targets.items():
-            if (target.namespace, target.name) == (namespace, name):
-                return function
-        return flattened(namespace, name)
+        return self._by_name.get((namespace, name)) or flattened(namespace, name)
+
+    @cached_property
+    def _by_name(self) -> Mapping[tuple[str | None, str], str]:
+        """The function of each namespace and name; of several, the first."""
+        newest_first = reversed(list(self.targets.items()))
+        return {(target.namespace, target.name): function for function, target in newest_first}
 
 
 def read_tools(value: object) -> Tools:
@@ -135,6 +140,8 @@ class _Reader:
             self._add_callable(fields.mapping(each, place), place, namespace, about)
 
     def _add_callable(self, tool: dict[str, Any], param: str, namespace: str | None, about: str) -> None:
+        if len(self._functions) >= _MAX_TOOLS:
+            raise refusal("tools", f"there are more than {_MAX_TOOLS:,}; send fewer.")
         kinds: dict[str, Callable[[dict[str, Any], str, str], dict[str, Any]]]
         kinds = {"function": self._function, "custom": self._custom}
         kind = fields.text(tool.get("type"), f"{param}.type")
@@ -188,6 +195,8 @@ def _read_grammar(value: object, param: str) -> Grammar | None:
     if format["type"] != "grammar":
         raise refusal(f"{param}.type", "it must be 'text' or 'grammar'.")
     definition = fields.text(format.get("definition"), f"{param}.definition")
+    if len(definition) > MAX_DEFINITION:
+        raise refusal(f"{param}.definition", f"it has more than {MAX_DEFINITION:,} characters; send a shorter one.")
     return Grammar(fields.one_of(format.get("syntax"), ("lark", "regex"), f"{param}.syntax"), definition, param)
 
 
