@@ -114,6 +114,13 @@ async def test_markdown_becomes_elements(page: Browser) -> None:
         assert await do(page.text, f".answer {selector}") == text
 
 
+async def test_quotes_nest_to_a_limit_and_are_plain_beyond(page: Browser) -> None:
+    await ask(page, ">" * 4_000 + " deep")
+    await do(page.wait_for, ENDED)
+    assert (await do(page.text, ".answer")).endswith("> deep")
+    assert await do(page.evaluate, "document.querySelectorAll('.answer blockquote').length") == 20
+
+
 async def test_a_reload_in_the_middle_of_an_answer_continues_it(page: Browser) -> None:
     await ask(page, *WORDS, pace_s=0.05)
     await do(page.wait_for, "document.querySelector('.answer')?.textContent.includes('w8 ')")

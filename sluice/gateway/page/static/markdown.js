@@ -7,6 +7,7 @@ const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 const QUOTE = /^ {0,3}>\s?(.*)$/;
 const DIVIDER = /^\s*\|?(\s*:?-+:?\s*\|)+\s*(:?-+:?\s*)?$/;
 const INLINE = /(`+)([^`]|[^`].*?[^`])\1(?!`)|\*\*(\S(?:.*?\S)?)\*\*|\*(\S(?:[^*]*?\S)?)\*|~~(\S(?:.*?\S)?)~~|\[([^\]\n]+)\]\((https?:\/\/[^\s)]+)\)|(https?:\/\/[^\s<>()"'`*]+[^\s<>()"'`*.,;:!?])/s;
+const MAX_LEVELS = 20; // of quotes in quotes; deeper ones stay plain
 const MAX_INLINE = 5_000; // characters of a block in which marks are looked for; a longer one stays plain
 
 /** Splits a text into blocks: `{kind, lines, ...}`. A fence that is still open reaches to the end. */
@@ -100,7 +101,7 @@ function table(lines) {
   return element("table", element("thead", row("th", head)), element("tbody", ...body.map((line) => row("td", line))));
 }
 
-function node(block) {
+function node(block, level = 0) {
   const { kind, lines } = block;
   if (kind === "code") {
     const code = element("code", lines.join("\n"));
@@ -112,7 +113,10 @@ function node(block) {
     return element(`h${Math.min(marks.length + 1, 4)}`, ...inline(text));
   }
   if (kind === "rule") return element("hr");
-  if (kind === "quote") return element("blockquote", ...blocks(lines.map((line) => QUOTE.exec(line)[1]).join("\n")).map(node));
+  if (kind === "quote" && level < MAX_LEVELS) {
+    const inner = blocks(lines.map((line) => QUOTE.exec(line)[1]).join("\n"));
+    return element("blockquote", ...inner.map((each) => node(each, level + 1)));
+  }
   if (kind === "list") return list(lines);
   if (kind === "table") return table(lines);
   return element("p", ...inline(lines.join("\n")));
@@ -131,7 +135,7 @@ export class Markdown {
     let same = 0;
     while (same < keys.length && keys[same] === this.shown[same]) same++;
     while (this.parent.childNodes.length > same) this.parent.lastChild.remove();
-    this.parent.append(...wanted.slice(same).map(node));
+    this.parent.append(...wanted.slice(same).map((block) => node(block)));
     this.shown = keys;
   }
 }
