@@ -12,6 +12,7 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_HEADER_BYTES = 65_536  # request line and headers; more is refused: 431
+_MIN_BYTES_PER_S = 10_000  # a client that reads a long answer this fast keeps its connection
 _BAD_REQUEST = 400
 
 
@@ -22,7 +23,7 @@ def protocol(timeout_s: float) -> type[H11Protocol]:
 
 class ClientProtocol(H11Protocol):
     """Aborts the connection of a client that takes longer than `timeout_s` seconds to complete its headers, or to read
-    until the send buffer has room again. Up to 64 KiB are buffered for a client."""
+    until the send buffer has room again, unless it reads at least 10 kB/s. Up to 64 KiB are buffered for a client."""
 
     timeout_s: float = 30.0
 
@@ -46,7 +47,8 @@ class ClientProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._write_timer = self._write_timer or self.loop.call_later(self.timeout_s, self.transport.abort)
+        if self._write_timer is None:
+            self._time_reading()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -69,6 +71,18 @@ class ClientProtocol(H11Protocol):
             self._stop_header_timer()
         elif self._header_timer is None:
             self._header_timer = self.loop.call_later(self.timeout_s, self.transport.abort)
+
+    def _time_reading(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(self.timeout_s, self._check_reading, unread)
+
+    def _check_reading(self, unread: int) -> None:
+        """Abort the connection unless the client has read enough of the `unread` bytes since the timer was set."""
+        read = unread - self.transport.get_write_buffer_size()
+        if read < _MIN_BYTES_PER_S * self.timeout_s:
+            self.transport.abort()
+        else:
+            self._time_reading()
 
     def _stop_header_timer(self) -> None:
         if self._header_timer is not None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -10,11 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 
-from sluice.gateway.protection.protocol import MAX_HEADER_BYTES
+from sluice.gateway.protection.protocol import MAX_HEADER_BYTES, protocol
 from tests.gateway.fronts import FrontProcess, front_process
 
 TIMEOUT_S = 1.0
+LENGTH = 2_000_000  # bytes of an answer in one piece
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -130,6 +133,40 @@ async def test_a_client_that_does_not_read_its_stream_is_disconnected(
                 read = await read_to_the_end(reader)
     assert b"200 OK" in read[:50]
     assert 50_000 < len(read) < len(body)
+
+
+async def whole_answer(scope: Any, receive: Any, send: Any) -> None:
+    """Answer with `LENGTH` bytes in one message."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % LENGTH)]})
+    await send({"type": "http.response.body", "body": b"x" * LENGTH})
+
+
+@asynccontextmanager
+async def small_buffers() -> AsyncIterator[socket.socket]:
+    """Serve `whole_answer` with a limit of 0.4 s, and yield a connected socket."""
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as client:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65_536)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
+        server = uvicorn.Server(uvicorn.Config(whole_answer, http=protocol(0.4), lifespan="off", log_level="error"))
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
+        client.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(client, listening.getsockname())
+        try:
+            yield client
+        finally:
+            client.close()
+            server.should_exit = True
+            await serving
+
+
+async def test_a_client_that_reads_a_long_answer_slowly_but_steadily_receives_all_of_it() -> None:
+    loop, read = asyncio.get_running_loop(), 0
+    async with small_buffers() as client:
+        await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        while part := await loop.sock_recv(client, 65_536):
+            read += len(part)
+            await asyncio.sleep(0.05)
+    assert read > LENGTH
 
 
 def open_files(front: FrontProcess) -> int:
