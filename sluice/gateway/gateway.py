@@ -6,8 +6,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
@@ -190,6 +190,16 @@ class Gateway:
         task = asyncio.create_task(self._cancel_all(list(job_ids)))
         self._cancelling.add(task)
         task.add_done_callback(self._cancelling.discard)
+
+    @contextmanager
+    def abandoning(self, job_ids: Iterable[str], *, outlive: bool) -> Iterator[None]:
+        """Cancel these jobs, as `abandon` does, if the body fails or its client leaves, unless they outlive it."""
+        try:
+            yield
+        except BaseException:
+            if not outlive:
+                self.abandon(job_ids)
+            raise
 
     async def _cancel_all(self, job_ids: list[str]) -> None:
         for job_id in job_ids:

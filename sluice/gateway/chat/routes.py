@@ -98,10 +98,8 @@ class _Chat:
         """Return the completion. If one job fails or the client leaves, all are cancelled."""
         tasks = [asyncio.create_task(self._gateway.result(job_id)) for job_id in jobs.ids]
         try:
-            return whole(await asyncio.gather(*tasks))
-        except BaseException:
-            self._abandon(jobs)
-            raise
+            with self._gateway.abandoning(jobs.ids, outlive=jobs.outlive):
+                return whole(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
@@ -125,13 +123,10 @@ class _Chat:
                 self._gateway.metrics.first_token(model, time.monotonic() - started)
 
         source = frames(jobs.ids, self._gateway.events, include_usage=include_usage, seen=seen, on_first=on_first)
-        try:
+        with self._gateway.abandoning(jobs.ids, outlive=jobs.outlive):
             async with aclosing(source):
                 async for frame in source:
                     yield frame
-        except BaseException:
-            self._abandon(jobs)
-            raise
 
     def _abandon(self, jobs: _Jobs) -> None:
         if jobs.ids and not jobs.outlive:

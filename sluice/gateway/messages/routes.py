@@ -101,12 +101,8 @@ class _Messages:
 
     async def _unless_left(self, request: Request, work: Awaitable[T], *, outlives: bool = False) -> T:
         """Return what the work returns. Cancels the job if the work fails or the client leaves."""
-        try:
+        with self._gateway.abandoning([request.state.request_id], outlive=outlives):
             return await unless_left(request, work)
-        except BaseException:
-            if not outlives:
-                self._gateway.abandon([request.state.request_id])
-            raise
 
     async def _whole(self, job_id: str, *, omit_thinking: bool) -> dict[str, Any]:
         stream, emitted = MessageStream(omit_thinking=omit_thinking), list[MessageEvent]()
@@ -131,15 +127,11 @@ class _Messages:
     async def _frames(self, job_id: str, *, outlives: bool, omit_thinking: bool) -> AsyncGenerator[bytes]:
         """Yield the frames. If the job fails or the client leaves, it is cancelled."""
         stream = MessageStream(omit_thinking=omit_thinking)
-        try:
+        with self._gateway.abandoning([job_id], outlive=outlives):
             async with aclosing(self._gateway.events(job_id)) as events:
                 async for event in events:
                     for each in stream.events(event):
                         yield _frame(each)
-        except BaseException:
-            if not outlives:
-                self._gateway.abandon([job_id])
-            raise
 
 
 async def _translated(body: Body, translate: Callable[[dict[str, Any]], T]) -> T:

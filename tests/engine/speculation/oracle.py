@@ -8,9 +8,8 @@ import pytest
 from worker.engine.cache.recurrence import Recurrence, Replay, Stepping
 from worker.engine.model.load import Model
 from worker.engine.speculation import speculator
-from worker.engine.speculation.proposer import DraftedRow
 from worker.engine.speculation.speculator import Speculator
-from worker.schedule.speculation.offer import MAX_DRAFT, Offer
+from worker.schedule.speculation.offer import MAX_DRAFT, DraftedRow, Offer
 from worker.schedule.speculation.width import ForwardCosts
 
 STEPPED = "rwkv7", "jamba", "recurrent_gemma", "mamba"  # their recurrences are not those that `Replay` records

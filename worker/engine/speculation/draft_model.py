@@ -13,10 +13,9 @@ from worker.engine.cache.layers import layers
 from worker.engine.cache.recurrence import Recurrence
 from worker.engine.cache.slot_arrays import SlotArraysCache
 from worker.engine.cache.verification import verification
-from worker.engine.speculation.proposer import DraftedRow
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.schedule.speculation.chances import Kind, RowChances, SharedChances
-from worker.schedule.speculation.offer import MAX_DRAFT, Offer
+from worker.schedule.speculation.offer import MAX_DRAFT, DraftedRow, Offer
 
 DRAFT = "draft"
 DEPTH = 4  # tokens of a draft

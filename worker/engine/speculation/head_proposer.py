@@ -8,9 +8,8 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 
 from worker.engine.speculation.head_drafts import Head, HeadDrafts, PromptEntries
-from worker.engine.speculation.proposer import DraftedRow
 from worker.schedule.speculation.chances import Kind, RowChances, SharedChances
-from worker.schedule.speculation.offer import Offer
+from worker.schedule.speculation.offer import DraftedRow, Offer
 
 MTP = "mtp"
 DEPTH = 3  # tokens of a draft: the published heads are trained for one, and their later tokens are right less often

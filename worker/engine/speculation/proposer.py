@@ -1,27 +1,8 @@
 """What a source of drafts is to the engine."""
 
-from collections.abc import Sequence
 from typing import Protocol
 
-from worker.schedule.request import GenerationRequest
-from worker.schedule.speculation.offer import Offer
-
-
-class DraftedRow(Protocol):
-    """The part of a row that proposers use."""
-
-    @property
-    def id(self) -> str:
-        """Id of the request."""
-
-    @property
-    def request(self) -> GenerationRequest:
-        """The request."""
-
-    @property
-    def answer(self) -> Sequence[int]:
-        """Tokens of the answer, by all attempts, up to the one that a draft would continue. It only grows, unless the
-        row is recomputed."""
+from worker.schedule.speculation.offer import DraftedRow, Offer
 
 
 class Proposer(Protocol):

@@ -9,11 +9,11 @@ from worker.engine.speculation.draft_model import DraftModelProposer
 from worker.engine.speculation.head_drafts import PromptEntries
 from worker.engine.speculation.head_proposer import FedTokens, HeadInput, HeadProposer
 from worker.engine.speculation.positions import allowed
-from worker.engine.speculation.proposer import DraftedRow, Proposer
+from worker.engine.speculation.proposer import Proposer
 from worker.schedule.memory import CHUNK
 from worker.schedule.outcomes import Speculated
 from worker.schedule.request import GenerationRequest
-from worker.schedule.speculation.offer import Offer
+from worker.schedule.speculation.offer import DraftedRow, Offer
 from worker.schedule.speculation.width import ForwardCosts, choose_width, expected_tokens, likeliest
 
 

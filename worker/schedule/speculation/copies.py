@@ -1,12 +1,10 @@
 """Drafts that copy: from the prompt, from the answer so far, and from a text that the client expects."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
-from worker.schedule.request import GenerationRequest
 from worker.schedule.speculation.chances import Kind, RowChances, SharedChances
 from worker.schedule.speculation.endings import EndingIndex
-from worker.schedule.speculation.offer import MAX_DRAFT, Offer
+from worker.schedule.speculation.offer import MAX_DRAFT, DraftedRow, Offer
 
 COPY = "copy"
 PREDICTION = "prediction"
@@ -19,22 +17,6 @@ _CLASSES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # lengths of endings with a ch
 _PRIORS = {COPY: (0.3, 0.6, 0.8), PREDICTION: (0.5, 0.8, 0.9)}  # for endings below 4, below 8, and longer
 
 
-class CopyingRow(Protocol):
-    """The part of a row that this proposer uses."""
-
-    @property
-    def id(self) -> str:
-        """Id of the request."""
-
-    @property
-    def request(self) -> GenerationRequest:
-        """The request, with its prompt and its prediction."""
-
-    @property
-    def answer(self) -> Sequence[int]:
-        """Tokens of the answer so far, by all attempts."""
-
-
 class CopyProposer:
     """Offers what has followed the longest known ending of a row earlier in its prompt or answer, or in its prediction.
 
@@ -45,7 +27,7 @@ class CopyProposer:
         self._shared = SharedChances(_prior)
         self._rows = dict[str, RowCopies]()
 
-    def offer(self, row: CopyingRow) -> Offer | None:
+    def offer(self, row: DraftedRow) -> Offer | None:
         """Return a draft after the row's last token, or None if its ending is new."""
         copies = self._rows.get(row.id)
         if copies is None or copies.answered > len(row.answer):
@@ -54,10 +36,10 @@ class CopyProposer:
             copies.append(token)
         return copies.offer()
 
-    def kept(self, row: CopyingRow, offered: int, kept_tokens: int) -> None:
+    def kept(self, row: DraftedRow, offered: int, kept_tokens: int) -> None:
         """Do nothing: `offer` learns from the row's tokens."""
 
-    def forget(self, row: CopyingRow) -> None:
+    def forget(self, row: DraftedRow) -> None:
         """Free the row's index."""
         self._rows.pop(row.id, None)
 

@@ -1,12 +1,10 @@
 """Drafts of what a grammar leaves no choice about, and of the punctuation between."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Protocol
 
-from worker.schedule.request import GenerationRequest, GrammarState
+from worker.schedule.request import GrammarState
 from worker.schedule.speculation.chances import RowChances, SharedChances
-from worker.schedule.speculation.offer import MAX_DRAFT, Offer
+from worker.schedule.speculation.offer import MAX_DRAFT, DraftedRow, Offer
 
 GRAMMAR = "grammar"
 
@@ -16,22 +14,6 @@ _LEAST_GUESS = 0.6  # chance of a guess below which a draft ends before it
 _NAMESPACES = 64
 _HABITS = 512  # of a namespace
 _MEMORY = 0.9
-
-
-class ConstrainedRow(Protocol):
-    """The part of a row that this proposer uses."""
-
-    @property
-    def id(self) -> str:
-        """Id of the request."""
-
-    @property
-    def request(self) -> GenerationRequest:
-        """The request, with its grammar."""
-
-    @property
-    def answer(self) -> Sequence[int]:
-        """Tokens of the answer so far, by all attempts. The grammar may have accepted fewer."""
 
 
 class Habits:
@@ -67,7 +49,7 @@ class GrammarProposer:
         self._observed = dict[str, int]()  # tokens of each row's answer
         self._habits = OrderedDict[str, Habits]()  # by namespace, so that no client's answers speed up another's
 
-    def offer(self, row: ConstrainedRow) -> Offer | None:
+    def offer(self, row: DraftedRow) -> Offer | None:
         """Return a draft after the row's last token, or None if the grammar leaves a choice, or there is none."""
         grammar = row.request.grammar
         if grammar is None or grammar.error or not row.answer:
@@ -82,19 +64,19 @@ class GrammarProposer:
         grammar.rollback(len(pending))
         return Offer(GRAMMAR, *draft) if draft else None
 
-    def kept(self, row: ConstrainedRow, offered: int, kept_tokens: int) -> None:
+    def kept(self, row: DraftedRow, offered: int, kept_tokens: int) -> None:
         """Record how many tokens of a draft were right."""
         self._chance_of(row).observe_draft(_FORCED, offered, kept_tokens)
 
-    def forget(self, row: ConstrainedRow) -> None:
+    def forget(self, row: DraftedRow) -> None:
         """Free what is held for a row."""
         self._chances.pop(row.id, None)
         self._observed.pop(row.id, None)
 
-    def _chance_of(self, row: ConstrainedRow) -> RowChances:
+    def _chance_of(self, row: DraftedRow) -> RowChances:
         return self._chances.setdefault(row.id, RowChances(self._shared))
 
-    def _learn(self, row: ConstrainedRow) -> Habits:
+    def _learn(self, row: DraftedRow) -> Habits:
         habits = self._habits.setdefault(row.request.namespace, Habits())
         self._habits.move_to_end(row.request.namespace)
         if len(self._habits) > _NAMESPACES:

@@ -1,6 +1,10 @@
 """Drafts: tokens that a row is expected to draw next, offered for verification."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+from worker.schedule.request import GenerationRequest
 
 MAX_DRAFT = 7  # tokens of a draft: with the row's next token, MLX's vector attention on Metal takes up to 8 queries
 
@@ -12,3 +16,20 @@ class Offer:
     kind: str
     tokens: tuple[int, ...]
     chances: tuple[float, ...]  # of each token: the probability that it is drawn if all tokens before it were
+
+
+class DraftedRow(Protocol):
+    """The part of a row that proposers of drafts use."""
+
+    @property
+    def id(self) -> str:
+        """Id of the request."""
+
+    @property
+    def request(self) -> GenerationRequest:
+        """The request."""
+
+    @property
+    def answer(self) -> Sequence[int]:
+        """Tokens of the answer, by all attempts, up to the one that a draft would continue. It only grows, unless the
+        row is recomputed."""
