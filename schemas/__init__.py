@@ -3,7 +3,7 @@
 from schemas.batch import Batch, BatchLine, BatchOutput
 from schemas.chat import ChatRequest
 from schemas.events import Event, FinalEvent
-from schemas.explain import explain
+from schemas.explain import explain, field_of
 from schemas.result import ChatCompletion, CountResult
 
 CONTRACT_VERSION = 1
@@ -19,4 +19,5 @@ __all__ = [
     "Event",
     "FinalEvent",
     "explain",
+    "field_of",
 ]

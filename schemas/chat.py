@@ -91,6 +91,7 @@ ResponseFormat = Annotated[
 class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 def _listed(stop: object) -> object:
@@ -167,6 +168,9 @@ class ChatRequest(Strict):
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[TokenId, Bias] | None, WrapValidator(_in_parts)] = Field(
         default=None, description="Token ids, as strings, to the value that is added to their logits."
+    )
+    ignore_eos: bool | None = Field(
+        default=None, description="The tokens that end an answer are not drawn, so that it has its full length."
     )
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = Field(
         default=None, description="Absent: drawn, and reported in `started`."

@@ -48,6 +48,9 @@ class JobError(Sent):
     type: ErrorType
     message: str
     retryable: bool = Field(description="The same request may succeed later.")
+    param: str | None = Field(
+        default=None, description="The field of the request that caused it; absent if none did or it is not known."
+    )
 
 
 class _Event(Sent):

@@ -58,6 +58,11 @@ def explain(error: ValidationError) -> str:
     return " ".join(each if each.endswith("?") else f"{each}." for each in sentences)
 
 
+def field_of(error: ValidationError) -> str | None:
+    """Return the field of the first problem, or None if that is the request itself."""
+    return _where(_relevant(error.errors(include_url=False))[0]) or None
+
+
 def _relevant(problems: list[ErrorDetails]) -> list[ErrorDetails]:
     """Drop the problems in other fields of an object whose `type` is wrong."""
     others = {each["loc"][:-1] for each in problems if each["type"] == "literal_error" and each["loc"][-1] == "type"}
@@ -68,20 +73,33 @@ def _sentence(problem: ErrorDetails) -> str:
     kind = problem["type"]
     value = problem["input"]
     context = problem.get("ctx", {})
-    where = locate(_loc(problem)).path
-    if kind.startswith("union_tag") and isinstance(value, dict):
-        tag = context["discriminator"].strip("'")
-        where, value = f"{where}.{tag}", value.get(tag)
+    if _lacks_tag(problem):
+        value = value.get(_tag(problem))
     if kind == "float_type" and type(value) is int:
         kind = "float_too_large"
     sentence = _SENTENCES.get(kind, _OTHERWISE).format(
         **{name: _readable(name, each) for name, each in context.items()},
-        where=where or "the request",
+        where=_where(problem) or "the request",
         input=_shown(value),
         got="a string" if isinstance(value, str) else _shown(value),
         message=" ".join(problem["msg"].split())[:120],
     )
     return sentence + _hint(problem["loc"]) if kind == "extra_forbidden" else sentence
+
+
+def _where(problem: ErrorDetails) -> str:
+    """Return the place of the problem; empty for the request itself."""
+    path = locate(_loc(problem)).path
+    return f"{path}.{_tag(problem)}" if _lacks_tag(problem) else path
+
+
+def _lacks_tag(problem: ErrorDetails) -> bool:
+    """True if the object has no valid `type`, or whatever tells the kinds of such objects apart."""
+    return problem["type"].startswith("union_tag") and isinstance(problem["input"], dict)
+
+
+def _tag(problem: ErrorDetails) -> str:
+    return str(problem["ctx"]["discriminator"]).strip("'")
 
 
 def _loc(problem: ErrorDetails) -> tuple[int | str, ...]:

@@ -15,7 +15,7 @@ CONTROL = "sluice:control"
 DEAD = "sluice:dead"
 WORKERS = "sluice:worker:*"
 BATCHES = "sluice:batch:*"
-INDEX = ("lines", "suspects", "leases", "deadlines")
+INDEX = ("lines", "suspects", "leases", "deadlines", "counts")
 CANCEL_S = 3600  # seconds that a request to cancel is kept
 
 

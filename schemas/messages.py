@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from schemas.base import Strict, Text
+from schemas.base import JsonObject, Strict, Text
 
 
 class TextPart(Strict):
@@ -82,6 +82,9 @@ class AssistantMessage(Strict):
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
     function_call: FunctionCall | None = Field(default=None, description="The older form of one tool call.")
+    provider_specific_fields: JsonObject | None = Field(
+        default=None, exclude=True, description="What LiteLLM adds to an answer. Without effect."
+    )
 
 
 class ToolMessage(Strict):

@@ -1,4 +1,4 @@
-"""A Redis-compatible server and workers as child processes, for the demo and the tests."""
+"""A Redis-compatible server, workers and fronts as child processes, for the demo and the tests."""
 
 import os
 import random
@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import IO, Self
 
@@ -74,6 +75,12 @@ class Server:
         """Stop the server and delete its data."""
         self.leave()
         self._folder.cleanup()
+
+    def kill(self) -> None:
+        """End the server at once, as `kill -9` does; `start` loads what it has written."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
 
     def leave(self) -> None:
         """Stop the server but keep its folder: `start` loads what the server has written there."""
@@ -145,6 +152,64 @@ class WorkerProcess:
         """Stop the worker, kill it after ten seconds, and delete its log."""
         _end(self.process)
         self.log_file.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class FrontProcess:
+    """A process `sluice serve` in a temporary folder. `no_worker_s=1` is SLUICE_SERVE_NO_WORKER_S=1."""
+
+    def __init__(self, redis_url: str, *, port: int | None = None, **settings: object) -> None:
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        given = {f"SLUICE_SERVE_{key.upper()}": str(value) for key, value in settings.items()}
+        others = {key: value for key, value in os.environ.items() if not key.startswith("SLUICE_")}
+        self._env = {**others, **given, "SLUICE_REDIS_URL": redis_url, "PYTHONPATH": str(ROOT)}
+        self._folder = tempfile.TemporaryDirectory(prefix="sluice-front-")
+        self.log_file = Path(self._folder.name) / "front.log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def base_url(self) -> str:
+        """What OpenAI clients are given."""
+        return f"{self.url}/v1"
+
+    def start(self) -> Self:
+        """Start the front and wait until it answers. Raises RuntimeError."""
+        command = [sys.executable, "-m", "sluice.cli", "serve", "--port", str(self.port)]
+        with self.log_file.open("ab") as log:
+            self.process = _spawn(command, env=self._env, stdout=log, cwd=Path(self._folder.name))
+        _wait("the front", self.process, self._serves, self.log)
+        return self
+
+    def _serves(self) -> bool:
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=_START_S)
+        try:
+            connection.request("GET", "/healthz")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+    def log(self) -> str:
+        """Return the log so far."""
+        return self.log_file.read_text(errors="replace")
+
+    def kill(self) -> None:
+        """End the front at once, as `kill -9` does."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        """Stop the front, kill it after ten seconds, and delete its log."""
+        _end(self.process)
+        self._folder.cleanup()
 
     def __enter__(self) -> Self:
         return self.start()

@@ -1,9 +1,8 @@
 """The asyncio client for web backends: `submit`, `stream`, `result`, `cancel`."""
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -17,15 +16,15 @@ from sluice.batch.registry import BatchRegistry
 from sluice.batch.status import Batch
 from sluice.cancellation import Cancellation, Outcome
 from sluice.dead_letters import DeadLetter, DeadLetters
-from sluice.errors import JobCancelled, JobFailed, UnknownJob
 from sluice.presence import Workers
 from sluice.queues import Queue, Queues
+from sluice.results import Results
 from sluice.streaming.hub import Hub
 from sluice.streaming.streams import SILENCE_S, Streams
 from sluice.submission import NewJob, Submission, Submitted, new_job
 from sluice.transport.connection import connect
 from sluice.transport.retries import Retries
-from sluice.wire import Event, Function, JobError, Lane
+from sluice.wire import Event, Function, Lane
 
 
 class Client:
@@ -61,6 +60,7 @@ class Client:
             raise ValueError("a client with decode_responses=True cannot be used: give one without, or just the url")
         self._retries, self._hub = Retries(self._redis, outage_s), Hub(self._redis)
         self._streams = Streams(self._redis, self._hub, self._retries)
+        self._results = Results(self._redis, self._retries, self._streams)
         self._submission = Submission(self._redis, self._retries)
         self._registry = BatchRegistry(self._redis)
         self._cancellation = Cancellation(self._redis, self._retries)
@@ -99,9 +99,10 @@ class Client:
         With `wait_worker_s` the job is queued only once a worker is alive, and `NoWorker` is raised if none appears
         within that many seconds; 0 does not wait.
 
-        Submitting an id twice queues one job, and the second call returns its state. The worker validates the request;
-        an invalid one ends as `failed` with an explanation. Raises `QueueFull`, `ServerUnreachable`, or ValueError for
-        a bad id, model or lane.
+        Submitting an id twice queues one job, and the second call returns its state. A call that is cancelled may queue
+        its job all the same: with an `id` of your own you can find it, or submit it again. The worker validates the
+        request; an invalid one ends as `failed` with an explanation. Raises `QueueFull`, `ServerUnreachable`, or
+        ValueError for a bad id, model or lane.
         """
         return await self._submit(new_job(request, model, lane, id=id, function=function), wait_worker_s)
 
@@ -116,7 +117,7 @@ class Client:
     ) -> int:
         """Return the number of prompt tokens that `submit` would use for the same request, images included.
 
-        A worker counts as soon as the job's turn comes, without computing the prompt. Waits at most `timeout` seconds.
+        A worker counts without a free row, and without computing the prompt. Waits at most `timeout` seconds.
         Raises `JobFailed` for a request that a chat would be refused for, and what `submit` and `result` raise.
         """
         job = new_job(request, model, lane, function="count")
@@ -156,14 +157,7 @@ class Client:
         """
         wire.check_job_id(job_id)
         async with asyncio.timeout(timeout):
-            stored = await self._stored_result(job_id)
-            if stored is None:
-                async for _ in self.stream(job_id):
-                    pass
-                stored = await self._stored_result(job_id)
-        if stored is None:
-            raise UnknownJob(f"the result of job {job_id!r} has expired")
-        return _completion(json.loads(stored))
+            return await self._results.wait(job_id)
 
     async def cancel(self, job_id: str) -> Outcome:
         """Cancel a job and return the outcome.
@@ -215,11 +209,11 @@ class Client:
         letter = await self.dead_letter(job_id)
         job = new_job(letter.request, letter.model, letter.lane, function=letter.function)
         await self._dead_letters.delete(letter)
-        try:
-            return await self._submission.submit(job)
-        except BaseException:
-            await self._dead_letters.restore(letter)
-            raise
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._dead_letters.restore, letter)
+            submitted = await self._submission.submit(job)
+            stack.pop_all()
+        return submitted
 
     async def drop_dead_letter(self, job_id: str) -> None:
         """Delete a dead letter. Raises `UnknownJob`."""
@@ -333,17 +327,3 @@ class Client:
     async def ping(self) -> None:
         """Check that the server answers, with at most one retry. Raises `ServerUnreachable`."""
         await self._retries.run_for(self._redis.ping, 0.0)
-
-    async def _stored_result(self, job_id: str) -> bytes | None:
-        stored: bytes | None = await self._retries.run_until_answered(lambda: self._redis.get(wire.result_key(job_id)))
-        return stored
-
-
-def _completion(stored: dict[str, Any]) -> dict[str, Any]:
-    match stored.get("type"):
-        case "failed":
-            error = stored["error"]
-            raise JobFailed(JobError(error["type"], error["message"], error["retryable"]))
-        case "cancelled":
-            raise JobCancelled(stored["reason"])
-    return stored

@@ -130,7 +130,8 @@ def error_reply(error: SluiceError) -> ErrorReply:
         case NoWorker():
             return _reply(404, "model_not_found", str(error), retryable=False, param="model")
         case JobFailed(error=failed):
-            return _reply(_STATUS.get(failed.type, 500), failed.type, failed.message, retryable=failed.retryable)
+            status = _STATUS.get(failed.type, 500)
+            return _reply(status, failed.type, failed.message, retryable=failed.retryable, param=failed.param)
         case JobCancelled(reason=reason):
             return _reply(_CANCELLED, "cancelled", f"The job was cancelled: {reason}.", retryable=False)
         case UnknownJob():

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from redis.asyncio import Redis
@@ -13,7 +14,8 @@ from redis.exceptions import OutOfMemoryError, RedisError
 
 from sluice import wire
 from sluice.errors import NoWorker, QueueFull
-from sluice.transport.retries import Retries
+from sluice.transport.retries import Retries, raise_outage
+from sluice.transport.round_trips import RoundTrips
 from sluice.transport.scripts import source
 from sluice.wire import Function, Lane
 
@@ -22,6 +24,7 @@ _MAX_ESTIMATE_S = 3600.0  # no rate is steady for longer
 _UNKNOWN_RATE_WAIT_S = 60.0  # the estimate if no job has ended within the last minute
 _WORKER_POLL_S = 0.25  # between two checks of a submit that waits for a worker
 _MAX_DEADLINE_S = 1e9  # a longer deadline is ignored
+_SHARED_BYTES = 65_536  # of a body; a longer one has a round trip of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +67,56 @@ def new_job(
     return NewJob(uuid.uuid4().hex if id is None else id, body, model, lane or lane_of(body), function)
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of `submit.lua`."""
+
+    keys: list[str]
+    args: list[str | bytes | int]
+
+
 class Submission:
     """Queues jobs with the script `submit.lua`."""
 
     def __init__(self, redis: Redis, retries: Retries) -> None:
         self._redis, self._retries = redis, retries
         self._script = redis.register_script(source("submit"))
+        self._calls = RoundTrips[_Call, list[Any]](self._send)
 
     async def submit(self, job: NewJob, *, needs_worker: bool = False) -> Submitted:
-        """Queue one job. Raises `QueueFull`, and `NoWorker` if `needs_worker` and no live worker serves the model."""
-        args = _args(job, submission=uuid.uuid4().hex, needs_worker=needs_worker)
-        outcome = _read(job, await self._retries.run(lambda: self._script(keys=_keys(job), args=args)))
+        """Queue one job. Raises `QueueFull`, and `NoWorker` if `needs_worker` and no live worker serves the model. A
+        call that is cancelled may have queued its job."""
+        body = _arq_job(job)
+        call = _Call(_keys(job), _args(job, body, submission=uuid.uuid4().hex, needs_worker=needs_worker))
+        if len(body) <= _SHARED_BYTES:
+            answer = await self._calls.call(call)
+        else:
+            (answer,) = await self._retries.run(partial(self._send_one, call))
+        outcome = _read(job, answer)
         if not isinstance(outcome, Submitted):
             raise outcome
         return outcome
+
+    async def _send(self, calls: Sequence[_Call]) -> Sequence[list[Any] | Exception]:
+        """Send calls that name their submissions, so that they may be repeated."""
+        send = partial(self._send_one, calls[0]) if len(calls) == 1 else partial(self._send_all, calls)
+        answers: list[list[Any] | Exception] = await self._retries.run(send)
+        return answers
+
+    async def _send_one(self, call: _Call) -> list[Any]:
+        return [await self._script(keys=call.keys, args=call.args)]
+
+    async def _send_all(self, calls: Sequence[_Call]) -> list[Any]:
+        answers = await self._run_all(calls)
+        raise_outage(answers)
+        return answers
+
+    async def _run_all(self, calls: Sequence[_Call]) -> list[Any]:
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for call in calls:
+                await self._script(keys=call.keys, args=call.args, client=pipe)
+            answers: list[Any] = await pipe.execute(raise_on_error=False)  # else the error quotes the whole request
+        return answers
 
     async def submit_once_served(
         self, job: NewJob, wait_s: float, served_models: Callable[[], Awaitable[Collection[str]]]
@@ -97,10 +136,7 @@ class Submission:
     async def submit_all(self, jobs: Sequence[NewJob]) -> list[Submitted | QueueFull | OutOfMemoryError]:
         """Queue jobs in one round trip, and return an outcome for each. Raises redis-py's other errors; some of the
         jobs may have been queued by then."""
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for job in jobs:
-                await self._script(keys=_keys(job), args=_args(job), client=pipe)
-            answers = await pipe.execute(raise_on_error=False)  # else the error quotes the whole request
+        answers = await self._run_all([_Call(_keys(job), _args(job, _arq_job(job))) for job in jobs])
         return [_read_or_raise(job, answer) for job, answer in zip(jobs, answers, strict=True)]
 
 
@@ -114,10 +150,10 @@ def _keys(job: NewJob) -> list[str]:
     ]
 
 
-def _args(job: NewJob, *, submission: str = "", needs_worker: bool = False) -> list[str | bytes | int]:
+def _args(job: NewJob, body: bytes, *, submission: str = "", needs_worker: bool = False) -> list[str | bytes | int]:
     """Return the ARGV of `submit.lua`. `submission` identifies the call, so a resent one recognizes its own job."""
-    return [job.id, _arq_job(job), wire.JOB_LIFE_S * 1000, *_hash_fields(job.request, job.lane), submission,
-            int(needs_worker)]  # fmt: skip
+    return [job.id, body, wire.JOB_LIFE_S * 1000, *_hash_fields(job.request, job.lane), submission,
+            int(needs_worker), job.function]  # fmt: skip
 
 
 def _read_or_raise(job: NewJob, answer: list[Any] | RedisError) -> Submitted | QueueFull | OutOfMemoryError:

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, Literal, TypeVar
 
 Lane = Literal["interactive", "batch"]
@@ -139,11 +140,13 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class JobError:
-    """Why a job failed; `retryable` is True if the same request may succeed later."""
+    """Why a job failed; `retryable` is True if the same request may succeed later. `param` is the field of the request
+    that caused it, if the worker names one."""
 
     type: str
     message: str
     retryable: bool
+    param: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,4 +278,9 @@ def _parse_event(event: Any) -> Event:
 
 def parse_as(cls: type[D], values: Mapping[str, Any]) -> D:
     """Create a `cls` from a mapping, dropping unknown fields."""
-    return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})  # type: ignore[arg-type]
+    return cls(**{name: values[name] for name in _names(cls) if name in values})  # type: ignore[arg-type]
+
+
+@cache
+def _names(cls: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(cls))

@@ -158,6 +158,7 @@ def worker_context(settings: Settings, engine: FakeEngine, tokenizer: ByteTokeni
         "context_tokens": 2048,
         "vocab_size": vocab,
         "generation": {},
+        "end_tokens": tokenizer.eos_token_ids,
         "metrics": Metrics("default"),
     }
     return WorkerContext(settings, engine, TextCodec(tokenizer, vocab), **{**known, **changed})

@@ -11,9 +11,11 @@ from hypothesis import settings
 # Families whose caches are of one kind: all of a line run with `--all`, without it the first that a test lists.
 ALIKE = (
     ("llama", "qwen3", "qwen3_moe", "deepseek_v3"),  # keys and values of every token
-    ("gemma3", "gpt_oss", "gemma3n", "gemma4 with experts", "gemma4"),  # a window beside full attention
-    ("qwen3_5", "jamba", "kimi_linear", "qwen3_5_moe"),  # recurrent state beside full attention
-    ("mamba2", "rwkv7"),  # recurrent state alone
+    # a window beside full attention
+    ("gemma3", "gpt_oss", "gemma3n", "gemma4 with experts", "gemma4", "llama_swa", "cohere2", "gemma4_text"),
+    # recurrent state beside full attention
+    ("qwen3_5", "jamba", "kimi_linear", "qwen3_5_moe", "qwen3_next", "nemotron_h", "granitemoehybrid", "lfm2"),
+    ("mamba2", "rwkv7", "mamba"),  # recurrent state alone
     ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen2_vl", "mistral3", "pixtral"),  # images, and the first kind
 )
 _RANK = {family: (line[0], rank) for line in ALIKE for rank, family in enumerate(line)}

@@ -31,7 +31,7 @@ TABLE = {
     ),
     # These run in the daemon's environment, and import it when they are called.
     "sluice.cli.commands.worker": May("sluice worker", "rich typer"),
-    "sluice.cli.commands.prefix": May("sluice worker.prefix_store", "rich typer"),
+    "sluice.cli.commands.prefix": May("sluice worker", "rich typer"),
     "sluice.cli.commands.check": May("sluice worker", "rich typer"),
     "sluice.cli.batch.schedule": May("sluice worker", "rich typer"),
     # Leaves: modules that every other one may know.
@@ -45,7 +45,8 @@ TABLE = {
     "worker.environment": May("worker.errors", "pydantic_core"),
     "worker.bounded_json": May("schemas.keys worker.errors worker.process worker.turns"),
     "worker.settings": May(
-        "schemas worker.environment worker.errors worker.redis_url worker.schedule_times",
+        "schemas worker.environment worker.errors worker.prefix_store.encryption worker.redis_url "
+        "worker.schedule_times",
         "pydantic pydantic_core pydantic_settings",
     ),
     "worker.monitoring": May("schemas worker.errors worker.schedule", "prometheus_client"),
@@ -53,6 +54,7 @@ TABLE = {
     "worker.schedule": May(standard="array bisect collections dataclasses functools itertools math statistics typing"),
     # Files of cached prefixes: bytes on disk, without the engine.
     "worker.prefix_store": May("worker.schedule.cache.disk"),
+    "worker.prefix_store.encryption": May(others="cryptography"),
     # Text: words, in the order of their use.
     "worker.text": May("schemas worker.errors worker.process worker.schedule worker.turns"),
     "worker.text.prompt": May(
@@ -141,8 +143,8 @@ TABLE = {
         "worker.chat worker.engine worker.jobs worker.monitoring worker.queue worker.settings worker.text", "arq"
     ),
     "worker.app": May(
-        "worker.batch_dir worker.engine worker.monitoring worker.parts worker.prefix_store worker.process worker.queue "
-        "worker.settings"
+        "worker.batch_dir worker.chat worker.engine worker.errors worker.monitoring worker.parts worker.prefix_store "
+        "worker.process worker.queue worker.settings"
     ),
     "worker.__main__": May("worker.app worker.errors worker.process worker.settings"),
 }

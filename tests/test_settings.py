@@ -1,3 +1,4 @@
+import base64
 import re
 import socket
 from pathlib import Path
@@ -127,6 +128,30 @@ def test_fewer_rows_than_are_reserved_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_a_missing_model_is_asked_for_by_variable_and_option(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLUICE_MODEL")
     assert sentence().startswith("SLUICE_MODEL is not set; set it, or give --model to sluice worker: ")
+
+
+@pytest.mark.parametrize("name", ["SLUICE_PREFIX_DISK_DIR", "SLUICE_PREFIX_WARM"])
+def test_a_prefix_needs_a_cache_in_memory(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("SLUICE_PREFIX_CACHE_GB", "0")
+    monkeypatch.setenv(name, "/somewhere")
+    assert (
+        sentence()
+        == f"{name}=/somewhere: it needs the prefix cache in memory; let SLUICE_PREFIX_CACHE_GB be more than 0"
+    )
+
+
+@pytest.mark.parametrize("key", ["", "kumquat", "kumquat" * 8])
+def test_a_key_of_the_disk_is_not_shown_in_its_error(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv("SLUICE_PREFIX_DISK_KEY", key)
+    assert sentence().startswith("SLUICE_PREFIX_DISK_KEY=***: it must be 32 bytes in base64")
+
+
+def test_a_key_of_the_disk_is_not_shown_with_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = base64.b64encode(bytes(range(32))).decode()
+    monkeypatch.setenv("SLUICE_PREFIX_DISK_KEY", key)
+    settings = read_settings()
+    assert settings.prefix_disk_key == key
+    assert key not in repr(settings)
 
 
 def test_settings_come_from_the_file() -> None:

@@ -6,15 +6,17 @@ while the model loads. `tests/end_to_end/test_imports_at_start.py` holds what ma
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from worker.errors import CannotStart
 from worker.monitoring.health import Health
 from worker.monitoring.serving import served_metrics
 from worker.monitoring.sink import MetricsSink
+from worker.prefix_store.encryption import decode_key
 from worker.prefix_store.store import StoreOptions
 from worker.process.exit_timer import EXIT_FORCED, ExitTimer
 from worker.process.garbage import collect_on_a_timer, pause_collections, resume_collections
@@ -25,6 +27,8 @@ from worker.settings import Settings
 
 if TYPE_CHECKING:
     from worker.batch_dir.directory import BatchDirectory
+    from worker.chat.context import WorkerContext
+    from worker.chat.warm import Body, Warmed
     from worker.engine.model.load import Model
     from worker.engine.thread import EngineThread
     from worker.queue.worker import QueueWorker
@@ -87,6 +91,7 @@ async def _serve(
     health: Health,
     ending: ExitTimer,
 ) -> None:
+    to_warm = _to_warm(settings)
     engine = _engine(settings, metrics)
     logger.info("loading %s", settings.model)
     async with _loaded(engine, ending) as model:
@@ -105,8 +110,54 @@ async def _serve(
                     settings.worker_name, settings.model_name, model.fingerprint, settings.max_rows,
                     "s" * (settings.max_rows != 1),
                 )  # fmt: skip
-                await _work(worker, batches, ending)
+                async with _warming(engine, context, to_warm):
+                    await _work(worker, batches, ending)
     logger.info("stopped")
+
+
+def _to_warm(settings: Settings) -> "list[Body]":
+    """Return the requests whose prompts are computed at the start. Raises `CannotStart`."""
+    if settings.prefix_warm is None:
+        return []
+    from worker.chat.warm import BadWarmFile, read_conversations
+
+    try:
+        return read_conversations(settings.prefix_warm)
+    except BadWarmFile as error:
+        raise CannotStart(f"SLUICE_PREFIX_WARM={settings.prefix_warm}: {error}") from None
+
+
+@asynccontextmanager
+async def _warming(engine: "EngineThread", context: "WorkerContext", bodies: "list[Body]") -> AsyncIterator[None]:
+    """Compute these prompts beside the block, until it ends."""
+    if not bodies:
+        yield
+        return
+    from worker.chat.warm import warm_and_log
+
+    task = asyncio.create_task(warm_and_log(context, engine.store_prefix, bodies))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def warm(settings: Settings, report: "Callable[[Warmed], object]") -> None:
+    """Compute the prompts of the file `prefix_warm` and write them to disk, without a queue. `report` receives each
+    result. Raises `CannotStart`."""
+    ending, sink = ExitTimer(), MetricsSink()
+    to_warm = _to_warm(settings)
+    engine = _engine(settings, sink)
+    async with _loaded(engine, ending) as model:
+        from worker import parts
+        from worker.chat.warm import warm as warmed
+
+        context = parts.worker_context(settings, engine, model, None, sink)
+        await context.codec.prepare()
+        async for result in warmed(context, engine.store_prefix, to_warm):
+            report(result)
 
 
 def _engine(settings: Settings, metrics: MetricsSink) -> "EngineThread":
@@ -131,7 +182,9 @@ def _store_options(settings: Settings) -> StoreOptions | None:
     if settings.prefix_disk_dir is None:
         return None
     daily_gb = settings.prefix_disk_daily_gb or _DAILY_QUOTAS * settings.prefix_disk_gb
-    return StoreOptions(settings.prefix_disk_dir.expanduser(), int(settings.prefix_disk_gb * 1e9), int(daily_gb * 1e9))
+    key = decode_key(settings.prefix_disk_key) if settings.prefix_disk_key else None
+    folder = settings.prefix_disk_dir.expanduser()
+    return StoreOptions(folder, int(settings.prefix_disk_gb * 1e9), int(daily_gb * 1e9), key=key)
 
 
 @asynccontextmanager

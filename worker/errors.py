@@ -1,18 +1,27 @@
 """Exceptions that end a job, an attempt, or the start of a worker."""
 
-from typing import Literal
+from typing import Literal, Self
 
 ErrorType = Literal["invalid_request", "unsupported", "too_large", "overloaded", "deadline", "internal"]
 
 
 class JobFailure(Exception):
-    """Ends the job as `failed`. `message` tells the client what to change."""
+    """Ends the job as `failed`. `message` tells the client what to change, and `param` names the field of the request,
+    if it is known."""
 
-    def __init__(self, type: ErrorType, message: str, *, retryable: bool = False) -> None:
+    def __init__(self, type: ErrorType, message: str, *, retryable: bool = False, param: str | None = None) -> None:
         super().__init__(message)
         self.type: ErrorType = type
         self.message = message
         self.retryable = retryable
+        self.param = param
+
+    def about(self, param: str) -> Self:
+        """Return the same failure of this field, unless it names one already or is none of the request."""
+        is_of_request = self.type in ("invalid_request", "unsupported", "too_large")
+        if self.param is not None or not is_of_request:
+            return self
+        return type(self)(self.type, self.message, retryable=self.retryable, param=param)
 
 
 def prompt_too_large(tokens: int, context: int, *, exact: bool = True) -> JobFailure:
@@ -22,6 +31,7 @@ def prompt_too_large(tokens: int, context: int, *, exact: bool = True) -> JobFai
         "too_large",
         f"The prompt has {has} and the context is {context:,}, the answer included: "
         f"shorten it by at least {tokens - context + 1:,}.",
+        param="messages",
     )
 
 

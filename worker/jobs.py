@@ -133,7 +133,7 @@ class Chat:
             default=context.settings.default_max_tokens,
             limit=context.settings.max_output_tokens,
         )
-        sampling = sampling_of(request, context.generation, context.vocab_size, seed)
+        sampling = sampling_of(request, context.generation, context.vocab_size, seed, context.end_tokens)
         specprefill, report = specprefill_params(request, prompt, context.settings)
         self._recorder.consider_specprefill(report)
         top = (request.top_logprobs or 0) if request.logprobs else None

@@ -37,8 +37,9 @@ def worker_context(
 ) -> WorkerContext:
     """Return what the jobs use."""
     context_tokens = min(model.context, settings.context_tokens or model.context)
+    tokenizer = MLXTokenizer(model.tokenizer, model.vision.image_processor.marker if model.vision else "")
     codec = TextCodec(
-        MLXTokenizer(model.tokenizer, model.vision.image_processor.marker if model.vision else ""),
+        tokenizer,
         model.vocab,
         boundaries=settings.prefix_cache_gb != 0 and _needs_boundaries(model),
         droppable=model.draft is not None,
@@ -54,6 +55,7 @@ def worker_context(
         context_tokens=context_tokens,
         vocab_size=model.vocab,
         generation=model.generation,
+        end_tokens=tokenizer.eos_token_ids,
         metrics=metrics,
     )
 

@@ -7,15 +7,16 @@ description ends with its "Default: ..." in words, and `examples` holds a value 
 import os
 import socket
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from schemas.keys import MODEL_NAME, is_model_name
 from worker.environment import PREFIX, describe, refuse_unknown, variable
 from worker.errors import CannotStart
+from worker.prefix_store.encryption import checked_key
 from worker.redis_url import redacted, url_error
 from worker.schedule_times import Crontab, Hours
 
@@ -107,8 +108,8 @@ class Settings(BaseSettings):
         None,
         examples=["/var/lib/sluice/prefixes"],
         description="Folder for cached prefixes that are evicted, or that the worker holds when it stops, so that they "
-        "survive both; workers of any models may share it. The files hold prompts in plain form, readable by their "
-        "owner only. Default: none, prefixes are kept in memory only.",
+        "survive both; workers of any models may share it. Only their owner can read the files, which hold prompts in "
+        "plain form unless `SLUICE_PREFIX_DISK_KEY` is set. Default: none, prefixes are kept in memory only.",
     )
     prefix_disk_gb: float = Field(
         20.0,
@@ -121,6 +122,20 @@ class Settings(BaseSettings):
         gt=0,
         description="Maximum amount that all workers together write into that folder in a day, in gigabytes. It limits "
         "the wear of the SSD. Default: five times `SLUICE_PREFIX_DISK_GB`.",
+    )
+    prefix_disk_key: Annotated[str, AfterValidator(checked_key)] | None = Field(
+        None,
+        repr=False,
+        description="Key that encrypts the files in that folder with AES-256-GCM: 32 bytes in base64, such as "
+        "`openssl rand -base64 32` makes. Needs the extra `encryption`. Prefixes of another key, or "
+        "without one, are not found. Default: none, files are not encrypted.",
+    )
+    prefix_warm: Path | None = Field(
+        None,
+        examples=["/etc/sluice/prompts.json"],
+        description="JSON file of system prompts and conversations that the worker computes at its start, beside the "
+        "jobs, so that the first requests with them find them in the prefix cache. With `SLUICE_PREFIX_DISK_DIR` they "
+        "are written there and pinned. Default: none.",
     )
 
     speculation: Literal["auto", "off"] = Field(
@@ -276,12 +291,12 @@ class Settings(BaseSettings):
             raise ValueError(f"{reserved} of {rows} rows reserved leaves none for offline jobs; reserve fewer")
         return reserved
 
-    @field_validator("prefix_disk_dir")
+    @field_validator("prefix_disk_dir", "prefix_warm")
     @classmethod
-    def _has_a_cache_in_memory(cls, folder: Path | None, info: object) -> Path | None:
-        if folder is not None and info.data.get("prefix_cache_gb") == 0:  # type: ignore[attr-defined]
-            raise ValueError("prefixes go to disk from the prefix cache; let SLUICE_PREFIX_CACHE_GB be more than 0")
-        return folder
+    def _has_a_cache_in_memory(cls, path: Path | None, info: object) -> Path | None:
+        if path is not None and info.data.get("prefix_cache_gb") == 0:  # type: ignore[attr-defined]
+            raise ValueError("it needs the prefix cache in memory; let SLUICE_PREFIX_CACHE_GB be more than 0")
+        return path
 
     @field_validator("batch_schedule")
     @classmethod
@@ -330,5 +345,5 @@ def _sentence(problem: ErrorDetails) -> str:
         option = f"set it, or give --{field} to sluice worker"
         return f"{variable(field)} is not set; {option}: {Settings.model_fields[field].description}"
     value = str(problem["input"])
-    public = redacted(value) if field == "redis_url" else value
+    public = {"redis_url": redacted(value), "prefix_disk_key": "***"}.get(field, value)
     return f"{variable(field)}={public}: {describe(problem)}"

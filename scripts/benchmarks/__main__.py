@@ -8,14 +8,17 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from scripts.benchmarks import batch, engine, prefix, quality, sampling, specprefill, spine, start, vision
+from scripts.benchmarks import batch, disk, engine, prefix, quality, sampling, specprefill, spine, start, vision
+from scripts.benchmarks.front import command as front
 from scripts.benchmarks.serve import command, options
+from scripts.benchmarks.speculation import command as speculation_command
+from scripts.benchmarks.speculation import options as speculation_options
 
 BENCHMARKS: dict[str, tuple[Callable[[Console], bool], str]] = {
     "spine": (spine.main, "cost of the path through Redis"),
     "start": (start.main, "time from a worker's start to its first answer, against the import of mlx-lm"),
     "engine": (engine.main, "continuous batching against mlx-lm's"),
-    "prefix": (prefix.main, "cost of a prefix cache hit, and its length by family"),
+    "prefix": (prefix.main, "cost of a prefix cache hit, and its length by family; --disk: loads from disk"),
     "batch": (batch.main, "offline runs against mlx-lm's batch_generate, and the effect of sorting lines"),
     "specprefill": (specprefill.main, "SpecPrefill: time saved, and its cost for running rows"),
     "specprefill-quality": (quality.main, "SpecPrefill: its effect on answers"),
@@ -30,9 +33,13 @@ def main() -> int:
     )
     names = parser.add_subparsers(dest="name", metavar="NAME", required=True)
     for name, (_, label) in BENCHMARKS.items():
-        names.add_parser(name, help=label, description=label)
+        one = names.add_parser(name, help=label, description=label)
+        if name == "prefix":
+            disk.add_options(one)
     options.add_options(names.add_parser("serve", help=options.SUMMARY))
+    front.add_options(names.add_parser("front", help=front.SUMMARY))
     sampling.add_options(names.add_parser("sampling", help="cost of sampling, and of a step on the host"))
+    speculation_options.add_options(names.add_parser("speculation", help=speculation_options.SUMMARY))
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers of a benchmark are stopped too
     console = Console(width=110)
@@ -47,8 +54,14 @@ def _passed(given: argparse.Namespace, console: Console) -> bool:
     match given.name:
         case "serve":
             return command.main(given)
+        case "front":
+            return front.main(console, given)
         case "sampling":
             return sampling.main(console, given)
+        case "speculation":
+            return speculation_command.main(given)
+        case "prefix" if given.disk:
+            return disk.main(console, given)
     return BENCHMARKS[given.name][0](console)
 
 

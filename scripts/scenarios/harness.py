@@ -17,6 +17,8 @@ from sluice.wire import Lane, queue_key
 
 QUEUE = queue_key("default", "interactive")
 FINAL = frozenset({"finished", "failed", "cancelled"})  # the types of final events
+_PASSING = "sluice:log:", "sluice:result:", "sluice:job:", "sluice:worker:", "sluice:model:", "sluice:serve:"
+_LASTING = "sluice:dead", "sluice:serve:models"  # bounded by their own rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +140,9 @@ async def leaks(db: redis.asyncio.Redis) -> list[str]:
     found = []
     async for key in db.scan_iter(count=1000):
         name = key.decode()
-        passing = name.startswith(("sluice:log:", "sluice:result:", "sluice:job:", "sluice:worker:", "sluice:model:"))
-        if not passing and name != "sluice:dead":
+        if not name.startswith(_PASSING) and name not in _LASTING:
             found.append(f"{name} is left")
-        elif name != "sluice:dead" and await db.ttl(key) == -1:
+        elif name not in _LASTING and await db.ttl(key) == -1:
             found.append(f"{name} never expires")
     return found
 

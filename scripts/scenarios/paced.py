@@ -162,7 +162,7 @@ async def serve(settings: Settings, step_s: float) -> None:
     stepping = asyncio.create_task(engine.run())
     health = Health(settings.watchdog_s)
     with served_metrics(settings.model_name, settings.metrics_port, health) as metrics:
-        context = WorkerContext(settings, engine, codec, None, "paced", 1_000_000, 1_000_000, {}, metrics)
+        context = WorkerContext(settings, engine, codec, None, "paced", 1_000_000, 1_000_000, {}, frozenset(), metrics)
         async with connect(settings) as redis:
             worker = QueueWorker(
                 JobFunctions([func(chat, name="chat")], {"context": context}),

@@ -113,8 +113,6 @@ class Machine:
             return
         elapsed_s = self._decode_s or 0.0
         self._wait()
-        if elapsed_s:
-            self._planner.observe_decode(elapsed_s)
         step = Step(self._steps, self.now_s, elapsed_s)
         running = self._running if self._started else []
         for forward in self._planner.plan([*self._waiting.values()], running, step):

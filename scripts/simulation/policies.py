@@ -76,7 +76,7 @@ class Planner:
 
     def __init__(self, policy: Policy, costs: Costs, step_s: float) -> None:
         self.policy = policy
-        self._step_s = step_s
+        self._step_s, self._costs = step_s, costs
         self._budget = StepBudget(step_s)
         self._budget.observe_forward(costs.forward_s(1, 1))
         for tokens in _WARM_UP:
@@ -89,7 +89,7 @@ class Planner:
         spare_s = self._spare_s(rows, running, step.elapsed_s)
         enough_s = inf
         if self.policy.prefill_first:
-            enough_s = self._budget.decode_s if running else 0.0
+            enough_s = self._decode_s(running)
         return plan(rows, spare_s, step.number, 2048, enough_s=enough_s, order=self.policy.rule)
 
     def delays_first_step(self, waiting: Iterable[Request], delayed_s: float) -> bool:
@@ -113,16 +113,16 @@ class Planner:
     def _spare_s(self, rows: Sequence[PromptState], running: Sequence[Request], elapsed_s: float) -> dict[Lane, float]:
         if self.policy.share is None:
             interactive = sum(request.arrival.lane == "interactive" for request in running)
-            return self._budget.spare_s(Running(len(running), interactive), elapsed_s, backlog(rows))
+            decoding = Running(len(running), interactive, self._decode_s(running))
+            return self._budget.spare_s(decoding, 0.0, backlog(rows))
         if not running:
             return dict.fromkeys(("interactive", "batch"), ALONE_STEPS * self._step_s)
-        decode_s = max(elapsed_s, self._budget.decode_s)
+        decode_s = max(elapsed_s, self._decode_s(running))
         target_s = self._step_s - decode_s
         return {"interactive": max(target_s, self.policy.share * decode_s), "batch": target_s}
 
-    def observe_decode(self, seconds: float) -> None:
-        """Record the measured seconds of a decode step."""
-        self._budget.observe_decode(seconds)
+    def _decode_s(self, running: Sequence[Request]) -> float:
+        return self._costs.forward_s(len(running), 1) if running else 0.0
 
     def observe_forward(self, dones: Sequence[int], tokens: int, seconds: float) -> None:
         """Record the measured seconds of a prefill forward of `tokens` tokens of each prompt. `dones`: the tokens of

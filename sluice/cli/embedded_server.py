@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import IO, Self
 
@@ -127,11 +128,11 @@ class EmbeddedServer:
         self._lock.close()
 
     async def __aenter__(self) -> Self:
-        try:
-            return await self.start()
-        except BaseException:
-            await self.stop()
-            raise
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self.stop)
+            await self.start()
+            stack.pop_all()
+        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sluice.client import Client
-from sluice.gateway import catalog, chat, messages, page, responses
+from sluice.gateway import catalog, chat, messages, openapi, page, responses
 from sluice.gateway.errors import SERVER, ApiError, openai_response
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.messages.errors import error_response, new_id
@@ -32,6 +32,7 @@ SURFACES: Sequence[Surface] = (
     messages.routes,
     catalog.routes,
     health.routes,
+    openapi.routes,
     page.routes,
 )
 

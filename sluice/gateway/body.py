@@ -1,6 +1,5 @@
 """Reads the JSON object of a request's body, within limits of size, of values and of depth."""
 
-import asyncio
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
@@ -11,11 +10,12 @@ from starlette.requests import ClientDisconnect, Request
 
 from sluice.gateway.disconnect import ClientLeft
 from sluice.gateway.errors import ApiError
+from sluice.gateway.protection.memory import Held
+from sluice.gateway.threads import in_thread_if_long
 from sluice.openai import BadRequest, read_object
 
 _MAX_VALUES = 100_000  # of the contract; parsing this many takes about 50 ms
 _MAX_LEVELS = 100  # far more than a JSON schema has, far fewer than a JSON writer can nest
-_INLINE_BYTES = 65_536  # a longer body is parsed in a thread
 _SLICE = 65_536
 _STRING = re.compile(rb'"[^"]*"?')
 
@@ -29,30 +29,28 @@ class Body:
     digest: str
 
 
-async def read_body(request: Request, max_bytes: int) -> Body:
-    """Return the body. Raises `ApiError`: 413 beyond `max_bytes` or 100,000 values, 400 for anything but an object
-    and for one that is nested more than 100 levels deep."""
-    raw = await read_bytes(request, max_bytes)
-    return _parse(raw) if len(raw) <= _INLINE_BYTES else await asyncio.to_thread(_parse, raw)
+async def read_body(request: Request, max_bytes: int, held: Held) -> Body:
+    """Return the body; its bytes count as held as they arrive. Raises `ApiError`: 413 beyond `max_bytes` or 100,000
+    values, 429 or 503 if more bytes are held already, 400 for anything but an object and for one that is nested more
+    than 100 levels deep."""
+    raw = await _read_bytes(request, max_bytes, held)
+    return await in_thread_if_long(len(raw), _parse, raw)
 
 
-async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
-    """Return the JSON object of the body. Raises as `read_body`."""
-    return (await read_body(request, max_bytes)).content
-
-
-async def read_bytes(request: Request, max_bytes: int) -> bytes:
-    """Return the body's bytes. Raises `ApiError` 413 as soon as it is known to be longer than `max_bytes`."""
-    _refuse_long(int(request.headers.get("content-length") or 0), max_bytes)
-    parts, length = [], 0
+async def _read_bytes(request: Request, max_bytes: int, held: Held) -> bytes:
+    """Return the body's bytes. Raises `ApiError` as soon as the body is known to be too long."""
+    announced = int(request.headers.get("content-length") or 0)
+    _refuse_long(announced, max_bytes)
+    held.check(announced)
+    raw = bytearray()
     try:
         async for part in request.stream():
-            parts.append(part)
-            length += len(part)
-            _refuse_long(length, max_bytes)
+            _refuse_long(len(raw) + len(part), max_bytes)
+            held.add(len(part))
+            raw += part
     except ClientDisconnect:
         raise ClientLeft from None
-    return b"".join(parts)
+    return bytes(raw)
 
 
 def _refuse_long(length: int, max_bytes: int) -> None:

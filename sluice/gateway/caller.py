@@ -1,9 +1,15 @@
 """Who sends a request, and what the request may use."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sluice.gateway.keys.meter import Meter
+from sluice.gateway.protection.memory import Held, Memory
 from sluice.wire import LANES
+
+
+def _unlimited() -> Held:
+    return Memory(2**63, 2**63).hold(None)
 
 
 @dataclass(frozen=True)
@@ -15,6 +21,27 @@ class Caller:
     models: frozenset[str] | None = None  # names as requests give them
     lanes: frozenset[str] = frozenset(LANES)
     meter: Meter | None = field(default=None, compare=False, repr=False)  # of this HTTP request
+    held: Held = field(default_factory=_unlimited, compare=False, repr=False)  # by this HTTP request
+
+    def count_choices(self, choices: int) -> None:
+        """Count each choice of the answer as a connection of the key. Raises `ApiError` 429."""
+        if self.meter is not None:
+            self.meter.count_choices(choices)
+
+    async def count_request(self) -> None:
+        """Count a request that queues no job for the limit of the key. Raises `ApiError` 429, and `SluiceError`."""
+        if self.meter is not None:
+            await self.meter.count()
+
+    async def take(self, job_ids: Sequence[str], tokens: int) -> None:
+        """Count a request and reserve tokens for each job. Raises as `Meter.take`."""
+        if self.meter is not None:
+            await self.meter.take(job_ids, tokens)
+
+    async def release(self, job_ids: Sequence[str]) -> None:
+        """Return the tokens that this request has reserved for jobs that were not queued."""
+        if self.meter is not None:
+            await self.meter.release(job_ids)
 
 
 LOCAL = Caller()  # every request, if no keys are configured

@@ -5,9 +5,11 @@ import json
 import logging
 import re
 import time
-import uuid
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import ExitStack, aclosing, contextmanager
+from dataclasses import replace
+from enum import Enum, auto
+from functools import partial
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
@@ -18,17 +20,20 @@ from sluice import wire
 from sluice.cancellation import Outcome
 from sluice.client import Client
 from sluice.errors import JobFailed, NoWorker, SluiceError
+from sluice.gateway.body import Body, read_body
 from sluice.gateway.caller import LOCAL, Caller
-from sluice.gateway.errors import NO_WORKER_RETRY_S, SERVER, ApiError, from_client
+from sluice.gateway.errors import NO_WORKER_RETRY_S, SERVER, ApiError, from_client, was_refused
+from sluice.gateway.idempotency import IdempotencyKeys
 from sluice.gateway.keys.authentication import Authentication
 from sluice.gateway.keys.estimate import estimate
 from sluice.gateway.keys.limits import Limits
 from sluice.gateway.keys.store import KeyStore
 from sluice.gateway.models import model_not_found, requested_model, served_name
 from sluice.gateway.monitoring.metrics import Metrics
+from sluice.gateway.protection.memory import Memory
 from sluice.gateway.settings import ServeSettings
 from sluice.gateway.workers import Workers
-from sluice.submission import Submitted, lane_of
+from sluice.submission import NewJob, Submitted, lane_of
 from sluice.transport.retries import Retries
 from sluice.wire import Event
 
@@ -40,6 +45,14 @@ _POLL_S = 0.25  # between two checks for a worker
 _REFUSED = {"invalid_request", "unsupported", "too_large"}  # errors of jobs that were never computed
 
 T = TypeVar("T")
+
+
+class Kept(Enum):
+    """What is left of a job that was queued. A job with events may have a result, too."""
+
+    EVENTS = auto()
+    RESULT = auto()
+    NOTHING = auto()
 
 
 class Gateway:
@@ -58,8 +71,10 @@ class Gateway:
             if settings.keys
             else None
         )
+        self._memory = Memory(settings.max_held_bytes, settings.max_body_bytes)
+        self.idempotency_keys = IdempotencyKeys(client.redis, self.retries)
         self.draining = False
-        self._cancelling = set[asyncio.Task[None]]()
+        self._background = set[asyncio.Task[None]]()
 
     @property
     def redis(self) -> Redis:
@@ -72,46 +87,76 @@ class Gateway:
 
     async def authenticate(self, request: Request) -> Caller:
         """Return the caller of a request. Raises `ApiError`."""
-        return await self._authentication.caller(request) if self._authentication else LOCAL
+        caller = await self._authentication.caller(request) if self._authentication else LOCAL
+        held = request.scope.setdefault("state", {}).setdefault("held", self._memory.hold(caller.key_id))
+        return replace(caller, held=held)
+
+    async def read_body(self, request: Request, caller: Caller) -> Body:
+        """Return the body of a request. The caller holds its bytes until it releases them. Raises `ApiError`."""
+        return await read_body(request, self.settings.max_body_bytes, caller.held)
 
     async def submit(
         self,
         caller: Caller,
-        body: Mapping[str, Any],
+        bodies: Mapping[str, Mapping[str, Any]],
         *,
-        job_id: str | None = None,
-        on_disconnect: str = "cancel",
+        outlives: bool = False,
         function: wire.Function = "chat",
-    ) -> Submitted:
-        """Queue a chat completion or a token count for the caller, once a worker serves its model. Raises `ApiError`
-        and `SluiceError`.
+    ) -> None:
+        """Queue a chat completion or a token count for each id, once a worker serves their model. Raises `ApiError` and
+        `SluiceError`. If some are refused, the others are cancelled, or continue if they outlive the client; the caller
+        gets back the tokens that were reserved for the refused ones.
 
-        `body` is a request of the contract; `on_disconnect` is used if it has none. The front decides its `model`, and
-        its `tenant` if the caller has one. A `job_id` that exists is not queued again.
+        `bodies` are the choices of one request of the contract. `outlives`: the jobs continue when the client leaves,
+        unless their bodies decide. The front decides their `model`, and their `tenant` if the caller has one. An id
+        that exists is not queued again.
         """
+        body = next(iter(bodies.values()))
         requested = requested_model(body)
         model = served_name(caller, requested, self.settings.model_map)
         lane = lane_of(body)
         if lane not in caller.lanes:
             raise ApiError(403, f"service_tier: this key may not use the lane {lane}.", code="lane_not_allowed")
-        request = {**body, "model": model, "on_disconnect": body.get("on_disconnect") or on_disconnect}
-        if caller.tenant is not None:
-            request["tenant"] = caller.tenant
-        id = uuid.uuid4().hex if job_id is None else job_id
-        if caller.meter is not None:
-            await caller.meter.take(id, estimate(body) if function == "chat" else 0)
-        try:
-            if not await self.workers.is_served(model):
-                await self._wait_for_worker(caller, requested, model, job_id)
-            return await self.client.submit(request, model=model, lane=lane, id=id, function=function)
-        except (ApiError, SluiceError):
-            if caller.meter is not None:
-                await self._limits.release(id)
-            raise
+        own = {"model": model} | ({"tenant": caller.tenant} if caller.tenant is not None else {})
+        policy = "continue" if outlives else "cancel"
+        jobs = [
+            NewJob(job_id, {**each, **own, "on_disconnect": each.get("on_disconnect") or policy}, model, lane, function)
+            for job_id, each in bodies.items()
+        ]
+        await caller.take(list(bodies), estimate(body) if function == "chat" else 0)
+        tasks = {job.id: asyncio.create_task(self._submit_once_served(caller, requested, job)) for job in jobs}
+        with ExitStack() as stack:
+            if not outlives:
+                stack.callback(self._abandon_queued, tasks)
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+            if refused := [id for id, task in tasks.items() if was_refused(task.exception())]:
+                await caller.release(refused)
+            for task in tasks.values():
+                task.result()
+            stack.pop_all()
 
-    async def _wait_for_worker(self, caller: Caller, requested: str, model: str, job_id: str | None) -> None:
-        if job_id is not None and await self.client.state(job_id) is not None:
-            return  # the request joins its own job
+    async def _submit_once_served(self, caller: Caller, requested: str, job: NewJob) -> Submitted:
+        """Submit a job once a worker serves its model, at once as a rule; one that exists already needs no worker."""
+        submit = partial(
+            self.client.submit, job.request, model=job.model, lane=job.lane, id=job.id, function=job.function
+        )
+        try:
+            submitted = await submit(wait_worker_s=0.0)
+        except NoWorker:
+            await self._wait_for_worker(caller, requested, job.model)
+            submitted = await submit()
+        if submitted.served:
+            await self.workers.note(job.model)
+        return submitted
+
+    def _abandon_queued(self, tasks: Mapping[str, asyncio.Task[Submitted]]) -> None:
+        """Cancel the jobs that were not certainly refused."""
+        queued = [id for id, task in tasks.items() if task.cancelled() or not was_refused(task.exception())]
+        if queued:
+            self.abandon(queued)
+
+    async def _wait_for_worker(self, caller: Caller, requested: str, model: str) -> None:
+        """Wait until a worker serves the model. Raises `ApiError` if there is no such model, or no worker in time."""
         if not await self.workers.exists(model):
             served = {worker.get("model", "") for worker in await self.workers.live()}
             usable = served if caller.models is None else served & caller.models
@@ -187,19 +232,22 @@ class Gateway:
         """Cancel jobs that no client waits for any more, without waiting; none while this front drains."""
         if self.draining:
             return
-        task = asyncio.create_task(self._cancel_all(list(job_ids)))
-        self._cancelling.add(task)
-        task.add_done_callback(self._cancelling.discard)
+        self.in_background(self._cancel_all(list(job_ids)))
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do work that no client waits for. It handles its own errors."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     @contextmanager
     def abandoning(self, job_ids: Iterable[str], *, outlive: bool) -> Iterator[None]:
         """Cancel these jobs, as `abandon` does, if the body fails or its client leaves, unless they outlive it."""
-        try:
-            yield
-        except BaseException:
+        with ExitStack() as stack:
             if not outlive:
-                self.abandon(job_ids)
-            raise
+                stack.callback(self.abandon, job_ids)
+            yield
+            stack.pop_all()
 
     async def _cancel_all(self, job_ids: list[str]) -> None:
         for job_id in job_ids:
@@ -207,6 +255,25 @@ class Gateway:
                 await self.client.cancel(job_id)
             except (SluiceError, RedisError) as error:
                 logger.warning("job %s: not cancelled, although its client has left: %s", job_id, error)
+
+    async def kept(self, job_id: str) -> Kept:
+        """Return what is left of a job that was queued, running or ended."""
+        state = await self.client.state(job_id)
+        if state in ("queued", "running") or await self.retries.run(lambda: self.redis.exists(wire.log_key(job_id))):
+            return Kept.EVENTS
+        return Kept.NOTHING if state is None else Kept.RESULT
+
+    async def stored_bytes(self, keys: Iterable[str]) -> int:
+        """Return the length of the strings at these keys together."""
+        wanted = list(keys)
+
+        async def read() -> list[int]:
+            async with self.redis.pipeline(transaction=False) as pipe:
+                for key in wanted:
+                    pipe.strlen(key)
+                return await pipe.execute()
+
+        return sum(await self.retries.run(read))
 
     async def check_owner(self, caller: Caller, job_id: str) -> None:
         """Check that the job is the caller's. Raises `ApiError` 404 for another's, as for a job that does not exist."""

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -63,6 +63,12 @@ class ServeSettings(BaseSettings):
         ge=1_000,
         description="Maximum size of a request's body, in bytes. A larger one is refused: 413.",
     )
+    max_held_bytes: int = Field(
+        256_000_000,
+        ge=1_000,
+        description="Maximum bytes of bodies and stored answers that each process holds at once; a key may hold a "
+        "quarter of them. Further requests are refused: 429 for the key, 503 for the process.",
+    )
     response_ttl_s: int = Field(
         86_400,
         ge=60,
@@ -74,7 +80,10 @@ class ServeSettings(BaseSettings):
         "answers to its own machine only.",
     )
     max_connections_per_key: int = Field(
-        1_000, ge=1, description="Requests of one key that each process answers at once. Further ones are refused: 429."
+        1_000,
+        ge=1,
+        description="Requests of one key that each process answers at once; each choice of `n` is one. Further ones "
+        "are refused: 429.",
     )
     client_timeout_s: float = Field(
         30.0,
@@ -90,6 +99,13 @@ class ServeSettings(BaseSettings):
     drain_s: float = Field(
         30.0, ge=0, description="Seconds that open responses may take after SIGTERM. Then their connections are closed."
     )
+
+    @field_validator("max_held_bytes")
+    @classmethod
+    def _holds_a_body(cls, held: int, info: ValidationInfo) -> int:
+        if held < info.data.get("max_body_bytes", 0):
+            raise ValueError("it must be at least SLUICE_SERVE_MAX_BODY_BYTES")
+        return held
 
     @field_validator("models")
     @classmethod

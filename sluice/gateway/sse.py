@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AsyncExitStack
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -11,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from sluice.errors import SluiceError
-from sluice.gateway.disconnect import unless_left
+from sluice.gateway.disconnect import ClientLeft, unless_left
 from sluice.gateway.errors import ApiError, from_client, log_refusal
 from sluice.sse import HEADERS, seq_of, take
 from sluice.streaming.streams import ReadAhead
@@ -51,17 +52,21 @@ async def stream(
     client leaves, in a task of their own. Raises `ClientLeft`.
     """
     source = ReadAhead(frames)
-    try:
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(_close, source)
         first = await unless_left(request, take(source, heartbeat_s))
-    except BaseException:
-        await asyncio.shield(source.close())
-        raise
+        stack.pop_all()
     body = _body(source, first, heartbeat_s, heartbeat, error_frame)
     return _Stream(source, body, headers={**HEADERS, **(headers or {})})
 
 
+async def _close(source: ReadAhead[bytes]) -> None:
+    await asyncio.shield(source.close())
+
+
 class _Stream(StreamingResponse):
-    """Closes the source of its body in every case, also if the body was never begun."""
+    """Closes the source of its body in every case, also if the body was never begun. Starlette's own response starts a
+    task group of anyio, whose import and start would delay the first streams."""
 
     def __init__(self, source: ReadAhead[bytes], body: Frames, headers: Mapping[str, str]) -> None:
         super().__init__(body, headers=headers)
@@ -69,9 +74,11 @@ class _Stream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            await unless_left(Request(scope, receive), self.stream_response(send))
+        except ClientLeft:
+            pass
         finally:
-            await asyncio.shield(self._source.close())
+            await _close(self._source)
 
 
 async def _body(
@@ -82,13 +89,14 @@ async def _body(
     error_frame: Callable[[ApiError], bytes],
 ) -> Frames:
     """Yield frames, joined if several are ready; `ready` is the first result of `take`."""
-    yield _RETRY
+    opening = _RETRY
     try:
         while ready != []:
-            yield heartbeat if ready is None else b"".join(ready)
+            yield opening + (heartbeat if ready is None else b"".join(ready))
+            opening = b""
             ready = await take(source, heartbeat_s)
     except ApiError as error:
-        yield error_frame(error)
+        yield opening + error_frame(error)
     except (SluiceError, RedisError) as error:
         log_refusal(error)
-        yield error_frame(from_client(error))
+        yield opening + error_frame(from_client(error))

@@ -37,11 +37,12 @@ class Workers:
             self._served.pop(model, None)
             return False
         self._served[model] = now
-        await self._note(model, now)
+        await self.note(model)
         return True
 
-    async def _note(self, model: str, now: float) -> None:
-        """Record for all fronts that the model has been served."""
+    async def note(self, model: str) -> None:
+        """Record for all fronts that the model is served."""
+        now = time.monotonic()
         if now - self._noted.get(model, float("-inf")) >= _NOTE_EVERY_S:
             self._noted[model] = now
             await self._run(lambda: self._redis.zadd(_SEEN_KEY, {model: time.time()}))

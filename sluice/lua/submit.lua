@@ -2,7 +2,7 @@
 -- although one is required.
 -- KEYS  body, queue, job, wake channel, workers of the model
 -- ARGV  id, body, life_ms, lane, tenant or '', deadline_s or '', prompt_cache_key or '', submission or '',
---       1 if a live worker is required (else 0)
+--       1 if a live worker is required (else 0), 'chat' or 'count'
 -- Returns 1, 'queued', and 1 if a worker serves the model (else 0); or 0, the state of the job with this id, and the
 -- same flag; or -1, the lane's length, its limit, and the estimated seconds until it has room ('' if no job ended
 -- lately); or -2 without a live worker.
@@ -56,11 +56,13 @@ if tenant ~= '' then redis.call('HSET', job, 'tenant', tenant) end
 if deadline then redis.call('HSET', job, 'deadline', deadline) end
 if ARGV[7] ~= '' then redis.call('HSET', job, 'prompt_cache_key', ARGV[7]) end
 if ARGV[8] ~= '' then redis.call('HSET', job, 'submission', ARGV[8]) end
+local is_count = ARGV[10] == 'count'
+if is_count then redis.call('HSET', job, 'function', 'count') end
 redis.call('PEXPIRE', job, ARGV[3])
 
 local index = index_of(queue)
 if redis.call('EXISTS', index.jobs) == 1 then -- otherwise the next claim creates it
-  in_index(add_waiting, index, id, now_ms, tenant, deadline and deadline * 1000)
+  in_index(add_waiting, index, id, now_ms, tenant, deadline and deadline * 1000, is_count)
 end
 redis.call('PUBLISH', wake, '')
 return { 1, 'queued', served }

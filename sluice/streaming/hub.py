@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from redis.asyncio import Redis
@@ -12,6 +12,7 @@ from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from sluice.transport.retries import ANSWER_S, is_transient, time_limit
+from sluice.transport.round_trips import RoundTrips
 
 _IDLE_CHANNEL = "sluice:hub"  # keeps the connection subscribed when no stream is open; no client publishes on it
 _QUIET_S = 1.0  # of silence, after which the connection is tested
@@ -71,6 +72,7 @@ class Hub:
         self._subscriptions: dict[str, set[Subscription]] = {}
         self._pubsub: PubSub | None = None
         self._task: asyncio.Task[None] | None = None
+        self._changes = RoundTrips[str, None](self._send_changes)
 
     @asynccontextmanager
     async def listen(self, channel: str) -> AsyncIterator[Subscription]:
@@ -98,11 +100,22 @@ class Hub:
         if self._task is None or self._task.done():  # the hub was closed, or its event loop
             self._task = asyncio.create_task(self._run(), name="sluice-hub")
         if self._pubsub is not None:
-            await _send(self._pubsub.subscribe, channel)
+            await self._changes.call(channel)
 
     async def _unsubscribe(self, channel: str) -> None:
         if self._pubsub is not None:
-            await _send(self._pubsub.unsubscribe, channel)
+            await self._changes.call(channel)
+
+    async def _send_changes(self, channels: Sequence[str]) -> list[None]:
+        """Subscribe to those of the channels that have subscriptions now, and unsubscribe from the others."""
+        wanted = [channel for channel in channels if channel in self._subscriptions]
+        if wanted and self._pubsub is not None:
+            await _send(self._pubsub.subscribe, *wanted)
+        # Only now: meanwhile another round trip may have subscribed to a channel that is wanted again.
+        unwanted = {channel for channel in channels if channel not in self._subscriptions}
+        if unwanted and self._pubsub is not None:
+            await _send(self._pubsub.unsubscribe, *unwanted)
+        return [None] * len(channels)
 
     async def _run(self) -> None:
         while True:
@@ -157,10 +170,10 @@ class Hub:
                 subscription.mark_gap()
 
 
-async def _send(command: Callable[[str], Awaitable[None]], channel: str) -> None:
+async def _send(command: Callable[..., Awaitable[None]], *channels: str) -> None:
     try:
         async with time_limit(ANSWER_S):
-            await command(channel)
+            await command(*channels)
     except _BROKEN:
         pass  # `_run` finds the broken connection too, and reconnects
 

@@ -2,16 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 from redis.asyncio import Redis
 
 from sluice import wire
 from sluice.errors import UnknownJob, UnreadableLog
 from sluice.streaming.hub import Hub
-from sluice.transport.retries import Retries
+from sluice.transport.retries import Retries, raise_outage
+from sluice.transport.round_trips import RoundTrips
 from sluice.wire import Event
 
 SILENCE_S = 1.0  # without a message, after which the list is read
@@ -27,6 +30,21 @@ def check_after(after: int) -> None:
         raise ValueError(f"after: must be an integer from -1, for all events, to 2**53; it is {after!r}")
 
 
+@dataclass(frozen=True, slots=True)
+class _Read:
+    job_id: str
+    first: int  # index of the first item to read
+
+
+@dataclass(frozen=True, slots=True)
+class _Log:
+    """The items of a log from an index on; its last item, if it has one; and if the job's body is there."""
+
+    items: list[bytes]
+    last: list[bytes]
+    has_body: bool
+
+
 class Streams:
     """Follows the events of jobs."""
 
@@ -34,6 +52,7 @@ class Streams:
         self._redis = redis
         self._hub = hub
         self._retries = retries
+        self._reads = RoundTrips[_Read, _Log](self._read_logs)
 
     async def follow(self, job_id: str, after: int, unknown_s: float) -> AsyncGenerator[tuple[bytes, Event]]:
         """Yield each event after `after` as the worker wrote it, and parsed. Raises as `Client.stream` does."""
@@ -44,43 +63,62 @@ class Streams:
             while True:
                 events = _parse_publications(await subscription.take(SILENCE_S))
                 new_seqs = {event.seq for _, event in events if event.seq >= next_seq}
+                is_known = True
                 if not events or (new_seqs and max(new_seqs) - next_seq >= len(new_seqs)):
                     # From one event earlier, since `after` may be the final event.
-                    events = await self._read_log(job_id, max(next_seq - 1, 0))
+                    events, is_known = await self._read_log(job_id, max(next_seq - 1, 0))
                 for raw, event in events:
                     if event.seq == next_seq:
                         yield raw, event
                         next_seq += 1
                     if event.final and event.seq < next_seq:
                         return
-                if events or await self._exists(job_id):
+                if is_known:
                     known_at = time.monotonic()
                 elif time.monotonic() - known_at >= unknown_s:
                     raise UnknownJob(f"no trace of job {job_id!r}: never submitted, or its events have expired")
 
-    async def _read_log(self, job_id: str, first: int) -> list[tuple[bytes, Event]]:
-        """Return the events from index `first` on; if there are none, the last one: the job may have ended before.
-        Raises `UnreadableLog` if an item is no event or its `seq` is not its index: a stream would wait for a missing
-        `seq` for ever."""
-        if found := await self._read_range(job_id, first):
-            return _parse_log(job_id, found, first)
-        last = await self._read_range(job_id, -1)
-        if not last:
-            return []
-        seq = _parse_item(job_id, last[0]).seq
+    async def _read_log(self, job_id: str, first: int) -> tuple[list[tuple[bytes, Event]], bool]:
+        """Return the events from index `first` on; if there are none, the last one: the job may have ended before. And
+        True if there is a trace of the job. Raises `UnreadableLog` if an item is no event or its `seq` is not its
+        index: a stream would wait for a missing `seq` for ever."""
+        log = await self._reads.call(_Read(job_id, first))
+        if log.items:
+            return _parse_log(job_id, log.items, first), True
+        if not log.last:
+            return [], log.has_body
+        seq = _parse_item(job_id, log.last[0]).seq
         found = await self._read_range(job_id, seq) if 0 <= seq <= LAST_SEQ else []
         if not found:  # lists only grow
             raise _unreadable(job_id, f"its last item has seq {seq}, which is beyond its end")
-        return _parse_log(job_id, found, seq)
+        return _parse_log(job_id, found, seq), True
 
     async def _read_range(self, job_id: str, first: int) -> list[bytes]:
         log = wire.log_key(job_id)
         found: list[bytes] = await self._retries.run_until_answered(lambda: self._redis.lrange(log, first, -1))
         return found
 
-    async def _exists(self, job_id: str) -> bool:
-        keys = wire.body_key(job_id), wire.log_key(job_id)
-        return bool(await self._retries.run_until_answered(lambda: self._redis.exists(*keys)))
+    async def _read_logs(self, reads: Sequence[_Read]) -> list[_Log | Exception]:
+        answers = await self._retries.run_until_answered(partial(self._send, reads))
+        return [_log_of(answers[3 * index : 3 * index + 3]) for index in range(len(reads))]
+
+    async def _send(self, reads: Sequence[_Read]) -> list[Any]:
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for read in reads:
+                pipe.lrange(wire.log_key(read.job_id), read.first, -1)
+                pipe.lrange(wire.log_key(read.job_id), -1, -1)
+                pipe.exists(wire.body_key(read.job_id))
+            answers: list[Any] = await pipe.execute(raise_on_error=False)  # else redis-py changes the text of an error
+        raise_outage(answers)
+        return answers
+
+
+def _log_of(answers: Sequence[Any]) -> _Log | Exception:
+    for answer in answers:
+        if isinstance(answer, Exception):
+            return answer
+    items, last, bodies = answers
+    return _Log(items, last, bool(bodies))
 
 
 def _parse_log(job_id: str, found: list[bytes], first: int) -> list[tuple[bytes, Event]]:

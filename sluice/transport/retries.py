@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -46,6 +46,13 @@ def is_transient(error: Exception) -> bool:
         case ResponseError():
             return _code(error) in _TRANSIENT_CODES
     return isinstance(error, ConnectionError | RedisTimeoutError | OSError)
+
+
+def raise_outage(answers: Iterable[object]) -> None:
+    """Raise the first answer of a pipeline that is an error of an outage, so that the pipeline is sent again."""
+    for answer in answers:
+        if isinstance(answer, ResponseError) and is_transient(answer):
+            raise answer
 
 
 @asynccontextmanager

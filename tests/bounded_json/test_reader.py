@@ -152,7 +152,8 @@ async def test_a_dear_body_keeps_no_ordinary_one_and_no_other_lane_waiting(child
         await asyncio.sleep(0.01)
     for lane in ("batch", "interactive"):
         assert await reader.parse(b"[" + b" " * SMALL_BYTES + b"]", lane) == []
-    assert children == [len(lists(MAX_BODY_VALUES))], "the others wait for the first"
+    ended = sum(task.done() for task in dear)
+    assert len(children) <= 1 + ended, "each waits for the one before it"
     for task in dear:
         task.cancel()
     await asyncio.gather(*dear, return_exceptions=True)

@@ -63,6 +63,12 @@ def test_every_wish_about_sampling_arrives() -> None:
     assert wish == Sampling(**asked, logit_bias=((12, -100.0), (999, 5.0)), seed=7)
 
 
+def test_the_tokens_that_end_an_answer_are_not_drawn_if_they_are_to_be_ignored() -> None:
+    asked = request(ignore_eos=True, logit_bias={"12": 5.0, "3": 1.0})
+    assert sampling_of(asked, {}, vocab=1000, seed=7, ends={3, 2}).logit_bias == ((12, 5.0), (3, -100.0), (2, -100.0))
+    assert sampling_of(request(), {}, vocab=1000, seed=7, ends={3, 2}).logit_bias == ()
+
+
 def test_a_bias_on_a_token_beyond_the_vocabulary_is_refused() -> None:
     with pytest.raises(JobFailure) as raised:
         sampling(logit_bias={"12": 1.0, "1000": 1.0})
@@ -211,3 +217,39 @@ def test_arguments_count_together_too() -> None:
 
 def test_what_strings_in_arguments_hold_does_not_count() -> None:
     request(messages=calls('{"code": "' + "a, [b], {c}, " * 50_000 + '"}'))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 5}, "temperature"),
+        ({"model": "other"}, "model"),
+        ({"specprefill": True}, "specprefill"),
+        ({"max_parts": 0}, "messages"),
+        ({"messages": calls(f"[{'[],' * 32_000}0]")}, "messages[1].tool_calls[0].function.arguments"),
+    ],
+)
+def test_a_refusal_names_the_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(JobFailure) as raised:
+        request(**fields)
+    assert raised.value.param == param
+
+
+def test_a_refusal_of_a_length_or_a_bias_names_its_field() -> None:
+    asked = request(max_completion_tokens=9), request(max_tokens=9)
+    for each, param in zip(asked, ("max_completion_tokens", "max_tokens"), strict=True):
+        with pytest.raises(JobFailure) as raised:
+            output_tokens(each, prompt=1, context=100, default=10, limit=5)
+        assert raised.value.param == param
+    with pytest.raises(JobFailure) as raised:
+        output_tokens(asked[0], prompt=100, context=100, default=10)
+    assert raised.value.param == "messages"
+    with pytest.raises(JobFailure) as raised:
+        sampling(logit_bias={"1000": 1})
+    assert raised.value.param == "logit_bias"
+
+
+def test_only_a_fault_of_the_request_gets_a_field() -> None:
+    assert JobFailure("unsupported", "a").about("tools").param == "tools"
+    assert JobFailure("unsupported", "a", param="messages").about("tools").param == "messages"
+    assert JobFailure("overloaded", "a", retryable=True).about("tools").param is None

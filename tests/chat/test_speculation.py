@@ -48,3 +48,10 @@ def test_a_step_counts_its_drafts_by_position() -> None:
     assert DraftUse.of(VERIFIED) == DraftUse(3, 14, (2, 1, 1, 1, 1, 1, 1))
     assert DraftUse.of(VERIFIED).accepted == 8
     assert DraftUse.of(()) == DraftUse()
+
+
+def test_a_receipt_counts_the_tokens_of_a_draft_by_their_own_kinds() -> None:
+    receipt = SpeculationReceipt()
+    kinds = ("grammar", "grammar", "grammar_guess", "grammar")
+    receipt.record(Speculated("a", "grammar", 4, 2, kinds))
+    assert (receipt.of("grammar"), receipt.of("grammar_guess")) == (Counts(3, 2), Counts(1, 0))

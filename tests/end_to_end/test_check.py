@@ -10,7 +10,7 @@ import pytest
 
 from scripts.stack import ROOT, TINY_CHAT
 from tests.end_to_end.test_cli import run_here
-from tests.engine.tiny import CANNOT_BATCH, CONFIGS, write_checkpoint
+from tests.engine.tiny import CANNOT_BATCH, CONFIGS, FAMILIES, write_checkpoint
 from tests.engine.vision.checkpoints import write_checkpoint as write_seeing
 from worker.engine.device import memory_for_model
 
@@ -54,6 +54,15 @@ def test_a_person_sees_what_a_model_gets_in_eighty_columns() -> None:
     assert said["schemas"] == "yes"
     assert int(said["32,768"].replace(",", "")) >= 1
     assert check(str(TINY_CHAT)) == (code, out, err)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("kimi_linear", marks=pytest.mark.slow)])
+def test_why_rows_of_a_model_take_no_drafts_is_told(tmp_path: Path, family: str) -> None:
+    folder = str(write_checkpoint(FAMILIES[family], tmp_path))
+    assert cells(check(folder)[1])["drafts"].startswith("no: its latent attention (MLA)")
+    facts = json.loads(check(folder, "--json")[1])
+    assert (facts["servable"], facts["max_draft"]) == (True, 0)
+    assert "expands the whole context" in facts["drafts_why_not"]
 
 
 def test_windows_are_told_apart_from_what_grows(tmp_path: Path) -> None:

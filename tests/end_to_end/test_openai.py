@@ -249,8 +249,8 @@ async def test_a_stored_result_is_a_chat_completion(worker: WorkerProcess, clien
         (b"[]", "The body must be a JSON object.", None),
         (b'{"model": 7, "messages": []}', "model: it must be a string.", "model"),
         (b'{"n": 0, "messages": []}', "n: it must be a whole number from 1 to 128.", "n"),
-        (b"{}", "messages", None),
-        (b'{"messages": 5, "stream": true, "stream_options": []}', "messages must be a list", None),
+        (b"{}", "messages", "messages"),
+        (b'{"messages": 5, "stream": true, "stream_options": []}', "messages must be a list", "messages"),
     ],
 )  # fmt: skip
 async def test_a_body_that_is_no_request_is_http_400_in_openai_s_form(

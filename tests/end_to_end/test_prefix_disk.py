@@ -1,11 +1,15 @@
 """A prefix on disk survives the worker that computed it."""
 
+import base64
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from scripts.stack import WorkerProcess
-from sluice import Client, Finished
+from sluice import Client, Delta, Finished
 
 LONG = " ".join(f"Line {number} says {number * 7 % 100}." for number in range(120))
 
@@ -44,3 +48,58 @@ def test_a_folder_that_cannot_be_written_is_refused_at_start(redis_url: str, tmp
     code = worker.start(wait=False).wait(60)
     assert code == 2
     assert "SLUICE_PREFIX_DISK_DIR" in worker.log()
+
+
+@pytest.mark.slow
+async def test_a_worker_that_takes_over_a_job_finds_its_prefix_in_the_folder(
+    redis_url: str, client: Client, tmp_path: Path
+) -> None:
+    turn = {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Count to 40."}
+    with serving(redis_url, tmp_path, lease_s=1) as dead:
+        for _ in range(3):  # the third use writes it
+            await ask(client)
+        until = time.monotonic() + 20
+        while not list(tmp_path.glob("*.safetensors")):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        messages = [{"role": "user", "content": LONG}, *turn]
+        job = await client.submit({"messages": messages, "max_tokens": 300, "logit_bias": {"0": -100, "2": -100}})
+        events = client.stream(job.id)
+        async for event in events:
+            if isinstance(event, Delta):
+                dead.signal(signal.SIGKILL)
+                break
+        with serving(redis_url, tmp_path, lease_s=1):
+            last = [event async for event in client.stream(job.id)][-1]
+    assert isinstance(last, Finished)
+    assert last.usage.cached_tokens > 1000
+
+
+KEY = base64.b64encode(bytes(range(32))).decode()
+
+
+@pytest.mark.slow
+async def test_encrypted_prefixes_survive_a_restart_and_are_not_found_without_the_key(
+    redis_url: str, client: Client, tmp_path: Path
+) -> None:
+    with serving(redis_url, tmp_path, prefix_disk_key=KEY) as worker:
+        _, first = await ask(client)
+        worker.signal(signal.SIGTERM)
+        assert worker.wait(60) == 0
+        assert KEY not in worker.log()
+    with serving(redis_url, tmp_path, prefix_disk_key=KEY):
+        usage, again = await ask(client)
+    assert usage.cached_tokens > 1000
+    assert again == first
+    with serving(redis_url, tmp_path):
+        usage, again = await ask(client)
+    assert usage.cached_tokens == 0
+    assert again == first
+
+
+@pytest.mark.slow
+def test_a_bad_key_is_refused_without_being_shown(redis_url: str, tmp_path: Path) -> None:
+    worker = serving(redis_url, tmp_path, prefix_disk_key="kumquat")
+    assert worker.start(wait=False).wait(60) == 2
+    assert "SLUICE_PREFIX_DISK_KEY=***: it must be 32 bytes in base64" in worker.log()
+    assert "kumquat" not in worker.log()

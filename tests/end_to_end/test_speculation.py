@@ -2,13 +2,14 @@
 
 import asyncio
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scripts.stack import WorkerProcess
-from sluice import Client
+from sluice import Client, Delta, Event
 from tests.end_to_end.test_exact import checkpoint
 
 LIST = "Repeat after me: red key lamp river market red key lamp river market red key lamp river market"
@@ -67,3 +68,73 @@ async def test_drafts_change_no_answer_and_are_counted(redis_url: str, client: C
     with WorkerProcess(redis_url, model=model, speculation="auto"):
         resumed = [await client.result(job.id) for job in jobs]
     assert messages(resumed) == [messages(plain)[0]] * 2
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """The events of a job, as a subscriber has seen them."""
+
+    events: list[Event]
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for event in self.events if isinstance(event, Delta) for token in event.token_ids]
+
+    @property
+    def kinds(self) -> list[str]:
+        return [event.type for event in self.events]
+
+
+async def streamed(client: Client, id: str) -> Streamed:
+    return Streamed([event async for event in client.stream(id)])
+
+
+async def test_a_worker_killed_in_a_verification_is_resumed_with_the_same_tokens(
+    redis_url: str, client: Client, model: Path
+) -> None:
+    with WorkerProcess(redis_url, model=model, speculation="off"):
+        before = [await client.submit(request) for request in REQUESTS]
+        plain = await asyncio.gather(*(streamed(client, job.id) for job in before))
+        texts = [message["content"] for message in messages([await client.result(job.id) for job in before])]
+    predicted = [
+        {**request, "prediction": {"type": "content", "content": text}}
+        for request, text in zip(REQUESTS, texts, strict=True)
+    ]
+    killed = "tests.end_to_end.killed_in_verification"
+    with WorkerProcess(redis_url, model=model, module=killed, speculation="auto", lease_s=2) as worker:
+        jobs = [await client.submit(request) for request in predicted]
+        assert await asyncio.to_thread(worker.wait) == -signal.SIGKILL
+    with WorkerProcess(redis_url, model=model, speculation="auto"):
+        resumed = await asyncio.wait_for(asyncio.gather(*(streamed(client, job.id) for job in jobs)), 60)
+    assert [each.tokens for each in resumed] == [each.tokens for each in plain]
+    assert [each.kinds[-1] for each in resumed] == ["finished"] * len(REQUESTS)
+    cut = [each.kinds.index("resumed") for each in resumed if "resumed" in each.kinds]
+    assert any("delta" in each.kinds[: max(cut, default=0)] for each in resumed), "nothing was cut"
+    assert all("restarted" not in each.kinds for each in resumed)
+
+
+async def test_stop_strings_within_drafts_logprobs_and_biases_are_as_without(
+    redis_url: str, client: Client, model: Path
+) -> None:
+    with WorkerProcess(redis_url, model=model, speculation="off"):
+        text = messages(await answers(client, [REQUESTS[0]]))[0]["content"]
+        # At every place of a draft, and across its end.
+        stops = [{"stop": text[at : at + 4]} for at in range(4, 40, 3)]
+        others = [{"logprobs": True, "top_logprobs": 2}, {"logit_bias": {"2": -100, "300": 3}, "max_tokens": 70}]
+        requests = [{**REQUESTS[0], **more} for more in (*stops, *others)]
+        plain = await answers(client, requests)
+    predicted = [{**each, "prediction": {"type": "content", "content": text}} for each in requests]
+    with WorkerProcess(redis_url, model=model, module="tests.end_to_end.verifying_all", speculation="auto"):
+        drafted = await answers(client, predicted)
+    assert sum(each["sluice"]["speculation"]["accepted"] for each in drafted) > 100
+    assert {each["choices"][0]["finish_reason"] for each in plain[: len(stops)]} == {"stop"}
+    for one, other in zip(plain, drafted, strict=True):
+        assert other["choices"][0]["message"] == one["choices"][0]["message"]
+        assert other["choices"][0]["finish_reason"] == one["choices"][0]["finish_reason"]
+        assert other["usage"]["completion_tokens"] == one["usage"]["completion_tokens"]
+        assert logprobs(other) == pytest.approx(logprobs(one), abs=1e-3)
+
+
+def logprobs(result: dict[str, Any]) -> list[float]:
+    found = result["choices"][0].get("logprobs") or {}
+    return [each["logprob"] for each in found.get("content") or []]

@@ -10,7 +10,7 @@ from worker.engine.engine import Engine
 from worker.engine.model.load import Model
 from worker.engine.speculation.speculator import Speculator
 from worker.engine.upstream.mlx_lm import generation_stream
-from worker.schedule.grouping import StepCost
+from worker.schedule.grouping import MeasuredCost, StepCost
 from worker.schedule.memory import MAX_ROWS
 from worker.schedule.outcomes import (
     Encoded,
@@ -53,10 +53,11 @@ def tokens(outcomes: list[Sampled]) -> list[int]:
 ONE_GROUP, EACH_ALONE = StepCost(group_s=1e-6), StepCost(cell_s=1e-9)
 
 
-class FixedCost:
-    """Stand-in for `MeasuredCost` with a fixed cost."""
+class FixedCost(MeasuredCost):
+    """A cost that does not depend on measurements."""
 
     def __init__(self, cost: StepCost) -> None:
+        super().__init__()
         self._cost = cost
 
     def observe(self, groups: Sequence[Sequence[int]], seconds: float) -> None:

@@ -3,6 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from worker.schedule.request import GrammarAhead
+
 
 class StepwiseGrammar(ABC):
     @abstractmethod
@@ -18,8 +20,9 @@ class StepwiseGrammar(ABC):
     @abstractmethod
     def accepted(self) -> int: ...
 
-    def forced(self) -> tuple[int, ...]:
-        return ()
+    def ahead(self, draft: Sequence[int]) -> GrammarAhead:
+        masks = self.masks_along(draft)
+        return GrammarAhead(mask=masks[-1] if len(masks) > len(draft) else None)
 
     def valid_prefix(self, tokens: Sequence[int]) -> int:
         return len(self.masks_along(tokens)) - 1

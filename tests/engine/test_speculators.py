@@ -5,8 +5,12 @@ import pytest
 from tests.engine.driver import Run
 from tests.engine.machine import grammars
 from tests.engine.machine.families import Family
-from tests.engine.tiny import model, prompt
+from tests.engine.speculation.oracle import verify_everything
+from tests.engine.tiny import EVERY_FAMILY, alone, model, model_of, network, prompt
+from worker.engine.cache.slot_arrays import SlotArraysCache, UnknownRecurrence
+from worker.engine.model.load import Model
 from worker.engine.speculators import speculator_of
+from worker.schedule.report import DraftUse
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_5", "rwkv7", "deepseek_v3"])
@@ -19,3 +23,31 @@ def test_copies_and_grammars_change_no_token(family: str) -> None:
         run.drain()
     assert drafted.generated == plain.generated
     assert drafted.ended == plain.ended
+
+
+def assert_decodes_plainly(served: Model) -> None:
+    run = Run(served, speculator=speculator_of(served))
+    for index in range(3):
+        run.add(str(index), prompt(6, index) * 6, max_tokens=20)
+    while len(run.engine):
+        assert run.step().drafts == DraftUse()
+    assert run.generated == {str(index): alone(served.network, prompt(6, index) * 6, 20) for index in range(3)}
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "kimi_linear"])
+def test_a_family_that_would_pay_too_much_decodes_plainly(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify_everything(monkeypatch)
+    assert model(family).drafting.why_not is not None
+    assert_decodes_plainly(model(family))
+
+
+@pytest.mark.parametrize("family", ["rwkv7", "qwen3_5"])
+def test_a_family_whose_states_cannot_be_advanced_decodes_plainly(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise UnknownRecurrence
+
+    verify_everything(monkeypatch)
+    monkeypatch.setattr(SlotArraysCache, "commit", refuse)
+    served = model_of(network(family), EVERY_FAMILY[family])
+    assert served.drafting.why_not == "its recurrent states cannot advance by a part of a forward's tokens"
+    assert_decodes_plainly(served)

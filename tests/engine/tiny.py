@@ -241,6 +241,124 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "decay_low_rank_dim": 8,
     },
 }
+# Families whose caches are of the kinds above. Only drafts are tested with each of them.
+MORE_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama_swa": {
+        **_PLAIN,
+        "model_type": "llama",
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "cohere2": {
+        **_PLAIN,
+        "model_type": "cohere2",
+        "num_hidden_layers": 4,
+        "sliding_window": 16,
+        "sliding_window_pattern": 2,
+        "logit_scale": 0.25,
+    },
+    # Layers that read the keys of others, wider heads without a window.
+    "gemma4_text": {
+        **{key: value for key, value in _PLAIN.items() if key != "rope_theta"},
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "sliding_window": 16,
+        "sliding_window_pattern": 2,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_next": {
+        **_PLAIN,
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 4,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "shared_expert_intermediate_size": 32,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 32,
+        "partial_rotary_factor": 0.5,
+        "full_attention_interval": 2,
+    },
+    # Fewer caches than layers, attention without positions.
+    "nemotron_h": {
+        **_PLAIN,
+        "model_type": "nemotron_h",
+        "attention_bias": False,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "mamba_proj_bias": False,
+        "ssm_state_size": 16,
+        "conv_kernel": 4,
+        "n_groups": 2,
+        "mlp_bias": False,
+        "layer_norm_epsilon": 1e-5,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "hybrid_override_pattern": ["M", "*", "-", "M"],
+        "time_step_limit": [0.001, 100.0],
+    },
+    "granitemoehybrid": {
+        **_PLAIN,
+        "model_type": "granitemoehybrid",
+        "num_hidden_layers": 4,
+        "attention_bias": False,
+        "embedding_multiplier": 1.0,
+        "attention_multiplier": 0.25,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "layer_types": ["mamba", "attention"] * 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 48,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_proj_bias": False,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+        "mamba_n_groups": 2,
+        "mamba_conv_bias": True,
+        "tie_word_embeddings": True,
+    },
+    # Convolutions alone as recurrent states.
+    "lfm2": {
+        **_PLAIN,
+        "model_type": "lfm2",
+        "num_hidden_layers": 4,
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_dim": 64,
+        "block_multiple_of": 16,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "block_ff_dim": 96,
+        "full_attn_idxs": [1, 3],
+    },
+    "mamba": {
+        "model_type": "mamba",
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "state_size": 16,
+        "num_hidden_layers": 3,
+        "conv_kernel": 4,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "time_step_rank": "auto",
+        "tie_word_embeddings": True,
+        "eos_token_id": EOS,
+    },
+}
+EVERY_FAMILY = {**FAMILIES, **MORE_FAMILIES}
 CANNOT_BATCH: dict[str, dict[str, Any]] = {
     "llama4": {
         "model_type": "llama4",
@@ -272,12 +390,12 @@ CANNOT_BATCH: dict[str, dict[str, Any]] = {
 
 @cache
 def network(family: str) -> Any:
-    return build(FAMILIES[family])
+    return build(EVERY_FAMILY[family])
 
 
 @cache
 def model(family: str) -> Model:
-    return model_of(network(family), FAMILIES[family])
+    return model_of(network(family), EVERY_FAMILY[family])
 
 
 def build(config: dict[str, Any]) -> nn.Module:

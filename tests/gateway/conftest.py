@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Iterator
 import httpx
 import pytest
 
+from scripts.stack import WorkerProcess
 from sluice.gateway import ServeSettings
 from tests.fakes import FakeChat
 from tests.gateway.fronts import Front, serving
@@ -44,3 +45,17 @@ async def front(redis_url: str) -> AsyncIterator[Front]:
 async def http(front: Front) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=front.url, timeout=20) as client:
         yield client
+
+
+@pytest.fixture
+def real_front(worker: WorkerProcess, redis_url: str) -> Iterator[Front]:
+    """A front for the worker with the tiny model."""
+    worker.wait_ready()
+    with serving(redis_url, ServeSettings(_env_file=None)) as front:
+        yield front
+
+
+@pytest.fixture
+async def real_http(real_front: Front) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=real_front.url, timeout=20) as http:
+        yield http

@@ -1,6 +1,7 @@
 """Fronts on real sockets: in a thread of this process, which is quick, or as processes that can be killed."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import uvicorn
@@ -86,6 +88,12 @@ def front_process(
     finally:
         process.kill()
         process.wait()
+
+
+def events(body: str) -> list[Any]:
+    """Return the JSON data of the events of a stream."""
+    lines = (line.removeprefix("data: ") for line in body.splitlines() if line.startswith("data: "))
+    return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
 def _wait_until_it_accepts(front: FrontProcess) -> None:

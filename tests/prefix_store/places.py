@@ -6,7 +6,9 @@ from pathlib import Path
 
 from worker.prefix_store.format import Place, Tensor
 from worker.prefix_store.index import Chain
-from worker.prefix_store.store import NewPlace, PrefixStore, ReadPlace, StoreOptions
+from worker.prefix_store.reader import ReadPlace
+from worker.prefix_store.store import PrefixStore, StoreOptions
+from worker.prefix_store.writer import NewPlace
 
 MODEL = "a model"
 
@@ -31,10 +33,16 @@ def place(
 
 
 def store(
-    folder: Path, *, model: str = MODEL, max_bytes: int = 10_000_000, daily: int | None = None, pending: int = 1 << 30
+    folder: Path,
+    *,
+    model: str = MODEL,
+    max_bytes: int = 10_000_000,
+    daily: int | None = None,
+    pending: int = 1 << 30,
+    key: bytes | None = None,
 ) -> PrefixStore:
     """Return an open store."""
-    opened = PrefixStore(StoreOptions(folder, max_bytes, daily, pending), model)
+    opened = PrefixStore(StoreOptions(folder, max_bytes, daily, pending, key), model)
     opened.open()
     return opened
 

@@ -20,7 +20,7 @@ def name(path: tuple[int, ...], start: int = 0, *, state: bool = False, namespac
 
 def index(*names: FileName) -> Index:
     made = Index(MODEL)
-    made.replace(names)
+    made.replace(dict.fromkeys(names, 1))
     return made
 
 
@@ -71,7 +71,7 @@ def test_a_prefix_is_not_found_from_another_namespace_or_model() -> None:
     assert files.find("b", (1, 2), stateful=False) is None
     assert files.find("a", (1, 2), stateful=False) is not None
     other = Index("1" * 32)
-    other.replace([name((1, 2))])
+    other.replace({name((1, 2)): 1})
     assert len(other) == 0
 
 
@@ -79,7 +79,7 @@ def test_a_place_counts_as_stored_only_with_its_state() -> None:
     files = index(name((1, 2)))
     assert name((1, 2)) in files
     assert name((1, 2), state=True) not in files
-    files.add(name((1, 2), state=True))
+    files.add(name((1, 2), state=True), 1)
     assert name((1, 2)) in files
     files.discard(name((1, 2), state=True))
     assert name((1, 2), state=True) not in files
@@ -106,3 +106,24 @@ def test_the_longest_chain_is_found(
     if found:
         assert [each.start for each in found.files] == [0, *(each.end for each in found.files[:-1])]
         assert found.files[-1].has_state or not stateful
+
+
+def test_a_chain_has_the_sizes_of_its_files() -> None:
+    made = Index(MODEL)
+    made.replace({name((1, 2)): 10})
+    made.add(name((1, 2, 3), 2), 20)
+    found = made.find("", (1, 2, 3), stateful=False)
+    assert found is not None
+    assert (found.sizes, found.nbytes) == ((10, 20), 30)
+
+
+def test_files_along_tokens_are_named_even_if_no_chain_reaches_them() -> None:
+    made = index(name((1, 2)), name((1, 2, 3, 4), 3), name((1, 2, 9), 2), name((1, 2), namespace="a"))
+    assert {*made.along("", (1, 2, 3, 4, 5))} == {name((1, 2)), name((1, 2, 3, 4), 3)}
+
+
+def test_digests_of_another_key_are_not_found() -> None:
+    other = Index(MODEL, b"key")
+    other.replace({name((1, 2)): 1})
+    assert other.find("", (1, 2), stateful=False) is None
+    assert other.along("", (1, 2)) == []

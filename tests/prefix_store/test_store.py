@@ -17,7 +17,7 @@ from tests.prefix_store.places import MODEL, assert_right, files, nbytes, place,
 from tests.selection import examples
 from worker.prefix_store import folder as folder_module
 from worker.prefix_store.names import parse_name
-from worker.prefix_store.store import NewPlace
+from worker.prefix_store.writer import NewPlace
 
 PATH = tuple(range(100))
 
@@ -80,7 +80,7 @@ def test_a_model_does_not_find_the_prefixes_of_another(tmp_path: Path) -> None:
 
 
 def test_a_store_finds_what_another_one_writes_into_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.prefix_store.store._RESCAN_S", 0.02)
+    monkeypatch.setattr("worker.prefix_store.writer._RESCAN_S", 0.02)
     opened = store(tmp_path)
     written(tmp_path, place(PATH))
     until = time.monotonic() + 10
@@ -261,7 +261,7 @@ _WRITER = """
 import itertools, pathlib, sys, time
 from tests.prefix_store.places import place, store
 opened = store(pathlib.Path(sys.argv[1]), max_bytes=int(sys.argv[2]), pending=1_000_000)
-opened._hurried.set()
+opened._writer._hurried.set()
 print("open", flush=True)
 for number in itertools.count():
     path = tuple(range(number % 50 * 3, number % 50 * 3 + 60))

@@ -16,6 +16,7 @@ from tests.fakes import ByteTokenizer, FakeEngine, worker_context
 from tests.keyspace import check_all_ended
 from tests.queue.helpers import ended, envelope, put, settings, types, working
 from tests.queue.test_images import SIGN, DimEyes, image
+from tests.waiting import until
 from worker.chat.count import count
 from worker.chat.images import ImageInputs
 from worker.jobs import chat
@@ -36,12 +37,12 @@ REFUSED: dict[str, Any] = {
 
 
 @asynccontextmanager
-async def counting(url: str, **given: Any) -> AsyncIterator[FakeEngine]:
+async def counting(url: str, *, engine: FakeEngine | None = None, **given: Any) -> AsyncIterator[FakeEngine]:
     """Run a worker that has both functions and sees images."""
     template = "{% if messages[-1].content == 'refuse' %}{{ raise_exception('No.') }}{% endif %}"
     tokenizer, known = ByteTokenizer(), settings(url, **given)
     tokenizer.template = template + tokenizer.template
-    engine = FakeEngine(lambda request: b"Hi")
+    engine = engine or FakeEngine(lambda request: b"Hi")
     with closing(ImageInputs(known, DimEyes())) as images:
         context = worker_context(known, engine, tokenizer, images=images, context_tokens=CONTEXT)
         async with engine, working(known, chat, count=count, context=context):
@@ -125,6 +126,26 @@ async def test_a_dead_letter_of_a_count_is_retried_as_a_count(redis_url: str, db
     await db.hset(keys.DEAD, "a", json.dumps(letter))
     job = await client.retry("a")
     assert json.loads(await db.get(f"arq:job:{job.id}"))["f"] == "count"
+
+
+async def test_counts_are_answered_while_all_rows_are_taken(redis_url: str, db: Redis, client: Client) -> None:
+    slow = FakeEngine(lambda request: b"x" * 1_000, step_s=0.05)
+    async with counting(redis_url, engine=slow, max_rows=1, reserved_rows=0) as engine:
+        running = await client.submit({**HELLO, "max_tokens": 2_000})
+
+        async def is_running() -> bool:
+            return await client.state(running.id) == "running"
+
+        await until(is_running)
+        waiting = await client.submit(HELLO)
+        counts = [client.count_tokens({**HELLO, "tenant": f"t{number % 2}"}, timeout=10) for number in range(20)]
+        assert await asyncio.gather(*counts) == [PROMPT] * 20
+        assert len(engine.running) == 1
+        assert await client.state(waiting.id) == "queued"
+        for job in (running, waiting):
+            await client.cancel(job.id)
+        await ended(db, running.id)
+    await check_all_ended(db)
 
 
 def test_the_client_submits_what_a_worker_runs() -> None:

@@ -37,6 +37,23 @@ async def test_a_client_closes_at_any_moment(redis_url: str, turns: int) -> None
         await asyncio.wait_for(client.aclose(), 3)
 
 
+async def test_a_channel_that_is_left_and_entered_at_once_is_subscribed(client: Client, db: Redis) -> None:
+    async with client._hub.listen("news") as subscription:
+        assert await subscription.take(5) == []  # the subscription is acknowledged
+    first = client._hub.listen("news")
+    subscription = await first.__aenter__()
+    await subscription.take(5)
+    leaving = asyncio.create_task(first.__aexit__(None, None, None))
+    await asyncio.sleep(0)
+    entering = client._hub.listen("news")
+    again = await entering.__aenter__()
+    await leaving
+    assert await again.take(5) == []
+    await db.publish("news", "x")
+    assert await again.take(5) == [b"x"]
+    await entering.__aexit__(None, None, None)
+
+
 async def test_a_client_that_was_closed_hears_again(db: Redis, redis_url: str) -> None:
     client = Client(redis_url)
     for _ in range(2):

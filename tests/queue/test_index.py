@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 
 from schemas import keys
 from sluice import Client
+from sluice.cancellation import Cancellation
 from sluice.submission import NewJob, Submission
 from sluice.transport.retries import Retries
 from tests.queue.helpers import QUEUE, envelope, lapse, put, settings
@@ -490,3 +491,49 @@ def test_claims_are_fair_and_nothing_is_lost(redis_url: str) -> None:
             max_examples=examples(40), stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
+
+
+async def submit_counts(db: Redis, *job_ids: str, tenant: str) -> None:
+    body = {"messages": [], "tenant": tenant}
+    jobs = [NewJob(id, body, "default", "interactive", "count") for id in job_ids]
+    await Submission(db, Retries(db, 60)).submit_all(jobs)
+
+
+@pytest.mark.parametrize("is_indexed", [True, False])
+async def test_counts_are_claimed_without_a_row_four_of_a_tenant_at_once(
+    db: Redis, claims: Claims, is_indexed: bool
+) -> None:
+    await put(db, "plain", BODY)
+    if is_indexed:
+        await mended(claims)
+    await submit_counts(db, *(f"big-{number}" for number in range(6)), tenant="big")
+    await submit_counts(db, "small", tenant="small")
+    first = await claims.take("interactive", 0, counts=8)
+    assert sorted(ids(first)) == ["big-0", "big-1", "big-2", "big-3", "small"]
+    assert all(claim.is_count for claim in first)
+    assert await claims.take("interactive", 0, counts=8, running=first) == []
+    fifth = await claims.take("interactive", 0, counts=8, running=first[1:])
+    assert ids(fifth) == ["big-4"]
+    rest = await claims.take("interactive", 9, running=[*first, *fifth])
+    assert {claim.job_id: claim.is_count for claim in rest} == {"plain": False, "big-5": True}
+
+
+async def test_a_count_that_was_cancelled_or_is_not_known_to_be_one_is_not_claimed_without_a_row(
+    db: Redis, claims: Claims
+) -> None:
+    await put(db, "plain", envelope({"n": 1}, function="count"))
+    await mended(claims)
+    await submit_counts(db, "cancelled", "removed", tenant="a")
+    assert await Cancellation(db, Retries(db, 60)).cancel("cancelled") == "cancelled"
+    await db.zrem(QUEUE, "removed")
+    assert await claims.take("interactive", 0, counts=8) == []
+    assert await db.zcard(f"{INDEX}:counts") == 0
+
+
+async def test_a_released_count_is_claimed_again_without_a_row(db: Redis, claims: Claims) -> None:
+    await put(db, "plain", BODY)
+    await submit_counts(db, "a", tenant="t")
+    (claim,) = await claims.take("interactive", 0, counts=8)
+    await claims.release(claim)
+    (again,) = await claims.take("interactive", 0, counts=8)
+    assert (again.job_id, again.attempt) == ("a", 2)

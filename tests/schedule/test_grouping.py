@@ -144,3 +144,39 @@ def test_slower_machine_is_learned_again() -> None:
             for groups in STEPS:
                 measured.observe(groups, machine.step_s(groups))
     assert measured.cost().step_s([[64] * 8]) == pytest.approx(slower.step_s([[64] * 8]), rel=0.05)
+
+
+def test_expected_time_follows_rows_that_join_and_leave_at_once() -> None:
+    measured = MeasuredCost()
+    for groups in STEPS * 20:
+        measured.observe(groups, MACHINE.step_s(groups))
+    for groups in ([[64]], [[64] * 8], [[64] * 5, [3000]]):
+        assert measured.expected_s(groups) == pytest.approx(MACHINE.step_s(groups), rel=0.05)
+
+
+def test_slower_steps_are_expected_within_ten() -> None:
+    measured = MeasuredCost()
+    for slowdown in [1] * 200 + [2] * 10:
+        measured.observe([[64] * 8], slowdown * MACHINE.step_s([[64] * 8]))
+    assert measured.expected_s([[64] * 8]) > 0.9 * 2 * MACHINE.step_s([[64] * 8])
+
+
+def test_fast_step_after_slow_ones_ends_their_expectation() -> None:
+    measured = MeasuredCost()
+    for slowdown in [1] * 50 + [6] * 10 + [1]:
+        measured.observe([[64] * 8], slowdown * MACHINE.step_s([[64] * 8]))
+    assert measured.expected_s([[64] * 8]) < 1.5 * MACHINE.step_s([[64] * 8])
+
+
+def test_nothing_is_expected_before_a_measurement() -> None:
+    assert MeasuredCost().expected_s([[64]]) == 0.0
+
+
+def test_another_row_is_expected_to_cost_a_row_in_its_group_or_a_group() -> None:
+    measured = MeasuredCost()
+    for groups in STEPS * 20:
+        measured.observe(groups, MACHINE.step_s(groups))
+    together_s = MACHINE.step_s([[64] * 8]) - MACHINE.step_s([[64] * 7])
+    assert measured.added_s([[64] * 7], 64) == pytest.approx(together_s, rel=0.1)
+    assert measured.added_s([[64] * 7], 4000) == pytest.approx(MACHINE.step_s([[4000]]), rel=0.1)
+    assert measured.added_s([], 64) == pytest.approx(MACHINE.step_s([[64]]), rel=0.1)

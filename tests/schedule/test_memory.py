@@ -185,6 +185,8 @@ def test_drafts_need_room_after_the_longest_row_a_wider_ring_and_second_states()
     layers = (KVLayers(10, 10), KVLayers(4, 4, window=64))
     plain = MemoryModel(0, kv_layers=layers, state_bytes=1000)
     drafted = replace(plain, max_draft=7)
+    stepped = replace(plain, max_draft=7, draft_states=10, state_layer_bytes=300)
+    assert stepped.group_bytes(2, 100)[0] - drafted.group_bytes(2, 100)[0] == 2 * (8 * 1000 + 8 * 300)
     (without, _), (within, _) = plain.group_bytes(2, 100), drafted.group_bytes(2, 100)
     assert within - without == 2 * 1000 + 2 * 4 * 7
     assert drafted.group_bytes(1, 250)[0] - plain.group_bytes(1, 250)[0] == 1000 + 10 * BUFFER_TOKENS + 4 * 7

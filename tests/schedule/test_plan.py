@@ -298,8 +298,8 @@ def test_a_cut_costs_a_pass_over_the_weights() -> None:
 
 def test_small_rest_of_a_prompt_is_computed_with_its_last_chunk() -> None:
     cost = PromptCost(forward_s=20.0, token_s=1.0)
-    assert planned([waiting("a", 60)], 70, cost) == [Chunk("a", 60, joins=True)]
-    assert planned([waiting("a", 61)], 70, cost) == [Chunk("a", 50)]
+    assert planned([waiting("a", 55)], 70, cost) == [Chunk("a", 55, joins=True)]
+    assert planned([waiting("a", 56)], 70, cost) == [Chunk("a", 50)]
 
 
 def test_long_prompt_shares_no_forward_of_a_few_tokens() -> None:

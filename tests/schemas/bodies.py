@@ -63,6 +63,7 @@ FULL: dict[str, Any] = {
     "presence_penalty": -2,
     "frequency_penalty": 2.0,
     "logit_bias": {"12": -100, "999999999": 5.5},
+    "ignore_eos": True,
     "seed": -(2**63),
     "logprobs": True,
     "top_logprobs": 20,
@@ -92,7 +93,7 @@ FULL: dict[str, Any] = {
     "metadata": {"chat": 7, "tags": ["a", {"b": None}]},
     "store": True,
     "stream": True,
-    "stream_options": {"include_usage": True, "include_obfuscation": False},
+    "stream_options": {"include_usage": True, "include_obfuscation": False, "continuous_usage_stats": True},
     "modalities": ["text"],
     "audio": None,
     "web_search_options": None,
@@ -138,6 +139,9 @@ ACCEPTED: dict[str, dict[str, Any]] = {
             {"role": "assistant", "content": "Hi", "refusal": None}
             | {"annotations": None, "audio": None, "function_call": None, "tool_calls": None}
         ]
+    },
+    "an answer of LiteLLM": {
+        "messages": [{"role": "assistant", "content": "Hi", "provider_specific_fields": {"refusal": None}}]
     },
     "an answer with no annotations": {"messages": [{"role": "assistant", "content": "Hi", "annotations": []}]},
     "functions": chat(functions=[LOOK["function"]], function_call={"name": "look"}),

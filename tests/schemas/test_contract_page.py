@@ -10,6 +10,9 @@ from pydantic import BaseModel
 import schemas
 from schemas import ChatRequest, keys
 from schemas.events import ErrorType, JobError, Timings, Usage
+from sluice.gateway.idempotency import claim_key
+from sluice.gateway.keys.limits import limit_key, reservation_key
+from sluice.gateway.responses.store import final_key, record_key
 from tests.schemas import page
 from tests.schemas.bodies import HELLO, LOOK, chat
 from worker.bounded_json.strict import loads
@@ -69,6 +72,12 @@ def test_the_page_s_key_table_has_every_key() -> None:
     assert listed - {"arq:job:<id>", "arq:in-progress:<id>"} == {*ours, *by_model, *of_runs, keys.CONTROL, keys.DEAD}
 
 
+def test_the_page_has_every_key_of_the_front() -> None:
+    listed = {name for cells in page.rows("Keys of the HTTP front") for name in page.names(cells[0])}
+    front = [reservation_key, claim_key, record_key, final_key]
+    assert listed == {"sluice:serve:models", limit_key("<key>"), *(key("<id>") for key in front)}
+
+
 def test_the_page_s_names_match_as_ours_do() -> None:
     assert keys.JOB_ID in page.names(page.TEXT)
     assert keys.MODEL_NAME in page.names(page.TEXT)
@@ -113,7 +122,7 @@ def test_the_page_s_failed_event_is_what_that_request_gets() -> None:
     with pytest.raises(JobFailure) as raised:
         read_request({"messages": HELLO, "temperature": 5}, "default", max_parts=100)
     refused = raised.value
-    said = {"type": refused.type, "message": refused.message, "retryable": refused.retryable}
+    said = {name: getattr(refused, name) for name in JobError.model_fields}
     assert page.EVENTS["failed"]["error"] == said
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from schemas import ChatRequest, explain
+from schemas import ChatRequest, explain, field_of
 from schemas.base import MAX_CHARACTERS, MAX_VALUES
 from schemas.explain import _SENTENCES
 from schemas.location import locate, quoted
@@ -235,3 +235,22 @@ def test_a_place_is_written_as_the_sender_would_write_it(loc: tuple[int | str, .
 )
 def test_a_place_knows_the_fields_that_belong_there(loc: tuple[int | str, ...], field: str) -> None:
     assert field in locate(loc).known
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"messages": HELLO, "temperature": 5}, "temperature"),
+        ({"messages": HELLO, "mood": 1}, "mood"),
+        ({}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "nobody", "content": ""}]}, "messages[0].role"),
+        ({"messages": HELLO, "response_format": {"type": "json"}}, "response_format.type"),
+        ([], None),
+    ],
+)
+def test_the_field_of_an_error_is_that_of_its_first_sentence(body: Any, field: str | None) -> None:
+    with pytest.raises(ValidationError) as raised:
+        ChatRequest.model_validate(body)
+    assert field_of(raised.value) == field
+    assert explain(raised.value).startswith(field or "the request")

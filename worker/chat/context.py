@@ -34,5 +34,6 @@ class WorkerContext:
     context_tokens: int  # prompt and answer together
     vocab_size: int
     generation: dict[str, Any]  # the model's own sampling defaults
+    end_tokens: frozenset[int]  # that end an answer
     metrics: MetricsSink
     reader: Reader = field(default_factory=Reader)

@@ -64,7 +64,8 @@ class ImageInputs:
         try:
             processed = self._processor.preprocess(image.to_pillow(), image.digest)
         except ValueError as error:
-            raise JobFailure("invalid_request", f"{place}: the model's image processor refuses it: {error}") from None
+            message = f"{place}: the model's image processor refuses it: {error}"
+            raise JobFailure("invalid_request", message, param=place) from None
         self._cache.put(namespace, image.digest, processed)
         return processed
 
@@ -75,7 +76,7 @@ class ImageInputs:
         try:
             return self._processor.prompt_images(prompt, images)
         except ValueError as error:
-            raise JobFailure("invalid_request", f"messages: {error}.") from None
+            raise JobFailure("invalid_request", f"messages: {error}.", param="messages") from None
 
     def close(self) -> None:
         """Stop loading and preprocessing. No job may use this object any more."""

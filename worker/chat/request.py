@@ -1,17 +1,20 @@
 """Validates a request and resolves its defaults against this worker's model."""
 
 import hashlib
+from collections.abc import Collection
 from typing import Any
 
 from pydantic import ValidationError
 
-from schemas import ChatRequest, explain
+from schemas import ChatRequest, explain, field_of
 from schemas.base import MAX_VALUES as MOST_OBJECT_VALUES
 from schemas.messages import AssistantMessage, Message
 from worker.bounded_json.size import MAX_BODY_VALUES, count_values
 from worker.chat.functions import with_tools
 from worker.errors import JobFailure, prompt_too_large
 from worker.schedule.request import Sampling
+
+_NEVER = -100.0  # the bias that OpenAI describes as a ban
 
 
 def read_request(body: Any, model_name: str, *, max_parts: int, has_draft_model: bool = False) -> ChatRequest:
@@ -22,11 +25,12 @@ def read_request(body: Any, model_name: str, *, max_parts: int, has_draft_model:
     try:
         request = ChatRequest.model_validate(body)
     except ValidationError as error:
-        raise JobFailure("invalid_request", explain(error)) from None
+        raise JobFailure("invalid_request", explain(error), param=field_of(error)) from None
     except RecursionError:
         raise JobFailure("invalid_request", "The request is nested too deeply; flatten it.") from None
     if request.model not in (None, model_name):
-        raise JobFailure("invalid_request", f"model: this queue serves {model_name!r}, not {request.model!r}.")
+        message = f"model: this queue serves {model_name!r}, not {request.model!r}."
+        raise JobFailure("invalid_request", message, param="model")
     if not has_draft_model:
         _refuse_specprefill(request)
     _refuse_too_many(sum(map(_parts, request.messages)), max_parts)
@@ -39,7 +43,8 @@ def _refuse_specprefill(request: ChatRequest) -> None:
     """Refuse SpecPrefill fields on a worker without a draft model, instead of ignoring them silently."""
     wanted = {"specprefill": request.specprefill, "specprefill_keep_pct": request.specprefill_keep_pct}
     if named := [name for name, value in wanted.items() if value]:
-        raise JobFailure("unsupported", f"{', '.join(named)}: this worker has no draft model; leave it out.")
+        message = f"{', '.join(named)}: this worker has no draft model; leave it out."
+        raise JobFailure("unsupported", message, param=named[0])
 
 
 def _parts(message: Message) -> int:
@@ -53,6 +58,7 @@ def _refuse_too_many(parts: int, limit: int) -> None:
             "too_large",
             f"messages: {parts:,} texts, images and tool calls are {parts - limit:,} more than this worker allows; "
             f"send at most {limit:,}.",
+            param="messages",
         )
 
 
@@ -72,7 +78,8 @@ def _refuse_large_arguments(messages: list[Message]) -> None:
         total += values
         if values > MOST_OBJECT_VALUES or total > MAX_BODY_VALUES:
             limits = f"{MOST_OBJECT_VALUES:,} a call and {MAX_BODY_VALUES:,} in a request"
-            raise JobFailure("too_large", f"{where}: it holds {values:,} JSON values; send at most {limits}.")
+            message = f"{where}: it holds {values:,} JSON values; send at most {limits}."
+            raise JobFailure("too_large", message, param=where)
 
 
 def output_tokens(request: ChatRequest, *, prompt: int, context: int, default: int, limit: int | None = None) -> int:
@@ -89,14 +96,17 @@ def output_tokens(request: ChatRequest, *, prompt: int, context: int, default: i
         raise JobFailure(
             "too_large",
             f"max_tokens: {asked:,} is {asked - limit:,} more than this worker allows; send at most {limit:,}.",
+            param="max_tokens" if request.max_tokens else "max_completion_tokens",
         )
     return min(asked or default, limit or room, room)
 
 
-def sampling_of(request: ChatRequest, generation: dict[str, Any], vocab: int, seed: int) -> Sampling:
+def sampling_of(
+    request: ChatRequest, generation: dict[str, Any], vocab: int, seed: int, ends: Collection[int] = ()
+) -> Sampling:
     """Return the sampling parameters: the request's, else those of the model's generation config, else neutral ones.
 
-    Raises `JobFailure` for a biased token that is not in the vocabulary.
+    `ends`: the tokens that end an answer. Raises `JobFailure` for a biased token that is not in the vocabulary.
     """
 
     def resolve(name: str, otherwise: Any) -> Any:
@@ -114,16 +124,18 @@ def sampling_of(request: ChatRequest, generation: dict[str, Any], vocab: int, se
         repetition_penalty=request.repetition_penalty or 1.0,
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
-        logit_bias=_bias(request.logit_bias or {}, vocab),
+        logit_bias=_bias(request, vocab, ends),
         seed=seed,
     )
 
 
-def _bias(wanted: dict[str, float], vocab: int) -> tuple[tuple[int, float], ...]:
-    pairs = tuple((int(token), value) for token, value in wanted.items())
-    if beyond := [token for token, _ in pairs if token >= vocab]:
-        raise JobFailure("invalid_request", f"logit_bias: token {beyond[0]} is not in the vocabulary of {vocab:,}.")
-    return pairs
+def _bias(request: ChatRequest, vocab: int, ends: Collection[int]) -> tuple[tuple[int, float], ...]:
+    biases = {int(token): value for token, value in (request.logit_bias or {}).items()}
+    if beyond := [token for token in biases if token >= vocab]:
+        message = f"logit_bias: token {beyond[0]} is not in the vocabulary of {vocab:,}."
+        raise JobFailure("invalid_request", message, param="logit_bias")
+    never = dict.fromkeys(sorted(ends), _NEVER) if request.ignore_eos else {}
+    return tuple((biases | never).items())
 
 
 def seed_of(request: ChatRequest, job_id: str) -> int:

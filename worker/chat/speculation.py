@@ -1,6 +1,6 @@
 """Speculation of a job: what the request allows, the predicted text, and the receipt."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from schemas import ChatRequest
@@ -43,10 +43,9 @@ class SpeculationReceipt:
 
     def record(self, verified: Speculated) -> None:
         """Add a draft that was verified."""
-        counts = self.of(verified.kind)
-        self._kinds[verified.kind] = replace(
-            counts, proposed=counts.proposed + verified.proposed, accepted=counts.accepted + verified.accepted
-        )
+        for place, kind in enumerate(verified.kinds or (verified.kind,) * verified.proposed):
+            counts = self.of(kind)
+            self._kinds[kind] = Counts(counts.proposed + 1, counts.accepted + (place < verified.accepted))
 
     def of(self, kind: str) -> Counts:
         """Return the counts of one proposer."""

@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import mlx.core as mx
 
@@ -25,6 +24,7 @@ from worker.engine.step_part import step_part
 from worker.engine.upstream.mlx_lm import generation_stream
 from worker.schedule.admission import RowEstimate
 from worker.schedule.admission_plan import AdmissionPlan
+from worker.schedule.budget import GapLimit
 from worker.schedule.memory import MAX_ROWS, NO_IMAGES
 from worker.schedule.outcomes import Outcome, Refused, RowFailed, Sampled, Speculated, frees_memory
 from worker.schedule.plan import Chunk, Forward
@@ -61,13 +61,14 @@ class Engine:
         caches, None is a share of the memory that the weights leave. `speculator`: decides about drafts; None: none.
         `pipelined`: the device computes a step while the host continues; None: ask the device.
         `open_tier`: return the disk tier of the prefixes; None: there is none."""
-        self._costs = replace(model.costs, max_draft=speculator.max_draft if speculator else 0)
+        self._costs = speculator.reserving(model.costs) if speculator else model.costs
         self._admission = AdmissionController(self._costs, memory or memory_limit(), rows)
         max_prefix_bytes = self._admission.free_bytes // _PREFIX_SHARE if prefix_bytes is None else prefix_bytes
         self._caches = EngineCaches(model, max_prefix_bytes, open_tier(model) if open_tier else None)
         self._queried_tokens = self._hit_tokens = 0  # of prompts whose prefill has finished in this step
         self._eos_ids = frozenset(model.tokenizer.eos_token_ids)
         with_head = speculator is not None and speculator.uses_head
+        self._step_s = step_s
         self._prefills = PrefillQueue(model, step_s, self._caches, with_head=with_head)
         network = model.head.trunk if with_head and model.head else model.network
         self._running = Groups(network, self._make_room, speculator)
@@ -76,7 +77,7 @@ class Engine:
         self._longest_chunk = 0  # tokens, in this step
         self._encoded_images = NO_IMAGES  # images encoded in this step
         self._computed = self._preempted = 0
-        self._decoding_since = 0.0
+        self._reported_at = 0.0  # the end of the last step, and with it of its report
         self._pipelined = runs_ahead() if pipelined is None else pipelined
 
     def __len__(self) -> int:
@@ -97,6 +98,10 @@ class Engine:
     def close(self) -> None:
         """Write prefixes to disk, if they have a disk tier. Blocks. The engine must not be used afterwards."""
         self._caches.close()
+
+    def store_prefix(self, namespace: str, tokens: tuple[int, ...], start: int = 0) -> int | None:
+        """Let the cached prefix of these tokens be written to disk and kept: see `PrefixCache.store`."""
+        return self._caches.prefix.store(namespace, tokens, start) if self._caches.prefix else None
 
     def add(self, request: GenerationRequest) -> None:
         """Add a request, which a later step admits or refuses. Its id must not be in use. Its grammar belongs to the
@@ -133,6 +138,7 @@ class Engine:
             memory = self._calibrate(*rows_in_memory)
         prefix = PrefixUse(self._queried_tokens, self._hit_tokens, self._caches.evicted - evicted, self._caches.nbytes)
         self._active.check()
+        self._reported_at = time.perf_counter()
         return StepReport(
             outcomes=outcomes,
             rows=rows,
@@ -203,12 +209,9 @@ class Engine:
         if not running.started and (not len(running) or self._delays_first_step(running.joined_s)):
             return
         if not running.ending:
-            idle, began = running.idle, time.perf_counter()
-            delivered = running.step()
+            delivered = running.step(GapLimit(self._step_s, time.perf_counter() - self._reported_at))
             yield from running.verifications.drafts
             yield from self._deliver(*delivered)
-            # A busy device begins this step when it has ended the last one, whose tokens have just arrived.
-            self._decoding_since = began if idle else time.perf_counter()
         if running.ending or self._reports_at_once():
             yield from self._deliver(*running.collect_drawn())
 
@@ -217,7 +220,7 @@ class Engine:
         launch, if that takes as long as the step, and the step draws a first token or is slow."""
         if self._prefills.has_work or self._pipelined:
             return self._prefills.has_work
-        return self._running.starting or self._prefills.decodes_slowly
+        return self._running.starting or self._running.step_s > self._step_s
 
     def _deliver(self, step_tokens: Sequence[StepToken], failed: Sequence[Row]) -> Iterator[Outcome]:
         """Yield the outcomes of these tokens and of rows that have failed alone, and remove the rows that end."""
@@ -268,11 +271,9 @@ class Engine:
             return
         if has_work := self._prefills.has_work:
             self._running.wait()
-        if self._running.step_s is not None:  # before planning, since the time for prompts depends on it
-            self._prefills.observe_decode(self._running.step_s)
         if not has_work:
             return
-        elapsed_s = time.perf_counter() - self._decoding_since
+        elapsed_s = time.perf_counter() - self._reported_at
         self._prefills.begin_step(self._running.forward_s)
         for forward in self._prefills.plan(self._running, elapsed_s, self._admission.longest_chunk):
             yield from self._compute(forward)

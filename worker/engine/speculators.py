@@ -11,7 +11,8 @@ def speculator_of(model: Model) -> Speculator:
     of prompt, answer and prediction. It drafts nothing if the model's rows take no drafts."""
     drafting = model.drafting
     return Speculator(
-        [GrammarProposer(), CopyProposer()],
+        [CopyProposer()],
+        sudden=[GrammarProposer()],
         max_draft=drafting.max_draft,
         recurrence=drafting.recurrence(model.network),
         eos_ids=model.tokenizer.eos_token_ids,

@@ -29,6 +29,9 @@ logger = logging.getLogger("sluice.engine")
 
 T = TypeVar("T")
 
+_WAIT_S = 0.05  # after which rows that wait for another thread are checked again
+_WRITER_S = 0.1  # until the writer of prefixes is asked again if it can take more
+
 
 @dataclass(frozen=True, slots=True)
 class _Add:
@@ -46,6 +49,14 @@ class _SetPaused:
 
 
 @dataclass(frozen=True, slots=True)
+class _StorePrefix:
+    namespace: str
+    tokens: tuple[int, ...]
+    start: int
+    result: "asyncio.Future[int | None]"
+
+
+@dataclass(frozen=True, slots=True)
 class _Wake:
     pass
 
@@ -53,6 +64,9 @@ class _Wake:
 @dataclass(frozen=True, slots=True)
 class _Stop:
     """Ends the thread."""
+
+
+_Command = _Add | _Remove | _SetPaused | _StorePrefix | _Wake | _Stop
 
 
 class EngineThread:
@@ -81,7 +95,7 @@ class EngineThread:
         self._engine_of = partial(Engine, step_s=step_s, rows=rows, memory=memory, prefix_bytes=prefix_bytes)
         self._on_failure, self._on_step = on_failure, on_step
         self._loop = asyncio.get_running_loop()
-        self._mailbox: queue.SimpleQueue[_Add | _Remove | _SetPaused | _Wake | _Stop] = queue.SimpleQueue()
+        self._mailbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._paused = False
         self.heartbeat = Heartbeat("engine")
         self._listeners: dict[str, OutcomeListener] = {}
@@ -117,6 +131,16 @@ class EngineThread:
     def wake(self) -> None:
         """Let the engine compute a prompt that has become ready: see `Stage.ready`. May be called on any thread."""
         self._mailbox.put(_Wake())
+
+    async def store_prefix(self, namespace: str, tokens: tuple[int, ...]) -> None:
+        """Let the cached prefix of these tokens be written to disk, if prefixes are stored there, and never be removed
+        for space. Waits until the writer can take all of it."""
+        start: int | None = 0
+        while start is not None:
+            result: asyncio.Future[int | None] = self._loop.create_future()
+            self._mailbox.put(_StorePrefix(namespace, tokens, start, result))
+            if (start := await result) is not None:
+                await asyncio.sleep(_WRITER_S)
 
     def _has_loaded(self, model: Model) -> None:
         if not self._loaded.done():  # cancelled by a signal that came meanwhile
@@ -158,18 +182,28 @@ class EngineThread:
         end the thread."""
         while not self._mailbox.empty() or self._paused or not engine.needs_step:
             self.heartbeat.pause()
-            match self._mailbox.get():
+            match self._next_command(engine):
                 case _SetPaused(on):
                     self._paused = on
                 case _Add(request):
                     engine.add(request)
                 case _Remove(id):
                     engine.remove(id)
+                case _StorePrefix(namespace, tokens, start, result):
+                    self._post(partial(_settle, result), engine.store_prefix(namespace, tokens, start))
                 case _Wake():
                     pass  # the engine is asked again if it needs a step
                 case _Stop():
                     return False
         return True
+
+    def _next_command(self, engine: Engine) -> _Command:
+        """Return the next command, or `_Wake` after a while if active rows wait, which may give up waiting."""
+        waits = len(engine) > 0 and not self._paused
+        try:
+            return self._mailbox.get(timeout=_WAIT_S if waits else None)
+        except queue.Empty:
+            return _Wake()
 
     def _post(self, call: Callable[[T], object], value: T) -> None:
         self._loop.call_soon_threadsafe(call, value)
@@ -180,6 +214,11 @@ class EngineThread:
         else:
             logger.critical("engine thread failed", exc_info=error)
             self._on_failure()
+
+
+def _settle(result: "asyncio.Future[int | None]", value: int | None) -> None:
+    if not result.done():  # cancelled meanwhile
+        result.set_result(value)
 
 
 def clear_streams() -> None:

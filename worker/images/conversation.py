@@ -45,7 +45,9 @@ class ImageLoader:
             pixels += image.width * image.height
             if pixels > limit:
                 raise JobFailure(
-                    "too_large", f"{ref.place}: with this image the request has more than {limit:,} pixels."
+                    "too_large",
+                    f"{ref.place}: with this image the request has more than {limit:,} pixels.",
+                    param=ref.place,
                 )
             yield ref.place, image
 
@@ -53,14 +55,14 @@ class ImageLoader:
         limit = self._settings.max_images
         if images > limit:
             message = f"messages: {images:,} images are {images - limit:,} more than this worker accepts ({limit:,})."
-            raise JobFailure("too_large", message)
+            raise JobFailure("too_large", message, param="messages")
 
     async def _load(self, ref: ImageRef) -> Image:
         try:
             return await self._decode(ref.image)
         except JobFailure as refusal:
             message = f"{ref.place}: {refusal.message}"
-            raise JobFailure(refusal.type, message, retryable=refusal.retryable) from None
+            raise JobFailure(refusal.type, message, retryable=refusal.retryable, param=ref.place) from None
 
     async def _decode(self, image: ImageUrl) -> Image:
         is_data = image.url[: len("data:")].lower() == "data:"

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from worker.prefix_store.encryption import Encryption
 from worker.prefix_store.format import Place, encoded_size, write_place
 from worker.prefix_store.names import (
     TEMPORARY,
@@ -64,13 +65,17 @@ class Scan:
 class Folder:
     """A folder of places. For one thread, except `path`."""
 
-    def __init__(self, path: Path, max_bytes: int, daily_bytes: int | None = None) -> None:
+    def __init__(
+        self, path: Path, max_bytes: int, daily_bytes: int | None = None, encryption: Encryption | None = None
+    ) -> None:
         """`max_bytes`: of all files in the folder together, also those of others. `daily_bytes`: most bytes to write in
-        a day; None: no limit. Creates the folder; raises OSError."""
+        a day; None: no limit. `encryption`: of the files that are written; None: they are plain. Creates
+        the folder; raises OSError."""
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.path = path
         self._max_bytes = max_bytes
         self._daily_bytes = daily_bytes
+        self._encryption = encryption
         self._writer = f"{socket.gethostname()}-{os.getpid()}-{time.monotonic_ns()}"
         self._last_record = _Record(0, "")
         self._known: Scan | None = None  # the last scan, with own changes
@@ -103,39 +108,39 @@ class Folder:
             self._known = None
             self._known = self._enforced(0)
 
-    def write(self, name: FileName, place: Place) -> bool:
-        """Write a place as a whole or not at all, after making room for it. Returns False if no room can be made, or if
-        today's budget is spent. Raises `Unwritable`."""
-        size = encoded_size(name, place)
+    def write(self, name: FileName, place: Place) -> int:
+        """Write a place as a whole or not at all, after making room for it. Returns the bytes of the file; 0 if no room
+        can be made, or if today's budget is spent. Raises `Unwritable`."""
+        size = encoded_size(name, place, self._encryption)
         try:
             with self._locked():
                 record = self._read_record()
                 if size > self._max_bytes or not fits_budget(size, record.nbytes, self._daily_bytes):
-                    return False
+                    return 0
                 scan = self._enforced(size)
                 if scan.nbytes + size > self._max_bytes:
-                    return False
+                    return 0
                 self._write(name, place)
                 self._known = scan.with_file(name, size)
                 self._write_record(record.nbytes + size)
                 if name.has_state:
                     self.remove(replace(name, has_state=False))
-                return True
+                return size
         except OSError as error:
             self._known = None
             raise Unwritable(str(error)) from error
 
     @property
-    def names(self) -> tuple[FileName, ...]:
-        """Files of this version, of all models, as of the last scan."""
-        return self._known.names if self._known else ()
+    def sizes(self) -> dict[FileName, int]:
+        """Bytes of each file of this version, of all models, as of the last scan."""
+        return {name: self._known.files[str(name)].nbytes for name in self._known.names} if self._known else {}
 
     def _write(self, name: FileName, place: Place) -> None:
         temporary = self.path / name.temporary
         try:
             with temporary.open("wb") as file:
                 os.chmod(file.fileno(), 0o600)  # prompts are private
-                write_place(file, name, place)
+                write_place(file, name, place, self._encryption)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.rename(self.path / str(name))
@@ -166,6 +171,11 @@ class Folder:
         """Mark a file as used now. Raises no OSError."""
         with suppress(OSError):
             os.utime(self.path / str(name))
+
+    def pin(self, name: FileName) -> None:
+        """Keep a file from being removed for space. Raises no OSError."""
+        with suppress(OSError):
+            (self.path / name.pin).touch(mode=0o600)
 
     def _enforced(self, room: int) -> Scan:
         """Remove unfinished files, and files until `room` bytes fit. Requires the lock, so that no writer is alive."""

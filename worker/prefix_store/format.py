@@ -1,8 +1,10 @@
 """The format of a file: safetensors, with a header that says what the tensors are the cache of.
 
 Written and read here rather than by the safetensors package, since tensors are read into buffers of the caller, and
-have types that NumPy lacks. `safetensors` opens these files all the same."""
+have types that NumPy lacks. `safetensors` opens these files all the same. In an encrypted file each tensor is the
+ciphertext with its tag, as bytes; the header holds the salt, and encrypted all that depends on the prompt."""
 
+import base64
 import json
 import os
 import struct
@@ -14,6 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from worker.prefix_store.encryption import PIECE, TAG_BYTES, Encryption, FileCipher
 from worker.prefix_store.names import VERSION, FileName
 
 _FORMAT = "sluice-prefix"
@@ -64,48 +67,73 @@ class Header:
     created_s: float
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    checksums: tuple[int, ...]
+    checksums: tuple[int, ...]  # empty if the file is encrypted: the tags replace them
     data_start: int  # byte of the file at which the tensors begin
     ends: tuple[int, ...]  # of each tensor, in bytes after `data_start`
+    cipher: FileCipher | None = None  # None if the file is not encrypted
 
 
-def write_place(file: BinaryIO, name: FileName, place: Place) -> None:
+def write_place(file: BinaryIO, name: FileName, place: Place, encryption: Encryption | None = None) -> None:
     """Write a place. Raises OSError."""
-    file.write(_encode_header(name, place))
-    for tensor in place.tensors:
-        file.write(tensor.data)
+    cipher = encryption.new_file(str(name)) if encryption else None
+    file.write(_encode_header(name, place, cipher))
+    for part, tensor in enumerate(place.tensors):
+        if cipher is None:
+            file.write(tensor.data)
+            continue
+        for piece in cipher.encrypt(_part_of(part), tensor.data):
+            file.write(piece)
 
 
-def encoded_size(name: FileName, place: Place) -> int:
+def _part_of(tensor: int) -> int:
+    """Return the number of a tensor among the encrypted parts of a file; that of the header is 0."""
+    return tensor + 1
+
+
+def encoded_size(name: FileName, place: Place, encryption: Encryption | None = None) -> int:
     """Return the bytes of the file."""
-    return len(_encode_header(name, place, checked=False)) + place.nbytes
+    cipher = encryption.new_file(str(name)) if encryption else None
+    tags = TAG_BYTES * len(place.tensors) if cipher else 0
+    return len(_encode_header(name, place, cipher, checked=False)) + place.nbytes + tags
 
 
-def _encode_header(name: FileName, place: Place, *, checked: bool = True) -> bytes:
+def _encode_header(name: FileName, place: Place, cipher: FileCipher | None, *, checked: bool = True) -> bytes:
     """Return the header. `checked`: with checksums; without them it has the same length."""
-    crcs = [zlib.crc32(tensor.data) if checked else 0 for tensor in place.tensors]
-    metadata = {
+    metadata: dict[str, str] = {
         "format": _FORMAT,
         "version": str(VERSION),
         "name": str(name),
-        "namespace": place.namespace,
-        "tokens": json.dumps(_shortened(place.tokens)),
-        "layout": place.layout,
-        "created": f"{time.time():.3f}",
-        "checksums": " ".join(f"{crc:08x}" for crc in crcs),
         "header": _NO_CHECKSUM,
+        **_content(place, cipher, checked=checked),
     }
     header: dict[str, Any] = {"__metadata__": metadata}
     at = 0
     for index, tensor in enumerate(place.tensors):
-        end = at + len(tensor.data)
-        header[f"{index:06d}"] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [at, end]}
-        at = end
+        size = len(tensor.data) + (TAG_BYTES if cipher else 0)
+        dtype, shape = ("U8", (size,)) if cipher else (tensor.dtype, tensor.shape)
+        header[f"{index:06d}"] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
     if checked:
         metadata["header"] = _checksum(header)
     encoded = json.dumps(header).encode()
     padded = encoded + b" " * (-len(encoded) % 8)
     return _LENGTH.pack(len(padded)) + padded
+
+
+def _content(place: Place, cipher: FileCipher | None, *, checked: bool) -> dict[str, str]:
+    """Return what the header holds besides the format and the name: in plain form, or encrypted and with the salt."""
+    content = {
+        "namespace": place.namespace,
+        "tokens": json.dumps(_shortened(place.tokens)),
+        "layout": place.layout,
+        "created": f"{time.time():.3f}",
+    }
+    if cipher is None:
+        crcs = [zlib.crc32(tensor.data) if checked else 0 for tensor in place.tensors]
+        return content | {"checksums": " ".join(f"{crc:08x}" for crc in crcs)}
+    tensors = [(tensor.dtype, tensor.shape) for tensor in place.tensors]
+    encrypted = b"".join(cipher.encrypt(0, json.dumps({**content, "tensors": tensors}).encode()))
+    return {"salt": cipher.salt.hex(), "encrypted": base64.b64encode(encrypted).decode()}
 
 
 def _checksum(header: dict[str, Any]) -> str:
@@ -126,8 +154,9 @@ def _expanded(tokens: Sequence[int | list[int]]) -> tuple[int, ...]:
     return tuple(expanded)
 
 
-def read_header(file: BinaryIO, name: FileName) -> Header:
-    """Read and check the header of the file of this name. Raises `BadFile`, OSError."""
+def read_header(file: BinaryIO, name: FileName, encryption: Encryption | None = None) -> Header:
+    """Read and check the header of the file of this name. Raises `BadFile`, also for an encrypted file without its key
+    and for one that is not encrypted with a key, and OSError."""
     size = os.fstat(file.fileno()).st_size
     first = file.read(_LENGTH.size)
     if len(first) < _LENGTH.size:
@@ -136,7 +165,7 @@ def read_header(file: BinaryIO, name: FileName) -> Header:
     if length > min(size, _MAX_HEADER):
         raise BadFile("it is shorter than its header")
     try:
-        header = _decoded(json.loads(file.read(length)), _LENGTH.size + length, name)
+        header = _decoded(json.loads(file.read(length)), _LENGTH.size + length, name, encryption)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise BadFile("its header cannot be read") from error
     if size != header.data_start + (header.ends[-1] if header.ends else 0):
@@ -144,7 +173,7 @@ def read_header(file: BinaryIO, name: FileName) -> Header:
     return header
 
 
-def _decoded(raw: dict[str, Any], data_start: int, name: FileName) -> Header:
+def _decoded(raw: dict[str, Any], data_start: int, name: FileName, encryption: Encryption | None) -> Header:
     metadata = raw["__metadata__"]
     if metadata["format"] != _FORMAT or metadata["version"] != str(VERSION):
         raise BadFile("it is of another version")
@@ -153,40 +182,78 @@ def _decoded(raw: dict[str, Any], data_start: int, name: FileName) -> Header:
     if metadata["name"] != str(name):
         raise BadFile("it has the content of another file")
     tensors = [raw[key] for key in sorted(raw) if key != "__metadata__"]
-    checksums = tuple(int(crc, 16) for crc in metadata["checksums"].split())
-    if len(checksums) != len(tensors):
+    cipher = _cipher(metadata, name, encryption)
+    content = _decrypted(metadata, cipher) if cipher else metadata
+    kinds = content["tensors"] if cipher else [(tensor["dtype"], tensor["shape"]) for tensor in tensors]
+    checksums = () if cipher else tuple(int(crc, 16) for crc in metadata["checksums"].split())
+    if len(kinds) != len(tensors) or (cipher is None and len(checksums) != len(tensors)):
         raise BadFile("checksums are missing")
     return Header(
         name=name,
-        namespace=metadata["namespace"],
-        tokens=_expanded(json.loads(metadata["tokens"])),
-        layout=metadata["layout"],
-        created_s=float(metadata["created"]),
-        dtypes=tuple(tensor["dtype"] for tensor in tensors),
-        shapes=tuple(tuple(tensor["shape"]) for tensor in tensors),
+        namespace=content["namespace"],
+        tokens=_expanded(json.loads(content["tokens"])),
+        layout=content["layout"],
+        created_s=float(content["created"]),
+        dtypes=tuple(dtype for dtype, _ in kinds),
+        shapes=tuple(tuple(shape) for _, shape in kinds),
         checksums=checksums,
         data_start=data_start,
         ends=tuple(tensor["data_offsets"][1] for tensor in tensors),
+        cipher=cipher,
     )
+
+
+def _cipher(metadata: dict[str, str], name: FileName, encryption: Encryption | None) -> FileCipher | None:
+    """Return the cipher of a file; None if it is not encrypted, and has not to be."""
+    if ("salt" in metadata) != (encryption is not None):
+        raise BadFile("it is not encrypted" if encryption else "it is encrypted")
+    return encryption.file(str(name), bytes.fromhex(metadata["salt"])) if encryption else None
+
+
+def _decrypted(metadata: dict[str, str], cipher: FileCipher) -> dict[str, Any]:
+    content = cipher.decrypt(0, base64.b64decode(metadata["encrypted"]))
+    if content is None:
+        raise BadFile("it is encrypted with another key, or damaged")
+    decoded: dict[str, Any] = json.loads(content)
+    return decoded
 
 
 def read_tensors(file: BinaryIO, header: Header, allocate: Callable[[int], B]) -> list[B]:
     """Read the tensors, each into a buffer that `allocate(nbytes)` returns. Raises `BadFile`, OSError."""
+    read = _read_encrypted if header.cipher else _read_plain
     buffers = list[B]()
     at = 0
-    for end, checksum in zip(header.ends, header.checksums, strict=True):
-        buffer = allocate(end - at)
-        view = memoryview(buffer).cast("B") if end > at else memoryview(b"")  # type: ignore[arg-type]
-        crc = 0
-        for part in range(0, end - at, _READ):
-            piece = view[part : part + _READ]
-            _fill(file, piece, header.data_start + at + part)
-            crc = zlib.crc32(piece, crc)
-        if crc != checksum:
-            raise BadFile("a checksum differs")
+    for index, end in enumerate(header.ends):
+        nbytes = end - at - (TAG_BYTES if header.cipher else 0)
+        buffer = allocate(nbytes)
+        view = memoryview(buffer).cast("B") if nbytes > 0 else memoryview(b"")  # type: ignore[arg-type]
+        read(file, header, index, view, header.data_start + at)
         buffers.append(buffer)
         at = end
     return buffers
+
+
+def _read_plain(file: BinaryIO, header: Header, index: int, view: memoryview, start: int) -> None:
+    crc = 0
+    for at in range(0, len(view), _READ):
+        piece = view[at : at + _READ]
+        _fill(file, piece, start + at)
+        crc = zlib.crc32(piece, crc)
+    if crc != header.checksums[index]:
+        raise BadFile("a checksum differs")
+
+
+def _read_encrypted(file: BinaryIO, header: Header, index: int, view: memoryview, start: int) -> None:
+    assert header.cipher is not None, "the file is not encrypted"
+    decryption = header.cipher.decryption(_part_of(index))
+    for at in range(0, len(view), PIECE):
+        piece = view[at : at + PIECE]
+        _fill(file, piece, start + at)
+        decryption.update(piece)
+    tag = bytearray(TAG_BYTES)
+    _fill(file, memoryview(tag), start + len(view))
+    if not decryption.verify(bytes(tag)):
+        raise BadFile("it is encrypted with another key, or damaged")
 
 
 def _fill(file: BinaryIO, view: memoryview, at: int) -> None:
@@ -198,7 +265,7 @@ def _fill(file: BinaryIO, view: memoryview, at: int) -> None:
         at += count
 
 
-def read_file_header(path: Path, name: FileName) -> Header:
+def read_file_header(path: Path, name: FileName, encryption: Encryption | None = None) -> Header:
     """Read and check the header of a file. Raises `BadFile`, OSError."""
     with path.open("rb", buffering=0) as file:
-        return read_header(file, name)
+        return read_header(file, name, encryption)

@@ -1,8 +1,8 @@
-"""The index of the places on disk: which file continues which prefix. Built from the files' names alone."""
+"""The index of the places on disk: which file continues which prefix. Built from the files' names and sizes alone."""
 
 import heapq
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from threading import Lock
 
@@ -16,57 +16,73 @@ class Chain:
     namespace: str
     tokens: tuple[int, ...]  # of the whole prefix
     files: tuple[FileName, ...]  # in order; each starts where the one before ends
+    sizes: tuple[int, ...]  # bytes of each file
 
     @property
     def start(self) -> int:
         """Position at which the first file starts."""
         return self.files[0].start
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(self.sizes)
+
 
 class Index:
     """Places of one model, by digest. For several threads: each call takes a lock for less than a millisecond, or for
     as long as it takes to hash a prompt."""
 
-    def __init__(self, model: str) -> None:
-        """`model`: digest of the model; names of others are ignored."""
+    def __init__(self, model: str, key: bytes = b"") -> None:
+        """`model`: digest of the model; names of others are ignored. `key`: of the digests of tokens."""
         self._model = model
+        self._key = key
         self._lock = Lock()
+        self._sizes: dict[FileName, int] = {}
         self._by_digest: defaultdict[str, set[FileName]] = defaultdict(set)
         self._by_parent: defaultdict[str, set[FileName]] = defaultdict(set)
 
     def __len__(self) -> int:
-        with self._lock:
-            return sum(map(len, self._by_digest.values()))
+        return len(self._sizes)
 
     def __contains__(self, name: FileName) -> bool:
         """True if this place is stored, with its state if the name says so, whatever the file's start."""
-        with self._lock:
-            return any(each.has_state >= name.has_state for each in self._by_digest.get(name.digest, ()))
+        return self.stored(name) is not None
 
-    def add(self, name: FileName) -> None:
-        """Add a file."""
+    def stored(self, name: FileName) -> FileName | None:
+        """Return the file of this place, with its state if the name says so; None if there is none."""
+        with self._lock:
+            return next(
+                (each for each in self._by_digest.get(name.digest, ()) if each.has_state >= name.has_state), None
+            )
+
+    def add(self, name: FileName, nbytes: int) -> None:
+        """Add a file of `nbytes` bytes."""
         if name.model == self._model:
             with self._lock:
+                self._sizes[name] = nbytes
                 self._by_digest[name.digest].add(name)
                 self._by_parent[name.parent].add(name)
 
     def discard(self, name: FileName) -> None:
         """Remove a file, if it is there."""
         with self._lock:
+            self._sizes.pop(name, None)
             for names, key in ((self._by_digest, name.digest), (self._by_parent, name.parent)):
                 if key in names:
                     names[key].discard(name)
                     if not names[key]:
                         del names[key]
 
-    def replace(self, names: Iterable[FileName]) -> None:
-        """Hold exactly these files from now on."""
+    def replace(self, sizes: Mapping[FileName, int]) -> None:
+        """Hold exactly these files from now on, with their bytes."""
+        own = {name: nbytes for name, nbytes in sizes.items() if name.model == self._model}
         by_digest, by_parent = defaultdict[str, set[FileName]](set), defaultdict[str, set[FileName]](set)
-        for name in names:
-            if name.model == self._model:
-                by_digest[name.digest].add(name)
-                by_parent[name.parent].add(name)
+        for name in own:
+            by_digest[name.digest].add(name)
+            by_parent[name.parent].add(name)
         with self._lock:
+            self._sizes = own
             self._by_digest = by_digest
             self._by_parent = by_parent
 
@@ -84,19 +100,30 @@ class Index:
         since it holds the KV of all tokens before them."""
         with self._lock:
             reached = self._reach(namespace, tokens, {0, *held})
-        ends = [end for end, name in reached.items() if name and (name.has_state or not stateful)]
-        if not ends or max(ends) <= longer_than:
-            return None
-        files = list[FileName]()
-        name = reached[max(ends)]
-        while name is not None:
-            files.append(name)
-            name = None if name.start in held else reached[name.start]
-        return Chain(namespace, tokens[: max(ends)], tuple(reversed(files)))
+            ends = [end for end, name in reached.items() if name and (name.has_state or not stateful)]
+            if not ends or max(ends) <= longer_than:
+                return None
+            files = list[FileName]()
+            name = reached[max(ends)]
+            while name is not None:
+                files.append(name)
+                name = None if name.start in held else reached[name.start]
+            files.reverse()
+            return Chain(namespace, tokens[: max(ends)], tuple(files), tuple(self._sizes[each] for each in files))
+
+    def along(self, namespace: str, tokens: tuple[int, ...]) -> list[FileName]:
+        """Return all files along these tokens, also those that no chain of files reaches."""
+        digest = TokenDigest(self._model, namespace, self._key)
+        found = list[FileName]()
+        with self._lock:
+            for end in sorted({name.end for name in self._sizes if name.end <= len(tokens)}):
+                digest.update(tokens[digest.length : end])
+                found += (name for name in self._by_digest.get(digest.hexdigest(), ()) if name.end == end)
+        return found
 
     def _reach(self, namespace: str, tokens: tuple[int, ...], held: set[int]) -> dict[int, FileName | None]:
         """Return the positions that can be reached, each with the file that ends there; None for those held."""
-        digest = TokenDigest(self._model, namespace)
+        digest = TokenDigest(self._model, namespace, self._key)
         reached = dict[int, FileName | None]()
         queued = {position for position in held if position <= len(tokens)}
         positions = [*queued]

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from worker.prefix_store.encryption import Encryption
 from worker.prefix_store.folder import Folder, Scan
 from worker.prefix_store.format import BadFile, read_file_header
 from worker.prefix_store.names import FileName
@@ -43,10 +44,11 @@ class StoredPrefix:
 class Listing:
     """The prefixes in a folder at one time."""
 
-    def __init__(self, path: Path) -> None:
-        """Read the folder. Raises OSError if there is none."""
+    def __init__(self, path: Path, encryption: Encryption | None = None) -> None:
+        """Read the folder. `encryption`: opens the headers of encrypted files. Raises OSError if there is no folder."""
         path.stat()
         self._folder = Folder(path, 0)
+        self._encryption = encryption
         self._scan = self._folder.scan()
 
     @property
@@ -64,10 +66,10 @@ class Listing:
         return sorted(found, key=lambda prefix: -prefix.used_s)
 
     def tenant(self, prefix: StoredPrefix) -> str | None:
-        """Return the namespace of a prefix, which is its tenant; None if its file cannot be read."""
+        """Return the namespace of a prefix, which is its tenant; None if its file cannot be read or decrypted."""
         name = prefix.files[-1]
         with suppress(BadFile, OSError):
-            return read_file_header(self._folder.path / str(name), name).namespace
+            return read_file_header(self._folder.path / str(name), name, self._encryption).namespace
         return None
 
     def pin(self, prefix: StoredPrefix) -> None:

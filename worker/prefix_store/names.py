@@ -77,17 +77,18 @@ def is_temporary(text: str) -> bool:
     return is_ours(text) and text.endswith(TEMPORARY)
 
 
-def model_digest(fingerprint: str) -> str:
-    """Return the digest of a model's fingerprint."""
-    return hashlib.blake2b(fingerprint.encode(), digest_size=_DIGEST_BYTES).hexdigest()
+def model_digest(fingerprint: str, key: bytes = b"") -> str:
+    """Return the digest of a model's fingerprint. `key`: makes it differ from that of another key, and keeps it from
+    being computed without the key."""
+    return hashlib.blake2b(fingerprint.encode(), digest_size=_DIGEST_BYTES, key=key).hexdigest()
 
 
 class TokenDigest:
     """Running digest of the tokens of one model and namespace. Depends on the tokens alone, not on their portions."""
 
-    def __init__(self, model: str, namespace: str) -> None:
-        """`model`: digest of the model."""
-        self._hash = hashlib.blake2b(f"{model}:{namespace}\0".encode(), digest_size=_DIGEST_BYTES)
+    def __init__(self, model: str, namespace: str, key: bytes = b"") -> None:
+        """`model`: digest of the model. `key`: see `model_digest`."""
+        self._hash = hashlib.blake2b(f"{model}:{namespace}\0".encode(), digest_size=_DIGEST_BYTES, key=key)
         self.length = 0  # tokens so far
 
     def update(self, tokens: Sequence[int]) -> None:

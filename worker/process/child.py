@@ -122,7 +122,8 @@ class Child:
             answers.append(frame)
         match frame.kind:
             case Kind.REFUSED:
-                raise JobFailure(*frame.head)
+                type, message, param = frame.head
+                raise JobFailure(type, message, param=param)
             case Kind.EXCEEDED:
                 raise LimitExceeded
         if not answers:

@@ -20,7 +20,7 @@ class Kind(IntEnum):
     REQUEST = 1  # the fields of `Limits`, and the task
     ANSWER = 2
     DONE = 3  # null
-    REFUSED = 4  # type and message of a `JobFailure`
+    REFUSED = 4  # type, message and param of a `JobFailure`
     EXCEEDED = 5  # null, for `LimitExceeded`
 
 

@@ -41,7 +41,7 @@ def _reply(handle: Handler, request: Frame, answers: IO[bytes]) -> Frame:
     try:
         handle(task, request.body, lambda head, body: write_frame(answers, Frame(Kind.ANSWER, head, body)))
     except JobFailure as refusal:
-        return Frame(Kind.REFUSED, [refusal.type, refusal.message])
+        return Frame(Kind.REFUSED, [refusal.type, refusal.message, refusal.param])
     except (MemoryError, LimitExceeded):
         return Frame(Kind.EXCEEDED)
     return Frame(Kind.DONE)

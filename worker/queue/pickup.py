@@ -13,7 +13,7 @@ from worker.errors import OwnershipLost
 from worker.queue.cancel_keys import CancelKeys
 from worker.queue.job.claims import Claim, Claims
 from worker.queue.job.takeover import Takeover
-from worker.queue.rows import free_rows
+from worker.queue.rows import MOST_COUNTS, free_rows
 from worker.queue.running import RunningJobs
 from worker.queue.server.outage import until_redis_answers
 from worker.queue.server.readiness import Readiness
@@ -83,7 +83,8 @@ class Pickup:
     async def _poll_lane(self, lane: Lane, *, sweep: bool) -> None:
         limit = max(0, free_rows(lane, self._jobs.claims(), self._settings, self._server.clock.utc()))
         if limit or sweep or self._claims.needs_reconcile(lane):
-            claimed = await self._take(lane, limit)
+            counts = MOST_COUNTS - sum(claim.is_count for claim in self._jobs.claims())
+            claimed = await self._take(lane, limit, max(0, counts))
             self._takeover.record_answer()
             self.readiness.record_answer()
             await self._start_all(claimed)
@@ -92,10 +93,11 @@ class Pickup:
         if self._claims.needs_reconcile(lane):
             self.wake()
 
-    async def _take(self, lane: Lane, limit: int) -> list[Claim]:
+    async def _take(self, lane: Lane, limit: int, counts: int = 0) -> list[Claim]:
         return await self._claims.take(
             lane,
             limit,
+            counts=counts,
             running=self._jobs.claims(),
             suspects=self._jobs.suspects(),
             takeover=self._takeover.allowed(),

@@ -8,18 +8,23 @@ from worker.queue.job.claims import Claim
 from worker.schedule_times import Hours
 from worker.settings import Settings
 
+MOST_COUNTS = 8  # token counts at once that take no row: they share the text threads with the prompts of chats
+
 
 def free_rows(lane: Lane, running: Collection[Claim], settings: Settings, now: datetime) -> int:
     """Return the number of rows that the lane may still take; negative if it has more than it may have.
 
     Interactive jobs ignore offline rows: if rows are short, offline rows are preempted, see
     `worker.schedule.admission`. Offline jobs leave `reserved_rows` free, so that the first interactive jobs need no
-    preemption, and outside of `batch_hours` they take at most `batch_off_hours_rows`.
+    preemption, and outside of `batch_hours` they take at most `batch_off_hours_rows`. `MOST_COUNTS` token counts take
+    no row; further ones count as rows, so that a worker claims no more of them than of chats.
     """
-    offline = sum(claim.lane == "batch" for claim in running)
+    counts = [claim for claim in running if claim.is_count]
+    taken = [*(claim for claim in running if not claim.is_count), *counts[MOST_COUNTS:]]
+    rows, offline = len(taken), sum(claim.lane == "batch" for claim in taken)
     if lane == "interactive":
-        return settings.max_rows - (len(running) - offline)
-    free = settings.max_rows - len(running)
+        return settings.max_rows - (rows - offline)
+    free = settings.max_rows - rows
     return min(free - settings.reserved_rows, offline_rows(settings, now) - offline)
 
 

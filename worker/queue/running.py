@@ -97,8 +97,8 @@ class RunningJobs:
         return [job.claim for job in list(self._jobs.values())]
 
     def by_lane(self) -> Counter[Lane]:
-        """Return the number of running jobs by lane."""
-        return Counter(job.claim.lane for job in self._jobs.values())
+        """Return the number of running jobs by lane, without token counts, which take no row."""
+        return Counter(job.claim.lane for job in self._jobs.values() if not job.claim.is_count)
 
     def suspects(self) -> int:
         """Return the number of running jobs that are on probation."""

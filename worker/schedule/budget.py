@@ -17,8 +17,10 @@ GAP_STEPS = 3
 # ... or at most this multiple of the decode time, if decoding alone takes more than half of that.
 GAP_DECODES = 2.5
 _GAP_RISE = 4.0  # seconds of a gap for each second that decoding takes beyond that half, up to `GAP_DECODES`
-# Part of the longest gap that is planned; the rest is for what takes longer than predicted.
-PLANNED = 0.8
+# Part of the longest gap that is planned; the rest is for what is not predicted, such as rows that leave.
+PLANNED = 0.86
+# Prompts are planned to take less than the time that is left, by this multiple of the mean error of their prediction.
+_ERRORS = 2.0
 # What waits is to be computed by the time that the oldest prompt has waited this many seconds: prompts get the share of
 # the time that this takes.
 COMPUTED_WITHIN_S = 0.5
@@ -27,12 +29,13 @@ FIRST_STEP_WITHIN_S = 1.5
 # A chunk is worth its pass over the weights if its tokens take at least this multiple of the time of that pass.
 MIN_TOKENS_TIME_PER_PASS = 1.0
 _WEIGHT = 0.2  # of the newest measurement
-_MAX_STALENESS = 1.25  # the expected time of a decode step is at most this multiple of the last step's time
+_ERROR_WEIGHT = 0.05  # of the newest error
 _TOKENS_UNIT = 1e3  # tokens are counted in this unit, so that all unknowns have similar magnitude
 # Prior that length costs nothing: while all prompts have the same length, the cost is assigned to tokens and rows.
 _PRIOR = 0.0, 0.1
 _BYTES_UNIT = 1e8  # bytes are counted in this unit
 _GROWTH_PRIOR = 1e-3  # weak: buffers grow rarely, and one growth measures the cost well
+_FIRST_ERROR = 0.1  # before it is measured
 _GUESS = 0.1  # weight of the initial guess, relative to one measurement
 
 
@@ -41,10 +44,11 @@ _LANES: tuple[Lane, ...] = get_args(Lane)
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Number of rows that decode."""
+    """The rows that decode."""
 
     rows: int
     interactive: int  # of them
+    decode_s: float = 0.0  # expected seconds of their next decode step
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,21 @@ def longest_gap_s(step_s: float, decode_s: float) -> float:
     That is `GAP_STEPS` targets while decoding takes at most half of them, and rises to `GAP_DECODES` decode times."""
     gap_s = GAP_STEPS * step_s
     return max(gap_s, min(GAP_DECODES * decode_s, gap_s + _GAP_RISE * (decode_s - gap_s / 2)))
+
+
+@dataclass(frozen=True, slots=True)
+class GapLimit:
+    """Limits the gap that a step makes between two tokens of its rows."""
+
+    step_s: float  # target of a step
+    elapsed_s: float = 0.0  # since the last step's report, most of which prompts have taken
+
+    def verify_s(self, decode_s: float, *, running: bool) -> float:
+        """Return the most seconds that the forwards of the step may take with drafts. `decode_s`: without. `running`:
+        a decode step runs, whose tokens are delivered at the end of this one."""
+        longest_s = longest_gap_s(self.step_s, decode_s)
+        most_s = min(PLANNED * longest_s, longest_s - decode_s) if running else PLANNED * longest_s
+        return most_s - self.elapsed_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +138,12 @@ class StepBudget:
         """`step_s`: target seconds of a step. `tokens_per_s`: prefill speed assumed before any measurement. `least`:
         tokens of the shortest chunk that is measured; shorter chunks mostly measure overhead."""
         self._step_s = step_s
-        self._decode_s = 0.0
         self._least = least
         self._tokens, self._joins = LeastSquares(_PRIOR), LeastSquares((*_PRIOR, _GROWTH_PRIOR))
         # Current time of a token relative to its long-term average. It follows changes of the device quickly, while the
         # cost of a token's position is measured only by long prompts, which are rare.
         self._pace = 1.0
+        self._error = _FIRST_ERROR  # mean error of a prompt chunk's predicted time, as a share of it
         self._tokens.observe((_GUESS, 0.0), _GUESS / tokens_per_s)
         self._joins.observe((_GUESS, 0.0, 0.0), 0.0)
         self._forward_s = 0.0  # seconds of a pass over the weights
@@ -141,7 +160,9 @@ class StepBudget:
         usual_s, before_s = self._tokens.costs()
         pace = token_s / max(usual_s + before * before_s, 1e-9)
         self._tokens.observe((1.0, before), token_s / self._pace)
-        self._pace += _WEIGHT * (min(pace, 2 * self._pace) - self._pace)
+        pace = min(pace, 2 * self._pace)
+        self._error += _ERROR_WEIGHT * (abs(pace / self._pace - 1) - self._error)
+        self._pace += _WEIGHT * (pace - self._pace)
 
     def observe_forward(self, seconds: float) -> None:
         """Record the estimated seconds of a pass over the weights."""
@@ -150,12 +171,6 @@ class StepBudget:
     def observe_join(self, tokens: int, growth: int, seconds: float) -> None:
         """Record the measured seconds of a row's join. `tokens`: its length; `growth`: bytes of buffers copied."""
         self._joins.observe((1.0, tokens / _TOKENS_UNIT, growth / _BYTES_UNIT), seconds)
-
-    def observe_decode(self, seconds: float) -> None:
-        """Record the measured seconds of a decode step."""
-        self._decode_s += _WEIGHT * (seconds - self._decode_s)
-        # Once a large batch has shrunk, the few rows left must not be delayed for a share of the large batch's time.
-        self._decode_s = min(self._decode_s, _MAX_STALENESS * seconds)
 
     @property
     def cost(self) -> PromptCost:
@@ -167,30 +182,21 @@ class StepBudget:
         )
 
     @property
-    def decode_s(self) -> float:
-        """Expected seconds of a decode step."""
-        return self._decode_s
-
-    def longest_gap_s(self) -> float:
-        """Return the most seconds that may pass between two tokens of a row while prompts wait."""
-        return longest_gap_s(self._step_s, self._decode_s)
-
-    @property
-    def decodes_slowly(self) -> bool:
-        """True if a decode step alone takes longer than the target of a step."""
-        return self._decode_s > self._step_s
+    def margin(self) -> float:
+        """The time that is left for prompts, relative to the time that they are planned to take: at least 1."""
+        return 1 + _ERRORS * self._error
 
     def spare_s(self, running: Running, elapsed_s: float, backlog: Backlog) -> dict[Lane, float]:
         """Return the seconds that each lane's prompts may take in a step; 0 or less leaves no time. Both lanes share
-        the step: time that interactive prompts take is not left for offline ones. `elapsed_s`: seconds since the decode
-        step began. `backlog`: the interactive prompts that wait."""
+        the step: time that interactive prompts take is not left for offline ones. `elapsed_s`: seconds of the step so
+        far, before the next decode step. `backlog`: the interactive prompts that wait."""
         if not running.rows:
             return dict.fromkeys(_LANES, ALONE_STEPS * self._step_s)
-        taken_s = max(elapsed_s, self._decode_s)
+        taken_s = elapsed_s + running.decode_s
         target_s = self._step_s - taken_s
-        most_s = PLANNED * self.longest_gap_s() - taken_s
+        most_s = (PLANNED * longest_gap_s(self._step_s, running.decode_s) - taken_s) / self.margin
         least_s = self.cost.of(self.cost.worthwhile, 0)
         if not running.interactive:  # no gap that a reader notices
             return {"interactive": max(target_s, most_s), "batch": max(target_s, min(least_s, most_s))}
-        wanted_s = max(backlog.share_s(self._decode_s), least_s)
+        wanted_s = max(backlog.share_s(running.decode_s), least_s)
         return {"interactive": max(target_s, min(wanted_s, most_s)), "batch": target_s}

@@ -13,6 +13,8 @@ _LEAST_GAIN = 0.85
 # Prior that groups, rows and cells cost nothing: see `LeastSquares`. It is weak for groups: while all steps are alike,
 # their cost is assigned to the passes over the weights, so rows are not divided before length is measured to cost.
 _PRIOR = 1e-3, 10.0, 0.3
+_WEIGHT = 0.2  # of the newest step in the pace of steps
+_MAX_STALENESS = 1.25  # the pace is at most this multiple of the last step's
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +39,29 @@ class MeasuredCost:
 
     def __init__(self) -> None:
         self._fit = LeastSquares(_PRIOR)
+        # Seconds of the latest steps, relative to those by their groups: it follows changes of the device quickly.
+        self._pace = 1.0
 
     def observe(self, groups: Sequence[Sequence[int]], seconds: float) -> None:
-        """Record the measured seconds of a step of these groups, given by their rows' lengths in tokens."""
+        """Record the measured seconds of a step without drafts of these groups, given by their rows' lengths in
+        tokens."""
         rows = sum(map(len, groups))
         cells = sum(len(group) * max(group, default=0) for group in groups)
         self._fit.observe((len(groups), rows, cells / _CELLS), seconds)
+        if usual_s := self.cost().step_s(groups):
+            pace = seconds / usual_s
+            self._pace = min(self._pace + _WEIGHT * (pace - self._pace), _MAX_STALENESS * pace)
+
+    def expected_s(self, groups: Sequence[Sequence[int]]) -> float:
+        """Return the expected seconds of the next step, if it is of these groups and verifies no drafts. 0 before any
+        measurement."""
+        return self._pace * self.cost().step_s(groups)
+
+    def added_s(self, groups: Sequence[Sequence[int]], length: int) -> float:
+        """Return the expected seconds that a step of these groups takes longer with another row of `length` tokens."""
+        joined = [*map(list, groups), []]
+        joined[place(length, groups, self.cost())].append(length)
+        return self.expected_s([group for group in joined if group]) - self.expected_s(groups)
 
     def cost(self) -> StepCost:
         """Return the current estimate."""

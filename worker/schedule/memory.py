@@ -11,6 +11,9 @@ BUFFER_TOKENS = 256  # buffers grow in steps of this many tokens, as mlx-lm's do
 # Tokens of a prompt chunk that every prediction allows for. Longer chunks are only faster: see `longest_chunk`.
 CHUNK = 256
 
+# Arrays of the size of a state that a recurrence without a kernel holds at once, measured on a CPU.
+_LAYER_STATES = 8
+
 MAX_ROWS = 512  # upper limit of SLUICE_MAX_ROWS
 UNLIMITED_TOKENS = 1 << 32  # tokens; more than any device holds, unless the model caches none
 
@@ -108,12 +111,14 @@ class MemoryModel:
     weights_bytes: int
     kv_layers: tuple[KVLayers, ...] = ()
     state_bytes: int = 0  # recurrent state of a row, independent of its length
+    state_layer_bytes: int = 0  # the largest layer's part of it
     chunk_token_bytes: int = 0  # activations, for each token of a chunk
     score_bytes: int = 0  # attention scores, for each pair of a chunk's token and one before it; 0 if not materialized
     draft_bytes: int = 0  # the weights of a draft model
     draft: "MemoryModel | None" = None  # of the draft model
     encoder: EncoderCost = NO_ENCODER  # for images; its weights are in `weights_bytes`
     max_draft: int = 0  # tokens that a forward may verify for a row beyond the first
+    draft_states: int = 2  # recurrent states of a row that exist while drafts are verified
     factor: float = 1.0  # applied to all memory except weights and pixel inputs: see `worker.engine.correction`
 
     @property
@@ -146,9 +151,10 @@ class MemoryModel:
             cached = kind.cached_tokens(tokens, self.max_draft)
             column_bytes += kind.token_bytes * cached
             copied = max(copied, kind.layer_bytes * cached)
-        # While drafts are verified, the states of before and after the forward exist.
-        states = 2 if self.max_draft else 1
-        return rows * states * self.state_bytes + padded * column_bytes, padded * copied
+        states = self.state_bytes
+        if self.max_draft:
+            states = self.draft_states * self.state_bytes + _LAYER_STATES * self.state_layer_bytes
+        return rows * states + padded * column_bytes, padded * copied
 
     def slack_bytes(self, groups: Iterable[Sequence[int]], buffers: Iterable[int]) -> int:
         """Return the bytes that buffers have beyond the needs of rows of these lengths: they do not shrink at once when

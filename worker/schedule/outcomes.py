@@ -94,6 +94,7 @@ class Speculated:
     kind: str  # of the proposer
     proposed: int  # tokens that were verified
     accepted: int  # the first of them, which were right
+    kinds: tuple[str, ...] = ()  # of each proposed token, if they differ
 
 
 @dataclass(frozen=True, slots=True)

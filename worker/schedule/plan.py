@@ -24,7 +24,7 @@ SHORT_PASSES = 6
 SHORT_CHUNKS = 3
 # A rest of an interactive prompt that takes at most this many passes over the weights is computed with the chunk before
 # it, although the step lasts longer than planned then: in a later step it would take a pass of its own.
-REST_PASSES = 0.5
+REST_PASSES = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,7 @@ class PromptState:
     cost: PromptCost
     cuts: Sequence[int] = ()  # positions of the prompt, ascending, at which a forward has to end
     growth: int = 0  # bytes of the batch's buffers that are copied when the row joins
+    decode_s: float = 0.0  # that the decode step takes longer once the row has joined
     phase: Phase = "prefill"
     started: bool = False  # the phase has begun, and holds memory that is freed at its end
     exclusive: bool = False  # of all prompts in this phase, one at a time may advance
@@ -157,7 +158,7 @@ def _shared(chunk: Chunk, rows: Sequence[PromptState], left_s: float, longest: i
         more_s = padding_s + _own_s(other, own)
         if joins:  # rows of one forward join together, and buffers grow once for all of them
             grown = any(each.joins for _, each in members)
-            more_s += other.cost.join(other.done + other.remaining, 0 if grown else other.growth)
+            more_s += other.cost.join(other.done + other.remaining, 0 if grown else other.growth) + other.decode_s
         if (len(members) + 1) * wider > min(longest, MAX_CHUNK) or seconds + more_s > left_s:
             break
         members.append((other, Chunk(other.id, own, joins)))
@@ -234,4 +235,4 @@ def _forward_s(row: PromptState, tokens: int) -> float:
 
 
 def _join_s(row: PromptState) -> float:
-    return row.cost.join(row.done + row.remaining, row.growth)
+    return row.cost.join(row.done + row.remaining, row.growth) + row.decode_s

@@ -36,6 +36,14 @@ class GrammarError:
     internal: bool  # a token was accepted that is not allowed; otherwise the grammar exceeded its limits
 
 
+@dataclass(frozen=True, slots=True)
+class GrammarAhead:
+    """What a grammar allows at one place of an answer."""
+
+    forced: tuple[int, ...] = ()  # tokens that must come next, as far as they are known; never an end of the sequence
+    mask: bytes | None = None  # as in `GrammarState.bitmask`, if none is forced; None: not known, or any token
+
+
 class GrammarState(Protocol):
     """State of a grammar after a part of an answer. Once the request is submitted, it belongs to the engine's thread;
     other threads may read `error` only."""
@@ -57,8 +65,8 @@ class GrammarState(Protocol):
     def accepted(self) -> int:
         """Number of tokens of the answer that were accepted."""
 
-    def forced(self) -> tuple[int, ...]:
-        """Return the tokens that must come next, as far as they are known. Never an end of the sequence."""
+    def ahead(self, draft: Sequence[int]) -> GrammarAhead:
+        """Return what may come after a draft, which the grammar must allow. Leaves the state as it was."""
 
     def valid_prefix(self, tokens: Sequence[int]) -> int:
         """Return how many of these tokens, one after the other, may come next. An end of the sequence is not counted,

@@ -4,9 +4,7 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from scripts.benchmarks.conditions import THREADS, conditions
 from scripts.benchmarks.serve import bare, report
 from scripts.benchmarks.serve.figures import Figures
 from scripts.benchmarks.serve.models import MODELS
@@ -27,7 +26,6 @@ from scripts.benchmarks.serve.scenarios import Options, turn_s
 from scripts.benchmarks.serve.servers import Contender, NotServing
 from scripts.benchmarks.serve.workload import Texts
 
-THREADS = "OPENBLAS_NUM_THREADS"
 _WIDTH = 165
 
 
@@ -148,17 +146,8 @@ class Session:
             "results": [result.as_json() for result in results],
             "bars": [{"label": v.label, "bar": v.bar, "value": v.value, "holds": v.holds} for v in verdicts],
         }
-        written = {**_conditions(), "seed": self._given.seed, "models": self._models}
+        written = {**conditions(), "seed": self._given.seed, "models": self._models}
         self._given.json.write_text(json.dumps(written, indent=2) + "\n")
-
-
-def _conditions() -> dict[str, Any]:
-    return {
-        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        "preloaded": os.environ.get("LD_PRELOAD", ""),
-        THREADS: os.environ[THREADS],
-    }
 
 
 def _line(outcome: Outcome) -> str:

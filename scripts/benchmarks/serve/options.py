@@ -57,7 +57,7 @@ def _add_what(group: Any) -> None:
     group.add_argument("--seed", default="0", metavar="TEXT", help="the same seed gives the same chats; default: 0")
     group.add_argument("--timeout", type=above_0, default=600.0, metavar="S",
                        help="seconds after which a turn counts as failed; default: 600")  # fmt: skip
-    group.add_argument("--json", type=_new_file, metavar="FILE", help="write all figures of all runs to this file")
+    group.add_argument("--json", type=new_file, metavar="FILE", help="write all figures of all runs to this file")
 
 
 def _add_against(group: Any) -> None:
@@ -117,7 +117,8 @@ def checkout(text: str) -> Path:
     return path
 
 
-def _new_file(text: str) -> Path:
+def new_file(text: str) -> Path:
+    """Parse the path of a file that will be written."""
     if not Path(text).absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: its folder does not exist; create it first")
     return Path(text)

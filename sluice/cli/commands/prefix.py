@@ -1,5 +1,6 @@
-"""`sluice prefix`: lists, pins and drops the prefixes that workers keep on disk."""
+"""`sluice prefix`: lists, pins, drops and computes the prefixes that workers keep on disk."""
 
+import asyncio
 import os
 import time
 from pathlib import Path
@@ -13,9 +14,13 @@ from sluice.cli.terminal.output import format_duration, print_json, print_table
 from sluice.cli.terminal.view import note
 
 if TYPE_CHECKING:
+    from worker.chat.warm import Warmed
+    from worker.prefix_store.encryption import Encryption
     from worker.prefix_store.listing import Listing, StoredPrefix
 
 _DIR = "SLUICE_PREFIX_DISK_DIR"
+_KEY = "SLUICE_PREFIX_DISK_KEY"
+_NO_FOLDER = f"no folder: give --dir, or set {_DIR}."
 
 Folder = Annotated[
     Path | None, typer.Option("--dir", metavar="FOLDER", help=f"The folder. Default: {_DIR} from the environment.")
@@ -31,7 +36,8 @@ prefix = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 def about() -> None:
     """Show the cached prefixes on this machine's disk; pin or drop them.
 
-    They are in the folder that workers have as SLUICE_PREFIX_DISK_DIR. No worker has to run.
+    They are in the folder that workers have as SLUICE_PREFIX_DISK_DIR. No worker has to run. Tenants of encrypted
+    prefixes are shown if SLUICE_PREFIX_DISK_KEY is set.
 
     \b
     Example:
@@ -110,18 +116,89 @@ def drop(
     note(f"dropped {len(found)} prefix{'es' * (len(found) != 1)}, {number} file{'s' * (number != 1)}")
 
 
+@prefix.command()
+def warm(
+    file: Annotated[
+        Path, typer.Option("--file", metavar="FILE", help="JSON: system prompts, lists of messages, or requests.")
+    ],
+    model: Annotated[
+        str | None, typer.Option(metavar="FOLDER_OR_HUB_ID", help="SLUICE_MODEL: the model of the workers.")
+    ] = None,
+    folder: Folder = None,
+) -> None:
+    """Compute the prompts of a file, write them to disk, and pin them.
+
+    Loads the model itself, with the settings that a worker would have here, so there must be memory for it beside those
+    that run. Workers find the prefixes within seconds. A prompt that is on disk already is loaded, not computed. Exit
+    codes: 0, 1 if some prompts cannot be computed, or 2 if the file or a setting is wrong.
+
+    \b
+    Examples:
+      sluice prefix warm --file messages.json
+      echo '["You are a helpful assistant."]' > prompts.json; sluice prefix warm --file prompts.json
+    """
+    results = _warm(file, {"model": model, "prefix_disk_dir": folder})
+    if failed := sum(bool(each.problem) for each in results):
+        raise CliError(f"{failed} of {len(results)} conversations could not be computed; see above.", exit_code=1)
+
+
+def _warm(file: Path, given: dict[str, object]) -> "list[Warmed]":
+    try:
+        from worker.app import warm as warm_prefixes
+        from worker.chat.warm import BadWarmFile, read_conversations
+        from worker.errors import CannotStart
+        from worker.settings import read_settings
+    except ImportError as missing:
+        raise CliError(f"the worker is not installed here ({missing}): {INSTALL_WORKER}") from None
+    results = list["Warmed"]()
+
+    def report(result: "Warmed") -> None:
+        results.append(result)
+        note(_warmed(result))
+
+    try:
+        read_conversations(file)
+        settings = read_settings(prefix_warm=file, **{name: each for name, each in given.items() if each is not None})
+        if settings.prefix_disk_dir is None:
+            raise CliError(_NO_FOLDER)
+        asyncio.run(warm_prefixes(settings, report))
+    except BadWarmFile as error:
+        raise CliError(f"--file: {file}: {error}") from None
+    except CannotStart as error:
+        raise CliError(str(error)) from None
+    return results
+
+
+def _warmed(result: "Warmed") -> str:
+    if result.problem:
+        return f"conversation {result.number}: {result.problem}"
+    return f"conversation {result.number}: {result.tokens:,} tokens, {result.cached:,} of them were there"
+
+
 def _listing(folder: Path | None) -> "Listing":
     try:
         from worker.prefix_store.listing import Listing
     except ImportError as missing:
         raise CliError(f"the worker is not installed here ({missing}): {INSTALL_WORKER}") from None
     if folder is None and not os.environ.get(_DIR):
-        raise CliError(f"no folder: give --dir, or set {_DIR}.")
+        raise CliError(_NO_FOLDER)
     path = (folder or Path(os.environ[_DIR])).expanduser()
     try:
-        return Listing(path)
+        return Listing(path, _encryption())
     except OSError as error:
         raise CliError(f"{path}: {error.strerror}; give the folder that workers have as {_DIR}.") from None
+
+
+def _encryption() -> "Encryption | None":
+    """Return the workers' key, which opens the tenants of encrypted prefixes; None if there is none."""
+    from worker.prefix_store.encryption import Encryption, NoCryptography, decode_key
+
+    if _KEY not in os.environ:
+        return None
+    try:
+        return Encryption(decode_key(os.environ[_KEY]))
+    except (NoCryptography, ValueError) as error:
+        raise CliError(f"{_KEY}: {error}.") from None
 
 
 def _find(listing: "Listing", id: str) -> "StoredPrefix":

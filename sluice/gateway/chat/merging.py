@@ -20,17 +20,21 @@ async def merged(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[i
             async for only in sources[0]:
                 yield 0, only
         return
-    items = asyncio.Queue[tuple[int, T] | Exception | None](_MAX_AHEAD)
-    readers = [asyncio.create_task(_read(index, source, items)) for index, source in enumerate(sources)]
+    # A reader that has ended is itself the last item of its source.
+    items = asyncio.Queue[tuple[int, T] | asyncio.Task[None]]()
+    room = asyncio.Semaphore(_MAX_AHEAD)
+    readers = [asyncio.create_task(_read(index, source, items, room)) for index, source in enumerate(sources)]
+    for reader in readers:
+        reader.add_done_callback(items.put_nowait)
     try:
-        ended = 0
-        while ended < len(sources):
+        running = len(readers)
+        while running:
             item = await items.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                ended += 1
+            if isinstance(item, asyncio.Task):
+                item.result()
+                running -= 1
             else:
+                room.release()
                 yield item
     finally:
         for reader in readers:
@@ -39,13 +43,12 @@ async def merged(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[i
 
 
 async def _read(
-    index: int, source: AsyncGenerator[T], items: "asyncio.Queue[tuple[int, T] | Exception | None]"
+    index: int,
+    source: AsyncGenerator[T],
+    items: "asyncio.Queue[tuple[int, T] | asyncio.Task[None]]",
+    room: asyncio.Semaphore,
 ) -> None:
-    try:
-        async with aclosing(source):
-            async for item in source:
-                await items.put((index, item))
-    except Exception as error:  # raised again by the consumer
-        await items.put(error)
-    else:
-        await items.put(None)
+    async with aclosing(source):
+        async for item in source:
+            await room.acquire()
+            items.put_nowait((index, item))

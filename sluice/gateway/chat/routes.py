@@ -13,14 +13,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from sluice.gateway import idempotency, sse
-from sluice.gateway.body import Body, read_body
 from sluice.gateway.caller import Caller
 from sluice.gateway.chat.answer import whole
 from sluice.gateway.chat.order import ID_PREFIX, Order, job_ids, job_ids_of, read_order
 from sluice.gateway.chat.stream import error_frame, frames, seen_by
 from sluice.gateway.disconnect import unless_left
-from sluice.gateway.errors import ApiError, endpoint, was_refused
-from sluice.gateway.gateway import Gateway, unknown
+from sluice.gateway.errors import ApiError, endpoint
+from sluice.gateway.gateway import Gateway, Kept, unknown
+from sluice.gateway.idempotency import expired
+from sluice.gateway.threads import json_response
+from sluice.wire import result_key
 
 _PATH = "/v1/chat/completions"
 
@@ -45,6 +47,15 @@ class _Jobs:
     outlive: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Accepted:
+    """A request whose jobs are queued. It holds nothing of the body."""
+
+    jobs: _Jobs
+    stream: bool
+    include_usage: bool
+
+
 class _Chat:
     """Answers requests for chat completions."""
 
@@ -53,46 +64,45 @@ class _Chat:
 
     async def create(self, request: Request) -> Response:
         """Answer `POST /v1/chat/completions`."""
-        caller = await self._gateway.authenticate(request)
-        max_bytes = self._gateway.settings.max_body_bytes
-        body = await read_body(request, max_bytes)
-        order = read_order(body.content, body.length, max_bytes)
-        jobs = await self._jobs(request, caller, body, order)
-        await unless_left(request, self._submit(caller, order, jobs))
-        if order.stream:
-            return await self._stream(request, jobs, [-1] * len(jobs.ids), include_usage=order.include_usage)
+        accepted = await self._accept(request)
+        jobs = accepted.jobs
+        if accepted.stream:
+            return await self._stream(request, jobs, [-1] * len(jobs.ids), include_usage=accepted.include_usage)
         completion = await unless_left(request, self._whole(jobs))
-        return JSONResponse(completion, headers=_headers(jobs))
+        return await json_response(completion, _headers(jobs))
 
-    async def _jobs(self, request: Request, caller: Caller, body: Body, order: Order) -> _Jobs:
-        """Return the jobs of a request: new ones, or those of its `Idempotency-Key`."""
+    async def _accept(self, request: Request) -> _Accepted:
+        """Read a request, and queue its jobs or find those of its `Idempotency-Key`."""
+        caller = await self._gateway.authenticate(request)
+        body = await self._gateway.read_body(request, caller)
+        order = read_order(body.content, body.length, self._gateway.settings.max_body_bytes)
+        caller.count_choices(order.choices)
         key = idempotency.key_of(request)
         if key is None:
             ids = job_ids(f"{ID_PREFIX}{uuid.uuid4().hex}", order.choices)
-            return _Jobs(ids, order.body.get("on_disconnect") == "continue")
-        base = idempotency.job_id(caller, _PATH, key, ID_PREFIX)
-        await idempotency.claim(self._gateway.redis, self._gateway.retries, base, body.digest)
-        return _Jobs(job_ids(base, order.choices), True)
+            jobs = _Jobs(ids, order.body.get("on_disconnect") == "continue")
+            await unless_left(request, self._submit(caller, order, jobs))
+        else:
+            base = idempotency.job_id(caller, _PATH, key, ID_PREFIX)
+            jobs = _Jobs(job_ids(base, order.choices), True)
+            await unless_left(request, self._submit_once(caller, order, jobs, base, body.digest))
+        caller.held.release()
+        return _Accepted(jobs, order.stream, order.include_usage)
 
     async def _submit(self, caller: Caller, order: Order, jobs: _Jobs) -> None:
-        """Queue all jobs, or none: those that were queued are cancelled if one is refused."""
-        policy = "continue" if jobs.outlive else "cancel"
-        tasks = [
-            asyncio.create_task(self._gateway.submit(caller, order.choice(index), job_id=job_id, on_disconnect=policy))
-            for index, job_id in enumerate(jobs.ids)
-        ]
-        try:
-            await asyncio.gather(*tasks, return_exceptions=True)
-            for task in tasks:
-                task.result()
-        except BaseException:
-            queued = [
-                job_id
-                for job_id, task in zip(jobs.ids, tasks, strict=True)
-                if task.cancelled() or not was_refused(task.exception())
-            ]
-            self._abandon(_Jobs(queued, jobs.outlive))
-            raise
+        bodies = {job_id: order.choice(index) for index, job_id in enumerate(jobs.ids)}
+        await self._gateway.submit(caller, bodies, outlives=jobs.outlive)
+
+    async def _submit_once(self, caller: Caller, order: Order, jobs: _Jobs, base: str, digest: str) -> None:
+        """Queue the jobs of a key unless they were before. Raises `ApiError` 410 if these have expired."""
+        async with self._gateway.idempotency_keys.claimed(base, jobs.ids, digest) as was_queued:
+            if not was_queued:
+                return await self._submit(caller, order, jobs)
+            match await self._gateway.kept(jobs.ids[0]):
+                case Kept.NOTHING:
+                    raise expired("the answer has expired; use a new key to have it computed again.")
+                case Kept.RESULT if order.stream:
+                    raise expired(f"the events of the answer have expired; get it at {_PATH}/{jobs.ids[0]}.")
 
     async def _whole(self, jobs: _Jobs) -> dict[str, Any]:
         """Return the completion. If one job fails or the client leaves, all are cancelled."""
@@ -128,37 +138,36 @@ class _Chat:
                 async for frame in source:
                     yield frame
 
-    def _abandon(self, jobs: _Jobs) -> None:
-        if jobs.ids and not jobs.outlive:
-            self._gateway.abandon(jobs.ids)
-
     async def retrieve(self, request: Request) -> Response:
         """Answer `GET /v1/chat/completions/{id}`: the whole answer, as soon as it has ended."""
-        jobs = await self._known(request)
+        caller, jobs = await self._known(request)
+        await caller.count_request()
         if await self._gateway.client.state(jobs.ids[0]) is None:
             raise unknown(jobs.ids[0])
+        caller.held.add(await self._gateway.stored_bytes(map(result_key, jobs.ids)))
         completion = await unless_left(request, self._whole(jobs))
-        return JSONResponse(completion, headers=_headers(jobs))
+        return await json_response(completion, _headers(jobs))
 
     async def resume(self, request: Request) -> Response:
         """Answer `GET /v1/chat/completions/{id}/stream`: the stream after the events that `Last-Event-ID` names."""
-        jobs = await self._known(request)
+        _, jobs = await self._known(request)
         seen = seen_by(request.headers.get("last-event-id"), len(jobs.ids))
         include_usage = request.query_params.get("include_usage") == "true"
         return await self._stream(request, jobs, seen, include_usage=include_usage)
 
     async def cancel(self, request: Request) -> Response:
         """Answer `POST /v1/chat/completions/{id}/cancel`."""
-        jobs = await self._known(request)
+        _, jobs = await self._known(request)
         outcomes = [await self._gateway.cancel(job_id) for job_id in jobs.ids]
         return JSONResponse({"id": jobs.ids[0], "outcome": outcomes[0]}, headers=_headers(jobs))
 
-    async def _known(self, request: Request) -> _Jobs:
-        """Return the jobs that the path names. Raises `ApiError` unless they are the caller's."""
+    async def _known(self, request: Request) -> tuple[Caller, _Jobs]:
+        """Return the caller, and the jobs that the path names. Raises `ApiError` unless they are the caller's."""
         caller = await self._gateway.authenticate(request)
         ids = job_ids_of(request.path_params["id"])
         await self._gateway.check_owner(caller, ids[0])
-        return _Jobs(ids, True)
+        caller.count_choices(len(ids))
+        return caller, _Jobs(ids, True)
 
 
 async def _refuse_raw_prompts(request: Request) -> Response:

@@ -133,9 +133,8 @@ def _replace(path: Path, text: str) -> None:
             file.flush()
             os.fsync(descriptor)
         os.replace(new, path)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
+    finally:
+        new.unlink(missing_ok=True)  # if it has not taken the place of the old one
 
 
 def _keep_owner(descriptor: int, path: Path) -> None:

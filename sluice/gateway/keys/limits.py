@@ -6,7 +6,7 @@ its end; the excess of a job over its estimate is subtracted from what comes aft
 """
 
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from importlib.resources import files
@@ -56,22 +56,29 @@ class Limits:
         self._redis, self._retries = redis, retries
         self._script = redis.register_script((files(__package__) / "lua" / "limit.lua").read_text())
 
-    async def take(self, key: Key, job_id: str, tokens: int) -> Balance | Exceeded:
-        """Count one request and reserve tokens for a job. An estimate above the limit itself is cut to the limit."""
-        granted, balance, wait_s, short = await self._take(key, job_id, tokens)
-        return balance if granted else Exceeded(balance, short, wait_s)
+    async def take(self, key: Key, job_ids: Sequence[str], tokens: int, mark: str) -> Balance | Exceeded:
+        """Count a request and reserve `tokens` for each job, all of them or none. Estimates above the limit itself are
+        cut to the limit. `mark` names the HTTP request for `release`."""
+        return await self._take(key, job_ids, tokens=tokens, mark=mark)
+
+    async def count(self, key: Key) -> Balance | Exceeded:
+        """Count a request that queues no job. It is counted twice if the server's reply is lost."""
+        return await self._take(key, requests=1)
 
     async def read(self, key: Key) -> Balance:
         """Return what is left, and count nothing."""
-        return (await self._take(key, "", 0))[1]
+        left = await self._take(key)
+        assert isinstance(left, Balance), "nothing was asked for"
+        return left
 
     async def settle(self, job_id: str, tokens: int) -> None:
         """Replace the job's reservation, if it has one, by the tokens that it used."""
-        await self._settle(job_id, tokens, RESULT_TTL_S * 1000)
+        await self._settle([job_id], tokens, RESULT_TTL_S * 1000)
 
-    async def release(self, job_id: str) -> None:
-        """Return the reserved tokens of a job that was not queued. If it is tried again, it is counted again."""
-        await self._settle(job_id, 0, 0)
+    async def release(self, job_ids: Sequence[str], mark: str) -> None:
+        """Return the tokens that the HTTP request with this mark has reserved for jobs that were not queued. A job that
+        is tried again is counted again."""
+        await self._settle(job_ids, 0, 0, mark)
 
     async def settled(self, events: AsyncGenerator[Event]) -> AsyncGenerator[Event]:
         """Yield a job's events; settles it before its final event. Closes `events`."""
@@ -81,28 +88,33 @@ class Limits:
                     await self.settle(event.id, event.usage.prompt_tokens + event.usage.completion_tokens)
                 yield event
 
-    async def _settle(self, job_id: str, tokens: int, life_ms: int) -> None:
-        args: list[str | int] = ["settle", tokens, life_ms]
+    async def _settle(self, job_ids: Sequence[str], tokens: int, life_ms: int, mark: str = "") -> None:
+        keys = [reservation_key(job_id) for job_id in job_ids]
+        args: list[str | int] = ["settle", tokens, life_ms, mark]
         try:
-            await self._retries.run(lambda: self._script(keys=[reservation_key(job_id)], args=args))
+            await self._retries.run(lambda: self._script(keys=keys, args=args))
         except ServerUnreachable:
             pass  # the estimate stands; the answer itself is complete
 
-    async def _take(self, key: Key, job_id: str, tokens: int) -> tuple[bool, Balance, float, str]:
-        requests, budget = key.requests_per_minute, key.tokens_per_minute
-        args: list[str | int] = ["take", int(bool(job_id)), requests or 0, budget or 0, tokens, JOB_LIFE_S * 1000]
-        keys = [limit_key(key.id), reservation_key(job_id)]
+    async def _take(
+        self, key: Key, job_ids: Sequence[str] = (), *, tokens: int = 0, requests: int = 0, mark: str = "-"
+    ) -> Balance | Exceeded:
+        limits = key.requests_per_minute, key.tokens_per_minute
+        keys = [limit_key(key.id), *map(reservation_key, job_ids)]
+        args: list[str | int] = ["take", *(limit or 0 for limit in limits), tokens, requests, JOB_LIFE_S * 1000, mark]
         granted, *left, wait_ms, short = await self._retries.run(lambda: self._script(keys=keys, args=args))
-        return bool(granted), Balance(requests, budget, *left), wait_ms / 1000, short.decode()
+        balance = Balance(*limits, *left)
+        return balance if granted else Exceeded(balance, short.decode(), wait_ms / 1000)
 
 
 def limit_key(key_id: str) -> str:
-    """Hash: the buckets of a key, and when each was last brought up to date."""
+    """Hash: the buckets of a key, when each was last brought up to date, and the highest levels of that of tokens."""
     return f"sluice:serve:limit:{key_id}"
 
 
 def reservation_key(job_id: str) -> str:
-    """String: the tokens that a job reserved, the limit, and the buckets; or `settled`."""
+    """String: the tokens that a job reserved, the limit, the number of the change of the buckets, the mark of the HTTP
+    request, and the buckets; or `settled`."""
     return f"sluice:serve:reserved:{job_id}"
 
 

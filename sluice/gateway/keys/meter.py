@@ -1,6 +1,8 @@
-"""The use that one request makes of its key: a connection, a request, tokens."""
+"""The use that one request makes of its key: connections, requests, tokens."""
 
+import uuid
 from collections import Counter
+from collections.abc import Sequence
 
 from sluice.gateway.errors import ApiError
 from sluice.gateway.keys.file import Key
@@ -10,27 +12,27 @@ _RETRY_S = 1.0  # until one of the key's connections may have ended
 
 
 class Connections:
-    """Counts the requests of each key that this front is answering."""
+    """Counts the answers that this front is giving to each key: one for a request, and one for each further choice."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._open = limit, Counter[str]()
 
-    def enter(self, key_id: str) -> None:
-        """Count a request. Raises `ApiError` 429 beyond the limit."""
-        if self._open[key_id] >= self._limit:
-            message = f"This key has {self._limit:,} requests open here, which is the limit; end one first."
+    def enter(self, key_id: str, count: int = 1) -> None:
+        """Count answers. Raises `ApiError` 429 beyond the limit."""
+        if self._open[key_id] + count > self._limit:
+            message = f"This key may have {self._limit:,} requests and choices open here; end some first."
             raise ApiError(429, message, "requests", code="too_many_connections", retry_after_s=_RETRY_S)
-        self._open[key_id] += 1
+        self._open[key_id] += count
 
-    def leave(self, key_id: str) -> None:
-        """Count a request as ended."""
-        self._open[key_id] -= 1
+    def leave(self, key_id: str, count: int = 1) -> None:
+        """Count answers as ended."""
+        self._open[key_id] -= count
         if not self._open[key_id]:
             del self._open[key_id]
 
     @property
     def total(self) -> int:
-        """Requests of all keys that are open."""
+        """Answers of all keys that are open."""
         return self._open.total()
 
 
@@ -42,13 +44,36 @@ class Meter:
         connections.enter(key.id)
         self._key = key
         self._limits, self._connections = limits, connections
+        self._answers = 1
+        self._mark = uuid.uuid4().hex  # of this request's reservations
         self._balance: Balance | None = None
 
-    async def take(self, job_id: str, tokens: int) -> None:
-        """Count one request and reserve tokens for a job. Raises `ApiError` 429, and `SluiceError`."""
-        if not self._key.is_limited:
-            return
-        taken = await self._limits.take(self._key, job_id, tokens)
+    def count_choices(self, choices: int) -> None:
+        """Count each choice of the answer as a connection. Raises `ApiError` 429."""
+        self._connections.enter(self._key.id, choices - self._answers)
+        self._answers = choices
+
+    async def take(self, job_ids: Sequence[str], tokens: int) -> None:
+        """Count a request and reserve tokens for each job. Raises `ApiError`: 429, or 400 for more jobs than the limit
+        can ever hold; and `SluiceError`."""
+        limit = self._key.requests_per_minute
+        if limit is not None and len(job_ids) > limit:
+            message = f"n: this key may make {limit:,} requests per minute, and each choice is one; ask for fewer."
+            raise ApiError(400, message, param="n", code="invalid_value")
+        if self._key.is_limited:
+            self._grant(await self._limits.take(self._key, job_ids, tokens, self._mark))
+
+    async def count(self) -> None:
+        """Count a request that queues no job. Raises `ApiError` 429, and `SluiceError`."""
+        if self._key.requests_per_minute is not None:
+            self._grant(await self._limits.count(self._key))
+
+    async def release(self, job_ids: Sequence[str]) -> None:
+        """Return the tokens that this request has reserved for jobs that were not queued."""
+        if self._key.is_limited:
+            await self._limits.release(job_ids, self._mark)
+
+    def _grant(self, taken: Balance | Exceeded) -> None:
         if isinstance(taken, Exceeded):
             self._balance = taken.balance
             raise refusal(taken)
@@ -61,5 +86,5 @@ class Meter:
         return self._balance or await self._limits.read(self._key)
 
     def leave(self) -> None:
-        """Count the connection as ended."""
-        self._connections.leave(self._key.id)
+        """Count the connections as ended."""
+        self._connections.leave(self._key.id, self._answers)

@@ -1,9 +1,9 @@
 """The routes of Anthropic's Messages."""
 
-import asyncio
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -11,23 +11,23 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from sluice.gateway import idempotency, sse
-from sluice.gateway.body import Body, read_body
+from sluice.gateway.body import Body
 from sluice.gateway.caller import Caller
-from sluice.gateway.disconnect import ClientLeft, unless_left
+from sluice.gateway.disconnect import unless_left
 from sluice.gateway.errors import ApiError
-from sluice.gateway.gateway import Gateway
+from sluice.gateway.gateway import Gateway, Kept
+from sluice.gateway.idempotency import expired
 from sluice.gateway.messages.body import CountBody, MessagesBody, validate
 from sluice.gateway.messages.errors import ID_PREFIX, endpoint, error_body, id_headers
 from sluice.gateway.messages.request import chat_request, prompt_fields
 from sluice.gateway.messages.stream import PING, MessageEvent, MessageStream, whole_message
-from sluice.submission import Submitted
+from sluice.gateway.threads import in_thread_if_long, json_response
 from sluice.wire import Restarted
 
 T = TypeVar("T")
 
 _PATH = "/v1/messages"
 _FIRST_VERSION = "2023-06-01"  # later ones add to this form; earlier ones stream another
-_INLINE_BYTES = 65_536  # a longer body is validated and translated in a thread
 
 
 def routes(gateway: Gateway) -> list[Route]:
@@ -39,6 +39,17 @@ def routes(gateway: Gateway) -> list[Route]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class _Accepted:
+    """A request whose job is queued. It holds nothing of the body. `outlives`: the job continues when the client
+    leaves."""
+
+    job_id: str
+    stream: bool
+    omit_thinking: bool
+    outlives: bool
+
+
 class _Messages:
     """Answers requests for messages and token counts."""
 
@@ -47,28 +58,45 @@ class _Messages:
 
     async def create(self, request: Request) -> Response:
         """Answer `POST /v1/messages`."""
+        accepted = await self._accept(request)
+        job_id, omits = accepted.job_id, accepted.omit_thinking
+        if accepted.stream:
+            frames = self._frames(job_id, outlives=accepted.outlives, omit_thinking=omits)
+            return await self._stream(request, frames)
+        reading = self._whole(job_id, omit_thinking=omits)
+        whole = await self._unless_left(request, reading, outlives=accepted.outlives)
+        return await json_response(whole, id_headers(job_id))
+
+    async def _accept(self, request: Request) -> _Accepted:
+        """Read a request, and queue its job or find that of its `Idempotency-Key`."""
         caller, body = await self._read(request)
-        wanted, chat = await _translated(body, _read_message)
-        outlives = await self._identify(request, caller, body)
-        job_id: str = request.state.request_id
-        policy = "continue" if outlives else "cancel"
-        submission = self._gateway.submit(caller, chat, job_id=job_id, on_disconnect=policy)
-        await self._submit(request, submission, outlives=outlives)
-        thinking = wanted.thinking
-        omit_thinking = getattr(thinking, "display", None) == "omitted"
-        if wanted.stream:
-            return await self._stream(request, self._frames(job_id, outlives=outlives, omit_thinking=omit_thinking))
-        whole = await self._unless_left(request, self._whole(job_id, omit_thinking=omit_thinking), outlives=outlives)
-        return JSONResponse(whole, headers=id_headers(job_id))
+        wanted, chat = await in_thread_if_long(body.length, _read_message, body.content)
+        omits = getattr(wanted.thinking, "display", None) == "omitted"
+        key = idempotency.key_of(request)
+        if key is None:
+            await unless_left(request, self._gateway.submit(caller, {request.state.request_id: chat}))
+        else:
+            request.state.request_id = idempotency.job_id(caller, _PATH, key, ID_PREFIX)
+            await unless_left(request, self._submit_once(caller, request.state.request_id, chat, body.digest))
+        caller.held.release()
+        return _Accepted(request.state.request_id, bool(wanted.stream), omits, key is not None)
+
+    async def _submit_once(self, caller: Caller, job_id: str, chat: dict[str, Any], digest: str) -> None:
+        """Queue the job of a key unless it was before. Raises `ApiError` 410 if its events have expired."""
+        async with self._gateway.idempotency_keys.claimed(job_id, [job_id], digest) as was_queued:
+            if not was_queued:
+                await self._gateway.submit(caller, {job_id: chat}, outlives=True)
+            elif await self._gateway.kept(job_id) is not Kept.EVENTS:
+                raise expired("the message has expired; use a new key to have it computed again.")
 
     async def count_tokens(self, request: Request) -> Response:
         """Answer `POST /v1/messages/count_tokens`."""
         caller, body = await self._read(request)
-        prompt = await _translated(body, _read_prompt)
+        prompt = await in_thread_if_long(body.length, _read_prompt, body.content)
         job_id: str = request.state.request_id
-        submission = self._gateway.submit(caller, prompt, job_id=job_id, function="count")
-        await self._submit(request, submission)
-        counted = await self._unless_left(request, self._gateway.result(job_id))
+        await unless_left(request, self._gateway.submit(caller, {job_id: prompt}, function="count"))
+        caller.held.release()
+        counted = await self._unless_left(request, self._gateway.result(job_id), outlives=False)
         return JSONResponse({"input_tokens": counted["usage"]["prompt_tokens"]}, headers=id_headers(job_id))
 
     async def _read(self, request: Request) -> tuple[Caller, Body]:
@@ -77,29 +105,9 @@ class _Messages:
         if not re.fullmatch(r"\d{4}-\d\d-\d\d", version) or version < _FIRST_VERSION:
             message = f"anthropic-version: {version[:40]!r} is not supported; send {_FIRST_VERSION} or a later one."
             raise ApiError(400, message, code="invalid_request")
-        return caller, await read_body(request, self._gateway.settings.max_body_bytes)
+        return caller, await self._gateway.read_body(request, caller)
 
-    async def _identify(self, request: Request, caller: Caller, body: Body) -> bool:
-        """Set the job's id to that of its `Idempotency-Key`, if it has one. Returns True if the job outlives its
-        client."""
-        key = idempotency.key_of(request)
-        if key is None:
-            return False
-        request.state.request_id = idempotency.job_id(caller, _PATH, key, ID_PREFIX)
-        job_id: str = request.state.request_id
-        await idempotency.claim(self._gateway.redis, self._gateway.retries, job_id, body.digest)
-        return True
-
-    async def _submit(self, request: Request, submission: Awaitable[Submitted], *, outlives: bool = False) -> None:
-        """Queue the job. Cancels it if the client leaves meanwhile; a job that is refused was not queued."""
-        try:
-            await unless_left(request, submission)
-        except (ClientLeft, asyncio.CancelledError):
-            if not outlives:
-                self._gateway.abandon([request.state.request_id])
-            raise
-
-    async def _unless_left(self, request: Request, work: Awaitable[T], *, outlives: bool = False) -> T:
+    async def _unless_left(self, request: Request, work: Awaitable[T], *, outlives: bool) -> T:
         """Return what the work returns. Cancels the job if the work fails or the client leaves."""
         with self._gateway.abandoning([request.state.request_id], outlive=outlives):
             return await unless_left(request, work)
@@ -132,12 +140,6 @@ class _Messages:
                 async for event in events:
                     for each in stream.events(event):
                         yield _frame(each)
-
-
-async def _translated(body: Body, translate: Callable[[dict[str, Any]], T]) -> T:
-    if body.length <= _INLINE_BYTES:
-        return translate(body.content)
-    return await asyncio.to_thread(translate, body.content)
 
 
 def _read_message(content: dict[str, Any]) -> tuple[MessagesBody, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""`/healthz`, `/readyz` and `/metrics`. They need no key: keep them from the public at the load balancer."""
+"""`/healthz` or `/health`, `/readyz`, `/metrics`. They need no key: keep them from the public at the load balancer."""
 
 import asyncio
 
@@ -11,6 +11,7 @@ from starlette.routing import Route
 from sluice.gateway.gateway import Gateway
 
 _PING_S = 2.0
+_ALIVE = ("/health", "/healthz")  # the first is what servers of models have, and what benchmarks for them ask for
 
 
 def routes(gateway: Gateway) -> list[Route]:
@@ -32,4 +33,4 @@ def routes(gateway: Gateway) -> list[Route]:
     async def metrics(request: Request) -> Response:
         return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    return [Route("/healthz", healthz), Route("/readyz", readyz), Route("/metrics", metrics)]
+    return [*(Route(path, healthz) for path in _ALIVE), Route("/readyz", readyz), Route("/metrics", metrics)]

@@ -12,6 +12,7 @@ from sluice.gateway.errors import ApiError
 from sluice.gateway.keys.headers import anthropic_headers, openai_headers
 from sluice.gateway.keys.limits import Balance
 from sluice.gateway.keys.meter import Meter
+from sluice.gateway.protection.memory import Held
 
 _MIN_BYTES_PER_S = 10_000  # of a body, after the first `timeout_s` seconds
 _ANTHROPIC_PATH = "/v1/messages"
@@ -39,6 +40,8 @@ class Protection:
         finally:
             if isinstance(meter := state.get("meter"), Meter):
                 meter.leave()
+            if isinstance(held := state.get("held"), Held):
+                held.release()
 
 
 class _TimedBody:

@@ -16,7 +16,7 @@ from sluice.gateway.responses.events.stream import Fold
 from sluice.gateway.responses.record import MAX_BYTES, Record, from_completion, parse_record
 from sluice.gateway.responses.request.fields import refusal
 from sluice.gateway.responses.store import Store
-from sluice.gateway.responses.threads import in_thread_if_long
+from sluice.gateway.threads import in_thread_if_long
 
 _MOST_RESPONSES = 1000  # in one conversation
 _RESULT_S = 1.0  # for a result that is stored, or has expired
@@ -40,8 +40,12 @@ class History:
         self._store = store
 
     async def find(self, caller: Caller, response_id: str, param: str | None = None) -> Record:
-        """Return the record of a response. Raises `ApiError` 404."""
-        raw = await self._store.read(response_id) if is_job_id(response_id) else None
+        """Return the record of a response. The caller holds its bytes, and those of the response. Raises `ApiError`:
+        404, and as `Held.add`."""
+        if not is_job_id(response_id):
+            raise not_found(response_id, param)
+        caller.held.add(await self._store.length([response_id]))
+        raw = await self._store.read(response_id)
         record = None if raw is None else await in_thread_if_long(len(raw), parse_record, raw)
         if record is None or (caller.tenant is not None and record.tenant != caller.tenant):
             raise not_found(response_id, param)
@@ -76,19 +80,20 @@ class History:
         response = await self.current(last)
         if response["status"] in ("queued", "in_progress"):
             raise refusal(_PREVIOUS, "the response has not ended yet; wait for it, or cancel it.")
-        items = await self._items(ids[:-1])
+        items = await self._items(caller, ids[:-1])
         return Conversation(ids, (*items, *last.items, *_kept_output(response)))
 
-    async def items(self, record: Record) -> tuple[dict[str, Any], ...]:
+    async def items(self, caller: Caller, record: Record) -> tuple[dict[str, Any], ...]:
         """Return the items that a response was made from."""
-        return (*await self._items(record.previous), *record.items)
+        return (*await self._items(caller, record.previous), *record.items)
 
-    async def _items(self, ids: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
-        """Return the items of responses that others continue: their inputs and outputs."""
-        found = await self._store.read_all(ids)
-        length = sum(len(raw or b"") for pair in found for raw in pair)
+    async def _items(self, caller: Caller, ids: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
+        """Return the items of responses that others continue: inputs and outputs. The caller holds their bytes."""
+        length = await self._store.length(ids)
         if length > MAX_BYTES:
             raise refusal(_PREVIOUS, f"the conversation has more than {MAX_BYTES:,} bytes; begin a new one.")
+        caller.held.add(length)
+        found = await self._store.read_all(ids)
         return await in_thread_if_long(length, _joined, ids, found)
 
     async def _ended(self, head: Head) -> Response:

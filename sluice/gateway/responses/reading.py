@@ -1,7 +1,9 @@
 """Reads a job into a response: whole, or as server-sent events."""
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sluice import wire
@@ -15,6 +17,12 @@ from sluice.gateway.responses.store import Store
 from sluice.sse import take
 from sluice.streaming.streams import ReadAhead
 
+_OWN_NAMES = {
+    "messages": "input",
+    "response_format": "text.format",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+}
 _FIRST_EVENT_S = 1.0  # within which a failure still becomes an HTTP status
 
 
@@ -92,7 +100,13 @@ class Reading:
         if isinstance(event, wire.Failed):
             self._is_over = True
             await self._store.delete(self._head.id)
-            raise JobFailed(event.error)
+            raise JobFailed(replace(event.error, param=own_name(event.error.param)))
+
+
+def own_name(param: str | None) -> str | None:
+    """Return the field of a response's request for one of the contract's."""
+    name = re.match(r"\w+", param or "")
+    return _OWN_NAMES.get(name[0], param) if name else param
 
 
 def error_event(error: ApiError, number: int) -> dict[str, Any]:

@@ -1,25 +1,28 @@
 """The routes of responses."""
 
 import asyncio
-import json
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
+from redis.exceptions import RedisError
 from starlette.requests import Request
+from starlette.responses import JSONResponse
 from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
-from sluice.errors import UnknownJob
+from sluice.errors import SluiceError, UnknownJob
 from sluice.gateway import idempotency, sse
-from sluice.gateway.body import Body, read_body
+from sluice.gateway.body import Body
 from sluice.gateway.caller import Caller
 from sluice.gateway.disconnect import unless_left
-from sluice.gateway.errors import ApiError, endpoint, was_refused
-from sluice.gateway.gateway import Gateway
-from sluice.gateway.responses.events.head import PREFIX, Head, skeleton
+from sluice.gateway.errors import ApiError, endpoint
+from sluice.gateway.gateway import Gateway, Kept
+from sluice.gateway.idempotency import expired
+from sluice.gateway.responses.events.head import PREFIX, Head, Response, skeleton
 from sluice.gateway.responses.history import Conversation, History
 from sluice.gateway.responses.listing import page
 from sluice.gateway.responses.new import NewResponse, new_response
@@ -27,12 +30,13 @@ from sluice.gateway.responses.reading import Reading
 from sluice.gateway.responses.record import Record, parse_record
 from sluice.gateway.responses.request.body import ResponseRequest, read_request
 from sluice.gateway.responses.store import Store
-from sluice.gateway.responses.threads import in_thread_if_long
+from sluice.gateway.threads import in_thread, in_thread_if_long, json_response
 
 logger = logging.getLogger("sluice.serve")
 
 _PATH = "/v1/responses"
 _CANCEL_WAIT_S = 5.0  # for the end of a running job that was cancelled
+_DELETE_TRIES = 120  # ten minutes, after which a worker has taken over a dead one's job
 
 
 def routes(gateway: Gateway) -> list[Route]:
@@ -48,6 +52,17 @@ def routes(gateway: Gateway) -> list[Route]:
     ]
 
 
+@dataclass(frozen=True)
+class _Accepted:
+    """A request whose job is queued, or was before. `outlives`: the job continues when the client leaves; `response` is
+    the answer if no event has to be awaited."""
+
+    head: Head
+    stream: bool
+    outlives: bool
+    response: Response | None = None
+
+
 class _Responses:
     """Answers requests for responses."""
 
@@ -58,55 +73,78 @@ class _Responses:
 
     async def create(self, http: Request) -> HttpResponse:
         """Answer `POST /v1/responses`."""
+        accepted = await self._read(http)
+        head = accepted.head
+        if accepted.response is not None:
+            return await json_response(accepted.response, _headers(head))
+        reading = Reading(self._gateway, self._store, head, outlives=accepted.outlives)
+        if accepted.stream:
+            return await self._stream(http, reading, reading.frames(refuses=True), head)
+        return await json_response(await unless_left(http, reading.whole()), _headers(head))
+
+    async def _read(self, http: Request) -> _Accepted:
         caller = await self._gateway.authenticate(http)
-        body = await read_body(http, self._gateway.settings.max_body_bytes)
+        body = await self._gateway.read_body(http, caller)
+        accepted = await unless_left(http, self._accept(caller, body, idempotency.key_of(http)))
+        caller.held.release()
+        return accepted
+
+    async def _accept(self, caller: Caller, body: Body, key: str | None) -> _Accepted:
+        """Queue the job of a request, or find that of its `Idempotency-Key`."""
         request = await in_thread_if_long(body.length, read_request, body.content)
-        response_id, has_key = await self._id(http, caller, body)
+        if key is None:
+            new = await self._new(caller, request, body, PREFIX + uuid.uuid4().hex)
+            return await self._queue(caller, request, new, outlives=request.background)
+        response_id = idempotency.job_id(caller, _PATH, key, PREFIX)
+        async with self._gateway.idempotency_keys.claimed(response_id, [response_id], body.digest) as was_queued:
+            if was_queued:
+                return await self._join(caller, request, body, response_id)
+            new = await self._new(caller, request, body, response_id)
+            return await self._queue(caller, request, new, outlives=True)
+
+    async def _new(self, caller: Caller, request: ResponseRequest, body: Body, response_id: str) -> NewResponse:
         before = Conversation()
         if request.previous is not None:
             before = await self._history.conversation(caller, request.previous)
         make = partial(new_response, request, before, response_id, caller.tenant)
-        new = await (asyncio.to_thread(make) if before.items else in_thread_if_long(body.length, make))
-        outlives = has_key or request.background
-        record = await unless_left(http, self._submit(caller, request, new, outlives=outlives))
-        if request.background and not request.stream:
-            known = await self._history.current(record) if has_key else {**skeleton(record.head), "status": "queued"}
-            return _json(known, _headers(record.head))
-        return await self._answer(http, request, record.head, outlives=outlives)
+        return await (in_thread(make) if before.items else in_thread_if_long(body.length, make))
 
-    async def _id(self, http: Request, caller: Caller, body: Body) -> tuple[str, bool]:
-        """Return the id of the response, and True if it is that of the request's `Idempotency-Key`."""
-        key = idempotency.key_of(http)
-        if key is None:
-            return PREFIX + uuid.uuid4().hex, False
-        response_id = idempotency.job_id(caller, _PATH, key, PREFIX)
-        await idempotency.claim(self._gateway.redis, self._gateway.retries, response_id, body.digest)
-        return response_id, True
-
-    async def _submit(self, caller: Caller, request: ResponseRequest, new: NewResponse, *, outlives: bool) -> Record:
-        """Store the record, and queue the job. Returns the record of the response that is joined, if it exists already.
-        Raises `ApiError`, `SluiceError`."""
+    async def _queue(self, caller: Caller, request: ResponseRequest, new: NewResponse, *, outlives: bool) -> _Accepted:
+        """Store the record, and queue the job. A record that is stored already is joined. Raises `ApiError`,
+        `SluiceError`."""
         response_id, written = new.record.head.id, new.written
         if new.dropped:
             logger.info("response %s: without the hosted tools %s", response_id, ", ".join(new.dropped))
-        if request.store:
-            written = await self._store.create(response_id, new.written)
-        try:
-            policy = "continue" if outlives else "cancel"
-            await self._gateway.submit(caller, new.chat, job_id=response_id, on_disconnect=policy)
-        except BaseException as error:
-            if written == new.written:
-                await asyncio.shield(self._store.delete(response_id))
-            if not outlives and not was_refused(error):
-                self._gateway.abandon([response_id])
-            raise
-        return new.record if written == new.written else parse_record(written)
+        async with AsyncExitStack() as stack:
+            if request.store:
+                written = await self._store.create(response_id, new.written)
+                if written == new.written:
+                    stack.push_async_callback(self._forget, response_id)
+            await self._gateway.submit(caller, {response_id: new.chat}, outlives=outlives)
+            stack.pop_all()
+        head = new.record.head if written == new.written else parse_record(written).head
+        if not request.background or request.stream:
+            return _Accepted(head, request.stream, outlives)
+        return _Accepted(head, False, outlives, {**skeleton(head), "status": "queued"})
 
-    async def _answer(self, http: Request, request: ResponseRequest, head: Head, *, outlives: bool) -> HttpResponse:
-        reading = Reading(self._gateway, self._store, head, outlives=outlives)
+    async def _forget(self, response_id: str) -> None:
+        await asyncio.shield(self._store.delete(response_id))
+
+    async def _join(self, caller: Caller, request: ResponseRequest, body: Body, response_id: str) -> _Accepted:
+        """Find the response that an earlier request with this key has queued. Raises `ApiError` 410 if what the request
+        asks for has expired."""
+        raw = await self._store.read(response_id)
+        kept = await self._gateway.kept(response_id)
+        if raw is None:
+            if kept is not Kept.EVENTS:  # else it has failed, and its events say why
+                raise expired("the response has expired or was deleted; use a new key to have it computed again.")
+            return _Accepted((await self._new(caller, request, body, response_id)).record.head, request.stream, True)
+        record = await in_thread_if_long(len(raw), parse_record, raw)
+        if kept is Kept.EVENTS and (request.stream or not request.background):
+            return _Accepted(record.head, request.stream, True)
         if request.stream:
-            return await self._stream(http, reading, reading.frames(refuses=True), head)
-        return _json(await unless_left(http, reading.whole()), _headers(head))
+            raise expired(f"the events of the response have expired; retrieve it at {_PATH}/{response_id}.")
+        return _Accepted(record.head, False, True, await self._history.current(record))
 
     async def _stream(self, http: Request, reading: Reading, frames: AsyncGenerator[bytes], head: Head) -> HttpResponse:
         return await sse.stream(
@@ -119,9 +157,10 @@ class _Responses:
 
     async def retrieve(self, http: Request) -> HttpResponse:
         """Answer `GET /v1/responses/{id}`: the response, or with `stream=true` its events."""
-        record = await self._find(http)
+        caller, record = await self._find(http)
         if http.query_params.get("stream", "false").lower() != "true":
-            return _json(await self._history.current(record))
+            await caller.count_request()
+            return await self._current(record)
         after = _starting_after(http.query_params, http.headers.get("last-event-id"))
         if not await self._history.has_events(record):
             problem = "stream: the events of the response have expired; retrieve it without stream."
@@ -131,31 +170,53 @@ class _Responses:
 
     async def cancel(self, http: Request) -> HttpResponse:
         """Answer `POST /v1/responses/{id}/cancel`: the response after its end."""
-        record = await self._find(http)
+        _, record = await self._find(http)
         if await self._gateway.cancel(record.head.id) == "requested":
-            await self._wait_for_end(record)
-        return _json(await self._history.current(record))
+            await self._wait_for_end(record.head.id)
+        return await self._current(record)
 
     async def delete(self, http: Request) -> HttpResponse:
-        """Answer `DELETE /v1/responses/{id}`. The job of a response that has not ended is cancelled."""
-        record = await self._find(http)
-        await self._gateway.cancel(record.head.id)
-        await self._store.delete(record.head.id)
-        return _json({"id": record.head.id, "object": "response", "deleted": True})
+        """Answer `DELETE /v1/responses/{id}`. If the job has not ended, it is cancelled, and its text deleted at its
+        end."""
+        _, record = await self._find(http)
+        response_id = record.head.id
+        await self._gateway.cancel(response_id)
+        await self._store.delete(response_id)
+        if not await self._store.delete_texts(response_id):
+            self._gateway.in_background(self._delete_later(response_id))
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    async def _delete_later(self, response_id: str) -> None:
+        """Delete the texts of a response when its job has ended. If the front ends before that, they expire."""
+        try:
+            for _ in range(_DELETE_TRIES):
+                await self._wait_for_end(response_id)
+                if await self._store.delete_texts(response_id):
+                    return
+        except (ApiError, SluiceError, RedisError) as error:
+            logger.warning("response %s: its text was not deleted: %s", response_id, error)
 
     async def input_items(self, http: Request) -> HttpResponse:
         """Answer `GET /v1/responses/{id}/input_items`."""
-        record = await self._find(http)
-        return _json(page(await self._history.items(record), http.query_params))
+        caller, record = await self._find(http)
+        await caller.count_request()
+        return await json_response(page(await self._history.items(caller, record), http.query_params))
 
-    async def _find(self, http: Request) -> Record:
+    async def _find(self, http: Request) -> tuple[Caller, Record]:
+        """Return the caller, and the record that the path names."""
         caller = await self._gateway.authenticate(http)
-        return await self._history.find(caller, http.path_params["id"])
+        return caller, await self._history.find(caller, http.path_params["id"])
 
-    async def _wait_for_end(self, record: Record) -> None:
+    async def _current(self, record: Record) -> HttpResponse:
+        """Return the response as it is now."""
+        if (stored := await self._store.final_json(record.head.id)) is not None:
+            return HttpResponse(stored, media_type="application/json")
+        return await json_response(await self._history.current(record))
+
+    async def _wait_for_end(self, response_id: str) -> None:
         try:
             async with asyncio.timeout(_CANCEL_WAIT_S):
-                async for _ in self._gateway.events(record.head.id):
+                async for _ in self._gateway.events(response_id):
                     pass
         except (TimeoutError, UnknownJob):
             pass
@@ -174,8 +235,3 @@ def _starting_after(query: Mapping[str, str], last_event_id: str | None) -> int:
 
 def _headers(head: Head) -> dict[str, str]:
     return {"x-request-id": head.id}
-
-
-def _json(body: Any, headers: Mapping[str, str] | None = None) -> HttpResponse:
-    """Return a JSON response. Half a surrogate pair from the request is written as an escape."""
-    return HttpResponse(json.dumps(body), media_type="application/json", headers=dict(headers or {}))

@@ -4,15 +4,16 @@ import json
 import logging
 from collections.abc import Sequence
 from functools import partial
+from importlib.resources import files
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from sluice.errors import SluiceError
 from sluice.gateway.responses.events.head import Response
-from sluice.gateway.responses.threads import in_thread_if_long
+from sluice.gateway.threads import in_thread_if_long, to_json
 from sluice.transport.retries import Retries
-from sluice.wire import log_key
+from sluice.wire import DEAD, job_key, log_key, result_key
 
 logger = logging.getLogger("sluice.serve")
 
@@ -27,6 +28,14 @@ def final_key(response_id: str) -> str:
     return f"sluice:serve:response:{response_id}:final"
 
 
+def _keys(response_ids: Sequence[str]) -> list[str]:
+    return [key for each in response_ids for key in (record_key(each), final_key(each))]
+
+
+def _source(name: str) -> str:
+    return (files(__package__) / "lua" / f"{name}.lua").read_text()
+
+
 class Store:
     """Reads and writes records, and responses that have ended. Every use of a response renews its time to live.
 
@@ -37,6 +46,8 @@ class Store:
         self._redis = redis
         self._retries = retries
         self._ttl_s = ttl_s
+        self._keep_final = redis.register_script(_source("keep_final"))
+        self._delete_texts = redis.register_script(_source("delete_texts"))
 
     async def create(self, response_id: str, record: bytes) -> bytes:
         """Store a record as JSON unless the response has one, and return the stored one."""
@@ -53,24 +64,40 @@ class Store:
 
     async def read_all(self, response_ids: Sequence[str]) -> list[tuple[bytes | None, bytes | None]]:
         """Return the record and the ended response of each id, as JSON, and renew their times to live."""
-        keys = [key for each in response_ids for key in (record_key(each), final_key(each))]
+        keys = _keys(response_ids)
         found: list[bytes | None] = await self._retries.run(lambda: self._redis.mget(keys)) if keys else []
         await self._retries.run(lambda: self._renew(keys))
         return list(zip(found[::2], found[1::2], strict=True))
 
     async def final(self, response_id: str) -> Response | None:
         """Return a response that has ended, and renew its time to live."""
-        key = final_key(response_id)
-        found: bytes | None = await self._retries.run(lambda: self._redis.getex(key, ex=self._ttl_s))
+        found = await self.final_json(response_id)
         return None if found is None else await in_thread_if_long(len(found), json.loads, found)
 
+    async def final_json(self, response_id: str) -> bytes | None:
+        """Return a response that has ended as JSON, and renew its time to live."""
+        key = final_key(response_id)
+        found: bytes | None = await self._retries.run(lambda: self._redis.getex(key, ex=self._ttl_s))
+        return found
+
+    async def length(self, response_ids: Sequence[str]) -> int:
+        """Return the bytes of the records and the ended responses together."""
+
+        async def read() -> list[int]:
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for key in _keys(response_ids):
+                    pipe.strlen(key)
+                return await pipe.execute()
+
+        return sum(await self._retries.run(read))
+
     async def keep_final(self, response: Response) -> None:
-        """Store a response that has ended. A failure is logged: the response can be made again from its job, until that
-        has expired."""
-        written = json.dumps(response, separators=(",", ":")).encode()
-        key = final_key(response["id"])
+        """Store a response that has ended, unless it was deleted. A failure is logged: the response can be made again
+        from its job, until that has expired."""
+        written = await to_json(response)
+        keys = [record_key(response["id"]), final_key(response["id"])]
         try:
-            await self._retries.run(lambda: self._redis.set(key, written, ex=self._ttl_s))
+            await self._retries.run(lambda: self._keep_final(keys=keys, args=[written, self._ttl_s]))
         except (SluiceError, RedisError):
             logger.warning("response %s: its end was not stored", response["id"], exc_info=True)
 
@@ -81,6 +108,11 @@ class Store:
     async def delete(self, response_id: str) -> None:
         """Delete a record and the ended response."""
         await self._retries.run(lambda: self._redis.delete(record_key(response_id), final_key(response_id)))
+
+    async def delete_texts(self, response_id: str) -> bool:
+        """Delete what the job of a response holds of its text. Returns False if the job has not ended."""
+        keys = [job_key(response_id), log_key(response_id), result_key(response_id), DEAD]
+        return bool(await self._retries.run(lambda: self._delete_texts(keys=keys, args=[response_id])))
 
     async def _renew(self, keys: Sequence[str]) -> None:
         async with self._redis.pipeline(transaction=False) as pipe:

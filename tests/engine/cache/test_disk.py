@@ -1,8 +1,10 @@
 """Prefixes that were evicted, or whose worker was restarted, are loaded from disk, and change no token."""
 
+import asyncio
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,12 @@ from tests.engine.cache.test_prefix import ALL, SOME, SYSTEM, lonely
 from tests.engine.driver import Run
 from tests.engine.tiny import model, prompt
 from worker.engine.cache.disk import DiskTier, _allocate
+from worker.engine.model.load import Model
+from worker.engine.thread import EngineThread
+from worker.prefix_store.reader import Reader
 from worker.prefix_store.store import StoreOptions
-from worker.schedule.outcomes import Loaded
+from worker.schedule.outcomes import Loaded, Outcome, Sampled
+from worker.schedule.request import GenerationRequest
 
 ANSWER = 6
 DOCUMENT = prompt(300, 9)
@@ -24,17 +30,27 @@ DOCUMENT = prompt(300, 9)
 @pytest.fixture(autouse=True)
 def always_worthwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model computes a prefix faster than a disk reads it."""
-    monkeypatch.setattr("worker.engine.prefill.queue.is_worth_loading", lambda *_, **__: True)
+    monkeypatch.setattr("worker.engine.prefill.queue.load_limit_s", lambda *_, **__: 60.0)
 
 
 class Worker(Run):
     """An engine with a folder for its prefixes."""
 
-    def __init__(self, family: str, folder: Path, *, prefix_bytes: int = 10**9, max_bytes: int = 10**9) -> None:
+    def __init__(
+        self,
+        family: str,
+        folder: Path,
+        *,
+        prefix_bytes: int = 10**9,
+        max_bytes: int = 10**9,
+        opened: Model | None = None,
+        step_s: float = 0.02,
+    ) -> None:
+        """`opened`: another model than the family's."""
         self.woken = threading.Event()
-        self.loaded: dict[str, list[Loaded]] = {}
         super().__init__(
-            model(family),
+            opened or model(family),
+            step_s=step_s,
             prefix_bytes=prefix_bytes,
             open_tier=lambda opened: DiskTier(
                 opened.network, opened.fingerprint, StoreOptions(folder, max_bytes), self.woken.set
@@ -191,13 +207,13 @@ def test_other_rows_decode_while_a_prefix_is_read(tmp_path: Path, monkeypatch: p
     first.close()
     again = Worker("llama", tmp_path)
     held = threading.Event()
-    read = again.engine._caches.prefix._durable._tier._store._read_place  # type: ignore[union-attr]
+    read = again.engine._caches.prefix._durable._tier._store._reader._read_place  # type: ignore[union-attr]
 
     def slow(*arguments: Any) -> Any:
         assert held.wait(20)
         return read(*arguments)
 
-    monkeypatch.setattr(again.engine._caches.prefix._durable._tier._store, "_read_place", slow)  # type: ignore[union-attr]
+    monkeypatch.setattr(again.engine._caches.prefix._durable._tier._store._reader, "_read_place", slow)  # type: ignore[union-attr]
     again.add("late", DOCUMENT, max_tokens=ANSWER)
     again.add("short", prompt(9, 3), max_tokens=ANSWER)
     while "short" not in again.ended:
@@ -231,3 +247,185 @@ def test_an_array_is_filled_and_read_on_another_thread() -> None:
     half = mx.array([1.0, 2.0], mx.bfloat16)
     mx.eval(half)
     assert memoryview(half).cast("B").tobytes() == b"\x80\x3f\x00\x40"  # type: ignore[arg-type]
+
+
+# The reader's time, and memory
+
+
+def stored(family: str, folder: Path, *prompts: tuple[int, ...]) -> None:
+    """Let a worker answer these prompts and end."""
+    first = Worker(family, folder)
+    for tokens in prompts:
+        first.say(family, tokens, 40)
+    first.close()
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Let files be read only after the event is set."""
+    go = threading.Event()
+    read_place = Reader._read_place
+
+    def hang(*arguments: Any) -> Any:
+        assert go.wait(20)
+        return read_place(*arguments)
+
+    monkeypatch.setattr(Reader, "_read_place", hang)
+    yield go
+    go.set()
+
+
+def test_a_prompt_is_computed_when_the_folder_hangs(
+    tmp_path: Path, hanging: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored("llama", tmp_path, DOCUMENT)
+    monkeypatch.setattr("worker.engine.prefill.queue.load_limit_s", lambda *_, **__: 0.05)
+    again = Worker("llama", tmp_path)
+    with caplog.at_level(logging.WARNING, "sluice.prefix_store"):
+        assert again.say("llama", DOCUMENT) == 0
+        assert again.say("llama", (*DOCUMENT, 5)) >= len(DOCUMENT) - 1  # from memory
+        assert again.say("llama", DOCUMENT, namespace="a") == 0  # nothing is asked of the folder meanwhile
+    assert len(caplog.records) == 1
+    hanging.set()
+    again.close()
+
+
+async def test_the_engine_thread_computes_a_prompt_when_the_folder_hangs(
+    tmp_path: Path, hanging: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("worker.engine.prefill.queue.load_limit_s", lambda *_, **__: 0.05)
+    options = StoreOptions(tmp_path, 10**9)
+    for _ in range(2):
+        engine = EngineThread(lambda: model("llama"), step_s=0.1, disk=options, on_failure=unreached)
+        await engine.start()
+        tokens = await asyncio.wait_for(answered(engine, GenerationRequest("a", DOCUMENT, ANSWER)), 30)
+        await engine.stop()
+    assert "were not read within" in caplog.text
+    assert tuple(tokens) == lonely("llama", DOCUMENT, ANSWER)
+
+
+def unreached() -> None:
+    raise AssertionError("the engine's thread has failed")
+
+
+async def answered(engine: EngineThread, request: GenerationRequest) -> list[int]:
+    """Return the tokens of the answer."""
+    tokens, ended = list[int](), asyncio.Event()
+
+    class Recorder:
+        def on_outcome(self, outcome: Outcome, rows: int) -> None:
+            if isinstance(outcome, Sampled):
+                tokens.append(outcome.token or 0)
+                if outcome.finish_reason:
+                    ended.set()
+
+    engine.submit(request, Recorder())
+    await ended.wait()
+    return tokens
+
+
+@SOME
+def test_prompts_with_the_same_prefix_on_disk_share_one_reading(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(family, tmp_path, DOCUMENT, DOCUMENT + prompt(30, 1))
+    read = list[Any]()
+    read_place = Reader._read_place
+    monkeypatch.setattr(Reader, "_read_place", lambda *given: read.append(given[1]) or read_place(*given))
+    again = Worker(family, tmp_path)
+    rows = [DOCUMENT + prompt(20, 500 + number) for number in range(5)]
+    for number, tokens in enumerate(rows):
+        again.add(f"row {number}", tokens, max_tokens=ANSWER, boundaries=(40, len(DOCUMENT)))
+    while len(again.engine):
+        again.step()
+    again.close()
+    assert len(read) == len({*read})
+    for number, tokens in enumerate(rows):
+        assert tuple(again.generated[f"row {number}"]) == lonely(family, tokens, ANSWER)
+        assert again.cached[f"row {number}"] >= 40
+
+
+def test_the_bytes_of_a_load_are_reserved(tmp_path: Path, hanging: threading.Event) -> None:
+    stored("llama", tmp_path, DOCUMENT)
+    again = Worker("llama", tmp_path)
+    prefix = again.engine._caches.prefix
+    assert prefix is not None
+    again.say("llama", prompt(300, 10))
+    held = prefix._tree.nbytes
+    again.add("late", DOCUMENT, max_tokens=ANSWER)
+    again.step()
+    loading = prefix._durable.loading_bytes  # type: ignore[union-attr]
+    assert loading > 0
+    prefix.set_limit(held + loading // 2)
+    assert prefix._tree.nbytes + loading <= held + loading // 2
+    hanging.set()
+    while len(again.engine):
+        again.step()
+    assert again.cached["late"] >= len(DOCUMENT) - 1
+    again.close()
+
+
+def test_a_load_ends_when_rows_need_its_memory(tmp_path: Path, hanging: threading.Event) -> None:
+    stored("llama", tmp_path, DOCUMENT)
+    again = Worker("llama", tmp_path)
+    prefix = again.engine._caches.prefix
+    assert prefix is not None
+    again.add("late", DOCUMENT, max_tokens=ANSWER)
+    again.step()
+    prefix.set_limit(prefix._durable.loading_bytes - 1)  # type: ignore[union-attr]
+    assert prefix._durable.loading_bytes == 0  # type: ignore[union-attr]
+    while len(again.engine):
+        again.step()
+    hanging.set()
+    again.close()
+    assert tuple(again.generated["late"]) == lonely("llama", DOCUMENT, ANSWER)
+
+
+def test_a_load_that_does_not_fit_beside_another_is_not_begun(tmp_path: Path, hanging: threading.Event) -> None:
+    other = prompt(300, 77)
+    stored("llama", tmp_path, DOCUMENT, other)
+    again = Worker("llama", tmp_path, prefix_bytes=350_000)  # for one of them, and a half
+    prefix = again.engine._caches.prefix
+    assert prefix is not None
+    again.add("one", DOCUMENT, max_tokens=ANSWER)
+    again.step()
+    loading = prefix._durable.loading_bytes  # type: ignore[union-attr]
+    assert 0 < loading < 350_000
+    again.add("other", other, max_tokens=ANSWER)
+    again.step()
+    assert prefix._durable.loading_bytes == loading  # type: ignore[union-attr]
+    hanging.set()
+    while len(again.engine):
+        again.step()
+    again.close()
+    assert again.cached["one"] > 0 == again.cached["other"]
+
+
+@SOME
+def test_non_finite_files_are_removed_if_memory_holds_their_start(tmp_path: Path, family: str) -> None:
+    """Evicted is the end of the prefix only, so that no chain of files reaches it from the start."""
+    run = Worker(family, tmp_path)
+    run.say(family, DOCUMENT, 40)
+    prefix = run.engine._caches.prefix
+    assert prefix is not None
+    limit = prefix._tree.nbytes - 1
+    prefix.set_limit(limit)
+    settled_writes(run)
+    assert list(tmp_path.glob("*.safetensors"))
+    prefix.forget_non_finite("", (*DOCUMENT, *lonely(family, DOCUMENT, ANSWER)))
+    settled_writes(run)
+    until = time.monotonic() + 20
+    while list(tmp_path.glob("*.safetensors")):
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    run.close()
+
+
+def settled_writes(run: Worker) -> None:
+    """Wait until nothing waits to be written."""
+    prefix = run.engine._caches.prefix
+    assert prefix is not None
+    until = time.monotonic() + 20
+    while prefix._durable.pending_bytes:  # type: ignore[union-attr]
+        assert time.monotonic() < until
+        time.sleep(0.002)

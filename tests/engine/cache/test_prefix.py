@@ -250,6 +250,15 @@ def test_most_recently_found_prefix_is_evicted_last(family: str) -> None:
     assert say(run, family, SYSTEM) == 39
 
 
+def test_prefix_that_is_too_large_for_the_cache_evicts_no_other() -> None:
+    measured = opened("llama")
+    say(measured, "llama", SYSTEM)
+    run = opened("llama", max_bytes=2 * measured.step().prefix.nbytes)
+    say(run, "llama", SYSTEM)
+    say(run, "llama", prompt(10 * len(SYSTEM), 2))
+    assert say(run, "llama", SYSTEM) == len(SYSTEM) - 1
+
+
 # How rows end
 
 

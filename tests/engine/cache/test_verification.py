@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tests.engine.tiny import FAMILIES, alone, network, prompt
+from tests.engine.tiny import EVERY_FAMILY, alone, network, prompt
 from worker.engine.cache import slot_arrays, slots
 from worker.engine.cache.layers import layers
 from worker.engine.cache.recurrence import NoRecurrence, Recurrence, Replay, Stepping
@@ -21,9 +21,8 @@ from worker.schedule.speculation.offer import MAX_DRAFT
 
 ANSWER = 30
 LENGTHS = (2, 5, 14, 17, 30, 45)  # around the tiny models' window of 16
-STEPPED = "rwkv7", "jamba", "recurrent_gemma"  # their recurrences are not those that `Replay` records
-RECURRENT = "qwen3_5", "mamba2", "kimi_linear", "falcon_h1", *STEPPED
-BY_REPLAY = [family for family in FAMILIES if family not in STEPPED]
+STEPPED = "rwkv7", "jamba", "recurrent_gemma", "mamba"  # their recurrences are not those that `Replay` records
+REPLAYED = "qwen3_5", "mamba2", "kimi_linear", "falcon_h1", "qwen3_next", "nemotron_h", "granitemoehybrid", "lfm2"
 
 
 def recurrence_of(family: str) -> Recurrence:
@@ -113,13 +112,13 @@ def run(table: Verifying, steps: int = 12) -> list[bool]:
     return right + table.right()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_drafted_rows_equal_their_answers_alone(family: str) -> None:
     right = run(Verifying(family, recurrence_of(family)))
     assert right == [True] * len(right)
 
 
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", [*REPLAYED, *STEPPED])
 def test_rows_stepped_through_their_layers_equal_their_answers_alone(family: str) -> None:
     right = run(Verifying(family, Stepping(network(family)), seed=1))
     assert right == [True] * len(right)

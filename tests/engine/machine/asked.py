@@ -71,10 +71,13 @@ def fails_alone(faults: Faults, asked: Asked) -> bool:
 
 
 def fails_at(
-    faults: Faults, asked: Asked, answer: list[int], kept: tuple[Range, ...] | None, *, last_fed: bool
+    faults: Faults, asked: Asked, answer: list[int], kept: tuple[Range, ...] | None, *, last_fed: bool, known: bool
 ) -> int | None:
     """Return the number of tokens that a request delivers before it fails for its content; None if it does not.
-    `last_fed`: the token at its limit is fed, beside rows that decode on."""
+    `last_fed`: the token at its limit is fed, beside rows that decode on. `known`: each token is delivered before it is
+    fed, as after a verification of drafts, or if prompts are computed next."""
+    if known:
+        return _fails_after_delivery(faults, asked, answer, kept)
     most_fed = asked.max_tokens if last_fed else asked.max_tokens - 1
     places = _bad_places(faults, asked, answer, kept, most_fed) if faults.content else []
     match asked.grammar:
@@ -86,12 +89,27 @@ def fails_at(
     return min(places, default=None)
 
 
+def _fails_after_delivery(
+    faults: Faults, asked: Asked, answer: list[int], kept: tuple[Range, ...] | None
+) -> int | None:
+    places = [0] if faults.content and _is_prompt_bad(faults, asked, kept) else []
+    if faults.content:
+        places += [at + 1 for at, token in enumerate(answer) if token in (faults.raising, faults.not_finite)]
+    if isinstance(asked.grammar, Raises | Forbids) and asked.grammar.at <= len(answer):
+        places.append(asked.grammar.at)
+    return min((place for place in places if place < asked.max_tokens), default=None)
+
+
 def _bad_places(
     faults: Faults, asked: Asked, answer: list[int], kept: tuple[Range, ...] | None, most_fed: int
 ) -> list[int]:
-    kept = kept or ((0, len(asked.prompt.tokens)),)
-    computed = {token for start, end in kept for token in asked.prompt.tokens[start:end]}
-    places = [0] if computed & {faults.raising, faults.not_finite} or faults.spoils(asked.prompt) else []
+    places = [0] if _is_prompt_bad(faults, asked, kept) else []
     places += [at for at, token in enumerate(answer[:most_fed]) if token == faults.raising]
     delivered = [at + 1 for at, token in enumerate(answer) if token == faults.not_finite]
     return places + [at for at in delivered if at < asked.max_tokens]
+
+
+def _is_prompt_bad(faults: Faults, asked: Asked, kept: tuple[Range, ...] | None) -> bool:
+    kept = kept or ((0, len(asked.prompt.tokens)),)
+    computed = {token for start, end in kept for token in asked.prompt.tokens[start:end]}
+    return bool(computed & {faults.raising, faults.not_finite}) or faults.spoils(asked.prompt)

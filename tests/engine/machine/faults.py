@@ -24,8 +24,8 @@ from worker.engine.vision.encoder import Features
 
 REFUSED, NOT_FINITE = (8, 24, 16), (9, 24, 16)  # images
 
-# The forward of a group, the wait for its tokens, the forward of prompts, the middle of any forward, and calls that
-# allocate memory.
+# The forward of a group, the wait for its tokens, the forward of prompts or of drafts, the middle of any forward, and
+# calls that allocate memory or decide what rows keep of their drafts.
 Once = Literal[
     "decode",
     "collect",
@@ -35,6 +35,7 @@ Once = Literal[
     "moved",
     "filter",
     "extract",
+    "commit",
     "copy_segment",
     "restore_cache",
 ]
@@ -119,7 +120,7 @@ class Faults:
             if self._family.model.vision and self.content:
                 vision = self._family.model.vision.family
                 patch.setattr(vision, "encode", self._encode(vision.encode))
-            if self._armed in ("extend", "moved", "filter", "extract"):
+            if self._armed in ("extend", "moved", "filter", "extract", "commit"):
                 for kind in _SLOTS:
                     patch.setattr(kind, self._armed, self._once(self._armed, getattr(kind, self._armed)))
             elif self._armed in ("copy_segment", "restore_cache"):

@@ -32,7 +32,7 @@ class Machine(Rules):
         if ending is not None:
             self.done.add(id)
         answer = self.answer(id)
-        places = {self.fails_at(id), self.fails_at(id, last_fed=False)}
+        places = {self.fails_at(id), self.fails_at(id, last_fed=False), self.fails_at(id, known=True)}
         expected = [token for token, _ in answer]
         if ending == "faulted" and len(said) not in places:
             self.unlucky.append((id, len(said), places))
@@ -73,6 +73,7 @@ class Machine(Rules):
             self.finish()
             self.ask_what_is_cached()
             check_remains(self.run.engine, self.faults.bad_keys)
+            assert self.drafts.held == set()
 
     def finish(self) -> None:
         self.run.readmit()
@@ -116,4 +117,5 @@ class Machine(Rules):
         counts["SpecPrefill skipped"] = len(self.run.skipped)
         counts["failed once"] = len(self.unlucky)
         counts["images encoded"] = len(self.run.encoded)
+        counts["drafted tokens"], counts["right drafted tokens"] = self.drafts.offered, self.drafts.right
         return counts

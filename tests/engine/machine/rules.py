@@ -1,11 +1,12 @@
 """Events in any order: each request answers what it answers alone, and a failure costs only the request that it
 belongs to.
 
-Prompts of text and of images, SpecPrefill, grammars, sampling and logprobs, prefixes that are reused, edited and
-continued, cancelling, preemption, memory pressure, resuming on a new engine, and failures meet in one batch."""
+Prompts of text and of images, SpecPrefill, grammars, sampling and logprobs, drafts, prefixes that are reused, edited
+and continued, cancelling, preemption, memory pressure, resuming on a new engine, and failures meet in one batch."""
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
 from tests.engine.machine import asked as expected
 from tests.engine.machine import drawn, grammars
 from tests.engine.machine.asked import LONGEST_PROMPT, LOOKS, SAMPLINGS, SPOILT, TEXTS, Asked, base
+from tests.engine.machine.drafts import Drafts
 from tests.engine.machine.families import Family, Part, images_of, joined, prompt, request, with_other_images
 from tests.engine.machine.faults import ONCE, Faults, Once
 from tests.engine.machine.grammars import Forbids, Forces, Raises
@@ -43,16 +45,28 @@ class Rules(RuleBasedStateMachine):
         prefix_bytes=st.sampled_from([0, 100_000, 10**9, 10**9]),
         content=st.booleans(),
         pipelined=st.booleans(),
+        drafts=st.booleans(),
     )
-    def open(self, step_s: float, rows: int, most_rows: int, prefix_bytes: int, content: bool, pipelined: bool) -> None:
+    def open(
+        self,
+        step_s: float,
+        rows: int,
+        most_rows: int,
+        prefix_bytes: int,
+        content: bool,
+        pipelined: bool,
+        drafts: bool,
+    ) -> None:
         """`rows`: about how many fit into memory. `most_rows`: of which an interactive one may preempt an offline one.
-        `content`: tokens and images may fail."""
-        costs = self.family.model.costs
+        `content`: tokens and images may fail. `drafts`: rows take drafts."""
+        self.faults = Faults(self.family, content=content)
+        self.drafts = Drafts(self.family, wanted=drafts, not_finite=self.faults.not_finite if content else None)
+        costs = replace(self.family.model.costs, max_draft=self.drafts.max_draft)
         longest = LONGEST_PROMPT + LONGEST + costs.draft_tokens(LONGEST_PROMPT)
         images = sum([SPARE_IMAGES] * rows, ImageDemand()) if self.family.sees else ImageDemand()
         self.prefix_bytes = prefix_bytes
         memory = costs.peak_bytes([[longest] * rows], images=images)
-        self.new_run = partial(
+        self.make_run = partial(
             Run,
             self.family.model,
             step_s=step_s,
@@ -61,7 +75,6 @@ class Rules(RuleBasedStateMachine):
             prefix_bytes=prefix_bytes,
             pipelined=pipelined,
         )
-        self.faults = Faults(self.family, content=content)
         self.asked, self.resumed = dict[str, Asked](), dict[str, int]()
         # The tokens that are computed of each sparse prompt, and the requests for which this is decided.
         self.kept, self.settled = dict[str, tuple[Range, ...]](), set[str]()
@@ -74,6 +87,9 @@ class Rules(RuleBasedStateMachine):
         self.happened = Counter[str]()
         self.run = self.new_run()
 
+    def new_run(self) -> Run:
+        return self.make_run(speculator=self.drafts.speculator())
+
     # Requests
 
     def submit(
@@ -85,6 +101,7 @@ class Rules(RuleBasedStateMachine):
             self.kept[id] = kept
         if asked.specprefill is None or answered or kept is not None:
             self.settled.add(id)
+        self.expect_drafts(id)
         if self.fails_at(id) is not None:
             self.failing += 1
         self.run.submit(
@@ -215,7 +232,7 @@ class Rules(RuleBasedStateMachine):
         self.fail_once_unless_crowded(once, spared)
 
     def fail_once_unless_crowded(self, once: Once, spared: int) -> None:
-        if not self.crowd_of_doomed():
+        if not self.crowd_of_doomed() and (once != "commit" or self.drafts.wanted):
             self.faults.arm(once, spared)
             self.failing += 1  # it may cost a request before its first token, too
 
@@ -236,7 +253,7 @@ class Rules(RuleBasedStateMachine):
 
     def step_once(self) -> None:
         before = {id: len(tokens) for id, tokens in self.run.generated.items()}
-        with self.faults.active():
+        with self.drafts.active(), self.faults.active():
             report = self.run.step()
         if sum(map(len, self.run.generated.values())) > sum(before.values()):
             self.failing = 0
@@ -261,6 +278,12 @@ class Rules(RuleBasedStateMachine):
                 self.kept.pop(id, None)
                 if kept is not None:
                     self.kept[id] = kept
+                self.expect_drafts(id)
+
+    def expect_drafts(self, id: str) -> None:
+        """Let the drafts of a request be parts of its answer."""
+        if self.drafts.wanted:
+            self.drafts.expect(id, [token for token, _ in self.answer(id)])
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data())
@@ -340,8 +363,10 @@ class Rules(RuleBasedStateMachine):
     def answer(self, id: str) -> Answer:
         return expected.answer_to(self.family, self.asked[id], self.kept.get(id))
 
-    def fails_at(self, id: str, *, last_fed: bool = True) -> int | None:
+    def fails_at(self, id: str, *, last_fed: bool = True, known: bool = False) -> int | None:
         """Return the number of tokens that a request has when it fails for its content; None if it does not."""
         answer = [token for token, _ in self.answer(id)]
-        place = expected.fails_at(self.faults, self.asked[id], answer, self.kept.get(id), last_fed=last_fed)
+        place = expected.fails_at(
+            self.faults, self.asked[id], answer, self.kept.get(id), last_fed=last_fed, known=known
+        )
         return None if place is None else max(place, self.resumed[id])

@@ -5,21 +5,21 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tests.engine.tiny import FAMILIES, network
+from tests.engine.tiny import EVERY_FAMILY, network
 from worker.engine.cache.recurrence import NoRecurrence, Replay, Stepping
 from worker.engine.model import drafting as module
 from worker.engine.model.drafting import Drafting, drafting
 from worker.engine.model.profile import profile
 from worker.schedule.speculation.offer import MAX_DRAFT
 
-REPLAYED = "qwen3_5", "mamba2", "falcon_h1"
-STEPPED = "jamba", "recurrent_gemma", "rwkv7"
+REPLAYED = "qwen3_5", "mamba2", "falcon_h1", "qwen3_next", "nemotron_h", "granitemoehybrid", "lfm2"
+STEPPED = "jamba", "recurrent_gemma", "rwkv7", "mamba"
 LATENT = "deepseek_v3", "deepseek_v32", "kimi_linear"
-PLAIN = [family for family in FAMILIES if family not in (*REPLAYED, *STEPPED, *LATENT)]
+PLAIN = [family for family in EVERY_FAMILY if family not in (*REPLAYED, *STEPPED, *LATENT)]
 
 
 def found(family: str) -> Drafting:
-    return drafting(network(family), profile(network(family), FAMILIES[family]).layers)
+    return drafting(network(family), profile(network(family), EVERY_FAMILY[family]).layers)
 
 
 @pytest.mark.parametrize("family", PLAIN)

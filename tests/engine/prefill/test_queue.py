@@ -8,7 +8,7 @@ from tests.engine.tiny import model, prompt
 from worker.engine.batch.row import Row
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
-from worker.schedule.budget import FIRST_STEP_WITHIN_S, PLANNED, longest_gap_s
+from worker.schedule.budget import FIRST_STEP_WITHIN_S, PLANNED, StepBudget, longest_gap_s
 from worker.schedule.plan import Chunk
 from worker.schedule.request import GenerationRequest, Lane
 
@@ -17,13 +17,9 @@ ROOM = 10**9
 
 
 def prefills(family: str = "qwen3", prefix_bytes: int = 0) -> PrefillQueue:
-    """Return prefills of a model for which decoding takes most of a step, two tokens a millisecond, and a join
-    nothing."""
+    """Return prefills of a model that computes two tokens a millisecond; a join takes no time."""
     opened = model(family)
-    made = PrefillQueue(opened, STEP_S, EngineCaches(opened, prefix_bytes))
-    for _ in range(100):
-        made.observe_decode(DECODE_S)
-    return made
+    return PrefillQueue(opened, STEP_S, EngineCaches(opened, prefix_bytes))
 
 
 def begin(
@@ -34,11 +30,13 @@ def begin(
 
 @dataclass
 class Running:
-    """One row that decodes."""
+    """One row that decodes, which takes most of a step."""
 
     copied: int = 0  # bytes, when another joins
     num_interactive: int = 1
     started: bool = True
+    step_s: float = DECODE_S
+    added_s: float = 0.0  # to that, once another has joined
 
     def __len__(self) -> int:
         return 1
@@ -46,14 +44,17 @@ class Running:
     def join_copy_bytes(self, length: int) -> int:
         return self.copied
 
+    def added_step_s(self, length: int) -> float:
+        return self.added_s
+
 
 def planned(made: PrefillQueue, running: Running | None = None, *, forward_s: float = 0.0) -> list[Chunk]:
     made.begin_step(forward_s)
-    return [chunk for forward in made.plan(running or Running(), DECODE_S, ROOM) for chunk in forward.chunks]
+    return [chunk for forward in made.plan(running or Running(), 0.0, ROOM) for chunk in forward.chunks]
 
 
-# Left for prompts within the longest gap.
-MOST_S = PLANNED * longest_gap_s(STEP_S, DECODE_S) - DECODE_S
+# Planned for prompts within the longest gap, before their costs are measured.
+MOST_S = (PLANNED * longest_gap_s(STEP_S, DECODE_S) - DECODE_S) / StepBudget(STEP_S).margin
 
 
 def test_interactive_backlog_gets_the_longest_gap_and_an_offline_one_the_rest_of_the_target() -> None:
@@ -101,6 +102,14 @@ def test_delayed_join_happens_in_the_next_step_without_computing() -> None:
     assert len(made) == 0
 
 
+def test_row_that_makes_the_decode_step_too_long_joins_in_the_next() -> None:
+    made = prefills()
+    begin(made, "a", 15)
+    begin(made, "a backlog", 5000)
+    assert planned(made, Running(added_s=MOST_S))[0] == Chunk("a", 15)
+    assert planned(made, Running(added_s=MOST_S / 2))[0] == Chunk("a", 15, joins=True)
+
+
 def test_cut_counts_as_a_pass_if_snapshots_are_taken() -> None:
     made = prefills("qwen3_5", prefix_bytes=10**9)
     fits = int((MOST_S - 0.05) * TOKENS_PER_S) - 10  # in a single pass, and not in two
@@ -117,8 +126,8 @@ def test_planning_changes_nothing() -> None:
     begin(made, "a", 5000)
     begin(made, "b", 400, "batch")
     made.begin_step(0.0)
-    first = made.plan(running, DECODE_S, ROOM)
-    assert [made.plan(running, DECODE_S, ROOM) for _ in range(5)] == [first] * 5
+    first = made.plan(running, 0.0, ROOM)
+    assert [made.plan(running, 0.0, ROOM) for _ in range(5)] == [first] * 5
 
 
 def test_first_step_waits_for_an_interactive_prompt_that_is_soon_computed() -> None:

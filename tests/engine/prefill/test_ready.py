@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from tests.engine.driver import Run
-from tests.engine.prefill.test_queue import DECODE_S, ROOM, Running, begin, prefills
+from tests.engine.prefill.test_queue import ROOM, Running, begin, prefills
 from tests.engine.test_thread import tiny_chat
 from tests.engine.tiny import alone, model, network, prompt
 from worker.engine.batch.groups import Groups
@@ -76,7 +76,7 @@ def test_prompt_that_is_not_ready_is_neither_planned_nor_computed(arrivals: dict
     made = prefills()
     begin(made, "late", 100)
     made.begin_step(0.0)
-    assert (made.has_work, made.plan(Running(), DECODE_S, ROOM)) == (False, [])
+    assert (made.has_work, made.plan(Running(), 0.0, ROOM)) == (False, [])
     advanced = made.advance(Chunk("late", 100, joins=True))
     assert (advanced.tokens, advanced.outcomes, made.pop_computed("late")) == (0, (), None)
     arrivals["late"].arrive()

@@ -1,34 +1,36 @@
 """Drafts by an oracle that errs at random, and forwards of any width."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from worker.engine.cache.recurrence import Recurrence, Replay, Stepping
+from worker.engine.cache.recurrence import Recurrence, Replay
 from worker.engine.model.load import Model
 from worker.engine.speculation import speculator
 from worker.engine.speculation.speculator import Speculator
 from worker.schedule.speculation.offer import MAX_DRAFT, DraftedRow, Offer
 from worker.schedule.speculation.width import ForwardCosts
 
-STEPPED = "rwkv7", "jamba", "recurrent_gemma", "mamba"  # their recurrences are not those that `Replay` records
+WRONG = range(10, 250)  # tokens that take the place of right ones
 
 
 class Oracle:
-    """Proposer that knows each row's answer. Half of its drafts have a wrong token."""
+    """Proposer that knows each row's answer. Half of its drafts have a wrong token. What it offers follows from the
+    seed, the row and the length of its answer."""
 
-    def __init__(self, answers: Mapping[str, Sequence[int]], seed: int = 0) -> None:
-        self._answers, self._random = answers, random.Random(seed)
+    def __init__(self, answers: Mapping[str, Sequence[int]], seed: int = 0, wrong: Sequence[int] = WRONG) -> None:
+        self._answers, self._seed, self._wrong = answers, seed, wrong
         self.offered = self.right = 0
         self.held = set[str]()
 
     def offer(self, row: DraftedRow) -> Offer | None:
         self.held.add(row.id)
         at = len(row.answer)
-        draft = [*self._answers.get(row.id, ())[at : at + self._random.randrange(MAX_DRAFT + 1)]]
-        if draft and self._random.random() < 0.5:
-            draft[self._random.randrange(len(draft))] = self._random.randrange(10, 250)
+        rng = random.Random(f"{self._seed} {row.id} {at}")
+        draft = [*self._answers.get(row.id, ())[at : at + rng.randrange(MAX_DRAFT + 1)]]
+        if draft and rng.random() < 0.5:
+            draft[rng.randrange(len(draft))] = rng.choice(self._wrong)
         return Offer("oracle", tuple(draft), (0.5,) * len(draft)) if draft else None
 
     def kept(self, row: DraftedRow, offered: int, kept_tokens: int) -> None:
@@ -40,7 +42,9 @@ class Oracle:
 
 
 def recurrence_of(model: Model) -> Recurrence:
-    return (Stepping if model.fingerprint in STEPPED else Replay)(model.network)
+    """Return how a worker advances the model's states. Rows of some models take no drafts in a worker, and do here."""
+    drafting = model.drafting
+    return drafting.recurrence(model.network) if drafting.max_draft else Replay(model.network)
 
 
 def speculator_of(model: Model, oracle: Oracle) -> Speculator:
@@ -48,11 +52,16 @@ def speculator_of(model: Model, oracle: Oracle) -> Speculator:
     return Speculator([oracle], max_draft=MAX_DRAFT, recurrence=recurrence_of(model), eos_ids=eos_ids)
 
 
-def verify_everything(patch: pytest.MonkeyPatch, seed: int = 0) -> None:
-    """Have forwards of any width in place of the ones that pay."""
+def any_width(seed: int = 0) -> Callable[..., int]:
+    """Return a function that chooses widths at random, in place of `choose_width`."""
     rng = random.Random(seed)
 
     def choose(offers: Sequence[Offer | None], costs: ForwardCosts, cap: int, budget_s: float | None = None) -> int:
         return rng.choice([1, 2, 3, cap, cap, cap])
 
-    patch.setattr(speculator, "choose_width", choose)
+    return choose
+
+
+def verify_everything(patch: pytest.MonkeyPatch, seed: int = 0) -> None:
+    """Have forwards of any width in place of the ones that pay."""
+    patch.setattr(speculator, "choose_width", any_width(seed))

@@ -10,6 +10,7 @@ import pytest
 from tests.engine.driver import Run
 from tests.engine.speculation.mtp_checkpoints import MTP_CONFIGS
 from tests.engine.speculation.oracle import verify_everything
+from tests.engine.speculation.scenarios import eventful
 from tests.engine.speculation.test_head_drafts import head_of
 from tests.engine.tiny import model_of, prompt
 from worker.engine.cache.recurrence import Replay
@@ -80,10 +81,11 @@ def late_joins(run: Run) -> None:
     run.drain()
 
 
+@pytest.mark.parametrize("drive", [late_joins, eventful])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_rows_with_a_head_draw_what_they_draw_without(name: str) -> None:
-    run, proposer = drafted(name, late_joins)
-    without = plain(name, late_joins)
+def test_rows_with_a_head_draw_what_they_draw_without(name: str, drive: Callable[[Run], None]) -> None:
+    run, proposer = drafted(name, drive)
+    without = plain(name, drive)
     assert (run.generated, run.ended) == (without.generated, without.ended)
     assert proposer.offered > 50
 

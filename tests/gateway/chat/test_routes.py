@@ -232,6 +232,44 @@ async def test_a_keyed_job_continues_when_its_client_leaves(front: Front, chat: 
     assert len(chat.began) == 1
 
 
+async def test_a_refused_request_leaves_its_key_free_for_another_body(http: httpx.AsyncClient, db: Redis) -> None:
+    headers = {"Idempotency-Key": "k"}
+    assert (await http.post(PATH, json=request("1", model="nowhere"), headers=headers)).status_code == 404
+    assert [key async for key in db.scan_iter("sluice:serve:key:*")] == []
+    assert (await http.post(PATH, json=request("1"), headers=headers)).status_code == 200
+
+
+async def test_a_retry_after_the_events_have_expired_gets_the_result_or_a_clear_refusal(
+    http: httpx.AsyncClient, db: Redis, chat: FakeChat
+) -> None:
+    headers = {"Idempotency-Key": "k"}
+    for stream, status in ((False, 200), (True, 410)):
+        body = request("1", stream=stream)
+        first = await http.post(PATH, json=body, headers=headers | {"Idempotency-Key": str(stream)})
+        await db.delete(keys.log(first.headers["x-request-id"]))
+        again = await http.post(PATH, json=body, headers=headers | {"Idempotency-Key": str(stream)})
+        assert again.status_code == status
+        if not stream:
+            assert again.json() == first.json()
+        else:
+            assert again.json()["error"]["code"] == "answer_expired"
+    assert len(chat.began) == 2
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/messages"])
+async def test_a_retry_after_its_answer_has_expired_is_refused_and_starts_nothing(
+    http: httpx.AsyncClient, db: Redis, chat: FakeChat, path: str
+) -> None:
+    body = {"model": "default", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi."}], "stream": True}
+    first = await http.post(path, json=body, headers={"Idempotency-Key": "k"})
+    assert first.status_code == 200
+    job_id = first.headers["x-request-id"]
+    await db.delete(keys.log(job_id), keys.job(job_id), keys.result(job_id))
+    again = await http.post(path, json=body, headers={"Idempotency-Key": "k"})
+    assert (again.status_code, again.headers["x-should-retry"]) == (410, "false")
+    assert len(chat.began) == 1
+
+
 @pytest.mark.parametrize("key", ["", "k" * 256])
 async def test_a_key_of_a_wrong_length_is_refused(http: httpx.AsyncClient, key: str) -> None:
     assert (await http.post(PATH, json=request("1"), headers={"Idempotency-Key": key})).status_code == 400

@@ -10,11 +10,13 @@ import httpx
 import pytest
 import redis.asyncio
 
+from sluice import Client, QueueFull
 from sluice.gateway import ServeSettings
 from sluice.gateway.keys.file import digest
 from sluice.gateway.keys.limits import reservation_key
 from tests.fakes import FakeChat
 from tests.gateway.fronts import serving
+from tests.waiting import until
 from worker.queue.job.job import JobResult
 
 pytestmark = pytest.mark.usefixtures("fake_worker")
@@ -129,7 +131,11 @@ async def test_the_tokens_that_were_not_used_come_back_at_the_end(
     for _ in range(4):  # by the estimates two would be too many: 1,024 of an answer without a limit
         answer = await ask(guarded, "small-key", stream=stream)
         assert answer.status_code == 200
-        assert await db.get(reservation_key(answer.headers["x-request-id"])) == b"settled"
+
+        async def settled(reservation: str = reservation_key(answer.headers["x-request-id"])) -> bool:
+            return await db.get(reservation) == b"settled"
+
+        await until(settled)
     assert (await ask(guarded, "small-key", max_tokens=3_001)).status_code == 429
 
 
@@ -164,3 +170,62 @@ async def test_without_keys_no_header_about_limits_is_sent(redis_url: str) -> No
             answer = await http.post(front.url + COMPLETIONS, json=CHAT)
     assert answer.status_code == 200
     assert not [name for name in answer.headers if "ratelimit" in name]
+
+
+async def test_each_choice_is_a_connection_and_a_request_of_its_key(redis_url: str, key_file: Path) -> None:
+    async with front(redis_url, key_file, max_connections_per_key=3) as http:
+        refused = await ask(http, "acme-key", n=4)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_connections")
+        assert (await ask(http, "acme-key", n=3, stream=True)).status_code == 200
+
+        async def all_are_freed() -> bool:
+            return (await ask(http, "acme-key", n=3, stream=True)).status_code == 200
+
+        await until(all_are_freed)
+        refused = await ask(http, "slow-key", n=3)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
+        answer = await ask(http, "slow-key", n=2, stream=True)
+    assert (answer.status_code, answer.headers["x-ratelimit-remaining-requests"]) == (200, "0")
+
+
+async def test_choices_that_the_limit_does_not_hold_cost_nothing(guarded: httpx.AsyncClient) -> None:
+    assert (await ask(guarded, "slow-key")).status_code == 200
+    assert (await ask(guarded, "slow-key", n=2)).status_code == 429
+    assert (await ask(guarded, "slow-key")).status_code == 200
+
+
+async def test_choices_that_were_queued_before_others_were_refused_keep_their_reservations(
+    guarded: httpx.AsyncClient, db: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, submitted = Client.submit, list[str]()
+
+    async def only_one(client: Client, *positional: Any, id: str, **named: Any) -> Any:
+        submitted.append(id)
+        if len(submitted) > 1:
+            raise QueueFull(8, 8, 1.0)
+        return await submit(client, *positional, id=id, **named)
+
+    monkeypatch.setattr(Client, "submit", only_one)
+    headers = {"authorization": "Bearer small-key", "idempotency-key": "k"}
+    refused = await guarded.post(COMPLETIONS, json={**CHAT, "n": 3, "max_tokens": 10}, headers=headers)
+    assert refused.status_code == 503
+    reserved = [id for id in submitted if await db.exists(reservation_key(id))]
+    assert reserved == submitted[:1]
+
+
+async def test_retrieving_an_answer_counts_as_a_request(guarded: httpx.AsyncClient) -> None:
+    made = await ask(guarded, "slow-key")
+    path, headers = f"{COMPLETIONS}/{made.headers['x-request-id']}", {"authorization": "Bearer slow-key"}
+    answers = [await guarded.get(path, headers=headers) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [200, 429]
+    assert (await guarded.post(f"{path}/cancel", headers=headers)).status_code == 200
+
+
+async def test_a_request_beyond_a_limit_leaves_its_idempotency_key_free(
+    guarded: httpx.AsyncClient, db: "redis.asyncio.Redis"
+) -> None:
+    headers = {"authorization": "Bearer slow-key", "idempotency-key": "k"}
+    answers = [await ask(guarded, "slow-key"), await ask(guarded, "slow-key")]
+    answers.append(await guarded.post(COMPLETIONS, json=CHAT, headers=headers))
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    assert [key async for key in db.scan_iter("sluice:serve:key:*")] == []

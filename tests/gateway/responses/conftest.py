@@ -1,19 +1,9 @@
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 from openai import AsyncOpenAI
 
-from scripts.stack import WorkerProcess
-from sluice.gateway import ServeSettings
-from tests.gateway.fronts import Front, serving
-
-
-@pytest.fixture
-def real_front(worker: WorkerProcess, redis_url: str) -> Iterator[Front]:
-    """A front for the worker with the tiny model."""
-    worker.wait_ready()
-    with serving(redis_url, ServeSettings(_env_file=None)) as front:
-        yield front
+from tests.gateway.fronts import Front
 
 
 @pytest.fixture

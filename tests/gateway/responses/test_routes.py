@@ -14,6 +14,7 @@ from sluice.gateway import ServeSettings
 from sluice.gateway.keys.file import digest
 from tests.gateway.fronts import Front, serving
 from tests.gateway.responses.test_openai_sdk import COUNT, ENDLESS, TWELVE
+from tests.waiting import until
 
 Said = dict[str, Any]
 
@@ -183,3 +184,104 @@ async def test_a_long_conversation_is_stored_and_continued(http: httpx.AsyncClie
     body = {"input": COUNT, "previous_response_id": first["id"]}
     refused = await http.post("/responses", json=body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "too_large")
+
+
+async def test_a_retry_after_the_events_have_expired_gets_the_stored_response_or_a_clear_refusal(
+    http: httpx.AsyncClient, db: Redis
+) -> None:
+    body = {"input": COUNT, "temperature": 0}
+    for stream, status in ((False, 200), (True, 410)):
+        headers, asked = {"idempotency-key": f"k-{stream}"}, {**body, "stream": stream}
+        first = await http.post("/responses", json=asked, headers=headers)
+        await db.delete(f"sluice:log:{first.headers['x-request-id']}", f"sluice:job:{first.headers['x-request-id']}")
+        again = await http.post("/responses", json=asked, headers=headers)
+        assert again.status_code == status
+        if stream:
+            assert again.json()["error"]["code"] == "answer_expired"
+        else:
+            assert again.json() == first.json()
+    assert [key async for key in db.scan_iter("sluice:job:*")] == []
+
+
+@pytest.mark.parametrize("store", [True, False])
+async def test_a_retry_after_its_response_has_expired_is_refused_and_starts_nothing(
+    http: httpx.AsyncClient, db: Redis, store: bool
+) -> None:
+    headers, body = {"idempotency-key": "k"}, {"input": COUNT, "temperature": 0, "store": store}
+    first = await http.post("/responses", json=body, headers=headers)
+    response_id = first.headers["x-request-id"]
+    if store:
+        assert (await http.delete(f"/responses/{response_id}")).status_code == 200
+    await db.delete(*[f"sluice:{name}:{response_id}" for name in ("log", "job", "result")])
+    again = await http.post("/responses", json=body, headers=headers)
+    assert (again.status_code, again.json()["error"]["code"]) == (410, "answer_expired")
+    assert [key async for key in db.scan_iter("sluice:job:*")] == []
+
+
+async def test_a_retry_of_a_failed_response_gets_its_error_again(http: httpx.AsyncClient) -> None:
+    headers, body = {"idempotency-key": "k"}, {"input": "word " * 50_000}
+    first, again = [await http.post("/responses", json=body, headers=headers) for _ in range(2)]
+    assert first.status_code == 400
+    assert (again.status_code, again.json()) == (400, first.json())
+
+
+async def holding(db: Redis, text: str) -> list[str]:
+    """Return the keys of the server that hold a text."""
+    found = []
+    async for key in db.scan_iter("*"):
+        match await db.type(key):
+            case b"string":
+                values = [await db.get(key)]
+            case b"list":
+                values = await db.lrange(key, 0, -1)  # type: ignore[misc]
+            case b"hash":
+                values = await db.hvals(key)  # type: ignore[misc]
+            case _:
+                values = []
+        found += [key.decode() for value in values if value and text.encode() in value]
+    return found
+
+
+async def test_a_deleted_response_leaves_nothing_of_its_text_on_the_server(http: httpx.AsyncClient, db: Redis) -> None:
+    made = await http.post("/responses", json={"input": COUNT, "temperature": 0, "metadata": {"a": "Xylophone"}})
+    assert await holding(db, "Xylophone")
+    assert await holding(db, TWELVE)
+    assert (await http.delete(f"/responses/{made.json()['id']}")).json()["deleted"] is True
+    assert await holding(db, "Xylophone") == await holding(db, TWELVE) == []
+    assert await db.hget(f"sluice:job:{made.json()['id']}", "state") == b"finished"  # type: ignore[misc]
+
+
+async def test_a_running_response_that_is_deleted_leaves_nothing_after_its_end(
+    http: httpx.AsyncClient, db: Redis
+) -> None:
+    made = (await http.post("/responses", json={"input": COUNT, "background": True, **ENDLESS})).json()
+    async with http.stream("GET", f"/responses/{made['id']}?stream=true") as stream:
+        lines = stream.aiter_lines()
+        await anext(lines)
+        assert (await http.delete(f"/responses/{made['id']}")).status_code == 200
+        async for _ in lines:
+            pass
+
+    async def gone() -> bool:
+        texts = [f"sluice:log:{made['id']}", f"sluice:result:{made['id']}"]
+        kept = [key async for key in db.scan_iter("sluice:serve:response:*")]
+        return not kept and not await db.exists(*texts)
+
+    await until(gone)
+
+
+async def test_a_stored_response_and_its_items_count_for_the_limit_and_the_memory_of_their_key(
+    redis_url: str, real_front: Front, tmp_path: Path
+) -> None:
+    entry = {"id": "ada", "sha256": digest("ada"), "tenant": "ada", "requests_per_minute": 3}
+    (tmp_path / "keys.json").write_text(json.dumps({"keys": [entry]}))
+    headers, settings = {"authorization": "Bearer ada"}, {"_env_file": None, "keys": tmp_path / "keys.json"}
+    small = ServeSettings(**settings, max_body_bytes=1_000, max_held_bytes=1_000)
+    body = {"input": COUNT, "max_output_tokens": 1, "instructions": "x" * 2_000}
+    with serving(redis_url, ServeSettings(**settings)) as front, serving(redis_url, small) as narrow:
+        async with httpx.AsyncClient(timeout=20, headers=headers) as http:
+            path = f"/responses/{(await http.post(f'{front.base_url}/responses', json=body)).json()['id']}"
+            full = await http.get(narrow.base_url + path)
+            answers = [await http.get(front.base_url + path + end) for end in ("", "/input_items", "", "?stream=true")]
+    assert (full.status_code, full.json()["error"]["code"]) == (429, "too_many_bytes")
+    assert [answer.status_code for answer in answers] == [200, 200, 429, 200]

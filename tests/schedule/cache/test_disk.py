@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.schedule.cache.disk import StoredFile, files_to_remove, fits_budget, is_worth_loading, writes_early
+from worker.schedule.cache.disk import StoredFile, files_to_remove, fits_budget, load_limit_s, writes_early
 
 stored = st.builds(
     StoredFile,
@@ -40,8 +40,23 @@ def test_a_prefix_is_written_early_at_its_second_use_only() -> None:
     assert [writes_early(uses) for uses in range(4)] == [False, False, True, False]
 
 
+def limit_s(tokens: int, *files: int, compute_s: float = 1.0, waiting: int = 0) -> float | None:
+    return load_limit_s(tokens, files, bytes_per_s=1e9, compute_s=compute_s, waiting_bytes=waiting)
+
+
 def test_loading_must_beat_computing() -> None:
-    assert is_worth_loading(1000, [10_000_000], bytes_per_s=1e9, compute_s=1.0)
-    assert not is_worth_loading(1000, [10_000_000_000], bytes_per_s=1e9, compute_s=1.0)
-    assert not is_worth_loading(8, [1000], bytes_per_s=1e9, compute_s=1.0)
-    assert not is_worth_loading(1000, [1000] * 600, bytes_per_s=1e9, compute_s=1.0)
+    assert limit_s(1000, 10_000_000) == 1.0
+    assert limit_s(1000, 10_000_000_000) is None
+    assert limit_s(8, 1000) is None
+    assert limit_s(1000, *[1000] * 600) is None
+
+
+def test_what_is_read_before_counts_as_time_of_loading() -> None:
+    assert limit_s(1000, 10_000_000, waiting=900_000_000) == 1.0
+    assert limit_s(1000, 10_000_000, waiting=1_000_000_000) is None
+
+
+def test_a_short_delay_is_no_reason_to_give_up() -> None:
+    limit = limit_s(1000, 10_000, compute_s=0.01)
+    assert limit is not None
+    assert limit > 0.1

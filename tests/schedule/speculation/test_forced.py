@@ -6,13 +6,17 @@ import pytest
 from tests.schedule.speculation.rows import PlainRow, row
 from tests.text.guided import EOS, by, model, request
 from tests.text.structured import Schema
-from worker.schedule.speculation.forced import GRAMMAR, GrammarProposer, Habits
+from worker.schedule.speculation.forced import GRAMMAR, GUESS, GrammarProposer
 from worker.schedule.speculation.offer import MAX_DRAFT
 
 REPORT: Schema = {
     "type": "object",
-    "properties": {"temperature_celsius": {"type": "integer"}, "is_raining_today": {"type": "boolean"}},
-    "required": ["temperature_celsius", "is_raining_today"],
+    "properties": {
+        "temperature_celsius": {"type": "integer"},
+        "is_raining_today": {"type": "boolean"},
+        "direction_of_the_wind": {"enum": ["north", "south"]},
+    },
+    "required": ["temperature_celsius", "is_raining_today", "direction_of_the_wind"],
     "additionalProperties": False,
 }
 
@@ -31,8 +35,6 @@ def forwards(proposer: GrammarProposer, answering: PlainRow, text: str) -> int:
         rest: Sequence[int] = tokens[len(answering.answer) :]
         draft = offer.tokens if offer else ()
         right = next((at for at, pair in enumerate(zip(draft, rest, strict=False)) if pair[0] != pair[1]), len(draft))
-        if offer:
-            proposer.kept(answering, len(draft), right)
         for token in answering.answer[grammar.accepted :]:
             grammar.accept(token)
         answering.answer += rest[: right + 1]
@@ -40,8 +42,9 @@ def forwards(proposer: GrammarProposer, answering: PlainRow, text: str) -> int:
     return count
 
 
-def report(degrees: int, raining: bool) -> str:
-    return json.dumps({"temperature_celsius": degrees, "is_raining_today": raining})
+def report(degrees: int, raining: bool, separators: tuple[str, str] = (", ", ": ")) -> str:
+    values = {"temperature_celsius": degrees, "is_raining_today": raining, "direction_of_the_wind": "south"}
+    return json.dumps(values, separators=separators)
 
 
 def test_forced_tokens_are_offered_with_a_chance_each() -> None:
@@ -50,8 +53,9 @@ def test_forced_tokens_are_offered_with_a_chance_each() -> None:
     offer = GrammarProposer().offer(answering)
     assert offer is not None
     assert offer.kind == GRAMMAR
-    assert 1 <= len(offer.tokens) == len(offer.chances) <= MAX_DRAFT
+    assert 1 <= len(offer.tokens) == len(offer.chances) == len(offer.kinds) <= MAX_DRAFT
     assert min(offer.chances) > 0.9
+    assert {*offer.kinds} == {GRAMMAR}
 
 
 def test_an_offer_leaves_the_grammar_as_it_was() -> None:
@@ -64,14 +68,41 @@ def test_an_offer_leaves_the_grammar_as_it_was() -> None:
     assert (grammar.accepted, grammar.bitmask()) == (0, before)
 
 
-def test_habits_lead_over_white_space_to_more_that_is_forced() -> None:
-    proposer, tokens = GrammarProposer(), len(model().tokenizer.encode(report(21, True)))
-    first = forwards(proposer, constrained("first"), report(21, True))
+@pytest.mark.parametrize("separators", [(", ", ": "), (",", ":"), (",\n  ", ": ")], ids=["spaced", "compact", "lines"])
+def test_guesses_by_habit_lead_to_more_that_is_forced(separators: tuple[str, str]) -> None:
+    proposer = GrammarProposer()
+    tokens = len(model().tokenizer.encode(report(21, True, separators)))
+    first = forwards(proposer, constrained("first"), report(21, True, separators))
     for number in range(4):
-        forwards(proposer, constrained(str(number)), report(10 + number, number % 2 == 0))
-    later = forwards(proposer, constrained("later"), report(17, False))
+        forwards(proposer, constrained(str(number)), report(10 + number, number % 2 == 0, separators))
+    later = forwards(proposer, constrained("later"), report(17, False, separators))
     assert later < first < tokens
-    assert tokens / later >= 3
+    assert tokens / later >= 4
+
+
+def test_a_guess_has_a_kind_and_a_chance_of_its_own() -> None:
+    proposer = GrammarProposer()
+    forwards(proposer, constrained("first"), report(21, True))
+    answering = constrained("second")
+    for token in model().tokenizer.encode(report(21, True).partition("_wind")[0]):
+        answering.answer.append(token)
+        answering.request.grammar.accept(token)  # type: ignore[union-attr]
+    offer = proposer.offer(answering)
+    assert offer is not None
+    assert {*offer.kinds} == {GRAMMAR, GUESS}
+    guessed = [chance for chance, kind in zip(offer.chances, offer.kinds, strict=True) if kind == GUESS]
+    forced = [chance for chance, kind in zip(offer.chances, offer.kinds, strict=True) if kind == GRAMMAR]
+    assert max(guessed) < min(forced)
+
+
+def test_nothing_is_guessed_within_free_text() -> None:
+    said = {"type": "object", "properties": {"said": {"type": "string"}}, "required": ["said"]}
+    proposer = GrammarProposer()
+    answering = row([1], grammar=model().quick_guide(request(**by(said))))
+    answering.answer += model().tokenizer.encode('{"said": "aaaa')
+    for token in model().tokenizer.encode("aaaaaaaaaaaaaaaa"):
+        assert proposer.offer(answering) is None
+        answering.answer.append(token)
 
 
 def test_habits_stay_within_a_namespace() -> None:
@@ -93,21 +124,3 @@ def test_a_row_without_a_grammar_is_offered_nothing() -> None:
     answering = row([1, 2])
     answering.answer.append(3)
     assert GrammarProposer().offer(answering) is None
-
-
-def test_a_habit_changes_with_what_is_seen() -> None:
-    habits = Habits()
-    for following in [5] * 10 + [6] * 10:
-        habits.observe(1, following)
-    guess = habits.guess(1)
-    assert guess is not None
-    assert guess[0] == 6
-    assert 0.5 < guess[1] <= 1
-
-
-def test_old_habits_are_forgotten() -> None:
-    habits = Habits()
-    for token in range(2_000):
-        habits.observe(token, 1)
-    assert habits.guess(0) is None
-    assert habits.guess(1_999) is not None

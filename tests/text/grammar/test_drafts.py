@@ -13,6 +13,7 @@ from llguidance import LLMatcher, LLParserLimits
 from tests.selection import examples
 from tests.text.guided import ANY_OBJECT, CITY, CLOCK, EOS, FORCED, OTHER_EOS, WEATHER, by, model, request
 from tests.text.structured import Schema, allowed, schema
+from worker.schedule.request import GrammarAhead
 from worker.text.grammar.builder import Grammars
 from worker.text.grammar.constraint import constraint_of, markup_of
 from worker.text.grammar.reasoning import ReasoningMask, ReasoningState
@@ -136,7 +137,7 @@ def test_a_draft_may_pass_the_end_of_the_reasoning_and_back() -> None:
 def test_a_forced_token_is_the_only_one_that_is_allowed(format: str, fields: dict[str, Any]) -> None:
     state, dice, forced = grammar(format, **fields), random.Random(0), 0
     for _ in range(60):
-        for token in state.forced():
+        for token in state.ahead([]).forced:
             assert allowed(state, model(format).count) == [token]
             state.accept(token)
             forced += 1
@@ -152,7 +153,7 @@ def test_most_of_an_object_with_long_names_is_forced() -> None:
     tokens = model().tokenizer.encode(text)
     place = 0
     while place < len(tokens):
-        ahead = [*state.forced()] or [tokens[place]]
+        ahead = [*state.ahead([]).forced] or [tokens[place]]
         assert tokens[place : place + len(ahead)] == ahead
         forced += len(ahead) if len(ahead) > 1 else 0
         for token in ahead:
@@ -164,12 +165,12 @@ def test_most_of_an_object_with_long_names_is_forced() -> None:
 @pytest.mark.parametrize("thinking", ["none", "open"])
 def test_nothing_is_forced_while_reasoning_is_possible(thinking: str) -> None:
     state = grammar(thinking=thinking, **by({"enum": ["extraordinarily"]}))
-    assert state.forced() == ()
+    assert state.ahead([]).forced == ()
 
 
 def test_a_forced_end_is_not_offered() -> None:
     state = fed(model().tokenizer.encode("{}"), **by({"enum": [{}]}))
-    assert state.forced() == ()
+    assert state.ahead([]).forced == ()
     assert state.valid_prefix([EOS]) == 0
 
 
@@ -179,6 +180,8 @@ def test_a_draft_that_exceeds_the_parsers_limits_harms_no_answer() -> None:
     matcher = LLMatcher(model().vocabulary, written, log_level=0, limits=LLParserLimits(max_items_in_row=300))
     state = RowGrammar(matcher, frozenset(ENDS))
     mask, draft = state.bitmask(), model().tokenizer.encode('{"')
+    assert state.ahead(draft).mask is None
+    assert (state.error, state.bitmask()) == (None, mask)
     assert state.masks_along(draft) == [mask]
     assert state.error is None
     assert state.bitmask() == mask
@@ -197,7 +200,7 @@ def test_more_tokens_than_are_recorded_cannot_be_taken_back() -> None:
 def test_a_grammar_that_has_failed_takes_no_draft() -> None:
     state = fed(model().tokenizer.encode("x"), **ANY_OBJECT)
     assert state.error
-    assert (state.forced(), state.valid_prefix([5])) == ((), 0)
+    assert (state.ahead([]), state.valid_prefix([5])) == (GrammarAhead(), 0)
     assert len(state.masks_along([5])) == 1
 
 

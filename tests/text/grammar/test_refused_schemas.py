@@ -67,7 +67,7 @@ from worker.text.vocabulary import Vocabulary
 )
 async def test_a_schema_that_cannot_be_held_to_is_refused_with_the_reason(asked: Schema, words: str) -> None:
     refused = await refusal(**by(asked))
-    assert refused.type == "invalid_request"
+    assert (refused.type, refused.param) == ("invalid_request", "response_format")
     assert words in refused.message
     assert len(refused.message) < 400
 
@@ -251,6 +251,7 @@ async def test_schemas_that_are_not_quick_are_rewritten_by_a_process_of_their_ow
     with pytest.raises(JobFailure) as refused:
         await fresh().create(request(**by({"oneOf": [{}, {}]})), Prompt((1,), "closed"))
     assert refused.value.message.startswith("response_format: #/oneOf: alternatives 1 and 2 may hold at once")
+    assert refused.value.param == "response_format"
     assert len(processes) == 3
 
 

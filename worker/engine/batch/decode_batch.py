@@ -18,7 +18,7 @@ from worker.engine.sampling.sampler import draw
 from worker.engine.speculation.head_drafts import PromptEntries
 from worker.engine.speculation.head_proposer import FedTokens
 from worker.engine.speculation.mtp import Network, RecordingTrunk
-from worker.engine.speculation.positions import Position, positions
+from worker.engine.speculation.positions import positions_after, take_back
 from worker.engine.speculation.verify import DrawnToken, Kept, draw_positions
 from worker.schedule.outcomes import Logprobs
 
@@ -155,9 +155,12 @@ class DecodeBatch:
             for row, token, is_finite in zip(self.rows, tokens, finite, strict=True)
         ]
 
-    def verify(self, inputs: Sequence[StepToken], drafts: Sequence[Draft], recurrence: Recurrence) -> VerifiedStep:
+    def verify(
+        self, inputs: Sequence[StepToken], drafts: Sequence[Draft], recurrence: Recurrence
+    ) -> VerifiedStep | None:
         """Feed each row its next input and its draft. Draws what `launch` would draw, whatever the drafts. Blocks until
-        all is computed. `inputs`: of `read_inputs`. `drafts`: of each row."""
+        all is computed. None, and the rows are as before, if a token was drawn from non-finite logits: a draft may be
+        the reason, and `launch` decides. `inputs`: of `read_inputs`. `drafts`: of each row."""
         fed = [(each.token, *(draft or ())) for each, draft in zip(inputs, drafts, strict=True)]
         width = max(map(len, fed))
         padded = [[*each, *[each[-1]] * (width - len(each))] for each in fed]
@@ -166,10 +169,19 @@ class DecodeBatch:
             with recurrence.recording(self._cache):
                 logits = self._network(mx.array(padded), cache=self._cache)
             mx.async_eval(logits)
-            asked = [[*_positions(each, draft)] for each, draft in zip(inputs, drafts, strict=True)]
+            asked = [
+                [*positions_after(each.row, each.token, draft or ())]
+                for each, draft in zip(inputs, drafts, strict=True)
+            ]
             kept = draw_positions(logits, fed, asked).keep([draft or () for draft in drafts])
+            clear = [index for index, each in enumerate(kept) if not (each.clean and each.tokens[-1].finite)]
+            if not all(each.tokens[-1].finite for each in kept):
+                verifying.discard(clear)
+                for each in inputs:
+                    take_back(each.row)
+                return None
             counts = [each.inputs for each in kept]
-            verifying.commit(counts, [index for index, each in enumerate(kept) if not each.clean])
+            verifying.commit(counts, clear)
         self.fed = self._recorded(counts, tuple(tuple(drawn.token for drawn in each.tokens) for each in kept))
         mx.async_eval([layer.state for layer in layers(self._cache)])
         self._next = _known([each.tokens[-1] for each in kept])
@@ -317,15 +329,6 @@ def _row_logprobs(rows: list[Row], logprobs: mx.array, drawn: mx.array) -> dict[
 
 def _known(drawn: Sequence[DrawnToken]) -> PendingTokens:
     return PendingTokens(mx.array([each.token for each in drawn]), mx.array([each.finite for each in drawn]), {})
-
-
-def _positions(row_input: StepToken, draft: Draft) -> Iterator[Position]:
-    """Yield the positions at which a row draws. Its grammar accepts its input, unless it has before."""
-    row = row_input.row
-    undelivered = [] if row.last_unfed else [row_input.token]
-    if undelivered and row.request.grammar:
-        row.request.grammar.accept(row_input.token)
-    yield from positions(row, undelivered, draft or ())
 
 
 def _delivered(row_input: StepToken, draft: Draft, kept: Kept) -> Iterator[StepToken]:

@@ -15,6 +15,7 @@ from worker.engine.batch.verifications import Verifications
 from worker.engine.isolation import isolate
 from worker.engine.speculation.mtp import Network
 from worker.engine.speculation.speculator import Speculator
+from worker.schedule.budget import GapLimit
 from worker.schedule.classes import Bounds, Decoding, class_of
 from worker.schedule.grouping import MeasuredCost, place, regroup
 
@@ -44,7 +45,6 @@ class Groups:
         self._launched_lengths: list[list[int]] = []  # lengths by group in the running step; empty if not measured
         self._steps, self._balanced = 0, True  # balanced: `rebalance` has nothing to do yet
         self._filled_at = 0.0  # the time at which the first of the rows joined
-        self.step_s: float | None = None  # seconds of a decode step, if one was timed since the last `step` began
 
     def __len__(self) -> int:
         return sum(len(group.rows) for group in self._groups)
@@ -83,20 +83,19 @@ class Groups:
         """Allocated bytes of the caches, by group."""
         return [group.nbytes for group in self._groups]
 
-    def step(self) -> tuple[list[StepToken], list[Row]]:
+    def step(self, gap: GapLimit | None = None) -> tuple[list[StepToken], list[Row]]:
         """Launch the next decode step of all groups, return the tokens of the last one that are not known yet, and the
         rows that failed in a group of their own: they cause the failure, and are removed. If a group of several rows
         failed, these are lost. Blocks until the last step has ended, or this one for groups that verify drafts: they
-        return its tokens too."""
+        return its tokens too. `gap`: limit of what drafts may add; None: no limit."""
         began = time.perf_counter()
         lengths = self.lengths
-        self.step_s = None
         self._steps += 1
-        self._balanced = self._steps % _REBALANCE_EVERY > 0
+        self._balanced = self._balanced and self._steps % _REBALANCE_EVERY > 0
         groups = [*self._groups]
         drafted = list[DecodeBatch]()
         with isolate("the choice of drafts"):
-            drafted = self.verifications.worthwhile(groups)
+            drafted = self.verifications.worthwhile(groups, gap)
         for group in groups:
             if group not in drafted:
                 with self._isolate(group, "the launch of a decode step"):
@@ -127,7 +126,6 @@ class Groups:
                     plain, running = [*plain, group], True
         if drafted:
             self._stopwatch.invalidate()
-            self.step_s = self.verifications.step_s or self.step_s
         return tokens, plain
 
     def collect_drawn(self) -> tuple[list[StepToken], list[Row]]:
@@ -158,11 +156,6 @@ class Groups:
         lost, self._lost = [*self._lost], {}
         return lost
 
-    @property
-    def idle(self) -> bool:
-        """True if no step is running on the device."""
-        return not self._stopwatch.running
-
     def wait(self) -> None:
         """Block until the running step has ended, so that it and the next work of the device can be timed."""
         if self._stopwatch.running:
@@ -177,7 +170,11 @@ class Groups:
             self._cost.observe(self._launched_lengths, seconds)
             if len(self._launched_lengths) == 1:
                 self.verifications.observe_plain(len(self._launched_lengths[0]), seconds)
-            self.step_s = seconds
+
+    @property
+    def step_s(self) -> float:
+        """Expected seconds of the next decode step of the present rows without drafts; 0 before any is measured."""
+        return self._cost.expected_s(self.lengths)
 
     @property
     def forward_s(self) -> float:
@@ -216,6 +213,10 @@ class Groups:
         index = place(length, self.lengths, self._cost.cost())
         return self._groups[index].join_copy_bytes(length) if index < len(self._groups) else 0
 
+    def added_step_s(self, length: int) -> float:
+        """Return the expected seconds that a decode step takes longer once a row of `length` tokens has joined."""
+        return self._cost.added_s(self.lengths, length)
+
     def cache_of(self, row: Row) -> Iterator[tuple[list[Any], int]]:
         """Yield the cache that holds the row and the row's index in it; nothing if the row does not decode. Reading the
         cache blocks until the running step has ended."""
@@ -225,6 +226,7 @@ class Groups:
     def add(self, computed: Sequence[ComputedRow]) -> None:
         """Add rows to groups, or to new ones. Blocks. If it raises, some of them may have been added."""
         self._stopwatch.invalidate()
+        self._balanced = False
         self._filled_at = self._filled_at if len(self) else time.perf_counter()
         joining: dict[DecodeBatch, list[ComputedRow]] = {}
         for each in computed:
@@ -232,7 +234,7 @@ class Groups:
             joining.setdefault(self._group_for(each.row, planned), []).append(each)
         for group, rows in joining.items():
             group.add(rows)
-            self.verifications.add_prompts(rows)
+            self.verifications.join(group, rows)
             self._track(group)
 
     def restore(self, preempted: PreemptedRow) -> None:
@@ -271,11 +273,12 @@ class Groups:
 
     def rebalance(self) -> None:
         """Move rows to other groups if that makes steps faster and fits into memory. Checks every `_REBALANCE_EVERY`
-        steps, and after the bounds have changed. Blocks if rows are moved. If it raises, the groups must be cleared."""
+        steps, after rows have joined, and after the bounds have changed. Blocks if rows are moved. If it raises, the
+        groups must be cleared."""
         if self._balanced:
             return
         self._balanced = True
-        trusted = self._trusted()
+        trusted = [group for group in self._groups if not any(row.suspect for row in group.rows)]
         classes = [class_of(row.end, self._bounds) for group in trusted for row in group.rows]
         better = regroup([group.lengths for group in trusted], self._cost.cost(), classes)
         if better is None:
@@ -310,9 +313,6 @@ class Groups:
     def _of_class(self, row: Row, groups: Mapping[DecodeBatch, list[Row]]) -> list[DecodeBatch]:
         number, decoding = class_of(row.end, self._bounds), self.decoding([*groups.values()])
         return [[*groups][i] for i in decoding.of_class(number, self._bounds)]
-
-    def _trusted(self) -> list[DecodeBatch]:
-        return [group for group in self._groups if not any(row.suspect for row in group.rows)]
 
     def _group_of(self, row: Row) -> DecodeBatch:
         return next(group for group in self._groups if row in group.rows)

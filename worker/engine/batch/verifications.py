@@ -2,11 +2,15 @@
 
 import time
 from collections.abc import Iterable, Sequence
+from math import inf
+from weakref import WeakKeyDictionary
 
 from worker.engine.batch.decode_batch import ComputedRow, DecodeBatch, StepToken
 from worker.engine.batch.row import Row
 from worker.engine.speculation.speculator import Speculator
+from worker.schedule.budget import GapLimit
 from worker.schedule.outcomes import Speculated
+from worker.schedule.speculation.backoff import Backoff
 
 
 class Verifications:
@@ -14,8 +18,9 @@ class Verifications:
 
     def __init__(self, speculator: Speculator) -> None:
         self._speculator = speculator
+        self._backoffs = WeakKeyDictionary[DecodeBatch, Backoff]()
+        self._more_s = inf  # most seconds that drafts may add to the forward of each group in this step
         self.drafts: list[Speculated] = []  # verified in the last step
-        self.step_s = 0.0  # seconds that the verifications of the last step took
         self.tokens = 0  # rows x width of the largest of them
 
     @property
@@ -23,27 +28,46 @@ class Verifications:
         """Most tokens of a draft."""
         return self._speculator.max_draft
 
-    def worthwhile(self, groups: Sequence[DecodeBatch]) -> list[DecodeBatch]:
-        """Return the groups that are expected to gain from drafts in their next step."""
-        return [group for group in groups if self._speculator.is_worthwhile(group.rows)]
+    def worthwhile(self, groups: Sequence[DecodeBatch], gap: GapLimit | None = None) -> list[DecodeBatch]:
+        """Return the groups that are expected to gain from drafts in their next step. `gap`: limit of the step."""
+        if not self.max_draft:
+            return []
+        self._more_s = self._share_s(groups, gap) if gap else inf
+        return [group for group in groups if self._is_worthwhile(group)]
+
+    def _share_s(self, groups: Sequence[DecodeBatch], gap: GapLimit) -> float:
+        """Return the most seconds that drafts may add to the forward of each group."""
+        plain_s = sum(self._speculator.plain_s(len(group.rows)) or 0.0 for group in groups)
+        running = any(not row.last_unfed for group in groups for row in group.rows)
+        return (gap.verify_s(plain_s, running=running) - plain_s) / max(1, len(groups))
+
+    def _is_worthwhile(self, group: DecodeBatch) -> bool:
+        backoff = self._backoffs.setdefault(group, Backoff())
+        due = backoff.is_due()
+        worthwhile = self._speculator.is_worthwhile(group.rows, all_proposers=due, more_s=self._more_s)
+        if due:
+            backoff.observe(worthwhile)
+        return worthwhile
 
     def begin_step(self) -> None:
         """Forget the last step."""
         self.drafts = []
-        self.step_s, self.tokens = 0.0, 0
+        self.tokens = 0
 
     def verify(self, group: DecodeBatch, inputs: Sequence[StepToken], *, alone: bool) -> list[StepToken] | None:
-        """Verify the drafts of a group, and return the tokens to deliver. None, and nothing is done, if no draft is
-        worthwhile after these inputs. Blocks. `alone`: the device does nothing else meanwhile, so the time counts."""
+        """Verify the drafts of a group, and return the tokens to deliver. None, and the rows are as before, if no draft
+        is worthwhile after these inputs, or if a plain step is needed: see `DecodeBatch.verify`. Blocks. `alone`: the
+        device does nothing else meanwhile, so the time counts."""
         began = time.perf_counter()
         self._speculator.prepare(group, inputs, group.fed)
-        drafts = self._speculator.drafts(inputs)
+        drafts = self._speculator.drafts(inputs, self._more_s)
         if not any(drafts):
             return None
         step = group.verify(inputs, drafts, self._speculator.recurrence)
+        if step is None:
+            return None
         self.drafts += self._speculator.observe_verified(inputs, drafts, step.right)
         seconds = time.perf_counter() - began
-        self.step_s += seconds
         width = 1 + max(len(draft) for draft in drafts if draft)
         self.tokens = max(self.tokens, len(inputs) * width)
         if alone:
@@ -54,8 +78,9 @@ class Verifications:
         """Record the seconds of a plain step of a single group."""
         self._speculator.observe_forward(rows, 1, seconds)
 
-    def add_prompts(self, rows: Iterable[ComputedRow]) -> None:
-        """Take over an MTP head's entries of prompts, whose rows join a group."""
+    def join(self, group: DecodeBatch, rows: Iterable[ComputedRow]) -> None:
+        """Take over an MTP head's entries of prompts, whose rows have joined a group, and ask them for drafts soon."""
+        self._backoffs.pop(group, None)
         for each in rows:
             self._speculator.add_prompt(each.row.id, each.entries)
 

@@ -18,9 +18,12 @@ from worker.engine.cache.layers import layers
 from worker.engine.cache.segments import KVSegment, StateSnapshot, is_sliceable
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.errors import CannotStart
+from worker.prefix_store.encryption import NoCryptography
 from worker.prefix_store.format import Place, Tensor
 from worker.prefix_store.index import Chain
-from worker.prefix_store.store import NewPlace, PrefixStore, Reading, ReadPlace, StoreOptions
+from worker.prefix_store.reader import Reading, ReadPlace
+from worker.prefix_store.store import PrefixStore, StoreOptions
+from worker.prefix_store.writer import NewPlace
 
 _DTYPES = {
     mx.bfloat16: "BF16", mx.float16: "F16", mx.float32: "F32", mx.bool_: "BOOL", mx.uint8: "U8", mx.int8: "I8",
@@ -45,6 +48,8 @@ class DiskTier:
             self._store.open()
         except OSError as error:
             raise CannotStart(f"SLUICE_PREFIX_DISK_DIR={options.folder}: {error}; give a writable folder") from error
+        except NoCryptography as error:
+            raise CannotStart(f"SLUICE_PREFIX_DISK_KEY: {error}") from None
 
     @property
     def pending_bytes(self) -> int:
@@ -57,28 +62,36 @@ class DiskTier:
         return self._store.read_bytes_s
 
     def write(
-        self, namespace: str, path: tuple[int, ...], tokens: int, segment: KVSegment, state: StateSnapshot | None
+        self,
+        namespace: str,
+        path: tuple[int, ...],
+        tokens: int,
+        segment: KVSegment,
+        state: StateSnapshot | None,
+        *,
+        pinned: bool = False,
     ) -> bool:
         """Let the last `tokens` tokens of a prefix be written, with the state after them, unless they are stored.
-        Copies nothing. Returns False if too much waits to be written."""
+        `pinned`: keep them from being removed for space. Copies nothing. Returns False if too much waits to be
+        written."""
         arrays = [*segment.buffers]
         layout = {"buffers": len(arrays), "state": None if state is None else [*_encoded(state, arrays)]}
         tensors = tuple(Tensor(_DTYPES[array.dtype], array.shape, _bytes_of(array)) for array in arrays)
         place = Place(namespace, path[len(path) - tokens :], json.dumps(layout), tensors)
-        return self._store.write(NewPlace(path, state is not None, place))
+        return self._store.write(NewPlace(path, state is not None, place, pinned))
 
     def find(self, namespace: str, tokens: tuple[int, ...], *, held: Collection[int], longer_than: int) -> Chain | None:
         """Return the files of the longest stored prefix; see `Index.find`."""
         stateful = bool(self._states)
         return self._store.find(namespace, tokens, stateful=stateful, held=held, longer_than=longer_than)
 
-    def sizes(self, chain: Chain) -> list[int]:
-        """Return the bytes of each file."""
-        return [self._store.size_of(name) for name in chain.files]
-
     def read(self, chain: Chain) -> Reading:
-        """Start to read files."""
+        """Start to read files, or return the reading of the same files that is under way."""
         return self._store.read(chain)
+
+    def give_up(self, reading: Reading, waited_s: float) -> None:
+        """Record that a reading took too long: until the reader has ended it, no prefix is found."""
+        self._store.give_up(reading, waited_s)
 
     def restore(self, place: ReadPlace) -> tuple[KVSegment, StateSnapshot | None]:
         """Return the segment and the snapshot that a file holds; they share the memory of its buffers. Raises
@@ -100,7 +113,7 @@ class DiskTier:
             yield layer
 
     def forget(self, namespace: str, tokens: tuple[int, ...]) -> None:
-        """Remove the files of these tokens. Blocks."""
+        """Remove the files along these tokens."""
         self._store.forget(namespace, tokens)
 
     def wait_for_room(self, nbytes: int, until_s: float) -> bool:

@@ -1,20 +1,33 @@
 """What a prefix cache with a disk tier hands over to it, and takes back."""
 
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from worker.engine.cache.disk import DiskTier
 from worker.engine.cache.segments import KVSegment, StateSnapshot
 from worker.engine.isolation import isolate
 from worker.prefix_store.index import Chain
-from worker.prefix_store.store import Reading
+from worker.prefix_store.reader import Reading
 from worker.schedule.cache.disk import writes_early
 from worker.schedule.cache.prefix import Evicted, Found, Node, PrefixTree
 
 Tree = PrefixTree[KVSegment, StateSnapshot]
 
-# Returns True to load: (tokens gained, tokens before them, bytes of each file, bytes per second)
-IsWorthwhile = Callable[[int, int, Sequence[int], float], bool]
+
+@dataclass(frozen=True, slots=True)
+class LoadSize:
+    """A load that could begin now."""
+
+    tokens: int  # that need not be computed then
+    start: int  # tokens before them
+    file_bytes: tuple[int, ...]
+    bytes_per_s: float  # measured speed of reading
+    waiting_bytes: int  # of the loads that have begun, and come before this one
+
+
+# Returns the seconds after which the load is given up; None if it should not begin.
+LoadLimit = Callable[[LoadSize], float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +58,12 @@ class DurablePrefixes:
     def __init__(self, tree: Tree, tier: DiskTier) -> None:
         self._tree = tree
         self._tier = tier
+        self._readings: list[weakref.ref[Reading]] = []  # whose content is not inserted yet, in the order of begin
 
     @property
     def pending_bytes(self) -> int:
         """Bytes of evicted data in memory that wait to be written."""
         return self._tier.pending_bytes
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Measured speed of reading."""
-        return self._tier.bytes_per_s
 
     # Writing
 
@@ -78,20 +87,39 @@ class DurablePrefixes:
             if node.end <= found.length and writes_early(node.uses) and node.segment:
                 self._write_node(node)
 
+    def store(self, namespace: str, tokens: tuple[int, ...], start: int) -> int | None:
+        """Let the nodes along these tokens be written and pinned, except for those that end at `start` or before.
+        Returns the end of the last one if no more can wait to be written now; None if all are handed over."""
+        path, matched = self._tree.walk(namespace, tokens)
+        for node in path:
+            if start < node.end <= matched:
+                if not self._write_node(node, pinned=True):
+                    return start
+                start = node.end
+        return None
+
     def _segment_at(self, namespace: str, tokens: tuple[int, ...]) -> KVSegment | None:
         path, _ = self._tree.walk(namespace, tokens)
         return path[-1].segment if path and path[-1].end == len(tokens) else None
 
-    def _write_node(self, node: Node[KVSegment, StateSnapshot]) -> bool:
+    def _write_node(self, node: Node[KVSegment, StateSnapshot], *, pinned: bool = False) -> bool:
         assert node.segment is not None, "the root is never written"
-        return self._write(node.namespace, node.prefix, len(node.tokens), node.segment, node.snapshot)
+        length = len(node.tokens)
+        return self._write(node.namespace, node.prefix, length, node.segment, node.snapshot, pinned=pinned)
 
     def _write(
-        self, namespace: str, tokens: tuple[int, ...], length: int, segment: KVSegment, snapshot: StateSnapshot | None
+        self,
+        namespace: str,
+        tokens: tuple[int, ...],
+        length: int,
+        segment: KVSegment,
+        snapshot: StateSnapshot | None,
+        *,
+        pinned: bool = False,
     ) -> bool:
         accepted = True  # after a failure too: another attempt would fail as well
         with isolate(f"writing a prefix of {len(tokens)} tokens to disk"):
-            accepted = self._tier.write(namespace, tokens, length, segment, snapshot)
+            accepted = self._tier.write(namespace, tokens, length, segment, snapshot, pinned=pinned)
         return accepted
 
     def close(self) -> None:
@@ -104,28 +132,64 @@ class DurablePrefixes:
 
     # Reading
 
-    def find(
-        self, namespace: str, tokens: tuple[int, ...], matched: int, max_bytes: int
-    ) -> tuple[Chain, list[int]] | None:
-        """Return the files that hold more of the tokens than the `matched` ones that can be loaded from memory, and
-        the bytes of each; None if there are none, or they exceed `max_bytes`."""
+    @property
+    def loading_bytes(self) -> int:
+        """Bytes of the files whose content will be inserted into the tree."""
+        return sum(reading.chain.nbytes for reading in self._loading())
+
+    def _loading(self) -> list[Reading]:
+        readings = [reading for reference in self._readings if (reading := reference()) is not None]
+        self._readings = [weakref.ref(reading) for reading in readings]
+        return readings
+
+    def find(self, namespace: str, tokens: tuple[int, ...], matched: int) -> Chain | None:
+        """Return the files that hold more of the tokens than the `matched` ones that can be loaded from memory; None if
+        there are none."""
         path, end = self._tree.walk(namespace, tokens)
         held = [node.end for node in path if node.end <= end]
-        if (chain := self._tier.find(namespace, tokens, held=held, longer_than=matched)) is None:
-            return None
-        sizes = self._tier.sizes(chain)
-        return (chain, sizes) if sum(sizes) <= max_bytes else None
+        return self._tier.find(namespace, tokens, held=held, longer_than=matched)
+
+    def size_of(self, chain: Chain, matched: int) -> LoadSize:
+        """Return the size of the load of these files, of which memory holds the first `matched` tokens."""
+        tokens = len(chain.tokens) - matched
+        waiting_bytes = self.loading_bytes - (chain.nbytes if self.is_loading(chain) else 0)
+        return LoadSize(tokens, matched, chain.sizes, self._tier.bytes_per_s, waiting_bytes)
+
+    def is_loading(self, chain: Chain) -> bool:
+        """Return True if these files are being read, so that reading them takes no more memory."""
+        return any(reading.chain.files == chain.files and not reading.done for reading in self._loading())
 
     def read(self, chain: Chain) -> Reading:
-        """Start to read files. They are given up if the caller drops the returned object."""
-        return self._tier.read(chain)
+        """Start to read files, or return the reading of the same files that is under way. It is given up if all callers
+        drop the returned object."""
+        reading = self._tier.read(chain)
+        if reading not in self._loading():
+            self._readings.append(weakref.ref(reading))
+        return reading
+
+    def give_up(self, reading: Reading, waited_s: float) -> None:
+        """Record that a reading took too long: until the reader has ended it, no prefix is found."""
+        self._tier.give_up(reading, waited_s)
+
+    def cancel_loads(self, max_bytes: int) -> None:
+        """End the last loads until those left take at most `max_bytes`. Their prompts are computed."""
+        for reading in reversed(self._loading()):
+            if self.loading_bytes <= max_bytes:
+                break
+            reading.cancel()
+            self._forget_load(reading)
 
     def restored(self, reading: Reading) -> "list[Restored]":
-        """Return what was read, file by file. Raises ValueError if it is not of this network."""
+        """Return what was read, file by file, which is the caller's to insert. Raises ValueError if it is not of this
+        network."""
+        self._forget_load(reading)
         names = (place.header.name for place in reading.places)
         pairs = zip(names, map(self._tier.restore, reading.places), strict=True)
         return [Restored(name.start, name.end, segment, snapshot) for name, (segment, snapshot) in pairs]
 
+    def _forget_load(self, reading: Reading) -> None:
+        self._readings = [weakref.ref(each) for each in self._loading() if each is not reading]
+
     def forget(self, namespace: str, tokens: tuple[int, ...]) -> None:
-        """Remove what the disk holds of these tokens. Blocks."""
+        """Remove the files along these tokens."""
         self._tier.forget(namespace, tokens)

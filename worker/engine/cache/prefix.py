@@ -5,6 +5,7 @@ states, rotating windows) are cached as snapshots at chosen positions. Restored 
 tokens, so a cache hit yields the same tokens as a miss."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import mlx.nn as nn
 
 from worker.engine.cache import slots
 from worker.engine.cache.disk import DiskTier
-from worker.engine.cache.durable import DurablePrefixes, IsWorthwhile, Restored
+from worker.engine.cache.durable import DurablePrefixes, LoadLimit, Restored
 from worker.engine.cache.segments import (
     KVSegment,
     StateSnapshot,
@@ -26,11 +27,19 @@ from worker.engine.cache.segments import (
 from worker.engine.isolation import isolate
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.prefix_store.index import Chain
-from worker.prefix_store.store import Reading
+from worker.prefix_store.reader import Reading
 from worker.schedule.cache.prefix import Found, PrefixTree, checkpoint_positions
 from worker.schedule.memory import BUFFER_TOKENS
 
 GRID = 2048  # tokens between state snapshots that are not at a boundary
+
+
+@dataclass(frozen=True, slots=True)
+class StartedLoad:
+    """A prefix that is read from disk for one prompt."""
+
+    reading: Reading
+    limit_s: float  # after which the prompt is computed instead
 
 
 class PrefixCache:
@@ -115,25 +124,40 @@ class PrefixCache:
             _, matched = self._tree.walk(namespace, tokens)
             return token_bytes(cache) * (len(tokens) - matched) + (state.nbytes if state else 0)
 
-        self._shrink(self._limit - bytes_needed())
+        if bytes_needed() > self._room:
+            return
+        self._shrink(self._room - bytes_needed())
         # Shrinking may have evicted a part of this prefix, so more is needed now.
-        if self._tree.nbytes + bytes_needed() > self._limit:
+        if self._tree.nbytes + bytes_needed() > self._room:
             return
         if state:
             slots.materialize(state.layers)
         self._tree.insert(namespace, tokens, partial(copy_segment, cache, index), state)
 
     def set_limit(self, max_bytes: int) -> None:
-        """Limit the size to `max_bytes` until the next call, and evict what exceeds it. The size given at the start is
-        never exceeded."""
+        """Limit the size to `max_bytes` until the next call, and evict what exceeds it; loads from disk that do not fit
+        any more are ended. The size given at the start is never exceeded."""
         self._limit = max(0, min(self._max_bytes, max_bytes))
-        self._shrink(self._limit)
+        if self._durable:
+            self._durable.cancel_loads(self._limit)
+        self._shrink(self._room)
+
+    @property
+    def _room(self) -> int:
+        """Most bytes of the tree: those of loads that have begun are reserved."""
+        return self._limit - (self._durable.loading_bytes if self._durable else 0)
 
     def _shrink(self, max_bytes: int) -> None:
         """Evict what exceeds the bytes."""
         evicted = self._tree.shrink(max_bytes)
         if self._durable and evicted:
             self._durable.spill(evicted)
+
+    def store(self, namespace: str, tokens: tuple[int, ...], start: int = 0) -> int | None:
+        """Let the longest cached prefix be written to disk, if there is a disk tier, and never be removed from there
+        for space. `start`: tokens of it that were handed over. Returns that number if not all can wait to be written
+        now; call again later. None: all are handed over."""
+        return self._durable.store(namespace, tokens, start) if self._durable else None
 
     def close(self) -> None:
         """Write all prefixes to disk, if there is a disk tier, as far as time allows. Blocks. The cache must not be
@@ -143,37 +167,52 @@ class PrefixCache:
 
     # From disk
 
-    def read_from_disk(self, namespace: str, tokens: tuple[int, ...], is_worthwhile: IsWorthwhile) -> Reading | None:
-        """Start to read the longest prefix on disk if that is worthwhile and longer than the one in memory.
-        `is_worthwhile`: see `IsWorthwhile`."""
+    def read_from_disk(self, namespace: str, tokens: tuple[int, ...], limit_of: LoadLimit) -> StartedLoad | None:
+        """Start to read the longest prefix on disk if that is worthwhile, longer than the one in memory, and fits into
+        the cache beside the loads that have begun. Evicts what it replaces. `limit_of`: see `LoadLimit`."""
         matched = self.match_length(namespace, tokens)
-        if self._durable is None or (found := self._durable.find(namespace, tokens, matched, self._limit)) is None:
+        if self._durable is None or (chain := self._durable.find(namespace, tokens, matched)) is None:
             return None
-        chain, sizes = found
-        gained = len(chain.tokens) - matched
-        return self._durable.read(chain) if is_worthwhile(gained, matched, sizes, self._durable.bytes_per_s) else None
+        limit_s = limit_of(self._durable.size_of(chain, matched))
+        if limit_s is None or (chain.nbytes > self._room and not self._durable.is_loading(chain)):
+            return None
+        self._touch_all(namespace, tokens)
+        reading = self._durable.read(chain)
+        self._shrink(self._room)
+        return StartedLoad(reading, limit_s)
+
+    def _touch_all(self, namespace: str, tokens: tuple[int, ...]) -> None:
+        """Mark all nodes along these tokens as most recently used, also those without a state."""
+        path, matched = self._tree.walk(namespace, tokens)
+        self._tree.touch(Found(matched, tuple(path)))
+
+    def give_up_load(self, reading: Reading, waited_s: float) -> None:
+        """Record that a prefix is computed, since it was not read within `waited_s` seconds."""
+        if self._durable:
+            self._durable.give_up(reading, waited_s)
 
     def insert_from_disk(self, reading: Reading) -> int:
         """Insert what was read, as far as it fits. Returns the length of the prefix that the cache holds then. Blocks
         if the cache has divided the prefix otherwise, which makes copies. A failure is logged."""
         chain = reading.chain
         with isolate(f"loading a prefix of {len(chain.tokens)} tokens from disk"):
-            self._insert_restored(chain, self._durable.restored(reading) if self._durable else [])
+            restored = self._durable.restored(reading) if self._durable else []
+            if self.match_length(chain.namespace, chain.tokens) < len(chain.tokens):  # else another prompt was first
+                self._insert_restored(chain, restored)
         return self.match_length(chain.namespace, chain.tokens)
 
     def _insert_restored(self, chain: Chain, restored: Sequence[Restored]) -> None:
-        path, matched = self._tree.walk(chain.namespace, chain.tokens)
-        self._tree.touch(Found(matched, tuple(path)))
-        nbytes = sum(each.nbytes for each in restored)
-        self._shrink(self._limit - nbytes)
+        self._touch_all(chain.namespace, chain.tokens)
+        self._shrink(self._room - sum(each.nbytes for each in restored))
         for each in restored:
             _, matched = self._tree.walk(chain.namespace, chain.tokens)
             # Shrinking may have evicted the tokens before these.
-            if matched >= each.start and self._tree.nbytes + each.nbytes <= self._limit:
+            if matched >= each.start and self._tree.nbytes + each.nbytes <= self._room:
                 self._tree.insert(chain.namespace, chain.tokens[: each.end], each.part, each.snapshot)
 
     def forget_non_finite(self, namespace: str, tokens: tuple[int, ...]) -> None:
-        """Drop the first cached node along these tokens that is not finite, and every node that extends it. Blocks."""
+        """Drop the first cached node along these tokens that is not finite, and every node that extends it, and the
+        files along these tokens. Blocks."""
         path, _ = self._tree.walk(namespace, tokens)
         non_finite = (node for node in path if not (is_finite(node.segment) and is_finite(node.snapshot)))
         if (first := next(non_finite, None)) is not None:

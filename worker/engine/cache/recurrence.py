@@ -8,6 +8,7 @@ pull request 1821 does the same.
 `Stepping`: each layer with a state is called once per token, and the states after each token are recorded. For any
 other recurrence; reads the weights of these layers once per token."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -28,6 +29,9 @@ class Recurrence(Protocol):
     def recording(self, cache: Sequence[Any]) -> AbstractContextManager[None]:
         """Record, while the context is open and a forward builds its graph, how the states of the cache advance."""
 
+    def held_states(self, width: int) -> int:
+        """Return the number of states of a row that exist until a forward of `width` tokens is committed."""
+
 
 class NoRecurrence:
     """For models without recurrent states."""
@@ -36,6 +40,10 @@ class NoRecurrence:
     def recording(self, cache: Sequence[Any]) -> Iterator[None]:
         """Record nothing."""
         yield
+
+    def held_states(self, width: int) -> int:
+        """Return 1: there are none to keep."""
+        return 1
 
 
 class Replay:
@@ -51,6 +59,11 @@ class Replay:
         states = _Recorder([layer for layer in layers(cache) if isinstance(layer, SlotArraysCache)])
         with states.observed(), replaced_recurrence(self._modules, states.gated_delta, states.ssm, states.convolve):
             yield
+
+    def held_states(self, width: int) -> int:
+        """Return those before and after the forward, and those after each token if the model uses `ssm_update`."""
+        stepped = any(hasattr(sys.modules[name], "ssm_update") for name in self._modules)
+        return width + 2 if stepped else 2
 
 
 class _Recorder:
@@ -147,6 +160,10 @@ class Stepping:
         """Record the states after each token."""
         with wrapped_calls(self._kinds, _stepped):
             yield
+
+    def held_states(self, width: int) -> int:
+        """Return those before and after the forward, and those after each token."""
+        return width + 2
 
 
 def _stepped(call: Callable[..., Any], module: nn.Module, *given: Any, **named: Any) -> Any:

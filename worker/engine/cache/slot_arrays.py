@@ -82,8 +82,8 @@ class SlotArraysCache(ArraysCache):
         advances = {**self._advances, **{i: _window_after(states[i], inputs) for i, inputs in convolved.items()}}
         return [advances[i](kept) if i in advances else None for i in range(len(states))]
 
-    def roll_back(self) -> None:
-        """Return to the states before the forward."""
+    def roll_back(self, clear: Collection[int] = ()) -> None:
+        """Return to the states before the forward. `clear` is not used."""
         if self._before is not None:
             self.cache = self._before
         self._forget_forward()

@@ -106,19 +106,25 @@ class SlotKVCache:
     def commit(self, counts: Sequence[int], clear: Collection[int] = ()) -> None:
         """Keep the first `counts[i]` of the tokens that were fed to row i. The others stay behind a mask, and later
         tokens overwrite them; for the rows of `clear`, they are overwritten with zeros now."""
-        width, self._width = self._width, 0
+        self._end_forward(counts, clear)
         lengths, positions = self._current()
+        lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
+        self._set_rows(lengths, [at + count for at, count in zip(positions, counts, strict=True)], self._ends)
+
+    def roll_back(self, clear: Collection[int] = ()) -> None:
+        """Keep none of the tokens that were fed after `begin`. `clear`: as for `commit`."""
+        self._end_forward([0] * self.rows, clear)
+
+    def _end_forward(self, counts: Sequence[int], clear: Collection[int]) -> None:
+        """Let the next forward feed one token to each row. In the rows of `clear`, overwrite the tokens after the first
+        `counts[i]` with zeros."""
+        width, self._width = self._width, 0
+        lengths, _ = self._current()
         for row in clear:
             columns = self._column(lengths[row] + counts[row] + mx.arange(width - counts[row]))
             for buffer in self.state:
                 if buffer.size and counts[row] < width:  # scattering nothing divides by zero (MLX 0.32.4)
                     buffer[row, :, columns] = 0
-        lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
-        self._set_rows(lengths, [at + count for at, count in zip(positions, counts, strict=True)], self._ends)
-
-    def roll_back(self) -> None:
-        """Keep none of the tokens that were fed after `begin`."""
-        self._width = 0
 
     def drop_last(self, tokens: int) -> None:
         """Drop the last `tokens` tokens of each row, which were fed one by one: later ones overwrite them."""
@@ -264,12 +270,13 @@ class SlotKVCache:
         return new
 
     def _shrink(self) -> None:
-        """Free memory if less than half of it would do, spare room included."""
+        """Free memory if less than a quarter of it would do, spare room included: the next long row would need it
+        again, and while other rows wait for memory, `tighten` is called."""
         if self.rows == 0:
             self.keys = self.values = None
             self.nbytes = 0
         else:
-            self._shrink_to(share=2)
+            self._shrink_to(share=4)
 
     def tighten(self) -> None:
         """Free memory that the rows do not need. The usual padding stays. Blocks."""

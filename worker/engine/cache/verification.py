@@ -17,8 +17,8 @@ class CommittingLayer(Protocol):
         """Keep the first `counts[i]` >= 1 of the tokens of row i. `clear`: rows of which no value of the other tokens
         may stay in a buffer, since one is not finite."""
 
-    def roll_back(self) -> None:
-        """Keep no token of the forward."""
+    def roll_back(self, clear: Collection[int] = ()) -> None:
+        """Keep no token of the forward. `clear`: as for `commit`."""
 
 
 class Verification:
@@ -39,11 +39,16 @@ class Verification:
             layer.commit(counts, clear)
         self._open = False
 
+    def discard(self, clear: Collection[int] = ()) -> None:
+        """Keep no token of the forward. `clear`: see `CommittingLayer`."""
+        for layer in self._layers:
+            layer.roll_back(clear)
+        self._open = False
+
     def end(self) -> None:
         """Keep no token of the forward unless `commit` has succeeded."""
         if self._open:
-            for layer in self._layers:
-                layer.roll_back()
+            self.discard()
 
 
 @contextmanager

@@ -127,7 +127,7 @@ class _Uncommitted:
     def commit(self, counts: Sequence[int], clear: Sequence[int] = ()) -> None:
         """Do nothing."""
 
-    def roll_back(self) -> None:
+    def roll_back(self, clear: Sequence[int] = ()) -> None:
         """Do nothing."""
 
 

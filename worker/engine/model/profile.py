@@ -95,6 +95,7 @@ class ModelProfile:
             weights_bytes=weights_bytes,
             kv_layers=tuple(KVLayers(sum(each), max(each), window) for window, each in kinds.items()),
             state_bytes=sum(layer.fixed_bytes for layer in self.layers),
+            state_layer_bytes=max((layer.fixed_bytes for layer in self.layers), default=0),
             chunk_token_bytes=self.chunk_token_bytes,
             score_bytes=self.score_bytes,
             draft_bytes=draft_bytes,

@@ -1,39 +1,39 @@
 """The stage of a prompt in which a part of it is loaded from disk into the prefix cache."""
 
-from worker.engine.cache.durable import IsWorthwhile
-from worker.engine.cache.prefix import PrefixCache
+import time
+
+from worker.engine.cache.durable import LoadLimit
+from worker.engine.cache.prefix import PrefixCache, StartedLoad
 from worker.engine.prefill.stage import Ended, Phase, Progress, Stage
-from worker.prefix_store.store import Reading
 from worker.schedule.outcomes import Loaded
 
 
 class Load(Stage):
     """Waits for another thread to read the prefix, and inserts it into the prefix cache, from which the prompt is then
     loaded like any other. Not needed if the disk holds no more than memory, or if computing is expected to be
-    faster."""
+    faster. Given up if it takes longer than that."""
 
     phase: Phase = Loaded.phase
     before_prefix = True
     takes_chunk = False
 
-    def __init__(
-        self, id: str, namespace: str, key: tuple[int, ...], prefix: PrefixCache, is_worthwhile: IsWorthwhile
-    ) -> None:
+    def __init__(self, id: str, namespace: str, key: tuple[int, ...], prefix: PrefixCache, limit_of: LoadLimit) -> None:
         """`id`: of the request. `key`: cache key of the tokens that may be loaded."""
         self._id = id
         self._namespace = namespace
         self._key = key
         self._prefix = prefix
-        self._is_worthwhile = is_worthwhile
+        self._limit_of = limit_of
         self._decided = False
         self._reported = False
-        self._reading: Reading | None = None
+        self._load: StartedLoad | None = None
+        self._began_s = 0.0
         self._start = 0
 
     @property
     def total(self) -> int:
         """Tokens of the prefix in memory after the stage."""
-        return len(self._reading.chain.tokens) if self._reading else self._start
+        return len(self._load.reading.chain.tokens) if self._load else self._start
 
     @property
     def remaining(self) -> int:
@@ -48,12 +48,15 @@ class Load(Stage):
     @property
     def needed(self) -> bool:
         """True while the prefix is read."""
-        return self._reading is not None
+        return self._load is not None
 
     @property
     def ready(self) -> bool:
-        """True if the prefix has been read, and once before, to report that it is read."""
-        return not self._reported or self._reading is None or self._reading.done
+        """True if the prefix has been read or takes too long, and once before, to report that it is read."""
+        return not self._reported or self._load is None or self._load.reading.done or self._is_late(self._load)
+
+    def _is_late(self, load: StartedLoad) -> bool:
+        return time.monotonic() - self._began_s >= load.limit_s
 
     @property
     def held_tokens(self) -> int:
@@ -66,17 +69,25 @@ class Load(Stage):
             return
         self._decided = True
         self._start = min(start, len(self._key))
-        self._reading = self._prefix.read_from_disk(self._namespace, self._key, self._is_worthwhile)
+        self._began_s = time.monotonic()
+        self._load = self._prefix.read_from_disk(self._namespace, self._key, self._limit_of)
 
     def advance(self, tokens: int) -> Progress | Ended:
-        """Insert what was read into the prefix cache. Blocks while the memory of a part is copied, if the prefix cache
-        has divided it otherwise."""
-        assert self._reading is not None, "the stage has ended"
+        """Insert what was read into the prefix cache, or give up. Blocks while the memory of a part is copied, if the
+        prefix cache has divided it otherwise."""
+        assert self._load is not None, "the stage has ended"
         self._reported = True
-        if not self._reading.done:
+        load = self._load
+        if load.reading.done:
+            return self._insert(load)
+        if not self._is_late(load):
             return Progress(0)
-        loaded = self._prefix.insert_from_disk(self._reading)
-        gained = max(0, loaded - self._start)
+        self._prefix.give_up_load(load.reading, time.monotonic() - self._began_s)
+        self._load = None
+        return Ended(0)
+
+    def _insert(self, load: StartedLoad) -> Ended:
+        gained = max(0, self._prefix.insert_from_disk(load.reading) - self._start)
         self._start += gained
-        self._reading = None
+        self._load = None
         return Ended(gained)

@@ -1,7 +1,7 @@
 """The queue of prompts being prefilled: which of them advance in a step, and by how many tokens."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from statistics import mean
 from typing import Protocol, cast
@@ -9,6 +9,7 @@ from typing import Protocol, cast
 import mlx.nn as nn
 
 from worker.engine.batch.row import Row
+from worker.engine.cache.durable import LoadSize
 from worker.engine.isolation import isolate
 from worker.engine.model.load import Model
 from worker.engine.model.profile import weights_bytes
@@ -23,7 +24,7 @@ from worker.engine.prefill.task import Advanced, PromptTask
 from worker.engine.prefill.together import SharedForwards
 from worker.engine.vision.inputs import MultimodalInputs
 from worker.schedule.budget import PromptCost, Running, StepBudget, delays_first_step
-from worker.schedule.cache.disk import is_worth_loading
+from worker.schedule.cache.disk import load_limit_s
 from worker.schedule.memory import BUFFER_TOKENS, NO_IMAGES, ImageDemand
 from worker.schedule.outcomes import SpecPrefillSkipped
 from worker.schedule.plan import Chunk, Forward, PromptState, backlog, may_advance, plan
@@ -47,8 +48,15 @@ class RunningRows(Protocol):
     def started(self) -> bool:
         """True if the answer of one of them has begun."""
 
+    @property
+    def step_s(self) -> float:
+        """Expected seconds of their next decode step."""
+
     def join_copy_bytes(self, length: int) -> int:
         """Return the bytes of other rows that are copied when a row of `length` tokens joins."""
+
+    def added_step_s(self, length: int) -> float:
+        """Return the expected seconds that their decode step takes longer once a row of `length` tokens has joined."""
 
 
 class PrefillQueue:
@@ -112,7 +120,7 @@ class PrefillQueue:
         spans = ComputeSpans(self._network, row.request, inputs, head=self._head)
         if (prefix := self._caches.prefix) and prefix.on_disk:
             key = row.request.cache_key(row.request.tokens[: spans.num_dense])
-            first.insert(0, Load(row.id, row.request.namespace, key, prefix, self._is_worth_loading))
+            first.insert(0, Load(row.id, row.request.namespace, key, prefix, self._load_limit_s))
         if self._caches.draft:
             first += self._score_stages(row.request, self._caches.draft, window_of(spans.cache))
         self._tasks[row.id] = PromptTask(row, spans, first=first, prefix=self._caches.prefix, added_s=time.monotonic())
@@ -129,9 +137,15 @@ class PrefillQueue:
         )
         return [Score(request, request.specprefill, draft, self._is_worthwhile, window, self._model.costs.draft_tokens)]
 
-    def _is_worth_loading(self, tokens: int, start: int, file_bytes: Sequence[int], bytes_per_s: float) -> bool:
-        compute_s = self.cost("prefill").of(tokens, start)
-        return is_worth_loading(tokens, file_bytes, bytes_per_s=bytes_per_s, compute_s=compute_s)
+    def _load_limit_s(self, load: LoadSize) -> float | None:
+        compute_s = self.cost("prefill").of(load.tokens, load.start)
+        return load_limit_s(
+            load.tokens,
+            load.file_bytes,
+            bytes_per_s=load.bytes_per_s,
+            compute_s=compute_s,
+            waiting_bytes=load.waiting_bytes,
+        )
 
     def _is_worthwhile(self, scored: int, tokens: int, keep: float) -> bool:
         """Return True if scoring `scored` tokens, and then computing the share `keep` of `tokens`, is expected to be
@@ -148,15 +162,6 @@ class PrefillQueue:
         return self._tasks.pop(id) if self._tasks[id].is_computed else None
 
     # Costs
-
-    def observe_decode(self, seconds: float) -> None:
-        """Record the measured seconds of a decode step."""
-        self._budgets["prefill"].observe_decode(seconds)
-
-    @property
-    def decodes_slowly(self) -> bool:
-        """True if a decode step alone takes longer than the target of a step."""
-        return self._budgets["prefill"].decodes_slowly
 
     def observe_join(self, tokens: int, growth: int, seconds: float) -> None:
         """Record the measured seconds of a row's join: see `StepBudget.observe_join`."""
@@ -178,16 +183,19 @@ class PrefillQueue:
 
     def plan(self, running: RunningRows, elapsed_s: float, longest: int) -> list[Forward]:
         """Return the forwards to compute in this step, for prompts whose stage is ready. Changes nothing. `elapsed_s`:
-        seconds since the running decode step began. `longest`: most tokens of a forward."""
+        seconds since the last step's report. `longest`: most tokens of a forward."""
         # With hundreds of prompts, values shared by many are computed once.
-        cost_of, join_copy_bytes_of = cache(self.cost), cache(running.join_copy_bytes)
+        cost_of = cache(self.cost)
+        copied, added = cache(running.join_copy_bytes), cache(running.added_step_s if running.started else _nothing)
         ready = [task for task in self._tasks.values() if task.stage.ready]
         packs = self._shared.keys(ready)
-        prompts = may_advance([self._state_of(task, packs[task.row.id], cost_of, join_copy_bytes_of) for task in ready])
+        prompts = may_advance([self._state_of(task, packs[task.row.id], cost_of, copied, added) for task in ready])
         budget = self._budgets["prefill"]
-        rows = Running(len(running), running.num_interactive) if running.started else Running(0, 0)
+        rows = Running(0, 0)
+        if running.started:
+            rows = Running(len(running), running.num_interactive, running.step_s)
         spare_s = budget.spare_s(rows, elapsed_s, backlog(prompts))
-        return plan(prompts, spare_s, self._step, longest, enough_s=budget.decode_s if rows.rows else 0.0)
+        return plan(prompts, spare_s, self._step, longest, enough_s=rows.decode_s)
 
     def delays_first_step(self, delayed_s: float) -> bool:
         """Return True if rows whose answers have not begun should wait for another interactive prompt: see
@@ -203,9 +211,11 @@ class PrefillQueue:
         pack: int | None,
         cost_of: Callable[[Phase], PromptCost],
         join_copy_bytes_of: Callable[[int], int],
+        added_step_s_of: Callable[[int], float],
     ) -> PromptState:
         """Return the state of a prompt, as a step is planned from it."""
         stage, request = task.stage, task.row.request
+        buffer = -(-stage.total // BUFFER_TOKENS) * BUFFER_TOKENS  # buffers grow in these steps
         return PromptState(
             id=request.id,
             done=stage.done,
@@ -214,7 +224,8 @@ class PrefillQueue:
             lane=request.lane,
             cost=cost_of(stage.phase),
             cuts=task.cuts,
-            growth=join_copy_bytes_of(-(-stage.total // BUFFER_TOKENS) * BUFFER_TOKENS),  # buffers grow in these steps
+            growth=join_copy_bytes_of(buffer),
+            decode_s=added_step_s_of(buffer),
             phase=stage.phase,
             started=stage.started,
             exclusive=stage.exclusive,
@@ -248,3 +259,8 @@ class PrefillQueue:
         if done.tokens and not done.shared and not skipped:
             self._budgets[done.phase].observe_chunk(done.tokens, done.done, done.seconds, cuts=done.cuts)
         return done
+
+
+def _nothing(length: int) -> float:
+    """Return 0: no row decodes that a join could slow down."""
+    return 0.0

@@ -18,6 +18,7 @@ class SampledRow(Protocol):
     kind: Kind
     drawn: int
     answer: list[int]
+    last_unfed: bool  # its next input is in the answer
 
 
 class Position:
@@ -46,15 +47,24 @@ class Position:
         return key >> 32, key & 0xFFFFFFFF  # the layout of mx.random.key
 
 
-def positions(row: SampledRow, undelivered: Sequence[int], draft: Sequence[int]) -> Iterator[Position]:
+def positions_after(row: SampledRow, token: int, draft: Sequence[int]) -> Iterator[Position]:
     """Yield a position after the row's next input and after each token of the draft, as far as the row's grammar allows
-    the draft. `undelivered`: the next input, unless it is in the answer. The grammar must have accepted it."""
+    the draft. The grammar accepts the input, unless it has before."""
     grammar, masks = row.request.grammar, list[bytes | None]([None] * (len(draft) + 1))
+    undelivered = [] if row.last_unfed else [token]
     request = row.request
     if grammar:
+        for each in undelivered:
+            grammar.accept(each)
         masks, request = grammar.masks_along(draft), replace(row.request, grammar=None)
     for place, mask in enumerate(masks):
         yield Position(row, request, place, [*undelivered, *draft[:place]], mask)
+
+
+def take_back(row: SampledRow) -> None:
+    """Let the row's grammar take back the input that it has accepted for `positions_after`."""
+    if row.request.grammar and not row.last_unfed:
+        row.request.grammar.rollback(1)
 
 
 def allowed(grammar: GrammarState | None, undelivered: Sequence[int], draft: Sequence[int]) -> int:

@@ -9,8 +9,8 @@ class Proposer(Protocol):
     """Offers drafts. Called by the engine's thread, between forwards; it must not block for long."""
 
     def offer(self, row: DraftedRow) -> Offer | None:
-        """Return a draft that continues the row after its last token, or None. It may be called several times between
-        two forwards, or not at all."""
+        """Return a draft that continues the row after its last token, or None. It is called at most once
+        between two forwards, and not before each of them."""
 
     def kept(self, row: DraftedRow, offered: int, kept_tokens: int) -> None:
         """Record that the first `offered` tokens of this proposer's last offer were verified, and the first

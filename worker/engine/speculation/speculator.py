@@ -1,7 +1,8 @@
 """Decide which drafts a group of rows verifies in its next forward, and report to their proposers what was right."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, Protocol
 
 from worker.engine.cache.recurrence import NoRecurrence, Recurrence
@@ -10,7 +11,7 @@ from worker.engine.speculation.head_drafts import PromptEntries
 from worker.engine.speculation.head_proposer import FedTokens, HeadInput, HeadProposer
 from worker.engine.speculation.positions import allowed
 from worker.engine.speculation.proposer import Proposer
-from worker.schedule.memory import CHUNK
+from worker.schedule.memory import CHUNK, MemoryModel
 from worker.schedule.outcomes import Speculated
 from worker.schedule.request import GenerationRequest
 from worker.schedule.speculation.offer import DraftedRow, Offer
@@ -64,8 +65,11 @@ class _View:
 
 @dataclass(frozen=True, slots=True)
 class _Proposal:
+    """An offer, and how many tokens the row's answer had when it was made."""
+
     proposer: Proposer
     offer: Offer
+    answered: int
 
 
 class Speculator:
@@ -75,23 +79,27 @@ class Speculator:
         self,
         proposers: Sequence[Proposer] = (),
         *,
+        sudden: Sequence[Proposer] = (),
         head: HeadProposer | None = None,
         draft: DraftModelProposer | None = None,
         max_draft: int = 0,
         recurrence: Recurrence | None = None,
         eos_ids: Collection[int] = (),
     ) -> None:
-        """`head`, `draft`: proposers more, for all rows of a group at once. `max_draft`: most tokens of a draft; 0: no
-        drafts. `recurrence`: see `Recurrence`. `eos_ids`: tokens that end an answer; none is fed as a part of a draft,
-        so no state runs past one."""
+        """`sudden`: proposers whose drafts begin suddenly and are mostly right, so they are asked in every step, and
+        the others less often while that does not pay. `head`, `draft`: proposers more, for all rows of a group at once.
+        `max_draft`: most tokens of a draft; 0: no drafts. `recurrence`: see `Recurrence`. `eos_ids`: tokens that end an
+        answer; none is fed as a part of a draft, so no state runs past one."""
         networks = [network for network in (head, draft) if network]
-        every = [*proposers, *networks]
-        self._proposers: Sequence[Proposer] = every if max_draft else ()
+        every = [*sudden, *proposers, *networks]
+        self._sudden: Sequence[Proposer] = sudden if max_draft else ()
+        self._proposers: Sequence[Proposer] = [*sudden, *proposers] if max_draft else ()
         self._networks: Sequence[HeadProposer | DraftModelProposer] = networks if max_draft else ()
         self.max_draft = max_draft if every else 0
         self.recurrence = recurrence or NoRecurrence()
         self.eos_ids = frozenset(eos_ids)
         self._costs = ForwardCosts()
+        self._offered: dict[str, _Proposal] = {}  # by row: the last offer
         self._proposals: dict[str, _Proposal] = {}  # by row: the draft under verification
 
     @property
@@ -99,23 +107,54 @@ class Speculator:
         """True if drafts of an MTP head are offered, which needs the hidden states of all forwards."""
         return any(isinstance(network, HeadProposer) for network in self._networks)
 
-    def is_worthwhile(self, rows: Sequence[SpeculatingRow]) -> bool:
-        """Return True if a forward of these rows is expected to gain from drafts. If their next inputs are not known
-        yet, the drafts must begin with them."""
-        if not self.max_draft:
-            return False
-        offers = [self._foreseen(row) for row in rows]
-        return any(offers) and choose_width(offers, self._costs, self._widest(len(rows))) > 1
+    def reserving(self, costs: MemoryModel) -> MemoryModel:
+        """Return the memory model with what drafts need."""
+        states = self.recurrence.held_states(1 + self.max_draft)
+        return replace(costs, max_draft=self.max_draft, draft_states=states)
 
-    def _foreseen(self, row: SpeculatingRow) -> Offer | None:
+    def plain_s(self, rows: int) -> float | None:
+        """Return the expected seconds of a step without drafts, or None before any was measured, or if there are no
+        drafts."""
+        return self._costs.seconds(rows, 1) if self._costs.measured else None
+
+    def is_worthwhile(self, rows: Sequence[SpeculatingRow], *, all_proposers: bool = True, more_s: float = inf) -> bool:
+        """Return True if a forward of these rows is expected to gain from drafts. Asks each proposer at most once for
+        each row. If the rows' next inputs are not known yet, the drafts must begin with them. `all_proposers`: not only
+        the sudden ones. `more_s`: most seconds that the forward may take more than a plain one."""
+        proposers = self._proposers if all_proposers else self._sudden
+        networks = self._networks if all_proposers else ()
+        if not proposers and not networks:
+            return False
+        offers = [self._foreseen(row, proposers, networks) for row in rows]
+        return any(offers) and self._width(offers, more_s) > 1
+
+    def _foreseen(
+        self,
+        row: SpeculatingRow,
+        proposers: Sequence[Proposer],
+        networks: Sequence[HeadProposer | DraftModelProposer],
+    ) -> Offer | None:
         """Return what is likely to be offered once the row's next input is known."""
-        proposal = self._proposal(row, row)
-        known = proposal.offer if proposal else None
+        if row.recomputed or not self._limit(row):  # drafts may be the cause of the failure that made it recompute
+            return None
+        known = self._ask(row, proposers)
         if known and not row.last_unfed:
             known = _after_input(known)
-        if row.recomputed or not self._limit(row):
+        return likeliest([known, *(network.foresee(row) for network in networks)]) if networks else known
+
+    def _ask(self, row: SpeculatingRow, proposers: Sequence[Proposer]) -> Offer | None:
+        """Return the offer of which the most tokens are expected, and hold it for `drafts`."""
+        best: _Proposal | None = None
+        most = 0.0
+        for proposer in proposers:
+            offer = proposer.offer(row)
+            if offer and (expected := expected_tokens(offer, 1 + self.max_draft)) > most:
+                best, most = _Proposal(proposer, offer, len(row.answer)), expected
+        if best is None:
+            self._offered.pop(row.id, None)
             return None
-        return likeliest([known, *(network.foresee(row) for network in self._networks)])
+        self._offered[row.id] = best
+        return best.offer
 
     def prepare(self, batch: Any, inputs: Sequence[RowInput], fed: FedTokens | None) -> None:
         """Let the head or the draft model, of which more right tokens are expected, draft for all rows of a batch after
@@ -134,15 +173,22 @@ class Speculator:
             if isinstance(network, HeadProposer):
                 network.add_prompt(id, entries)
 
-    def drafts(self, inputs: Sequence[RowInput]) -> list[tuple[int, ...] | None]:
+    def drafts(self, inputs: Sequence[RowInput], more_s: float = inf) -> list[tuple[int, ...] | None]:
         """Return the draft of each row that its next forward verifies: None if the row's input ends its answer.
-        If none has a token, a plain step is better."""
-        proposals = [None if self._ends(each) else self._after(each.row, each.token) for each in inputs]
+        If none has a token, a plain step is better. Takes the offers that `is_worthwhile` was given. `more_s`: as
+        there."""
+        proposals = [None if self._ends(each) else self._after(each) for each in inputs]
         offers = [proposal.offer if proposal else None for proposal in proposals]
-        width = choose_width(offers, self._costs, self._widest(len(inputs)))
+        width = self._width(offers, more_s)
         self._proposals |= {each.row.id: made for each, made in zip(inputs, proposals, strict=True) if made}
         drafts = [offer.tokens[: width - 1] if offer else () for offer in offers]
         return [None if self._ends(each) else draft for each, draft in zip(inputs, drafts, strict=True)]
+
+    def _width(self, offers: Sequence[Offer | None], more_s: float) -> int:
+        """Return the tokens per row of the rows' next forward. Memory is reserved for a forward of `CHUNK` tokens."""
+        plain_s = self.plain_s(len(offers))
+        widest = max(1, min(1 + self.max_draft, CHUNK // len(offers)))
+        return choose_width(offers, self._costs, widest, None if plain_s is None else plain_s + more_s)
 
     def _ends(self, row_input: RowInput) -> bool:
         """Return True if an input that is not delivered yet is the last of its row's answer."""
@@ -152,31 +198,42 @@ class Speculator:
         ends = row_input.token in self.eos_ids or not row_input.finite
         return ends or len(row.answer) + 1 >= row.request.max_tokens
 
-    def _after(self, row: SpeculatingRow, token: int) -> _Proposal | None:
+    def _after(self, row_input: RowInput) -> _Proposal | None:
         """Return the best draft after the row's next input, as far as it may be verified."""
-        view = _view(row, token)
-        most = min(self._limit(row), row.request.max_tokens - len(view.answer) - 1)
-        if most <= 0:
+        row, undelivered = row_input.row, [] if row_input.row.last_unfed else [row_input.token]
+        most = min(self._limit(row), row.request.max_tokens - len(row.answer) - len(undelivered) - 1)
+        if most <= 0 or row.recomputed:
             return None
-        proposal = self._proposal(row, view)
-        if proposal is None:
+        proposals = [self._held(row, undelivered), *self._of_networks(row_input)]
+        known = [each for each in proposals if each and each.offer.tokens]
+        if not known:
             return None
-        tokens = self._before_end(proposal.offer.tokens[:most])
-        tokens = tokens[: allowed(row.request.grammar, [] if row.last_unfed else [token], tokens)]
-        offer = Offer(proposal.offer.kind, tokens, proposal.offer.chances[: len(tokens)])
-        return _Proposal(proposal.proposer, offer) if tokens else None
+        best = max(known, key=lambda each: expected_tokens(each.offer, 1 + self.max_draft))
+        tokens = self._before_end(best.offer.tokens[:most])
+        count = allowed(row.request.grammar, undelivered, tokens)
+        return replace(best, offer=best.offer.part(0, count)) if count else None
+
+    def _held(self, row: SpeculatingRow, undelivered: Sequence[int]) -> _Proposal | None:
+        """Return the last offer without the row's next input, if it was made in this step and begins with that."""
+        held = self._offered.get(row.id)
+        if held is None or held.answered != len(row.answer):
+            return None
+        if not undelivered:
+            return held
+        right = held.offer.tokens[:1] == tuple(undelivered)
+        return replace(held, offer=held.offer.part(1, len(held.offer.tokens))) if right else None
+
+    def _of_networks(self, row_input: RowInput) -> list[_Proposal]:
+        """Return the drafts that networks have prepared after the row's next input."""
+        if not self._networks:
+            return []
+        view = _view(row_input.row, row_input.token)
+        offered = ((network, network.offer(view)) for network in self._networks)
+        return [_Proposal(network, offer, len(view.answer)) for network, offer in offered if offer]
 
     def _before_end(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         end = next((place for place, token in enumerate(tokens) if token in self.eos_ids), len(tokens))
         return tokens[:end]
-
-    def _proposal(self, row: SpeculatingRow, view: DraftedRow) -> _Proposal | None:
-        """Return the offer of which the most tokens are expected."""
-        if row.recomputed or not self._limit(row):  # drafts may be the cause of the failure that made it recompute
-            return None
-        offered = ((proposer, proposer.offer(view)) for proposer in self._proposers)
-        proposals = [_Proposal(proposer, offer) for proposer, offer in offered if offer and offer.tokens]
-        return max(proposals, key=lambda each: expected_tokens(each.offer, 1 + self.max_draft), default=None)
 
     def _limit(self, row: SpeculatingRow) -> int:
         """Return the most tokens of a draft of this row."""
@@ -192,12 +249,9 @@ class Speculator:
             proposal = self._proposals.pop(row_input.row.id, None)
             if draft and proposal:
                 proposal.proposer.kept(row_input.row, len(draft), count)
-                verified.append(Speculated(row_input.row.id, proposal.offer.kind, len(draft), count))
+                kinds = proposal.offer.kinds[: len(draft)]
+                verified.append(Speculated(row_input.row.id, proposal.offer.kind, len(draft), count, kinds))
         return verified
-
-    def _widest(self, rows: int) -> int:
-        """Return the most tokens per row of a forward. Memory is reserved for a forward of `CHUNK` tokens."""
-        return max(1, min(1 + self.max_draft, CHUNK // rows))
 
     def observe_forward(self, rows: int, width: int, seconds: float) -> None:
         """Record the seconds of a step of one group."""
@@ -206,8 +260,9 @@ class Speculator:
 
     def forget(self, row: DraftedRow) -> None:
         """Free what proposers hold for a row."""
+        self._offered.pop(row.id, None)
         self._proposals.pop(row.id, None)
-        for proposer in self._proposers:
+        for proposer in (*self._proposers, *self._networks):
             proposer.forget(row)
 
 

@@ -36,6 +36,7 @@ class Claim:
     tenant: str = ""  # empty if the producer gave none
     lease_expirations: int = 0  # times that its lease expired while it ran, for any reason
     expired: bool = False  # its deadline has passed
+    is_count: bool = False  # a token count of our submit, which takes no row
     # Left by an earlier attempt; None if another program wrote it.
     resume_state: ResumeState | None = field(default_factory=ResumeState)
 
@@ -83,16 +84,17 @@ class Claims:
         limit: int,
         *,
         running: Collection[Claim] = (),
+        counts: int = 0,
         suspects: int = 0,
         takeover: bool = True,
     ) -> list[Claim]:
-        """Claim up to `limit` jobs, and in addition jobs whose deadline has passed.
+        """Claim up to `limit` jobs, and in addition up to `counts` token counts and jobs whose deadline has passed.
 
         `running`: the claims that this worker runs now, for fairness between tenants. `suspects`: the number of them
         that are on probation. If `takeover` is False, jobs of other workers whose leases expired are not claimed.
         Raises RedisError, OSError.
         """
-        tenants = Counter(claim.tenant for claim in running)
+        tenants = Counter(claim.tenant for claim in running if not claim.is_count)
         async with self._claim_lock:
             lost = lane in self._reply_lost
             known = [claim.job_id for claim in running] if lost else []
@@ -101,6 +103,7 @@ class Claims:
                 keys=[keys.queue(self._model, lane)],
                 args=arguments(
                     want=limit,
+                    counts=counts,
                     lease_ms=self._lease_ms,
                     worker=self._worker,
                     lane=lane,
@@ -112,6 +115,7 @@ class Claims:
                     running=known,
                     tenants=[part for pair in tenants.items() for part in pair],
                     resume_fields=_RESUME_FIELDS,
+                    count_tenants=[claim.tenant for claim in running if claim.is_count],
                 ),
             )
             self._reply_lost.discard(lane)
@@ -175,5 +179,6 @@ def _read_claim(lane: Lane, values: dict[str, Any]) -> Claim:
         tenant=values["tenant"].decode("utf-8", "replace"),
         lease_expirations=values["lease_expirations"],
         expired=bool(values["expired"]),
+        is_count=bool(values["is_count"]),
         resume_state=ResumeState.load(dict(zip(_RESUME_FIELDS, values["resume_state"], strict=True))),
     )

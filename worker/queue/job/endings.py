@@ -75,7 +75,8 @@ class Endings:
                 _log_lost_lease(job)
 
     async def _fail(self, job: Job, why: JobFailure) -> None:
-        error = {"type": why.type, "message": why.message, "retryable": why.retryable}
+        named = {} if why.param is None else {"param": why.param}
+        error = {"type": why.type, "message": why.message, "retryable": why.retryable, **named}
         # In a thread: a dead letter is as large as the job's body.
         dead_letter = await asyncio.to_thread(self._dead_letter, job, error) if why is POISON_JOB else b""
         await self._publisher.finish(

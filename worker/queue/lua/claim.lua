@@ -1,9 +1,10 @@
 -- Claim up to `want` waiting jobs of one queue, at a cost that does not depend on its length.
 -- KEYS  queue
--- ARGV  by name: want, lease_ms, worker, lane, life_ms, most_body_bytes, takeover (1 if expired leases may be taken
---       over), suspects (number of suspects on probation here), reply_lost (1 if an earlier reply may have been lost);
+-- ARGV  by name: want, counts (token counts to claim besides: they take no row), lease_ms, worker, lane, life_ms,
+--       most_body_bytes, takeover (1 if expired leases may be taken over), suspects (number of suspects on probation here), reply_lost (1 if an earlier reply may have been lost);
 --       lists: running (ids of the jobs that run on this worker; only used with reply_lost), tenants (each tenant and
---       its running rows), resume_fields (fields of the job's hash to return)
+--       its running rows), resume_fields (fields of the job's hash to return), count_tenants (the tenant of each token
+--       count that runs on this worker)
 -- Returns by name: more (1 if more of the index must be repaired, else 0), foreign (descriptions of foreign values that
 -- were deleted), and claims: for each claimed job the members of `Claim`, by name.
 --
@@ -12,7 +13,7 @@
 -- A job that was running when its worker died is a suspect. It is on probation until the worker that took it over has
 -- generated a new token for it (after a second expired lease: until its end). A worker has one job on probation at a
 -- time. A crash in that time counts against the job, and after three it fails. It does not count against other jobs.
-local arguments = read_arguments({ running = true, tenants = true, resume_fields = true })
+local arguments = read_arguments({ running = true, tenants = true, resume_fields = true, count_tenants = true })
 local index, now, claims = index_of(KEYS[1]), milliseconds(), {}
 
 local function rows_by_line(tenants)
@@ -40,6 +41,7 @@ local selection = {
 }
 check_leases(selection)
 for _, job in ipairs(jobs_past_deadline(selection)) do claim(job) end
+for _, job in ipairs(counts_in_turn(selection, tonumber(arguments.counts), arguments.count_tenants)) do claim(job) end
 if selection.want > 0 and arguments.suspects == '0' then
   for job in suspects(selection) do claim(job) end
 end

@@ -11,6 +11,7 @@
 --   suspects   jobs that were running when a worker died: those with the fewest crashes first, then the oldest
 --   leases     running jobs, by the time of the next check of their lease
 --   deadlines  jobs of `lines` and `suspects` that have a deadline, by deadline
+--   counts     jobs of `lines` that are token counts, by score; one that is missing here waits for a row like a chat
 --
 -- Only claims renew the index: without them it expires, and a submit does not create a new one. So it cannot grow if
 -- all workers are of a version without an index.
@@ -19,11 +20,11 @@ local INDEX_LIFE_MS = 60000
 local function index_of(queue)
   local name = 'sluice:index:' .. string.sub(queue, #'sluice:queue:' + 1)
   return { queue = queue, jobs = name, lines = name .. ':lines', suspects = name .. ':suspects',
-    leases = name .. ':leases', deadlines = name .. ':deadlines' }
+    leases = name .. ':leases', deadlines = name .. ':deadlines', counts = name .. ':counts' }
 end
 
 local function drop_index(index)
-  redis.call('UNLINK', index.jobs, index.lines, index.suspects, index.leases, index.deadlines)
+  redis.call('UNLINK', index.jobs, index.lines, index.suspects, index.leases, index.deadlines, index.counts)
 end
 
 -- Run one of the functions below. If it fails, for example by a foreign value at one of the keys, only the index is
@@ -88,10 +89,14 @@ local function delete_deadline(index, id)
 end
 
 -- Add a waiting job. `deadline`: in Unix milliseconds, or nil.
-local function add_waiting(index, id, score, tenant, deadline)
+local function add_waiting(index, id, score, tenant, deadline, is_count)
   redis.call('ZADD', index.jobs, score, id)
   enqueue(index, line_of(tenant), score, id)
   if deadline then store_deadline(index, id, deadline) end
+  if is_count then
+    redis.call('ZADD', index.counts, score, id)
+    redis.call('PEXPIRE', index.counts, INDEX_LIFE_MS)
+  end
 end
 
 -- Remove a job from its place in `lines`, `suspects` or `leases`, and its deadline. Returns false if it has none.
@@ -103,6 +108,7 @@ local function remove_from_place(index, id)
   remove_from_line(index, line, 'w' .. line .. '\0' .. stamp(score) .. id)
   redis.call('ZREM', index.suspects, id)
   redis.call('ZREM', index.leases, id)
+  redis.call('ZREM', index.counts, id)
   delete_deadline(index, id)
   return true
 end

@@ -33,7 +33,8 @@ local function take_ownership(index, job, arguments, now)
   local body, bytes = body_of(id, expired and 0 or tonumber(arguments.most_body_bytes))
   return { 'job_id', id, 'attempt', attempt, 'crashes', job.crashes, 'lease_expirations', job.expirations,
     'cancelled', redis.call('EXISTS', 'sluice:cancel:' .. id), 'expired', expired and 1 or 0,
-    'queued_ms', job.score, 'events', events, 'body', body, 'body_bytes', bytes, 'tenant', job.tenant,
+    'is_count', job.is_count and 1 or 0, 'queued_ms', job.score, 'events', events, 'body', body, 'body_bytes', bytes,
+    'tenant', job.tenant,
     'resume_state', redis.call('HMGET', key, unpack(arguments.resume_fields)) }
 end
 

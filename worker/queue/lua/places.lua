@@ -30,7 +30,8 @@ end
 -- on probation, the crash counts against it.
 local function read_job(id, score)
   local key = 'sluice:job:' .. id
-  local fields = redis.pcall('HMGET', key, 'state', 'lapses', 'probation', 'tenant', 'deadline', 'crashes', 'attempt')
+  local fields = redis.pcall('HMGET', key, 'state', 'lapses', 'probation', 'tenant', 'deadline', 'crashes', 'attempt',
+    'function')
   for _, at in ipairs({ 2, 6, 7 }) do
     if fields.err or (fields[at] and not is_count(fields[at])) then
       delete_foreign(key, fields.err and 'no hash' or 'a count that is no number')
@@ -43,7 +44,7 @@ local function read_job(id, score)
     id = id, score = score, state = fields[1], lease_expired = lease_expired, counts_as_crash = counts_as_crash,
     tenant = fields[4] or '', deadline = read_deadline(fields[5]),
     expirations = tonumber(fields[2] or 0) + (lease_expired and 1 or 0),
-    crashes = tonumber(fields[6] or 0) + (counts_as_crash and 1 or 0)
+    crashes = tonumber(fields[6] or 0) + (counts_as_crash and 1 or 0), is_count = fields[8] == 'count'
   }
 end
 
@@ -76,7 +77,7 @@ end
 -- Add a waiting job: to the suspects, by its crashes, if its lease has ever expired; else to its tenant's line.
 local function add_to_index(index, job)
   if job.expirations == 0 then
-    add_waiting(index, job.id, job.score, job.tenant, job.deadline)
+    add_waiting(index, job.id, job.score, job.tenant, job.deadline, job.is_count)
     return
   end
   local rank = math.min(job.crashes, 99) * 1e13 + math.min(tonumber(stamp(job.score)), 1e13 - 1)

@@ -68,6 +68,7 @@ end
 local function is_consistent(index)
   local places = redis.call('ZLEXCOUNT', index.lines, '[w', '(x') + redis.call('ZCARD', index.suspects)
     + redis.call('ZCARD', index.leases)
+  redis.call('ZCARD', index.counts) -- an error for a foreign value
   local with_deadline = redis.call('ZCARD', index.deadlines) > 0
   if with_deadline ~= (redis.call('ZSCORE', index.lines, 'd') ~= false) then return false end
   local indexed = redis.call('ZCARD', index.jobs)
@@ -93,7 +94,7 @@ local function reconcile(index, now)
 end
 
 local function renew_index(index)
-  for _, name in ipairs({ 'jobs', 'lines', 'suspects', 'leases', 'deadlines' }) do
+  for _, name in ipairs({ 'jobs', 'lines', 'suspects', 'leases', 'deadlines', 'counts' }) do
     redis.call('PEXPIRE', index[name], INDEX_LIFE_MS)
   end
 end

@@ -4,6 +4,8 @@
 -- The state of a selection: `index`; `now`; `lease_ms`; `takeover`: true if jobs whose lease expired may be selected;
 -- `want`: the number of rows that are still free; `rows`: the rows of each line on this worker, by the line's name.
 
+local MOST_COUNTS_OF_TENANT = 4 -- at once, so that one tenant's long prompts leave others the rest
+
 -- Return the state of a job if it waits. Otherwise correct its place in the index and return nil.
 local function waiting_job(selection, id)
   local index = selection.index
@@ -47,6 +49,24 @@ local function jobs_past_deadline(selection)
     if job and may_take(selection, job) then
       delete_deadline(index, id)
       if is_past_deadline(job, selection.now) then jobs[#jobs + 1] = job end
+    end
+  end
+  return jobs
+end
+
+-- Return waiting token counts, the oldest first: at most `want`, and as many of a tenant as it may have at once. Others
+-- wait, here or in their tenants' lines. `tenants`: that of each count that runs on this worker.
+local function counts_in_turn(selection, want, tenants)
+  local index, jobs, counts = selection.index, {}, {}
+  if want < 1 then return jobs end
+  for _, tenant in ipairs(tenants) do counts[tenant] = (counts[tenant] or 0) + 1 end
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', index.counts, '-inf', selection.now, 'LIMIT', 0, SAMPLE)) do
+    local job = #jobs < want and waiting_job(selection, id)
+    if job == nil then
+      redis.call('ZREM', index.counts, id)
+    elseif job and (counts[job.tenant] or 0) < MOST_COUNTS_OF_TENANT then
+      counts[job.tenant] = (counts[job.tenant] or 0) + 1
+      jobs[#jobs + 1] = job
     end
   end
   return jobs

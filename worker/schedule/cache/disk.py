@@ -6,6 +6,7 @@ from typing import Generic, TypeVar
 
 _MIN_TOKENS = 32  # a shorter prefix is computed in about one forward
 _LATENCY_S = 0.002  # of a file: opening it, its header, handing it over
+_MIN_LIMIT_S = 0.5  # a shorter delay of the reader is no sign that the folder hangs
 _USES_FOR_EARLY_WRITE = 2  # a prefix used this often is likely to be used again
 
 T = TypeVar("T")
@@ -45,9 +46,13 @@ def fits_budget(nbytes: int, written_bytes: int, max_bytes: int | None) -> bool:
     return max_bytes is None or written_bytes + nbytes <= max_bytes
 
 
-def is_worth_loading(tokens: int, file_bytes: Sequence[int], *, bytes_per_s: float, compute_s: float) -> bool:
-    """Return True if loading is expected to be faster than computing. `tokens`: those that need not be computed;
-    `file_bytes`: the size of each file; `bytes_per_s`: measured speed of reading; `compute_s`: expected time of
-    computing these tokens."""
-    load_s = len(file_bytes) * _LATENCY_S + sum(file_bytes) / max(bytes_per_s, 1.0)
-    return tokens >= _MIN_TOKENS and load_s < compute_s
+def load_limit_s(
+    tokens: int, file_bytes: Sequence[int], *, bytes_per_s: float, compute_s: float, waiting_bytes: int = 0
+) -> float | None:
+    """Return the seconds after which a load is given up; None if it should not begin, since computing is expected to
+    be as fast. `tokens`: those that need not be computed; `file_bytes`: the size of each file; `bytes_per_s`: measured
+    speed of reading; `compute_s`: expected time of computing these tokens; `waiting_bytes`: read before these files."""
+    load_s = len(file_bytes) * _LATENCY_S + (sum(file_bytes) + waiting_bytes) / max(bytes_per_s, 1.0)
+    if tokens < _MIN_TOKENS or load_s >= compute_s:
+        return None
+    return max(compute_s, _MIN_LIMIT_S)

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 from worker.schedule.speculation.chances import Kind, RowChances, SharedChances
-from worker.schedule.speculation.endings import EndingIndex
+from worker.schedule.speculation.ngrams import NgramIndex
 from worker.schedule.speculation.offer import MAX_DRAFT, DraftedRow, Offer
 
 COPY = "copy"
 PREDICTION = "prediction"
 
 WINDOW = 65_536  # tokens of a row that can be copied: at most 2 MB a row, as much again for a prediction
-_INDEXED_PER_OFFER = 512  # tokens: a third of a millisecond, so that a long prompt delays no step
+_INDEXED_PER_OFFER = 2_048  # tokens, so that a long prompt is divided among steps
 _COPY_GRAM = 3  # tokens: a shorter ending occurs by chance
 _PREDICTION_GRAM = 2  # a predicted text is short, and mostly right
 _CLASSES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # lengths of endings with a chance of their own
@@ -20,8 +20,8 @@ _PRIORS = {COPY: (0.3, 0.6, 0.8), PREDICTION: (0.5, 0.8, 0.9)}  # for endings be
 class CopyProposer:
     """Offers what has followed the longest known ending of a row earlier in its prompt or answer, or in its prediction.
 
-    Each drawn token is compared with the token that would have been offered, verified or not, so chances are learned
-    without forwards."""
+    Drawn tokens are compared with those that would have been offered, verified or not, so chances are learned without
+    forwards."""
 
     def __init__(self) -> None:
         self._shared = SharedChances(_prior)
@@ -32,8 +32,7 @@ class CopyProposer:
         copies = self._rows.get(row.id)
         if copies is None or copies.answered > len(row.answer):
             copies = self._rows[row.id] = RowCopies(row.request.prompt, row.request.prediction, self._shared)
-        for token in row.answer[copies.answered :]:
-            copies.append(token)
+        copies.extend(row.answer[copies.answered :])
         return copies.offer()
 
     def kept(self, row: DraftedRow, offered: int, kept_tokens: int) -> None:
@@ -48,12 +47,12 @@ class RowCopies:
     """The texts that one row may copy from."""
 
     def __init__(self, prompt: Sequence[int], prediction: Sequence[int], shared: SharedChances) -> None:
-        own = EndingIndex(prompt, _COPY_GRAM, WINDOW)
+        own = NgramIndex(prompt, _COPY_GRAM, WINDOW)
         self._chances = RowChances(shared)
         self._text = own
         self._sources = [_Source(COPY, own, own)]
         if prediction:
-            expected = EndingIndex(prediction[:WINDOW], _PREDICTION_GRAM, WINDOW)
+            expected = NgramIndex(prediction[:WINDOW], _PREDICTION_GRAM, WINDOW)
             self._sources.append(_Source(PREDICTION, expected, own, place=0))
         self.answered = 0  # tokens of the answer that were appended
 
@@ -62,16 +61,16 @@ class RowCopies:
         """Bytes of the indexes."""
         return sum(source.nbytes for source in self._sources)
 
-    def append(self, token: int) -> None:
-        """Append a token that was drawn, and learn from it."""
-        for source in self._sources:
-            if (expected := source.expected()) is not None:
-                self._chances.observe(source.kind, expected == token)
-        length = len(self._text)
-        self._text.append(token)
-        self.answered += 1
-        for source in self._sources:
-            source.advance(token, moved=len(self._text) <= length)
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens that were drawn, and learn from them up to the first that was expected wrongly."""
+        for token in tokens:
+            following = [source for source in self._sources if source.place is not None]
+            for source in following:
+                self._chances.observe(source.kind, source.expected == token)
+            dropped = self._text.append(token)
+            for source in following:
+                source.advance(token, dropped=dropped)
+        self.answered += len(tokens)
 
     def offer(self) -> Offer | None:
         """Return the draft of the likelier source."""
@@ -88,7 +87,7 @@ class RowCopies:
 class _Source:
     """A text to copy from, and the place in it that the row's ending leads to."""
 
-    def __init__(self, name: str, index: EndingIndex, context: EndingIndex, place: int | None = None) -> None:
+    def __init__(self, name: str, index: NgramIndex, context: NgramIndex, place: int | None = None) -> None:
         """`context`: the row's own text, which may be `index` itself. `place`: of the token that is expected first."""
         self.name = name
         self.place = place
@@ -108,24 +107,26 @@ class _Source:
         return self._index.nbytes
 
     def catch_up(self, most: int) -> None:
-        """Index at most `most` tokens, and look up the row's ending among them too."""
-        if self._index.behind:
-            self._index.catch_up(most)
-            if self.place is None:
-                self._find()
+        """Index at most `most` tokens, and look up the row's ending if its place is not known."""
+        self._index.catch_up(most)
+        if self.place is None:
+            self._find()
 
-    def expected(self) -> int | None:
-        """Return the token that would be offered first."""
-        return self._index.tokens[self.place] if self.place is not None else None
+    @property
+    def expected(self) -> int:
+        """The token that would be offered first; only if there is a place."""
+        assert self.place is not None
+        return self._index.tokens[self.place]
 
-    def advance(self, token: int, *, moved: bool) -> None:
-        """Follow the row by a token. `moved`: places of the row's own text have changed."""
-        if self.place is not None and not (moved and self._index is self._context):
-            self._left = self.place + 1
-            if self._index.tokens[self.place] == token:
-                self._follow(self.place + 1, self._agreeing + 1)
-                return
-        self._find()
+    def advance(self, token: int, *, dropped: bool) -> None:
+        """Follow the row by a token, from a place. `dropped`: places of the row's own text have changed."""
+        assert self.place is not None
+        self._left = self.place + 1
+        lost = dropped and self._index is self._context
+        if not lost and self.expected == token:
+            self._follow(self.place + 1, self._agreeing + 1)
+        else:
+            self.place = None
 
     def _follow(self, place: int, agreeing: int) -> None:
         self._agreeing = min(agreeing, _CLASSES[-1])

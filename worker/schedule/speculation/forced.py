@@ -1,114 +1,138 @@
-"""Drafts of what a grammar leaves no choice about, and of the punctuation between."""
+"""Drafts of what a grammar leaves no choice about, and of the usual tokens between."""
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from worker.schedule.request import GrammarState
 from worker.schedule.speculation.chances import RowChances, SharedChances
+from worker.schedule.speculation.habits import Habits
 from worker.schedule.speculation.offer import MAX_DRAFT, DraftedRow, Offer
 
 GRAMMAR = "grammar"
+GUESS = "grammar_guess"
 
 _FORCED = (GRAMMAR, 0)
 _SURE = 0.98  # a model's tokens may be cut differently than the grammar's text
-_LEAST_GUESS = 0.6  # chance of a guess below which a draft ends before it
+_LEAST_CHANCE = 0.2  # of a guess, and all tokens before it, to be right; a draft ends before a less probable one
+_MOST_CHOICES = 1 / 8  # of the vocabulary: in free text, where a grammar allows more, no token is usual
 _NAMESPACES = 64
-_HABITS = 512  # of a namespace
-_MEMORY = 0.9
-
-
-class Habits:
-    """Which token has followed another one in constrained answers: where a grammar allows white space or none, and
-    where a name begins, a model mostly writes the same. The least recently seen is forgotten."""
-
-    def __init__(self) -> None:
-        self._next = OrderedDict[int, tuple[int, float, float]]()  # by token: the next, right and compared
-
-    def guess(self, token: int) -> tuple[int, float] | None:
-        """Return the usual next token, and its chance."""
-        if token not in self._next:
-            return None
-        following, right, compared = self._next[token]
-        return following, right / compared
-
-    def observe(self, token: int, following: int) -> None:
-        """Record that a token was followed by another one."""
-        usual, right, compared = self._next.pop(token, (following, 0.0, 1.0))
-        right, compared = right * _MEMORY + (usual == following), compared * _MEMORY + 1
-        replaced = right < 0.4 * compared and usual != following
-        self._next[token] = (following, 1.0, 2.0) if replaced else (usual, right, compared)
-        if len(self._next) > _HABITS:
-            self._next.popitem(last=False)
 
 
 class GrammarProposer:
-    """Offers what a row's grammar forces, and goes on after a guess by habit if that leads to more."""
+    """Offers what a row's grammar forces. Where the grammar leaves a choice of few tokens, it offers the usual one, and
+    what is forced after that."""
 
     def __init__(self) -> None:
         self._shared = SharedChances(lambda kind: _SURE)
-        self._chances = dict[str, RowChances]()
-        self._observed = dict[str, int]()  # tokens of each row's answer
+        self._rows = dict[str, _Row]()
         self._habits = OrderedDict[str, Habits]()  # by namespace, so that no client's answers speed up another's
 
     def offer(self, row: DraftedRow) -> Offer | None:
-        """Return a draft after the row's last token, or None if the grammar leaves a choice, or there is none."""
+        """Return a draft after the row's last token, or None if it has no grammar, or nothing is known to follow."""
         grammar = row.request.grammar
-        if grammar is None or grammar.error or not row.answer:
+        if grammar is None or grammar.error:
             return None
-        habits = self._learn(row)
-        pending = row.answer[grammar.accepted :]
-        if len(pending) > MAX_DRAFT or grammar.valid_prefix(pending) < len(pending):
+        own, habits = self._row(row), self._habits_of(row.request.namespace)
+        own.learn(row.answer, habits)
+        pending = [*row.answer[grammar.accepted :]]
+        if pending and (len(pending) > MAX_DRAFT or grammar.valid_prefix(pending) < len(pending)):
             return None
-        for token in pending:
-            grammar.accept(token)
-        draft = self._draft(grammar, row.answer[-1], habits, self._chance_of(row))
-        grammar.rollback(len(pending))
-        return Offer(GRAMMAR, *draft) if draft else None
+        own.draft = _draft(grammar, pending, len(row.answer), habits, own.chances.chance(_FORCED))
+        return own.draft.offer()
 
     def kept(self, row: DraftedRow, offered: int, kept_tokens: int) -> None:
-        """Record how many tokens of a draft were right."""
-        self._chance_of(row).observe_draft(_FORCED, offered, kept_tokens)
+        """Do nothing: `offer` learns from the row's tokens."""
 
     def forget(self, row: DraftedRow) -> None:
         """Free what is held for a row."""
-        self._chances.pop(row.id, None)
-        self._observed.pop(row.id, None)
+        self._rows.pop(row.id, None)
 
-    def _chance_of(self, row: DraftedRow) -> RowChances:
-        return self._chances.setdefault(row.id, RowChances(self._shared))
+    def _row(self, row: DraftedRow) -> "_Row":
+        if row.id not in self._rows:
+            self._rows[row.id] = _Row(RowChances(self._shared))
+        return self._rows[row.id]
 
-    def _learn(self, row: DraftedRow) -> Habits:
-        habits = self._habits.setdefault(row.request.namespace, Habits())
-        self._habits.move_to_end(row.request.namespace)
+    def _habits_of(self, namespace: str) -> Habits:
+        habits = self._habits.setdefault(namespace, Habits())
+        self._habits.move_to_end(namespace)
         if len(self._habits) > _NAMESPACES:
             self._habits.popitem(last=False)
-        start = max(1, self._observed.get(row.id, 1))
-        for place in range(start, len(row.answer)):
-            habits.observe(row.answer[place - 1], row.answer[place])
-        self._observed[row.id] = max(start, len(row.answer))
         return habits
 
-    def _draft(
-        self, grammar: GrammarState, last: int, habits: Habits, chances: RowChances
-    ) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
-        """Return the draft's tokens and their chances. Leaves the grammar as it was."""
-        tokens, found = list[int](), list[float]()
-        forced = 0
-        while len(tokens) < MAX_DRAFT:
-            ahead = [(token, chances.chance(_FORCED)) for token in grammar.forced()[: MAX_DRAFT - len(tokens)]]
-            forced += len(ahead)
-            ahead = ahead or _guessed(grammar, habits, tokens[-1] if tokens else last)
-            if not ahead:
-                break
-            for token, chance in ahead:
-                grammar.accept(token)
-                tokens.append(token)
-                found.append(chance)
-        grammar.rollback(len(tokens))
-        return (tuple(tokens), tuple(found)) if forced else None
+
+class _Row:
+    """The last draft of a row, from which it learns."""
+
+    def __init__(self, chances: RowChances) -> None:
+        self.chances = chances
+        self.draft = _Draft(0)
+
+    def learn(self, answer: Sequence[int], habits: Habits) -> None:
+        """Compare the draft with what the answer has in its place, up to the first wrong token."""
+        draft, self.draft = self.draft, _Draft(0)
+        drawn = answer[draft.start : draft.start + len(draft.tokens) + 1]
+        for place, token in enumerate(drawn):
+            if place in draft.choices:
+                habits.observe(draft.choices[place], token)
+            if place == len(draft.tokens):
+                return
+            right = token == draft.tokens[place]
+            if draft.kinds[place] == GRAMMAR:
+                self.chances.observe(_FORCED, right)
+            if not right:
+                return
 
 
-def _guessed(grammar: GrammarState, habits: Habits, last: int) -> list[tuple[int, float]]:
-    guess = habits.guess(last)
-    if guess is None or guess[1] < _LEAST_GUESS or not grammar.valid_prefix(guess[:1]):
-        return []
-    return [guess]
+class _Draft:
+    """A draft that grows, and the choices that the grammar leaves on its way."""
+
+    def __init__(self, start: int) -> None:
+        """`start`: tokens of the answer before it."""
+        self.start = start
+        self.tokens = list[int]()
+        self.chances = list[float]()
+        self.kinds = list[str]()
+        self._chance = 1.0  # that all its tokens are right
+        self.choices = dict[int, int]()  # by the number of tokens before it: its place, see `Habits`
+
+    def force(self, tokens: Sequence[int], chance: float) -> None:
+        """Append tokens that the grammar forces."""
+        for token in tokens[: MAX_DRAFT - len(self.tokens)]:
+            self._append(token, chance, GRAMMAR)
+
+    def guess(self, mask: bytes, habits: Habits) -> bool:
+        """Append the usual token among those of a mask. Returns False if there is none."""
+        if int.from_bytes(mask, "little").bit_count() > 8 * len(mask) * _MOST_CHOICES:
+            return False
+        place = hash(mask)
+        self.choices[len(self.tokens)] = place
+        guess = habits.guess(place)
+        if guess is None or self._chance * guess.chance < _LEAST_CHANCE:
+            return False
+        self._append(guess.token, guess.chance, GUESS)
+        return True
+
+    def _append(self, token: int, chance: float, kind: str) -> None:
+        self.tokens.append(token)
+        self.chances.append(chance)
+        self.kinds.append(kind)
+        self._chance *= chance
+
+    def offer(self) -> Offer | None:
+        """Return the draft, or None if it is empty."""
+        if not self.tokens:
+            return None
+        return Offer(GRAMMAR, tuple(self.tokens), tuple(self.chances), tuple(self.kinds))
+
+
+def _draft(grammar: GrammarState, pending: Sequence[int], start: int, habits: Habits, sure: float) -> _Draft:
+    """Return what the grammar forces, with guesses between. `pending`: tokens that it has not accepted yet. `sure`: the
+    chance of a forced token."""
+    draft = _Draft(start)
+    while len(draft.tokens) < MAX_DRAFT:
+        ahead = grammar.ahead([*pending, *draft.tokens])
+        if ahead.forced:
+            draft.force(ahead.forced, sure)
+        elif ahead.mask is None or not draft.guess(ahead.mask, habits):
+            break
+    return draft

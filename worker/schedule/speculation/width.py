@@ -10,7 +10,7 @@ _SAMPLES = 9  # of the last forwards of a shape, of which the median counts
 _TRIALS = 2  # forwards of a shape until they are believed: the first one may compile kernels
 _STALE = 1_000  # forwards after which a shape's costs are measured anew when it would pay by its neighbours' costs
 _LEAST_GAIN = 1.03  # a verify forward cannot be launched before the last one's tokens are read
-_TRIAL_EVERY = 16  # forwards: how often a shape that never ran is hoped to cost no more than a narrower one
+_TRIAL_EVERY = 16  # forwards from one trial of a shape that is hardly known to the next
 _PACE_WEIGHT = 0.3
 _MOST_PACE = 2.0  # of one observation, so that a single slow step does not count much
 # Cost of a token more per row, in plain steps, before any measurement: from a dense model on a CPU.
@@ -53,12 +53,15 @@ class ForwardCosts:
         self._shapes = dict[tuple[int, int], _Shape]()
         self._pace = 1.0  # of all forwards, relative to their first: rows grow longer, and devices slow down
         self._forwards = 0
+        self._tried_at = 0  # the last forward of a shape that was hardly known
 
     def observe(self, rows: int, width: int, seconds: float) -> None:
         """Record the seconds of a step: with its host's work, and as far as it delayed the next."""
         self._forwards += 1
         shape = self._shapes.setdefault((rows, width), _Shape())
-        if shape.is_known(self._forwards):
+        if not shape.is_known(self._forwards):
+            self._tried_at = self._forwards
+        else:
             ratio = seconds / max(self._pace * shape.seconds(), 1e-9)
             self._pace *= 1 + _PACE_WEIGHT * (min(ratio, _MOST_PACE) - 1)
         shape.observe(seconds / self._pace, self._forwards)
@@ -76,7 +79,7 @@ class ForwardCosts:
         """Return `seconds`, but now and then, for a shape that is hardly known, the lowest that is possible: those of
         the widest known forward that is narrower. Otherwise no width after a sudden rise would ever be tried."""
         expected = self.seconds(rows, width)
-        if self._forwards % _TRIAL_EVERY or self._is_known(rows, width):
+        if self._forwards - self._tried_at < _TRIAL_EVERY or self._is_known(rows, width):
             return expected
         narrower = max((each for each in range(1, width) if self._is_known(rows, each)), default=None)
         return expected if narrower is None else min(expected, self._pace * self._relative(rows, narrower))

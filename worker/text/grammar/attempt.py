@@ -39,6 +39,7 @@ class RefusedConstraint:
 
     type: ErrorType
     message: str
+    param: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def _verdicts(grammars: Grammars, constraint: OutputConstraint, reasoned: bool) 
         spelled, grammar = grammars.both(constraint, reasoned=reasoned)
         compile_grammar(vocabulary, spelled)
     except JobFailure as refusal:
-        yield RefusedConstraint(refusal.type, refusal.message)
+        yield RefusedConstraint(refusal.type, refusal.message, refusal.param)
     except Uncompilable as error:
         yield CompileError(str(error))
         if place := _cause(grammars, vocabulary, constraint):

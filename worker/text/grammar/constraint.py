@@ -40,7 +40,8 @@ def constraint_of(request: ChatRequest) -> OutputConstraint | None:
             return OutputConstraint({"type": "object"}, functions, many)
         case JsonSchemaFormat(json_schema=asked):
             if asked.json_schema is None:
-                raise JobFailure("invalid_request", "response_format: json_schema has no schema; add one.")
+                message = "response_format: json_schema has no schema; add one."
+                raise JobFailure("invalid_request", message, param="response_format")
             return OutputConstraint(asked.json_schema, functions, many)
     return None
 

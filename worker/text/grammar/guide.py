@@ -17,6 +17,7 @@ from worker.text.grammar.builder import Grammars, OutputConstraint
 from worker.text.grammar.compiler import Compiler
 from worker.text.grammar.constraint import constraint_of, is_quick, markup_of
 from worker.text.grammar.errors import grammar_error
+from worker.text.grammar.lark import param_of
 from worker.text.grammar.llg_tokenizer import NAME_BEGINS, without_added_tokens
 from worker.text.grammar.reasoning import ReasoningMask, ReasoningState
 from worker.text.grammar.row_grammar import RowGrammar
@@ -53,6 +54,14 @@ class GrammarStates:
         constraint = constraint_of(request)
         if constraint is None:
             return None
+        try:
+            return await self._create(constraint, request, prompt, lane)
+        except JobFailure as refusal:
+            raise refusal.about(constraint.field) from refusal.__cause__
+
+    async def _create(
+        self, constraint: OutputConstraint, request: ChatRequest, prompt: Prompt, lane: Lane
+    ) -> "RowGrammar":
         if self._tokenizer is None:
             raise JobFailure(
                 "unsupported", f"{constraint.field}: this model's tokenizer does not support it; leave it out."
@@ -107,14 +116,15 @@ class GrammarStates:
         match await self._compiler.verdict(lane, tenant, question_bytes):
             case CompiledGrammar(grammar):
                 return grammar
-            case RefusedConstraint(type, message):
-                raise JobFailure(type, message)
+            case RefusedConstraint(type, message, param):
+                raise JobFailure(type, message, param=param)
             case CompileError(message, place):
                 _refuse(place or constraint.field, message)
 
 
 def _refuse(place: str, wrong: str) -> NoReturn:
-    raise JobFailure("invalid_request", f"{place}: this schema cannot be enforced: {grammar_error(wrong)}")
+    message = f"{place}: this schema cannot be enforced: {grammar_error(wrong)}"
+    raise JobFailure("invalid_request", message, param=param_of(place))
 
 
 def _as_text(vocabulary: LLTokenizer, text: str) -> list[int]:

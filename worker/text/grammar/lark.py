@@ -56,7 +56,7 @@ class Grammar:
         try:
             written = rewrite(schema, root)
         except UnsupportedKeyword as error:
-            raise JobFailure("invalid_request", f"{field}: {error}.") from error
+            raise JobFailure("invalid_request", f"{field}: {error}.", param=param_of(field)) from error
         self.schemas.append({"name": name, "json_schema": {**written, "x-guidance": _OPTIONS}})
         return f"@{name}"
 
@@ -68,6 +68,11 @@ class Grammar:
         """Return the whole grammar in llguidance's JSON form. Raises `JobFailure` if it is too long."""
         rules = "\n".join([f"start: {rule}", *self._rules])
         return _written({"grammars": [{"lark_grammar": rules}, *self.schemas]})
+
+
+def param_of(place: str) -> str:
+    """Return the field of the request that a place such as `tools: weather` belongs to."""
+    return place.partition(":")[0]
 
 
 def _written(value: Any) -> str:

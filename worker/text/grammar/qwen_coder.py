@@ -57,7 +57,8 @@ class _Parameters:
 
     def _rule(self, name: str, schema: Any) -> str:
         if re.search(r"[\s<>]", name):
-            raise JobFailure("unsupported", f"tools: this model's calls cannot name a parameter {name!r}.")
+            message = f"tools: this model's calls cannot name a parameter {name!r}."
+            raise JobFailure("unsupported", message, param="tools")
         head, self._parameter = literal(f"<parameter={name}>\n"), name
         return self._grammar.rule(f'{head} ({" | ".join(self._values(self._schema(schema)))}) "\\n"')
 
@@ -181,14 +182,12 @@ class _Parameters:
             raise self._refusal(unknown[0])
 
     def _refusal(self, keyword: str) -> JobFailure:
-        return JobFailure(
-            "unsupported", f"tools: {self._function}: this model's calls do not support parameters with {keyword}."
-        )
+        message = f"tools: {self._function}: this model's calls do not support parameters with {keyword}."
+        return JobFailure("unsupported", message, param="tools")
 
     def _invalid(self) -> JobFailure:
-        return JobFailure(
-            "invalid_request", f"tools: the parameters of {self._function} are not a JSON Schema; correct them."
-        )
+        message = f"tools: the parameters of {self._function} are not a JSON Schema; correct them."
+        return JobFailure("invalid_request", message, param="tools")
 
 
 def _is_names(names: Any) -> bool:

@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from llguidance import LLMatcher
 
-from worker.schedule.request import GrammarError
+from worker.schedule.request import GrammarAhead, GrammarError
 from worker.text.grammar.errors import grammar_error
 from worker.text.grammar.reasoning import ReasoningState
 from worker.text.grammar.sandbox import error_of
@@ -43,6 +43,7 @@ class RowGrammar:
 
     def _begin(self) -> None:
         self.accepted = 0  # tokens of the answer
+        self._current: bytes | None = None  # mask of the next token, once it is computed
         self._consumed = list[int]()  # by the matcher
         # By token that was accepted last: the reasoning before it, and the number of tokens consumed before it.
         self._history = deque[tuple[ReasoningState | None, int]](maxlen=_ROLLBACK)
@@ -58,6 +59,7 @@ class RowGrammar:
     def _belongs_to_answer(self, token: int) -> bool:
         """Record a token, and advance the reasoning. Return True if the matcher has to consume the token."""
         self.accepted += 1
+        self._current = None
         self._history.append((copy.copy(self._reasoning_state), len(self._consumed)))
         if token in self._ends:  # a batch may compute one step more than a row needs
             return False
@@ -75,6 +77,7 @@ class RowGrammar:
         if count > len(self._history):
             raise ValueError(f"count: {count} tokens cannot be taken back; {len(self._history)} are recorded.")
         self.accepted -= count
+        self._current = None
         for _ in range(count):
             reasoning, consumed = self._history.pop()
         self._reasoning_state = reasoning
@@ -84,9 +87,10 @@ class RowGrammar:
 
     def bitmask(self) -> bytes:
         """Return the mask of allowed next tokens: a bit per token, in little-endian 32-bit words."""
-        mask = self._mask()
-        self._check_error()
-        return mask
+        if self._current is None:
+            self._current = self._mask()
+            self._check_error()
+        return self._current
 
     def _mask(self) -> bytes:
         reasoning = self._reasoning_state
@@ -95,16 +99,30 @@ class RowGrammar:
         mask = self._matcher.compute_bitmask()
         return _with_token(mask, reasoning.begins) if reasoning else mask
 
-    def forced(self) -> tuple[int, ...]:
-        """Return the tokens that must come next, as the tokenizer splits the text that the grammar leaves no choice
-        about. Never an end of the sequence."""
-        if self.error or self._reasoning_state:
-            return ()
-        tokens = self._matcher.compute_ff_tokens()
-        if self._matcher.is_error():
+    def ahead(self, draft: Sequence[int]) -> GrammarAhead:
+        """Return the tokens that must come after a draft, as the tokenizer splits the text that the grammar leaves no
+        choice about, else the mask. Nothing within reasoning, or if the grammar exceeds its limits on the way."""
+        if self.error:
+            return GrammarAhead()
+        current = self._current
+        for token in draft:
+            self._walk(token)
+        found = GrammarAhead() if self._reasoning_state else self._answer_ahead()
+        failed = self._matcher.is_error()
+        self.rollback(len(draft))
+        if draft:
+            self._current = current
+        if failed:
             self._recover()
-            return ()
-        return tuple(takewhile(lambda token: token not in self._ends, tokens))
+        return GrammarAhead() if failed else found
+
+    def _answer_ahead(self) -> GrammarAhead:
+        tokens = self._matcher.compute_ff_tokens()
+        forced = tuple(takewhile(lambda token: token not in self._ends, tokens))
+        if forced:
+            return GrammarAhead(forced)
+        self._current = self._current or self._mask()
+        return GrammarAhead(mask=self._current)
 
     def valid_prefix(self, tokens: Sequence[int]) -> int:
         """Return how many of these tokens, one after the other, the grammar allows. An end of the sequence is not
@@ -159,6 +177,7 @@ class RowGrammar:
         """Replace a matcher that has failed within a draft by one in the same state. Copies share the lexer, so if its
         limit is exceeded, which counts the states of all texts it has read, the row cannot continue."""
         self._matcher = self._unused.deep_copy()
+        self._current = None
         self._matcher.consume_tokens(self._consumed)
         self._check_error()
 

@@ -60,7 +60,8 @@ def _as_json(grammar: Grammar, function: Function, more: str = "") -> str:
 def mistral(grammar: Grammar, functions: Sequence[Function], many: bool) -> str:
     """Return the rule for [TOOL_CALLS]weather[ARGS]{"city": "Oslo"}. Raises `JobFailure` for a dot in a name."""
     if dotted := [function.name for function in functions if "." in function.name]:
-        raise JobFailure("unsupported", f"tools: this model cannot call {dotted[0]}; use a name without a dot.")
+        message = f"tools: this model cannot call {dotted[0]}; use a name without a dot."
+        raise JobFailure("unsupported", message, param="tools")
     begins, arguments = grammar.marker("[TOOL_CALLS]"), grammar.marker("[ARGS]")
     each = [f"{literal(function.name)} {arguments} {_arguments_of(grammar, function)}" for function in functions]
     return grammar.rule(f"({begins} ({' | '.join(each)})){'+' if many else ''}")
@@ -122,6 +123,7 @@ def _arguments(function: Function) -> Schema:
     """Return the schema of a function's arguments: an object, without properties if the function names none."""
     schema = {"type": "object", **(function.parameters or {})}
     if schema["type"] != "object":
-        raise JobFailure("invalid_request", f"tools: the parameters of {function.name} must be of type object.")
+        message = f"tools: the parameters of {function.name} must be of type object."
+        raise JobFailure("invalid_request", message, param="tools")
     constraints = {key for key, value in schema.items() if key not in _ANNOTATIONS and value not in ({}, [])}
     return schema if constraints else {**schema, "additionalProperties": False}

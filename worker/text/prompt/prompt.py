@@ -157,11 +157,13 @@ class Prompts:
         except RAISED as error:
             does = "refuses" if isinstance(error, TemplateError) else "cannot render"
             reason = codec.plain(str(error))[:_LONGEST_REASON]
-            raise JobFailure("invalid_request", f"The model's chat template {does} these messages: {reason}") from error
+            message = f"The model's chat template {does} these messages: {reason}"
+            raise JobFailure("invalid_request", message, param="messages") from error
         for finding in rendering.findings:
             self._log_once(finding.why)
         if Flaw.NO_TOOLS in rendering.findings:
-            raise JobFailure("unsupported", "tools: the model's chat template does not support them; leave them out.")
+            message = "tools: the model's chat template does not support them; leave them out."
+            raise JobFailure("unsupported", message, param="tools")
         return text, begun
 
     def _log_once(self, why: str) -> None:
@@ -239,7 +241,8 @@ def _encoded(text: str, codec: Codec) -> list[int]:
         return codec.encode(text)
     except ValueError as error:
         reason = str(error)[:_LONGEST_REASON]
-        raise JobFailure("invalid_request", f"messages: a control token cannot be escaped; {reason}") from error
+        message = f"messages: a control token cannot be escaped; {reason}"
+        raise JobFailure("invalid_request", message, param="messages") from error
 
 
 def _thinking(text: str, begun: str, think: Think) -> Thinking:
@@ -263,7 +266,8 @@ def _flattened(conversation: Conversation, images: Sequence[str]) -> tuple[Conve
     parts = [part for message in conversation if isinstance(message["content"], list) for part in message["content"]]
     num_images = sum(part["type"] != "text" for part in parts)
     if num_images > len(images):
-        raise JobFailure("unsupported", "messages: this model does not support images; leave out the image_url parts.")
+        message = "messages: this model does not support images; leave out the image_url parts."
+        raise JobFailure("unsupported", message, param="messages")
     marks = _unused_characters(conversation, num_images) if num_images else []
     unused = iter(marks)
     flat = [{**message, "content": _flat(message["content"], unused)} for message in conversation]

@@ -60,6 +60,7 @@ class PromptLimit:
             raise JobFailure(
                 "too_large",
                 f"The prompt has {len(text):,} characters and this worker tokenizes at most {limit:,}; shorten it.",
+                param="messages",
             )
 
     def _certain_texts(self, message: dict[str, Any]) -> Iterator[str]:

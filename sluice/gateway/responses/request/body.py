@@ -13,8 +13,9 @@ from sluice.gateway.responses.request.tools import Tools, read_tools
 _SAME = (
     "model", "temperature", "top_p", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "user",
     "service_tier", "store",
-    "chat_template_kwargs", "deadline_s", "frequency_penalty", "logit_bias", "min_p", "prediction", "presence_penalty",
-    "repetition_penalty", "seed", "specprefill", "specprefill_keep_pct", "speculation", "stop", "top_k",
+    "chat_template_kwargs", "deadline_s", "frequency_penalty", "ignore_eos", "logit_bias", "min_p", "prediction",
+    "presence_penalty", "repetition_penalty", "seed", "specprefill", "specprefill_keep_pct", "speculation", "stop",
+    "top_k",
 )  # fmt: skip
 _READ = (
     "input", "instructions", "tools", "tool_choice", "text", "reasoning", "max_output_tokens", "metadata", "include",
@@ -24,7 +25,7 @@ _READ = (
 WITHOUT_EFFECT = (
     "client_metadata", "max_tool_calls", "prompt_cache_options", "prompt_cache_retention", "stream_options",
 )  # fmt: skip
-_KNOWN = frozenset((*_SAME, *_READ, *WITHOUT_EFFECT))
+KNOWN = frozenset((*_SAME, *_READ, *WITHOUT_EFFECT))
 _INCLUDABLE = frozenset(
     {
         "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
@@ -70,7 +71,7 @@ class ResponseRequest:
 
 def read_request(body: Mapping[str, Any]) -> ResponseRequest:
     """Read the body, except for the items of its input. Raises `ApiError`, which names the field."""
-    fields.check_known(body, _KNOWN)
+    fields.check_known(body, KNOWN)
     tools = read_tools(body.get("tools"))
     store = fields.flag(body.get("store"), "store", True)
     background = fields.flag(body.get("background"), "background", False)

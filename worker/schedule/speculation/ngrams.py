@@ -5,12 +5,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 MAX_AGREEMENT = 32  # tokens of an ending that are compared; longer ones count as this long
 _CANDIDATES = 8  # places that a lookup compares, the most recent first
-_MULTIPLIER = 0x9E3779B1  # of Fibonacci hashing, for 32 bits
-_LEAST_BITS = 10  # of a hash
+_LEAST_SLOTS = 1 << 10
 _CROWDED = 4  # indexed tokens per slot of the table from which on it is built anew, larger
 
 
-class EndingIndex:
+class NgramIndex:
     """A token sequence that grows, and an index of its n-grams, as in LZ77: a hash table of the last place of each, and
     a chain to the place before. A place is the index of a token, and stands for the tokens before it.
 
@@ -38,28 +37,42 @@ class EndingIndex:
         """Bytes of the tokens and of the index."""
         return sum(each.itemsize * len(each) for each in (self.tokens, self._previous, self._last))
 
-    def append(self, token: int) -> None:
-        """Append a token to the sequence. Does not index it."""
+    def append(self, token: int) -> bool:
+        """Append a token to the sequence. Does not index it. Returns True if tokens were dropped: all places have
+        changed."""
         self.tokens.append(token)
-        if len(self.tokens) >= 2 * self._window:
-            self._drop(self._window)
-            self._begin()
+        if len(self.tokens) < 2 * self._window:
+            return False
+        self._drop(self._window)
+        self._begin()
+        return True
 
     def catch_up(self, most: int) -> None:
         """Index at most `most` more tokens."""
         start = len(self._previous)
         end = min(len(self.tokens), start + most)
-        for place in range(start, end):
-            self._insert(place)
+        first = min(max(start, self._size), end)
+        self._previous.extend([-1] * (first - start))  # too few tokens come before these places
+        last, previous = self._last, self._previous
+        mask = len(last) - 1
+        for place, gram in enumerate(self._grams(first, end), first):
+            slot = hash(gram) & mask
+            previous.append(last[slot])
+            last[slot] = place
         if end > _CROWDED * len(self._last):
             self._begin()
+
+    def _grams(self, first: int, end: int) -> Iterator[tuple[int, ...]]:
+        """Yield the n-gram before each of these places."""
+        return zip(*(self.tokens[first - back : end - back] for back in range(self._size, 0, -1)), strict=True)
 
     def places(self, context: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield indexed places whose preceding tokens agree with the end of `context` in an n-gram at least, the most
         recent first, each with the number of tokens that agree, up to `MAX_AGREEMENT`."""
         if len(context) < self._size:
             return
-        place = self._last[self._slot(context, len(context))]
+        gram = tuple(context[len(context) - self._size :])
+        place = self._last[hash(gram) & len(self._last) - 1]
         for _ in range(_CANDIDATES):
             if place < 0:
                 return
@@ -72,23 +85,9 @@ class EndingIndex:
 
     def _begin(self) -> None:
         """Begin an empty index, of a size that fits the sequence."""
-        self._bits = max(_LEAST_BITS, len(self.tokens).bit_length())
-        self._last = array("i", [-1]) * (1 << self._bits)  # by slot: the last place
+        slots = max(_LEAST_SLOTS, 1 << len(self.tokens).bit_length())
+        self._last = array("i", [-1]) * slots  # the last place of each slot
         self._previous = array("i")  # by place: the place before it in the same slot, or -1
-
-    def _insert(self, place: int) -> None:
-        if place < self._size:
-            self._previous.append(-1)
-            return
-        slot = self._slot(self.tokens, place)
-        self._previous.append(self._last[slot])
-        self._last[slot] = place
-
-    def _slot(self, tokens: Sequence[int], end: int) -> int:
-        value = 0
-        for token in tokens[end - self._size : end]:
-            value = ((value ^ token) * _MULTIPLIER) & 0xFFFFFFFF
-        return value >> (32 - self._bits)
 
 
 def agreement(tokens: Sequence[int], place: int, context: Sequence[int]) -> int:

@@ -1,14 +1,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.schedule.speculation.endings import MAX_AGREEMENT, EndingIndex, agreement
+from worker.schedule.speculation.ngrams import MAX_AGREEMENT, NgramIndex, agreement
 
 TOKENS = st.lists(st.integers(0, 3), max_size=60)
 SIZES = st.integers(1, 4)
 
 
-def indexed(tokens: list[int], size: int, window: int = 1_000) -> EndingIndex:
-    index = EndingIndex(tokens, size, window)
+def indexed(tokens: list[int], size: int, window: int = 1_000) -> NgramIndex:
+    index = NgramIndex(tokens, size, window)
     index.catch_up(len(tokens))
     return index
 
@@ -37,7 +37,7 @@ def test_agreement_is_the_longest_common_ending(tokens: list[int], context: list
 
 def test_a_text_is_indexed_by_parts() -> None:
     tokens = [1, 2, 3, 4, 1, 2]
-    index = EndingIndex(tokens, 2, 1_000)
+    index = NgramIndex(tokens, 2, 1_000)
     index.catch_up(2)
     assert (index.behind, list(index.places(tokens))) == (4, [])
     index.catch_up(2)
@@ -46,7 +46,7 @@ def test_a_text_is_indexed_by_parts() -> None:
 
 @given(count=st.integers(1, 3_000), window=st.integers(8, 300))
 def test_the_memory_of_an_endless_text_is_bounded(count: int, window: int) -> None:
-    index = EndingIndex([], 2, window)
+    index = NgramIndex([], 2, window)
     for number in range(count):
         index.append(number % 7)
         index.catch_up(3)
@@ -64,7 +64,7 @@ def test_the_last_window_of_a_long_text_can_be_found() -> None:
 
 
 def test_a_table_that_grows_crowded_is_built_anew() -> None:
-    index = EndingIndex([], 2, 100_000)
+    index = NgramIndex([], 2, 100_000)
     for number in range(20_000):
         index.append(number)
         index.catch_up(8)

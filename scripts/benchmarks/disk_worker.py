@@ -1,0 +1,69 @@
+"""An engine with the prefix cache of a worker, for the measurements of prefixes on disk."""
+
+import threading
+import time
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from scripts.benchmarks.engine import prompt
+from worker.engine.cache.disk import DiskTier
+from worker.engine.engine import Engine
+from worker.engine.model.load import Model
+from worker.prefix_store.store import StoreOptions
+from worker.schedule.outcomes import Prefilled, Sampled
+from worker.schedule.request import GenerationRequest
+
+CACHE_BYTES = 8 << 30  # more than any of these measurements stores in memory
+ANSWER = 4  # tokens
+_WARM_UPS = count(1)
+
+
+class Worker:
+    """An engine with the prefix cache of a worker."""
+
+    def __init__(self, model: Model, folder: Path | None, *, prefix_bytes: int = CACHE_BYTES) -> None:
+        """`folder`: of the prefixes on disk; None: they are kept in memory only."""
+        self._woken = threading.Event()
+        self._requests = 0
+        options = StoreOptions(folder, 1 << 50) if folder else None
+
+        def open_tier(model: Model) -> DiskTier:
+            assert options is not None
+            return DiskTier(model.network, model.fingerprint, options, self._woken.set)
+
+        self.engine = Engine(model, step_s=1.0, prefix_bytes=prefix_bytes, open_tier=open_tier if options else None)
+        self.answer(prompt(300, seed=-next(_WARM_UPS)), boundaries=())  # no file has it, so it measures prefill
+
+    def answer(self, tokens: tuple[int, ...], boundaries: tuple[int, ...]) -> "Answer":
+        """Run a request alone to its end."""
+        self._requests += 1
+        began = time.perf_counter()
+        first_s, cached = 0.0, 0
+        answer = list[int]()
+        self.engine.add(GenerationRequest(str(self._requests), tokens, ANSWER, boundaries=boundaries))
+        while len(self.engine):
+            if not self.engine.needs_step:
+                self._woken.wait(0.05)
+                self._woken.clear()
+                continue
+            for outcome in self.engine.step().outcomes:
+                if isinstance(outcome, Prefilled):
+                    cached = outcome.cached
+                elif isinstance(outcome, Sampled) and outcome.token is not None:
+                    first_s = first_s or time.perf_counter() - began
+                    answer.append(outcome.token)
+        return Answer(first_s, cached, tuple(answer))
+
+    def close(self) -> None:
+        """Write all prefixes to disk."""
+        self.engine.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The measurements of one request."""
+
+    first_token_s: float
+    cached: int  # tokens
+    tokens: tuple[int, ...]

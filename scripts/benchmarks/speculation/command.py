@@ -1,0 +1,149 @@
+"""The command `scripts/bench speculation`: its progress bar and its output."""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from scripts.benchmarks.conditions import conditions
+from scripts.benchmarks.serve.report import verdict_table
+from scripts.benchmarks.serve.results import Verdict
+from scripts.benchmarks.speculation import cost, report
+from scripts.benchmarks.speculation.bars import judge
+from scripts.benchmarks.speculation.cost import Cost
+from scripts.benchmarks.speculation.figures import Case, NotAnswered, Result, TokensDiffer
+from scripts.benchmarks.speculation.requests import Requests
+from scripts.benchmarks.speculation.runner import STEP_S, Comparison, answers, cases
+from worker.engine.checkpoint import read_json
+from worker.engine.model.head import with_head
+from worker.engine.model.load import Model, open_model
+from worker.engine.speculation.heads import find_head
+from worker.errors import CannotStart
+
+_WIDTH = 145
+
+
+def main(given: argparse.Namespace) -> bool:
+    """Measure, print the tables, and return True if all answers were equal and no bar is missed."""
+    console = Console(width=_WIDTH)
+    try:
+        with console.status(f"loading {given.model}"):
+            model = open_in_fp32(given.model, given.mtp_model)
+        return Session(console, given, model).run()
+    except CannotStart as error:
+        return _failed(console, error)
+
+
+def _failed(console: Console, error: Exception) -> bool:
+    console.print(f"[red]error:[/] {escape(str(error))}", highlight=False)
+    return False
+
+
+def open_in_fp32(folder: Path, head: Path | None) -> Model:
+    """Load a model and its MTP head, if it has one, to compute in fp32. In lower precision the rounding
+    of wider forwards changes tokens. Raises `CannotStart`."""
+    model = open_model(str(folder), vision=False)
+    if model.drafting.max_draft == 0:
+        raise CannotStart(f"--model: its rows take no drafts, since {model.drafting.why_not}; give another one.")
+    model.network.set_dtype(mx.float32)
+    if head is None and find_head(folder, read_json(folder, "config.json")):
+        head = folder
+    return with_head(model, str(folder), str(head)) if head else model
+
+
+class Session:
+    """Measures all cases of one call, and keeps what the JSON file gets."""
+
+    def __init__(self, console: Console, given: argparse.Namespace, model: Model) -> None:
+        self._console = console
+        self._given, self._model = given, model
+        self._results = list[Result]()
+        self._costs = list[Cost]()
+
+    def run(self) -> bool:
+        """Measure, print, and write the JSON; return True if all was measured and no bar is missed."""
+        planned = self._cases()
+        complete = True
+        try:
+            self._measure_tasks(planned)
+        except (TokensDiffer, NotAnswered) as error:
+            complete = _failed(self._console, error)  # what was measured before is still worth a table
+        else:
+            self._measure_costs()
+        verdicts = judge(self._results, STEP_S)
+        self._print(verdicts)
+        self._save(verdicts, complete)
+        return complete and all(verdict.holds for verdict in verdicts)
+
+    def _cases(self) -> list[Case]:
+        given, head = self._given, self._model.head is not None
+        if "tasks" not in given.part:
+            return []
+        planned = [*cases(given.task, given.rows, given.proposer, head=head)]
+        if not planned:
+            raise CannotStart(f"--proposer {' '.join(given.proposer)}: none can have an effect here; give another one.")
+        if not head:
+            self._console.print("[dim]the model has no MTP head, so none is measured[/]")
+        return planned
+
+    def _measure_tasks(self, planned: Sequence[Case]) -> None:
+        """Measure the cases. Raises `TokensDiffer` and `NotAnswered`."""
+        runs = self._given.runs
+        progress = self._progress(len(planned) * (runs + 1))
+        requests = closing(Requests(self._model, partial(answers, self._model)))
+        with progress as (describe, advance), requests as made:
+            for case in planned:
+                describe(case.name)
+                self._results.append(Comparison(self._model, made, case).measure(runs, advance))
+                self._console.print(f"[dim]{report.line(self._results[-1])}[/]", highlight=False)
+
+    def _measure_costs(self) -> None:
+        if "cost" not in self._given.part:
+            return
+        with self._progress(len(self._given.rows) * (cost.ROUNDS + 1)) as (describe, advance):
+            for rows in self._given.rows:
+                describe(f"forwards of {rows} rows")
+                self._costs.append(cost.measure(self._model, rows, advance))
+
+    @contextmanager
+    def _progress(self, total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
+        """Show a progress bar. Yields functions that set its description and advance it by one."""
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        with Progress(*columns, console=self._console, transient=True) as progress:
+            task = progress.add_task("", total=total)
+
+            def describe(text: str) -> None:
+                progress.update(task, description=text)
+
+            yield describe, partial(progress.advance, task)
+
+    def _print(self, verdicts: Sequence[Verdict]) -> None:
+        name = self._given.model.name
+        if self._results:
+            self._console.print(report.results_table(self._results, name, self._given.runs))
+            for note in report.NOTES:
+                self._console.print(f"  {note}", highlight=False)
+        if self._costs:
+            self._console.print(report.cost_table(self._costs, name))
+        if verdicts:
+            self._console.print(verdict_table(verdicts, name))
+
+    def _save(self, verdicts: Sequence[Verdict], complete: bool) -> None:
+        if not self._given.json:
+            return
+        written = {
+            **conditions(),
+            "model": str(self._given.model),
+            "complete": complete,
+            "results": [result.as_json() for result in self._results],
+            "verify_cost": [each.as_json() for each in self._costs],
+            "bars": [{"label": v.label, "bar": v.bar, "value": v.value, "holds": v.holds} for v in verdicts],
+        }
+        self._given.json.write_text(json.dumps(written, indent=2) + "\n")

@@ -1,0 +1,88 @@
+"""The proposers, each alone and together as a worker runs them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from worker.engine.model.load import Model
+from worker.engine.speculation import speculator
+from worker.engine.speculation.head_proposer import DEPTH, HeadProposer
+from worker.engine.speculation.proposer import Proposer
+from worker.engine.speculation.speculator import Speculator
+from worker.engine.speculators import speculator_of
+from worker.schedule.speculation.copies import PREDICTION, CopyProposer
+from worker.schedule.speculation.forced import GrammarProposer
+from worker.schedule.speculation.offer import DraftedRow, Offer
+
+
+class PredictionProposer(CopyProposer):
+    """Offers what continues the prediction, and no copies of prompt or answer."""
+
+    def offer(self, row: DraftedRow) -> Offer | None:
+        """Return a draft from the prediction, or None."""
+        offered = super().offer(row)
+        return offered if offered and offered.kind == PREDICTION else None
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Where the drafts of a run come from."""
+
+    about: str
+    speculator: Callable[[Model], Speculator]
+    predicted: bool = False  # requests have their predictions
+    with_head: bool = False  # if the model has one
+    needs_head: bool = False
+    depth: int | None = None  # tokens of every draft; None: chosen by what pays
+
+    def model(self, model: Model) -> Model:
+        """Return the model with its MTP head, if that takes part: it makes forwards a little dearer."""
+        return model if self.with_head else replace(model, head=None)
+
+    @contextmanager
+    def chosen(self) -> Iterator[None]:
+        """Let the speculator choose the lengths of its drafts in the block; or fix them, if they are fixed."""
+        if self.depth is None:
+            yield
+            return
+        width, name = 1 + self.depth, "choose_width"
+        original = getattr(speculator, name)
+        setattr(speculator, name, lambda offers, *_, **__: width if any(offers) else 1)
+        try:
+            yield
+        finally:
+            setattr(speculator, name, original)
+
+
+def _alone(
+    proposers: Sequence[Proposer], model: Model, head: HeadProposer | None = None, *, sudden: Sequence[Proposer] = ()
+) -> Speculator:
+    return Speculator(
+        proposers,
+        sudden=sudden,
+        head=head,
+        max_draft=model.drafting.max_draft,
+        recurrence=model.drafting.recurrence(model.network),
+        eos_ids=model.tokenizer.eos_token_ids,
+    )
+
+
+def _head_alone(model: Model) -> Speculator:
+    assert model.head is not None, "cases of models without a head are left out"
+    return _alone([], model, HeadProposer(model.head))
+
+
+PROPOSERS = {
+    "copies": Drafts("what has followed the row's ending before", lambda model: _alone([CopyProposer()], model)),
+    "prediction": Drafts(
+        "the text that the client expects", lambda model: _alone([PredictionProposer()], model), predicted=True
+    ),
+    "grammar": Drafts(
+        "what a schema leaves no choice about", lambda model: _alone([], model, sudden=[GrammarProposer()])
+    ),
+    "mtp": Drafts("the model's multi-token-prediction head", _head_alone, with_head=True, needs_head=True),
+    "mtp-fixed": Drafts(
+        f"the same, with {DEPTH} tokens in every draft", _head_alone, with_head=True, needs_head=True, depth=DEPTH
+    ),
+    "all": Drafts("all proposers of a worker together", speculator_of, predicted=True, with_head=True),
+}

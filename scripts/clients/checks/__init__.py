@@ -1,0 +1,1 @@
+"""The checks of each client. They run in the client's environment, with the standard library and the client alone."""

@@ -1,0 +1,136 @@
+"""LangChain's ChatOpenAI, over chat completions and responses."""
+
+from typing import Any, Literal
+
+import httpx
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_openai import ChatOpenAI
+from openai import BadRequestError, NotFoundError
+from pydantic import BaseModel
+
+from scripts.clients.checks.checking import (
+    IMAGE_URL,
+    MODEL,
+    SAID,
+    TOOL,
+    URL,
+    Checks,
+    await_cancelled,
+    equal,
+    refused_with,
+)
+
+check = Checks("langchain-openai")
+seen = list[str]()  # ids of the jobs, oldest first
+watched = httpx.Client(event_hooks={"response": [lambda response: seen.append(response.headers["x-request-id"])]})
+
+
+class City(BaseModel):
+    country: str
+    capital: str
+
+
+class Said(BaseModel):
+    """Say it."""
+
+    word: Literal["yes"]
+
+
+def model(**fields: Any) -> Any:
+    given: Any = {"model": MODEL, "base_url": f"{URL}/v1", "api_key": "none", "temperature": 0, "max_retries": 0}
+    return ChatOpenAI(http_client=watched, timeout=60, **{**given, **fields})
+
+
+def _text(message: Any) -> str:
+    text = message.text
+    return str(text() if callable(text) and not isinstance(text, str) else text)
+
+
+@check("chat: answer")
+def answers() -> None:
+    message = model().invoke(SAID["count"])
+    equal(message.content, SAID["counted"])
+    assert message.usage_metadata["output_tokens"] > 0
+
+
+@check("chat: stream")
+def streams() -> None:
+    equal("".join(chunk.content for chunk in model().stream(SAID["count"])), SAID["counted"])
+
+
+@check("chat: tools")
+def calls_a_tool() -> None:
+    bound = model().bind_tools([TOOL])
+    message = bound.invoke(SAID["call"])
+    (call,) = message.tool_calls
+    equal((call["name"], call["args"]), ("get_weather", {"city": "Oslo"}))
+    bound.invoke([HumanMessage(SAID["call"]), message, ToolMessage("Snow.", tool_call_id=call["id"])])
+    whole = None
+    for chunk in bound.stream(SAID["call"]):
+        whole = chunk if whole is None else whole + chunk
+    assert whole is not None
+    equal(whole.tool_calls[0]["args"], {"city": "Oslo"})
+
+
+@check("chat: JSON schema")
+def follows_a_schema() -> None:
+    equal(model().with_structured_output(City, method="json_schema").invoke(SAID["capital"]), City(**SAID["oslo"]))
+    forced = model().with_structured_output(Said, method="function_calling")
+    equal(forced.invoke(SAID["count"]), Said(word="yes"))
+
+
+@check("chat: n, stop, logprobs")
+def takes_sampling_fields() -> None:
+    message = model(n=2, stop_sequences=[" 4"], logprobs=True, top_logprobs=2).invoke(SAID["count"])
+    equal(message.content, "1 2 3")
+    assert message.response_metadata["logprobs"]["content"]
+
+
+@check("chat: image")
+def refuses_an_image_that_the_model_cannot_see() -> None:
+    parts: Any = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": IMAGE_URL}}]
+    refused_with(400, BadRequestError, lambda: model().invoke([HumanMessage(parts)]))
+
+
+@check("chat: errors")
+def raises_openai_s_errors() -> None:
+    refused_with(404, NotFoundError, lambda: model(model="absent").invoke(SAID["count"]))
+    refused_with(400, BadRequestError, lambda: model(top_p=7).invoke(SAID["count"]))
+
+
+@check("chat: cancel")
+def cancels_when_its_client_leaves() -> None:
+    chunks = model(logit_bias=SAID["unending"], max_tokens=SAID["limit"]).stream(SAID["count"])
+    next(chunks)
+    chunks.close()
+    await_cancelled(seen[-1])
+
+
+@check("responses: answer")
+def responds() -> None:
+    equal(_text(model(use_responses_api=True).invoke(SAID["count"])), SAID["counted"])
+
+
+@check("responses: stream")
+def streams_a_response() -> None:
+    chunks = model(use_responses_api=True).stream(SAID["count"])
+    equal("".join(map(_text, chunks)), SAID["counted"])
+
+
+@check("responses: tools")
+def calls_a_function() -> None:
+    bound = model(use_responses_api=True).bind_tools([TOOL])
+    message = bound.invoke(SAID["call"])
+    (call,) = message.tool_calls
+    equal(call["args"], {"city": "Oslo"})
+    bound.invoke([HumanMessage(SAID["call"]), message, ToolMessage("Snow.", tool_call_id=call["id"])])
+
+
+@check("responses: JSON schema")
+def responds_with_a_schema() -> None:
+    found = model(use_responses_api=True).with_structured_output(City, method="json_schema").invoke(SAID["capital"])
+    equal(found, City(**SAID["oslo"]))
+
+
+if __name__ == "__main__":
+    check.run()

@@ -1,0 +1,152 @@
+// OpenAI's SDK for Node: chat completions, responses and models.
+import OpenAI from "openai";
+
+import { awaitCancelled, BASE_URL, check, equal, IMAGE_URL, refusedWith, runChecks, SAID, TOOL, user } from "./checking.mjs";
+
+const client = new OpenAI({ baseURL: BASE_URL, apiKey: "none", maxRetries: 0, timeout: 60_000 });
+const JSON_SCHEMA = { type: "json_schema", json_schema: { name: "city", schema: SAID.schema, strict: true } };
+const FUNCTION = { type: "function", ...SAID.weather, strict: false };
+const UNENDING = { logit_bias: SAID.unending };
+const statusOf = (error) => error.status;
+
+const chat = (messages = user(), fields = {}) =>
+  client.chat.completions.create({ model: SAID.model, messages, temperature: 0, ...fields });
+const respond = (input = SAID.count, fields = {}) =>
+  client.responses.create({ model: SAID.model, input, temperature: 0, ...fields });
+
+check("chat: answer", async () => {
+  const completion = await chat();
+  equal(completion.choices[0].message.content, SAID.counted);
+});
+
+check("chat: stream", async () => {
+  let text = "";
+  let usage = null;
+  for await (const chunk of await chat(user(), { stream: true, stream_options: { include_usage: true } })) {
+    text += chunk.choices[0]?.delta.content ?? "";
+    usage = chunk.usage ?? usage;
+  }
+  equal([text, usage.completion_tokens > 0], [SAID.counted, true]);
+  const runner = client.chat.completions.stream({ model: SAID.model, messages: user(), temperature: 0 });
+  equal(await runner.finalContent(), SAID.counted);
+});
+
+check("chat: tools", async () => {
+  const { message } = (await chat(user(SAID.call), { tools: [TOOL] })).choices[0];
+  const [call] = message.tool_calls;
+  equal([call.function.name, JSON.parse(call.function.arguments)], ["get_weather", { city: "Oslo" }]);
+  const result = { role: "tool", tool_call_id: call.id, content: "Snow." };
+  await chat([...user(SAID.call), message, result], { tools: [TOOL] });
+  const fields = { model: SAID.model, messages: user(SAID.call), temperature: 0, tools: [TOOL] };
+  const final = await client.chat.completions.stream(fields).finalChatCompletion();
+  equal(JSON.parse(final.choices[0].message.tool_calls[0].function.arguments), { city: "Oslo" });
+});
+
+check("chat: JSON schema", async () => {
+  const completion = await chat(user(SAID.capital), { response_format: JSON_SCHEMA });
+  equal(JSON.parse(completion.choices[0].message.content), SAID.oslo);
+});
+
+check("chat: n, stop, logprobs", async () => {
+  const completion = await chat(user(), { n: 2, stop: [" 4"], logprobs: true, top_logprobs: 2, seed: 7 });
+  equal(completion.choices.map((choice) => choice.message.content), ["1 2 3", "1 2 3"]);
+  equal(completion.choices[0].logprobs.content[0].top_logprobs.length, 2);
+});
+
+check("chat: image", async () => {
+  const parts = [{ type: "text", text: "What is it?" }, { type: "image_url", image_url: { url: IMAGE_URL } }];
+  await refusedWith(400, statusOf, () => chat(user(parts)));
+});
+
+check("chat: errors", async () => {
+  const refused = await refusedWith(404, statusOf, () => chat(user(), { model: "absent" }));
+  equal([refused.code, refused.param], ["model_not_found", "model"]);
+  await refusedWith(400, statusOf, () => chat(user(), { top_p: 7, stream: true }));
+});
+
+check("chat: cancel", async () => {
+  const stream = await chat(user(), { stream: true, max_tokens: SAID.limit, ...UNENDING });
+  let id;
+  for await (const chunk of stream) {
+    id = chunk.id;
+    break; // leaves
+  }
+  await awaitCancelled(id);
+});
+
+check("completions: refused", async () => {
+  const fields = { model: SAID.model, prompt: "1 2 3" };
+  const refused = await refusedWith(400, statusOf, () => client.completions.create(fields));
+  equal(refused.code, "unsupported");
+});
+
+check("responses: answer", async () => {
+  const response = await respond();
+  equal([response.output_text, response.status], [SAID.counted, "completed"]);
+  equal((await client.responses.retrieve(response.id)).output_text, SAID.counted);
+});
+
+check("responses: stream", async () => {
+  const stream = client.responses.stream({ model: SAID.model, input: SAID.count, temperature: 0 });
+  equal((await stream.finalResponse()).output_text, SAID.counted);
+});
+
+check("responses: tools", async () => {
+  const first = await respond(SAID.call, { tools: [FUNCTION] });
+  const [call] = first.output;
+  equal([call.name, JSON.parse(call.arguments)], ["get_weather", { city: "Oslo" }]);
+  const output = { type: "function_call_output", call_id: call.call_id, output: "Snow." };
+  equal((await respond([output], { tools: [FUNCTION], previous_response_id: first.id })).status, "completed");
+});
+
+check("responses: JSON schema", async () => {
+  const format = { type: "json_schema", name: "city", schema: SAID.schema, strict: true };
+  equal(JSON.parse((await respond(SAID.capital, { text: { format } })).output_text), SAID.oslo);
+});
+
+check("responses: image", async () => {
+  const parts = [{ type: "input_text", text: "What is it?" }, { type: "input_image", image_url: IMAGE_URL }];
+  await refusedWith(400, statusOf, () => respond(user(parts)));
+});
+
+check("responses: errors", async () => {
+  const refused = await refusedWith(400, statusOf, () => respond(SAID.count, { truncation: "auto" }));
+  equal(refused.param, "truncation");
+  await refusedWith(404, statusOf, () => client.responses.retrieve("resp_absent"));
+});
+
+check("responses: cancel", async () => {
+  const fields = { max_output_tokens: SAID.limit, ...UNENDING };
+  let id;
+  for await (const event of await respond(SAID.count, { stream: true, ...fields })) {
+    id = event.response.id;
+    break; // leaves
+  }
+  await awaitCancelled(id);
+  const background = await respond(SAID.count, { background: true, ...fields });
+  equal((await client.responses.cancel(background.id)).status, "cancelled");
+});
+
+check("responses: conversation", async () => {
+  const first = await respond("My name is Ada.");
+  const second = await respond(SAID.count, { previous_response_id: first.id });
+  const third = await respond("What is my name?", { previous_response_id: second.id });
+  equal(third.output_text.includes("Ada"), true);
+  let items = 0;
+  for await (const _ of client.responses.inputItems.list(third.id, { limit: 2 })) items += 1;
+  equal(items, 5);
+});
+
+check("responses: delete", async () => {
+  const response = await respond();
+  await client.responses.delete(response.id);
+  await refusedWith(404, statusOf, () => client.responses.retrieve(response.id));
+});
+
+check("models: list", async () => {
+  const found = [];
+  for await (const model of client.models.list()) found.push(model.id);
+  equal([found.includes(SAID.model), (await client.models.retrieve(SAID.model)).id], [true, SAID.model]);
+});
+
+await runChecks("openai");

@@ -1,0 +1,56 @@
+"""A server, a worker with the tiny model, and a front, for as long as a block lasts."""
+
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from scripts.stack import ROOT, Server, WorkerProcess, embedded_binary, free_port
+
+_START_S = 30.0
+# A fuzzed request ends soon, and the unending answers of the checks have the second limit themselves.
+_DEFAULT_TOKENS, _MOST_TOKENS = 200, 2_000
+
+
+@contextmanager
+def front() -> Iterator[str]:
+    """Yield the URL of a front, without /v1. Raises RuntimeError if one of the three does not start."""
+    with Server(embedded_binary()) as server:
+        worker = WorkerProcess(server.url, default_max_tokens=_DEFAULT_TOKENS, max_output_tokens=_MOST_TOKENS)
+        with worker, _serving(server.url) as url:
+            yield url
+
+
+@contextmanager
+def _serving(redis_url: str) -> Iterator[str]:
+    port = free_port()
+    others = {name: value for name, value in os.environ.items() if not name.startswith("SLUICE_")}
+    env = {**others, "SLUICE_REDIS_URL": redis_url, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "sluice.cli", "serve", "--port", str(port)]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _wait_until_ready(process, f"http://127.0.0.1:{port}")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str) -> None:
+    deadline = time.monotonic() + _START_S
+    while not _is_ready(url):
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError("The front did not start; run `sluice serve` to see why.")
+        time.sleep(0.05)
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/readyz", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False

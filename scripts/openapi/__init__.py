@@ -1,0 +1,1 @@
+"""The description of the HTTP front's routes, made from the models that check its requests."""

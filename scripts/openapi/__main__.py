@@ -1,0 +1,23 @@
+"""`python -m scripts.openapi` writes the document of `/openapi.json`; `--check` only checks if it is up to date."""
+
+import argparse
+import sys
+
+from scripts.openapi.document import FILE, text
+
+
+def main() -> int:
+    """Write or check the file, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.openapi", description="Write the front's OpenAPI file.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the file is out of date")
+    if not parser.parse_args().check:
+        FILE.parent.mkdir(exist_ok=True)
+        FILE.write_text(text())
+    elif not FILE.is_file() or FILE.read_text() != text():
+        print(f"{FILE.name} is out of date: run python -m scripts.openapi", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

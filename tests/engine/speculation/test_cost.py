@@ -1,0 +1,122 @@
+"""Drafts that gain nothing cost a step hardly anything, and those that are verified keep to the limit of a gap."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+
+import pytest
+
+from tests.engine.driver import Run
+from tests.engine.speculation.oracle import recurrence_of
+from tests.engine.tiny import model, prompt
+from worker.engine.speculation.speculator import Speculator
+from worker.schedule.budget import GapLimit
+from worker.schedule.outcomes import Speculated
+from worker.schedule.request import GenerationRequest
+from worker.schedule.speculation.backoff import LONGEST_PAUSE
+from worker.schedule.speculation.offer import MAX_DRAFT, DraftedRow, Offer
+
+ANSWER = 100
+
+
+class Counting:
+    """Proposer that counts how often it is asked. Offers right tokens if it knows the answers."""
+
+    def __init__(self, chance: float, answers: Mapping[str, Sequence[int]] | None = None) -> None:
+        self.chance, self._answers = chance, answers or {}
+        self.asked = Counter[str]()
+
+    def offer(self, row: DraftedRow) -> Offer | None:
+        self.asked[row.id] += 1
+        at, wrong = len(row.answer), (5,) * ANSWER
+        tokens = tuple(self._answers.get(row.id, wrong)[at : at + MAX_DRAFT])
+        return Offer("counting", tokens, (self.chance,) * len(tokens))
+
+    def kept(self, row: DraftedRow, offered: int, kept_tokens: int) -> None:
+        pass
+
+    def forget(self, row: DraftedRow) -> None:
+        pass
+
+
+def speculator(*proposers: Counting, sudden: Counting | None = None) -> Speculator:
+    every = [sudden] if sudden else []
+    return Speculator(proposers, sudden=every, max_draft=MAX_DRAFT, recurrence=recurrence_of(model("qwen3")))
+
+
+def run(drafting: Speculator, step_s: float = 0.02, rows: int = 3) -> Run:
+    driven = Run(model("qwen3"), speculator=drafting, step_s=step_s)
+    for index in range(rows):
+        driven.submit(GenerationRequest(str(index), prompt(9, index), ANSWER))
+    return driven
+
+
+def test_a_proposer_is_asked_once_for_each_row_and_step_at_most() -> None:
+    proposer = Counting(0.95)
+    driven = run(speculator(proposer))
+    while len(driven.engine):
+        before = proposer.asked.copy()
+        driven.step()
+        assert max((proposer.asked - before).values(), default=0) <= 1
+    assert proposer.asked.total() > ANSWER
+
+
+def test_proposers_whose_drafts_do_not_pay_are_asked_ever_more_rarely() -> None:
+    proposer, sudden = Counting(0.001), Counting(0.001)
+    driven = run(speculator(proposer, sudden=sudden))
+    driven.drain()
+    assert max(proposer.asked.values()) <= ANSWER / (LONGEST_PAUSE + 1) + 16
+    assert all(sudden.asked[id] >= len(answer) - 5 for id, answer in driven.generated.items())
+
+
+def test_rows_that_join_are_asked_soon() -> None:
+    proposer = Counting(0.001)
+    driven = run(speculator(proposer))
+    driven.until(lambda: len(driven.generated["0"]) > 60)
+    driven.submit(GenerationRequest("late", prompt(9, 7), ANSWER))
+    driven.until(lambda: len(driven.generated["late"]) > 4)
+    assert proposer.asked["late"] >= 4
+
+
+@dataclass
+class OneRow:
+    """A row whose next input is the last token of its answer."""
+
+    request: GenerationRequest
+    answer: list[int]
+    recomputed = False
+    last_unfed = True
+    end = 100
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+
+@dataclass
+class Input:
+    row: OneRow
+    token: int
+    finite: bool = True
+
+
+@pytest.mark.parametrize(("more_s", "longest"), [(0.5, 0), (1.0, 1), (3.5, 3), (inf, MAX_DRAFT)])
+def test_a_draft_is_as_long_as_its_forward_may_take(more_s: float, longest: int) -> None:
+    drafting, row = speculator(Counting(0.95)), OneRow(GenerationRequest("a", (1, 2), 50), [3])
+    for width in range(1, MAX_DRAFT + 2):
+        for _ in range(3):
+            drafting.observe_forward(1, width, 10.0 + width)  # more rows per second, the wider
+    assert drafting.is_worthwhile([row], more_s=more_s) == (longest > 0)
+    assert [len(draft or ()) for draft in drafting.drafts([Input(row, 3)], more_s)] == [longest]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 100.0])
+def test_a_step_verifies_drafts_within_the_limit_of_its_gap(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    answers = run(speculator()).drain()
+    monkeypatch.setattr(GapLimit, "verify_s", lambda *given, **named: seconds)
+    driven = run(speculator(Counting(0.95, answers)))
+    verified = list[Speculated]()
+    while len(driven.engine):
+        verified += [each for each in driven.step().outcomes if isinstance(each, Speculated)]
+    assert bool(verified) == (seconds > 0)

@@ -1,0 +1,73 @@
+"""The fields, `null` included, that OpenAI's OpenAPI description requires of what the front sends. The SDK's types do
+not require those that may be null. Names alone, read from the description of November 2026."""
+
+_USAGE = "completion_tokens prompt_tokens total_tokens"
+_RESPONSE = (
+    "created_at error id incomplete_details instructions metadata model object output parallel_tool_calls temperature "
+    "tool_choice tools top_p"
+)
+_OF_ITEM = "item_id output_index sequence_number type"
+
+# By `object`, and below it by the names of fields.
+OBJECTS = {
+    "chat.completion": "choices created id model object",
+    "chat.completion.choices": "finish_reason index logprobs message",
+    "chat.completion.choices.message": "content refusal role",
+    "chat.completion.choices.message.tool_calls": "function id type",
+    "chat.completion.choices.logprobs": "content refusal",
+    "chat.completion.choices.logprobs.content": "bytes logprob token top_logprobs",
+    "chat.completion.usage": _USAGE,
+    "chat.completion.chunk": "choices created id model object",
+    "chat.completion.chunk.choices": "delta finish_reason index",
+    "chat.completion.chunk.choices.delta.tool_calls": "index",
+    "chat.completion.chunk.choices.logprobs": "content refusal",
+    "chat.completion.chunk.choices.logprobs.content": "bytes logprob token top_logprobs",
+    "chat.completion.chunk.usage": _USAGE,
+    "text_completion": "choices created id model object",
+    "text_completion.choices": "finish_reason index logprobs text",
+    "text_completion.usage": _USAGE,
+    "response": _RESPONSE,
+    "response.error": "code message",
+    "response.usage": "input_tokens input_tokens_details output_tokens output_tokens_details total_tokens",
+    "response.usage.input_tokens_details": "cached_tokens cache_write_tokens",
+    "response.usage.output_tokens_details": "reasoning_tokens",
+    "response.tools": "type",
+    "list": "data object",
+    "model": "created id object owned_by",
+}
+# By `type`.
+TYPES = {
+    "message": "content id role status type",
+    "output_text": "annotations logprobs text type",
+    "output_text.logprobs": "bytes logprob token top_logprobs",
+    "output_text.logprobs.top_logprobs": "bytes logprob token",
+    "reasoning": "id summary type",
+    "reasoning_text": "text type",
+    "summary_text": "text type",
+    "function_call": "arguments call_id name type",
+    "custom_tool_call": "call_id input name type",
+    "response.created": "response sequence_number type",
+    "response.queued": "response sequence_number type",
+    "response.in_progress": "response sequence_number type",
+    "response.completed": "response sequence_number type",
+    "response.incomplete": "response sequence_number type",
+    "response.failed": "response sequence_number type",
+    "response.output_item.added": "item output_index sequence_number type",
+    "response.output_item.done": "item output_index sequence_number type",
+    "response.content_part.added": f"content_index part {_OF_ITEM}",
+    "response.content_part.done": f"content_index part {_OF_ITEM}",
+    "response.output_text.delta": f"content_index delta logprobs {_OF_ITEM}",
+    "response.output_text.done": f"content_index logprobs text {_OF_ITEM}",
+    "response.reasoning_text.delta": f"content_index delta {_OF_ITEM}",
+    "response.reasoning_text.done": f"content_index text {_OF_ITEM}",
+    "response.reasoning_summary_part.added": f"part summary_index {_OF_ITEM}",
+    "response.reasoning_summary_part.done": f"part summary_index {_OF_ITEM}",
+    "response.reasoning_summary_text.delta": f"delta summary_index {_OF_ITEM}",
+    "response.reasoning_summary_text.done": f"summary_index text {_OF_ITEM}",
+    "response.function_call_arguments.delta": f"delta {_OF_ITEM}",
+    "response.function_call_arguments.done": f"arguments name {_OF_ITEM}",
+    "response.custom_tool_call_input.delta": f"delta {_OF_ITEM}",
+    "response.custom_tool_call_input.done": f"input {_OF_ITEM}",
+    "error": "code message param sequence_number type",
+}
+ERROR = "code message param type"

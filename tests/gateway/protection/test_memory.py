@@ -1,0 +1,110 @@
+"""What the requests of a key, and all together, may hold in a front's memory."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from sluice.gateway import ServeSettings
+from sluice.gateway.errors import ApiError
+from sluice.gateway.keys.file import digest
+from sluice.gateway.protection.memory import Memory
+from tests.gateway.fronts import Front, serving
+from tests.waiting import until
+
+COMPLETIONS = "/v1/chat/completions"
+CHAT = {"messages": [{"role": "user", "content": "x" * 300}], "say": ["1"]}
+
+
+def test_a_key_holds_a_quarter_and_all_together_hold_the_limit() -> None:
+    memory = Memory(400, longest=10)
+    for key_id in ("a", "b", "c"):
+        memory.hold(key_id).add(100)
+    with pytest.raises(ApiError) as of_key:
+        memory.hold("a").add(1)
+    assert (of_key.value.status, of_key.value.code) == (429, "too_many_bytes")
+    local = memory.hold(None)
+    local.add(100)
+    with pytest.raises(ApiError) as of_front:
+        memory.hold("d").add(1)
+    assert (of_front.value.status, of_front.value.code) == (503, "overloaded")
+    assert {error.value.headers["retry-after"] for error in (of_key, of_front)} == {"1"}
+    local.release()
+    local.release()
+    memory.hold("d").add(100)
+    assert memory.total == 400
+
+
+def test_a_key_may_hold_the_longest_text_however_small_its_share_is() -> None:
+    Memory(100, longest=90).hold("a").add(90)
+
+
+@pytest.fixture
+def guarded(redis_url: str, fake_worker: None, tmp_path: Path) -> Iterator[Front]:
+    entries = [{"id": secret, "sha256": digest(secret), "tenant": secret} for secret in ("ada", "bob")]
+    (tmp_path / "keys.json").write_text(json.dumps({"keys": entries}))
+    keys = tmp_path / "keys.json"
+    settings = ServeSettings(_env_file=None, keys=keys, max_body_bytes=1_000, max_held_bytes=1_600)
+    with serving(redis_url, settings) as front:
+        yield front
+
+
+@asynccontextmanager
+async def half_sent(front: Front, secret: str, length: int, announced: int) -> AsyncIterator[None]:
+    """Hold a connection on which `length` bytes of a body have arrived."""
+    url = httpx.URL(front.url)
+    _, writer = await asyncio.open_connection(url.host, url.port)
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {secret}\r\n"
+    try:
+        writer.write(f"{head}Content-Length: {announced}\r\n\r\n".encode() + b"{" * length)
+        await writer.drain()
+        yield
+    finally:
+        writer.close()
+
+
+async def refused(http: httpx.AsyncClient, secret: str) -> tuple[int, str | None]:
+    answer = await http.post(COMPLETIONS, json=CHAT, headers={"authorization": f"Bearer {secret}"})
+    error = answer.json().get("error")
+    assert not error or answer.headers["retry-after"] == "1"
+    return answer.status_code, error and error["code"]
+
+
+async def test_half_sent_bodies_count_for_their_key_and_for_the_front_until_they_are_left(guarded: Front) -> None:
+    async with httpx.AsyncClient(base_url=guarded.url) as http, AsyncExitStack() as sending:
+
+        async def is_full(secret: str, answer: tuple[int, str], length: int) -> bool:
+            # A request that is being read when the half-sent one arrives can have that one refused: send another.
+            await sending.enter_async_context(half_sent(guarded, secret, length, length + 100))
+            return await refused(http, secret) == answer
+
+        await until(lambda: is_full("ada", (429, "too_many_bytes"), 900))
+        assert await refused(http, "bob") == (200, None)
+        await until(lambda: is_full("bob", (503, "overloaded"), 500))
+        await sending.aclose()
+
+        async def all_is_free() -> bool:
+            return [await refused(http, secret) for secret in ("ada", "bob")] == [(200, None)] * 2
+
+        await until(all_is_free)
+
+
+async def test_a_body_is_not_held_while_its_answer_is_awaited(guarded: Front) -> None:
+    async with httpx.AsyncClient(base_url=guarded.url) as http:
+        headers = {"authorization": "Bearer ada"}
+        slow = {**CHAT, "say": ["1"] * 10, "pace_s": 0.05}
+        answers = await asyncio.gather(
+            *(http.post(COMPLETIONS, json={**slow, "stream": stream}, headers=headers) for stream in (False, True)),
+            *(delayed(http, headers) for _ in range(1)),
+        )
+    assert [answer.status_code for answer in answers] == [200] * 3
+
+
+async def delayed(http: httpx.AsyncClient, headers: dict[str, str]) -> httpx.Response:
+    await asyncio.sleep(0.1)
+    body = {**CHAT, "messages": [{"role": "user", "content": "x" * 800}]}
+    return await http.post(COMPLETIONS, json=body, headers=headers)

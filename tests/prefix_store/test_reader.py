@@ -1,0 +1,126 @@
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.prefix_store.places import assert_right, place, read, store, written
+from worker.prefix_store.index import Chain
+from worker.prefix_store.names import FileName
+from worker.prefix_store.reader import Reader, ReadPlace
+from worker.prefix_store.store import PrefixStore
+
+PATH = tuple(range(30))
+
+
+class Held:
+    """Counts the files that are read, and holds them back until `go`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names: list[FileName] = []
+        self._go = threading.Event()
+        read_place = Reader._read_place
+
+        def held(reader: Reader, name: FileName, chain: Chain) -> ReadPlace | None:
+            self.names.append(name)
+            assert self._go.wait(20)
+            return read_place(reader, name, chain)
+
+        monkeypatch.setattr(Reader, "_read_place", held)
+
+    def go(self) -> None:
+        self._go.set()
+
+    def wait(self) -> None:
+        """Wait until a file is being read."""
+        until(lambda: bool(self.names))
+
+
+def until(done: Any) -> None:
+    end = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Held:
+    return Held(monkeypatch)
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> PrefixStore:
+    """A store with two prefixes that share their first file."""
+    written(tmp_path, place(PATH[:10]), place(PATH[:20], 10), place((*PATH[:10], 99), 10))
+    return store(tmp_path)
+
+
+def chain_of(opened: PrefixStore, tokens: tuple[int, ...]) -> Chain:
+    chain = opened.find("", tokens, stateful=False)
+    assert chain is not None
+    return chain
+
+
+def test_callers_that_want_the_same_files_share_one_reading(held: Held, opened: PrefixStore) -> None:
+    chain = chain_of(opened, PATH)
+    readings = [opened.read(chain) for _ in range(100)]
+    held.go()
+    until(lambda: all(reading.done for reading in readings))
+    opened.close(5)
+    assert held.names == [*chain.files]
+    assert_right(chain, readings[-1].places)
+
+
+def test_chains_that_begin_alike_read_their_common_files_once(held: Held, opened: PrefixStore) -> None:
+    one, other = chain_of(opened, PATH), chain_of(opened, (*PATH[:10], 99))
+    readings = [opened.read(one), opened.read(other)]
+    held.go()
+    until(lambda: all(reading.done for reading in readings))
+    opened.close(5)
+    assert held.names == [*one.files, other.files[-1]]
+    assert_right(other, readings[1].places)
+
+
+def test_a_finished_reading_is_not_shared(opened: PrefixStore) -> None:
+    chain = chain_of(opened, PATH)
+    first = opened.read(chain)
+    until(lambda: first.done)
+    assert opened.read(chain) is not first
+    opened.close(5)
+
+
+def test_a_reading_that_no_caller_holds_ends_with_its_current_file(held: Held, opened: PrefixStore) -> None:
+    reading = opened.read(chain_of(opened, PATH))
+    held.wait()
+    del reading
+    held.go()
+    opened.close(5)
+    assert len(held.names) == 1
+
+
+def test_a_cancelled_reading_is_done_without_places(held: Held, opened: PrefixStore) -> None:
+    reading = opened.read(chain_of(opened, PATH))
+    held.wait()
+    reading.cancel()
+    held.go()
+    opened.close(5)
+    assert (reading.done, reading.places, len(held.names)) == (True, (), 1)
+
+
+def test_nothing_is_found_while_a_reading_takes_too_long_and_the_log_has_one_line(
+    held: Held, opened: PrefixStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    chain = chain_of(opened, PATH)
+    readings = [opened.read(chain) for _ in range(3)]
+    held.wait()
+    with caplog.at_level(logging.WARNING, "sluice.prefix_store"):
+        for reading in readings:
+            opened.give_up(reading, 0.5)
+    assert opened.find("", PATH, stateful=False) is None
+    held.go()
+    until(lambda: opened.find("", PATH, stateful=False) is not None)
+    assert_right(chain, read(opened, chain))
+    opened.close(5)
+    assert len(caplog.records) == 1

@@ -1,0 +1,46 @@
+"""The proposers alone."""
+
+from dataclasses import dataclass, field
+
+from scripts.benchmarks.speculation.proposers import PROPOSERS, PredictionProposer
+from worker.engine.speculation import speculator
+from worker.engine.speculation.head_proposer import DEPTH
+from worker.schedule.request import GenerationRequest
+from worker.schedule.speculation.copies import PREDICTION, CopyProposer
+from worker.schedule.speculation.offer import Offer
+from worker.schedule.speculation.width import ForwardCosts
+
+REPEATING = (*range(10, 20), *range(10, 15))
+
+
+@dataclass
+class Row:
+    request: GenerationRequest
+    id: str = "a"
+    answer: list[int] = field(default_factory=list)
+
+
+def test_a_prediction_alone_copies_nothing_from_the_prompt() -> None:
+    row = Row(GenerationRequest("a", REPEATING, 20))
+    copied = CopyProposer().offer(row)
+    assert copied is not None
+    assert copied.tokens[0] == 15
+    assert PredictionProposer().offer(row) is None
+
+
+def test_a_prediction_alone_offers_what_the_client_expects() -> None:
+    row = Row(GenerationRequest("a", (1, 2, 3), 20, prediction=(30, 31, 32)))
+    offered = PredictionProposer().offer(row)
+    assert offered is not None
+    assert (offered.kind, offered.tokens) == (PREDICTION, (30, 31, 32))
+
+
+def test_a_fixed_depth_holds_in_the_block_alone() -> None:
+    offers, costs = [Offer("mtp", (1, 2, 3), (0.1,) * 3), None], ForwardCosts()
+    before = speculator.choose_width
+    with PROPOSERS["mtp-fixed"].chosen():
+        assert speculator.choose_width(offers, costs, 8) == 1 + DEPTH
+        assert speculator.choose_width([None, None], costs, 8) == 1
+    assert speculator.choose_width is before
+    with PROPOSERS["mtp"].chosen():
+        assert speculator.choose_width is before

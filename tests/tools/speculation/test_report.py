@@ -1,0 +1,35 @@
+"""The tables."""
+
+import io
+
+from rich.console import Console
+from rich.table import Table
+
+from scripts.benchmarks.speculation import report
+from scripts.benchmarks.speculation.cost import WIDTHS, Cost
+from tests.tools.speculation.results import result
+
+
+def printed(table: Table) -> str:
+    console = Console(file=io.StringIO(), width=150)
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_task_is_named_once_and_each_case_has_a_row() -> None:
+    found = [result("recall", rows, "copies", speed=2, accepted=5) for rows in (1, 4)]
+    text = printed(report.results_table([*found, result("count", 1, "copies")], "tiny", 3))
+    assert [text.count(each) for each in ("recall", "count", "copies", "50%", "2.00")] == [1, 1, 3, 2, 4]
+    assert "3 pairs" in text
+
+
+def test_an_accepted_share_without_drafts_is_a_dash() -> None:
+    assert "–" in printed(report.results_table([result("count", 1, "copies")], "tiny", 1))
+
+
+def test_costs_stand_by_rows_and_width() -> None:
+    costs = [Cost(rows, 0.004, {width: 1 + width / 10 for width in WIDTHS}) for rows in (1, 16)]
+    text = printed(report.cost_table(costs, "tiny"))
+    assert text.count("4.0 ms") == 2
+    assert "1.80" in text

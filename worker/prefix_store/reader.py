@@ -1,0 +1,176 @@
+"""The thread that reads files, and the readings that callers wait for."""
+
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from worker.prefix_store.encryption import Encryption
+from worker.prefix_store.folder import Folder
+from worker.prefix_store.format import BadFile, Header, read_header, read_tensors
+from worker.prefix_store.index import Chain, Index
+from worker.prefix_store.names import FileName
+
+logger = logging.getLogger("sluice.prefix_store")
+
+_FIRST_READ_BYTES_S = 500e6  # until reads are measured
+_WEIGHT = 0.3  # of the last measurement in the speed
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class ReadPlace:
+    """A place that was read."""
+
+    header: Header
+    buffers: tuple[Any, ...]  # of each tensor, as `allocate` returned it
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors in the file."""
+        return self.header.ends[-1] if self.header.ends else 0
+
+
+class Reading:
+    """A chain of files that is being read, for one or several callers. It is given up when all of them have dropped
+    it. `places` is set before `done`."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+        self.done = False
+        self.places: tuple[ReadPlace, ...] = ()  # the first ones of the chain; fewer if a file was bad
+
+    def finish(self, places: tuple[ReadPlace, ...]) -> None:
+        """Hand over what was read, unless the reading was cancelled. Called on the reader's thread."""
+        if not self.done:
+            self.places = places
+            self.done = True
+
+    def cancel(self) -> None:
+        """End the reading for all callers, without a result."""
+        self.done = True
+        self.places = ()
+
+
+class Reader:
+    """Reads chains one after the other, on a thread of its own. All methods may be called on any thread."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        index: Index,
+        encryption: Encryption | None,
+        allocate: Callable[[int], Any],
+        on_read: Callable[[], None],
+    ) -> None:
+        """`allocate` and `on_read`: see `PrefixStore`. Files that are bad or gone are discarded from `index`."""
+        self._folder, self._index = folder, index
+        self._encryption = encryption
+        self._allocate, self._on_read = allocate, on_read
+        self.bytes_per_s = _FIRST_READ_BYTES_S
+        self._began_s: float | None = None  # time at which the chain that is read now was begun
+        self._given_up_s = float("-inf")  # time at which a caller last gave up
+        self._closed = threading.Event()
+        self._queue: queue.SimpleQueue[weakref.ref[Reading] | None] = queue.SimpleQueue()
+        # Several callers that want the same files share one reading; others the files that both chains have.
+        self._readings = weakref.WeakValueDictionary[tuple[FileName, ...], Reading]()
+        self._places = weakref.WeakValueDictionary[FileName, ReadPlace]()
+        self.thread = threading.Thread(target=self._read_all, name="prefix-reader", daemon=True)
+
+    def read(self, chain: Chain) -> Reading:
+        """Start to read a chain, or return the reading of these files that is under way."""
+        reading = self._readings.get(chain.files)
+        if reading is None or reading.done:
+            reading = self._readings[chain.files] = Reading(chain)
+            self._queue.put(weakref.ref(reading))
+        return reading
+
+    @property
+    def stalled(self) -> bool:
+        """True while a chain is read that was begun before a caller gave up: the folder may not answer."""
+        began_s = self._began_s
+        return began_s is not None and began_s <= self._given_up_s
+
+    def give_up(self, reading: Reading, waited_s: float) -> None:
+        """Record that a caller computes the prefix instead, after `waited_s` seconds. Logs the first one of several."""
+        stalled = self.stalled
+        self._given_up_s = time.monotonic()
+        if not stalled:
+            logger.warning(
+                "prefixes on disk: %d tokens are computed, since they were not read within %.1f s",
+                len(reading.chain.tokens), waited_s,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """Let the thread end after the file that it reads."""
+        self._closed.set()
+        self._queue.put(None)
+
+    # On the reader's thread
+
+    def _read_all(self) -> None:
+        while (reference := self._queue.get()) is not None:
+            if (reading := reference()) is not None and not reading.done:
+                chain = reading.chain
+                del reading  # so that it is given up when no caller holds it
+                self._began_s = time.monotonic()
+                places = self._read_chain(chain, reference)
+                self._began_s = None
+                if (reading := reference()) is not None:
+                    reading.finish(places)
+                del places
+                self._on_read()
+            reading = None
+
+    def _read_chain(self, chain: Chain, reference: "weakref.ref[Reading]") -> tuple[ReadPlace, ...]:
+        """Read the files of a chain up to the first bad one, or until no caller waits."""
+        began = time.perf_counter()
+        places = list[ReadPlace]()
+        nbytes = 0
+        for name in chain.files:
+            if not self._is_wanted(reference):
+                break
+            place = self._places.get(name)
+            if place is None:
+                place = self._read_place(name, chain)
+                nbytes += place.nbytes if place else 0
+            if place is None:
+                break
+            self._places[name] = place
+            places.append(place)
+        if nbytes:
+            speed = nbytes / max(time.perf_counter() - began, 1e-9)
+            self.bytes_per_s += _WEIGHT * (speed - self.bytes_per_s)
+        return tuple(places)
+
+    def _is_wanted(self, reference: "weakref.ref[Reading]") -> bool:
+        reading = reference()
+        return reading is not None and not reading.done and not self._closed.is_set()
+
+    def _read_place(self, name: FileName, chain: Chain) -> ReadPlace | None:
+        """Read a file, and mark it as used. Returns None if it is gone, or bad: then it is removed."""
+        path = self._folder.path / str(name)
+        try:
+            with path.open("rb", buffering=0) as file:
+                header = read_header(file, name, self._encryption)
+                if (header.namespace, header.tokens) != (chain.namespace, chain.tokens[name.start : name.end]):
+                    raise BadFile("it holds other tokens")
+                buffers = read_tensors(file, header, self._allocate)
+        except BadFile as error:
+            logger.warning("prefixes on disk: %s is removed: %s", path.name, error)
+            self._folder.remove(name)
+            self._index.discard(name)
+            return None
+        except FileNotFoundError:  # removed for space by another worker
+            self._index.discard(name)
+            return None
+        except (OSError, MemoryError, RuntimeError, ValueError, LookupError, TypeError) as error:
+            # Without memory MLX raises MemoryError, RuntimeError or ValueError.
+            logger.warning("prefixes on disk: %s cannot be read: %s", path.name, error)
+            self._index.discard(name)
+            return None
+        self._folder.touch(name)
+        return ReadPlace(header, tuple(buffers))
