@@ -205,7 +205,8 @@ class LineDispatcher:
             await self._store.delete(jobs)
         except asyncio.CancelledError:  # with the lines in the files, no later run would delete these jobs
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._store.delete(jobs), _EXIT_WAIT_S)
+                async with asyncio.timeout(_EXIT_WAIT_S):
+                    await self._store.delete(jobs)
             raise
 
     def _queued(self) -> list[InFlightLine]:

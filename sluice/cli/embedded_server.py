@@ -121,7 +121,8 @@ class EmbeddedServer:
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(signal.SIGTERM)
             try:
-                await asyncio.wait_for(self._process.wait(), _STOP_S)
+                async with asyncio.timeout(_STOP_S):
+                    await self._process.wait()
             except TimeoutError:
                 self._process.kill()
                 await self._process.wait()

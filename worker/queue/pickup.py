@@ -60,7 +60,8 @@ class Pickup:
             self._woken.clear()
             await until_redis_answers(poll, stopping)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), self._sweep_s)
+                async with asyncio.timeout(self._sweep_s):
+                    await self._woken.wait()
 
     async def poll(self) -> bool:
         """Claim a job for every free row. Returns True if this poll was a sweep: it also claimed jobs past their

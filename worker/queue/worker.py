@@ -25,7 +25,7 @@ from worker.queue.pickup import Pickup
 from worker.queue.presence import Abilities, Presence
 from worker.queue.running import RunningJobs
 from worker.queue.server.redis_server import RedisServer
-from worker.queue.services import running_services
+from worker.queue.services import run_with_services
 from worker.queue.shutdown import Shutdown
 from worker.queue.wake import ControlListener
 from worker.settings import Settings
@@ -114,13 +114,16 @@ class QueueWorker(Worker):
             return
         self._leases.start()
         try:
-            async with running_services(*self._services):
-                await self._pickup.run(self._poll_iteration, self.shutdown.stopping)
-                await self._pickup.requeue_lost_claims()
-                await self.shutdown.drain()
+            await run_with_services(self._run_jobs(), *self._services)
         finally:
             self._leases.stop()
         await self._presence.remove()
+
+    async def _run_jobs(self) -> None:
+        """Claim and run jobs until the worker is stopped and its last job has ended."""
+        await self._pickup.run(self._poll_iteration, self.shutdown.stopping)
+        await self._pickup.requeue_lost_claims()
+        await self.shutdown.drain()
 
     async def connect(self) -> bool:
         """Wait for Redis and check it. Returns False if the worker is stopped first. Raises `CannotStart`."""
