@@ -71,7 +71,7 @@ async def test_a_front_that_stops_before_a_stream_ends_breaks_it_off_and_leaves_
 ) -> None:
     with front_process(redis_url, tmp_path, drain_s=0) as front:
         async with httpx.AsyncClient(base_url=front.url, timeout=20) as http:
-            body = request(*"12345", pace_s=0.3, stream=True)
+            body = request(*"12345" * 20, pace_s=0.3, stream=True)
             async with http.stream("POST", PATH, json=body) as answer:
                 front.process.send_signal(signal.SIGTERM)
                 with pytest.raises(httpx.RemoteProtocolError):

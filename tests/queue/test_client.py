@@ -205,7 +205,7 @@ async def test_streams_that_begin_together_are_all_subscribed(db: Redis, client:
         streams.append(asyncio.create_task(heard(client, f"job-{k}")))
         await asyncio.sleep(0)
     for k in range(20):
-        await until(lambda k=k: _subscribers(db, f"job-{k}", 1), within_s=3)  # type: ignore[misc]
+        await until(lambda k=k: _subscribers(db, f"job-{k}", 1))  # type: ignore[misc]
     for stream in streams:
         stream.cancel()
 

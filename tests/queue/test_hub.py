@@ -58,7 +58,7 @@ async def test_a_client_that_was_closed_hears_again(db: Redis, redis_url: str) -
     client = Client(redis_url)
     for _ in range(2):
         early = asyncio.create_task(seqs(client, "a"))
-        await until(lambda: client._hub._pubsub is not None, within_s=3)
+        await until(lambda: client._hub._pubsub is not None)
         early.cancel()
         await client.aclose()
 

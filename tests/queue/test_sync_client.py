@@ -22,7 +22,7 @@ from tests.queue.streaming import HELLO, event
 
 FINAL = event(3, "cancelled")
 LOG = [event(0), event(1), event(2), FINAL]
-WITHIN_S = 5.0
+WITHIN_S, AT_ONCE_S = 20.0, 5.0
 
 
 @pytest.fixture
@@ -258,7 +258,7 @@ def test_a_process_that_forgets_to_close_exits_at_once_and_in_silence(server: Re
     began = time.monotonic()
     ran = run(EXIT, redis_url)
     assert (ran.returncode, ran.stdout) == (0, "end\n"), ran.stderr
-    assert time.monotonic() - began < WITHIN_S
+    assert time.monotonic() - began < AT_ONCE_S
 
 
 # Forks

@@ -10,7 +10,7 @@ from schemas.keys import Lane
 from worker.errors import JobFailure
 from worker.text.threads import LARGE, Check, Pool, TextThreads, WorkAbandoned, never
 
-SOON_S = 5.0
+SOON_S = 20.0
 
 
 class Blocked:

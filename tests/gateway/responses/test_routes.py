@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ async def test_another_front_continues_the_stream_with_the_same_numbers(
 async def test_a_retried_request_with_its_key_joins_its_own_response(http: httpx.AsyncClient, db: Redis) -> None:
     headers, body = {"idempotency-key": "k1"}, {"input": COUNT, "temperature": 0}
     first = await http.post("/responses", json=body, headers=headers)
-    await asyncio.sleep(1.1)  # another second of creation
+    await until(lambda: time.time() > first.json()["created_at"] + 1)  # another second of creation
     second = await http.post("/responses", json=body, headers=headers)
     assert first.json() == second.json()
     assert first.json()["output"][0]["content"][0]["text"] == TWELVE

@@ -39,4 +39,5 @@ async def test_a_slow_answer_does_not_move_a_clock_that_agrees_with_it(db: Redis
     before = clock.now() - time.time()
     for _ in range(2):
         await clock.sync(SlowAnswers(db))  # type: ignore[arg-type]
-    assert abs(clock.now() - time.time() - before) < SLOW_S / 10
+    # A busy machine may do something else between two looks at the clocks.
+    assert min(abs(clock.now() - time.time() - before) for _ in range(20)) < SLOW_S / 10
