@@ -27,9 +27,13 @@ settings.register_profile("default", deadline=None, derandomize=_DERANDOMIZE, ma
 settings.register_profile("all", deadline=None, derandomize=_DERANDOMIZE, max_examples=100)
 
 
-def examples(number: int) -> int:
-    """Return how many of a test's examples the loaded profile runs: `number` with `--all`, else a quarter."""
-    return max(1, number * settings().max_examples // 100)
+def examples(number: int, *, by_default: int | None = None) -> int:
+    """Return how many of a test's examples the loaded profile runs: `number` with `--all`, else a quarter of them, or
+    `by_default`, for examples that take long."""
+    share = settings().max_examples
+    if share < 100 and by_default is not None:
+        return by_default
+    return max(1, number * share // 100)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,12 +60,20 @@ def before_first_claim(server_url: str, tmp_path_factory: pytest.TempPathFactory
     return modules_at_first_claim(server_url, tmp_path_factory.mktemp("start") / "modules")
 
 
-def test_a_worker_imports_nothing_heavy_before_its_first_claim(before_first_claim: set[str]) -> None:
-    brought = imported_by("import mlx_lm")
-    assert [name for name in before_first_claim - brought if within(name, HEAVY)] == []
+@pytest.fixture(scope="module")
+def with_mlx_lm() -> set[str]:
+    return imported_by("import mlx_lm")
 
 
-def test_a_worker_imports_hardly_more_than_mlx_lm_before_its_first_claim(before_first_claim: set[str]) -> None:
-    more = before_first_claim - imported_by("import mlx_lm")
+def test_a_worker_imports_nothing_heavy_before_its_first_claim(
+    before_first_claim: set[str], with_mlx_lm: set[str]
+) -> None:
+    assert [name for name in before_first_claim - with_mlx_lm if within(name, HEAVY)] == []
+
+
+def test_a_worker_imports_hardly_more_than_mlx_lm_before_its_first_claim(
+    before_first_claim: set[str], with_mlx_lm: set[str]
+) -> None:
+    more = before_first_claim - with_mlx_lm
     known = NEEDED | OURS | sys.stdlib_module_names
     assert [name for name in more if not within(name, known) and not name.startswith("_sysconfigdata")] == []

@@ -56,6 +56,7 @@ async def stop(worker: WorkerProcess, *, signals: int = 1) -> None:
         await until_said(worker, words)
 
 
+@pytest.mark.slow  # tests/queue/test_worker.py has it without a process
 async def test_running_rows_end_within_the_grace(redis_url: str, client: Client) -> None:
     worker = WorkerProcess(redis_url, grace_s=HANGS_S).start()
     jobs = [await client.submit(endless(100)) for _ in range(4)]

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ SCHEMA = {
     "required": ["the_name_of_the_customer", "is_it_urgent"],
     "additionalProperties": False,
 }
+PLAIN = "plain"  # the name under which one worker answers all tests without drafts
 FORMAT = {"type": "json_schema", "json_schema": {"name": "order", "schema": SCHEMA, "strict": True}}
 REQUESTS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": LIST}], "temperature": 0, "max_tokens": 60},
@@ -28,8 +30,8 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
-async def answers(client: Client, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    jobs = [await client.submit(request) for request in requests]
+async def answers(client: Client, requests: list[dict[str, Any]], *, served: str = "default") -> list[dict[str, Any]]:
+    jobs = [await client.submit(request, model=served) for request in requests]
     return await asyncio.gather(*(client.result(job.id) for job in jobs))
 
 
@@ -43,13 +45,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint("tiny_chat", tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="module")
+def plain_worker(server_url: str, model: Path) -> Iterator[None]:
+    with WorkerProcess(server_url, model=model, model_name=PLAIN, speculation="off"):
+        yield
+
+
+@pytest.mark.usefixtures("plain_worker")
 async def test_drafts_change_no_answer_and_are_counted(redis_url: str, client: Client, model: Path) -> None:
-    with WorkerProcess(redis_url, model=model, speculation="off"):
-        plain = await answers(client, REQUESTS)
+    plain = await answers(client, REQUESTS, served=PLAIN)
     assert all("speculation" not in result["sluice"] for result in plain)
     text = messages(plain)[0]["content"]
     predicted = {**REQUESTS[0], "prediction": {"type": "content", "content": text}}
-    with WorkerProcess(redis_url, model=model, speculation="auto", lease_s=2) as worker:
+    with WorkerProcess(redis_url, model=model, speculation="auto"):
         alone = [(await answers(client, [request]))[0] for request in [*REQUESTS, predicted]]
         assert messages(alone) == [*messages(plain), messages(plain)[0]]
         assert messages(await answers(client, REQUESTS)) == messages(plain)
@@ -59,6 +67,16 @@ async def test_drafts_change_no_answer_and_are_counted(redis_url: str, client: C
         refused = {**predicted, "speculation": False}
         (result,) = await answers(client, [refused])
         assert result["sluice"]["speculation"]["proposed"] == 0
+
+
+@pytest.mark.slow  # the next test kills a worker in the middle of a verification
+@pytest.mark.usefixtures("plain_worker")
+async def test_a_killed_workers_answers_with_a_prediction_are_resumed(
+    redis_url: str, client: Client, model: Path
+) -> None:
+    plain = await answers(client, REQUESTS[:1], served=PLAIN)
+    predicted = {**REQUESTS[0], "prediction": {"type": "content", "content": messages(plain)[0]["content"]}}
+    with WorkerProcess(redis_url, model=model, speculation="auto", lease_s=2) as worker:
         jobs = [await client.submit(request) for request in (REQUESTS[0], predicted)]
         events = client.stream(jobs[1].id)
         async for event in events:
@@ -89,13 +107,13 @@ async def streamed(client: Client, id: str) -> Streamed:
     return Streamed([event async for event in client.stream(id)])
 
 
+@pytest.mark.usefixtures("plain_worker")
 async def test_a_worker_killed_in_a_verification_is_resumed_with_the_same_tokens(
     redis_url: str, client: Client, model: Path
 ) -> None:
-    with WorkerProcess(redis_url, model=model, speculation="off"):
-        before = [await client.submit(request) for request in REQUESTS]
-        plain = await asyncio.gather(*(streamed(client, job.id) for job in before))
-        texts = [message["content"] for message in messages([await client.result(job.id) for job in before])]
+    before = [await client.submit(request, model=PLAIN) for request in REQUESTS]
+    plain = await asyncio.gather(*(streamed(client, job.id) for job in before))
+    texts = [message["content"] for message in messages([await client.result(job.id) for job in before])]
     predicted = [
         {**request, "prediction": {"type": "content", "content": text}}
         for request, text in zip(REQUESTS, texts, strict=True)
@@ -113,16 +131,16 @@ async def test_a_worker_killed_in_a_verification_is_resumed_with_the_same_tokens
     assert all("restarted" not in each.kinds for each in resumed)
 
 
+@pytest.mark.usefixtures("plain_worker")
 async def test_stop_strings_within_drafts_logprobs_and_biases_are_as_without(
     redis_url: str, client: Client, model: Path
 ) -> None:
-    with WorkerProcess(redis_url, model=model, speculation="off"):
-        text = messages(await answers(client, [REQUESTS[0]]))[0]["content"]
-        # At every place of a draft, and across its end.
-        stops = [{"stop": text[at : at + 4]} for at in range(4, 40, 3)]
-        others = [{"logprobs": True, "top_logprobs": 2}, {"logit_bias": {"2": -100, "300": 3}, "max_tokens": 70}]
-        requests = [{**REQUESTS[0], **more} for more in (*stops, *others)]
-        plain = await answers(client, requests)
+    text = messages(await answers(client, [REQUESTS[0]], served=PLAIN))[0]["content"]
+    # At every place of a draft, and across its end.
+    stops = [{"stop": text[at : at + 4]} for at in range(4, 40, 3)]
+    others = [{"logprobs": True, "top_logprobs": 2}, {"logit_bias": {"2": -100, "300": 3}, "max_tokens": 70}]
+    requests = [{**REQUESTS[0], **more} for more in (*stops, *others)]
+    plain = await answers(client, requests, served=PLAIN)
     predicted = [{**each, "prediction": {"type": "content", "content": text}} for each in requests]
     with WorkerProcess(redis_url, model=model, module="tests.end_to_end.verifying_all", speculation="auto"):
         drafted = await answers(client, predicted)

@@ -40,16 +40,11 @@ def test_a_worker_without_the_right_password_ends_before_it_loads_its_model(
     assert "kumquat" not in wrong + caplog.text
 
 
-def test_a_worker_with_a_database_that_its_server_does_not_have_ends_before_it_loads_its_model() -> None:
-    with Server() as server:
-        worker = WorkerProcess(server.url.removesuffix("0") + "16").start(wait=False)
-        try:
-            assert worker.wait() == 2
-            assert "must be that of a database that it has" in worker.log()
-            assert "loading" not in worker.log()
-            assert "Traceback" not in worker.log()
-        finally:
-            worker.stop()
+def test_a_worker_with_a_database_that_its_server_does_not_have_ends_before_it_loads_its_model(
+    server_url: str, refusal: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert "must be that of a database that it has" in refusal(server_url.removesuffix("0") + "16")
+    assert "loading" not in caplog.text
 
 
 @pytest.mark.slow

@@ -47,12 +47,17 @@ async def http(front: Front) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-@pytest.fixture
-def real_front(worker: WorkerProcess, redis_url: str) -> Iterator[Front]:
-    """A front for the worker with the tiny model."""
-    worker.wait_ready()
-    with serving(redis_url, ServeSettings(_env_file=None)) as front:
+@pytest.fixture(scope="module")
+def front_of_worker(worker: WorkerProcess) -> Iterator[Front]:
+    with serving(worker.url, ServeSettings(_env_file=None)) as front:
         yield front
+
+
+@pytest.fixture
+def real_front(worker: WorkerProcess, redis_url: str, front_of_worker: Front) -> Front:
+    """A front for the worker with the tiny model, which the tests of a file share."""
+    worker.wait_ready()
+    return front_of_worker
 
 
 @pytest.fixture

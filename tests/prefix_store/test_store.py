@@ -147,9 +147,9 @@ def test_a_pinned_file_is_not_removed_for_space(tmp_path: Path) -> None:
 def test_ten_thousand_foreign_files_do_not_delay_the_start(tmp_path: Path) -> None:
     for number in range(10_000):
         (tmp_path / f"{number}.bin").write_bytes(b"x")
-    began = time.monotonic()
+    began = time.process_time()
     opened = store(tmp_path, max_bytes=20_000)
-    assert time.monotonic() - began < 5  # one second on an idle machine; the benchmark measures it
+    assert time.process_time() - began < 5  # about one second; the benchmark measures it
     opened.write(place((1,), size=4096))
     opened.close(30)
     assert len(files(tmp_path)) == 1
@@ -273,7 +273,7 @@ for number in itertools.count():
 
 def test_a_killed_writer_leaves_whole_files_and_keeps_the_quota(tmp_path: Path) -> None:
     quota, largest = 1_000_000, 130_000
-    for _ in range(examples(200) // 5 if examples(100) < 100 else 200):
+    for _ in range(examples(200, by_default=4)):
         writer = subprocess.Popen(
             [sys.executable, "-c", _WRITER, str(tmp_path), str(quota)], stdout=subprocess.PIPE, text=True
         )

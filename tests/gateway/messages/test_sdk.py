@@ -1,6 +1,6 @@
 """Anthropic's own client against a front and a worker with the tiny model."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
@@ -24,10 +24,15 @@ THINK: Said = {"messages": [{"role": "user", "content": "Think: what is 8 plus 3
 CALL: Said = {"messages": [{"role": "user", "content": "Call the weather tool for Oslo."}], "tools": [WEATHER]}
 
 
-@pytest.fixture
-def front(worker: WorkerProcess, redis_url: str) -> Any:
-    with serving(redis_url, ServeSettings(_env_file=None, no_worker_s=5, models="claude=default")) as front:
+@pytest.fixture(scope="module")
+def shared_front(worker: WorkerProcess) -> Iterator[Front]:
+    with serving(worker.url, ServeSettings(_env_file=None, no_worker_s=5, models="claude=default")) as front:
         yield front
+
+
+@pytest.fixture
+def front(redis_url: str, shared_front: Front) -> Front:
+    return shared_front
 
 
 @pytest.fixture

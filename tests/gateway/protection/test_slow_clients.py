@@ -22,9 +22,10 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-@pytest.fixture
-def process(redis_url: str, tmp_path: Path) -> Iterator[FrontProcess]:
-    with front_process(redis_url, tmp_path, client_timeout_s=TIMEOUT_S, max_body_bytes=1_000, no_worker_s=0) as front:
+@pytest.fixture(scope="module")
+def process(server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
+    given = {"client_timeout_s": TIMEOUT_S, "max_body_bytes": 1_000, "no_worker_s": 0}
+    with front_process(server_url, tmp_path_factory.mktemp("front"), **given) as front:
         yield front
 
 
@@ -159,6 +160,7 @@ async def small_buffers() -> AsyncIterator[socket.socket]:
             await serving
 
 
+@pytest.mark.timing
 async def test_a_client_that_reads_a_long_answer_slowly_but_steadily_receives_all_of_it() -> None:
     loop, read = asyncio.get_running_loop(), 0
     async with small_buffers() as client:
