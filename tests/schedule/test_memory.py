@@ -191,3 +191,17 @@ def test_drafts_need_room_after_the_longest_row_a_wider_ring_and_second_states()
     assert within - without == 2 * 1000 + 2 * 4 * 7
     assert drafted.group_bytes(1, 250)[0] - plain.group_bytes(1, 250)[0] == 1000 + 10 * BUFFER_TOKENS + 4 * 7
     assert drafted.row_bytes(100) == plain.row_bytes(100)
+
+
+@pytest.mark.parametrize("max_draft", [0, 7])
+def test_slack_is_what_buffers_hold_beyond_their_rows_whatever_is_reserved_for_drafts(max_draft: int) -> None:
+    costs = MemoryModel(0, kv_layers=(KVLayers(10, 10),), state_bytes=1000, state_layer_bytes=300)
+    costs = replace(costs, max_draft=max_draft, draft_states=10)
+
+    def buffers(rows: int) -> int:
+        """Return the bytes of the buffers of rows of 400 tokens, between two forwards."""
+        padded, tokens = padded_shape(rows, 400 + max_draft, 400 + max_draft)
+        return rows * 1000 + padded * tokens * 10
+
+    held = [buffers(8), buffers(2), buffers(1)]
+    assert costs.slack_bytes([[400], [400, 400], [400]], held) == buffers(8) - buffers(1)

@@ -146,21 +146,24 @@ class MemoryModel:
         """Return the bytes of a group of `rows`, of which the longest has `longest` tokens at its end, and the extra
         bytes while its buffers grow: one layer at a time exists twice."""
         padded, tokens = padded_shape(rows, longest + self.max_draft, longest + self.max_draft)
-        column_bytes = copied = 0
-        for kind in self.kv_layers:
-            cached = kind.cached_tokens(tokens, self.max_draft)
-            column_bytes += kind.token_bytes * cached
-            copied = max(copied, kind.layer_bytes * cached)
-        states = self.state_bytes
-        if self.max_draft:
-            states = self.draft_states * self.state_bytes + _LAYER_STATES * self.state_layer_bytes
-        return rows * states + padded * column_bytes, padded * copied
+        cached = [(kind, kind.cached_tokens(tokens, self.max_draft)) for kind in self.kv_layers]
+        copied = max((kind.layer_bytes * count for kind, count in cached), default=0)
+        cached_bytes = sum(kind.token_bytes * count for kind, count in cached)
+        return rows * (self.state_bytes + self._draft_state_bytes) + padded * cached_bytes, padded * copied
+
+    @property
+    def _draft_state_bytes(self) -> int:
+        """Bytes of a row's states beyond the first, which exist only while drafts are verified."""
+        if not self.max_draft:
+            return 0
+        return (self.draft_states - 1) * self.state_bytes + _LAYER_STATES * self.state_layer_bytes
 
     def slack_bytes(self, groups: Iterable[Sequence[int]], buffers: Iterable[int]) -> int:
         """Return the bytes that buffers have beyond the needs of rows of these lengths: they do not shrink at once when
         rows leave. `groups`: lengths in tokens by group; `buffers`: allocated bytes by group."""
-        rectangles = map(self.rectangle_bytes, groups)
-        return sum(max(0, held - needed) for held, needed in zip(buffers, rectangles, strict=True))
+        # Buffers hold no states of drafts: compared with the reservation for these too, they would seem to have less.
+        needed = [self.rectangle_bytes(group) - len(group) * self._draft_state_bytes for group in groups]
+        return sum(max(0, held - least) for held, least in zip(buffers, needed, strict=True))
 
     def chunk_bytes(self, chunk: int, tokens: int) -> int:
         """Return the temporary bytes of a prompt chunk of `chunk` tokens at the end of a row of `tokens`."""
