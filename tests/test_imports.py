@@ -51,7 +51,9 @@ TABLE = {
     ),
     "worker.monitoring": May("schemas worker.errors worker.schedule", "prometheus_client"),
     # Decisions depend on their arguments alone: no clock, no I/O, no random numbers, no threads.
-    "worker.schedule": May(standard="array bisect collections dataclasses functools itertools math statistics typing"),
+    "worker.schedule": May(
+        standard="array bisect collections dataclasses enum functools itertools math statistics typing"
+    ),
     # Files of cached prefixes: bytes on disk, without the engine.
     "worker.prefix_store": May("worker.schedule.cache.disk"),
     "worker.prefix_store.encryption": May(others="cryptography"),

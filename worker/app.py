@@ -69,7 +69,7 @@ async def _import(module: str) -> None:
 
 def _import_on_thread(module: str) -> None:
     import_module(module)
-    from worker.engine.thread import clear_streams
+    from worker.engine.upstream.streams import clear_streams
 
     clear_streams()
 
@@ -184,7 +184,7 @@ def _store_options(settings: Settings) -> StoreOptions | None:
     daily_gb = settings.prefix_disk_daily_gb or _DAILY_QUOTAS * settings.prefix_disk_gb
     key = decode_key(settings.prefix_disk_key) if settings.prefix_disk_key else None
     folder = settings.prefix_disk_dir.expanduser()
-    return StoreOptions(folder, int(settings.prefix_disk_gb * 1e9), int(daily_gb * 1e9), key=key)
+    return StoreOptions(folder, int(settings.prefix_disk_gb * 1e9), int(daily_gb * 1e9), key=key, label=settings.model)
 
 
 @asynccontextmanager

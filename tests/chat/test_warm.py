@@ -1,6 +1,7 @@
 """Prompts that are computed before a job needs them. Through a worker: `tests/end_to_end/test_prefix_warm.py`."""
 
 import json
+import logging
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import pytest
 
 from tests.fakes import ByteTokenizer, FakeEngine, worker_context
 from worker.chat.context import WorkerContext
-from worker.chat.warm import BadWarmFile, Warmed, read_conversations, warm
+from worker.chat.warm import BadWarmFile, Warmed, read_conversations, warm, warm_and_log
+from worker.schedule.cache.disk import NotStored, StoreResult
 from worker.schedule.request import GenerationRequest
 from worker.settings import Settings
 
@@ -68,11 +70,14 @@ async def context() -> AsyncIterator[WorkerContext]:
 class Stored:
     """Collects what is stored, as text, by namespace."""
 
-    def __init__(self) -> None:
+    def __init__(self, missing: NotStored | None = None) -> None:
+        """`missing`: why nothing can be stored."""
         self.texts: list[tuple[str, str]] = []
+        self._missing = missing
 
-    async def __call__(self, namespace: str, tokens: tuple[int, ...]) -> None:
+    async def __call__(self, namespace: str, tokens: tuple[int, ...]) -> StoreResult:
         self.texts.append((namespace, ByteTokenizer().decode(tokens)))
+        return StoreResult(0 if self._missing else len(tokens), missing=self._missing)
 
 
 async def results(context: WorkerContext, stored: Stored, *bodies: Any) -> list[Warmed]:
@@ -111,3 +116,18 @@ async def test_a_prompt_that_cannot_be_computed_leaves_the_others(context: Worke
     assert [bool(result.problem) for result in found] == [True, True, True, False]
     assert "images" in found[0].problem
     assert "temprature" in found[2].problem
+
+
+@pytest.mark.parametrize("missing", [None, NotStored.QUOTA])
+async def test_a_result_says_why_a_prefix_is_not_on_disk(context: WorkerContext, missing: NotStored | None) -> None:
+    (result,) = await results(context, Stored(missing), {"messages": [USER]})
+    assert (result.problem, result.missing) == ("", missing.value if missing else "")
+
+
+@pytest.mark.parametrize(("missing", "warnings"), [(NotStored.QUOTA, 1), (NotStored.NO_FOLDER, 0), (None, 0)])
+async def test_a_worker_logs_what_could_not_be_stored_unless_it_has_no_folder(
+    context: WorkerContext, caplog: pytest.LogCaptureFixture, missing: NotStored | None, warnings: int
+) -> None:
+    with caplog.at_level(logging.WARNING, "sluice.warm"):
+        await warm_and_log(context, Stored(missing), [{"messages": [USER]}])
+    assert len(caplog.records) == warnings

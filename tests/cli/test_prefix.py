@@ -1,6 +1,9 @@
 """`sluice prefix` on a folder, without a worker."""
 
+import base64
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +11,14 @@ import pytest
 from typer.testing import CliRunner
 
 from sluice.cli.app import app
+from sluice.cli.commands.prefix import _warmed
 from sluice.cli.errors import CliError
 from tests.prefix_store.places import files, place, store, written
+from worker.chat.warm import Warmed
 from worker.prefix_store.listing import Listing
+from worker.prefix_store.names import model_digest, model_record
+from worker.prefix_store.store import PrefixStore, StoreOptions
+from worker.schedule.cache.disk import NotStored, StoreResult
 
 PATH = tuple(range(30))
 
@@ -97,3 +105,107 @@ def test_a_prefix_without_its_start_is_marked(folder: Path) -> None:
         11: False,
         30: False,
     }
+
+
+# Encrypted files
+
+KEY, OTHER_KEY = (base64.b64encode(bytes([byte]) * 32).decode() for byte in (1, 2))
+
+
+def encrypted(folder: Path, namespace: str) -> None:
+    written(folder, place(PATH, namespace=namespace), place((*PATH, 1), 30, namespace=namespace), key=bytes([1]) * 32)
+
+
+@pytest.mark.parametrize("key", [None, OTHER_KEY])
+def test_files_that_cannot_be_read_are_reported_when_a_tenant_is_dropped(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, key: str | None
+) -> None:
+    encrypted(folder, "acme")
+    if key:
+        monkeypatch.setenv("SLUICE_PREFIX_DISK_KEY", key)
+    plain = len(files(folder)) - 2
+    result = CliRunner().invoke(app, ["prefix", "drop", "--tenant", "acme", "--dir", str(folder)])
+    assert isinstance(result.exception, CliError)
+    assert result.exception.exit_code == 1
+    assert "2 files cannot be read" in str(result.exception)
+    assert len(files(folder)) == 2 + plain - 1
+
+
+def test_with_the_key_a_tenant_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encrypted(tmp_path, "acme")
+    encrypted(tmp_path, "other")
+    monkeypatch.setenv("SLUICE_PREFIX_DISK_KEY", KEY)
+    run(tmp_path, "drop", "--tenant", "acme")
+    assert [each["tenant"] for each in run(tmp_path, "list", "--json")] == ["other"]
+
+
+def test_files_of_other_versions_are_reported_when_a_tenant_is_dropped(folder: Path) -> None:
+    (folder / "sluice-prefix-v0-something.safetensors").write_bytes(b"acme")
+    assert "1 file cannot be read" in refused(folder, "drop", "--tenant", "acme")
+    assert "acme" not in [each["tenant"] for each in run(folder, "list", "--json")]
+
+
+def test_a_superseded_file_of_a_tenant_is_dropped_too(tmp_path: Path) -> None:
+    written(tmp_path / "kv", place(PATH, namespace="acme"))
+    written(tmp_path, place(PATH, namespace="acme", state=True), place((*PATH, 1), 30, namespace="acme"))
+    for file in files(tmp_path / "kv"):  # its writer has died before it could remove the file
+        file.rename(tmp_path / file.name)
+    run(tmp_path, "drop", "--tenant", "acme")
+    assert files(tmp_path) == []
+
+
+# Outdated prefixes
+
+
+def used_by(folder: Path, fingerprint: str, used_s: float) -> None:
+    """Write and pin a prefix as a worker with this release of a model does, which was last used at this time."""
+    opened = PrefixStore(StoreOptions(folder, 10_000_000, label="models/a"), fingerprint)
+    opened.open()
+    opened.write(replace(place(PATH), pinned=True))
+    opened.close(20)
+    os.utime(folder / model_record(model_digest(fingerprint)), (used_s, used_s))
+
+
+def test_outdated_prefixes_are_marked_and_dropped_although_they_are_pinned(folder: Path) -> None:
+    used_by(folder, "old weights", 1e9)
+    used_by(folder, "new weights", 2e9)
+    (folder / "sluice-prefix-v0-something.safetensors").write_bytes(b"x")
+    store(folder, max_bytes=1).close(5)  # pinned ones stay, outdated or not
+    marked = {each["model"]: each["outdated"] for each in run(folder, "list", "--json")}
+    old, new = (model_digest(f"{age} weights")[:12] for age in ("old", "new"))
+    assert marked == {old: True, new: False}
+    run(folder, "drop", "--outdated")
+    assert [each["model"] for each in run(folder, "list", "--json")] == [new]
+    assert not [*folder.glob("sluice-prefix-v0*")]
+
+
+def test_prefixes_of_models_without_a_record_are_not_outdated(folder: Path) -> None:
+    run(folder, "drop", "--outdated")
+    assert len(run(folder, "list", "--json")) == 3
+    assert not any(each["outdated"] for each in run(folder, "list", "--json"))
+
+
+def test_one_kind_of_prefixes_is_dropped_at_a_time(folder: Path) -> None:
+    assert "either" in refused(folder, "drop", "--outdated", "--tenant", "acme")
+    assert "empty" in refused(folder, "drop", "--tenant", "")
+
+
+# What `warm` says
+
+WHOLE, REFUSED = StoreResult(200, 3_000_000), StoreResult(0, missing=NotStored.DAILY_LIMIT)
+PARTLY = StoreResult(120, 1_000_000, NotStored.QUOTA)
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (Warmed(1, 200, 0, WHOLE), ["200 tokens are on disk", "3.0 MB are new"]),
+        (Warmed(1, 200, 200, StoreResult(200)), ["200 tokens are on disk", "nothing is new", "200 were not computed"]),
+        (Warmed(1, 200, 0, PARTLY), ["120 tokens are on disk", "of 200", "SLUICE_PREFIX_DISK_GB"]),
+        (Warmed(1, 200, 0, REFUSED), ["nothing is written", "SLUICE_PREFIX_DISK_DAILY_GB"]),
+        (Warmed(1, problem="too long"), ["nothing is written", "too long"]),
+    ],
+)
+def test_warm_says_what_of_a_conversation_is_on_disk(result: Warmed, said: list[str]) -> None:
+    assert all(each in _warmed(result) for each in said)
+    assert bool(result.missing) == (result.stored not in (WHOLE, StoreResult(200)))

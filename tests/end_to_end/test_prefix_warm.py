@@ -27,12 +27,17 @@ async def cached_tokens(client: Client) -> int:
     return int(usage.cached_tokens)
 
 
-def sluice(*args: str, folder: Path) -> "subprocess.CompletedProcess[str]":
-    """Run the command in a process of its own, in a folder without `.env`."""
+def sluice(*args: str, folder: Path, **settings: str) -> "subprocess.CompletedProcess[str]":
+    """Run the command in a process of its own, in a folder without `.env`. `settings`: of its environment."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("SLUICE_")}
     command = [sys.executable, "-m", "sluice.cli", *args]
     return subprocess.run(
-        command, env={**env, "PYTHONPATH": str(ROOT)}, cwd=folder, capture_output=True, text=True, timeout=120
+        command,
+        env={**env, **settings, "PYTHONPATH": str(ROOT)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 
@@ -66,9 +71,28 @@ async def test_the_command_computes_prompts_for_the_workers(redis_url: str, clie
         done = sluice(*given, folder=tmp_path)
         assert done.returncode == 0, done.stderr
     assert "conversation 1: " in done.stderr
-    assert ", 0 of them" not in done.stderr
+    assert "nothing is new" in done.stderr
+    assert " 0 were not computed again" not in done.stderr
     with WorkerProcess(redis_url, prefix_disk_dir=folder):
         assert await cached_tokens(client) > 150
+
+
+@pytest.mark.slow
+def test_the_command_fails_and_says_why_if_nothing_is_written(tmp_path: Path) -> None:
+    given = (
+        "prefix",
+        "warm",
+        "--file",
+        str(prompts(tmp_path)),
+        "--model",
+        str(TINY_CHAT),
+        "--dir",
+        str(tmp_path / "p"),
+    )
+    done = sluice(*given, folder=tmp_path, SLUICE_PREFIX_DISK_GB="0.00001")
+    assert done.returncode == 1, done.stderr
+    assert "conversation 1: nothing is written: " in done.stderr
+    assert "SLUICE_PREFIX_DISK_GB" in done.stderr
 
 
 @pytest.mark.slow

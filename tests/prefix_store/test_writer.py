@@ -1,12 +1,17 @@
+import errno
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.prefix_store.places import files, place, store, written
+from worker.prefix_store import folder as folder_module
+from worker.prefix_store.listing import Listing
 from worker.prefix_store.names import is_pin
 from worker.prefix_store.store import PrefixStore
-from worker.prefix_store.writer import NewPlace
+from worker.prefix_store.writer import NewPlace, WriteReport
+from worker.schedule.cache.disk import NotStored
 
 PATH = tuple(range(30))
 
@@ -64,3 +69,113 @@ def test_the_bytes_of_a_file_are_known_at_once(tmp_path: Path) -> None:
     opened.close(5)
     assert chain is not None
     assert chain.sizes == (files(tmp_path)[0].stat().st_size,)
+
+
+# What becomes of places that are stored on request
+
+
+def reported(opened: PrefixStore, *places: NewPlace) -> WriteReport:
+    """Write and pin places; return the report once it is done, and close the store."""
+    report = WriteReport()
+    for each in places:
+        assert opened.write(replace(each, pinned=True, report=report))
+    opened.close(20)
+    assert report.done
+    return report
+
+
+def test_the_bytes_of_new_files_are_reported(tmp_path: Path) -> None:
+    first = reported(store(tmp_path), place(PATH))
+    again = reported(store(tmp_path), place(PATH))
+    assert (first.written_bytes, first.refusal) == (files(tmp_path)[0].stat().st_size, None)
+    assert (again.written_bytes, again.refusal) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("limits", "refusal"), [({"max_bytes": 8_000}, NotStored.QUOTA), ({"daily": 8_000}, NotStored.DAILY_LIMIT)]
+)
+def test_a_place_that_is_not_written_is_reported_with_the_reason(
+    tmp_path: Path, limits: dict[str, int], refusal: NotStored
+) -> None:
+    report = reported(store(tmp_path, **limits), place(PATH))  # type: ignore[arg-type]
+    assert (report.written_bytes, report.refusal, files(tmp_path)) == (0, refusal, [])
+
+
+def test_a_failed_write_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(folder_module, "write_place", full)
+    report = reported(store(tmp_path), place((1,)), place((2,)))
+    assert report.refusal is NotStored.DISK
+    assert not [each for each in tmp_path.iterdir() if is_pin(each.name)]
+
+
+def test_what_follows_a_refused_place_is_not_written(tmp_path: Path) -> None:
+    large, small = place(PATH[:10], size=30_000), place(PATH, 10, size=512)
+    report = reported(store(tmp_path, max_bytes=20_000), large, small)
+    assert (report.refusal, files(tmp_path)) == (NotStored.QUOTA, [])
+
+
+def test_a_place_whose_file_was_deleted_is_written_again(tmp_path: Path) -> None:
+    written(tmp_path, place(PATH))
+    opened = store(tmp_path)
+    files(tmp_path)[0].unlink()
+    opened.write(place(PATH))
+    opened.close(20)
+    assert len(files(tmp_path)) == 1
+
+
+def test_a_place_is_written_if_the_stored_file_of_its_end_continues_nothing(tmp_path: Path) -> None:
+    written(tmp_path, place(PATH, 10))
+    written(tmp_path, place(PATH))
+    opened = store(tmp_path)
+    chain = opened.find("", PATH, stateful=False)
+    opened.close(5)
+    assert chain is not None
+    assert chain.tokens == PATH
+
+
+# Pins
+
+
+@pytest.mark.parametrize("by", ["the writer", "the command"])
+def test_a_pin_stays_when_a_place_is_written_again_with_its_state(tmp_path: Path, by: str) -> None:
+    plain = place(PATH)
+    if by == "the writer":
+        reported(store(tmp_path), plain)
+    else:
+        written(tmp_path, plain)
+        listing = Listing(tmp_path)
+        listing.pin(listing.prefixes[0])
+    written(tmp_path, place(PATH, state=True))
+    (file,) = files(tmp_path)
+    assert [each.name for each in tmp_path.iterdir() if is_pin(each.name)] == [f"{file.name}.pin"]
+    store(tmp_path, max_bytes=1).close(5)
+    assert files(tmp_path) == [file]
+
+
+def test_a_place_that_was_not_pinned_is_not_pinned_with_its_state(tmp_path: Path) -> None:
+    written(tmp_path, place(PATH))
+    written(tmp_path, place(PATH, state=True))
+    assert not [each for each in tmp_path.iterdir() if is_pin(each.name)]
+
+
+def test_the_pin_of_a_file_that_is_gone_is_removed(tmp_path: Path) -> None:
+    reported(store(tmp_path), place(PATH))
+    files(tmp_path)[0].unlink()
+    store(tmp_path).close(5)
+    assert not [each for each in tmp_path.iterdir() if is_pin(each.name)]
+
+
+def test_files_beside_a_pinned_one_make_room_in_the_same_second(tmp_path: Path) -> None:
+    opened = store(tmp_path, max_bytes=35_000)
+    for number in range(3):
+        pinned = number == 0
+        opened.write(replace(place((number,)), pinned=pinned))
+    opened.write(place((3,)))
+    opened.close(20)
+    again = store(tmp_path)
+    found = [number for number in range(4) if again.find("", (number,), stateful=False)]
+    again.close(5)
+    assert found == [0, 2, 3]

@@ -17,6 +17,7 @@ from worker.chat.context import WorkerContext
 from worker.chat.prepare import cache_namespace
 from worker.chat.request import read_request
 from worker.errors import JobFailure, prompt_too_large
+from worker.schedule.cache.disk import NotStored, StoreResult
 from worker.schedule.outcomes import Outcome, Prefilled, Refused, RowFailed, Sampled
 from worker.schedule.request import GenerationRequest
 
@@ -27,8 +28,8 @@ _LANE: Lane = "batch"
 _QUESTIONS = ("…", "Hello")
 
 Body = dict[str, Any]  # of a request
-# Writes the cached prefix of a namespace's tokens to disk; waits until the writer has taken it.
-StorePrefix = Callable[[str, tuple[int, ...]], Awaitable[None]]
+# Writes the cached prefix of a namespace's tokens to disk; waits until it is written, or refused.
+StorePrefix = Callable[[str, tuple[int, ...]], Awaitable[StoreResult]]
 
 
 class BadWarmFile(Exception):
@@ -40,9 +41,17 @@ class Warmed:
     """The result for one conversation of the file."""
 
     number: int  # from 1
-    tokens: int = 0  # in the prefix cache now
-    cached: int = 0  # of these, found there before, or on disk
+    tokens: int = 0  # of the prefix that was computed
+    cached: int = 0  # of these, found in memory or on disk
+    stored: StoreResult | None = None  # on disk; None if nothing was computed
     problem: str = ""  # why nothing was computed; empty if it was
+
+    @property
+    def missing(self) -> str:
+        """Why the prefix, or its end, is not on disk; empty if all of it is."""
+        if self.stored is None:
+            return self.problem
+        return self.stored.missing.value if self.stored.missing else ""
 
 
 def read_conversations(path: Path) -> list[Body]:
@@ -91,13 +100,23 @@ async def warm_and_log(context: WorkerContext, store: StorePrefix, bodies: Seque
     results = list[Warmed]()
     async for result in warm(context, store, bodies):
         results.append(result)
-        if result.problem:
-            logger.warning("SLUICE_PREFIX_WARM: conversation %d is left out: %s", result.number, result.problem)
+        _log_problem(result)
     logger.info(
-        "warmed %d of %d conversations in %.1f s: %d tokens, %d of them found",
+        "warmed %d of %d conversations in %.1f s: %d tokens, %d of them found; %d are on disk",
         sum(not each.problem for each in results), len(results), asyncio.get_running_loop().time() - began,
         sum(each.tokens for each in results), sum(each.cached for each in results),
+        sum(each.stored.tokens for each in results if each.stored),
     )  # fmt: skip
+
+
+def _log_problem(result: Warmed) -> None:
+    if result.problem:
+        logger.warning("SLUICE_PREFIX_WARM: conversation %d is left out: %s", result.number, result.problem)
+    elif result.stored and result.stored.missing and result.stored.missing is not NotStored.NO_FOLDER:
+        logger.warning(
+            "SLUICE_PREFIX_WARM: conversation %d: %d of %d tokens are on disk: %s",
+            result.number, result.stored.tokens, result.tokens, result.missing,
+        )  # fmt: skip
 
 
 async def _warm_one(context: WorkerContext, store: StorePrefix, number: int, body: Body) -> Warmed:
@@ -110,8 +129,8 @@ async def _warm_one(context: WorkerContext, store: StorePrefix, number: int, bod
     finally:
         context.engine.remove(request.id)
     prefix = request.prompt[:-1]  # the last token is computed with the answer
-    await store(request.namespace, prefix)
-    return Warmed(number, len(prefix), row.cached)
+    stored = await store(request.namespace, prefix)
+    return Warmed(number, len(prefix), row.cached, stored)
 
 
 async def _generation_request(context: WorkerContext, number: int, body: Body) -> GenerationRequest:

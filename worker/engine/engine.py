@@ -12,6 +12,7 @@ from worker.engine.batch.decode_batch import StepToken
 from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row
 from worker.engine.cache.disk import DiskTier
+from worker.engine.cache.durable import Storing
 from worker.engine.device import memory_limit, runs_ahead
 from worker.engine.isolation import isolate
 from worker.engine.joins import Joins
@@ -25,6 +26,7 @@ from worker.engine.upstream.mlx_lm import generation_stream
 from worker.schedule.admission import RowEstimate
 from worker.schedule.admission_plan import AdmissionPlan
 from worker.schedule.budget import GapLimit
+from worker.schedule.cache.disk import NotStored, StoreResult
 from worker.schedule.memory import MAX_ROWS, NO_IMAGES
 from worker.schedule.outcomes import Outcome, Refused, RowFailed, Sampled, Speculated, frees_memory
 from worker.schedule.plan import Chunk, Forward
@@ -99,9 +101,13 @@ class Engine:
         """Write prefixes to disk, if they have a disk tier. Blocks. The engine must not be used afterwards."""
         self._caches.close()
 
-    def store_prefix(self, namespace: str, tokens: tuple[int, ...], start: int = 0) -> int | None:
+    def store_prefix(
+        self, namespace: str, tokens: tuple[int, ...], attempt: Storing | None = None
+    ) -> StoreResult | Storing:
         """Let the cached prefix of these tokens be written to disk and kept: see `PrefixCache.store`."""
-        return self._caches.prefix.store(namespace, tokens, start) if self._caches.prefix else None
+        if self._caches.prefix is None:
+            return StoreResult(0, missing=NotStored.NOT_CACHED)
+        return self._caches.prefix.store(namespace, tokens, attempt)
 
     def add(self, request: GenerationRequest) -> None:
         """Add a request, which a later step admits or refuses. Its id must not be in use. Its grammar belongs to the

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-import mlx.core as mx
-
 from worker.engine.cache.disk import DiskTier
+from worker.engine.cache.durable import Storing
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model
 from worker.engine.speculators import speculator_of
+from worker.engine.upstream.streams import clear_streams
 from worker.monitoring.heartbeat import Heartbeat
 from worker.prefix_store.store import StoreOptions
+from worker.schedule.cache.disk import StoreResult
 from worker.schedule.memory import MAX_ROWS
 from worker.schedule.outcomes import OutcomeListener
 from worker.schedule.report import StepReport
@@ -30,7 +31,7 @@ logger = logging.getLogger("sluice.engine")
 T = TypeVar("T")
 
 _WAIT_S = 0.05  # after which rows that wait for another thread are checked again
-_WRITER_S = 0.1  # until the writer of prefixes is asked again if it can take more
+_WRITER_S = 0.05  # until the writer of prefixes is asked again if it can take more, or has written all
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,8 @@ class _SetPaused:
 class _StorePrefix:
     namespace: str
     tokens: tuple[int, ...]
-    start: int
-    result: "asyncio.Future[int | None]"
+    attempt: Storing | None
+    result: "asyncio.Future[StoreResult | Storing]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +133,18 @@ class EngineThread:
         """Let the engine compute a prompt that has become ready: see `Stage.ready`. May be called on any thread."""
         self._mailbox.put(_Wake())
 
-    async def store_prefix(self, namespace: str, tokens: tuple[int, ...]) -> None:
-        """Let the cached prefix of these tokens be written to disk, if prefixes are stored there, and never be removed
-        for space. Waits until the writer can take all of it."""
-        start: int | None = 0
-        while start is not None:
-            result: asyncio.Future[int | None] = self._loop.create_future()
-            self._mailbox.put(_StorePrefix(namespace, tokens, start, result))
-            if (start := await result) is not None:
-                await asyncio.sleep(_WRITER_S)
+    async def store_prefix(self, namespace: str, tokens: tuple[int, ...]) -> StoreResult:
+        """Write the cached prefix of these tokens to disk, if prefixes are stored there, and never remove it for space.
+        Waits until it is written, or refused."""
+        attempt: Storing | None = None
+        while True:
+            result: asyncio.Future[StoreResult | Storing] = self._loop.create_future()
+            self._mailbox.put(_StorePrefix(namespace, tokens, attempt, result))
+            match await result:
+                case StoreResult() as stored:
+                    return stored
+                case Storing() as attempt:
+                    await asyncio.sleep(_WRITER_S)
 
     def _has_loaded(self, model: Model) -> None:
         if not self._loaded.done():  # cancelled by a signal that came meanwhile
@@ -189,8 +193,8 @@ class EngineThread:
                     engine.add(request)
                 case _Remove(id):
                     engine.remove(id)
-                case _StorePrefix(namespace, tokens, start, result):
-                    self._post(partial(_settle, result), engine.store_prefix(namespace, tokens, start))
+                case _StorePrefix(namespace, tokens, attempt, result):
+                    self._post(partial(_settle, result), engine.store_prefix(namespace, tokens, attempt))
                 case _Wake():
                     pass  # the engine is asked again if it needs a step
                 case _Stop():
@@ -216,13 +220,6 @@ class EngineThread:
             self._on_failure()
 
 
-def _settle(result: "asyncio.Future[int | None]", value: int | None) -> None:
+def _settle(result: "asyncio.Future[T]", value: T) -> None:
     if not result.done():  # cancelled meanwhile
         result.set_result(value)
-
-
-def clear_streams() -> None:
-    """Clear MLX's streams of this thread: one that has used MLX, or imported mlx-lm, and ends without it aborts the
-    process at exit (mlx 0.32.4)."""
-    mx.synchronize()
-    mx.clear_streams()

@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,8 +25,10 @@ from worker.prefix_store.names import (
     parse_name,
     pin_of,
     pinned_name,
+    recorded_model,
 )
-from worker.schedule.cache.disk import StoredFile, files_to_remove, fits_budget
+from worker.prefix_store.records import ModelRecord
+from worker.schedule.cache.disk import NotStored, StoredFile, files_to_remove, fits_budget
 
 _LOCK = "sluice-prefix-lock"
 _WRITTEN = "sluice-prefix-written.json"  # bytes written today, by all processes
@@ -43,8 +45,10 @@ class Scan:
     """Content of the folder."""
 
     files: dict[str, StoredFile[str]]  # by path relative to the folder
-    temporary: tuple[str, ...]  # unfinished files
+    temporary: tuple[str, ...]  # unfinished files, and pins without a file
     names: tuple[FileName, ...]  # files of this version, of all models
+    stale: tuple[str, ...] = ()  # files of other versions
+    models: tuple[str, ...] = ()  # digests that have a record
 
     @property
     def nbytes(self) -> int:
@@ -56,26 +60,39 @@ class Scan:
         files = {key: file for key, file in self.files.items() if key not in keys}
         return Scan(files, (), tuple(name for name in self.names if str(name) not in keys))
 
-    def with_file(self, name: FileName, nbytes: int) -> "Scan":
+    def with_file(self, name: FileName, nbytes: int, *, pinned: bool) -> "Scan":
         """Return the scan with a file that was written now."""
-        file = StoredFile(str(name), nbytes, time.time(), name.end)
+        file = StoredFile(str(name), nbytes, time.time(), name.end, removable=not pinned)
         return Scan({**self.files, str(name): file}, (), (*self.names, name))
+
+    def with_pin(self, name: FileName) -> "Scan":
+        """Return the scan with a file that was pinned now."""
+        key = str(name)
+        if key not in self.files:
+            return self
+        return Scan({**self.files, key: replace(self.files[key], removable=False)}, self.temporary, self.names)
 
 
 class Folder:
     """A folder of places. For one thread, except `path`."""
 
     def __init__(
-        self, path: Path, max_bytes: int, daily_bytes: int | None = None, encryption: Encryption | None = None
+        self,
+        path: Path,
+        max_bytes: int,
+        daily_bytes: int | None = None,
+        encryption: Encryption | None = None,
+        record: ModelRecord | None = None,
     ) -> None:
         """`max_bytes`: of all files in the folder together, also those of others. `daily_bytes`: most bytes to write in
-        a day; None: no limit. `encryption`: of the files that are written; None: they are plain. Creates
-        the folder; raises OSError."""
+        a day; None: no limit. `encryption`: of the files that are written; None: they are plain. `record`: of
+        the model in use, renewed by `enforce`. Creates the folder; raises OSError."""
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.path = path
         self._max_bytes = max_bytes
         self._daily_bytes = daily_bytes
         self._encryption = encryption
+        self._record = record
         self._writer = f"{socket.gethostname()}-{os.getpid()}-{time.monotonic_ns()}"
         self._last_record = _Record(0, "")
         self._known: Scan | None = None  # the last scan, with own changes
@@ -85,6 +102,7 @@ class Folder:
         """List the folder, and what is in folders in it. Opens no file."""
         files = dict[str, StoredFile[str]]()
         temporary, names = list[str](), list[FileName]()
+        stale, models = list[str](), list[str]()
         pinned = set[str]()
         for relative, stat in _walk(self.path):
             name = parse_name(relative)
@@ -94,37 +112,61 @@ class Folder:
                 temporary.append(relative)
             if name:
                 names.append(name)
-            stale = is_ours(relative) and not is_pin(relative) and relative not in (_LOCK, _WRITTEN)
+            if model := recorded_model(relative):
+                models.append(model)
+            known = name or model or is_pin(relative) or is_temporary(relative) or relative in (_LOCK, _WRITTEN)
+            is_stale = is_ours(relative) and not known
+            if is_stale:
+                stale.append(relative)
             used_s = stat.st_mtime if name else 0.0  # stale files first
-            files[relative] = StoredFile(relative, stat.st_size, used_s, name.end if name else 0, stale)
+            files[relative] = StoredFile(
+                relative, stat.st_size, used_s, name.end if name else 0, bool(name) or is_stale
+            )
         for key in pinned & files.keys():
-            files[key] = StoredFile(key, files[key].nbytes, files[key].used_s, files[key].end, removable=False)
-        return Scan(files, tuple(temporary), tuple(names))
+            files[key] = replace(files[key], removable=False)
+        temporary += map(pin_of, pinned - files.keys())
+        return Scan(files, tuple(temporary), tuple(names), tuple(stale), tuple(models))
 
     def enforce(self) -> None:
         """Scan the folder, and remove unfinished files of writers that have died, and what exceeds the quota. Raises
         OSError."""
         with self._locked():
+            if self._record:
+                self._record.renew(self.path)
             self._known = None
             self._known = self._enforced(0)
 
-    def write(self, name: FileName, place: Place) -> int:
-        """Write a place as a whole or not at all, after making room for it. Returns the bytes of the file; 0 if no room
-        can be made, or if today's budget is spent. Raises `Unwritable`."""
+    def write(
+        self,
+        name: FileName,
+        place: Place,
+        *,
+        pinned: bool = False,
+        on_written: Callable[[int], object] = lambda nbytes: None,
+    ) -> int | NotStored:
+        """Write a place as a whole or not at all, after making room for it. `pinned`: keep it from being removed for
+        space; so is a place that replaces a pinned one. `on_written`: called with the bytes of each piece, and may
+        block. Returns the bytes of the file, or why it was not written. Raises `Unwritable`."""
         size = encoded_size(name, place, self._encryption)
         try:
             with self._locked():
                 record = self._read_record()
-                if size > self._max_bytes or not fits_budget(size, record.nbytes, self._daily_bytes):
-                    return 0
+                if not fits_budget(size, record.nbytes, self._daily_bytes):
+                    return NotStored.DAILY_LIMIT
+                if size > self._max_bytes:
+                    return NotStored.QUOTA
                 scan = self._enforced(size)
                 if scan.nbytes + size > self._max_bytes:
-                    return 0
-                self._write(name, place)
-                self._known = scan.with_file(name, size)
-                self._write_record(record.nbytes + size)
+                    return NotStored.QUOTA
+                without_state = replace(name, has_state=False)
+                pinned = pinned or (self.path / without_state.pin).exists()
+                self._write(name, place, on_written, pinned=pinned)
+                scan = scan.with_file(name, size, pinned=pinned)
                 if name.has_state:
-                    self.remove(replace(name, has_state=False))
+                    self.remove(without_state)
+                    scan = scan.without([str(without_state)])
+                self._known = scan
+                self._write_record(record.nbytes + size)
                 return size
         except OSError as error:
             self._known = None
@@ -135,14 +177,16 @@ class Folder:
         """Bytes of each file of this version, of all models, as of the last scan."""
         return {name: self._known.files[str(name)].nbytes for name in self._known.names} if self._known else {}
 
-    def _write(self, name: FileName, place: Place) -> None:
+    def _write(self, name: FileName, place: Place, on_written: Callable[[int], object], *, pinned: bool) -> None:
         temporary = self.path / name.temporary
         try:
             with temporary.open("wb") as file:
                 os.chmod(file.fileno(), 0o600)  # prompts are private
-                write_place(file, name, place, self._encryption)
+                write_place(file, name, place, self._encryption, on_written)
                 file.flush()
                 os.fsync(file.fileno())
+            if pinned:  # before the file appears, so that it is never without its pin
+                (self.path / name.pin).touch(mode=0o600)
             temporary.rename(self.path / str(name))
         except OSError:
             with suppress(OSError):
@@ -167,18 +211,25 @@ class Folder:
             with suppress(OSError):
                 (self.path / each).unlink()
 
-    def touch(self, name: FileName) -> None:
-        """Mark a file as used now. Raises no OSError."""
+    def touch(self, name: FileName) -> bool:
+        """Mark a file as used now. Returns False if it is gone. Raises no OSError."""
         with suppress(OSError):
             os.utime(self.path / str(name))
+        return (self.path / str(name)).exists()
 
-    def pin(self, name: FileName) -> None:
-        """Keep a file from being removed for space. Raises no OSError."""
-        with suppress(OSError):
+    def pin(self, name: FileName) -> bool:
+        """Keep a file from being removed for space. Returns False if that failed. Raises no OSError."""
+        try:
             (self.path / name.pin).touch(mode=0o600)
+        except OSError:
+            return False
+        if self._known:
+            self._known = self._known.with_pin(name)
+        return True
 
     def _enforced(self, room: int) -> Scan:
-        """Remove unfinished files, and files until `room` bytes fit. Requires the lock, so that no writer is alive."""
+        """Remove unfinished files, pins without a file, and files until `room` bytes fit. Requires the lock, so that no
+        writer is alive."""
         scan = self._known
         if scan is None or time.monotonic() - self._scanned_s > _SCAN_S or self._read_record() != self._last_record:
             scan = self.scan()

@@ -24,6 +24,7 @@ _LENGTH = struct.Struct("<Q")
 _MAX_HEADER = 64 << 20
 _NO_CHECKSUM = "0" * 8
 _READ = 16 << 20  # bytes of one read
+_WRITE = 1 << 20  # bytes of one write: a checksum finds them in the processor's cache, and rates are held this finely
 
 B = TypeVar("B")
 
@@ -73,16 +74,37 @@ class Header:
     cipher: FileCipher | None = None  # None if the file is not encrypted
 
 
-def write_place(file: BinaryIO, name: FileName, place: Place, encryption: Encryption | None = None) -> None:
-    """Write a place. Raises OSError."""
+def write_place(
+    file: BinaryIO,
+    name: FileName,
+    place: Place,
+    encryption: Encryption | None = None,
+    on_written: Callable[[int], object] = lambda nbytes: None,
+) -> None:
+    """Write a place. `on_written`: called with the bytes of each piece, and may block. Raises OSError."""
     cipher = encryption.new_file(str(name)) if encryption else None
-    file.write(_encode_header(name, place, cipher))
-    for part, tensor in enumerate(place.tensors):
-        if cipher is None:
-            file.write(tensor.data)
-            continue
-        for piece in cipher.encrypt(_part_of(part), tensor.data):
-            file.write(piece)
+    blank = [0] * len(place.tensors)
+    file.write(_encode_header(name, place, cipher, blank))
+    if cipher:
+        for part, tensor in enumerate(place.tensors):
+            for piece in cipher.encrypt(_part_of(part), tensor.data):
+                file.write(piece)
+                on_written(len(piece))
+        return
+    checksums = [_write_tensor(file, tensor, on_written) for tensor in place.tensors]
+    file.seek(0)  # the header has the same length with the checksums, so each byte was read once
+    file.write(_encode_header(name, place, cipher, checksums))
+
+
+def _write_tensor(file: BinaryIO, tensor: Tensor, on_written: Callable[[int], object]) -> int:
+    """Write a tensor in pieces, and return its checksum. Python's lock is free during a piece."""
+    data, crc = memoryview(tensor.data), 0
+    for at in range(0, len(data), _WRITE):
+        piece = data[at : at + _WRITE]
+        crc = zlib.crc32(piece, crc)
+        file.write(piece)
+        on_written(len(piece))
+    return crc
 
 
 def _part_of(tensor: int) -> int:
@@ -94,17 +116,17 @@ def encoded_size(name: FileName, place: Place, encryption: Encryption | None = N
     """Return the bytes of the file."""
     cipher = encryption.new_file(str(name)) if encryption else None
     tags = TAG_BYTES * len(place.tensors) if cipher else 0
-    return len(_encode_header(name, place, cipher, checked=False)) + place.nbytes + tags
+    return len(_encode_header(name, place, cipher, [0] * len(place.tensors))) + place.nbytes + tags
 
 
-def _encode_header(name: FileName, place: Place, cipher: FileCipher | None, *, checked: bool = True) -> bytes:
-    """Return the header. `checked`: with checksums; without them it has the same length."""
+def _encode_header(name: FileName, place: Place, cipher: FileCipher | None, checksums: Sequence[int]) -> bytes:
+    """Return the header. Its length does not depend on the checksums of the tensors; an encrypted file has none."""
     metadata: dict[str, str] = {
         "format": _FORMAT,
         "version": str(VERSION),
         "name": str(name),
         "header": _NO_CHECKSUM,
-        **_content(place, cipher, checked=checked),
+        **_content(place, cipher, checksums),
     }
     header: dict[str, Any] = {"__metadata__": metadata}
     at = 0
@@ -113,14 +135,13 @@ def _encode_header(name: FileName, place: Place, cipher: FileCipher | None, *, c
         dtype, shape = ("U8", (size,)) if cipher else (tensor.dtype, tensor.shape)
         header[f"{index:06d}"] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
         at += size
-    if checked:
-        metadata["header"] = _checksum(header)
+    metadata["header"] = _checksum(header)
     encoded = json.dumps(header).encode()
     padded = encoded + b" " * (-len(encoded) % 8)
     return _LENGTH.pack(len(padded)) + padded
 
 
-def _content(place: Place, cipher: FileCipher | None, *, checked: bool) -> dict[str, str]:
+def _content(place: Place, cipher: FileCipher | None, checksums: Sequence[int]) -> dict[str, str]:
     """Return what the header holds besides the format and the name: in plain form, or encrypted and with the salt."""
     content = {
         "namespace": place.namespace,
@@ -129,8 +150,7 @@ def _content(place: Place, cipher: FileCipher | None, *, checked: bool) -> dict[
         "created": f"{time.time():.3f}",
     }
     if cipher is None:
-        crcs = [zlib.crc32(tensor.data) if checked else 0 for tensor in place.tensors]
-        return content | {"checksums": " ".join(f"{crc:08x}" for crc in crcs)}
+        return content | {"checksums": " ".join(f"{crc:08x}" for crc in checksums)}
     tensors = [(tensor.dtype, tensor.shape) for tensor in place.tensors]
     encrypted = b"".join(cipher.encrypt(0, json.dumps({**content, "tensors": tensors}).encode()))
     return {"salt": cipher.salt.hex(), "encrypted": base64.b64encode(encrypted).decode()}

@@ -50,11 +50,11 @@ class Index:
         return self.stored(name) is not None
 
     def stored(self, name: FileName) -> FileName | None:
-        """Return the file of this place, with its state if the name says so; None if there is none."""
+        """Return a file that serves in place of this one: it ends at the same tokens, has the state if the name says
+        so, and continues a file that is stored unless it starts at the same token. None if there is none."""
         with self._lock:
-            return next(
-                (each for each in self._by_digest.get(name.digest, ()) if each.has_state >= name.has_state), None
-            )
+            found = [each for each in self._by_digest.get(name.digest, ()) if each.has_state >= name.has_state]
+            return next((each for each in found if each.start == name.start or self._is_reached(each)), None)
 
     def add(self, name: FileName, nbytes: int) -> None:
         """Add a file of `nbytes` bytes."""
@@ -120,6 +120,15 @@ class Index:
                 digest.update(tokens[digest.length : end])
                 found += (name for name in self._by_digest.get(digest.hexdigest(), ()) if name.end == end)
         return found
+
+    def _is_reached(self, name: FileName) -> bool:
+        """Return True if the files before this one are stored."""
+        while name.start:
+            before = self._by_digest.get(name.parent)
+            if not before:
+                return False
+            name = min(before, key=lambda each: each.start)
+        return True
 
     def _reach(self, namespace: str, tokens: tuple[int, ...], held: set[int]) -> dict[int, FileName | None]:
         """Return the positions that can be reached, each with the file that ends there; None for those held."""

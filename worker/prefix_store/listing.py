@@ -2,14 +2,14 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from worker.prefix_store.encryption import Encryption
 from worker.prefix_store.folder import Folder, Scan
 from worker.prefix_store.format import BadFile, read_file_header
-from worker.prefix_store.names import FileName
+from worker.prefix_store.names import FileName, pin_of
+from worker.prefix_store.records import outdated_digests, read_records
 from worker.schedule.cache.disk import StoredFile
 
 _ID_LENGTH = 12
@@ -50,11 +50,17 @@ class Listing:
         self._folder = Folder(path, 0)
         self._encryption = encryption
         self._scan = self._folder.scan()
+        self._outdated = outdated_digests(read_records(path, self._scan.models))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files, also those of others."""
         return self._scan.nbytes
+
+    @property
+    def stale(self) -> tuple[str, ...]:
+        """Files of other versions of the store, by path relative to the folder."""
+        return self._scan.stale
 
     @property
     def prefixes(self) -> list[StoredPrefix]:
@@ -66,11 +72,21 @@ class Listing:
         return sorted(found, key=lambda prefix: -prefix.used_s)
 
     def tenant(self, prefix: StoredPrefix) -> str | None:
-        """Return the namespace of a prefix, which is its tenant; None if its file cannot be read or decrypted."""
+        """Return the namespace of a prefix, which is its tenant, and empty if it has none or is gone; None if its file
+        cannot be read or decrypted."""
         name = prefix.files[-1]
-        with suppress(BadFile, OSError):
-            return read_file_header(self._folder.path / str(name), name, self._encryption).namespace
+        for encryption in {self._encryption, None}:  # workers with and without a key may share the folder
+            try:
+                return read_file_header(self._folder.path / str(name), name, encryption).namespace
+            except FileNotFoundError:
+                return ""
+            except (BadFile, OSError):
+                continue
         return None
+
+    def is_outdated(self, prefix: StoredPrefix) -> bool:
+        """Return True if workers have used other weights, or another library, for the same model since."""
+        return prefix.files[-1].model in self._outdated
 
     def pin(self, prefix: StoredPrefix) -> None:
         """Keep a prefix from being removed for space. Raises OSError."""
@@ -92,9 +108,19 @@ class Listing:
         dropped = [*prefixes]
         kept = {name for each in self.prefixes if each not in dropped for name in each.files}
         names = {name for each in dropped for name in each.files} - kept
+        places = {(name.model, name.digest) for name in names}
+        # A place may have two files, without the state and with it.
+        names.update(name for name in self._scan.names if (name.model, name.digest) in places)
         for name in names:
             self._folder.remove(name)
         return len(names)
+
+    def drop_stale(self) -> int:
+        """Remove the files of other versions of the store, with their pins. Returns their number."""
+        for name in self.stale:
+            for each in (name, pin_of(name)):
+                (self._folder.path / each).unlink(missing_ok=True)
+        return len(self.stale)
 
 
 def _by_digest(names: Iterable[FileName]) -> dict[tuple[str, str], FileName]:

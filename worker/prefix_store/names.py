@@ -14,6 +14,7 @@ _PATTERN = re.compile(
 )
 TEMPORARY = ".part"
 _PIN = ".pin"
+_MODEL = re.compile(rf"{_PREFIX}model-([0-9a-f]{{32}})\.json")
 _BIG_TOKEN = (-(1 << 63)).to_bytes(8, "little", signed=True)  # announces a key of an image, which is a large number
 
 
@@ -70,6 +71,17 @@ def pin_of(name: str) -> str:
 def pinned_name(pin: str) -> str:
     """Return the name of the file that a pin belongs to."""
     return pin.removesuffix(_PIN)
+
+
+def model_record(model: str) -> str:
+    """Return the name of the file that says of which model a digest is."""
+    return f"{_PREFIX}model-{model}.json"
+
+
+def recorded_model(text: str) -> str | None:
+    """Return the digest that a file of `model_record` is about; None for the name of another file."""
+    match = _MODEL.fullmatch(text)
+    return match[1] if match else None
 
 
 def is_temporary(text: str) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from worker.prefix_store.background import lower_priority
 from worker.prefix_store.encryption import Encryption
 from worker.prefix_store.folder import Folder
 from worker.prefix_store.format import BadFile, Header, read_header, read_tensors
@@ -65,11 +66,14 @@ class Reader:
         encryption: Encryption | None,
         allocate: Callable[[int], Any],
         on_read: Callable[[], None],
+        on_end: Callable[[], None],
     ) -> None:
-        """`allocate` and `on_read`: see `PrefixStore`. Files that are bad or gone are discarded from `index`."""
+        """`allocate`, `on_read` and `on_end`: see `PrefixStore`. Files that are bad or gone are discarded from
+        `index`."""
         self._folder, self._index = folder, index
         self._encryption = encryption
         self._allocate, self._on_read = allocate, on_read
+        self._on_end = on_end
         self.bytes_per_s = _FIRST_READ_BYTES_S
         self._began_s: float | None = None  # time at which the chain that is read now was begun
         self._given_up_s = float("-inf")  # time at which a caller last gave up
@@ -78,7 +82,7 @@ class Reader:
         # Several callers that want the same files share one reading; others the files that both chains have.
         self._readings = weakref.WeakValueDictionary[tuple[FileName, ...], Reading]()
         self._places = weakref.WeakValueDictionary[FileName, ReadPlace]()
-        self.thread = threading.Thread(target=self._read_all, name="prefix-reader", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="prefix-reader", daemon=True)
 
     def read(self, chain: Chain) -> Reading:
         """Start to read a chain, or return the reading of these files that is under way."""
@@ -110,6 +114,13 @@ class Reader:
         self._queue.put(None)
 
     # On the reader's thread
+
+    def _run(self) -> None:
+        lower_priority(awaited=True)
+        try:
+            self._read_all()
+        finally:
+            self._on_end()
 
     def _read_all(self) -> None:
         while (reference := self._queue.get()) is not None:

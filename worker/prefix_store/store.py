@@ -10,6 +10,7 @@ from worker.prefix_store.folder import Folder
 from worker.prefix_store.index import Chain, Index
 from worker.prefix_store.names import model_digest
 from worker.prefix_store.reader import Reader, Reading
+from worker.prefix_store.records import ModelRecord
 from worker.prefix_store.writer import NewPlace, Writer
 
 _READER_S = 1.0  # to end; a folder that hangs must not delay the end of the worker
@@ -24,6 +25,7 @@ class StoreOptions:
     daily_bytes: int | None = None  # written in a day; None: no limit
     max_pending_bytes: int = 256_000_000  # in memory, waiting to be written
     key: bytes | None = field(default=None, repr=False)  # of 32 bytes, to encrypt the files; None: they are plain
+    label: str = ""  # name by which people know the model; empty: it is not recorded which prefixes are outdated
 
 
 class PrefixStore:
@@ -37,16 +39,18 @@ class PrefixStore:
         *,
         allocate: Callable[[int], Any] = bytearray,
         on_read: Callable[[], None] = lambda: None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """`fingerprint`: of the model and of all that its caches depend on. `allocate`: return a writable buffer of so
-        many bytes; called on the reader's thread. `on_read`: called there when a reading is done. Raises OSError, and
-        `NoCryptography` if there is a key and no library for it."""
+        many bytes; called on the reader's thread. `on_read`: called there when a reading is done. `on_end`: called
+        there when the thread ends. Raises OSError, and `NoCryptography` if there is a key and no library for it."""
         encryption = Encryption(options.key) if options.key else None
         digest_key = encryption.digest_key if encryption else b""
         model = model_digest(fingerprint, digest_key)
-        self._folder = Folder(options.folder, options.max_bytes, options.daily_bytes, encryption)
+        record = ModelRecord(model, options.label, encrypted=encryption is not None) if options.label else None
+        self._folder = Folder(options.folder, options.max_bytes, options.daily_bytes, encryption, record)
         self.index = Index(model, digest_key)
-        self._reader = Reader(self._folder, self.index, encryption, allocate, on_read)
+        self._reader = Reader(self._folder, self.index, encryption, allocate, on_read, on_end)
         self._writer = Writer(self._folder, self.index, model, digest_key, options.max_pending_bytes)
 
     def open(self) -> None:

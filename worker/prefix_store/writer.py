@@ -4,18 +4,46 @@ import logging
 import queue
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from worker.prefix_store.background import Pace, lower_priority
 from worker.prefix_store.folder import Folder, Unwritable
 from worker.prefix_store.format import Place
 from worker.prefix_store.index import Index
 from worker.prefix_store.names import FileName, TokenDigest
+from worker.schedule.cache.disk import NotStored
 
 logger = logging.getLogger("sluice.prefix_store")
 
 _RESCAN_S = 5.0  # other workers write into the folder too
 _PAUSE_S = 60.0  # after a failed write
 _WRITE_BYTES_S = 300e6  # while the worker serves, so that reads and the machine's memory bus are left free
+
+
+class WriteReport:
+    """What has become of places that were handed over together. Filled on the writer's thread, read on any."""
+
+    def __init__(self) -> None:
+        self._waiting = _Counter()
+        self.written_bytes = 0  # of the files that were written
+        self.refusal: NotStored | None = None  # why the first place that is not on disk was not written
+
+    @property
+    def done(self) -> bool:
+        """True if all places that were handed over are on disk or refused."""
+        return self._waiting.value == 0
+
+    def expect(self) -> None:
+        """Count a place that is handed over."""
+        self._waiting.add(1)
+
+    def settle(self, result: int | NotStored) -> None:
+        """Record the result of a place: the bytes that were written for it, or why it is not on disk."""
+        if isinstance(result, NotStored):
+            self.refusal = self.refusal or result
+        else:
+            self.written_bytes += result
+        self._waiting.add(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +54,7 @@ class NewPlace:
     has_state: bool
     place: Place
     pinned: bool = False  # not to be removed for space
+    report: WriteReport | None = None  # receives the result
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +76,8 @@ class Writer:
         self._pending = _Counter()
         self._hurried = threading.Event()  # the worker ends: write as fast as possible
         self._closed = threading.Event()
+        self._pace = Pace(_WRITE_BYTES_S, self._hurried)
+        self._paused_until_s = 0.0  # time.monotonic() before which nothing is written, since the disk has failed
         self._queue: queue.SimpleQueue[NewPlace | _Forget | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._write_all, name="prefix-writer", daemon=True)
 
@@ -61,6 +92,8 @@ class Writer:
         if self._closed.is_set() or (waiting and waiting + place.place.nbytes > self._max_pending_bytes):
             return False
         self._pending.add(place.place.nbytes)
+        if place.report:
+            place.report.expect()
         self._queue.put(place)
         return True
 
@@ -88,7 +121,7 @@ class Writer:
     # On the writer's thread
 
     def _write_all(self) -> None:
-        paused_until = 0.0
+        lower_priority()
         scanned = time.monotonic()
         while True:
             if time.monotonic() - scanned >= _RESCAN_S:
@@ -104,9 +137,7 @@ class Writer:
                 case _Forget(namespace, tokens):
                     self._remove(namespace, tokens)
                 case NewPlace():
-                    if time.monotonic() >= paused_until and not self._write(command):
-                        paused_until = time.monotonic() + _PAUSE_S
-                    self._pending.add(-command.place.nbytes)
+                    self._process(command)
             del command  # else its memory would be held until the next one comes
 
     def _rescan(self) -> None:
@@ -123,29 +154,46 @@ class Writer:
             self._index.discard(name)
             self._folder.remove(name)
 
-    def _write(self, new: NewPlace) -> bool:
-        """Write a place unless it is stored already. Returns False if the disk fails."""
-        name = self._name_of(new)
-        if stored := self._index.stored(name):
-            self._folder.touch(stored)
-            self._pin(stored, new)
-            return True
-        began = time.monotonic()
+    def _process(self, new: NewPlace) -> None:
+        result: int | NotStored = NotStored.DISK
         try:
-            nbytes = self._folder.write(name, new.place)
+            result = self._write(new)
         except Unwritable as error:
             logger.warning("prefixes on disk: nothing is written for %.0f s: %s", _PAUSE_S, error)
-            return False
-        if nbytes:
-            self._index.add(name, nbytes)
-            self._pin(name, new)
-        if not self._hurried.is_set():
-            self._hurried.wait(max(0.0, new.place.nbytes / _WRITE_BYTES_S - (time.monotonic() - began)))
-        return True
+            self._paused_until_s = time.monotonic() + _PAUSE_S
+        finally:
+            self._pending.add(-new.place.nbytes)
+            if new.report:
+                new.report.settle(result)
 
-    def _pin(self, name: FileName, new: NewPlace) -> None:
-        if new.pinned:
-            self._folder.pin(name)
+    def _write(self, new: NewPlace) -> int | NotStored:
+        """Write a place unless it is stored already. Returns the bytes of a new file, or why there is none. Raises
+        `Unwritable`."""
+        if new.report and new.report.refusal:  # files of a prefix that follow a gap are useless
+            return new.report.refusal
+        if time.monotonic() < self._paused_until_s:
+            return NotStored.DISK
+        name = self._name_of(new)
+        if self._is_stored(name, new):
+            return 0
+        result = self._folder.write(name, new.place, pinned=new.pinned, on_written=self._pace)
+        if not isinstance(result, NotStored):
+            self._index.add(name, result)
+            if name.has_state:  # it replaces the file without the state
+                self._index.discard(replace(name, has_state=False))
+        return result
+
+    def _is_stored(self, name: FileName, new: NewPlace) -> bool:
+        """Return True if a file has this place. It is used now, and pinned if the place is to be."""
+        stored = self._index.stored(name)
+        if stored is None:
+            return False
+        if not self._folder.touch(stored):  # it was deleted by another program
+            self._index.discard(stored)
+            return False
+        if new.pinned and not self._folder.pin(stored):
+            raise Unwritable(f"{stored} cannot be pinned")
+        return True
 
     def _name_of(self, new: NewPlace) -> FileName:
         digest = TokenDigest(self._model, new.place.namespace, self._digest_key)

@@ -95,25 +95,64 @@ def unpin(id: Id, folder: Folder = None) -> None:
 def drop(
     id: Annotated[str | None, typer.Argument(help="Id of a prefix.", metavar="[ID]")] = None,
     tenant: Annotated[str | None, typer.Option(help="Drop all prefixes of this tenant instead.")] = None,
+    outdated: Annotated[
+        bool, typer.Option("--outdated", help="Drop all that no worker can use any more instead, also pinned ones.")
+    ] = False,
     folder: Folder = None,
 ) -> None:
-    """Delete a prefix, or all prefixes of a tenant, from disk.
+    """Delete a prefix, all prefixes of a tenant, or outdated ones, from disk.
 
     Files that other prefixes share are kept. A tenant has prefixes of its own only if workers run with
     SLUICE_PREFIX_CACHE_PER_TENANT. What running workers hold in memory is not deleted, and may be written again: drop
-    prefixes while no worker runs to be sure. Exit codes: 0, or 2 if there is nothing to drop.
+    prefixes while no worker runs to be sure. Outdated are the prefixes of a model whose weights or library have changed
+    since, and files of other versions of Sluice. Exit codes: 0, 1 if files of a tenant may be left since they cannot
+    be read, or 2 if there is no such prefix or tenant.
 
     \b
     Examples:
       sluice prefix drop 3f9c01a2b4d5
       sluice prefix drop --tenant acme
+      sluice prefix drop --outdated
     """
+    if (id is not None) + (tenant is not None) + outdated != 1:
+        raise CliError("prefix drop: give either an ID, --tenant or --outdated.")
     listing = _listing(folder)
-    if (id is None) == (tenant is None):
-        raise CliError("prefix drop: give either an ID or --tenant.")
-    found = [_find(listing, id)] if id is not None else _of_tenant(listing, tenant or "")
-    number = listing.drop(found)
-    note(f"dropped {len(found)} prefix{'es' * (len(found) != 1)}, {number} file{'s' * (number != 1)}")
+    if tenant is not None:
+        _drop_tenant(listing, tenant)
+    elif outdated:
+        found = [each for each in listing.prefixes if listing.is_outdated(each)]
+        _report_drop(len(found), listing.drop(found) + listing.drop_stale())
+    else:
+        _report_drop(1, listing.drop([_find(listing, id or "")]))
+
+
+def _report_drop(prefixes: int, files: int) -> None:
+    note(f"dropped {prefixes} prefix{'es' * (prefixes != 1)}, {files} file{'s' * (files != 1)}")
+
+
+def _drop_tenant(listing: "Listing", tenant: str) -> None:
+    """Drop the prefixes of a tenant. Raises `CliError` if there are none, or if some files cannot be read."""
+    if not tenant:
+        raise CliError("--tenant: it is empty; give the name of a tenant.")
+    tenants = {each: listing.tenant(each) for each in listing.prefixes}
+    found = [each for each, name in tenants.items() if name == tenant]
+    unread = {file for each, name in tenants.items() if name is None for file in each.files}
+    num_unread = len(unread - {file for each in found for file in each.files}) + len(listing.stale)
+    if found:
+        _report_drop(len(found), listing.drop(found))
+    if num_unread:
+        raise CliError(
+            f"--tenant: {num_unread} file{'s' * (num_unread != 1)} cannot be read and may be of {tenant}; set {_KEY} "
+            "to the key that they were written with, or drop them by their IDs or with --outdated.",
+            exit_code=1,
+        )
+    if not any(tenants.values()):
+        raise CliError(
+            "--tenant: all prefixes here are shared by tenants; workers keep them apart only with "
+            "SLUICE_PREFIX_CACHE_PER_TENANT."
+        )
+    if not found:
+        raise CliError(f"--tenant: {tenant} has no prefixes here.")
 
 
 @prefix.command()
@@ -129,8 +168,9 @@ def warm(
     """Compute the prompts of a file, write them to disk, and pin them.
 
     Loads the model itself, with the settings that a worker would have here, so there must be memory for it beside those
-    that run. Workers find the prefixes within seconds. A prompt that is on disk already is loaded, not computed. Exit
-    codes: 0, 1 if some prompts cannot be computed, or 2 if the file or a setting is wrong.
+    that run. Workers find the prefixes within seconds. A prompt that is on disk already is loaded, not computed. Says
+    for each conversation what is on disk, and why the rest is not. Exit codes: 0 if all are on disk, 1 if some are
+    not, or only in part, or 2 if the file or a setting is wrong.
 
     \b
     Examples:
@@ -138,8 +178,8 @@ def warm(
       echo '["You are a helpful assistant."]' > prompts.json; sluice prefix warm --file prompts.json
     """
     results = _warm(file, {"model": model, "prefix_disk_dir": folder})
-    if failed := sum(bool(each.problem) for each in results):
-        raise CliError(f"{failed} of {len(results)} conversations could not be computed; see above.", exit_code=1)
+    if failed := sum(bool(each.missing) for each in results):
+        raise CliError(f"{failed} of {len(results)} conversations are not on disk as a whole; see above.", exit_code=1)
 
 
 def _warm(file: Path, given: dict[str, object]) -> "list[Warmed]":
@@ -170,9 +210,14 @@ def _warm(file: Path, given: dict[str, object]) -> "list[Warmed]":
 
 
 def _warmed(result: "Warmed") -> str:
-    if result.problem:
-        return f"conversation {result.number}: {result.problem}"
-    return f"conversation {result.number}: {result.tokens:,} tokens, {result.cached:,} of them were there"
+    label = f"conversation {result.number}"
+    if result.stored is None or not result.stored.tokens:
+        return f"{label}: nothing is written: {result.missing}"
+    written = f"{result.stored.tokens:,} tokens are on disk and pinned"
+    if result.missing:
+        return f"{label}: {written}, of {result.tokens:,}; the rest is not written: {result.missing}"
+    new = f"{result.stored.written_bytes / 1e6:,.1f} MB are new" if result.stored.written_bytes else "nothing is new"
+    return f"{label}: {written}, {new}; {result.cached:,} were not computed again"
 
 
 def _listing(folder: Path | None) -> "Listing":
@@ -209,18 +254,6 @@ def _find(listing: "Listing", id: str) -> "StoredPrefix":
     return found[0]
 
 
-def _of_tenant(listing: "Listing", tenant: str) -> "list[StoredPrefix]":
-    tenants = {each: listing.tenant(each) for each in listing.prefixes}
-    if tenants and not any(tenants.values()):
-        raise CliError(
-            "--tenant: all prefixes here are shared by tenants; workers keep them apart only with "
-            "SLUICE_PREFIX_CACHE_PER_TENANT."
-        )
-    if found := [each for each, name in tenants.items() if name == tenant]:
-        return found
-    raise CliError(f"--tenant: {tenant} has no prefixes here.")
-
-
 def _facts(listing: "Listing", each: "StoredPrefix") -> dict[str, object]:
     return {
         "id": each.id,
@@ -231,6 +264,7 @@ def _facts(listing: "Listing", each: "StoredPrefix") -> dict[str, object]:
         "used_s_ago": round(max(0.0, time.time() - each.used_s), 1),
         "pinned": each.pinned,
         "complete": each.complete,
+        "outdated": listing.is_outdated(each),
     }
 
 
@@ -251,7 +285,7 @@ def _print(rows: list[dict[str, object]], nbytes: int) -> None:
 
 
 def _cells(row: dict[str, object]) -> tuple[str, ...]:
-    remarks = {"pinned": row["pinned"], "start is missing": not row["complete"]}
+    remarks = {"pinned": row["pinned"], "start is missing": not row["complete"], "outdated": row["outdated"]}
     return (
         str(row["id"]),
         str(row["model"]),

@@ -16,10 +16,13 @@ from tests.engine.cache.test_prefix import ALL, SOME, SYSTEM, lonely
 from tests.engine.driver import Run
 from tests.engine.tiny import model, prompt
 from worker.engine.cache.disk import DiskTier, _allocate
+from worker.engine.cache.durable import Storing
 from worker.engine.model.load import Model
 from worker.engine.thread import EngineThread
+from worker.engine.upstream.streams import clear_streams
 from worker.prefix_store.reader import Reader
-from worker.prefix_store.store import StoreOptions
+from worker.prefix_store.store import PrefixStore, StoreOptions
+from worker.schedule.cache.disk import NotStored, StoreResult
 from worker.schedule.outcomes import Loaded, Outcome, Sampled
 from worker.schedule.request import GenerationRequest
 
@@ -239,6 +242,7 @@ def test_an_array_is_filled_and_read_on_another_thread() -> None:
         array = _allocate(6)
         memoryview(array).cast("B")[:] = bytes(range(6))  # type: ignore[arg-type]
         filled.append(array)
+        clear_streams()
 
     thread = threading.Thread(target=fill)
     thread.start()
@@ -429,3 +433,124 @@ def settled_writes(run: Worker) -> None:
     while prefix._durable.pending_bytes:  # type: ignore[union-attr]
         assert time.monotonic() < until
         time.sleep(0.002)
+
+
+# What a load continues
+
+PART = DOCUMENT[:100]
+
+
+def parts_on_disk(family: str, folder: Path) -> tuple[int, int]:
+    """Store a document in two files or more. Return the bytes of the segments of its first part, and of the files that
+    continue it."""
+    first = Worker(family, folder)
+    first.say(family, PART)
+    first.say(family, DOCUMENT, len(PART) - 1)
+    first.close()
+    second = Worker(family, folder)
+    second.say(family, PART)
+    prefix = second.engine._caches.prefix
+    assert prefix is not None
+    durable, tree = prefix._durable, prefix._tree
+    assert durable is not None
+    chain = durable.find("", DOCUMENT[:-1], prefix.match_length("", DOCUMENT[:-1]))
+    assert chain is not None
+    path, _ = tree.walk("", DOCUMENT[: chain.start])
+    second.close()
+    assert chain.start >= len(PART) - 1
+    return sum(node.segment.nbytes for node in path if node.segment), chain.nbytes
+
+
+@SOME
+def test_a_load_that_does_not_fit_beside_what_it_continues_is_not_begun(tmp_path: Path, family: str) -> None:
+    held_bytes, file_bytes = parts_on_disk(family, tmp_path)
+    run = Worker(family, tmp_path, prefix_bytes=file_bytes + held_bytes // 2)
+    run.say(family, PART)
+    assert run.say(family, DOCUMENT, len(PART) - 1) >= len(PART) - 1
+    run.close()
+
+
+@SOME
+def test_a_load_keeps_the_segments_that_it_continues(tmp_path: Path, family: str) -> None:
+    """The state in memory at their end does not fit beside the load, and is not needed."""
+    held_bytes, file_bytes = parts_on_disk(family, tmp_path)
+    run = Worker(family, tmp_path, prefix_bytes=held_bytes + file_bytes)
+    run.say(family, PART)
+    assert run.say(family, DOCUMENT, len(PART) - 1) >= len(DOCUMENT) - 1
+    run.close()
+
+
+# What is stored on request
+
+
+def store_prefix(run: Worker, tokens: tuple[int, ...]) -> StoreResult:
+    """Store a prefix, and wait until that is done."""
+    attempt: StoreResult | Storing | None = None
+    until = time.monotonic() + 20
+    while not isinstance(attempt, StoreResult):
+        assert time.monotonic() < until
+        time.sleep(0.002)
+        attempt = run.engine.store_prefix("", tokens, attempt)
+    return attempt
+
+
+@SOME
+def test_a_prefix_is_stored_and_pinned_on_request(tmp_path: Path, family: str) -> None:
+    run = Worker(family, tmp_path)
+    run.say(family, DOCUMENT, 40)
+    first, second = (store_prefix(run, DOCUMENT[:-1]) for _ in range(2))
+    run.close()
+    assert (first.tokens, first.missing) == (len(DOCUMENT) - 1, None)
+    assert first.written_bytes > 0
+    assert second == StoreResult(first.tokens)
+    store = PrefixStore(StoreOptions(tmp_path, 1), "another model")
+    store.open()  # enforces the quota
+    store.close(5)
+    again = Worker(family, tmp_path)
+    assert again.say(family, DOCUMENT, 40) == len(DOCUMENT) - 1
+    again.close()
+
+
+def test_a_prefix_that_another_one_continues_is_stored_up_to_its_end(tmp_path: Path) -> None:
+    run = Worker("llama", tmp_path)
+    run.say("llama", DOCUMENT)
+    assert store_prefix(run, DOCUMENT[:77]).tokens == 77
+    run.engine._caches.set_limit(0)
+    settled(run)
+    run.close()
+    again = Worker("llama", tmp_path)
+    assert again.say("llama", (*DOCUMENT[:77], *prompt(9, 8))) == 77
+    again.close()
+
+
+def refusal_of(run: Worker, tokens: tuple[int, ...]) -> NotStored | None:
+    """Return why nothing of a prefix is on disk after an attempt to store it."""
+    result = store_prefix(run, tokens)
+    run.close()
+    assert (result.tokens, result.written_bytes) == (0, 0)
+    return result.missing
+
+
+@SOME
+def test_a_prefix_that_exceeds_the_quota_is_reported(tmp_path: Path, family: str) -> None:
+    run = Worker(family, tmp_path, max_bytes=1000)
+    run.say(family, DOCUMENT, 40)
+    assert refusal_of(run, DOCUMENT[:-1]) is NotStored.QUOTA
+
+
+@SOME
+def test_a_prefix_that_memory_does_not_hold_is_reported(tmp_path: Path, family: str) -> None:
+    run = Worker(family, tmp_path, prefix_bytes=1000)
+    run.say(family, DOCUMENT, 40)
+    assert refusal_of(run, DOCUMENT[:-1]) is NotStored.NOT_CACHED
+
+
+def test_a_prefix_that_is_too_short_for_a_state_is_reported(tmp_path: Path) -> None:
+    run = Worker("qwen3_5", tmp_path)
+    run.say("qwen3_5", DOCUMENT[:12])
+    assert refusal_of(run, DOCUMENT[:11]) is NotStored.TOO_SHORT
+
+
+def test_without_a_folder_nothing_is_stored() -> None:
+    run = Run(model("llama"), step_s=0.02, prefix_bytes=10**9)
+    assert run.engine.store_prefix("", DOCUMENT) == StoreResult(0, missing=NotStored.NO_FOLDER)

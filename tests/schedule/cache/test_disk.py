@@ -1,7 +1,17 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.schedule.cache.disk import StoredFile, files_to_remove, fits_budget, load_limit_s, writes_early
+from worker.schedule.cache.disk import (
+    NotStored,
+    StoredFile,
+    StoreResult,
+    files_to_remove,
+    fits_budget,
+    load_limit_s,
+    store_result,
+    writes_early,
+)
 
 stored = st.builds(
     StoredFile,
@@ -60,3 +70,26 @@ def test_a_short_delay_is_no_reason_to_give_up() -> None:
     limit = limit_s(1000, 10_000, compute_s=0.01)
     assert limit is not None
     assert limit > 0.1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "on_disk", "refusal", "missing"),
+    [
+        (100, 100, None, None),
+        (100, 85, None, None),  # the last boundary
+        (100, 84, None, NotStored.NOT_CACHED),
+        (100, 84, NotStored.QUOTA, NotStored.QUOTA),
+        (100, 0, NotStored.DAILY_LIMIT, NotStored.DAILY_LIMIT),
+        (15, 0, None, NotStored.TOO_SHORT),
+        (16, 0, None, NotStored.NOT_CACHED),
+    ],
+)
+def test_a_prefix_that_is_not_stored_up_to_its_last_boundary_has_a_reason(
+    tokens: int, on_disk: int, refusal: NotStored | None, missing: NotStored | None
+) -> None:
+    assert store_result(tokens, on_disk, 7, refusal, spacing=16) == StoreResult(on_disk, 7, missing)
+
+
+def test_without_states_a_prefix_is_whole_only_with_its_last_token() -> None:
+    assert store_result(9, 8, 0, None, spacing=1).missing is NotStored.NOT_CACHED
+    assert store_result(9, 9, 0, None, spacing=1).missing is None

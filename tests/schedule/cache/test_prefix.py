@@ -484,3 +484,22 @@ class Life(RuleBasedStateMachine):
 
 TestLife = Life.TestCase
 TestLife.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+def test_nodes_to_keep_are_not_evicted_although_nothing_else_uses_them(with_state: bool) -> None:
+    """The nodes below the kept one are used less recently: with the last of them, it would lead to no snapshot."""
+    tree = stateful(ABC, ABD) if with_state else plain(ABC, ABD)
+    path, _ = tree.walk("", (1, 2))
+    used(tree, (1, 2, 9))
+    tree.shrink(0, {*path})
+    assert (tree.nbytes, ends(tree), tree.walk("", (1, 2, 9))[1]) == (2, [2], 2)
+    tree.shrink(0)
+    assert (tree.nbytes, ends(tree)) == (0, [])
+
+
+def test_a_snapshot_of_a_node_to_keep_is_evicted() -> None:
+    tree = stateful(ABC)
+    path, _ = tree.walk("", ABC)
+    assert tree.shrink(3, {*path}) == [Evicted("", (ABC,), snapshot=Whole(ABC))]
+    assert ends(tree) == [3]

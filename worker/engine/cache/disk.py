@@ -1,8 +1,8 @@
 """The disk tier of the prefix cache: segments and snapshots as bytes, and back.
 
 The writer's thread reads the arrays' memory itself, so that handing them over copies nothing: they are evaluated
-and never change. In the other direction the reader's thread fills arrays that it allocates. MLX allows both, since no
-stream is involved (a test holds it)."""
+and never change. In the other direction the reader's thread fills arrays that it allocates. MLX allows both for arrays
+that are evaluated (a test holds it)."""
 
 import json
 import time
@@ -12,18 +12,18 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from worker.engine.cache.layers import layers
 from worker.engine.cache.segments import KVSegment, StateSnapshot, is_sliceable
 from worker.engine.upstream.mlx_lm import make_prompt_cache
+from worker.engine.upstream.streams import clear_streams
 from worker.errors import CannotStart
 from worker.prefix_store.encryption import NoCryptography
 from worker.prefix_store.format import Place, Tensor
 from worker.prefix_store.index import Chain
 from worker.prefix_store.reader import Reading, ReadPlace
 from worker.prefix_store.store import PrefixStore, StoreOptions
-from worker.prefix_store.writer import NewPlace
+from worker.prefix_store.writer import NewPlace, WriteReport
 
 _DTYPES = {
     mx.bfloat16: "BF16", mx.float16: "F16", mx.float32: "F32", mx.bool_: "BOOL", mx.uint8: "U8", mx.int8: "I8",
@@ -44,7 +44,7 @@ class DiskTier:
         libraries = f"mlx-lm {version('mlx-lm')}"  # another release may compute other states
         kinds = " ".join(type(layer).__name__ for layer in layers(make_prompt_cache(network)))
         try:
-            self._store = PrefixStore(options, f"{fingerprint} {libraries} {kinds}", allocate=_allocate, on_read=wake)
+            self._store = store_of(options, f"{fingerprint} {libraries} {kinds}", wake)
             self._store.open()
         except OSError as error:
             raise CannotStart(f"SLUICE_PREFIX_DISK_DIR={options.folder}: {error}; give a writable folder") from error
@@ -69,16 +69,16 @@ class DiskTier:
         segment: KVSegment,
         state: StateSnapshot | None,
         *,
-        pinned: bool = False,
+        report: WriteReport | None = None,
     ) -> bool:
         """Let the last `tokens` tokens of a prefix be written, with the state after them, unless they are stored.
-        `pinned`: keep them from being removed for space. Copies nothing. Returns False if too much waits to be
-        written."""
+        `report`: receives the result; they are then pinned, so that they are not removed for space. Copies nothing.
+        Returns False if too much waits to be written."""
         arrays = [*segment.buffers]
         layout = {"buffers": len(arrays), "state": None if state is None else [*_encoded(state, arrays)]}
         tensors = tuple(Tensor(_DTYPES[array.dtype], array.shape, _bytes_of(array)) for array in arrays)
         place = Place(namespace, path[len(path) - tokens :], json.dumps(layout), tensors)
-        return self._store.write(NewPlace(path, state is not None, place, pinned))
+        return self._store.write(NewPlace(path, state is not None, place, pinned=report is not None, report=report))
 
     def find(self, namespace: str, tokens: tuple[int, ...], *, held: Collection[int], longer_than: int) -> Chain | None:
         """Return the files of the longest stored prefix; see `Index.find`."""
@@ -162,6 +162,15 @@ def _bytes_of(array: mx.array) -> memoryview | bytes:
     return view.cast("B") if view.c_contiguous and view.nbytes and view.ndim else view.tobytes()
 
 
+def store_of(options: StoreOptions, fingerprint: str, wake: Callable[[], None]) -> PrefixStore:
+    """Return a store that reads into MLX arrays. `wake`: called on the reader's thread when a reading is done. Raises
+    OSError and `NoCryptography`."""
+    return PrefixStore(options, fingerprint, allocate=_allocate, on_read=wake, on_end=clear_streams)
+
+
 def _allocate(nbytes: int) -> mx.array:
-    """Return an array to write into. Called on the reader's thread; creating an array from memory needs no stream."""
-    return mx.array(np.empty(nbytes, np.uint8))
+    """Return an array to write into. Called on the reader's thread. An array of another library's memory would be made
+    with Python's lock held while all of it is touched for the first time, which delays the engine's thread."""
+    array = mx.zeros(nbytes, mx.uint8, stream=mx.cpu)
+    mx.eval(array)
+    return array

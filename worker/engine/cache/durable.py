@@ -2,14 +2,15 @@
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from worker.engine.cache.disk import DiskTier
 from worker.engine.cache.segments import KVSegment, StateSnapshot
 from worker.engine.isolation import isolate
 from worker.prefix_store.index import Chain
 from worker.prefix_store.reader import Reading
-from worker.schedule.cache.disk import writes_early
+from worker.prefix_store.writer import WriteReport
+from worker.schedule.cache.disk import NotStored, writes_early
 from worker.schedule.cache.prefix import Evicted, Found, Node, PrefixTree
 
 Tree = PrefixTree[KVSegment, StateSnapshot]
@@ -28,6 +29,20 @@ class LoadSize:
 
 # Returns the seconds after which the load is given up; None if it should not begin.
 LoadLimit = Callable[[LoadSize], float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Storing:
+    """An attempt to store a prefix that goes on."""
+
+    start: int = 0  # tokens that were handed over
+    handed_over: bool = False  # all of them were
+    report: WriteReport = field(default_factory=WriteReport)
+
+    @property
+    def done(self) -> bool:
+        """True once all of it is written or refused."""
+        return self.handed_over and self.report.done
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,25 +102,42 @@ class DurablePrefixes:
             if node.end <= found.length and writes_early(node.uses) and node.segment:
                 self._write_node(node)
 
-    def store(self, namespace: str, tokens: tuple[int, ...], start: int) -> int | None:
-        """Let the nodes along these tokens be written and pinned, except for those that end at `start` or before.
-        Returns the end of the last one if no more can wait to be written now; None if all are handed over."""
+    def store(self, namespace: str, tokens: tuple[int, ...], attempt: Storing) -> Storing:
+        """Let what the tree holds along these tokens be written and pinned, as far as it can wait to be written now.
+        Returns the attempt to go on with. Blocks while a part of a node is copied."""
         path, matched = self._tree.walk(namespace, tokens)
+        start = attempt.start
         for node in path:
-            if start < node.end <= matched:
-                if not self._write_node(node, pinned=True):
-                    return start
-                start = node.end
-        return None
+            end = node.end if self._tree.stateful else min(node.end, matched)
+            if end > matched:  # without a state at the match, a part of the node is useless
+                break
+            if end > start:
+                if not self._store_node(node, end, attempt.report):
+                    return replace(attempt, start=start)
+                start = end
+        return replace(attempt, start=start, handed_over=True)
+
+    def _store_node(self, node: Node[KVSegment, StateSnapshot], end: int, report: WriteReport) -> bool:
+        """Write the first tokens of a node, up to `end`; of a prefix that another one continues, no file ends there."""
+        assert node.segment is not None, "the root is never written"
+        if end == node.end:
+            return self._write_node(node, report)
+        start = node.end - len(node.tokens)
+        first, _ = node.segment.split(end - start)
+        return self._write(node.namespace, node.prefix[:end], end - start, first, None, report)
+
+    def stored_length(self, namespace: str, tokens: tuple[int, ...]) -> int:
+        """Return the number of the first of these tokens that a worker without them in memory would find on disk."""
+        chain = self._tier.find(namespace, tokens, held=(), longer_than=0)
+        return len(chain.tokens) if chain else 0
 
     def _segment_at(self, namespace: str, tokens: tuple[int, ...]) -> KVSegment | None:
         path, _ = self._tree.walk(namespace, tokens)
         return path[-1].segment if path and path[-1].end == len(tokens) else None
 
-    def _write_node(self, node: Node[KVSegment, StateSnapshot], *, pinned: bool = False) -> bool:
+    def _write_node(self, node: Node[KVSegment, StateSnapshot], report: WriteReport | None = None) -> bool:
         assert node.segment is not None, "the root is never written"
-        length = len(node.tokens)
-        return self._write(node.namespace, node.prefix, length, node.segment, node.snapshot, pinned=pinned)
+        return self._write(node.namespace, node.prefix, len(node.tokens), node.segment, node.snapshot, report)
 
     def _write(
         self,
@@ -114,12 +146,14 @@ class DurablePrefixes:
         length: int,
         segment: KVSegment,
         snapshot: StateSnapshot | None,
-        *,
-        pinned: bool = False,
+        report: WriteReport | None = None,
     ) -> bool:
         accepted = True  # after a failure too: another attempt would fail as well
-        with isolate(f"writing a prefix of {len(tokens)} tokens to disk"):
-            accepted = self._tier.write(namespace, tokens, length, segment, snapshot, pinned=pinned)
+        with isolate(f"writing a prefix of {len(tokens)} tokens to disk") as attempt:
+            accepted = self._tier.write(namespace, tokens, length, segment, snapshot, report=report)
+        if attempt.failed and report:
+            report.expect()
+            report.settle(NotStored.DISK)
         return accepted
 
     def close(self) -> None:
@@ -136,6 +170,19 @@ class DurablePrefixes:
     def loading_bytes(self) -> int:
         """Bytes of the files whose content will be inserted into the tree."""
         return sum(reading.chain.nbytes for reading in self._loading())
+
+    def continued(self, *chains: Chain) -> set[Node[KVSegment, StateSnapshot]]:
+        """Return the nodes that the files of all loads continue, and those that these chains would: without them the
+        files are useless."""
+        nodes = set[Node[KVSegment, StateSnapshot]]()
+        for chain in (*chains, *(reading.chain for reading in self._loading())):
+            nodes.update(self._tree.walk(chain.namespace, chain.tokens[: chain.start])[0])
+        return nodes
+
+    def reserved_bytes(self, *chains: Chain) -> int:
+        """Return the bytes of the segments that all loads continue, and these chains would, and of the chains."""
+        segments = (node.segment for node in self.continued(*chains))
+        return sum(chain.nbytes for chain in chains) + sum(segment.nbytes for segment in segments if segment)
 
     def _loading(self) -> list[Reading]:
         readings = [reading for reference in self._readings if (reading := reference()) is not None]
@@ -172,9 +219,10 @@ class DurablePrefixes:
         self._tier.give_up(reading, waited_s)
 
     def cancel_loads(self, max_bytes: int) -> None:
-        """End the last loads until those left take at most `max_bytes`. Their prompts are computed."""
+        """End the last loads until those left, with the segments that they continue, take at most `max_bytes`. Their
+        prompts are computed."""
         for reading in reversed(self._loading()):
-            if self.loading_bytes <= max_bytes:
+            if self.loading_bytes + self.reserved_bytes() <= max_bytes:
                 break
             reading.cancel()
             self._forget_load(reading)

@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from worker.engine.cache import slots
 from worker.engine.cache.disk import DiskTier
-from worker.engine.cache.durable import DurablePrefixes, LoadLimit, Restored
+from worker.engine.cache.durable import DurablePrefixes, LoadLimit, Restored, Storing
 from worker.engine.cache.segments import (
     KVSegment,
     StateSnapshot,
@@ -28,7 +28,8 @@ from worker.engine.isolation import isolate
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.prefix_store.index import Chain
 from worker.prefix_store.reader import Reading
-from worker.schedule.cache.prefix import Found, PrefixTree, checkpoint_positions
+from worker.schedule.cache.disk import NotStored, StoreResult, store_result
+from worker.schedule.cache.prefix import CLOSE_TOKENS, Found, PrefixTree, checkpoint_positions
 from worker.schedule.memory import BUFFER_TOKENS
 
 GRID = 2048  # tokens between state snapshots that are not at a boundary
@@ -147,17 +148,28 @@ class PrefixCache:
         """Most bytes of the tree: those of loads that have begun are reserved."""
         return self._limit - (self._durable.loading_bytes if self._durable else 0)
 
-    def _shrink(self, max_bytes: int) -> None:
-        """Evict what exceeds the bytes."""
-        evicted = self._tree.shrink(max_bytes)
+    def _shrink(self, max_bytes: int, *chains: Chain) -> None:
+        """Evict what exceeds the bytes, except for segments that loads from disk continue, or these chains."""
+        evicted = self._tree.shrink(max_bytes, self._durable.continued(*chains) if self._durable else ())
         if self._durable and evicted:
             self._durable.spill(evicted)
 
-    def store(self, namespace: str, tokens: tuple[int, ...], start: int = 0) -> int | None:
-        """Let the longest cached prefix be written to disk, if there is a disk tier, and never be removed from there
-        for space. `start`: tokens of it that were handed over. Returns that number if not all can wait to be written
-        now; call again later. None: all are handed over."""
-        return self._durable.store(namespace, tokens, start) if self._durable else None
+    def store(self, namespace: str, tokens: tuple[int, ...], attempt: Storing | None = None) -> StoreResult | Storing:
+        """Let the cached prefix of these tokens be written to disk, and never be removed from there for space. Returns
+        an attempt until all of it is written or refused: call again with it later. Without a disk tier nothing is
+        written."""
+        if self._durable is None:
+            return StoreResult(0, missing=NotStored.NO_FOLDER)
+        attempt = self._durable.store(namespace, tokens, attempt or Storing())
+        if not attempt.done:
+            return attempt
+        return store_result(
+            len(tokens),
+            self._durable.stored_length(namespace, tokens),
+            attempt.report.written_bytes,
+            attempt.report.refusal,
+            spacing=CLOSE_TOKENS if self.stateful else 1,
+        )
 
     def close(self) -> None:
         """Write all prefixes to disk, if there is a disk tier, as far as time allows. Blocks. The cache must not be
@@ -174,7 +186,8 @@ class PrefixCache:
         if self._durable is None or (chain := self._durable.find(namespace, tokens, matched)) is None:
             return None
         limit_s = limit_of(self._durable.size_of(chain, matched))
-        if limit_s is None or (chain.nbytes > self._room and not self._durable.is_loading(chain)):
+        fits = self._durable.is_loading(chain) or self._durable.reserved_bytes(chain) <= self._room
+        if limit_s is None or not fits:
             return None
         self._touch_all(namespace, tokens)
         reading = self._durable.read(chain)
@@ -203,7 +216,7 @@ class PrefixCache:
 
     def _insert_restored(self, chain: Chain, restored: Sequence[Restored]) -> None:
         self._touch_all(chain.namespace, chain.tokens)
-        self._shrink(self._room - sum(each.nbytes for each in restored))
+        self._shrink(self._room - sum(each.nbytes for each in restored), chain)
         for each in restored:
             _, matched = self._tree.walk(chain.namespace, chain.tokens)
             # Shrinking may have evicted the tokens before these.

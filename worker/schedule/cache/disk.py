@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Generic, TypeVar
 
 _MIN_TOKENS = 32  # a shorter prefix is computed in about one forward
@@ -10,6 +11,26 @@ _MIN_LIMIT_S = 0.5  # a shorter delay of the reader is no sign that the folder h
 _USES_FOR_EARLY_WRITE = 2  # a prefix used this often is likely to be used again
 
 T = TypeVar("T")
+
+
+class NotStored(Enum):
+    """Reason why a prefix, or its end, is not on disk. The value tells people what to change."""
+
+    NO_FOLDER = "no folder for prefixes is set; set SLUICE_PREFIX_DISK_DIR"
+    TOO_SHORT = "it is too short to be cached; such a prompt is computed in one forward"
+    NOT_CACHED = "it does not fit into the prefix cache in memory; raise SLUICE_PREFIX_CACHE_GB"
+    QUOTA = "the folder has no space for it; raise SLUICE_PREFIX_DISK_GB, or drop or unpin other prefixes"
+    DAILY_LIMIT = "the limit of bytes written in a day is reached; raise SLUICE_PREFIX_DISK_DAILY_GB, or wait"
+    DISK = "the disk failed; the log has the error"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreResult:
+    """State of a prefix on disk after an attempt to store it."""
+
+    tokens: int  # on disk, from the start of the prefix
+    written_bytes: int = 0  # by this attempt
+    missing: NotStored | None = None  # why the rest is not on disk; None if there is no rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +65,18 @@ def writes_early(uses: int) -> bool:
 def fits_budget(nbytes: int, written_bytes: int, max_bytes: int | None) -> bool:
     """Return True if a file may be written today. `written_bytes`: written today; `max_bytes`: of a day."""
     return max_bytes is None or written_bytes + nbytes <= max_bytes
+
+
+def store_result(
+    tokens: int, on_disk: int, written_bytes: int, refusal: NotStored | None, *, spacing: int
+) -> StoreResult:
+    """Return the result for a prefix of `tokens` tokens, of which `on_disk` are found on disk. `refusal`: why a part of
+    it was not written. `spacing`: a prefix that is shorter by fewer tokens than this counts as whole."""
+    if on_disk > 0 and tokens - on_disk < spacing:
+        return StoreResult(on_disk, written_bytes)
+    if refusal is None:
+        refusal = NotStored.TOO_SHORT if tokens < spacing else NotStored.NOT_CACHED
+    return StoreResult(on_disk, written_bytes, refusal)
 
 
 def load_limit_s(

@@ -7,7 +7,7 @@ node) cannot.
 
 from bisect import bisect
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Generic, Literal, Protocol, Self, TypeVar
@@ -95,7 +95,7 @@ class PrefixTree(Generic[R, S]):
 
     def __init__(self, *, stateful: bool) -> None:
         """`stateful`: a prefix is usable only with a snapshot at its end."""
-        self._stateful = stateful
+        self.stateful = stateful
         self._roots: dict[str, Node[R, S]] = {}
         # Least recently used first. A use touches a node before its parents, so the first "segment" entry is a leaf's.
         self._order: OrderedDict[tuple[Node[R, S], Literal["segment", "snapshot"]], None] = OrderedDict()
@@ -106,7 +106,7 @@ class PrefixTree(Generic[R, S]):
     def find(self, namespace: str, tokens: tuple[int, ...]) -> Found[R, S]:
         """Return the longest usable prefix of the tokens. Does not count as a use: see `touch`."""
         path, matched = self.walk(namespace, tokens)
-        if not path or not self._stateful:
+        if not path or not self.stateful:
             return Found(matched, tuple(path))
         for at, node in reversed([*enumerate(path, start=1)]):
             length = min(node.end, matched)
@@ -165,17 +165,21 @@ class PrefixTree(Generic[R, S]):
         self._touch(path[-1] if path else None)
         self.version += 1
 
-    def shrink(self, max_bytes: int) -> list[Evicted[R, S]]:
+    def shrink(self, max_bytes: int, keep: Collection[Node[R, S]] = ()) -> list[Evicted[R, S]]:
         """Evict segments and snapshots, the least recently used first, until at most `max_bytes` are left. Returns what
-        was evicted, in this order; it belongs to the caller."""
+        was evicted, in this order; it belongs to the caller. `keep`: nodes whose segments stay, each with its parent;
+        they stay without a snapshot too."""
         evicted = list[Evicted[R, S]]()
-        while self.nbytes > max_bytes and self._order:
-            node, kind = next(iter(self._order))
+        while self.nbytes > max_bytes:
+            entry = next((each for each in self._order if each[1] == "snapshot" or each[0] not in keep), None)
+            if entry is None:
+                break
+            node, kind = entry
             self.evicted += 1
             if kind == "snapshot":
                 evicted.append(Evicted(node.namespace, _path(node), snapshot=self._pop_snapshot(node)))
-            if kind == "segment" or self._is_useless(node):
-                evicted += self._remove(node)
+            if kind == "segment" or (self._is_useless(node) and node not in keep):
+                evicted += self._remove(node, keep)
         self._drop_empty_roots()
         return evicted
 
@@ -245,8 +249,8 @@ class PrefixTree(Generic[R, S]):
                 return candidate  # below a snapshot that is not trimmable, none is: it covers more tokens
         return None
 
-    def _remove(self, node: Node[R, S]) -> list[Evicted[R, S]]:
-        """Remove and return a leaf, and the ancestors that are useless without it."""
+    def _remove(self, node: Node[R, S], keep: Collection[Node[R, S]] = ()) -> list[Evicted[R, S]]:
+        """Remove and return a leaf, and the ancestors that are useless without it, except for those to keep."""
         removed = list[Evicted[R, S]]()
         while True:
             assert not node.children, "other nodes extend it"
@@ -257,12 +261,12 @@ class PrefixTree(Generic[R, S]):
             del node.parent.children[node.tokens[0]]
             self.nbytes -= node.segment.nbytes
             node = node.parent
-            if not self._is_useless(node):
+            if not self._is_useless(node) or node in keep:
                 return removed
 
     def _is_useless(self, node: Node[R, S]) -> bool:
         """Return True for a leaf without a snapshot if prefixes are usable only with one."""
-        return self._stateful and node.parent is not None and not node.children and node.snapshot is None
+        return self.stateful and node.parent is not None and not node.children and node.snapshot is None
 
 
 def _path(node: Node[R, S]) -> tuple[tuple[int, ...], ...]:
@@ -279,7 +283,7 @@ def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return bisect(range(1, min(len(one), len(other)) + 1), False, key=lambda count: one[:count] != other[:count])
 
 
-_CLOSE = 16  # tokens; recomputing them takes hardly longer than computing one
+CLOSE_TOKENS = 16  # recomputing them takes hardly longer than computing one
 _FREELY = 4  # boundaries used in any case; each takes another forward, and the memory of a snapshot
 
 
@@ -289,7 +293,7 @@ def checkpoint_positions(boundaries: Sequence[int], tokens: int, grid: int) -> t
     chosen = list[int]()
     for at in sorted([*boundaries[:_FREELY], tokens]):
         # Of two close positions, the first serves both.
-        if _CLOSE <= at <= tokens and not (chosen and at - chosen[-1] < _CLOSE):
+        if CLOSE_TOKENS <= at <= tokens and not (chosen and at - chosen[-1] < CLOSE_TOKENS):
             chosen.append(at)
     for at in [*boundaries[_FREELY:], *range(grid, tokens, grid)]:
         if at < tokens and all(abs(at - other) >= grid // 2 for other in [0, *chosen]):

@@ -1,0 +1,46 @@
+"""What keeps the store's threads out of the way of the engine's: a low priority, and a steady rate."""
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+
+_NICENESS = 10  # added to the process's own; beside a computing thread, one gets about a tenth of a core
+_MAX_NICENESS = 19
+_QOS_UTILITY = 0x11  # of macOS's sys/qos.h: work that the user does not wait for
+_SHORTEST_S = 0.001  # pauses below this are added up
+
+
+def lower_priority(*, awaited: bool = False) -> None:
+    """Let the system prefer all threads of normal priority to the calling one. Only on Linux, where each thread has a
+    niceness of its own, and on macOS, where it has a quality of service; elsewhere it does nothing. `awaited`: requests
+    wait for the thread, so macOS is left alone, which would also delay its reads on an idle machine."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        with suppress(OSError):
+            niceness = os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS
+            os.setpriority(os.PRIO_PROCESS, thread, min(niceness, _MAX_NICENESS))
+    elif sys.platform == "darwin" and not awaited:
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).pthread_set_qos_class_self_np(_QOS_UTILITY, 0)
+
+
+class Pace:
+    """Holds a rate by pauses after small pieces of work, so that the machine's memory bus and disk are never taken for
+    long. For one thread, except `hurried`."""
+
+    def __init__(self, bytes_per_s: float, hurried: threading.Event) -> None:
+        """`hurried`: from when it is set there are no pauses."""
+        self._bytes_per_s = bytes_per_s
+        self._hurried = hurried
+        self._due_s = 0.0  # time.monotonic() at which the work done so far is due
+
+    def __call__(self, nbytes: int) -> None:
+        """Pause for as long as `nbytes` more bytes are ahead of the rate. Blocks."""
+        now_s = time.monotonic()
+        self._due_s = max(self._due_s, now_s - _SHORTEST_S) + nbytes / self._bytes_per_s
+        ahead_s = self._due_s - now_s
+        if ahead_s >= _SHORTEST_S:
+            self._hurried.wait(ahead_s)
