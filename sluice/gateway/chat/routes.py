@@ -35,7 +35,7 @@ def routes(gateway: Gateway) -> list[Route]:
         Route(f"{_PATH}/{{id}}", endpoint(chat.retrieve)),
         Route(f"{_PATH}/{{id}}/stream", endpoint(chat.resume)),
         Route(f"{_PATH}/{{id}}/cancel", endpoint(chat.cancel), methods=["POST"]),
-        Route("/v1/completions", endpoint(_refuse_raw_prompts), methods=["POST"]),
+        Route("/v1/completions", endpoint(chat.refuse_raw_prompt), methods=["POST"]),
     ]
 
 
@@ -161,6 +161,14 @@ class _Chat:
         outcomes = [await self._gateway.cancel(job_id) for job_id in jobs.ids]
         return JSONResponse({"id": jobs.ids[0], "outcome": outcomes[0]}, headers=_headers(jobs))
 
+    async def refuse_raw_prompt(self, request: Request) -> Response:
+        """Answer `POST /v1/completions`. Raises `ApiError` 400, and 401 without a valid key."""
+        await self._gateway.authenticate(request)
+        message = (
+            "/v1/completions is not supported: workers put every prompt into a chat template. Use /v1/chat/completions."
+        )
+        raise ApiError(400, message, code="unsupported")
+
     async def _known(self, request: Request) -> tuple[Caller, _Jobs]:
         """Return the caller, and the jobs that the path names. Raises `ApiError` unless they are the caller's."""
         caller = await self._gateway.authenticate(request)
@@ -168,13 +176,6 @@ class _Chat:
         await self._gateway.check_owner(caller, ids[0])
         caller.count_choices(len(ids))
         return caller, _Jobs(ids, True)
-
-
-async def _refuse_raw_prompts(request: Request) -> Response:
-    message = (
-        "/v1/completions is not supported: workers put every prompt into a chat template. Use /v1/chat/completions."
-    )
-    raise ApiError(400, message, code="unsupported")
 
 
 def _headers(jobs: _Jobs) -> dict[str, str]:

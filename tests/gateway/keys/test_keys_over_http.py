@@ -1,6 +1,7 @@
 """Keys and limits as clients meet them: over HTTP, from one front or two."""
 
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -161,7 +162,12 @@ async def test_connections_of_a_key_are_limited_and_freed(redis_url: str, key_fi
 
 
 async def test_a_front_with_keys_answers_without_them_nowhere(guarded: httpx.AsyncClient) -> None:
-    assert (await guarded.post(COMPLETIONS, json=CHAT)).status_code == 401
+    paths = (await guarded.get("/openapi.json")).json()["paths"]
+    operations = [(method, path) for path in paths if path.startswith("/v1/") for method in paths[path]]
+    assert ("post", "/v1/completions") in operations
+    for method, path in operations:
+        answer = await guarded.request(method, re.sub(r"\{\w+\}", "x", path), json=CHAT)
+        assert (method, path, answer.status_code) == (method, path, 401)
 
 
 async def test_without_keys_no_header_about_limits_is_sent(redis_url: str) -> None:
