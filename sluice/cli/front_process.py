@@ -7,9 +7,13 @@ import subprocess
 import sys
 from contextlib import suppress
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from sluice.cli.embedded_server import pick_port
 from sluice.cli.errors import CliError
+
+if TYPE_CHECKING:
+    from sluice.gateway.settings import ServeSettings
 
 INSTALL_FRONT = "in a checkout of Sluice, pip install './sluice[cli,serve]'"
 _PORT = 8000
@@ -25,9 +29,13 @@ class FrontProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._redis_url = redis_url
         self.base_url: str | None = None
+        self.needs_key = False
         if _is_installed():
-            host, self._port = _address(port)
+            settings = _settings()
+            host = f"[{settings.host}]" if ":" in settings.host else settings.host
+            self._port = _port(settings, port)
             self.base_url = f"http://{host}:{self._port}/v1"
+            self.needs_key = settings.keys is not None
 
     async def start(self) -> None:
         """Start the process; it prints its address when it listens."""
@@ -64,13 +72,16 @@ def _is_installed() -> bool:
     return all(find_spec(name) for name in ("prometheus_client", "pydantic_settings", "starlette", "uvicorn"))
 
 
-def _address(port: int | None) -> tuple[str, int]:
+def _settings() -> "ServeSettings":
     from sluice.gateway.settings import CannotServe, read_settings
 
     try:
-        settings = read_settings()
+        return read_settings()
     except CannotServe as error:
         raise CliError(str(error)) from None
+
+
+def _port(settings: "ServeSettings", port: int | None) -> int:
     is_set = "port" in settings.model_fields_set
     wanted = settings.port if port is None and is_set else port
-    return settings.host, pick_port(wanted, default=_PORT, option="--http-port")
+    return pick_port(wanted, default=_PORT, option="--http-port")

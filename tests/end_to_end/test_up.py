@@ -107,7 +107,8 @@ def test_a_chat_runs_on_the_printed_server_and_jobs_that_wait_outlast_a_restart(
 def test_openai_clients_find_the_printed_address_and_the_front_ends_with_the_command(tmp_path: Path) -> None:
     with running(tmp_path, "--http-port", str(port := free_port())) as up:
         up.until_said("ready.")
-        up.until_said(f"  export OPENAI_BASE_URL=http://127.0.0.1:{port}/v1 ")
+        up.until_said(f"  export OPENAI_BASE_URL=http://127.0.0.1:{port}/v1 OPENAI_API_KEY=none\n")
+        up.until_said(f"a chat page: http://127.0.0.1:{port}\n")
         up.until_said(f"serving at http://127.0.0.1:{port}/v1")
         with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as openai:
             messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Count to 3."}]

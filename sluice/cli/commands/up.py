@@ -138,7 +138,7 @@ class _Up:
                     for worker in await client.workers():
                         if float(worker["started_at"]) >= self._started_at:
                             await self._front.start()
-                            return _print_instructions(self._server.url, worker["model"], self._front.base_url)
+                            return _print_instructions(self._server.url, worker["model"], self._front)
                 await asyncio.sleep(_POLL_S)
 
 
@@ -151,22 +151,26 @@ async def _stop_worker(worker: asyncio.subprocess.Process, working: "asyncio.Tas
         await asyncio.wait([working], timeout=_SIGNAL_EVERY_S)
 
 
-def _print_instructions(url: str, model: str, base_url: str | None) -> None:
+def _print_instructions(url: str, model: str, front: FrontProcess) -> None:
     command = "sluice" if shutil.which("sluice") or Path(sys.argv[0]).name != "sluice" else sys.argv[0]
     option = "" if model == "default" else f" --model {model}"
     _print(
         "ready. In another terminal:\n\n"
         f"  export SLUICE_REDIS_URL={url}\n"
         f'  {command} chat{option} "Count to 12."\n\n'
-        f"{_clients(base_url)}\n\n"
+        f"{_clients(front)}\n\n"
         "Ctrl-C here stops the worker, then the server. Waiting jobs are kept."
     )
 
 
-def _clients(base_url: str | None) -> str:
-    if base_url is None:
+def _clients(front: FrontProcess) -> str:
+    if front.base_url is None:
         return f"For OpenAI clients, install the HTTP front: {INSTALL_FRONT}"
-    return f"For OpenAI clients:\n\n  export OPENAI_BASE_URL={base_url} OPENAI_API_KEY=none"
+    key = "KEY  # of SLUICE_SERVE_KEYS" if front.needs_key else "none"
+    return (
+        f"For OpenAI clients:\n\n  export OPENAI_BASE_URL={front.base_url} OPENAI_API_KEY={key}\n\n"
+        f"In a browser, a chat page: {front.base_url.removesuffix('/v1')}"
+    )
 
 
 def _print(sentence: str) -> None:
