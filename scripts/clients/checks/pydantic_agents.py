@@ -46,7 +46,7 @@ def agent(model: Any, **fields: Any) -> Any:
 def answers(model: Callable[..., Any]) -> None:
     result = agent(model()).run_sync(SAID["count"])
     equal(result.output, SAID["counted"])
-    assert result.usage().output_tokens > 0
+    assert result.usage.output_tokens > 0
 
 
 def streams(model: Callable[..., Any]) -> None:
