@@ -31,9 +31,10 @@ WINDOWED = ["gemma3", "gpt_oss", "gemma3n"]  # of 16
 STATEFUL = [*WINDOWED, "qwen3_5", "falcon_h1", "jamba", "kimi_linear", "mamba2", "rwkv7"]
 FEW = ["llama", "gemma3", "qwen3_5", pytest.param("deepseek_v32", marks=pytest.mark.slow)]
 ALL = pytest.mark.parametrize("family", [*BY_TOKEN, *STATEFUL])
-PAIRED = "deepseek_v32", "falcon_h1"  # two caches in a layer
+# Two caches in a layer, and states alone, which qwen3_5 has beside keys.
+SELDOM = "deepseek_v32", "falcon_h1", "mamba2", "rwkv7"
 MOST = pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[pytest.mark.slow] * (name in PAIRED)) for name in [*BY_TOKEN, *STATEFUL]]
+    "family", [pytest.param(name, marks=[pytest.mark.slow] * (name in SELDOM)) for name in [*BY_TOKEN, *STATEFUL]]
 )
 SOME = pytest.mark.parametrize("family", FEW)
 

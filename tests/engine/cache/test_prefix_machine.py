@@ -139,4 +139,4 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
 
 TestLife = PrefixCacheMachine.TestCase
-TestLife.settings = settings(max_examples=examples(40), stateful_step_count=25, deadline=None)
+TestLife.settings = settings(max_examples=examples(40, by_default=5), stateful_step_count=25, deadline=None)

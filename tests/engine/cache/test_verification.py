@@ -3,6 +3,7 @@ alone, whatever was drafted."""
 
 import random
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -29,6 +30,12 @@ def recurrence_of(family: str) -> Recurrence:
     return Stepping(network(family)) if family in STEPPED else Replay(network(family))
 
 
+@cache
+def answer_alone(family: str, tokens: int, seed: int) -> tuple[int, ...]:
+    """Return the answer to a prompt alone."""
+    return tuple(alone(network(family), prompt(tokens, seed), ANSWER))
+
+
 class Interrupted(Exception):
     """A forward has failed after it was computed."""
 
@@ -37,16 +44,17 @@ class Verifying:
     """Rows that are drafted by an oracle, which errs at random."""
 
     def __init__(self, family: str, recurrence: Recurrence, *, max_draft: int = MAX_DRAFT, seed: int = 0) -> None:
-        self.network, self.recurrence, self.random = network(family), recurrence, random.Random(seed)
+        self.family, self.network = family, network(family)
+        self.recurrence, self.random = recurrence, random.Random(seed)
         self.batch = slots.empty_batch_of(make_prompt_cache(self.network), max_draft)
-        self.truths, self.answers = list[list[int]](), list[list[int]]()
+        self.truths, self.answers = list[tuple[int, ...]](), list[list[int]]()
 
     def start(self, tokens: int, seed: int) -> None:
         row = make_prompt_cache(self.network)
         logits = self.network(mx.array([prompt(tokens, seed)]), cache=row)
         slots.join(self.batch, row)
         self.answers.append([int(logits[0, -1].argmax())])
-        self.truths.append(alone(self.network, prompt(tokens, seed), ANSWER))
+        self.truths.append(answer_alone(self.family, tokens, seed))
 
     def leave(self, index: int) -> None:
         order = slots.compact_order(len(self.answers), {index})
@@ -57,8 +65,8 @@ class Verifying:
     def drafts(self) -> list[list[int]]:
         return [self.draft(truth, len(answer)) for truth, answer in zip(self.truths, self.answers, strict=True)]
 
-    def draft(self, truth: list[int], at: int) -> list[int]:
-        draft = truth[at : at + self.random.randrange(MAX_DRAFT + 1)]
+    def draft(self, truth: Sequence[int], at: int) -> list[int]:
+        draft = [*truth[at : at + self.random.randrange(MAX_DRAFT + 1)]]
         if draft and self.random.random() < 0.5:
             draft[self.random.randrange(len(draft))] = self.random.randrange(10, 1000)
         return draft
@@ -90,7 +98,7 @@ class Verifying:
 
     def right(self) -> list[bool]:
         pairs = zip(self.truths, self.answers, strict=True)
-        return [answer[: len(truth)] == truth[: len(answer)] for truth, answer in pairs]
+        return [tuple(answer[: len(truth)]) == truth[: len(answer)] for truth, answer in pairs]
 
 
 def agreeing(draft: Sequence[int], drawn: Sequence[int]) -> int:

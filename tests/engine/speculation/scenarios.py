@@ -1,6 +1,7 @@
 """Rows that take drafts while others join and leave, are preempted, cancelled, or lose their caches."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 
 import pytest
 
@@ -8,7 +9,7 @@ from tests.engine.driver import Run
 from tests.engine.machine import grammars
 from tests.engine.machine.families import Family
 from tests.engine.speculation.oracle import Oracle, speculator_of
-from tests.engine.tiny import EVERY_FAMILY, prompt
+from tests.engine.tiny import EVERY_FAMILY, model, prompt
 from worker.engine.model.load import Model
 from worker.schedule.request import GrammarState, Sampling
 
@@ -129,6 +130,18 @@ def pair(served: Model, drive: Drive) -> tuple[Run, Run, Oracle]:
     """Return a run without drafts, one with drafts, and the oracle of these."""
     without = plain(served, drive)
     return without, *drafted(served, without.generated, drive)
+
+
+@cache
+def plain_of(family: str, drive: Drive) -> Run:
+    """Return a run without drafts that has ended. Tests share it, so none continues it."""
+    return plain(model(family), drive)
+
+
+def pair_of(family: str, drive: Drive) -> tuple[Run, Run, Oracle]:
+    """Return the shared run without drafts, one with drafts, and the oracle of these."""
+    without = plain_of(family, drive)
+    return without, *drafted(model(family), without.generated, drive)
 
 
 def assert_equal(without: Run, run: Run, oracle: Oracle) -> None:

@@ -50,7 +50,7 @@ def answers(model: Model, used: Speculator | None) -> list[list[int]]:
     run = Run(model, prefix_bytes=0, speculator=used)
     for index, tokens in enumerate(prompts(model)):
         run.add(str(index), tokens, max_tokens=120)
-        run.drain()
+    run.drain()
     return [run.generated[str(index)] for index in range(CHATS)]
 
 

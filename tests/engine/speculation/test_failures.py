@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.driver import Run
 from tests.engine.speculation.oracle import Oracle, speculator_of, verify_everything
-from tests.engine.speculation.scenarios import joined, plain
+from tests.engine.speculation.scenarios import guided, joined, plain_of
 from tests.engine.tiny import alone, model, network, prompt
 from worker.engine.batch.decode_batch import DecodeBatch
 from worker.engine.speculation.speculator import Speculator
@@ -44,14 +44,14 @@ def test_rows_whose_drafts_fail_answer_as_they_do_alone(
     assert set(run.ended.values()) <= {"length", "stop"}
 
 
-@pytest.mark.parametrize("guided", [False, True], ids=["free", "guided"])
+@pytest.mark.parametrize("is_guided", [False, True], ids=["free", "guided"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_5", "rwkv7"])
 def test_a_wrong_token_without_finite_values_changes_no_answer(
-    family: str, guided: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, is_guided: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its keys are masked for the tokens before it; but zero times NaN is NaN."""
     verify_everything(monkeypatch)
-    without = plain(model(family), lambda run: joined(run, guided=guided))
+    without = plain_of(family, guided if is_guided else joined)
     answered = {token for answer in without.generated.values() for token in answer}
     bad = next(token for token in range(3, 10) if token not in answered)  # prompts have none of these
     embed, fed = nn.Embedding.__call__, list[bool]()
@@ -64,6 +64,6 @@ def test_a_wrong_token_without_finite_values_changes_no_answer(
 
     oracle = Oracle(without.generated, wrong=[bad])
     run = Run(model(family), prefix_bytes=10**8, speculator=speculator_of(model(family), oracle))
-    joined(run, guided=guided)
+    joined(run, guided=is_guided)
     assert (run.generated, run.ended) == (without.generated, without.ended)
     assert any(fed)

@@ -2,14 +2,13 @@
 would notice it."""
 
 from collections.abc import Callable, Collection, Sequence
-from functools import cache
 from typing import Any
 
 import pytest
 
 from tests.engine.machine.grammars import _Recording
 from tests.engine.speculation.oracle import verify_everything
-from tests.engine.speculation.scenarios import Answers, Drive, drafted, guided, joined, penalized, plain
+from tests.engine.speculation.scenarios import Drive, drafted, guided, joined, penalized, plain_of
 from tests.engine.tiny import model
 from worker.engine.batch import decode_batch
 from worker.engine.batch.row import Row
@@ -198,14 +197,9 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("mistake", "family", "drive"), MISTAKES)
 def test_a_mistake_changes_an_answer(mistake: Mistake, family: str, drive: Drive, monkeypatch: Patch) -> None:
-    answers = plain_answers(family, drive)
+    answers = plain_of(family, drive).generated
     verify_everything(monkeypatch)
     mistake(monkeypatch)
     run, oracle = drafted(model(family), answers, drive)
     assert oracle.offered > 0
     assert run.generated != answers
-
-
-@cache
-def plain_answers(family: str, drive: Drive) -> Answers:
-    return plain(model(family), drive).generated
