@@ -200,6 +200,22 @@ class FrontProcess:
         """Return the log so far."""
         return self.log_file.read_text(errors="replace")
 
+    @property
+    def pid(self) -> int:
+        """The id of the process, which must have been started."""
+        assert self.process is not None
+        return self.process.pid
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the front."""
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        """Block until the front has ended, and return its exit code. Raises subprocess.TimeoutExpired."""
+        assert self.process is not None
+        return self.process.wait(timeout_s)
+
     def kill(self) -> None:
         """End the front at once, as `kill -9` does."""
         assert self.process is not None

@@ -2,21 +2,16 @@
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import httpx
 import uvicorn
 
-from scripts.stack import ROOT, free_port
+from scripts.stack import FrontProcess, free_port
 from sluice import Client
 from sluice.gateway import ServeSettings, app
 
@@ -57,52 +52,18 @@ def serving(redis_url: str, settings: ServeSettings) -> Iterator[Front]:
         thread.join()
 
 
-@dataclass(frozen=True)
-class FrontProcess(Front):
-    """A process `sluice serve`."""
-
-    process: subprocess.Popen[bytes]
-    log_file: Path
-
-    def log(self) -> str:
-        return self.log_file.read_text(errors="replace")
-
-
 @contextmanager
-def front_process(
-    redis_url: str, folder: Path, on_port: int | None = None, **settings: object
-) -> Iterator[FrontProcess]:
-    """Run `sluice serve` in `folder` until the end of the block. `no_worker_s=1` is SLUICE_SERVE_NO_WORKER_S=1."""
-    port = on_port or free_port()
-    ours = {f"SLUICE_SERVE_{name.upper()}": str(value) for name, value in settings.items()}
-    others = {name: value for name, value in os.environ.items() if not name.startswith("SLUICE_")}
-    env = {**others, **ours, "SLUICE_REDIS_URL": redis_url, "PYTHONPATH": str(ROOT)}
-    log_file = folder / f"front-{port}.log"
-    command = [sys.executable, "-m", "sluice.cli", "serve", "--port", str(port)]
-    with log_file.open("wb") as log:
-        process = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log)
-    front = FrontProcess(f"http://127.0.0.1:{port}", process, log_file)
+def front_process(redis_url: str, *, port: int | None = None, **settings: object) -> Iterator[FrontProcess]:
+    """Run `sluice serve` until the end of the block, and kill it there: it would wait for streams that are open."""
+    front = FrontProcess(redis_url, port=port, **settings)
     try:
-        _wait_until_it_accepts(front)
-        yield front
+        yield front.start()
     finally:
-        process.kill()
-        process.wait()
+        front.kill()
+        front.stop()
 
 
 def events(body: str) -> list[Any]:
     """Return the JSON data of the events of a stream."""
     lines = (line.removeprefix("data: ") for line in body.splitlines() if line.startswith("data: "))
     return [json.loads(line) for line in lines if line != "[DONE]"]
-
-
-def _wait_until_it_accepts(front: FrontProcess) -> None:
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            httpx.get(front.url)
-            return
-        except httpx.TransportError:
-            assert front.process.poll() is None, front.log()
-            assert time.monotonic() < deadline, front.log()
-            time.sleep(0.02)

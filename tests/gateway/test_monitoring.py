@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import signal
-from pathlib import Path
 
 import httpx
 import pytest
@@ -40,8 +39,8 @@ async def test_requests_are_counted_by_route_and_status(http: httpx.AsyncClient)
 
 
 @pytest.mark.usefixtures("fake_worker")
-async def test_the_access_log_has_the_job_s_id_and_nothing_of_the_prompt(redis_url: str, tmp_path: Path) -> None:
-    with front_process(redis_url, tmp_path) as front:
+async def test_the_access_log_has_the_job_s_id_and_nothing_of_the_prompt(redis_url: str) -> None:
+    with front_process(redis_url) as front:
         async with httpx.AsyncClient(base_url=front.url) as http:
             answer = await http.post(f"{PATH}?q=secret", json=request("1", messages=[{"content": "secret"}]))
             await http.get("/a%0Ab")
@@ -53,30 +52,30 @@ async def test_the_access_log_has_the_job_s_id_and_nothing_of_the_prompt(redis_u
 
 
 @pytest.mark.usefixtures("fake_worker")
-async def test_a_front_that_is_stopped_finishes_its_streams_first(redis_url: str, tmp_path: Path) -> None:
-    with front_process(redis_url, tmp_path) as front:
+async def test_a_front_that_is_stopped_finishes_its_streams_first(redis_url: str) -> None:
+    with front_process(redis_url) as front:
         async with httpx.AsyncClient(base_url=front.url, timeout=20) as http:
             body = request(*"12345", pace_s=0.2, stream=True)
             async with http.stream("POST", PATH, json=body) as answer:
-                front.process.send_signal(signal.SIGTERM)
+                front.signal(signal.SIGTERM)
                 text = (await answer.aread()).decode()
         assert text_of(data_of(text)) == "12345"
-        assert await asyncio.to_thread(front.process.wait, 10) == 0
-    assert "Traceback" not in front.log()
+        assert await asyncio.to_thread(front.wait, 10) == 0
+        assert "Traceback" not in front.log()
 
 
 @pytest.mark.usefixtures("fake_worker")
 async def test_a_front_that_stops_before_a_stream_ends_breaks_it_off_and_leaves_the_job(
-    redis_url: str, db: Redis, tmp_path: Path
+    redis_url: str, db: Redis
 ) -> None:
-    with front_process(redis_url, tmp_path, drain_s=0) as front:
+    with front_process(redis_url, drain_s=0) as front:
         async with httpx.AsyncClient(base_url=front.url, timeout=20) as http:
             body = request(*"12345" * 20, pace_s=0.3, stream=True)
             async with http.stream("POST", PATH, json=body) as answer:
-                front.process.send_signal(signal.SIGTERM)
+                front.signal(signal.SIGTERM)
                 with pytest.raises(httpx.RemoteProtocolError):
                     await answer.aread()
-        assert await asyncio.to_thread(front.process.wait, 10) == 0
+        assert await asyncio.to_thread(front.wait, 10) == 0
     assert await field(db, answer.headers["x-request-id"], "state") == "running"
 
 

@@ -1,16 +1,16 @@
 """`kill -9` of one of two fronts, with OpenAI's own client."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from openai import APIConnectionError, APIError, AsyncOpenAI
 
+from scripts.stack import FrontProcess
 from tests.fakes import FakeChat
 from tests.gateway.chat.test_routes import data_of, request, text_of, until_running
-from tests.gateway.fronts import FrontProcess, front_process
+from tests.gateway.fronts import front_process
 
 pytestmark = pytest.mark.usefixtures("fake_worker")
 
@@ -42,21 +42,21 @@ async def until_it_breaks_off(answer: httpx.Response, front: FrontProcess) -> st
         async for text in answer.aiter_text():
             received += text
             if "5 " in received:
-                front.process.kill()
+                front.kill()
     except httpx.RemoteProtocolError:
         return received
     raise AssertionError("the body was terminated")
 
 
 async def test_streams_of_a_killed_front_raise_and_a_retry_with_the_key_has_the_whole_answer(
-    redis_url: str, chat: FakeChat, tmp_path: Path
+    redis_url: str, chat: FakeChat
 ) -> None:
-    with front_process(redis_url, tmp_path) as killed, front_process(redis_url, tmp_path) as other:
+    with front_process(redis_url) as killed, front_process(redis_url) as other:
         async with client_of(killed) as first, client_of(other) as second:
             asking = [asyncio.create_task(streamed(first, f"key-{index}")) for index in range(STREAMS)]
             await until_running(chat, STREAMS)
             await asyncio.sleep(0.5)
-            killed.process.kill()
+            killed.kill()
             ended = await asyncio.gather(*asking, return_exceptions=True)
             assert all(isinstance(each, httpx.HTTPError | APIConnectionError | APIError) for each in ended), ended
             texts = await asyncio.gather(*(streamed(second, f"key-{index}") for index in range(STREAMS)))
@@ -65,9 +65,9 @@ async def test_streams_of_a_killed_front_raise_and_a_retry_with_the_key_has_the_
 
 
 async def test_a_stream_of_a_killed_front_continues_on_another_after_the_last_event(
-    redis_url: str, chat: FakeChat, tmp_path: Path
+    redis_url: str, chat: FakeChat
 ) -> None:
-    with front_process(redis_url, tmp_path) as killed, front_process(redis_url, tmp_path) as other:
+    with front_process(redis_url) as killed, front_process(redis_url) as other:
         body = request(*WORDS, pace_s=0.1, stream=True)
         async with httpx.AsyncClient(timeout=20) as http:
             async with http.stream("POST", f"{killed.base_url}/chat/completions", json=body) as answer:

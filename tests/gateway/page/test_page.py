@@ -131,15 +131,15 @@ async def test_a_reload_in_the_middle_of_an_answer_continues_it(page: Browser) -
 
 
 async def test_a_front_that_dies_is_reconnected_to_and_no_word_is_lost_or_doubled(
-    chromium: Browser, fake_worker: None, redis_url: str, tmp_path: Path
+    chromium: Browser, fake_worker: None, redis_url: str
 ) -> None:
     port = free_port()
-    with front_process(redis_url, tmp_path, on_port=port) as first:
+    with front_process(redis_url, port=port) as first:
         await do(chromium.open, first.url)
         await ask(chromium, *WORDS, pace_s=0.05)
         await do(chromium.wait_for, "document.querySelector('.answer')?.textContent.includes('w8 ')")
     await do(chromium.wait_for, "document.querySelector('.facts').textContent.includes('reconnecting')")
-    with front_process(redis_url, tmp_path, on_port=port):
+    with front_process(redis_url, port=port):
         await do(chromium.wait_for, ENDED)
         assert await do(chromium.text, ".answer") == "".join(WORDS)
     chromium.complaints.clear()  # the failed requests

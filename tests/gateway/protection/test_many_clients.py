@@ -11,8 +11,9 @@ import httpx
 import pytest
 import redis.asyncio
 
+from scripts.stack import FrontProcess
 from tests.fakes import FakeChat
-from tests.gateway.fronts import FrontProcess, front_process
+from tests.gateway.fronts import front_process
 
 CLIENTS = 200
 IDLE = 1_000
@@ -23,8 +24,8 @@ BODY = json.dumps(
 
 
 @pytest.fixture
-def process(redis_url: str, tmp_path: Path) -> Iterator[FrontProcess]:
-    with front_process(redis_url, tmp_path, heartbeat_s=60) as front:
+def process(redis_url: str) -> Iterator[FrontProcess]:
+    with front_process(redis_url, heartbeat_s=60) as front:
         yield front
 
 
@@ -46,7 +47,7 @@ def post(body: bytes) -> bytes:
 
 
 def resident_bytes(front: FrontProcess) -> int:
-    status = Path(f"/proc/{front.process.pid}/status").read_text()
+    status = Path(f"/proc/{front.pid}/status").read_text()
     found = re.search(r"VmRSS:\s+(\d+) kB", status)
     assert found is not None
     return int(found[1]) * 1024

@@ -13,8 +13,9 @@ import httpx
 import pytest
 import uvicorn
 
+from scripts.stack import FrontProcess
 from sluice.gateway.protection.protocol import MAX_HEADER_BYTES, protocol
-from tests.gateway.fronts import FrontProcess, front_process
+from tests.gateway.fronts import front_process
 
 TIMEOUT_S = 1.0
 LENGTH = 2_000_000  # bytes of an answer in one piece
@@ -23,9 +24,8 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @pytest.fixture(scope="module")
-def process(server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
-    given = {"client_timeout_s": TIMEOUT_S, "max_body_bytes": 1_000, "no_worker_s": 0}
-    with front_process(server_url, tmp_path_factory.mktemp("front"), **given) as front:
+def process(server_url: str) -> Iterator[FrontProcess]:
+    with front_process(server_url, client_timeout_s=TIMEOUT_S, max_body_bytes=1_000, no_worker_s=0) as front:
         yield front
 
 
@@ -120,13 +120,11 @@ async def test_a_body_beyond_the_limit_is_413_before_it_is_complete(process: Fro
     assert seconds < TIMEOUT_S
 
 
-async def test_a_client_that_does_not_read_its_stream_is_disconnected(
-    redis_url: str, tmp_path: Path, fake_worker: None
-) -> None:
+async def test_a_client_that_does_not_read_its_stream_is_disconnected(redis_url: str, fake_worker: None) -> None:
     say = ["x" * 50_000] * 200  # more than the buffers of two sockets hold
     body = json.dumps({"messages": [{"role": "user", "content": "Hi."}], "stream": True, "say": say}).encode()
     request = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
-    with front_process(redis_url, tmp_path, client_timeout_s=TIMEOUT_S) as front:
+    with front_process(redis_url, client_timeout_s=TIMEOUT_S) as front:
         async with connected(front, request) as (reader, writer):
             await writer.drain()
             await asyncio.sleep(4 * TIMEOUT_S)
@@ -172,7 +170,7 @@ async def test_a_client_that_reads_a_long_answer_slowly_but_steadily_receives_al
 
 
 def open_files(front: FrontProcess) -> int:
-    return len(list(Path(f"/proc/{front.process.pid}/fd").iterdir()))
+    return len(list(Path(f"/proc/{front.pid}/fd").iterdir()))
 
 
 async def test_connections_that_were_left_open_are_freed(process: FrontProcess) -> None:
