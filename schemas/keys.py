@@ -15,7 +15,7 @@ CONTROL = "sluice:control"
 DEAD = "sluice:dead"
 WORKERS = "sluice:worker:*"
 BATCHES = "sluice:batch:*"
-INDEX = ("lines", "suspects", "leases", "deadlines", "counts")
+INDEX = ("lines", "suspects", "leases", "deadlines", "count-lines")
 CANCEL_S = 3600  # seconds that a request to cancel is kept
 
 

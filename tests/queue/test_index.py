@@ -518,6 +518,17 @@ async def test_counts_are_claimed_without_a_row_four_of_a_tenant_at_once(
     assert {claim.job_id: claim.is_count for claim in rest} == {"plain": False, "big-5": True}
 
 
+async def test_many_counts_of_one_tenant_hide_no_count_of_another(db: Redis, claims: Claims) -> None:
+    await put(db, "plain", BODY)
+    await mended(claims)
+    await submit_counts(db, *(f"big-{number:03}" for number in range(200)), tenant="big")
+    await submit_counts(db, "small", tenant="small")
+    claimed = await claims.take("interactive", 0, counts=8)
+    assert sorted(ids(claimed)) == ["big-000", "big-001", "big-002", "big-003", "small"]
+    await submit_counts(db, "small-2", "small-3", tenant="small")
+    assert ids(await claims.take("interactive", 0, counts=3, running=claimed)) == ["small-2", "small-3"]
+
+
 async def test_a_count_that_was_cancelled_or_is_not_known_to_be_one_is_not_claimed_without_a_row(
     db: Redis, claims: Claims
 ) -> None:
@@ -527,7 +538,7 @@ async def test_a_count_that_was_cancelled_or_is_not_known_to_be_one_is_not_claim
     assert await Cancellation(db, Retries(db, 60)).cancel("cancelled") == "cancelled"
     await db.zrem(QUEUE, "removed")
     assert await claims.take("interactive", 0, counts=8) == []
-    assert await db.zcard(f"{INDEX}:counts") == 0
+    assert await db.zcard(f"{INDEX}:count-lines") == 0
 
 
 async def test_a_released_count_is_claimed_again_without_a_row(db: Redis, claims: Claims) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from dataclasses import dataclass
 
 import pytest
 from redis.asyncio import Redis
@@ -15,7 +16,23 @@ from worker.queue.server.clock import ServerClock
 from worker.queue.server.connection import connect
 
 NINES = "9" * 5000
-NONE_RUNNING = dict.fromkeys(keys.LANES, 0)
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """Interactive jobs that a worker runs."""
+
+    number: int = 0
+    counts: int = 0
+
+    def by_lane(self) -> dict[Lane, int]:
+        return {"interactive": self.number, "batch": 0}
+
+    def rows(self) -> int:
+        return self.number - self.counts
+
+
+NONE_RUNNING = Jobs()
 
 
 @pytest.mark.parametrize(
@@ -41,19 +58,23 @@ async def test_the_jobs_that_another_live_worker_runs_do_not_wait(redis_url: str
     assert await presence.publish(NONE_RUNNING) == {"interactive": 1, "batch": 0}
 
 
+async def test_a_running_token_count_does_not_wait_and_takes_no_row(redis_url: str, db: Redis) -> None:
+    await db.zadd(QUEUE, {"a": 1, "b": 1, "c": 1})
+    presence = Presence(db, settings(redis_url), ServerClock())
+    assert await presence.publish(Jobs(2, counts=1)) == {"interactive": 1, "batch": 0}
+    assert await db.hget(keys.worker("ada"), "rows") == b"1"
+
+
 async def test_presence_is_published_three_times_per_lease_and_after_an_outage_again(redis_url: str, db: Redis) -> None:
     await db.zadd(QUEUE, {"a": 1, "b": 1, "c": 1})
     waiting: list[tuple[Lane, int]] = []
-
-    def running() -> dict[Lane, int]:
-        return {"interactive": 1, "batch": 0}
 
     def on_waiting(lane: Lane, jobs: int) -> None:
         waiting.append((lane, jobs))
 
     async with Line(redis_url) as line, connect(settings(line.url, lease_s=1)) as redis:
         presence = Presence(redis, settings(line.url, lease_s=1), ServerClock())
-        publishing = asyncio.create_task(presence.run(running, on_waiting))
+        publishing = asyncio.create_task(presence.run(Jobs(1), on_waiting))
         await until(lambda: len(waiting) >= 4)
         assert waiting[:4] == [("interactive", 2), ("batch", 0)] * 2
         assert 0 < await db.pttl(keys.worker("ada")) <= 1000

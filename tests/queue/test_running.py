@@ -1,6 +1,7 @@
 """Jobs are known from their claim to the end of their task."""
 
 import asyncio
+from dataclasses import replace
 from threading import Thread
 
 import pytest
@@ -47,6 +48,8 @@ async def test_all_jobs_are_interrupted_with_reasons_of_their_own(held: HeldJobs
 async def test_jobs_are_counted_by_lane_and_by_suspicion(held: HeldJobs) -> None:
     await held.start(claim_of("a"), claim_of("b", "batch", lease_expirations=1), claim_of("c", "batch"))
     assert (held.jobs.by_lane(), held.jobs.suspects()) == ({"interactive": 1, "batch": 2}, 1)
+    await held.start(replace(claim_of("d"), is_count=True))
+    assert (held.jobs.by_lane(), held.jobs.rows()) == ({"interactive": 2, "batch": 2}, 3)
     held.jobs["b"].made_progress()
     assert (held.jobs.suspects(), held.wakes) == (0, 1)
     await held.release()

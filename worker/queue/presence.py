@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
@@ -42,6 +43,16 @@ class Abilities:
         return {**context, **{name: "yes" if on else "no" for name, on in flags.items()}}
 
 
+class Running(Protocol):
+    """The jobs that this worker runs."""
+
+    def by_lane(self) -> Mapping[Lane, int]:
+        """Return their number by lane."""
+
+    def rows(self) -> int:
+        """Return how many of them take a row."""
+
+
 class Presence:
     """Publishes that this worker is alive, for one lease at a time."""
 
@@ -68,20 +79,20 @@ class Presence:
         """Count an ended job for the reported rate."""
         self._ended.append(time.monotonic())
 
-    async def run(self, running: Callable[[], Mapping[Lane, int]], on_waiting: Callable[[Lane, int], None]) -> None:
-        """Publish, and synchronize the clock, three times per lease until this task is cancelled. `running` returns the
-        running jobs by lane; `on_waiting` receives the waiting jobs of each lane."""
+    async def run(self, running: Running, on_waiting: Callable[[Lane, int], None]) -> None:
+        """Publish, and synchronize the clock, three times per lease until this task is cancelled. `on_waiting` receives
+        the waiting jobs of each lane."""
         while True:
             try:
-                for lane, jobs in (await self.publish(running())).items():
+                for lane, jobs in (await self.publish(running)).items():
                     on_waiting(lane, jobs)
                 await self._clock.sync(self._redis)
             except (RedisError, OSError):
                 pass  # the publisher and the claim loop log an outage
             await asyncio.sleep(self._lease_ms / 1000 / 3)
 
-    async def publish(self, running: Mapping[Lane, int]) -> dict[Lane, int]:
-        """Publish this worker's state, valid for one lease. `running`: its running jobs by lane.
+    async def publish(self, running: Running) -> dict[Lane, int]:
+        """Publish this worker's state, valid for one lease.
 
         Returns the waiting jobs by lane, computed from the reports of all workers of the model. Raises RedisError,
         OSError.
@@ -99,12 +110,13 @@ class Presence:
                 logger.warning("deleted a foreign value: %s held a %s", key, kind.decode())
                 await self._redis.delete(key)
 
-    async def _publish(self, running: Mapping[Lane, int]) -> dict[Lane, int]:
+    async def _publish(self, running: Running) -> dict[Lane, int]:
         rate, now = round(self._jobs_per_s(), 3), self._clock.now()
-        rows = [running[lane] for lane in LANES]
+        jobs = running.by_lane()
         offline = offline_rows(self._settings, self._clock.utc())
-        load = {"rows": sum(rows), "offline_rows": offline, "jobs_per_s": rate}
-        report = f"{self._settings.queue_limit} {rate} {self._valid_until():.0f} {' '.join(map(str, rows))}"
+        load = {"rows": running.rows(), "offline_rows": offline, "jobs_per_s": rate}
+        counts = " ".join(str(jobs[lane]) for lane in LANES)
+        report = f"{self._settings.queue_limit} {rate} {self._valid_until():.0f} {counts}"
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hset(self._key, mapping={**self._fields, **load})
             pipe.pexpire(self._key, self._lease_ms)

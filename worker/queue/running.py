@@ -97,8 +97,12 @@ class RunningJobs:
         return [job.claim for job in list(self._jobs.values())]
 
     def by_lane(self) -> Counter[Lane]:
-        """Return the number of running jobs by lane, without token counts, which take no row."""
-        return Counter(job.claim.lane for job in self._jobs.values() if not job.claim.is_count)
+        """Return the number of running jobs by lane, token counts included."""
+        return Counter(job.claim.lane for job in self._jobs.values())
+
+    def rows(self) -> int:
+        """Return the number of running jobs that take a row: all but token counts."""
+        return sum(not job.claim.is_count for job in self._jobs.values())
 
     def suspects(self) -> int:
         """Return the number of running jobs that are on probation."""

@@ -102,7 +102,7 @@ class QueueWorker(Worker):
         )
         self._crons = Crons(crons, server, settings.worker_name)
         self._presence = Presence(redis, settings, server.clock, model.abilities)
-        publish_presence = partial(self._presence.run, self.jobs.by_lane, metrics.set_waiting)
+        publish_presence = partial(self._presence.run, self.jobs, metrics.set_waiting)
         self.heartbeat = Heartbeat("event loop")
         heartbeats = [self.heartbeat, *model.heartbeats]
         self._leases = LeaseKeeper(settings, self.jobs.claims, self.jobs.ownership_lost, heartbeats)

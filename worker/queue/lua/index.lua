@@ -11,7 +11,8 @@
 --   suspects   jobs that were running when a worker died: those with the fewest crashes first, then the oldest
 --   leases     running jobs, by the time of the next check of their lease
 --   deadlines  jobs of `lines` and `suspects` that have a deadline, by deadline
---   counts     jobs of `lines` that are token counts, by score; one that is missing here waits for a row like a chat
+--   counts     jobs of `lines` that are token counts, in lines of the same form, so that a tenant with many hides no
+--              other; one that is missing here waits for a row like a chat
 --
 -- Only claims renew the index: without them it expires, and a submit does not create a new one. So it cannot grow if
 -- all workers are of a version without an index.
@@ -20,7 +21,7 @@ local INDEX_LIFE_MS = 60000
 local function index_of(queue)
   local name = 'sluice:index:' .. string.sub(queue, #'sluice:queue:' + 1)
   return { queue = queue, jobs = name, lines = name .. ':lines', suspects = name .. ':suspects',
-    leases = name .. ':leases', deadlines = name .. ':deadlines', counts = name .. ':counts' }
+    leases = name .. ':leases', deadlines = name .. ':deadlines', counts = name .. ':count-lines' }
 end
 
 local function drop_index(index)
@@ -43,9 +44,10 @@ local function line_of(tenant)
   return (string.gsub(string.sub(tenant or '', 1, 128), '%z', ' '))
 end
 
-local function first_of(index, line)
+-- Return the first job of a line; `lines` is the key of the lines: those of all jobs, or those of token counts.
+local function first_of(lines, line)
   local name = 'w' .. line
-  return redis.call('ZRANGEBYLEX', index.lines, '[' .. name .. '\0', '(' .. name .. '\1', 'LIMIT', 0, 1)[1]
+  return redis.call('ZRANGEBYLEX', lines, '[' .. name .. '\0', '(' .. name .. '\1', 'LIMIT', 0, 1)[1]
 end
 
 -- Return the stamp and the id in a member of `lines` for a job.
@@ -54,23 +56,23 @@ local function split_member(line, member)
   return string.sub(member, from, from + 14), string.sub(member, from + 15)
 end
 
-local function enqueue(index, line, score, id)
-  local first, own_stamp = first_of(index, line), stamp(score)
-  redis.call('ZADD', index.lines, 0, 'w' .. line .. '\0' .. own_stamp .. id)
+local function enqueue(lines, line, score, id)
+  local first, own_stamp = first_of(lines, line), stamp(score)
+  redis.call('ZADD', lines, 0, 'w' .. line .. '\0' .. own_stamp .. id)
   local first_stamp = first and split_member(line, first)
   if not first or tonumber(own_stamp) < tonumber(first_stamp) then
-    if first then redis.call('ZREM', index.lines, 'h' .. first_stamp .. line) end
-    redis.call('ZADD', index.lines, 0, 'h' .. own_stamp .. line)
+    if first then redis.call('ZREM', lines, 'h' .. first_stamp .. line) end
+    redis.call('ZADD', lines, 0, 'h' .. own_stamp .. line)
   end
-  redis.call('PEXPIRE', index.lines, INDEX_LIFE_MS)
+  redis.call('PEXPIRE', lines, INDEX_LIFE_MS)
 end
 
-local function remove_from_line(index, line, member)
-  local first = first_of(index, line)
-  if redis.call('ZREM', index.lines, member) == 0 or first ~= member then return end
-  redis.call('ZREM', index.lines, 'h' .. split_member(line, first) .. line)
-  local next_first = first_of(index, line)
-  if next_first then redis.call('ZADD', index.lines, 0, 'h' .. split_member(line, next_first) .. line) end
+local function remove_from_line(lines, line, member)
+  local first = first_of(lines, line)
+  if redis.call('ZREM', lines, member) == 0 or first ~= member then return end
+  redis.call('ZREM', lines, 'h' .. split_member(line, first) .. line)
+  local next_first = first_of(lines, line)
+  if next_first then redis.call('ZADD', lines, 0, 'h' .. split_member(line, next_first) .. line) end
 end
 
 -- Store a job's deadline, in Unix milliseconds. Raises an error if the deadlines of other jobs were lost.
@@ -91,12 +93,9 @@ end
 -- Add a waiting job. `deadline`: in Unix milliseconds, or nil.
 local function add_waiting(index, id, score, tenant, deadline, is_count)
   redis.call('ZADD', index.jobs, score, id)
-  enqueue(index, line_of(tenant), score, id)
+  enqueue(index.lines, line_of(tenant), score, id)
   if deadline then store_deadline(index, id, deadline) end
-  if is_count then
-    redis.call('ZADD', index.counts, score, id)
-    redis.call('PEXPIRE', index.counts, INDEX_LIFE_MS)
-  end
+  if is_count then enqueue(index.counts, line_of(tenant), score, id) end
 end
 
 -- Remove a job from its place in `lines`, `suspects` or `leases`, and its deadline. Returns false if it has none.
@@ -105,10 +104,11 @@ local function remove_from_place(index, id)
   if not score then return false end
   local tenant = redis.pcall('HGET', 'sluice:job:' .. id, 'tenant')
   local line = line_of(type(tenant) == 'string' and tenant or '')
-  remove_from_line(index, line, 'w' .. line .. '\0' .. stamp(score) .. id)
+  local member = 'w' .. line .. '\0' .. stamp(score) .. id
+  remove_from_line(index.lines, line, member)
+  if redis.call('ZSCORE', index.counts, member) then remove_from_line(index.counts, line, member) end
   redis.call('ZREM', index.suspects, id)
   redis.call('ZREM', index.leases, id)
-  redis.call('ZREM', index.counts, id)
   delete_deadline(index, id)
   return true
 end

@@ -54,18 +54,37 @@ local function jobs_past_deadline(selection)
   return jobs
 end
 
--- Return waiting token counts, the oldest first: at most `want`, and as many of a tenant as it may have at once. Others
--- wait, here or in their tenants' lines. `tenants`: that of each count that runs on this worker.
+-- Remove the first count of a line, and return its job; nil if there is none that is due. Entries of jobs that do not
+-- wait in a line are removed on the way, at most PAGE.
+local function pop_count(selection, line)
+  local index, counts = selection.index, selection.index.counts
+  for _ = 1, PAGE do
+    local first = first_of(counts, line)
+    local since, id = split_member(line, first or '')
+    if not first or (tonumber(since) or 0) > selection.now then return nil end
+    remove_from_line(counts, line, first)
+    local job = tonumber(since) and waiting_job(selection, id)
+    if job and job.expirations == 0 then return job end
+    if job then index_job(index, id) end
+  end
+end
+
+-- Return waiting token counts, those of the tenant with the oldest one first: at most `want`, and as many of a tenant as
+-- it may have at once. Others wait, here or in their tenants' lines. `tenants`: that of each count that runs on this
+-- worker.
 local function counts_in_turn(selection, want, tenants)
-  local index, jobs, counts = selection.index, {}, {}
+  local counts, jobs, taken = selection.index.counts, {}, {}
   if want < 1 then return jobs end
-  for _, tenant in ipairs(tenants) do counts[tenant] = (counts[tenant] or 0) + 1 end
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', index.counts, '-inf', selection.now, 'LIMIT', 0, SAMPLE)) do
-    local job = #jobs < want and waiting_job(selection, id)
-    if job == nil then
-      redis.call('ZREM', index.counts, id)
-    elseif job and (counts[job.tenant] or 0) < MOST_COUNTS_OF_TENANT then
-      counts[job.tenant] = (counts[job.tenant] or 0) + 1
+  for _, tenant in ipairs(tenants) do taken[line_of(tenant)] = (taken[line_of(tenant)] or 0) + 1 end
+  -- At most `#tenants` of the lines belong to tenants that may have no more.
+  local due = '(h' .. stamp(selection.now + 1)
+  for _, head in ipairs(redis.call('ZRANGEBYLEX', counts, '[h', due, 'LIMIT', 0, want + #tenants)) do
+    local line = string.sub(head, 17)
+    if not first_of(counts, line) then redis.call('ZREM', counts, head) end -- a line that was lost
+    while #jobs < want and (taken[line] or 0) < MOST_COUNTS_OF_TENANT do
+      local job = pop_count(selection, line)
+      if not job then break end
+      taken[line] = (taken[line] or 0) + 1
       jobs[#jobs + 1] = job
     end
   end
@@ -120,7 +139,7 @@ end
 
 -- Return when the first job of a line was queued, and its member of `lines`; nil if none is due.
 local function first_due(selection, line)
-  local first = first_of(selection.index, line)
+  local first = first_of(selection.index.lines, line)
   if not first then return nil end
   local since = tonumber((split_member(line, first)))
   if not since then
@@ -133,7 +152,7 @@ end
 -- Remove the first job of a line. Returns the job if it still waits there.
 local function pop_first(selection, line, first)
   local index, first_stamp, id = selection.index, split_member(line, first)
-  remove_from_line(index, line, first)
+  remove_from_line(index.lines, line, first)
   local job = redis.call('ZSCORE', index.jobs, id) and waiting_job(selection, id)
   if not job then return nil end
   if stamp(job.score) ~= first_stamp or job.expirations > 0 then
