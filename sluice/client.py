@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -16,6 +16,7 @@ from sluice.batch.registry import BatchRegistry
 from sluice.batch.status import Batch
 from sluice.cancellation import Cancellation, Outcome
 from sluice.dead_letters import DeadLetter, DeadLetters
+from sluice.errors import UnknownJob
 from sluice.presence import Workers
 from sluice.queues import Queue, Queues
 from sluice.results import Results
@@ -99,10 +100,14 @@ class Client:
         With `wait_worker_s` the job is queued only once a worker is alive, and `NoWorker` is raised if none appears
         within that many seconds; 0 does not wait.
 
-        Submitting an id twice queues one job, and the second call returns its state. A call that is cancelled may queue
-        its job all the same: with an `id` of your own you can find it, or submit it again. The worker validates the
-        request; an invalid one ends as `failed` with an explanation. Raises `QueueFull`, `ServerUnreachable`, or
-        ValueError for a bad id, model or lane.
+        Submitting an id twice queues one job, and the second call returns its state. The worker validates the request;
+        an invalid one ends as `failed` with an explanation.
+
+        A call that is cancelled, or raises `ServerUnreachable`, may have queued its job, or queue it within a few
+        seconds. Give it an `id` of your own: then you can submit it again, which queues one job, or `cancel` it, which
+        holds for a job that is queued later, too.
+
+        Raises `QueueFull`, `ServerFull`, `ServerUnreachable`, or ValueError for a bad id, model or lane.
         """
         return await self._submit(new_job(request, model, lane, id=id, function=function), wait_worker_s)
 
@@ -204,15 +209,14 @@ class Client:
         return await self._dead_letters.read(job_id)
 
     async def retry(self, job_id: str) -> Submitted:
-        """Delete a dead letter and submit its job under a new id. If the submission fails, the letter is restored.
-        Raises `UnknownJob`, `QueueFull`, and ValueError if its body is missing or broken."""
+        """Submit the job of a dead letter under a new id, and delete the letter. The id follows from the letter: a
+        call that failed or was cancelled, whatever it had done, may be repeated, and queues one job. Raises
+        `UnknownJob`, `QueueFull`, `ServerFull`, and ValueError if the letter's body is missing or broken."""
         letter = await self.dead_letter(job_id)
-        job = new_job(letter.request, letter.model, letter.lane, function=letter.function)
-        await self._dead_letters.delete(letter)
-        async with AsyncExitStack() as stack:
-            stack.push_async_callback(self._dead_letters.restore, letter)
-            submitted = await self._submission.submit(job)
-            stack.pop_all()
+        job = new_job(letter.request, letter.model, letter.lane, id=letter.retry_id, function=letter.function)
+        submitted = await self._submission.submit(job)
+        with suppress(UnknownJob):  # another client has retried it, too, or has just dropped it
+            await self._dead_letters.delete(letter)
         return submitted
 
     async def drop_dead_letter(self, job_id: str) -> None:

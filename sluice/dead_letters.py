@@ -1,7 +1,8 @@
 """Dead letters: jobs that crashed workers, kept until they are retried or dropped."""
 
+import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import Redis
@@ -32,6 +33,11 @@ class DeadLetter:
             case {"f": "count"}:
                 return "count"
         return "chat"
+
+    @property
+    def retry_id(self) -> str:
+        """The id of the job that retries it: always the same one, and another for each letter of a job."""
+        return hashlib.sha256(repr((self.id, self.parked_at)).encode()).hexdigest()[:32]
 
     @property
     def request(self) -> dict[str, Any]:
@@ -73,11 +79,6 @@ class DeadLetters:
         # If the letter is absent at a later try, an earlier one deleted it and the reply was lost.
         if not await self._retries.run(drop) and num_tries == 1:
             raise UnknownJob(f"another client has just removed the dead letter {letter.id!r}")
-
-    async def restore(self, letter: DeadLetter) -> None:
-        """Store a letter that `delete` deleted."""
-        stored = json.dumps(asdict(letter))
-        await self._retries.run(lambda: self._redis.hset(wire.DEAD, letter.id, stored))
 
 
 _UNREADABLE = {"type": "internal", "message": "This entry cannot be read: it was not written by a worker."}

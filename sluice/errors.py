@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 
-from redis.exceptions import ConnectionError
+from redis.exceptions import ConnectionError, OutOfMemoryError
 
 from sluice.wire import JobError
 from sluice.wording import counted
@@ -36,6 +36,10 @@ class QueueFull(SluiceError):
         self.length = length
         self.limit = limit
         self.retry_after_s = retry_after_s
+
+
+class ServerFull(SluiceError, OutOfMemoryError):
+    """The server is out of memory, and nothing was queued. It has room again when jobs end and their texts expire."""
 
 
 class NoWorker(SluiceError):

@@ -16,7 +16,16 @@ from typing import Any, NoReturn
 
 from redis.exceptions import RedisError
 
-from sluice.errors import JobCancelled, JobFailed, NoWorker, QueueFull, ServerUnreachable, SluiceError, UnknownJob
+from sluice.errors import (
+    JobCancelled,
+    JobFailed,
+    NoWorker,
+    QueueFull,
+    ServerFull,
+    ServerUnreachable,
+    SluiceError,
+    UnknownJob,
+)
 from sluice.wire import MODEL_NAME, Cancelled, Delta, Event, Failed, Finished, Restarted, Started, Usage
 
 Chunk = dict[str, Any]  # a `chat.completion.chunk`
@@ -138,6 +147,8 @@ def error_reply(error: SluiceError) -> ErrorReply:
             return _reply(404, "unknown_job", str(error), retryable=False)
         case QueueFull(retry_after_s=wait_s):
             return _reply(503, "overloaded", str(error), retryable=True, wait_s=wait_s)
+        case ServerFull():
+            return _reply(503, "overloaded", "The queue has no memory left at the moment.", retryable=True)
         case ServerUnreachable():
             return _reply(503, "overloaded", "The queue does not answer at the moment.", retryable=True)
     return _reply(500, "internal", str(error), retryable=True)

@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import OutOfMemoryError, RedisError
+from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError
 
 from sluice import wire
-from sluice.errors import NoWorker, QueueFull
+from sluice.errors import NoWorker, QueueFull, ServerFull
 from sluice.transport.retries import Retries, raise_outage
 from sluice.transport.round_trips import RoundTrips
 from sluice.transport.scripts import source
@@ -84,18 +84,22 @@ class Submission:
         self._calls = RoundTrips[_Call, list[Any]](self._send)
 
     async def submit(self, job: NewJob, *, needs_worker: bool = False) -> Submitted:
-        """Queue one job. Raises `QueueFull`, and `NoWorker` if `needs_worker` and no live worker serves the model. A
-        call that is cancelled may have queued its job."""
+        """Queue one job. Raises `QueueFull`, `ServerFull`, and `NoWorker` if `needs_worker` and no live worker serves
+        the model. A call that is cancelled may have queued its job, or queue it later."""
         body = _arq_job(job)
         call = _Call(_keys(job), _args(job, body, submission=uuid.uuid4().hex, needs_worker=needs_worker))
-        if len(body) <= _SHARED_BYTES:
-            answer = await self._calls.call(call)
-        else:
-            (answer,) = await self._retries.run(partial(self._send_one, call))
+        try:
+            answer = await self._send_alone(call) if len(body) > _SHARED_BYTES else await self._calls.call(call)
+        except OutOfMemoryError as error:
+            raise _server_full() from error
         outcome = _read(job, answer)
         if not isinstance(outcome, Submitted):
             raise outcome
         return outcome
+
+    async def _send_alone(self, call: _Call) -> list[Any]:
+        answers: list[list[Any]] = await self._retries.run(partial(self._send_one, call))
+        return answers[0]
 
     async def _send(self, calls: Sequence[_Call]) -> Sequence[list[Any] | Exception]:
         """Send calls that name their submissions, so that they may be repeated."""
@@ -112,9 +116,21 @@ class Submission:
         return answers
 
     async def _run_all(self, calls: Sequence[_Call]) -> list[Any]:
+        """Return the answers of the server, errors included. redis-py's scripts would ask it before each pipeline if it
+        knows them: another round trip."""
+        answers = await self._pipelined(calls)
+        unknown = [index for index, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
+        if unknown:
+            await self._redis.script_load(self._script.script)
+            again = await self._pipelined([calls[index] for index in unknown])
+            for index, answer in zip(unknown, again, strict=True):
+                answers[index] = answer
+        return answers
+
+    async def _pipelined(self, calls: Sequence[_Call]) -> list[Any]:
         async with self._redis.pipeline(transaction=False) as pipe:
             for call in calls:
-                await self._script(keys=call.keys, args=call.args, client=pipe)
+                pipe.evalsha(self._script.sha, len(call.keys), *call.keys, *call.args)  # type: ignore[arg-type]
             answers: list[Any] = await pipe.execute(raise_on_error=False)  # else the error quotes the whole request
         return answers
 
@@ -133,7 +149,7 @@ class Submission:
                     raise NoWorker(job.model, list(await served_models())) from None
                 await asyncio.sleep(min(_WORKER_POLL_S, left_s))
 
-    async def submit_all(self, jobs: Sequence[NewJob]) -> list[Submitted | QueueFull | OutOfMemoryError]:
+    async def submit_all(self, jobs: Sequence[NewJob]) -> list[Submitted | QueueFull | ServerFull]:
         """Queue jobs in one round trip, and return an outcome for each. Raises redis-py's other errors; some of the
         jobs may have been queued by then."""
         answers = await self._run_all([_Call(_keys(job), _args(job, _arq_job(job))) for job in jobs])
@@ -156,15 +172,20 @@ def _args(job: NewJob, body: bytes, *, submission: str = "", needs_worker: bool 
             int(needs_worker), job.function]  # fmt: skip
 
 
-def _read_or_raise(job: NewJob, answer: list[Any] | RedisError) -> Submitted | QueueFull | OutOfMemoryError:
+def _read_or_raise(job: NewJob, answer: list[Any] | RedisError) -> Submitted | QueueFull | ServerFull:
     match answer:
         case OutOfMemoryError():
-            return answer
+            return _server_full()
         case RedisError():
             raise answer
     outcome = _read(job, answer)
     assert not isinstance(outcome, NoWorker), "this call requires no worker"
     return outcome
+
+
+def _server_full() -> ServerFull:
+    """Return the error for a submission that the server refused before it wrote anything."""
+    return ServerFull("the server is out of memory, and the job was not queued")
 
 
 def _read(job: NewJob, answer: list[Any]) -> Submitted | QueueFull | NoWorker:

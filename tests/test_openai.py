@@ -20,6 +20,7 @@ from sluice import (
     JobFailed,
     NoWorker,
     QueueFull,
+    ServerFull,
     ServerUnreachable,
     SluiceError,
     UnknownJob,
@@ -285,6 +286,7 @@ REPLIES: list[tuple[SluiceError, int, str, str, str]] = [
     (BadRequest("no JSON"), 400, "invalid_request_error", "invalid_request", "false"),
     (NoWorker("m", ["other"]), 404, "invalid_request_error", "model_not_found", "false"),
     (NoWorker("m", []), 503, "server_error", "overloaded", "true"),
+    (ServerFull("no memory"), 503, "server_error", "overloaded", "true"),
     (ServerUnreachable("no answer"), 503, "server_error", "overloaded", "true"),
     (JobRestarted("starts over"), 500, "server_error", "internal", "true"),
 ]

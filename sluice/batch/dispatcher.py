@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
-from redis.exceptions import OutOfMemoryError
-
 from sluice.batch import names
 from sluice.batch.files import LineResult, ResultFiles
 from sluice.batch.job_store import JobStore, StoredJob
@@ -32,7 +30,7 @@ from sluice.batch.transitions import (
     RunEnded,
     line_step,
 )
-from sluice.errors import QueueFull
+from sluice.errors import QueueFull, ServerFull
 from sluice.submission import NewJob, Submitted
 
 _POLL_S = 0.25
@@ -160,7 +158,7 @@ class LineDispatcher:
             outcomes = await self._store.submit(await asyncio.to_thread(self._new_jobs, chunk))
             for entry, outcome in zip(chunk, outcomes, strict=True):
                 entry.apply(_submit_event(outcome))
-            if any(isinstance(outcome, OutOfMemoryError) for outcome in outcomes):
+            if any(isinstance(outcome, ServerFull) for outcome in outcomes):
                 await self._halve_queue([entry for entry in chunk if entry.has_job])
                 return
 
@@ -239,11 +237,11 @@ class LineDispatcher:
         return LineResult(job_id, custom_id, result=outcome)
 
 
-def _submit_event(outcome: Submitted | QueueFull | OutOfMemoryError) -> LineEvent:
+def _submit_event(outcome: Submitted | QueueFull | ServerFull) -> LineEvent:
     match outcome:
         case QueueFull():
             return JobRejected(min(outcome.retry_after_s, _MAX_WAIT_S))
-        case OutOfMemoryError():
+        case ServerFull():
             return JobRejected(_FULL_WAIT_S)
     return JobQueued()
 

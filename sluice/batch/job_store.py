@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from redis.asyncio import Redis
-from redis.exceptions import OutOfMemoryError
 
 from sluice import wire
 from sluice.cancellation import Cancellation
-from sluice.errors import QueueFull
+from sluice.errors import QueueFull, ServerFull
 from sluice.submission import NewJob, Submission, Submitted
 from sluice.transport.retries import Retries
 
@@ -32,9 +31,9 @@ class JobStore:
         self._redis, self._retries = redis, retries
         self._submission, self._cancellation = Submission(redis, retries), Cancellation(redis, retries)
 
-    async def submit(self, jobs: Sequence[NewJob]) -> list[Submitted | QueueFull | OutOfMemoryError]:
+    async def submit(self, jobs: Sequence[NewJob]) -> list[Submitted | QueueFull | ServerFull]:
         """Queue jobs, and return an outcome for each."""
-        answers: list[Submitted | QueueFull | OutOfMemoryError] = await self._retries.run_until_answered(
+        answers: list[Submitted | QueueFull | ServerFull] = await self._retries.run_until_answered(
             lambda: self._submission.submit_all(jobs)
         )
         return answers

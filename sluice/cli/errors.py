@@ -16,7 +16,7 @@ from redis.exceptions import (
 
 from sluice import wire
 from sluice.client import Client
-from sluice.errors import NoWorker, QueueFull, UnknownJob, UnreadableLog
+from sluice.errors import NoWorker, QueueFull, ServerFull, UnknownJob, UnreadableLog
 from sluice.transport.connection import wrong_credentials
 from sluice.transport.redis_url import UNREADABLE, redacted
 
@@ -94,6 +94,10 @@ async def _check_reachable(client: Client, url: str) -> None:
 async def _explain(error: RedisError, url: str) -> str:
     server = redacted(url)
     match error:
+        case ServerFull():
+            return (
+                f"the server at {server} is out of memory: nothing was queued. Wait for jobs to end, or give it more."
+            )
         case AuthenticationError():
             return f"the server at {server} refuses the connection: {await wrong_credentials(url)}."
         case NoPermissionError():

@@ -5,11 +5,11 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from redis.exceptions import RedisError
+from redis.exceptions import OutOfMemoryError, RedisError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from sluice.errors import JobFailed, NoWorker, QueueFull, ServerUnreachable, SluiceError
+from sluice.errors import JobFailed, NoWorker, QueueFull, ServerFull, ServerUnreachable, SluiceError
 from sluice.openai import error_reply
 from sluice.transport.retries import is_transient
 
@@ -18,6 +18,7 @@ logger = logging.getLogger("sluice.serve")
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 NO_WORKER_RETRY_S = 5.0  # a worker that restarts loads its model first
+_FULL_RETRY_S = 5.0  # jobs that end free memory all the time
 
 
 class ApiError(Exception):
@@ -55,6 +56,8 @@ def from_client(error: SluiceError | RedisError) -> ApiError:
     if not isinstance(error, SluiceError):
         if is_transient(error):
             return from_client(ServerUnreachable(str(error)))
+        if isinstance(error, OutOfMemoryError):
+            return from_client(ServerFull(str(error)))
         message = "The server of the queue refused a request; the log has the reason."
         return ApiError(500, message, SERVER, code="internal")
     reply = error_reply(error)
@@ -85,6 +88,8 @@ def _wait_s(error: SluiceError) -> float | None:
     match error:
         case QueueFull(retry_after_s=wait_s):
             return wait_s
+        case ServerFull():
+            return _FULL_RETRY_S
         case NoWorker(served=()):
             return NO_WORKER_RETRY_S
         case JobFailed(error=failed) if failed.type == "overloaded":

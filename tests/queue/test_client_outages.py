@@ -199,17 +199,21 @@ async def test_a_purge_whose_answer_was_lost_counts_each_job_once(db: Redis, red
         assert line.lost == 1
 
 
-async def test_a_dead_letter_whose_removal_was_not_heard_of_is_submitted_again(db: Redis, redis_url: str) -> None:
+@pytest.mark.parametrize("answers", [(False, True), (False, False, True)], ids=["submission", "removal"])
+async def test_a_dead_letter_is_retried_once_although_an_answer_was_lost(
+    db: Redis, redis_url: str, answers: tuple[bool, ...]
+) -> None:
     letter = DeadLetter("a", "default", "interactive", 3, 0.0, {}, json.dumps({"a": [{"messages": HELLO}]}))
     fields = {name: getattr(letter, name) for name in letter.__slots__}
     await db.hset(wire.DEAD, "a", json.dumps(fields))
     async with behind(redis_url) as (line, client):
-        answers = iter([False, True])  # the letter, and then that it is dropped
-        await client.ping()
-        line.loses = lambda: next(answers, False)
-        assert (await client.retry("a")).new
-        assert line.lost == 1
+        await client.submit(HELLO, id="before")  # from now on the server knows the script
+        lost = iter(answers)
+        line.loses = lambda: next(lost, False)
+        job = await client.retry("a")
+        assert (job.new, job.id, line.lost) == (True, letter.retry_id, 1)
     assert await db.hlen(wire.DEAD) == 0
+    assert await db.zcard(wire.queue_key("default", "interactive")) == 2
 
 
 async def test_the_first_call_after_a_restart_of_the_server_is_answered() -> None:

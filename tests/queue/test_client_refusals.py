@@ -1,6 +1,7 @@
 """The server's errors are raised at once, and never taken for an outage."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from redis.exceptions import (
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from scripts.stack import Server
-from sluice import CancelNotStored, Client, SyncClient, wire
+from sluice import CancelNotStored, Client, ServerFull, SluiceError, SyncClient, wire
 from sluice.transport.retries import is_transient
 from tests.queue.streaming import HELLO, event, say, seqs, subscribed
 
@@ -145,6 +146,28 @@ async def test_a_cancel_that_a_full_server_does_not_keep_is_told_to_the_workers_
         told = await control.get_message(timeout=1)
         assert told is not None
         assert told["data"] == b"a"
+
+
+async def test_a_submission_to_a_full_server_is_an_error_of_ours_and_of_redis_py_and_queues_nothing(
+    db: Redis, client: Client
+) -> None:
+    letter = {
+        "id": "a", "model": "default", "lane": "interactive", "crashes": 3, "parked_at": 1.0, "error": {},
+        "body": json.dumps({"a": [{"messages": HELLO}]}),
+    }  # fmt: skip
+    await db.hset(wire.DEAD, "a", json.dumps(letter))
+    long = [{"role": "user", "content": "x" * 100_000}]  # has a round trip of its own
+    await db.config_set("maxmemory", 1)
+    try:
+        for call in (client.submit(HELLO), client.submit(long), client.count_tokens(HELLO), client.retry("a")):
+            with pytest.raises(ServerFull) as raised:
+                await asyncio.wait_for(call, 5)
+            assert isinstance(raised.value, SluiceError)
+            assert isinstance(raised.value, OutOfMemoryError)
+    finally:
+        await db.config_set("maxmemory", 0)
+    assert await db.zcard(wire.queue_key("default", "interactive")) == 0
+    assert await db.hkeys(wire.DEAD) == [b"a"]
 
 
 async def test_a_cancel_without_the_right_to_publish_is_an_error(limited: Callable[..., Awaitable[Client]]) -> None:

@@ -8,6 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from sluice import Client, Submitted, wire
+from tests.waiting import until
 
 HELLO = [{"role": "user", "content": "Hello"}]
 QUEUE = wire.queue_key("default", "interactive")
@@ -125,3 +126,24 @@ async def test_what_the_worker_will_refuse_is_not_kept_with_the_job(
 async def test_a_tenant_of_the_longest_name_is_kept(db: Redis, client: Client) -> None:
     job = await client.submit({"messages": HELLO, "tenant": "ä" * 128})
     assert await db.hget(wire.job_key(job.id), "tenant") == ("ä" * 128).encode()
+
+
+async def test_a_submission_that_is_cancelled_can_be_cancelled_although_it_reaches_the_server_later(
+    db: Redis, client: Client
+) -> None:
+    await client.submit(HELLO, id="before")  # from now on the client is connected, and the server knows the script
+    await db.client_pause(60_000, all=False)  # writes wait
+    submitting = asyncio.create_task(client.submit(HELLO, id="a"))
+    await asyncio.sleep(0.05)
+    submitting.cancel()
+    await asyncio.gather(submitting, return_exceptions=True)
+    cancelling = asyncio.create_task(client.cancel("a"))
+    await asyncio.sleep(0.05)
+    await db.client_unpause()
+    await cancelling
+
+    async def is_known() -> bool:
+        return await client.state("a") is not None
+
+    await until(is_known)
+    assert await client.state("a") == "cancelled" or await db.exists(wire.cancel_key("a"))
